@@ -1,0 +1,135 @@
+"""The nouns of farspan: what a model, a run and a schedule are.
+
+Everything here is an immutable value and imports no torch. Token ranges are half open,
+sizes are bytes unless a name says otherwise, and `0 <= fraction <= 1`.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Refused(ValueError):
+    """The request cannot be met exactly; the message names the field, what was expected
+    and what to change."""
+
+
+class Tier(StrEnum):
+    """Where a buffer lives. On a machine without a GPU the two tiers are two separate arenas
+    in main memory, so that every fetch and evict really happens."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One decoder layer, as far as memory and attention are concerned."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int  # of queries and keys
+    value_dim: int  # of values; equal to head_dim for nearly every model
+    window: int | None = None  # a query sees itself and the `window - 1` tokens before it
+    sinks: bool = False  # one learned logit a head joins the softmax (GPT-OSS)
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap) (Gemma2)
+    activation_bytes: int = 0  # a token; what autograd saves besides x, K, V, O and LSE
+    activation_constant: int = 0  # a cell; the part of the above that does not grow with tokens
+
+    def kv_elements(self) -> int:
+        """Elements of K and V together, a token."""
+        return self.kv_heads * (self.head_dim + self.value_dim)
+
+    def output_elements(self) -> int:
+        """Elements of the attention output O, a token."""
+        return self.query_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A causal decoder as the planner sees it."""
+
+    name: str
+    hidden: int
+    vocab: int
+    layers: tuple[LayerSpec, ...]
+    element_bytes: int  # of a parameter and an activation: 2, 4 or 8
+    parameters: int = 0  # elements, all of them
+    trainable: int = 0  # elements that receive a gradient
+
+    def accumulate_bytes(self) -> int:
+        """Element size of dK, dV, LSE and dW accumulators: fp32, or fp64 in a float64 model."""
+        return max(4, self.element_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """The shape of one step."""
+
+    batch: int
+    tokens: int
+
+    def __post_init__(self) -> None:
+        for field in ("batch", "tokens"):
+            if getattr(self, field) < 1:
+                raise Refused(f"{field}: expected at least 1, got {getattr(self, field)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Every choice that a step leaves open: the order of the grid and what lives where.
+
+    All schedules give the same gradients; they differ in memory and time. Fractions keep the
+    latest tokens first and are rounded to whole chunks.
+    """
+
+    chunk: int = 16384  # tokens a chunk (OOMB 4.1, FPDT 4.1); the last one may be ragged
+    groups: int | tuple[int, ...] = 1  # layers a group, or the size of each group in order
+    x: Tier = Tier.HOST  # layer inputs at group boundaries
+    kv: Tier = Tier.DEVICE  # K, V, dK, dV of the open group; HOST streams them block by block
+    kv_kept: bool = False  # keep K, V of closed groups for their backward: no rebuild of them
+    kv_home: Tier = Tier.HOST  # where kept K, V wait when `kv` is DEVICE
+    attention_kept: float = 0.0  # phi: fraction of tokens whose O and LSE are kept
+    attention_open: bool = False  # keep O and LSE of the open group while it is rebuilt
+    attention: Tier = Tier.HOST  # where kept O and LSE live
+    activations_kept: float = 0.0  # alpha: fraction of tokens whose other activations are kept
+    activations: Tier = Tier.HOST  # where kept activations live (MEMO 4.1)
+    layer_checkpoint: bool = False  # backward holds one layer's activations, not one group's
+    kv_block: int = 16384  # keys an attention call sees at most, on a fixed grid
+    head_tokens: int = 1024  # tokens whose logits exist at one time
+
+    def __post_init__(self) -> None:
+        for field in ("chunk", "kv_block", "head_tokens"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise Refused(f"{field}: expected a whole number of tokens >= 1, got {value!r}")
+        for field in ("attention_kept", "activations_kept"):
+            value = getattr(self, field)
+            if not 0.0 <= value <= 1.0:
+                raise Refused(f"{field}: expected a fraction between 0 and 1, got {value!r}")
+        for field in ("x", "kv", "kv_home", "attention", "activations"):
+            if getattr(self, field) not in tuple(Tier):
+                raise Refused(
+                    f"{field}: expected 'device' or 'host', got {getattr(self, field)!r}"
+                )
+            object.__setattr__(self, field, Tier(getattr(self, field)))
+        sizes = (self.groups,) if isinstance(self.groups, int) else tuple(self.groups)
+        if not sizes or any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in sizes):
+            raise Refused(
+                "groups: expected layers a group (a whole number >= 1) or a list of group sizes, "
+                f"got {self.groups!r}"
+            )
+        if not isinstance(self.groups, int):
+            object.__setattr__(self, "groups", sizes)
+
+    def group_sizes(self, layers: int) -> tuple[int, ...]:
+        """Layers in each group, first group first. Raises Refused when they do not add up."""
+        if isinstance(self.groups, tuple):
+            if sum(self.groups) != layers:
+                raise Refused(
+                    f"groups: {list(self.groups)} holds {sum(self.groups)} layers, but the model "
+                    f"has {layers}; give sizes that add up to {layers}"
+                )
+            return self.groups
+        size = min(self.groups, layers)
+        full, rest = divmod(layers, size)
+        return (rest,) * bool(rest) + (size,) * full
