@@ -1,0 +1,48 @@
+# `make train` and `make test` each set everything up and run, on a fresh clone with Python 3.11+.
+#
+#   make train ARGS=RUN.yaml     train your own run
+#   make test WORKERS=8          more test processes
+#   make PYTHON=python3.12 ...   another interpreter for .venv
+#   make check                   style, types and gates only
+#   make format                  rewrite the sources in the project's style
+
+PYTHON  ?= python3
+WORKERS ?= 2
+ARGS    ?=
+
+BIN     := .venv/bin
+STAMP   := .venv/.installed
+GATES   := tests/test_layering.py tests/test_size.py
+
+.PHONY: train test check format clean
+
+train: $(STAMP)
+	$(BIN)/farspan train $(ARGS)
+
+test: check
+	$(BIN)/python -m pytest -n $(WORKERS) $(addprefix --ignore=,$(GATES))
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -s $(GATES)
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build src/*.egg-info
+
+# The stamp is written last, so that an interrupted installation is taken up again.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { \
+	    echo "farspan needs Python 3.11 or newer, but $(PYTHON) is not on PATH;" \
+	        "name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "farspan needs Python 3.11 or newer, but $(PYTHON) is" \
+	        "$$($(PYTHON) -V 2>&1); name a newer one: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""Measurements, each a script that writes its numbers as data under `results/`."""

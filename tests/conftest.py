@@ -1,0 +1,32 @@
+"""What holds for every test: one thread, one seed, and no GPU test on a machine without one."""
+
+import os
+
+import hypothesis
+import pytest
+import torch
+
+# `pytest --hypothesis-profile=explore` looks at new examples on every run.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=500)
+hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_configure() -> None:
+    """Several test processes share the machine, so each of them, and whatever it starts, computes
+    on one thread."""
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+def pytest_runtest_setup() -> None:
+    """A test sees the same random numbers whichever tests ran before it."""
+    torch.manual_seed(0)

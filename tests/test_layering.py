@@ -1,0 +1,275 @@
+"""Gate: imports run one way, in the open, and planning needs no torch."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "farspan"
+
+# Top first. A layer imports what stands below it; those on one line do not import each other.
+ORDER = (
+    {"__init__"},
+    {"__main__"},
+    {"cli"},
+    {"train"},
+    {"engine"},
+    {"models", "data", "report"},
+    {"parallel"},
+    {"attention", "transfer"},
+    {"plan"},
+    {"memory"},
+    {"spec"},
+)
+HEIGHT = {layer: -row for row, layers in enumerate(ORDER) for layer in layers}
+TORCH_FREE = ("memory", "plan", "report", "spec")
+TORCH = ("torch", "transformers")
+
+Sources = dict[str, str]  # module name, dotted, to its text
+Import = tuple[str, int]  # module name, line
+
+
+def read_sources() -> Sources:
+    """Every module of the package; `farspan/plan/__init__.py` is `farspan.plan`."""
+    sources = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        sources[name] = path.read_text(encoding="utf-8")
+    return sources
+
+
+def layer(module: str) -> str:
+    """`plan` for `farspan.plan.grid`; the package itself is the layer `__init__`."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def imports(text: str, known: Sources) -> Iterator[Import]:
+    """Absolute imports. `from a import b` counts as `a.b` where that is a module."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield (inner if inner in known else node.module), node.lineno
+
+
+def own_imports(text: str, known: Sources) -> Iterator[Import]:
+    for target, line in imports(text, known):
+        if target.split(".")[0] == "farspan":
+            yield target, line
+
+
+def wrong_direction(sources: Sources) -> list[str]:
+    """Imports that do not go down, and layers that the order does not name."""
+    found = [f"{m}: layer '{layer(m)}' has no place" for m in sources if layer(m) not in HEIGHT]
+    for module, text in sources.items():
+        for target, line in own_imports(text, sources):
+            here, there = layer(module), layer(target)
+            if here in HEIGHT and here != there and HEIGHT.get(there, 0) >= HEIGHT[here]:
+                found.append(f"{module}:{line}: '{here}' may not import '{there}'")
+    return found
+
+
+def private_exports(sources: Sources) -> list[str]:
+    """Underscored names that the package's face imports."""
+    names = (
+        (alias.name, node.lineno)
+        for node in ast.walk(ast.parse(sources.get("farspan", "")))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    )
+    return [f"farspan:{line}: '{name}' is private" for name, line in names if name[0] == "_"]
+
+
+def cycles(sources: Sources) -> list[str]:
+    """One description for every module that, followed by its imports, comes back to itself."""
+    graph = {
+        module: {target for target, _ in own_imports(text, sources) if target in sources}
+        for module, text in sources.items()
+    }
+    found = []
+    for start in graph:
+        reached: set[str] = set()
+        ahead = list(graph[start])
+        while ahead:
+            module = ahead.pop()
+            if module not in reached:
+                reached.add(module)
+                ahead.extend(graph[module])
+        if start in reached:
+            round_trip = sorted(m for m in reached if start in graph[m])
+            found.append(f"{start}: imports itself through {', '.join(round_trip)}")
+    return found
+
+
+def hidden_imports(sources: Sources) -> list[str]:
+    """Relative, local, typing-only and computed imports."""
+    found = []
+    for module, text in sources.items():
+        tree = ast.parse(text)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                found.append(f"{module}:{node.lineno}: relative import")
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.extend(
+                    f"{module}:{inner.lineno}: import inside '{node.name}'"
+                    for inner in ast.walk(node)
+                    if isinstance(inner, ast.Import | ast.ImportFrom)
+                )
+        found.extend(
+            f"{module}:{line}: {name}"
+            for name, line in names_in(tree)
+            if name in ("TYPE_CHECKING", "__import__", "import_module")
+        )
+    return found
+
+
+def names_in(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Every name that is read, looked up as an attribute or imported."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.Attribute):
+            yield node.attr, node.lineno
+        elif isinstance(node, ast.alias):
+            yield node.name, node.lineno
+
+
+def torch_imports(sources: Sources) -> list[str]:
+    """Imports of torch or transformers where planning must work without them."""
+    return [
+        f"{module}:{line}: imports {target}"
+        for module, text in sources.items()
+        if layer(module) in TORCH_FREE
+        for target, line in imports(text, sources)
+        if target.split(".")[0] in TORCH
+    ]
+
+
+# The face of the package, farspan/__init__.py, may import torch: an empty package stands in.
+IMPORT_WITHOUT_TORCH = """
+import importlib, sys, types
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked!r}:
+            raise ImportError(f"{{name}} is blocked")
+
+sys.meta_path.insert(0, Blocked())
+face = types.ModuleType("farspan")
+face.__path__ = [{package!r}]
+sys.modules["farspan"] = face
+for module in {modules!r}:
+    importlib.import_module(module)
+"""
+
+
+def import_without_torch(package: Path, modules: list[str]) -> str:
+    """What goes wrong when the modules are imported in an interpreter that has no torch."""
+    script = IMPORT_WITHOUT_TORCH.format(blocked=TORCH, package=str(package), modules=modules)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    return result.stderr
+
+
+@pytest.mark.parametrize(
+    "gate", [wrong_direction, private_exports, cycles, hidden_imports, torch_imports]
+)
+def test_the_package_passes(gate: Callable[[Sources], list[str]]) -> None:
+    sources = read_sources()
+    assert "farspan.spec" in sources
+    offences = gate(sources)
+    assert not offences, "\n".join(offences)
+
+
+def test_torch_free_layers_import_without_torch() -> None:
+    modules = [module for module in read_sources() if layer(module) in TORCH_FREE]
+    assert import_without_torch(PACKAGE, modules) == ""
+
+
+def test_blocking_torch_catches_an_indirect_import(tmp_path: Path) -> None:
+    (tmp_path / "spec.py").write_text("from farspan.helper import zero\n")
+    (tmp_path / "helper.py").write_text("import torch.nn\nzero = 0\n")
+    assert "torch is blocked" in import_without_torch(tmp_path, ["farspan.spec"])
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("farspan.spec", "from farspan.memory import buffer"),
+        ("farspan.plan.grid", "import farspan.engine.run"),
+        ("farspan.attention.merge", "from farspan.transfer.arena import Arena"),
+        ("farspan.data.packing", "from farspan.report import tables"),
+        ("farspan.train.loop", "from farspan import Step"),
+        ("farspan.cli", "import farspan"),
+        ("farspan.plan.grid", "from farspan.utils import chunks"),
+        ("farspan.utils", ""),
+    ],
+)
+def test_wrong_direction_is_found(module: str, text: str) -> None:
+    assert len(wrong_direction({module: text})) == 1
+
+
+def test_imports_that_go_down_pass() -> None:
+    sources = {
+        "farspan": "from farspan.engine.step import Step\nfrom farspan.spec import Schedule",
+        "farspan.cli": "import json\nfrom farspan.plan import grid\nimport farspan.report.tables",
+        "farspan.engine.step": "from farspan.engine.cells import forward\nimport torch",
+        "farspan.engine.cells": "from farspan.spec import Schedule",
+        "farspan.plan": "",
+        "farspan.plan.grid": "from farspan.memory.buffer import Buffer",
+    }
+    gates = (wrong_direction, private_exports, cycles, hidden_imports, torch_imports)
+    assert [offence for gate in gates for offence in gate(sources)] == []
+
+
+def test_private_export_is_found() -> None:
+    assert private_exports({"farspan": "from farspan.spec import _secret, Tier"})
+
+
+def test_cycle_is_found() -> None:
+    ring = {
+        "farspan.plan": "",
+        "farspan.plan.a": "from farspan.plan import b",
+        "farspan.plan.b": "import farspan.plan.c",
+        "farspan.plan.c": "from farspan.plan.a import name",
+        "farspan.plan.d": "from farspan.plan.a import name",
+    }
+    assert [offence.split(":")[0] for offence in cycles(ring)] == [
+        "farspan.plan.a",
+        "farspan.plan.b",
+        "farspan.plan.c",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from . import grid",
+        "from ..spec import Tier",
+        "def f():\n    import json",
+        "async def f():\n    if True:\n        from json import dumps",
+        "class A:\n    import json",
+        "from typing import TYPE_CHECKING",
+        "import typing\nif typing.TYPE_CHECKING:\n    pass",
+        "json = __import__('json')",
+        "import importlib\njson = importlib.import_module('json')",
+    ],
+)
+def test_hidden_import_is_found(text: str) -> None:
+    assert hidden_imports({"farspan.plan.grid": text})
+
+
+@pytest.mark.parametrize("layer_name", TORCH_FREE)
+@pytest.mark.parametrize(
+    "text", ["import torch", "from torch.nn import Module", "import transformers.utils as u"]
+)
+def test_torch_in_a_torch_free_layer_is_found(layer_name: str, text: str) -> None:
+    assert torch_imports({f"farspan.{layer_name}": text})
+    assert not torch_imports({"farspan.engine": text})

@@ -1,0 +1,238 @@
+"""Gate: files and functions stay small, tolerances and exceptions to the rules stay visible."""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("src", "tests", "benchmarks")
+
+FILE_LINES = 400
+FUNCTION_LINES = 60
+PARAMETERS = 8
+NESTING = 4
+COLUMNS = 100
+
+# The one file that may give `torch.testing` and its like a tolerance.
+TOLERANCE_HELPER = "tests/numerics.py"
+# Assembled, so that this file passes its own gate.
+LEFTOVER = re.compile(r"\b(?:" + "|".join(("TODO", "FIXME", "XXX", "HACK")) + r")\b")
+BARE_IGNORE = re.compile(r"type:\s*ignore(?!\[\w)|noqa(?!:\s*[A-Z]+\d)", re.IGNORECASE)
+
+Gate = Callable[[str, str], list[str]]
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+BLOCKS = (
+    *(ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith),
+    *(ast.Try, ast.TryStar, ast.Match),
+)
+
+
+def functions(text: str) -> Iterator[Function]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, Function):
+            yield node
+
+
+def long_files(path: str, text: str) -> list[str]:
+    lines = len(text.splitlines())
+    return [f"{path}: {lines} lines, at most {FILE_LINES}"] if lines > FILE_LINES else []
+
+
+def long_lines(path: str, text: str) -> list[str]:
+    return [
+        f"{path}:{number}: {len(line)} columns, at most {COLUMNS}"
+        for number, line in enumerate(text.splitlines(), 1)
+        if len(line) > COLUMNS
+    ]
+
+
+def long_functions(path: str, text: str) -> list[str]:
+    """Functions whose `def` to last line, docstring included, is too long."""
+    sizes = ((f, (f.end_lineno or f.lineno) - f.lineno + 1) for f in functions(text))
+    return [
+        f"{path}:{f.lineno}: '{f.name}' has {lines} lines, at most {FUNCTION_LINES}"
+        for f, lines in sizes
+        if lines > FUNCTION_LINES
+    ]
+
+
+def many_parameters(path: str, text: str) -> list[str]:
+    """Functions with too many parameters; `self` and `cls` are not counted."""
+    found = []
+    for f in functions(text):
+        given = f.args
+        names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+        names += [a.arg for a in (given.vararg, given.kwarg) if a]
+        count = len(names) - (names[:1] in (["self"], ["cls"]))
+        if count > PARAMETERS:
+            found.append(f"{path}:{f.lineno}: '{f.name}' has {count} parameters")
+    return found
+
+
+def nested(node: ast.AST, depth: int = 0) -> Iterator[tuple[int, int]]:
+    """Line and depth of every block below the node."""
+    for child in ast.iter_child_nodes(node):
+        below = depth + opens_block(node, child, depth)
+        if below > depth and isinstance(child, ast.stmt):
+            yield child.lineno, below
+        yield from nested(child, below)
+
+
+def opens_block(outer: ast.AST, child: ast.AST, depth: int) -> bool:
+    """Whether the child is one deeper. `elif` is as deep as its `if`; a function counts only
+    inside another."""
+    if isinstance(child, Function):
+        return depth > 0 or isinstance(outer, Function)
+    if isinstance(outer, ast.If) and isinstance(child, ast.If) and outer.orelse == [child]:
+        return child.col_offset != outer.col_offset
+    return isinstance(child, BLOCKS)
+
+
+def deep_nesting(path: str, text: str) -> list[str]:
+    return [
+        f"{path}:{line}: nested {depth} deep, at most {NESTING}"
+        for line, depth in nested(ast.parse(text))
+        if depth > NESTING
+    ]
+
+
+def stray_tolerances(path: str, text: str) -> list[str]:
+    """Tolerances given by hand: as an argument, or as a default that hides one."""
+    if path == TOLERANCE_HELPER:
+        return []
+    return [
+        f"{path}:{node.lineno}: '{node.arg}' outside {TOLERANCE_HELPER}"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.keyword | ast.arg) and node.arg in ("atol", "rtol")
+    ]
+
+
+def comments(text: str) -> Iterator[tuple[int, str]]:
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def docstrings(text: str) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | Function):
+            yield getattr(node, "lineno", 1), ast.get_docstring(node) or ""
+
+
+def leftovers(path: str, text: str) -> list[str]:
+    """Marks of unfinished work in comments and docstrings."""
+    return [
+        f"{path}:{line}: {mark}"
+        for line, words in (*comments(text), *docstrings(text))
+        for mark in LEFTOVER.findall(words)
+    ]
+
+
+def bare_ignores(path: str, text: str) -> list[str]:
+    """Comments that silence a checker without naming the rule."""
+    return [
+        f"{path}:{line}: name the rule: {comment}"
+        for line, comment in comments(text)
+        if BARE_IGNORE.search(comment)
+    ]
+
+
+GATES = (
+    long_files,
+    long_lines,
+    long_functions,
+    many_parameters,
+    deep_nesting,
+    stray_tolerances,
+    leftovers,
+    bare_ignores,
+)
+
+
+def read_files() -> dict[str, str]:
+    return {
+        path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    }
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_the_tree_passes(gate: Gate) -> None:
+    files = read_files()
+    assert "src/farspan/spec.py" in files
+    offences = [offence for path, text in files.items() for offence in gate(path, text)]
+    assert not offences, "\n".join(offences)
+
+
+def test_lines_are_counted() -> None:
+    """`pytest -s` shows how much there is to read."""
+    counts = dict.fromkeys(FOLDERS, 0)
+    for path, text in read_files().items():
+        counts[path.split("/")[0]] += len(text.splitlines())
+    parts = ", ".join(f"{folder} {lines}" for folder, lines in counts.items())
+    print(f"\nlines of Python: {sum(counts.values())} ({parts})")
+    assert counts["src"] > 0
+
+
+def function(lines: int) -> str:
+    return "def f():\n" + "    x = 1\n" * (lines - 1)
+
+
+def blocks(depth: int, header: str = "if x:") -> str:
+    lines = ["def f():"]
+    lines += ["    " * (level + 1) + header for level in range(depth)]
+    return "\n".join([*lines, "    " * (depth + 1) + "pass"])
+
+
+def parameters(count: int) -> str:
+    return ", ".join(f"p{i}" for i in range(count))
+
+
+@pytest.mark.parametrize(
+    ("gate", "passes", "fails"),
+    [
+        (long_files, "x = 1\n" * 400, "x = 1\n" * 401),
+        (long_lines, "x" * 100, "x" * 101),
+        (long_functions, function(60), function(61)),
+        (long_functions, "class A:\n    async def f(self): pass", "async " + function(61)),
+        (many_parameters, f"def f({parameters(8)}): pass", f"def f({parameters(9)}): pass"),
+        (
+            many_parameters,
+            f"def f(self, {parameters(8)}): pass",
+            "def f(a, b, /, c, d, *e, g, h, i, **j): pass",
+        ),
+        (deep_nesting, blocks(4), blocks(5)),
+        (deep_nesting, blocks(4, "for x in y:"), blocks(5, "with x:")),
+        (deep_nesting, "def f():\n" + "    def g():\n        pass", blocks(5, "def g():")),
+        (stray_tolerances, "near(a, b, limit=1)", "near(a, b, atol=1)"),
+        (stray_tolerances, "text = 'rtol=1'", "def near(a, b, rtol=1): pass"),
+        (leftovers, "# All done", "# TODO: all"),
+        (leftovers, "x = 'FIXME'", "'''HACK'''"),
+        (bare_ignores, "x = 1  # type: ignore[attr-defined]", "x = 1  # type: ignore"),
+        (bare_ignores, "x = 1  # noqa: E501", "x = 1  # NOQA"),
+        (bare_ignores, "# ruff: noqa: E501", "# ruff: noqa"),
+    ],
+)
+def test_a_gate_fails_beyond_its_limit(gate: Gate, passes: str, fails: str) -> None:
+    assert gate("src/example.py", passes) == []
+    assert len(gate("src/example.py", fails)) == 1
+
+
+def test_elif_is_as_deep_as_if() -> None:
+    chain = "def f():\n    if x:\n        pass\n" + "    elif x:\n        pass\n" * 8
+    assert deep_nesting("src/example.py", chain) == []
+    ladder = "def f():\n" + "".join(
+        "    " * (level + 1) + f"if x:\n{'    ' * (level + 2)}pass\n{'    ' * (level + 1)}else:\n"
+        for level in range(5)
+    )
+    assert len(deep_nesting("src/example.py", ladder + "    " * 6 + "pass")) == 1
+
+
+def test_the_tolerance_helper_may_name_tolerances() -> None:
+    assert stray_tolerances(TOLERANCE_HELPER, "near(a, b, atol=1)") == []
