@@ -35,7 +35,8 @@ format: $(STAMP)
 clean:
 	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build src/*.egg-info
 
-# The stamp is written last, so that an interrupted installation is taken up again.
+# The stamp is written last: an interrupted installation starts anew, since an environment made by
+# two interpreters is broken; a finished one is brought up to date.
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { \
 	    echo "farspan needs Python 3.11 or newer, but $(PYTHON) is not on PATH;" \
@@ -43,6 +44,6 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "farspan needs Python 3.11 or newer, but $(PYTHON) is" \
 	        "$$($(PYTHON) -V 2>&1); name a newer one: make PYTHON=python3.12" >&2; exit 1; }
-	$(PYTHON) -m venv .venv
+	test -e $@ || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
 	@touch $@
