@@ -1,0 +1,1 @@
+"""Documents, tokenizers and packing: text in, sequences out."""

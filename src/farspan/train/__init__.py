@@ -1,0 +1,1 @@
+"""Training: configuration, optimizer, checkpoints and the loop."""

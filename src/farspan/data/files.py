@@ -1,0 +1,147 @@
+"""Documents in files: text files, JSON lines, and Python's own sources."""
+
+import glob
+import json
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from farspan.spec import Refused
+
+# Test suites hold files that are broken on purpose; the rest is not part of Python.
+_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text and where it was read. `line` counts from 1; 0 stands for the whole file."""
+
+    file: int  # index into the source's `names`
+    line: int
+    text: str
+
+
+def find_files(path: str, field: str) -> tuple[Path, ...]:
+    """The files that `path` (a file, a folder or a glob) stands for, sorted.
+
+    Raises Refused, naming the configuration field `field`, when there are none.
+    """
+    place = Path(path).expanduser()
+    if place.is_file():
+        return (place,)
+    if place.is_dir():
+        found = [p for p in place.rglob("*") if not _hidden(p.relative_to(place))]
+    else:
+        found = [Path(p) for p in glob.glob(str(place), recursive=True)]
+    files = tuple(sorted(p for p in found if p.is_file()))
+    if not files:
+        raise Refused(f"{field}: no file matches {path!r}; give a file, a folder or a glob")
+    return files
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def stdlib_files() -> tuple[Path, ...]:
+    """Python's own `.py` sources, sorted, without tests and installed packages."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(root.rglob("*.py"))
+    return tuple(p for p in files if not _SKIPPED.intersection(p.relative_to(root).parts))
+
+
+def read_bytes(path: Path) -> bytes:
+    """All bytes of a file; Refused with its name when it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise Refused(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def decode(data: bytes, path: Path, line: int) -> str:
+    """Strict UTF-8. `line` is the number of the first line of `data` in its file."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        where = line + data.count(b"\n", 0, error.start)
+        raise Refused(
+            f"{path}: line {where} is not valid UTF-8 (byte 0x{data[error.start]:02x}); convert "
+            "the file to UTF-8 or leave it out"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class TextFiles:
+    """Every file is one document."""
+
+    files: tuple[Path, ...]
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(str(path) for path in self.files)
+
+    def listing(self) -> list[list[object]]:
+        """What changes when the documents change: names, sizes and times of modification."""
+        return [["text", *_stamp(path)] for path in self.files]
+
+    def documents(self) -> Iterator[Document]:
+        for index, path in enumerate(self.files):
+            yield Document(index, 0, decode(read_bytes(path), path, line=1))
+
+
+@dataclass(frozen=True, slots=True)
+class JsonLines:
+    """Every line is one document: the text under `field` of a JSON object."""
+
+    files: tuple[Path, ...]
+    field: str
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(str(path) for path in self.files)
+
+    def listing(self) -> list[list[object]]:
+        return [["jsonl", self.field, *_stamp(path)] for path in self.files]
+
+    def documents(self) -> Iterator[Document]:
+        for index, path in enumerate(self.files):
+            for line, data in _lines(path):
+                yield Document(index, line, self._text(path, line, data))
+
+    def _text(self, path: Path, line: int, data: bytes) -> str:
+        try:
+            record = json.loads(decode(data, path, line))
+        except json.JSONDecodeError as error:
+            raise Refused(
+                f"{path}: line {line} is not valid JSON: {error.msg} at column {error.colno}"
+            ) from error
+        if not isinstance(record, dict) or self.field not in record:
+            keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+            raise Refused(
+                f"{path}: line {line} has no field {self.field!r} (it has: {keys}); set data.field"
+            )
+        text = record[self.field]
+        if not isinstance(text, str):
+            raise Refused(
+                f"{path}: line {line}: field {self.field!r} holds {type(text).__name__}, "
+                "expected text"
+            )
+        return text
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Numbered lines that are not blank, read one at a time."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, line
+    except OSError as error:
+        raise Refused(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _stamp(path: Path) -> tuple[str, int, int]:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise Refused(f"{path}: cannot be read: {error.strerror}") from error
+    return str(path.resolve()), status.st_size, status.st_mtime_ns

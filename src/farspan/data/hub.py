@@ -1,0 +1,62 @@
+"""Documents in a Hugging Face dataset: a folder on disk or a name on the hub."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from farspan.data.files import Document
+from farspan.spec import Refused
+
+# What `save_to_disk` leaves in a folder; any other folder holds data files.
+_SAVED = ("state.json", "dataset_dict.json")
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetRows:
+    """Every row is one document: the text in column `field`."""
+
+    path: str
+    field: str
+    rows: Any  # datasets.Dataset
+
+    def names(self) -> tuple[str, ...]:
+        return (self.path,)
+
+    def listing(self) -> list[list[object]]:
+        # The library's own digest of the data and of all that was done to it.
+        return [["dataset", self.field, len(self.rows), self.rows._fingerprint]]
+
+    def documents(self) -> Iterator[Document]:
+        for number, row in enumerate(self.rows, start=1):
+            text = row[self.field]
+            if not isinstance(text, str):
+                raise Refused(
+                    f"{self.path}: row {number}: field {self.field!r} holds "
+                    f"{type(text).__name__}, expected text"
+                )
+            yield Document(0, number, text)
+
+
+def open_dataset(path: str, name: str | None, split: str, field: str) -> DatasetRows:
+    """Opens `split` of the dataset at `path`. Raises Refused with the library's own words."""
+    place = Path(path).expanduser()
+    try:
+        if any((place / saved).is_file() for saved in _SAVED):
+            rows = datasets.load_from_disk(str(place))
+            rows = rows[split] if isinstance(rows, datasets.DatasetDict) else rows
+        else:
+            local = str(place) if place.exists() else path
+            rows = datasets.load_dataset(local, name, split=split)
+    except Exception as error:  # each loader raises its own kinds; their words are kept
+        raise Refused(
+            f"data.path: cannot load dataset {path!r}, split {split!r}: {error}"
+        ) from error
+    if field not in rows.column_names:
+        raise Refused(
+            f"data.field: dataset {path!r} has no column {field!r}; it has: "
+            f"{', '.join(rows.column_names)}"
+        )
+    return DatasetRows(path, field, rows.select_columns([field]))

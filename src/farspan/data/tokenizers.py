@@ -1,0 +1,100 @@
+"""Text to token ids: bytes, or any Hugging Face tokenizer."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from farspan.spec import Refused
+
+BYTES = "bytes"
+END_OF_DOCUMENT = 256  # the id after the 256 bytes
+
+
+class Tokenizer(Protocol):
+    """Turns documents into ids, each document closed by an end where the vocabulary has one."""
+
+    def size(self) -> int:
+        """Ids are below this number."""
+
+    def identity(self) -> str:
+        """Changes whenever the ids of some text may change."""
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """One array of ids, int64, for each text."""
+
+    def save(self, folder: Path) -> None:
+        """Writes what loads this tokenizer again, where there is such a thing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByteTokenizer:
+    """UTF-8 bytes as they are: 256 ids, and one that ends a document."""
+
+    def size(self) -> int:
+        return END_OF_DOCUMENT + 1
+
+    def identity(self) -> str:
+        return BYTES
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self._encode(text) for text in texts]
+
+    def _encode(self, text: str) -> np.ndarray:
+        data = np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+        ids = np.full(len(data) + 1, END_OF_DOCUMENT, dtype=np.int64)
+        ids[:-1] = data
+        return ids
+
+    def save(self, folder: Path) -> None:  # noqa: ARG002 - bytes need no files
+        return
+
+
+@dataclass(frozen=True, slots=True)
+class HubTokenizer:
+    """A Hugging Face tokenizer; it adds its own special tokens, and every document ends with
+    the end-of-sequence id where the tokenizer has one."""
+
+    inner: PreTrainedTokenizerBase
+
+    def size(self) -> int:
+        return max(self.inner.get_vocab().values(), default=-1) + 1
+
+    def identity(self) -> str:
+        # The Rust tokenizers serialise everything they do; the others have at least their words.
+        backend = getattr(self.inner, "backend_tokenizer", None)
+        words = backend.to_str() if backend else json.dumps(sorted(self.inner.get_vocab().items()))
+        digest = hashlib.sha256(words.encode("utf-8")).hexdigest()
+        return f"{type(self.inner).__name__}:{self.inner.eos_token_id}:{digest}"
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        rows = self.inner(list(texts), verbose=False, return_attention_mask=False)["input_ids"]
+        return [self._close(row) for row in rows]
+
+    def _close(self, row: list[int]) -> np.ndarray:
+        end = self.inner.eos_token_id
+        open_ended = end is not None and (not row or row[-1] != end)
+        return np.asarray([*row, end] if open_ended else row, dtype=np.int64)
+
+    def save(self, folder: Path) -> None:
+        self.inner.save_pretrained(folder)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """`bytes`, a local folder or a hub name. Raises Refused with the library's own words."""
+    if name == BYTES:
+        return ByteTokenizer()
+    place = Path(name).expanduser()
+    try:
+        inner = AutoTokenizer.from_pretrained(str(place) if place.exists() else name)
+    except Exception as error:  # OSError, ValueError, ImportError: each says what is missing
+        raise Refused(
+            f"data.tokenizer: cannot load {name!r}: {error}; give 'bytes', a folder with "
+            "tokenizer files or a name on the hub"
+        ) from error
+    return HubTokenizer(inner)

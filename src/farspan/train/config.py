@@ -1,0 +1,191 @@
+"""A run as a value: what is trained on what, how, for how long, and where the results go."""
+
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from farspan.data.config import DataConfig
+from farspan.spec import Refused, Schedule, Tier
+from farspan.train.strict import build, read_mapping
+
+
+class DType(StrEnum):
+    """Of parameters and activations. Gradients and optimizer are float32, or float64 for it."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT64 = "float64"
+
+
+class Decay(StrEnum):
+    """How the learning rate goes on after the warm-up."""
+
+    COSINE = "cosine"
+    CONSTANT = "constant"
+
+
+class OnNonfinite(StrEnum):
+    """What follows a loss or gradient that is NaN or infinite."""
+
+    STOP = "stop"
+    SKIP = "skip"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Weights to start from (`path`) or an architecture with random weights (`config`)."""
+
+    path: str | None = None  # a local folder or a name on the hub
+    config: dict[str, Any] | None = None  # fields of a Hugging Face config, model_type first
+    overrides: dict[str, Any] = field(default_factory=dict)  # such as rope_parameters
+    dtype: DType = DType.FLOAT32
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.config is None):
+            raise Refused(
+                "path: give either path (a folder or a hub name) or config (model_type and other "
+                f"fields, for random weights), got {'neither' if self.path is None else 'both'}"
+            )
+        if self.config is not None and "model_type" not in self.config:
+            raise Refused("config: model_type is missing; give one such as qwen2 or llama")
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleConfig:
+    """A strategy by name, and the fields of its Schedule that are to differ from it.
+
+    With `strategy: null` the fields left out have the defaults of `farspan.Schedule`.
+    """
+
+    strategy: str | None = "grouped"
+    chunk: int | None = None
+    groups: int | tuple[int, ...] | None = None
+    x: Tier | None = None
+    kv: Tier | None = None
+    kv_kept: bool | None = None
+    kv_home: Tier | None = None
+    attention_kept: float | None = None
+    attention_open: bool | None = None
+    attention: Tier | None = None
+    activations_kept: float | None = None
+    activations: Tier | None = None
+    layer_checkpoint: bool | None = None
+    kv_block: int | None = None
+    head_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self.apply(Schedule())
+
+    def apply(self, base: Schedule) -> Schedule:
+        """`base` with the given fields in place of its own."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "strategy"}
+        return replace(base, **{name: v for name, v in values.items() if v is not None})
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerConfig:
+    """AdamW, its learning rate over time, and the limit on the gradient's norm."""
+
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # of matrices; norms, biases and embeddings have none
+    clip: float | None = 1.0  # largest global norm of the gradient; null: no limit
+    warmup: int = 0  # steps over which the rate rises in a line
+    decay: Decay = Decay.COSINE
+    final: float = 0.1  # the cosine ends at this fraction of lr
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps", "clip"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value < float("inf"):
+                raise Refused(f"{name}: expected a number above 0, got {value!r}")
+        for beta in self.betas:
+            if not 0.0 <= beta < 1.0:
+                raise Refused(f"betas: expected two numbers from 0 up to 1, got {self.betas!r}")
+        if not 0.0 <= self.weight_decay < float("inf"):
+            raise Refused(f"weight_decay: expected 0 or more, got {self.weight_decay!r}")
+        if not 0.0 <= self.final <= 1.0:
+            raise Refused(f"final: expected a fraction between 0 and 1, got {self.final!r}")
+        _at_least(self.warmup, 0, "warmup")
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationConfig:
+    """Held-out loss at the full training length; without held-out documents there is none."""
+
+    every: int = 100  # steps; 0: only after the last one
+    sequences: int = 8  # at most
+
+    def __post_init__(self) -> None:
+        _at_least(self.every, 0, "every")
+        _at_least(self.sequences, 1, "sequences")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """How often everything is saved, and how many of the latest checkpoints stay."""
+
+    every: int = 100  # steps; 0: only after the last one, and when interrupted
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        _at_least(self.every, 0, "every")
+        _at_least(self.keep, 1, "keep")
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """Everything that decides a run; the same values on the same machine give the same bits."""
+
+    model: ModelConfig
+    data: DataConfig
+    folder: str = "runs/default"  # results and checkpoints; the same folder again resumes
+    steps: int = 1000  # updates of the weights
+    context: int = 8192  # tokens a sequence
+    batch: int = 1  # sequences that go through the model together
+    accumulate: int = 1  # such batches an update
+    seed: int = 0
+    device: str = "auto"  # auto, cpu, cuda, cuda:1
+    nonfinite: OnNonfinite = OnNonfinite.STOP
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "accumulate"):
+            _at_least(getattr(self, name), 1, name)
+        _at_least(self.context, 2, "context")
+        _at_least(self.seed, 0, "seed")
+        if self.optimizer.warmup >= self.steps:
+            raise Refused(
+                f"optimizer.warmup: expected fewer than steps ({self.steps}), "
+                f"got {self.optimizer.warmup}"
+            )
+
+    def tokens_per_step(self) -> int:
+        return self.context * self.batch * self.accumulate
+
+
+def load_run(path: Path) -> RunConfig:
+    """The run that a YAML file describes; its folder is `runs/<name of the file>` unless given.
+
+    Raises Refused naming the file and the key.
+    """
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refused(f"{path}: cannot be read: {error}") from error
+    values = {"folder": f"runs/{path.stem}"} | read_mapping(text, str(path))
+    try:
+        return build(RunConfig, values)
+    except Refused as error:
+        raise Refused(f"{path}: {error}") from error
+
+
+def _at_least(value: int, least: int, name: str) -> None:
+    if value < least:
+        raise Refused(f"{name}: expected a whole number of at least {least}, got {value}")

@@ -1,0 +1,122 @@
+"""Files that survive whatever happens next: written, synced, and only then given their name."""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+# A name that starts so is not finished, or is being deleted; a killed process leaves it behind.
+PARTIAL = ".partial-"
+
+
+class WriteFailed(OSError):
+    """A file could not be written; the message names it and says what to do."""
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Writes and syncs a file in place. Raises WriteFailed."""
+    try:
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _failure(path, error.strerror or str(error)) from error
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes and syncs one safetensors file in place. Raises WriteFailed."""
+    try:
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
+        _sync(path)
+    except (SafetensorError, OSError) as error:
+        raise _failure(path, str(error)) from error
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Replaces a file: a reader sees the old bytes or the new ones. Raises WriteFailed."""
+    partial = path.with_name(PARTIAL + path.name)
+    write_bytes(partial, data)
+    publish(partial, path)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Makes a folder and removes it when what is written in it fails, then raises WriteFailed."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        yield
+    except (SafetensorError, OSError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise _failure(folder, str(error)) from error
+
+
+def append_line(path: Path, line: str) -> None:
+    """Adds one line in a single write, so that a killed process loses no earlier one."""
+    try:
+        with path.open("ab", buffering=0) as file:
+            written = file.write(line.encode("utf-8") + b"\n")
+            if written <= len(line.encode("utf-8")):
+                raise OSError(None, "the disk took only a part of the line")
+    except OSError as error:
+        raise _failure(path, error.strerror or str(error)) from error
+
+
+def publish(partial: Path, path: Path) -> None:
+    """Gives a finished file or folder its name, replacing what has it. Raises WriteFailed."""
+    try:
+        if partial.is_dir():
+            for inner in partial.rglob("*"):
+                _sync(inner)
+            _sync(partial)
+            discard(path)
+        os.replace(partial, path)
+        _sync(path.parent)
+    except OSError as error:
+        raise _failure(path, error.strerror or str(error)) from error
+
+
+def discard(folder: Path) -> None:
+    """Removes a folder; one that is half removed no longer has its name."""
+    if folder.is_dir():
+        doomed = folder.with_name(f"{PARTIAL}old-{folder.name}")
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.replace(folder, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what a killed process left unfinished directly under `folder`."""
+    for path in folder.glob(f"{PARTIAL}*"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _failure(path: Path, reason: str) -> WriteFailed:
+    return WriteFailed(
+        f"cannot write {path}: {reason}; free some space or fix its permissions, then run the "
+        "same command again"
+    )

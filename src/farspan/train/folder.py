@@ -1,0 +1,122 @@
+"""The run folder: what was asked for, what happened, and who may write here.
+
+config.yaml      the run, with every default written out
+metrics.jsonl    a line a step, and a line an evaluation
+checkpoints/     to resume from
+model/           the trained model, as Hugging Face reads it
+diagnosis.json   only after a loss or gradient that is not finite
+"""
+
+import fcntl
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import yaml
+
+from farspan.spec import Refused
+from farspan.train.config import RunConfig
+from farspan.train.durable import append_line, remove_leftovers, write_whole
+from farspan.train.strict import flatten, read_mapping, to_mapping
+
+# Keys that may change between an interruption and its resumption: where things are, how often one
+# looks at them, and what happens after a failure. None of them changes what is computed.
+FREE = ("folder", "device", "data.cache", "nonfinite", "checkpoints.", "evaluation.")
+
+
+def identity(run: RunConfig) -> str:
+    """SHA-256 of everything that decides what a run computes."""
+    values = {k: v for k, v in flatten(to_mapping(run)).items() if not k.startswith(FREE)}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode("utf-8")).hexdigest()
+
+
+class RunFolder:
+    """Owns the folder from `__enter__` to `__exit__`; a second process is refused."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self.path = Path(run.folder).expanduser()
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
+        self.metrics = self.path / "metrics.jsonl"
+        self._run = run
+        self._lock: TextIO | None = None
+
+    def __enter__(self) -> "RunFolder":
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / ".lock").open("a")
+        except OSError as error:
+            raise Refused(
+                f"folder: cannot write in {self.path}: {error.strerror}; give another folder"
+            ) from error
+        try:
+            # The kernel lets go of it however the process ends.
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.close()
+            raise Refused(
+                f"folder: another process is training in {self.path}; wait for it or give "
+                "another folder"
+            ) from error
+        self._lock = lock
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+    def prepare(self) -> None:
+        """Cleans up after a killed process and writes config.yaml.
+
+        Raises Refused, naming the keys, when the folder holds another run that can be resumed.
+        """
+        remove_leftovers(self.path)
+        remove_leftovers(self.checkpoints)
+        config = self.path / "config.yaml"
+        values = to_mapping(self._run)
+        if config.exists() and any(self.checkpoints.iterdir()):
+            self._compare(read_mapping(config.read_text("utf-8"), str(config)), values)
+        write_whole(config, yaml.safe_dump(values, sort_keys=False).encode("utf-8"))
+
+    def _compare(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        old, new = flatten(before), flatten(now)
+        changed = [
+            f"{key} was {old.get(key)!r}, is now {new.get(key)!r}"
+            for key in sorted(old.keys() | new.keys())
+            if old.get(key) != new.get(key) and not key.startswith(FREE)
+        ]
+        if changed:
+            raise Refused(
+                f"{self.path} holds another run: {'; '.join(changed)}; set these back to resume "
+                "it, or give another folder"
+            )
+
+    def record(self, values: Mapping[str, Any]) -> None:
+        """Appends one line to metrics.jsonl. Raises WriteFailed."""
+        append_line(self.metrics, json.dumps(values, allow_nan=False))
+
+    def rewind(self, step: int) -> list[dict[str, Any]]:
+        """Drops the metrics of steps after `step`, and a last line that was cut off; the rest."""
+        if not self.metrics.exists():
+            return []
+        kept = [line for line in map(_parse, self.metrics.read_bytes().splitlines()) if line]
+        kept = [line for line in kept if line["step"] <= step]
+        lines = "".join(json.dumps(line) + "\n" for line in kept)
+        write_whole(self.metrics, lines.encode("utf-8"))
+        return kept
+
+    def write_json(self, name: str, values: Mapping[str, Any]) -> Path:
+        """Writes a JSON file whole. Raises WriteFailed."""
+        path = self.path / name
+        write_whole(path, json.dumps(values, indent=1, allow_nan=False).encode("utf-8"))
+        return path
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) and isinstance(value.get("step"), int) else None

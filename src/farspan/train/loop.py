@@ -1,0 +1,94 @@
+"""Training from a RunConfig to a model on disk; the same call again resumes."""
+
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from farspan.train.config import RunConfig
+from farspan.train.folder import RunFolder
+from farspan.train.interrupt import Interrupt, Interrupted
+from farspan.train.parts import Parts
+from farspan.train.progress import Reporter, make_reporter
+from farspan.train.setup import equip, introduce, resolve
+from farspan.train.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a run ended."""
+
+    folder: Path
+    step: int  # updates done
+    steps: int  # updates asked for
+    loss: float | None  # of the last step that was not skipped
+    heldout_loss: float | None  # the latest
+    skipped: int  # steps without an update, because something was not finite
+    signum: int | None  # the signal that ended it early
+
+    @property
+    def exit_code(self) -> int:
+        """For the shell: 0, or 128 and the signal's number."""
+        return 0 if self.signum is None else 128 + self.signum
+
+    @property
+    def message(self) -> str:
+        """One sentence for the user."""
+        if self.signum is not None:
+            return (
+                f"{signal.Signals(self.signum).name}: stopped after step {self.step} of "
+                f"{self.steps}; run the same command again to go on from there"
+            )
+        return f"{self.steps} steps done; the model is in {self.folder / 'model'}"
+
+
+def train(run: RunConfig, *, parts: Parts, reporter: Reporter | None = None) -> Result:
+    """Trains until the last step or the first signal, from the latest checkpoint if there is one.
+
+    Raises Refused for what cannot be done as asked, WriteFailed when the disk is full, Diverged
+    when a loss or gradient is not finite; all of them leave the last good checkpoint.
+    """
+    run = resolve(run)
+    shown = make_reporter(Console()) if reporter is None else reporter
+    with RunFolder(run) as folder, Interrupt() as interrupt, shown:
+        folder.prepare()
+        try:
+            trainer = _prepare(run, parts, folder, shown, interrupt)
+        except Interrupted as stop:
+            return Result(folder.path, 0, run.steps, None, None, 0, stop.signum)
+        try:
+            trainer.fit()
+        except Interrupted as stop:
+            trainer.abandon()
+            return _result(run, folder, trainer, stop.signum)
+        trainer.export()
+        return _result(run, folder, trainer, None)
+
+
+def _prepare(
+    run: RunConfig, parts: Parts, folder: RunFolder, reporter: Reporter, interrupt: Interrupt
+) -> Trainer:
+    def watch(documents: int, tokens: int) -> None:
+        interrupt.check()
+        reporter.preparing(documents, tokens)
+
+    equipment, about = equip(run, parts, watch)
+    folder.write_json("about.json", about)
+    reporter.note(introduce(run, equipment, about))
+    trainer = Trainer(run, equipment, folder, reporter, interrupt)
+    trainer.resume()
+    return trainer
+
+
+def _result(run: RunConfig, folder: RunFolder, trainer: Trainer, signum: int | None) -> Result:
+    held_out = trainer.held_out
+    return Result(
+        folder=folder.path,
+        step=trainer.at.step,
+        steps=run.steps,
+        loss=trainer.loss,
+        heldout_loss=held_out[max(held_out)] if held_out else None,
+        skipped=trainer.at.skipped,
+        signum=signum,
+    )

@@ -1,0 +1,143 @@
+"""From a RunConfig to the model, data and engine that it names."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farspan.data.corpus import Corpus, open_corpus
+from farspan.data.store import Watch
+from farspan.data.tokenizers import BYTES, Tokenizer, load_tokenizer
+from farspan.models.refuse import refuse_context
+from farspan.spec import Refused, Schedule
+from farspan.train.config import RunConfig
+from farspan.train.optimizer import Optimizer
+from farspan.train.parts import Parts, StepLike
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Equipment:
+    """What a run computes with."""
+
+    model: Any  # a PreTrainedModel
+    step: StepLike
+    optimizer: Optimizer
+    corpus: Corpus
+    tokenizer: Tokenizer
+    device: torch.device
+    count_trained: Callable[[Tensor, Tensor | None], int]
+
+
+def resolve(run: RunConfig) -> RunConfig:
+    """The run with its tokenizer spelled out: the model's own, or bytes for random weights."""
+    tokenizer = run.data.tokenizer or run.model.path or BYTES
+    return replace(run, data=replace(run.data, tokenizer=tokenizer))
+
+
+def equip(run: RunConfig, parts: Parts, watch: Watch) -> tuple[Equipment, dict[str, Any]]:
+    """Everything loaded and made, and a description of it for the run folder.
+
+    `watch(documents, tokens)` is called while text becomes tokens. Raises Refused.
+    """
+    device = choose_device(run.device)
+    tokenizer = load_tokenizer(str(run.data.tokenizer))
+    corpus = open_corpus(run.data, tokenizer, context=run.context, seed=run.seed, watch=watch)
+    model = _load_model(run, parts, device)
+    _check_vocabulary(corpus, model)
+    # Now, rather than at the first step that meets a document too long for the model.
+    refuse_context(model.config, min(run.context, corpus.longest))
+    schedule = choose_schedule(run, parts, model)
+    optimizer = Optimizer(model, run.optimizer)
+    step = parts.make_step(model, schedule)
+    equipment = Equipment(model, step, optimizer, corpus, tokenizer, device, parts.count_trained)
+    return equipment, _about(equipment, schedule)
+
+
+def choose_device(name: str) -> torch.device:
+    """A device that is there. Raises Refused."""
+    try:
+        device = torch.device(_best() if name == AUTO else name)
+    except RuntimeError as error:
+        raise Refused(f"device: {name!r} is none; give auto, cpu, cuda or cuda:1") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise Refused("device: no CUDA GPU can be used here; give cpu or auto")
+    return device
+
+
+def choose_schedule(run: RunConfig, parts: Parts, model: Any) -> Schedule:
+    """The named strategy's schedule for this model and context, with the run's own fields."""
+    if run.schedule.strategy is None:
+        return run.schedule.apply(Schedule())
+    layers = model.config.get_text_config().num_hidden_layers
+    return run.schedule.apply(parts.strategy(run.schedule.strategy, layers, run.context))
+
+
+def introduce(run: RunConfig, equipment: Equipment, about: dict[str, Any]) -> str:
+    """The lines that open a run."""
+    packing, held_out = equipment.corpus.train, equipment.corpus.held_out
+    lines = [
+        f"{run.folder}: {about['model']} with {about['parameters']:,} parameters "
+        f"on {about['device']}",
+        f"data: {packing.tokens_per_epoch:,} tokens, {packing.sequences_per_epoch():,} sequences "
+        f"of {run.context:,} an epoch; "
+        + (f"{held_out.tokens_per_epoch:,} tokens held out" if held_out else "none held out"),
+    ]
+    if packing.tokens_per_epoch < run.context:
+        lines.append(
+            "warning: all documents together are shorter than one sequence, so each sequence "
+            "holds them several times; give more data or a shorter context"
+        )
+    return "\n".join(lines)
+
+
+def _best() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _load_model(run: RunConfig, parts: Parts, device: torch.device) -> Any:
+    torch.manual_seed(run.seed)
+    model = parts.load_model(
+        path=run.model.path,
+        config=run.model.config,
+        dtype=getattr(torch, run.model.dtype.value),
+        overrides=run.model.overrides,
+        seed=run.seed,
+        device=device,
+        trust_remote_code=run.model.trust_remote_code,
+    )
+    # Dropout, where a model has any, is then seen and refused rather than silently left out.
+    model.train()
+    return model
+
+
+def _check_vocabulary(corpus: Corpus, model: Any) -> None:
+    rows = model.get_input_embeddings().num_embeddings
+    if corpus.largest >= rows:
+        raise Refused(
+            f"data.tokenizer: it gives ids up to {corpus.largest}, but the model embeds only "
+            f"{rows}; use the model's own tokenizer, or set vocab_size to at least "
+            f"{corpus.largest + 1} for random weights"
+        )
+
+
+def _about(equipment: Equipment, schedule: Schedule) -> dict[str, Any]:
+    model, packing = equipment.model, equipment.corpus.train
+    gpu = torch.cuda.get_device_name(equipment.device) if equipment.device.type == "cuda" else None
+    return {
+        "model": type(model).__name__,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "schedule": asdict(schedule),
+        "data": equipment.corpus.identity,
+        "tokens_per_epoch": packing.tokens_per_epoch,
+        "sequences_per_epoch": packing.sequences_per_epoch(),
+        "device": str(equipment.device),
+        "gpu": gpu,
+        "threads": torch.get_num_threads(),
+        "versions": {name: version(name) for name in ("torch", "transformers", "safetensors")},
+    }

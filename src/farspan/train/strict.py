@@ -1,0 +1,196 @@
+"""YAML to frozen dataclasses and back, refusing whatever is not expected.
+
+The types that a field may have: bool, int, float, str, an Enum, a dataclass, a mapping
+(`dict`), a tuple, and unions of them.
+"""
+
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+import yaml
+
+from farspan.spec import Refused
+
+T = TypeVar("T")
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain YAML; a key that is given twice is an error, not the later one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for place, key in enumerate(keys):
+            if key in keys[:place]:
+                line = node.value[place][0].start_mark.line + 1
+                raise Refused(f"{key}: given twice, the second time on line {line}; keep one")
+        return super().construct_mapping(node, deep)
+
+
+def read_mapping(text: str, name: str) -> dict[str, Any]:
+    """The mapping in a YAML document. Raises Refused naming `name` and the line."""
+    try:
+        value = yaml.load(text, Loader=_Loader)  # a SafeLoader: builds no objects
+    except yaml.YAMLError as error:
+        raise Refused(f"{name}: not valid YAML: {error}") from error
+    except Refused as error:
+        raise Refused(f"{name}: {error}") from error
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise Refused(f"{name}: expected keys and values, got {_got(value)}")
+    return value
+
+
+def build(kind: type[T], values: Mapping[Any, Any], path: str = "") -> T:
+    """An instance of the dataclass `kind`. Raises Refused naming the field by its path."""
+    hints = typing.get_type_hints(kind)
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    for key in values:
+        if key not in known:
+            raise Refused(_unknown(str(key), known, path))
+    built = {key: convert(hints[key], value, _join(path, key)) for key, value in values.items()}
+    try:
+        return kind(**built)
+    except Refused as error:
+        raise Refused(_join(path, str(error))) from error
+    except TypeError as error:  # a field without a default is missing
+        raise Refused(f"{path or kind.__name__}: {error}") from error
+
+
+def convert(hint: Any, value: Any, path: str) -> Any:
+    """`value`, read from YAML, as the type `hint`. Raises Refused naming `path`."""
+    if is_dataclass(hint) and isinstance(hint, type):
+        if not isinstance(value, Mapping):
+            raise Refused(f"{path}: expected keys and values, got {_got(value)}")
+        return build(hint, value, path)
+    for option in _options(hint):
+        matched, result = _match(option, value, path)
+        if matched:
+            return result
+    raise Refused(f"{path}: expected {describe(hint)}, got {_got(value)}{_near(hint, value)}")
+
+
+def describe(hint: Any) -> str:
+    """The type in words a user knows."""
+    words = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        type(None): "null",
+    }
+    return " or ".join(words.get(option) or _describe(option) for option in _options(hint))
+
+
+def to_mapping(value: Any) -> Any:
+    """What YAML and JSON can hold: dataclasses as mappings, enums as their values."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_mapping(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): to_mapping(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_mapping(inner) for inner in value]
+    return value
+
+
+def flatten(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Leaves by their dotted path; an empty mapping is a leaf."""
+    leaves: dict[str, Any] = {}
+    for key, value in mapping.items():
+        if isinstance(value, Mapping) and value:
+            leaves.update(flatten(value, _join(path, key)))
+        else:
+            leaves[_join(path, key)] = value
+    return leaves
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def _match(option: Any, value: Any, path: str) -> tuple[bool, Any]:
+    """Whether `value` is of the type `option`, and the value to use."""
+    origin = typing.get_origin(option) or option
+    if origin is tuple:
+        return _match_tuple(typing.get_args(option), value, path)
+    if origin is dict:
+        return isinstance(value, Mapping), to_mapping(value)
+    if isinstance(option, type) and issubclass(option, Enum):
+        found = [member for member in option if member.value == value]
+        return bool(found), found[0] if found else None
+    if option is float:
+        return _match_float(value)
+    if isinstance(value, bool) and option is not bool:
+        return False, None
+    return isinstance(value, option), value
+
+
+def _match_float(value: Any) -> tuple[bool, Any]:
+    if isinstance(value, str) and value[:1] in "+-.0123456789":
+        # YAML 1.1 reads 1e-3, which lacks the point, as text.
+        try:
+            return True, float(value)
+        except ValueError:
+            return False, None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False, None
+    return True, float(value)
+
+
+def _match_tuple(kinds: tuple[Any, ...], value: Any, path: str) -> tuple[bool, Any]:
+    if not isinstance(value, list | tuple):
+        return False, None
+    if len(kinds) == 2 and kinds[1] is Ellipsis:
+        kinds = (kinds[0],) * len(value)
+    if len(kinds) != len(value):
+        return False, None
+    pairs = enumerate(zip(kinds, value, strict=True))
+    return True, tuple(convert(kind, inner, f"{path}[{i}]") for i, (kind, inner) in pairs)
+
+
+def _describe(option: Any) -> str:
+    arguments = typing.get_args(option)
+    if (typing.get_origin(option) or option) is tuple:
+        if arguments[-1] is Ellipsis:
+            return f"a list, each {describe(arguments[0])}"
+        return f"a list of {len(arguments)}, each {describe(arguments[0])}"
+    if isinstance(option, type) and issubclass(option, Enum):
+        return "one of " + ", ".join(str(member.value) for member in option)
+    return "keys and values"
+
+
+def _near(hint: Any, value: Any) -> str:
+    names = [
+        str(member.value)
+        for option in _options(hint)
+        if isinstance(option, type) and issubclass(option, Enum)
+        for member in option
+    ]
+    return _suggest(str(value), names)
+
+
+def _unknown(key: str, known: list[str], path: str) -> str:
+    where = _join(path, key)
+    return f"{where}: no such key{_suggest(key, known)}; the keys here are {', '.join(known)}"
+
+
+def _suggest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _got(value: Any) -> str:
+    kind = "text" if isinstance(value, str) else type(value).__name__
+    return f"{kind} {value!r}" if value is not None else "null"
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

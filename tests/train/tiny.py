@@ -1,0 +1,206 @@
+"""A run that takes a fraction of a second: a tiny model, a few documents, a plain autograd step."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from farspan.data.config import DataConfig, SourceKind
+from farspan.spec import Schedule
+from farspan.train.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+)
+from farspan.train.loop import Result, train
+from farspan.train.parts import CellsDone, Parts
+from farspan.train.progress import Reporter
+
+MODEL = {
+    "model_type": "qwen2",
+    "vocab_size": 264,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+STEPS = 5
+
+Hook = Callable[["TinyStep", int], None]  # called after each cell with the calls made before
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A stand-in for the engine's progress."""
+
+    cells_done: int
+    cells: int
+
+    @property
+    def work_done(self) -> float:
+        return float(self.cells_done)
+
+    @property
+    def work(self) -> float:
+        return float(self.cells)
+
+
+class TinyStep:
+    """Plain autograd, a document at a time; a document is a cell."""
+
+    def __init__(self, model: nn.Module, hook: Hook | None = None) -> None:
+        self.model = model
+        self.hook = hook
+        self.calls = 0
+        self.progress: Callable[[CellsDone], None] | None = None
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        document_ids: Tensor | None = None,
+        *,
+        trained_tokens: int | None = None,
+    ) -> Tensor:
+        total = torch.zeros(())
+        with torch.enable_grad():
+            for loss in self._losses(input_ids, labels, document_ids, trained_tokens):
+                if loss.requires_grad:
+                    loss.backward()
+                total += loss.detach()
+        self.calls += 1
+        return total
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        document_ids: Tensor | None = None,
+        *,
+        trained_tokens: int | None = None,
+    ) -> Tensor:
+        losses = self._losses(input_ids, labels, document_ids, trained_tokens)
+        return torch.stack(list(losses)).sum()
+
+    def _losses(
+        self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None, trained: int | None
+    ) -> Iterator[Tensor]:
+        count = trained or count_trained(labels, document_ids)
+        pieces = list(documents(input_ids, document_ids))
+        for place, (row, span) in enumerate(pieces):
+            ids = input_ids[row, span]
+            logits = self.model(input_ids=ids[None]).logits[0, :-1].float()
+            targets = labels[row, span][1:]
+            yield nn.functional.cross_entropy(logits, targets, reduction="sum") / count
+            if self.hook is not None:
+                self.hook(self, self.calls)
+            if self.progress is not None:
+                self.progress(Cells(place + 1, len(pieces)))
+
+
+def documents(input_ids: Tensor, document_ids: Tensor | None) -> Iterator[tuple[int, slice]]:
+    for row in range(len(input_ids)):
+        marks = torch.zeros_like(input_ids[row]) if document_ids is None else document_ids[row]
+        lengths = torch.unique_consecutive(marks, return_counts=True)[1].tolist()
+        start = 0
+        for length in lengths:
+            yield row, slice(start, start + length)
+            start += length
+
+
+def count_trained(labels: Tensor, document_ids: Tensor | None) -> int:
+    return labels.numel() - len(list(documents(labels, document_ids)))
+
+
+def load_tiny(*, config: dict[str, Any], dtype: torch.dtype, seed: int, **_: object) -> nn.Module:
+    torch.manual_seed(seed)
+    fields = {key: value for key, value in config.items() if key != "model_type"}
+    made = AutoConfig.for_model(config["model_type"], **fields)
+    return AutoModelForCausalLM.from_config(made, dtype=dtype)
+
+
+def tiny_parts(hook: Hook | None = None) -> Parts:
+    return Parts(
+        load_model=load_tiny,
+        make_step=lambda model, _: TinyStep(model, hook),
+        strategy=lambda *_: Schedule(),
+        count_trained=count_trained,
+    )
+
+
+def write_documents(folder: Path, count: int = 12) -> Path:
+    """Text files of 20 to 75 bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        text = f"document {number}: " + "abcde fgh "[: 3 + number % 7] * (1 + number % 6)
+        (folder / f"{number:02d}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+def tiny_run(root: Path, **changes: Any) -> RunConfig:
+    """A run of five steps in `root / 'run'`; saves every second step."""
+    data = DataConfig(
+        source=SourceKind.TEXT,
+        path=str(write_documents(root / "text")),
+        held_out=0.2,
+        cache=str(root / "cache"),
+    )
+    run = RunConfig(
+        model=ModelConfig(config=MODEL),
+        data=data,
+        folder=str(root / "run"),
+        steps=STEPS,
+        context=48,
+        accumulate=2,
+        optimizer=OptimizerConfig(lr=1e-2, warmup=2),
+        evaluation=EvaluationConfig(every=2, sequences=2),
+        checkpoints=CheckpointConfig(every=2, keep=2),
+    )
+    return replace(run, **changes)
+
+
+class Quiet:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.done: list[float] = []
+
+    def __enter__(self) -> "Quiet":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def preparing(self, documents: int, tokens: int) -> None: ...
+
+    def start(self, steps: int, tokens_per_step: int, step: int) -> None: ...
+
+    def begin(self, step: int) -> None: ...
+
+    def cells(self, step: int, done: float, progress: CellsDone) -> None:
+        assert 0 < progress.cells_done <= progress.cells
+        self.done.append(step - 1 + done)
+
+    def end(self, values: object) -> None: ...
+
+    def evaluating(self, done: float, progress: CellsDone) -> None: ...
+
+    def evaluated(self, values: object) -> None: ...
+
+
+def fit(run: RunConfig, hook: Hook | None = None, reporter: Reporter | None = None) -> Result:
+    return train(run, parts=tiny_parts(hook), reporter=reporter or Quiet())
