@@ -34,6 +34,7 @@ class LayerSpec:
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap) (Gemma2)
     activation_bytes: int = 0  # a token; what autograd saves besides x, K, V, O and LSE
     activation_constant: int = 0  # a cell; the part of the above that does not grow with tokens
+    saves_input: bool = True  # autograd saves the layer's input itself, not only a cast of it
 
     def kv_elements(self) -> int:
         """Elements of K and V together, a token."""
@@ -108,9 +109,7 @@ class Schedule:
                 raise Refused(f"{field}: expected a fraction between 0 and 1, got {value!r}")
         for field in ("x", "kv", "kv_home", "attention", "activations"):
             if getattr(self, field) not in tuple(Tier):
-                raise Refused(
-                    f"{field}: expected 'device' or 'host', got {getattr(self, field)!r}"
-                )
+                raise Refused(f"{field}: expected 'device' or 'host', got {getattr(self, field)!r}")
             object.__setattr__(self, field, Tier(getattr(self, field)))
         sizes = (self.groups,) if isinstance(self.groups, int) else tuple(self.groups)
         if not sizes or any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in sizes):

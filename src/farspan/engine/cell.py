@@ -1,0 +1,135 @@
+"""One cell's attention: what happens when a layer, run on a chunk, asks for attention.
+
+Legend: B batch, C tokens of the chunk, H query heads, Hk key-value heads, D head dim. The model hands
+over q [B, H, C, D] and k, v [B, Hk, C, D]; buffers hold k, v [C, B, Hk, D] and out [B, C, H, Dv],
+lse [B, H, C].
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farspan.attention.cell import AttentionCall, KeyValues, attend, attend_backward
+from farspan.plan.program import AttentionMode
+
+Rows = dict[str, Tensor]
+
+
+class CellDone(Exception):
+    """K and V are written, and nothing else of this cell is wanted."""
+
+
+@dataclass(slots=True)
+class Cell:
+    """The attention of one (layer, chunk), from its forward to its backward."""
+
+    mode: AttentionMode
+    call: Callable[[float], AttentionCall]  # from the scale the model asks for
+    key_values: KeyValues  # of earlier chunks
+    write_kv: Rows | None = None
+    attention: Rows | None = None  # where O, LSE go (COMPUTE) or are (GIVEN)
+    held: tuple[Tensor, Tensor] | None = None  # O, LSE [B, H, C, Dv], [B, H, C]
+    kept: bool = False  # the graph outlives the chunk
+    own_kv: Rows | None = None  # of a kept graph, at its backward
+    own_dkv: Rows | None = None  # complete but for this cell's share, at its backward
+    calls: int = 0
+
+    def __call__(
+        self, _: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any
+    ) -> Tensor:
+        """Answer the model's attention call: [B, C, H, Dv]."""
+        self.calls += 1
+        if self.write_kv is not None:
+            self.write_kv["k"].copy_(k.detach().permute(2, 0, 1, 3))
+            self.write_kv["v"].copy_(v.detach().permute(2, 0, 1, 3))
+        if self.mode is AttentionMode.NONE:
+            raise CellDone
+        sinks = keywords.get("s_aux")
+        return _Attend.apply(q, k, v, sinks, self, self.call(scale))
+
+    def output(
+        self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """O and LSE, computed or at hand."""
+        if self.mode is AttentionMode.HELD:
+            assert self.held is not None
+            return self.held
+        if self.mode is AttentionMode.GIVEN:
+            assert self.attention is not None
+            return _heads_first(self.attention)
+        out, lse = attend(call, q, k, v, self.key_values, sinks)
+        if self.attention is None:
+            self.held = out, lse
+            return out, lse
+        self.attention["out"].copy_(out.transpose(1, 2))
+        self.attention["lse"].copy_(lse)
+        # From here on the kept copy is the output: a graph that saves it saves a reference.
+        self.held = _heads_first(self.attention)
+        return self.held
+
+
+def _heads_first(rows: Rows) -> tuple[Tensor, Tensor]:
+    return rows["out"].transpose(1, 2), rows["lse"]
+
+
+class _Attend(torch.autograd.Function):
+    """Attention over the prefix, with dK and dV of earlier chunks added to their buffer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        cell: Cell,
+        call: AttentionCall,
+    ) -> Tensor:
+        out, lse = cell.output(call, q, k, v, sinks)
+        ctx.cell, ctx.call = cell, call
+        # A kept graph leaves what buffers hold to them: K, V always, O and LSE when they are kept.
+        own = (None, None) if cell.kept else (k, v)
+        output = (None, None) if cell.kept and cell.attention is not None else (out, lse)
+        ctx.dtypes = k.dtype, v.dtype
+        ctx.save_for_backward(q, sinks, *own, *output)
+        return out.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, sinks, k, v, out, lse = ctx.saved_tensors
+        cell: Cell = ctx.cell
+        if k is None:
+            assert cell.own_kv is not None
+            k, v = (cell.own_kv[name].permute(1, 2, 0, 3) for name in ("k", "v"))
+        if out is None:
+            assert cell.attention is not None
+            out, lse = _heads_first(cell.attention)
+        dq, dk, dv, dsinks = attend_backward(
+            ctx.call, dout.transpose(1, 2), q, k, v, out, lse, cell.key_values, sinks
+        )
+        assert cell.own_dkv is not None
+        later = (cell.own_dkv[name].permute(1, 2, 0, 3) for name in ("k", "v"))
+        dk, dv = (
+            (own + rest).to(dtype)
+            for own, rest, dtype in zip((dk, dv), later, ctx.dtypes, strict=True)
+        )
+        return dq, dk, dv, dsinks, None, None
+
+
+class Entry(torch.autograd.Function):
+    """The way into a cell's graph. The graph holds no tensor for it, so that the layer's input may
+    leave the device while the graph waits; the gradient is handed to `sink`."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, hidden: Tensor, sink: list[Tensor]) -> Tensor:
+        ctx.sink = sink
+        ctx.shape = anchor.shape
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.sink.append(gradient)
+        return gradient.new_zeros(ctx.shape), None, None

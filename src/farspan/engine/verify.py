@@ -1,0 +1,200 @@
+"""Are the gradients exact for this model and this schedule? Measured, not argued."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from farspan.engine.oracle import gradients_of, oracle_loss
+from farspan.engine.step import Step
+from farspan.models.boundary import Boundary
+from farspan.models.experts import eager_experts
+from farspan.spec import Schedule
+
+EXACT = 1e-12  # float64 throughout
+EXACT_FP32_INSIDE = 1e-6  # the model itself rounds to float32 on the way (norms, routers)
+FLOOR = 1e-7  # relative error below which two float32 results count as equal
+# A gradient that is zero in exact arithmetic (a key bias without RoPE) is rounding noise in every
+# computation. Errors are taken relative to at least this share of the whole gradient's norm.
+SHARE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterError:
+    """Relative L2 error of one parameter's gradient against the float64 reference."""
+
+    name: str
+    error: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The outcome of `verify`."""
+
+    passed: bool
+    loss_error: float  # relative
+    max_relative_error: float  # over all parameters
+    worst: tuple[ParameterError, ...]  # worst against its limit first
+    checked_parameters: int
+    dtype: str
+    rule: str  # what the limit is
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class VerificationRun:
+    """The data a verification draws: random tokens, cut into random documents."""
+
+    batch: int = 1
+    tokens: int = 512
+    documents: int = 1  # a row
+    seed: int = 0
+
+    def draw(self, vocab: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+        """input_ids, labels (some ignored) and document_ids, each [batch, tokens]."""
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = (self.batch, self.tokens)
+        ids = torch.randint(0, vocab, shape, generator=generator)
+        labels = ids.masked_fill(torch.rand(shape, generator=generator) < 0.1, -100)
+        documents = None
+        if self.documents > 1:
+            rows = []
+            for _ in range(self.batch):
+                cuts = torch.randperm(self.tokens - 1, generator=generator) + 1
+                begins = torch.zeros(self.tokens, dtype=torch.long)
+                begins[cuts[: self.documents - 1]] = 1
+                rows.append(begins.cumsum(0))
+            documents = torch.stack(rows).to(device)
+        return ids.to(device), labels.to(device), documents
+
+
+def verify(
+    model: nn.Module, schedule: Schedule, run: VerificationRun, *, worst: int = 10
+) -> Verification:
+    """Compare loss and every gradient of one step with plain full-sequence autograd.
+
+    A float64 model must agree to 1e-12 in relative L2 norm for every parameter (1e-6 where the
+    model's own code rounds to float32). In a lower precision the error against a float64 copy may
+    be at most twice that of plain autograd in the same precision. The model's `.grad` is kept.
+    """
+    boundary = Boundary(model)
+    data = run.draw(boundary.vocab, boundary.device)
+    with eager_experts(model):
+        return _verify(model, schedule, data, worst)
+
+
+def _verify(
+    model: nn.Module,
+    schedule: Schedule,
+    data: tuple[Tensor, Tensor, Tensor | None],
+    worst: int,
+) -> Verification:
+    dtype = next(model.parameters()).dtype
+    with _own_gradients(model):
+        loss = Step(model, schedule, poison=True)(*data)
+        found = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        }
+    plain_loss = oracle_loss(model, *data)
+    plain = gradients_of(model, plain_loss)
+    if dtype is torch.float64:
+        rounds = _rounds_to_fp32(model, data)
+        limit = EXACT_FP32_INSIDE if rounds else EXACT
+        rule = f"relative L2 error <= {limit:g}" + (
+            ", because the model's own code rounds to float32" if rounds else ""
+        )
+        limits = dict.fromkeys(found, limit)
+        exact_loss, exact, loss_limit = plain_loss, plain, limit
+    else:
+        twin = copy.deepcopy(model).double()
+        with eager_experts(twin):
+            exact_loss = oracle_loss(twin, *data)
+        exact = gradients_of(twin, exact_loss)
+        rule = f"error against float64 <= 2x that of plain autograd in {dtype} + {FLOOR:g}"
+        least = SHARE * _norm(exact)
+        limits = {name: 2 * _error(plain[name], exact[name], least) + FLOOR for name in found}
+        loss_limit = 2 * _error(plain_loss, exact_loss) + FLOOR
+    least = SHARE * _norm(exact)
+    errors = [
+        ParameterError(name, _error(found[name], exact[name], least), limits[name])
+        for name in found
+    ]
+    errors.sort(key=lambda e: e.error / e.limit, reverse=True)
+    loss_error = _error(loss, exact_loss)
+    within = all(e.error <= e.limit for e in errors)
+    return Verification(
+        passed=bool(within and loss_error <= loss_limit),
+        loss_error=loss_error,
+        max_relative_error=max((e.error for e in errors), default=0.0),
+        worst=tuple(errors[:worst]),
+        checked_parameters=len(errors),
+        dtype=str(dtype).removeprefix("torch."),
+        rule=rule,
+    )
+
+
+def _norm(gradients: dict[str, Tensor]) -> float:
+    return sum(float(g.double().norm()) ** 2 for g in gradients.values()) ** 0.5
+
+
+def _error(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    """L2 error relative to the expected norm, or to `least`; NaN counts as infinite."""
+    found, expected = found.detach().double(), expected.detach().double()
+    norm = max(float(expected.norm()), least)
+    error = float((found - expected).norm())
+    if error != error:
+        return float("inf")
+    return error / norm if norm > 0 else error
+
+
+@contextmanager
+def _own_gradients(model: nn.Module) -> Iterator[None]:
+    before = {p: p.grad for p in model.parameters()}
+    model.zero_grad(set_to_none=True)
+    try:
+        yield
+    finally:
+        for parameter, gradient in before.items():
+            parameter.grad = gradient
+
+
+class _Casts(TorchDispatchMode):
+    """Notices a float64 tensor of activations being rounded to float32."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least = least  # elements: smaller tensors are tables of frequencies and the like
+        self.found = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        source = args[0] if args else None
+        if (
+            isinstance(out, Tensor)
+            and isinstance(source, Tensor)
+            and source.dtype is torch.float64
+            and out.dtype is torch.float32
+            and out.numel() >= self.least
+        ):
+            self.found = True
+        return out
+
+
+@torch.no_grad()
+def _rounds_to_fp32(model: nn.Module, data: tuple[Tensor, Tensor, Tensor | None]) -> bool:
+    casts = _Casts(least=data[0].numel())
+    with casts:
+        oracle_loss(model, *data)
+    return casts.found

@@ -1,0 +1,197 @@
+"""The boundary with Hugging Face: an unmodified causal LM, run stage by stage.
+
+A *shell* is a shallow copy of the model's modules in which the list of decoder layers is replaced;
+parameters and every other submodule are shared with the model, which is left as it is. Running a
+shell runs the family's own code for everything around the layers: embeddings and their scaling,
+position embeddings, the arguments each layer is given, the final norm, the head, logit scaling and
+soft-capping. So no family needs code here.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from farspan.spec import Refused
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class _Recorded(Exception):
+    """Every layer's arguments are known: the rest of the forward is not needed."""
+
+
+@dataclass(slots=True)
+class LayerCall:
+    """What the model's own forward hands to one layer."""
+
+    arguments: tuple[Any, ...]  # positional, after the hidden state
+    keywords: dict[str, Any]
+
+
+class _Recorder(nn.Module):
+    """Stands in a layer's place in a shell and writes down how it is called."""
+
+    def __init__(self, layer: nn.Module, log: list[LayerCall], first: list[Tensor], last: bool):
+        super().__init__()
+        object.__setattr__(self, "_layer", layer)
+        self._log, self._first, self._last = log, first, last
+
+    def __getattr__(self, name: str) -> Any:
+        # Families branch on attributes of a layer, such as its attention type.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "_layer"), name)
+
+    def forward(self, hidden: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+        if not self._log:
+            self._first.append(hidden)
+        self._log.append(LayerCall(arguments, keywords))
+        if self._last:
+            raise _Recorded
+        return hidden
+
+
+class _Inject(nn.Module):
+    """The only layer of the head's shell: gives out the hidden state to go on with."""
+
+    def __init__(self, layer: nn.Module, hidden: Tensor):
+        super().__init__()
+        object.__setattr__(self, "_layer", layer)
+        self._hidden = hidden
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "_layer"), name)
+
+    def forward(self, _: Tensor, *__: Any, **___: Any) -> Tensor:
+        return self._hidden
+
+
+def _copy_module(module: Module) -> Module:
+    twin = copy.copy(module)
+    twin.__dict__["_modules"] = dict(module._modules)
+    return twin
+
+
+class Boundary:
+    """A causal LM as three stages: embed, layers, logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        unwrap = getattr(model, "get_base_model", None)  # of a PEFT model
+        inner = unwrap() if callable(unwrap) else model
+        if not isinstance(inner, PreTrainedModel):
+            raise Refused(
+                f"model: expected a transformers PreTrainedModel, got {type(model).__name__}; load "
+                "it with AutoModelForCausalLM"
+            )
+        self.model = inner
+        self.decoder = inner.get_decoder()
+        if self.decoder is None or not isinstance(self.decoder, nn.Module):
+            raise Refused(f"model: {type(inner).__name__} has no decoder stack to run in chunks")
+        self._layers_name = _layers_name(self.decoder)
+        self.layers = cast(nn.ModuleList, self.decoder._modules[self._layers_name])
+        self._path = _path_to(inner, self.decoder)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def vocab(self) -> int:
+        return self._embedding.shape[0]
+
+    @property
+    def _embedding(self) -> Tensor:
+        return cast(Tensor, self.model.get_input_embeddings().weight)
+
+    def outer_parameters(self) -> list[nn.Parameter]:
+        """Trainable parameters outside the layers: embeddings, final norm, head."""
+        inside = {id(p) for p in self.layers.parameters()}
+        return [p for p in self.model.parameters() if p.requires_grad and id(p) not in inside]
+
+    def embed(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, list[LayerCall]]:
+        """The input of layer 0 [B, C, hidden] and how each layer is to be called."""
+        return self._record(input_ids=input_ids, position_ids=position_ids)
+
+    def calls(self, batch: int, position_ids: Tensor) -> list[LayerCall]:
+        """How each layer is to be called on these positions, without an embedding lookup."""
+        # Rotary tables take their dtype and device from the embeddings and nothing else, so one
+        # expanded number stands in for them.
+        width = self._embedding.shape[-1]
+        blank = torch.zeros((), dtype=self.dtype, device=self.device)
+        shape = (batch, position_ids.shape[1], width)
+        return self._record(inputs_embeds=blank.expand(shape), position_ids=position_ids)[1]
+
+    def _record(self, **inputs: Tensor) -> tuple[Tensor, list[LayerCall]]:
+        log: list[LayerCall] = []
+        first: list[Tensor] = []
+        last = len(self.layers) - 1
+        recorders = [_Recorder(layer, log, first, i == last) for i, layer in enumerate(self.layers)]
+        shell = _copy_module(self.decoder)
+        shell._modules[self._layers_name] = nn.ModuleList(recorders)
+        try:
+            shell(use_cache=False, **inputs)
+        except _Recorded:
+            return first[0], log
+        raise Refused(
+            f"model: {type(self.model).__name__} does not call every layer of its decoder in turn"
+        )
+
+    def run_layer(self, index: int, hidden: Tensor, call: LayerCall) -> Tensor:
+        """One decoder layer on a chunk, [B, C, hidden] in and out."""
+        out = self.layers[index](hidden, *call.arguments, **call.keywords)
+        return out[0] if isinstance(out, tuple) else out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and head on the output of the top layer: [B, T, hidden] to [B, T, vocab]."""
+        decoder = _copy_module(self.decoder)
+        decoder._modules[self._layers_name] = nn.ModuleList([_Inject(self.layers[0], hidden)])
+        root = _copy_module(self.model)
+        shell: nn.Module = root
+        for name in self._path[:-1]:
+            child = _copy_module(cast(nn.Module, shell._modules[name]))
+            shell._modules[name] = child
+            shell = child
+        shell._modules[self._path[-1]] = decoder
+        blank = torch.zeros((), dtype=hidden.dtype, device=hidden.device)
+        width = self._embedding.shape[-1]
+        position_ids = torch.zeros(1, hidden.shape[1], dtype=torch.long, device=hidden.device)
+        out = root(
+            inputs_embeds=blank.expand(*hidden.shape[:2], width),
+            position_ids=position_ids,
+            use_cache=False,
+        )
+        return out.logits
+
+
+def _layers_name(decoder: nn.Module) -> str:
+    count = cast(PretrainedConfig, decoder.config).num_hidden_layers
+    lists = [
+        name
+        for name, child in decoder.named_children()
+        if isinstance(child, nn.ModuleList) and len(child) == count
+    ]
+    if len(lists) != 1:
+        raise Refused(
+            f"model: {type(decoder).__name__} has {len(lists)} lists of "
+            f"{count} layers, expected exactly one"
+        )
+    return lists[0]
+
+
+def _path_to(root: nn.Module, target: nn.Module) -> list[str]:
+    for name, module in root.named_modules():
+        if module is target and name:
+            return name.split(".")
+    raise Refused(f"model: the decoder of {type(root).__name__} is not one of its submodules")

@@ -1,0 +1,99 @@
+"""Load a causal LM: from a local folder, from a hub name, or with random weights from a config."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from farspan.spec import Refused
+
+
+def load_config(
+    *,
+    path: str | None,
+    config: dict[str, Any] | None,
+    overrides: dict[str, Any],
+    trust_remote_code: bool = False,
+) -> PretrainedConfig:
+    """The model's configuration with `overrides` applied (rope_parameters, attention_dropout...).
+
+    `path` is a local folder or a hub name; `config` a dict with `model_type`. Exactly one is
+    given. Raises Refused when the model is unknown or an override is no field of its config.
+    """
+    if (path is None) == (config is None):
+        raise Refused("model: give either path (a folder or a hub name) or config, not both")
+    if path is not None:
+        found = _config_at(path, trust_remote_code)
+    else:
+        assert config is not None
+        fields = dict(config)
+        kind = fields.pop("model_type", None)
+        if kind not in CONFIG_MAPPING:
+            raise Refused(
+                f"model.config.model_type: {kind!r} is not a transformers model type; expected for "
+                "example 'llama', 'qwen2' or 'mistral'"
+            )
+        found = AutoConfig.for_model(kind)
+        _apply(found, fields, "model.config")
+        found = type(found)(**{**fields})
+    _apply(found, overrides, "model.overrides")
+    return found
+
+
+def load_model(
+    *,
+    path: str | None = None,
+    config: dict[str, Any] | None = None,
+    dtype: torch.dtype,
+    overrides: dict[str, Any] | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """A model in training mode on `device`; random weights are drawn from `seed`.
+
+    Only safetensors weights are read. Raises Refused when the folder holds none.
+    """
+    made = load_config(
+        path=path, config=config, overrides=overrides or {}, trust_remote_code=trust_remote_code
+    )
+    if path is None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(made, dtype=dtype)
+    else:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=made,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+            )
+        except OSError as error:
+            raise Refused(
+                f"model.path: no safetensors weights could be loaded from {path!r}: {error}"
+            ) from error
+    return model.to(device).train()
+
+
+def _config_at(path: str, trust_remote_code: bool) -> PretrainedConfig:
+    folder = Path(path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise Refused(f"model.path: {path} holds no config.json; expected a saved model's folder")
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise Refused(
+            f"model.path: {path!r} is neither a folder with a model nor a hub name that can be "
+            f"reached: {error}"
+        ) from error
+
+
+def _apply(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None:
+    for name, value in fields.items():
+        if not hasattr(config, name):
+            raise Refused(f"{where}.{name}: {type(config).__name__} has no such field")
+        setattr(config, name, value)

@@ -1,0 +1,113 @@
+"""What farspan refuses to train, because it could not be exact, and why."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from farspan.spec import Refused
+
+# inv_freq of these does not depend on the positions seen, so a chunk's rotary table is the full
+# sequence's table, sliced. `dynamic` and `longrope` change it with the longest position so far.
+SLICEABLE_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
+
+
+def refuse_model(model: PreTrainedModel) -> None:
+    """Raises Refused when the model's configuration rules out exact training in chunks."""
+    config = model.config
+    name = type(model).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise Refused(f"model: {name} is an encoder-decoder; expected a decoder-only causal LM")
+    if getattr(config, "add_cross_attention", False):
+        raise Refused(f"model: {name} has cross-attention; set add_cross_attention to false")
+    if getattr(config, "use_bidirectional_attention", False) or not _is_causal(model):
+        raise Refused(
+            f"model: {name} attends to later tokens (bidirectional); chunks of a causal model are "
+            "the only ones that can be processed in order"
+        )
+    for rope_type in rope_types(config):
+        if rope_type not in SLICEABLE_ROPE:
+            raise Refused(
+                f"rope_parameters.rope_type: {rope_type!r} depends on the longest position seen, "
+                "so a chunk's rotary table is not a slice of the full sequence's; expected one of "
+                f"{', '.join(SLICEABLE_ROPE)} (yarn extends the context and is exact)"
+            )
+    if getattr(config, "output_router_logits", False):
+        raise Refused(
+            "output_router_logits: the router's load-balancing loss needs statistics of the whole "
+            "sequence and is not computed; set output_router_logits to false"
+        )
+
+
+def refuse_dropout(model: PreTrainedModel) -> None:
+    """Raises Refused when a dropout would draw: a recomputed cell would draw other numbers."""
+    if not model.training:
+        return
+    for name, module in model.named_modules():
+        for what, probability in _dropouts(module):
+            if probability > 0:
+                where = f"{name}.{what}" if what else name
+                raise Refused(
+                    f"model: dropout {probability} at {where} cannot be repeated exactly when a "
+                    "cell is recomputed; set the model's dropout options to 0 (in a run file: "
+                    "model.overrides, for example attention_dropout: 0.0) or call model.eval()"
+                )
+
+
+def refuse_context(config: PretrainedConfig, tokens: int) -> None:
+    """Raises Refused when a document of this many tokens has positions the model does not know."""
+    limit = context_limit(config)
+    if limit is not None and tokens > limit:
+        raise Refused(
+            f"context: a document of {tokens:,} tokens is beyond the model's "
+            f"max_position_embeddings of {limit:,}; set rope_parameters (for example rope_type "
+            f"yarn, factor {tokens / limit:.3g}, original_max_position_embeddings {limit}) or, "
+            f"with a larger rope_theta, max_position_embeddings: {tokens}"
+        )
+
+
+def context_limit(config: PretrainedConfig) -> int | None:
+    """Positions the configuration claims to support: max_position_embeddings, stretched by a
+    scaled RoPE that names the length it starts from."""
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None:
+        return None
+    for rope in _ropes(config):
+        original = rope.get("original_max_position_embeddings")
+        factor = rope.get("factor")
+        if original and factor:
+            limit = max(limit, int(original * factor))
+    return int(limit)
+
+
+def rope_types(config: PretrainedConfig) -> list[str]:
+    """The kinds of RoPE a model uses: one, or one for each type of layer."""
+    return [str(rope.get("rope_type", rope.get("type", "default"))) for rope in _ropes(config)]
+
+
+def _ropes(config: PretrainedConfig) -> Iterator[dict[str, Any]]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    yield from nested or ([parameters] if parameters else [])
+
+
+def _is_causal(model: PreTrainedModel) -> bool:
+    if getattr(model.config, "is_causal", True) is False:
+        return False
+    return all(getattr(module, "is_causal", True) is not False for module in model.modules())
+
+
+def _dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        yield "", float(module.p)
+    for name in (
+        "attention_dropout",
+        "attn_dropout",
+        "dropout",
+        "dropout_p",
+        "router_jitter_noise",
+    ):
+        value = getattr(module, name, None)
+        if isinstance(value, float):
+            yield name, value

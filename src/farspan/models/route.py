@@ -1,0 +1,65 @@
+"""The seam with Hugging Face attention: one registered function, handed to whoever runs a cell.
+
+transformers looks the name in `config._attn_implementation` up in its AttentionInterface at every
+call. A name without a mask function gets `attention_mask=None`, so nothing of size N x N is built.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from farspan.models.configs import config_field
+
+NAME = "farspan"
+
+# (module, query [B, H, C, D], key [B, Hk, C, D], value [B, Hk, C, Dv], scale, **the model's own
+# keywords such as sliding_window, softcap, s_aux) -> out [B, C, H, Dv]
+Attention = Callable[..., Tensor]
+
+_active: ContextVar[Attention | None] = ContextVar("farspan_attention", default=None)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    active = _active.get()
+    if active is None:
+        raise RuntimeError(
+            "the 'farspan' attention was called outside a farspan step; set another attention "
+            "implementation with model.set_attn_implementation('sdpa')"
+        )
+    if attention_mask is not None:
+        raise RuntimeError("the model built an attention mask of its own, which farspan cannot use")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    return active(module, query, key, value, scale, **keywords), None
+
+
+AttentionInterface.register(NAME, _attention)
+
+
+@contextmanager
+def answering(attention: Attention) -> Iterator[None]:
+    """Let `attention` answer the calls of every routed model inside the block."""
+    token = _active.set(attention)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+@contextmanager
+def routed(model: PreTrainedModel) -> Iterator[None]:
+    """Send the model's attention calls here inside the block, and to where they went before
+    afterwards: generation and evaluation by others stay as they were."""
+    with config_field(model, "_attn_implementation_internal", NAME):
+        yield

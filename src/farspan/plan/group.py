@@ -1,0 +1,147 @@
+"""A group of layers: which chunks' graphs it keeps, and the buffers it opens and closes."""
+
+from dataclasses import dataclass
+
+from farspan.plan import names
+from farspan.plan.grid import kept_chunks
+from farspan.plan.ledger import Ledger
+from farspan.plan.program import Kind
+from farspan.plan.sizes import activation_cell_bytes
+from farspan.spec import Tier
+
+
+@dataclass(slots=True)
+class Group:
+    """Group `index` of a program under construction."""
+
+    ledger: Ledger
+    index: int
+
+    @property
+    def layers(self) -> range:
+        return range(*self.ledger.groups[self.index])
+
+    @property
+    def top(self) -> int:
+        return self.layers[-1]
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == len(self.ledger.groups) - 1
+
+    @property
+    def chunks(self) -> range:
+        return range(len(self.ledger.chunks))
+
+    def graph_kept(self, chunk: int) -> bool:
+        """Does the first pass keep this chunk's graphs? In a last group of one layer the backward
+        follows at once and there is nothing to save."""
+        if self.is_last and len(self.layers) == 1:
+            return False
+        return chunk in kept_chunks(self.ledger.schedule.activations_kept, self.ledger.chunks)
+
+    def open_first(self) -> None:
+        """Buffers that the first pass writes."""
+        ledger, schedule = self.ledger, self.ledger.schedule
+        everything = (0, ledger.run.tokens)
+        kept = kept_chunks(schedule.attention_kept, ledger.chunks)
+        for layer in self.layers:
+            ledger.allocate(names.kv(layer), Kind.KV, schedule.kv, layer, everything)
+            if self.kv_goes_home():
+                ledger.allocate(names.kv_home(layer), Kind.KV, Tier.HOST, layer, everything)
+            if kept and not (self.is_last and layer == self.top):
+                span = (ledger.chunks[kept[0]][0], ledger.run.tokens)
+                ledger.allocate(
+                    names.attention(layer), Kind.ATTENTION, schedule.attention, layer, span
+                )
+            self._open_activations(layer)
+        if self.is_last:
+            self._open_head_input()
+            self.open_attention_of_open_group()
+        else:
+            boundary = self.index + 1
+            ledger.allocate(names.x(boundary), Kind.X, schedule.x, boundary, everything)
+
+    def _open_activations(self, layer: int) -> None:
+        cells = [chunk for chunk in self.chunks if self.graph_kept(chunk)]
+        if cells:
+            self.ledger.allocate_cells(
+                names.activations(layer),
+                self.ledger.schedule.activations,
+                layer,
+                range(cells[0], cells[-1] + 1),
+                self.cell_bytes(layer),
+            )
+
+    def _open_head_input(self) -> None:
+        cells = [chunk for chunk in self.chunks if self.graph_kept(chunk)]
+        if cells:
+            ledger = self.ledger
+            span = (ledger.chunks[cells[0]][0], ledger.run.tokens)
+            boundary = self.index + 1
+            ledger.allocate(names.x(boundary), Kind.X, ledger.schedule.x, boundary, span)
+
+    def open_attention_of_open_group(self) -> None:
+        ledger, schedule = self.ledger, self.ledger.schedule
+        kept = kept_chunks(schedule.attention_kept, ledger.chunks)
+        stop = ledger.chunks[kept[0]][0] if kept else ledger.run.tokens
+        if schedule.attention_open and stop > 0:
+            for layer in self.layers[:-1]:
+                name = names.attention_open(layer)
+                ledger.allocate(name, Kind.ATTENTION, schedule.attention, layer, (0, stop))
+
+    def cell_bytes(self, layer: int) -> int:
+        """Bytes of a full chunk's cell of kept activations. O and LSE are counted where no
+        attention buffer is sure to hold them; the layer's input where no boundary does."""
+        ledger = self.ledger
+        spec = ledger.model.layers[layer]
+        tokens = ledger.chunks[0][1] - ledger.chunks[0][0]
+        schedule = ledger.schedule
+        covered = schedule.attention_kept >= schedule.activations_kept and not (
+            self.is_last and layer == self.top
+        )
+        size = activation_cell_bytes(ledger.model, spec, ledger.run.batch, tokens, not covered)
+        if spec.saves_input and layer != self.layers[0]:
+            size += ledger.run.batch * tokens * ledger.model.hidden * ledger.model.element_bytes
+        return size
+
+    def kv_goes_home(self) -> bool:
+        schedule = self.ledger.schedule
+        kept = schedule.kv_kept and not self.is_last
+        return kept and schedule.kv is Tier.DEVICE and schedule.kv_home is Tier.HOST
+
+    def close_first(self) -> None:
+        """After the first pass of a group that is not the last: its K, V go."""
+        for layer in self.layers:
+            if not self.ledger.schedule.kv_kept or self.kv_goes_home():
+                self.ledger.free(names.kv(layer))
+
+    def close(self) -> None:
+        """After the backward."""
+        for layer in self.layers:
+            for name in (
+                names.kv(layer),
+                names.kv_again(layer),
+                names.kv_home(layer),
+                names.dkv(layer),
+                names.attention(layer),
+                names.attention_open(layer),
+                names.activations(layer),
+            ):
+                self.ledger.free(name)
+        self.ledger.free(names.x(self.index + 1))
+
+    def prefix(self, layer: int) -> str:
+        """The buffer K, V of this layer are in now."""
+        again = names.kv_again(layer)
+        return again if self.ledger.is_open(again) else names.kv(layer)
+
+    def attention_home(self, layer: int, chunk: int) -> str | None:
+        """The buffer that keeps O, LSE of this cell, if one does."""
+        for name in (names.attention(layer), names.attention_open(layer)):
+            if self.ledger.is_open(name):
+                buffer = self.ledger.buffers[name]
+                start, stop = self.ledger.chunks[chunk]
+                if buffer.start <= start and stop <= buffer.stop:
+                    return name
+        return None

@@ -1,0 +1,287 @@
+"""The passes of one group over its chunks: first, rebuild, backward.
+
+        layers                      first pass      chunk by chunk upwards through the group
+      ^  +--+--+--+--+  group 1     rebuild         the same, only to have K, V again
+      |  |  |  |  |  |              backward        chunk by chunk from the last, each chunk forward
+      |  +--+--+--+--+  group 0                     with its autograd graph and then back down
+      |  |  |  |  |  |
+      +--+--+--+--+--+-> chunks
+
+Two savings hold everywhere. The last chunk's own cells are not run before the backward starts
+with them. And the top layer of a group has no reader before its backward, so a pass that is only
+there for K, V ends in it with AttentionMode.NONE.
+"""
+
+from dataclasses import dataclass
+
+from farspan.plan import names
+from farspan.plan.group import Group
+from farspan.plan.program import (
+    AttentionMode,
+    Backward,
+    Embed,
+    EmbedBackward,
+    Evict,
+    Fetch,
+    Forward,
+    Head,
+    Kind,
+    Load,
+    LoadGradient,
+    Store,
+    StoreGradient,
+)
+from farspan.spec import Tier
+
+
+@dataclass(slots=True)
+class GroupPasses(Group):
+    """Writes the passes of a group into its ledger."""
+
+    # -- the group's input and output ---
+
+    def enter(self, chunk: int) -> None:
+        """hidden[first layer] of the chunk."""
+        if self.index == 0:
+            self.ledger.emit(Embed(chunk))
+            return
+        place = self._x_place(names.x(self.index), names.x_in(chunk))
+        self._fetch(names.x(self.index), place, chunk)
+        self.ledger.emit(Load(self.layers[0], chunk, place))
+
+    def leave(self, chunk: int) -> None:
+        """Keep hidden[top + 1] of the chunk."""
+        boundary = names.x(self.index + 1)
+        place = self._x_place(boundary, names.x_out(chunk))
+        self.ledger.emit(Store(self.top + 1, chunk, place))
+        self._evict(place, boundary, chunk)
+
+    def enter_backward(self, chunk: int) -> None:
+        """gradient[top + 1] of the chunk: from the head, or from the group above."""
+        if self.is_last and not self.graph_kept(chunk):
+            self.ledger.emit(Head(chunk))
+            return
+        boundary = names.x(self.index + 1)
+        place = self._x_place(boundary, names.x_out(chunk))
+        self._fetch(boundary, place, chunk)
+        if self.is_last:
+            self.ledger.emit(Load(self.top + 1, chunk, place), Head(chunk))
+        else:
+            self.ledger.emit(LoadGradient(self.top + 1, chunk, place))
+
+    def leave_backward(self, chunk: int) -> None:
+        """gradient[first layer] of the chunk takes the place of the group's input."""
+        if self.index == 0:
+            self.ledger.emit(EmbedBackward(chunk))
+            return
+        boundary = names.x(self.index)
+        place = self._x_place(boundary, names.x_in(chunk))
+        self.ledger.emit(StoreGradient(self.layers[0], chunk, place))
+        self._evict(place, boundary, chunk)
+
+    def _x_place(self, boundary: str, slot: str) -> str:
+        return slot if self.ledger.schedule.x is Tier.HOST else boundary
+
+    # -- passes ---
+
+    def first(self) -> None:
+        self.open_first()
+        for chunk in self.chunks:
+            if self.is_last and chunk == self.chunks[-1] and not self.graph_kept(chunk):
+                continue
+            self.enter(chunk)
+            for layer in self.layers:
+                if self.is_last and layer == self.top and not self.graph_kept(chunk):
+                    self.forward(layer, chunk, only_kv=True)
+                else:
+                    self.forward(layer, chunk, kept=self.graph_kept(chunk))
+            if not self.is_last or self.graph_kept(chunk):
+                self.leave(chunk)
+        if not self.is_last:
+            self.close_first()
+
+    def evaluate(self) -> None:
+        """Forward only."""
+        self.open_first()
+        for chunk in self.chunks:
+            self.enter(chunk)
+            for layer in self.layers:
+                self.forward(layer, chunk)
+            if self.is_last:
+                self.ledger.emit(Head(chunk, gradient=False))
+            else:
+                self.leave(chunk)
+        for layer in self.layers:
+            self.ledger.free(names.kv(layer))
+        self.ledger.free(names.x(self.index))
+
+    def rebuild(self) -> None:
+        """Have the group's K, V at hand again."""
+        ledger, schedule = self.ledger, self.ledger.schedule
+        missing = not schedule.kv_kept or self.kv_goes_home()
+        if self.is_last or not missing:
+            return
+        for layer in self.layers:
+            ledger.allocate(
+                names.kv_again(layer), Kind.KV, schedule.kv, layer, (0, ledger.run.tokens)
+            )
+        if self.kv_goes_home():
+            for layer in self.layers:
+                for chunk in self.chunks:
+                    ledger.emit(Fetch(names.kv_home(layer), names.kv_again(layer), chunk))
+                    ledger.written.add((names.kv_again(layer), chunk))
+                ledger.free(names.kv_home(layer))
+            return
+        self.open_attention_of_open_group()
+        for chunk in self.chunks:
+            if chunk == self.chunks[-1] and not self.graph_kept(chunk):
+                continue
+            self.enter(chunk)
+            for layer in self.layers[:-1]:
+                self.forward(layer, chunk)
+            self.forward(self.top, chunk, only_kv=True)
+
+    def backward(self) -> None:
+        ledger = self.ledger
+        for layer in self.layers:
+            span = (0, ledger.run.tokens)
+            ledger.allocate(names.dkv(layer), Kind.DKV, ledger.schedule.kv, layer, span)
+            ledger.clear(names.dkv(layer))
+        for chunk in reversed(self.chunks):
+            self.enter(chunk)
+            if self.graph_kept(chunk):
+                self.enter_backward(chunk)
+                for layer in reversed(self.layers):
+                    self.backward_cell(layer, chunk, kept=True)
+            elif ledger.schedule.layer_checkpoint:
+                self._backward_layer_by_layer(chunk)
+            else:
+                for layer in self.layers:
+                    self.forward(layer, chunk, graph=True)
+                self.enter_backward(chunk)
+                for layer in reversed(self.layers):
+                    self.backward_cell(layer, chunk)
+            self.leave_backward(chunk)
+        self.close()
+
+    def _backward_layer_by_layer(self, chunk: int) -> None:
+        for layer in self.layers[:-1]:
+            self.forward(layer, chunk, hold=True)
+        self.forward(self.top, chunk, graph=True)
+        self.enter_backward(chunk)
+        self.backward_cell(self.top, chunk)
+        for layer in reversed(self.layers[:-1]):
+            self.forward(layer, chunk, graph=True, held=True)
+            self.backward_cell(layer, chunk)
+
+    # -- cells ---
+
+    def forward(
+        self,
+        layer: int,
+        chunk: int,
+        *,
+        only_kv: bool = False,
+        graph: bool = False,
+        kept: bool = False,
+        hold: bool = False,
+        held: bool = False,
+    ) -> None:
+        """One forward cell with its copies. What is already there decides the mode."""
+        ledger = self.ledger
+        home = self.attention_home(layer, chunk)
+        mode = AttentionMode.COMPUTE
+        if only_kv:
+            mode, home = AttentionMode.NONE, None
+        elif held:
+            mode, home = AttentionMode.HELD, None
+        elif home is not None and (home, chunk) in ledger.written:
+            mode = AttentionMode.GIVEN
+        elif graph or hold:
+            home = None  # the backward follows at once: nothing to keep
+        attention = None if home is None else self._attention_place(layer, home)
+        if home is not None and attention is not None and mode is AttentionMode.GIVEN:
+            self._fetch(home, attention, chunk)
+        write = self._kv_place(layer, chunk)
+        cells = self._activations_place(layer) if kept else None
+        ledger.emit(
+            Forward(
+                layer,
+                chunk,
+                mode,
+                self.prefix(layer),
+                write_kv=write,
+                attention=attention,
+                graph=graph or kept,
+                activations=cells,
+                kept=kept,
+                hold=hold,
+            )
+        )
+        self._evict_kv(layer, chunk, write)
+        if home is not None and attention is not None and mode is AttentionMode.COMPUTE:
+            self._evict(attention, home, chunk)
+            ledger.written.add((home, chunk))
+        if cells is not None:
+            self._evict(cells, names.activations(layer), chunk)
+
+    def _fetch(self, home: str, place: str, chunk: int) -> None:
+        if home != place:
+            self.ledger.emit(Fetch(home, place, chunk))
+
+    def _evict(self, place: str, home: str, chunk: int) -> None:
+        if home != place:
+            self.ledger.emit(Evict(place, home, chunk))
+
+    def backward_cell(self, layer: int, chunk: int, *, kept: bool = False) -> None:
+        """One backward cell with its copies; `kept` when the first pass kept its graph."""
+        ledger, on_host = self.ledger, self.ledger.schedule.kv is Tier.HOST
+        attention = cells = own_kv = None
+        if kept:
+            own_kv = names.KV_OWN if on_host else self.prefix(layer)
+            self._fetch(self.prefix(layer), own_kv, chunk)
+            home = self.attention_home(layer, chunk)
+            if home is not None and (home, chunk) in ledger.written:
+                attention = self._attention_place(layer, home)
+                self._fetch(home, attention, chunk)
+            cells = self._activations_place(layer)
+            if cells is not None:
+                self._fetch(names.activations(layer), cells, chunk)
+        own_dkv = names.DKV_OWN if on_host else names.dkv(layer)
+        self._fetch(names.dkv(layer), own_dkv, chunk)
+        ledger.emit(
+            Backward(
+                layer,
+                chunk,
+                self.prefix(layer),
+                names.dkv(layer),
+                own_dkv,
+                own_kv=own_kv,
+                attention=attention,
+                activations=cells,
+            )
+        )
+
+    def _attention_place(self, layer: int, home: str) -> str:
+        if self.ledger.schedule.attention is Tier.HOST:
+            return names.attention_slot(layer - self.layers[0])
+        return home
+
+    def _activations_place(self, layer: int) -> str | None:
+        on_host = self.ledger.schedule.activations is Tier.HOST
+        return names.activations_slot(layer) if on_host else None
+
+    def _kv_place(self, layer: int, chunk: int) -> str | None:
+        if (self.prefix(layer), chunk) in self.ledger.written:
+            return None
+        return names.KV_OWN if self.ledger.schedule.kv is Tier.HOST else self.prefix(layer)
+
+    def _evict_kv(self, layer: int, chunk: int, write: str | None) -> None:
+        if write is None:
+            return
+        prefix = self.prefix(layer)
+        if write != prefix:
+            self.ledger.emit(Evict(write, prefix, chunk))
+        elif self.kv_goes_home() and prefix == names.kv(layer):
+            self.ledger.emit(Evict(prefix, names.kv_home(layer), chunk))
+        self.ledger.written.add((prefix, chunk))

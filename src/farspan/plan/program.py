@@ -1,0 +1,235 @@
+"""A plan is a value: typed instructions over named buffers, in the order they run.
+
+Registers. `hidden[l]` is the input of layer l for the chunk at hand and `gradient[l]` its
+gradient; `hidden[L]` is what the head reads. Registers are transient tensors of one chunk and
+hold no memory that grows with the sequence; everything that does is a `Buffer`.
+
+Boundaries. Boundary b is the input of group b, and boundary G (after the last group) the input of
+the head. In the backward the gradient of boundary b takes the place of `x.b`, chunk by chunk, so
+boundary gradients need no memory of their own.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
+
+
+class Kind(StrEnum):
+    """What a buffer holds; the classes of DESIGN section 1."""
+
+    X = "x"
+    KV = "kv"
+    DKV = "dkv"
+    ATTENTION = "attention"
+    ACTIVATIONS = "activations"
+
+
+class AttentionMode(StrEnum):
+    """The forward modes: nothing quadratic happens in any but COMPUTE."""
+
+    COMPUTE = "compute"  # full attention over the prefix
+    NONE = "none"  # project and write K, V, then stop: the cell has no output
+    GIVEN = "given"  # O and LSE come from the kept buffer
+    HELD = "held"  # O and LSE come from the register an earlier pass over this chunk left
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One tensor of a buffer: a row a token, rows contiguous."""
+
+    name: str
+    offset: int  # bytes from the buffer's address
+    shape: tuple[int, ...]  # of one token, batch first
+    element_bytes: int
+    accumulate: bool  # fp32 (fp64 in a float64 model) whatever the model's dtype is
+
+    def row_bytes(self) -> int:
+        elements = 1
+        for extent in self.shape:
+            elements *= extent
+        return elements * self.element_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A named range of one arena that lives for a range of instructions."""
+
+    name: str
+    kind: Kind
+    layer: int  # the layer, or the boundary of `x`; -1 for slots, which serve any
+    tier: Tier
+    start: int  # first token held
+    stop: int  # one past the last token held
+    cell_bytes: int  # ACTIVATIONS: bytes of a full chunk's cell; else 0
+    bytes: int
+    born: int  # index of the instruction that allocates it
+    dies: int  # index of the instruction that frees it; alive in [born, dies)
+    address: int  # in its tier's arena; -1 where torch's allocator holds the memory
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """The buffer's memory is its own from here; its content is undefined."""
+
+    buffer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    buffer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """Fill with zeros: an accumulator must not start from what memory held before."""
+
+    buffer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Copy one chunk host to device."""
+
+    source: str
+    target: str
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Copy one chunk device to host."""
+
+    source: str
+    target: str
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Embed:
+    """hidden[0] = embedding of the chunk."""
+
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """hidden[layer] = the chunk of x in `buffer`."""
+
+    layer: int
+    chunk: int
+    buffer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """The chunk of x in `buffer` = hidden[layer]."""
+
+    layer: int
+    chunk: int
+    buffer: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadGradient:
+    """gradient[layer] = the chunk of x's gradient in `buffer`."""
+
+    layer: int
+    chunk: int
+    buffer: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreGradient:
+    """The chunk of x's gradient in `buffer` = gradient[layer]."""
+
+    layer: int
+    chunk: int
+    buffer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """The forward cell F(layer, chunk): hidden[layer] to hidden[layer + 1]."""
+
+    layer: int
+    chunk: int
+    mode: AttentionMode
+    prefix: str  # buffer that K, V of the earlier chunks are read from
+    write_kv: str | None = None  # buffer that takes the chunk's K, V
+    attention: str | None = None  # buffer that takes O, LSE (COMPUTE) or holds them (GIVEN)
+    graph: bool = False  # keep the autograd graph for this cell's Backward
+    activations: str | None = None  # buffer that takes what the graph saves; None: left in place
+    kept: bool = False  # the graph outlives the chunk: its K, V (and kept O, LSE) stay in buffers
+    hold: bool = False  # leave hidden[layer] and O, LSE in registers for a HELD pass
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Final norm, logits and loss from hidden[L]; gives gradient[L] and adds to dW, unless the
+    program only evaluates."""
+
+    chunk: int
+    gradient: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The backward cell B(layer, chunk): gradient[layer + 1] to gradient[layer]; adds to dW and to
+    dK, dV of the whole prefix, and takes the chunk's own complete dK, dV."""
+
+    layer: int
+    chunk: int
+    prefix: str  # buffer that K, V of the earlier chunks are read from
+    accumulator: str  # buffer of dK, dV of the earlier chunks
+    own_dkv: str  # buffer that holds the chunk's own dK, dV
+    own_kv: str | None = None  # buffer that holds the chunk's own K, V of a kept graph
+    attention: str | None = None  # buffer that holds O, LSE of a kept graph
+    activations: str | None = None  # buffer that holds what a kept graph saved
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedBackward:
+    """gradient[0] into the embedding's dW."""
+
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The group's dW is complete: fp32 accumulators go into `.grad` once."""
+
+    group: int
+
+
+Instruction = (
+    Allocate
+    | Free
+    | Clear
+    | Fetch
+    | Evict
+    | Embed
+    | Load
+    | Store
+    | LoadGradient
+    | StoreGradient
+    | Forward
+    | Head
+    | Backward
+    | EmbedBackward
+    | Close
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What one step does, and where every tensor that grows with the sequence lives."""
+
+    model: ModelSpec
+    run: RunSpec
+    schedule: Schedule
+    chunks: tuple[tuple[int, int], ...]  # token range of each chunk
+    groups: tuple[tuple[int, int], ...]  # layer range of each group
+    instructions: tuple[Instruction, ...]
+    buffers: dict[str, Buffer]
+    arena_bytes: dict[Tier, int]

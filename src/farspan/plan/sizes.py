@@ -1,0 +1,61 @@
+"""Sizes of what a buffer holds: which tensors, of which shape a token, in which precision."""
+
+from farspan.plan.program import Kind, Region
+from farspan.spec import LayerSpec, ModelSpec
+
+# Regions start on cache-line boundaries: vendor kernels want at least 16 bytes, and a packed
+# tensor of any dtype must be viewable at its offset.
+ALIGNMENT = 64
+
+
+def aligned(size: int) -> int:
+    """The next multiple of the alignment, in bytes."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _parts(
+    kind: Kind, model: ModelSpec, layer: LayerSpec, batch: int
+) -> list[tuple[str, tuple[int, ...], bool]]:
+    key = (batch, layer.kv_heads, layer.head_dim)
+    value = (batch, layer.kv_heads, layer.value_dim)
+    match kind:
+        case Kind.X:
+            return [("x", (batch, model.hidden), False)]
+        case Kind.KV:
+            return [("k", key, False), ("v", value, False)]
+        case Kind.DKV:
+            return [("k", key, True), ("v", value, True)]
+        case Kind.ATTENTION:
+            out = (batch, layer.query_heads, layer.value_dim)
+            return [("out", out, False), ("lse", out[:2], True)]
+        case Kind.ACTIVATIONS:
+            return []
+
+
+def regions(
+    kind: Kind, model: ModelSpec, layer: LayerSpec, batch: int, tokens: int
+) -> tuple[Region, ...]:
+    """The tensors of a buffer of `tokens` tokens, one after the other."""
+    found, offset = [], 0
+    for name, shape, accumulate in _parts(kind, model, layer, batch):
+        width = model.accumulate_bytes() if accumulate else model.element_bytes
+        region = Region(name, offset, shape, width, accumulate)
+        found.append(region)
+        offset += aligned(region.row_bytes() * tokens)
+    return tuple(found)
+
+
+def regions_bytes(found: tuple[Region, ...], tokens: int) -> int:
+    """Bytes of a buffer with these regions."""
+    return sum(aligned(region.row_bytes() * tokens) for region in found)
+
+
+def activation_cell_bytes(
+    model: ModelSpec, layer: LayerSpec, batch: int, tokens: int, with_attention: bool
+) -> int:
+    """Bytes that one cell's saved tensors take, K and V excluded; O and LSE on request."""
+    row = layer.activation_bytes
+    if with_attention:
+        row += layer.output_elements() * model.element_bytes
+        row += layer.query_heads * model.accumulate_bytes()
+    return aligned(row * batch * tokens + layer.activation_constant)

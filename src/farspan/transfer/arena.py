@@ -1,0 +1,59 @@
+"""One slab of memory a tier; every buffer is a view of it at a planned address."""
+
+import torch
+from torch import Tensor
+
+from farspan.spec import Tier
+
+# All ones is NaN in every IEEE format from float64 to bfloat16, so poisoned memory that is read
+# before it is written shows up in the loss.
+POISON = 0xFF
+
+
+class Arena:
+    """The memory of one tier for one program.
+
+    Invariant: the slab never moves while views of it are alive; `reserve` may only be called
+    between steps.
+    """
+
+    def __init__(self, tier: Tier, device: torch.device) -> None:
+        self.tier = tier
+        self._pinned = tier is Tier.HOST and device.type == "cuda"
+        self._device = torch.device("cpu") if tier is Tier.HOST else device
+        self._slab = self._new_slab(0)
+
+    @property
+    def nbytes(self) -> int:
+        return self._slab.numel()
+
+    def reserve(self, size: int) -> None:
+        """Hold exactly `size` bytes; what the slab held is gone."""
+        if size != self.nbytes:
+            self._slab = self._new_slab(0)  # give back first: both would not fit
+            self._slab = self._new_slab(size)
+
+    def poison(self) -> None:
+        """Fill with NaN: nothing may depend on what an earlier step left behind."""
+        self._slab.fill_(POISON)
+
+    def view(self, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor at `address` bytes.
+
+        Each view has a version counter of its own: autograd may save a view, and writing another
+        buffer of the same slab must not make it look modified.
+        """
+        size = torch.empty(0, dtype=dtype, device="meta").element_size()
+        assert address % size == 0, f"address {address} is not aligned to {dtype}"
+        strides, step = [], 1
+        for extent in reversed(shape):
+            strides.append(step)
+            step *= extent
+        assert 0 <= address <= self.nbytes - step * size, "view outside the arena"
+        view = torch.empty(0, dtype=dtype, device=self._device)
+        return view.set_(
+            self._slab.untyped_storage(), address // size, shape, tuple(reversed(strides))
+        )
+
+    def _new_slab(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=self._pinned)
