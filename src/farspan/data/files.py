@@ -134,7 +134,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield number, line
+                    yield number, line.rstrip(b"\r\n")
     except OSError as error:
         raise Refused(f"{path}: cannot be read: {error.strerror}") from error
 

@@ -52,7 +52,8 @@ def open_dataset(path: str, name: str | None, split: str, field: str) -> Dataset
             rows = datasets.load_dataset(local, name, split=split)
     except Exception as error:  # each loader raises its own kinds; their words are kept
         raise Refused(
-            f"data.path: cannot load dataset {path!r}, split {split!r}: {error}"
+            f"data.path: cannot load dataset {path!r}, split {split!r}: "
+            f"{' '.join(str(error).split())}"
         ) from error
     if field not in rows.column_names:
         raise Refused(

@@ -94,7 +94,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         inner = AutoTokenizer.from_pretrained(str(place) if place.exists() else name)
     except Exception as error:  # OSError, ValueError, ImportError: each says what is missing
         raise Refused(
-            f"data.tokenizer: cannot load {name!r}: {error}; give 'bytes', a folder with "
-            "tokenizer files or a name on the hub"
+            f"data.tokenizer: cannot load {name!r}: {' '.join(str(error).split())}; "
+            "give 'bytes', a folder with tokenizer files or a name on the hub"
         ) from error
     return HubTokenizer(inner)

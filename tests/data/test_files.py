@@ -1,0 +1,130 @@
+"""Reading text: every document is found, and whatever cannot be read is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from farspan.data.config import DataConfig, SourceKind
+from farspan.data.files import JsonLines, TextFiles, find_files, stdlib_files
+from farspan.data.sources import open_sources
+from farspan.spec import Refused
+
+
+def texts(source: TextFiles | JsonLines) -> list[str]:
+    return [document.text for document in source.documents()]
+
+
+def test_a_folder_gives_every_visible_file_sorted(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt", "deep/c.txt", ".hidden/d.txt", ".e.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(name)
+    assert texts(TextFiles(find_files(str(tmp_path), "data.path"))) == [
+        "a.txt",
+        "b.txt",
+        "deep/c.txt",
+    ]
+
+
+def test_a_glob_and_a_file_give_what_they_say(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.md", "deep/c.txt"):
+        (tmp_path / "deep").mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert texts(TextFiles(find_files(f"{tmp_path}/**/*.txt", "data.path"))) == [
+        "a.txt",
+        "deep/c.txt",
+    ]
+    assert texts(TextFiles(find_files(f"{tmp_path}/b.md", "data.path"))) == ["b.md"]
+
+
+def test_a_path_without_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match=r"data\.path: no file matches '.*\*\.txt'"):
+        find_files(f"{tmp_path}/*.txt", "data.path")
+
+
+def test_text_is_kept_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("ä\r\n\n€".encode())
+    assert texts(TextFiles((tmp_path / "a.txt",))) == ["ä\r\n\n€"]
+
+
+def test_invalid_utf8_names_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "bad.txt"
+    path.write_bytes(b"one\ntwo\nthr\xffee\n")
+    with pytest.raises(Refused, match=r"bad\.txt: line 3 is not valid UTF-8 \(byte 0xff\)"):
+        texts(TextFiles((path,)))
+
+
+def test_a_file_that_vanished_is_named(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match=r"gone\.txt: cannot be read: No such file"):
+        texts(TextFiles((tmp_path / "gone.txt",)))
+    with pytest.raises(Refused, match=r"gone\.txt: cannot be read: No such file"):
+        TextFiles((tmp_path / "gone.txt",)).listing()
+
+
+def jsonl(path: Path, *lines: object) -> Path:
+    rows = (line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
+    path.write_bytes(b"\n".join(rows) + b"\n")
+    return path
+
+
+def test_json_lines_give_a_document_each_with_its_line(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"body": "one"}, b"", {"body": "two\nlines", "n": 1})
+    documents = list(JsonLines((path,), "body").documents())
+    assert [(d.line, d.text) for d in documents] == [(1, "one"), (3, "two\nlines")]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "cut', "line 2 is not valid JSON: Unterminated string"),
+        ({"body": "x", "n": 1}, r"line 2 has no field 'text' \(it has: body, n\); set data.field"),
+        ([1], r"line 2 has no field 'text' \(it has: list\)"),
+        ({"text": 5}, "line 2: field 'text' holds int, expected text"),
+        (b'{"text": "\xff"}', "line 2 is not valid UTF-8"),
+    ],
+)
+def test_a_bad_json_line_is_named(tmp_path: Path, line: object, message: str) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"text": "fine"}, line)
+    with pytest.raises(Refused, match=rf"a\.jsonl: {message}"):
+        texts(JsonLines((path,), "text"))
+
+
+def test_the_standard_library_is_there_without_tests() -> None:
+    files = stdlib_files()
+    names = {path.name for path in files}
+    assert {"argparse.py", "dataclasses.py"} <= names
+    assert not any({"test", "tests", "site-packages"} & set(path.parts[-4:]) for path in files)
+    assert list(files) == sorted(files)
+    assert sum(path.stat().st_size for path in files) > 5_000_000
+
+
+def test_a_held_out_path_must_be_another(tmp_path: Path) -> None:
+    jsonl(tmp_path / "a.jsonl", {"text": "one"})
+    jsonl(tmp_path / "b.jsonl", {"text": "two"})
+    config = DataConfig(
+        SourceKind.JSONL, path=f"{tmp_path}/*.jsonl", held_out_path=f"{tmp_path}/b.jsonl"
+    )
+    with pytest.raises(Refused, match=r"held_out_path: .*b\.jsonl.* is also trained on"):
+        open_sources(config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"source": SourceKind.TEXT}, "path: source 'text' needs one"),
+        ({"path": "x"}, "path: source 'stdlib' reads Python's own sources and takes no path"),
+        ({"held_out": 1.0}, "held_out: expected a fraction from 0 up to 1, got 1.0"),
+        ({"held_out_path": "x"}, "held_out_path: source 'stdlib' has no other path"),
+        ({"held_out_split": "test"}, "held_out_split: only source 'dataset' has splits"),
+        (
+            {"source": SourceKind.TEXT, "path": "a", "held_out_path": "b", "held_out": 0.1},
+            "held_out: give this fraction or other documents, not both",
+        ),
+    ],
+)
+def test_a_config_that_contradicts_itself_is_refused(
+    fields: dict[str, object], message: str
+) -> None:
+    with pytest.raises(Refused, match=message):
+        DataConfig(**fields)  # type: ignore[arg-type]

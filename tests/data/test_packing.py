@@ -1,0 +1,114 @@
+"""Packing against a dumb reference: lay the epochs end to end in a list, and cut."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farspan.data.packing import Packing, divide
+from farspan.data.store import TokenStore
+
+
+def make_store(lengths: list[int]) -> TokenStore:
+    """Token values are unique: document d holds 1000 * d + position."""
+    tokens = np.concatenate([1000 * d + np.arange(n) for d, n in enumerate(lengths)])
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    origins = np.stack([np.zeros(len(lengths)), 1 + np.arange(len(lengths))], axis=1)
+    return TokenStore(
+        tokens.astype(np.uint32), starts, origins.astype(np.int64), ("f",), 9**9, "digest"
+    )
+
+
+def concatenation(packing: Packing, tokens: int) -> list[int]:
+    """The endless stream, from the orders alone."""
+    stream: list[int] = []
+    epoch = 0
+    while len(stream) < tokens:
+        for document in packing._order(epoch).documents:
+            length = int(packing._store.starts[document + 1] - packing._store.starts[document])
+            stream.extend(1000 * int(document) + p for p in range(length))
+        epoch += 1
+    return stream[:tokens]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    context=st.integers(1, 30),
+    seed=st.integers(0, 5),
+    index=st.integers(0, 9),
+)
+def test_a_sequence_is_a_cut_of_the_stream(
+    lengths: list[int], context: int, seed: int, index: int
+) -> None:
+    packing = Packing(make_store(lengths), np.arange(len(lengths)), context, seed)
+    batch = packing.batch([index])
+    expected = concatenation(packing, (index + 1) * context)[index * context :]
+    assert batch.input_ids.tolist() == [expected]
+    check_documents(batch.input_ids[0], batch.document_ids[0], batch.names[0])
+
+
+def check_documents(ids: np.ndarray, marks: np.ndarray, names: tuple[str, ...]) -> None:
+    """Within a piece ids count up within one document; pieces are numbered from 0."""
+    assert marks[0] == 0
+    assert marks[-1] == len(names) - 1
+    for previous, here, mark_before, mark in zip(ids, ids[1:], marks, marks[1:], strict=False):
+        if mark == mark_before:
+            assert here == previous + 1
+        else:
+            assert mark == mark_before + 1
+            assert here % 1000 == 0
+    for number, name in enumerate(names):
+        assert name == f"f:{ids[marks == number][0] // 1000 + 1}"
+
+
+def test_a_cut_document_goes_on_as_a_document_of_its_own() -> None:
+    packing = Packing(make_store([10]), np.arange(1), 4, seed=0)
+    assert packing.batch([1]).input_ids.tolist() == [[4, 5, 6, 7]]
+    assert packing.batch([1]).document_ids.tolist() == [[0, 0, 0, 0]]
+    # The third sequence ends one epoch and begins the next.
+    assert packing.batch([2]).input_ids.tolist() == [[8, 9, 0, 1]]
+    assert packing.batch([2]).document_ids.tolist() == [[0, 0, 1, 1]]
+
+
+def test_a_batch_depends_on_seed_and_index_alone() -> None:
+    lengths = [5, 9, 2, 7, 11, 3]
+    store, documents = make_store(lengths), np.arange(6)
+    walked = Packing(store, documents, 8, seed=3)
+    rows = [walked.batch([i]).input_ids[0].tolist() for i in range(12)]
+    fresh = Packing(store, documents, 8, seed=3).batch([11, 0, 5])
+    assert fresh.input_ids.tolist() == [rows[11], rows[0], rows[5]]
+    other = Packing(store, documents, 8, seed=4)
+    assert [other.batch([i]).input_ids[0].tolist() for i in range(12)] != rows
+
+
+def test_every_epoch_holds_every_token_once_in_its_own_order() -> None:
+    lengths = [5, 9, 2, 7, 11, 3]
+    packing = Packing(make_store(lengths), np.arange(6), sum(lengths), seed=0)
+    epochs = [packing.batch([i]).input_ids[0].tolist() for i in range(3)]
+    assert len({tuple(sorted(epoch)) for epoch in epochs}) == 1
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_once_covers_the_documents_and_ends_with_them() -> None:
+    packing = Packing(make_store([5, 9, 2]), np.array([0, 2]), 4, seed=0)
+    assert packing.sequences_per_epoch() == 2
+    parts = [packing.once(i).input_ids for i in range(2)]
+    assert [part.shape for part in parts] == [(1, 4), (1, 3)]
+    assert sorted(np.concatenate(parts, axis=1)[0].tolist()) == [0, 1, 2, 3, 4, 2000, 2001]
+
+
+@given(documents=st.integers(1, 40), fraction=st.floats(0, 0.99), seed=st.integers(0, 3))
+def test_divided_documents_are_disjoint_and_complete(
+    documents: int, fraction: float, seed: int
+) -> None:
+    train, held = divide(documents, fraction, seed)
+    assert sorted([*train, *held]) == list(range(documents))
+    assert len(held) == (0 if fraction == 0 else max(1, round(fraction * documents)))
+    again = divide(documents, fraction, seed)
+    assert np.array_equal(train, again[0])
+    assert np.array_equal(held, again[1])
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_division_depends_on_the_seed(seed: int) -> None:
+    assert not np.array_equal(divide(50, 0.3, seed)[1], divide(50, 0.3, seed + 1)[1])

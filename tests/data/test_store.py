@@ -1,0 +1,155 @@
+"""Tokens are written once, whole or not at all, and read back as they were."""
+
+import errno
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from farspan.data import store as store_module
+from farspan.data.files import Document, TextFiles
+from farspan.data.store import TokenStore, open_store
+from farspan.data.tokenizers import ByteTokenizer
+from farspan.spec import Refused
+
+
+@dataclass
+class Texts:
+    """Documents in memory that count how often they are read."""
+
+    texts: list[str]
+    reads: int = 0
+
+    def names(self) -> tuple[str, ...]:
+        return ("memory",)
+
+    def listing(self) -> list[list[object]]:
+        return [["memory", *self.texts]]
+
+    def documents(self) -> Iterator[Document]:
+        self.reads += 1
+        for line, text in enumerate(self.texts, start=1):
+            yield Document(0, line, text)
+
+
+def open_quietly(source: Texts, cache: Path) -> TokenStore:
+    return open_store(source, ByteTokenizer(), cache, lambda *_: None)
+
+
+def document(store: TokenStore, number: int) -> str:
+    span = slice(int(store.starts[number]), int(store.starts[number + 1]) - 1)
+    return bytes(store.tokens[span].tolist()).decode()
+
+
+def test_documents_come_back_with_their_places(tmp_path: Path) -> None:
+    source = Texts(["first", "  \n", "", "sécond"])
+    store = open_quietly(source, tmp_path)
+    assert [document(store, d) for d in range(store.documents())] == ["first", "sécond"]
+    assert [store.name(d) for d in range(2)] == ["memory:1", "memory:4"]
+    assert store.largest == 256
+    assert store.tokens.dtype == np.uint16
+    assert isinstance(store.tokens, np.memmap)
+    assert len(store.tokens) == store.starts[-1] == 6 + 8
+
+
+def test_the_second_opening_reads_the_cache(tmp_path: Path) -> None:
+    source = Texts(["one", "two"])
+    first, again = open_quietly(source, tmp_path), open_quietly(source, tmp_path)
+    assert source.reads == 1
+    assert first.digest == again.digest
+    open_quietly(Texts(["one", "three"]), tmp_path)
+    assert first.digest != open_quietly(Texts(["one", "three"]), tmp_path).digest
+
+
+def test_many_batches_are_one_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [f"text {number} " * (number % 5 + 1) for number in range(50)]
+    whole = open_quietly(Texts(texts), tmp_path / "a")
+    monkeypatch.setattr(store_module, "_BATCH_CHARACTERS", 40)
+    seen: list[tuple[int, int]] = []
+    watched = open_store(Texts(texts), ByteTokenizer(), tmp_path / "b", lambda *s: seen.append(s))
+    assert whole.digest == watched.digest
+    assert len(seen) > 10
+    assert seen[-1] == (50, len(whole.tokens))
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    digests = set()
+    for text in ("one", "other"):
+        path.write_text(text)
+        source = TextFiles((path,))
+        digests.add(open_store(source, ByteTokenizer(), tmp_path / "c", lambda *_: None).digest)
+    assert len(digests) == 2
+
+
+@pytest.mark.parametrize("name", ["tokens.npy", "starts.npy", "origins.npy", "meta.json"])
+def test_a_damaged_cache_is_written_anew(tmp_path: Path, name: str) -> None:
+    source = Texts(["one", "two", "three"])
+    digest = open_quietly(source, tmp_path).digest
+    (path,) = tmp_path.glob(f"*/{name}")
+    path.write_bytes(path.read_bytes()[:-3])
+    assert open_quietly(source, tmp_path).digest == digest
+    assert source.reads == 2
+
+
+def test_a_pickle_in_the_cache_is_not_loaded(tmp_path: Path) -> None:
+    source = Texts(["one", "two"])
+    open_quietly(source, tmp_path)
+    (path,) = tmp_path.glob("*/tokens.npy")
+    np.save(path, np.array([{}] * 8, dtype=object), allow_pickle=True)
+    assert open_quietly(source, tmp_path).tokens.dtype == np.uint16
+    assert source.reads == 2
+
+
+def test_no_text_at_all_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match=r"data\.path: memory: no text in it"):
+        open_quietly(Texts(["", " \n"]), tmp_path)
+    assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []
+
+
+def test_an_abandoned_writing_leaves_nothing(tmp_path: Path) -> None:
+    def abandon(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        open_store(Texts(["one"]), ByteTokenizer(), tmp_path, abandon)
+    assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []
+
+
+def test_leftovers_of_a_killed_process_are_replaced(tmp_path: Path) -> None:
+    source = Texts(["one"])
+    open_quietly(source, tmp_path)
+    (folder,) = (p for p in tmp_path.iterdir() if p.is_dir())
+    folder.rename(folder.with_name(f".{folder.name}"))
+    (folder.with_name(f".{folder.name}") / "tokens.npy").write_bytes(b"half")
+    assert document(open_quietly(source, tmp_path), 0) == "one"
+    assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == [folder.name]
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "starts.npy")
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(
+        Refused, match=r"data\.cache: cannot write starts\.npy: No space left on device; free"
+    ):
+        open_quietly(Texts(["one"]), tmp_path)
+    assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []
+
+
+def test_wide_ids_need_wide_numbers(tmp_path: Path) -> None:
+    class Wide(ByteTokenizer):
+        def size(self) -> int:
+            return 70_000
+
+        def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+            return [np.array([69_999, len(text)]) for text in texts]
+
+    store = open_store(Texts(["abc"]), Wide(), tmp_path, lambda *_: None)
+    assert store.tokens.tolist() == [69_999, 3]
+    meta = json.loads(next(tmp_path.glob("*/meta.json")).read_text())
+    assert meta["largest"] == store.largest == 69_999

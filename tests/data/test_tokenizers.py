@@ -1,0 +1,77 @@
+"""Ids of bytes and of Hugging Face tokenizers, and where a document ends."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from farspan.data.tokenizers import load_tokenizer
+from farspan.spec import Refused
+
+WORDS = {"<unk>": 0, "<s>": 1, "</s>": 2, "one": 3, "two": 4}
+
+
+def save_words(folder: Path, *, begins: bool = False, ends: bool = True) -> Path:
+    backend = Backend(WordLevel(WORDS, unk_token="<unk>"))
+    backend.pre_tokenizer = Whitespace()
+    if begins:
+        backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    end = {"eos_token": "</s>"} if ends else {}
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", **end).save_pretrained(
+        folder
+    )
+    return folder
+
+
+def test_bytes_are_themselves_and_a_document_ends() -> None:
+    tokenizer = load_tokenizer("bytes")
+    text = "aä€\n\x00"
+    (ids,) = tokenizer.encode([text])
+    assert bytes(ids[:-1].tolist()).decode() == text
+    assert ids[-1] == 256 == tokenizer.size() - 1
+
+
+@pytest.mark.parametrize(
+    ("begins", "ends", "expected"),
+    [
+        (False, True, [3, 0, 4, 2]),
+        (True, True, [1, 3, 0, 4, 2]),
+        (False, False, [3, 0, 4]),
+    ],
+)
+def test_a_hub_tokenizer_closes_documents(
+    tmp_path: Path, begins: bool, ends: bool, expected: list[int]
+) -> None:
+    tokenizer = load_tokenizer(str(save_words(tmp_path, begins=begins, ends=ends)))
+    rows = tokenizer.encode(["one strange two", "two</s>"])
+    assert rows[0].tolist() == expected
+    assert rows[1].tolist().count(2) == ends  # not closed twice
+    assert all(row.dtype == np.int64 for row in rows)
+    assert tokenizer.size() == len(WORDS)
+
+
+def test_identity_tells_tokenizers_apart(tmp_path: Path) -> None:
+    folders = [
+        save_words(tmp_path / "a"),
+        save_words(tmp_path / "b", begins=True),
+        save_words(tmp_path / "c", ends=False),
+    ]
+    names = [load_tokenizer(str(folder)).identity() for folder in folders]
+    assert len({"bytes", *names}) == 4
+    assert load_tokenizer(str(folders[0])).identity() == names[0]
+
+
+def test_a_saved_tokenizer_loads_again(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(save_words(tmp_path / "a")))
+    tokenizer.save(tmp_path / "b")
+    assert load_tokenizer(str(tmp_path / "b")).identity() == tokenizer.identity()
+
+
+def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match=r"data\.tokenizer: cannot load .*give 'bytes', a folder"):
+        load_tokenizer(str(tmp_path))
