@@ -99,19 +99,19 @@ class Optimizer:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def gradient_norm(self) -> float:
-        """L2 norm of all gradients together, in fp32 or better; not finite if one of them is."""
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+    def gradient_norm(self) -> Tensor:
+        """L2 norm of all gradients together, a scalar in fp32 or better; not finite if one of
+        them is not."""
+        return torch.nn.utils.get_total_norm(
+            [p.grad for p in self.parameters.values() if p.grad is not None]
+        )
 
-    def step(self, lr: float, norm: float) -> None:
+    def step(self, lr: float, norm: Tensor) -> None:
         """One update from the gradients, whose norm is `norm`, and drops them."""
-        scale = 1.0 if self._config.clip is None else min(1.0, self._config.clip / (norm + 1e-6))
-        for name, parameter in self.parameters.items():
-            if parameter.grad is not None and scale < 1.0:
-                parameter.grad.mul_(scale)
-            if name in self._masters:
-                self._masters[name].grad = parameter.grad
+        if self._config.clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self._config.clip, norm)
+        for name, master in self._masters.items():
+            master.grad = self.parameters[name].grad
         for group in self._adam.param_groups:
             group["lr"] = lr
         self._adam.step()

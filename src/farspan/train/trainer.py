@@ -137,11 +137,12 @@ class Trainer:
         self._reporter.begin(step + 1)
         batches = [self._micro(step * run.accumulate + i) for i in range(run.accumulate)]
         loss = self._gradients(batches)
-        norm = self._use.optimizer.gradient_norm()
+        gradient_norm = self._use.optimizer.gradient_norm()
+        norm = float(gradient_norm)
         lr = learning_rate(run.optimizer, step, run.steps)
         values: dict[str, Any] = {"step": step + 1, "lr": lr}
         if math.isfinite(loss) and math.isfinite(norm):
-            self._use.optimizer.step(lr, norm)
+            self._use.optimizer.step(lr, gradient_norm)
             self.loss = loss
             values |= {"loss": loss, "grad_norm": norm}
             skipped = 0

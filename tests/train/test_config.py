@@ -1,0 +1,79 @@
+"""A run file says what it means, and the default run is a valid one."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from farspan.spec import Refused, Schedule, Tier
+from farspan.train.config import OptimizerConfig, RunConfig, ScheduleConfig, load_run
+from farspan.train.default import default_run
+from farspan.train.strict import build, to_mapping
+
+RUN = """
+model: {path: some/model, overrides: {attention_dropout: 0.0}, dtype: bfloat16}
+data: {source: jsonl, path: corpus.jsonl, held_out: 0.01}
+context: 131072
+schedule: {strategy: fpdt, chunk: 32768, kv: host, groups: [2, 2]}
+optimizer: {lr: 1e-5, clip: null}
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_run_file_becomes_a_run(tmp_path: Path) -> None:
+    run = load_run(write(tmp_path, RUN))
+    assert run.folder == "runs/mine"
+    assert run.model.overrides == {"attention_dropout": 0.0}
+    assert run.optimizer == OptimizerConfig(lr=1e-5, clip=None)
+    assert run.schedule.apply(Schedule()) == Schedule(chunk=32768, kv=Tier.HOST, groups=(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: {path: x}", r"mine\.yaml: .*missing 1 required .*'data'"),
+        (RUN + "stepz: 3", r"mine\.yaml: stepz: no such key \(did you mean steps\?\)"),
+        (RUN + "steps: 0", r"mine\.yaml: steps: expected a whole number of at least 1, got 0"),
+        (RUN.replace("some/model", "null"), r"model\.path: give either path .* got neither"),
+        (RUN.replace("path: some/model", "config: {a: 1}"), r"model\.config: model_type is miss"),
+        (RUN.replace("1e-5", "0"), r"optimizer\.lr: expected a number above 0, got 0\.0"),
+        (RUN.replace("1e-5", ".nan"), r"optimizer\.lr: expected a number above 0, got nan"),
+        (RUN.replace("32768", "0"), r"schedule\.chunk: expected a whole number of tokens >= 1"),
+        (RUN.replace("kv: host", "kv: disk"), r"schedule\.kv: expected one of device, host"),
+        (RUN.replace("bfloat16", "float16"), r"model\.dtype: expected one of .*bfloat16\?"),
+        (RUN.replace("0.01", "1.5"), r"data\.held_out: expected a fraction from 0 up to 1"),
+        (RUN + "steps: 5\noptimizer: {warmup: 5}", r"optimizer: given twice"),
+    ],
+)
+def test_a_wrong_run_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(Refused, match=message):
+        load_run(write(tmp_path, text))
+
+
+def test_a_missing_run_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match=r"gone\.yaml: cannot be read"):
+        load_run(tmp_path / "gone.yaml")
+
+
+def test_warmup_ends_before_the_run_does() -> None:
+    run = default_run()
+    with pytest.raises(Refused, match=r"optimizer\.warmup: expected fewer than steps \(8\)"):
+        RunConfig(run.model, run.data, steps=8, optimizer=run.optimizer)
+
+
+def test_every_field_of_a_schedule_can_be_given() -> None:
+    names = {field.name for field in fields(ScheduleConfig)} - {"strategy"}
+    assert names == {field.name for field in fields(Schedule)}
+    assert ScheduleConfig().apply(Schedule(chunk=7)) == Schedule(chunk=7)
+
+
+def test_a_resolved_run_reads_back_as_itself() -> None:
+    run = default_run()
+    text = yaml.safe_dump(to_mapping(run), sort_keys=False)
+    assert build(RunConfig, yaml.safe_load(text)) == run

@@ -1,0 +1,104 @@
+"""The run folder: one owner, one run, and metrics that end where the weights stand."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from farspan.spec import Refused
+from farspan.train.config import EvaluationConfig, OnNonfinite, OptimizerConfig, RunConfig
+from farspan.train.durable import WriteFailed
+from farspan.train.folder import RunFolder, identity
+from tests.train.tiny import tiny_run
+
+
+def prepare(run: RunConfig) -> None:
+    with RunFolder(run) as folder:
+        folder.prepare()
+
+
+def saved(run: RunConfig) -> RunConfig:
+    """A folder with a checkpoint, as far as the folder knows."""
+    prepare(run)
+    (Path(run.folder) / "checkpoints" / "step-00000001").mkdir(exist_ok=True)
+    return run
+
+
+def test_a_second_process_is_refused(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+    with (
+        RunFolder(run),
+        pytest.raises(Refused, match="folder: another process is training in"),
+        RunFolder(run),
+    ):
+        pass
+    prepare(run)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(Refused, match=r"folder: cannot write in .*file/run: Not a directory"):
+        prepare(tiny_run(tmp_path, folder=str(tmp_path / "file" / "run")))
+
+
+def test_a_changed_run_is_refused_by_its_keys(tmp_path: Path) -> None:
+    run = saved(tiny_run(tmp_path))
+    changed = replace(run, steps=9, optimizer=replace(run.optimizer, betas=(0.8, 0.9)))
+    message = (
+        r"holds another run: optimizer\.betas was \[0\.9, 0\.95\], is now \[0\.8, 0\.9\]; "
+        r"steps was 5, is now 9; set these back"
+    )
+    with pytest.raises(Refused, match=message):
+        prepare(changed)
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["steps"] == 5
+
+
+def test_a_changed_model_is_refused_by_its_keys(tmp_path: Path) -> None:
+    run = saved(tiny_run(tmp_path))
+    assert run.model.config is not None
+    model = replace(run.model, config=run.model.config | {"hidden_size": 32})
+    with pytest.raises(Refused, match=r"model\.config\.hidden_size was 16, is now 32"):
+        prepare(replace(run, model=model))
+
+
+def test_what_decides_nothing_may_change(tmp_path: Path) -> None:
+    run = saved(tiny_run(tmp_path))
+    free = replace(
+        run,
+        data=replace(run.data, cache="elsewhere"),
+        evaluation=EvaluationConfig(every=7),
+        checkpoints=replace(run.checkpoints, keep=9),
+        nonfinite=OnNonfinite.SKIP,
+        device="cpu",
+    )
+    prepare(free)
+    assert identity(free) == identity(run)
+    assert identity(replace(run, seed=1)) != identity(run)
+
+
+def test_without_a_checkpoint_there_is_nothing_to_protect(tmp_path: Path) -> None:
+    prepare(tiny_run(tmp_path))
+    prepare(tiny_run(tmp_path, optimizer=OptimizerConfig(lr=0.5)))
+
+
+def test_metrics_end_at_the_resumed_step(tmp_path: Path) -> None:
+    with RunFolder(tiny_run(tmp_path)) as folder:
+        assert folder.rewind(3) == []
+        for step in range(6):
+            folder.record({"step": step, "loss": step / 3})
+        with folder.metrics.open("a") as file:
+            file.write('{"step": 2, "lo')
+        kept = folder.rewind(3)
+        assert kept == [{"step": s, "loss": s / 3} for s in range(4)]
+        folder.record({"step": 4})
+        lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+        assert lines == [*kept, {"step": 4}]
+
+
+def test_metrics_that_cannot_be_written_are_named(tmp_path: Path) -> None:
+    with RunFolder(tiny_run(tmp_path)) as folder:
+        folder.metrics.mkdir()
+        with pytest.raises(WriteFailed, match=r"cannot write .*metrics\.jsonl: Is a directory"):
+            folder.record({"step": 1})

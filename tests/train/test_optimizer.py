@@ -1,0 +1,166 @@
+"""The optimizer beside torch's own, and the learning rate beside its formula."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from farspan.train.config import Decay, OptimizerConfig
+from farspan.train.optimizer import Optimizer, decays, learning_rate
+from tests.train.tiny import MODEL, load_tiny
+
+
+def set_gradients(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        dtype = parameter.grad_dtype or parameter.dtype
+        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=dtype)
+
+
+def reference_update(model: nn.Module, config: OptimizerConfig, lrs: list[float]) -> None:
+    """The textbook: clip by the global norm, decay the decayed, AdamW, in the model's dtype."""
+    decay = decays(model)
+    named = dict(model.named_parameters())
+    adam = torch.optim.AdamW(
+        [
+            {"params": [p], "weight_decay": config.weight_decay if decay[n] else 0.0}
+            for n, p in named.items()
+        ],
+        betas=config.betas,
+        eps=config.eps,
+        fused=True,
+    )
+    for step, lr in enumerate(lrs):
+        set_gradients(model, step)
+        if config.clip is not None:
+            nn.utils.clip_grad_norm_(named.values(), config.clip)
+        for group in adam.param_groups:
+            group["lr"] = lr
+        adam.step()
+
+
+def update(model: nn.Module, config: OptimizerConfig, lrs: list[float]) -> Optimizer:
+    optimizer = Optimizer(model, config)
+    for step, lr in enumerate(lrs):
+        set_gradients(model, step)
+        optimizer.step(lr, optimizer.gradient_norm())
+    return optimizer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("clip", [None, 0.5, 1e9])
+def test_updates_are_those_of_torch(dtype: torch.dtype, clip: float | None) -> None:
+    config = OptimizerConfig(clip=clip, weight_decay=0.3)
+    model = load_tiny(config=MODEL, dtype=dtype, seed=1)
+    expected = copy.deepcopy(model)
+    update(model, config, [0.1, 0.05])
+    reference_update(expected, config, [0.1, 0.05])
+    for (name, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+        assert ours.grad is None
+
+
+def test_low_precision_weights_follow_fp32_masters() -> None:
+    config = OptimizerConfig(weight_decay=0.3)
+    model = load_tiny(config=MODEL, dtype=torch.bfloat16, seed=1)
+    expected = load_tiny(config=MODEL, dtype=torch.float32, seed=2)
+    expected.load_state_dict({name: p.float() for name, p in model.state_dict().items()})
+    # Each update is far below the spacing of bfloat16, so only masters add them up.
+    lrs = [1e-5] * 30
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = update(model, config, lrs)
+    reference_update(expected, config, lrs)
+    moved = 0
+    for name, theirs in expected.named_parameters():
+        ours = model.get_parameter(name)
+        assert torch.equal(optimizer.tensors()[f"master/{name}"], theirs), name
+        assert torch.equal(ours, theirs.to(torch.bfloat16)), name
+        moved += int((ours != before[name]).sum())
+    assert moved > 0
+
+
+def test_low_precision_gradients_add_up_in_fp32() -> None:
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    Optimizer(model, OptimizerConfig())
+    for value in (1.0, *[2.0**-9] * 4):
+        model(torch.full((1, 1), value, dtype=torch.bfloat16)).backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.dtype == torch.float32
+    assert model.weight.grad.item() == 1.0 + 4 * 2.0**-9
+
+
+def test_frozen_parameters_are_left_alone() -> None:
+    model = load_tiny(config=MODEL, dtype=torch.bfloat16, seed=1)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1" in name)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = Optimizer(model, OptimizerConfig())
+    set_gradients(model, 0)
+    optimizer.step(0.1, optimizer.gradient_norm())
+    changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert changed == {n for n in before if "layers.1" in n}
+    assert all("layers.1" in name for name in optimizer.tensors())
+
+
+def test_matrices_decay_and_nothing_else_does() -> None:
+    tied = decays(load_tiny(config=MODEL, dtype=torch.float32, seed=0))
+    assert {n.split("layers.0.")[1] for n, d in tied.items() if d and "layers.0" in n} == {
+        f"{part}.weight"
+        for part in (
+            *(f"self_attn.{x}_proj" for x in "qkvo"),
+            *(f"mlp.{x}_proj" for x in ("gate", "up", "down")),
+        )
+    }
+    assert not tied["model.embed_tokens.weight"]
+    untied = decays(
+        load_tiny(config=MODEL | {"tie_word_embeddings": False}, dtype=torch.float32, seed=0)
+    )
+    assert untied["lm_head.weight"]
+    assert not untied["model.embed_tokens.weight"]
+
+
+def test_a_matrix_of_biases_does_not_decay() -> None:
+    model = nn.Module()
+    model.up_bias = nn.Parameter(torch.zeros(3, 4))
+    model.up = nn.Parameter(torch.zeros(3, 4, 4))
+    assert decays(model) == {"up_bias": False, "up": True}
+
+
+def test_state_moves_between_processes_by_copying() -> None:
+    config = OptimizerConfig()
+    model = load_tiny(config=MODEL, dtype=torch.bfloat16, seed=1)
+    optimizer = update(model, config, [0.1, 0.1])
+    other = load_tiny(config=MODEL, dtype=torch.bfloat16, seed=2)
+    copied = Optimizer(other, config)
+    with torch.no_grad():
+        for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+            ours.copy_(theirs)
+        for name, tensor in copied.tensors().items():
+            tensor.copy_(optimizer.tensors()[name])
+    for each, made in ((model, optimizer), (other, copied)):
+        set_gradients(each, 7)
+        made.step(0.05, made.gradient_norm())
+    for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("decay", list(Decay))
+def test_the_rate_rises_in_a_line_and_then_decays(decay: Decay) -> None:
+    config = OptimizerConfig(lr=0.2, warmup=4, final=0.25, decay=decay)
+    rates = [learning_rate(config, step, 12) for step in range(12)]
+    assert rates[:4] == [0.05, 0.1, pytest.approx(0.15), 0.2]
+    for step in range(4, 12):
+        share = 0.5 * (1 + math.cos(math.pi * (step - 3) / 8))
+        cosine = 0.2 * (0.25 + 0.75 * share)
+        assert rates[step] == pytest.approx(cosine if decay is Decay.COSINE else 0.2)
+    if decay is Decay.COSINE:
+        assert rates[-1] == pytest.approx(0.05)
+        assert rates[3:] == sorted(rates[3:], reverse=True)
+
+
+def test_without_warmup_the_first_rate_is_near_the_highest() -> None:
+    config = OptimizerConfig(lr=1.0, final=0.0)
+    assert learning_rate(config, 0, 1000) > 0.9999
+    assert learning_rate(config, 999, 1000) == pytest.approx(0.0)

@@ -1,0 +1,99 @@
+"""YAML becomes dataclasses exactly, or the key and what it expected are named."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import pytest
+
+from farspan.spec import Refused
+from farspan.train.strict import build, flatten, read_mapping, to_mapping
+
+
+class Color(StrEnum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass(frozen=True)
+class Inner:
+    rate: float = 0.5
+    pair: tuple[float, float] = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        if self.rate < 0:
+            raise Refused(f"rate: expected 0 or more, got {self.rate}")
+
+
+@dataclass(frozen=True)
+class Outer:
+    count: int
+    flag: bool = False
+    name: str | None = None
+    color: Color = Color.RED
+    groups: int | tuple[int, ...] = 1
+    extra: dict[str, Any] = field(default_factory=dict)
+    inner: Inner = field(default_factory=Inner)
+
+
+def load(text: str) -> Outer:
+    return build(Outer, read_mapping(text, "run.yaml"))
+
+
+def test_everything_given_arrives_with_its_type() -> None:
+    made = load(
+        "{count: 3, flag: true, name: x, color: blue, groups: [1, 2], extra: {a: {b: [1]}},"
+        " inner: {rate: 2, pair: [1, 2.5]}}"
+    )
+    assert made == Outer(
+        3, True, "x", Color.BLUE, (1, 2), {"a": {"b": [1]}}, Inner(2.0, (1.0, 2.5))
+    )
+    assert isinstance(made.inner.rate, float)
+    assert build(Outer, to_mapping(made)) == made
+
+
+@pytest.mark.parametrize("text", ["1e-3", "1.0e-3", "0.001", "+.001"])
+def test_a_rate_may_be_written_as_people_write_it(text: str) -> None:
+    assert load(f"{{count: 1, inner: {{rate: {text}}}}}").inner.rate == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("count: 1\ncolour: red", r"^colour: no such key \(did you mean color\?\); the keys here"),
+        ("count: 1\ninner: {rat: 1}", r"^inner\.rat: no such key .*rate.*; the keys here are rate"),
+        ("count: x", r"^count: expected a whole number, got text 'x'$"),
+        ("count: 1.0", r"^count: expected a whole number, got float 1\.0"),
+        ("count: true", r"^count: expected a whole number, got bool True"),
+        ("count: null", r"^count: expected a whole number, got null"),
+        ("count: 1\nflag: 1", r"^flag: expected true or false, got int 1"),
+        ("count: 1\nname: 5", r"^name: expected text or null, got int 5"),
+        ("count: 1\ncolor: bleu", r"^color: expected one of red, blue, got .*did you mean blue"),
+        ("count: 1\ngroups: [1, x]", r"^groups\[1\]: expected a whole number, got text 'x'"),
+        ("count: 1\ngroups: x", r"^groups: expected a whole number or a list, each a whole"),
+        ("count: 1\ninner: 5", r"^inner: expected keys and values, got int 5"),
+        ("count: 1\ninner: {rate: fast}", r"^inner\.rate: expected a number, got text 'fast'"),
+        ("count: 1\ninner: {rate: -1.5.2}", r"^inner\.rate: expected a number"),
+        ("count: 1\ninner: {rate: true}", r"^inner\.rate: expected a number, got bool True"),
+        ("count: 1\ninner: {pair: [1]}", r"^inner\.pair: expected a list of 2, each a number"),
+        ("count: 1\ninner: {rate: -1}", r"^inner\.rate: expected 0 or more, got -1\.0"),
+        ("count: 1\nextra: [1]", r"^extra: expected keys and values, got list"),
+        ("flag: true", r"missing 1 required .*'count'"),
+        ("count: 1\nflag: true\ncount: 2", r"^run\.yaml: count: given twice, .* line 3"),
+        ("inner: {rate: 1, rate: 2}", r"^run\.yaml: rate: given twice"),
+        ("[1, 2]", r"^run\.yaml: expected keys and values, got list"),
+        ("count: [1", r"^run\.yaml: not valid YAML: .*\n?.*line 1"),
+        ("count: !!python/object/apply:os.getcwd []", r"^run\.yaml: not valid YAML: could not"),
+    ],
+)
+def test_whatever_is_not_expected_is_refused(text: str, message: str) -> None:
+    with pytest.raises(Refused, match=message):
+        load(text)
+
+
+def test_an_empty_file_is_an_empty_mapping() -> None:
+    assert read_mapping("", "run.yaml") == {}
+
+
+def test_leaves_have_paths() -> None:
+    assert flatten({"a": {"b": 1, "c": {}}, "d": [2]}) == {"a.b": 1, "a.c": {}, "d": [2]}
