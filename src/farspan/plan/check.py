@@ -1,0 +1,298 @@
+"""The dumb checker of programs: replays one and asks of every read whether it is there.
+
+Views are the trap. A register that was loaded from a slot is a view of it, and so is what a graph
+refers to: each remembers the write it saw (a pin), and that write must still stand when it is
+used. The checker shares with `build` the types and the names of slots, and nothing else. Its time
+grows with instructions x chunks.
+"""
+
+from dataclasses import dataclass, field
+
+from farspan.plan import names
+from farspan.plan.contents import Content, Contents, Pin, ProgramError
+from farspan.plan.program import (
+    Allocate,
+    AttentionMode,
+    Backward,
+    Clear,
+    Close,
+    Embed,
+    EmbedBackward,
+    Evict,
+    Fetch,
+    Forward,
+    Free,
+    Head,
+    Instruction,
+    Kind,
+    Load,
+    LoadGradient,
+    Program,
+    Store,
+    StoreGradient,
+)
+from farspan.spec import Tier
+
+
+def check_program(program: Program, capacities: dict[Tier, int] | None = None) -> None:
+    """Raise ProgramError unless the program computes one step, or one evaluation, exactly.
+
+    Every read is resident and holds what the reader expects; the order extends the grid's; each
+    cell, head and embedding runs backward once (never, in a program that only evaluates); buffers
+    that live together are disjoint, within their arena and used. `capacities` are bytes a tier.
+    """
+    _check_grid(program)
+    _check_capacities(program, capacities or {})
+    replay = _Replay(program, Contents(program))
+    for index, instruction in enumerate(program.instructions):
+        replay.memory.index = index
+        replay.step(instruction)
+    replay.memory.index = -1
+    replay.finish()
+
+
+def _check_grid(program: Program) -> None:
+    for ranges, size, what in (
+        (program.chunks, program.run.tokens, "chunks"),
+        (program.groups, len(program.model.layers), "groups"),
+    ):
+        borders = [0, *(stop for _, stop in ranges)]
+        whole = [start for start, _ in ranges] == borders[:-1] and borders[-1] == size
+        if not whole or any(start >= stop for start, stop in ranges):
+            raise ProgramError(-1, f"{what} {ranges} do not cut {size}")
+
+
+def _check_capacities(program: Program, capacities: dict[Tier, int]) -> None:
+    """What torch's allocator holds (address -1) counts as if it lived all the time."""
+    for tier, capacity in capacities.items():
+        loose = sum(b.bytes for b in program.buffers.values() if b.tier is tier and b.address < 0)
+        wanted = program.arena_bytes[tier] + loose
+        if wanted > capacity:
+            raise ProgramError(-1, f"{tier} needs {wanted} bytes and has {capacity}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Register:
+    chunk: int
+    pins: tuple[Pin, ...] = ()  # what it is a view of
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    forward: Forward
+    pins: tuple[Pin, ...]
+
+
+@dataclass(slots=True)
+class _Replay:
+    """The registers, the graphs that wait for their backward, and what is done."""
+
+    program: Program
+    memory: Contents
+    hidden: dict[int, _Register] = field(default_factory=dict)
+    gradient: dict[int, _Register] = field(default_factory=dict)
+    held: dict[int, _Register] = field(default_factory=dict)
+    graphs: dict[tuple[int, int], _Graph] = field(default_factory=dict)
+    heads: dict[int, bool] = field(default_factory=dict)  # chunk to: with gradient
+    backwards: set[tuple[int, int]] = field(default_factory=set)
+    embeddings: set[int] = field(default_factory=set)  # chunks whose EmbedBackward ran
+    closed: set[int] = field(default_factory=set)
+
+    def step(self, instruction: Instruction) -> None:
+        memory = self.memory
+        match instruction:
+            case Allocate(name):
+                memory.allocate(name)
+            case Free(name):
+                memory.free(name)
+            case Clear(name):
+                memory.clear(name)
+            case Fetch(source, target, chunk):
+                memory.copy(source, target, chunk, Tier.HOST)
+            case Evict(source, target, chunk):
+                memory.copy(source, target, chunk, Tier.DEVICE)
+            case Embed(chunk):
+                memory.need(chunk in range(len(self.program.chunks)), f"there is no chunk {chunk}")
+                self.hidden[0] = _Register(chunk)
+            case Load(layer, chunk, buffer):
+                pin = memory.read(buffer, "x", layer, chunk)
+                self.hidden[layer] = _Register(chunk, (pin,))
+            case Store(layer, chunk, buffer):
+                self._take(self.hidden, "hidden", layer, chunk)
+                memory.write(buffer, Content("x", layer, chunk))
+            case LoadGradient(layer, chunk, buffer):
+                pin = memory.read(buffer, "gradient", layer, chunk)
+                self.gradient[layer] = _Register(chunk, (pin,))
+            case StoreGradient(layer, chunk, buffer):
+                self._take(self.gradient, "gradient", layer, chunk)
+                memory.write(buffer, Content("gradient", layer, chunk))
+            case Forward():
+                self._forward(instruction)
+            case Head(chunk, gradient):
+                self._head(chunk, gradient)
+            case Backward():
+                self._backward(instruction)
+            case EmbedBackward(chunk):
+                self._take(self.gradient, "gradient", 0, chunk)
+                memory.need(chunk not in self.embeddings, f"chunk {chunk} twice")
+                self.embeddings.add(chunk)
+            case Close(group):
+                self._close(group)
+
+    def _take(self, bank: dict[int, _Register], name: str, layer: int, chunk: int) -> _Register:
+        register = bank.pop(layer, None)
+        found = None if register is None else register.chunk
+        self.memory.need(found == chunk, f"{name}[{layer}] is of chunk {found}, not {chunk}")
+        assert register is not None
+        self.memory.standing(register.pins, f"{name}[{layer}]")
+        return register
+
+    def _head(self, chunk: int, gradient: bool) -> None:
+        layer = len(self.program.model.layers)
+        self._take(self.hidden, "hidden", layer, chunk)
+        self.memory.need(chunk not in self.heads, f"chunk {chunk} twice")
+        self.heads[chunk] = gradient
+        if gradient:
+            self.gradient[layer] = _Register(chunk)
+
+    def _read_prefix(self, name: str, layer: int, chunk: int) -> None:
+        """K, V of all earlier chunks, through the streaming slots when they are on host."""
+        buffer = self.memory.alive(name)
+        for earlier in range(chunk):
+            self.memory.read(name, "kv", layer, earlier)
+        if chunk and buffer.tier is Tier.HOST:
+            self.memory.stream(names.KV_BLOCKS, Kind.KV)
+
+    # -- forward ---------------------------------------------------------------------------------
+
+    def _forward(self, i: Forward) -> None:
+        self._check_flags(i)
+        taken = self._take(self.hidden, "hidden", i.layer, i.chunk)
+        if i.hold:
+            self.hidden[i.layer] = taken
+        self.memory.alive(i.prefix)
+        if i.mode is AttentionMode.COMPUTE:
+            self._read_prefix(i.prefix, i.layer, i.chunk)
+        if i.write_kv is not None:
+            self.memory.write(i.write_kv, Content("kv", i.layer, i.chunk))
+        if i.mode is AttentionMode.NONE:
+            return
+        output = self._output(i)
+        if i.graph:
+            self.memory.need((i.layer, i.chunk) not in self.graphs, "the cell has a graph already")
+            self.graphs[i.layer, i.chunk] = _Graph(i, (*taken.pins, *output))
+        if i.kept:
+            self._save_activations(i)
+        if i.hold:
+            self.held[i.layer] = _Register(i.chunk, output)
+        self.hidden[i.layer + 1] = _Register(i.chunk)
+
+    def _check_flags(self, i: Forward) -> None:
+        need = self.memory.need
+        need(0 <= i.layer < len(self.program.model.layers), f"there is no layer {i.layer}")
+        if i.mode is AttentionMode.NONE:
+            need(i.write_kv is not None, "a cell without output writes K, V or does nothing")
+            need(not (i.graph or i.hold or i.attention), "a cell without output has no graph")
+        need(not i.hold or not i.graph, "a held cell runs again: its graph is not wanted")
+        need(not i.kept or i.graph, "a kept cell needs its graph")
+        need(i.activations is None or i.kept, "only a kept graph's activations are saved")
+        given = i.mode is AttentionMode.GIVEN
+        need(not given or i.attention is not None, "O, LSE are given by no buffer")
+        held = i.mode is AttentionMode.HELD
+        need(not held or i.attention is None, "O, LSE are held, not in a buffer")
+
+    def _output(self, i: Forward) -> tuple[Pin, ...]:
+        """O and LSE of the cell, as the graph will refer to them."""
+        if i.mode is AttentionMode.HELD:
+            return self._take(self.held, "held", i.layer, i.chunk).pins
+        if i.attention is None:
+            return ()
+        if i.mode is AttentionMode.GIVEN:
+            return (self.memory.read(i.attention, "attention", i.layer, i.chunk),)
+        return (self.memory.write(i.attention, Content("attention", i.layer, i.chunk)),)
+
+    def _save_activations(self, i: Forward) -> None:
+        if i.activations is None:
+            self.memory.in_place(i.layer, i.chunk)
+        else:
+            self.memory.write(i.activations, Content("activations", i.layer, i.chunk))
+
+    # -- backward --------------------------------------------------------------------------------
+
+    def _backward(self, i: Backward) -> None:
+        cell = i.layer, i.chunk
+        graph = self.graphs.pop(cell, None)
+        self.memory.need(graph is not None, "the cell has no graph")
+        assert graph is not None
+        self.memory.need(cell not in self.backwards, "the cell runs backward twice")
+        if graph.forward.kept:
+            self._restore(i, graph.forward)
+        else:
+            self.memory.standing(graph.pins, "the graph")
+            loose = i.own_kv is None and i.attention is None and i.activations is None
+            self.memory.need(loose, "only a kept graph has its tensors handed to it")
+        self._take(self.gradient, "gradient", i.layer + 1, i.chunk)
+        self._read_prefix(i.prefix, i.layer, i.chunk)
+        self._accumulate(i)
+        self.backwards.add(cell)
+        self.gradient[i.layer] = _Register(i.chunk)
+
+    def _restore(self, i: Backward, forward: Forward) -> None:
+        """What a kept graph left to buffers is at hand, and nothing else is asked for."""
+        memory = self.memory
+        memory.need(i.own_kv is not None, "a kept graph left its K, V to a buffer")
+        memory.read(i.own_kv or "", "kv", i.layer, i.chunk)
+        for name, left, what in (
+            (i.attention, forward.attention, "attention"),
+            (i.activations, forward.activations, "activations"),
+        ):
+            memory.need((name is None) == (left is None), f"{what}: {left} forward, {name} here")
+            if name is not None:
+                memory.read(name, what, i.layer, i.chunk)
+        if i.activations is None:
+            memory.in_place(i.layer, i.chunk)
+        if i.layer in {first for first, _ in self.program.groups}:
+            self._take(self.hidden, "hidden", i.layer, i.chunk)
+
+    def _accumulate(self, i: Backward) -> None:
+        """The chunk's own dK, dV hold the share of all later chunks and of no other; the earlier
+        ones get this chunk's share."""
+        memory, later = self.memory, frozenset(range(i.chunk + 1, len(self.program.chunks)))
+        own = memory.read(i.own_dkv, "dkv", i.layer, i.chunk).content
+        memory.need(own.added == later, f"{own} has the shares of {sorted(own.added)}")
+        tier = memory.alive(i.accumulator).tier
+        for earlier in range(i.chunk):
+            total = memory.read(i.accumulator, "dkv", i.layer, earlier).content
+            memory.need(total.added == later, f"{total} has the shares of {sorted(total.added)}")
+            added = total.added | {i.chunk}
+            memory.write(i.accumulator, Content("dkv", i.layer, earlier, added))
+        if i.chunk and tier is Tier.HOST:
+            memory.stream((names.DKV_BLOCK,), Kind.DKV)
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def _close(self, group: int) -> None:
+        need = self.memory.need
+        need(0 <= group < len(self.program.groups), f"there is no group {group}")
+        need(group not in self.closed, f"group {group} is closed twice")
+        for layer in range(*self.program.groups[group]):
+            for chunk in range(len(self.program.chunks)):
+                done = (layer, chunk) in self.backwards
+                need(done, f"group {group} closes before the backward of ({layer}, {chunk})")
+        if group == 0:  # the embedding's dW, and with it the head's, is closed with it
+            need(len(self.embeddings) == len(self.program.chunks), "an embedding is to come")
+        self.closed.add(group)
+
+    def finish(self) -> None:
+        """Everything ran that makes a step, or an evaluation."""
+        need, chunks = self.memory.need, len(self.program.chunks)
+        need(len(self.heads) == chunks, f"heads of {sorted(self.heads)}, of {chunks} chunks")
+        need(not self.graphs, f"no backward for the graphs of {sorted(self.graphs)}")
+        training = any(self.heads.values())
+        need(training == all(self.heads.values()), "some heads give a gradient, others do not")
+        cells = chunks * len(self.program.model.layers) * training
+        need(len(self.backwards) == cells, f"{len(self.backwards)} backward cells of {cells}")
+        ends = len(self.embeddings), len(self.closed)
+        wanted = (chunks * training, len(self.program.groups) * training)
+        need(ends == wanted, f"{ends} embeddings and closed groups, not {wanted}")
+        self.memory.finish()

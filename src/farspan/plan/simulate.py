@@ -1,0 +1,150 @@
+"""What a program takes: bytes alive on each tier, bytes across the link, forward work.
+
+Nothing here knows the schedule: the program is read instruction by instruction. Counts are for one
+document a row; a cut into documents reads and computes less.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from farspan.plan.program import (
+    Allocate,
+    AttentionMode,
+    Backward,
+    Buffer,
+    Evict,
+    Fetch,
+    Forward,
+    Free,
+    Kind,
+    Program,
+)
+from farspan.plan.sizes import regions
+from farspan.spec import LayerSpec, Tier
+
+Change = tuple[int, int]  # index of an instruction, bytes alive from then on
+Transfer = tuple[bool, Kind, int]  # to the device, what, bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """One walk through a program. Passes are forward passes over the whole grid: 1 is what a model
+    without recomputation takes, and the backward's own products are not among them."""
+
+    live: dict[Tier, tuple[Change, ...]]  # every buffer, those that torch's allocator holds too
+    peak: dict[Tier, int]  # the most bytes alive
+    fetched: dict[Kind, int]  # bytes host to device, streamed blocks of the prefix included
+    evicted: dict[Kind, int]  # bytes device to host
+    attention_passes: Fraction  # in query-key pairs that are seen, weighted by the heads' width
+    linear_passes: Fraction  # cells that run the whole layer, in tokens
+    projection_passes: Fraction  # cells that stop at K, V, in tokens
+
+    def fetched_bytes(self) -> int:
+        return sum(self.fetched.values())
+
+    def evicted_bytes(self) -> int:
+        return sum(self.evicted.values())
+
+
+def simulate(program: Program) -> Simulation:
+    """Walk the program once."""
+    live = {tier: tuple(_live(program, tier)) for tier in Tier}
+    fetched, evicted = dict.fromkeys(Kind, 0), dict.fromkeys(Kind, 0)
+    for to_device, kind, size in _transfers(program):
+        (fetched if to_device else evicted)[kind] += size
+    attention, linear, projection = _passes(program)
+    return Simulation(
+        live,
+        {tier: max((size for _, size in live[tier]), default=0) for tier in Tier},
+        fetched,
+        evicted,
+        attention,
+        linear,
+        projection,
+    )
+
+
+def seen_pairs(stop: int, window: int | None) -> int:
+    """Query-key pairs of the queries [0, stop): query i sees min(i + 1, window) keys."""
+    ramp = stop if window is None else min(stop, window)
+    return ramp * (ramp + 1) // 2 + (stop - ramp) * (window or 0)
+
+
+def _live(program: Program, tier: Tier) -> Iterator[Change]:
+    alive = 0
+    for index, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Allocate | Free):
+            buffer = program.buffers[instruction.buffer]
+            if buffer.tier is tier:
+                alive += buffer.bytes if isinstance(instruction, Allocate) else -buffer.bytes
+                yield index, alive
+
+
+def _transfers(program: Program) -> Iterator[Transfer]:
+    for instruction in program.instructions:
+        match instruction:
+            case Fetch(source, target, chunk) | Evict(source, target, chunk):
+                ends = program.buffers[source], program.buffers[target]
+                yield isinstance(instruction, Fetch), ends[0].kind, _copied(program, ends, chunk)
+            case Forward(layer, chunk, AttentionMode.COMPUTE, prefix):
+                yield from _streamed(program, layer, chunk, prefix, written=False)
+            case Backward(layer, chunk, prefix, accumulator):
+                yield from _streamed(program, layer, chunk, prefix, written=False)
+                yield from _streamed(program, layer, chunk, accumulator, written=True)
+            case _:
+                pass
+
+
+def _copied(program: Program, ends: tuple[Buffer, Buffer], chunk: int) -> int:
+    if ends[0].kind is Kind.ACTIVATIONS:
+        return min(end.cell_bytes for end in ends)
+    start, stop = program.chunks[chunk]
+    layer = min(max(end.layer for end in ends), len(program.model.layers) - 1)
+    return _row_bytes(program, ends[0].kind, program.model.layers[layer]) * (stop - start)
+
+
+def _row_bytes(program: Program, kind: Kind, layer: LayerSpec) -> int:
+    found = regions(kind, program.model, layer, program.run.batch, 1)
+    return sum(region.row_bytes() for region in found)
+
+
+def _streamed(
+    program: Program, layer: int, chunk: int, name: str, *, written: bool
+) -> Iterator[Transfer]:
+    """The rows of a host buffer that the chunk's queries reach, each once. With a window, the few
+    rows that two blocks share at its edge cross twice and are counted once."""
+    buffer, spec = program.buffers[name], program.model.layers[layer]
+    start = program.chunks[chunk][0]
+    first = 0 if spec.window is None else max(0, start - spec.window + 1)
+    if buffer.tier is Tier.HOST and start > first:
+        size = (start - first) * _row_bytes(program, buffer.kind, spec)
+        yield True, buffer.kind, size
+        if written:
+            yield False, buffer.kind, size
+
+
+def _passes(program: Program) -> tuple[Fraction, Fraction, Fraction]:
+    """Attention, linear and K, V-only forward passes."""
+    done: Counter[str] = Counter()
+    for instruction in program.instructions:
+        if isinstance(instruction, Forward):
+            start, stop = program.chunks[instruction.chunk]
+            if instruction.mode is AttentionMode.COMPUTE:
+                done["attention"] += _pairs(program, instruction.layer, start, stop)
+            only_kv = instruction.mode is AttentionMode.NONE
+            done["projection" if only_kv else "linear"] += stop - start
+    layers, tokens = len(program.model.layers), program.run.tokens
+    once = sum(_pairs(program, layer, 0, tokens) for layer in range(layers))
+    return (
+        Fraction(done["attention"], once),
+        Fraction(done["linear"], layers * tokens),
+        Fraction(done["projection"], layers * tokens),
+    )
+
+
+def _pairs(program: Program, layer: int, start: int, stop: int) -> int:
+    spec = program.model.layers[layer]
+    pairs = seen_pairs(stop, spec.window) - seen_pairs(start, spec.window)
+    return pairs * spec.query_heads * (spec.head_dim + spec.value_dim)
