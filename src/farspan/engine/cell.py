@@ -1,8 +1,8 @@
 """One cell's attention: what happens when a layer, run on a chunk, asks for attention.
 
-Legend: B batch, C tokens of the chunk, H query heads, Hk key-value heads, D head dim. The model hands
-over q [B, H, C, D] and k, v [B, Hk, C, D]; buffers hold k, v [C, B, Hk, D] and out [B, C, H, Dv],
-lse [B, H, C].
+Legend: B batch, C tokens of the chunk, H query heads, Hk key-value heads, D head dim. The model
+hands over q [B, H, C, D] and k, v [B, Hk, C, D]; buffers hold k, v [C, B, Hk, D], out [B, C, H, Dv]
+and lse [B, H, C].
 """
 
 from collections.abc import Callable
@@ -59,7 +59,8 @@ class Cell:
             return self.held
         if self.mode is AttentionMode.GIVEN:
             assert self.attention is not None
-            return _heads_first(self.attention)
+            self.held = _heads_first(self.attention)
+            return self.held
         out, lse = attend(call, q, k, v, self.key_values, sinks)
         if self.attention is None:
             self.held = out, lse

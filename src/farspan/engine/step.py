@@ -10,6 +10,7 @@ from farspan.engine.gradients import Gradients
 from farspan.engine.head import Head
 from farspan.engine.run import Interpreter
 from farspan.engine.storage import Storage
+from farspan.memory.host import refuse_beyond
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
 from farspan.models.refuse import refuse_context, refuse_dropout
@@ -22,10 +23,15 @@ from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
 from farspan.transfer.arena import Arena
 from farspan.transfer.copies import CopyEngine
 
+ADVICE = (
+    "shorten the context, use smaller groups, or keep less (attention_kept, activations_kept, "
+    "kv_kept)"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a step is. Later chunks see more keys, so `work`, not `cells`, tells the time left."""
+    """How far a step is. Later chunks see more keys: `work`, not `cells`, tells the time left."""
 
     cells_done: int
     cells: int
@@ -109,6 +115,25 @@ class Step:
             self._programs[key] = build(self.model_spec, run, self.schedule)
         return self._programs[key]
 
+    def _reserve(self, program: Program) -> None:
+        """Hold the program's arenas. Raises Refused where main memory could not."""
+        grows = {
+            tier: program.arena_bytes[tier] - arena.nbytes for tier, arena in self.arenas.items()
+        }
+        on_cpu = self.boundary.device.type == "cpu"
+        needed = grows[Tier.HOST] + (grows[Tier.DEVICE] if on_cpu else 0)
+        if needed > 0:
+            refuse_beyond(needed, f"a step of {program.run.tokens:,} tokens", ADVICE)
+        for tier, arena in self.arenas.items():
+            arena.reserve(program.arena_bytes[tier])
+            if self.poison:
+                arena.poison()
+
+    def release(self) -> None:
+        """Give the arenas' memory back; the next step takes it again."""
+        for arena in self.arenas.values():
+            arena.reserve(0)
+
     def _batch(self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None) -> Batch:
         refuse_dropout(self.boundary.model)
         batch = make_batch(input_ids, labels, document_ids, self.model_spec.vocab)
@@ -116,10 +141,7 @@ class Step:
         return batch
 
     def _run(self, program: Program, batch: Batch, count: int) -> Tensor:
-        for tier, arena in self.arenas.items():
-            arena.reserve(program.arena_bytes[tier])
-            if self.poison:
-                arena.poison()
+        self._reserve(program)
         storage = Storage(program, self.arenas, self.boundary.dtype, self.copies)
         interpreter = Interpreter(
             self.boundary,

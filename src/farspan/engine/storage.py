@@ -41,7 +41,7 @@ class Storage:
         start = 0 if at_start else span[0] - buffer.start
         count = span[1] - span[0]
         held = buffer.stop - buffer.start
-        assert start >= 0 and start + count <= held, f"{name} does not hold tokens {span}"
+        assert 0 <= start <= held - count, f"{name} does not hold tokens {span}"
         spec = self.program.model.layers[layer]
         views = {}
         run = self.program.run

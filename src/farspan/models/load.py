@@ -28,16 +28,7 @@ def load_config(
         found = _config_at(path, trust_remote_code)
     else:
         assert config is not None
-        fields = dict(config)
-        kind = fields.pop("model_type", None)
-        if kind not in CONFIG_MAPPING:
-            raise Refused(
-                f"model.config.model_type: {kind!r} is not a transformers model type; expected for "
-                "example 'llama', 'qwen2' or 'mistral'"
-            )
-        found = AutoConfig.for_model(kind)
-        _apply(found, fields, "model.config")
-        found = type(found)(**{**fields})
+        found = _config_of(config)
     _apply(found, overrides, "model.overrides")
     return found
 
@@ -51,15 +42,17 @@ def load_model(
     seed: int = 0,
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
+    random_weights: bool = False,
 ) -> PreTrainedModel:
-    """A model in training mode on `device`; random weights are drawn from `seed`.
+    """A model in training mode on `device`. Random weights, for a `config` or on request, are drawn
+    from `seed`.
 
     Only safetensors weights are read. Raises Refused when the folder holds none.
     """
     made = load_config(
         path=path, config=config, overrides=overrides or {}, trust_remote_code=trust_remote_code
     )
-    if path is None:
+    if path is None or random_weights:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(made, dtype=dtype)
@@ -92,8 +85,25 @@ def _config_at(path: str, trust_remote_code: bool) -> PretrainedConfig:
         ) from error
 
 
-def _apply(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None:
-    for name, value in fields.items():
+def _config_of(fields: dict[str, Any]) -> PretrainedConfig:
+    kind = str(fields.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise Refused(
+            f"model.config.model_type: {kind!r} is not a transformers model type; expected for "
+            "example 'llama', 'qwen2' or 'mistral'"
+        )
+    values = {name: value for name, value in fields.items() if name != "model_type"}
+    _check_fields(AutoConfig.for_model(kind), values, "model.config")
+    return AutoConfig.for_model(kind, **values)
+
+
+def _check_fields(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None:
+    for name in fields:
         if not hasattr(config, name):
             raise Refused(f"{where}.{name}: {type(config).__name__} has no such field")
+
+
+def _apply(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None:
+    _check_fields(config, fields, where)
+    for name, value in fields.items():
         setattr(config, name, value)

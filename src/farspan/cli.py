@@ -1,0 +1,197 @@
+"""The command line."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from farspan.engine.batch import trained_token_count
+from farspan.engine.step import Step
+from farspan.engine.verify import Verification, VerificationRun, verify
+from farspan.models.load import load_model
+from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.spec import Refused, Schedule
+from farspan.train.config import RunConfig, load_run
+from farspan.train.default import default_run
+from farspan.train.diagnosis import Diverged
+from farspan.train.durable import WriteFailed
+from farspan.train.loop import Result, train
+from farspan.train.parts import Parts
+from farspan.train.progress import make_reporter
+
+app = typer.Typer(
+    help="Train Hugging Face language models on sequences far longer than memory, exactly.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+USAGE, FAILED = 2, 1  # exit codes: what was asked cannot be done; it was done and is not good
+
+
+@app.command("train")
+def train_command(
+    run: Annotated[
+        Path | None,
+        typer.Argument(help="Run file (YAML). Without one: a small model learns Python, here."),
+    ] = None,
+    strategy_name: Annotated[
+        str | None, typer.Option("--strategy", help=f"One of {', '.join(STRATEGIES)}.")
+    ] = None,
+    folder: Annotated[Path | None, typer.Option(help="Run folder; the same resumes.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Updates to do in all.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Train; the same command again goes on from the latest checkpoint."""
+    chosen = default_run() if run is None else load_run(run)
+    chosen = override(chosen, strategy_name, folder, steps)
+    parts = Parts(
+        load_model=load_model,
+        make_step=Step,
+        strategy=strategy,
+        count_trained=trained_token_count,
+    )
+    reporter = make_reporter(Console(stderr=as_json))
+    result = train(chosen, parts=parts, reporter=reporter)
+    if as_json:
+        print(json.dumps(result_json(result)))
+    else:
+        print(result.message)
+    raise typer.Exit(result.exit_code)
+
+
+@app.command("verify")
+def verify_command(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Folder, config.json, hub name or run file (YAML); a folder without weights gets "
+            "random ones. Without it: the model of `farspan train`."
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = "float64",
+    context: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 512,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
+    chunk: Annotated[int | None, typer.Option(help="Tokens a chunk.")] = None,
+    groups: Annotated[
+        str | None, typer.Option(help="Layers a group, or a list of sizes such as 2,1,1.")
+    ] = None,
+    strategy_name: Annotated[
+        str, typer.Option("--strategy", help=f"One of {', '.join(STRATEGIES)}.")
+    ] = "grouped",
+    documents: Annotated[int, typer.Option(min=1, help="Documents packed into a row.")] = 1,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Draw weights although the folder has some.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
+) -> None:
+    """Compare loss and every gradient with plain full-sequence autograd; exit 1 if they differ."""
+    loaded = model_for(model, dtype, seed, random_weights)
+    schedule = schedule_for(
+        strategy_name, loaded.config.get_text_config().num_hidden_layers, context, chunk, groups
+    )
+    if documents > context:
+        raise Refused(f"documents: at most one a token, so at most {context}, got {documents}")
+    outcome = verify(loaded, schedule, VerificationRun(batch, context, documents, seed), worst=10)
+    if as_json:
+        print(json.dumps(outcome.to_json()))
+    else:
+        show(outcome)
+    raise typer.Exit(0 if outcome.passed else FAILED)
+
+
+def override(
+    run: RunConfig, strategy_name: str | None, folder: Path | None, steps: int | None
+) -> RunConfig:
+    """The run with what the command line says in place of the file's."""
+    if strategy_name is not None:
+        run = replace(run, schedule=replace(run.schedule, strategy=strategy_name))
+    if folder is not None:
+        run = replace(run, folder=str(folder))
+    if steps is not None:
+        run = replace(run, steps=steps)
+    return run
+
+
+def schedule_for(
+    name: str, layers: int, context: int, chunk: int | None, groups: str | None
+) -> Schedule:
+    """A strategy's schedule with the chunk and groups of the command line. Raises Refused."""
+    schedule = strategy(name, layers, context)
+    if chunk is not None:
+        schedule = replace(schedule, chunk=chunk)
+    if groups is not None:
+        try:
+            sizes = tuple(int(size) for size in groups.split(","))
+        except ValueError as error:
+            raise Refused(
+                f"groups: expected a number such as 4, or a list such as 2,1,1; got {groups!r}"
+            ) from error
+        schedule = replace(schedule, groups=sizes[0] if len(sizes) == 1 else sizes)
+    return schedule
+
+
+def model_for(model: str | None, dtype: str, seed: int, random_weights: bool) -> PreTrainedModel:
+    """The model to verify, in evaluation mode: dropout plays no part in exactness."""
+    if dtype not in ("float64", "float32", "bfloat16"):
+        raise Refused(f"dtype: expected float64, float32 or bfloat16, got {dtype!r}")
+    source: dict[str, Any]
+    if model is None or model.endswith((".yaml", ".yml")):
+        run = default_run() if model is None else load_run(Path(model))
+        source = {
+            "path": run.model.path,
+            "config": run.model.config,
+            "overrides": run.model.overrides,
+        }
+    else:
+        source = {"path": model, "random_weights": random_weights or not has_weights(model)}
+    return load_model(**source, dtype=getattr(torch, dtype), seed=seed).eval()
+
+
+def has_weights(path: str) -> bool:
+    """Does this local folder hold weights? A hub name is taken to."""
+    folder = Path(path)
+    return not folder.exists() or any(folder.glob("*.safetensors"))
+
+
+def show(outcome: Verification) -> None:
+    """Print a verification for a person."""
+    console = Console()
+    table = Table("parameter", "relative error", "limit", title="worst parameters")
+    for entry in outcome.worst:
+        table.add_row(entry.name, f"{entry.error:.2e}", f"{entry.limit:.2e}")
+    console.print(table)
+    verdict = "[green]exact[/green]" if outcome.passed else "[red]NOT exact[/red]"
+    console.print(
+        f"{verdict}: {outcome.checked_parameters} parameters in {outcome.dtype}, worst relative "
+        f"error {outcome.max_relative_error:.2e}, loss {outcome.loss_error:.2e}\n{outcome.rule}"
+    )
+
+
+def result_json(result: Result) -> dict[str, Any]:
+    """A training result for a program to read."""
+    return {
+        "folder": str(result.folder),
+        "step": result.step,
+        "steps": result.steps,
+        "loss": result.loss,
+        "heldout_loss": result.heldout_loss,
+        "skipped": result.skipped,
+        "message": result.message,
+    }
+
+
+def main() -> None:
+    """Entry point: what is refused is one clear line, never a traceback."""
+    try:
+        app()
+    except (Refused, WriteFailed, Diverged) as error:
+        print(f"farspan: {error}", file=sys.stderr)
+        sys.exit(USAGE if isinstance(error, Refused) else FAILED)

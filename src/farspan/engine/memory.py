@@ -1,0 +1,127 @@
+"""What a step will take, before it is taken."""
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+
+from farspan.engine.gradients import gradient_dtype
+from farspan.engine.meter import PeakMeter
+from farspan.engine.step import ADVICE, Step
+from farspan.engine.storage import accumulate_dtype
+from farspan.memory.host import refuse_beyond
+from farspan.memory.place import Request, live_peak
+from farspan.plan.program import Program
+from farspan.spec import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Bytes of one step. What the program sizes is exact; `transient` was measured on a shorter
+    sequence, and does not grow with it."""
+
+    device_arena: int
+    host_arena: int
+    kept_graphs: int  # activations kept on the device stay with torch's allocator
+    weights: int
+    gradients: int
+    accumulators: int  # fp32 sums of the widest open group, where `.grad` is narrower
+    transient: int  # of a cell: activations, logits, one layer's weight gradients
+
+    @property
+    def device(self) -> int:
+        """Device bytes at the peak, optimizer states aside."""
+        return self.new_device + self.weights
+
+    @property
+    def new_device(self) -> int:
+        """Device bytes that a first step allocates beside the weights."""
+        return (
+            self.device_arena
+            + self.kept_graphs
+            + self.gradients
+            + self.accumulators
+            + self.transient
+        )
+
+    def to_json(self) -> dict[str, int]:
+        return {**asdict(self), "device": self.device, "host": self.host_arena}
+
+
+def forecast(step: Step, batch: int, tokens: int) -> Forecast:
+    """Size the program of this shape, and rehearse a short one for what programs do not size."""
+    program = step.program(batch, tokens)
+    static = _static(step, program)
+    schedule = step.schedule
+    # One whole block of earlier keys, so that attention's own temporaries are seen in full.
+    short = min(tokens, schedule.chunk + max(schedule.chunk, schedule.kv_block))
+    rehearsed = _static(step, step.program(batch, short))
+    peak = _rehearse(step, batch, short)
+    on_cpu = step.boundary.device.type == "cpu"
+    known = rehearsed.new_device + (rehearsed.host_arena if on_cpu else 0)
+    return Forecast(**{**asdict(static), "transient": max(0, peak - known)})
+
+
+def refuse_too_large(step: Step, expected: Forecast, optimizer: int) -> None:
+    """Raises Refused when the host cannot hold the step and `optimizer` bytes of its states."""
+    needed = expected.host_arena
+    what = f"the host arena ({expected.host_arena:,} bytes)"
+    if step.boundary.device.type == "cpu":
+        needed += expected.new_device + optimizer
+        what = (
+            f"a step (arenas {expected.host_arena + expected.device_arena:,} bytes, gradients "
+            f"{expected.gradients:,}, optimizer {optimizer:,}, cells {expected.transient:,})"
+        )
+    refuse_beyond(needed, what, ADVICE)
+
+
+def _static(step: Step, program: Program) -> Forecast:
+    model = step.boundary.model
+    trained = [p for p in model.parameters() if p.requires_grad]
+    kept = [b for b in program.buffers.values() if b.address < 0]
+    return Forecast(
+        device_arena=program.arena_bytes[Tier.DEVICE],
+        host_arena=program.arena_bytes[Tier.HOST],
+        kept_graphs=live_peak([Request(b.bytes, b.born, b.dies) for b in kept]),
+        weights=sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values()),
+        gradients=sum(p.numel() * gradient_dtype(p).itemsize for p in trained),
+        accumulators=_accumulators(step, program),
+        transient=0,
+    )
+
+
+def _accumulators(step: Step, program: Program) -> int:
+    def size(parameters: list[nn.Parameter]) -> int:
+        return sum(
+            p.numel() * accumulate_dtype(p.dtype).itemsize
+            for p in parameters
+            if p.requires_grad and gradient_dtype(p) != accumulate_dtype(p.dtype)
+        )
+
+    layers = step.boundary.layers
+    groups = [
+        size([p for layer in range(*group) for p in layers[layer].parameters()])
+        for group in program.groups
+    ]
+    return size(step.boundary.outer_parameters()) + max(groups)
+
+
+def _rehearse(step: Step, batch: int, tokens: int) -> int:
+    """Peak bytes of a step on `tokens` tokens, gradients not kept."""
+    boundary = step.boundary
+    before = {p: p.grad for p in boundary.model.parameters()}
+    for parameter in before:
+        parameter.grad = None
+    ids = torch.zeros(batch, tokens, dtype=torch.long, device=boundary.device)
+    ids += torch.arange(tokens, device=boundary.device) % step.model_spec.vocab
+    progress, step.progress = step.progress, None
+    step.release()
+    try:
+        with PeakMeter(boundary.device) as meter:
+            step(ids, ids)
+    finally:
+        step.progress = progress
+        step.release()
+        for parameter, gradient in before.items():
+            parameter.grad = gradient
+    return meter.peak

@@ -1,0 +1,80 @@
+"""Measure peak memory: of torch's tensors on a CPU, of the allocator on a GPU."""
+
+import weakref
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveStorage(TorchDispatchMode):
+    """Counts the bytes of every storage that is born inside the block and still alive.
+
+    Costs about 6 microseconds an operation. Memory that an operator takes and gives back within
+    itself is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._known: dict[int, weakref.finalize[..., Any]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._meet(leaf)
+        return out
+
+    def _meet(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._known:
+            size = storage.nbytes()
+            self._known[key] = weakref.finalize(storage, self._leave, key, size)
+            self.live += size
+            self.peak = max(self.peak, self.live)
+
+    def _leave(self, key: int, size: int) -> None:
+        self.live -= size
+        self._known.pop(key, None)
+
+
+class PeakMeter:
+    """Peak bytes of new tensors on the device of a model, inside a block.
+
+    On a CPU that is everything torch allocates, both tiers included; on a GPU it is what its
+    allocator handed out above what was handed out when the block began.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._storage = LiveStorage() if device.type == "cpu" else None
+        self._before = 0
+        self.peak = 0
+
+    def __enter__(self) -> Self:
+        if self._storage is not None:
+            self._storage.__enter__()
+        else:
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._storage is not None:
+            self._storage.__exit__(kind, error, trace)
+            self.peak = self._storage.peak
+        else:
+            self.peak = torch.cuda.max_memory_allocated(self._device) - self._before

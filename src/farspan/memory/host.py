@@ -1,0 +1,78 @@
+"""How much main memory a process may still take: what the machine has free, and what its control
+groups allow."""
+
+from pathlib import Path
+
+import psutil
+
+from farspan.spec import Refused
+
+GIB = 2**30
+# An "unlimited" control group of version 1 names a number near 2**63 instead.
+UNLIMITED = 2**60
+
+
+def available_host_bytes(root: Path = Path("/")) -> int:
+    """Bytes that can be allocated before the kernel kills somebody. `root` is where /proc and
+    /sys are found."""
+    free = int(psutil.virtual_memory().available)
+    return min([free, *_group_headroom(root)])
+
+
+def refuse_beyond(needed: int, what: str, advice: str, available: int | None = None) -> None:
+    """Raises Refused when `needed` bytes are more than what is available."""
+    limit = available_host_bytes() if available is None else available
+    if needed > limit:
+        raise Refused(
+            f"host memory: {what} needs {needed / GIB:.2f} GiB and {limit / GIB:.2f} GiB are "
+            f"available on this machine (or in its control group); {advice}"
+        )
+
+
+def _group_headroom(root: Path) -> list[int]:
+    """limit - usage of every control group this process is in, innermost first."""
+    found = []
+    for folder, limit_name, usage_name in _group_folders(root):
+        limit, usage = _number(folder / limit_name), _number(folder / usage_name)
+        if limit is not None and usage is not None and limit < UNLIMITED:
+            found.append(max(0, limit - usage + _reclaimable(folder)))
+    return found
+
+
+def _group_folders(root: Path) -> list[tuple[Path, str, str]]:
+    base = root / "sys/fs/cgroup"
+    folders = []
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, names = base, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            top, names = base / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        inner = top / path.lstrip("/")
+        # Limits of the groups around hold as well. In a container the path may not be mounted.
+        chain = [inner, *[parent for parent in inner.parents if parent.is_relative_to(top)]]
+        folders += [(folder, *names) for folder in chain if folder.is_dir()]
+    return folders
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # "max" stands for no limit
+        return None
+
+
+def _reclaimable(folder: Path) -> int:
+    """File cache that the kernel gives up before it kills."""
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    fields = dict(line.split(" ", 1) for line in lines if " " in line)
+    return int(fields.get("inactive_file", fields.get("total_inactive_file", "0")))
