@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from farspan.data.packing import Batch
+from farspan.data.tokenizers import reads_back
 from farspan.train import checkpoint
 from farspan.train.checkpoint import Live, capture_rng, restore_rng
 from farspan.train.config import OnNonfinite, RunConfig
@@ -130,6 +131,12 @@ class Trainer:
             self._use.model.save_pretrained(partial_folder)
             self._use.tokenizer.save(partial_folder)
         publish(partial_folder, self._folder.model)
+        if not reads_back(self._use.tokenizer, self._folder.model):
+            self._reporter.note(
+                f"warning: for this model type transformers reads the tokenizer in "
+                f"{self._folder.model} as another one; load it with PreTrainedTokenizerFast, or "
+                f"from {self._run.data.tokenizer}"
+            )
 
     def _advance(self) -> None:
         began = time.perf_counter()

@@ -1,0 +1,108 @@
+"""Ctrl-C and SIGTERM end a run between two cells, and the same command goes on."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from farspan.train.config import ModelConfig
+from farspan.train.interrupt import Interrupt, Interrupted
+from tests.train.tiny import MODEL, STEPS, Quiet, TinyStep, fit, tiny_run
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("calls", [0, 1, 5, 8])
+def test_a_step_is_abandoned_and_the_last_one_saved(
+    tmp_path: Path, signum: signal.Signals, calls: int
+) -> None:
+    """`calls` micro-batches, two a step, are done when the signal comes."""
+    seen = [0]
+
+    def interrupt(step: TinyStep, done: int) -> None:
+        seen[0] += 1
+        if done == calls and step.progress is not None:
+            os.kill(os.getpid(), signum)
+
+    reference = tiny_run(tmp_path, folder=str(tmp_path / "reference"))
+    fit(reference)
+    run = tiny_run(tmp_path)
+    before = signal.getsignal(signum)
+    result = fit(run, interrupt)
+    assert signal.getsignal(signum) is before
+    assert result.exit_code == 128 + signum
+    assert result.step == calls // 2
+    assert result.message == (
+        f"{signum.name}: stopped after step {calls // 2} of {STEPS}; run the same command again "
+        "to go on from there"
+    )
+    checkpoints = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert checkpoints[-1] == f"step-{calls // 2:08d}"
+    quiet = Quiet()
+    assert fit(run, reporter=quiet).step == STEPS
+    assert f"resuming after step {calls // 2} of {STEPS}" in quiet.notes
+    same_weights(tmp_path / "reference", tmp_path / "run")
+    same_metrics(tmp_path / "reference", tmp_path / "run")
+
+
+def same_weights(first: Path, second: Path) -> None:
+    for name in ("model/model.safetensors", "checkpoints/step-00000005/optimizer.safetensors"):
+        ours, theirs = load_file(first / name), load_file(second / name)
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            assert torch.equal(ours[key], theirs[key]), key
+
+
+def same_metrics(first: Path, second: Path) -> None:
+    lines = [
+        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (first, second)
+    ]
+    for ours, theirs in zip(*lines, strict=True):
+        for key in ("step", "loss", "grad_norm", "lr", "tokens", "heldout_loss"):
+            assert ours.get(key) == theirs.get(key)
+
+
+def test_an_interrupted_evaluation_is_made_up_for(tmp_path: Path) -> None:
+    fit(tiny_run(tmp_path, folder=str(tmp_path / "reference")))
+    armed = [False]
+
+    def interrupt(_: TinyStep, done: int) -> None:
+        if done == 8 and not torch.is_grad_enabled() and not armed[0]:
+            armed[0] = True
+            os.kill(os.getpid(), signal.SIGINT)
+
+    run = tiny_run(tmp_path)
+    assert fit(run, interrupt).step == 4
+    assert armed == [True]
+    fit(run)
+    same_metrics(tmp_path / "reference", tmp_path / "run")
+
+
+def test_a_signal_while_text_is_tokenized_ends_the_run(tmp_path: Path) -> None:
+    class Impatient(Quiet):
+        def preparing(self, documents: int, tokens: int) -> None:  # noqa: ARG002
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run = tiny_run(tmp_path)
+    for number in range(3):  # more than one batch of a megabyte
+        (tmp_path / "text" / f"long{number}.txt").write_text("word " * 300_000)
+    result = fit(run, reporter=Impatient())
+    assert (result.step, result.signum) == (0, signal.SIGTERM)
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+    run = replace(run, model=ModelConfig(config=MODEL | {"vocab_size": 265}))
+    assert fit(run).step == STEPS
+
+
+def test_a_second_signal_does_what_it_always_did() -> None:
+    with Interrupt() as interrupt:
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(Interrupted):
+            interrupt.check()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

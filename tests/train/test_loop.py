@@ -1,0 +1,198 @@
+"""A run from beginning to end, and what a user finds in its folder."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from farspan.data.corpus import open_corpus
+from farspan.data.tokenizers import load_tokenizer
+from farspan.spec import Refused
+from farspan.train.config import DType, EvaluationConfig, ModelConfig, RunConfig
+from farspan.train.optimizer import Optimizer, learning_rate
+from farspan.train.setup import choose_device
+from farspan.train.strict import build
+from tests.data.test_tokenizers import save_words
+from tests.train.tiny import (
+    MODEL,
+    STEPS,
+    Quiet,
+    TinyStep,
+    count_trained,
+    fit,
+    load_tiny,
+    tiny_run,
+)
+
+
+def metrics(run: RunConfig) -> list[dict[str, Any]]:
+    lines = (Path(run.folder) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def weights(run: RunConfig) -> dict[str, torch.Tensor]:
+    return load_file(Path(run.folder) / "model" / "model.safetensors")
+
+
+def test_the_folder_tells_the_whole_run(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+    result = fit(run)
+    assert (result.step, result.signum, result.exit_code) == (STEPS, None, 0)
+    assert result.message == f"{STEPS} steps done; the model is in {run.folder}/model"
+    lines = metrics(run)
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    assert steps[-1]["loss"] == result.loss
+    assert result.loss is not None
+    assert result.loss < steps[0]["loss"]
+    wanted = {"lr", "grad_norm", "tokens", "tokens_per_second", "seconds", "trained_tokens"}
+    assert all(wanted <= line.keys() for line in steps)
+    assert [line["tokens"] for line in steps] == [96 * step for step in range(1, STEPS + 1)]
+    held_out = {line["step"]: line["heldout_loss"] for line in lines if "heldout_loss" in line}
+    assert list(held_out) == [0, 2, 4, 5]
+    assert held_out[5] == result.heldout_loss
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert config["data"]["tokenizer"] == "bytes"
+    assert build(RunConfig, config).optimizer == run.optimizer
+    about = json.loads((tmp_path / "run" / "about.json").read_text())
+    assert about["parameters"] == 8976
+    assert about["schedule"]["chunk"] == 16384
+
+
+def test_the_model_loads_where_hugging_face_loads_models(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+    fit(run)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    saved = load_file(tmp_path / "run/checkpoints/step-00000005/model.safetensors")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, saved[name]), name
+
+
+def test_updates_are_those_of_a_loop_written_out(tmp_path: Path) -> None:
+    """Micro-batches, normalisation, rate and data order, against a few lines that do the same."""
+    run = tiny_run(tmp_path, batch=2)
+    fit(run)
+    corpus = open_corpus(
+        run.data, load_tokenizer("bytes"), context=48, seed=0, watch=lambda *_: None
+    )
+    model = load_tiny(config=MODEL, dtype=torch.float32, seed=0)
+    optimizer = Optimizer(model, run.optimizer)
+    for step in range(STEPS):
+        batches = [corpus.train.batch([4 * step + 2 * m, 4 * step + 2 * m + 1]) for m in (0, 1)]
+        pairs = [(torch.from_numpy(b.input_ids), torch.from_numpy(b.document_ids)) for b in batches]
+        total = sum(count_trained(*pair) for pair in pairs)
+        for ids, marks in pairs:
+            TinyStep(model)(ids, ids, marks, trained_tokens=total)
+        optimizer.step(learning_rate(run.optimizer, step, STEPS), optimizer.gradient_norm())
+    for name, tensor in weights(run).items():
+        assert torch.equal(tensor, model.get_parameter(name)), name
+
+
+def test_the_loss_is_the_mean_over_all_micro_batches(tmp_path: Path) -> None:
+    """Two micro-batches of one sequence are one batch of two."""
+    apart = tiny_run(tmp_path, accumulate=2, batch=1)
+    together = replace(apart, accumulate=1, batch=2, folder=str(tmp_path / "together"))
+    fit(apart)
+    fit(together)
+    for one, other in zip(metrics(apart), metrics(together), strict=True):
+        for key in ("loss", "heldout_loss", "trained_tokens"):
+            assert (key in one) == (key in other)
+            assert one.get(key, 0) == pytest.approx(other.get(key, 0), rel=1e-6)
+
+
+def test_the_same_run_twice_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    first, second = tiny_run(tmp_path), tiny_run(tmp_path, folder=str(tmp_path / "second"))
+    fit(first)
+    fit(second)
+    assert all(torch.equal(t, weights(second)[n]) for n, t in weights(first).items())
+    other = tiny_run(tmp_path, folder=str(tmp_path / "third"), seed=1)
+    fit(other)
+    assert not all(torch.equal(t, weights(other)[n]) for n, t in weights(first).items())
+
+
+def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+    first = fit(run)
+    before = (tmp_path / "run" / "model" / "model.safetensors").stat().st_mtime_ns
+    quiet = Quiet()
+    assert fit(run, reporter=quiet) == first
+    assert quiet.done == []
+    assert (tmp_path / "run" / "model" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_progress_within_a_step_never_goes_back(tmp_path: Path) -> None:
+    quiet = Quiet()
+    fit(tiny_run(tmp_path), reporter=quiet)
+    assert quiet.done == sorted(quiet.done)
+    assert quiet.done[-1] == STEPS
+    assert len(quiet.done) > 2 * STEPS
+
+
+def test_bfloat16_trains_and_saves_what_it_trained(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, model=ModelConfig(config=MODEL, dtype=DType.BFLOAT16))
+    result = fit(run)
+    assert result.loss is not None
+    assert result.loss < metrics(run)[1]["loss"]
+    assert {t.dtype for t in weights(run).values()} == {torch.bfloat16}
+
+
+def test_evaluation_only_at_the_end(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, evaluation=EvaluationConfig(every=0, sequences=99))
+    fit(run)
+    (line,) = (line for line in metrics(run) if "heldout_loss" in line)
+    assert line["step"] == STEPS
+    assert line["heldout_tokens"] == 61 - 3  # all there are: a sequence and a bit, three pieces
+
+
+def test_without_held_out_documents_there_is_no_evaluation(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+    run = replace(run, data=replace(run.data, held_out=0.0))
+    assert fit(run).heldout_loss is None
+    assert not any("heldout_loss" in line for line in metrics(run))
+
+
+@pytest.mark.parametrize(("model_type", "warned"), [("llama", False), ("qwen2", True)])
+def test_the_tokenizer_is_saved_with_the_model(
+    tmp_path: Path, model_type: str, warned: bool
+) -> None:
+    """Transformers reads any tokenizer beside a Qwen2 model as Qwen2's: the user is told."""
+    words, quiet = str(save_words(tmp_path / "words")), Quiet()
+    run = tiny_run(
+        tmp_path, context=8, model=ModelConfig(config=MODEL | {"model_type": model_type})
+    )
+    fit(replace(run, data=replace(run.data, tokenizer=words)), reporter=quiet)
+    assert any("reads the tokenizer in" in note for note in quiet.notes) == warned
+    read = PreTrainedTokenizerFast.from_pretrained(tmp_path / "run" / "model")
+    assert read("one two one")["input_ids"] == [3, 4, 3]
+
+
+def test_a_vocabulary_too_small_is_refused(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, model=ModelConfig(config=MODEL | {"vocab_size": 256}))
+    with pytest.raises(Refused, match=r"data\.tokenizer: it gives ids up to 256, but .* only 256;"):
+        fit(run)
+
+
+def test_a_document_longer_than_the_model_knows_is_refused_at_once(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, model=ModelConfig(config=MODEL | {"max_position_embeddings": 40}))
+    with pytest.raises(Refused, match=r"context: a document of 48 tokens is beyond"):
+        fit(run)
+
+
+def test_data_that_changed_under_a_run_is_refused(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+    fit(run)
+    (tmp_path / "text" / "00.txt").write_text("something else")
+    with pytest.raises(Refused, match="belongs to another run: its data is"):
+        fit(run)
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(Refused, match="device: 'gpu7' is none"):
+        choose_device("gpu7")
+    assert choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")

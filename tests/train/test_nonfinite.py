@@ -1,0 +1,107 @@
+"""A loss or gradient that is NaN or infinite stops the run with what is known about it."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from farspan.train.config import OnNonfinite
+from farspan.train.diagnosis import Diverged, find_nonfinite
+from tests.train.tiny import STEPS, Quiet, TinyStep, fit, tiny_run
+
+BAD_STEP = 3  # from 1
+PARAMETER = "model.layers.1.mlp.up_proj.weight"
+
+
+class BadLoss(TinyStep):
+    """The loss of one batch is infinite, its gradient NaN from one parameter on."""
+
+    def __call__(self, *args: object, **kwargs: object) -> torch.Tensor:
+        loss = super().__call__(*args, **kwargs)  # type: ignore[arg-type]
+        if self.calls == 2 * BAD_STEP:
+            gradient = self.model.get_parameter(PARAMETER).grad
+            assert gradient is not None
+            gradient[1, 2] = float("nan")
+            return loss + float("inf")
+        return loss
+
+
+class BadGradient(BadLoss):
+    """As above, but the loss looks fine."""
+
+    def __call__(self, *args: object, **kwargs: object) -> torch.Tensor:
+        return super().__call__(*args, **kwargs).clamp(max=5.0)
+
+
+@pytest.fixture
+def bad(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[TinyStep]], None]:
+    return lambda kind: monkeypatch.setattr("tests.train.tiny.TinyStep", kind)
+
+
+@pytest.mark.parametrize(("kind", "what"), [(BadLoss, "loss"), (BadGradient, "gradient")])
+def test_the_run_stops_with_a_diagnosis(
+    tmp_path: Path, bad: Callable[..., None], kind: type, what: str
+) -> None:
+    bad(kind)
+    run = tiny_run(tmp_path)
+    with pytest.raises(Diverged, match=rf"step 3: {what} is not finite .*{PARAMETER}; see .*"):
+        fit(run)
+    diagnosis = json.loads((tmp_path / "run" / "diagnosis.json").read_text())
+    assert diagnosis["step"] == BAD_STEP
+    assert diagnosis["not_finite"] == what
+    assert diagnosis["loss"] == "inf" or (what == "gradient" and diagnosis["loss"] > 5.0)
+    assert diagnosis["grad_norm"] == "nan"
+    assert diagnosis["first_bad_gradient"] == PARAMETER
+    assert diagnosis["first_bad_parameter"] is None
+    assert [b["sequence"] for b in diagnosis["batches"]] == [4, 5]
+    assert all(name.endswith(".txt") for b in diagnosis["batches"] for name in b["documents"])
+    checkpoints = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert checkpoints[-1] == f"step-{BAD_STEP - 1:08d}"
+
+
+@pytest.mark.parametrize("kind", [BadLoss, BadGradient])
+def test_such_a_batch_can_be_skipped(tmp_path: Path, bad: Callable[..., None], kind: type) -> None:
+    bad(kind)
+    run = tiny_run(tmp_path, nonfinite=OnNonfinite.SKIP)
+    quiet = Quiet()
+    result = fit(run, reporter=quiet)
+    assert (result.step, result.skipped) == (STEPS, 1)
+    assert any("step 3 skipped" in note for note in quiet.notes)
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    (line,) = (line for line in map(json.loads, text.splitlines()) if "nonfinite" in line)
+    assert line["step"] == BAD_STEP
+    assert "loss" not in line
+    assert result.loss is not None
+    assert result.loss < 5.6
+
+
+def test_after_a_stop_the_same_command_may_skip(tmp_path: Path, bad: Callable[..., None]) -> None:
+    bad(BadLoss)
+    run = tiny_run(tmp_path)
+    with pytest.raises(Diverged):
+        fit(run)
+    bad(TinyStep)
+    assert fit(replace(run, nonfinite=OnNonfinite.SKIP)).step == STEPS
+
+
+def test_weights_that_are_bad_already_stop_even_a_run_that_skips(
+    tmp_path: Path, bad: Callable[..., None]
+) -> None:
+    class BadWeight(TinyStep):
+        def __call__(self, *args: object, **kwargs: object) -> torch.Tensor:
+            if self.calls == 2:
+                self.model.get_parameter(PARAMETER).data[0, 0] = float("inf")
+            return super().__call__(*args, **kwargs)  # type: ignore[arg-type]
+
+    bad(BadWeight)
+    with pytest.raises(Diverged, match=f"parameter {PARAMETER} was already not finite"):
+        fit(tiny_run(tmp_path, nonfinite=OnNonfinite.SKIP))
+
+
+def test_a_norm_that_overflows_is_a_gradient_without_a_parameter() -> None:
+    finding = find_nonfinite(1.0, {"w": torch.zeros(2)})
+    assert finding.kind == "gradient"
+    assert "only their norm or the loss" in finding.describe()
