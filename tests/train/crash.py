@@ -1,0 +1,171 @@
+"""Kills a training process at chosen moments, starts it again, and tells what became of it.
+
+`python -m tests.train.crash ROOT [STRIDE]` imports everything once and forks for every run, so
+that a run costs a fraction of a second. A moment is a call that a run makes: the n-th sync,
+rename, removal, tensor file or cell. The first, undisturbed run counts them; then the run is
+killed at one, by the signal that cannot be caught, and started again. All moments are tried that
+change a name or write tensors, and every STRIDE-th of the others. Prints one JSON object: the
+moments' names, and for every kill what the folder held in the end.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from farspan.train import durable
+from farspan.train.config import RunConfig
+from tests.train.tiny import TinyStep, fit, tiny_run
+
+OUTCOME = ("model/model.safetensors", "model/config.json")
+STATE = ("model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json")
+
+
+class Fuse:
+    """Counts moments and kills the process at one of them."""
+
+    def __init__(self, at: int | None) -> None:
+        self.at = at
+        self.names: list[str] = []
+
+    def moment(self, name: str) -> bool:
+        """Whether this is the one."""
+        self.names.append(name)
+        return len(self.names) - 1 == self.at
+
+    def blow(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def before(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, preceded by a moment."""
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self.moment(name):
+                self.blow()
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    def halfway(
+        self, name: str, function: Callable[..., Any], place: int, half: Callable[[Path], None]
+    ) -> Callable[..., Any]:
+        """The function, working on its argument `place`; killed when `half` of it is done."""
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self.moment(name):
+                half(Path(args[place]))
+                self.blow()
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    def cell(self, step: TinyStep, calls: int) -> None:
+        kind = "cell" if step.progress is not None and torch.is_grad_enabled() else "evaluation"
+        if self.moment(f"{kind} of call {calls}"):
+            self.blow()
+
+    def install(self) -> None:
+        patches = (
+            (os, "fsync", self.before("sync", os.fsync)),
+            (os, "replace", self.before("rename", os.replace)),
+            (shutil, "rmtree", self.halfway("remove", shutil.rmtree, 0, remove_half)),
+            (durable, "save_file", self.halfway("tensors", save_file, 1, write_half)),
+        )
+        for module, name, function in patches:
+            setattr(module, name, function)
+
+
+def remove_half(path: Path) -> None:
+    for inner in sorted(path.iterdir())[::2] if path.is_dir() else []:
+        inner.unlink()
+
+
+def write_half(path: Path) -> None:
+    path.write_bytes(b"half of it")
+
+
+def in_child(function: Callable[[], None]) -> int:
+    """Runs it in a forked process; the signal that killed it, 0 for none, or minus its status."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            function()
+            status = 0
+        finally:
+            os._exit(status)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return -code
+
+
+def attempt(run: RunConfig, at: int | None, names: Path | None = None) -> int:
+    """One process that trains; `names` receives the moments that it passed."""
+
+    def work() -> None:
+        fuse = Fuse(at)
+        fuse.install()
+        result = fit(run, fuse.cell)
+        assert result.step == run.steps
+        if names is not None:
+            names.write_text(json.dumps(fuse.names))
+
+    return in_child(work)
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """Digests of what a run leaves, its metrics without the clock, and what should not be left."""
+    last = folder / "checkpoints" / "step-00000005"
+    files = [*(folder / name for name in OUTCOME), *(last / name for name in STATE)]
+    digests = {
+        str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files
+    }
+    keys = ("step", "loss", "grad_norm", "lr", "tokens", "heldout_loss")
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {
+        "digests": digests,
+        "metrics": [{key: line.get(key) for key in keys} for line in lines],
+        "checkpoints": sorted(p.name for p in (folder / "checkpoints").iterdir()),
+        "leftovers": sorted(p.name for p in folder.rglob(".partial*")),
+    }
+
+
+def trial(root: Path, at: int) -> dict[str, Any]:
+    """A run killed at a moment and started again."""
+    where = root / f"kill-{at}"
+    # Its own cache, so that tokens are written, and interrupted, too.
+    run = tiny_run(root)
+    run = replace(
+        run, folder=str(where / "run"), data=replace(run.data, cache=str(where / "cache"))
+    )
+    first, second = attempt(run, at), attempt(run, None)
+    found = outcome(where / "run") if second == 0 else {}
+    shutil.rmtree(where)
+    return {"at": at, "first": first, "second": second, **found}
+
+
+def main(root: Path, stride: int) -> None:
+    torch.set_num_threads(1)
+    run = tiny_run(root)
+    status = attempt(run, None, root / "names.json")
+    assert status == 0, status
+    names = json.loads((root / "names.json").read_text())
+    chosen = [
+        at
+        for at, name in enumerate(names)
+        if at % stride == 0 or name in ("rename", "remove", "tensors")
+    ]
+    trials = [trial(root, at) for at in chosen]
+    print(json.dumps({"names": names, "whole": outcome(root / "run"), "trials": trials}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1)
