@@ -14,6 +14,7 @@ from farspan.plan.program import (
     Allocate,
     AttentionMode,
     Backward,
+    Buffer,
     Clear,
     Close,
     Embed,
@@ -157,11 +158,17 @@ class _Replay:
 
     def _read_prefix(self, name: str, layer: int, chunk: int) -> None:
         """K, V of all earlier chunks, through the streaming slots when they are on host."""
-        buffer = self.memory.alive(name)
+        buffer = self._of_layer(name, Kind.KV, layer)
         for earlier in range(chunk):
             self.memory.read(name, "kv", layer, earlier)
         if chunk and buffer.tier is Tier.HOST:
             self.memory.stream(names.KV_BLOCKS, Kind.KV)
+
+    def _of_layer(self, name: str, kind: Kind, layer: int) -> Buffer:
+        buffer = self.memory.alive(name)
+        fits = buffer.kind is kind and buffer.layer == layer
+        self.memory.need(fits, f"{name} does not hold {kind} of layer {layer}")
+        return buffer
 
     # -- forward ---------------------------------------------------------------------------------
 
@@ -170,7 +177,7 @@ class _Replay:
         taken = self._take(self.hidden, "hidden", i.layer, i.chunk)
         if i.hold:
             self.hidden[i.layer] = taken
-        self.memory.alive(i.prefix)
+        self._of_layer(i.prefix, Kind.KV, i.layer)
         if i.mode is AttentionMode.COMPUTE:
             self._read_prefix(i.prefix, i.layer, i.chunk)
         if i.write_kv is not None:
@@ -260,7 +267,7 @@ class _Replay:
         memory, later = self.memory, frozenset(range(i.chunk + 1, len(self.program.chunks)))
         own = memory.read(i.own_dkv, "dkv", i.layer, i.chunk).content
         memory.need(own.added == later, f"{own} has the shares of {sorted(own.added)}")
-        tier = memory.alive(i.accumulator).tier
+        tier = self._of_layer(i.accumulator, Kind.DKV, i.layer).tier
         for earlier in range(i.chunk):
             total = memory.read(i.accumulator, "dkv", i.layer, earlier).content
             memory.need(total.added == later, f"{total} has the shares of {sorted(total.added)}")

@@ -77,6 +77,8 @@ class Contents:
         self.need(name not in self.seen, f"{name} is allocated twice")
         buffer = self.program.buffers[name]
         self.need(buffer.name == name, f"{name} is called {buffer.name}")
+        if buffer.layer != SLOT:
+            self._layer_of(buffer)
         self.need(buffer.born == self.index, f"{name} is born elsewhere")
         self.need(buffer.bytes >= self._payload(buffer), f"{name} is too small for its tensors")
         if buffer.address < 0:
@@ -219,18 +221,18 @@ class Contents:
         buffer = self.alive(name)
         self.need(0 <= chunk < len(self.program.chunks), f"there is no chunk {chunk}")
         self.used.add(name)
+        start, stop = self.program.chunks[chunk]
         if buffer.layer == SLOT:
-            start, stop = self.program.chunks[chunk]
             fits = buffer.kind is Kind.ACTIVATIONS or stop - start <= buffer.stop - buffer.start
-            self.need(fits, f"chunk {chunk} does not fit {name}")
-            return SLOT
-        self.need(chunk in self._chunks_of(buffer), f"{name} has no place for chunk {chunk}")
-        return chunk
+        else:
+            fits = buffer.start <= start and stop <= buffer.stop
+        self.need(fits, f"{name} has no place for chunk {chunk}")
+        return SLOT if buffer.layer == SLOT else chunk
 
     def _layer_of(self, buffer: Buffer) -> int:
         """The layer whose tensor a buffer holds; boundary b is the input of group b."""
-        if buffer.kind is not Kind.X:
-            return buffer.layer
-        firsts = [*(first for first, _ in self.program.groups), len(self.program.model.layers)]
-        self.need(0 <= buffer.layer < len(firsts), f"{buffer.name} is no boundary")
-        return firsts[buffer.layer]
+        layers = len(self.program.model.layers)
+        bounds = [first for first, _ in self.program.groups] + [layers]
+        places = bounds if buffer.kind is Kind.X else range(layers)
+        self.need(0 <= buffer.layer < len(places), f"{buffer.name} is of no layer")
+        return places[buffer.layer]
