@@ -1,0 +1,152 @@
+"""Tiny random-weight models of every family, with everything that is special about it switched on.
+
+Windows are shorter than the sequences of the tests, caps and sinks change the numbers, biases are
+not zero and norm weights not one: what is left out shows.
+"""
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+logging.set_verbosity_error()  # tiny vocabularies lack the families' special tokens
+
+VOCAB = 64
+WINDOW = 8
+LAYERS = 4
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attention_dropout": 0.0,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Configuration fields beside the common ones, and what a probe must find in the layers."""
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    windows: tuple[int | None, ...] = (None,) * LAYERS
+    softcap: float | None = None
+    sinks: bool = False
+    kv_heads: int = 2
+    fp32: str | None = None  # its own code computes in fp32 what parameters of such a name are in
+
+
+ALTERNATING = (WINDOW, None, WINDOW, None)
+GPT2 = {
+    "n_embd": 32,
+    "n_layer": LAYERS,
+    "n_head": 4,
+    "n_positions": 256,
+    "attn_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+}
+PHI = {"embd_pdrop": 0.0, "resid_pdrop": 0.0}
+GEMMA2 = {
+    "sliding_window": WINDOW,
+    "attn_logit_softcapping": 1.5,
+    "final_logit_softcapping": 3.0,
+    "query_pre_attn_scalar": 8,
+}
+GEMMA3 = {
+    "sliding_window": WINDOW,
+    "query_pre_attn_scalar": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+QWEN3_MOE = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+GPT_OSS = {
+    "sliding_window": WINDOW,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 6,
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+OPT = {"ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.0}
+STARCODER2 = {"residual_dropout": 0.0, "embedding_dropout": 0.0, "sliding_window": WINDOW}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(),
+    "qwen2": Family(),
+    "qwen3": Family(),
+    "qwen3_moe": Family(QWEN3_MOE),
+    "mistral": Family({"sliding_window": WINDOW}, windows=(WINDOW,) * LAYERS),
+    "mixtral": Family({"num_local_experts": 4}),
+    "deepseek_v3": Family(DEEPSEEK, kv_heads=4, fp32=""),
+    "gemma": Family(fp32="norm"),
+    "gemma2": Family(GEMMA2, windows=ALTERNATING, softcap=1.5, fp32="norm"),
+    "gemma3_text": Family(GEMMA3, windows=ALTERNATING, fp32="norm"),
+    "gpt2": Family(GPT2, kv_heads=4),
+    "gpt_neox": Family({"hidden_dropout": 0.0}, kv_heads=4),
+    "opt": Family(OPT, kv_heads=4),
+    "phi": Family(PHI),
+    "phi3": Family(PHI),
+    "olmo2": Family(),
+    "olmo3": Family({"sliding_window": WINDOW}, windows=(*(WINDOW,) * 3, None)),
+    "granite": Family({"embedding_multiplier": 3.0, "residual_multiplier": 0.5}),
+    "gpt_oss": Family(GPT_OSS, windows=ALTERNATING, sinks=True),
+    "starcoder2": Family(STARCODER2, windows=(WINDOW,) * LAYERS),
+    "cohere": Family(fp32="norm"),
+    "cohere2": Family(
+        {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        windows=ALTERNATING,
+        fp32="norm",
+    ),
+    "stablelm": Family({"hidden_dropout": 0.0, "qk_layernorm": True}),
+    "smollm3": Family(),
+    "glm4": Family(),
+}
+
+
+def make_model(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> PreTrainedModel:
+    """A model in training mode; `changes` are configuration fields."""
+    config = AutoConfig.for_model(name, **{**COMMON, **FAMILIES[name].fields, **changes})
+    config._experts_implementation = "eager"  # torch's grouped product has no float64
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    scatter_weights(model)
+    return model.to(dtype).train()
+
+
+@cache
+def shared_model(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """The same model for every test of a process: for tests that change nothing but `.grad`."""
+    return make_model(name, dtype)
+
+
+@torch.no_grad()
+def scatter_weights(model: PreTrainedModel) -> None:
+    """Random weights large enough that attention is far from uniform and nothing is zero."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(std=parameter.shape[-1] ** -0.5 * (2 if "embed" in name else 1))
+        else:
+            parameter.add_(0.2 * torch.randn_like(parameter))
