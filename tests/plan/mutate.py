@@ -4,6 +4,7 @@ caught is the mistake and not its traces."""
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from itertools import pairwise
+from typing import Any
 
 from farspan.plan.check import check_program
 from farspan.plan.contents import ProgramError
@@ -70,10 +71,11 @@ def neighbours(
             yield swapped(program, index, index + 1)
 
 
-def changed(program: Program, index: int, name: str, value: object) -> Mutant:
+def changed(program: Program, index: int, name: str, value: Any) -> Mutant:
     """One field of one instruction."""
     instruction = program.instructions[index]
-    other = replace(instruction, **{name: value})
+    values: dict[str, Any] = {name: value}
+    other: Any = replace(instruction, **values)
     instructions = list(program.instructions)
     instructions[index] = other
     return f"{index} {instruction} with {name} {value}", with_instructions(program, instructions)
@@ -113,7 +115,7 @@ def other_numbers(program: Program) -> Iterator[Mutant]:
                 yield changed(program, index, field.name, value - 1)
 
 
-def with_buffer(program: Program, name: str, **values: object) -> Mutant:
+def with_buffer(program: Program, name: str, **values: Any) -> Mutant:
     buffers = dict(program.buffers)
     buffers[name] = replace(buffers[name], **values)
     return f"{name} with {values}", replace(program, buffers=buffers)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import pytest
 from hypothesis import event, given
@@ -22,6 +23,7 @@ from farspan.plan.program import (
     Evict,
     Fetch,
     Forward,
+    Free,
     Head,
     Instruction,
     Kind,
@@ -136,8 +138,9 @@ def may_be_spare(program: Program) -> Callable[[Instruction], bool]:
     last = len(program.chunks) - 1
 
     def spare(i: Instruction) -> bool:
-        of_kv = isinstance(i, Evict) and program.buffers[i.source].kind is Kind.KV
-        return isinstance(i, Fetch) or (of_kv and i.chunk == last)
+        if isinstance(i, Evict):
+            return program.buffers[i.source].kind is Kind.KV and i.chunk == last
+        return isinstance(i, Fetch)
 
     return spare
 
@@ -176,8 +179,8 @@ def dependent(first: Instruction, second: Instruction) -> bool:
     if getattr(first, "chunk", 0) != getattr(second, "chunk", 1):
         return False
     match first, second:
-        case (Store(), Evict()) | (StoreGradient(), Evict()):
-            return first.buffer == second.source
+        case (Store(buffer=made) | StoreGradient(buffer=made), Evict(source=used)):
+            return made == used
         case (Load() | Embed(), Forward()) | (LoadGradient() | Head(), Backward()):
             return True
         case Forward(), Evict():
@@ -262,7 +265,7 @@ def test_a_buffer_never_used_is_caught(program: Program) -> None:
     body = [Allocate("spare"), *program.instructions]
     with pytest.raises(ProgramError, match=r"never freed: \['spare'\]"):
         check_program(mutate.with_instructions(more, body))
-    body.append(mutate.Free("spare"))
+    body.append(Free("spare"))
     with pytest.raises(ProgramError, match=r"never used: \['spare'\]"):
         check_program(mutate.with_instructions(more, body))
     with pytest.raises(ProgramError, match=r"never allocated: \['spare'\]"):
@@ -283,5 +286,6 @@ def test_an_error_names_the_instruction() -> None:
 def test_a_grid_with_a_gap_is_caught(program: Program, field: str) -> None:
     ranges = getattr(program, field)
     for wrong in (ranges[1:], ranges[:-1], (*ranges, ranges[-1]), ((0, 0), *ranges)):
+        values: dict[str, Any] = {field: wrong}
         with pytest.raises(ProgramError, match=f"program: {field}"):
-            check_program(replace(program, **{field: wrong}))
+            check_program(replace(program, **values))

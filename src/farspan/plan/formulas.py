@@ -159,7 +159,7 @@ class _Case:
         left_out = share(self.last_start) * (graphs == tokens and kept == tokens)
         is_open = self.schedule.attention_open
         if group == self.last:
-            return 1 + (0 if is_open else again - left_out)
+            return 1 + (again - left_out) * (not is_open)
         if self.is_top(layer) or not self.rebuilt:
             return 1 + again
         return 1 + (1 - share(kept) - left_out) + (left_out if is_open else again)

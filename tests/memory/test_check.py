@@ -1,0 +1,62 @@
+"""The checker of placements catches what makes one wrong."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farspan.memory.check import PlacementError, check_placement
+from farspan.memory.place import Placement, Request, place
+
+#   24 +----+
+#   16 |  b +----+     b and c meet in time only where nothing of c is below 16
+#    8 +----+-c--+
+#    0 | a       |
+REQUESTS = (Request(8, 0, 4), Request(16, 0, 2), Request(16, 2, 4))
+RIGHT = Placement((0, 8, 8), 24, 24)
+
+
+def test_a_right_placement_passes() -> None:
+    check_placement(REQUESTS, RIGHT)
+    check_placement([], Placement((), 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"addresses": (0, 7, 8)}, "0 and 1 live together"),
+        ({"addresses": (1, 8, 8)}, "0 and 1 live together"),
+        ({"addresses": (0, 8, 0)}, "0 and 2 live together"),
+        ({"addresses": (0, 8)}, "2 addresses for 3 requests"),
+        ({"addresses": (-8, 8, 8)}, "0: .* is no range"),
+        ({"addresses": (0, 8, 9)}, "height 24, but addresses reach 25"),
+        ({"height": 25}, "height 25, but addresses reach 24"),
+        ({"height": 23}, "height 23, but addresses reach 24"),
+        ({"lower_bound": 23}, "lower bound 23, but 24 bytes"),
+        ({"lower_bound": 25}, "lower bound 25, but 24 bytes"),
+    ],
+)
+def test_a_wrong_placement_is_caught(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlacementError, match=message):
+        check_placement(REQUESTS, replace(RIGHT, **change))
+
+
+def test_lifetimes_that_run_backwards_are_caught() -> None:
+    with pytest.raises(PlacementError, match="is no range"):
+        check_placement([Request(8, 4, 2)], Placement((0,), 8, 0))
+
+
+@given(st.data())
+def test_two_that_share_a_byte_are_caught(data: st.DataObject) -> None:
+    """Any two of a random placement, moved onto one another while both live."""
+    sizes = data.draw(st.lists(st.integers(1, 9), min_size=2, max_size=8))
+    requests = [Request(size, i, i + len(sizes)) for i, size in enumerate(sizes)]
+    found = place(requests)
+    moved, onto = data.draw(st.permutations(range(len(sizes))))[:2]
+    shift = data.draw(st.integers(1 - sizes[moved], sizes[onto] - 1))
+    addresses = list(found.addresses)
+    addresses[moved] = max(0, addresses[onto] + shift)
+    with pytest.raises(PlacementError):
+        check_placement(requests, replace(found, addresses=tuple(addresses)))
