@@ -21,6 +21,10 @@ class Tier(StrEnum):
     HOST = "host"
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One decoder layer, as far as memory and attention are concerned."""
@@ -71,8 +75,9 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         for field in ("batch", "tokens"):
-            if getattr(self, field) < 1:
-                raise Refused(f"{field}: expected at least 1, got {getattr(self, field)}")
+            value = getattr(self, field)
+            if not _is_count(value):
+                raise Refused(f"{field}: expected a whole number of at least 1, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,24 +106,32 @@ class Schedule:
     def __post_init__(self) -> None:
         for field in ("chunk", "kv_block", "head_tokens"):
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not _is_count(value):
                 raise Refused(f"{field}: expected a whole number of tokens >= 1, got {value!r}")
         for field in ("attention_kept", "activations_kept"):
             value = getattr(self, field)
-            if not 0.0 <= value <= 1.0:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 0.0 <= value <= 1.0:
                 raise Refused(f"{field}: expected a fraction between 0 and 1, got {value!r}")
         for field in ("x", "kv", "kv_home", "attention", "activations"):
             if getattr(self, field) not in tuple(Tier):
                 raise Refused(f"{field}: expected 'device' or 'host', got {getattr(self, field)!r}")
             object.__setattr__(self, field, Tier(getattr(self, field)))
-        sizes = (self.groups,) if isinstance(self.groups, int) else tuple(self.groups)
-        if not sizes or any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in sizes):
+        for field in ("kv_kept", "attention_open", "layer_checkpoint"):
+            value = getattr(self, field)
+            if not isinstance(value, bool):
+                raise Refused(f"{field}: expected true or false, got {value!r}")
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        sizes = self.groups if isinstance(self.groups, tuple | list) else (self.groups,)
+        if not sizes or not all(_is_count(size) for size in sizes):
             raise Refused(
                 "groups: expected layers a group (a whole number >= 1) or a list of group sizes, "
                 f"got {self.groups!r}"
             )
         if not isinstance(self.groups, int):
-            object.__setattr__(self, "groups", sizes)
+            object.__setattr__(self, "groups", tuple(sizes))
 
     def group_sizes(self, layers: int) -> tuple[int, ...]:
         """Layers in each group, first group first. Raises Refused when they do not add up."""

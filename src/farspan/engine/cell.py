@@ -109,7 +109,7 @@ class _Attend(torch.autograd.Function):
             assert cell.attention is not None
             out, lse = _heads_first(cell.attention)
         dq, dk, dv, dsinks = attend_backward(
-            ctx.call, dout.transpose(1, 2), q, k, v, out, lse, cell.key_values, sinks
+            ctx.call, dout.transpose(1, 2), q, k, v, (out, lse), cell.key_values, sinks
         )
         assert cell.own_dkv is not None
         later = (cell.own_dkv[name].permute(1, 2, 0, 3) for name in ("k", "v"))
@@ -117,7 +117,9 @@ class _Attend(torch.autograd.Function):
             (own + rest).to(dtype)
             for own, rest, dtype in zip((dk, dv), later, ctx.dtypes, strict=True)
         )
-        return dq, dk, dv, dsinks, None, None
+        if dsinks is not None and sinks is not None:
+            dsinks = dsinks.to(sinks.dtype)
+        return dq.to(q.dtype), dk, dv, dsinks, None, None
 
 
 class Entry(torch.autograd.Function):

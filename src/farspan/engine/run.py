@@ -19,6 +19,7 @@ from farspan.engine.prefix import Prefix
 from farspan.engine.storage import Storage
 from farspan.models.boundary import Boundary, LayerCall
 from farspan.models.route import answering
+from farspan.plan import names
 from farspan.plan.program import (
     Allocate,
     AttentionMode,
@@ -197,14 +198,21 @@ class Interpreter:
                 )
                 with saved_tensors_hooks(saved.pack, saved.unpack):
                     out = self.boundary.run_layer(i.layer, Entry.apply(anchor, hidden, sink), call)
-                store = i.activations
-                saved.seal(None if store is None else self.storage.cell(store, i.chunk))
+                saved.seal(self._planned_cell(i))
         cell.write_kv = cell.held = None
         self.graphs[i.layer, i.chunk] = _Graph(get_gradient_edge(out), anchor, sink, cell, saved)
         return out.detach()
 
+    def _planned_cell(self, i: Forward) -> Tensor | None:
+        """The bytes planned for this layer's cell: a slot may be wider than its home."""
+        if i.activations is None:
+            return None
+        planned = self.program.buffers[names.activations(i.layer)].cell_bytes
+        return self.storage.cell(i.activations, i.chunk)[:planned]
+
     def _backward(self, i: Backward) -> None:
         graph = self.graphs.pop((i.layer, i.chunk))
+        self.hidden.pop(i.layer + 1, None)
         cell = graph.cell
         cell.key_values = Prefix(self.storage, i.layer, i.prefix, i.accumulator)
         cell.own_dkv = self._rows(i.own_dkv, i.chunk, i.layer)
@@ -253,11 +261,14 @@ class Interpreter:
             runs = None if rows is None else [document_runs(row, start, stop) for row in rows]
             block = self.program.schedule.kv_block
             self.blocks[key] = plan_blocks(start, stop, block, spec.window, runs)
+        device = self.boundary.device
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         kernel = select_kernel(
-            self.boundary.device.type,
+            device.type,
             self.storage.dtype,
             spec.head_dim,
             spec.value_dim,
             spec.softcap,
+            capability,
         )
         return AttentionCall(scale, spec.softcap, self.blocks[key], start, kernel)

@@ -1,12 +1,15 @@
 """The ledger a program is written into: instructions in order, and the buffers they name."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from farspan.memory.place import Request, place
+from farspan.plan import names
 from farspan.plan.program import (
     Allocate,
+    Backward,
     Buffer,
     Clear,
+    Forward,
     Free,
     Instruction,
     Kind,
@@ -90,10 +93,38 @@ class Ledger:
         buffer = self.buffers.get(name)
         return buffer is not None and buffer.dies < 0
 
+    def _drop_unused(self) -> None:
+        """Slots and buffers are opened by rule; a short or shallow program may need fewer."""
+        used = {name for i in self.instructions for name in _named(i)}
+        if any(self._streams(i) for i in self.instructions):
+            used.update(names.KV_BLOCKS)
+            if any(isinstance(i, Backward) for i in self.instructions):
+                used.add(names.DKV_BLOCK)
+        used.update(name for name, buffer in self.buffers.items() if buffer.address < 0)
+        keep, places = [], {}
+        for index, instruction in enumerate(self.instructions):
+            places[index] = len(keep)
+            if not isinstance(instruction, Allocate | Free | Clear) or instruction.buffer in used:
+                keep.append(instruction)
+        self.instructions = keep
+        self.buffers = {
+            name: replace(buffer, born=places[buffer.born], dies=places[buffer.dies])
+            for name, buffer in self.buffers.items()
+            if name in used
+        }
+
+    def _streams(self, instruction: Instruction) -> bool:
+        return (
+            self.schedule.kv is Tier.HOST
+            and isinstance(instruction, Forward | Backward)
+            and instruction.chunk > 0
+        )
+
     def finish(self) -> Program:
         """Close what is open, give every buffer its address, and freeze."""
         for name in list(self.buffers):
             self.free(name)
+        self._drop_unused()
         arena_bytes = {}
         for tier in Tier:
             held = [b for b in self.buffers.values() if b.tier is tier and b.address >= 0]
@@ -111,3 +142,11 @@ class Ledger:
             dict(self.buffers),
             arena_bytes,
         )
+
+
+def _named(instruction: Instruction) -> list[str]:
+    """Buffers an instruction reads or writes; opening and clearing one is no use of it."""
+    if isinstance(instruction, Allocate | Free | Clear):
+        return []
+    values = (getattr(instruction, field.name) for field in fields(instruction))
+    return [value for value in values if isinstance(value, str)]

@@ -241,7 +241,9 @@ class GroupPasses(Group):
             own_kv = names.KV_OWN if on_host else self.prefix(layer)
             self._fetch(self.prefix(layer), own_kv, chunk)
             home = self.attention_home(layer, chunk)
-            if home is not None and (home, chunk) in ledger.written:
+            # What is kept only while the group is open was not there when the first pass ran.
+            was_open = self.is_last or home == names.attention(layer)
+            if home is not None and was_open and (home, chunk) in ledger.written:
                 attention = self._attention_place(layer, home)
                 self._fetch(home, attention, chunk)
             cells = self._activations_place(layer)
