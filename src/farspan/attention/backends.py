@@ -1,0 +1,281 @@
+"""One block of attention by the fastest kernel there is: what each vendor op needs and gives.
+
+q [B, H, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv], H a multiple of Hk; any strides.
+out [B, H, Sq, Dv]; lse [B, H, Sq], natural logarithm, fp32 (fp64 for fp64).
+
+`backward` takes the out and lse of the whole softmax, not those of the block: a kernel computes
+P = exp(S - lse) and D = rowsum(dout * out) from what it is given, so the gradients of the blocks
+add up to the exact ones.
+
+No aten backward adds into a given tensor: gradients are fresh tensors in the input dtype, or in
+the accumulate dtype (`Tiled`).
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from farspan.attention.blocks import Block, tile_window
+from farspan.attention.tiled import Tiled, visible
+from farspan.spec import Refused
+
+aten = torch.ops.aten
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class BlockKernel(Protocol):
+    """What computes one block. Kernels are stateless values."""
+
+    @property
+    def softcap(self) -> float | None:
+        """The cap that the kernel puts on scores."""
+
+    def split(self, block: Block) -> tuple[Block, ...]:
+        """The block as blocks that the kernel computes in one call each."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """The block's own out, in the dtype of q, and lse. Both are fresh."""
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        block: Block,
+        scale: float,
+    ) -> Gradients:
+        """dq, dk (Hk heads), dv (Hk heads) of the block. All are fresh."""
+
+
+def _rows_dense(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Inner stride 1, which every vendor op assumes without looking; a gradient that autograd
+    expanded has 0."""
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuFlash:
+    """aten's flash attention for CPUs: fp64, fp32, bf16, fp16; D == Dv; GQA inside.
+
+    Its causal mask is aligned top left, so causal blocks must be squares. It has no windows: tiles
+    get a float mask in q's dtype. It dies of SIGFPE without keys and returns lse = 0 for a row
+    that sees none: `Block` has neither. Its lse is not differentiable.
+    """
+
+    softcap: None = None
+
+    def split(self, block: Block) -> tuple[Block, ...]:
+        return tile_window(block)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = _rows_dense(q, k, v)
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, is_causal=self._square(block), attn_mask=self._mask(block, q), scale=scale
+        )
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        block: Block,
+        scale: float,
+    ) -> Gradients:
+        dout, q, k, v, out = _rows_dense(dout, q, k, v, out)
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(dout, q, k, v, out, lse, 0.0, self._square(block)),
+            attn_mask=self._mask(block, q),
+            scale=scale,
+        )
+
+    def _square(self, block: Block) -> bool:
+        return block.causal and block.window is None
+
+    def _mask(self, block: Block, like: Tensor) -> Tensor | None:
+        if block.window is None:
+            return None
+        hidden = ~visible(block, like.device)
+        mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
+        return mask.masked_fill_(hidden, -torch.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaFlash:
+    """aten's flash attention for CUDA (FA2, or whatever is registered over it): bf16, fp16;
+    D == Dv, a multiple of 8 up to 256; GQA and windows inside; tensors are [B, S, H, D].
+
+    Causal masks and windows are aligned bottom right. Without dropout the RNG state is not read.
+    It indexes with 32 bits: the elements of a block stay below 2**31.
+    """
+
+    softcap: None = None
+
+    def split(self, block: Block) -> tuple[Block, ...]:
+        return (block,)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        q_BSHD, k_BSHD, v_BSHD = (x.transpose(1, 2) for x in _rows_dense(q, k, v))
+        left, right = self._window(block)
+        out_BSHD, lse, *_ = aten._flash_attention_forward(
+            *(q_BSHD, k_BSHD, v_BSHD, None, None, block.queries, block.keys),
+            *(0.0, block.causal, False),
+            scale=scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
+        return out_BSHD.transpose(1, 2), lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        block: Block,
+        scale: float,
+    ) -> Gradients:
+        tensors_BSHD = (x.transpose(1, 2) for x in _rows_dense(dout, q, k, v, out))
+        left, right = self._window(block)
+        rng = torch.empty(2, dtype=torch.uint64, device=q.device)
+        unused = torch.empty((), dtype=torch.uint64, device=q.device)
+        dq, dk, dv = aten._flash_attention_backward(
+            *(*tensors_BSHD, lse.contiguous(), None, None, block.queries, block.keys),
+            *(0.0, block.causal, rng, unused),
+            scale=scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+    def _window(self, block: Block) -> tuple[int, int]:
+        """Keys to the left and right of the aligned diagonal; -1 is all of them.
+
+        Row i of Sq sees columns from i + Sk - Sq - left. In a windowed block without causal mask
+        the op turns right = -1 into Sk, which would hide keys if Sq > Sk + 1.
+        """
+        if block.window is None:
+            return -1, 0 if block.causal else -1
+        assert block.queries <= block.keys + 1, block
+        left = block.window - 1 + block.k_stop - block.q_stop
+        return left, 0 if block.causal else -1
+
+
+@cache
+def _cudnn_lse_rank() -> int:
+    """Dimensions of cuDNN's LSE: [B, H, Sq, 1] in torch 2.11 to 2.13, [B, H, Sq] later.
+
+    The op's shape function on the meta device answers for the installed torch.
+    """
+    x = torch.empty(1, 1, 128, 64, dtype=torch.bfloat16, device="meta")
+    return aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].ndim
+
+
+@dataclass(frozen=True, slots=True)
+class CudaCudnn:
+    """aten's cuDNN attention where it is right and pays; other blocks go to `other`.
+
+    bf16, fp16; D == Dv, a multiple of 8 up to 128; GQA inside. Its causal mask is aligned top
+    left. Right only without mask and with lengths that are multiples of 128 (dQ can be NaN
+    elsewhere). It builds a plan for each pair of lengths (0.1 to 0.4 s, kept for each thread): on
+    the coarser grid of `grid` tokens, chunks and key blocks have few pairs and documents, of any
+    length, do not come here at all.
+    """
+
+    other: BlockKernel
+    grid: int = 1024
+    softcap: None = None
+
+    def __post_init__(self) -> None:
+        assert self.grid % 128 == 0, self.grid
+
+    def split(self, block: Block) -> tuple[Block, ...]:
+        return (block,) if self._fits(block) else self.other.split(block)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        if not self._fits(block):
+            return self.other.forward(q, k, v, block, scale)
+        q, k, v = _rows_dense(q, k, v)
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, block.causal, False, scale=scale
+        )
+        return out, lse.view(lse.shape[:3])
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        block: Block,
+        scale: float,
+    ) -> Gradients:
+        if not self._fits(block):
+            return self.other.backward(dout, q, k, v, out, lse, block, scale)
+        dout, q, k, v, out = _rows_dense(dout, q, k, v, out)
+        lse = lse.contiguous()
+        if _cudnn_lse_rank() == 4:
+            lse = lse.unsqueeze(-1)
+        seed, offset = torch.empty((2,), dtype=torch.int64, device=q.device).unbind()
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            *(dout, q, k, v, out, lse, seed, offset, None, None, None),
+            *(block.queries, block.keys, 0.0, block.causal),
+            scale=scale,
+        )
+
+    def _fits(self, block: Block) -> bool:
+        aligned = block.queries % self.grid == 0 and block.keys % self.grid == 0
+        return aligned and block.window is None
+
+
+def select_kernel(
+    device_type: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    softcap: float | None,
+    capability: tuple[int, int] = (9, 0),
+) -> BlockKernel:
+    """The fastest exact kernel for these heads.
+
+    `capability` is the CUDA device's; its flash and cuDNN ops need (8, 0). cuDNN's backward is
+    not deterministic, so it is left out under `torch.use_deterministic_algorithms`, and where
+    `torch.backends.cuda.enable_cudnn_sdp(False)` switched it off. Raises Refused for a dtype
+    that is not a floating type of 16 bits or more.
+    """
+    half = dtype in (torch.bfloat16, torch.float16)
+    if not half and dtype not in (torch.float32, torch.float64):
+        raise Refused(
+            f"dtype: expected float64, float32, bfloat16 or float16 for attention, got {dtype}; "
+            "load the model in one of these"
+        )
+    if softcap is not None or head_dim != value_dim:
+        return Tiled(softcap)
+    if device_type == "cpu":
+        return CpuFlash()
+    if device_type != "cuda" or capability < (8, 0) or not half or head_dim % 8 or head_dim > 256:
+        return Tiled()
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    if head_dim > 128 or not cudnn or torch.are_deterministic_algorithms_enabled():
+        return CudaFlash()
+    return CudaCudnn(CudaFlash())

@@ -1,0 +1,230 @@
+"""Attention of one cell: a chunk of queries against its own keys and all that came before.
+
+What the engine calls. Keys and values of earlier chunks stream in block by block from wherever
+they live, each block once a pass; gradients of theirs leave the same way. Everything is
+deterministic as far as the kernel is: blocks are visited in one fixed order.
+
+Shapes: q [B, H, C, D]; k [B, Hk, C, D], v [B, Hk, C, Dv] the chunk's own; out [B, H, C, Dv];
+lse [B, H, C]; sinks [H]. "Accumulate dtype" is fp32, or fp64 for fp64.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from farspan.attention.backends import BlockKernel
+from farspan.attention.blocks import Block
+from farspan.attention.merge import accumulate_dtype, add_sinks, merge_, sink_gradient
+
+
+class KeyValues(Protocol):
+    """Keys and values of the tokens before a chunk, and the sums of their gradients."""
+
+    def keys(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """K [B, Hk, S, D] and V [B, Hk, S, Dv] of tokens [start, stop), all batch rows.
+
+        They stay valid until the next call. Ranges come in ascending order and never overlap
+        within one pass; none crosses a multiple of kv_block.
+        """
+
+    def add_gradient(self, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
+        """Add to dK, dV of tokens [start, stop) of these batch rows.
+
+        dk [rows, Hk, S, D] and dv [rows, Hk, S, Dv] come in the model's or the accumulate dtype;
+        the sums must be in the latter. Called once after each call of `keys`, with its range.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What attention of one chunk is, besides its tensors."""
+
+    scale: float
+    softcap: float | None
+    blocks: tuple[Block, ...]  # from plan_blocks
+    q_start: int  # first token of the chunk
+    kernel: BlockKernel  # from select_kernel, with the same softcap
+
+    def __post_init__(self) -> None:
+        assert self.kernel.softcap == self.softcap, (self.kernel, self.softcap)
+
+
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """Keys [start, stop) of earlier chunks, and the blocks that need them, all in these rows."""
+
+    start: int
+    stop: int
+    rows: slice
+    blocks: tuple[Block, ...]
+
+
+@torch.no_grad()
+def attend(
+    call: AttentionCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_values: KeyValues,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out, in the dtype of q, and lse, in the accumulate dtype, over all visible keys and sinks.
+
+    out is [B, C, H, Dv] in memory, so that out.transpose(1, 2) is contiguous.
+    """
+    out, lse = _attend_own(call, q, k, v)
+    for visit in _visits(call):
+        # A chunk of one block needs no sum, hence no wider output.
+        out = out.to(lse.dtype)
+        keys, values = key_values.keys(visit.start, visit.stop)
+        for block in visit.blocks:
+            part = _forward(call, q, keys, values, block, visit.start)
+            merge_(_queries(call, out, block), _queries(call, lse, block), *part)
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
+    return out.to(q.dtype), lse
+
+
+@torch.no_grad()
+def attend_backward(
+    call: AttentionCall,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attended: tuple[Tensor, Tensor],
+    key_values: KeyValues,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv and d sinks of the chunk, all in the accumulate dtype.
+
+    `attended` is what `attend` returned. dk and dv are what this chunk's queries give to its own
+    keys; what they give to earlier keys goes to `key_values.add_gradient`.
+    """
+    dtype = accumulate_dtype(q.dtype)
+    of_queries = dout, q, *attended
+    dq = _Sum(q, dtype)
+    own = _Visit(call.q_start, call.q_start + q.shape[2], slice(0, None), _own_blocks(call))
+    dk, dv = _gradients(call, of_queries, k, v, own, dq)
+    for visit in _visits(call):
+        keys, values = key_values.keys(visit.start, visit.stop)
+        parts = _gradients(call, of_queries, keys, values, visit, dq)
+        key_values.add_gradient(visit.start, visit.stop, visit.rows, *parts)
+    dsinks = None if sinks is None else sink_gradient(dout, *attended, sinks)
+    return dq.total().to(dtype), dk.to(dtype), dv.to(dtype), dsinks
+
+
+class _Sum:
+    """Adds up parts of a tensor; a first part that is the whole is taken as it is, without a copy.
+
+    Parts are fresh tensors of kernels, so that the first may be added into.
+    """
+
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self.like, self.dtype = like, dtype
+        self.sum: Tensor | None = None
+
+    def add(self, part: Tensor, rows: slice, start: int) -> None:
+        """Add a part that lies at these batch rows and at tokens from `start`."""
+        if self.sum is None and part.shape == self.like.shape:
+            self.sum = part
+            return
+        if self.sum is None:
+            self.sum = torch.zeros_like(self.like, dtype=self.dtype)
+        self.sum = self.sum.to(self.dtype)
+        self.sum[rows, :, start : start + part.shape[2]].add_(part)
+
+    def total(self) -> Tensor:
+        assert self.sum is not None
+        return self.sum
+
+
+def _gradients(
+    call: AttentionCall,
+    of_queries: tuple[Tensor, ...],
+    keys: Tensor,
+    values: Tensor,
+    visit: _Visit,
+    dq: _Sum,
+) -> tuple[Tensor, Tensor]:
+    """dk and dv of the visit's rows and keys, summed over its blocks; theirs is added to `dq`."""
+    dk, dv = (_Sum(x[visit.rows], dq.dtype) for x in (keys, values))
+    # A visit of several row ranges holds all rows, so its rows count from 0.
+    first_row = visit.rows.start
+    for block in visit.blocks:
+        rows = slice(block.row_start - first_row, None)
+        if block.row_stop is not None:
+            rows = slice(rows.start, block.row_stop - first_row)
+        dout, q, out, lse = (_queries(call, x, block) for x in of_queries)
+        k, v = (_keys(x, block, visit.start) for x in (keys, values))
+        parts = call.kernel.backward(dout, q, k, v, out, lse, block, call.scale)
+        dq.add(parts[0], block.rows, block.q_start - call.q_start)
+        dk.add(parts[1], rows, block.k_start - visit.start)
+        dv.add(parts[2], rows, block.k_start - visit.start)
+    return dk.total(), dv.total()
+
+
+def _attend_own(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse over the chunk's own keys. Its blocks share no query, so nothing is merged."""
+    blocks = _own_blocks(call)
+    if len(blocks) == 1:
+        return _forward(call, q, k, v, blocks[0], call.q_start)
+    dtype = accumulate_dtype(q.dtype)
+    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+    lse = q.new_empty(q.shape[:3], dtype=dtype)
+    for block in blocks:
+        part_out, part_lse = _forward(call, q, k, v, block, call.q_start)
+        _queries(call, out, block).copy_(part_out)
+        _queries(call, lse, block).copy_(part_lse)
+    return out, lse
+
+
+def _forward(
+    call: AttentionCall, q: Tensor, keys: Tensor, values: Tensor, block: Block, first_key: int
+) -> tuple[Tensor, Tensor]:
+    k, v = (_keys(x, block, first_key) for x in (keys, values))
+    return call.kernel.forward(_queries(call, q, block), k, v, block, call.scale)
+
+
+def _queries(call: AttentionCall, x: Tensor, block: Block) -> Tensor:
+    """The block's part of a tensor [B, H, C, ...] of the chunk's queries."""
+    return x[block.rows, :, block.q_start - call.q_start : block.q_stop - call.q_start]
+
+
+def _keys(x: Tensor, block: Block, first_key: int) -> Tensor:
+    """The block's part of a tensor [B, Hk, S, ...] of keys from token `first_key` on."""
+    return x[block.rows, :, block.k_start - first_key : block.k_stop - first_key]
+
+
+def _own_blocks(call: AttentionCall) -> tuple[Block, ...]:
+    own = (block for block in call.blocks if block.k_start >= call.q_start)
+    return tuple(tile for block in own for tile in call.kernel.split(block))
+
+
+def _visits(call: AttentionCall) -> Iterator[_Visit]:
+    """Blocks over earlier keys in ascending order, those whose key ranges overlap together.
+
+    Blocks are cut on the grid of kv_block, so no visit crosses it and each range is asked for
+    once, however many documents and tiles of windows share it.
+    """
+    earlier = (block for block in call.blocks if block.k_start < call.q_start)
+    together: list[Block] = []
+    stop = 0
+    for block in sorted(earlier, key=lambda b: (b.k_start, b.k_stop, b.row_start, b.q_start)):
+        if together and block.k_start >= stop:
+            yield _visit(call, together)
+            together = []
+        stop = max(stop, block.k_stop) if together else block.k_stop
+        together.append(block)
+    if together:
+        yield _visit(call, together)
+
+
+def _visit(call: AttentionCall, blocks: list[Block]) -> _Visit:
+    start, stop = min(b.k_start for b in blocks), max(b.k_stop for b in blocks)
+    ranges = {(b.row_start, b.row_stop) for b in blocks}
+    rows = blocks[0].rows if len(ranges) == 1 else slice(0, None)
+    return _Visit(start, stop, rows, tuple(t for b in blocks for t in call.kernel.split(b)))

@@ -1,0 +1,155 @@
+"""Chunked attention equals dense attention: forward, every gradient, every shape of visibility."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farspan.attention.backends import BlockKernel, CpuFlash
+from farspan.attention.cell import AttentionCall, attend, attend_backward
+from farspan.attention.tiled import Tiled
+from tests.attention.cases import (
+    Case,
+    Memory,
+    cases,
+    chunk_call,
+    expected,
+    long_cases,
+    make_inputs,
+    run_chunked,
+)
+from tests.numerics import assert_exact, relative_error
+
+
+def compare(case: Case, kernel: BlockKernel | None = None) -> None:
+    inputs = make_inputs(case)
+    found, wanted = run_chunked(case, inputs, kernel), expected(case, inputs)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        # Where every query sees only itself, or one key, dq and dk are 0 but for rounding.
+        noise = tensor.numel() ** 0.5 * 1e-3
+        error = relative_error(found[name], tensor, least=noise)
+        assert error <= 1e-12, f"{name}: relative L2 error {error:.3g}"
+
+
+@pytest.mark.parametrize("case", [*cases(), *long_cases()], ids=str)
+def test_equals_dense_attention_in_float64(case: Case) -> None:
+    compare(case)
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_tiles_equal_dense_attention_in_float64(case: Case) -> None:
+    compare(case, Tiled(case.softcap, tile=7))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", [cases()[0], *long_cases()[:4]], ids=str)
+def test_no_less_accurate_than_dense_attention(case: Case, dtype: torch.dtype) -> None:
+    """The floor: what exp(score - lse) loses when both are rounded to the accumulate dtype, which
+    a dense softmax, normalised after exp(score - max), does not."""
+    case = replace(case, dtype=dtype)
+    inputs = make_inputs(case)
+    exact = expected(case, inputs.to(torch.float64))
+    plain, ours = expected(case, inputs), run_chunked(case, inputs)
+    keys = inputs.k.repeat_interleave(case.heads // case.kv_heads, 1)
+    largest = float((inputs.q.double() @ keys.double().mT).abs().max()) * case.scale
+    floor = torch.finfo(torch.float32).eps / 2 * min(largest, case.softcap or largest)
+    for name, tensor in exact.items():
+        limit = 2 * relative_error(plain[name], tensor) + floor
+        error = relative_error(ours[name], tensor)
+        assert error <= limit, f"{name}: {error:.3g} > {limit:.3g}"
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_equals_dense_attention_for_any_geometry(data: st.DataObject) -> None:
+    tokens = data.draw(st.integers(1, 40))
+    batch = data.draw(st.integers(1, 2))
+    starts = st.sets(st.integers(0, tokens - 1)).map(lambda s: tuple(sorted(s | {0})))
+    rows = st.tuples(*[starts] * batch)
+    case = Case(
+        tokens=tokens,
+        batch=batch,
+        chunk=data.draw(st.integers(1, tokens + 2)),
+        kv_block=data.draw(st.integers(1, tokens + 2)),
+        window=data.draw(st.none() | st.integers(1, tokens + 2)),
+        sinks=data.draw(st.booleans()),
+        softcap=data.draw(st.sampled_from([None, 2.0])),
+        documents=data.draw(st.none() | rows),
+        head_dim=4,
+        value_dim=4,
+    )
+    compare(case)
+
+
+def test_documents_equal_each_document_alone() -> None:
+    case = Case(tokens=50, chunk=16, kv_block=8, documents=((0, 1, 20, 37),), window=11)
+    inputs = make_inputs(case)
+    found = run_chunked(case, inputs)
+    for start, stop in ((0, 1), (1, 20), (20, 37), (37, 50)):
+        alone = replace(case, tokens=stop - start, documents=None)
+        tensors = (x[:, :, start:stop] for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+        wanted = expected(alone, type(inputs)(*tensors, None))
+        for name in ("out", "v"):
+            assert_exact(found[name][:, :, start:stop], wanted[name])
+
+
+@pytest.mark.parametrize("documents", [None, ((0, 3, 33), (0, 40))])
+def test_is_deterministic_and_leaves_inputs_alone(
+    documents: tuple[tuple[int, ...], ...] | None,
+) -> None:
+    case = Case(tokens=50, chunk=16, kv_block=8, batch=2, documents=documents, sinks=True)
+    inputs = make_inputs(case)
+    before = [x.clone() for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
+    first, second = run_chunked(case, inputs), run_chunked(case, inputs)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    after = (inputs.q, inputs.k, inputs.v, inputs.dout)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_key_block_is_asked_for_once() -> None:
+    """Tiles of windows and documents of several rows share it."""
+    case = replace(long_cases()[4], kv_block=4096, chunk=750)
+    inputs = make_inputs(case)
+    memory = Memory(inputs.k, inputs.v)
+    call, span = chunk_call(case, CpuFlash(), 750)
+    memory.begin(750)
+    q, k, v, dout = (x[:, :, span] for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    attended = attend(call, q, k, v, memory)
+    assert memory.asked == [(101, 750)]
+    attend_backward(call, dout, q, k, v, attended, memory)
+    assert memory.asked == memory.asked[:1] * 2
+    assert memory.added == memory.asked[:1]
+
+
+def test_expanded_gradients_and_transposed_heads_are_accepted() -> None:
+    """Autograd hands over stride 0 for `out.sum()`; a model may hand over any strides."""
+    case = Case(tokens=40, chunk=16, kv_block=8, head_dim=6, value_dim=6)
+    inputs = make_inputs(case)
+    ones = torch.ones((), dtype=case.dtype).expand_as(inputs.dout)
+    odd = (x.mT.contiguous().mT for x in (inputs.q, inputs.k, inputs.v))
+    strange = type(inputs)(*odd, ones, None)
+    found, wanted = run_chunked(case, strange), expected(case, strange)
+    for name in wanted:
+        assert_exact(found[name], wanted[name])
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("chunk", [8, 24])
+def test_output_is_contiguous_as_models_want_it(sinks: bool, chunk: int) -> None:
+    case = Case(tokens=24, chunk=chunk, kv_block=8, sinks=sinks, dtype=torch.bfloat16)
+    inputs = make_inputs(case)
+    memory = Memory(inputs.k, inputs.v, limit=24 - chunk)
+    call, span = chunk_call(case, CpuFlash(), 24 - chunk)
+    tensors = (x[:, :, span] for x in (inputs.q, inputs.k, inputs.v))
+    out, lse = attend(call, *tensors, memory, inputs.sinks)
+    assert out.transpose(1, 2).is_contiguous()
+    assert out.dtype == torch.bfloat16
+    assert lse.dtype == torch.float32
+
+
+def test_a_cap_that_the_kernel_does_not_apply_is_a_mistake() -> None:
+    with pytest.raises(AssertionError):
+        AttentionCall(1.0, 30.0, (), 0, CpuFlash())
