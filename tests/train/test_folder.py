@@ -102,3 +102,14 @@ def test_metrics_that_cannot_be_written_are_named(tmp_path: Path) -> None:
         folder.metrics.mkdir()
         with pytest.raises(WriteFailed, match=r"cannot write .*metrics\.jsonl: Is a directory"):
             folder.record({"step": 1})
+
+
+def test_leftovers_of_a_killed_process_go_away(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+    prepare(run)
+    folder = tmp_path / "run"
+    (folder / ".partial-model").mkdir()
+    (folder / ".partial-config.yaml").write_text("half")
+    (folder / "checkpoints" / ".partial-step-00000004").mkdir()
+    prepare(run)
+    assert not list(folder.rglob(".partial*"))

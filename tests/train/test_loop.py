@@ -63,6 +63,18 @@ def test_the_folder_tells_the_whole_run(tmp_path: Path) -> None:
     about = json.loads((tmp_path / "run" / "about.json").read_text())
     assert about["parameters"] == 8976
     assert about["schedule"]["chunk"] == 16384
+    assert about["memory"] == {"device": 100_000, "host": 23_456}
+
+
+def test_the_first_step_is_measured(tmp_path: Path) -> None:
+    run, quiet = tiny_run(tmp_path), Quiet()
+    fit(run, reporter=quiet)
+    first, *others = (line for line in metrics(run) if "loss" in line)
+    assert first["memory_predicted_bytes"] == 123_456
+    # Gradients alone are four bytes a parameter.
+    assert 4 * 8976 < first["memory_measured_bytes"] < 100 * 8976
+    assert not any("memory_measured_bytes" in line for line in others)
+    assert any("0.1 MiB predicted" in note for note in quiet.notes)
 
 
 def test_the_model_loads_where_hugging_face_loads_models(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from farspan.train.config import (
     RunConfig,
 )
 from farspan.train.loop import Result, train
+from farspan.train.memory import Expected
 from farspan.train.parts import CellsDone, Parts
 from farspan.train.progress import Reporter
 
@@ -135,6 +136,7 @@ def tiny_parts(hook: Hook | None = None) -> Parts:
         make_step=lambda model, _: TinyStep(model, hook),
         strategy=lambda *_: Schedule(),
         count_trained=count_trained,
+        expect_memory=lambda *_: Expected(123_456, {"device": 100_000, "host": 23_456}),
     )
 
 

@@ -9,8 +9,11 @@ from pathlib import Path
 
 from farspan.spec import Refused
 
-# Test suites hold files that are broken on purpose; the rest is not part of Python.
-_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
+# Test suites hold files that are broken on purpose, and installed packages are not part of Python.
+# The last two are generated, not written: a help text of 757 kB and the tables of code pages.
+_SKIPPED = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "encodings"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ def _hidden(path: Path) -> bool:
 
 
 def stdlib_files() -> tuple[Path, ...]:
-    """Python's own `.py` sources, sorted, without tests and installed packages."""
+    """Python's own `.py` sources, sorted, without tests and generated tables."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(root.rglob("*.py"))
     return tuple(p for p in files if not _SKIPPED.intersection(p.relative_to(root).parts))

@@ -117,7 +117,7 @@ class EvaluationConfig:
     """Held-out loss at the full training length; without held-out documents there is none."""
 
     every: int = 100  # steps; 0: only after the last one
-    sequences: int = 8  # at most
+    sequences: int = 8  # at most, spread evenly over the held-out text
 
     def __post_init__(self) -> None:
         _at_least(self.every, 0, "every")

@@ -43,7 +43,9 @@ class Result:
         return f"{self.steps} steps done; the model is in {self.folder / 'model'}"
 
 
-def train(run: RunConfig, *, parts: Parts, reporter: Reporter | None = None) -> Result:
+def train(
+    run: RunConfig, *, parts: Parts | None = None, reporter: Reporter | None = None
+) -> Result:
     """Trains until the last step or the first signal, from the latest checkpoint if there is one.
 
     Raises Refused for what cannot be done as asked, WriteFailed when the disk is full, Diverged
@@ -54,13 +56,13 @@ def train(run: RunConfig, *, parts: Parts, reporter: Reporter | None = None) -> 
     with RunFolder(run) as folder, Interrupt() as interrupt, shown:
         folder.prepare()
         try:
-            trainer = _prepare(run, parts, folder, shown, interrupt)
+            trainer = _prepare(run, parts or Parts(), folder, shown, interrupt)
         except Interrupted as stop:
             return Result(folder.path, 0, run.steps, None, None, 0, stop.signum)
         try:
             trainer.fit()
         except Interrupted as stop:
-            trainer.abandon()
+            trainer.save()
             return _result(run, folder, trainer, stop.signum)
         trainer.export()
         return _result(run, folder, trainer, None)

@@ -1,12 +1,17 @@
 """What training is made of besides the data: passed in, so that each can be another one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from farspan.engine.batch import trained_token_count
+from farspan.engine.step import Step
+from farspan.models.load import load_model
+from farspan.plan.strategies import strategy
 from farspan.spec import Schedule
+from farspan.train.memory import Expected, expect_memory
 
 
 class CellsDone(Protocol):
@@ -48,9 +53,12 @@ class StepLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The model's loader, the engine and the strategies."""
+    """The model's loader, the engine and the strategies; by default farspan's own."""
 
-    load_model: Callable[..., Any]  # path, config, dtype, overrides, seed, device -> a model
-    make_step: Callable[[nn.Module, Schedule], StepLike]
-    strategy: Callable[[str, int, int], Schedule]  # name, layers, tokens
-    count_trained: Callable[[Tensor, Tensor | None], int]  # labels, document_ids
+    # path, config, dtype, overrides, seed, device, trust_remote_code -> a model
+    load_model: Callable[..., Any] = load_model
+    make_step: Callable[[Any, Schedule], StepLike] = Step
+    strategy: Callable[[str, int, int], Schedule] = strategy  # name, layers, tokens
+    count_trained: Callable[[Tensor, Tensor | None], int] = trained_token_count
+    # step, batch, tokens, the optimizer's tensors -> bytes, or Refused
+    expect_memory: Callable[[Any, int, int, Mapping[str, Tensor]], Expected] = expect_memory

@@ -14,6 +14,7 @@ from farspan.data.tokenizers import BYTES, Tokenizer, load_tokenizer
 from farspan.models.refuse import refuse_context
 from farspan.spec import Refused, Schedule
 from farspan.train.config import RunConfig
+from farspan.train.memory import Expected
 from farspan.train.optimizer import Optimizer
 from farspan.train.parts import Parts, StepLike
 
@@ -31,6 +32,7 @@ class Equipment:
     tokenizer: Tokenizer
     device: torch.device
     count_trained: Callable[[Tensor, Tensor | None], int]
+    expected: Expected  # of one batch
 
 
 def resolve(run: RunConfig) -> RunConfig:
@@ -54,7 +56,16 @@ def equip(run: RunConfig, parts: Parts, watch: Watch) -> tuple[Equipment, dict[s
     schedule = choose_schedule(run, parts, model)
     optimizer = Optimizer(model, run.optimizer)
     step = parts.make_step(model, schedule)
-    equipment = Equipment(model, step, optimizer, corpus, tokenizer, device, parts.count_trained)
+    equipment = Equipment(
+        model,
+        step,
+        optimizer,
+        corpus,
+        tokenizer,
+        device,
+        parts.count_trained,
+        parts.expect_memory(step, run.batch, run.context, optimizer.tensors()),
+    )
     return equipment, _about(equipment, schedule)
 
 
@@ -133,6 +144,7 @@ def _about(equipment: Equipment, schedule: Schedule) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "schedule": asdict(schedule),
+        "memory": dict(equipment.expected.parts),
         "data": equipment.corpus.identity,
         "tokens_per_epoch": packing.tokens_per_epoch,
         "sequences_per_epoch": packing.sequences_per_epoch(),

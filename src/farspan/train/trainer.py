@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from farspan.data.packing import Batch
 from farspan.data.tokenizers import reads_back
+from farspan.engine.meter import PeakMeter
 from farspan.train import checkpoint
 from farspan.train.checkpoint import Live, capture_rng, restore_rng
 from farspan.train.config import OnNonfinite, RunConfig
@@ -19,7 +20,7 @@ from farspan.train.diagnosis import Diverged, find_nonfinite, report
 from farspan.train.durable import PARTIAL, publish, writing
 from farspan.train.folder import RunFolder, identity
 from farspan.train.interrupt import Interrupt
-from farspan.train.memory import memory_report
+from farspan.train.memory import compare, peak_process_bytes
 from farspan.train.optimizer import learning_rate
 from farspan.train.parts import CellsDone
 from farspan.train.progress import Reporter
@@ -69,6 +70,7 @@ class Trainer:
         self._live = Live(_model_tensors(equipment.model), equipment.optimizer.tensors())
         self._identity = {"run": identity(run), "data": equipment.corpus.identity}
         self._rng = capture_rng()
+        self._is_measured = False
         self._saved: int | None = None  # step of the latest checkpoint
         self.at = Position()
         self.loss: float | None = None
@@ -117,11 +119,6 @@ class Trainer:
         )
         self._saved = self.at.step
 
-    def abandon(self) -> None:
-        """After a step was interrupted: saves the last one that ended."""
-        self._use.optimizer.clear()
-        self.save()
-
     def export(self) -> None:
         """The model as a folder that `from_pretrained` reads, with its tokenizer."""
         if self._folder.model.exists():
@@ -143,11 +140,11 @@ class Trainer:
         step, run = self.at.step, self._run
         self._reporter.begin(step + 1)
         batches = [self._micro(step * run.accumulate + i) for i in range(run.accumulate)]
-        loss = self._gradients(batches)
+        loss, memory = self._measured(batches)
         gradient_norm = self._use.optimizer.gradient_norm()
         norm = float(gradient_norm)
         lr = learning_rate(run.optimizer, step, run.steps)
-        values: dict[str, Any] = {"step": step + 1, "lr": lr}
+        values: dict[str, Any] = {"step": step + 1, "lr": lr, **memory}
         if math.isfinite(loss) and math.isfinite(norm):
             self._use.optimizer.step(lr, gradient_norm)
             self.loss = loss
@@ -168,10 +165,21 @@ class Trainer:
             "trained_tokens": sum(m.trained for m in batches),
             "tokens_per_second": read / seconds,
             "seconds": seconds,
-            **memory_report(self._use.step),
+            "peak_process_bytes": peak_process_bytes(),
         }
         self._folder.record(values)
         self._reporter.end(values)
+
+    def _measured(self, batches: list[Micro]) -> tuple[float, dict[str, int]]:
+        """As `_gradients`; the first time also the peak bytes, predicted and measured."""
+        if self._is_measured:
+            return self._gradients(batches), {}
+        with PeakMeter(self._use.device) as meter:
+            loss = self._gradients(batches)
+        self._is_measured = True
+        predicted = self._use.expected.new
+        self._reporter.note(compare(predicted, meter.peak))
+        return loss, {"memory_predicted_bytes": predicted, "memory_measured_bytes": meter.peak}
 
     def _gradients(self, batches: list[Micro]) -> float:
         """Adds the gradient of the mean loss over all trained tokens of the batches; that loss."""
@@ -229,8 +237,11 @@ class Trainer:
         due = step == self._run.steps or _due(step, self._run.evaluation.every, first=True)
         if packing is None or not due or step in self.held_out:
             return
-        count = min(self._run.evaluation.sequences, packing.sequences_per_epoch())
-        batches = [self._place(packing.once(i), (i,)) for i in range(count)]
+        there = packing.sequences_per_epoch()
+        count = min(self._run.evaluation.sequences, there)
+        # Spread over all of them, so that one long document does not stand for the rest.
+        chosen = [place * there // count for place in range(count)]
+        batches = [self._place(packing.once(i), (i,)) for i in chosen]
         total, loss = sum(m.trained for m in batches), 0.0
         for place, micro in enumerate(batches):
             self._use.step.progress = partial(self._evaluating, place, count)
