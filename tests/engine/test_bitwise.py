@@ -1,0 +1,129 @@
+"""What is kept, recomputed or moved changes no bit: the mathematics is the same."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farspan.spec import Schedule, Tier
+from tests.engine.checks import Outcome, assert_same_bits, draw, run_step
+from tests.zoo import make_model, shared_model
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+BASES = {
+    "layer-major": Schedule(chunk=16, groups=1, kv_block=24),
+    "unequal": Schedule(chunk=16, groups=(1, 2, 1), kv_block=7),
+    "grouped": Schedule(chunk=13, groups=2, kv_block=1000),
+    "chunk-major": Schedule(chunk=20, groups=4, kv_block=16),
+    "whole": Schedule(chunk=100, groups=1),
+}
+CHANGES = {
+    "phi": {"attention_kept": 0.4},
+    "phi one": {"attention_kept": 1.0},
+    "attention on device": {"attention_kept": 0.6, "attention": Tier.DEVICE},
+    "open group": {"attention_open": True},
+    "open group and phi": {"attention_open": True, "attention_kept": 0.3},
+    "alpha": {"activations_kept": 0.5},
+    "alpha one": {"activations_kept": 1.0},
+    "alpha on device": {"activations_kept": 0.6, "activations": Tier.DEVICE},
+    "alpha and phi": {"activations_kept": 0.3, "attention_kept": 0.7},
+    "alpha beyond phi": {"activations_kept": 0.7, "attention_kept": 0.3},
+    "kv kept": {"kv_kept": True},
+    "kv kept on device": {"kv_kept": True, "kv_home": Tier.DEVICE},
+    "kv streamed": {"kv": Tier.HOST},
+    "kv streamed and kept": {"kv": Tier.HOST, "kv_kept": True},
+    "kv streamed, alpha": {"kv": Tier.HOST, "activations_kept": 0.6, "attention_kept": 0.3},
+    "x on device": {"x": Tier.DEVICE},
+    "x on device, alpha": {"x": Tier.DEVICE, "activations_kept": 0.6},
+    "layer by layer": {"layer_checkpoint": True},
+    "layer by layer, open": {"layer_checkpoint": True, "attention_open": True, "kv_kept": True},
+}
+DATA = draw(53, batch=2, documents=4)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[tuple[str, torch.dtype], Outcome]:
+    """What the bases give, once."""
+    return {
+        (name, dtype): run_step(shared_model("qwen2", dtype), base, DATA)
+        for name, base in BASES.items()
+        for dtype in DTYPES
+    }
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("base", BASES)
+def test_the_same_bits(
+    base: str, change: str, outcomes: dict[tuple[str, torch.dtype], Outcome]
+) -> None:
+    schedule = replace(BASES[base], **CHANGES[change])  # type: ignore[arg-type]
+    assert schedule != BASES[base]
+    for dtype in DTYPES if base == "unequal" else DTYPES[2:]:
+        found = run_step(shared_model("qwen2", dtype), schedule, DATA)
+        assert_same_bits(found, outcomes[base, dtype])
+
+
+tiers = st.sampled_from(Tier)
+fractions = st.floats(0, 1)
+placements = st.fixed_dictionaries(
+    {
+        "x": tiers,
+        "kv": tiers,
+        "kv_kept": st.booleans(),
+        "kv_home": tiers,
+        "attention_kept": fractions,
+        "attention_open": st.booleans(),
+        "attention": tiers,
+        "activations_kept": fractions,
+        "activations": tiers,
+        "layer_checkpoint": st.booleans(),
+    }
+)
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(sorted(BASES)), placements)
+def test_all_of_them_together(base: str, changes: dict[str, object]) -> None:
+    model = shared_model("qwen2", torch.float32)
+    expected = run_step(model, BASES[base], DATA)
+    found = run_step(model, replace(BASES[base], **changes), DATA)  # type: ignore[arg-type]
+    assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "mixtral", "gpt2", "deepseek_v3"])
+def test_other_families(name: str) -> None:
+    """Kept graphs hold what is theirs: experts' index tensors, caps, sinks, fused projections."""
+    model = shared_model(name)
+    base = Schedule(chunk=16, groups=2, kv_block=24)
+    expected = run_step(model, base, DATA)
+    for changes in ("alpha", "alpha and phi", "kv streamed, alpha", "layer by layer, open"):
+        schedule = replace(base, **CHANGES[changes])  # type: ignore[arg-type]
+        assert_same_bits(run_step(model, schedule, DATA), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_order_of_the_grid(dtype: torch.dtype) -> None:
+    """Every order visits the chunks of a layer from the last: no sum changes its order, but for a
+    head tied to the embedding, which share one."""
+    model = make_model("qwen2", dtype, tie_word_embeddings=False)
+    orders = [run_step(model, Schedule(chunk=16, groups=g), DATA) for g in (1, 2, (3, 1), 4)]
+    for one, other in pairwise(orders):
+        assert_same_bits(one, other)
+
+
+def test_again_is_the_same() -> None:
+    model = shared_model("qwen2", torch.bfloat16)
+    first, again = (run_step(model, BASES["unequal"], DATA) for _ in range(2))
+    assert_same_bits(first, again)
+
+
+def test_another_chunk_is_not_the_same() -> None:
+    """Bits do differ where sums are cut otherwise: the comparison can fail."""
+    model = shared_model("qwen2")
+    with pytest.raises(AssertionError):
+        assert_same_bits(
+            run_step(model, Schedule(chunk=16), DATA), run_step(model, Schedule(chunk=20), DATA)
+        )

@@ -1,0 +1,149 @@
+"""Any length, any cut of the grid: the gradients of plain full-sequence autograd."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from farspan.engine.oracle import gradients_of, oracle_loss
+from farspan.engine.step import Step
+from farspan.models.boundary import Boundary
+from farspan.models.route import answering, routed
+from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.spec import Schedule, Tier
+from tests.engine.checks import (
+    Data,
+    Outcome,
+    assert_close,
+    draw,
+    errors,
+    run_oracle,
+    run_step,
+)
+from tests.numerics import EXACT, relative_error
+from tests.zoo import make_model, shared_model
+
+LAYERS = 4  # of the shared models
+
+
+def group_sizes(layers: int) -> st.SearchStrategy[int | tuple[int, ...]]:
+    """Every way to cut the layers into groups: where each layer begins a new one or does not."""
+
+    def cut(begins: list[bool]) -> tuple[int, ...]:
+        borders = [0, *(i for i, begin in enumerate(begins, 1) if begin), layers]
+        return tuple(b - a for a, b in pairwise(borders))
+
+    cuts = st.lists(st.booleans(), min_size=layers - 1, max_size=layers - 1)
+    return st.integers(1, layers + 1) | cuts.map(cut)
+
+
+tiers = st.sampled_from(Tier)
+fractions = st.sampled_from([0.0, 0.3, 0.6, 1.0])
+# Five tokens a chunk is below some lengths and above others; 200 is beyond all of them.
+schedules = st.builds(
+    Schedule,
+    chunk=st.sampled_from([1, 5, 16, 23, 200]),
+    groups=group_sizes(LAYERS),
+    x=tiers,
+    kv=tiers,
+    kv_kept=st.booleans(),
+    kv_home=tiers,
+    attention_kept=fractions,
+    attention_open=st.booleans(),
+    attention=tiers,
+    activations_kept=fractions,
+    activations=tiers,
+    layer_checkpoint=st.booleans(),
+    kv_block=st.sampled_from([1, 7, 16, 1000]),
+    head_tokens=st.sampled_from([1, 6, 1000]),
+)
+shapes = st.builds(
+    draw,
+    st.sampled_from([1, 2, 4, 15, 16, 17, 37, 61]),
+    batch=st.integers(1, 2),
+    documents=st.sampled_from([0, 0, 3, 9]),
+    seed=st.integers(0, 3),
+)
+
+
+@settings(max_examples=60)
+@given(schedules, shapes)
+@example(Schedule(chunk=1, kv_block=1, groups=(1, 3)), draw(17, batch=2, documents=5))
+@example(Schedule(chunk=16, groups=(3, 1)), draw(1))
+def test_any_schedule_is_exact(schedule: Schedule, data: Data) -> None:
+    model = shared_model("qwen2")
+    assert_close(run_step(model, schedule, data), run_oracle(model, data))
+
+
+@pytest.mark.parametrize("layers", [1, 3, 5])
+@pytest.mark.parametrize("groups", [1, 2, 5])
+def test_other_depths(layers: int, groups: int) -> None:
+    """Sizes that leave a smaller first group, and more layers a group than there are."""
+    model = make_model("qwen2", num_hidden_layers=layers)
+    schedule = Schedule(chunk=16, groups=groups, attention_kept=0.5, activations_kept=0.5)
+    data = draw(37)
+    assert_close(run_step(model, schedule, data), run_oracle(model, data))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 53])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategies_by_name(name: str, batch: int, tokens: int) -> None:
+    model = shared_model("qwen2")
+    step = Step(model, strategy(name, LAYERS, tokens), poison=True)
+    for seed in (0, 1):
+        data = draw(tokens, batch=batch, documents=4 * seed, seed=seed)
+        expected = run_oracle(model, data)
+        assert_close(run_step(model, step, data), expected)
+        assert relative_error(step.evaluate(*data), expected.loss) <= EXACT
+
+
+def test_lengths_change_from_step_to_step() -> None:
+    """Arenas grow and shrink; programs of earlier lengths are found again."""
+    model = shared_model("qwen2")
+    step = Step(model, Schedule(chunk=16, groups=2, attention_kept=0.4), poison=True)
+    for tokens, batch in ((53, 1), (1, 2), (16, 1), (61, 2), (53, 1)):
+        data = draw(tokens, batch=batch, seed=tokens)
+        assert_close(run_step(model, step, data), run_oracle(model, data))
+        assert relative_error(step.evaluate(*data), run_oracle(model, data).loss) <= EXACT
+
+
+def torch_attention(
+    _: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **__: Any
+) -> Tensor:
+    out = nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scale, enable_gqa=True
+    )
+    return out.transpose(1, 2)
+
+
+def torch_outcome(model: nn.Module, data: Data) -> Outcome:
+    """Loss and gradients with torch's own attention and nothing of the oracle's."""
+    with routed(Boundary(model).model), answering(torch_attention):
+        logits = model(input_ids=data.input_ids, use_cache=False).logits
+    loss = nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), data.labels[:, 1:].flatten(), ignore_index=-100
+    )
+    return Outcome(loss.detach(), gradients_of(model, loss))
+
+
+def test_the_oracle_agrees_with_torch_s_attention() -> None:
+    """In float64, so that the reference is not trusted blindly."""
+    model, data = shared_model("qwen2"), draw(53, batch=2)
+    assert_close(run_oracle(model, data), torch_outcome(model, data))
+
+
+def test_the_oracle_agrees_with_hugging_face_s_loss() -> None:
+    """The model's own forward with labels, on its own default attention, computes the loss in
+    fp32: one rounding of 2**-24 a logit."""
+    model, data = shared_model("qwen2"), draw(53, batch=2)
+    own = model(input_ids=data.input_ids, labels=data.labels).loss
+    loss = oracle_loss(model, *data)
+    limit = torch.finfo(torch.float32).eps
+    assert relative_error(loss, own) <= limit
+    names = errors(gradients_of(model, loss), gradients_of(model, own))
+    assert max(names.values()) <= 10 * limit

@@ -1,0 +1,357 @@
+"""The public call behaves like `loss.backward()` of the same model."""
+
+import copy
+import gc
+from itertools import pairwise
+from statistics import median
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from farspan.engine.batch import trained_token_count
+from farspan.engine.oracle import gradients_of, oracle_loss
+from farspan.engine.step import Progress, Step
+from farspan.spec import Schedule, Tier
+from tests.engine.checks import (
+    Data,
+    Outcome,
+    assert_close,
+    assert_same_bits,
+    draw,
+    errors,
+    gradients,
+    run_oracle,
+    run_step,
+)
+from tests.numerics import EXACT, assert_exact, relative_error
+from tests.zoo import make_model, shared_model
+
+SCHEDULE = Schedule(chunk=16, groups=2, attention_kept=0.5, activations_kept=0.3)
+DATA = draw(53, batch=2, documents=4)
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    """A model that a test may change."""
+    return make_model("qwen2")
+
+
+class TestLoss:
+    def test_is_a_scalar_without_a_graph(self) -> None:
+        loss = Step(shared_model("qwen2"), SCHEDULE)(*DATA)
+        assert loss.shape == ()
+        assert not loss.requires_grad
+        assert loss.dtype is torch.float64
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_is_wide(self, dtype: torch.dtype) -> None:
+        """A mean over a million tokens needs more digits than a bf16 parameter."""
+        model = shared_model("qwen2", dtype)
+        step = Step(model, SCHEDULE)
+        assert step(*DATA).dtype is step.evaluate(*DATA).dtype is torch.float32
+
+    def test_ignored_labels_do_not_count(self) -> None:
+        model = shared_model("qwen2")
+        ids = DATA.input_ids
+        labels = ids.clone()
+        labels[:, 20:] = -100
+        short = Step(model, SCHEDULE)(ids, labels)
+        assert_exact(short, oracle_loss(model, ids[:, :20], labels[:, :20]))
+
+    @pytest.mark.parametrize("tokens", [1, 20])
+    def test_without_trained_tokens_is_zero(self, tokens: int) -> None:
+        data = draw(tokens, batch=2)
+        ignored = Data(data.input_ids, torch.full_like(data.labels, -100))
+        found = run_step(shared_model("qwen2"), SCHEDULE, ignored)
+        assert found.loss == 0
+        assert not any(bool(g.any()) for g in found.gradients.values())
+
+    def test_is_divided_by_the_count_given(self) -> None:
+        """Micro-batches that share an optimizer step share its count."""
+        model = shared_model("qwen2")
+        expected = run_oracle(model, DATA)
+        step, parts = (
+            Step(model, SCHEDULE),
+            [Data(*(x[row : row + 1] for x in DATA)) for row in (0, 1)],
+        )
+        count = trained_token_count(DATA.labels, DATA.document_ids)
+        model.zero_grad(set_to_none=True)
+        losses = [step(*part, trained_tokens=count) for part in parts]
+        assert_close(Outcome(losses[0] + losses[1], gradients(model)), expected)
+        wholes = [step.evaluate(*part, trained_tokens=count) for part in parts]
+        assert_exact(wholes[0] + wholes[1], expected.loss)
+
+
+class TestGradients:
+    def test_are_added(self) -> None:
+        model, other = shared_model("qwen2"), draw(38)
+        step = Step(model, SCHEDULE, poison=True)
+        expected = [run_oracle(model, data).gradients for data in (DATA, other)]
+        first = run_step(model, step, DATA).gradients
+        step(*other)
+        both = gradients(model)
+        assert max(errors(first, expected[0]).values()) <= EXACT
+        total = {name: expected[0][name] + expected[1][name] for name in first}
+        assert max(errors(both, total).values()) <= EXACT
+
+    def test_are_added_to_what_others_left(self, model: PreTrainedModel) -> None:
+        expected = run_oracle(model, DATA)
+        model.zero_grad(set_to_none=True)
+        oracle_loss(model, *DATA).backward()
+        before = {name: p.grad for name, p in model.named_parameters()}
+        Step(model, SCHEDULE)(*DATA)
+        assert all(p.grad is before[name] for name, p in model.named_parameters())
+        twice = {name: 2 * g for name, g in expected.gradients.items()}
+        assert max(errors(gradients(model), twice).values()) <= EXACT
+
+    def test_have_the_parameters_dtype(self) -> None:
+        model = shared_model("qwen2", torch.bfloat16)
+        run_step(model, SCHEDULE, DATA)
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.bfloat16}
+
+    def test_may_be_wider_than_parameters(self) -> None:
+        """`grad_dtype` of torch: fp32 gradients of bf16 parameters, added up without rounding."""
+        model = make_model("qwen2", torch.bfloat16)
+        for parameter in model.parameters():
+            parameter.grad_dtype = torch.float32
+        step = Step(model, SCHEDULE)
+        once = run_step(model, step, DATA).gradients
+        assert {g.dtype for g in once.values()} == {torch.float32}
+        step(*DATA)
+        assert all(torch.equal(g, 2 * once[name]) for name, g in gradients(model).items())
+        assert any(not torch.equal(g, g.bfloat16().float()) for g in once.values())
+
+    def test_of_many_chunks_in_bf16(self) -> None:
+        """100 chunks against float64: at most twice the error of plain autograd, which sums over
+        all tokens at once.
+
+        A bias has 16 numbers, too few for its own error to be typical: it may be off by as much as
+        parameters commonly are.
+        """
+        data = draw(200)
+        model = shared_model("qwen2", torch.bfloat16)
+        exact = run_oracle(copy.deepcopy(model).double(), data).gradients
+        plain = errors(run_oracle(model, data).gradients, exact)
+        common = median(plain.values())
+        limits = {name: 2 * max(error, common) for name, error in plain.items()}
+
+        found = run_step(model, Schedule(chunk=2, groups=4), data).gradients
+        wrong = {name for name, e in errors(found, exact).items() if not e <= limits[name]}
+        assert not wrong
+
+    def test_of_frozen_parameters_stay_none(self, model: PreTrainedModel) -> None:
+        """Everything but the norms of two layers, as an adapter would."""
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layernorm" in name and (".1." in name or ".3." in name))
+        expected = run_oracle(model, DATA)
+        assert len(expected.gradients) == 4
+        for schedule in (SCHEDULE, Schedule(chunk=16, groups=(1, 3), activations_kept=1.0)):
+            assert_close(run_step(model, schedule, DATA), expected)
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        assert all(p.grad is None for p in frozen)
+
+    @pytest.mark.parametrize("part", ["embed_tokens", "lm_head", "model.norm", "layers.0.mlp"])
+    def test_of_one_part_alone(self, part: str) -> None:
+        model = make_model("qwen2", tie_word_embeddings=False)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(part in name)
+        assert_close(run_step(model, SCHEDULE, DATA), run_oracle(model, DATA))
+
+    def test_of_a_low_rank_adapter(self, model: PreTrainedModel) -> None:
+        """A wrapped projection, its base frozen."""
+        model.requires_grad_(False)
+        for layer in model.model.layers:
+            layer.self_attn.q_proj = LowRank(layer.self_attn.q_proj)
+            layer.mlp.down_proj = LowRank(layer.mlp.down_proj)
+        expected = run_oracle(model, DATA)
+        assert len(expected.gradients) == 16
+        assert_close(run_step(model, SCHEDULE, DATA), expected)
+
+    @pytest.mark.parametrize(
+        "optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor]
+    )
+    def test_serve_any_optimizer(self, optimizer: type[torch.optim.Optimizer]) -> None:
+        """Three updates from farspan's gradients and from autograd's end at the same weights."""
+        models = [make_model("qwen2") for _ in range(2)]
+        step = Step(models[0], SCHEDULE)
+        makers = [optimizer(model.parameters(), lr=1e-2) for model in models]  # type: ignore[call-arg]
+        for seed in range(3):
+            data = draw(40, seed=seed)
+            step(*data)
+            oracle_loss(models[1], *data).backward()
+            for made in makers:
+                made.step()
+                made.zero_grad()
+        for found, expected in zip(*(model.parameters() for model in models), strict=True):
+            assert relative_error(found, expected) <= 1e6 * EXACT  # Adam divides by small numbers
+
+
+class LowRank(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        like = {"dtype": base.weight.dtype}
+        self.down = nn.Parameter(torch.randn(2, base.in_features, **like))
+        self.up = nn.Parameter(torch.randn(base.out_features, 2, **like))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+class TestEvaluate:
+    @pytest.mark.parametrize("groups", [1, 2, 4])
+    def test_gives_the_loss_and_leaves_gradients_alone(self, groups: int) -> None:
+        model = shared_model("qwen2")
+        step = Step(model, Schedule(chunk=16, groups=groups, kv_kept=True), poison=True)
+        before = run_step(model, step, DATA)
+        kept = {name: p.grad for name, p in model.named_parameters()}
+        assert_exact(step.evaluate(*DATA), before.loss)
+        assert_same_bits(Outcome(before.loss, gradients(model)), before)
+        assert all(p.grad is kept[name] for name, p in model.named_parameters())
+        model.zero_grad(set_to_none=True)
+        step.evaluate(*DATA)
+        assert all(p.grad is None for p in model.parameters())
+
+    def test_works_without_gradients_and_in_eval_mode(self, model: PreTrainedModel) -> None:
+        step = Step(model.eval(), SCHEDULE)
+        with torch.no_grad():
+            assert_exact(step.evaluate(*DATA), oracle_loss(model, *DATA))
+        assert not model.training
+
+    def test_a_step_inside_no_grad_still_gives_gradients(self) -> None:
+        model = shared_model("qwen2")
+        expected = run_oracle(model, DATA)
+        with torch.no_grad():
+            assert_close(run_step(model, SCHEDULE, DATA), expected)
+
+
+class TestProgress:
+    @pytest.mark.parametrize("evaluation", [False, True])
+    def test_only_rises_and_ends_complete(self, evaluation: bool) -> None:
+        seen: list[Progress] = []
+        step = Step(shared_model("qwen2"), SCHEDULE, progress=seen.append)
+        (step.evaluate if evaluation else step)(*DATA)
+        assert [p.cells_done for p in seen] == list(range(1, seen[0].cells + 1))
+        assert len({(p.cells, p.work) for p in seen}) == 1
+        works = [0.0, *(p.work_done for p in seen)]
+        assert all(a <= b for a, b in pairwise(works))
+        assert relative_error(torch.tensor(works[-1]), torch.tensor(seen[0].work)) <= 1e-9
+
+    def test_may_abandon_the_step(self, model: PreTrainedModel) -> None:
+        """At every one of its cells; the next step is none the worse for it."""
+        expected = run_step(model, SCHEDULE, DATA)
+        own = model.config._attn_implementation
+        cells = Alarm()
+        step = Step(model, SCHEDULE, progress=cells, poison=True)
+        step(*DATA)
+        for cell in range(1, cells.seen + 1, 7):
+            cells.seen, cells.limit = 0, cell
+            with pytest.raises(KeyboardInterrupt):
+                step(*DATA)
+            assert model.config._attn_implementation == own
+        cells.limit = 0
+        assert_same_bits(run_step(model, step, DATA), expected)
+
+
+class Alarm:
+    """Raises at the cell numbered `limit`."""
+
+    def __init__(self) -> None:
+        self.seen = self.limit = 0
+
+    def __call__(self, _: Progress) -> None:
+        self.seen += 1
+        if self.seen == self.limit:
+            raise KeyboardInterrupt
+
+
+class TestTheModelStaysItself:
+    @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+    def test_for_a_forward_and_for_generation(
+        self, model: PreTrainedModel, implementation: str
+    ) -> None:
+        model.set_attn_implementation(implementation)
+        state = {key: value.clone() for key, value in model.state_dict().items()}
+        names = [name for name, _ in model.named_modules()]
+        uses = (self.logits(model), self.generated(model))
+        step = Step(model, SCHEDULE)
+        for run in (step, step.evaluate):
+            run(*DATA)
+            assert model.config._attn_implementation == implementation
+            assert torch.equal(self.logits(model), uses[0])
+            assert torch.equal(self.generated(model), uses[1])
+        assert model.training
+        assert [name for name, _ in model.named_modules()] == names
+        assert state.keys() == model.state_dict().keys()
+        assert all(torch.equal(value, model.state_dict()[key]) for key, value in state.items())
+
+    @torch.no_grad()
+    def logits(self, model: PreTrainedModel) -> Tensor:
+        return model(input_ids=DATA.input_ids).logits
+
+    def generated(self, model: PreTrainedModel) -> Tensor:
+        ids = DATA.input_ids[:, :9]
+        mask = torch.ones_like(ids)
+        return model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=5)
+
+    def test_after_an_exception(self, model: PreTrainedModel) -> None:
+        own = model.config._attn_implementation
+        step, before = Step(model, SCHEDULE), self.logits(model)
+        hook = model.model.layers[2].mlp.register_forward_hook(fail)
+        with pytest.raises(ArithmeticError):
+            step(*DATA)
+        hook.remove()
+        assert model.config._attn_implementation == own
+        assert torch.equal(self.logits(model), before)
+        assert_close(run_step(model, step, DATA), run_oracle(model, DATA))
+
+    def test_in_its_mode(self, model: PreTrainedModel) -> None:
+        for mode in (True, False):
+            model.train(mode)
+            assert_close(run_step(model, SCHEDULE, DATA), run_oracle(model, DATA))
+            assert model.training is mode
+
+    def test_for_plain_autograd_with_other_gradients(self, model: PreTrainedModel) -> None:
+        """Alternating with Hugging Face's own backward."""
+        step = Step(model, SCHEDULE)
+        first = run_step(model, step, DATA)
+        loss = model(input_ids=DATA.input_ids, labels=DATA.labels).loss
+        gradients_of(model, loss)
+        assert_same_bits(run_step(model, step, DATA), first)
+
+
+def fail(*_: object) -> None:
+    raise ArithmeticError
+
+
+SCHEDULES = {
+    "layer-major": Schedule(chunk=16),
+    "kept": SCHEDULE,
+    "kept on device": Schedule(
+        chunk=16, groups=2, activations_kept=1.0, activations=Tier.DEVICE, kv_kept=True
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_nothing_outlives_a_step(schedule: Schedule) -> None:
+    """Without a run of the garbage collector: cycles through graphs would hold a whole step."""
+    model = shared_model("qwen2")
+    step = Step(model, schedule)
+    run_step(model, step, DATA)
+    gc.collect()
+    gc.disable()
+    try:
+        before = live_tensors()
+        for _ in range(2):
+            run_step(model, step, DATA)
+        assert live_tensors() == before
+    finally:
+        gc.enable()
+
+
+def live_tensors() -> int:
+    """Tensors, and nodes of graphs by way of the tensors they hold."""
+    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
