@@ -50,11 +50,13 @@ class Inputs:
     k: Tensor
     v: Tensor
     dout: Tensor
-    sinks: Tensor | None
+    sinks: Tensor | None = None
 
-    def to(self, dtype: torch.dtype) -> "Inputs":
-        sinks = None if self.sinks is None else self.sinks.to(dtype)
-        return Inputs(*(x.to(dtype) for x in (self.q, self.k, self.v, self.dout)), sinks)
+    def to(self, place: torch.dtype | str) -> "Inputs":
+        """The same inputs in another dtype or on another device."""
+        sinks = None if self.sinks is None else self.sinks.to(place)
+        q, k, v, dout = (x.to(place) for x in (self.q, self.k, self.v, self.dout))
+        return Inputs(q, k, v, dout, sinks)
 
 
 Results = dict[str, Tensor]
@@ -82,9 +84,14 @@ def expected(case: Case, inputs: Inputs) -> Results:
     named = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "sinks": inputs.sinks}
     leaves = {n: x.detach().clone().requires_grad_() for n, x in named.items() if x is not None}
     q, k, v = (leaves[name] for name in "qkv")
-    options = {"scale": case.scale, "window": case.window, "softcap": case.softcap}
-    options |= {"sinks": leaves.get("sinks"), "document_ids": case.document_ids}
-    out = reference(q, k, v, **options)
+    out = reference(
+        *(q, k, v),
+        scale=case.scale,
+        window=case.window,
+        softcap=case.softcap,
+        sinks=leaves.get("sinks"),
+        document_ids=case.document_ids,
+    )
     gradients = torch.autograd.grad(out, list(leaves.values()), inputs.dout)
     return {"out": out.detach()} | dict(zip(leaves, gradients, strict=True))
 
@@ -113,8 +120,7 @@ class Memory:
         for old in self.slot:
             old.fill_(torch.nan)
         self.asked.append((start, stop))
-        k, v = (x[:, :, start:stop].clone() for x in (self.k, self.v))
-        self.slot = k, v
+        self.slot = k, v = self.k[:, :, start:stop].clone(), self.v[:, :, start:stop].clone()
         return k, v
 
     def add_gradient(self, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
@@ -135,7 +141,7 @@ def run_chunked(case: Case, inputs: Inputs, kernel: BlockKernel | None = None) -
     memory = Memory(inputs.k, inputs.v)
     out = torch.full_like(inputs.dout, torch.nan)
     dq = torch.full_like(inputs.q, torch.nan)
-    dsinks = None if inputs.sinks is None else torch.zeros(case.heads, dtype=torch.float64)
+    dsinks = None if inputs.sinks is None else torch.zeros_like(inputs.sinks).double()
     attended = {}
     starts = range(0, case.tokens, case.chunk)
     for start in starts:

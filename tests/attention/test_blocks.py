@@ -77,7 +77,7 @@ def test_blocks_cover_what_is_visible_exactly_once(
     q_start, kv_block, window = size["q_start"], size["kv_block"], size["window"]
     q_stop = q_start + size["queries"]
     batch = 2 if starts is None else len(starts)
-    runs = starts and [document_runs(row, q_start, q_stop) for row in starts]
+    runs = None if starts is None else [document_runs(row, q_start, q_stop) for row in starts]
     blocks = plan_blocks(q_start, q_stop, kv_block, window, runs)
     chunk = range(q_start, q_stop)
     wanted = allowed(chunk, window, starts or [[0]] * batch)

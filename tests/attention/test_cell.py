@@ -12,6 +12,7 @@ from farspan.attention.cell import AttentionCall, attend, attend_backward
 from farspan.attention.tiled import Tiled
 from tests.attention.cases import (
     Case,
+    Inputs,
     Memory,
     cases,
     chunk_call,
@@ -90,8 +91,9 @@ def test_documents_equal_each_document_alone() -> None:
     found = run_chunked(case, inputs)
     for start, stop in ((0, 1), (1, 20), (20, 37), (37, 50)):
         alone = replace(case, tokens=stop - start, documents=None)
-        tensors = (x[:, :, start:stop] for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
-        wanted = expected(alone, type(inputs)(*tensors, None))
+        whole = inputs.q, inputs.k, inputs.v, inputs.dout
+        q, k, v, dout = (x[:, :, start:stop] for x in whole)
+        wanted = expected(alone, Inputs(q, k, v, dout))
         for name in ("out", "v"):
             assert_exact(found[name][:, :, start:stop], wanted[name])
 
@@ -129,8 +131,8 @@ def test_expanded_gradients_and_transposed_heads_are_accepted() -> None:
     case = Case(tokens=40, chunk=16, kv_block=8, head_dim=6, value_dim=6)
     inputs = make_inputs(case)
     ones = torch.ones((), dtype=case.dtype).expand_as(inputs.dout)
-    odd = (x.mT.contiguous().mT for x in (inputs.q, inputs.k, inputs.v))
-    strange = type(inputs)(*odd, ones, None)
+    q, k, v = (x.mT.contiguous().mT for x in (inputs.q, inputs.k, inputs.v))
+    strange = Inputs(q, k, v, ones)
     found, wanted = run_chunked(case, strange), expected(case, strange)
     for name in wanted:
         assert_exact(found[name], wanted[name])
@@ -143,8 +145,8 @@ def test_output_is_contiguous_as_models_want_it(sinks: bool, chunk: int) -> None
     inputs = make_inputs(case)
     memory = Memory(inputs.k, inputs.v, limit=24 - chunk)
     call, span = chunk_call(case, CpuFlash(), 24 - chunk)
-    tensors = (x[:, :, span] for x in (inputs.q, inputs.k, inputs.v))
-    out, lse = attend(call, *tensors, memory, inputs.sinks)
+    q, k, v = (x[:, :, span] for x in (inputs.q, inputs.k, inputs.v))
+    out, lse = attend(call, q, k, v, memory, inputs.sinks)
     assert out.transpose(1, 2).is_contiguous()
     assert out.dtype == torch.bfloat16
     assert lse.dtype == torch.float32

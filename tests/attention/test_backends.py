@@ -1,0 +1,192 @@
+"""The kernels: which is chosen, and that each meets its vendor op's contract."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from farspan.attention.backends import (
+    BlockKernel,
+    CpuFlash,
+    CudaCudnn,
+    CudaFlash,
+    select_kernel,
+)
+from farspan.attention.blocks import Block
+from farspan.attention.reference import reference
+from farspan.attention.tiled import Tiled
+from farspan.spec import Refused
+from tests.attention.cases import Case, cases, expected, make_inputs, run_chunked
+from tests.attention.test_cell import compare
+from tests.attention.vendor import (
+    BACKWARD_CUDNN,
+    BACKWARD_FLASH,
+    FORWARD_CUDNN,
+    FORWARD_FLASH,
+    cuda_ops_on_cpu,
+)
+from tests.numerics import assert_exact, relative_error
+
+BF16, FP32 = torch.bfloat16, torch.float32
+SUPPORTED = [c for c in cases() if c.softcap is None and c.head_dim == c.value_dim]
+ALIGNED = Case(tokens=600, chunk=256, kv_block=256, heads=2, kv_heads=1)
+
+
+@pytest.mark.parametrize("case", SUPPORTED, ids=str)
+def test_cuda_flash_equals_dense_attention(case: Case) -> None:
+    with cuda_ops_on_cpu() as calls:
+        compare(case, CudaFlash())
+    assert calls[FORWARD_FLASH] == calls[BACKWARD_FLASH] > 0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ALIGNED,
+        replace(ALIGNED, kv_block=128, sinks=True),
+        replace(ALIGNED, window=300),
+        replace(ALIGNED, batch=2, documents=((0, 128, 300), (0, 256))),
+    ],
+    ids=str,
+)
+def test_cudnn_equals_dense_attention(case: Case) -> None:
+    """Aligned blocks go to cuDNN, ragged ones and windows to flash attention."""
+    with cuda_ops_on_cpu() as calls:
+        compare(case, CudaCudnn(CudaFlash(), grid=128))
+    assert calls[FORWARD_CUDNN] == calls[BACKWARD_CUDNN] > 0
+    assert calls[FORWARD_FLASH] == calls[BACKWARD_FLASH] > 0
+
+
+def test_cudnn_gets_few_lengths() -> None:
+    """It builds a plan for each, so blocks off its grid go elsewhere."""
+    with cuda_ops_on_cpu() as calls:
+        run_chunked(ALIGNED, make_inputs(ALIGNED), CudaCudnn(CudaFlash()))
+    assert set(calls) == {FORWARD_FLASH, BACKWARD_FLASH}
+
+
+def test_cpu_kernel_never_sees_a_window_or_an_empty_block() -> None:
+    """What `split` leaves for one call: squares, rectangles, and tiles with a mask."""
+    block = Block(0, None, 100, 400, 100, 400, True, window=80)
+    tiles = CpuFlash().split(block)
+    assert all(tile.queries <= 64 and tile.keys <= 64 + 79 for tile in tiles)
+    assert all(tile.queries == tile.keys for tile in tiles if tile.causal and not tile.window)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "dims", "softcap", "kernel"),
+    [
+        ("cpu", torch.float64, (64, 64), None, CpuFlash()),
+        ("cpu", BF16, (5, 5), None, CpuFlash()),
+        ("cpu", FP32, (64, 32), None, Tiled()),
+        ("cpu", FP32, (64, 64), 50.0, Tiled(50.0)),
+        ("cuda", BF16, (128, 128), None, CudaCudnn(CudaFlash())),
+        ("cuda", torch.float16, (64, 64), None, CudaCudnn(CudaFlash())),
+        ("cuda", BF16, (256, 256), None, CudaFlash()),
+        ("cuda", BF16, (264, 264), None, Tiled()),
+        ("cuda", BF16, (100, 100), None, Tiled()),
+        ("cuda", BF16, (192, 128), None, Tiled()),
+        ("cuda", BF16, (64, 64), 30.0, Tiled(30.0)),
+        ("cuda", FP32, (64, 64), None, Tiled()),
+        ("mps", FP32, (64, 64), None, Tiled()),
+    ],
+)
+def test_the_fastest_exact_kernel_is_chosen(
+    device: str,
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    softcap: float | None,
+    kernel: BlockKernel,
+) -> None:
+    assert select_kernel(device, dtype, *dims, softcap) == kernel
+
+
+def test_choices_follow_the_device_and_the_switches_of_torch() -> None:
+    ask = "cuda", BF16, 64, 64, None
+    assert select_kernel(*ask, capability=(7, 5)) == Tiled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert select_kernel(*ask) == CudaFlash()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        assert select_kernel(*ask) == CudaFlash()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def test_a_dtype_without_exact_attention_is_refused() -> None:
+    with pytest.raises(Refused, match=r"dtype: expected float64.*float8_e4m3fn.*load the model"):
+        select_kernel("cpu", torch.float8_e4m3fn, 64, 64, None)
+
+
+def test_tiled_memory_is_bounded() -> None:
+    """Neither direction makes a tensor larger than inputs, outputs and tiles."""
+    case = Case(tokens=1024, chunk=1024, kv_block=1024, heads=2, kv_heads=1, dtype=FP32)
+    inputs = make_inputs(case)
+    largest = 0
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                largest = max(largest, result.numel())
+            return result
+
+    with Watch():
+        run_chunked(case, inputs, Tiled(tile=64))
+    assert largest == case.tokens * case.heads * case.head_dim
+
+
+def test_the_reference_is_what_torch_computes() -> None:
+    case = replace(cases()[0], head_dim=12, value_dim=4)
+    inputs = make_inputs(case)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        inputs.q, inputs.k, inputs.v, is_causal=True, scale=case.scale, enable_gqa=True
+    )
+    assert_exact(expected(case, inputs)["out"], wanted)
+
+
+def test_the_reference_on_three_tokens_by_hand() -> None:
+    """Scores 1, 2, 3 by key; a window of 2, a cap and a sink, each as its formula says."""
+    q = torch.ones(1, 1, 3, 1, dtype=torch.float64)
+    k = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64).view(1, 1, 3, 1)
+    v = torch.eye(3, dtype=torch.float64).view(1, 1, 3, 3)
+    e1, e2, e3 = k.flatten().exp()
+    last = reference(q, k, v, scale=1.0, window=2)[0, 0, 2]
+    assert_exact(last, torch.stack([0 * e1, e2, e3]) / (e2 + e3))
+    sinks = torch.zeros(1, dtype=torch.float64)
+    assert_exact(
+        reference(q, k, v, scale=1.0, sinks=sinks)[0, 0, 2],
+        torch.stack([e1, e2, e3]) / (e1 + e2 + e3 + 1),
+    )
+    capped = (2 * torch.tanh(k.flatten() / 2)).softmax(0)
+    assert_exact(reference(q, k, v, scale=1.0, softcap=2.0)[0, 0, 2], capped)
+    ids = torch.tensor([[0, 1, 1]])
+    alone = reference(q, k, v, scale=1.0, document_ids=ids)[0, 0]
+    assert_exact(alone[1], v[0, 0, 1])
+    assert_exact(alone[2], torch.stack([0 * e1, e2, e3]) / (e2 + e3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [CudaFlash(), CudaCudnn(CudaFlash())], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(tokens=3072, chunk=1024, kv_block=1024),
+        Case(tokens=3000, chunk=1024, kv_block=4096, window=700, sinks=True),
+        Case(tokens=3000, chunk=1024, kv_block=1024, batch=2, documents=((0, 5, 1500), (0,))),
+    ],
+    ids=str,
+)
+def test_cuda_kernels_are_no_less_accurate_than_dense_attention(
+    case: Case, kernel: BlockKernel
+) -> None:
+    case = replace(case, dtype=BF16, heads=8, kv_heads=2, head_dim=64, value_dim=64)
+    inputs = make_inputs(case)
+    exact, plain = expected(case, inputs.to(torch.float64)), expected(case, inputs)
+    found = run_chunked(case, inputs.to("cuda"), kernel)
+    for name, tensor in exact.items():
+        limit = 2 * relative_error(plain[name], tensor)
+        assert relative_error(found[name].cpu(), tensor) <= limit, name

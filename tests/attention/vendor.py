@@ -1,0 +1,136 @@
+"""The CUDA attention ops as their contracts say, dense and on a CPU.
+
+Registered under the ops' own names, so that the real dispatcher checks schemas and the kernels that
+call them are tested in float64 on a machine without a GPU. They refuse what the real ops get wrong.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import _scoped_library
+
+FORWARD_FLASH, BACKWARD_FLASH = "_flash_attention_forward", "_flash_attention_backward"
+FORWARD_CUDNN = "_scaled_dot_product_cudnn_attention"
+BACKWARD_CUDNN = "_scaled_dot_product_cudnn_attention_backward"
+
+
+def dense_forward(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = (q @ k.mT * scale).masked_fill(hidden, -torch.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def dense_backward(
+    tensors: tuple[Tensor, ...], hidden: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From the out and lse that are given, as all flash attention does."""
+    dout, q, k, v, out, lse = tensors
+    groups = q.shape[1] // k.shape[1]
+    wide_k, wide_v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    scores = (q @ wide_k.mT * scale).masked_fill(hidden, -torch.inf)
+    weights = (scores - lse.unsqueeze(-1)).exp()
+    dscores = weights * (dout @ wide_v.mT - (dout * out).sum(-1, keepdim=True)) * scale
+    dk, dv = dscores.mT @ q, weights.mT @ dout
+    dk, dv = (x.unflatten(1, (k.shape[1], groups)).sum(2) for x in (dk, dv))
+    return dscores @ wide_k, dk, dv
+
+
+def need_dense_rows(*tensors: Tensor) -> None:
+    assert all(x.stride(-1) == 1 for x in tensors)
+
+
+def flash_hidden(queries: int, keys: int, causal: bool, options: dict[str, Any]) -> Tensor:
+    """Bottom right aligned; one side of -1 beside a window on the other becomes `keys`."""
+    left, right = options["window_size_left"], 0 if causal else options["window_size_right"]
+    left = -1 if left >= keys else left
+    if left < 0 and right < 0:
+        return torch.zeros(queries, keys, dtype=torch.bool)
+    left, right = keys if left < 0 else left, keys if right < 0 else right
+    diagonal = torch.arange(queries)[:, None] + keys - queries
+    column = torch.arange(keys)
+    return (column < diagonal - left) | (column > diagonal + right)
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any
+) -> tuple[Tensor, ...]:
+    _, _, queries, keys, dropout, causal, _ = rest
+    need_dense_rows(q, k, v)
+    assert (q.shape[1], k.shape[1], dropout) == (queries, keys, 0.0)
+    hidden = flash_hidden(queries, keys, causal, options)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = dense_forward(q, k, v, hidden, options["scale"])
+    none = torch.empty(0)
+    return out.transpose(1, 2).contiguous(), lse, none, none, none
+
+
+def flash_backward(*given: Any, **options: Any) -> tuple[Tensor, ...]:
+    dout, q, k, v, out, lse = given[:6]
+    _, _, queries, keys, dropout, causal, _, _ = given[6:]
+    need_dense_rows(dout, q, k, v, out)
+    assert lse.is_contiguous()
+    assert (q.shape[1], k.shape[1], dropout) == (queries, keys, 0.0)
+    hidden = flash_hidden(queries, keys, causal, options)
+    heads = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+    gradients = dense_backward((*heads, lse), hidden, options["scale"])
+    return tuple(x.transpose(1, 2).contiguous() for x in gradients)
+
+
+def cudnn_hidden(queries: int, keys: int, causal: bool) -> Tensor:
+    """Top left aligned."""
+    assert queries % 128 == 0
+    assert keys % 128 == 0
+    everything = torch.ones(queries, keys, dtype=torch.bool)
+    return everything.triu(1) if causal else ~everything
+
+
+def cudnn_forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: None, with_lse: bool, *rest: Any, **options: Any
+) -> tuple[Any, ...]:
+    dropout, causal = rest[:2] if rest else (0.0, False)
+    need_dense_rows(q, k, v)
+    assert (bias, with_lse, dropout) == (None, True, 0.0)
+    hidden = cudnn_hidden(q.shape[2], k.shape[2], causal)
+    out, lse = dense_forward(q, k, v, hidden, options["scale"])
+    none = torch.empty(0)
+    sizes = q.shape[2], k.shape[2]
+    return out, lse.unsqueeze(-1), none, none, *sizes, none, none, none
+
+
+def cudnn_backward(*given: Any, **options: Any) -> tuple[Tensor, ...]:
+    dout, q, k, v, out, lse, _, _, bias, _, _, queries, keys, dropout, causal = given
+    need_dense_rows(dout, q, k, v, out)
+    assert lse.is_contiguous()
+    assert lse.ndim == 4
+    assert (bias, queries, keys, dropout) == (None, q.shape[2], k.shape[2], 0.0)
+    hidden = cudnn_hidden(queries, keys, causal)
+    return dense_backward((dout, q, k, v, out, lse.squeeze(-1)), hidden, options["scale"])
+
+
+@contextmanager
+def cuda_ops_on_cpu() -> Iterator[dict[str, int]]:
+    """Within it the CUDA ops answer for CPU tensors; the value counts the calls of each."""
+    calls: dict[str, int] = {}
+
+    def counted(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **options: Any) -> Any:
+            calls[name] = calls.get(name, 0) + 1
+            return op(*given, **options)
+
+        return call
+
+    ops = {
+        FORWARD_FLASH: flash_forward,
+        BACKWARD_FLASH: flash_backward,
+        FORWARD_CUDNN: cudnn_forward,
+        BACKWARD_CUDNN: cudnn_backward,
+    }
+    with _scoped_library("aten", "IMPL") as library:
+        for name, op in ops.items():
+            library.impl(name, counted(name, op), "CPU")
+        yield calls
