@@ -78,7 +78,7 @@ def program(request: pytest.FixtureRequest) -> Program:
 
 def arena_requests(program: Program, tier: Tier) -> tuple[list[Request], Placement]:
     """The buffers of an arena and where they are, with the most bytes alive counted anew."""
-    held = [b for b in program.buffers.values() if b.tier is tier and b.address >= 0]
+    held = [b for b in program.buffers.values() if b.tier is tier]
     times = {b.born for b in held}
     bound = max((sum(b.bytes for b in held if b.born <= t < b.dies) for t in times), default=0)
     return (
@@ -87,16 +87,10 @@ def arena_requests(program: Program, tier: Tier) -> tuple[list[Request], Placeme
     )
 
 
-def needed(program: Program) -> dict[Tier, int]:
-    """Bytes that each tier must have."""
-    loose = sum(b.bytes for b in program.buffers.values() if b.address < 0)
-    return {DEVICE: program.arena_bytes[DEVICE] + loose, HOST: program.arena_bytes[HOST]}
-
-
 @given(cases.steps())
 def test_every_program_passes(step: tuple[ModelSpec, RunSpec, Schedule]) -> None:
     program = build_program(*step)
-    check_program(program, needed(program))
+    check_program(program, program.arena_bytes)
     for tier in Tier:
         requests, placement = arena_requests(program, tier)
         check_placement(requests, placement)
@@ -122,7 +116,7 @@ def escaped(mutants: Iterator[mutate.Mutant]) -> list[str]:
 
 
 def test_a_rich_program_passes(program: Program) -> None:
-    check_program(program, needed(program))
+    check_program(program, program.arena_bytes)
 
 
 def test_rich_programs_hold_every_instruction_and_mode() -> None:
@@ -250,7 +244,7 @@ def test_another_mode_is_caught(program: Program) -> None:
 
 def test_a_tier_too_small_is_caught(program: Program) -> None:
     for tier in Tier:
-        short = needed(program) | {tier: needed(program)[tier] - 1}
+        short = program.arena_bytes | {tier: program.arena_bytes[tier] - 1}
         with pytest.raises(ProgramError, match=f"{tier} needs"):
             check_program(program, short)
 

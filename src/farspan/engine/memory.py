@@ -10,9 +10,10 @@ from farspan.engine.meter import PeakMeter
 from farspan.engine.step import ADVICE, Step
 from farspan.engine.storage import accumulate_dtype
 from farspan.memory.host import refuse_beyond
-from farspan.memory.place import Request, live_peak
 from farspan.plan.program import Program
 from farspan.spec import Tier
+
+INPUT_BYTES = 3 * 8  # a token, whatever the schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class Forecast:
 
     device_arena: int
     host_arena: int
-    kept_graphs: int  # activations kept on the device stay with torch's allocator
+    inputs: int  # tokens, targets and positions, int64 each
     weights: int
     gradients: int
     accumulators: int  # fp32 sums of the widest open group, where `.grad` is narrower
@@ -36,13 +37,7 @@ class Forecast:
     @property
     def new_device(self) -> int:
         """Device bytes that a first step allocates beside the weights."""
-        return (
-            self.device_arena
-            + self.kept_graphs
-            + self.gradients
-            + self.accumulators
-            + self.transient
-        )
+        return self.device_arena + self.inputs + self.gradients + self.accumulators + self.transient
 
     def to_json(self) -> dict[str, int]:
         return {**asdict(self), "device": self.device, "host": self.host_arena}
@@ -78,11 +73,10 @@ def refuse_too_large(step: Step, expected: Forecast, optimizer: int) -> None:
 def _static(step: Step, program: Program) -> Forecast:
     model = step.boundary.model
     trained = [p for p in model.parameters() if p.requires_grad]
-    kept = [b for b in program.buffers.values() if b.address < 0]
     return Forecast(
         device_arena=program.arena_bytes[Tier.DEVICE],
         host_arena=program.arena_bytes[Tier.HOST],
-        kept_graphs=live_peak([Request(b.bytes, b.born, b.dies) for b in kept]),
+        inputs=INPUT_BYTES * program.run.batch * program.run.tokens,
         weights=sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values()),
         gradients=sum(p.numel() * gradient_dtype(p).itemsize for p in trained),
         accumulators=_accumulators(step, program),

@@ -203,10 +203,9 @@ class Interpreter:
         self.graphs[i.layer, i.chunk] = _Graph(get_gradient_edge(out), anchor, sink, cell, saved)
         return out.detach()
 
-    def _planned_cell(self, i: Forward) -> Tensor | None:
+    def _planned_cell(self, i: Forward) -> Tensor:
         """The bytes planned for this layer's cell: a slot may be wider than its home."""
-        if i.activations is None:
-            return None
+        assert i.activations is not None
         planned = self.program.buffers[names.activations(i.layer)].cell_bytes
         return self.storage.cell(i.activations, i.chunk)[:planned]
 
@@ -219,7 +218,8 @@ class Interpreter:
         if graph.saved is not None:
             cell.own_kv = self._rows(i.own_kv, i.chunk, i.layer)
             cell.attention = self._rows(i.attention, i.chunk, i.layer)
-            store = None if i.activations is None else self.storage.cell(i.activations, i.chunk)
+            assert i.activations is not None
+            store = self.storage.cell(i.activations, i.chunk)
             hidden = self.hidden.pop(i.layer, None)
             graph.saved.restore(store, self._named(i.layer, hidden, cell))
         parameters = [p for p in self.boundary.layers[i.layer].parameters() if p.requires_grad]

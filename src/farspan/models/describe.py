@@ -194,10 +194,9 @@ def _count(
     hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
     with torch.enable_grad(), answering(attention), hooks:
         out = boundary.run_layer(index, hidden.requires_grad_(), call)
-    found = _Saved(saved.size(), saved.count(), "x" in saved.references)
-    saved.seal(None)
+    # The graph of `out` held the saved tensors while they were counted; nothing outlives this.
     del out
-    return found
+    return _Saved(saved.size(), saved.count(), "x" in saved.references)
 
 
 class _Shape(torch.autograd.Function):

@@ -64,10 +64,8 @@ def _check_grid(program: Program) -> None:
 
 
 def _check_capacities(program: Program, capacities: dict[Tier, int]) -> None:
-    """What torch's allocator holds (address -1) counts as if it lived all the time."""
     for tier, capacity in capacities.items():
-        loose = sum(b.bytes for b in program.buffers.values() if b.tier is tier and b.address < 0)
-        wanted = program.arena_bytes[tier] + loose
+        wanted = program.arena_bytes[tier]
         if wanted > capacity:
             raise ProgramError(-1, f"{tier} needs {wanted} bytes and has {capacity}")
 
@@ -219,10 +217,8 @@ class _Replay:
         return (self.memory.write(i.attention, Content("attention", i.layer, i.chunk)),)
 
     def _save_activations(self, i: Forward) -> None:
-        if i.activations is None:
-            self.memory.in_place(i.layer, i.chunk)
-        else:
-            self.memory.write(i.activations, Content("activations", i.layer, i.chunk))
+        self.memory.need(i.activations is not None, "a kept graph saves nowhere")
+        self.memory.write(i.activations or "", Content("activations", i.layer, i.chunk))
 
     # -- backward --------------------------------------------------------------------------------
 
@@ -256,8 +252,6 @@ class _Replay:
             memory.need((name is None) == (left is None), f"{what}: {left} forward, {name} here")
             if name is not None:
                 memory.read(name, what, i.layer, i.chunk)
-        if i.activations is None:
-            memory.in_place(i.layer, i.chunk)
         if i.layer in {first for first, _ in self.program.groups}:
             self._take(self.hidden, "hidden", i.layer, i.chunk)
 

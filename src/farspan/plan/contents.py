@@ -81,11 +81,7 @@ class Contents:
             self._layer_of(buffer)
         self.need(buffer.born == self.index, f"{name} is born elsewhere")
         self.need(buffer.bytes >= self._payload(buffer), f"{name} is too small for its tensors")
-        if buffer.address < 0:
-            torchs = buffer.kind is Kind.ACTIVATIONS and buffer.tier is Tier.DEVICE
-            self.need(torchs and buffer.layer != SLOT, f"{name} has no address")
-        else:
-            self._check_address(buffer)
+        self._check_address(buffer)
         self.seen.add(name)
         self.content[name] = {}
 
@@ -157,16 +153,6 @@ class Contents:
             self.need(fits and buffer.tier is Tier.DEVICE, f"{name} cannot take a block")
             self.used.add(name)
 
-    def in_place(self, layer: int, chunk: int) -> None:
-        """A kept graph that stays on the device is accounted for by a buffer without address."""
-        for name in self.content:
-            b = self.program.buffers[name]
-            mine = b.kind is Kind.ACTIVATIONS and b.layer == layer and b.address < 0
-            if mine and chunk in self._chunks_of(b):
-                self.used.add(name)
-                return
-        self.need(False, f"no buffer accounts for what the graph of chunk {chunk} keeps")
-
     def finish(self) -> None:
         """All is freed, and nothing was there in vain."""
         self.need(not self.content, f"never freed: {sorted(self.content)}")
@@ -175,12 +161,13 @@ class Contents:
         self.need(self.used == self.seen, f"never used: {sorted(self.seen - self.used)}")
 
     def _check_address(self, buffer: Buffer) -> None:
-        self.need(buffer.address % LINE == 0, f"{buffer.name} is not aligned")
+        on_line = buffer.address >= 0 and buffer.address % LINE == 0
+        self.need(on_line, f"{buffer.name} is not aligned")
         top = buffer.address + buffer.bytes
         self.need(top <= self.program.arena_bytes[buffer.tier], f"{buffer.name} leaves its arena")
         for name in self.content:
             other = self.program.buffers[name]
-            if other.tier is buffer.tier and other.address >= 0:
+            if other.tier is buffer.tier:
                 low = max(other.address, buffer.address)
                 apart = low >= min(other.address + other.bytes, top)
                 self.need(apart, f"{buffer.name} overlaps {name}")

@@ -64,12 +64,8 @@ class Ledger:
         start = self.chunks[cells[0]][0] if len(cells) else 0
         stop = self.chunks[cells[-1]][1] if len(cells) else 0
         size = aligned(cell_bytes) * len(cells)
-        # On the device a kept graph simply keeps its tensors: they are torch's, not the arena's.
-        address = -1 if tier is Tier.DEVICE and layer >= 0 else 0
         self._open(
-            Buffer(
-                name, Kind.ACTIVATIONS, layer, tier, start, stop, cell_bytes, size, 0, -1, address
-            )
+            Buffer(name, Kind.ACTIVATIONS, layer, tier, start, stop, cell_bytes, size, 0, -1, 0)
         )
 
     def _open(self, buffer: Buffer) -> None:
@@ -100,7 +96,6 @@ class Ledger:
             used.update(names.KV_BLOCKS)
             if any(isinstance(i, Backward) for i in self.instructions):
                 used.add(names.DKV_BLOCK)
-        used.update(name for name, buffer in self.buffers.items() if buffer.address < 0)
         keep, places = [], {}
         for index, instruction in enumerate(self.instructions):
             places[index] = len(keep)
@@ -127,7 +122,7 @@ class Ledger:
         self._drop_unused()
         arena_bytes = {}
         for tier in Tier:
-            held = [b for b in self.buffers.values() if b.tier is tier and b.address >= 0]
+            held = [b for b in self.buffers.values() if b.tier is tier]
             found = place([Request(b.bytes, b.born, b.dies) for b in held])
             for buffer, address in zip(held, found.addresses, strict=True):
                 self.buffers[buffer.name] = replace(buffer, address=address)

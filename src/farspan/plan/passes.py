@@ -247,8 +247,7 @@ class GroupPasses(Group):
                 attention = self._attention_place(layer, home)
                 self._fetch(home, attention, chunk)
             cells = self._activations_place(layer)
-            if cells is not None:
-                self._fetch(names.activations(layer), cells, chunk)
+            self._fetch(names.activations(layer), cells, chunk)
         own_dkv = names.DKV_OWN if on_host else names.dkv(layer)
         self._fetch(names.dkv(layer), own_dkv, chunk)
         ledger.emit(
@@ -269,9 +268,9 @@ class GroupPasses(Group):
             return names.attention_slot(layer - self.layers[0])
         return home
 
-    def _activations_place(self, layer: int) -> str | None:
+    def _activations_place(self, layer: int) -> str:
         on_host = self.ledger.schedule.activations is Tier.HOST
-        return names.activations_slot(layer) if on_host else None
+        return names.activations_slot(layer) if on_host else names.activations(layer)
 
     def _kv_place(self, layer: int, chunk: int) -> str | None:
         if (self.prefix(layer), chunk) in self.ledger.written:

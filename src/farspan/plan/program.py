@@ -65,7 +65,7 @@ class Buffer:
     bytes: int
     born: int  # index of the instruction that allocates it
     dies: int  # index of the instruction that frees it; alive in [born, dies)
-    address: int  # in its tier's arena; -1 where torch's allocator holds the memory
+    address: int  # in its tier's arena
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class Forward:
     write_kv: str | None = None  # buffer that takes the chunk's K, V
     attention: str | None = None  # buffer that takes O, LSE (COMPUTE) or holds them (GIVEN)
     graph: bool = False  # keep the autograd graph for this cell's Backward
-    activations: str | None = None  # buffer that takes what the graph saves; None: left in place
+    activations: str | None = None  # buffer that takes what a kept graph saves
     kept: bool = False  # the graph outlives the chunk: its K, V (and kept O, LSE) stay in buffers
     hold: bool = False  # leave hidden[layer] and O, LSE in registers for a HELD pass
 

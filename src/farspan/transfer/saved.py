@@ -47,8 +47,7 @@ class SavedCell:
     """The saved tensors of one cell.
 
     Invariant: before `seal`, handles hold the tensors themselves, so their memory is not given to
-    another tensor and (address, layout) identifies one. After `seal`, handles hold no tensor but
-    those left in place.
+    another tensor and (address, layout) identifies one. After `seal`, handles hold no tensor.
     """
 
     def __init__(self, parameters: Iterable[Tensor], named: dict[str, Tensor]) -> None:
@@ -77,17 +76,15 @@ class SavedCell:
         """Distinct tensors saved."""
         return len(self._handles)
 
-    def seal(self, store: Tensor | None) -> None:
-        """The forward is over. Copy what was saved into `store` (uint8), or leave it in place."""
+    def seal(self, store: Tensor) -> None:
+        """The forward is over: copy what was saved into `store` (uint8)."""
         self._named = {}
-        if store is not None:
-            offset = 0
-            for handle in self._handles.values():
-                assert isinstance(handle.value, Tensor)
-                offset += _move(handle, store, offset)
+        offset = 0
+        for handle in self._handles.values():
+            offset += _move(handle, store, offset)
         self._handles = {}
 
-    def restore(self, store: Tensor | None, named: dict[str, Tensor]) -> None:
+    def restore(self, store: Tensor, named: dict[str, Tensor]) -> None:
         """The backward is about to run: the bytes and the named tensors are at hand again."""
         self._bytes, self._named = store, named
 
@@ -98,8 +95,7 @@ class SavedCell:
         if isinstance(handle, Tensor):
             return handle
         value = handle.value
-        if isinstance(value, Tensor):
-            return value
+        assert not isinstance(value, Tensor), "unpacked before it was sealed"
         if isinstance(value, _Reference):
             base = self._named[value.name]
             start = base.storage_offset() + value.offset
