@@ -1,6 +1,7 @@
 """A run from beginning to end, and what a user finds in its folder."""
 
 import json
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from farspan.data.corpus import open_corpus
 from farspan.data.tokenizers import load_tokenizer
 from farspan.spec import Refused
 from farspan.train.config import DType, EvaluationConfig, ModelConfig, RunConfig
+from farspan.train.durable import WriteFailed
 from farspan.train.optimizer import Optimizer, learning_rate
 from farspan.train.setup import choose_device
 from farspan.train.strict import build
@@ -208,3 +210,25 @@ def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(Refused, match="device: 'gpu7' is none"):
         choose_device("gpu7")
     assert choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_a_full_disk_ends_the_run_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    """A limit on the size of a file stands for the disk: the model fits, its optimizer does not."""
+    run = tiny_run(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill_the_disk(_: TinyStep, calls: int) -> None:
+        if calls == 6:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, limits[1]))
+
+    try:
+        with pytest.raises(
+            WriteFailed, match=r"cannot write .*optimizer\.safetensors: .*File too large.*; free"
+        ):
+            fit(run, fill_the_disk)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
+    quiet = Quiet()
+    assert fit(run, reporter=quiet).step == STEPS
+    assert "resuming after step 2 of 5" in quiet.notes

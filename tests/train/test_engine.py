@@ -1,0 +1,139 @@
+"""The loop with farspan's own engine, in place of the plain step of the other tests."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from farspan.engine.batch import trained_token_count
+from farspan.engine.step import Step
+from farspan.spec import Schedule
+from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig
+from farspan.train.default import default_run
+from farspan.train.loop import Result, train
+from farspan.train.parts import CellsDone, Parts
+from farspan.train.strict import to_mapping
+from tests.numerics import assert_exact
+from tests.train.tiny import MODEL, STEPS, Quiet, count_trained, fit, tiny_run
+
+SCHEDULE = ScheduleConfig(strategy="grouped", chunk=16, groups=1)
+
+
+def metrics(run: RunConfig) -> list[dict[str, Any]]:
+    lines = (Path(run.folder) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def numbers(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_the_engine_trains_as_plain_autograd_does(tmp_path: Path) -> None:
+    """Qwen2 computes its norms in fp32, in the engine and outside: hence the limit."""
+    model = ModelConfig(config=MODEL, dtype=DType.FLOAT64)
+    plain = tiny_run(tmp_path, model=model, folder=str(tmp_path / "plain"))
+    fit(plain)
+    run = tiny_run(tmp_path, model=model, schedule=SCHEDULE)
+    quiet = Quiet()
+    train(run, reporter=quiet)
+    for ours, theirs in zip(metrics(run), metrics(plain), strict=True):
+        for key in {"loss", "grad_norm", "heldout_loss"} & ours.keys():
+            assert_exact(numbers(ours[key]), numbers(theirs[key]), limit=1e-6)
+    assert quiet.done == sorted(quiet.done)
+    assert len(quiet.done) > 10 * STEPS
+
+
+def test_trained_tokens_are_counted_as_one_would_by_hand() -> None:
+    labels = torch.arange(24).reshape(2, 12)
+    marks = torch.tensor([[0] * 5 + [1] + [2] * 6, [0] * 12])
+    assert trained_token_count(labels, marks) == count_trained(labels, marks) == 20
+
+
+@pytest.mark.parametrize("cells", [1, 30, 77])
+def test_a_step_of_the_engine_is_abandoned_and_made_up_for(tmp_path: Path, cells: int) -> None:
+    whole = tiny_run(tmp_path, schedule=SCHEDULE, folder=str(tmp_path / "whole"))
+    train(whole, reporter=Quiet())
+    run = tiny_run(tmp_path, schedule=SCHEDULE)
+    assert interrupted(run, cells).exit_code == 128 + signal.SIGTERM
+    assert train(run, reporter=Quiet()).step == STEPS
+    for name in ("model/model.safetensors", "checkpoints/step-00000005/optimizer.safetensors"):
+        ours, theirs = load_file(tmp_path / "run" / name), load_file(tmp_path / "whole" / name)
+        for key, tensor in ours.items():
+            assert torch.equal(tensor, theirs[key]), key
+
+
+def interrupted(run: RunConfig, cells: int) -> Result:
+    """The run with a signal after so many cells."""
+    seen = [0]
+
+    class Counting(Quiet):
+        def cells(self, step: int, done: float, progress: CellsDone) -> None:
+            super().cells(step, done, progress)
+            seen[0] += 1
+            if seen[0] == cells:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    return train(run, reporter=Counting())
+
+
+def test_every_strategy_gives_the_same_curve(tmp_path: Path) -> None:
+    curves = {}
+    for name in ("plain", "fpdt", "oomb", "grouped"):
+        run = tiny_run(
+            tmp_path,
+            model=ModelConfig(config=MODEL, dtype=DType.FLOAT64),
+            folder=str(tmp_path / name),
+            schedule=ScheduleConfig(strategy=name),
+            steps=3,
+        )
+        train(run, reporter=Quiet())
+        curves[name] = [line["loss"] for line in metrics(run) if "loss" in line]
+    for curve in curves.values():
+        assert_exact(numbers(*curve), numbers(*curves["plain"]), limit=1e-6)
+
+
+def test_the_schedule_reaches_the_engine(tmp_path: Path) -> None:
+    made: list[Schedule] = []
+
+    def make_step(model: torch.nn.Module, schedule: Schedule) -> Step:
+        made.append(schedule)
+        return Step(model, schedule)
+
+    run = tiny_run(tmp_path, schedule=replace(SCHEDULE, attention_kept=0.5), steps=3)
+    train(run, parts=replace(Parts(), make_step=make_step), reporter=Quiet())
+    assert (made[0].chunk, made[0].groups, made[0].attention_kept) == (16, 1, 0.5)
+    about = json.loads((tmp_path / "run" / "about.json").read_text())
+    assert about["schedule"] == to_mapping(made[0])
+    assert about["memory"]["device_arena"] > 0
+
+
+def test_memory_is_predicted(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, schedule=SCHEDULE)
+    train(run, reporter=Quiet())
+    first = metrics(run)[1]
+    ratio = first["memory_measured_bytes"] / first["memory_predicted_bytes"]
+    assert 0.8 < ratio < 1.2
+
+
+def test_the_default_run_begins_well(tmp_path: Path) -> None:
+    run = default_run()
+    run = replace(
+        run,
+        folder=str(tmp_path / "run"),
+        data=replace(run.data, cache=str(tmp_path / "cache")),
+        context=512,
+        steps=10,
+        schedule=ScheduleConfig(strategy="grouped"),
+    )
+    result = train(run, reporter=Quiet())
+    losses = [line["loss"] for line in metrics(run) if "loss" in line]
+    assert 5.0 < losses[0] < 6.0
+    assert result.loss is not None
+    assert result.loss < losses[0] - 0.5
+    assert result.heldout_loss is not None
