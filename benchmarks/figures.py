@@ -14,6 +14,7 @@ import matplotlib
 matplotlib.use("svg")
 
 from matplotlib import pyplot as plt
+from matplotlib.patches import Rectangle
 
 from farspan.plan.build import build_program
 from farspan.plan.program import AttentionMode, Backward, Forward
@@ -71,7 +72,7 @@ def _draw_cells(axis: Any, orders: dict[tuple[int, int], list[str]]) -> None:
         for place, mark in enumerate(marks):
             height = 1 / len(marks)
             colour = {"F": "forward", "k": "kv", "B": "backward"}[mark[0]]
-            box = plt.Rectangle(
+            box = Rectangle(
                 (chunk, layer + place * height),
                 1,
                 height,
@@ -81,9 +82,7 @@ def _draw_cells(axis: Any, orders: dict[tuple[int, int], list[str]]) -> None:
             axis.add_patch(box)
             middle = layer + (place + 0.5) * height
             axis.text(chunk + 0.5, middle, mark, ha="center", va="center", fontsize=7)
-        axis.add_patch(
-            plt.Rectangle((chunk, layer), 1, 1, facecolor="none", edgecolor="#555555", lw=1)
-        )
+        axis.add_patch(Rectangle((chunk, layer), 1, 1, facecolor="none", edgecolor="#555555", lw=1))
     axis.set_xlim(0, chunks)
     axis.set_ylim(0, layers)
     axis.set_xticks([c + 0.5 for c in range(chunks)], range(chunks))

@@ -20,7 +20,7 @@ from farspan import Schedule, Step, Tier
 from farspan.engine.meter import PeakMeter
 from farspan.spec import ModelSpec
 
-LENGTHS = (1024, 2048, 3072)
+LENGTHS = (512, 1024, 1536)
 LAYERS = 6
 CHUNK = 128
 # Of every token whatever the schedule: ids, labels moved by one, and positions, int64 each.
