@@ -1,9 +1,11 @@
 """The kernels: which is chosen, and that each meets its vendor op's contract."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from farspan.attention.backends import (
     BlockKernel,
@@ -12,9 +14,9 @@ from farspan.attention.backends import (
     CudaFlash,
     select_kernel,
 )
-from farspan.attention.blocks import Block
+from farspan.attention.blocks import Block, plan_blocks
 from farspan.attention.reference import reference
-from farspan.attention.tiled import Tiled
+from farspan.attention.tiled import Tiled, row_tiles, visible
 from farspan.spec import Refused
 from tests.attention.cases import Case, cases, expected, make_inputs, run_chunked
 from tests.attention.test_cell import compare
@@ -57,6 +59,12 @@ def test_cudnn_equals_dense_attention(case: Case) -> None:
     assert calls[FORWARD_FLASH] == calls[BACKWARD_FLASH] > 0
 
 
+def test_aligned_blocks_with_a_window_do_not_go_to_cudnn() -> None:
+    with cuda_ops_on_cpu() as calls:
+        compare(replace(ALIGNED, window=200), CudaCudnn(CudaFlash(), grid=128))
+    assert set(calls) == {FORWARD_FLASH, BACKWARD_FLASH}
+
+
 def test_cudnn_gets_few_lengths() -> None:
     """It builds a plan for each, so blocks off its grid go elsewhere."""
     with cuda_ops_on_cpu() as calls:
@@ -70,6 +78,29 @@ def test_cpu_kernel_never_sees_a_window_or_an_empty_block() -> None:
     tiles = CpuFlash().split(block)
     assert all(tile.queries <= 64 and tile.keys <= 64 + 79 for tile in tiles)
     assert all(tile.queries == tile.keys for tile in tiles if tile.causal and not tile.window)
+
+
+@pytest.mark.parametrize("window", [None, 200])
+def test_tiles_skip_what_is_hidden(window: int | None) -> None:
+    (block,) = plan_blocks(0, 1000, 1000, window)
+    tiles = [tile for _, tiles in row_tiles(block, 50) for _, tile in tiles]
+    seen = sum(visible(tile, torch.device("cpu")).sum().item() for tile in tiles)
+    assert seen == visible(block, torch.device("cpu")).sum()
+    # Half of a tile on the diagonal, and a tile where the window begins.
+    assert sum(tile.queries * tile.keys for tile in tiles) <= seen + 1000 * (25 + 50)
+
+
+def test_windows_reach_the_cpu_op_in_tiles() -> None:
+    case = Case(tokens=900, chunk=450, kv_block=900, window=300)
+    seen: list[Block] = []
+
+    class Spy(CpuFlash):
+        def _mask(self, block: Block, like: Tensor) -> Tensor | None:
+            seen.append(block)
+            return super()._mask(block, like)
+
+    run_chunked(case, make_inputs(case), Spy())
+    assert all(block.queries <= 75 and block.keys <= 75 + 299 for block in seen)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +158,9 @@ def test_tiled_memory_is_bounded() -> None:
     largest = 0
 
     class Watch(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_function__(
+            self, func: Any, _: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
             nonlocal largest
             result = func(*args, **(kwargs or {}))
             if isinstance(result, torch.Tensor):

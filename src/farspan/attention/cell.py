@@ -217,7 +217,7 @@ def _visits(call: AttentionCall) -> Iterator[_Visit]:
         if together and block.k_start >= stop:
             yield _visit(call, together)
             together = []
-        stop = max(stop, block.k_stop) if together else block.k_stop
+        stop = max(stop, block.k_stop)
         together.append(block)
     if together:
         yield _visit(call, together)

@@ -42,7 +42,7 @@ class Tiled:
         batch, heads, queries, _ = q.shape
         out = q.new_empty(batch, queries, heads, v.shape[-1]).transpose(1, 2)
         lse = q.new_empty(batch, heads, queries, dtype=dtype)
-        for rows, tiles in _row_tiles(block, self.tile):
+        for rows, tiles in row_tiles(block, self.tile):
             sum_out = out.new_zeros(*out[:, :, rows].shape, dtype=dtype)
             sum_lse = lse.new_full(lse[:, :, rows].shape, -torch.inf)
             for keys, tile in tiles:
@@ -70,7 +70,7 @@ class Tiled:
         dtype = accumulate_dtype(q.dtype)
         kv_heads = k.shape[1]
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
-        for rows, tiles in _row_tiles(block, self.tile):
+        for rows, tiles in row_tiles(block, self.tile):
             dout_BKRD = _stack(dout[:, :, rows].to(dtype), kv_heads)
             q_BKRD = _stack(q[:, :, rows].to(dtype), kv_heads)
             out_BKRD = _stack(out[:, :, rows].to(dtype), kv_heads)
@@ -108,7 +108,7 @@ def _stack(x: Tensor, kv_heads: int) -> Tensor:
     return x.reshape(x.shape[0], kv_heads, -1, x.shape[-1])
 
 
-def _row_tiles(block: Block, size: int) -> Iterator[tuple[slice, list[tuple[slice, Block]]]]:
+def row_tiles(block: Block, size: int) -> Iterator[tuple[slice, list[tuple[slice, Block]]]]:
     """Tiles of queries, each with the tiles of keys that it sees; slices count from the block's
     first query and key. A tile is causal or windowed only where that hides something."""
     for q_start in range(block.q_start, block.q_stop, size):
