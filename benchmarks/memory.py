@@ -80,7 +80,7 @@ def formula(spec: ModelSpec, schedule: Schedule) -> dict[Tier, float]:
 def measure(schedule: Schedule) -> dict[str, Any]:
     model = make_model()
     step = Step(model, schedule)
-    points = []
+    points: list[dict[str, Any]] = []
     for tokens in LENGTHS:
         ids = torch.arange(tokens)[None] % step.model_spec.vocab
         model.zero_grad(set_to_none=True)

@@ -22,7 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from benchmarks.machine import machine
 from farspan import Schedule, Step, strategy
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 256,
     "intermediate_size": 704,

@@ -96,7 +96,8 @@ class Ledger:
             used.update(names.KV_BLOCKS)
             if any(isinstance(i, Backward) for i in self.instructions):
                 used.add(names.DKV_BLOCK)
-        keep, places = [], {}
+        keep: list[Instruction] = []
+        places: dict[int, int] = {}
         for index, instruction in enumerate(self.instructions):
             places[index] = len(keep)
             if not isinstance(instruction, Allocate | Free | Clear) or instruction.buffer in used:
