@@ -90,10 +90,11 @@ def test_a_bad_json_line_is_named(tmp_path: Path, line: object, message: str) ->
         texts(JsonLines((path,), "text"))
 
 
-def test_the_standard_library_is_there_without_tests() -> None:
+def test_the_standard_library_is_there_without_tests_and_tables() -> None:
     files = stdlib_files()
     names = {path.name for path in files}
     assert {"argparse.py", "dataclasses.py"} <= names
+    assert not any(name.startswith(("topics", "_sysconfigdata")) for name in names)
     assert not any({"test", "tests", "site-packages"} & set(path.parts[-4:]) for path in files)
     assert list(files) == sorted(files)
     assert sum(path.stat().st_size for path in files) > 5_000_000

@@ -10,7 +10,7 @@ from pathlib import Path
 from farspan.spec import Refused
 
 # Test suites hold files that are broken on purpose, and installed packages are not part of Python.
-# The last two are generated, not written: a help text of 757 kB and the tables of code pages.
+# The rest is generated, not written: a help text of 757 kB, code pages, this build's settings.
 _SKIPPED = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "encodings"}
 )
@@ -48,10 +48,14 @@ def _hidden(path: Path) -> bool:
 
 
 def stdlib_files() -> tuple[Path, ...]:
-    """Python's own `.py` sources, sorted, without tests and generated tables."""
+    """Python's own `.py` sources, sorted, without tests and generated files."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(root.rglob("*.py"))
-    return tuple(p for p in files if not _SKIPPED.intersection(p.relative_to(root).parts))
+    return tuple(p for p in files if not _skipped(p.relative_to(root)))
+
+
+def _skipped(path: Path) -> bool:
+    return bool(_SKIPPED.intersection(path.parts)) or path.name.startswith("_sysconfigdata")
 
 
 def read_bytes(path: Path) -> bytes:
