@@ -131,9 +131,9 @@ def make_model(name: str, dtype: torch.dtype = torch.float64, **changes: Any) ->
     config = AutoConfig.for_model(name, **{**COMMON, **FAMILIES[name].fields, **changes})
     config._experts_implementation = "eager"  # torch's grouped product has no float64
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     scatter_weights(model)
-    return model.to(dtype).train()
+    return model.train()
 
 
 @cache
@@ -146,7 +146,8 @@ def shared_model(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedMod
 def scatter_weights(model: PreTrainedModel) -> None:
     """Random weights large enough that attention is far from uniform and nothing is zero."""
     for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, dtype=torch.float64)
         if parameter.ndim > 1:
-            parameter.normal_(std=parameter.shape[-1] ** -0.5 * (2 if "embed" in name else 1))
+            parameter.copy_(noise * parameter.shape[-1] ** -0.5 * (2 if "embed" in name else 1))
         else:
-            parameter.add_(0.2 * torch.randn_like(parameter))
+            parameter.add_(0.2 * noise)

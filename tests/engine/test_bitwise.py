@@ -104,6 +104,30 @@ def test_other_families(name: str) -> None:
         assert_same_bits(run_step(model, schedule, DATA), expected)
 
 
+LAYOUTS = pytest.mark.xfail(
+    strict=False, reason="a kept tensor comes back in another layout, and kernels round by layout"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("qwen3", torch.float32),
+        # gate and up are halves of one product: views with gaps, which are stored without.
+        pytest.param("phi3", torch.float32, marks=LAYOUTS),
+        pytest.param("mixtral", torch.float32, marks=LAYOUTS),
+        # K, V are read from their buffer, which is token first, instead of from the graph.
+        pytest.param("gemma2", torch.float64, marks=LAYOUTS),
+        pytest.param("deepseek_v3", torch.float64, marks=LAYOUTS),
+    ],
+)
+def test_layouts_are_kept(name: str, dtype: torch.dtype) -> None:
+    model, data = shared_model(name, dtype), draw(53, batch=2, documents=3)
+    base = Schedule(chunk=16, groups=2)
+    expected = run_step(model, base, data)
+    assert_same_bits(run_step(model, replace(base, activations_kept=1.0), data), expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_order_of_the_grid(dtype: torch.dtype) -> None:
     """Every order visits the chunks of a layer from the last: no sum changes its order, but for a

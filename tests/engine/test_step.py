@@ -4,6 +4,7 @@ import copy
 import gc
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 import pytest
 import torch
@@ -172,11 +173,11 @@ class TestGradients:
     @pytest.mark.parametrize(
         "optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor]
     )
-    def test_serve_any_optimizer(self, optimizer: type[torch.optim.Optimizer]) -> None:
+    def test_serve_any_optimizer(self, optimizer: Any) -> None:
         """Three updates from farspan's gradients and from autograd's end at the same weights."""
         models = [make_model("qwen2") for _ in range(2)]
         step = Step(models[0], SCHEDULE)
-        makers = [optimizer(model.parameters(), lr=1e-2) for model in models]  # type: ignore[call-arg]
+        makers = [optimizer(model.parameters(), lr=1e-2) for model in models]
         for seed in range(3):
             data = draw(40, seed=seed)
             step(*data)
@@ -192,9 +193,9 @@ class LowRank(nn.Module):
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
         self.base = base
-        like = {"dtype": base.weight.dtype}
-        self.down = nn.Parameter(torch.randn(2, base.in_features, **like))
-        self.up = nn.Parameter(torch.randn(base.out_features, 2, **like))
+        dtype = base.weight.dtype
+        self.down = nn.Parameter(torch.randn(2, base.in_features, dtype=dtype))
+        self.up = nn.Parameter(torch.randn(base.out_features, 2, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + x @ self.down.T @ self.up.T
@@ -294,7 +295,8 @@ class TestTheModelStaysItself:
     def generated(self, model: PreTrainedModel) -> Tensor:
         ids = DATA.input_ids[:, :9]
         mask = torch.ones_like(ids)
-        return model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=5)
+        generate: Any = model.generate
+        return generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=5)
 
     def test_after_an_exception(self, model: PreTrainedModel) -> None:
         own = model.config._attn_implementation

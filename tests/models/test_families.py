@@ -19,7 +19,7 @@ KEPT = Schedule(chunk=13, groups=(1, 3), attention_kept=0.4, activations_kept=0.
 STREAMED = Schedule(chunk=10, groups=4, kv=Tier.HOST, kv_block=12, layer_checkpoint=True)
 SCHEDULES = {"plain": PLAIN, "kept": KEPT, "streamed": STREAMED}
 
-# Gemma and Cohere multiply by their norm weights in fp32, whatever the model's dtype is, so autograd
+# Gemma and Cohere multiply by their norm weights in fp32 whatever the model is in, so autograd
 # itself sums those gradients over tokens in fp32. DeepSeek's router is a matrix product in fp32,
 # which rounds otherwise for another number of tokens, and what it decides is in everything.
 FP32_INSIDE = 1e-6
@@ -136,7 +136,10 @@ ROPES = {
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 def test_scaled_rope_is_exact(rope: dict[str, Any]) -> None:
     """Beyond the original length, where the scaling is felt."""
-    changes = {"rope_parameters": {"rope_theta": 1e4, **rope}, "max_position_embeddings": 64}
+    changes: dict[str, Any] = {
+        "rope_parameters": {"rope_theta": 1e4, **rope},
+        "max_position_embeddings": 64,
+    }
     model, data = make_model("llama", **changes), draw(61, seed=3)
     expected = run_oracle(model, data)
     assert_close(run_step(model, KEPT, data), expected)

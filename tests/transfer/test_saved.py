@@ -1,0 +1,172 @@
+"""What a graph saved goes into bytes and comes back the same, bit by bit and stride by stride."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from farspan.transfer.saved import SavedCell
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x.clone(),
+    "transposed": lambda x: x.transpose(0, 2).clone(memory_format=torch.preserve_format),
+    "permuted": lambda x: x.permute(1, 2, 0),
+    "expanded": lambda x: x[:, :1].expand(-1, 5, -1),
+    "strided": lambda x: x[:, ::2],
+    "narrow": lambda x: x[1:, :, 1:],
+    "scalar": lambda x: x[0, 0, 0],
+    "empty": lambda x: x[:0],
+}
+NOTHING = torch.empty(0, dtype=torch.uint8)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool)
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    return torch.empty_like(tensor, memory_format=torch.preserve_format).stride()
+
+
+def store_for(cell: SavedCell, extra: int = 0) -> Tensor:
+    return torch.full((cell.size() + extra,), 0xAB, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_round_trip(layout: str, dtype: torch.dtype) -> None:
+    source = LAYOUTS[layout]((10 * torch.randn(3, 4, 6)).to(dtype))
+    expected = source.clone()
+    cell = SavedCell([], {})
+    handle = cell.pack(source)
+    assert not isinstance(handle, Tensor)
+    store = store_for(cell)
+    cell.seal(store)
+    moved = store.clone()
+    store.zero_()
+    source.zero_() if layout != "expanded" else None
+    cell.restore(moved, {})
+    found = cell.unpack(handle)
+    assert torch.equal(found, expected)
+    assert found.dtype is dtype
+    assert found.stride() == dense_stride(source)
+    assert found.untyped_storage().data_ptr() == moved.data_ptr() or found.numel() == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(DTYPES)), max_size=8))
+def test_many_tensors_do_not_overlap(sizes: list[tuple[int, torch.dtype]]) -> None:
+    sources = [torch.arange(n).add(7 * i).to(dtype) for i, (n, dtype) in enumerate(sizes)]
+    cell = SavedCell([], {})
+    handles = [cell.pack(source) for source in sources]
+    store = store_for(cell)
+    cell.seal(store)
+    cell.restore(store, {})
+    for handle, source in zip(handles, sources, strict=True):
+        found = cell.unpack(handle)
+        assert torch.equal(found, source)
+        assert found.data_ptr() % 64 == store.data_ptr() % 64 or source.numel() == 0
+
+
+def test_one_tensor_saved_twice_is_stored_once() -> None:
+    tensor = torch.randn(10)
+    cell = SavedCell([], {})
+    one, again, other_shape = cell.pack(tensor), cell.pack(tensor), cell.pack(tensor.view(2, 5))
+    assert one is again
+    assert other_shape is not one
+    assert cell.count() == 2
+    assert cell.size() == 128
+
+
+def test_parameters_stay_where_they_are() -> None:
+    weight = torch.randn(4, 3)
+    cell = SavedCell([weight], {})
+    for view in (weight, weight.T, weight[1:]):
+        assert cell.pack(view) is view
+        assert cell.unpack(view) is view
+    assert cell.size() == 0
+
+
+def test_named_tensors_become_references() -> None:
+    """A view of the layer's input is stored nowhere: it is taken from where the input then is."""
+    base = torch.randn(2, 6, 4)
+    views = [base, base.transpose(1, 2), base[1, 2:], base.view(12, 4)]
+    expected = [view.clone() for view in views]
+    cell = SavedCell([], {"x": base, "out": torch.randn(3)})
+    handles = [cell.pack(view) for view in views]
+    assert cell.size() == 0
+    assert cell.references == {"x"}
+    cell.seal(NOTHING)
+    slab = torch.full((10 + base.numel(),), torch.nan)
+    elsewhere = slab[10:].view(2, 6, 4)
+    elsewhere.copy_(base)
+    base.fill_(torch.nan)
+    cell.restore(NOTHING, {"x": elsewhere})
+    for handle, view, same in zip(handles, views, expected, strict=True):
+        found = cell.unpack(handle)
+        assert torch.equal(found, same)
+        assert found.stride() == view.stride()
+
+
+def test_a_cast_of_a_named_tensor_is_no_reference() -> None:
+    base = torch.randn(6)
+    cell = SavedCell([], {"x": base})
+    cell.pack(base.double())
+    cell.pack(base.view(torch.int32))
+    assert cell.references == set()
+    assert cell.count() == 2
+
+
+def test_more_than_planned_is_an_error() -> None:
+    cell = SavedCell([], {})
+    for _ in range(2):
+        cell.pack(torch.randn(16))
+    with pytest.raises(
+        RuntimeError, match=r"more than the 64 bytes planned.*activations_kept to 0"
+    ):
+        cell.seal(torch.empty(64, dtype=torch.uint8))
+
+
+def test_room_to_spare_is_left_alone() -> None:
+    cell = SavedCell([], {})
+    cell.pack(torch.randn(16))
+    store = store_for(cell, extra=64)
+    cell.seal(store)
+    assert bool((store[64:] == 0xAB).all())
+
+
+def mathematics(x: Tensor, weight: Tensor) -> Tensor:
+    y = torch.tanh(x @ weight).transpose(0, 1)
+    return (y.softmax(-1) * y[:, :1].exp()).sum() + (x * x).mean()
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_graph_runs_backward_from_bytes(moved: bool) -> None:
+    """The same bits as without the detour, while the bytes wait elsewhere as NaN."""
+    x, weight = torch.randn(6, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    expected = torch.autograd.grad(mathematics(x, weight), [x, weight])
+    cell = SavedCell([weight], {"x": x})
+    with saved_tensors_hooks(cell.pack, cell.unpack):
+        loss = mathematics(x, weight)
+    assert cell.references == {"x"}
+    store = store_for(cell)
+    cell.seal(store)
+    if moved:
+        away = store.clone()
+        store.fill_(0xFF)
+        store = away
+    cell.restore(store, {"x": x.detach().clone()})
+    found = torch.autograd.grad(loss, [x, weight])
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    cell.release()
+
+
+def test_a_sealed_cell_holds_no_tensor() -> None:
+    """Otherwise keeping it would keep what was evicted."""
+    source = torch.randn(1000)
+    cell = SavedCell([], {"x": source[:10]})
+    handle = cell.pack(source)
+    cell.seal(store_for(cell))
+    cell.release()
+    held = [vars(handle)["value"], *vars(cell).values()]
+    assert not any(isinstance(thing, Tensor) for thing in held)
