@@ -49,6 +49,26 @@ def test_the_engine_trains_as_plain_autograd_does(tmp_path: Path) -> None:
     assert len(quiet.done) > 10 * STEPS
 
 
+def test_bfloat16_accumulates_in_float32_and_learns(tmp_path: Path) -> None:
+    seen: set[torch.dtype] = set()
+
+    class Watched(Step):
+        def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = super().__call__(*args, **kwargs)
+            seen.update(
+                p.grad.dtype for p in self.boundary.model.parameters() if p.grad is not None
+            )
+            return loss
+
+    run = tiny_run(
+        tmp_path, schedule=SCHEDULE, model=ModelConfig(config=MODEL, dtype=DType.BFLOAT16)
+    )
+    result = train(run, parts=replace(Parts(), make_step=Watched), reporter=Quiet())
+    assert seen == {torch.float32}
+    assert result.loss is not None
+    assert result.loss < metrics(run)[1]["loss"] - 0.3
+
+
 def test_trained_tokens_are_counted_as_one_would_by_hand() -> None:
     labels = torch.arange(24).reshape(2, 12)
     marks = torch.tensor([[0] * 5 + [1] + [2] * 6, [0] * 12])

@@ -8,15 +8,21 @@ import pytest
 import yaml
 
 from farspan.spec import Refused
-from farspan.train.config import EvaluationConfig, OnNonfinite, OptimizerConfig, RunConfig
+from farspan.train.config import (
+    EvaluationConfig,
+    OnNonfinite,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+)
 from farspan.train.durable import WriteFailed
 from farspan.train.folder import RunFolder, identity
 from tests.train.tiny import tiny_run
 
 
-def prepare(run: RunConfig) -> None:
+def prepare(run: RunConfig) -> list[str]:
     with RunFolder(run) as folder:
-        folder.prepare()
+        return folder.prepare()
 
 
 def saved(run: RunConfig) -> RunConfig:
@@ -71,11 +77,21 @@ def test_what_decides_nothing_may_change(tmp_path: Path) -> None:
         evaluation=EvaluationConfig(every=7),
         checkpoints=replace(run.checkpoints, keep=9),
         nonfinite=OnNonfinite.SKIP,
-        device="cpu",
     )
-    prepare(free)
+    assert prepare(free) == []
     assert identity(free) == identity(run)
     assert identity(replace(run, seed=1)) != identity(run)
+
+
+def test_what_changes_roundings_may_change_and_is_told(tmp_path: Path) -> None:
+    run = saved(tiny_run(tmp_path))
+    other = replace(run, device="cpu", schedule=ScheduleConfig(strategy="oomb", groups=(1, 1)))
+    assert prepare(other) == [
+        "device was 'auto', is now 'cpu'",
+        "schedule.groups was None, is now [1, 1]",
+        "schedule.strategy was 'grouped', is now 'oomb'",
+    ]
+    assert prepare(other) == []
 
 
 def test_without_a_checkpoint_there_is_nothing_to_protect(tmp_path: Path) -> None:

@@ -22,8 +22,13 @@ from farspan.train.durable import append_line, remove_leftovers, write_whole
 from farspan.train.strict import flatten, read_mapping, to_mapping
 
 # Keys that may change between an interruption and its resumption: where things are, how often one
-# looks at them, and what happens after a failure. None of them changes what is computed.
-FREE = ("folder", "device", "data.cache", "nonfinite", "checkpoints.", "evaluation.")
+# looks at them, what happens after a failure, and how and where the same gradients are computed.
+FREE = (
+    *("folder", "data.cache", "nonfinite", "checkpoints.", "evaluation."),
+    *("device", "schedule."),
+)
+# Of these, the ones that change roundings: the run goes on, but not to the same bits.
+ROUNDING = ("device", "schedule.")
 
 
 def identity(run: RunConfig) -> str:
@@ -67,8 +72,9 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
 
-    def prepare(self) -> None:
-        """Cleans up after a killed process and writes config.yaml.
+    def prepare(self) -> list[str]:
+        """Cleans up after a killed process and writes config.yaml. What has changed since the
+        last time and will change roundings.
 
         Raises Refused, naming the keys, when the folder holds another run that can be resumed.
         """
@@ -76,22 +82,17 @@ class RunFolder:
         remove_leftovers(self.checkpoints)
         config = self.path / "config.yaml"
         values = to_mapping(self._run)
+        changed: list[str] = []
         if config.exists() and any(self.checkpoints.iterdir()):
-            self._compare(read_mapping(config.read_text("utf-8"), str(config)), values)
-        write_whole(config, yaml.safe_dump(values, sort_keys=False).encode("utf-8"))
-
-    def _compare(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        old, new = flatten(before), flatten(now)
-        changed = [
-            f"{key} was {old.get(key)!r}, is now {new.get(key)!r}"
-            for key in sorted(old.keys() | new.keys())
-            if old.get(key) != new.get(key) and not key.startswith(FREE)
-        ]
-        if changed:
+            changed = _changes(read_mapping(config.read_text("utf-8"), str(config)), values)
+        refused = [text for text in changed if not text.startswith(FREE)]
+        if refused:
             raise Refused(
-                f"{self.path} holds another run: {'; '.join(changed)}; set these back to resume "
+                f"{self.path} holds another run: {'; '.join(refused)}; set these back to resume "
                 "it, or give another folder"
             )
+        write_whole(config, yaml.safe_dump(values, sort_keys=False).encode("utf-8"))
+        return [text for text in changed if text.startswith(ROUNDING)]
 
     def record(self, values: Mapping[str, Any]) -> None:
         """Appends one line to metrics.jsonl. Raises WriteFailed."""
@@ -112,6 +113,16 @@ class RunFolder:
         path = self.path / name
         write_whole(path, json.dumps(values, indent=1, allow_nan=False).encode("utf-8"))
         return path
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The leaves that differ, each by its path and with both values."""
+    old, new = flatten(before), flatten(now)
+    return [
+        f"{key} was {old.get(key)!r}, is now {new.get(key)!r}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

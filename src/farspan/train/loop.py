@@ -54,7 +54,8 @@ def train(
     run = resolve(run)
     shown = make_reporter(Console()) if reporter is None else reporter
     with RunFolder(run) as folder, Interrupt() as interrupt, shown:
-        folder.prepare()
+        for change in folder.prepare():
+            shown.note(f"{change}: the gradients are the same up to rounding, the bits are not")
         try:
             trainer = _prepare(run, parts or Parts(), folder, shown, interrupt)
         except Interrupted as stop:

@@ -2,13 +2,15 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from farspan.data.packing import Batch
 from farspan.data.tokenizers import reads_back
@@ -124,7 +126,7 @@ class Trainer:
         if self._folder.model.exists():
             return  # of this run: it is published after the last checkpoint and then left alone
         partial_folder = self._folder.path / f"{PARTIAL}model"
-        with writing(partial_folder):
+        with writing(partial_folder), _without_bars():
             self._use.model.save_pretrained(partial_folder)
             self._use.tokenizer.save(partial_folder)
         publish(partial_folder, self._folder.model)
@@ -259,6 +261,18 @@ class Trainer:
     def _evaluating(self, place: int, count: int, progress: CellsDone) -> None:
         self._interrupt.check()
         self._reporter.evaluating((place + progress.work_done / progress.work) / count, progress)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Transformers' own progress bars would tear ours apart."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _due(step: int, every: int, first: bool = False) -> bool:
