@@ -23,8 +23,9 @@ import torch
 from safetensors.torch import save_file
 
 from farspan.train import durable
-from farspan.train.config import RunConfig
-from tests.train.tiny import TinyStep, fit, tiny_run
+from farspan.train.config import OptimizerConfig, RunConfig
+from farspan.train.optimizer import Optimizer
+from tests.train.tiny import MODEL, TinyStep, fit, load_tiny, tiny_run
 
 OUTCOME = ("model/model.safetensors", "model/config.json")
 STATE = ("model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json")
@@ -154,6 +155,11 @@ def trial(root: Path, at: int) -> dict[str, Any]:
 
 def main(root: Path, stride: int) -> None:
     torch.set_num_threads(1)
+    # What is imported at its first use is imported here, once. No backward: its threads and forks
+    # do not go together.
+    model: Any = load_tiny(config=MODEL, dtype=torch.float32, seed=0)
+    Optimizer(model, OptimizerConfig()).step(0.0, torch.zeros(()))
+    model.save_pretrained(root / "warm")
     run = tiny_run(root)
     status = attempt(run, None, root / "names.json")
     assert status == 0, status
