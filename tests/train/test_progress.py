@@ -39,7 +39,7 @@ def test_pace_predicts_from_the_part_done_and_then_from_whole_steps() -> None:
 
 def console(terminal: bool) -> tuple[Console, io.StringIO]:
     out = io.StringIO()
-    return Console(file=out, force_terminal=terminal, width=120), out
+    return Console(file=out, force_terminal=terminal, width=80), out
 
 
 def test_lines_where_there_is_no_terminal() -> None:
@@ -89,6 +89,7 @@ def test_bars_on_a_terminal() -> None:
         reporter.end(VALUES)
         reporter.evaluated({"step": 1, "heldout_loss": 2.75})
         reporter.note("[a] note")
+    assert "…" not in out.getvalue()
     for words in ("cell", "loss 2.5000", "held-out loss 2.7500", "[a] note", "eta"):
         assert words in out.getvalue()
 

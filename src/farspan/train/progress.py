@@ -143,7 +143,7 @@ class BarReporter:
     def __init__(self, console: Console) -> None:
         self._bars = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=16),
             TextColumn("{task.fields[text]}"),
             console=console,
         )
@@ -178,8 +178,8 @@ class BarReporter:
         self._bars.update(self._step, description=name, completed=0.0, text="", visible=True)
 
     def cells(self, step: int, done: float, progress: CellsDone) -> None:
-        rate = self._pace.tokens_per_second(done)
         text = f"cell {progress.cells_done}/{progress.cells}"
+        rate = self._pace.tokens_per_second(done)
         text += "" if rate is None else f"  {rate:,.0f} tokens/s"
         self._bars.update(self._step, completed=done, text=text)
         left = _eta(self._pace.remaining(step - 1, done))
@@ -188,7 +188,8 @@ class BarReporter:
 
     def end(self, values: Mapping[str, Any]) -> None:
         self._pace.end()
-        self._last = describe(values)
+        if "loss" in values:
+            self._last = f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tokens/s"
         step = int(values["step"])
         text = f"{step}/{self._steps}  {self._last}  {_eta(self._pace.remaining(step, 0.0))}"
         self._bars.update(self._run, completed=step, text=text)
@@ -203,6 +204,7 @@ class BarReporter:
         self.note(
             f"step {values['step']}  held-out loss {values['heldout_loss']:.4f}  {self._last}"
         )
+        self._bars.update(self._step, visible=False)
 
 
 def make_reporter(console: Console) -> Reporter:

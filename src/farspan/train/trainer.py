@@ -190,7 +190,12 @@ class Trainer:
         for place, micro in enumerate(batches):
             step.progress = partial(self._cells, place)
             losses.append(
-                step(micro.input_ids, micro.input_ids, micro.document_ids, trained_tokens=total)
+                step(
+                    micro.input_ids,
+                    micro.input_ids,
+                    micro.document_ids,
+                    trained_tokens=max(1, total),
+                )
             )
         step.progress = None
         return float(torch.stack([loss.detach() for loss in losses]).sum())
@@ -249,7 +254,10 @@ class Trainer:
             self._use.step.progress = partial(self._evaluating, place, count)
             loss += float(
                 self._use.step.evaluate(
-                    micro.input_ids, micro.input_ids, micro.document_ids, trained_tokens=total
+                    micro.input_ids,
+                    micro.input_ids,
+                    micro.document_ids,
+                    trained_tokens=max(1, total),
                 )
             )
         self._use.step.progress = None
