@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+import farspan
+
 
 def machine() -> dict[str, Any]:
     """Hardware, versions and date."""
@@ -18,7 +20,8 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpu": gpu,
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("farspan", "torch", "transformers")},
+        "versions": {"farspan": farspan.__version__}
+        | {name: version(name) for name in ("torch", "transformers")},
     }
 
 

@@ -42,7 +42,9 @@ def baseline(ids: Tensor) -> Callable[[], float]:
     """A step of the Hugging Face path."""
     model = make_model()
     model.set_attn_implementation("sdpa")
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # transformers is renaming this; both names take the same settings.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
 
     def step() -> float:
         model.zero_grad(set_to_none=True)

@@ -104,21 +104,16 @@ def test_other_families(name: str) -> None:
         assert_same_bits(run_step(model, schedule, DATA), expected)
 
 
-LAYOUTS = pytest.mark.xfail(
-    strict=False, reason="a kept tensor comes back in another layout, and kernels round by layout"
-)
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
         ("qwen3", torch.float32),
         # gate and up are halves of one product: views with gaps, which are stored without.
-        pytest.param("phi3", torch.float32, marks=LAYOUTS),
-        pytest.param("mixtral", torch.float32, marks=LAYOUTS),
+        ("phi3", torch.float32),
+        ("mixtral", torch.float32),
         # K, V are read from their buffer, which is token first, instead of from the graph.
-        pytest.param("gemma2", torch.float64, marks=LAYOUTS),
-        pytest.param("deepseek_v3", torch.float64, marks=LAYOUTS),
+        ("gemma2", torch.float64),
+        ("deepseek_v3", torch.float64),
     ],
 )
 def test_layouts_are_kept(name: str, dtype: torch.dtype) -> None:

@@ -89,6 +89,8 @@ class _Attend(torch.autograd.Function):
         cell: Cell,
         call: AttentionCall,
     ) -> Tensor:
+        # A kept graph reads K, V from their buffer: one layout for both, or kernels round apart.
+        k, v = k.contiguous(), v.contiguous()
         out, lse = cell.output(call, q, k, v, sinks)
         ctx.cell, ctx.call = cell, call
         # A kept graph leaves what buffers hold to them: K, V always, O and LSE when they are kept.
@@ -104,7 +106,7 @@ class _Attend(torch.autograd.Function):
         cell: Cell = ctx.cell
         if k is None:
             assert cell.own_kv is not None
-            k, v = (cell.own_kv[name].permute(1, 2, 0, 3) for name in ("k", "v"))
+            k, v = (cell.own_kv[name].permute(1, 2, 0, 3).contiguous() for name in ("k", "v"))
         if out is None:
             assert cell.attention is not None
             out, lse = _heads_first(cell.attention)

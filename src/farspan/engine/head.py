@@ -18,7 +18,7 @@ class Head:
     the scale is right for every piece, chunk, micro-batch and rank."""
 
     boundary: Boundary
-    count: int  # trained tokens the mean is taken over
+    count: int  # trained tokens the mean is taken over, at least 1
     piece: int  # tokens whose logits exist at one time
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -56,4 +56,4 @@ class Head:
         total = functional.cross_entropy(
             wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
         )
-        return total / max(self.count, 1)
+        return total / self.count

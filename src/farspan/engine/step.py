@@ -19,7 +19,7 @@ from farspan.plan.build import build_evaluation, build_program
 from farspan.plan.costs import work_of
 from farspan.plan.program import Backward, Forward, Instruction, Program
 from farspan.plan.program import Head as HeadInstruction
-from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
+from farspan.spec import ModelSpec, Refused, RunSpec, Schedule, Tier
 from farspan.transfer.arena import Arena
 from farspan.transfer.copies import CopyEngine
 
@@ -90,7 +90,7 @@ class Step:
         the total over all micro-batches or ranks that share an optimizer step.
         """
         batch = self._batch(input_ids, labels, document_ids)
-        count = batch.trained if trained_tokens is None else trained_tokens
+        count = _count(batch, trained_tokens)
         return self._run(self.program(*input_ids.shape), batch, count)
 
     def evaluate(
@@ -103,7 +103,7 @@ class Step:
     ) -> Tensor:
         """The same loss without gradients."""
         batch = self._batch(input_ids, labels, document_ids)
-        count = batch.trained if trained_tokens is None else trained_tokens
+        count = _count(batch, trained_tokens)
         return self._run(self.program(*input_ids.shape, evaluation=True), batch, count)
 
     def program(self, batch: int, tokens: int, *, evaluation: bool = False) -> Program:
@@ -155,6 +155,15 @@ class Step:
         with routed(self.boundary.model):
             loss = interpreter.run()
         return loss.to(storage.accumulate_dtype)
+
+
+def _count(batch: Batch, given: int | None) -> int:
+    """What the sum of losses is divided by. Without a trained token the loss is 0, not 0 / 0."""
+    if given is None:
+        return max(1, batch.trained)
+    if given < 1:
+        raise Refused(f"trained_tokens: expected at least 1, got {given}")
+    return given
 
 
 class _Counter:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from farspan.attention.reference import reference
 from farspan.models.boundary import Boundary, LayerCall
 from farspan.models.refuse import refuse_model
-from farspan.models.route import answering, routed
+from farspan.models.route import answering, routed, watching_masks
 from farspan.spec import LayerSpec, ModelSpec, Refused
 from farspan.transfer.saved import SavedCell
 
@@ -78,18 +78,20 @@ def describe(boundary: Boundary) -> ModelSpec:
     """The ModelSpec of a model. Raises Refused when chunks of it cannot be exact."""
     model = boundary.model
     refuse_model(model)
-    vocab = boundary.vocab
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, vocab, (1, TOKENS), generator=generator).to(boundary.device)
-    with routed(model):
-        whole = _run_whole(boundary, ids)
-        layers = _run_staged(boundary, ids, whole)
-        layers = _with_activations(boundary, layers)
+    try:
+        layers = _watch(boundary)
+    except Refused:
+        raise
+    except Exception as error:
+        raise Refused(
+            f"model: {type(model).__name__} cannot be run through the attention interface, stage "
+            f"by stage: {type(error).__name__}: {error}"
+        ) from error
     parameters = list(model.parameters())
     return ModelSpec(
         name=getattr(model.config, "name_or_path", "") or type(model).__name__,
         hidden=model.config.hidden_size,
-        vocab=vocab,
+        vocab=boundary.vocab,
         layers=tuple(layers),
         element_bytes=boundary.dtype.itemsize,
         parameters=sum(p.numel() for p in parameters),
@@ -97,10 +99,32 @@ def describe(boundary: Boundary) -> ModelSpec:
     )
 
 
+def _watch(boundary: Boundary) -> list[LayerSpec]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, boundary.vocab, (1, TOKENS), generator=generator).to(boundary.device)
+    with watching_masks(boundary.model) as windows:
+        whole = _run_whole(boundary, ids)
+    with routed(boundary.model):
+        layers = _run_staged(boundary, ids, whole)
+        layers = _with_activations(boundary, layers)
+    hidden = windows - {layer.window for layer in layers}
+    if hidden:
+        raise Refused(
+            f"model: {type(boundary.model).__name__} limits attention to {sorted(hidden)} tokens "
+            "by its mask alone (a window or chunked attention) and does not tell the attention "
+            "interface, so it could not be honoured"
+        )
+    return layers
+
+
 def _run_whole(boundary: Boundary, ids: Tensor) -> Tensor:
     probe = _Probe(in_order=True)
     with answering(probe):
         out = boundary.model(input_ids=ids, use_cache=False)
+    if not isinstance(getattr(out, "logits", None), Tensor) or out.logits.ndim != 3:
+        raise Refused(
+            f"model: {type(boundary.model).__name__} gives no logits a token; expected a causal LM"
+        )
     if len(probe.calls) != len(boundary.layers):
         raise Refused(
             f"model: {type(boundary.model).__name__} called the attention interface "
@@ -169,9 +193,11 @@ class _Saved:
 
 def _saved(boundary: Boundary, index: int, tokens: int) -> _Saved:
     width = boundary.model.config.hidden_size
-    positions = torch.arange(tokens, device=boundary.device)[None]
+    # Few positions, again and again: the model may know no more than the probe's.
+    positions = torch.arange(tokens, device=boundary.device)[None] % TOKENS
     # Tokens must differ, or a router would send all of them one way.
-    hidden = torch.sin(positions[..., None] + torch.arange(width, device=boundary.device))
+    seeds = torch.arange(tokens, device=boundary.device)[None, :, None]
+    hidden = torch.sin(seeds + torch.arange(width, device=boundary.device))
     hidden = hidden.to(boundary.dtype)
     call = boundary.calls(1, positions)[index]
     named = {"x": hidden}

@@ -13,6 +13,17 @@ from farspan.spec import Refused
 SLICEABLE_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 
 
+# Attributes of modules that hold the probability of something random in training.
+DROPOUTS = (
+    "attention_dropout",
+    "attn_dropout",
+    "dropout",
+    "dropout_p",
+    "layerdrop",
+    "router_jitter_noise",
+)
+
+
 def refuse_model(model: PreTrainedModel) -> None:
     """Raises Refused when the model's configuration rules out exact training in chunks."""
     config = model.config
@@ -33,6 +44,12 @@ def refuse_model(model: PreTrainedModel) -> None:
                 "so a chunk's rotary table is not a slice of the full sequence's; expected one of "
                 f"{', '.join(SLICEABLE_ROPE)} (yarn extends the context and is exact)"
             )
+    # The model's own property has another name in every other release; its layers' flag has not.
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise Refused(
+            "model: its own gradient checkpointing is on, and the schedule already decides what "
+            "is recomputed; call model.gradient_checkpointing_disable()"
+        )
     if getattr(config, "output_router_logits", False):
         raise Refused(
             "output_router_logits: the router's load-balancing loss needs statistics of the whole "
@@ -101,13 +118,7 @@ def _is_causal(model: PreTrainedModel) -> bool:
 def _dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:
     if isinstance(module, nn.modules.dropout._DropoutNd):
         yield "", float(module.p)
-    for name in (
-        "attention_dropout",
-        "attn_dropout",
-        "dropout",
-        "dropout_p",
-        "router_jitter_noise",
-    ):
+    for name in DROPOUTS:
         value = getattr(module, name, None)
         if isinstance(value, float):
             yield name, value

@@ -10,17 +10,21 @@ from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from farspan.models.configs import config_field
 
 NAME = "farspan"
+PROBE = "farspan_probe"  # the same, but its masks are asked for, and looked at
 
 # (module, query [B, H, C, D], key [B, Hk, C, D], value [B, Hk, C, Dv], scale, **the model's own
 # keywords such as sliding_window, softcap, s_aux) -> out [B, C, H, Dv]
 Attention = Callable[..., Tensor]
 
 _active: ContextVar[Attention | None] = ContextVar("farspan_attention", default=None)
+
+
+_local_sizes: ContextVar[set[int] | None] = ContextVar("farspan_local_sizes", default=None)
 
 
 def _attention(
@@ -44,7 +48,16 @@ def _attention(
     return active(module, query, key, value, scale, **keywords), None
 
 
+def _mask(*_: Any, local_size: int | None = None, **__: Any) -> None:
+    """Build no mask, but note a window or chunk that the model means one to have."""
+    noted = _local_sizes.get()
+    if noted is not None and local_size is not None:
+        noted.add(int(local_size))
+
+
 AttentionInterface.register(NAME, _attention)
+AttentionInterface.register(PROBE, _attention)
+AttentionMaskInterface.register(PROBE, _mask)
 
 
 @contextmanager
@@ -55,6 +68,18 @@ def answering(attention: Attention) -> Iterator[None]:
         yield
     finally:
         _active.reset(token)
+
+
+@contextmanager
+def watching_masks(model: PreTrainedModel) -> Iterator[set[int]]:
+    """Route the model's attention as `routed` does, and collect the windows of its masks."""
+    noted: set[int] = set()
+    token = _local_sizes.set(noted)
+    try:
+        with config_field(model, "_attn_implementation_internal", PROBE):
+            yield noted
+    finally:
+        _local_sizes.reset(token)
 
 
 @contextmanager

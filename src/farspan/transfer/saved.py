@@ -4,6 +4,10 @@ While a cell runs forward, autograd hands every tensor it saves to `pack`. Tenso
 the program holds anyway (the layer's input, the attention output) become references to it, and
 parameters stay where they are. The rest is copied into one run of bytes when the cell is sealed,
 so that one copy takes a cell to host and one brings it back.
+
+What is copied is memory, not tensors: of each storage the span that saved views cover, once. So
+the halves of a fused projection are stored together, and a view comes back with the strides and
+alignment it had; kernels choose by them, and the backward must give the same bits.
 """
 
 from collections.abc import Iterable
@@ -12,132 +16,124 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from farspan.plan.sizes import aligned
+from farspan.plan.sizes import ALIGNMENT, aligned
 
 
 @dataclass(frozen=True, slots=True)
-class _Reference:
-    """A view of a tensor that will be at hand again: the same elements, wherever it then is."""
+class _View:
+    """Elements of a named tensor or of a span, wherever its memory then is."""
 
-    name: str
-    offset: int  # elements from the named tensor's first
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A tensor in the cell's bytes, with the strides it had: kernels may choose by strides, and
-    the backward must give the same bits as without the detour."""
-
-    offset: int  # bytes
+    source: str | int  # name, or address of the storage
+    offset: int  # bytes from the named tensor's first element, or from the storage's
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
 
 
-class _Handle:
-    """What the graph keeps in a tensor's place."""
+@dataclass(slots=True)
+class _Span:
+    """The part of a storage that saved views cover."""
 
-    def __init__(self, value: Tensor | _Reference | _Stored) -> None:
-        self.value = value
+    tensor: Tensor  # keeps the memory alive until it is copied
+    low: int  # bytes from the storage's first, on an alignment line
+    high: int
+    place: int = 0  # bytes into the cell
+
+    @property
+    def size(self) -> int:
+        return aligned(self.high - self.low)
 
 
 class SavedCell:
     """The saved tensors of one cell.
 
-    Invariant: before `seal`, handles hold the tensors themselves, so their memory is not given to
-    another tensor and (address, layout) identifies one. After `seal`, handles hold no tensor.
+    Invariant: before `seal`, every storage with a saved view is held, so that its address tells it
+    from others. After `seal`, nothing holds a tensor.
     """
 
     def __init__(self, parameters: Iterable[Tensor], named: dict[str, Tensor]) -> None:
         self._parameters = {p.untyped_storage().data_ptr() for p in parameters}
         self._named = named
-        self._handles: dict[tuple[int, torch.Size, tuple[int, ...], torch.dtype], _Handle] = {}
+        self._spans: dict[int, _Span] = {}
+        self._places: dict[int, tuple[int, int]] = {}  # storage: low, place
         self._bytes: Tensor | None = None
         self.references: set[str] = set()  # named tensors the graph saved
 
-    def pack(self, tensor: Tensor) -> Tensor | _Handle:
+    def pack(self, tensor: Tensor) -> Tensor | _View:
         if tensor.untyped_storage().data_ptr() in self._parameters:
             return tensor
         for name, base in self._named.items():
             if _within(tensor, base):
                 self.references.add(name)
-                offset = (tensor.data_ptr() - base.data_ptr()) // tensor.element_size()
-                return _Handle(_Reference(name, offset, tensor.shape, tensor.stride()))
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        return self._handles.setdefault(key, _Handle(tensor.detach()))
+                offset = tensor.data_ptr() - base.data_ptr()
+                return _View(name, offset, tensor.shape, tensor.stride(), tensor.dtype)
+        address = tensor.untyped_storage().data_ptr()
+        offset = int(tensor.storage_offset()) * tensor.element_size()
+        low, high = offset // ALIGNMENT * ALIGNMENT, offset + _reach(tensor)
+        span = self._spans.setdefault(address, _Span(tensor.detach(), low, high))
+        span.low, span.high = min(span.low, low), max(span.high, high)
+        return _View(address, offset, tensor.shape, tensor.stride(), tensor.dtype)
 
     def size(self) -> int:
-        """Bytes the cell needs when sealed into bytes."""
-        return sum(_dense_bytes(handle.value) for handle in self._handles.values())
+        """Bytes the cell needs when it is sealed."""
+        return sum(span.size for span in self._spans.values())
 
     def count(self) -> int:
-        """Distinct tensors saved."""
-        return len(self._handles)
+        """Spans of memory saved."""
+        return len(self._spans)
 
     def seal(self, store: Tensor) -> None:
         """The forward is over: copy what was saved into `store` (uint8)."""
-        self._named = {}
-        offset = 0
-        for handle in self._handles.values():
-            offset += _move(handle, store, offset)
-        self._handles = {}
+        if self.size() > store.numel():
+            raise RuntimeError(
+                f"a cell saved {self.size():,} bytes, more than the {store.numel():,} planned for "
+                "it; this model's activations vary in size, set activations_kept to 0"
+            )
+        place = 0
+        for address, span in self._spans.items():
+            length = span.high - span.low
+            source = _typed(span.tensor, span.low, torch.Size([length]), (1,), torch.uint8)
+            store[place : place + length].copy_(source)
+            self._places[address] = span.low, place
+            place += span.size
+        self._spans, self._named = {}, {}
 
     def restore(self, store: Tensor, named: dict[str, Tensor]) -> None:
         """The backward is about to run: the bytes and the named tensors are at hand again."""
         self._bytes, self._named = store, named
 
-    def release(self) -> None:
-        self._bytes, self._named = None, {}
-
-    def unpack(self, handle: Tensor | _Handle) -> Tensor:
-        if isinstance(handle, Tensor):
-            return handle
-        value = handle.value
-        assert not isinstance(value, Tensor), "unpacked before it was sealed"
-        if isinstance(value, _Reference):
-            base = self._named[value.name]
-            start = base.storage_offset() + value.offset
-            return base.as_strided(value.shape, value.stride, start)
-        assert self._bytes is not None
-        return _typed(self._bytes, value)
+    def unpack(self, packed: Tensor | _View) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if isinstance(packed.source, str):
+            base = self._named[packed.source]
+            start = int(base.storage_offset()) * base.element_size() + packed.offset
+        else:
+            assert self._bytes is not None, "unpacked before it was sealed and restored"
+            low, place = self._places[packed.source]
+            base = self._bytes
+            start = int(base.storage_offset()) + place + packed.offset - low
+        return _typed(base, start, packed.shape, packed.stride, packed.dtype)
 
 
 def _within(tensor: Tensor, base: Tensor) -> bool:
     if tensor.dtype is not base.dtype or tensor.numel() == 0:
         return False
-    low = base.data_ptr()
-    span = 1 + sum((n - 1) * s for n, s in zip(base.shape, base.stride(), strict=True))
-    return low <= tensor.data_ptr() < low + span * base.element_size()
+    low, high = base.data_ptr(), base.data_ptr() + _reach(base)
+    return low <= tensor.data_ptr() and tensor.data_ptr() + _reach(tensor) <= high
 
 
-def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of a gapless copy that keeps the order of the dimensions."""
-    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
+def _reach(tensor: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if tensor.numel() == 0:
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((extent - 1) * stride for extent, stride in steps)) * tensor.element_size()
 
 
-def _dense_bytes(tensor: object) -> int:
-    assert isinstance(tensor, Tensor)
-    return aligned(tensor.numel() * tensor.element_size())
-
-
-def _typed(store: Tensor, place: _Stored) -> Tensor:
-    view = torch.empty(0, dtype=place.dtype, device=store.device)
-    start = (store.storage_offset() + place.offset) // view.element_size()
-    return view.set_(store.untyped_storage(), start, place.shape, place.stride)
-
-
-def _move(handle: _Handle, store: Tensor, offset: int) -> int:
-    tensor = handle.value
-    assert isinstance(tensor, Tensor)
-    size = _dense_bytes(tensor)
-    if offset + size > store.numel():
-        raise RuntimeError(
-            f"a cell saved more than the {store.numel():,} bytes planned for it; "
-            "this model's activations vary in size, set activations_kept to 0"
-        )
-    place = _Stored(offset, tensor.shape, _dense_stride(tensor), tensor.dtype)
-    _typed(store, place).copy_(tensor)
-    handle.value = place
-    return size
+def _typed(
+    memory: Tensor, start: int, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """A view of `memory`'s storage from byte `start` on, with a version counter of its own."""
+    view = torch.empty(0, dtype=dtype, device=memory.device)
+    return view.set_(memory.untyped_storage(), start // view.element_size(), shape, stride)
