@@ -89,8 +89,10 @@ def test_bars_on_a_terminal() -> None:
         reporter.end(VALUES)
         reporter.evaluated({"step": 1, "heldout_loss": 2.75})
         reporter.note("[a] note")
+        reporter.begin(2)
+        reporter.cells(2, 0.5, Cells(4, 8))
     assert "…" not in out.getvalue()
-    for words in ("cell", "loss 2.5000", "held-out loss 2.7500", "[a] note", "eta"):
+    for words in ("cell 4/8", "loss 2.5000", "held-out loss 2.7500", "[a] note", "eta"):
         assert words in out.getvalue()
 
 
