@@ -1,0 +1,118 @@
+"""What a step takes is what was said it would take."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from farspan.engine.memory import forecast, refuse_too_large
+from farspan.engine.meter import LiveStorage, PeakMeter
+from farspan.engine.step import Step
+from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.spec import Refused, Schedule, Tier
+from tests.zoo import make_model
+
+BASE = Schedule(chunk=64, kv_block=64)
+SCHEDULES = {
+    "g = 1": BASE,
+    "g = 2": replace(BASE, groups=2),
+    "g = L": replace(BASE, groups=4),
+    "unequal": replace(BASE, groups=(3, 1)),
+    "phi": replace(BASE, groups=2, attention_kept=0.5),
+    "phi on device": replace(BASE, attention_kept=1.0, attention=Tier.DEVICE),
+    "open": replace(BASE, groups=2, attention_open=True),
+    "alpha": replace(BASE, groups=2, activations_kept=0.5),
+    "alpha on device": replace(BASE, activations_kept=0.5, activations=Tier.DEVICE),
+    "kv kept": replace(BASE, groups=2, kv_kept=True),
+    "kv kept on device": replace(BASE, groups=2, kv_kept=True, kv_home=Tier.DEVICE),
+    "streamed": replace(BASE, groups=4, kv=Tier.HOST, layer_checkpoint=True),
+}
+
+
+def measure(step: Step, batch: int, tokens: int) -> int:
+    """Peak bytes of new tensors in one step, both tiers."""
+    ids = torch.arange(tokens).repeat(batch, 1) % step.model_spec.vocab
+    step.boundary.model.zero_grad(set_to_none=True)
+    step.release()
+    with PeakMeter(torch.device("cpu")) as meter:
+        step(ids, ids)
+    return meter.peak
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, torch.float32) for name in SCHEDULES]
+    # Gradients narrower than their sums: the accumulators of the open group count as well.
+    + [(name, torch.bfloat16) for name in ("g = 2", "alpha")],
+)
+def test_predicted_is_measured(name: str, dtype: torch.dtype) -> None:
+    """To 2% at several lengths; and what no program sizes does not grow with the length."""
+    model = make_model("qwen2", dtype, max_position_embeddings=4096)
+    step = Step(model, SCHEDULES[name])
+    rest = set()
+    for tokens in (192, 384, 600):
+        expected = forecast(step, 1, tokens)
+        planned = expected.new_device + expected.host_arena
+        assert measure(step, 1, tokens) == pytest.approx(planned, rel=0.02)
+        rest.add(expected.transient)
+    assert max(rest) == min(rest)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategies_are_predicted(name: str) -> None:
+    model = make_model("qwen2", max_position_embeddings=4096)
+    step = Step(model, strategy(name, 4, 300))
+    expected = forecast(step, 2, 300)
+    planned = expected.new_device + expected.host_arena
+    assert measure(step, 2, 300) == pytest.approx(planned, rel=0.02)
+
+
+def test_a_forecast_leaves_the_model_alone() -> None:
+    model = make_model("qwen2")
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    calls: list[object] = []
+    step = Step(model, BASE, progress=calls.append)
+    forecast(step, 1, 100)
+    assert all(bool((p.grad == 1).all()) for p in model.parameters() if p.grad is not None)
+    assert step.progress == calls.append
+    assert not calls
+
+
+def test_what_the_host_cannot_hold_is_refused_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = Step(make_model("qwen2"), BASE)
+    expected = forecast(step, 1, 100)
+    needed = expected.new_device + expected.host_arena + 1000
+    monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: needed)
+    refuse_too_large(step, expected, optimizer=1000)
+    monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: needed - 1)
+    with pytest.raises(Refused, match=r"host memory: a step .* needs .* available .*shorten"):
+        refuse_too_large(step, expected, optimizer=1000)
+
+
+def test_a_step_that_cannot_be_held_is_refused_and_leaves_no_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model("qwen2")
+    step = Step(model, BASE)
+    monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: 1000)
+    ids = torch.zeros(1, 100, dtype=torch.long)
+    with pytest.raises(Refused, match="a step of 100 tokens needs"):
+        step(ids, ids)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_live_storage_counts_what_is_alive_once() -> None:
+    with LiveStorage() as meter:
+        one = torch.zeros(1000, dtype=torch.float32)
+        views = [one[10:], one.view(10, 100)]
+        assert meter.live == 4000
+        two = one + 1
+        assert meter.live == 8000
+        del one, views
+        assert meter.live == 4000
+        del two
+    assert meter.live == 0
+    assert meter.peak == 8000
