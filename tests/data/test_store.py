@@ -64,6 +64,14 @@ def test_the_second_opening_reads_the_cache(tmp_path: Path) -> None:
     assert first.digest != open_quietly(Texts(["one", "three"]), tmp_path).digest
 
 
+def test_the_digest_tells_texts_of_one_length_apart(tmp_path: Path) -> None:
+    digests = {
+        open_quietly(Texts(texts), tmp_path).digest
+        for texts in (["one", "two"], ["two", "one"], ["onet", "wo"])
+    }
+    assert len(digests) == 3
+
+
 def test_many_batches_are_one_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"text {number} " * (number % 5 + 1) for number in range(50)]
     whole = open_quietly(Texts(texts), tmp_path / "a")

@@ -1,6 +1,7 @@
 """The run folder: one owner, one run, and metrics that end where the weights stand."""
 
 import json
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,3 +130,18 @@ def test_leftovers_of_a_killed_process_go_away(tmp_path: Path) -> None:
     (folder / "checkpoints" / ".partial-step-00000004").mkdir()
     prepare(run)
     assert not list(folder.rglob(".partial*"))
+
+
+def test_a_line_of_which_a_part_was_written_is_an_error_and_dropped_later(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with RunFolder(tiny_run(tmp_path)) as folder:
+        folder.record({"step": 1})
+        size = folder.metrics.stat().st_size
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size + 5, limits[1]))
+            with pytest.raises(WriteFailed, match=r"metrics\.jsonl: .*only a part of the line"):
+                folder.record({"step": 2})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert folder.metrics.stat().st_size == size + 5
+        assert folder.rewind(9) == [{"step": 1}]

@@ -5,6 +5,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,30 @@ def test_a_step_is_abandoned_and_the_last_one_saved(
     assert f"resuming after step {calls // 2} of {STEPS}" in quiet.notes
     same_weights(tmp_path / "reference", tmp_path / "run")
     same_metrics(tmp_path / "reference", tmp_path / "run")
+
+
+def test_random_numbers_of_an_abandoned_step_are_drawn_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Noisy(TinyStep):
+        def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = super().__call__(*args, **kwargs)
+            for parameter in self.model.parameters():
+                assert parameter.grad is not None
+                parameter.grad += 0.01 * torch.randn(parameter.shape)
+            return loss
+
+    def interrupt(step: TinyStep, calls: int) -> None:
+        if calls == 7 and step.progress is not None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("tests.train.tiny.TinyStep", Noisy)
+    fit(tiny_run(tmp_path, folder=str(tmp_path / "reference")))
+    run = tiny_run(tmp_path)
+    assert fit(run, interrupt).step == 3
+    torch.manual_seed(77)
+    fit(run)
+    same_weights(tmp_path / "reference", tmp_path / "run")
 
 
 def same_weights(first: Path, second: Path) -> None:
