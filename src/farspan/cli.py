@@ -12,8 +12,6 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from farspan.engine.batch import trained_token_count
-from farspan.engine.step import Step
 from farspan.engine.verify import Verification, VerificationRun, verify
 from farspan.models.load import load_model
 from farspan.plan.strategies import STRATEGIES, strategy
@@ -23,7 +21,6 @@ from farspan.train.default import default_run
 from farspan.train.diagnosis import Diverged
 from farspan.train.durable import WriteFailed
 from farspan.train.loop import Result, train
-from farspan.train.parts import Parts
 from farspan.train.progress import make_reporter
 
 app = typer.Typer(
@@ -51,14 +48,7 @@ def train_command(
     """Train; the same command again goes on from the latest checkpoint."""
     chosen = default_run() if run is None else load_run(run)
     chosen = override(chosen, strategy_name, folder, steps)
-    parts = Parts(
-        load_model=load_model,
-        make_step=Step,
-        strategy=strategy,
-        count_trained=trained_token_count,
-    )
-    reporter = make_reporter(Console(stderr=as_json))
-    result = train(chosen, parts=parts, reporter=reporter)
+    result = train(chosen, reporter=make_reporter(Console(stderr=as_json)))
     if as_json:
         print(json.dumps(result_json(result)))
     else:
