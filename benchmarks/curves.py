@@ -1,6 +1,6 @@
 """Loss curves of every strategy and of plain autograd over a hundred steps (MEMO figure 11d).
 
-    python -m benchmarks.curves --out FILE
+    python benchmarks/curves.py --out FILE
 
 Every run starts from the same weights and sees the same documents, the Python standard library's
 own sources as bytes. The reference is the model's own forward on the whole sequence with dense
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.machine import machine
 from farspan import Step, strategy
+from farspan.engine.machine import machine
 from farspan.engine.oracle import oracle_loss
 from farspan.plan.strategies import STRATEGIES
 

@@ -1,6 +1,6 @@
 """Draw the figures of the documentation from committed data and from real programs.
 
-    python -m benchmarks.figures
+    python benchmarks/figures.py
 
 Needs matplotlib (the `figures` extra). Writes docs/figures/*.svg.
 """

@@ -1,6 +1,6 @@
 """Bytes a token, measured beside the formula, for the settings that move them.
 
-    python -m benchmarks.memory [--out FILE]
+    python benchmarks/memory.py [--out FILE]
 
 A step is run at several lengths under a meter of live storages. The slope of the peak over the
 length is what a token costs; the closed form of the design page says what it should cost.
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.machine import machine
 from farspan import Schedule, Step, Tier
+from farspan.engine.machine import machine
 from farspan.engine.meter import PeakMeter
 from farspan.spec import ModelSpec
 

@@ -1,6 +1,6 @@
 """Time a training step beside Hugging Face's own path, in one run.
 
-    python -m benchmarks.step [--json] [--out FILE] [--tokens N] [--repeats R]
+    python benchmarks/step.py [--json] [--out FILE] [--tokens N] [--repeats R]
 
 Both train the same Qwen2-shaped model with the same weights on the same tokens. The baseline is
 what a Hugging Face user has: SDPA attention, gradient checkpointing, the model's own loss. The two
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.machine import machine
 from farspan import Schedule, Step, strategy
+from farspan.engine.machine import machine
 
 MODEL: dict[str, Any] = {
     "vocab_size": 4096,

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from farspan.data.corpus import Corpus, open_corpus
 from farspan.data.store import Watch
 from farspan.data.tokenizers import BYTES, Tokenizer, load_tokenizer
+from farspan.engine.machine import machine
 from farspan.models.refuse import refuse_context
 from farspan.spec import Refused, Schedule
 from farspan.train.config import RunConfig
@@ -138,7 +138,6 @@ def _check_vocabulary(corpus: Corpus, model: Any) -> None:
 
 def _about(equipment: Equipment, schedule: Schedule) -> dict[str, Any]:
     model, packing = equipment.model, equipment.corpus.train
-    gpu = torch.cuda.get_device_name(equipment.device) if equipment.device.type == "cuda" else None
     return {
         "model": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -149,7 +148,5 @@ def _about(equipment: Equipment, schedule: Schedule) -> dict[str, Any]:
         "tokens_per_epoch": packing.tokens_per_epoch,
         "sequences_per_epoch": packing.sequences_per_epoch(),
         "device": str(equipment.device),
-        "gpu": gpu,
-        "threads": torch.get_num_threads(),
-        "versions": {name: version(name) for name in ("torch", "transformers", "safetensors")},
+        "machine": machine(),
     }

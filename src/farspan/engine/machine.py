@@ -1,4 +1,4 @@
-"""What a number was measured on: it goes into every result file."""
+"""What a number was measured on: it goes into every run folder and every result."""
 
 import platform
 from datetime import UTC, datetime
@@ -8,20 +8,18 @@ from typing import Any
 
 import torch
 
-import farspan
+PACKAGES = ("torch", "transformers", "safetensors")
 
 
 def machine() -> dict[str, Any]:
     """Hardware, versions and date."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "processor": _processor(),
         "threads": torch.get_num_threads(),
-        "gpu": gpu,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
-        "versions": {"farspan": farspan.__version__}
-        | {name: version(name) for name in ("torch", "transformers")},
+        "versions": {name: version(name) for name in PACKAGES},
     }
 
 
