@@ -223,10 +223,10 @@ class _Computation(TorchDispatchMode):
             if source.dtype is torch.float64:
                 name = self._names.get(source.untyped_storage().data_ptr())
                 self.parameters |= set() if name is None else {name}
-            # The one product every rotary model has in float32 is of positions and frequencies.
-            wide = all(isinstance(a, Tensor) and min(a.shape[-2:]) > 1 for a in args[-2:])
-            if func.overloadpacket in _PRODUCTS and wide:
-                self.product = True
+            if func.overloadpacket in _PRODUCTS:
+                # The one product every rotary model has in float32 is of positions and
+                # frequencies: a column by a row.
+                self.product |= all(min(a.shape[-2:]) > 1 for a in args[-2:])
         return out
 
 
