@@ -146,9 +146,9 @@ def model_for(model: str | None, dtype: str, seed: int, random_weights: bool) ->
 
 
 def has_weights(path: str) -> bool:
-    """Does this local folder hold weights? A hub name is taken to."""
+    """Does this local folder hold weights, of whatever format? A hub name is taken to."""
     folder = Path(path)
-    return not folder.exists() or any(folder.glob("*.safetensors"))
+    return not folder.exists() or any([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
 
 
 def show(outcome: Verification) -> None:

@@ -6,7 +6,7 @@ from farspan.transfer.copies import CopyEngine
 
 
 def test_copies_are_counted_by_direction() -> None:
-    copies = CopyEngine()
+    copies = CopyEngine(torch.device("cpu"))
     host, device = torch.arange(6.0).reshape(2, 3), torch.zeros(2, 3)
     copies.fetch(device, host)
     assert torch.equal(device, host)

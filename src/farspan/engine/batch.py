@@ -27,6 +27,9 @@ class Batch:
 
 def make_batch(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None, vocab: int) -> Batch:
     """Check the inputs and derive what the cells need. Raises Refused naming the argument."""
+    for name, value in (("input_ids", input_ids), ("labels", labels)):
+        if not isinstance(value, Tensor):
+            raise Refused(f"{name}: expected a tensor [batch, tokens], got {type(value).__name__}")
     _check_tokens(input_ids, vocab)
     _check_labels(labels, input_ids, vocab)
     starts = None if document_ids is None else document_starts(document_ids, input_ids)
@@ -64,6 +67,7 @@ def document_starts(document_ids: Tensor, input_ids: Tensor) -> Tensor:
         )
     if document_ids.is_floating_point() or document_ids.is_complex():
         raise Refused(f"document_ids: expected whole numbers, got {document_ids.dtype}")
+    document_ids = document_ids.long()  # a narrow unsigned difference would wrap
     step = document_ids[:, 1:] - document_ids[:, :-1]
     if bool((step < 0).any()):
         row, token = (step < 0).nonzero()[0].tolist()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from farspan.attention.cell import AttentionCall, KeyValues, attend, attend_backward
 from farspan.plan.program import AttentionMode
+from farspan.spec import Refused
 
 Rows = dict[str, Tensor]
 
@@ -42,6 +43,8 @@ class Cell:
     ) -> Tensor:
         """Answer the model's attention call: [B, C, H, Dv]."""
         self.calls += 1
+        if (keywords.get("dropout") or 0.0) > 0:
+            raise Refused("model: attention dropout was switched on in the middle of a step")
         if self.write_kv is not None:
             self.write_kv["k"].copy_(k.detach().permute(2, 0, 1, 3))
             self.write_kv["v"].copy_(v.detach().permute(2, 0, 1, 3))

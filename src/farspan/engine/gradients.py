@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from farspan.engine.storage import accumulate_dtype
+from farspan.attention.merge import accumulate_dtype
 
 
 class Gradients:

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
+from farspan.attention.merge import accumulate_dtype
 from farspan.engine.batch import IGNORED
 from farspan.engine.gradients import Gradients
-from farspan.engine.storage import accumulate_dtype
 from farspan.models.boundary import Boundary
 
 
@@ -20,6 +20,7 @@ class Head:
     boundary: Boundary
     count: int  # trained tokens the mean is taken over, at least 1
     piece: int  # tokens whose logits exist at one time
+    parameters: tuple[nn.Parameter, ...]  # trained outside the layers
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """The chunk's share of the mean loss; hidden [B, C, h], targets [B, C]."""
@@ -33,7 +34,7 @@ class Head:
         self, hidden: Tensor, targets: Tensor, gradients: Gradients
     ) -> tuple[Tensor, Tensor]:
         """The same with the gradient of hidden; dW of norm and head go to `gradients`."""
-        parameters = self.boundary.outer_parameters()
+        parameters = self.parameters
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         gradient = torch.empty_like(hidden)
         for span in self._pieces(hidden):

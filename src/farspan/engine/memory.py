@@ -5,11 +5,12 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
+from farspan.attention.merge import accumulate_dtype
 from farspan.engine.gradients import gradient_dtype
 from farspan.engine.meter import PeakMeter
 from farspan.engine.step import ADVICE, Step
-from farspan.engine.storage import accumulate_dtype
 from farspan.memory.host import refuse_beyond
+from farspan.models.refuse import context_limit
 from farspan.plan.program import Program
 from farspan.spec import Tier
 
@@ -47,6 +48,8 @@ def forecast(step: Step, batch: int, tokens: int) -> Forecast:
     """Size the program of this shape, and rehearse a short one for what programs do not size."""
     program = step.program(batch, tokens)
     static = _static(step, program)
+    # The rehearsal may be as long as the step: do not start what is known not to fit.
+    refuse_too_large(step, static, optimizer=0)
     schedule = step.schedule
     # One whole block of earlier keys, so that attention's own temporaries are seen in full.
     short = min(tokens, schedule.chunk + max(schedule.chunk, schedule.kv_block))
@@ -109,10 +112,12 @@ def _rehearse(step: Step, batch: int, tokens: int) -> int:
     ids = torch.zeros(batch, tokens, dtype=torch.long, device=boundary.device)
     ids += torch.arange(tokens, device=boundary.device) % step.model_spec.vocab
     progress, step.progress = step.progress, None
+    limit = context_limit(boundary.model.config) or tokens
+    documents = torch.arange(tokens, device=boundary.device).repeat(batch, 1) // limit
     step.release()
     try:
         with PeakMeter(boundary.device) as meter:
-            step(ids, ids)
+            step(ids, ids, documents if limit < tokens else None)
     finally:
         step.progress = progress
         step.release()

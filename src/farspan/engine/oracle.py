@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from farspan.attention.merge import accumulate_dtype
 from farspan.attention.reference import reference
 from farspan.engine.batch import IGNORED, make_batch
-from farspan.engine.storage import accumulate_dtype
 from farspan.models.boundary import Boundary
 from farspan.models.route import answering, routed
 

@@ -126,7 +126,7 @@ class Interpreter:
 
     def _embed_backward(self, chunk: int) -> None:
         gradient = self.gradient.pop(0)
-        parameters = self.boundary.outer_parameters()
+        parameters = self.head.parameters
         span = self._span(chunk)
         with torch.enable_grad():
             hidden, _ = self.boundary.embed(
@@ -151,7 +151,7 @@ class Interpreter:
         for layer in range(*self.program.groups[group]):
             self.gradients.close(self.boundary.layers[layer].parameters())
         if group == 0:
-            self.gradients.close(self.boundary.outer_parameters())
+            self.gradients.close(self.head.parameters)
 
     def _x(self, buffer: str, chunk: int) -> Tensor:
         """[B, C, hidden] of a chunk in a buffer or slot of x."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from farspan.engine.batch import Batch, make_batch
@@ -13,7 +14,7 @@ from farspan.engine.storage import Storage
 from farspan.memory.host import refuse_beyond
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
-from farspan.models.refuse import refuse_context, refuse_dropout
+from farspan.models.refuse import refuse_context, refuse_dropout, refuse_model
 from farspan.models.route import routed
 from farspan.plan.build import build_evaluation, build_program
 from farspan.plan.costs import work_of
@@ -27,6 +28,9 @@ ADVICE = (
     "shorten the context, use smaller groups, or keep less (attention_kept, activations_kept, "
     "kv_kept)"
 )
+
+
+PROGRAMS_KEPT = 8  # of the latest shapes; one is up to 345,000 objects at 1M tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,8 @@ class Step:
     Behaves like `loss.backward()`: gradients are added to `.grad` of every trainable parameter, in
     its `grad_dtype` where one is set, so any optimizer and any training loop work. The gradients
     are those of plain full-sequence autograd. The model is not changed; it may be called as ever
-    between steps.
+    between steps. Modules run once a chunk and in some passes again, so forward hooks fire many
+    times, and hooks on gradient accumulation do not: gradients are complete when the call returns.
 
     Raises Refused when the model cannot be trained exactly in chunks or the schedule does not fit
     it. If a step raises, `.grad` is undefined and must be cleared.
@@ -61,17 +66,22 @@ class Step:
     ) -> None:
         """`progress` is called after every cell and may raise to abandon the step. `poison` fills
         the arenas with NaN before every step: nothing may depend on what they held."""
+        if not isinstance(schedule, Schedule):
+            raise Refused(
+                f"schedule: expected a farspan.Schedule, got {schedule!r}; for a strategy's, call "
+                "farspan.strategy(name, layers, tokens)"
+            )
         self.boundary = Boundary(model)
         self.schedule = schedule
         self.progress = progress
         self.poison = poison
-        self.copies = CopyEngine()
-        refuse_dropout(self.boundary.model)
-        self.model_spec: ModelSpec = describe(self.boundary)
-        schedule.group_sizes(len(self.model_spec.layers))
         device = self.boundary.device
+        self.copies = CopyEngine(device)
         self.arenas = {tier: Arena(tier, device) for tier in Tier}
         self._programs: dict[tuple[RunSpec, bool], Program] = {}
+        self._running = False
+        self._described = self._state()
+        self.model_spec: ModelSpec = self._describe()
 
     def __call__(
         self,
@@ -89,6 +99,8 @@ class Step:
         stays within a document. `trained_tokens` overrides the count the loss is divided by: give
         the total over all micro-batches or ranks that share an optimizer step.
         """
+        if torch.is_inference_mode_enabled():
+            raise Refused("inference_mode: a step computes gradients; use evaluate inside it")
         batch = self._batch(input_ids, labels, document_ids)
         count = _count(batch, trained_tokens)
         return self._run(self.program(*input_ids.shape), batch, count)
@@ -112,6 +124,8 @@ class Step:
         key = run, evaluation
         if key not in self._programs:
             build = build_evaluation if evaluation else build_program
+            while len(self._programs) >= PROGRAMS_KEPT:
+                del self._programs[next(iter(self._programs))]
             self._programs[key] = build(self.model_spec, run, self.schedule)
         return self._programs[key]
 
@@ -121,26 +135,62 @@ class Step:
             tier: program.arena_bytes[tier] - arena.nbytes for tier, arena in self.arenas.items()
         }
         on_cpu = self.boundary.device.type == "cpu"
-        needed = grows[Tier.HOST] + (grows[Tier.DEVICE] if on_cpu else 0)
+        needed = max(0, grows[Tier.HOST]) + (max(0, grows[Tier.DEVICE]) if on_cpu else 0)
         if needed > 0:
             refuse_beyond(needed, f"a step of {program.run.tokens:,} tokens", ADVICE)
         for tier, arena in self.arenas.items():
             arena.reserve(program.arena_bytes[tier])
             if self.poison:
+                self.copies.wait()
                 arena.poison()
 
     def release(self) -> None:
         """Give the arenas' memory back; the next step takes it again."""
         for arena in self.arenas.values():
-            arena.reserve(0)
+            arena.release()
+
+    def _state(self) -> tuple[bool, int]:
+        """What may change between steps and decides what a cell saves and draws."""
+        parameters = self.boundary.model.parameters()
+        return self.boundary.model.training, sum(p.requires_grad for p in parameters)
+
+    def _describe(self) -> ModelSpec:
+        model = self.boundary.model
+        if self.boundary.dtype is torch.float16:
+            raise Refused(
+                "model: float16 gradients of a long sequence's mean loss vanish without loss "
+                "scaling; load the model in bfloat16 or float32"
+            )
+        refuse_dropout(model)
+        spec = describe(self.boundary)
+        self.schedule.group_sizes(len(spec.layers))
+        self._programs.clear()
+        return spec
 
     def _batch(self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None) -> Batch:
-        refuse_dropout(self.boundary.model)
+        refuse_model(self.boundary.model)
+        if self._state() != self._described:
+            self.model_spec = self._describe()
+            self._described = self._state()
+        if torch.is_autocast_enabled(self.boundary.device.type):
+            raise Refused(
+                "autocast: the program is planned for one dtype; call the step outside autocast, "
+                "and load the model in the dtype to compute in"
+            )
         batch = make_batch(input_ids, labels, document_ids, self.model_spec.vocab)
         refuse_context(self.boundary.model.config, int(batch.position_ids.max()) + 1)
         return batch
 
     def _run(self, program: Program, batch: Batch, count: int) -> Tensor:
+        if self._running:
+            raise RuntimeError("this Step is in the middle of a step; use another one")
+        self._running = True
+        try:
+            return self._interpret(program, batch, count)
+        finally:
+            self._running = False
+
+    def _interpret(self, program: Program, batch: Batch, count: int) -> Tensor:
         self._reserve(program)
         storage = Storage(program, self.arenas, self.boundary.dtype, self.copies)
         interpreter = Interpreter(
@@ -148,7 +198,12 @@ class Step:
             program,
             storage,
             batch,
-            Head(self.boundary, count, self.schedule.head_tokens),
+            Head(
+                self.boundary,
+                count,
+                self.schedule.head_tokens,
+                tuple(self.boundary.outer_parameters()),
+            ),
             Gradients(),
             _Counter(program, self.progress),
         )

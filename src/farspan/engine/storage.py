@@ -10,6 +10,7 @@ O [B, C, H, Dv], LSE [B, H, C].
 import torch
 from torch import Tensor
 
+from farspan.attention.merge import accumulate_dtype
 from farspan.plan.program import Buffer, Kind, Program
 from farspan.plan.sizes import aligned, regions
 from farspan.spec import Tier
@@ -91,7 +92,7 @@ class Storage:
         """Zero a whole buffer."""
         buffer = self.program.buffers[name]
         for rows in self.rows(name, (buffer.start, buffer.stop), buffer.layer).values():
-            rows.zero_()
+            self.copies.clear(rows)
 
 
 def _chunk_view(part: str, rows: Tensor) -> Tensor:
@@ -104,8 +105,3 @@ def _chunk_view(part: str, rows: Tensor) -> Tensor:
 def is_slot(buffer: Buffer) -> bool:
     """A slot serves any layer and chunk."""
     return buffer.layer < 0
-
-
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """dK, dV, dW and LSE are kept in fp32, or in float64 for a float64 model."""
-    return torch.float64 if dtype is torch.float64 else torch.float32

@@ -91,6 +91,14 @@ class Boundary:
                 f"model: expected a transformers PreTrainedModel, got {type(model).__name__}; load "
                 "it with AutoModelForCausalLM"
             )
+        own = {id(p) for p in inner.parameters()}
+        strangers = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in own]
+        if strangers:
+            raise Refused(
+                f"model: {strangers[0]} is trained outside of the causal LM (prompt or prefix "
+                "tuning), where no chunk would meet it; adapters inside the layers, such as LoRA, "
+                "are exact"
+            )
         self.model = inner
         self.decoder = inner.get_decoder()
         if self.decoder is None or not isinstance(self.decoder, nn.Module):
@@ -109,7 +117,14 @@ class Boundary:
 
     @property
     def vocab(self) -> int:
-        return self._embedding.shape[0]
+        head = self.model.get_output_embeddings()
+        rows = [self._embedding, *([] if head is None else [cast(Tensor, head.weight)])]
+        return min(table.shape[0] for table in rows)
+
+    @property
+    def width(self) -> int:
+        """Elements of a token's hidden state."""
+        return int(self.model.config.get_text_config().hidden_size)
 
     @property
     def _embedding(self) -> Tensor:
@@ -119,6 +134,15 @@ class Boundary:
         """Trainable parameters outside the layers: embeddings, final norm, head."""
         inside = {id(p) for p in self.layers.parameters()}
         return [p for p in self.model.parameters() if p.requires_grad and id(p) not in inside]
+
+    def tied_across(self) -> str | None:
+        """A parameter that is part of a layer and of something outside the layers, if any."""
+        inside = {id(p) for p in self.layers.parameters()}
+        stack = ".".join([*self._path, self._layers_name, ""])
+        for name, p in self.model.named_parameters(remove_duplicate=False):
+            if id(p) in inside and not name.startswith(stack):
+                return name
+        return None
 
     def embed(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, list[LayerCall]]:
         """The input of layer 0 [B, C, hidden] and how each layer is to be called."""
@@ -176,7 +200,7 @@ class Boundary:
 
 
 def _layers_name(decoder: nn.Module) -> str:
-    count = cast(PretrainedConfig, decoder.config).num_hidden_layers
+    count = getattr(cast(PretrainedConfig, decoder.config), "num_hidden_layers", None)
     lists = [
         name
         for name, child in decoder.named_children()

@@ -1,76 +1,18 @@
-"""Describe a model by watching it run on a handful of tokens, and prove that it can be run in
-chunks at all.
-
-The probe runs the model three times on the same tokens with a dense attention in its place: as
-itself, stage by stage, and stage by stage in two chunks. Where the three differ, something mixes
-tokens outside of attention, or attention outside of the interface, and the model is refused.
-"""
+"""Describe a model as the planner sees it: attention and what a cell saves, layer by layer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from farspan.attention.reference import reference
 from farspan.models.boundary import Boundary, LayerCall
+from farspan.models.probe import TOKENS, probe_layers
 from farspan.models.refuse import refuse_model
-from farspan.models.route import answering, routed, watching_masks
+from farspan.models.route import answering, routed
 from farspan.spec import LayerSpec, ModelSpec, Refused
 from farspan.transfer.saved import SavedCell
-
-TOKENS, CUT = 8, 5  # of the probe; the cut is off centre so that chunks differ
-
-# Keywords of an attention call that change no mathematics, or that farspan honours.
-KNOWN = {
-    "dropout", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "use_cache",
-    "output_attentions", "output_router_logits", "output_hidden_states", "cache_position",
-    "past_key_values", "logits_to_keep",
-}  # fmt: skip
-
-
-@dataclass(slots=True)
-class _Probe:
-    """Answers attention calls densely, over the keys of the chunks seen so far, and notes them."""
-
-    layer: int = 0
-    seen: dict[int, LayerSpec] = field(default_factory=dict)
-    calls: dict[int, int] = field(default_factory=dict)
-    past: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    in_order: bool = False  # the model itself runs: count layers by calls
-
-    def __call__(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any
-    ) -> Tensor:
-        _check_keywords(module, keywords)
-        layer = len(self.calls) if self.in_order else self.layer
-        self.calls[layer] = self.calls.get(layer, 0) + 1
-        window = keywords.get("sliding_window")
-        sinks = keywords.get("s_aux")
-        softcap = keywords.get("softcap")
-        self.seen[layer] = LayerSpec(
-            q.shape[1], k.shape[1], q.shape[3], v.shape[3], window, sinks is not None, softcap
-        )
-        if layer in self.past:
-            before = self.past[layer]
-            k, v = (torch.cat(pair, dim=2) for pair in zip(before, (k, v), strict=True))
-        self.past[layer] = k, v
-        earlier = k.shape[2] - q.shape[2]
-        # The reference takes whole sequences: rows before the chunk are computed and dropped.
-        q = nn.functional.pad(q, (0, 0, earlier, 0))
-        out = reference(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
-        return out[:, :, earlier:].transpose(1, 2)
-
-
-def _check_keywords(module: nn.Module, keywords: dict[str, Any]) -> None:
-    for name, value in keywords.items():
-        if name not in KNOWN and isinstance(value, Tensor | float | int) and value is not False:
-            raise Refused(
-                f"model: {type(module).__name__} passes {name!r} to attention, which farspan does "
-                "not know how to honour exactly"
-            )
 
 
 @torch.no_grad()
@@ -79,7 +21,9 @@ def describe(boundary: Boundary) -> ModelSpec:
     model = boundary.model
     refuse_model(model)
     try:
-        layers = _watch(boundary)
+        layers = probe_layers(boundary)
+        with routed(model):
+            layers = _with_activations(boundary, layers)
     except Refused:
         raise
     except Exception as error:
@@ -90,76 +34,13 @@ def describe(boundary: Boundary) -> ModelSpec:
     parameters = list(model.parameters())
     return ModelSpec(
         name=getattr(model.config, "name_or_path", "") or type(model).__name__,
-        hidden=model.config.hidden_size,
+        hidden=boundary.width,
         vocab=boundary.vocab,
         layers=tuple(layers),
         element_bytes=boundary.dtype.itemsize,
         parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
     )
-
-
-def _watch(boundary: Boundary) -> list[LayerSpec]:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, boundary.vocab, (1, TOKENS), generator=generator).to(boundary.device)
-    with watching_masks(boundary.model) as windows:
-        whole = _run_whole(boundary, ids)
-    with routed(boundary.model):
-        layers = _run_staged(boundary, ids, whole)
-        layers = _with_activations(boundary, layers)
-    hidden = windows - {layer.window for layer in layers}
-    if hidden:
-        raise Refused(
-            f"model: {type(boundary.model).__name__} limits attention to {sorted(hidden)} tokens "
-            "by its mask alone (a window or chunked attention) and does not tell the attention "
-            "interface, so it could not be honoured"
-        )
-    return layers
-
-
-def _run_whole(boundary: Boundary, ids: Tensor) -> Tensor:
-    probe = _Probe(in_order=True)
-    with answering(probe):
-        out = boundary.model(input_ids=ids, use_cache=False)
-    if not isinstance(getattr(out, "logits", None), Tensor) or out.logits.ndim != 3:
-        raise Refused(
-            f"model: {type(boundary.model).__name__} gives no logits a token; expected a causal LM"
-        )
-    if len(probe.calls) != len(boundary.layers):
-        raise Refused(
-            f"model: {type(boundary.model).__name__} called the attention interface "
-            f"{len(probe.calls)} times for {len(boundary.layers)} layers; every layer must attend "
-            "through it exactly once (state-space, linear and hybrid layers do not)"
-        )
-    return out.logits
-
-
-def _run_staged(boundary: Boundary, ids: Tensor, whole: Tensor) -> list[LayerSpec]:
-    name = type(boundary.model).__name__
-    for cuts in ([0, TOKENS], [0, CUT, TOKENS]):
-        probe = _Probe()
-        parts = []
-        for start, stop in pairwise(cuts):
-            positions = torch.arange(start, stop, device=ids.device)[None]
-            hidden, calls = boundary.embed(ids[:, start:stop], positions)
-            for probe.layer, call in enumerate(calls):
-                with answering(probe):
-                    hidden = boundary.run_layer(probe.layer, hidden, call)
-            parts.append(boundary.logits(hidden))
-        error = _error(torch.cat(parts, dim=1), whole)
-        # Half of the dtype's digits: rounding stays far below, another mathematics far above.
-        if not error <= torch.finfo(whole.dtype).eps ** 0.5:
-            what = "layer by layer" if len(cuts) == 2 else "in chunks"
-            raise Refused(
-                f"model: {name} run {what} differs from itself by {error:.1e}; something in it "
-                "mixes tokens outside of the attention interface"
-            )
-    return [probe.seen[layer] for layer in range(len(boundary.layers))]
-
-
-def _error(found: Tensor, expected: Tensor) -> float:
-    found, expected = found.double(), expected.double()
-    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
 def _with_activations(boundary: Boundary, layers: list[LayerSpec]) -> list[LayerSpec]:
@@ -192,7 +73,7 @@ class _Saved:
 
 
 def _saved(boundary: Boundary, index: int, tokens: int) -> _Saved:
-    width = boundary.model.config.hidden_size
+    width = boundary.width
     # Few positions, again and again: the model may know no more than the probe's.
     positions = torch.arange(tokens, device=boundary.device)[None] % TOKENS
     # Tokens must differ, or a router would send all of them one way.

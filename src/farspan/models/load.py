@@ -55,7 +55,7 @@ def load_model(
     if path is None or random_weights:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(made, dtype=dtype)
+            model: Any = _with_random_weights(made, dtype)
     else:
         try:
             model = AutoModelForCausalLM.from_pretrained(
@@ -70,6 +70,16 @@ def load_model(
                 f"model.path: no safetensors weights could be loaded from {path!r}: {error}"
             ) from error
     return model.to(device).train()
+
+
+def _with_random_weights(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Refused(
+            f"model: transformers cannot make a {type(config).__name__} model of these fields: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _config_at(path: str, trust_remote_code: bool) -> PretrainedConfig:
@@ -106,4 +116,7 @@ def _check_fields(config: PretrainedConfig, fields: dict[str, Any], where: str) 
 def _apply(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None:
     _check_fields(config, fields, where)
     for name, value in fields.items():
-        setattr(config, name, value)
+        before = getattr(config, name)
+        # A part of a dict, such as a new rope_type, keeps the rest, such as rope_theta.
+        merge = isinstance(before, dict) and isinstance(value, dict)
+        setattr(config, name, {**before, **value} if merge else value)

@@ -1,5 +1,6 @@
 """What farspan refuses to train, because it could not be exact, and why."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,9 @@ DROPOUTS = (
     "attn_dropout",
     "dropout",
     "dropout_p",
+    "jitter_noise",
     "layerdrop",
+    "residual_dropout",
     "router_jitter_noise",
 )
 
@@ -76,17 +79,19 @@ def refuse_context(config: PretrainedConfig, tokens: int) -> None:
     """Raises Refused when a document of this many tokens has positions the model does not know."""
     limit = context_limit(config)
     if limit is not None and tokens > limit:
+        factor = math.ceil(100 * tokens / limit) / 100
         raise Refused(
             f"context: a document of {tokens:,} tokens is beyond the model's "
             f"max_position_embeddings of {limit:,}; set rope_parameters (for example rope_type "
-            f"yarn, factor {tokens / limit:.3g}, original_max_position_embeddings {limit}) or, "
-            f"with a larger rope_theta, max_position_embeddings: {tokens}"
+            f"yarn, factor {factor}, original_max_position_embeddings {limit}) or, with a larger "
+            f" rope_theta, max_position_embeddings: {tokens}"
         )
 
 
 def context_limit(config: PretrainedConfig) -> int | None:
     """Positions the configuration claims to support: max_position_embeddings, stretched by a
     scaled RoPE that names the length it starts from."""
+    config = config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None:
         return None
@@ -104,7 +109,7 @@ def rope_types(config: PretrainedConfig) -> list[str]:
 
 
 def _ropes(config: PretrainedConfig) -> Iterator[dict[str, Any]]:
-    parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     yield from nested or ([parameters] if parameters else [])
 

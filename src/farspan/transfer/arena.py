@@ -13,25 +13,33 @@ POISON = 0xFF
 class Arena:
     """The memory of one tier for one program.
 
-    Invariant: the slab never moves while views of it are alive; `reserve` may only be called
-    between steps.
+    Invariant: the slab never moves while views of it are alive; `reserve` and `release` may only
+    be called between steps.
     """
 
     def __init__(self, tier: Tier, device: torch.device) -> None:
         self.tier = tier
         self._pinned = tier is Tier.HOST and device.type == "cuda"
         self._device = torch.device("cpu") if tier is Tier.HOST else device
-        self._slab = self._new_slab(0)
+        self._slab = torch.empty(0, dtype=torch.uint8, device=self._device)
 
     @property
     def nbytes(self) -> int:
         return self._slab.numel()
 
     def reserve(self, size: int) -> None:
-        """Hold exactly `size` bytes; what the slab held is gone."""
-        if size != self.nbytes:
-            self._slab = self._new_slab(0)  # give back first: both would not fit
-            self._slab = self._new_slab(size)
+        """Hold at least `size` bytes; a slab that is large enough stays. Its content is gone."""
+        if size > self.nbytes:
+            self.release()  # give back first: both would not fit
+            self._slab = torch.empty(size, dtype=torch.uint8, device=self._device)
+            if self._pinned:
+                _pin(self._slab)
+
+    def release(self) -> None:
+        """Give the memory back."""
+        if self._pinned and self.nbytes:
+            _unpin(self._slab)
+        self._slab = torch.empty(0, dtype=torch.uint8, device=self._device)
 
     def poison(self) -> None:
         """Fill with NaN: nothing may depend on what an earlier step left behind."""
@@ -55,5 +63,14 @@ class Arena:
             self._slab.untyped_storage(), address // size, shape, tuple(reversed(strides))
         )
 
-    def _new_slab(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=self._pinned)
+
+def _pin(slab: Tensor) -> None:
+    """Lock pages for copies. torch's own pinned allocator would round the slab up to a power of two
+    and keep it when it is freed: 70 GB would take 128."""
+    status = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0)
+    torch.cuda.check_error(status)
+
+
+def _unpin(slab: Tensor) -> None:
+    torch.cuda.synchronize()  # copies from or to it may still be under way
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(slab.data_ptr()))
