@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from farspan.engine.memory import forecast
-from farspan.engine.step import Step
+from farspan.engine.step import Progress, Step
 from farspan.spec import Refused
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
 from tests.models.test_refused import SCHEDULE, refusal
@@ -90,7 +90,11 @@ class TestWhatCouldNotBeNoticedByName:
     def test_a_step_within_a_step(self) -> None:
         data = draw(20)
         step = Step(make_model("llama"), SCHEDULE)
-        step.progress = lambda _: step.evaluate(*data) and None
+
+        def again(_: Progress) -> None:
+            step.evaluate(*data)
+
+        step.progress = again
         with pytest.raises(RuntimeError, match="in the middle of a step"):
             step(*data)
         step.progress = None

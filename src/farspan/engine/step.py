@@ -164,8 +164,18 @@ class Step:
         refuse_dropout(model)
         spec = describe(self.boundary)
         self.schedule.group_sizes(len(spec.layers))
+        self._refuse_wide_chunks(spec)
         self._programs.clear()
         return spec
+
+    def _refuse_wide_chunks(self, spec: ModelSpec) -> None:
+        """CUDA attention kernels index a chunk's queries with 32 bits."""
+        widest = max(layer.query_heads * layer.head_dim for layer in spec.layers)
+        if self.boundary.device.type == "cuda" and self.schedule.chunk * widest >= 2**31:
+            raise Refused(
+                f"chunk: {self.schedule.chunk:,} tokens of {widest:,} query elements are beyond "
+                f"what CUDA attention kernels index; use at most {(2**31 - 1) // widest:,}"
+            )
 
     def _batch(self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None) -> Batch:
         refuse_model(self.boundary.model)

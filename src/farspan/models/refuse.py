@@ -84,7 +84,7 @@ def refuse_context(config: PretrainedConfig, tokens: int) -> None:
             f"context: a document of {tokens:,} tokens is beyond the model's "
             f"max_position_embeddings of {limit:,}; set rope_parameters (for example rope_type "
             f"yarn, factor {factor}, original_max_position_embeddings {limit}) or, with a larger "
-            f" rope_theta, max_position_embeddings: {tokens}"
+            f"rope_theta, max_position_embeddings: {tokens}"
         )
 
 
