@@ -29,6 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+RUN_FILES = (".yaml", ".yml")
 USAGE, FAILED = 2, 1  # exit codes: what was asked cannot be done; it was done and is not good
 
 
@@ -73,8 +74,9 @@ def verify_command(
         str | None, typer.Option(help="Layers a group, or a list of sizes such as 2,1,1.")
     ] = None,
     strategy_name: Annotated[
-        str, typer.Option("--strategy", help=f"One of {', '.join(STRATEGIES)}.")
-    ] = "grouped",
+        str | None,
+        typer.Option("--strategy", help=f"One of {', '.join(STRATEGIES)}; default: the run's."),
+    ] = None,
     documents: Annotated[int, typer.Option(min=1, help="Documents packed into a row.")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     random_weights: Annotated[
@@ -84,9 +86,8 @@ def verify_command(
 ) -> None:
     """Compare loss and every gradient with plain full-sequence autograd; exit 1 if they differ."""
     loaded = model_for(model, dtype, seed, random_weights)
-    schedule = schedule_for(
-        strategy_name, loaded.config.get_text_config().num_hidden_layers, context, chunk, groups
-    )
+    layers = loaded.config.get_text_config().num_hidden_layers
+    schedule = replace_cuts(base_schedule(model, strategy_name, layers, context), chunk, groups)
     if documents > context:
         raise Refused(f"documents: at most one a token, so at most {context}, got {documents}")
     outcome = verify(loaded, schedule, VerificationRun(batch, context, documents, seed), worst=10)
@@ -110,11 +111,17 @@ def override(
     return run
 
 
-def schedule_for(
-    name: str, layers: int, context: int, chunk: int | None, groups: str | None
-) -> Schedule:
-    """A strategy's schedule with the chunk and groups of the command line. Raises Refused."""
-    schedule = strategy(name, layers, context)
+def base_schedule(model: str | None, name: str | None, layers: int, context: int) -> Schedule:
+    """The strategy of the command line; else the schedule of the run file; else grouped."""
+    if name is None and model is not None and model.endswith(RUN_FILES):
+        chosen = load_run(Path(model)).schedule
+        named = chosen.strategy
+        return chosen.apply(Schedule() if named is None else strategy(named, layers, context))
+    return strategy(name or "grouped", layers, context)
+
+
+def replace_cuts(schedule: Schedule, chunk: int | None, groups: str | None) -> Schedule:
+    """The schedule with the chunk and groups of the command line. Raises Refused."""
     if chunk is not None:
         schedule = replace(schedule, chunk=chunk)
     if groups is not None:
@@ -133,7 +140,7 @@ def model_for(model: str | None, dtype: str, seed: int, random_weights: bool) ->
     if dtype not in ("float64", "float32", "bfloat16"):
         raise Refused(f"dtype: expected float64, float32 or bfloat16, got {dtype!r}")
     source: dict[str, Any]
-    if model is None or model.endswith((".yaml", ".yml")):
+    if model is None or model.endswith(RUN_FILES):
         run = default_run() if model is None else load_run(Path(model))
         source = {
             "path": run.model.path,

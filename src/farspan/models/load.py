@@ -65,9 +65,10 @@ def load_model(
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
             )
-        except OSError as error:
+        except Exception as error:  # unreadable files, sizes that do not match, other kinds
             raise Refused(
-                f"model.path: no safetensors weights could be loaded from {path!r}: {error}"
+                f"model.path: no causal LM could be loaded from the safetensors weights of "
+                f"{path!r}: {type(error).__name__}: {error}"
             ) from error
     return model.to(device).train()
 
@@ -75,7 +76,7 @@ def load_model(
 def _with_random_weights(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     try:
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # whatever a family's own code stumbles over
         raise Refused(
             f"model: transformers cannot make a {type(config).__name__} model of these fields: "
             f"{type(error).__name__}: {error}"

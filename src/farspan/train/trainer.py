@@ -18,7 +18,7 @@ from farspan.engine.meter import PeakMeter
 from farspan.train import checkpoint
 from farspan.train.checkpoint import Live, capture_rng, restore_rng
 from farspan.train.config import OnNonfinite, RunConfig
-from farspan.train.diagnosis import Diverged, find_nonfinite, report
+from farspan.train.diagnosis import Diverged, as_json, find_nonfinite, report
 from farspan.train.durable import PARTIAL, publish, writing
 from farspan.train.folder import RunFolder, identity
 from farspan.train.interrupt import Interrupt
@@ -263,7 +263,7 @@ class Trainer:
         self._use.step.progress = None
         self.held_out[step] = loss
         values = {"step": step, "heldout_loss": loss, "heldout_tokens": total}
-        self._folder.record(values)
+        self._folder.record(values | {"heldout_loss": as_json(loss)})
         self._reporter.evaluated(values)
 
     def _evaluating(self, place: int, count: int, progress: CellsDone) -> None:
