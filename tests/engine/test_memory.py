@@ -116,3 +116,15 @@ def test_live_storage_counts_what_is_alive_once() -> None:
         del two
     assert meter.live == 0
     assert meter.peak == 8000
+
+
+def test_a_rehearsal_that_would_not_fit_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of the whole sequence is rehearsed whole: its graphs alone may be too much."""
+    model = make_model("qwen2", max_position_embeddings=4096)
+    step = Step(model, strategy("recompute", 4, 2000))
+    arenas = sum(step.program(1, 2000).arena_bytes.values())
+    room = arenas + sum(p.nbytes for p in model.parameters()) + 2000 * 100
+    monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: room)
+    monkeypatch.setattr(Step, "__call__", lambda *_: pytest.fail("the rehearsal began"))
+    with pytest.raises(Refused, match="host memory: a step"):
+        forecast(step, 1, 2000)

@@ -1,6 +1,6 @@
 """What a step will take, before it is taken."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import nn
@@ -49,7 +49,7 @@ def forecast(step: Step, batch: int, tokens: int) -> Forecast:
     program = step.program(batch, tokens)
     static = _static(step, program)
     # The rehearsal may be as long as the step: do not start what is known not to fit.
-    refuse_too_large(step, static, optimizer=0)
+    refuse_too_large(step, replace(static, transient=_least_transient(step, program)), optimizer=0)
     schedule = step.schedule
     # One whole block of earlier keys, so that attention's own temporaries are seen in full.
     short = min(tokens, schedule.chunk + max(schedule.chunk, schedule.kv_block))
@@ -71,6 +71,16 @@ def refuse_too_large(step: Step, expected: Forecast, optimizer: int) -> None:
             f"{expected.gradients:,}, optimizer {optimizer:,}, cells {expected.transient:,})"
         )
     refuse_beyond(needed, what, ADVICE)
+
+
+def _least_transient(step: Step, program: Program) -> int:
+    """What the graphs of one chunk hold at least: what the probe saw layers save, a token."""
+    tokens = program.run.batch * (program.chunks[0][1] - program.chunks[0][0])
+    layers = step.model_spec.layers
+    saved = [sum(layers[i].activation_bytes for i in range(*group)) for group in program.groups]
+    if program.schedule.layer_checkpoint:
+        saved = [layer.activation_bytes for layer in layers]
+    return tokens * max(saved)
 
 
 def _static(step: Step, program: Program) -> Forecast:
