@@ -121,6 +121,10 @@ class JsonLines:
             raise Refused(
                 f"{path}: line {line} is not valid JSON: {error.msg} at column {error.colno}"
             ) from error
+        except Refused:
+            raise
+        except (ValueError, RecursionError) as error:  # numbers or nesting beyond Python's limits
+            raise Refused(f"{path}: line {line} cannot be read as JSON: {error}") from error
         if not isinstance(record, dict) or self.field not in record:
             keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
             raise Refused(
@@ -132,6 +136,12 @@ class JsonLines:
                 f"{path}: line {line}: field {self.field!r} holds {type(text).__name__}, "
                 "expected text"
             )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair, written as an escape
+            raise Refused(
+                f"{path}: line {line}: field {self.field!r} is not valid Unicode: {error.reason}"
+            ) from error
         return text
 
 

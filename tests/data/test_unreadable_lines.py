@@ -1,0 +1,20 @@
+"""JSON that parses in principle and cannot be used names its file and line."""
+
+from pathlib import Path
+
+import pytest
+
+from farspan.data.files import JsonLines
+from farspan.spec import Refused
+
+
+@pytest.mark.parametrize(
+    "line",
+    [r'{"text": "\ud800 x"}', '{"text": "x", "n": ' + "9" * 5000 + "}", "[" * 100_000],
+    ids=["surrogate", "number", "nesting"],
+)
+def test_the_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(Refused, match=r"data\.jsonl: line 2"):
+        list(JsonLines((path,), "text").documents())
