@@ -4,7 +4,9 @@ Everything here is an immutable value and imports no torch. Token ranges are hal
 sizes are bytes unless a name says otherwise, and `0 <= fraction <= 1`.
 """
 
-from dataclasses import dataclass
+import math
+from bisect import bisect_right
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -26,6 +28,18 @@ def _is_count(value: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerWork:
+    """What a layer computes and holds for a moment, attention's own products aside; a token, in a
+    forward, unless a name says otherwise. Zero where nobody counted: then no time is known."""
+
+    parameters: int = 0  # elements of the layer's weights
+    trainable: int = 0  # elements that receive a gradient
+    products: tuple[tuple[int, int], ...] = ()  # (inner, outer) width of each matrix product
+    forward_traffic: int = 0  # bytes that operations other than products read and write
+    backward_traffic: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One decoder layer, as far as memory and attention are concerned."""
 
@@ -39,6 +53,7 @@ class LayerSpec:
     activation_bytes: int = 0  # a token; what autograd saves besides x, K, V, O and LSE
     activation_constant: int = 0  # a cell; the part of the above that does not grow with tokens
     saves_input: bool = True  # autograd saves the layer's input itself, not only a cast of it
+    work: LayerWork = LayerWork()
 
     def kv_elements(self) -> int:
         """Elements of K and V together, a token."""
@@ -64,6 +79,57 @@ class ModelSpec:
     def accumulate_bytes(self) -> int:
         """Element size of dK, dV, LSE and dW accumulators: fp32, or fp64 in a float64 model."""
         return max(4, self.element_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A measured rate against the size of one call: linear in log(size) between the points,
+    constant beyond them."""
+
+    points: tuple[tuple[float, float], ...]  # (size, rate a second), sizes ascending
+
+    def at(self, size: float) -> float:
+        """The rate of a call of this size."""
+        sizes = [point[0] for point in self.points]
+        index = bisect_right(sizes, size)
+        if index == 0 or index == len(sizes):
+            return self.points[max(0, index - 1)][1]
+        (low, below), (high, above) = self.points[index - 1 : index + 1]
+        part = math.log(size / low) / math.log(high / low)
+        return below + part * (above - below)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """FLOP a second that one device reaches in one dtype."""
+
+    matmul: Curve  # against the FLOP of one product
+    attention_forward: Curve  # against the FLOP of one call, causal halves not counted
+    attention_backward: Curve
+    peak: float  # the datasheet's dense rate, which MFU is a share of
+
+
+@dataclass(frozen=True, slots=True)
+class MachineSpec:
+    """One node: `devices` equal devices and the main memory they share."""
+
+    name: str
+    devices: int
+    device_bytes: int  # of one device
+    host_bytes: int  # of the node, what the system needs left out
+    rates: dict[str, Rates] = field(hash=False)  # by dtype: bfloat16, float32, float64
+    memory: float  # bytes a second that elementwise work reads and writes on the device
+    fetch: float  # bytes a second host to device, of one device alone
+    evict: float  # bytes a second device to host
+    fetch_together: float  # the same while both directions run
+    evict_together: float
+    host_memory: float  # bytes a second of all devices' fetches and evicts together
+    peer: float  # bytes a second one device sends to others of its node
+    network: float  # bytes a second one device sends to other nodes
+    latency: float  # seconds of a collective beside its bytes
+    overhead: float  # seconds of a cell beside its work
+    reserve: int  # device bytes that nobody can use: context, libraries' workspaces
+    unified: bool = False  # both tiers lie in main memory (a CPU): `device_bytes` is not used
 
 
 @dataclass(frozen=True, slots=True)

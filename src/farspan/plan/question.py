@@ -1,0 +1,161 @@
+"""What is asked of the planner, and what it answers."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from farspan.spec import MachineSpec, ModelSpec, Refused, RunSpec, Schedule
+
+
+class Optimizer(StrEnum):
+    """Where the states of the update live, and how wide they are."""
+
+    ADAMW = "adamw"  # fp32 moments, and an fp32 master where weights are narrower, on the device
+    ADAMW8BIT = "adamw8bit"  # moments of one byte an element
+    HOST = "host"  # fp32 moments and master in main memory
+    NONE = "none"  # only gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the devices share one step; each field is a number of devices.
+
+    Their product is the number of devices. With `fsdp`, weights, gradients and optimizer states
+    are cut over all devices but those of `tensor` and `pipeline`, which hold their own part anyway.
+    """
+
+    ulysses: int = 1  # tokens outside attention, heads inside (FPDT 4.1)
+    shards: int = 1  # K, V of each chunk stay cut by tokens; queries travel
+    ring: int = 1  # K, V of the whole prefix travel round
+    tensor: int = 1  # weights and heads; tokens outside (sequence parallelism)
+    pipeline: int = 1  # groups of layers
+    data: int = 1  # replicas with their own sequences
+    fsdp: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("ulysses", "shards", "ring", "tensor", "pipeline", "data"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise Refused(f"{name}: expected a whole number of devices >= 1, got {value!r}")
+
+    def sequence(self) -> int:
+        """Devices that share the tokens of one sequence outside attention."""
+        return self.ulysses * self.shards * self.ring * self.tensor
+
+    def devices(self) -> int:
+        return self.sequence() * self.pipeline * self.data
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One step of a model on a machine."""
+
+    model: ModelSpec
+    run: RunSpec  # of one sequence group: `tokens` is the whole context, not a device's share
+    machine: MachineSpec
+    layout: Layout = Layout()
+    optimizer: Optimizer = Optimizer.ADAMW
+    dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes of one tier at its fullest moment, part by part. `limit` is what one device, or the
+    share of main memory that belongs to it, can hold."""
+
+    parts: dict[str, int]  # weights, gradients, optimizer, x, kv, dkv, attention, activations, ...
+    limit: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def left(self) -> int:
+        """Bytes to spare; negative when it does not fit."""
+        return self.limit - self.total
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """One step's time, and what each lane of the machine is busy with in it."""
+
+    total: float
+    compute: float  # cells, head, embedding
+    fetch: float
+    evict: float
+    collective: float
+    optimizer: float
+    host: float  # overhead of issuing cells
+    bound: str  # compute, link, network or host: what the step would be faster without
+
+    def exposed(self) -> float:
+        """Time in which nothing is computed because something else is awaited."""
+        return max(0.0, self.total - self.compute - self.optimizer - self.host)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One schedule on one machine: what it takes."""
+
+    strategy: str
+    schedule: Schedule
+    question: Question
+    device: Budget
+    host: Budget
+    seconds: Seconds
+    mfu: float  # causal attention once and weights three times over peak; recompute is no work
+    reason: str = ""  # why it was chosen, or what breaks first when it does not fit
+    remedy: str = ""  # the cheapest change that makes it fit; empty when it fits
+    gap: float = 0.0  # at most this fraction slower than the best of the space searched
+    alternatives: tuple["Plan", ...] = field(default=())
+
+    @property
+    def fits(self) -> bool:
+        return self.device.left >= 0 and self.host.left >= 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        run, layout = self.question.run, self.question.layout
+        return run.batch * run.tokens * layout.data / self.seconds.total
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for `--json`."""
+        schedule = self.schedule
+        return {
+            "fits": self.fits,
+            "strategy": self.strategy,
+            "schedule": {
+                "chunk": schedule.chunk,
+                "groups": schedule.groups,
+                "attention_kept": schedule.attention_kept,
+                "attention_open": schedule.attention_open,
+                "kv_kept": schedule.kv_kept,
+                "activations_kept": schedule.activations_kept,
+                "layer_checkpoint": schedule.layer_checkpoint,
+                "kv_block": schedule.kv_block,
+                "head_tokens": schedule.head_tokens,
+                "tiers": {
+                    "x": schedule.x.value,
+                    "kv": schedule.kv.value,
+                    "kv_home": schedule.kv_home.value,
+                    "attention": schedule.attention.value,
+                    "activations": schedule.activations.value,
+                },
+            },
+            "context": self.question.run.tokens,
+            "device_bytes": _budget(self.device),
+            "host_bytes": _budget(self.host),
+            "seconds_per_step": self.seconds.total,
+            "bound": self.seconds.bound,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "gap": self.gap,
+            "reason": self.reason,
+            "remedy": self.remedy,
+            "alternatives": [plan.to_json() for plan in self.alternatives],
+        }
+
+
+def _budget(budget: Budget) -> dict[str, Any]:
+    return {"total": budget.total, "limit": budget.limit, "parts": dict(budget.parts)}
