@@ -6,7 +6,7 @@ sizes are bytes unless a name says otherwise, and `0 <= fraction <= 1`.
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -117,7 +117,7 @@ class MachineSpec:
     devices: int
     device_bytes: int  # of one device
     host_bytes: int  # of the node, what the system needs left out
-    rates: dict[str, Rates] = field(hash=False)  # by dtype: bfloat16, float32, float64
+    rates: dict[str, Rates]  # by dtype: bfloat16, float32, float64
     memory: float  # bytes a second that elementwise work reads and writes on the device
     fetch: float  # bytes a second host to device, of one device alone
     evict: float  # bytes a second device to host
