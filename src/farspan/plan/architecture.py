@@ -18,6 +18,7 @@ class Attention:
     window: int | None = None
     sinks: bool = False
     softcap: float | None = None
+    fused: bool = False  # q, k and v are one product
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +31,18 @@ class FeedForward:
     bias: bool = False
     experts: int = 0  # 0: one dense MLP
     active: int = 0  # experts a token is sent to
+    shared: int = 0  # width of an MLP beside the experts that every token passes (Qwen2-MoE)
+    fused: bool = False  # gate and up are one product; experts' always are
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One decoder layer: two norms, attention, MLP, two residuals."""
+    """One decoder layer: norms, attention, MLP, two residuals."""
 
     attention: Attention
     feed_forward: FeedForward
+    norms: int = 2  # 4: what attention and MLP give is normed too (Gemma2)
+    parallel: bool = False  # the MLP reads the layer's input, not attention's sum (GPT-NeoX)
 
 
 @dataclass(frozen=True, slots=True)
