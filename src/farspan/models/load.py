@@ -1,5 +1,6 @@
 """Load a causal LM: from a local folder, from a hub name, or with random weights from a config."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from farspan.spec import Refused
+
+NAMES_SHOWN = 5  # of missing weights: a wrong folder lacks hundreds
 
 
 def load_config(
@@ -47,7 +50,8 @@ def load_model(
     """A model in training mode on `device`. Random weights, for a `config` or on request, are drawn
     from `seed`.
 
-    Only safetensors weights are read. Raises Refused when the folder holds none.
+    Only safetensors weights are read. Raises Refused when the folder holds none, or not all that
+    the model has; warns of weights that the model has no place for.
     """
     made = load_config(
         path=path, config=config, overrides=overrides or {}, trust_remote_code=trust_remote_code
@@ -57,19 +61,7 @@ def load_model(
             torch.manual_seed(seed)
             model: Any = _with_random_weights(made, dtype)
     else:
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=made,
-                dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=trust_remote_code,
-            )
-        except Exception as error:  # unreadable files, sizes that do not match, other kinds
-            raise Refused(
-                f"model.path: no causal LM could be loaded from the safetensors weights of "
-                f"{path!r}: {type(error).__name__}: {error}"
-            ) from error
+        model = _with_saved_weights(path, made, dtype, trust_remote_code)
     return model.to(device).train()
 
 
@@ -81,6 +73,46 @@ def _with_random_weights(config: PretrainedConfig, dtype: torch.dtype) -> PreTra
             f"model: transformers cannot make a {type(config).__name__} model of these fields: "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def _with_saved_weights(
+    path: str, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool
+) -> PreTrainedModel:
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except Exception as error:  # unreadable files, sizes that do not match, other kinds
+        raise Refused(
+            f"model.path: no causal LM could be loaded from the safetensors weights of "
+            f"{path!r}: {type(error).__name__}: {error}"
+        ) from error
+    # What transformers knows to follow from the rest, such as a tied head, is not among these.
+    missing, unexpected = found["missing_keys"], found["unexpected_keys"]
+    if missing:
+        raise Refused(
+            f"model.path: {path} holds no weights for {_few(missing)}, which would start from "
+            "random numbers; give a complete causal LM's folder, or train from model.config"
+        )
+    if unexpected:
+        warnings.warn(
+            f"model.path: {path} holds weights that {type(model).__name__} has no place for: "
+            f"{_few(unexpected)}; they are left out",
+            stacklevel=3,
+        )
+    return model
+
+
+def _few(names: set[str]) -> str:
+    """The first of these names, and how many more there are."""
+    shown = sorted(names)[:NAMES_SHOWN]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 def _config_at(path: str, trust_remote_code: bool) -> PretrainedConfig:

@@ -1,0 +1,89 @@
+"""Weights come from the folder, all of them, or the folder is refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from farspan.models.load import load_model
+from farspan.spec import Refused
+
+MISSING = "model.layers.1.mlp.up_proj.weight"
+Weights = dict[str, Tensor]
+Save = Callable[[Callable[[Weights], object], bool], Path]
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Save:
+    """Writes a tiny model's folder after a change to its weights; the flag ties its head."""
+
+    def write(change: Callable[[Weights], object], tied: bool = False) -> Path:
+        config = Qwen2Config(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            tie_word_embeddings=tied,
+        )
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+        file = tmp_path / "model.safetensors"
+        weights = load_file(file)
+        change(weights)
+        save_file(weights, file, metadata={"format": "pt"})
+        return tmp_path
+
+    return write
+
+
+def test_what_is_saved_is_what_is_loaded(save: Save) -> None:
+    folder = save(lambda _: None, False)
+    saved = load_file(folder / "model.safetensors")
+    model = load_model(path=str(folder), dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, saved[name]), name
+    assert model.training
+
+
+def test_missing_weights_are_refused_by_name(save: Save) -> None:
+    folder = save(lambda weights: weights.pop(MISSING), False)
+    message = rf"model\.path: .* holds no weights for {MISSING}, which would start from random"
+    with pytest.raises(Refused, match=message):
+        load_model(path=str(folder), dtype=torch.float32)
+
+
+def test_many_missing_weights_are_counted(save: Save) -> None:
+    folder = save(lambda w: [w.pop(name) for name in list(w) if "layers.1." in name], False)
+    with pytest.raises(Refused, match=r"layers\.1\.\S+ and 7 more, which would"):
+        load_model(path=str(folder), dtype=torch.float32)
+
+
+def test_a_head_that_is_the_embedding_is_not_missing(save: Save) -> None:
+    folder = save(lambda _: None, True)
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    model = load_model(path=str(folder), dtype=torch.float32)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_head_of_its_own_is_missing_when_it_is(save: Save) -> None:
+    folder = save(lambda weights: weights.pop("lm_head.weight"), False)
+    with pytest.raises(Refused, match=r"no weights for lm_head\.weight"):
+        load_model(path=str(folder), dtype=torch.float32)
+
+
+def test_weights_without_a_place_are_told(save: Save) -> None:
+    folder = save(lambda weights: weights.update({"visual.weight": torch.zeros(2)}), False)
+    message = r"weights that Qwen2ForCausalLM has no place for: visual\.weight; they are left out"
+    with pytest.warns(UserWarning, match=message):
+        load_model(path=str(folder), dtype=torch.float32)
+
+
+def test_weights_of_another_size_are_refused(save: Save) -> None:
+    folder = save(lambda weights: weights.update({MISSING: torch.zeros(3, 3)}), False)
+    with pytest.raises(Refused, match=r"model\.path: no causal LM could be loaded"):
+        load_model(path=str(folder), dtype=torch.float32)
