@@ -1,14 +1,18 @@
 """The command line from end to end, in this process: what it prints and how it ends."""
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from farspan import cli
+from farspan.train.durable import WriteFailed
+from farspan.version import VERSION
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen2",
@@ -113,3 +117,30 @@ def test_train_from_a_run_file_to_a_model_that_loads(
 
 def _model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_config(Qwen2Config.from_pretrained(folder))
+
+
+def test_help_of_the_group_says_what_each_command_says() -> None:
+    for name, (module, words) in cli.COMMANDS.items():
+        command = typer.main.get_command(import_module(module).app)
+        assert command.name == name
+        assert (command.help or "").splitlines()[0] == words
+
+
+def test_version_and_unknown_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out.strip() == f"farspan {VERSION}"
+    assert run(monkeypatch, "trian") == 2
+    assert "Did you mean 'train'" in capsys.readouterr().err
+
+
+def test_what_training_could_not_write_is_one_line_and_exit_code_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise WriteFailed("disk full")
+
+    monkeypatch.setattr("farspan.cli.train.train", fail)
+    assert run(monkeypatch, "train", "--folder", str(tmp_path)) == 1
+    assert capsys.readouterr().err.strip() == "farspan: disk full"

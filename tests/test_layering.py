@@ -23,11 +23,14 @@ ORDER = (
     {"attention", "transfer"},
     {"plan"},
     {"memory"},
-    {"spec"},
+    {"spec", "lazy", "version"},
 )
 HEIGHT = {layer: -row for row, layers in enumerate(ORDER) for layer in layers}
-TORCH_FREE = ("memory", "plan", "report", "spec")
+TORCH_FREE = ("__init__", "lazy", "memory", "plan", "report", "spec", "version")
 TORCH = ("torch", "transformers")
+SEAM = "farspan.lazy"  # the only module that may import by name
+# A user of the seam, and what stands above it and is loaded all the same.
+UPWARD: set[tuple[str, str]] = set()
 
 Sources = dict[str, str]  # module name, dotted, to its text
 Import = tuple[str, int]  # module name, line
@@ -66,11 +69,23 @@ def own_imports(text: str, known: Sources) -> Iterator[Import]:
             yield target, line
 
 
+def lazy_imports(text: str, known: Sources) -> Iterator[Import]:
+    """Modules that a user of the seam names, in a call or in a table: they run one way too."""
+    if SEAM not in {target for target, _ in imports(text, known)}:
+        return
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in known:
+            yield node.value, node.lineno
+
+
 def wrong_direction(sources: Sources) -> list[str]:
-    """Imports that do not go down, and layers that the order does not name."""
+    """Imports that do not go down, lazy ones too, and layers that the order does not name."""
     found = [f"{m}: layer '{layer(m)}' has no place" for m in sources if layer(m) not in HEIGHT]
     for module, text in sources.items():
-        for target, line in own_imports(text, sources):
+        lazily = lazy_imports(text, sources)
+        for target, line in (*own_imports(text, sources), *lazily):
+            if (module, target) in UPWARD:
+                continue
             here, there = layer(module), layer(target)
             if here in HEIGHT and here != there and HEIGHT.get(there, 0) >= HEIGHT[here]:
                 found.append(f"{module}:{line}: '{here}' may not import '{there}'")
@@ -110,7 +125,7 @@ def cycles(sources: Sources) -> list[str]:
 
 
 def hidden_imports(sources: Sources) -> list[str]:
-    """Relative, local, typing-only and computed imports."""
+    """Relative, local, typing-only and computed imports; the seam alone may compute one."""
     found = []
     for module, text in sources.items():
         tree = ast.parse(text)
@@ -127,6 +142,7 @@ def hidden_imports(sources: Sources) -> list[str]:
             f"{module}:{line}: {name}"
             for name, line in names_in(tree)
             if name in ("TYPE_CHECKING", "__import__", "import_module")
+            and not (module == SEAM and name == "import_module")
         )
     return found
 
@@ -153,9 +169,8 @@ def torch_imports(sources: Sources) -> list[str]:
     ]
 
 
-# The face of the package, farspan/__init__.py, may import torch: an empty package stands in.
 IMPORT_WITHOUT_TORCH = """
-import importlib, sys, types
+import importlib, sys
 
 class Blocked:
     def find_spec(self, name, path=None, target=None):
@@ -163,9 +178,7 @@ class Blocked:
             raise ImportError(f"{{name}} is blocked")
 
 sys.meta_path.insert(0, Blocked())
-face = types.ModuleType("farspan")
-face.__path__ = [{package!r}]
-sys.modules["farspan"] = face
+sys.path.insert(0, {folder!r})
 for module in {modules!r}:
     importlib.import_module(module)
 """
@@ -173,7 +186,7 @@ for module in {modules!r}:
 
 def import_without_torch(package: Path, modules: list[str]) -> str:
     """What goes wrong when the modules are imported in an interpreter that has no torch."""
-    script = IMPORT_WITHOUT_TORCH.format(blocked=TORCH, package=str(package), modules=modules)
+    script = IMPORT_WITHOUT_TORCH.format(blocked=TORCH, folder=str(package.parent), modules=modules)
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     return result.stderr
 
@@ -190,13 +203,17 @@ def test_the_package_passes(gate: Callable[[Sources], list[str]]) -> None:
 
 def test_torch_free_layers_import_without_torch() -> None:
     modules = [module for module in read_sources() if layer(module) in TORCH_FREE]
+    assert "farspan" in modules
     assert import_without_torch(PACKAGE, modules) == ""
 
 
 def test_blocking_torch_catches_an_indirect_import(tmp_path: Path) -> None:
-    (tmp_path / "spec.py").write_text("from farspan.helper import zero\n")
-    (tmp_path / "helper.py").write_text("import torch.nn\nzero = 0\n")
-    assert "torch is blocked" in import_without_torch(tmp_path, ["farspan.spec"])
+    package = tmp_path / "farspan"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "spec.py").write_text("from farspan.helper import zero\n")
+    (package / "helper.py").write_text("import torch.nn\nzero = 0\n")
+    assert "torch is blocked" in import_without_torch(package, ["farspan.spec"])
 
 
 @pytest.mark.parametrize(
@@ -210,10 +227,18 @@ def test_blocking_torch_catches_an_indirect_import(tmp_path: Path) -> None:
         ("farspan.cli", "import farspan"),
         ("farspan.plan.grid", "from farspan.utils import chunks"),
         ("farspan.utils", ""),
+        ("farspan.plan.grid", "from farspan.lazy import load\nload('farspan.cli', 'main')"),
     ],
 )
 def test_wrong_direction_is_found(module: str, text: str) -> None:
-    assert len(wrong_direction({module: text})) == 1
+    assert len(wrong_direction({"farspan.cli": "", module: text})) == 1
+
+
+def test_the_exception_upward_is_used() -> None:
+    """One that nobody needs any more would let the next one pass unseen."""
+    sources = read_sources()
+    for module, target in UPWARD:
+        assert target in {name for name, _ in lazy_imports(sources[module], sources)}
 
 
 def test_imports_that_go_down_pass() -> None:
@@ -266,7 +291,14 @@ def test_hidden_import_is_found(text: str) -> None:
     assert hidden_imports({"farspan.plan.grid": text})
 
 
-@pytest.mark.parametrize("layer_name", TORCH_FREE)
+def test_only_the_seam_may_compute_an_import() -> None:
+    text = "from importlib import import_module\njson = import_module('json')"
+    assert not hidden_imports({SEAM: text})
+    assert hidden_imports({SEAM: f"{text}\ndef f():\n    import json"})
+    assert hidden_imports({"farspan.cli": text})
+
+
+@pytest.mark.parametrize("layer_name", [name for name in TORCH_FREE if name != "__init__"])
 @pytest.mark.parametrize(
     "text", ["import torch", "from torch.nn import Module", "import transformers.utils as u"]
 )

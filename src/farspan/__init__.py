@@ -1,11 +1,22 @@
 """farspan trains Hugging Face language models on sequences far longer than memory, exactly."""
 
-from farspan.engine.step import Progress, Step
-from farspan.engine.verify import Verification, VerificationRun, verify
+from farspan import plan
+from farspan.lazy import attributes
 from farspan.plan.strategies import strategy
 from farspan.spec import Refused, Schedule, Tier
+from farspan.version import VERSION as __version__
 
-__version__ = "0.1.0"
+# What needs torch is imported when it is first read; `__init__.pyi` tells type checkers its types.
+__getattr__, __dir__ = attributes(
+    __name__,
+    {
+        "Progress": "farspan.engine.step",
+        "Step": "farspan.engine.step",
+        "Verification": "farspan.engine.verify",
+        "VerificationRun": "farspan.engine.verify",
+        "verify": "farspan.engine.verify",
+    },
+)
 
 __all__ = [
     "Progress",
@@ -15,6 +26,8 @@ __all__ = [
     "Tier",
     "Verification",
     "VerificationRun",
+    "__version__",
+    "plan",
     "strategy",
     "verify",
 ]

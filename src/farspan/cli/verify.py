@@ -1,7 +1,6 @@
-"""The command line."""
+"""`farspan verify`: are the gradients exact?"""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,49 +11,16 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
+from farspan.cli.ending import FAILED, typer_app
 from farspan.engine.verify import Verification, VerificationRun, verify
 from farspan.models.load import load_model
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.spec import Refused, Schedule
-from farspan.train.config import RunConfig, load_run
+from farspan.train.config import load_run
 from farspan.train.default import default_run
-from farspan.train.diagnosis import Diverged
-from farspan.train.durable import WriteFailed
-from farspan.train.loop import Result, train
-from farspan.train.progress import make_reporter
 
-app = typer.Typer(
-    help="Train Hugging Face language models on sequences far longer than memory, exactly.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer_app()
 RUN_FILES = (".yaml", ".yml")
-USAGE, FAILED = 2, 1  # exit codes: what was asked cannot be done; it was done and is not good
-
-
-@app.command("train")
-def train_command(
-    run: Annotated[
-        Path | None,
-        typer.Argument(help="Run file (YAML). Without one: a small model learns Python, here."),
-    ] = None,
-    strategy_name: Annotated[
-        str | None, typer.Option("--strategy", help=f"One of {', '.join(STRATEGIES)}.")
-    ] = None,
-    folder: Annotated[Path | None, typer.Option(help="Run folder; the same resumes.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Updates to do in all.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-) -> None:
-    """Train; the same command again goes on from the latest checkpoint."""
-    chosen = default_run() if run is None else load_run(run)
-    chosen = override(chosen, strategy_name, folder, steps)
-    result = train(chosen, reporter=make_reporter(Console(stderr=as_json)))
-    if as_json:
-        print(json.dumps(result_json(result)))
-    else:
-        print(result.message)
-    raise typer.Exit(result.exit_code)
 
 
 @app.command("verify")
@@ -96,19 +62,6 @@ def verify_command(
     else:
         show(outcome)
     raise typer.Exit(0 if outcome.passed else FAILED)
-
-
-def override(
-    run: RunConfig, strategy_name: str | None, folder: Path | None, steps: int | None
-) -> RunConfig:
-    """The run with what the command line says in place of the file's."""
-    if strategy_name is not None:
-        run = replace(run, schedule=replace(run.schedule, strategy=strategy_name))
-    if folder is not None:
-        run = replace(run, folder=str(folder))
-    if steps is not None:
-        run = replace(run, steps=steps)
-    return run
 
 
 def base_schedule(model: str | None, name: str | None, layers: int, context: int) -> Schedule:
@@ -170,25 +123,3 @@ def show(outcome: Verification) -> None:
         f"{verdict}: {outcome.checked_parameters} parameters in {outcome.dtype}, worst relative "
         f"error {outcome.max_relative_error:.2e}, loss {outcome.loss_error:.2e}\n{outcome.rule}"
     )
-
-
-def result_json(result: Result) -> dict[str, Any]:
-    """A training result for a program to read."""
-    return {
-        "folder": str(result.folder),
-        "step": result.step,
-        "steps": result.steps,
-        "loss": result.loss,
-        "heldout_loss": result.heldout_loss,
-        "skipped": result.skipped,
-        "message": result.message,
-    }
-
-
-def main() -> None:
-    """Entry point: what is refused is one clear line, never a traceback."""
-    try:
-        app()
-    except (Refused, WriteFailed, Diverged) as error:
-        print(f"farspan: {error}", file=sys.stderr)
-        sys.exit(USAGE if isinstance(error, Refused) else FAILED)

@@ -1,0 +1,21 @@
+"""Planning, without torch: what a step takes on a machine, before it runs.
+
+This package is also the public function: `farspan.plan(config, context=..., machine=...)` is
+`farspan.plan.ask.plan`. Importing any module of the package binds `farspan.plan` to the package, so
+a function of that name would be there or not by the order of imports; a package that can be called
+is both, in every order.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from farspan.lazy import load
+
+
+class _Planning(ModuleType):
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return load("farspan.plan.ask", "plan")(*arguments, **options)
+
+
+sys.modules[__name__].__class__ = _Planning

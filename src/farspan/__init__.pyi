@@ -1,0 +1,20 @@
+from farspan import plan
+from farspan.engine.step import Progress, Step
+from farspan.engine.verify import Verification, VerificationRun, verify
+from farspan.plan.strategies import strategy
+from farspan.spec import Refused, Schedule, Tier
+from farspan.version import VERSION as __version__
+
+__all__ = [
+    "Progress",
+    "Refused",
+    "Schedule",
+    "Step",
+    "Tier",
+    "Verification",
+    "VerificationRun",
+    "__version__",
+    "plan",
+    "strategy",
+    "verify",
+]

@@ -1,0 +1,75 @@
+"""The command line. A command's module is imported when that command is called, so that help and
+planning need no torch."""
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from farspan.cli.ending import USAGE, typer_app
+from farspan.lazy import load
+from farspan.spec import Refused
+from farspan.version import VERSION
+
+# Module, and what `farspan --help` says of the command: the first line of its own help.
+COMMANDS = {
+    "train": (
+        "farspan.cli.train",
+        "Train; the same command again goes on from the latest checkpoint.",
+    ),
+    "verify": (
+        "farspan.cli.verify",
+        "Compare loss and every gradient with plain full-sequence autograd; exit 1 if they differ.",
+    ),
+}
+
+
+class LazyGroup(TyperGroup):
+    """Commands registered by name and help only, until one is called."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The called command as its module declares it, with what is left of the arguments."""
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, typer.main.get_command(load(COMMANDS[str(name)][0], "app")), rest
+
+
+app = typer_app(
+    cls=LazyGroup,
+    help="Train Hugging Face language models on sequences far longer than memory, exactly.",
+    no_args_is_help=True,
+)
+
+
+def register(name: str, words: str) -> None:
+    """Show the command in the help of the group."""
+    app.command(name, help=words)(lambda: None)
+
+
+for command, (_, first_line) in COMMANDS.items():
+    register(command, first_line)
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"farspan {VERSION}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """What stands before the command."""
+
+
+def main() -> None:
+    """Entry point: what is refused is one clear line, never a traceback."""
+    try:
+        app()
+    except Refused as error:
+        print(f"farspan: {error}", file=sys.stderr)
+        sys.exit(USAGE)

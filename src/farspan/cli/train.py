@@ -1,0 +1,75 @@
+"""`farspan train`."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from farspan.cli.ending import FAILED, typer_app
+from farspan.plan.strategies import STRATEGIES
+from farspan.train.config import RunConfig, load_run
+from farspan.train.default import default_run
+from farspan.train.diagnosis import Diverged
+from farspan.train.durable import WriteFailed
+from farspan.train.loop import Result, train
+from farspan.train.progress import make_reporter
+
+app = typer_app()
+
+
+@app.command("train")
+def train_command(
+    run: Annotated[
+        Path | None,
+        typer.Argument(help="Run file (YAML). Without one: a small model learns Python, here."),
+    ] = None,
+    strategy_name: Annotated[
+        str | None, typer.Option("--strategy", help=f"One of {', '.join(STRATEGIES)}.")
+    ] = None,
+    folder: Annotated[Path | None, typer.Option(help="Run folder; the same resumes.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Updates to do in all.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Train; the same command again goes on from the latest checkpoint."""
+    chosen = default_run() if run is None else load_run(run)
+    chosen = override(chosen, strategy_name, folder, steps)
+    try:
+        result = train(chosen, reporter=make_reporter(Console(stderr=as_json)))
+    except (WriteFailed, Diverged) as error:
+        print(f"farspan: {error}", file=sys.stderr)
+        raise typer.Exit(FAILED) from error
+    if as_json:
+        print(json.dumps(result_json(result)))
+    else:
+        print(result.message)
+    raise typer.Exit(result.exit_code)
+
+
+def override(
+    run: RunConfig, strategy_name: str | None, folder: Path | None, steps: int | None
+) -> RunConfig:
+    """The run with what the command line says in place of the file's."""
+    if strategy_name is not None:
+        run = replace(run, schedule=replace(run.schedule, strategy=strategy_name))
+    if folder is not None:
+        run = replace(run, folder=str(folder))
+    if steps is not None:
+        run = replace(run, steps=steps)
+    return run
+
+
+def result_json(result: Result) -> dict[str, Any]:
+    """A training result for a program to read."""
+    return {
+        "folder": str(result.folder),
+        "step": result.step,
+        "steps": result.steps,
+        "loss": result.loss,
+        "heldout_loss": result.heldout_loss,
+        "skipped": result.skipped,
+        "message": result.message,
+    }

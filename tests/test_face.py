@@ -1,0 +1,64 @@
+"""The package's face: every name is there, whoever reads it, and nothing heavy comes with it."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import farspan
+from farspan.version import VERSION
+
+ROOT = Path(__file__).resolve().parents[1]
+# What takes longer to import than all of farspan's own planning.
+HEAVY = ("torch", "transformers", "numpy", "datasets", "typer", "rich", "yaml")
+
+
+def run(script: str) -> str:
+    """The output of a script in a fresh interpreter."""
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r})\n"]
+    command[-1] += script
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_every_name_is_there_and_listed() -> None:
+    for name in farspan.__all__:
+        assert getattr(farspan, name) is not None
+    assert set(farspan.__all__) <= set(dir(farspan))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Stepp'"):
+        farspan.__getattr__("Stepp")
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    stub = ast.parse((ROOT / "src" / "farspan" / "__init__.pyi").read_text(encoding="utf-8"))
+    imported = {}
+    for node in stub.body:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                imported[alias.asname or alias.name] = (node.module, alias.name)
+        elif isinstance(node, ast.Assign):
+            assert ast.literal_eval(node.value) == farspan.__all__
+    assert set(imported) == set(farspan.__all__)
+    for name, (module, original) in imported.items():
+        if name != "plan":  # a function to a type checker, a package that can be called here
+            assert getattr(sys.modules[str(module)], original) is getattr(farspan, name)
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert farspan.__version__ == VERSION == project["version"]
+
+
+def test_importing_farspan_imports_nothing_heavy() -> None:
+    script = f"import farspan\nprint([name for name in {HEAVY!r} if name in sys.modules])"
+    assert run(script) == "[]"
+
+
+def test_what_needs_torch_comes_when_it_is_read() -> None:
+    script = "import farspan\nprint(farspan.Step.__module__, 'torch' in sys.modules)"
+    assert run(script) == "farspan.engine.step True"
