@@ -35,6 +35,7 @@ class LayerWork:
     parameters: int = 0  # elements of the layer's weights
     trainable: int = 0  # elements that receive a gradient
     products: tuple[tuple[int, int], ...] = ()  # (inner, outer) width of each matrix product
+    projections: int = 0  # how many of the products, the first ones, come before attention
     forward_traffic: int = 0  # bytes that operations other than products read and write
     backward_traffic: int = 0
 
@@ -75,6 +76,14 @@ class ModelSpec:
     element_bytes: int  # of a parameter and an activation: 2, 4 or 8
     parameters: int = 0  # elements, all of them
     trainable: int = 0  # elements that receive a gradient
+
+    def outer(self) -> int:
+        """Elements of the weights outside the layers: embedding, last norm, head."""
+        return self.parameters - sum(layer.work.parameters for layer in self.layers)
+
+    def outer_trainable(self) -> int:
+        """Elements outside the layers that receive a gradient."""
+        return self.trainable - sum(layer.work.trainable for layer in self.layers)
 
     def accumulate_bytes(self) -> int:
         """Element size of dK, dV, LSE and dW accumulators: fp32, or fp64 in a float64 model."""

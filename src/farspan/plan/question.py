@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from farspan.plan.architecture import Architecture
 from farspan.spec import MachineSpec, ModelSpec, Refused, RunSpec, Schedule
 
 
@@ -56,6 +57,8 @@ class Question:
     layout: Layout = Layout()
     optimizer: Optimizer = Optimizer.ADAMW
     dtype: str = "bfloat16"
+    architecture: Architecture | None = None  # for what a cell holds for a moment
+    overlap: bool = False  # copies run beside the computation; the engine still has them in line
 
 
 @dataclass(frozen=True, slots=True)

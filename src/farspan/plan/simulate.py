@@ -13,7 +13,6 @@ from farspan.plan.program import (
     Allocate,
     AttentionMode,
     Backward,
-    Buffer,
     Evict,
     Fetch,
     Forward,
@@ -86,18 +85,24 @@ def _transfers(program: Program) -> Iterator[Transfer]:
     for instruction in program.instructions:
         match instruction:
             case Fetch(source, target, chunk) | Evict(source, target, chunk):
-                ends = program.buffers[source], program.buffers[target]
-                yield isinstance(instruction, Fetch), ends[0].kind, _copied(program, ends, chunk)
+                kind = program.buffers[source].kind
+                size = copied_bytes(program, source, target, chunk)
+                yield isinstance(instruction, Fetch), kind, size
             case Forward(layer, chunk, AttentionMode.COMPUTE, prefix):
-                yield from _streamed(program, layer, chunk, prefix, written=False)
+                size = streamed_bytes(program, layer, chunk, prefix)
+                yield True, Kind.KV, size
             case Backward(layer, chunk, prefix, accumulator):
-                yield from _streamed(program, layer, chunk, prefix, written=False)
-                yield from _streamed(program, layer, chunk, accumulator, written=True)
+                yield True, Kind.KV, streamed_bytes(program, layer, chunk, prefix)
+                size = streamed_bytes(program, layer, chunk, accumulator)
+                yield True, Kind.DKV, size
+                yield False, Kind.DKV, size
             case _:
                 pass
 
 
-def _copied(program: Program, ends: tuple[Buffer, Buffer], chunk: int) -> int:
+def copied_bytes(program: Program, source: str, target: str, chunk: int) -> int:
+    """Bytes that a fetch or evict of one chunk moves."""
+    ends = program.buffers[source], program.buffers[target]
     if ends[0].kind is Kind.ACTIVATIONS:
         return min(end.cell_bytes for end in ends)
     start, stop = program.chunks[chunk]
@@ -110,19 +115,16 @@ def _row_bytes(program: Program, kind: Kind, layer: LayerSpec) -> int:
     return sum(region.row_bytes() for region in found)
 
 
-def _streamed(
-    program: Program, layer: int, chunk: int, name: str, *, written: bool
-) -> Iterator[Transfer]:
-    """The rows of a host buffer that the chunk's queries reach, each once. With a window, the few
-    rows that two blocks share at its edge cross twice and are counted once."""
+def streamed_bytes(program: Program, layer: int, chunk: int, name: str) -> int:
+    """Bytes of a host buffer that the chunk's queries reach among the earlier rows, each once; 0 on
+    the device. With a window, the few rows that two blocks share at its edge cross twice and are
+    counted once."""
     buffer, spec = program.buffers[name], program.model.layers[layer]
     start = program.chunks[chunk][0]
     first = 0 if spec.window is None else max(0, start - spec.window + 1)
-    if buffer.tier is Tier.HOST and start > first:
-        size = (start - first) * _row_bytes(program, buffer.kind, spec)
-        yield True, buffer.kind, size
-        if written:
-            yield False, buffer.kind, size
+    if buffer.tier is not Tier.HOST:
+        return 0
+    return (start - first) * _row_bytes(program, buffer.kind, spec)
 
 
 def _passes(program: Program) -> tuple[Fraction, Fraction, Fraction]:

@@ -1,0 +1,164 @@
+"""One schedule on one machine: build its program, walk it, and say what it takes."""
+
+from dataclasses import dataclass, replace
+
+from farspan.plan.build import build_program
+from farspan.plan.local import local_model, local_run, local_schedule
+from farspan.plan.program import Allocate, Free, Kind, Program
+from farspan.plan.question import Budget, Plan, Question, Seconds
+from farspan.plan.seconds import Prices, rates_of
+from farspan.plan.simulate import seen_pairs
+from farspan.plan.states import States, states, update_seconds
+from farspan.plan.timeline import Timeline, run_time
+from farspan.plan.transient import transient_bytes
+from farspan.spec import MachineSpec, Schedule, Tier
+
+PAGE = 4096  # pinned memory is locked by whole pages
+INPUT_BYTES = 3 * 8  # tokens, targets and positions, a token
+
+
+@dataclass(frozen=True, slots=True)
+class Walked:
+    """A device's program and the bytes that it decides."""
+
+    program: Program
+    transient: int
+
+
+def walk(question: Question, schedule: Schedule) -> Walked:
+    """The program that one device would run. Raises Refused when the groups do not fit."""
+    part = replace(question, model=local_model(question))
+    run, own = local_run(part), local_schedule(schedule, part.layout)
+    program = build_program(part.model, run, own)
+    return Walked(program, transient_bytes(program, part.architecture))
+
+
+def evaluate(question: Question, strategy: str, schedule: Schedule) -> Plan:
+    """The plan of a schedule: bytes on each tier, seconds, what bounds them."""
+    part = replace(question, model=local_model(question))
+    walked = walk(question, schedule)
+    held = states(part, walked.program.groups)
+    device, host = budgets(part, walked, held)
+    seconds = step_seconds(part, walked.program)
+    return Plan(
+        strategy=strategy,
+        schedule=schedule,
+        question=question,
+        device=device,
+        host=host,
+        seconds=seconds,
+        mfu=useful_flop(question) / (rates_of(question).peak * _devices(question) * seconds.total),
+    )
+
+
+def budgets(question: Question, walked: Walked, held: States) -> tuple[Budget, Budget]:
+    """What lives on the device and on its share of the host when each is fullest."""
+    program, machine = walked.program, question.machine
+    device = {
+        "weights": held.weights,
+        "gathered": held.gathered,
+        "gradients": held.gradients,
+        "accumulators": held.accumulators,
+        "optimizer": held.optimizer,
+        **arena_parts(program, Tier.DEVICE),
+        "cells": walked.transient,
+        "inputs": INPUT_BYTES * program.run.batch * program.run.tokens,
+        "reserve": machine.reserve,
+    }
+    host = {"optimizer": held.optimizer_on_host, **arena_parts(program, Tier.HOST)}
+    host["pages"] = -sum(host.values()) % PAGE
+    return _limited(machine, question.layout.devices(), device, host)
+
+
+def _limited(
+    machine: MachineSpec, devices: int, device: dict[str, int], host: dict[str, int]
+) -> tuple[Budget, Budget]:
+    device, host = ({k: v for k, v in parts.items() if v} for parts in (device, host))
+    if machine.unified:
+        # One memory: what one tier takes the other cannot have.
+        share = machine.host_bytes
+        return Budget(device, share - sum(host.values())), Budget(
+            host, share - sum(device.values())
+        )
+    share = machine.host_bytes // min(machine.devices, devices)
+    return Budget(device, machine.device_bytes), Budget(host, share)
+
+
+def arena_parts(program: Program, tier: Tier) -> dict[str, int]:
+    """Bytes of each kind of buffer at the tier's fullest moment; slots, which serve any layer,
+    and what the addresses leave unused, are parts of their own."""
+    live: dict[str, int] = {}
+    total = most = 0
+    fullest: dict[str, int] = {}
+    for instruction in program.instructions:
+        if not isinstance(instruction, Allocate | Free):
+            continue
+        buffer = program.buffers[instruction.buffer]
+        if buffer.tier is not tier:
+            continue
+        size = buffer.bytes if isinstance(instruction, Allocate) else -buffer.bytes
+        part = "slots" if buffer.layer < 0 else str(buffer.kind)
+        live[part] = live.get(part, 0) + size
+        total += size
+        if total > most:
+            most, fullest = total, dict(live)
+    parts = {str(kind): fullest.get(str(kind), 0) for kind in Kind}
+    parts["slots"] = fullest.get("slots", 0)
+    parts["placement"] = program.arena_bytes[tier] - most
+    return parts
+
+
+def step_seconds(question: Question, program: Program) -> Seconds:
+    """Of one step with its update, copies as the machine's engine issues them."""
+    line = timeline(question, program)
+    update = update_seconds(question)
+    bubble = _bubble(question, program)
+    return Seconds(
+        total=line.total * bubble + update,
+        compute=line.compute,
+        fetch=line.fetch,
+        evict=line.evict,
+        collective=line.collective,
+        optimizer=update,
+        host=line.host,
+        bound=_bound(line),
+    )
+
+
+def timeline(question: Question, program: Program) -> Timeline:
+    """The step's lanes."""
+    overlap = question.overlap
+    return run_time(Prices(question, program, together=overlap), overlap=overlap)
+
+
+def _bubble(question: Question, program: Program) -> float:
+    """Stages wait for the first chunk to come through and for the last to leave."""
+    chunks = len(program.chunks)
+    return (chunks + question.layout.pipeline - 1) / chunks
+
+
+def _bound(line: Timeline) -> str:
+    lanes = {
+        "compute": line.compute,
+        "link": max(line.fetch, line.evict),
+        "network": line.collective,
+        "host": line.host,
+    }
+    return max(lanes, key=lambda lane: lanes[lane])
+
+
+def useful_flop(question: Question) -> float:
+    """FLOP of a step that MFU counts: three times a forward, recompute left out; attention over
+    the keys a query sees (causal halves are no work); embeddings are looked up, not multiplied."""
+    model, run = question.model, question.run
+    tokens = run.batch * run.tokens
+    forward = 2.0 * tokens * model.hidden * model.vocab
+    for layer in model.layers:
+        forward += 2.0 * tokens * sum(inner * outer for inner, outer in layer.work.products)
+        pairs = run.batch * seen_pairs(run.tokens, layer.window)
+        forward += 2.0 * pairs * layer.query_heads * (layer.head_dim + layer.value_dim)
+    return 3.0 * forward * question.layout.data
+
+
+def _devices(question: Question) -> int:
+    return question.layout.devices()

@@ -1,0 +1,55 @@
+"""The share of one device: what its own program is built from."""
+
+from dataclasses import replace
+
+from farspan.plan.question import Layout, Question
+from farspan.spec import ModelSpec, Refused, RunSpec, Schedule
+
+
+def local_run(question: Question) -> RunSpec:
+    """Tokens of one device: its part of every chunk, so of the sequence."""
+    ranks = question.layout.sequence()
+    return replace(question.run, tokens=-(-question.run.tokens // ranks))
+
+
+def local_schedule(schedule: Schedule, layout: Layout) -> Schedule:
+    """The schedule in the tokens of one device. A block of K, V holds `kv_block` keys of 1 / P of
+    the heads, as many bytes as 1 / P of the keys of all heads."""
+    ranks = layout.sequence()
+    return replace(
+        schedule,
+        chunk=max(1, -(-schedule.chunk // ranks)),
+        kv_block=max(1, -(-schedule.kv_block // ranks)),
+    )
+
+
+def local_model(question: Question) -> ModelSpec:
+    """The layers of the fullest pipeline stage, the last: it has the head."""
+    model, stages = question.model, question.layout.pipeline
+    if stages == 1:
+        return model
+    if stages > len(model.layers):
+        raise Refused(
+            f"pipeline: {stages} stages for {len(model.layers)} layers; use at most one a layer"
+        )
+    layers = model.layers[-(-len(model.layers) // stages) * -1 :]
+    left_out = sum(layer.work.parameters for layer in model.layers[: -len(layers)])
+    frozen = sum(layer.work.trainable for layer in model.layers[: -len(layers)])
+    return replace(
+        model,
+        layers=layers,
+        parameters=model.parameters - left_out,
+        trainable=model.trainable - frozen,
+    )
+
+
+def refuse_layout(question: Question) -> None:
+    """Raises Refused when the model's heads cannot be shared as the layout says."""
+    layout = question.layout
+    for layer in question.model.layers:
+        heads = layout.ulysses * layout.tensor
+        if layer.kv_heads % heads:
+            raise Refused(
+                f"ulysses: {layer.kv_heads} K, V heads cannot be shared by {heads} devices; use a "
+                f"divisor of {layer.kv_heads}, and shards for the rest"
+            )
