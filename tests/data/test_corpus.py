@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
@@ -96,7 +97,8 @@ def test_a_saved_dataset_is_read_by_split(dataset: str, build: Build, tmp_path: 
     [
         ({"field": "text"}, r"data\.field: dataset .* has no column 'text'; it has: body, n"),
         ({"field": "n"}, r"row 1: field 'n' holds int, expected text"),
-        ({"field": "body", "split": "dev"}, r"data\.path: cannot load dataset .*split 'dev'"),
+        ({"field": "body", "split": "dev"}, r"data\.split: .* no split 'dev'; it has: train, test"),
+        ({"field": "body", "name": "en"}, r"data\.name: .* has no configurations; leave name out"),
         ({"field": "body", "held_out_split": "train"}, "also trained on"),
     ],
 )
@@ -105,6 +107,20 @@ def test_a_dataset_that_cannot_be_read_is_refused(
 ) -> None:
     with pytest.raises(Refused, match=message):
         build(source=SourceKind.DATASET, path=dataset, **fields)
+
+
+def test_one_saved_split_is_not_taken_for_another(build: Build, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"source": SourceKind.DATASET, "field": "body"}
+    one = datasets.Dataset.from_dict({"body": ["one", "two"]}, split="validation")
+    one.save_to_disk(str(tmp_path / "one"))
+    with pytest.raises(Refused, match=r"data\.split: .*holds one split, 'validation'; .*'train'"):
+        build(**fields, path=str(tmp_path / "one"))
+    corpus = build(**fields, path=str(tmp_path / "one"), split="validation")
+    assert corpus.train.tokens_per_epoch == 2 * 4
+    datasets.Dataset.from_dict({"body": ["one"]}).save_to_disk(str(tmp_path / "made"))
+    assert build(**fields, path=str(tmp_path / "made")).train.tokens_per_epoch == 4
+    with pytest.raises(Refused, match=r"data\.split: .*holds one split, 'train'; .*'test'"):
+        build(**fields, path=str(tmp_path / "made"), held_out_split="test")
 
 
 def test_a_folder_of_data_files_is_a_dataset(

@@ -103,6 +103,16 @@ def test_a_damaged_cache_is_written_anew(tmp_path: Path, name: str) -> None:
     assert source.reads == 2
 
 
+@pytest.mark.parametrize("meta", ["[]", "5", '{"tokens": {}}', '{"names": 1}'])
+def test_a_foreign_cache_is_written_anew(tmp_path: Path, meta: str) -> None:
+    source = Texts(["one", "two", "three"])
+    digest = open_quietly(source, tmp_path).digest
+    (path,) = tmp_path.glob("*/meta.json")
+    path.write_text(meta)
+    assert open_quietly(source, tmp_path).digest == digest
+    assert source.reads == 2
+
+
 def test_a_pickle_in_the_cache_is_not_loaded(tmp_path: Path) -> None:
     source = Texts(["one", "two"])
     open_quietly(source, tmp_path)

@@ -107,7 +107,13 @@ def poison(path: Path) -> None:
     path.write_bytes(pickle.dumps({"w": 1}))
 
 
+def enlist(path: Path) -> None:
+    """A manifest of somebody else's."""
+    path.write_text(json.dumps({"files": dict.fromkeys(json.loads(path.read_text())["files"], 5)}))
+
+
 DAMAGE = [
+    (enlist, "manifest.json", r"manifest\.json: no size and SHA-256 under model\.safetensors"),
     (truncate, "model.safetensors", r"model\.safetensors: \d+ bytes, expected \d+: truncated"),
     (truncate, "state.json", r"state\.json: \d+ bytes, expected \d+: truncated"),
     (truncate, "manifest.json", r"manifest\.json: cannot be read as JSON"),

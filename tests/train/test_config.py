@@ -1,13 +1,19 @@
 """A run file says what it means, and the default run is a valid one."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from farspan.spec import Refused, Schedule, Tier
-from farspan.train.config import OptimizerConfig, RunConfig, ScheduleConfig, load_run
+from farspan.train.config import (
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    load_run,
+    with_strategy,
+)
 from farspan.train.default import default_run
 from farspan.train.strict import build, to_mapping
 
@@ -37,7 +43,9 @@ def test_a_run_file_becomes_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model: {path: x}", r"mine\.yaml: .*missing 1 required .*'data'"),
+        ("model: {path: x}", r"mine\.yaml: data: missing; must be given"),
+        ("steps: 3", r"mine\.yaml: model and data: missing; must be given"),
+        ("# nothing yet\n", r"mine\.yaml: is empty; a run file says at least what `model` and `da"),
         (RUN + "stepz: 3", r"mine\.yaml: stepz: no such key \(did you mean steps\?\)"),
         (RUN + "steps: 0", r"mine\.yaml: steps: expected a whole number of at least 1, got 0"),
         (RUN.replace("some/model", "null"), r"model\.path: give either path .* got neither"),
@@ -59,6 +67,27 @@ def test_a_wrong_run_file_is_refused_by_name(tmp_path: Path, text: str, message:
 def test_a_missing_run_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"gone\.yaml: cannot be read"):
         load_run(tmp_path / "gone.yaml")
+
+
+def test_a_run_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_bytes(b"model: \xff")
+    with pytest.raises(Refused, match=r"mine\.yaml: cannot be read: .*can't decode byte 0xff"):
+        load_run(tmp_path / "mine.yaml")
+
+
+def test_another_strategy_comes_without_the_fields_of_the_one_before(tmp_path: Path) -> None:
+    run = load_run(write(tmp_path, RUN))
+    changed, note = with_strategy(run, "oomb")
+    assert changed.schedule == ScheduleConfig(strategy="oomb")
+    assert replace(changed, schedule=run.schedule) == run
+    assert note == (
+        "schedule: oomb in place of fpdt, without chunk: 32768, groups: [2, 2], kv: host, "
+        "which belonged to it"
+    )
+    assert with_strategy(changed, "fpdt") == (
+        replace(run, schedule=ScheduleConfig(strategy="fpdt")),
+        None,
+    )
 
 
 def test_warmup_ends_before_the_run_does() -> None:

@@ -95,6 +95,15 @@ def test_what_changes_roundings_may_change_and_is_told(tmp_path: Path) -> None:
     assert prepare(other) == []
 
 
+@pytest.mark.parametrize("content", [b"steps: \xff", b"[1, 2]", b"steps: ["])
+def test_a_record_that_cannot_be_read_is_named(tmp_path: Path, content: bytes) -> None:
+    run = saved(tiny_run(tmp_path))
+    (tmp_path / "run" / "config.yaml").write_bytes(content)
+    with pytest.raises(Refused, match=r"config\.yaml: .*restore it, or give another folder"):
+        prepare(run)
+    assert (tmp_path / "run" / "config.yaml").read_bytes() == content
+
+
 def test_without_a_checkpoint_there_is_nothing_to_protect(tmp_path: Path) -> None:
     prepare(tiny_run(tmp_path))
     prepare(tiny_run(tmp_path, optimizer=OptimizerConfig(lr=0.5)))

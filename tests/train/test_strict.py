@@ -78,7 +78,7 @@ def test_a_rate_may_be_written_as_people_write_it(text: str) -> None:
         ("count: 1\ninner: {pair: [1]}", r"^inner\.pair: expected a list of 2, each a number"),
         ("count: 1\ninner: {rate: -1}", r"^inner\.rate: expected 0 or more, got -1\.0"),
         ("count: 1\nextra: [1]", r"^extra: expected keys and values, got list"),
-        ("flag: true", r"missing 1 required .*'count'"),
+        ("flag: true", r"^count: missing; must be given$"),
         ("count: 1\nflag: true\ncount: 2", r"^run\.yaml: count: given twice, .* line 3"),
         ("inner: {rate: 1, rate: 2}", r"^run\.yaml: rate: given twice"),
         ("[1, 2]", r"^run\.yaml: expected keys and values, got list"),
@@ -93,6 +93,17 @@ def test_whatever_is_not_expected_is_refused(text: str, message: str) -> None:
 
 def test_an_empty_file_is_an_empty_mapping() -> None:
     assert read_mapping("", "run.yaml") == {}
+
+
+def test_a_merged_mapping_gives_what_is_not_given() -> None:
+    text = "inner: &base {rate: 2, pair: [1, 2]}\nextra: {<<: *base, rate: 3}\ncount: 1"
+    made = load(text)
+    assert made.inner == Inner(2.0, (1.0, 2.0))
+    assert made.extra == {"rate": 3, "pair": [1, 2]}
+    with pytest.raises(Refused, match=r"^run\.yaml: rate: given twice, the second time on line 2"):
+        load("inner: &base {rate: 2}\nextra: {<<: *base, rate: 3, rate: 4}\ncount: 1")
+    with pytest.raises(Refused, match=r"^run\.yaml: not valid YAML: .*expected a mapping"):
+        load("extra: {<<: 5}\ncount: 1")
 
 
 def test_leaves_have_paths() -> None:

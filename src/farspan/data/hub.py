@@ -10,6 +10,7 @@ import datasets
 from farspan.data.files import Document
 from farspan.spec import Refused
 
+DEFAULT_SPLIT = "train"
 # What `save_to_disk` leaves in a folder; any other folder holds data files.
 _SAVED = ("state.json", "dataset_dict.json")
 
@@ -45,11 +46,12 @@ def open_dataset(path: str, name: str | None, split: str, field: str) -> Dataset
     place = Path(path).expanduser()
     try:
         if any((place / saved).is_file() for saved in _SAVED):
-            rows = datasets.load_from_disk(str(place))
-            rows = rows[split] if isinstance(rows, datasets.DatasetDict) else rows
+            rows = _saved(datasets.load_from_disk(str(place)), path, name, split)
         else:
             local = str(place) if place.exists() else path
             rows = datasets.load_dataset(local, name, split=split)
+    except Refused:
+        raise
     except Exception as error:  # each loader raises its own kinds; their words are kept
         raise Refused(
             f"data.path: cannot load dataset {path!r}, split {split!r}: "
@@ -61,3 +63,26 @@ def open_dataset(path: str, name: str | None, split: str, field: str) -> Dataset
             f"{', '.join(rows.column_names)}"
         )
     return DatasetRows(path, field, rows.select_columns([field]))
+
+
+def _saved(found: Any, path: str, name: str | None, split: str) -> Any:
+    """The rows that are asked for of what `save_to_disk` wrote. Raises Refused."""
+    if name is not None:
+        raise Refused(
+            f"data.name: {path!r} was written by save_to_disk and has no configurations; leave "
+            "name out"
+        )
+    if isinstance(found, datasets.DatasetDict):
+        if split not in found:
+            raise Refused(
+                f"data.split: {path!r} has no split {split!r}; it has: {', '.join(found)}"
+            )
+        return found[split]
+    # One saved split knows its own name, unless it was made in memory.
+    own = DEFAULT_SPLIT if found.split is None else str(found.split)
+    if split != own:
+        raise Refused(
+            f"data.split: {path!r} was written by save_to_disk and holds one split, {own!r}; set "
+            f"split to it, got {split!r}"
+        )
+    return found

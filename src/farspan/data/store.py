@@ -92,7 +92,7 @@ def _read(folder: Path) -> TokenStore | None:
             return None
         names = tuple(meta["names"])
         return TokenStore(tokens, starts, origins, names, meta["largest"], meta["digest"])
-    except (OSError, ValueError, KeyError, EOFError):
+    except (OSError, ValueError, KeyError, TypeError, EOFError):
         return None
 
 

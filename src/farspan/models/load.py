@@ -79,7 +79,7 @@ def _with_saved_weights(
     path: str, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool
 ) -> PreTrainedModel:
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -92,6 +92,7 @@ def _with_saved_weights(
             f"model.path: no causal LM could be loaded from the safetensors weights of "
             f"{path!r}: {type(error).__name__}: {error}"
         ) from error
+    model, found = loaded
     # What transformers knows to follow from the rest, such as a tied head, is not among these.
     missing, unexpected = found["missing_keys"], found["unexpected_keys"]
     if missing:

@@ -57,6 +57,7 @@ class Live:
 class Restored:
     """What a checkpoint says besides the tensors that were copied."""
 
+    path: Path
     state: dict[str, Any]
     rng: dict[str, Tensor]
 
@@ -106,7 +107,7 @@ def resume(
             warn(f"{problem_text}; resuming from {path} instead")
         for name, tensors in live.files().items():
             _copy(path / name, tensors)
-        return Restored(state, _read_rng(path / _RNG))
+        return Restored(path, state, _read_rng(path / _RNG))
     if problems:
         raise Refused(f"{problems[0]}; {_ADVICE}")
     return None
@@ -175,6 +176,8 @@ def _verify(path: Path, live: Live, expected: Mapping[str, Any]) -> dict[str, An
 def _verify_file(path: Path, entry: Any) -> None:
     if not path.is_file():
         raise Refused(f"{path}: missing")
+    if not isinstance(entry, dict):
+        raise Refused(f"{path.parent / _MANIFEST}: no size and SHA-256 under {path.name}")
     size = path.stat().st_size
     if size != entry.get("bytes"):
         raise Refused(f"{path}: {size} bytes, expected {entry.get('bytes')}: truncated or changed")

@@ -7,7 +7,7 @@ from typing import Any
 
 from farspan.data.config import DataConfig
 from farspan.spec import Refused, Schedule, Tier
-from farspan.train.strict import build, read_mapping
+from farspan.train.strict import build, read_mapping, to_mapping
 
 
 class DType(StrEnum):
@@ -78,10 +78,14 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         self.apply(Schedule())
 
+    def given(self) -> dict[str, Any]:
+        """The fields of a Schedule that are to differ from the strategy's."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "strategy"}
+        return {name: value for name, value in values.items() if value is not None}
+
     def apply(self, base: Schedule) -> Schedule:
         """`base` with the given fields in place of its own."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "strategy"}
-        return replace(base, **{name: v for name, v in values.items() if v is not None})
+        return replace(base, **self.given())
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +174,20 @@ class RunConfig:
         return self.context * self.batch * self.accumulate
 
 
+def with_strategy(run: RunConfig, name: str) -> tuple[RunConfig, str | None]:
+    """The run with another strategy, whole: fields meant for the one before go with it. Also a
+    sentence that says which, where there were any."""
+    dropped = run.schedule.given()
+    note = None
+    if dropped:
+        fields_text = ", ".join(f"{key}: {value}" for key, value in to_mapping(dropped).items())
+        note = (
+            f"schedule: {name} in place of {run.schedule.strategy or 'the one written out'}, "
+            f"without {fields_text}, which belonged to it"
+        )
+    return replace(run, schedule=ScheduleConfig(strategy=name)), note
+
+
 def load_run(path: Path) -> RunConfig:
     """The run that a YAML file describes; its folder is `runs/<name of the file>` unless given.
 
@@ -179,7 +197,10 @@ def load_run(path: Path) -> RunConfig:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise Refused(f"{path}: cannot be read: {error}") from error
-    values = {"folder": f"runs/{path.stem}"} | read_mapping(text, str(path))
+    given = read_mapping(text, str(path))
+    if not given:
+        raise Refused(f"{path}: is empty; a run file says at least what `model` and `data` are")
+    values = {"folder": f"runs/{path.stem}"} | given
     try:
         return build(RunConfig, values)
     except Refused as error:

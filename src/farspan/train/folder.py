@@ -84,7 +84,7 @@ class RunFolder:
         values = to_mapping(self._run)
         changed: list[str] = []
         if config.exists() and any(self.checkpoints.iterdir()):
-            changed = _changes(read_mapping(config.read_text("utf-8"), str(config)), values)
+            changed = _changes(_read(config), values)
         refused = [text for text in changed if not text.startswith(FREE)]
         if refused:
             raise Refused(
@@ -113,6 +113,16 @@ class RunFolder:
         path = self.path / name
         write_whole(path, json.dumps(values, indent=1, allow_nan=False).encode("utf-8"))
         return path
+
+
+def _read(config: Path) -> dict[str, Any]:
+    try:
+        return read_mapping(config.read_text("utf-8"), str(config))
+    except (OSError, UnicodeDecodeError, Refused) as error:
+        raise Refused(
+            f"{error if isinstance(error, Refused) else f'{config}: cannot be read: {error}'}; it "
+            "says which run the checkpoints beside it belong to: restore it, or give another folder"
+        ) from error
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

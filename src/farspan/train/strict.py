@@ -8,7 +8,7 @@ import difflib
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -19,14 +19,18 @@ from farspan.spec import Refused
 T = TypeVar("T")
 
 
+_MERGE = "tag:yaml.org,2002:merge"  # of the key <<, which stands for those of another mapping
+
+
 class _Loader(yaml.SafeLoader):
     """Plain YAML; a key that is given twice is an error, not the later one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        own = [key for key, _ in node.value if key.tag != _MERGE]
+        keys = [self.construct_object(key, deep=True) for key in own]
         for place, key in enumerate(keys):
             if key in keys[:place]:
-                line = node.value[place][0].start_mark.line + 1
+                line = own[place].start_mark.line + 1
                 raise Refused(f"{key}: given twice, the second time on line {line}; keep one")
         return super().construct_mapping(node, deep)
 
@@ -36,7 +40,7 @@ def read_mapping(text: str, name: str) -> dict[str, Any]:
     try:
         value = yaml.load(text, Loader=_Loader)  # a SafeLoader: builds no objects
     except yaml.YAMLError as error:
-        raise Refused(f"{name}: not valid YAML: {error}") from error
+        raise Refused(f"{name}: not valid YAML: {' '.join(str(error).split())}") from error
     except Refused as error:
         raise Refused(f"{name}: {error}") from error
     if value is None:
@@ -53,13 +57,14 @@ def build(kind: type[T], values: Mapping[Any, Any], path: str = "") -> T:
     for key in values:
         if key not in known:
             raise Refused(_unknown(str(key), known, path))
+    absent = [_join(path, name) for name in _required(kind) if name not in values]
+    if absent:
+        raise Refused(f"{' and '.join(absent)}: missing; must be given")
     built = {key: convert(hints[key], value, _join(path, key)) for key, value in values.items()}
     try:
         return kind(**built)
     except Refused as error:
         raise Refused(_join(path, str(error))) from error
-    except TypeError as error:  # a field without a default is missing
-        raise Refused(f"{path or kind.__name__}: {error}") from error
 
 
 def convert(hint: Any, value: Any, path: str) -> Any:
@@ -109,6 +114,11 @@ def flatten(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
         else:
             leaves[_join(path, key)] = value
     return leaves
+
+
+def _required(kind: Any) -> list[str]:
+    """Fields without a default."""
+    return [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
