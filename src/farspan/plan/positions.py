@@ -1,0 +1,42 @@
+"""How far a model's positions reach, read from its configuration."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from farspan.plan.fields import Fields
+from farspan.spec import Refused
+
+# Tables of these do not change with the longest position seen: a chunk's is the full one, sliced.
+SLICEABLE_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
+# transformers lets these begin at max_position_embeddings where they do not say.
+STRETCHED_ROPE = ("llama3", "yarn", "longrope")
+
+
+def longest(fields: Fields, default: int, kinds: tuple[str, ...] = SLICEABLE_ROPE) -> int:
+    """Tokens that the configuration claims the positions reach: `max_position_embeddings`,
+    stretched by a scaled RoPE. Raises Refused for a RoPE that cannot be sliced into chunks."""
+    claimed = reach = fields.count("max_position_embeddings", default)
+    for rope in _ropes(fields):
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in kinds:
+            raise Refused(
+                f"rope_parameters.rope_type: {kind!r} depends on the longest position seen, so a "
+                "chunk's rotary table is not a slice of the full sequence's; expected one of "
+                f"{', '.join(kinds)}"
+            )
+        begin = rope.get("original_max_position_embeddings")
+        if begin is None and kind in STRETCHED_ROPE:
+            begin = claimed
+        factor = rope.get("factor")
+        if begin and factor:
+            reach = max(reach, int(begin * factor))
+    return reach
+
+
+def _ropes(fields: Fields) -> Iterator[dict[str, Any]]:
+    """One RoPE, or one for each type of layer. `rope_scaling` is its name before transformers 5."""
+    found = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    if not isinstance(found, dict):
+        raise Refused(f"rope_parameters: expected a mapping, got {found!r}")
+    nested = [value for value in found.values() if isinstance(value, dict)]
+    yield from nested or ([found] if found else [])
