@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from farspan.attention.backends import BlockKernel, select_kernel
-from farspan.attention.blocks import document_runs, plan_blocks
 from farspan.attention.cell import AttentionCall, attend, attend_backward
 from farspan.attention.merge import accumulate_dtype
 from farspan.attention.reference import reference
+from farspan.plan.blocks import document_runs, plan_blocks
 
 
 @dataclass(frozen=True)

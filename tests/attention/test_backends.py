@@ -14,9 +14,9 @@ from farspan.attention.backends import (
     CudaFlash,
     select_kernel,
 )
-from farspan.attention.blocks import Block, plan_blocks
 from farspan.attention.reference import reference
 from farspan.attention.tiled import Tiled, row_tiles, visible
+from farspan.plan.blocks import Block, plan_blocks
 from farspan.spec import Refused
 from tests.attention.cases import Case, cases, expected, make_inputs, run_chunked
 from tests.attention.test_cell import compare

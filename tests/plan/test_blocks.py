@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farspan.attention.blocks import (
+from farspan.plan.blocks import (
     TILE_LEAST,
     TILE_MOST,
     Block,

@@ -18,8 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from farspan.attention.blocks import Block, tile_window
 from farspan.attention.tiled import Tiled, visible
+from farspan.plan.blocks import Block, tile_window
 from farspan.spec import Refused
 
 aten = torch.ops.aten

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from farspan.attention.backends import BlockKernel
-from farspan.attention.blocks import Block
 from farspan.attention.merge import accumulate_dtype, add_sinks, merge_, sink_gradient
+from farspan.plan.blocks import Block
 
 
 class KeyValues(Protocol):

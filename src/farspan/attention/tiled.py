@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from farspan.attention.blocks import Block
 from farspan.attention.merge import accumulate_dtype, merge_
+from farspan.plan.blocks import Block
 
 
 def visible(block: Block, device: torch.device) -> Tensor:

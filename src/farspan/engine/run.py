@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from farspan.attention.backends import select_kernel
-from farspan.attention.blocks import Block, document_runs, plan_blocks
 from farspan.attention.cell import AttentionCall
 from farspan.engine.batch import Batch
 from farspan.engine.cell import Cell, CellDone, Entry, Rows
@@ -20,6 +19,7 @@ from farspan.engine.storage import Storage
 from farspan.models.boundary import Boundary, LayerCall
 from farspan.models.route import answering
 from farspan.plan import names
+from farspan.plan.blocks import Block, document_runs, plan_blocks
 from farspan.plan.program import (
     Allocate,
     AttentionMode,
