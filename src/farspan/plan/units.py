@@ -1,0 +1,71 @@
+"""Numbers as people write them: tokens with K and M, bytes with GiB and GB.
+
+K, M and G of tokens are powers of 1024, as in the papers, whose 128K is 131,072. Of bytes, KiB to
+TiB are powers of 1024 and KB to TB powers of 1000; `128G` could be either and is refused.
+"""
+
+import re
+from fractions import Fraction
+
+from farspan.spec import Refused
+
+TOKEN_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+BYTE_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{base}": factor**power
+    for power, prefix in enumerate("kmgt", 1)
+    for base, factor in (("ib", 1024), ("b", 1000))
+}
+_WRITTEN = re.compile(r"(\d[\d_,]*(?:\.\d+)?)\s*([a-z]*)")
+
+
+def read_tokens(given: str | int, name: str) -> int:
+    """Tokens from a number or text such as 131072, 128K, 1.5M. Raises Refused naming the option."""
+    return _read(given, name, TOKEN_UNITS, "tokens such as 131072, 128K or 1M")
+
+
+def read_bytes(given: str | int, name: str) -> int:
+    """Bytes from a number or text such as 80GB, 128GiB. Raises Refused naming the option."""
+    return _read(given, name, BYTE_UNITS, "bytes such as 128GiB (2**30) or 80GB (10**9)")
+
+
+def _read(given: str | int, name: str, units: dict[str, int], expected: str) -> int:
+    refused = Refused(f"{name}: expected {expected}, at least 1, got {given!r}")
+    if isinstance(given, int) and not isinstance(given, bool):
+        amount = Fraction(given)
+    else:
+        match = _WRITTEN.fullmatch(given.strip().lower()) if isinstance(given, str) else None
+        if match is None or match[2] not in units:
+            raise refused
+        amount = Fraction(re.sub("[_,]", "", match[1])) * units[match[2]]
+    if amount < 1 or amount.denominator != 1:
+        raise refused
+    return int(amount)
+
+
+def write_tokens(tokens: int) -> str:
+    """`128K`, `1M` where that is exact, else the number with thousands marked."""
+    for unit, factor in (("M", 2**20), ("K", 2**10)):
+        if tokens and tokens % factor == 0:
+            return f"{tokens // factor:,}{unit}"
+    return f"{tokens:,}"
+
+
+def write_bytes(size: float) -> str:
+    """Three figures or so, in the largest binary unit of which there is at least one."""
+    amount, unit = float(size), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(amount) < 1024:
+            break
+        amount, unit = amount / 1024, larger
+    return f"{amount:,.0f} {unit}" if unit == "B" else f"{amount:,.1f} {unit}"
+
+
+def write_seconds(seconds: float) -> str:
+    """Seconds, or minutes and hours where there are many."""
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:,.1f} h"

@@ -1,0 +1,1 @@
+"""What was planned and measured, for a person to read."""

@@ -1,0 +1,191 @@
+"""A plan as tables for a terminal."""
+
+from collections.abc import Iterable, Mapping
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from farspan.plan.question import Budget, Plan, Question
+from farspan.plan.units import write_bytes, write_seconds, write_tokens
+from farspan.report.words import PARTS, layout_words, schedule_words
+
+NAME, VALUE, BAR = 36, 10, 24  # columns of a name, a value and a full bar
+MFU_CONVENTION = (
+    "FLOP of one forward and twice that for the backward, attention over the keys a query sees, "
+    "recomputation counted as no work, over the datasheet's dense rate"
+)
+LANES = {
+    "compute": "compute",
+    "fetch": "host to device",
+    "evict": "device to host",
+    "collective": "between devices",
+    "optimizer": "update",
+    "host": "issuing work",
+}
+
+
+def plan_view(plan: Plan) -> RenderableType:
+    """Everything that a plan says: verdict, bytes, seconds, schedule, runners-up."""
+    parts: list[RenderableType] = [
+        verdict(plan),
+        budget_table("device", plan.device),
+        Text(),
+        budget_table("host", plan.host),
+        Text(),
+        seconds_table(plan),
+        schedule_text(plan),
+    ]
+    if plan.alternatives:
+        parts += [alternatives_table(plan), Text()]
+    return Group(*parts)
+
+
+def verdict(plan: Plan) -> Text:
+    """Does it fit, by how much on each tier; if not, what breaks first and what would help."""
+    text = Text(f"{subject(plan.question)}\n")
+    if plan.fits:
+        text.append("fits", "bold green")
+    else:
+        text.append("does NOT fit", "bold red")
+    text.append(f": {_margin(plan.device)} on the device, {_margin(plan.host)} on the host\n")
+    if not plan.fits and plan.reason:
+        text.append(f"what breaks first: {plan.reason}\n", "red")
+    if not plan.fits and plan.remedy:
+        text.append(f"cheapest change: {plan.remedy}\n", "yellow")
+    run, architecture = plan.question.run, plan.question.architecture
+    if architecture and architecture.longest and run.tokens > architecture.longest:
+        reach = write_tokens(architecture.longest)
+        text.append(f"note: beyond the model's {reach} positions; scale its rope to train it\n")
+    return text
+
+
+def subject(question: Question) -> str:
+    """What was asked, in a line."""
+    run = question.run
+    sequences = f"{run.batch} sequences of " if run.batch > 1 else ""
+    return (
+        f"{question.model.name}, {sequences}{write_tokens(run.tokens)} tokens, "
+        f"{devices_words(question)}, {question.dtype}, optimizer {question.optimizer}"
+    )
+
+
+def devices_words(question: Question) -> str:
+    """How many devices of which machine, and how they share the step."""
+    layout = question.layout
+    devices = f"{layout.devices()} x {question.machine.name}"
+    return f"{devices} ({layout_words(layout)})" if layout.devices() > 1 else devices
+
+
+def _margin(budget: Budget) -> str:
+    if budget.left < 0:
+        return f"{write_bytes(-budget.left)} too much"
+    return f"{write_bytes(budget.left)} to spare"
+
+
+def budget_table(tier: str, budget: Budget) -> Table:
+    """Where the bytes go, the most first; bars are shares of what there is."""
+    used = f"{tier}: {write_bytes(budget.total)} of {write_bytes(budget.limit)}"
+    whole = max(budget.limit, budget.total)
+    parts = sorted(budget.parts.items(), key=lambda part: -part[1])
+    rows = [(PARTS.get(name, name), write_bytes(size), size / whole) for name, size in parts]
+    return _bars(used, rows or [("nothing", "", 0.0)])
+
+
+def seconds_table(plan: Plan) -> RenderableType:
+    """A step's time, how long each lane of the machine is busy in it, tokens a second and MFU."""
+    seconds = plan.seconds
+    busy = ((name, getattr(seconds, field)) for field, name in LANES.items())
+    rows = [(name, write_seconds(time), time / seconds.total) for name, time in busy if time > 0]
+    rate = f"{plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%} ({MFU_CONVENTION})\n"
+    step = f"step: {write_seconds(seconds.total)}, bound by {seconds.bound}"
+    return Group(_bars(step, rows), Text(rate))
+
+
+def schedule_text(plan: Plan) -> Text:
+    """The schedule in words and, where it fits, why it was chosen."""
+    run, layers = plan.question.run, len(plan.question.model.layers)
+    text = Text("schedule: ")
+    text.append(plan.strategy, "bold")
+    text.append("\n")
+    for line in schedule_words(plan.schedule, layers, run.tokens):
+        text.append(f"  {line}\n")
+    if plan.fits and plan.reason:
+        text.append(f"  why: {plan.reason}\n")
+    return text
+
+
+def alternatives_table(plan: Plan) -> Table:
+    """The runners-up below the plan itself."""
+    columns = ("strategy", "fits", "step", "device", "host", "chunk", "groups")
+    table = _plain_table("the choice and its runners-up", *columns, "O kept", "rest kept")
+    for other in (plan, *plan.alternatives):
+        schedule = other.schedule
+        groups = schedule.group_sizes(len(other.question.model.layers))
+        table.add_row(
+            other.strategy,
+            "yes" if other.fits else "no",
+            write_seconds(other.seconds.total),
+            _share(other.device),
+            _share(other.host),
+            write_tokens(min(schedule.chunk, other.question.run.tokens)),
+            str(len(groups)),
+            f"{schedule.attention_kept:.0%}",
+            f"{schedule.activations_kept:.0%}",
+        )
+    return table
+
+
+def contexts_view(plans: Mapping[str, Plan], question: Question) -> RenderableType:
+    """The longest context of each strategy and what a step of it takes."""
+    header = f"longest context of {question.model.name}, {devices_words(question)}"
+    columns = ("strategy", "tokens", "step", "tokens/s", "MFU", "device", "host", "bound by")
+    table = _plain_table(header, *columns)
+    fitting = {name: plan for name, plan in plans.items() if plan.fits}
+    for name, plan in sorted(fitting.items(), key=lambda item: -item[1].question.run.tokens):
+        table.add_row(
+            name,
+            write_tokens(plan.question.run.tokens),
+            write_seconds(plan.seconds.total),
+            f"{plan.tokens_per_second:,.0f}",
+            f"{plan.mfu:.1%}",
+            _share(plan.device),
+            _share(plan.host),
+            plan.seconds.bound,
+        )
+    for name in plans:
+        if name not in fitting:
+            table.add_row(name, "none", *[""] * 6)
+    return Group(table, Text())
+
+
+def _plain_table(title: str, *columns: str) -> Table:
+    """Without lines; the first column to the left, the others to the right, none of them cut."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1))
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="right" if place else "left", no_wrap=True)
+    return table
+
+
+def _bars(title: str, rows: Iterable[tuple[str, str, float]]) -> Table:
+    table = _plain_table(title, "", "", "")
+    table.show_header = False
+    table.columns[0].min_width = NAME  # so that the bars of several tables begin in one column
+    table.columns[1].min_width = VALUE
+    table.columns[2].justify = "left"
+    for name, value, share in rows:
+        table.add_row(f"  {name}", value, bar(share))
+    return table
+
+
+def _share(budget: Budget) -> str:
+    """Of what the tier can hold; without any limit, the bytes themselves."""
+    if budget.limit <= 0:
+        return write_bytes(budget.total)
+    return f"{budget.total / budget.limit:.0%}"
+
+
+def bar(share: float) -> str:
+    """A bar as long as the share of a full one, to an eighth of a column."""
+    full, rest = divmod(round(8 * BAR * min(1.0, max(0.0, share))), 8)
+    return "█" * full + " ▏▎▍▌▋▊▉"[rest].strip()

@@ -1,0 +1,96 @@
+"""A schedule and a layout in words."""
+
+from farspan.plan.question import Layout
+from farspan.plan.units import write_tokens
+from farspan.spec import Schedule, Tier
+
+# What each part of a budget is. A part that is not named here is shown by its own name.
+PARTS = {
+    "weights": "weights",
+    "gathered": "weights of the open group, gathered",
+    "gradients": "gradients",
+    "accumulators": "sums of weight gradients",
+    "optimizer": "optimizer states",
+    "x": "x, inputs of the groups",
+    "kv": "K, V",
+    "dkv": "dK, dV",
+    "attention": "attention outputs, O and LSE",
+    "activations": "other activations",
+    "slots": "slots of streamed K, V",
+    "placement": "gaps between addresses",
+    "cells": "transients of a cell",
+    "inputs": "tokens and labels",
+    "reserve": "reserve",
+    "pages": "rounding to pages",
+}
+
+
+def schedule_words(schedule: Schedule, layers: int, tokens: int) -> list[str]:
+    """One line for each of its choices."""
+    lines = [
+        _walk(schedule, layers, tokens),
+        f"inputs of each group on the {schedule.x}",
+        _prefix(schedule),
+        _kept("attention outputs", schedule.attention_kept, schedule.attention),
+        _kept("other activations", schedule.activations_kept, schedule.activations),
+    ]
+    if schedule.attention_open:
+        lines.append("attention outputs of the open group kept while it is rebuilt")
+    if schedule.layer_checkpoint:
+        lines.append("backward holds one layer's activations at a time")
+    return lines
+
+
+def layout_words(layout: Layout) -> str:
+    """The kinds of parallelism in use, such as `ulysses 8 x data 2, FSDP`."""
+    names = ("ulysses", "shards", "ring", "tensor", "pipeline", "data")
+    used = [f"{name} {getattr(layout, name)}" for name in names if getattr(layout, name) > 1]
+    if not used:
+        return "one device"
+    return " x ".join(used) + (", weights cut over the devices" if layout.fsdp else "")
+
+
+def _walk(schedule: Schedule, layers: int, tokens: int) -> str:
+    chunks = -(-tokens // schedule.chunk)
+    sizes = schedule.group_sizes(layers)
+    if chunks == 1:
+        cut = "the whole sequence at once"
+    else:
+        cut = f"{chunks:,} chunks of {write_tokens(schedule.chunk)} tokens"
+    if len(sizes) == 1:
+        return f"{cut}, through all {layers} layers"
+    if set(sizes) == {1}:
+        return f"{cut}, layer by layer"
+    if len(set(sizes)) == 1:
+        return f"{cut}, {len(sizes)} groups of {sizes[0]} layers"
+    return f"{cut}, {len(sizes)} groups of {_runs(sizes)} layers"
+
+
+def _runs(sizes: tuple[int, ...]) -> str:
+    """`3, 4 x 7` for one of 3 and seven of 4."""
+    runs: list[list[int]] = []
+    for size in sizes:
+        if runs and runs[-1][0] == size:
+            runs[-1][1] += 1
+        else:
+            runs.append([size, 1])
+    return ", ".join(f"{size} x {count}" if count > 1 else f"{size}" for size, count in runs)
+
+
+def _prefix(schedule: Schedule) -> str:
+    if schedule.kv is Tier.HOST:
+        place = f"K, V of the open group on the host, streamed {schedule.kv_block:,} keys at a time"
+    else:
+        place = "K, V of the open group on the device"
+    if not schedule.kv_kept:
+        return f"{place}; rebuilt for the backward"
+    home = Tier.HOST if schedule.kv is Tier.HOST else schedule.kv_home
+    return f"{place}; kept for the backward on the {home}"
+
+
+def _kept(what: str, fraction: float, tier: Tier) -> str:
+    if fraction == 0:
+        return f"{what} recomputed"
+    if fraction == 1:
+        return f"{what} kept on the {tier}"
+    return f"{what} of the latest {fraction:.1%} of tokens kept on the {tier}, the rest recomputed"

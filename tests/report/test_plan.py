@@ -1,0 +1,139 @@
+"""What a person is told of a plan. What is said matters here, not how it is laid out."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from rich.console import Console, RenderableType
+
+from farspan.plan.architecture import Architecture
+from farspan.plan.program import Kind
+from farspan.plan.question import Layout
+from farspan.report.plan import BAR, bar, contexts_view, plan_view
+from farspan.report.words import PARTS, layout_words, schedule_words
+from farspan.spec import Schedule, Tier
+from tests.report.cases import GIB, fitting, overrun, question
+
+
+def text_of(view: RenderableType, width: int = 100) -> str:
+    """As printed, each run of blanks one blank."""
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(view)
+    return re.sub(r"[ \n]+", " ", capture.get())
+
+
+def test_a_plan_that_fits_says_by_how_much_and_why() -> None:
+    text = text_of(plan_view(fitting()))
+    assert "Some-7B, 1M tokens, 1 x h200" in text
+    assert "fits: 50.0 GiB to spare on the device, 412.0 GiB to spare on the host" in text
+    assert "device: 30.0 GiB of 80.0 GiB" in text
+    assert "host: 100.0 GiB of 512.0 GiB" in text
+    assert "why: fastest of those that fit" in text
+    assert "NOT" not in text
+
+
+def test_every_part_is_shown_the_largest_first() -> None:
+    text = text_of(plan_view(fitting()))
+    places = [text.index(part) for part in ("K, V 16.0 GiB", "weights 14.0 GiB")]
+    places += [text.index(part) for part in ("O and LSE 70.0 GiB", "optimizer states 30.0 GiB")]
+    assert places == sorted(places)
+
+
+def test_a_part_nobody_named_is_shown_all_the_same() -> None:
+    plan = fitting()
+    plan = replace(plan, host=replace(plan.host, parts={"ballast": 3 * GIB}))
+    assert "ballast 3.0 GiB" in text_of(plan_view(plan))
+
+
+def test_seconds_name_what_bounds_them_and_mfu_its_convention() -> None:
+    text = text_of(plan_view(fitting()))
+    assert "step: 4.3 min, bound by compute" in text
+    assert "host to device 50 s" in text
+    assert "between devices" not in text  # no time, no line
+    assert "4,096 tokens/s, MFU 43.2% (FLOP of" in text
+    assert "recomputation counted as no work" in text
+
+
+def test_a_plan_that_does_not_fit_says_what_breaks_and_what_helps() -> None:
+    text = text_of(plan_view(overrun()))
+    assert "does NOT fit: 48.0 GiB too much on the device" in text
+    assert "what breaks first: weights and optimizer alone need 128 GiB" in text
+    assert "cheapest change: --gpus 2" in text
+    assert "why:" not in text
+
+
+def test_runners_up_stand_below_the_choice() -> None:
+    text = text_of(plan_view(replace(fitting(), alternatives=(fitting("memo"), overrun()))), 80)
+    table = text[text.index("runners-up") :]
+    assert "grouped yes 4.3 min 38% 20% 16K 7 100% 25%" in table
+    assert "memo yes" in table
+    assert "grouped no 4.3 min 160%" in table
+
+
+def test_a_context_beyond_the_positions_is_noted() -> None:
+    short = Architecture("Some-7B", "llama", 512, 1000, (), longest=32768)
+    plan = fitting()
+    noted = replace(plan, question=replace(plan.question, architecture=short))
+    assert "beyond the model's 32K positions" in text_of(plan_view(noted))
+    far = replace(short, longest=2**20)
+    quiet = replace(plan, question=replace(plan.question, architecture=far))
+    assert "beyond" not in text_of(plan_view(quiet))
+
+
+def test_longest_contexts_come_longest_first() -> None:
+    plans = {"grouped": fitting(), "plain": overrun(), "oomb": fitting("oomb", 2**22)}
+    text = text_of(contexts_view(plans, question()), 80)
+    assert "longest context of Some-7B, 1 x h200" in text
+    assert "oomb 4M 4.3 min 16,384 43.2%" in text
+    assert text.index("oomb 4M") < text.index("grouped 1M") < text.index("plain none")
+
+
+@pytest.mark.parametrize(
+    ("share", "columns"), [(0.0, 0), (0.5, BAR // 2), (1.0, BAR), (7.0, BAR), (-1.0, 0)]
+)
+def test_a_bar_is_as_long_as_its_share(share: float, columns: int) -> None:
+    assert bar(share) == "█" * columns
+
+
+def test_a_small_share_is_an_eighth_of_a_column() -> None:
+    assert bar(1 / (8 * BAR)) == "▏"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        (Schedule(chunk=2**20), "the whole sequence at once, layer by layer"),
+        (Schedule(chunk=4096, groups=28), "256 chunks of 4K tokens, through all 28 layers"),
+        (Schedule(groups=7), "64 chunks of 16K tokens, 4 groups of 7 layers"),
+        (Schedule(groups=9), "4 groups of 1, 9 x 3 layers"),
+        (Schedule(kv=Tier.HOST), "on the host, streamed 16,384 keys at a time; rebuilt"),
+        (Schedule(kv_kept=True), "on the device; kept for the backward on the host"),
+        (Schedule(kv_kept=True, kv_home=Tier.DEVICE), "kept for the backward on the device"),
+        (Schedule(), "attention outputs recomputed"),
+        (Schedule(attention_kept=1.0), "attention outputs kept on the host"),
+        (
+            Schedule(activations_kept=0.125, activations=Tier.DEVICE),
+            "other activations of the latest 12.5% of tokens kept on the device, the rest",
+        ),
+        (Schedule(layer_checkpoint=True), "one layer's activations at a time"),
+        (Schedule(attention_open=True), "kept while it is rebuilt"),
+        (Schedule(x=Tier.DEVICE), "inputs of each group on the device"),
+    ],
+)
+def test_a_schedule_in_words(schedule: Schedule, words: str) -> None:
+    assert words in "\n".join(schedule_words(schedule, 28, 2**20))
+
+
+def test_a_layout_in_words() -> None:
+    assert layout_words(Layout()) == "one device"
+    assert layout_words(Layout(ulysses=4, data=2)) == (
+        "ulysses 4 x data 2, weights cut over the devices"
+    )
+    assert layout_words(Layout(tensor=8, fsdp=False)) == "tensor 8"
+    several = replace(fitting(), question=question(layout=Layout(ulysses=4, shards=2)))
+    assert "8 x h200 (ulysses 4 x shards 2, weights cut" in text_of(plan_view(several))
+
+
+def test_every_kind_of_buffer_has_a_name() -> None:
+    assert {kind.value for kind in Kind} <= set(PARTS)
