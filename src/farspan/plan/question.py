@@ -1,6 +1,6 @@
 """What is asked of the planner, and what it answers."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -124,8 +124,16 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `--json`."""
-        schedule = self.schedule
+        schedule, question = self.schedule, self.question
         return {
+            "model": question.model.name,
+            "machine": question.machine.name,
+            "dtype": question.dtype,
+            "optimizer": question.optimizer.value,
+            "gpus": question.layout.devices(),
+            "layout": asdict(question.layout),
+            "batch": question.run.batch,
+            "context": question.run.tokens,
             "fits": self.fits,
             "strategy": self.strategy,
             "schedule": {
@@ -146,10 +154,10 @@ class Plan:
                     "activations": schedule.activations.value,
                 },
             },
-            "context": self.question.run.tokens,
             "device_bytes": _budget(self.device),
             "host_bytes": _budget(self.host),
             "seconds_per_step": self.seconds.total,
+            "seconds": asdict(self.seconds),
             "bound": self.seconds.bound,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
