@@ -1,0 +1,89 @@
+"""Models of the papers, and what is asked of the planner about them."""
+
+from dataclasses import replace
+
+from farspan.plan.build import build_program
+from farspan.plan.local import local_model, local_run, local_schedule
+from farspan.plan.program import AttentionMode, Backward, Forward, Program
+from farspan.plan.question import Layout, Optimizer, Question
+from farspan.plan.seconds import Prices
+from farspan.spec import Curve, LayerSpec, LayerWork, MachineSpec, ModelSpec, Rates, RunSpec, Schedule
+
+BF16 = 2
+
+
+def decoder(
+    name: str,
+    layers: int,
+    shape: tuple[int, int, int],  # query heads, K, V heads, head dimension
+    width: int,
+    vocab: int,
+    *,
+    gated: bool,
+    activation_bytes: int,  # a token and layer besides x, K, V, O and LSE
+    tied: bool = False,
+) -> ModelSpec:
+    """A dense decoder in bfloat16. Norms and biases, under 0.02% of the weights, are left out."""
+    heads, kv_heads, head_dim = shape
+    hidden = heads * head_dim
+    projections = [(hidden, hidden), (hidden, kv_heads * head_dim), (hidden, kv_heads * head_dim)]
+    into = [(hidden, width)] * (2 if gated else 1)
+    products = (*projections, (hidden, hidden), *into, (width, hidden))
+    weights = sum(inner * outer for inner, outer in products)
+    saved = activation_bytes + BF16 * (2 * hidden + 2 * kv_heads * head_dim)
+    layer = LayerSpec(
+        query_heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        activation_bytes=activation_bytes,
+        # What is saved is written once and read once; the backward reads it and writes as much.
+        work=LayerWork(weights, weights, products, 3, 2 * saved, 3 * saved),
+    )
+    total = layers * weights + (1 if tied else 2) * vocab * hidden
+    return ModelSpec(name, hidden, vocab, (layer,) * layers, BF16, total, total)
+
+
+def with_rates(
+    machine: MachineSpec, forward: float, backward: float, matmul: float | None = None
+) -> MachineSpec:
+    """The machine with attention, and matrix products if given, at constant rates."""
+    rates = machine.rates["bfloat16"]
+    products = rates.matmul if matmul is None else Curve(((1.0, matmul),))
+    own = Rates(products, Curve(((1.0, forward),)), Curve(((1.0, backward),)), rates.peak)
+    return replace(machine, rates={"bfloat16": own})
+
+
+def ask(
+    model: ModelSpec, tokens: int, machine: MachineSpec, layout: Layout = Layout(fsdp=False)
+) -> Question:
+    """One sequence, copies beside the computation, no optimizer: the papers' iterations."""
+    return Question(
+        model, RunSpec(1, tokens), machine, layout, Optimizer.NONE, "bfloat16", overlap=True
+    )
+
+
+def program_of(question: Question, schedule: Schedule) -> Program:
+    """The program of one device."""
+    part = replace(question, model=local_model(question))
+    return build_program(part.model, local_run(part), local_schedule(schedule, part.layout))
+
+
+def first_cells(program: Program, chunk: int) -> tuple[Forward, Backward]:
+    """A computing forward cell and a backward cell of a chunk."""
+    cells = [i for i in program.instructions if isinstance(i, Forward | Backward)]
+    forward = next(i for i in cells if isinstance(i, Forward) and i.mode is AttentionMode.COMPUTE)
+    backward = next(i for i in cells if isinstance(i, Backward))
+    return replace(forward, chunk=chunk), replace(backward, chunk=chunk)
+
+
+def layer_seconds(question: Question) -> tuple[float, float, float]:
+    """One layer over the whole sequence: its forward, its forward given O, its backward. Products,
+    attention, traffic and collectives are priced as for any program."""
+    tokens = question.run.tokens
+    program = program_of(question, Schedule(chunk=tokens, kv_block=tokens))
+    prices = Prices(question, program)
+    forward, backward = first_cells(program, 0)
+    given = replace(forward, mode=AttentionMode.GIVEN)
+    seconds = [prices.of(i).compute + prices.of(i).collective for i in (forward, given, backward)]
+    return seconds[0], seconds[1], seconds[2]
