@@ -1,6 +1,9 @@
 """Plans made by hand: their numbers are chosen to be recognised, not to be right."""
 
+import re
 from dataclasses import replace
+
+from rich.console import Console, RenderableType
 
 from farspan.plan.machines import machine
 from farspan.plan.question import Budget, Layout, Plan, Question, Seconds
@@ -9,6 +12,14 @@ from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Tier
 GIB = 2**30
 LAYER = LayerSpec(query_heads=8, kv_heads=8, head_dim=64, value_dim=64)
 MODEL = ModelSpec("Some-7B", hidden=512, vocab=1000, layers=(LAYER,) * 28, element_bytes=2)
+
+
+def text_of(view: RenderableType, width: int = 100) -> str:
+    """As printed, each run of blanks one blank."""
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(view)
+    return re.sub(r"[ \n]+", " ", capture.get())
 
 
 def question(tokens: int = 2**20, layout: Layout | None = None) -> Question:

@@ -1,26 +1,17 @@
 """What a person is told of a plan. What is said matters here, not how it is laid out."""
 
-import re
 from dataclasses import replace
 
 import pytest
-from rich.console import Console, RenderableType
 
 from farspan.plan.architecture import Architecture
 from farspan.plan.program import Kind
 from farspan.plan.question import Layout
-from farspan.report.plan import BAR, bar, contexts_view, plan_view
+from farspan.report.plan import contexts_view, plan_view
+from farspan.report.tables import BAR, bar
 from farspan.report.words import PARTS, layout_words, schedule_words
 from farspan.spec import Schedule, Tier
-from tests.report.cases import GIB, fitting, overrun, question
-
-
-def text_of(view: RenderableType, width: int = 100) -> str:
-    """As printed, each run of blanks one blank."""
-    console = Console(width=width)
-    with console.capture() as capture:
-        console.print(view)
-    return re.sub(r"[ \n]+", " ", capture.get())
+from tests.report.cases import GIB, fitting, overrun, question, text_of
 
 
 def test_a_plan_that_fits_says_by_how_much_and_why() -> None:

@@ -1,6 +1,6 @@
 """A plan as tables for a terminal."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -8,9 +8,9 @@ from rich.text import Text
 
 from farspan.plan.question import Budget, Plan, Question
 from farspan.plan.units import write_bytes, write_seconds, write_tokens
+from farspan.report.tables import bars_table, lines_table
 from farspan.report.words import PARTS, layout_words, schedule_words
 
-NAME, VALUE, BAR = 36, 10, 24  # columns of a name, a value and a full bar
 MFU_CONVENTION = (
     "FLOP of one forward and twice that for the backward, attention over the keys a query sees, "
     "recomputation counted as no work, over the datasheet's dense rate"
@@ -89,7 +89,7 @@ def budget_table(tier: str, budget: Budget) -> Table:
     whole = max(budget.limit, budget.total)
     parts = sorted(budget.parts.items(), key=lambda part: -part[1])
     rows = [(PARTS.get(name, name), write_bytes(size), size / whole) for name, size in parts]
-    return _bars(used, rows or [("nothing", "", 0.0)])
+    return bars_table(used, rows or [("nothing", "", 0.0)])
 
 
 def seconds_table(plan: Plan) -> RenderableType:
@@ -99,7 +99,7 @@ def seconds_table(plan: Plan) -> RenderableType:
     rows = [(name, write_seconds(time), time / seconds.total) for name, time in busy if time > 0]
     rate = f"{plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%} ({MFU_CONVENTION})\n"
     step = f"step: {write_seconds(seconds.total)}, bound by {seconds.bound}"
-    return Group(_bars(step, rows), Text(rate))
+    return Group(bars_table(step, rows), Text(rate))
 
 
 def schedule_text(plan: Plan) -> Text:
@@ -118,7 +118,7 @@ def schedule_text(plan: Plan) -> Text:
 def alternatives_table(plan: Plan) -> Table:
     """The runners-up below the plan itself."""
     columns = ("strategy", "fits", "step", "device", "host", "chunk", "groups")
-    table = _plain_table("the choice and its runners-up", *columns, "O kept", "rest kept")
+    table = lines_table("the choice and its runners-up", *columns, "O kept", "rest kept")
     for other in (plan, *plan.alternatives):
         schedule = other.schedule
         groups = schedule.group_sizes(len(other.question.model.layers))
@@ -140,7 +140,7 @@ def contexts_view(plans: Mapping[str, Plan], question: Question) -> RenderableTy
     """The longest context of each strategy and what a step of it takes."""
     header = f"longest context of {question.model.name}, {devices_words(question)}"
     columns = ("strategy", "tokens", "step", "tokens/s", "MFU", "device", "host", "bound by")
-    table = _plain_table(header, *columns)
+    table = lines_table(header, *columns)
     fitting = {name: plan for name, plan in plans.items() if plan.fits}
     for name, plan in sorted(fitting.items(), key=lambda item: -item[1].question.run.tokens):
         table.add_row(
@@ -159,33 +159,8 @@ def contexts_view(plans: Mapping[str, Plan], question: Question) -> RenderableTy
     return Group(table, Text())
 
 
-def _plain_table(title: str, *columns: str) -> Table:
-    """Without lines; the first column to the left, the others to the right, none of them cut."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1))
-    for place, name in enumerate(columns):
-        table.add_column(name, justify="right" if place else "left", no_wrap=True)
-    return table
-
-
-def _bars(title: str, rows: Iterable[tuple[str, str, float]]) -> Table:
-    table = _plain_table(title, "", "", "")
-    table.show_header = False
-    table.columns[0].min_width = NAME  # so that the bars of several tables begin in one column
-    table.columns[1].min_width = VALUE
-    table.columns[2].justify = "left"
-    for name, value, share in rows:
-        table.add_row(f"  {name}", value, bar(share))
-    return table
-
-
 def _share(budget: Budget) -> str:
     """Of what the tier can hold; without any limit, the bytes themselves."""
     if budget.limit <= 0:
         return write_bytes(budget.total)
     return f"{budget.total / budget.limit:.0%}"
-
-
-def bar(share: float) -> str:
-    """A bar as long as the share of a full one, to an eighth of a column."""
-    full, rest = divmod(round(8 * BAR * min(1.0, max(0.0, share))), 8)
-    return "█" * full + " ▏▎▍▌▋▊▉"[rest].strip()

@@ -1,0 +1,72 @@
+"""A measured machine as tables for a terminal."""
+
+from dataclasses import fields
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from farspan.plan.machines import MachineFile
+from farspan.plan.units import write_bytes, write_seconds
+from farspan.report.tables import lines_table
+from farspan.spec import Curve, MachineSpec
+
+LINKS = {
+    "memory": "elementwise work, read and written",
+    "fetch": "host to device",
+    "evict": "device to host",
+    "fetch_together": "host to device, both at once",
+    "evict_together": "device to host, both at once",
+    "host_memory": "host memory, all devices together",
+    "peer": "to a device of the node",
+    "network": "to another node",
+}
+
+
+def machine_view(file: MachineFile) -> RenderableType:
+    """Memory, rates, bandwidths, and which of them were not measured."""
+    spec = file.spec
+    parts: list[RenderableType] = [memory_text(spec), rates_table(spec), Text(), links_table(spec)]
+    parts.append(Text(f"\nissuing a cell {write_seconds(spec.overhead)}"))
+    if file.sources:
+        parts.append(Text("\nhow each is known", "bold"))
+        parts += [Text(f"  {name}: {words}") for name, words in file.sources.items()]
+    return Group(*parts)
+
+
+def memory_text(spec: MachineSpec) -> Text:
+    """Devices and the memory of both tiers."""
+    if spec.unified:
+        return Text(f"{spec.name}: {write_bytes(spec.host_bytes)} of memory for both tiers\n")
+    return Text(
+        f"{spec.name}: {spec.devices} x {write_bytes(spec.device_bytes)}, of which "
+        f"{write_bytes(spec.reserve)} in reserve; host {write_bytes(spec.host_bytes)}\n"
+    )
+
+
+def rates_table(spec: MachineSpec) -> Table:
+    """Each curve by its smallest and largest call, in GFLOP a second."""
+    table = lines_table("GFLOP/s", "", "smallest call", "rate", "largest call", "rate")
+    for dtype, rates in spec.rates.items():
+        for field in fields(rates):
+            curve = getattr(rates, field.name)
+            if isinstance(curve, Curve):
+                name = f"{dtype} {field.name.replace('_', ' ')}"
+                ends = (curve.points[0], curve.points[-1])
+                cells = [text for end in ends for text in _point(*end)]
+                table.add_row(name, *cells)
+        table.add_row(f"{dtype} peak", "", "", "", f"{rates.peak / 1e9:,.1f}")
+    return table
+
+
+def links_table(spec: MachineSpec) -> Table:
+    """Bandwidths, in GB (10**9 bytes) a second."""
+    table = lines_table("GB/s", "", "")
+    table.show_header = False
+    for field, name in LINKS.items():
+        table.add_row(name, f"{getattr(spec, field) / 1e9:,.1f}")
+    return table
+
+
+def _point(size: float, rate: float) -> tuple[str, str]:
+    return f"{size / 1e9:,.3g} GFLOP", f"{rate / 1e9:,.1f}"
