@@ -31,7 +31,7 @@ def test_curves_are_shown_by_their_ends() -> None:
     )
     spec = replace(file.spec, rates={"bfloat16": rates})
     text = text_of(machine_view(replace(file, spec=spec)), width=120)
-    assert "bfloat16 matmul 1 GFLOP 2,000.0 40 GFLOP 5,000.0" in text
+    assert "bfloat16 matmul 1 GFLOP 2 TFLOP/s 40 GFLOP 5 TFLOP/s" in text
 
 
 def test_one_memory_is_named_once() -> None:

@@ -41,6 +41,7 @@ def test_seconds_name_what_bounds_them_and_mfu_its_convention() -> None:
     text = text_of(plan_view(fitting()))
     assert "step: 4.3 min, bound by compute" in text
     assert "host to device 50 s" in text
+    assert "waiting, nothing is computed 50 s" in text
     assert "between devices" not in text  # no time, no line
     assert "4,096 tokens/s, MFU 43.2% (FLOP of" in text
     assert "recomputation counted as no work" in text

@@ -60,6 +60,15 @@ def write_bytes(size: float) -> str:
     return f"{amount:,.0f} {unit}" if unit == "B" else f"{amount:,.1f} {unit}"
 
 
+def write_count(amount: float, unit: str) -> str:
+    """Three figures with a decimal prefix, such as `1.05 TFLOP`."""
+    for prefix in ("", "K", "M", "G", "T"):
+        if abs(amount) < 999.5:
+            return f"{amount:.3g} {prefix}{unit}"
+        amount /= 1000
+    return f"{amount:,.3g} P{unit}"
+
+
 def write_seconds(seconds: float) -> str:
     """Seconds, or minutes and hours where there are many."""
     if seconds < 1:

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from farspan.plan.machines import MachineFile
-from farspan.plan.units import write_bytes, write_seconds
+from farspan.plan.units import write_bytes, write_count, write_seconds
 from farspan.report.tables import lines_table
 from farspan.spec import Curve, MachineSpec
 
@@ -45,8 +45,8 @@ def memory_text(spec: MachineSpec) -> Text:
 
 
 def rates_table(spec: MachineSpec) -> Table:
-    """Each curve by its smallest and largest call, in GFLOP a second."""
-    table = lines_table("GFLOP/s", "", "smallest call", "rate", "largest call", "rate")
+    """Each curve by its smallest and its largest call."""
+    table = lines_table("rates", "", "smallest call", "rate", "largest call", "rate")
     for dtype, rates in spec.rates.items():
         for field in fields(rates):
             curve = getattr(rates, field.name)
@@ -55,18 +55,18 @@ def rates_table(spec: MachineSpec) -> Table:
                 ends = (curve.points[0], curve.points[-1])
                 cells = [text for end in ends for text in _point(*end)]
                 table.add_row(name, *cells)
-        table.add_row(f"{dtype} peak", "", "", "", f"{rates.peak / 1e9:,.1f}")
+        table.add_row(f"{dtype} peak", "", "", "", write_count(rates.peak, "FLOP/s"))
     return table
 
 
 def links_table(spec: MachineSpec) -> Table:
-    """Bandwidths, in GB (10**9 bytes) a second."""
-    table = lines_table("GB/s", "", "")
+    """Bandwidths; a GB is 10**9 bytes."""
+    table = lines_table("bandwidths", "", "")
     table.show_header = False
     for field, name in LINKS.items():
-        table.add_row(name, f"{getattr(spec, field) / 1e9:,.1f}")
+        table.add_row(name, write_count(getattr(spec, field), "B/s"))
     return table
 
 
 def _point(size: float, rate: float) -> tuple[str, str]:
-    return f"{size / 1e9:,.3g} GFLOP", f"{rate / 1e9:,.1f}"
+    return write_count(size, "FLOP"), write_count(rate, "FLOP/s")

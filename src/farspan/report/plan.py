@@ -95,7 +95,8 @@ def budget_table(tier: str, budget: Budget) -> Table:
 def seconds_table(plan: Plan) -> RenderableType:
     """A step's time, how long each lane of the machine is busy in it, tokens a second and MFU."""
     seconds = plan.seconds
-    busy = ((name, getattr(seconds, field)) for field, name in LANES.items())
+    busy = [(name, getattr(seconds, field)) for field, name in LANES.items()]
+    busy.append(("waiting, nothing is computed", seconds.exposed()))
     rows = [(name, write_seconds(time), time / seconds.total) for name, time in busy if time > 0]
     rate = f"{plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%} ({MFU_CONVENTION})\n"
     step = f"step: {write_seconds(seconds.total)}, bound by {seconds.bound}"
