@@ -2,7 +2,9 @@
 
 import difflib
 import json
+import os
 import re
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -52,12 +54,14 @@ def find_config(model: str) -> dict[str, Any]:
 
 def _find(model: str) -> tuple[dict[str, Any], str]:
     """A configuration and what to call it."""
-    place = Path(model).expanduser()
+    if not model:
+        raise Refused(f"model: expected a name, a folder or a file, got nothing; {_close(model)}")
+    place = Path(os.path.expanduser(model))
     if (place / "config.json").is_file():
         return _read(place / "config.json"), model
     preset = _named().get(model.lower())
     if preset is not None:
-        return preset.config, preset.name
+        return deepcopy(preset.config), preset.name
     if place.is_file():
         return _read(place), model
     if place.is_dir():

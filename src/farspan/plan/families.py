@@ -38,17 +38,20 @@ class Family:
     parallel: Option = False
     tied: bool = False
     grouped: bool = True  # K and V have a number of heads of their own
+    lone_heads: bool = False  # that number may be missing: then it is the number of heads
     head_dim: int | None = None  # None: hidden / heads
     own_head_dim: bool = True  # a `head_dim` in the configuration counts
     whole_heads: bool = False  # hidden must be a multiple of heads whatever `head_dim` says
     softcap: bool = False
-    activation: tuple[str, str] = ("hidden_act", "silu")
+    activation: tuple[str, str] = ("hidden_act", "silu")  # its field and default
+    renamed: Mapping[str, str] = field(default_factory=dict)  # activations that mean another one
     learned: bool = False  # positions are embedded
     width: str = "intermediate_size"
     expert_width: str | None = None  # None: no experts
     sparse: bool = False  # only some layers have experts
     shared: bool = False  # an MLP beside the experts
-    ropes: tuple[str, ...] = SLICEABLE_ROPE
+    ropes: tuple[str, ...] = SLICEABLE_ROPE  # kinds of RoPE that can be cut into chunks
+    rope: Mapping[str, Any] = field(default_factory=dict)  # where the configuration names none
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -64,6 +67,7 @@ FAMILIES: dict[str, Family] = {
         tied=True,
         head_dim=256,
         activation=("hidden_act", "gelu_pytorch_tanh"),
+        renamed={"gelu": "gelu_pytorch_tanh"},  # the first releases said gelu and meant this
     ),
     "gemma2": Family(
         8192,
@@ -122,6 +126,7 @@ FAMILIES: dict[str, Family] = {
         sinks=True,
         head_dim=64,
         expert_width="intermediate_size",
+        rope={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
         aliases=_EXPERTS,
     ),
     "llama": Family(
@@ -129,6 +134,7 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=_BIAS,
         output_bias=_BIAS,
         mlp_bias=("mlp_bias", False),
+        lone_heads=True,
         whole_heads=True,
     ),
     "mistral": Family(131072, windows.everywhere, window=4096),
@@ -136,7 +142,7 @@ FAMILIES: dict[str, Family] = {
         131072, windows.everywhere, expert_width="intermediate_size", aliases=_EXPERTS
     ),
     # Phi-3 reads yarn as longrope, whose table depends on the length.
-    "phi3": Family(4096, windows.everywhere, fused=True, ropes=("default",)),
+    "phi3": Family(4096, windows.everywhere, fused=True, lone_heads=True, ropes=("default",)),
     "qwen2": Family(32768, windows.from_layer, window=4096, qkv_bias=True),
     "qwen2_moe": Family(
         32768,
@@ -199,12 +205,9 @@ def architecture_from(config: Mapping[str, Any] | Configuration, name: str = "")
             raise Refused(f"{foreign}: expected none, got {fields.get(foreign)!r}")
     hidden = fields.count("hidden_size")
     layers = fields.count("num_hidden_layers")
-    window = fields.get("sliding_window", family.window)
-    if window is not None:
-        window = fields.count("sliding_window", family.window)
     attention = _attention(family, fields, hidden)
     parallel = _option(fields, family.parallel)
-    reach = longest(fields, family.longest, family.ropes)
+    reach = longest(fields, family.longest, family.ropes, family.rope)
     return Architecture(
         name=name or fields.text("_name_or_path", "") or kind,
         family=kind,
@@ -217,7 +220,7 @@ def architecture_from(config: Mapping[str, Any] | Configuration, name: str = "")
                 family.norms,
                 parallel,
             )
-            for layer, seen in enumerate(family.pattern(fields, layers, window))
+            for layer, seen in enumerate(family.pattern(fields, layers, family.window))
         ),
         norm=family.norm,
         tied=fields.flag("tie_word_embeddings", family.tied),
@@ -229,7 +232,8 @@ def architecture_from(config: Mapping[str, Any] | Configuration, name: str = "")
 def _attention(family: Family, fields: Fields, hidden: int) -> Attention:
     heads = fields.count("num_attention_heads")
     kv_heads = heads
-    if family.grouped and (fields.get("num_key_value_heads", 0) is not None):
+    lacking = None if family.lone_heads else 0
+    if family.grouped and fields.get("num_key_value_heads", lacking) is not None:
         kv_heads = fields.count("num_key_value_heads")
     if heads % kv_heads:
         raise Refused(
@@ -260,11 +264,11 @@ def _attention(family: Family, fields: Fields, hidden: int) -> Attention:
 
 
 def _feed_forward(family: Family, fields: Fields, hidden: int, layer: int) -> FeedForward:
-    field_name, default = family.activation
+    activation = fields.text(*family.activation)
     made = FeedForward(
         width=0,
         gated=family.gated,
-        activation=fields.text(field_name, default),
+        activation=family.renamed.get(activation, activation),
         bias=_option(fields, family.mlp_bias),
         fused=family.fused,
     )

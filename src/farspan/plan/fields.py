@@ -23,10 +23,6 @@ class Fields:
         own = self.aliases.get(name, name)
         return self.values.get(name, self.values.get(own, default))
 
-    def has(self, name: str) -> bool:
-        """Whether a value other than null is given."""
-        return self.get(name) is not None
-
     def count(self, name: str, default: int | None = None) -> int:
         """A whole number of at least 1; without a default the field must be there."""
         return self.number(name, default, least=1)

@@ -1,6 +1,6 @@
 """How far a model's positions reach, read from its configuration."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from farspan.plan.fields import Fields
@@ -12,11 +12,12 @@ SLICEABLE_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 STRETCHED_ROPE = ("llama3", "yarn", "longrope")
 
 
-def longest(fields: Fields, default: int, kinds: tuple[str, ...] = SLICEABLE_ROPE) -> int:
-    """Tokens that the configuration claims the positions reach: `max_position_embeddings`,
-    stretched by a scaled RoPE. Raises Refused for a RoPE that cannot be sliced into chunks."""
+def longest(fields: Fields, default: int, kinds: tuple[str, ...], unsaid: Mapping[str, Any]) -> int:
+    """Tokens that the configuration claims the positions reach: `max_position_embeddings`, or
+    `default`, stretched by a scaled RoPE, or by `unsaid` where none is named. Raises Refused for a
+    RoPE of another kind than `kinds`."""
     claimed = reach = fields.count("max_position_embeddings", default)
-    for rope in _ropes(fields):
+    for rope in _ropes(fields, unsaid):
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in kinds:
             raise Refused(
@@ -33,10 +34,10 @@ def longest(fields: Fields, default: int, kinds: tuple[str, ...] = SLICEABLE_ROP
     return reach
 
 
-def _ropes(fields: Fields) -> Iterator[dict[str, Any]]:
+def _ropes(fields: Fields, default: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """One RoPE, or one for each type of layer. `rope_scaling` is its name before transformers 5."""
-    found = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
-    if not isinstance(found, dict):
+    found = fields.get("rope_scaling") or fields.get("rope_parameters") or default
+    if not isinstance(found, Mapping):
         raise Refused(f"rope_parameters: expected a mapping, got {found!r}")
-    nested = [value for value in found.values() if isinstance(value, dict)]
+    nested = [value for value in found.values() if isinstance(value, Mapping)]
     yield from nested or ([found] if found else [])

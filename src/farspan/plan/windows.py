@@ -1,7 +1,7 @@
 """Which layers see a window only: what each family makes of the configuration's fields.
 
-Each function takes the fields, the number of layers and the configuration's window, and gives the
-window of each layer, None where it sees everything (transformers 5.23).
+Each function takes the fields, the number of layers and the default of `sliding_window`, and gives
+the window of each layer, None where it sees everything (transformers 5.23).
 """
 
 from collections.abc import Callable
@@ -20,34 +20,46 @@ def nowhere(_: Fields, layers: int, __: int | None) -> Windows:
     return (None,) * layers
 
 
-def everywhere(_: Fields, layers: int, window: int | None) -> Windows:
-    return (window,) * layers
+def everywhere(fields: Fields, layers: int, default: int | None) -> Windows:
+    return (_window(fields, default),) * layers
 
 
-def switched(fields: Fields, layers: int, window: int | None) -> Windows:
+def switched(fields: Fields, layers: int, default: int | None) -> Windows:
     """Everywhere, where `use_sliding_window` says so (Qwen3-MoE)."""
-    return (window if fields.flag("use_sliding_window", False) else None,) * layers
+    return (_used_window(fields, default),) * layers
 
 
-def alternating(fields: Fields, layers: int, window: int | None) -> Windows:
+def alternating(fields: Fields, layers: int, default: int | None) -> Windows:
     """In the first layer and every other one after it (Gemma2, GPT-OSS)."""
-    return _of_types(fields, [index % 2 == 0 for index in range(layers)], window)
+    slides = [index % 2 == 0 for index in range(layers)]
+    return _of_types(fields, slides, _window(fields, default))
 
 
-def from_layer(fields: Fields, layers: int, window: int | None) -> Windows:
+def from_layer(fields: Fields, layers: int, default: int | None) -> Windows:
     """From layer `max_window_layers` on, where `use_sliding_window` says so (Qwen2, Qwen3)."""
-    used = window if fields.flag("use_sliding_window", False) else None
+    used = _used_window(fields, default)
     first = fields.number("max_window_layers", LAYERS_BELOW)
     return _of_types(fields, [used is not None and i >= first for i in range(layers)], used)
 
 
-def below_layer(fields: Fields, layers: int, window: int | None) -> Windows:
+def below_layer(fields: Fields, layers: int, default: int | None) -> Windows:
     """Every other layer below `max_window_layers`, where `use_sliding_window` says so
     (Qwen2-MoE)."""
-    used = window if fields.flag("use_sliding_window", False) else None
+    used = _used_window(fields, default)
     end = fields.number("max_window_layers", LAYERS_BELOW)
     slides = [used is not None and i % 2 == 0 and i < end for i in range(layers)]
     return _of_types(fields, slides, used)
+
+
+def _window(fields: Fields, default: int | None) -> int | None:
+    if fields.get("sliding_window", default) is None:
+        return None
+    return fields.count("sliding_window", default)
+
+
+def _used_window(fields: Fields, default: int | None) -> int | None:
+    """Qwen2-MoE writes 0 where its window is not used, so that is when it is read."""
+    return _window(fields, default) if fields.flag("use_sliding_window", False) else None
 
 
 def _of_types(fields: Fields, slides: list[bool], window: int | None) -> Windows:
