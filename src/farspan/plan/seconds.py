@@ -259,21 +259,27 @@ class Prices:
 
     def reduce(self, group: int) -> float:
         """Reduce-scatter of a group's weight gradients when it closes."""
+        return self._reduce(self.program.groups[group], group == 0)
+
+    def _reduce(self, layers: tuple[int, int], is_first: bool) -> float:
         model = self.program.model
-        layers = model.layers[slice(*self.program.groups[group])]
-        elements = sum(layer.work.trainable for layer in layers)
-        if group == 0:
+        elements = sum(layer.work.trainable for layer in model.layers[slice(*layers)])
+        if is_first:
             elements += model.outer_trainable()
         width = model.accumulate_bytes()
         return self.collectives.reduce(elements, width) + self.collectives.replicas(elements, width)
 
     def gathers(self) -> float:
-        """Seconds of all gathers and reductions of a step: a group but the last is passed twice."""
-        last = len(self.program.groups) - 1
+        """Seconds of all gathers and reductions of a step."""
+        return self.gathers_of(self.program.groups)
+
+    def gathers_of(self, groups: tuple[tuple[int, int], ...]) -> float:
+        """The same for a cut into groups: each but the last is passed twice."""
+        last = len(groups) - 1
         seconds = 0.0
-        for group, layers in enumerate(self.program.groups):
+        for group, layers in enumerate(groups):
             once = sum(self.gather(layer) for layer in range(*layers))
-            seconds += once * (1 if group == last else 2) + self.reduce(group)
+            seconds += once * (1 if group == last else 2) + self._reduce(layers, group == 0)
         return seconds
 
     # -- rates -----------------------------------------------------------------------------------
