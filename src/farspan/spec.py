@@ -23,6 +23,9 @@ class Tier(StrEnum):
     HOST = "host"
 
 
+BACKWARD_PRODUCTS = 2.5  # attention's backward makes five matrix products, its forward two
+
+
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
@@ -110,12 +113,41 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """FLOP a second that one device reaches in one dtype."""
+    """FLOP a second that one device reaches in one dtype, against the FLOP of one call.
 
-    matmul: Curve  # against the FLOP of one product
-    attention_forward: Curve  # against the FLOP of one call, causal halves not counted
+    Attention's curves are for heads of `head_dim` wide. A softmax takes as long for a narrow head
+    as for a wide one, so its seconds are kept apart: on an H100 cuDNN's forward reaches 413 TFLOP/s
+    with heads of 64 and 595 with 128, which 0.38 ps a query, key and head explain.
+    """
+
+    matmul: Curve
+    attention_forward: Curve  # of a call without a mask
     attention_backward: Curve
     peak: float  # the datasheet's dense rate, which MFU is a share of
+    weights: Curve | None = None  # products that give dW, x transposed; None: as `matmul`
+    causal_forward: Curve | None = None  # of a causal square, hidden pairs not counted
+    causal_backward: Curve | None = None  # None: as without a mask
+    head_dim: int = 128
+    softmax_forward: float = 0.0  # seconds of a query, key and head beside the products
+    softmax_backward: float = 0.0
+
+    def product(self, flop: float, *, weights: bool = False) -> float:
+        """Seconds of one matrix product."""
+        curve = self.weights if weights and self.weights is not None else self.matmul
+        return flop / curve.at(flop)
+
+    def attention(
+        self, pairs: float, layer: LayerSpec, *, causal: bool, backward: bool = False
+    ) -> float:
+        """Seconds of one call on so many visible (row, query, key)."""
+        forwards = self.attention_forward, self.causal_forward, self.softmax_forward
+        backwards = self.attention_backward, self.causal_backward, self.softmax_backward
+        plain, square, softmax = backwards if backward else forwards
+        curve = square if causal and square is not None else plain
+        width = layer.head_dim + layer.value_dim
+        flop = 2.0 * pairs * layer.query_heads * width * (BACKWARD_PRODUCTS if backward else 1.0)
+        narrower = 1.0 - width / (2 * self.head_dim)
+        return flop / curve.at(flop) + pairs * layer.query_heads * softmax * narrower
 
 
 @dataclass(frozen=True, slots=True)

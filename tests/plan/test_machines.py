@@ -13,6 +13,7 @@ from farspan.plan.machines import (
     BESIDE,
     CURVES,
     MAY_BE_ZERO,
+    OTHER_CURVES,
     from_json,
     machine,
     names,
@@ -63,7 +64,7 @@ def test_every_number_of_a_preset_says_how_it_is_known(name: str) -> None:
     file = read(name)
     expected = {f.name for f in fields(MachineSpec)} - {"name", "rates", "unified"}
     for dtype in file.spec.rates:
-        expected |= {f"rates.{dtype}.{field}" for field in (*CURVES, "peak")}
+        expected |= {f"rates.{dtype}.{field}" for field in values(name)["rates"][dtype]}
     assert file.sources.keys() == expected
     assert file.about
     for source in file.sources.values():
@@ -135,6 +136,18 @@ def test_what_stands_beside_is_not_needed(name: str) -> None:
 @pytest.mark.parametrize("bad", [-1, True, "8", None, math.nan, math.inf])
 def test_a_number_that_is_none_is_refused_by_name(name: str, bad: object) -> None:
     assert f"{name}: expected" in refusal(values() | {name: bad})
+
+
+def test_what_rates_may_leave_out_is_read_where_it_is_given() -> None:
+    given = values()
+    for name in OTHER_CURVES:
+        given["rates"]["float32"][name] = [[1e9, 1e12]]
+    given["rates"]["float32"] |= {"head_dim": 64, "softmax_forward": 1e-12}
+    rates = from_json(given, "m").spec.rates["float32"]
+    assert [getattr(rates, name).at(1.0) for name in OTHER_CURVES] == [1e12] * 3
+    assert (rates.head_dim, rates.softmax_forward, rates.softmax_backward) == (64, 1e-12, 0.0)
+    given["rates"]["float32"]["softmax_forward"] = -1
+    assert "rates.float32.softmax_forward: expected zero or more" in refusal(given)
 
 
 @pytest.mark.parametrize("name", NUMBERS)

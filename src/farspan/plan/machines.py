@@ -20,7 +20,8 @@ from farspan.spec import Curve, MachineSpec, Rates, Refused
 PRESETS = Path(__file__).parent / "presets" / "machines.json"
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 CURVES = ("matmul", "attention_forward", "attention_backward")
-MAY_BE_ZERO = ("latency", "overhead", "reserve")
+OTHER_CURVES = ("weights", "causal_forward", "causal_backward")  # may be left out
+MAY_BE_ZERO = ("latency", "overhead", "reserve", "softmax_forward", "softmax_backward")
 BESIDE = ("about", "sources", "measured_on")
 
 
@@ -141,15 +142,21 @@ def _rates(dtype: str, values: object, where: str) -> Rates:
         raise Refused(_unknown(f"{where}: rates", dtype, list(DTYPES)))
     path = f"rates.{dtype}"
     given = _mapping(path, values, where)
-    known = [*CURVES, "peak"]
+    known = [f.name for f in fields(Rates)]
     for name in given:
         if name not in known:
             raise Refused(_unknown(f"{where}: {path}", name, known))
-    for name in known:
-        if name not in given:
-            raise Refused(f"{where}: {path}.{name} is missing; {_needed(name)}")
-    curves = {name: _curve(f"{path}.{name}", given[name], where) for name in CURVES}
-    return Rates(**curves, peak=_number(f"{path}.peak", given["peak"], where))
+    for f in fields(Rates):
+        if f.default is MISSING and f.name not in given:
+            raise Refused(f"{where}: {path}.{f.name} is missing; {_needed(f.name)}")
+    return Rates(**{name: _rate(f"{path}.{name}", given[name], where) for name in given})
+
+
+def _rate(path: str, value: object, where: str) -> Any:
+    name = path.rsplit(".", 1)[1]
+    if name in CURVES or name in OTHER_CURVES:
+        return _curve(path, value, where)
+    return _number(path, value, where, zero=name in MAY_BE_ZERO)
 
 
 def _curve(path: str, value: object, where: str) -> Curve:
@@ -190,8 +197,15 @@ def _mapping(path: str, value: object, where: str) -> Mapping[str, Any]:
 
 
 def _rates_to_json(rates: Rates) -> dict[str, Any]:
-    curves = {name: [list(point) for point in getattr(rates, name).points] for name in CURVES}
-    return {**curves, "peak": rates.peak}
+    """Fields that have their default are left out."""
+    values: dict[str, Any] = {}
+    for f in fields(Rates):
+        value = getattr(rates, f.name)
+        if isinstance(value, Curve):
+            values[f.name] = [list(point) for point in value.points]
+        elif f.default is MISSING or value != f.default:
+            values[f.name] = value
+    return values
 
 
 def _unknown(where: str, name: str, known: list[str]) -> str:
