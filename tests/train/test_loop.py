@@ -65,7 +65,7 @@ def test_the_folder_tells_the_whole_run(tmp_path: Path) -> None:
     about = json.loads((tmp_path / "run" / "about.json").read_text())
     assert about["parameters"] == 8976
     assert about["schedule"]["chunk"] == 16384
-    assert about["memory"] == {"device": 100_000, "host": 23_456}
+    assert about["memory"] == {"weights": 35_904}
 
 
 def test_the_first_step_is_measured(tmp_path: Path) -> None:

@@ -81,6 +81,9 @@ class TinyStep:
         self.calls += 1
         return total
 
+    def release(self) -> None:
+        """Nothing is kept."""
+
     @torch.no_grad()
     def evaluate(
         self,
@@ -136,7 +139,7 @@ def tiny_parts(hook: Hook | None = None) -> Parts:
         make_step=lambda model, _: TinyStep(model, hook),
         strategy=lambda *_: Schedule(),
         count_trained=count_trained,
-        expect_memory=lambda *_: Expected(123_456, {"device": 100_000, "host": 23_456}),
+        expect_memory=lambda *_: Expected(123_456, 100_000, 23_456, {"weights": 35_904}),
     )
 
 
@@ -188,6 +191,10 @@ class Quiet:
         self.notes.append(text)
 
     def preparing(self, documents: int, tokens: int) -> None: ...
+
+    def measuring(self, what: str) -> None: ...
+
+    def rehearsing(self, done: float, progress: CellsDone) -> None: ...
 
     def start(self, steps: int, tokens_per_step: int, step: int) -> None: ...
 

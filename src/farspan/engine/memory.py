@@ -1,5 +1,6 @@
 """What a step will take, before it is taken."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from farspan.attention.merge import accumulate_dtype
 from farspan.engine.gradients import gradient_dtype
 from farspan.engine.meter import PeakMeter
-from farspan.engine.step import ADVICE, Step
+from farspan.engine.step import ADVICE, Progress, Step
 from farspan.memory.host import refuse_beyond
 from farspan.models.refuse import context_limit
 from farspan.plan.program import Program
@@ -44,24 +45,30 @@ class Forecast:
         return {**asdict(self), "device": self.device, "host": self.host_arena}
 
 
-def forecast(step: Step, batch: int, tokens: int) -> Forecast:
-    """Size the program of this shape, and rehearse a short one for what programs do not size."""
+def forecast(
+    step: Step, batch: int, tokens: int, progress: Callable[[Progress], None] | None = None
+) -> Forecast:
+    """Size the program of this shape, and rehearse a short one for what programs do not size.
+
+    The rehearsal may take as long as a step: `progress` is called after each of its cells and may
+    raise to abandon it. Raises TooLarge when main memory could not hold it.
+    """
     program = step.program(batch, tokens)
     static = _static(step, program)
     # The rehearsal may be as long as the step: do not start what is known not to fit.
-    refuse_too_large(step, replace(static, transient=_least_transient(step, program)), optimizer=0)
+    refuse_too_large(step, replace(static, transient=least_transient(program)), optimizer=0)
     schedule = step.schedule
     # One whole block of earlier keys, so that attention's own temporaries are seen in full.
     short = min(tokens, schedule.chunk + max(schedule.chunk, schedule.kv_block))
     rehearsed = _static(step, step.program(batch, short))
-    peak = _rehearse(step, batch, short)
+    peak = _rehearse(step, batch, short, progress)
     on_cpu = step.boundary.device.type == "cpu"
     known = rehearsed.new_device + (rehearsed.host_arena if on_cpu else 0)
     return Forecast(**{**asdict(static), "transient": max(0, peak - known)})
 
 
 def refuse_too_large(step: Step, expected: Forecast, optimizer: int) -> None:
-    """Raises Refused when the host cannot hold the step and `optimizer` bytes of its states."""
+    """Raises TooLarge when the host cannot hold the step and `optimizer` bytes of its states."""
     needed = expected.host_arena
     what = f"the host arena ({expected.host_arena:,} bytes)"
     if step.boundary.device.type == "cpu":
@@ -73,10 +80,10 @@ def refuse_too_large(step: Step, expected: Forecast, optimizer: int) -> None:
     refuse_beyond(needed, what, ADVICE)
 
 
-def _least_transient(step: Step, program: Program) -> int:
+def least_transient(program: Program) -> int:
     """What the graphs of one chunk hold at least: what the probe saw layers save, a token."""
     tokens = program.run.batch * (program.chunks[0][1] - program.chunks[0][0])
-    layers = step.model_spec.layers
+    layers = program.model.layers
     saved = [sum(layers[i].activation_bytes for i in range(*group)) for group in program.groups]
     if program.schedule.layer_checkpoint:
         saved = [layer.activation_bytes for layer in layers]
@@ -113,7 +120,9 @@ def _accumulators(step: Step, program: Program) -> int:
     return size(step.boundary.outer_parameters()) + max(groups)
 
 
-def _rehearse(step: Step, batch: int, tokens: int) -> int:
+def _rehearse(
+    step: Step, batch: int, tokens: int, progress: Callable[[Progress], None] | None
+) -> int:
     """Peak bytes of a step on `tokens` tokens, gradients not kept."""
     boundary = step.boundary
     before = {p: p.grad for p in boundary.model.parameters()}
@@ -121,7 +130,7 @@ def _rehearse(step: Step, batch: int, tokens: int) -> int:
         parameter.grad = None
     ids = torch.zeros(batch, tokens, dtype=torch.long, device=boundary.device)
     ids += torch.arange(tokens, device=boundary.device) % step.model_spec.vocab
-    progress, step.progress = step.progress, None
+    own, step.progress = step.progress, progress
     limit = context_limit(boundary.model.config) or tokens
     documents = torch.arange(tokens, device=boundary.device).repeat(batch, 1) // limit
     step.release()
@@ -129,7 +138,7 @@ def _rehearse(step: Step, batch: int, tokens: int) -> int:
         with PeakMeter(boundary.device) as meter:
             step(ids, ids, documents if limit < tokens else None)
     finally:
-        step.progress = progress
+        step.progress = own
         step.release()
         for parameter, gradient in before.items():
             parameter.grad = gradient

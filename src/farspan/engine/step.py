@@ -26,7 +26,7 @@ from farspan.transfer.copies import CopyEngine
 
 ADVICE = (
     "shorten the context, use smaller groups, or keep less (attention_kept, activations_kept, "
-    "kv_kept)"
+    "kv_kept); in a run file, strategy: auto chooses what fits"
 )
 
 
@@ -143,6 +143,10 @@ class Step:
             if self.poison:
                 self.copies.wait()
                 arena.poison()
+
+    def arena_bytes(self) -> dict[Tier, int]:
+        """What the arenas hold at present."""
+        return {tier: arena.nbytes for tier, arena in self.arenas.items()}
 
     def release(self) -> None:
         """Give the arenas' memory back; the next step takes it again."""

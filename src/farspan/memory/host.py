@@ -12,6 +12,10 @@ GIB = 2**30
 UNLIMITED = 2**60
 
 
+class TooLarge(Refused):
+    """Main memory cannot hold what is asked for."""
+
+
 def available_host_bytes(root: Path = Path("/")) -> int:
     """Bytes that can be allocated before the kernel kills somebody. `root` is where /proc and
     /sys are found."""
@@ -20,10 +24,10 @@ def available_host_bytes(root: Path = Path("/")) -> int:
 
 
 def refuse_beyond(needed: int, what: str, advice: str, available: int | None = None) -> None:
-    """Raises Refused when `needed` bytes are more than what is available."""
+    """Raises TooLarge when `needed` bytes are more than what is available."""
     limit = available_host_bytes() if available is None else available
     if needed > limit:
-        raise Refused(
+        raise TooLarge(
             f"host memory: {what} needs {needed / GIB:.2f} GiB and {limit / GIB:.2f} GiB are "
             f"available on this machine (or in its control group); {advice}"
         )

@@ -69,13 +69,13 @@ def save(
 
     Raises WriteFailed naming the file; the checkpoints that were there are then untouched.
     """
-    path = folder / f"{_STEP}{step:08d}"
+    path = folder / folder_name(step)
     partial = folder / f"{PARTIAL}{path.name}"
     remove_leftovers(folder)
     partial.mkdir(parents=True)
     try:
-        for name, tensors in {**live.files(), _RNG: rng}.items():
-            write_tensors(partial / name, tensors)
+        for file, tensors in {**live.files(), _RNG: rng}.items():
+            write_tensors(partial / file, tensors)
         write_bytes(partial / _STATE, _json({"format": _FORMAT, "step": step, **state}))
         listed = {p.name: _entry(p) for p in sorted(partial.iterdir())}
         write_bytes(partial / _MANIFEST, _json({"format": _FORMAT, "files": listed}))
@@ -85,6 +85,11 @@ def save(
         raise
     _prune(folder, step, keep)
     return path
+
+
+def folder_name(step: int) -> str:
+    """Of the checkpoint of a step, in its folder."""
+    return f"{_STEP}{step:08d}"
 
 
 def resume(
@@ -138,7 +143,7 @@ def _prune(folder: Path, step: int, keep: int) -> None:
     """Keeps the latest `keep`. A later step than the one just saved is of no use any more: it
     could not be read when this run resumed from before it."""
     saved = _checkpoints(folder)
-    later = [p for p in saved if p.name > f"{_STEP}{step:08d}"]
+    later = [p for p in saved if p.name > folder_name(step)]
     for path in later + saved[: len(saved) - len(later)][:-keep]:
         discard(path)
 

@@ -9,6 +9,8 @@ from farspan.data.config import DataConfig
 from farspan.spec import Refused, Schedule, Tier
 from farspan.train.strict import build, read_mapping, to_mapping
 
+AUTO = "auto"  # as a strategy: the planner's
+
 
 class DType(StrEnum):
     """Of parameters and activations. Gradients and optimizer are float32, or float64 for it."""
@@ -56,7 +58,8 @@ class ModelConfig:
 class ScheduleConfig:
     """A strategy by name, and the fields of its Schedule that are to differ from it.
 
-    With `strategy: null` the fields left out have the defaults of `farspan.Schedule`.
+    `auto` leaves them all to the planner. With `strategy: null` the fields left out have the
+    defaults of `farspan.Schedule`.
     """
 
     strategy: str | None = "grouped"
@@ -77,6 +80,11 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         self.apply(Schedule())
+        if self.strategy == AUTO and self.given():
+            raise Refused(
+                f"{next(iter(self.given()))}: strategy auto chooses this for the machine; leave it "
+                "out, or name another strategy"
+            )
 
     def given(self) -> dict[str, Any]:
         """The fields of a Schedule that are to differ from the strategy's."""

@@ -44,17 +44,21 @@ def as_json(value: float) -> float | str:
 
 
 def report(
-    finding: Finding, *, step: int, loss: float, norm: float, batches: list[dict[str, Any]]
+    finding: Finding,
+    *,
+    step: int,
+    loss: float,
+    norm: float | None = None,
+    heldout: bool = False,
 ) -> dict[str, Any]:
-    """The content of diagnosis.json."""
+    """The content of diagnosis.json, beside the batches."""
     return {
         "step": step,
-        "not_finite": finding.kind,
+        "not_finite": "held-out loss" if heldout else finding.kind,
         "loss": as_json(loss),
-        "grad_norm": as_json(norm),
+        "grad_norm": None if norm is None else as_json(norm),
         "first_bad_parameter": finding.weight,
         "first_bad_gradient": finding.gradient,
-        "batches": batches,
     }
 
 

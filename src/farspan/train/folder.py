@@ -1,7 +1,10 @@
 """The run folder: what was asked for, what happened, and who may write here.
 
 config.yaml      the run, with every default written out
-metrics.jsonl    a line a step, and a line an evaluation
+about.json       what it is computed with: the model, the schedule, expected memory
+plan.json        only with strategy auto: what the planner chose and what it expects
+comparison.json  only with strategy auto: that beside what was measured
+metrics.jsonl    a line a step, a line an evaluation, a line each time memory ran out
 checkpoints/     to resume from
 model/           the trained model, as Hugging Face reads it
 diagnosis.json   only after a loss or gradient that is not finite

@@ -1,7 +1,7 @@
 """Training from a RunConfig to a model on disk; the same call again resumes."""
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -11,6 +11,7 @@ from farspan.train.folder import RunFolder
 from farspan.train.interrupt import Interrupt, Interrupted
 from farspan.train.parts import Parts
 from farspan.train.progress import Reporter, make_reporter
+from farspan.train.runner import Comparison
 from farspan.train.setup import equip, introduce, resolve
 from farspan.train.trainer import Trainer
 
@@ -26,6 +27,7 @@ class Result:
     heldout_loss: float | None  # the latest
     skipped: int  # steps without an update, because something was not finite
     signum: int | None  # the signal that ended it early
+    comparison: Comparison | None = None  # of the planner's plan with what happened
 
     @property
     def exit_code(self) -> int:
@@ -65,8 +67,9 @@ def train(
         except Interrupted as stop:
             trainer.save()
             return _result(run, folder, trainer, stop.signum)
+        comparison = trainer.compare()
         trainer.export()
-        return _result(run, folder, trainer, None)
+        return replace(_result(run, folder, trainer, None), comparison=comparison)
 
 
 def _prepare(
@@ -76,10 +79,9 @@ def _prepare(
         interrupt.check()
         reporter.preparing(documents, tokens)
 
-    equipment, about = equip(run, parts, watch)
-    folder.write_json("about.json", about)
-    reporter.note(introduce(run, equipment, about))
-    trainer = Trainer(run, equipment, folder, reporter, interrupt)
+    equipment = equip(run, parts, watch)
+    reporter.note(introduce(run, equipment))
+    trainer = Trainer(run, equipment, parts, folder, reporter, interrupt)
     trainer.resume()
     return trainer
 

@@ -2,7 +2,7 @@
 
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,20 +15,34 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Bytes of a step before it is taken."""
+    """Bytes of a step before it is taken. On a CPU both tiers lie in main memory."""
 
     new: int  # beside weights and optimizer, on the device; on a CPU in both tiers together
+    device: int  # in all, weights and optimizer included
+    host: int  # in all
     parts: Mapping[str, int]  # by name
 
 
-def expect_memory(step: Any, batch: int, tokens: int, optimizer: Mapping[str, Tensor]) -> Expected:
-    """Sizes a step of `[batch, tokens]`. Raises Refused when main memory cannot hold it and the
-    optimizer's states."""
-    found = forecast(step, batch, tokens)
+def expect_memory(
+    step: Any,
+    batch: int,
+    tokens: int,
+    optimizer: Mapping[str, Tensor],
+    watch: Callable[[Any], None],
+) -> Expected:
+    """Sizes a step of `[batch, tokens]`; `watch` is called after each cell of the rehearsal that
+    this takes. Raises TooLarge when main memory cannot hold it and the optimizer's states."""
+    found = forecast(step, batch, tokens, watch)
+    states = sum(tensor.nbytes for tensor in optimizer.values())
     # Counted although they exist: memory of zeros is taken from the machine when first written.
-    refuse_too_large(step, found, sum(tensor.nbytes for tensor in optimizer.values()))
+    refuse_too_large(step, found, states)
     on_cpu = step.boundary.device.type == "cpu"
-    return Expected(found.new_device + (found.host_arena if on_cpu else 0), found.to_json())
+    return Expected(
+        new=found.new_device + (found.host_arena if on_cpu else 0),
+        device=found.device + states,
+        host=found.host_arena,
+        parts=found.to_json() | {"optimizer": states},
+    )
 
 
 def peak_process_bytes() -> int:
@@ -38,9 +52,26 @@ def peak_process_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def describe(expected: Expected) -> str:
+    """One line for a person, before the first step."""
+    shown = ("weights", "optimizer", "gradients", "device_arena", "transient")
+    parts = [
+        f"{name.replace('_', ' ')} {mib(expected.parts[name])}"
+        for name in shown
+        if name in expected.parts
+    ]
+    inside = f" ({', '.join(parts)})" if parts else ""
+    return f"expected memory: device {mib(expected.device)}{inside}; host {mib(expected.host)}"
+
+
 def compare(predicted: int, measured: int) -> str:
-    """One line for a person."""
+    """One line for a person, after the first step."""
     return (
-        f"memory of a step beside weights and optimizer: {predicted / MIB:,.1f} MiB predicted, "
-        f"{measured / MIB:,.1f} MiB measured"
+        f"memory of a step beside weights and optimizer: {mib(predicted)} predicted, "
+        f"{mib(measured)} measured"
     )
+
+
+def mib(size: int) -> str:
+    """For a person."""
+    return f"{size / MIB:,.1f} MiB"

@@ -4,13 +4,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from farspan.engine.batch import trained_token_count
+from farspan.engine.calibrate import calibrate, here
 from farspan.engine.step import Step
+from farspan.lazy import load
 from farspan.models.load import load_model
+from farspan.plan.question import Plan, Question
 from farspan.plan.strategies import strategy
-from farspan.spec import Schedule
+from farspan.spec import MachineSpec, Schedule
 from farspan.train.memory import Expected, expect_memory
 
 
@@ -50,15 +54,40 @@ class StepLike(Protocol):
         trained_tokens: int | None = None,
     ) -> Tensor: ...
 
+    def release(self) -> None:
+        """Gives back the memory that is kept between steps."""
+
+
+def machine_of(device: torch.device, progress: Callable[[str], None]) -> MachineSpec:
+    """The machine at hand with this device; measured now, quickly, where no file describes it."""
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.type == usual:
+        return here(progress)
+    return calibrate(device, progress=progress, quick=True).spec
+
+
+def _best_plan(question: Question) -> Plan:
+    return load("farspan.plan.search", "best_plan")(question)
+
+
+def _evaluate(question: Question, strategy: str, schedule: Schedule) -> Plan:
+    return load("farspan.plan.evaluate", "evaluate")(question, strategy, schedule)
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The model's loader, the engine and the strategies; by default farspan's own."""
+    """The model's loader, the engine, the strategies and the planner; by default farspan's own."""
 
     # path, config, dtype, overrides, seed, device, trust_remote_code -> a model
     load_model: Callable[..., Any] = load_model
     make_step: Callable[[Any, Schedule], StepLike] = Step
     strategy: Callable[[str, int, int], Schedule] = strategy  # name, layers, tokens
     count_trained: Callable[[Tensor, Tensor | None], int] = trained_token_count
-    # step, batch, tokens, the optimizer's tensors -> bytes, or Refused
-    expect_memory: Callable[[Any, int, int, Mapping[str, Tensor]], Expected] = expect_memory
+    # step, batch, tokens, the optimizer's tensors, called after each cell -> bytes, or Refused
+    expect_memory: Callable[
+        [Any, int, int, Mapping[str, Tensor], Callable[[Any], None]], Expected
+    ] = expect_memory
+    # For strategy auto.
+    machine: Callable[[torch.device, Callable[[str], None]], MachineSpec] = machine_of
+    best_plan: Callable[[Question], Plan] = _best_plan
+    evaluate: Callable[[Question, str, Schedule], Plan] = _evaluate

@@ -58,6 +58,12 @@ class Reporter(Protocol):
     def preparing(self, documents: int, tokens: int) -> None:
         """So much text has become tokens."""
 
+    def measuring(self, what: str) -> None:
+        """So much of the machine is being measured, for the planner."""
+
+    def rehearsing(self, done: float, progress: CellsDone) -> None:
+        """`done` of the short step that shows what memory a cell takes is behind us."""
+
     def start(self, steps: int, tokens_per_step: int, step: int) -> None:
         """Training begins after `step` of `steps`."""
 
@@ -103,6 +109,13 @@ class LineReporter:
     def preparing(self, documents: int, tokens: int) -> None:
         if self._silent():
             self.note(f"tokenizing: {documents:,} documents, {tokens:,} tokens")
+
+    def measuring(self, what: str) -> None:
+        self.note(f"measuring this machine: {what}")
+
+    def rehearsing(self, done: float, progress: CellsDone) -> None:
+        if self._silent():
+            self.note(f"rehearsing: {done:.0%}, cell {progress.cells_done}/{progress.cells}")
 
     def start(self, steps: int, tokens_per_step: int, step: int) -> None:  # noqa: ARG002
         self._steps = steps
@@ -166,6 +179,15 @@ class BarReporter:
     def preparing(self, documents: int, tokens: int) -> None:
         text = f"{documents:,} documents, {tokens:,} tokens"
         self._bars.update(self._step, description="tokenizing", text=text, visible=True)
+
+    def measuring(self, what: str) -> None:
+        self._bars.update(self._step, description="measuring", text=what, visible=True)
+
+    def rehearsing(self, done: float, progress: CellsDone) -> None:
+        text = f"cell {progress.cells_done}/{progress.cells}"
+        self._bars.update(
+            self._step, description="rehearsing", completed=done, text=text, visible=True
+        )
 
     def start(self, steps: int, tokens_per_step: int, step: int) -> None:
         self._steps = steps

@@ -12,11 +12,12 @@ from farspan.data.store import Watch
 from farspan.data.tokenizers import BYTES, Tokenizer, load_tokenizer
 from farspan.engine.machine import machine
 from farspan.models.refuse import refuse_context
-from farspan.spec import Refused, Schedule
+from farspan.spec import Refused
+from farspan.train.choice import Choice
 from farspan.train.config import RunConfig
 from farspan.train.memory import Expected
 from farspan.train.optimizer import Optimizer
-from farspan.train.parts import Parts, StepLike
+from farspan.train.parts import Parts
 
 AUTO = "auto"
 
@@ -26,13 +27,25 @@ class Equipment:
     """What a run computes with."""
 
     model: Any  # a PreTrainedModel
-    step: StepLike
     optimizer: Optimizer
     corpus: Corpus
     tokenizer: Tokenizer
     device: torch.device
     count_trained: Callable[[Tensor, Tensor | None], int]
-    expected: Expected  # of one batch
+
+    def held_bytes(self) -> int:
+        """Weights and optimizer."""
+        return self._weights() + sum(t.nbytes for t in self.optimizer.tensors().values())
+
+    def touched_bytes(self) -> int:
+        """What of it has been written: memory of zeros is taken from the machine only then."""
+        states = self.optimizer.tensors()
+        began = any(float(value) > 0 for name, value in states.items() if name.startswith("step/"))
+        written = (t.nbytes for name, t in states.items() if began or name.startswith("master/"))
+        return self._weights() + sum(written)
+
+    def _weights(self) -> int:
+        return sum(parameter.nbytes for parameter in self.model.parameters())
 
 
 def resolve(run: RunConfig) -> RunConfig:
@@ -41,8 +54,8 @@ def resolve(run: RunConfig) -> RunConfig:
     return replace(run, data=replace(run.data, tokenizer=tokenizer))
 
 
-def equip(run: RunConfig, parts: Parts, watch: Watch) -> tuple[Equipment, dict[str, Any]]:
-    """Everything loaded and made, and a description of it for the run folder.
+def equip(run: RunConfig, parts: Parts, watch: Watch) -> Equipment:
+    """Everything loaded and made but the engine.
 
     `watch(documents, tokens)` is called while text becomes tokens. Raises Refused.
     """
@@ -53,20 +66,8 @@ def equip(run: RunConfig, parts: Parts, watch: Watch) -> tuple[Equipment, dict[s
     _check_vocabulary(corpus, model)
     # Now, rather than at the first step that meets a document too long for the model.
     refuse_context(model.config, min(run.context, corpus.longest))
-    schedule = choose_schedule(run, parts, model)
     optimizer = Optimizer(model, run.optimizer)
-    step = parts.make_step(model, schedule)
-    equipment = Equipment(
-        model,
-        step,
-        optimizer,
-        corpus,
-        tokenizer,
-        device,
-        parts.count_trained,
-        parts.expect_memory(step, run.batch, run.context, optimizer.tensors()),
-    )
-    return equipment, _about(equipment, schedule)
+    return Equipment(model, optimizer, corpus, tokenizer, device, parts.count_trained)
 
 
 def choose_device(name: str) -> torch.device:
@@ -80,20 +81,13 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def choose_schedule(run: RunConfig, parts: Parts, model: Any) -> Schedule:
-    """The named strategy's schedule for this model and context, with the run's own fields."""
-    if run.schedule.strategy is None:
-        return run.schedule.apply(Schedule())
-    layers = model.config.get_text_config().num_hidden_layers
-    return run.schedule.apply(parts.strategy(run.schedule.strategy, layers, run.context))
-
-
-def introduce(run: RunConfig, equipment: Equipment, about: dict[str, Any]) -> str:
+def introduce(run: RunConfig, equipment: Equipment) -> str:
     """The lines that open a run."""
     packing, held_out = equipment.corpus.train, equipment.corpus.held_out
     lines = [
-        f"{run.folder}: {about['model']} with {about['parameters']:,} parameters "
-        f"on {about['device']}",
+        f"{run.folder}: {type(equipment.model).__name__} with "
+        f"{sum(p.numel() for p in equipment.model.parameters()):,} parameters "
+        f"on {equipment.device}",
         f"data: {packing.tokens_per_epoch:,} tokens, {packing.sequences_per_epoch():,} sequences "
         f"of {run.context:,} an epoch; "
         + (f"{held_out.tokens_per_epoch:,} tokens held out" if held_out else "none held out"),
@@ -136,14 +130,16 @@ def _check_vocabulary(corpus: Corpus, model: Any) -> None:
         )
 
 
-def _about(equipment: Equipment, schedule: Schedule) -> dict[str, Any]:
+def about(equipment: Equipment, choice: Choice, expected: Expected) -> dict[str, Any]:
+    """The content of about.json."""
     model, packing = equipment.model, equipment.corpus.train
     return {
         "model": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
         "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "schedule": asdict(schedule),
-        "memory": dict(equipment.expected.parts),
+        "strategy": choice.strategy,
+        "schedule": asdict(choice.schedule),
+        "memory": dict(expected.parts),
         "data": equipment.corpus.identity,
         "tokens_per_epoch": packing.tokens_per_epoch,
         "sequences_per_epoch": packing.sequences_per_epoch(),

@@ -2,31 +2,37 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from farspan.data.packing import Batch
-from farspan.data.tokenizers import reads_back
-from farspan.engine.meter import PeakMeter
+from farspan.plan.question import Question
+from farspan.spec import Refused
 from farspan.train import checkpoint
-from farspan.train.checkpoint import Live, capture_rng, restore_rng
+from farspan.train.checkpoint import Live, Restored, capture_rng, restore_rng
+from farspan.train.choice import Choice
 from farspan.train.config import OnNonfinite, RunConfig
 from farspan.train.diagnosis import Diverged, as_json, find_nonfinite, report
-from farspan.train.durable import PARTIAL, publish, writing
+from farspan.train.export import export
 from farspan.train.folder import RunFolder, identity
 from farspan.train.interrupt import Interrupt
-from farspan.train.memory import compare, peak_process_bytes
+from farspan.train.memory import Expected, peak_process_bytes
 from farspan.train.optimizer import learning_rate
-from farspan.train.parts import CellsDone
+from farspan.train.parts import CellsDone, Parts, StepLike
+from farspan.train.planning import make_chooser, plan_json, recall_plan
 from farspan.train.progress import Reporter
-from farspan.train.setup import Equipment
+from farspan.train.runner import Callbacks, Comparison, Runner, shortage_json
+from farspan.train.setup import Equipment, about
+from farspan.train.shortage import OutOfMemory, Shortage
+from farspan.train.strict import build
+
+PLAN = "plan.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,7 @@ class Trainer:
         self,
         run: RunConfig,
         equipment: Equipment,
+        parts: Parts,
         folder: RunFolder,
         reporter: Reporter,
         interrupt: Interrupt,
@@ -72,11 +79,24 @@ class Trainer:
         self._live = Live(_model_tensors(equipment.model), equipment.optimizer.tensors())
         self._identity = {"run": identity(run), "data": equipment.corpus.identity}
         self._rng = capture_rng()
-        self._is_measured = False
         self._saved: int | None = None  # step of the latest checkpoint
         self.at = Position()
         self.loss: float | None = None
         self.held_out: dict[int, float] = {}  # loss by step
+        self._parts = parts
+        self._runner = Runner(
+            run,
+            equipment,
+            parts,
+            make_chooser(run, equipment, parts, self._recall, self._measuring),
+            Callbacks(
+                note=reporter.note,
+                watch=self._rehearsing,
+                ready=self._ready,
+                replanned=self._replanned,
+                rewind=self._rewind,
+            ),
+        )
 
     def resume(self) -> None:
         """Goes to where the latest checkpoint stands, if there is one."""
@@ -84,19 +104,48 @@ class Trainer:
             self._folder.checkpoints, self._live, self._identity, self._reporter.note
         )
         if restored is not None:
-            self.at = Position(**restored.state["position"])
+            self.at = _position(restored)
             self._saved = self.at.step
             self._rng = restored.rng
             restore_rng(restored.rng)
             self._reporter.note(f"resuming after step {self.at.step} of {self._run.steps}")
+        elif self._folder.model.exists():
+            self._reporter.note(
+                f"{self._folder.model} is of an earlier run, whose checkpoints are gone; this run's "
+                "takes its place at the end"
+            )
         for line in self._folder.rewind(self.at.step):
             self.loss = line.get("loss", self.loss)
             if "heldout_loss" in line:
-                self.held_out[line["step"]] = line["heldout_loss"]
+                self.held_out[line["step"]] = float(line["heldout_loss"])
 
     def fit(self) -> None:
-        """All steps that are left. Raises Interrupted between two cells, Diverged, WriteFailed."""
+        """All steps that are left. Raises Interrupted between two cells, Diverged, OutOfMemory,
+        WriteFailed."""
+        try:
+            self._fit()
+        except OutOfMemory as error:
+            if self.at.step == 0:
+                raise
+            self.save()
+            raise OutOfMemory(
+                f"step {self.at.step + 1}: {error}. Step {self.at.step} is saved: the same command "
+                "goes on from there, also with another schedule"
+            ) from error
+
+    def compare(self) -> Comparison | None:
+        """The plan beside what was measured, also in the run folder; None where nothing was planned."""
+        found = self._runner.compare()
+        if found is not None:
+            self._reporter.note(found.describe())
+            self._folder.write_json("comparison.json", found.to_json())
+        return found
+
+    def _fit(self) -> None:
         run = self._run
+        if self.at.step < run.steps:
+            self._interrupt.check()
+            self._runner.make_ready()
         self._reporter.start(run.steps, run.tokens_per_step(), self.at.step)
         while True:
             self._interrupt.check()
@@ -123,26 +172,15 @@ class Trainer:
 
     def export(self) -> None:
         """The model as a folder that `from_pretrained` reads, with its tokenizer."""
-        if self._folder.model.exists():
-            return  # of this run: it is published after the last checkpoint and then left alone
-        partial_folder = self._folder.path / f"{PARTIAL}model"
-        with writing(partial_folder), _without_bars():
-            self._use.model.save_pretrained(partial_folder)
-            self._use.tokenizer.save(partial_folder)
-        publish(partial_folder, self._folder.model)
-        if not reads_back(self._use.tokenizer, self._folder.model):
-            self._reporter.note(
-                f"warning: for this model type transformers reads the tokenizer in "
-                f"{self._folder.model} as another one; load it with PreTrainedTokenizerFast, or "
-                f"from {self._run.data.tokenizer}"
-            )
+        path = self._folder.checkpoints / checkpoint.folder_name(self.at.step)
+        export(self._use.model, self._use.tokenizer, path, self._folder.model, self._reporter.note)
 
     def _advance(self) -> None:
         began = time.perf_counter()
         step, run = self.at.step, self._run
         self._reporter.begin(step + 1)
         batches = [self._micro(step * run.accumulate + i) for i in range(run.accumulate)]
-        loss, memory = self._measured(batches)
+        loss, memory = self._runner.measured(partial(self._gradients, batches))
         gradient_norm = self._use.optimizer.gradient_norm()
         norm = float(gradient_norm)
         lr = learning_rate(run.optimizer, step, run.steps)
@@ -158,7 +196,9 @@ class Trainer:
         tokens = self.at.tokens + sum(m.input_ids.numel() for m in batches)
         self.at = Position(step + 1, tokens, self.at.skipped + skipped)
         self._rng = capture_rng()
-        self._record(values, batches, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self._runner.took(seconds, metered=bool(memory))
+        self._record(values, batches, seconds)
 
     def _record(self, values: dict[str, Any], batches: list[Micro], seconds: float) -> None:
         read = sum(m.input_ids.numel() for m in batches)
@@ -172,20 +212,9 @@ class Trainer:
         self._folder.record(values)
         self._reporter.end(values)
 
-    def _measured(self, batches: list[Micro]) -> tuple[float, dict[str, int]]:
-        """As `_gradients`; the first time also the peak bytes, predicted and measured."""
-        if self._is_measured:
-            return self._gradients(batches), {}
-        with PeakMeter(self._use.device) as meter:
-            loss = self._gradients(batches)
-        self._is_measured = True
-        predicted = self._use.expected.new
-        self._reporter.note(compare(predicted, meter.peak))
-        return loss, {"memory_predicted_bytes": predicted, "memory_measured_bytes": meter.peak}
-
-    def _gradients(self, batches: list[Micro]) -> float:
+    def _gradients(self, batches: list[Micro], step: StepLike) -> float:
         """Adds the gradient of the mean loss over all trained tokens of the batches; that loss."""
-        step, total = self._use.step, sum(m.trained for m in batches)
+        total = sum(m.trained for m in batches)
         losses = []
         for place, micro in enumerate(batches):
             step.progress = partial(self._cells, place)
@@ -225,19 +254,36 @@ class Trainer:
         if self._run.nonfinite is OnNonfinite.SKIP and finding.weight is None:
             self._reporter.note(f"step {number} skipped: {finding.kind} is not finite")
             return finding.kind
-        described = [
-            {"sequence": index, "documents": list(names)}
-            for micro in batches
-            for index, names in zip(micro.indices, micro.batch.names, strict=True)
-        ]
-        values = report(finding, step=number, loss=loss, norm=norm, batches=described)
-        path = self._folder.write_json("diagnosis.json", values)
+        path = self._diagnose(report(finding, step=number, loss=loss, norm=norm), batches)
         self.save()
         raise Diverged(
             f"step {number}: {finding.kind} is not finite (loss {loss}); {finding.describe()}; "
             f"see {path}. The step before it is saved. Lower optimizer.lr and start in another "
             "folder, or set nonfinite to skip and run the same command to go on without this batch"
         )
+
+    def _nonfinite_heldout(self, batches: list[Micro], loss: float) -> None:
+        """Raises Diverged, after saving, unless the run is to go on."""
+        finding = find_nonfinite(loss, self._use.optimizer.parameters)
+        step = self.at.step
+        if self._run.nonfinite is OnNonfinite.SKIP and finding.weight is None:
+            self._reporter.note(f"step {step}: the held-out loss is not finite")
+            return
+        path = self._diagnose(report(finding, step=step, loss=loss, heldout=True), batches)
+        self.save()
+        raise Diverged(
+            f"step {step}: the held-out loss is not finite ({loss}); {finding.describe()}; see "
+            f"{path}. This step is saved. Lower optimizer.lr and start in another folder, or set "
+            "nonfinite to skip and run the same command to go on in spite of it"
+        )
+
+    def _diagnose(self, values: dict[str, Any], batches: list[Micro]) -> Path:
+        described = [
+            {"sequence": index, "documents": list(names)}
+            for micro in batches
+            for index, names in zip(micro.indices, micro.batch.names, strict=True)
+        ]
+        return self._folder.write_json("diagnosis.json", values | {"batches": described})
 
     def _evaluate_if_due(self) -> None:
         step, packing = self.at.step, self._use.corpus.held_out
@@ -249,38 +295,69 @@ class Trainer:
         # Spread over all of them, so that one long document does not stand for the rest.
         chosen = [place * there // count for place in range(count)]
         batches = [self._place(packing.once(i), (i,)) for i in chosen]
+        loss = self._runner.attempt(partial(self._heldout_loss, batches))
+        if not math.isfinite(loss):
+            self._nonfinite_heldout(batches, loss)
+        self.held_out[step] = loss
+        total = sum(m.trained for m in batches)
+        values = {"step": step, "heldout_loss": loss, "heldout_tokens": total}
+        self._folder.record(values | {"heldout_loss": as_json(loss)})
+        self._reporter.evaluated(values)
+
+    def _heldout_loss(self, batches: list[Micro], step: StepLike) -> float:
         total, loss = sum(m.trained for m in batches), 0.0
         for place, micro in enumerate(batches):
-            self._use.step.progress = partial(self._evaluating, place, count)
+            step.progress = partial(self._evaluating, place, len(batches))
             loss += float(
-                self._use.step.evaluate(
+                step.evaluate(
                     micro.input_ids,
                     micro.input_ids,
                     micro.document_ids,
                     trained_tokens=max(1, total),
                 )
             )
-        self._use.step.progress = None
-        self.held_out[step] = loss
-        values = {"step": step, "heldout_loss": loss, "heldout_tokens": total}
-        self._folder.record(values | {"heldout_loss": as_json(loss)})
-        self._reporter.evaluated(values)
+        step.progress = None
+        return loss
 
     def _evaluating(self, place: int, count: int, progress: CellsDone) -> None:
         self._interrupt.check()
         self._reporter.evaluating((place + progress.work_done / progress.work) / count, progress)
 
+    def _rehearsing(self, progress: CellsDone) -> None:
+        self._interrupt.check()
+        self._reporter.rehearsing(progress.work_done / progress.work, progress)
 
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Transformers' own progress bars would tear ours apart."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    def _measuring(self, what: str) -> None:
+        self._interrupt.check()
+        self._reporter.measuring(what)
+
+    def _recall(self, question: Question) -> Choice | None:
+        """A run that goes on keeps its plan; one that begins has none."""
+        if self.at.step == 0:
+            return None
+        return recall_plan(self._folder.path / PLAN, question, self._parts.evaluate)
+
+    def _ready(self, choice: Choice, expected: Expected) -> None:
+        self._folder.write_json("about.json", about(self._use, choice, expected))
+        if choice.plan is not None:
+            self._folder.write_json(PLAN, plan_json(choice))
+
+    def _replanned(self, shortage: Shortage, choice: Choice) -> None:
+        self._folder.record({"step": self.at.step + 1, **shortage_json(shortage, choice)})
+
+    def _rewind(self) -> None:
+        self._use.optimizer.clear()
+        restore_rng(self._rng)
+
+
+def _position(restored: Restored) -> Position:
     try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
+        return build(Position, restored.state.get("position") or {})
+    except (Refused, TypeError, AttributeError) as error:
+        raise Refused(
+            f"{restored.path / 'state.json'}: position: expected step, tokens and skipped, got "
+            f"{restored.state.get('position')!r}; move this folder away"
+        ) from error
 
 
 def _due(step: int, every: int, first: bool = False) -> bool:

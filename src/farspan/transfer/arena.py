@@ -31,9 +31,10 @@ class Arena:
         """Hold at least `size` bytes; a slab that is large enough stays. Its content is gone."""
         if size > self.nbytes:
             self.release()  # give back first: both would not fit
-            self._slab = torch.empty(size, dtype=torch.uint8, device=self._device)
+            slab = torch.empty(size, dtype=torch.uint8, device=self._device)
             if self._pinned:
-                _pin(self._slab)
+                _pin(slab)  # may fail: `release` must not unlock what was never locked
+            self._slab = slab
 
     def release(self) -> None:
         """Give the memory back."""

@@ -1,0 +1,163 @@
+"""Which schedule a run has: its own, a strategy's or the planner's; and which one comes next when
+memory ran out."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from farspan.memory.host import available_host_bytes
+from farspan.plan.question import Plan, Question
+from farspan.spec import MachineSpec, ModelSpec, Refused, RunSpec, Schedule, Tier
+from farspan.train.lighter import lighter
+from farspan.train.shortage import Shortage
+
+GIB = 2**30
+# Of what the plan that failed wanted of the tier, its successor may want so much.
+KEPT = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A schedule and how it came about."""
+
+    strategy: str
+    schedule: Schedule
+    reason: str = ""
+    plan: Plan | None = None  # where the planner chose
+
+
+class Chooser(Protocol):
+    """Chooses for one model on one machine."""
+
+    def first(self) -> Choice:
+        """What to begin with. Raises Refused."""
+
+    def again(self, before: Choice, shortage: Shortage) -> Choice:
+        """What needs less than `before` of what ran out. Raises Refused when nothing does."""
+
+
+@dataclass(slots=True)
+class NamedChooser:
+    """A schedule that the run gives, by name or in full. The model is only looked at when memory
+    runs out: the same strategy then goes on with smaller pieces and more of it on the host."""
+
+    strategy: str
+    schedule: Schedule
+    run: RunSpec
+    model: Callable[[], ModelSpec]
+    unified: bool  # both tiers lie in main memory
+
+    def first(self) -> Choice:
+        return Choice(self.strategy, self.schedule)
+
+    def again(self, before: Choice, shortage: Shortage) -> Choice:
+        tiers = tuple(Tier) if self.unified else (shortage.tier,)
+        found = lighter(self.model(), self.run, before.schedule, tiers, KEPT)
+        if found is None:
+            raise Refused(
+                f"schedule: nothing in {describe_schedule(before)} can be made smaller; shorten "
+                "the context, use a smaller batch, or let strategy: auto choose"
+            )
+        return Choice(self.strategy, found, f"less on the {shortage.tier} than before")
+
+
+@dataclass(slots=True)
+class PlannedChooser:
+    """The planner's schedule for the machine at hand.
+
+    Budgets only ever shrink: after a shortage to nine tenths of what the plan wanted of that tier,
+    or to what is free now, if that is less.
+    """
+
+    ask: Callable[[], Question]
+    best_plan: Callable[[Question], Plan]
+    free: Callable[[MachineSpec], MachineSpec]  # as much of it as can be had now
+    recall: Callable[[Question], Choice | None]  # what was chosen before
+    question: Question | None = None
+
+    def first(self) -> Choice:
+        question = self._limited(self.ask())
+        return self.recall(question) or self._choose(question)
+
+    def again(self, before: Choice, shortage: Shortage) -> Choice:
+        assert before.plan is not None, "a planned run has a plan"
+        assert self.question is not None, "there was a first choice"
+        machine = self.question.machine
+        device, host = before.plan.device.total, before.plan.host.total
+        if machine.unified:
+            machine = _cap(machine, host_bytes=device + host)
+        elif shortage.tier is Tier.DEVICE:
+            machine = _cap(machine, device_bytes=device)
+        else:
+            machine = _cap(machine, host_bytes=host)
+        return self._choose(self._limited(replace(self.question, machine=machine)))
+
+    def _limited(self, question: Question) -> Question:
+        self.question = replace(question, machine=self.free(question.machine))
+        return self.question
+
+    def _choose(self, question: Question) -> Choice:
+        plan = self.best_plan(question)
+        if not plan.fits:
+            raise Refused(
+                f"schedule: none fits {_room(question.machine)}: {plan.reason or plan.strategy}; "
+                f"{plan.remedy or 'shorten the context'}"
+            )
+        return Choice(plan.strategy, plan.schedule, plan.reason, plan)
+
+
+def free_now(machine: MachineSpec, device: torch.device, held: int) -> MachineSpec:
+    """The machine with no more memory than this process can have now. `held` bytes are what the
+    run has of the tier where its weights live already, and may keep."""
+    host = available_host_bytes()
+    if machine.unified:
+        return replace(machine, host_bytes=min(machine.host_bytes, host + held))
+    free, _ = torch.cuda.mem_get_info(device)
+    # The context and the libraries' workspaces, which `reserve` stands for, are not free any more.
+    mine = free + torch.cuda.memory_reserved(device) + machine.reserve
+    return replace(
+        machine,
+        device_bytes=min(machine.device_bytes, mine),
+        host_bytes=min(machine.host_bytes, host),
+    )
+
+
+def describe_schedule(choice: Choice) -> str:
+    """The schedule on one line."""
+    schedule = choice.schedule
+    sizes = schedule.groups if isinstance(schedule.groups, tuple) else (schedule.groups,)
+    groups = " + ".join(str(size) for size in sizes)
+    many = "" if isinstance(schedule.groups, tuple) else " each"
+    parts = [
+        f"chunk {schedule.chunk:,}",
+        f"groups of {groups} layer{'s' if sizes[-1] > 1 else ''}{many}",
+        f"x on {schedule.x}",
+        f"K, V on {schedule.kv}" + (f", kept on {schedule.kv_home}" * schedule.kv_kept),
+        _share("attention", schedule.attention_kept, schedule.attention),
+        _share("activations", schedule.activations_kept, schedule.activations),
+    ]
+    if schedule.layer_checkpoint:
+        parts.append("backward layer by layer")
+    return f"{choice.strategy}: {'; '.join(parts)}"
+
+
+def _share(what: str, fraction: float, tier: Tier) -> str:
+    return f"{what} {fraction:.0%} on {tier}" if fraction > 0 else f"{what} not kept"
+
+
+def _cap(machine: MachineSpec, **wanted: int) -> MachineSpec:
+    return replace(
+        machine,
+        **{name: min(getattr(machine, name), int(KEPT * size)) for name, size in wanted.items()},
+    )
+
+
+def _room(machine: MachineSpec) -> str:
+    if machine.unified:
+        return f"{machine.host_bytes / GIB:.2f} GiB of main memory"
+    return (
+        f"{machine.device_bytes / GIB:.2f} GiB on the device and {machine.host_bytes / GIB:.2f} "
+        "GiB on the host"
+    )

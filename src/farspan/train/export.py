@@ -1,0 +1,54 @@
+"""The trained model as a folder, and which checkpoint it was made of."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+from farspan.data.tokenizers import Tokenizer, reads_back
+from farspan.train.durable import PARTIAL, digest, publish, read_json, write_bytes, writing
+
+# Beside the weights: the SHA-256 of the manifest, and so of every file, of a checkpoint. A folder
+# without it, or with another one, is not the result of this run and is replaced.
+SOURCE = "farspan.json"
+
+
+def export(
+    model: Any, tokenizer: Tokenizer, checkpoint: Path, folder: Path, note: Callable[[str], None]
+) -> None:
+    """Writes `folder`, which `from_pretrained` reads, unless it was made of this very checkpoint.
+
+    Raises WriteFailed.
+    """
+    source = {
+        "checkpoint": checkpoint.name,
+        "manifest_sha256": digest(checkpoint / "manifest.json"),
+    }
+    if read_json(folder / SOURCE) == source:
+        return
+    partial = folder.with_name(f"{PARTIAL}{folder.name}")
+    with writing(partial), _without_bars():
+        model.save_pretrained(partial)
+        tokenizer.save(partial)
+        write_bytes(partial / SOURCE, json.dumps(source).encode("utf-8"))
+    publish(partial, folder)
+    if not reads_back(tokenizer, folder):
+        note(
+            f"warning: for this model type transformers reads the tokenizer in {folder} as another "
+            "one; load it with PreTrainedTokenizerFast, or from where the run has it"
+        )
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Transformers' own progress bars would tear ours apart."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

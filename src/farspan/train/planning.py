@@ -1,0 +1,132 @@
+"""What a run asks the planner: its own model, looked at, on the machine at hand."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from farspan.models.boundary import Boundary
+from farspan.models.describe import describe
+from farspan.plan.architecture import Architecture
+from farspan.plan.describe import model_spec
+from farspan.plan.families import architecture_from
+from farspan.plan.question import Plan, Question
+from farspan.spec import LayerWork, ModelSpec, Refused, RunSpec, Schedule
+from farspan.train.choice import Choice, Chooser, NamedChooser, PlannedChooser, free_now
+from farspan.train.config import AUTO, RunConfig
+from farspan.train.durable import read_json
+from farspan.train.parts import Parts
+from farspan.train.setup import Equipment
+from farspan.train.strict import build, to_mapping
+
+PROJECTIONS = 3  # q, k and v, where nothing better is known
+
+
+def make_chooser(
+    run: RunConfig,
+    use: Equipment,
+    parts: Parts,
+    recall: Callable[[Question], Choice | None],
+    progress: Callable[[str], None],
+) -> Chooser:
+    """Chooses the run's schedules. Nothing is looked at or measured before the first choice;
+    `progress` hears then what is measured, and may raise to abandon it."""
+    shape = RunSpec(run.batch, run.context)
+    named = run.schedule.strategy
+    if named == AUTO:
+        return PlannedChooser(
+            ask=lambda: ask(run, use, parts, progress),
+            best_plan=parts.best_plan,
+            free=lambda machine: free_now(machine, use.device, use.touched_bytes()),
+            recall=recall,
+        )
+    base = Schedule()
+    if named is not None:
+        layers = use.model.config.get_text_config().num_hidden_layers
+        base = parts.strategy(named, layers, run.context)
+    return NamedChooser(
+        strategy=named or "the run's own",
+        schedule=run.schedule.apply(base),
+        run=shape,
+        model=lambda: describe(Boundary(use.model)),
+        unified=use.device.type == "cpu",
+    )
+
+
+def ask(run: RunConfig, use: Equipment, parts: Parts, progress: Callable[[str], None]) -> Question:
+    """One batch of the run on the machine at hand."""
+    model, architecture = planned_model(use.model, run.model.dtype.value)
+    machine = parts.machine(use.device, progress)
+    return Question(
+        model=model,
+        run=RunSpec(run.batch, run.context),
+        machine=replace(machine, devices=1),  # its link and all main memory are this run's
+        dtype=run.model.dtype.value,
+        architecture=architecture,
+    )
+
+
+def planned_model(model: nn.Module, dtype: str) -> tuple[ModelSpec, Architecture | None]:
+    """The model as it is, with the work of its layers: as its family is known to do it, otherwise
+    estimated from its weights."""
+    boundary = Boundary(model)
+    spec = describe(boundary)
+    try:
+        architecture = architecture_from(boundary.model.config)
+        known = [layer.work for layer in model_spec(architecture, dtype).layers]
+    except Refused:
+        architecture, known = None, []
+    active = getattr(boundary.model.config.get_text_config(), "num_experts_per_tok", None) or 1
+    layers = []
+    for index, layer in enumerate(spec.layers):
+        module = boundary.layers[index]
+        guess = _estimate(module, active, layer.activation_bytes)
+        work = known[index] if len(known) == len(spec.layers) else guess
+        if work.parameters != guess.parameters:  # such as adapters, or a family of its own making
+            work = guess
+        layers.append(replace(layer, work=replace(work, trainable=guess.trainable)))
+    return replace(spec, layers=tuple(layers)), architecture
+
+
+def _estimate(layer: nn.Module, active: int, saved: int) -> LayerWork:
+    """Every matrix is multiplied once a token; of stacked experts, `active` are. What autograd
+    saves is written once and read once: elementwise work moves at least so much."""
+    weights = list(layer.parameters())
+    products = [(w.shape[1], w.shape[0]) for w in weights if w.ndim == 2]
+    products += [(w.shape[1], w.shape[2]) for w in weights if w.ndim == 3 for _ in range(active)]
+    return LayerWork(
+        parameters=sum(w.numel() for w in weights),
+        trainable=sum(w.numel() for w in weights if w.requires_grad),
+        products=tuple(products),
+        projections=min(PROJECTIONS, len(products)),
+        forward_traffic=saved,
+        backward_traffic=saved,
+    )
+
+
+def plan_json(choice: Choice) -> dict[str, Any]:
+    """The content of plan.json: the plan, and what finds it again."""
+    assert choice.plan is not None, "a planned run has a plan"
+    return {
+        "machine": choice.plan.question.machine.name,
+        "fields": to_mapping(choice.schedule),
+        **choice.plan.to_json(),
+    }
+
+
+def recall_plan(
+    path: Path, question: Question, evaluate: Callable[[Question, str, Schedule], Plan]
+) -> Choice | None:
+    """The schedule of an earlier part of this run, so that it goes on to the same bits; None when
+    it was for another machine or does not fit any more."""
+    known = read_json(path)
+    if known is None or known.get("machine") != question.machine.name:
+        return None
+    try:
+        schedule = build(Schedule, known["fields"])
+        plan = evaluate(question, str(known["strategy"]), schedule)
+    except (Refused, KeyError, TypeError):
+        return None
+    return Choice(plan.strategy, schedule, "as planned before", plan) if plan.fits else None

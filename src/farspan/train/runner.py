@@ -1,0 +1,202 @@
+"""Runs the engine for a run: chooses a schedule, rehearses it, and when memory runs out chooses
+another one and does the same work over."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, TypeVar
+
+from farspan.engine.meter import PeakMeter
+from farspan.spec import Refused, Tier
+from farspan.train.choice import Choice, Chooser, describe_schedule
+from farspan.train.config import RunConfig
+from farspan.train.memory import Expected, compare, describe, mib
+from farspan.train.parts import CellsDone, Parts, StepLike
+from farspan.train.setup import Equipment
+from farspan.train.shortage import OutOfMemory, Shortage, clear_up, find_shortage
+from farspan.train.strict import to_mapping
+
+T = TypeVar("T")
+
+REPLANS = 4  # for the same work
+
+
+@dataclass(frozen=True, slots=True)
+class Callbacks:
+    """How the runner speaks to the rest of training."""
+
+    note: Callable[[str], None]  # to a person
+    watch: Callable[[CellsDone], None]  # after each cell of a rehearsal; may raise to abandon it
+    ready: Callable[[Choice, Expected], None]  # a schedule has been rehearsed
+    replanned: Callable[[Shortage, Choice], None]  # and what is tried next
+    rewind: Callable[[], None]  # back to where the work began: gradients, random numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A plan beside what happened."""
+
+    predicted_bytes: int  # of tensors: the reserve left out; on a CPU both tiers together
+    measured_bytes: int
+    predicted_seconds: float  # of an update
+    measured_seconds: float | None  # the median; the first step, which is metered, left out
+
+    def describe(self) -> str:
+        """One line for a person."""
+        measured = self.measured_seconds
+        seconds = "not" if measured is None else f"{measured:,.3f} s"
+        return (
+            f"plan: {mib(self.predicted_bytes)} predicted, {mib(self.measured_bytes)} measured; "
+            f"a step in {self.predicted_seconds:,.3f} s predicted, {seconds} measured"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+class Runner:
+    """Owns the engine, which is made when there is first work for it.
+
+    Invariant: whatever is returned was computed by one schedule from beginning to end.
+    """
+
+    def __init__(
+        self, run: RunConfig, use: Equipment, parts: Parts, chooser: Chooser, callbacks: Callbacks
+    ) -> None:
+        self._run = run
+        self._use = use
+        self._parts = parts
+        self._chooser = chooser
+        self._tell = callbacks
+        self._choice: Choice | None = None
+        self._expected: Expected | None = None
+        self._step: StepLike | None = None
+        self._peak: int | None = None  # bytes of a step beside weights and optimizer
+        self._seconds: list[float] = []  # of whole steps after the metered one
+
+    def make_ready(self) -> None:
+        """Chooses and rehearses now. Raises Refused, or what `watch` raises."""
+        self.attempt(lambda _: None)
+
+    def attempt(self, work: Callable[[StepLike], T]) -> T:
+        """What `work` returns, with as many schedules as it takes. Raises OutOfMemory."""
+        tried: list[str] = []
+        while True:
+            try:
+                return work(self._ready())
+            except (RuntimeError, MemoryError, Refused) as error:
+                shortage = find_shortage(error)
+                if shortage is None:
+                    raise
+            # Outside the handler: the exception holds the step's frames, and they its tensors.
+            self._give_up(shortage, tried)
+
+    def measured(self, work: Callable[[StepLike], T]) -> tuple[T, dict[str, int]]:
+        """As `attempt`; the first time with a schedule also the peak bytes, expected and found."""
+        if self._peak is not None:
+            return self.attempt(work), {}
+        peak = 0
+
+        def metered(step: StepLike) -> T:
+            nonlocal peak
+            with PeakMeter(self._use.device) as meter:
+                result = work(step)
+            peak = meter.peak
+            return result
+
+        result = self.attempt(metered)
+        assert self._expected is not None, "work is done with what was rehearsed"
+        self._peak = peak
+        self._tell.note(compare(self._expected.new, peak))
+        return result, {
+            "memory_predicted_bytes": self._expected.new,
+            "memory_measured_bytes": peak,
+        }
+
+    def took(self, seconds: float, *, metered: bool) -> None:
+        """A whole step took so long."""
+        if not metered and self._peak is not None:
+            self._seconds.append(seconds)
+
+    def compare(self) -> Comparison | None:
+        """The plan beside what was measured; None without a plan or a measured step."""
+        plan = self._choice.plan if self._choice else None
+        if plan is None or self._peak is None:
+            return None
+        on_cpu = self._use.device.type == "cpu"
+        update = plan.seconds.optimizer
+        return Comparison(
+            predicted_bytes=plan.device.total
+            - plan.device.parts.get("reserve", 0)
+            + (plan.host.total if on_cpu else 0),
+            measured_bytes=self._use.held_bytes() + self._peak,
+            predicted_seconds=(plan.seconds.total - update) * self._run.accumulate + update,
+            measured_seconds=median(self._seconds) if self._seconds else None,
+        )
+
+    def _ready(self) -> StepLike:
+        """The engine, rehearsed."""
+        if self._choice is None:
+            self._choice = self._chooser.first()
+            self._tell.note(f"schedule: {describe_schedule(self._choice)}{_because(self._choice)}")
+        if self._step is None:
+            self._step = self._parts.make_step(self._use.model, self._choice.schedule)
+            self._expected = None
+        if self._expected is None:
+            self._tell.note("rehearsing a short step to see what a cell holds")
+            self._expected = self._parts.expect_memory(
+                self._step,
+                self._run.batch,
+                self._run.context,
+                self._use.optimizer.tensors(),
+                self._tell.watch,
+            )
+            self._tell.note(describe(self._expected))
+            self._tell.ready(self._choice, self._expected)
+        return self._step
+
+    def _give_up(self, shortage: Shortage, tried: list[str]) -> None:
+        """Clears away what failed and chooses what comes next. Raises OutOfMemory."""
+        if self._step is not None:
+            self._step.release()
+        self._step, self._peak, self._seconds = None, None, []
+        self._tell.rewind()
+        clear_up(self._use.device)
+        if self._choice is None:  # before any schedule: nothing can be made smaller
+            raise OutOfMemory(f"memory: {shortage.message}")
+        tried.append(f"{describe_schedule(self._choice)}: {shortage.message}")
+        if len(tried) > REPLANS:
+            raise OutOfMemory(f"memory: ran out with {_listed(tried)}; shorten the context")
+        try:
+            choice = self._chooser.again(self._choice, shortage)
+        except Refused as error:
+            raise OutOfMemory(f"memory: ran out with {_listed(tried)}; then {error}") from None
+        self._tell.note(
+            f"out of memory ({_place(shortage.tier, self._use)}): {shortage.message}\n"
+            f"trying the same again, {len(tried)} of {REPLANS}: {describe_schedule(choice)}"
+            f"{_because(choice)}"
+        )
+        self._tell.replanned(shortage, choice)
+        self._choice = choice
+
+
+def shortage_json(shortage: Shortage, choice: Choice) -> dict[str, Any]:
+    """A shortage and what followed, for metrics.jsonl."""
+    return {
+        "out_of_memory": shortage.tier.value,
+        "message": shortage.message,
+        "schedule": to_mapping(choice.schedule),
+    }
+
+
+def _because(choice: Choice) -> str:
+    return f" ({choice.reason})" if choice.reason else ""
+
+
+def _place(tier: Tier, use: Equipment) -> str:
+    return "main memory" if use.device.type == "cpu" else tier.value
+
+
+def _listed(tried: list[str]) -> str:
+    return "; ".join(f"({place}) {text}" for place, text in enumerate(tried, start=1))
