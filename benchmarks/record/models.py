@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from farspan.plan.build import build_program
 from farspan.plan.local import local_model, local_run, local_schedule
-from farspan.plan.program import AttentionMode, Backward, Forward, Program
+from farspan.plan.program import AttentionMode, Backward, Forward, Head, Program
 from farspan.plan.question import Layout, Optimizer, Question
 from farspan.plan.seconds import Prices
 from farspan.spec import Curve, LayerSpec, LayerWork, MachineSpec, ModelSpec, Rates, RunSpec, Schedule
@@ -80,10 +80,27 @@ def first_cells(program: Program, chunk: int) -> tuple[Forward, Backward]:
 def layer_seconds(question: Question) -> tuple[float, float, float]:
     """One layer over the whole sequence: its forward, its forward given O, its backward. Products,
     attention, traffic and collectives are priced as for any program."""
-    tokens = question.run.tokens
-    program = program_of(question, Schedule(chunk=tokens, kv_block=tokens))
-    prices = Prices(question, program)
-    forward, backward = first_cells(program, 0)
+    prices = whole_prices(question)
+    forward, backward = first_cells(prices.program, 0)
     given = replace(forward, mode=AttentionMode.GIVEN)
     seconds = [prices.of(i).compute + prices.of(i).collective for i in (forward, given, backward)]
     return seconds[0], seconds[1], seconds[2]
+
+
+def head_seconds(question: Question) -> float:
+    """The head over the whole sequence, forward and backward."""
+    return whole_prices(question).of(Head(0, gradient=True)).compute
+
+
+def gather_seconds(question: Question) -> float:
+    """What ZeRO-3 moves in a step of one sequence: weights before each pass, gradients after it."""
+    tokens = question.run.tokens
+    return Prices(question, program_of(question, Schedule(chunk=tokens))).gathers()
+
+
+def whole_prices(question: Question) -> Prices:
+    """Prices of a program of one layer and one chunk, the whole sequence."""
+    model, tokens = question.model, question.run.tokens
+    short = replace(model, layers=model.layers[:1] * question.layout.pipeline)
+    question = replace(question, model=short)
+    return Prices(question, program_of(question, Schedule(chunk=tokens, kv_block=tokens)))

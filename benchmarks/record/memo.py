@@ -1,0 +1,282 @@
+"""MEMO's Tables 3, 4, 5 and 7: GPT models on A800 nodes, and its baselines.
+
+MEMO is the schedule `memo` with one chunk: x, O and LSE of every token on host, a fraction alpha of
+the other activations too. What its description (sections 3.2, 4.1, 4.2) and Megatron-LM add:
+
+- two rounding buffers of one layer's 16 h-wide tensors, whatever alpha is;
+- a rank holds 1 / (TP CP) of every tensor; sequence parallelism gathers the input of a product and
+  the gradient of one over TP, so two h-wide tensors of N / CP tokens stand beside the layer;
+- weights and their gradients in 2 and 4 bytes, ZeRO-1 states of 12 bytes over DP and CP;
+- the head's logits in fp32, over TP and CP;
+- recomputation stops before the MLP's second product, whose output nothing needs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from benchmarks.record.cells import KILO, published
+from benchmarks.record.models import (
+    BF16,
+    ask,
+    decoder,
+    gather_seconds,
+    head_seconds,
+    layer_seconds,
+    program_of,
+    with_rates,
+)
+from farspan.plan.machines import machine
+from farspan.plan.question import Layout
+from farspan.plan.simulate import simulate
+from farspan.spec import MachineSpec, ModelSpec, Schedule, Tier
+
+BATCH = 16  # sequences an iteration, from wall time, throughput and length of every row
+SKELETAL = 16  # h-wide tensors a layer saves (section 3.2, Figure 4)
+OTHERS = SKELETAL - 2  # all but x and O, swapped by the fraction alpha
+BACKWARD_MLP = 8  # h-wide: gradients of the GELU's output and of its input
+GATHERED = 2  # h-wide tensors of N / CP tokens under sequence parallelism
+RECOMPUTED = 8 / 12  # of a layer's products: q, k, v, the output's, the MLP's first
+PEAK = 312e12
+NODE = 8
+SAMPLE = 1 << 16  # tokens; bytes grow in proportion
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How devices share a sequence, and how many sequences there are."""
+
+    tensor: int = 1
+    context: int = 1
+    data: int = 1
+    pipeline: int = 1
+
+    @property
+    def sequence(self) -> int:
+        return self.tensor * self.context
+
+    @property
+    def devices(self) -> int:
+        return self.sequence * self.data * self.pipeline
+
+
+@cache
+def model_of(size: str) -> ModelSpec:
+    """A model of Table 2. The head is the embedding: only so 49.45% follows from 3578.86 tokens."""
+    shape = published("memo")["models"][size]
+    heads, hidden = shape["heads"], shape["hidden"]
+    return decoder(
+        f"GPT {size}",
+        shape["layers"],
+        (heads, heads, hidden // heads),
+        shape["width"],
+        shape["vocab"],
+        gated=False,
+        activation_bytes=(OTHERS - 2) * BF16 * hidden,  # K and V are buffers of their own
+        tied=True,
+    )
+
+
+# -- bytes -----------------------------------------------------------------------------------------
+
+
+def wide(model: ModelSpec, tokens: int, share: int) -> float:
+    """Bytes of an h-wide tensor of 1 / share of the tokens."""
+    return BF16 * model.hidden * tokens / share
+
+
+def state_bytes(model: ModelSpec, split: Split) -> float:
+    """Weights, fp32 gradients, and ZeRO-1's share of master weights and moments."""
+    own = model.parameters / (split.tensor * split.pipeline)
+    return own * (2 + 4 + 12 / (split.data * split.context))
+
+
+def memo_bytes(model: ModelSpec, tokens: int, split: Split) -> float:
+    """MEMO's device bytes at the fullest moment, in the last layers or in the head."""
+    one = wide(model, tokens, split.sequence)
+    layer = BACKWARD_MLP * one + GATHERED * wide(model, tokens, split.context)
+    head = 4.0 * model.vocab * tokens / split.sequence
+    return state_bytes(model, split) + 2 * SKELETAL * one + max(layer, head)
+
+
+def recompute_bytes(model: ModelSpec, tokens: int, split: Split) -> float:
+    """Megatron-LM with every layer recomputed: inputs of all layers, one layer's activations."""
+    one = wide(model, tokens, split.sequence)
+    inputs = len(model.layers) / split.pipeline * one
+    layer = (SKELETAL + BACKWARD_MLP) * one + GATHERED * wide(model, tokens, split.context)
+    head = 4.0 * model.vocab * tokens / split.sequence
+    return state_bytes(model, split) + inputs + max(layer, head)
+
+
+def ulysses_bytes(model: ModelSpec, tokens: int, split: Split) -> float:
+    """DeepSpeed-Ulysses with ZeRO-3 and every layer recomputed; nothing is gathered by tokens, the
+    weights of two layers are. The head is not sharded: logits in bf16, in fp32 and their gradient.
+    """
+    one = wide(model, tokens, split.sequence)
+    states = 16.0 * model.parameters / split.devices
+    gathered = 2 * BF16 * (model.layers[0].work.parameters + model.vocab * model.hidden)
+    layer = (SKELETAL + BACKWARD_MLP) * one
+    head = (2 + 4 + 4) * model.vocab * tokens / split.sequence
+    return states + gathered + len(model.layers) * one + max(layer, head)
+
+
+@cache
+def host_row(size: str, alpha: float) -> float:
+    """Host bytes a token: of the program of `SAMPLE` tokens, simulated."""
+    model = model_of(size)
+    # MEMO swaps K and V with the other activations rather than making them again.
+    swapped = replace(model.layers[0], activation_bytes=OTHERS * BF16 * model.hidden)
+    model = replace(model, layers=(swapped,) * len(model.layers))
+    schedule = Schedule(
+        chunk=SAMPLE // 8,
+        groups=1,
+        x=Tier.HOST,
+        attention=Tier.HOST,
+        attention_kept=1.0,
+        activations=Tier.HOST,
+        activations_kept=alpha,
+    )
+    program = program_of(ask(model, SAMPLE, machine("a800")), schedule)
+    return simulate(program).peak[Tier.HOST] / SAMPLE
+
+
+def node_bytes(size: str, tokens: int, split: Split, alpha: float) -> int:
+    """Host bytes of the fullest node, whose ranks have 1 / (TP CP) of a sequence each."""
+    return int(host_row(size, alpha) * tokens / split.sequence * min(NODE, split.devices))
+
+
+@cache
+def host_limit() -> float:
+    """Bytes of a node that swapping may take: between what ran and what did not in Table 5."""
+    table = published("memo")["tables"]["table5"]
+    ran, failed = [0], [1 << 62]
+    for length, row in table["rows"].items():
+        for alpha, value in zip(table["alpha"], row, strict=True):
+            took = node_bytes("7B", int(length) * KILO, ABLATION, alpha)
+            (failed if value == "oohm" else ran).append(took)
+    assert max(ran) < min(failed)
+    return (max(ran) + min(failed)) / 2
+
+
+# -- seconds ---------------------------------------------------------------------------------------
+
+ABLATION = Split(tensor=4, context=2)  # of Tables 4 and 5 (section 5.3)
+# Attention's rate from the one cell where nothing is recomputed and nothing waits; the link's from
+# the one where the wait is longest.
+CALIBRATION = {"attention": (256, 1.0, 53.62), "link": (192, 1.0, 49.69)}
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What a system does between a forward and its backward."""
+
+    alpha: float = 0.0
+    swaps: bool = True  # x, O and alpha of the rest go to host; else all is recomputed from x
+    ulysses: bool = False
+
+
+def layout_of(split: Split, way: Way) -> Layout:
+    if way.ulysses:
+        return Layout(ulysses=split.context, data=split.data, fsdp=True)
+    return Layout(
+        tensor=split.tensor,
+        ring=split.context,
+        data=split.data,
+        pipeline=split.pipeline,
+        fsdp=False,
+    )
+
+
+def swap_seconds(model: ModelSpec, tokens: int, split: Split, alpha: float, link: float) -> float:
+    """A layer's x, O and its share of the rest over the link of one rank."""
+    return (2 + OTHERS * alpha) * wide(model, tokens, split.sequence) / link
+
+
+def iteration(
+    size: str, tokens: int, split: Split, way: Way, on: MachineSpec, link: float
+) -> float:
+    """Seconds of 16 sequences. With rounding buffers layer i + 2 waits for the copy of layer i, so
+    in a long row of layers each takes the longer of its computation and its copy."""
+    model = model_of(size)
+    question = ask(model, tokens, on, layout_of(split, way))
+    forward, given, backward = layer_seconds(question)
+    again = (1.0 - way.alpha) * RECOMPUTED * given if way.swaps else forward
+    copy = swap_seconds(model, tokens, split, way.alpha, link) if way.swaps else 0.0
+    layer = max(forward, copy) + max(backward + again, copy)
+    layers = len(model.layers) / split.pipeline
+    head = head_seconds(question)
+    steps = BATCH / split.data
+    bubble = (steps + split.pipeline - 1) / steps
+    gathers = gather_seconds(question) if way.ulysses else 0.0
+    return (layers * layer + head + gathers) * steps * bubble
+
+
+def useful_flop(model: ModelSpec, tokens: int) -> float:
+    """The paper's formula (section 5.1), a sample."""
+    linear = 6.0 * tokens * model.parameters
+    return linear + 6.0 * len(model.layers) * model.hidden * float(tokens) ** 2
+
+
+def mfu(size: str, tokens: int, split: Split, way: Way) -> float:
+    """In percent, by the paper's convention."""
+    on, link = calibrated()
+    took = iteration(size, tokens, split, way, on, link)
+    return _percent(size, tokens, split, took)
+
+
+def _percent(size: str, tokens: int, split: Split, took: float) -> float:
+    return 100.0 * BATCH * useful_flop(model_of(size), tokens) / (took * split.devices * PEAK)
+
+
+@cache
+def calibrated() -> tuple[MachineSpec, float]:
+    """The A800 with attention's rate, and one rank's link while eight copy."""
+    on = machine("a800")
+    rates = on.rates["bfloat16"]
+    forward, backward = (
+        curve.points[0][1] for curve in (rates.attention_forward, rates.attention_backward)
+    )
+
+    def scaled(factor: float) -> MachineSpec:
+        return with_rates(on, forward * factor, backward * factor)
+
+    def reached(factor: float, link: float, kind: str) -> float:
+        length, alpha, _ = CALIBRATION[kind]
+        took = iteration("7B", length * KILO, ABLATION, Way(alpha), scaled(factor), link)
+        return _percent("7B", length * KILO, ABLATION, took)
+
+    factor = _solve(lambda f: reached(f, 1e15, "attention"), CALIBRATION["attention"][2], 0.3, 1.6)
+    link = _solve(lambda b: reached(factor, b, "link"), CALIBRATION["link"][2], 1e9, 60e9)
+    return scaled(factor), link
+
+
+def _solve(rising: Any, target: float, low: float, high: float) -> float:
+    """Where a rising function meets the target."""
+    for _ in range(40):
+        middle = (low + high) / 2
+        if rising(middle) < target:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+# -- what fits ---------------------------------------------------------------------------------------
+
+
+def splits(size: str, devices: int, *, ulysses: bool = False) -> Iterator[Split]:
+    """Every layout of powers of two: TP within a node, or SP where it divides the heads."""
+    heads = model_of(size).layers[0].query_heads
+    powers = [1 << k for k in range(devices.bit_length()) if devices % (1 << k) == 0]
+    for tensor in [1] if ulysses else [p for p in powers if p <= NODE]:
+        for context in powers:
+            if devices % (tensor * context) or (ulysses and heads % context):
+                continue
+            yield Split(tensor, context, devices // (tensor * context))
+
+
+def usable_bytes() -> float:
+    """Device bytes of one A800 but for the reserve."""
+    on = machine("a800")
+    return on.device_bytes - on.reserve
