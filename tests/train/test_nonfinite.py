@@ -101,6 +101,56 @@ def test_weights_that_are_bad_already_stop_even_a_run_that_skips(
         fit(tiny_run(tmp_path, nonfinite=OnNonfinite.SKIP))
 
 
+class BadHeldout(TinyStep):
+    """The held-out loss is NaN from the second evaluation on; training is fine."""
+
+    evaluations = 0
+
+    def evaluate(self, *args: object, **kwargs: object) -> torch.Tensor:
+        loss = super().evaluate(*args, **kwargs)  # type: ignore[arg-type]
+        self.evaluations += 1
+        return loss * float("nan") if self.evaluations > 2 else loss
+
+
+def test_a_heldout_loss_that_is_not_finite_stops_the_run(
+    tmp_path: Path, bad: Callable[..., None]
+) -> None:
+    bad(BadHeldout)
+    run = tiny_run(tmp_path)
+    message = r"step 2: the held-out loss is not finite \(nan\); no parameter .*diagnosis\.json"
+    with pytest.raises(Diverged, match=message):
+        fit(run)
+    diagnosis = json.loads((tmp_path / "run" / "diagnosis.json").read_text())
+    assert (diagnosis["step"], diagnosis["not_finite"]) == (2, "held-out loss")
+    assert (diagnosis["loss"], diagnosis["grad_norm"]) == ("nan", None)
+    assert len(diagnosis["batches"]) == 2
+    checkpoints = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert checkpoints[-1] == "step-00000002"
+    quiet = Quiet()
+    bad(TinyStep)  # the same command evaluates again, and goes on if that is finite
+    assert fit(run, reporter=quiet).step == STEPS
+    assert "resuming after step 2 of 5" in quiet.notes
+    lines = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    held_out = [line["step"] for line in lines if "heldout_loss" in line]
+    assert held_out == [0, 2, 4, 5]
+
+
+def test_a_heldout_loss_that_is_not_finite_can_be_passed_over(
+    tmp_path: Path, bad: Callable[..., None]
+) -> None:
+    bad(BadHeldout)
+    run = tiny_run(tmp_path, nonfinite=OnNonfinite.SKIP)
+    quiet = Quiet()
+    result = fit(run, reporter=quiet)
+    assert (result.step, result.skipped) == (STEPS, 0)
+    assert "step 2: the held-out loss is not finite" in quiet.notes
+    lines = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [x["heldout_loss"] for x in lines if "heldout_loss" in x][1:] == ["nan"] * 3
+    again = fit(run)
+    assert again.heldout_loss is not None
+    assert again.heldout_loss != again.heldout_loss
+
+
 def test_a_norm_that_overflows_is_a_gradient_without_a_parameter() -> None:
     finding = find_nonfinite(1.0, {"w": torch.zeros(2)})
     assert finding.kind == "gradient"

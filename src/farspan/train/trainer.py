@@ -30,7 +30,6 @@ from farspan.train.progress import Reporter
 from farspan.train.runner import Callbacks, Comparison, Runner, shortage_json
 from farspan.train.setup import Equipment, about
 from farspan.train.shortage import OutOfMemory, Shortage
-from farspan.train.strict import build
 
 PLAN = "plan.json"
 
@@ -111,8 +110,8 @@ class Trainer:
             self._reporter.note(f"resuming after step {self.at.step} of {self._run.steps}")
         elif self._folder.model.exists():
             self._reporter.note(
-                f"{self._folder.model} is of an earlier run, whose checkpoints are gone; this run's "
-                "takes its place at the end"
+                f"{self._folder.model} is of an earlier run, whose checkpoints are gone; that of "
+                "this run takes its place at the end"
             )
         for line in self._folder.rewind(self.at.step):
             self.loss = line.get("loss", self.loss)
@@ -134,7 +133,7 @@ class Trainer:
             ) from error
 
     def compare(self) -> Comparison | None:
-        """The plan beside what was measured, also in the run folder; None where nothing was planned."""
+        """The plan beside what was measured, also in the run folder; None without a plan."""
         found = self._runner.compare()
         if found is not None:
             self._reporter.note(found.describe())
@@ -351,13 +350,15 @@ class Trainer:
 
 
 def _position(restored: Restored) -> Position:
-    try:
-        return build(Position, restored.state.get("position") or {})
-    except (Refused, TypeError, AttributeError) as error:
+    """Where a checkpoint stands. Raises Refused when it does not say."""
+    given: Any = restored.state.get("position")
+    whole = isinstance(given, dict) and given.keys() == {"step", "tokens", "skipped"}
+    if not whole or any(not isinstance(value, int) for value in given.values()):
         raise Refused(
             f"{restored.path / 'state.json'}: position: expected step, tokens and skipped, got "
-            f"{restored.state.get('position')!r}; move this folder away"
-        ) from error
+            f"{given!r}; move this folder away"
+        )
+    return Position(**given)
 
 
 def _due(step: int, every: int, first: bool = False) -> bool:

@@ -1,0 +1,128 @@
+"""What a person sees before the first step, and what a signal does there."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from farspan.engine.memory import forecast
+from farspan.engine.step import Progress, Step
+from farspan.spec import Schedule
+from farspan.train.config import ScheduleConfig
+from farspan.train.loop import train
+from farspan.train.parts import CellsDone, Parts
+from tests.train.test_interrupt import same_weights
+from tests.train.tiny import STEPS, Quiet, tiny_run
+from tests.zoo import make_model
+
+SCHEDULE = ScheduleConfig(strategy="grouped", chunk=16, groups=1)
+
+
+class Heard(Quiet):
+    """Also keeps the order in which things are said, and may send a signal at a rehearsed cell."""
+
+    def __init__(self, signal_at: int | None = None) -> None:
+        super().__init__()
+        self.order: list[str] = []
+        self.cells_rehearsed = 0
+        self.signal_at = signal_at
+
+    def note(self, text: str) -> None:
+        super().note(text)
+        self.order += text.splitlines()
+
+    def rehearsing(self, done: float, progress: CellsDone) -> None:
+        assert 0 < done <= 1
+        assert progress.cells_done <= progress.cells
+        self.order.append("rehearsed")
+        self.cells_rehearsed += 1
+        if self.cells_rehearsed == self.signal_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def begin(self, step: int) -> None:
+        self.order.append(f"step {step}")
+
+
+def place(order: list[str], start: str) -> int:
+    return next(index for index, line in enumerate(order) if line.startswith(start))
+
+
+def test_the_opening_lines_come_before_the_rehearsal_and_the_memory_before_step_one(
+    tmp_path: Path,
+) -> None:
+    heard = Heard()
+    train(tiny_run(tmp_path, schedule=SCHEDULE, steps=3), reporter=heard)
+    beginnings = [
+        str(tmp_path / "run"),
+        "data: ",
+        "schedule: grouped: chunk 16; groups of 1 layer each; x on host; K, V on device; "
+        "attention 100% on host; activations not kept",
+        "rehearsing",
+        "rehearsed",
+        "expected memory: device ",
+        "step 1",
+    ]
+    places = [place(heard.order, beginning) for beginning in beginnings]
+    assert places == sorted(places)
+    (line,) = (line for line in heard.order if line.startswith("expected memory"))
+    about = json.loads((tmp_path / "run" / "about.json").read_text())
+    memory = about["memory"]
+    device = memory["device"] + memory["optimizer"]
+    assert line.startswith(f"expected memory: device {device / 2**20:.1f} MiB (weights ")
+    assert line.endswith(f"; host {memory['host_arena'] / 2**20:.1f} MiB")
+
+
+@pytest.mark.parametrize("cell", [1, 5])
+def test_a_signal_ends_a_rehearsal_and_the_run_goes_on_later(tmp_path: Path, cell: int) -> None:
+    whole = tiny_run(tmp_path, schedule=SCHEDULE, folder=str(tmp_path / "whole"))
+    train(whole, reporter=Quiet())
+    run, heard = tiny_run(tmp_path, schedule=SCHEDULE), Heard(cell)
+    result = train(run, reporter=heard)
+    assert (result.step, result.signum) == (0, signal.SIGTERM)
+    assert heard.cells_rehearsed == cell
+    assert train(run, reporter=Quiet()).step == STEPS
+    same_weights(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_finished_run_is_not_rehearsed(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, schedule=SCHEDULE)
+    train(run, reporter=Quiet())
+    about = (tmp_path / "run" / "about.json").read_bytes()
+
+    def no_step(*_: object) -> Any:
+        pytest.fail("a finished run needs no engine")
+
+    heard = Heard()
+    result = train(run, parts=replace(Parts(), make_step=no_step), reporter=heard)
+    assert result.step == STEPS
+    assert heard.cells_rehearsed == 0
+    assert not any(line.startswith(("schedule", "rehearsing")) for line in heard.order)
+    assert (tmp_path / "run" / "about.json").read_bytes() == about
+
+
+def test_a_forecast_can_be_watched_and_abandoned() -> None:
+    model = make_model("qwen2")
+    step = Step(model, Schedule(chunk=64, kv_block=64))
+    seen: list[Progress] = []
+    watched = forecast(step, 1, 100, seen.append)
+    assert watched == forecast(step, 1, 100)
+    assert seen[-1].cells_done == seen[-1].cells == len(seen)
+
+    class Enough(Exception):
+        pass
+
+    def stop(_: Progress) -> None:
+        raise Enough
+
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(Enough):
+        forecast(step, 1, 100, stop)
+    assert step.progress is None
+    assert all(bool((p.grad == 1).all()) for p in model.parameters() if p.grad is not None)
+    assert sum(step.arena_bytes().values()) == 0
