@@ -1,0 +1,288 @@
+"""Rates of the device at hand: how fast is what a step is made of.
+
+A machine is rarely alone: another process can halve the speed of a CPU for seconds. So each call is
+measured in several passes, far apart, and the median of all its runs counts.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from farspan.attention.backends import BlockKernel, select_kernel
+from farspan.plan.blocks import Block
+from farspan.spec import BACKWARD_PRODUCTS, Curve, Tier
+from farspan.transfer.arena import Arena
+from farspan.transfer.copies import CopyEngine
+
+Call = Callable[[], object]
+Points = Iterator[tuple[float, int, Call]]  # size of a call, how many are made, what makes them
+
+SHORTEST = 1e-3  # seconds that one measurement takes at least: shorter calls are repeated
+KV_SHARE = 4  # query heads that share a K, V head, as in most models of today
+HEAD_DIM = 128  # of attention's curves
+WIDEST = 8192  # of a product
+LONGEST = 16384  # tokens of an attention call
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to look."""
+
+    longest: float  # seconds of a call that sizes grow up to
+    tries: int  # runs in a pass
+    passes: int
+    copied: int  # bytes of each arena that copies are timed on
+    queries: int  # of the calls that tell the softmax apart, eight times as many on a GPU
+
+
+THOROUGH = Effort(longest=0.03, tries=3, passes=3, copied=2**28, queries=1024)
+QUICK = Effort(longest=0.004, tries=3, passes=1, copied=2**26, queries=512)
+
+
+@dataclass(slots=True)
+class Bench:
+    """Times calls on one device. `runs` holds the seconds of each, pass after pass."""
+
+    device: torch.device
+    effort: Effort
+    clock: Callable[[], float] = time.perf_counter
+    generator: torch.Generator = field(init=False)
+    runs: dict[Hashable, list[float]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator(self.device).manual_seed(0)
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    def seconds(self, key: Hashable, call: Call) -> float:
+        """Of one call, which `key` names in every pass."""
+        first = min(self._run(call, 1) for _ in range(2))
+        repeats = max(1, math.ceil(SHORTEST / max(first, 1e-9)))
+        runs = self.runs.setdefault(key, [])
+        runs += [self._run(call, repeats) for _ in range(self.effort.tries)]
+        return statistics.median(runs)
+
+    def _run(self, call: Call, repeats: int) -> float:
+        self.wait()
+        start = self.clock()
+        for _ in range(repeats):
+            call()
+        self.wait()
+        return (self.clock() - start) / repeats
+
+    def wait(self) -> None:
+        if not self.on_cpu:
+            torch.cuda.synchronize(self.device)
+
+    def random(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, device=self.device).to(dtype)
+
+    def curve(self, key: Hashable, points: Points) -> Curve:
+        """Rates against size, sizes ascending, until a call takes too long."""
+        found = []
+        for size, count, call in points:
+            seconds = self.seconds((key, size), call) / count
+            found.append((size, size / seconds))
+            if seconds > self.effort.longest:
+                break
+        return Curve(tuple(found))
+
+
+# -- products ------------------------------------------------------------------------------------
+
+
+def products(bench: Bench, dtype: torch.dtype) -> Points:
+    """4w tokens by a w by w weight: y = x W, then dx = dy W'."""
+    for x, dy, weight in _linears(bench, dtype):
+        size = 2.0 * x.numel() * weight.shape[0]
+
+        def call(x: Tensor = x, dy: Tensor = dy, weight: Tensor = weight) -> None:
+            functional.linear(x, weight)
+            dy @ weight
+
+        yield size, 2, call
+
+
+def weight_products(bench: Bench, dtype: torch.dtype) -> Points:
+    """dW = dy' x of the same shapes."""
+    for x, dy, weight in _linears(bench, dtype):
+        size = 2.0 * x.numel() * weight.shape[0]
+        yield size, 1, lambda x=x, dy=dy: dy.t() @ x
+
+
+def _linears(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    width = 64
+    while width <= WIDEST:
+        x, dy = (bench.random(4 * width, width, dtype=dtype) for _ in range(2))
+        yield x, dy, bench.random(width, width, dtype=dtype)
+        width *= 2
+
+
+# -- attention -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One attention call of C queries on C keys, laid out as the engine's are."""
+
+    kernel: BlockKernel
+    block: Block
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+    @property
+    def work(self) -> int:
+        """Visible (query, key, head)."""
+        queries, keys = self.block.queries, self.block.keys
+        pairs = queries * (queries + 1) // 2 if self.block.causal else queries * keys
+        return pairs * self.q.shape[1]
+
+    def flop(self, *, backward: bool) -> float:
+        flop = 4.0 * self.work * self.q.shape[3]
+        return flop * BACKWARD_PRODUCTS if backward else flop
+
+    def call(self, *, backward: bool) -> Call:
+        scale = self.q.shape[3] ** -0.5
+
+        def forward() -> tuple[Tensor, Tensor]:
+            return self.kernel.forward(self.q, self.k, self.v, self.block, scale)
+
+        if not backward:
+            return forward
+        out, lse = forward()
+        return lambda: self.kernel.backward(
+            self.dout, self.q, self.k, self.v, out, lse, self.block, scale
+        )
+
+
+def attention(
+    bench: Bench, dtype: torch.dtype, tokens: int, width: int, *, causal: bool
+) -> Attention:
+    """A call with heads of `width`."""
+    heads = 8 if bench.on_cpu else 32
+    capability = (0, 0) if bench.on_cpu else torch.cuda.get_device_capability(bench.device)
+    start = 0 if causal else tokens
+    return Attention(
+        select_kernel(bench.device.type, dtype, width, width, None, capability),
+        Block(0, None, start, start + tokens, 0, tokens, causal),
+        bench.random(1, tokens, heads, width, dtype=dtype).transpose(1, 2),
+        *(
+            bench.random(tokens, 1, heads // KV_SHARE, width, dtype=dtype).permute(1, 2, 0, 3)
+            for _ in range(2)
+        ),
+        bench.random(1, tokens, heads, width, dtype=dtype).transpose(1, 2),
+    )
+
+
+def attentions(bench: Bench, dtype: torch.dtype, *, causal: bool, backward: bool) -> Points:
+    """Calls of ever more tokens."""
+    tokens = 256
+    while tokens <= LONGEST:
+        made = attention(bench, dtype, tokens, HEAD_DIM, causal=causal)
+        yield made.flop(backward=backward), 1, made.call(backward=backward)
+        tokens *= 2
+
+
+def softmax(bench: Bench, dtype: torch.dtype, *, backward: bool) -> float:
+    """Seconds of a query, key and head beside the products.
+
+    Heads half as wide take half of the products' time and all of this one's: t = p + s with wide
+    heads, p / 2 + s with narrow ones.
+    """
+    tokens = bench.effort.queries * (1 if bench.on_cpu else 8)
+    times = {}
+    for width in (HEAD_DIM, HEAD_DIM // 2):
+        made = attention(bench, dtype, tokens, width, causal=False)
+        key = dtype, width, backward
+        times[width] = bench.seconds(key, made.call(backward=backward)) / made.work
+    return max(0.0, 2 * times[HEAD_DIM // 2] - times[HEAD_DIM])
+
+
+# -- memory and copies ---------------------------------------------------------------------------
+
+
+def memory(bench: Bench) -> float:
+    """Bytes a second that elementwise work reads and writes. Results are fresh, as a model's are:
+    on a CPU their pages may have to be made first."""
+    size = 2**22 if bench.on_cpu else 2**28
+    x, y = (bench.random(size // 4, dtype=torch.float32) for _ in range(2))
+
+    def call() -> Tensor:
+        product = x * y
+        total = product + x
+        return functional.silu(total)
+
+    return (3 + 3 + 2) * size / bench.seconds(memory, call)
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Bytes a second between the tiers."""
+
+    fetch: float
+    evict: float
+    fetch_together: float
+    evict_together: float
+    pinned: float  # host memory made usable for copies
+
+
+def links(bench: Bench) -> Links:
+    """Copies between two arenas as a step makes them, chunk after chunk."""
+    whole = bench.effort.copied
+    arenas = {tier: Arena(tier, bench.device) for tier in Tier}
+    start = bench.clock()
+    for arena in arenas.values():
+        arena.reserve(whole)
+        arena.poison()
+    bench.wait()
+    pinned = 2 * whole / (bench.clock() - start)
+    copies = CopyEngine(bench.device)
+    piece = whole // 16
+    device, host = (
+        [arenas[tier].view(i * piece, (piece,), torch.uint8) for i in range(16)]
+        for tier in (Tier.DEVICE, Tier.HOST)
+    )
+
+    def fetch() -> None:
+        for target, source in zip(device, host, strict=True):
+            copies.fetch(target, source)
+
+    def evict() -> None:
+        for target, source in zip(host, device, strict=True):
+            copies.evict(target, source)
+
+    alone = [whole / bench.seconds(call.__name__, call) for call in (fetch, evict)]
+    together = alone if bench.on_cpu else _together(bench, whole, fetch, evict)
+    for arena in arenas.values():
+        arena.release()
+    return Links(*alone, *together, pinned)
+
+
+def _together(bench: Bench, whole: int, fetch: Call, evict: Call) -> list[float]:
+    """Each direction while the other one is kept busy on a stream of its own."""
+    rates = []
+    for mine, other in ((fetch, evict), (evict, fetch)):
+        here, there = torch.cuda.Stream(bench.device), torch.cuda.Stream(bench.device)
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        bench.wait()
+        with torch.cuda.stream(there):
+            for _ in range(4 * bench.effort.tries):
+                other()
+        with torch.cuda.stream(here):
+            start.record()
+            for _ in range(bench.effort.tries):
+                mine()
+            stop.record()
+        bench.wait()
+        rates.append(bench.effort.tries * whole / (start.elapsed_time(stop) * 1e-3))
+    return rates

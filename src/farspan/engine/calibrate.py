@@ -1,0 +1,199 @@
+"""Measure the machine at hand: what `farspan plan` and `farspan train` reckon with.
+
+Every rate is that of the code the engine runs: torch's products in the orders a linear layer needs,
+attention through `select_kernel`, elementwise work that allocates its results, copies between the
+arenas of a step, cells of a tiny model. Sizes grow until one call takes too long, so that the
+curves of a laptop and of an H200 both end where the machine is as fast as it gets.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from farspan.engine.bench import (
+    HEAD_DIM,
+    QUICK,
+    THOROUGH,
+    Bench,
+    Links,
+    attentions,
+    links,
+    memory,
+    products,
+    softmax,
+    weight_products,
+)
+from farspan.engine.machine import machine as versions
+from farspan.engine.step import Step
+from farspan.memory.host import available_host_bytes
+from farspan.plan.machines import MachineFile, machine, preset_of_gpu, read, user_file
+from farspan.plan.program import Backward, Forward
+from farspan.spec import Curve, MachineSpec, Rates, Refused, Schedule
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+LONGEST_SECONDS = 60.0  # no further pass begins that would end later
+LATENCY = 2e-5  # of a collective, which one process cannot measure
+ASSUMED = {
+    "peer": "assumed: through main memory, as fast as the slower direction",
+    "network": "assumed: as the link; one process cannot measure it",
+    "latency": "assumed: one process cannot measure it",
+}
+
+Progress = Callable[[str], None]
+
+
+def calibrate(
+    device: torch.device,
+    dtypes: Sequence[torch.dtype] | None = None,
+    progress: Progress = lambda _: None,
+    *,
+    quick: bool = False,
+) -> MachineFile:
+    """Measure one device and main memory: at most about a minute, or a few seconds if `quick`.
+
+    The result is this node with all its devices, each as fast as the one that was measured. What
+    one process cannot measure is assumed; `sources` says which. Without `dtypes` it measures
+    bfloat16 and float32, and float64 on a CPU unless `quick`.
+    """
+    if dtypes is None:
+        dtypes = DTYPES[:2] if quick or device.type != "cpu" else DTYPES
+    start = time.perf_counter()
+    calibration = Calibration(Bench(device, QUICK if quick else THOROUGH), tuple(dtypes))
+    passes = calibration.bench.effort.passes
+    for turn in range(passes):
+        prefix = f"{turn + 1} of {passes}: " if passes > 1 else ""
+        calibration.look(lambda what, prefix=prefix: progress(prefix + what))
+        spent = time.perf_counter() - start
+        if spent * (turn + 2) / (turn + 1) > LONGEST_SECONDS:
+            break
+    file = calibration.file()
+    return replace(file, about=f"{file.about} quickly") if quick else file
+
+
+@dataclass(slots=True)
+class Calibration:
+    """A calibration pass by pass; the more passes, the less a busy moment counts."""
+
+    bench: Bench
+    dtypes: tuple[torch.dtype, ...]
+    _rates: dict[str, Rates] = field(init=False, default_factory=dict)
+    _memory: float = field(init=False, default=0.0)
+    _links: Links | None = field(init=False, default=None)
+    _overhead: float = field(init=False, default=0.0)
+
+    def look(self, progress: Progress = lambda _: None) -> None:
+        """One pass over everything."""
+        for dtype in self.dtypes:
+            name = str(dtype).removeprefix("torch.")
+            self._rates[name] = _rates(
+                self.bench, dtype, lambda what, n=name: progress(f"{n}: {what}")
+            )
+        progress("memory and copies")
+        self._memory, self._links = memory(self.bench), links(self.bench)
+        progress("overhead of a cell")
+        self._overhead = _cell_seconds(self.bench)
+
+    def file(self) -> MachineFile:
+        """What all passes together found."""
+        link, record = self._links, versions()
+        assert link is not None, "look first"
+        on_cpu, device = self.bench.on_cpu, self.bench.device
+        devices = 1 if on_cpu else torch.cuda.device_count()
+        host = available_host_bytes()
+        spec = MachineSpec(
+            name=record["processor"] if on_cpu else torch.cuda.get_device_name(device),
+            devices=devices,
+            device_bytes=host if on_cpu else torch.cuda.mem_get_info(device)[1],
+            host_bytes=host,
+            rates=dict(self._rates),
+            memory=self._memory,
+            fetch=link.fetch,
+            evict=link.evict,
+            fetch_together=link.fetch_together,
+            evict_together=link.evict_together,
+            host_memory=devices * (link.fetch_together + link.evict_together),
+            peer=min(link.fetch, link.evict),
+            network=min(link.fetch, link.evict),
+            latency=LATENCY,
+            overhead=self._overhead,
+            reserve=0 if on_cpu else _reserve(device),
+            unified=on_cpu,
+        )
+        record["pinned_bytes_a_second"] = link.pinned
+        return MachineFile(spec, "measured", ASSUMED, record)
+
+
+def here(progress: Progress = lambda _: None) -> MachineSpec:
+    """The machine at hand: its file if one was written, else a quick calibration.
+
+    Raises Refused when the file is of a machine of another kind.
+    """
+    path = user_file()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not path.is_file():
+        progress("no machine file yet: measuring quickly (farspan calibrate does it well)")
+        return calibrate(device, progress=progress, quick=True).spec
+    found = read(path).spec
+    if found.unified != (device.type == "cpu"):
+        has = "a GPU" if device.type == "cuda" else "no GPU"
+        raise Refused(
+            f"machine: {path} describes {found.name}, but here is {has}; run farspan calibrate"
+        )
+    return found
+
+
+def _rates(bench: Bench, dtype: torch.dtype, progress: Progress) -> Rates:
+    progress("matrix products")
+    matmul = bench.curve(("xW", dtype), products(bench, dtype))
+    weights = bench.curve(("dW", dtype), weight_products(bench, dtype))
+    progress("attention")
+    curves = {}
+    for backward, way in ((False, "forward"), (True, "backward")):
+        for causal, kind in ((False, "attention"), (True, "causal")):
+            points = attentions(bench, dtype, causal=causal, backward=backward)
+            curves[f"{kind}_{way}"] = bench.curve((kind, way, dtype), points)
+    return Rates(
+        matmul=matmul,
+        weights=weights,
+        **curves,
+        peak=_peak(bench, dtype, matmul),
+        head_dim=HEAD_DIM,
+        softmax_forward=softmax(bench, dtype, backward=False),
+        softmax_backward=softmax(bench, dtype, backward=True),
+    )
+
+
+def _peak(bench: Bench, dtype: torch.dtype, matmul: Curve) -> float:
+    """The datasheet's rate where a preset knows the GPU, else the fastest product."""
+    preset = None if bench.on_cpu else preset_of_gpu(torch.cuda.get_device_name(bench.device))
+    known = machine(preset).rates if preset is not None else {}
+    name = str(dtype).removeprefix("torch.")
+    return known[name].peak if name in known else max(rate for _, rate in matmul.points)
+
+
+def _cell_seconds(bench: Bench) -> float:
+    """Seconds of a cell with next to nothing to compute: a tiny model, a few tokens a chunk."""
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = LlamaForCausalLM(config).to(bench.device).train()
+    step = Step(model, Schedule(chunk=16, kv_block=16))
+    ids = torch.zeros(1, 64, dtype=torch.long, device=bench.device)
+    cells = sum(isinstance(i, Forward | Backward) for i in step.program(1, 64).instructions)
+    return bench.seconds("cell", lambda: step(ids, ids)) / cells
+
+
+def _reserve(device: torch.device) -> int:
+    """Device bytes that are taken beside torch's own: the context, the libraries, other
+    processes."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
