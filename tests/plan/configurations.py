@@ -36,6 +36,7 @@ CONFIGURATIONS: dict[str, Config] = {
     },
     "gemma2 of one kind": config_of("gemma2", layer_types=["full_attention"] * 4),
     "gemma2 without cap": config_of("gemma2", attn_logit_softcapping=None, head_dim=12),
+    "gemma2 unsaid": config_of("gemma2", attn_logit_softcapping=..., sliding_window=...),
     "gemma untied": config_of("gemma", tie_word_embeddings=False, attention_bias=True),
     "gpt2 inner": config_of("gpt2", n_inner=40, tie_word_embeddings=False, vocab_size=48),
     "gpt2 common names": config_of("gpt2", n_embd=..., n_layer=..., n_head=..., n_positions=...),

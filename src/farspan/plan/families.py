@@ -42,7 +42,7 @@ class Family:
     head_dim: int | None = None  # None: hidden / heads
     own_head_dim: bool = True  # a `head_dim` in the configuration counts
     whole_heads: bool = False  # hidden must be a multiple of heads whatever `head_dim` says
-    softcap: bool = False
+    softcap: float | None = None  # default of `attn_logit_softcapping`; None: no such field
     activation: tuple[str, str] = ("hidden_act", "silu")  # its field and default
     renamed: Mapping[str, str] = field(default_factory=dict)  # activations that mean another one
     learned: bool = False  # positions are embedded
@@ -79,7 +79,7 @@ FAMILIES: dict[str, Family] = {
         tied=True,
         head_dim=256,
         whole_heads=True,
-        softcap=True,
+        softcap=50.0,
         activation=("hidden_activation", "gelu_pytorch_tanh"),
     ),
     "gpt2": Family(
@@ -258,9 +258,15 @@ def _attention(family: Family, fields: Fields, hidden: int) -> Attention:
         qk_norm=family.qk_norm,
         rotary=not family.learned,
         sinks=family.sinks,
-        softcap=fields.positive("attn_logit_softcapping") if family.softcap else None,
+        softcap=_softcap(family, fields),
         fused=family.fused,
     )
+
+
+def _softcap(family: Family, fields: Fields) -> float | None:
+    if family.softcap is None:
+        return None
+    return fields.positive("attn_logit_softcapping", family.softcap)
 
 
 def _feed_forward(family: Family, fields: Fields, hidden: int, layer: int) -> FeedForward:

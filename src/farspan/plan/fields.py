@@ -59,9 +59,9 @@ class Fields:
             raise Refused(f"{self._called(name)}: expected a name, got {value!r}")
         return value
 
-    def positive(self, name: str) -> float | None:
-        """A number above zero, or None where it is null or missing."""
-        value = self.get(name)
+    def positive(self, name: str, default: float) -> float | None:
+        """A number above zero, or None where it is null."""
+        value = self.get(name, default)
         if value is None:
             return None
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
