@@ -22,6 +22,10 @@ COMMANDS = {
         "farspan.cli.verify",
         "Compare loss and every gradient with plain full-sequence autograd; exit 1 if they differ.",
     ),
+    "calibrate": (
+        "farspan.cli.calibrate",
+        "Measure this machine and write the file that plans for it read.",
+    ),
 }
 
 

@@ -10,12 +10,16 @@ from farspan.attention.merge import accumulate_dtype
 from farspan.engine.gradients import gradient_dtype
 from farspan.engine.meter import PeakMeter
 from farspan.engine.step import ADVICE, Progress, Step
-from farspan.memory.host import refuse_beyond
+from farspan.memory.host import GIB, refuse_beyond
 from farspan.models.refuse import context_limit
 from farspan.plan.program import Program
-from farspan.spec import Tier
+from farspan.spec import Refused, Tier
 
 INPUT_BYTES = 3 * 8  # a token, whatever the schedule
+
+
+class DeviceTooSmall(Refused):
+    """The GPU cannot hold what is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,15 @@ def forecast(
 
 
 def refuse_too_large(step: Step, expected: Forecast, optimizer: int) -> None:
-    """Raises TooLarge when the host cannot hold the step and `optimizer` bytes of its states."""
+    """Raises TooLarge when the host cannot hold the step and `optimizer` bytes of its states, and
+    DeviceTooSmall when the GPU cannot hold what is new on it."""
+    free = available_device_bytes(step.boundary.device)
+    if free is not None and expected.new_device > free:
+        raise DeviceTooSmall(
+            f"device memory: a step (arena {expected.device_arena:,} bytes, gradients "
+            f"{expected.gradients:,}, cells {expected.transient:,}) needs "
+            f"{expected.new_device / GIB:.2f} GiB and {free / GIB:.2f} GiB are free; {ADVICE}"
+        )
     needed = expected.host_arena
     what = f"the host arena ({expected.host_arena:,} bytes)"
     if step.boundary.device.type == "cpu":
@@ -78,6 +90,14 @@ def refuse_too_large(step: Step, expected: Forecast, optimizer: int) -> None:
             f"{expected.gradients:,}, optimizer {optimizer:,}, cells {expected.transient:,})"
         )
     refuse_beyond(needed, what, ADVICE)
+
+
+def available_device_bytes(device: torch.device) -> int | None:
+    """Bytes that torch can still hand out on a GPU; None on a CPU, whose memory is the host's."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def least_transient(program: Program) -> int:

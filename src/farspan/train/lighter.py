@@ -18,6 +18,13 @@ def lighter(
     """Takes one step after the other until the tiers need at most `share` of what they did, the
     cheapest in time first; None when no step takes anything away."""
     tiers = tuple(tiers)
+    # The same program, in numbers that can be halved.
+    schedule = replace(
+        schedule,
+        chunk=min(schedule.chunk, run.tokens),
+        kv_block=min(schedule.kv_block, run.tokens),
+        head_tokens=min(schedule.head_tokens, run.tokens),
+    )
     before = now = needed(model, run, schedule, tiers)
     for change in _changes(tiers):
         candidate = change(schedule, len(model.layers))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from farspan.engine.memory import DeviceTooSmall
 from farspan.memory.host import TooLarge
 from farspan.spec import Refused, Tier
 
@@ -40,7 +41,7 @@ def find_shortage(error: BaseException) -> Shortage | None:
 def _tier(error: BaseException) -> Tier | None:
     if isinstance(error, TooLarge | MemoryError):
         return Tier.HOST
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, torch.OutOfMemoryError | DeviceTooSmall):
         return Tier.DEVICE
     if isinstance(error, torch.cuda.CudaError):
         return Tier.HOST if "out of memory" in str(error) else None  # pages that are to be locked

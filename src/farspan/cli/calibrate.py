@@ -1,0 +1,66 @@
+"""`farspan calibrate`: measure the machine at hand."""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from farspan.cli.ending import typer_app
+from farspan.engine.calibrate import calibrate
+from farspan.plan.machines import to_json, user_file, write
+from farspan.report.machine import machine_view
+from farspan.spec import Refused
+
+app = typer_app()
+
+
+@app.command("calibrate")
+def calibrate_command(
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Seconds rather than a minute, and less sure.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help=f"File to write; default: {user_file()}.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the file's content.")] = False,
+) -> None:
+    """Measure this machine and write the file that plans for it read."""
+    chosen, path = device_of(device), output or user_file()
+    check_place(path)
+    with Console(stderr=True).status("measuring") as status:
+        measured = calibrate(chosen, progress=status.update, quick=quick)
+    write(measured, path)
+    if as_json:
+        print(json.dumps(to_json(measured)))
+    else:
+        Console().print(machine_view(measured))
+        print(f"written to {path}")
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device of the command line. Raises Refused when it is not there."""
+    has_gpu = torch.cuda.is_available()
+    if name is None:
+        return torch.device("cuda" if has_gpu else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise Refused(f"device: expected cpu or cuda, got {name!r}")
+    if name == "cuda" and not has_gpu:
+        raise Refused("device: torch sees no CUDA device here; measure the cpu")
+    return torch.device(name)
+
+
+def check_place(path: Path) -> None:
+    """Make the folder of the file to write, before a minute is spent. Raises Refused."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Refused(f"output: cannot make {path.parent}: {error.strerror}") from error
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise Refused(f"output: {path} cannot be written; name another file")

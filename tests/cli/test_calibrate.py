@@ -1,0 +1,89 @@
+"""`farspan calibrate`: what it writes is what plans read."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from farspan import cli
+from farspan.plan.machines import MachineFile, machine, read
+from farspan.spec import Refused
+
+
+def call(*arguments: str) -> Any:
+    """The outcome of `farspan calibrate ARGUMENTS`."""
+    return CliRunner().invoke(cli.app, ["calibrate", *arguments])
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[torch.device, bool]]:
+    """What is to be measured; the answer is a preset, and the user's folder a temporary one."""
+    devices: list[tuple[torch.device, bool]] = []
+
+    def measure(
+        device: torch.device, progress: Callable[[str], None], *, quick: bool
+    ) -> MachineFile:
+        progress("copies")
+        devices.append((device, quick))
+        return read("l40s")
+
+    monkeypatch.setattr("farspan.cli.calibrate.calibrate", measure)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    return devices
+
+
+def test_a_file_is_written_where_plans_look_for_it(
+    asked: list[tuple[torch.device, bool]], tmp_path: Path
+) -> None:
+    outcome = call("--device", "cpu")
+    assert outcome.exit_code == 0, outcome.output
+    assert asked == [(torch.device("cpu"), False)]
+    path = tmp_path / "farspan" / "machine.json"
+    assert machine(path) == machine("l40s")
+    assert f"written to {path}" in outcome.stdout.replace("\n", "")
+    assert "bfloat16 matmul" in outcome.stdout
+
+
+def test_a_file_of_ones_own_and_json(
+    asked: list[tuple[torch.device, bool]], tmp_path: Path
+) -> None:
+    path = tmp_path / "new" / "mine.json"
+    outcome = call("--device", "cpu", "--quick", "-o", str(path), "--json")
+    assert asked == [(torch.device("cpu"), True)]
+    assert machine(path) == machine("l40s")
+    assert json.loads(outcome.stdout) == json.loads(path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "tpu"], "device: expected cpu or cuda, got 'tpu'"),
+        (["--device", "cpu", "-o", "{folder}"], "output: {folder} cannot be written"),
+        (["--device", "cpu", "-o", "{file}/below.json"], "output: cannot make {file}"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_measured(
+    arguments: list[str],
+    message: str,
+    asked: list[tuple[torch.device, bool]],
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    names = {"folder": str(tmp_path), "file": str(file)}
+    outcome = call(*(argument.format(**names) for argument in arguments))
+    assert isinstance(outcome.exception, Refused)
+    assert str(outcome.exception).startswith(message.format(**names))
+    assert asked == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused(asked: list[tuple[torch.device, bool]]) -> None:
+    outcome = call("--device", "cuda")
+    assert isinstance(outcome.exception, Refused)
+    assert "device: torch sees no CUDA device" in str(outcome.exception)
+    assert asked == []
