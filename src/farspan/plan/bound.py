@@ -7,7 +7,8 @@ busiest lane's when everything does; both are sums over cells, so nothing is sim
 the fullest of a few phases of the program (formulas has them all), without padding.
 """
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from itertools import product
 
 import numpy as np
@@ -15,10 +16,10 @@ import numpy as np
 from farspan.plan.grid import group_ranges
 from farspan.plan.roles import Cells, Kept, Role, cells
 from farspan.plan.ruler import Array, Ruler
-from farspan.plan.states import states, update_seconds
 from farspan.spec import LayerSpec, Schedule, Tier
 
 TIERS = tuple(product(Tier, repeat=3))  # of x, attention, activations
+ON_HOST = np.array([[tier is Tier.HOST for tier in tiers] for tiers in TIERS], dtype=np.float64)
 INPUT_BYTES = 3 * 8  # a token
 LINK = 2  # directions: fetch, evict
 MOVED = 3  # what may be on either tier: x, attention, activations
@@ -33,6 +34,11 @@ class Bounds:
     host: Array
 
 
+def _spread(free: Array, counted: Array) -> Array:
+    """[..., F, T] from [..., 3, F]: the sum over those of the three that T's tiers count."""
+    return np.asarray(np.swapaxes(free, -1, -2) @ counted.T)
+
+
 @dataclass(slots=True)
 class Frame:
     """Bounds of all fractions and tiers for one cut into groups and one set of switches."""
@@ -40,32 +46,33 @@ class Frame:
     ruler: Ruler
     schedule: Schedule  # in the device's own tokens; fractions and three tiers are left open
     kept: Kept
+    groups: tuple[tuple[int, int], ...] = field(init=False)
+    alone: Kept = field(init=False)  # of a last group of one layer
+
+    def __post_init__(self) -> None:
+        self.groups = group_ranges(self.schedule, len(self.ruler.model.layers))
+        self.alone = self.ruler.alone(self.kept)
 
     def bounds(self) -> Bounds:
         """Seconds and bytes, [F, T]."""
         device, host = self._memory()
-        return Bounds(self._seconds(), device, host)
-
-    @property
-    def groups(self) -> tuple[tuple[int, int], ...]:
-        return group_ranges(self.schedule, len(self.ruler.model.layers))
-
-    def _role(self, layer: int) -> Role:
-        first, _ = self.groups[-1]
-        return Role(2 * (layer >= first) + (layer + 1 in {stop for _, stop in self.groups}))
+        return Bounds(self.seconds(), device, host)
 
     def _roles(self) -> dict[tuple[Role, LayerSpec], int]:
         """How many layers play each role; equal ones are counted together."""
-        counts: dict[tuple[Role, LayerSpec], int] = {}
-        for layer, spec in enumerate(self.ruler.model.layers):
-            key = self._role(layer), spec
-            counts[key] = counts.get(key, 0) + 1
-        return counts
+        known = self.ruler.roles
+        if self.groups not in known:
+            tops = {stop - 1 for _, stop in self.groups}
+            first, _ = self.groups[-1]
+            known[self.groups] = Counter(
+                (Role(2 * (layer >= first) + (layer in tops)), spec)
+                for layer, spec in enumerate(self.ruler.model.layers)
+            )
+        return known[self.groups]
 
     def _choices(self, role: Role) -> Kept:
         first, stop = self.groups[-1]
-        alone = stop - first == 1
-        return self.kept.without_graphs() if role is Role.LAST_TOP and alone else self.kept
+        return self.alone if role is Role.LAST_TOP and stop - first == 1 else self.kept
 
     @property
     def _zero(self) -> Array:
@@ -73,7 +80,8 @@ class Frame:
 
     # -- time ------------------------------------------------------------------------------------
 
-    def _seconds(self) -> Array:
+    def seconds(self) -> Array:
+        """[F, T], without looking at memory."""
         ruler, question = self.ruler, self.ruler.question
         lanes = np.zeros((1 + LINK, len(self.kept.graphs)))
         moved = self._boundaries()
@@ -83,20 +91,16 @@ class Frame:
             moved += count * own_moved
         lanes[0] += self._outside()
         rates = np.array([ruler.prices.fetch_rate(), ruler.prices.evict_rate()])
-        copies = np.einsum("dkf,tk->dft", moved / rates[:, None, None], self._on_host())
+        copies = _spread(moved / rates[:, None, None], ON_HOST)
         fetch, evict = lanes[1][:, None] + copies[0], lanes[2][:, None] + copies[1]
         compute = lanes[0][:, None] + np.zeros_like(fetch)
-        gathers = ruler.prices.gathers_of(self.groups)
+        gathers = ruler.gathers_of(self.groups)
         if question.overlap:
             total = np.maximum(np.maximum(compute, gathers), np.maximum(fetch, evict))
         else:
             total = compute + gathers + fetch + evict
         stages, count = question.layout.pipeline, len(ruler.chunks)
-        return np.asarray(total * (count + stages - 1) / count + update_seconds(question))
-
-    @staticmethod
-    def _on_host() -> Array:
-        return np.array([[tier is Tier.HOST for tier in tiers] for tiers in TIERS], dtype=float)
+        return np.asarray(total * (count + stages - 1) / count + ruler.update)
 
     def _layer(self, role: Role, spec: LayerSpec) -> tuple[Array, Array]:
         """Lanes [3, F] and bytes [2, 3, F] of one layer; frames that differ in their cut only
@@ -150,10 +154,10 @@ class Frame:
         """[2, 3, F]: bytes of x, its gradient, and the inputs inside kept cells."""
         ruler, groups = self.ruler, len(self.groups)
         row = ruler.x_row() * ruler.sizes
-        graph = self._choices(Role.LAST_TOP).masks()[1]
-        skipped = row[-1] * ~graph[:, -1]
-        middle = row[-1] * ~self.kept.masks()[1][:, -1]
-        whole, graphs = row.sum(), graph @ row
+        graphs = ruler.latest(self._choices(Role.LAST_TOP).graphs) * ruler.x_row()
+        skipped = row[-1] * self._skips(self._choices(Role.LAST_TOP))
+        middle = row[-1] * self._skips(self.kept)
+        whole = row.sum()
         fetched = graphs + 3 * (groups - 1) * whole
         if groups > 1:
             # The rebuild of a middle group and the first pass of the last begin without it.
@@ -169,17 +173,22 @@ class Frame:
         )
         return np.stack([np.stack([moved, self._zero, inputs]) for moved in (fetched, evicted)])
 
+    @staticmethod
+    def _skips(choices: Kept) -> Array:
+        """[F]: 1 where the last chunk's graph is not kept, so that its cells are left out of the
+        passes before the backward."""
+        return np.asarray(choices.graphs == 0, dtype=np.float64)
+
     def _outside(self) -> Array:
         """[F]: embedding, head, zeroing dK, dV."""
         ruler = self.ruler
-        graph = self._choices(Role.LAST_TOP).masks()[1]
-        skipped = ruler.embed[-1] * ~graph[:, -1]
-        rebuilt = ruler.embed[-1] * ~self.kept.masks()[1][:, -1]
+        skipped = ruler.embed[-1] * self._skips(self._choices(Role.LAST_TOP))
+        rebuilt = ruler.embed[-1] * self._skips(self.kept)
         once = ruler.embed.sum()
         passes = 2 * once - skipped if len(self.groups) == 1 else 2 * once
         if len(self.groups) > 1 and not self.schedule.kv_kept:
             passes = passes + once - rebuilt
-        fixed = ruler.head.sum() + ruler.embed_backward.sum() + ruler.clear_seconds()
+        fixed = ruler.head.sum() + ruler.embed_backward.sum() + ruler.clear
         return np.asarray(passes + fixed)
 
     # -- memory ----------------------------------------------------------------------------------
@@ -189,13 +198,11 @@ class Frame:
         last = len(self.groups) - 1
         looked_at = sorted({0, 1, last // 2, last - 1, last} & set(range(last + 1)))
         phases = [phase for group in looked_at for phase in self._phases(group)]
-        on_host = self._on_host()
         device, host = self._fixed()
         most = np.zeros((2, len(self.kept.graphs), len(TIERS)))
         for kv_device, kv_host, free in phases:
-            there = np.einsum("kf,tk->ft", free, on_host)
-            here = np.einsum("kf,tk->ft", free, 1 - on_host)
-            most = np.maximum(most, np.stack([kv_device + here, kv_host + there]))
+            np.maximum(most[0], kv_device + _spread(free, 1 - ON_HOST), out=most[0])
+            np.maximum(most[1], kv_host + _spread(free, ON_HOST), out=most[1])
         return most[0] + device, most[1] + host
 
     def _phases(self, group: int) -> list[tuple[float, float, Array]]:
@@ -222,14 +229,14 @@ class Frame:
         sums, layers = ruler.sums, len(ruler.model.layers)
         start, stop = self.groups[group]
         choices = self._choices(Role.LAST_TOP) if is_last else self.kept
-        graphs = self._tokens(choices.graphs)
+        graphs = ruler.latest(choices.graphs)
         x = ruler.x_row() * (graphs if is_last else np.full_like(graphs, ruler.run.tokens))
         x = x + ruler.x_row() * ruler.run.tokens * group
         # The last group's only kept O would be the left out chunk's: then there is no buffer.
         written = (self.kept.attention > 1) | (choices.graphs > 0) | (not is_last)
         end = layers - 1 if is_last else stop
         rows = sums.attention[start] + (sums.attention[end] - sums.attention[start]) * written
-        attention = rows * self._tokens(self.kept.attention)
+        attention = rows * ruler.latest(self.kept.attention)
         covered = self.kept.attention >= self.kept.graphs
         cells = np.where(covered, sums.narrow[end], sums.wide[end])
         if is_last:
@@ -248,21 +255,16 @@ class Frame:
         rebuilt = group == len(self.groups) - 1 or not schedule.kv_kept
         first, stop = self.groups[group]
         rows = ruler.sums.attention[stop - 1] - ruler.sums.attention[first]
-        tokens = ruler.run.tokens - self._tokens(self.kept.attention)
+        tokens = ruler.run.tokens - ruler.latest(self.kept.attention)
         tokens = tokens * (self.kept.attention < len(ruler.chunks) - 1)
         size = rows * tokens * (schedule.attention_open and rebuilt)
         return np.stack([self._zero, size, self._zero])
-
-    def _tokens(self, chunks: np.ndarray) -> Array:
-        """[F]: tokens of the latest `chunks` chunks."""
-        latest = np.concatenate([[0.0], np.cumsum(self.ruler.sizes[::-1])])
-        return np.asarray(latest[chunks])
 
     def _fixed(self) -> tuple[Array, Array]:
         """[F, T] on the device, whatever the phase: states, slots, graphs of a chunk, reserve.
         [1, 1] on host: optimizer states there."""
         ruler = self.ruler
-        held = states(ruler.question, self.groups)
+        held = ruler.states_of(self.groups)
         parts = held.weights + held.gathered + held.gradients + held.accumulators + held.optimizer
         inputs = INPUT_BYTES * ruler.run.batch * ruler.run.tokens
         fixed = parts + inputs + ruler.question.machine.reserve
@@ -294,7 +296,7 @@ class Frame:
         free = np.stack(
             [x + self._zero, self._attention_slots() * row * chunk, 2.0 * cell * (graphs > 1)]
         )
-        size = np.einsum("kf,tk->ft", free, self._on_host())
+        size = _spread(free, ON_HOST)
         if self.schedule.kv is Tier.HOST:
             block = min(self.schedule.kv_block, ruler.run.tokens) * (len(ruler.chunks) > 1)
             kv, dkv = max(map(ruler.kv_row, layers)), max(map(ruler.dkv_row, layers))

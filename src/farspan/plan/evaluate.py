@@ -65,6 +65,10 @@ def budgets(question: Question, walked: Walked, held: States) -> tuple[Budget, B
         "inputs": INPUT_BYTES * program.run.batch * program.run.tokens,
         "reserve": machine.reserve,
     }
+    if walked.transient < 0:
+        # Cells are fullest while some accumulators do not exist yet.
+        device["accumulators"] += walked.transient
+        device["cells"] = 0
     host = {"optimizer": held.optimizer_on_host, **arena_parts(program, Tier.HOST)}
     host["pages"] = -sum(host.values()) % PAGE
     return _limited(machine, question.layout.devices(), device, host)

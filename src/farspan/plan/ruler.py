@@ -20,11 +20,14 @@ from farspan.plan.program import (
     Program,
 )
 from farspan.plan.question import Question
+from farspan.plan.roles import Kept, Role
 from farspan.plan.seconds import Cost, Prices
 from farspan.plan.sizes import activation_cell_bytes
+from farspan.plan.states import States, states, update_seconds
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Tier
 
 Array = NDArray[np.float64]
+Cut = tuple[tuple[int, int], ...]  # layer ranges of the groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,13 @@ class Ruler:
         self.embed = np.array([self.prices.of(Embed(c)).in_line() for c in count])
         self.sums = self._sums()
         self.known: dict[tuple[object, ...], tuple[Array, Array]] = {}
+        self.roles: dict[Cut, dict[tuple[Role, LayerSpec], int]] = {}
+        self._states: dict[Cut, States] = {}
+        self._gathers: dict[Cut, float] = {}
+        self._alone: dict[int, Kept] = {}
+        self._latest = np.concatenate([[0.0], np.cumsum(self.sizes[::-1])])
+        self.clear = self._clear_seconds()
+        self.update = update_seconds(self.question)
         self.embed_backward = np.array([self.prices.of(EmbedBackward(c)).in_line() for c in count])
 
     def _shell(self) -> Program:
@@ -100,6 +110,28 @@ class Ruler:
         layer = self.model.layers.index(spec)
         count = range(len(self.chunks))
         return _lane([self.prices.of(Backward(layer, c, "kv", "dkv", "dkv")) for c in count])
+
+    # -- what frames of the same cut, or of the same choices, have in common ----------------------
+
+    def states_of(self, groups: Cut) -> States:
+        """Weights, gradients and optimizer states of one device."""
+        if groups not in self._states:
+            self._states[groups] = states(self.question, groups)
+        return self._states[groups]
+
+    def gathers_of(self, groups: Cut) -> float:
+        """Seconds of FSDP's collectives."""
+        if groups not in self._gathers:
+            self._gathers[groups] = self.prices.gathers_of(groups)
+        return self._gathers[groups]
+
+    def alone(self, kept: Kept) -> Kept:
+        """The choices of a last group of one layer, one object for one `kept`."""
+        return self._alone.setdefault(id(kept), kept.without_graphs())
+
+    def latest(self, chunks: NDArray[np.int64]) -> Array:
+        """[F]: tokens of the latest `chunks` chunks."""
+        return np.asarray(self._latest[chunks])
 
     def _sums(self) -> Sums:
         def before(values: list[int]) -> Array:
@@ -136,7 +168,7 @@ class Ruler:
         tokens, batch = int(self.sizes[0]), self.run.batch
         return activation_cell_bytes(self.model, spec, batch, tokens, with_attention)
 
-    def clear_seconds(self) -> float:
+    def _clear_seconds(self) -> float:
         """Zeroing dK, dV of every layer."""
         total = 0.0
         for spec in self.model.layers:

@@ -1,0 +1,207 @@
+"""The fastest schedule that fits: best first over bounds, each candidate proved by its program.
+
+Every schedule of the space gets a lower bound of its time and memory (bound). The one with the
+lowest bound of time is built and simulated; it becomes the best so far if it fits and is faster.
+When no bound is left below the best, the best is the optimum of the space. When the budget of
+seconds runs out first, the best is at most `gap` slower than the optimum: the lowest bound left
+tells.
+"""
+
+import heapq
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farspan.plan.bound import TIERS, Bounds, Frame
+from farspan.plan.evaluate import evaluate
+from farspan.plan.local import local_schedule, refuse_layout
+from farspan.plan.question import Plan, Question
+from farspan.plan.roles import Kept
+from farspan.plan.ruler import Ruler
+from farspan.plan.space import Space
+from farspan.spec import Schedule
+
+SLACK = 1e-9  # sums of the same numbers in another order
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The best of a space."""
+
+    best: Plan | None  # None: nothing fits
+    gap: float  # at most this fraction slower than the optimum
+    simulated: int  # programs built
+
+
+@dataclass(slots=True)
+class _Frontier:
+    """The open choices of one frame, fastest first. Its memory is not looked at before its time
+    comes: most frames are slower than the best of another."""
+
+    frame: Frame
+    schedule: Schedule  # in tokens of the sequence
+    lowest: float  # bound of the fastest choice left, infinite when none is
+    bounds: Bounds | None = None
+    order: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    place: int = 0
+
+    def open(self, question: Question) -> None:
+        """Look at the memory of all choices, and leave those that may fit."""
+        self.bounds = self.frame.bounds()
+        self.order = _fitting(question, self.bounds)
+        self._advance()
+
+    def keep(self, order: NDArray[np.int64]) -> None:
+        """Leave only these choices open."""
+        self.order, self.place = order, 0
+        self._advance()
+
+    def _advance(self) -> None:
+        assert self.bounds is not None
+        left = self.place < len(self.order)
+        self.lowest = (
+            float(self.bounds.seconds.flat[self.order[self.place]]) if left else float("inf")
+        )
+
+    def take(self) -> tuple[Schedule, int]:
+        """The fastest choice, which is then no longer open."""
+        index = int(self.order[self.place])
+        self.place += 1
+        self._advance()
+        choice, tiers = divmod(index, len(TIERS))
+        x, attention, activations = TIERS[tiers]
+        kept, chunks = self.frame.kept, self.frame.ruler.chunks
+        schedule = replace(
+            self.schedule,
+            x=x,
+            attention=attention,
+            activations=activations,
+            attention_kept=latest_fraction(chunks, int(kept.attention[choice])),
+            activations_kept=latest_fraction(chunks, int(kept.graphs[choice])),
+        )
+        return schedule, index
+
+
+def latest_fraction(chunks: tuple[tuple[int, int], ...], count: int) -> float:
+    """The fraction of the tokens that the latest `count` chunks hold."""
+    if count == 0:
+        return 0.0
+    return (chunks[-1][1] - chunks[-count][0]) / chunks[-1][1]
+
+
+def search(question: Question, space: Space, seconds: float = 8.0) -> Outcome:
+    """The best schedule of the space by its simulated time. Raises Refused for a layout that the
+    model cannot take."""
+    refuse_layout(question)
+    deadline = time.perf_counter() + seconds
+    heap = [(f.lowest, count, f) for count, f in enumerate(_frontiers(question, space))]
+    heapq.heapify(heap)
+    best: Plan | None = None
+    simulated = 0
+    while heap and (best is None or heap[0][0] < best.seconds.total * (1 - SLACK)):
+        if best is not None and time.perf_counter() > deadline:
+            break
+        _, count, frontier = heapq.heappop(heap)
+        if frontier.bounds is None:
+            frontier.open(question)
+        else:
+            plan = _try(question, frontier)
+            simulated += 1
+            if plan.fits and (best is None or plan.seconds.total < best.seconds.total):
+                best = plan
+        if frontier.lowest < float("inf"):
+            heapq.heappush(heap, (frontier.lowest, count, frontier))
+    gap = 0.0
+    if best is not None and heap:
+        gap = max(0.0, 1 - heap[0][0] / best.seconds.total)
+    return Outcome(best, gap, simulated)
+
+
+def something_fits(question: Question, space: Space) -> bool:
+    """Do the bounds leave any schedule of the space?"""
+    for frontier in _frontiers(question, space):
+        if frontier.schedule.kv_kept or frontier.schedule.attention_open:
+            continue  # takes more than the same without
+        frontier.open(question)
+        if frontier.lowest < float("inf"):
+            return True
+    return False
+
+
+def _try(question: Question, frontier: _Frontier) -> Plan:
+    """Simulate the frontier's fastest choice."""
+    schedule, index = frontier.take()
+    plan = evaluate(question, "grouped", schedule)
+    if not plan.fits:
+        _learn(frontier, plan, index)
+    return plan
+
+
+def _frontiers(question: Question, space: Space) -> Iterator[_Frontier]:
+    """Every frame of the space."""
+    rulers: dict[tuple[object, ...], tuple[Ruler, Kept]] = {}
+    for schedule in space.schedules():
+        own = local_schedule(schedule, question.layout)
+        key = schedule.chunk, schedule.kv
+        if key not in rulers:
+            ruler = Ruler(question, schedule)
+            rulers[key] = ruler, _kept(space, ruler)
+        frame = Frame(rulers[key][0], own, rulers[key][1])
+        yield _Frontier(frame, schedule, float(frame.seconds().min()))
+
+
+def _kept(space: Space, ruler: Ruler) -> Kept:
+    """Every pair of fractions, in whole chunks."""
+    count = len(ruler.chunks)
+    attention = sorted({round(part * count) for part in space.attention})
+    graphs = sorted({round(part * count) for part in space.activations})
+    pairs = np.array([(a, b) for a in attention for b in graphs], dtype=np.int64)
+    return Kept(pairs[:, 0], pairs[:, 1], count)
+
+
+def _fitting(question: Question, bounds: Bounds) -> NDArray[np.int64]:
+    """Flat indices of what may fit, fastest first; of equally fast ones the smallest first."""
+    machine, devices = question.machine, question.layout.devices()
+    if machine.unified:
+        fits = bounds.device + bounds.host <= machine.host_bytes
+    else:
+        share = machine.host_bytes // min(machine.devices, devices)
+        fits = (bounds.device <= machine.device_bytes) & (bounds.host <= share)
+    found = np.flatnonzero(fits)
+    size = (bounds.device + bounds.host).ravel()[found]
+    return found[np.lexsort((size, bounds.seconds.ravel()[found]))]
+
+
+def _learn(frontier: _Frontier, plan: Plan, index: int) -> None:
+    """A choice took more than its bounds said: what a cell holds for a moment, which the bounds
+    leave out, does not depend on how many chunks are kept, so others with the same switches take
+    that much more as well."""
+    bounds, frame = frontier.bounds, frontier.frame
+    assert bounds is not None
+    over = plan.device.total - bounds.device.flat[index], plan.host.total - bounds.host.flat[index]
+    choice, tiers = divmod(index, len(TIERS))
+    same = _switches(frame) == _switches(frame)[choice]
+    alike = np.zeros_like(bounds.device, dtype=bool)
+    alike[same, tiers] = True
+    machine = plan.question.machine
+    device = bounds.device + np.where(alike, over[0], 0.0)
+    host = bounds.host + np.where(alike, over[1], 0.0)
+    if machine.unified:
+        beyond = device + host > machine.host_bytes
+    else:
+        beyond = (device > machine.device_bytes) | (host > plan.host.limit)
+    rest = frontier.order[frontier.place :]
+    frontier.keep(rest[~beyond.ravel()[rest]])
+
+
+def _switches(frame: Frame) -> NDArray[np.int64]:
+    """[F]: equal where the same tensors exist: nothing, something or everything kept."""
+    chunks, kept = len(frame.ruler.chunks), frame.kept
+
+    def share(count: NDArray[np.int64]) -> NDArray[np.int64]:
+        return (count > 0) + (count == chunks).astype(np.int64)
+
+    return share(kept.attention) * 9 + share(kept.graphs) * 3 + (kept.attention >= kept.graphs)

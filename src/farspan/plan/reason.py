@@ -1,0 +1,110 @@
+"""Why a plan was chosen, what breaks when none fits, and what would help."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from math import gcd
+
+from farspan.plan.question import Budget, Layout, Optimizer, Plan, Question
+from farspan.spec import RunSpec, Tier
+
+GIB = 2**30
+MOST_DEVICES = 64
+
+
+def reason_of(plan: Plan, others: Sequence[Plan]) -> str:
+    """One or two sentences on what was chosen."""
+    parts = [_choices(plan)]
+    slower = [other for other in others if other.fits and other.strategy != plan.strategy]
+    if slower:
+        ratio = slower[0].seconds.total / plan.seconds.total
+        parts.append(f"{slower[0].strategy}, the next that fits, takes {ratio:.2f} times as long")
+    if others and not slower:
+        parts.append("no other strategy fits")
+    return "; ".join(parts)
+
+
+def breaks_first(plan: Plan) -> str:
+    """Which tier is too small, by how much, and what fills it."""
+    tier, budget = _fuller(plan)
+    largest = sorted(budget.parts, key=lambda part: -budget.parts[part])[:2]
+    fills = " and ".join(f"{part} {budget.parts[part] / GIB:,.1f} GiB" for part in largest)
+    where = "device memory" if tier is Tier.DEVICE else "host memory"
+    if plan.question.machine.unified:
+        where = "memory"
+    return (
+        f"{where} breaks first: {plan.strategy} needs {budget.total / GIB:,.1f} GiB and "
+        f"{budget.limit / GIB:,.1f} GiB are there, {-budget.left / GIB:,.1f} GiB too few; "
+        f"most of it is {fills}"
+    )
+
+
+def remedy_of(plan: Plan, fits: Callable[[Question], bool]) -> str:
+    """The cheapest change, by the order of `_changes`, with which something fits."""
+    for change, question in _changes(plan.question):
+        if fits(question):
+            return change
+    return "no single change that was tried makes it fit"
+
+
+def _changes(question: Question) -> Iterator[tuple[str, Question]]:
+    """What could be changed, the cheapest first: software, memory, devices, then the task."""
+    for optimizer in (Optimizer.ADAMW8BIT, Optimizer.HOST):
+        if optimizer is not question.optimizer and question.optimizer is Optimizer.ADAMW:
+            yield f"--optimizer {optimizer}", replace(question, optimizer=optimizer)
+    machine = question.machine
+    for times in (2, 4, 8):
+        larger = replace(machine, host_bytes=times * machine.host_bytes)
+        yield (
+            f"--host-memory {larger.host_bytes / GIB:,.0f}GiB",
+            replace(question, machine=larger),
+        )
+    devices = 2 * question.layout.devices()
+    while devices <= MOST_DEVICES:
+        yield f"--gpus {devices}", replace(question, layout=sequence_layout(question, devices))
+        devices *= 2
+    tokens = question.run.tokens // 2
+    while tokens >= 1024:
+        yield (
+            f"--context {tokens}",
+            replace(question, run=RunSpec(question.run.batch, tokens)),
+        )
+        tokens //= 2
+
+
+def sequence_layout(question: Question, devices: int) -> Layout:
+    """The layout in which `devices` share every sequence."""
+    ulysses = gcd(devices, *(layer.kv_heads for layer in question.model.layers))
+    return Layout(ulysses=ulysses, shards=devices // ulysses)
+
+
+def _fuller(plan: Plan) -> tuple[Tier, Budget]:
+    device_share = plan.device.total / max(1, plan.device.limit)
+    host_share = plan.host.total / max(1, plan.host.limit)
+    if plan.host.left >= 0 or (plan.device.left < 0 and device_share >= host_share):
+        return Tier.DEVICE, plan.device
+    return Tier.HOST, plan.host
+
+
+def _choices(plan: Plan) -> str:
+    schedule = plan.schedule
+    layers = len(plan.question.model.layers)
+    sizes = schedule.group_sizes(layers)
+    cut = "layer by layer" if max(sizes) == 1 else f"groups of up to {max(sizes)} layers"
+    if len(sizes) == 1:
+        cut = "all layers in one group"
+    attention = f"O and LSE of the latest {schedule.attention_kept:.0%} of tokens kept"
+    if schedule.attention_kept == 0:
+        attention = "attention recomputed"
+    elif schedule.attention_kept == 1:
+        attention = "no attention recomputed"
+    if schedule.activations_kept:
+        attention += f", other activations of {schedule.activations_kept:.0%} kept"
+    fullest = max(("device", plan.device), ("host", plan.host), key=lambda t: _share(t[1]))
+    return (
+        f"{cut} in chunks of {schedule.chunk:,}, {attention}; "
+        f"{fullest[0]} memory is {_share(fullest[1]):.0%} full"
+    )
+
+
+def _share(budget: Budget) -> float:
+    return budget.total / max(1, budget.limit)
