@@ -77,8 +77,9 @@ def test_the_check_of_main_memory_is_a_shortage() -> None:
 class Watched:
     """Makes tiny steps that run out of memory at a chosen cell, and keeps what was made."""
 
-    def __init__(self, fails: Callable[[int, int], bool]) -> None:
+    def __init__(self, fails: Callable[[int, int], bool], kind: type[TinyStep] = TinyStep) -> None:
         self.fails = fails  # of the number of the step made and of its cell
+        self.kind = kind
         self.schedules: list[Schedule] = []
         self.steps: list[weakref.ref[TinyStep]] = []
         self.cells = 0
@@ -93,7 +94,7 @@ class Watched:
             if self.fails(number, self.cells):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-        step = TinyStep(model, hook)
+        step = self.kind(model, hook)
         self.steps.append(weakref.ref(step))
         return step
 
@@ -147,10 +148,8 @@ def test_random_numbers_of_a_failed_step_are_drawn_again(
             return loss
 
     monkeypatch.setattr("tests.train.tiny.TinyStep", Noisy)
-    monkeypatch.setattr("tests.train.test_shortage.TinyStep", Noisy, raising=False)
-    monkeypatch.setitem(Watched.make.__globals__, "TinyStep", Noisy)
     fit(tiny_run(tmp_path, folder=str(tmp_path / "whole")))
-    watched = Watched(lambda number, cells: number == 1 and cells == 20)
+    watched = Watched(lambda number, cells: number == 1 and cells == 20, Noisy)
     fit_watched(tiny_run(tmp_path), watched, Quiet())
     assert len(watched.schedules) == 2
     same_weights(tmp_path / "whole", tmp_path / "run")
