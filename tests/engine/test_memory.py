@@ -118,6 +118,15 @@ def test_live_storage_counts_what_is_alive_once() -> None:
     assert meter.peak == 8000
 
 
+def test_live_storage_leaves_out_what_was_born_before() -> None:
+    weight, x = torch.ones(50, 100), torch.ones(7, 100)
+    with LiveStorage() as meter:
+        y = x @ weight.t()
+        assert meter.live == y.nbytes
+        grown = torch.add(x, 1, out=torch.empty(7, 100))
+        assert meter.live == y.nbytes + grown.nbytes
+
+
 def test_a_rehearsal_that_would_not_fit_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk of the whole sequence is rehearsed whole: its graphs alone may be too much."""
     model = make_model("qwen2", max_position_embeddings=4096)

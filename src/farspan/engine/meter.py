@@ -26,17 +26,22 @@ class LiveStorage(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        # What goes in unseen was born outside: a view of it, such as a weight's transpose, is no
+        # new memory.
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self._meet(leaf, born=False)
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
-                self._meet(leaf)
+                self._meet(leaf, born=True)
         return out
 
-    def _meet(self, tensor: Tensor) -> None:
+    def _meet(self, tensor: Tensor, *, born: bool) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._known:
-            size = storage.nbytes()
+            size = storage.nbytes() if born else 0
             self._known[key] = weakref.finalize(storage, self._leave, key, size)
             self.live += size
             self.peak = max(self.peak, self.live)
