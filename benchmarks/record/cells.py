@@ -8,6 +8,7 @@ from typing import Any
 
 DATA = Path(__file__).parent / "data"
 KILO = 1024
+GIB = 1 << 30
 
 
 class Kind(StrEnum):

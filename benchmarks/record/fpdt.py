@@ -3,7 +3,10 @@
 FPDT is the schedule `fpdt` on a Ulysses layout with ZeRO-3. What the code (DeepSpeed's
 `fpdt_layer.py`) does differently is added term by term:
 
-- h-wide tensors of all of a rank's tokens stay on the device (`WHOLE`);
+- h-wide tensors of all of a rank's tokens stay on the device. Reading the code one finds eight at
+  one time: a block's input, the gradient of its output, O, the residual sum, the second norm's
+  output, the MLP's chunks and the same put together, the block's output. How many there really are
+  is read off Table 3's HBM (`whole_tensors`);
 - beside x, one layer's q, K, V, O, normed input and fp32 dQ are on host;
 - MFU is the throughput that the framework prints, which counts a checkpoint's second forward as
   work; Appendix B 7 only halves the attention of it.
@@ -17,7 +20,7 @@ from functools import cache
 from typing import Any
 
 from benchmarks.record import memo
-from benchmarks.record.cells import published
+from benchmarks.record.cells import GIB, KILO, published
 from benchmarks.record.models import (
     BF16,
     ask,
@@ -36,11 +39,6 @@ from farspan.spec import MachineSpec, ModelSpec, Tier
 NODE = 4
 HOST_BYTES = 10**12  # a node's (section 5.1)
 HDR = 200e9 / 8  # bytes a second of a node's port
-# h-wide tensors of all of a rank's tokens in a block's backward. In the attention function: its
-# input, its norm's output, O put together and its gradient, q and LSE's gradients, the list of dx
-# and dx put together. Around it: the block's input, its output's gradient, the residual sum, the
-# second norm's output.
-WHOLE = 8 + 4
 # Bytes a token, in units of h, of the layer at work on host beside K and V: q, O, normed input in
 # bf16 and dQ in fp32.
 OPEN_LAYER = 3 * BF16 + 4
@@ -86,9 +84,20 @@ def gathered_bytes(model: ModelSpec) -> float:
     return BF16 * (2.0 * layer + 2 * model.vocab * model.hidden)
 
 
+@cache
+def whole_tensors() -> float:
+    """h-wide tensors of all of a rank's tokens: what Table 3's HBM leaves beside the states."""
+    table = published("fpdt")["tables"]["table3"]
+    row = next(row for row in table["rows"] if row["fpdt"])
+    tokens, model = row["longest_k"] * KILO / table["gpus"], model_of("8B")
+    states = STATES * model.parameters / table["gpus"] + gathered_bytes(model)
+    left: float = row["hbm"] * GIB - states
+    return left / (BF16 * model.hidden * tokens)
+
+
 def fpdt_bytes(model: ModelSpec, tokens: int, gpus: int) -> float:
     """Device bytes of a rank: FPDT with ZeRO-3 and checkpoints on host."""
-    whole = WHOLE * BF16 * model.hidden * tokens / gpus
+    whole = whole_tensors() * BF16 * model.hidden * tokens / gpus
     pieces = 2 * model.vocab / model.hidden
     head = LOGITS * model.vocab * tokens / gpus / pieces
     return STATES * model.parameters / gpus + gathered_bytes(model) + max(whole, head)
@@ -207,7 +216,9 @@ def seconds(size: str, tokens: int, gpus: int, row: Row) -> float:
     question = ask(model, tokens, on, layout)
     forward, _, backward = layer_seconds(question)
     once = len(model.layers) * (forward * (2 if row.checkpoint else 1) + backward)
-    return max(once + head_seconds(question), gather_seconds(question)) + _reduce(row, model, on, gpus)
+    return max(once + head_seconds(question), gather_seconds(question)) + _reduce(
+        row, model, on, gpus
+    )
 
 
 def _reduce(row: Row, model: ModelSpec, on: MachineSpec, gpus: int) -> float:
@@ -228,4 +239,3 @@ def lengths() -> list[int]:
 def value_of(value: int | str | None) -> int:
     """K tokens; 0 where the model does not fit; the tested length where it was not exceeded."""
     return 0 if value is None else int(str(value).rstrip("+"))
-

@@ -7,7 +7,7 @@ the other activations too. What its description (sections 3.2, 4.1, 4.2) and Meg
 - a rank holds 1 / (TP CP) of every tensor; sequence parallelism gathers the input of a product and
   the gradient of one over TP, so two h-wide tensors of N / CP tokens stand beside the layer;
 - weights and their gradients in 2 and 4 bytes, ZeRO-1 states of 12 bytes over DP and CP;
-- the head's logits in fp32, over TP and CP;
+- the head's logits in fp32, over TP and CP: no more than 4 bytes each let 1M run on 8 devices;
 - recomputation stops before the MLP's second product, whose output nothing needs.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from benchmarks.record.cells import KILO, published
+from benchmarks.record.cells import KILO, on_grid, published
 from benchmarks.record.models import (
     BF16,
     ask,
@@ -101,11 +101,12 @@ def memo_bytes(model: ModelSpec, tokens: int, split: Split) -> float:
 
 
 def recompute_bytes(model: ModelSpec, tokens: int, split: Split) -> float:
-    """Megatron-LM with every layer recomputed: inputs of all layers, one layer's activations."""
+    """Megatron-LM with every layer recomputed: inputs of all layers, one layer's activations. Its
+    loss holds the logits in bf16, in fp32, and shifted by their maximum in fp32."""
     one = wide(model, tokens, split.sequence)
     inputs = len(model.layers) / split.pipeline * one
     layer = (SKELETAL + BACKWARD_MLP) * one + GATHERED * wide(model, tokens, split.context)
-    head = 4.0 * model.vocab * tokens / split.sequence
+    head = (2 + 4 + 4) * model.vocab * tokens / split.sequence
     return state_bytes(model, split) + inputs + max(layer, head)
 
 
@@ -147,16 +148,24 @@ def node_bytes(size: str, tokens: int, split: Split, alpha: float) -> int:
 
 
 @cache
-def host_limit() -> float:
-    """Bytes of a node that swapping may take: between what ran and what did not in Table 5."""
+def host_bracket() -> dict[tuple[int, float], int]:
+    """Table 5's most demanding cell that ran and its least demanding one that did not, by length
+    and alpha, with the bytes of the node."""
     table = published("memo")["tables"]["table5"]
-    ran, failed = [0], [1 << 62]
+    ran, failed = {(0, 0.0): 0}, {(0, 1.0): 1 << 62}
     for length, row in table["rows"].items():
         for alpha, value in zip(table["alpha"], row, strict=True):
-            took = node_bytes("7B", int(length) * KILO, ABLATION, alpha)
-            (failed if value == "oohm" else ran).append(took)
-    assert max(ran) < min(failed)
-    return (max(ran) + min(failed)) / 2
+            side = failed if value == "oohm" else ran
+            side[int(length), alpha] = node_bytes("7B", int(length) * KILO, ABLATION, alpha)
+    most, least = max(ran, key=ran.__getitem__), min(failed, key=failed.__getitem__)
+    if ran[most] >= failed[least]:
+        raise ValueError("no limit of host memory separates the cells of MEMO's Table 5")
+    return {most: ran[most], least: failed[least]}
+
+
+def host_limit() -> float:
+    """Bytes of a node that swapping may take."""
+    return sum(host_bracket().values()) / 2
 
 
 # -- seconds ---------------------------------------------------------------------------------------
@@ -174,6 +183,7 @@ class Way:
     alpha: float = 0.0
     swaps: bool = True  # x, O and alpha of the rest go to host; else all is recomputed from x
     ulysses: bool = False
+    square: bool = False  # attention computes what the causal mask hides as well
 
 
 def layout_of(split: Split, way: Way) -> Layout:
@@ -221,6 +231,10 @@ def useful_flop(model: ModelSpec, tokens: int) -> float:
 def mfu(size: str, tokens: int, split: Split, way: Way) -> float:
     """In percent, by the paper's convention."""
     on, link = calibrated()
+    if way.square:
+        rates = on.rates["bfloat16"]
+        curves = rates.attention_forward, rates.attention_backward
+        on = with_rates(on, *(curve.points[0][1] / 2 for curve in curves))
     took = iteration(size, tokens, split, way, on, link)
     return _percent(size, tokens, split, took)
 
@@ -262,14 +276,14 @@ def _solve(rising: Any, target: float, low: float, high: float) -> float:
     return (low + high) / 2
 
 
-# -- what fits ---------------------------------------------------------------------------------------
+# -- what fits ------------------------------------------------------------------------------------
 
 
-def splits(size: str, devices: int, *, ulysses: bool = False) -> Iterator[Split]:
-    """Every layout of powers of two: TP within a node, or SP where it divides the heads."""
+def splits(size: str, devices: int, *, most: int = NODE, ulysses: bool = False) -> Iterator[Split]:
+    """Every layout of powers of two that divide the heads, TP of at most `most` devices."""
     heads = model_of(size).layers[0].query_heads
     powers = [1 << k for k in range(devices.bit_length()) if devices % (1 << k) == 0]
-    for tensor in [1] if ulysses else [p for p in powers if p <= NODE]:
+    for tensor in [1] if ulysses else [p for p in powers if p <= most and heads % p == 0]:
         for context in powers:
             if devices % (tensor * context) or (ulysses and heads % context):
                 continue
@@ -280,3 +294,42 @@ def usable_bytes() -> float:
     """Device bytes of one A800 but for the reserve."""
     on = machine("a800")
     return on.device_bytes - on.reserve
+
+
+@cache
+def unplanned_share() -> float:
+    """How much of a device Megatron-LM and DeepSpeed can use without a memory plan: what they use
+    at the longest length that Table 4's first row ran."""
+    table = published("memo")["tables"]["table4"]
+    ran = [
+        length
+        for length, value in zip(table["context_k"], table["rows"]["recompute"], strict=True)
+        if value != "oom"
+    ]
+    return recompute_bytes(model_of("7B"), max(ran) * KILO, ABLATION) / usable_bytes()
+
+
+def longest(size: str, devices: int, system: str, grid: list[int]) -> int:
+    """The longest of a grid of lengths in K tokens that runs in any layout, alpha 0 for MEMO."""
+    model = model_of(size)
+    need = {"memo": memo_bytes, "megatron": recompute_bytes, "deepspeed": ulysses_bytes}[system]
+    room = usable_bytes() * (1.0 if system == "memo" else unplanned_share())
+    layouts = list(
+        splits(
+            size,
+            devices,
+            most=NODE if system == "memo" else devices,
+            ulysses=system == "deepspeed",
+        )
+    )
+
+    def runs(length: int) -> bool:
+        tokens = length * KILO
+        on_host = (
+            node_bytes(size, tokens, split, 0.0) <= host_limit() or system != "memo"
+            for split in layouts
+        )
+        on_device = (need(model, tokens, split) <= room for split in layouts)
+        return any(a and b for a, b in zip(on_host, on_device, strict=True))
+
+    return on_grid(grid, [runs(length) for length in grid])

@@ -1,15 +1,28 @@
 """Models of the papers, and what is asked of the planner about them."""
 
 from dataclasses import replace
+from functools import lru_cache
 
 from farspan.plan.build import build_program
+from farspan.plan.collectives import Collectives
 from farspan.plan.local import local_model, local_run, local_schedule
+from farspan.plan.machines import machine
 from farspan.plan.program import AttentionMode, Backward, Forward, Head, Program
 from farspan.plan.question import Layout, Optimizer, Question
 from farspan.plan.seconds import Prices
-from farspan.spec import Curve, LayerSpec, LayerWork, MachineSpec, ModelSpec, Rates, RunSpec, Schedule
+from farspan.spec import (
+    Curve,
+    LayerSpec,
+    LayerWork,
+    MachineSpec,
+    ModelSpec,
+    Rates,
+    RunSpec,
+    Schedule,
+)
 
 BF16 = 2
+ALONE = Layout(fsdp=False)
 
 
 def decoder(
@@ -54,9 +67,7 @@ def with_rates(
     return replace(machine, rates={"bfloat16": own})
 
 
-def ask(
-    model: ModelSpec, tokens: int, machine: MachineSpec, layout: Layout = Layout(fsdp=False)
-) -> Question:
+def ask(model: ModelSpec, tokens: int, machine: MachineSpec, layout: Layout = ALONE) -> Question:
     """One sequence, copies beside the computation, no optimizer: the papers' iterations."""
     return Question(
         model, RunSpec(1, tokens), machine, layout, Optimizer.NONE, "bfloat16", overlap=True
@@ -94,13 +105,28 @@ def head_seconds(question: Question) -> float:
 
 def gather_seconds(question: Question) -> float:
     """What ZeRO-3 moves in a step of one sequence: weights before each pass, gradients after it."""
-    tokens = question.run.tokens
-    return Prices(question, program_of(question, Schedule(chunk=tokens))).gathers()
+    model = question.model
+    layer = model.layers[0].work.parameters
+    collectives = Collectives(question)
+    gathered = 2 * len(model.layers) - 1  # the last layer's backward follows at once
+    return gathered * collectives.gather(layer) + collectives.reduce(
+        model.trainable, model.accumulate_bytes()
+    )
 
 
 def whole_prices(question: Question) -> Prices:
     """Prices of a program of one layer and one chunk, the whole sequence."""
-    model, tokens = question.model, question.run.tokens
-    short = replace(model, layers=model.layers[:1] * question.layout.pipeline)
-    question = replace(question, model=short)
-    return Prices(question, program_of(question, Schedule(chunk=tokens, kv_block=tokens)))
+    short = one_layer(question.model, question.layout.pipeline)
+    program = _whole_program(short, question.run.tokens, question.layout)
+    return Prices(replace(question, model=short), program)
+
+
+def one_layer(model: ModelSpec, stages: int = 1) -> ModelSpec:
+    """The model with a layer a stage: enough to price each kind of cell."""
+    return replace(model, layers=model.layers[:1] * stages)
+
+
+@lru_cache(maxsize=512)
+def _whole_program(model: ModelSpec, tokens: int, layout: Layout) -> Program:
+    question = ask(model, tokens, machine("a800"), layout)  # a program knows no machine
+    return program_of(question, Schedule(chunk=tokens, kv_block=tokens))

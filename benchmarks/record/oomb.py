@@ -12,11 +12,19 @@ its code (github.com/wenhaoli-xmu/OOMB, commit ba07f27) does differently is adde
   there are none before the first backward.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from benchmarks.record.cells import KILO, Cell, Kind, published
-from benchmarks.record.models import BF16, ask, decoder, first_cells, program_of, with_rates
+from benchmarks.record.models import (
+    BF16,
+    ask,
+    decoder,
+    first_cells,
+    one_layer,
+    program_of,
+    with_rates,
+)
 from farspan.plan.machines import machine
 from farspan.plan.program import Head, Program
 from farspan.plan.seconds import Prices
@@ -111,8 +119,8 @@ def seconds(system: System, tokens: int, on: MachineSpec) -> float:
     """One iteration, cell by cell as their code runs them, on one lane: attention takes so long
     that the link's traffic hides behind it."""
     size = system.chunk or tokens
-    question = ask(MODEL, tokens, on)
-    schedule = Schedule(chunk=size, groups=LAYERS, kv_block=tokens, head_tokens=size)
+    question = ask(one_layer(MODEL), tokens, on)
+    schedule = Schedule(chunk=size, kv_block=tokens, head_tokens=size)
     program = program_of(question, schedule)
     prices = Prices(question, program)
     return sum(_chunk_seconds(system, program, prices, c) for c in range(len(program.chunks)))
@@ -146,13 +154,13 @@ def calibrated() -> MachineSpec:
     )
 
 
-def rows() -> list[dict]:  # type: ignore[type-arg]
+def rows() -> list[dict]:
     """Dense rows and the baseline."""
     table = published("oomb")["tables"]["table2"]
     return [row for row in table["rows"] if row["system"] != "sparse"]
 
 
-def system_of(row: dict) -> System:  # type: ignore[type-arg]
+def system_of(row: dict) -> System:
     return System((row["chunk_k"] or 0) * KILO, row["checkpoint"], row["offload"])
 
 
@@ -169,14 +177,16 @@ def cells() -> list[Cell]:
     return found
 
 
-def _cells(system: System, row: dict, place: int, length: int) -> list[Cell]:  # type: ignore[type-arg]
+def _cells(system: System, row: dict, place: int, length: int) -> list[Cell]:
     tokens, column = length * KILO, f"{length}K"
     need = peak_bytes(system, tokens, first=place == 0)
     capacity = calibrated().device_bytes - calibrated().reserve
     printed = row["megabytes"][place]
     runs = printed != "OOM"
     found = [
-        Cell(TABLE, system.name, column, Kind.FEASIBLE, "runs", float(runs), float(need <= capacity))
+        Cell(
+            TABLE, system.name, column, Kind.FEASIBLE, "runs", float(runs), float(need <= capacity)
+        )
     ]
     if runs:
         found.append(Cell(TABLE, system.name, column, Kind.MEMORY, "MiB", printed, need / MIB))
@@ -189,13 +199,11 @@ def _cells(system: System, row: dict, place: int, length: int) -> list[Cell]:  #
     return found
 
 
-def _growth(system: System, row: dict, lengths: list[int]) -> Cell:  # type: ignore[type-arg]
+def _growth(system: System, row: dict, lengths: list[int]) -> Cell:
     first, last = lengths.index(64), lengths.index(256)
     step = (lengths[last] - lengths[first]) * KILO
     printed = (row["megabytes"][last] - row["megabytes"][first]) * MIB / step
-    low, high = (
-        peak_bytes(system, lengths[place] * KILO, first=False) for place in (first, last)
-    )
+    low, high = (peak_bytes(system, lengths[place] * KILO, first=False) for place in (first, last))
     return Cell(
         TABLE, system.name, "64K to 256K", Kind.GROWTH, "B a token", printed, (high - low) / step
     )

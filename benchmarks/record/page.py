@@ -1,0 +1,213 @@
+"""The tables of docs/record.md, from the cells."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from benchmarks.record import fpdt, memo, memo_cells, oomb
+from benchmarks.record.cells import GIB, KILO, WITHIN, Cell, Kind, misses, published
+
+OPENING, CLOSING = "<!-- table {} -->", "<!-- end -->"
+
+
+def tables(cells: list[Cell]) -> dict[str, str]:
+    """Every generated table by its name in the page."""
+    found = {
+        f"{table} {kind}": _matrix([c for c in cells if (c.table, c.kind) == (table, kind)])
+        for table, kind in dict.fromkeys((cell.table, cell.kind) for cell in cells)
+    }
+    found["calibration"] = _calibration()
+    found["summary"] = _summary(cells)
+    found["misses"] = _misses(cells)
+    found["alpha"] = _alpha()
+    for paper in ("oomb", "fpdt", "memo"):
+        found[f"reading {paper}"] = _reading(paper)
+    found["host"] = _host()
+    found["square"] = _matrix(memo_cells.square_cells(), marked=False)
+    return found
+
+
+def write(path: Path, cells: list[Cell]) -> None:
+    """Put the tables between their marks."""
+    text = path.read_text(encoding="utf-8")
+    path.write_text(filled(text, cells), encoding="utf-8")
+
+
+def filled(text: str, cells: list[Cell]) -> str:
+    """The page with every table in its place. Raises ValueError where a mark is missing."""
+    for name, table in tables(cells).items():
+        opening = OPENING.format(name)
+        before, mark, rest = text.partition(opening)
+        if not mark or CLOSING not in rest:
+            raise ValueError(f"the page has no place for {opening}")
+        after = rest[rest.index(CLOSING) :]
+        text = f"{before}{opening}\n\n{table}\n\n{after}"
+    return text
+
+
+def _grid(head: list[str], rows: Iterable[list[str]]) -> str:
+    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _matrix(cells: list[Cell], *, marked: bool = True) -> str:
+    columns = list(dict.fromkeys(cell.column for cell in cells))
+    rows = list(dict.fromkeys(cell.row for cell in cells))
+    by_place = {(cell.row, cell.column): cell for cell in cells}
+    show = _SHOWN[cells[0].kind]
+    body = []
+    for row in rows:
+        found = (by_place.get((row, column)) for column in columns)
+        body.append([row, *(_show(cell, show, marked) for cell in found)])
+    return _grid(["", *columns], body)
+
+
+def _show(cell: Cell | None, show: Callable[[Cell], str], marked: bool) -> str:
+    if cell is None:
+        return ""
+    mark = " **miss**" if marked and not cell.agrees else ""
+    return f"{show(cell)}{' (used)' if cell.used else ''}{mark}"
+
+
+def _numbers(digits: int) -> Callable[[Cell], str]:
+    def show(cell: Cell) -> str:
+        pair = f"{cell.predicted:.{digits}f} / {cell.published:.{digits}f}"
+        return f"{pair} = {cell.ratio:.2f}"
+
+    return show
+
+
+def _lengths(cell: Cell) -> str:
+    ours, theirs = (_length(value) for value in (cell.predicted, cell.published))
+    return f"{ours} / {theirs}" + (f" ({cell.steps:+d})" if cell.steps else "")
+
+
+def _length(value: float) -> str:
+    if not value:
+        return "none"
+    return f"{value / KILO:g}M" if value % KILO == 0 else f"{value:g}K"
+
+
+def _answers(cell: Cell) -> str:
+    ours, theirs = ("runs" if value else "no" for value in (cell.predicted, cell.published))
+    return ours if cell.agrees else f"{ours} / {theirs}"
+
+
+_SHOWN: dict[Kind, Callable[[Cell], str]] = {
+    Kind.MEMORY: _numbers(0),
+    Kind.GROWTH: _numbers(0),
+    Kind.LATENCY: _numbers(1),
+    Kind.MFU: _numbers(1),
+    Kind.LONGEST: _lengths,
+    Kind.FEASIBLE: _answers,
+}
+
+
+def _calibration() -> str:
+    kernel = oomb.calibrated().rates["bfloat16"]
+    ours, link = memo.calibrated()
+    rates = ours.rates["bfloat16"]
+    forward, backward = (
+        curve.points[0][1] for curve in (rates.attention_forward, rates.attention_backward)
+    )
+    tera = 1e12
+    own = (kernel.attention_forward.points[0][1], kernel.attention_backward.points[0][1])
+    rows = [
+        [
+            "H200, OOMB's kernel",
+            f"attention {own[0] / tera:.0f} TFLOP/s forward, {own[1] / tera:.0f} backward",
+            "Table 2, 4K at 256K: offload, and checkpoint with offload",
+        ],
+        [
+            "A800, MEMO",
+            f"attention {forward / memo.PEAK:.2f} and {backward / memo.PEAK:.2f} of the peak",
+            "Table 5, 256K, alpha 1",
+        ],
+        ["", f"one rank's link, eight copying: {link / 1e9:.1f} GB/s", "Table 5, 192K, alpha 1"],
+        [
+            "",
+            f"host memory to swap to: {memo.host_limit() / GIB:.0f} GiB a node",
+            "Table 5, between what ran and what did not",
+        ],
+        [
+            "",
+            f"device memory without a plan: {memo.unplanned_share():.2f} of it",
+            "Table 4, first row, the longest that ran",
+        ],
+        [
+            "A100, FPDT",
+            f"{fpdt.whole_tensors():.1f} h-wide tensors of all of a rank's tokens",
+            "Table 3, FPDT's HBM",
+        ],
+        ["", "no rate: attention as on MEMO's A800", ""],
+    ]
+    return _grid(["machine", "constant", "read off"], rows)
+
+
+def _summary(cells: list[Cell]) -> str:
+    rows = []
+    for group, kind in dict.fromkeys((_group(cell), cell.kind) for cell in cells):
+        own = [c for c in cells if (_group(c), c.kind) == (group, kind) and not c.used]
+        agree = sum(cell.agrees for cell in own)
+        off = sorted(abs(cell.ratio - 1) for cell in own)
+        middle = f"{100 * off[len(off) // 2]:.1f}%" if off and kind in WITHIN else ""
+        rows.append([group, str(kind), str(len(own)), str(agree), str(len(own) - agree), middle])
+    return _grid(["table", "number", "cells", "agree", "miss", "median off by"], rows)
+
+
+def _group(cell: Cell) -> str:
+    """The table, and whether it is the paper's own system or a baseline."""
+    baselines = ("baseline", "DeepSpeed", "Megatron", "tensor parallel", "Ulysses")
+    if cell.table not in ("OOMB 2", "MEMO 3", "FPDT 3"):
+        return cell.table
+    return f"{cell.table}, {'baselines' if cell.row.startswith(baselines) else 'own'}"
+
+
+def _misses(cells: list[Cell]) -> str:
+    lines = []
+    for miss in misses():
+        hit = [cell for cell in cells if not cell.agrees and miss.covers(cell)]
+        places: dict[str, list[str]] = {}
+        for cell in hit:
+            places.setdefault(cell.row, []).append(cell.column)
+        shown = "; ".join(f"{row}: {', '.join(columns)}" for row, columns in places.items())
+        state = "" if miss.explained else "**Unexplained.** "
+        lines.append(f"- {miss.table}, {miss.kind}: {shown}. {state}{miss.why}")
+    return "\n".join(lines)
+
+
+def _alpha() -> str:
+    sizes = memo_cells.DEVICES
+    lengths = published("memo")["tables"]["appendix_table7"]["context_k"]
+    rows = []
+    for size in sizes:
+        layouts, row = memo_cells.layouts("memo", size), [f"MEMO {size}"]
+        for length in lengths:
+            if length not in layouts:
+                row.append("")
+                continue
+            split, alpha = layouts[length]
+            row.append(f"{memo_cells.allowed_alpha(size, length, split):g} / {alpha:g}")
+        rows.append(row)
+    return _grid(["", *(f"{length}K" for length in lengths)], rows)
+
+
+def _reading(paper: str) -> str:
+    lines = []
+    for table in published(paper)["tables"].values():
+        lines += [f"- {table['where'].split(',')[0]}: {note}" for note in table.get("reading", ())]
+    return "\n".join(lines)
+
+
+def _host() -> str:
+    """Host memory that the papers' headline runs need and do not state."""
+    four = 4096 * KILO
+    token = oomb.kv_bytes(memo.SAMPLE) / memo.SAMPLE
+    rows = [
+        ["OOMB, Qwen2.5-7B at 4M, offload", f"{token * four / GIB:.0f} GiB", "not stated"],
+        [
+            "FPDT, 8B at 4M on two nodes, a node",
+            f"{fpdt.fpdt_node_bytes('8B', four, 8) / GIB:.0f} GiB",
+            "1 TB",
+        ],
+    ]
+    return _grid(["run", "predicted", "the machine's"], rows)
