@@ -43,6 +43,8 @@ CONFIGURATIONS: dict[str, Config] = {
     "gpt_neox sequential": config_of(
         "gpt_neox", use_parallel_residual=False, attention_bias=False, tie_word_embeddings=True
     ),
+    "gpt_neox all rotated": config_of("gpt_neox", rotary_pct=1.0),
+    "phi3 half rotated": config_of("phi3", partial_rotary_factor=0.5),
     "gpt_oss plain": config_of("gpt_oss", attention_bias=False, layer_types=TYPES[::-1]),
     "llama biased": config_of("llama", attention_bias=True, mlp_bias=True),
     "llama wide heads": config_of("llama", head_dim=20, num_key_value_heads=1),

@@ -10,7 +10,7 @@ from farspan.models.refuse import SLICEABLE_ROPE, context_limit
 from farspan.plan.families import FAMILIES, architecture_from
 from farspan.plan.positions import SLICEABLE_ROPE as PLANNED_ROPE
 from farspan.spec import Refused
-from tests.plan.configurations import CONFIGURATIONS, SLIDING, Config, config_of
+from tests.plan.configurations import CONFIGURATIONS, SLIDING, Config, config_of, real_model
 from tests.zoo import WINDOW
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -74,6 +74,17 @@ def test_what_sizes_do_not_tell() -> None:
     assert {name for name in FAMILIES if read[name].positions} == {"gpt2"}
 
 
+PARTLY = [name for name in CONFIGURATIONS if name.startswith(("gpt_neox", "phi3"))]
+
+
+@pytest.mark.parametrize("name", PARTLY)
+def test_the_rotated_part_of_a_head_is_as_wide_as_the_real_tables(name: str) -> None:
+    config = CONFIGURATIONS[name]
+    attention = architecture_from(config).blocks[0].attention
+    rope = next(module for module in real_model(config).modules() if hasattr(module, "inv_freq"))
+    assert 2 * len(rope.inv_freq) == (attention.rotated or attention.head_dim)
+
+
 def test_names() -> None:
     config = config_of("llama")
     assert architecture_from(config).name == "llama"
@@ -129,6 +140,9 @@ NONSENSE: dict[str, tuple[Config, str]] = {
         "rope_parameters.rope_type: 'dynamic' depends on the longest position",
     ),
     "phi3 yarn": (config_of("phi3", rope_scaling=YARN), "rope_parameters.rope_type: 'yarn'"),
+    "pct": (config_of("gpt_neox", rotary_pct=-1.0), "rotary_pct: expected a number above 0"),
+    "all and more": (config_of("gpt_neox", rotary_pct=1.5), "rotary_pct: expected the share of a"),
+    "nothing": (config_of("phi3", partial_rotary_factor=0.1), "partial_rotary_factor: .* of 8"),
     "rope": (config_of("llama", rope_scaling=4.0), "rope_parameters: expected a mapping"),
     "two ways": (
         config_of("gemma", use_bidirectional_attention=True),

@@ -15,6 +15,7 @@ class Attention:
     output_bias: bool = False
     qk_norm: bool = False  # RMSNorm over the head dimension of q and k, before they are rotated
     rotary: bool = True  # False: positions are embedded and added to the tokens
+    rotated: int | None = None  # leading part of a head that is rotated (GPT-NeoX); None: all
     window: int | None = None
     sinks: bool = False
     softcap: float | None = None

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from farspan.plan import windows
 from farspan.plan.architecture import Architecture, Attention, Block, FeedForward
 from farspan.plan.fields import Fields
-from farspan.plan.positions import SLICEABLE_ROPE, longest
+from farspan.plan.positions import SLICEABLE_ROPE, longest, rotated
 from farspan.spec import Refused
 
 Option = bool | tuple[str, bool]  # what always is, or a field of the configuration and its default
@@ -46,6 +46,7 @@ class Family:
     activation: tuple[str, str] = ("hidden_act", "silu")  # its field and default
     renamed: Mapping[str, str] = field(default_factory=dict)  # activations that mean another one
     learned: bool = False  # positions are embedded
+    rotated: tuple[str, float] | None = None  # field and default of the share of a head that is
     width: str = "intermediate_size"
     expert_width: str | None = None  # None: no experts
     sparse: bool = False  # only some layers have experts
@@ -112,6 +113,7 @@ FAMILIES: dict[str, Family] = {
         gated=False,
         norm="layer",
         parallel=("use_parallel_residual", True),
+        rotated=("rotary_pct", 0.25),
         grouped=False,
         own_head_dim=False,
         activation=("hidden_act", "gelu"),
@@ -142,7 +144,14 @@ FAMILIES: dict[str, Family] = {
         131072, windows.everywhere, expert_width="intermediate_size", aliases=_EXPERTS
     ),
     # Phi-3 reads yarn as longrope, whose table depends on the length.
-    "phi3": Family(4096, windows.everywhere, fused=True, lone_heads=True, ropes=("default",)),
+    "phi3": Family(
+        4096,
+        windows.everywhere,
+        fused=True,
+        lone_heads=True,
+        rotated=("partial_rotary_factor", 1.0),
+        ropes=("default",),
+    ),
     "qwen2": Family(32768, windows.from_layer, window=4096, qkv_bias=True),
     "qwen2_moe": Family(
         32768,
@@ -257,6 +266,7 @@ def _attention(family: Family, fields: Fields, hidden: int) -> Attention:
         output_bias=_option(fields, family.output_bias),
         qk_norm=family.qk_norm,
         rotary=not family.learned,
+        rotated=None if family.rotated is None else rotated(fields, width, *family.rotated),
         sinks=family.sinks,
         softcap=_softcap(family, fields),
         fused=family.fused,

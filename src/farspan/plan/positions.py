@@ -34,6 +34,20 @@ def longest(fields: Fields, default: int, kinds: tuple[str, ...], unsaid: Mappin
     return reach
 
 
+def rotated(fields: Fields, head_dim: int, name: str, default: float) -> int | None:
+    """The leading part of a head that is rotated; None where all of it is. Its share stands in
+    the RoPE, or in the field `name` before transformers 5."""
+    share = fields.positive(name, default)
+    for rope in _ropes(fields, {}):
+        share = rope.get("partial_rotary_factor", share)
+    if not isinstance(share, int | float) or not head_dim * share >= 1 or share > 1:
+        raise Refused(
+            f"{name}: expected the share of a head of {head_dim} that is rotated, at most 1, got "
+            f"{share!r}"
+        )
+    return int(head_dim * share) if share < 1 else None
+
+
 def _ropes(fields: Fields, default: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """One RoPE, or one for each type of layer. `rope_scaling` is its name before transformers 5."""
     found = fields.get("rope_scaling") or fields.get("rope_parameters") or default
