@@ -162,20 +162,23 @@ def forgotten() -> Iterator[None]:
     _forget()
 
 
+def _move_oomb(row: dict[str, Any], lengths: list[int]) -> None:
+    name = oomb.system_of(row).name
+    row["megabytes"] = [v if isinstance(v, str) else v * 1.3 for v in row["megabytes"]]
+    row["seconds"] = [
+        v if isinstance(v, str) or (name, length) in oomb.CALIBRATION else v * 1.3
+        for v, length in zip(row["seconds"], lengths, strict=True)
+    ]
+
+
 def _moved(paper: str, real: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     """The paper with every number of seconds, bytes and MFU that is not used a third larger."""
     found = real(paper)
     tables = found["tables"]
     if paper == "oomb":
         for row in tables["table2"]["rows"]:
-            name = oomb.system_of(row).name
-            for field in ("seconds", "megabytes"):
-                for place, (value, length) in enumerate(
-                    zip(row[field], tables["table2"]["context_k"], strict=True)
-                ):
-                    used = field == "seconds" and (name, length) in oomb.CALIBRATION
-                    if isinstance(value, int | float) and not used and row["system"] != "sparse":
-                        row[field][place] = value * 1.3
+            if row["system"] != "sparse":
+                _move_oomb(row, tables["table2"]["context_k"])
     if paper == "memo":
         for cell in tables["table3"]["cells"]:
             if "mfu" in cell:
