@@ -115,8 +115,8 @@ def search(question: Question, space: Space, seconds: float = 8.0) -> Outcome:
         if frontier.lowest < float("inf"):
             heapq.heappush(heap, (frontier.lowest, count, frontier))
     gap = 0.0
-    if best is not None and heap:
-        gap = max(0.0, 1 - heap[0][0] / best.seconds.total)
+    if best is not None and heap and heap[0][0] < best.seconds.total * (1 - SLACK):
+        gap = 1 - heap[0][0] / best.seconds.total
     return Outcome(best, gap, simulated)
 
 

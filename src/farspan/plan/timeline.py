@@ -47,6 +47,16 @@ class Timeline:
     host: float
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One instruction's time on one lane."""
+
+    lane: str
+    start: float
+    end: float
+    index: int  # of the instruction
+
+
 @dataclass(slots=True)
 class _Lanes:
     """Until when each lane is taken."""
@@ -74,9 +84,12 @@ class _Clock:
     gathered: tuple[int, ...] = ()
     last_start: float = 0.0
     ready: dict[int, float] = field(default_factory=dict)
+    spans: list[Span] | None = None  # filled when somebody wants to look
+    index: int = 0
 
     def run(self) -> float:
-        for instruction in self.program.instructions:
+        for index, instruction in enumerate(self.program.instructions):
+            self.index = index
             if not isinstance(instruction, Allocate | Free):
                 self._issue(instruction, self.prices.of(instruction))
         lanes = self.lanes
@@ -85,9 +98,11 @@ class _Clock:
     def _issue(self, i: Instruction, cost: Cost) -> None:
         match i:
             case Fetch(source, target, chunk):
-                self.lanes.fetch = self._copy(self.lanes.fetch, cost.fetch, source, target, chunk)
+                start = self._copied(self.lanes.fetch, source, target, chunk)
+                self.lanes.fetch = self._copy("fetch", start, cost.fetch, i)
             case Evict(source, target, chunk):
-                self.lanes.evict = self._copy(self.lanes.evict, cost.evict, source, target, chunk)
+                start = self._copied(self.lanes.evict, source, target, chunk)
+                self.lanes.evict = self._copy("evict", start, cost.evict, i)
             case Forward():
                 names = [i.attention] if i.write_kv is None else [i.attention, i.write_kv]
                 self._cell(i, cost, (i.prefix,), [name for name in names if name is not None])
@@ -106,18 +121,23 @@ class _Clock:
             case _:
                 self._compute(cost, [], [])
 
-    def _copy(self, lane: float, seconds: float, source: str, target: str, chunk: int) -> float:
+    def _copied(self, lane: float, source: str, target: str, chunk: int) -> float:
+        """Earliest start of a copy."""
         here, there = self._place(source, chunk), self._place(target, chunk)
-        start = max(
-            lane,
-            self.written.get(here, 0.0),
-            self.written.get(there, 0.0),
-            self.read.get(there, 0.0),
-        )
+        written = max(self.written.get(here, 0.0), self.written.get(there, 0.0))
+        return max(lane, written, self.read.get(there, 0.0))
+
+    def _copy(self, lane: str, start: float, seconds: float, i: Fetch | Evict) -> float:
+        here, there = self._place(i.source, i.chunk), self._place(i.target, i.chunk)
         end = start + seconds
         self.read[here] = max(end, self.read.get(here, 0.0))
         self._write(there, end)
+        self._note(lane, start, end)
         return end
+
+    def _note(self, lane: str, start: float, end: float) -> None:
+        if self.spans is not None and end > start:
+            self.spans.append(Span(lane, start, end, self.index))
 
     def _cell(
         self, i: Forward | Backward, cost: Cost, prefixes: tuple[str, ...], touched: list[str]
@@ -140,9 +160,11 @@ class _Clock:
         lanes = self.lanes
         begin = max(lanes.fetch, earliest, lanes.compute - PREFETCHED * one)
         lanes.fetch = begin + cost.fetch
+        self._note("fetch", begin, lanes.fetch)
         last_needed = lanes.fetch + cost.compute / blocks
-        written = max(lanes.evict, begin + one) + cost.evict
-        lanes.evict = written
+        evicting = max(lanes.evict, begin + one)
+        written = lanes.evict = evicting + cost.evict
+        self._note("evict", evicting, written)
         return max(begin + one, last_needed - cost.compute, written - cost.compute)
 
     def _gather(self, layer: int) -> None:
@@ -155,6 +177,7 @@ class _Clock:
         self.gathered = (*self.gathered, layer)
         start = max(self.lanes.collective, self.last_start)
         self.lanes.collective = start + self.prices.gather(layer)
+        self._note("collective", start, self.lanes.collective)
         self.ready[layer] = self.lanes.collective
 
     def _compute(
@@ -176,6 +199,7 @@ class _Clock:
         for name, chunk in writes:
             self._write(self._place(name, chunk), end)
         self.last_start, self.lanes.compute = start, end
+        self._note("compute", start, end)
 
     def _write(self, place: tuple[str, int], end: float) -> None:
         self.written[place] = end
@@ -200,3 +224,11 @@ def run_time(prices: Prices, *, overlap: bool) -> Timeline:
     else:
         total = compute + fetch + evict + collective + host
     return Timeline(total, compute, fetch, evict, collective, host)
+
+
+def spans(prices: Prices) -> tuple[Span, ...]:
+    """What each lane does when, copies beside the computation."""
+    clock = _Clock(prices.program, prices, spans=[])
+    clock.run()
+    assert clock.spans is not None
+    return tuple(clock.spans)
