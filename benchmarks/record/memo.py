@@ -123,14 +123,17 @@ def ulysses_bytes(model: ModelSpec, tokens: int, split: Split) -> float:
 
 
 @cache
-def host_row(size: str, alpha: float) -> float:
-    """Host bytes a token: of the program of `SAMPLE` tokens, simulated."""
+def swapped_model(size: str) -> ModelSpec:
+    """The model whose K and V are swapped with the other activations rather than made again."""
     model = model_of(size)
-    # MEMO swaps K and V with the other activations rather than making them again.
-    swapped = replace(model.layers[0], activation_bytes=OTHERS * BF16 * model.hidden)
-    model = replace(model, layers=(swapped,) * len(model.layers))
-    schedule = Schedule(
-        chunk=SAMPLE // 8,
+    layer = replace(model.layers[0], activation_bytes=OTHERS * BF16 * model.hidden)
+    return replace(model, layers=(layer,) * len(model.layers))
+
+
+def schedule_of(tokens: int, alpha: float) -> Schedule:
+    """The schedule `memo`, its fractions in eighths."""
+    return Schedule(
+        chunk=tokens // 8,
         groups=1,
         x=Tier.HOST,
         attention=Tier.HOST,
@@ -138,7 +141,13 @@ def host_row(size: str, alpha: float) -> float:
         activations=Tier.HOST,
         activations_kept=alpha,
     )
-    program = program_of(ask(model, SAMPLE, machine("a800")), schedule)
+
+
+@cache
+def host_row(size: str, alpha: float) -> float:
+    """Host bytes a token: of the program of `SAMPLE` tokens, simulated."""
+    question = ask(swapped_model(size), SAMPLE, machine("a800"))
+    program = program_of(question, schedule_of(SAMPLE, alpha))
     return simulate(program).peak[Tier.HOST] / SAMPLE
 
 

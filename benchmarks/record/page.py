@@ -9,6 +9,9 @@ from benchmarks.record.cells import GIB, KILO, WITHIN, Cell, Kind, misses, publi
 OPENING, CLOSING = "<!-- table {} -->", "<!-- end -->"
 
 
+APPENDIX_ALPHAS = [0.0, 0.125, 0.25, 0.5, 1.0]
+
+
 def tables(cells: list[Cell]) -> dict[str, str]:
     """Every generated table by its name in the page."""
     found = {
@@ -81,6 +84,12 @@ def _lengths(cell: Cell) -> str:
     return f"{ours} / {theirs}" + (f" ({cell.steps:+d})" if cell.steps else "")
 
 
+def _fractions(cell: Cell) -> str:
+    return f"{cell.predicted:g} / {cell.published:g}" + (
+        f" ({cell.steps:+d})" if cell.steps else ""
+    )
+
+
 def _length(value: float) -> str:
     if not value:
         return "none"
@@ -98,6 +107,7 @@ _SHOWN: dict[Kind, Callable[[Cell], str]] = {
     Kind.LATENCY: _numbers(1),
     Kind.MFU: _numbers(1),
     Kind.LONGEST: _lengths,
+    Kind.BEST: _fractions,
     Kind.FEASIBLE: _answers,
 }
 
@@ -186,7 +196,8 @@ def _alpha() -> str:
                 row.append("")
                 continue
             split, alpha = layouts[length]
-            row.append(f"{memo_cells.allowed_alpha(size, length, split):g} / {alpha:g}")
+            ours = memo_cells.allowed_alpha(size, length, split)
+            row.append(f"{memo_cells.floored(ours, APPENDIX_ALPHAS):g} / {alpha:g}")
         rows.append(row)
     return _grid(["", *(f"{length}K" for length in lengths)], rows)
 
