@@ -1,7 +1,7 @@
 """Lanes against a dumb checker: what touches one place never meets in time."""
 
 from dataclasses import fields, replace
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import pytest
 from hypothesis import given, settings
@@ -98,10 +98,40 @@ def check(prices: Prices) -> None:
             written[place] = max(span.end, written.get(place, 0.0))
 
 
+def check_addresses(prices: Prices) -> None:
+    """Nobody touches a buffer while an earlier owner of its addresses is in use."""
+    program, used = prices.program, {}
+    for span in spans(prices):
+        i = program.instructions[span.index]
+        reads, writes = touched(program, i)
+        names = {name for name, _ in reads | writes}
+        names |= {i.prefix} if isinstance(i, Forward | Backward) else set()
+        for name in names:
+            first, last = used.get(name, (span.start, span.end))
+            used[name] = min(first, span.start), max(last, span.end)
+    for before, after in permutations(used, 2):
+        old, new = program.buffers[before], program.buffers[after]
+        meet = old.address < new.address + new.bytes and new.address < old.address + old.bytes
+        if old.tier is new.tier and meet and old.dies <= new.born:
+            assert used[before][1] <= used[after][0] + CLOSE, (before, after)
+
+
 @settings(max_examples=150)
 @given(steps())
 def test_no_race(step: tuple[ModelSpec, RunSpec, Schedule]) -> None:
-    check(prices_of(*step))
+    prices = prices_of(*step)
+    check(prices)
+    check_addresses(prices)
+
+
+@pytest.mark.parametrize("home", Tier)
+def test_kept_kv_is_waited_for(home: Tier) -> None:
+    schedule = Schedule(chunk=64, groups=2, x=Tier.DEVICE, kv_kept=True, kv_home=home)
+    prices = prices_of(model_of(4), RunSpec(1, 512), schedule)
+    slow = {"fetch_together": 1e5}
+    prices.question = replace(prices.question, machine=replace(slow_machine(), **slow))
+    check(prices)
+    check_addresses(prices)
 
 
 @settings(max_examples=150)

@@ -6,9 +6,10 @@
     collective  all-gather of layer 1, while layer 0 computes
 
 Instructions are issued in the program's order, each on its lane. One starts when its lane is free,
-when what it reads has been written, and when what it overwrites has been read (a slot is free for
-the next chunk only then). A cell that streams its prefix from host (FPDT 4.2) keeps the links busy
-while it computes: it begins with the first block and cannot end before the last has come.
+when what it reads has been written, and when what it overwrites has been read: a slot is free for
+the next chunk only then, and a new buffer's addresses only when nobody uses the old one's. A cell
+that streams its prefix from host (FPDT 4.2) keeps the links busy while it computes: it begins with
+the first block and cannot end before the last has come.
 
 With `overlap=False` there is one lane: that is what a copy on the computing stream does.
 """
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from farspan.plan.program import (
     Allocate,
     Backward,
+    Buffer,
     Close,
     Evict,
     Fetch,
@@ -84,14 +86,22 @@ class _Clock:
     gathered: tuple[int, ...] = ()
     last_start: float = 0.0
     ready: dict[int, float] = field(default_factory=dict)
+    used: dict[str, float] = field(default_factory=dict)  # until when, by buffer
+    free: dict[str, float] = field(default_factory=dict)  # since when its addresses are
+    freed: list[Buffer] = field(default_factory=list)
     spans: list[Span] | None = None  # filled when somebody wants to look
     index: int = 0
 
     def run(self) -> float:
         for index, instruction in enumerate(self.program.instructions):
             self.index = index
-            if not isinstance(instruction, Allocate | Free):
-                self._issue(instruction, self.prices.of(instruction))
+            match instruction:
+                case Allocate(name):
+                    self._allocate(self.program.buffers[name])
+                case Free(name):
+                    self.freed.append(self.program.buffers[name])
+                case _:
+                    self._issue(instruction, self.prices.of(instruction))
         lanes = self.lanes
         return max(lanes.compute, lanes.fetch, lanes.evict, lanes.collective)
 
@@ -121,16 +131,23 @@ class _Clock:
             case _:
                 self._compute(cost, [], [])
 
+    def _allocate(self, buffer: Buffer) -> None:
+        """The buffer's addresses are free when their last owner was used for the last time."""
+        self.free[buffer.name] = max(
+            (self.used.get(old.name, 0.0) for old in self.freed if _overlap(old, buffer)),
+            default=0.0,
+        )
+
     def _copied(self, lane: float, source: str, target: str, chunk: int) -> float:
         """Earliest start of a copy."""
         here, there = self._place(source, chunk), self._place(target, chunk)
         written = max(self.written.get(here, 0.0), self.written.get(there, 0.0))
-        return max(lane, written, self.read.get(there, 0.0))
+        return max(lane, written, self.read.get(there, 0.0), self.free[target])
 
     def _copy(self, lane: str, start: float, seconds: float, i: Fetch | Evict) -> float:
         here, there = self._place(i.source, i.chunk), self._place(i.target, i.chunk)
         end = start + seconds
-        self.read[here] = max(end, self.read.get(here, 0.0))
+        self._read(here, end)
         self._write(there, end)
         self._note(lane, start, end)
         return end
@@ -151,6 +168,8 @@ class _Clock:
         if cost.fetch or cost.evict:
             start = max(start, self._stream(i.chunk, cost, start))
         self._compute(cost, places, places, start)
+        for prefix in prefixes:
+            self.used[prefix] = max(self.lanes.compute, self.lanes.evict)
 
     def _stream(self, chunk: int, cost: Cost, earliest: float) -> float:
         """Earliest start of a cell whose prefix crosses the link block by block while it runs."""
@@ -191,11 +210,10 @@ class _Clock:
         for name, chunk in reads:
             start = max(start, self.written.get(self._place(name, chunk), 0.0))
         for name, chunk in writes:
-            start = max(start, self.read.get(self._place(name, chunk), 0.0))
+            start = max(start, self.read.get(self._place(name, chunk), 0.0), self.free[name])
         end = start + cost.compute + cost.collective + cost.host
         for name, chunk in reads:
-            place = self._place(name, chunk)
-            self.read[place] = max(end, self.read.get(place, 0.0))
+            self._read(self._place(name, chunk), end)
         for name, chunk in writes:
             self._write(self._place(name, chunk), end)
         self.last_start, self.lanes.compute = start, end
@@ -204,9 +222,19 @@ class _Clock:
     def _write(self, place: tuple[str, int], end: float) -> None:
         self.written[place] = end
         self.whole[place[0]] = max(end, self.whole.get(place[0], 0.0))
+        self.used[place[0]] = max(end, self.used.get(place[0], 0.0))
+
+    def _read(self, place: tuple[str, int], end: float) -> None:
+        self.read[place] = max(end, self.read.get(place, 0.0))
+        self.used[place[0]] = max(end, self.used.get(place[0], 0.0))
 
     def _place(self, name: str, chunk: int) -> tuple[str, int]:
         return (name, -1) if self.program.buffers[name].layer < 0 else (name, chunk)
+
+
+def _overlap(one: Buffer, other: Buffer) -> bool:
+    apart = one.address + one.bytes <= other.address or other.address + other.bytes <= one.address
+    return one.tier is other.tier and not apart
 
 
 def run_time(prices: Prices, *, overlap: bool) -> Timeline:
