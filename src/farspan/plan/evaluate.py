@@ -8,9 +8,9 @@ from farspan.plan.program import Allocate, Free, Kind, Program
 from farspan.plan.question import Budget, Plan, Question, Seconds
 from farspan.plan.seconds import Prices, rates_of
 from farspan.plan.simulate import seen_pairs
-from farspan.plan.states import States, states, update_seconds
+from farspan.plan.states import States, gradient_bytes, states, update_seconds
 from farspan.plan.timeline import Timeline, run_time
-from farspan.plan.transient import transient_bytes
+from farspan.plan.transient import Walk, assumed
 from farspan.spec import MachineSpec, Schedule, Tier
 
 PAGE = 4096  # pinned memory is locked by whole pages
@@ -30,32 +30,9 @@ def walk(question: Question, schedule: Schedule) -> Walked:
     part = replace(question, model=local_model(question))
     run, own = local_run(part), local_schedule(schedule, part.layout)
     program = build_program(part.model, run, own)
-    if part.architecture is None:
-        return Walked(program, assumed_transient(program))
-    return Walked(program, transient_bytes(program, part.architecture))
-
-
-def assumed_transient(program: Program) -> int:
-    """Of a model whose operations nobody wrote down: the graphs of one chunk, one layer's weight
-    gradients, or the logits of one piece with their gradient; whichever is the most."""
-    model, schedule = program.model, program.schedule
-    tokens = program.run.batch * (program.chunks[0][1] - program.chunks[0][0])
-    saved = [
-        layer.activation_bytes
-        + layer.kv_elements() * model.element_bytes
-        + 2 * layer.output_elements() * model.element_bytes
-        + model.hidden * model.element_bytes
-        for layer in model.layers
-    ]
-    deep = max(sum(saved[slice(*group)]) for group in program.groups)
-    graphs = tokens * (max(saved) if schedule.layer_checkpoint else deep)
-    weights = max(layer.work.trainable for layer in model.layers) * model.element_bytes
-    # A backward holds about what its largest layer saved once more, in gradients.
-    cells = graphs + weights + tokens * max(saved)
-    piece = program.run.batch * min(schedule.head_tokens, program.chunks[0][1])
-    wide = 3 * model.accumulate_bytes() + 2 * model.element_bytes
-    head = piece * model.vocab * wide + model.vocab * model.hidden * model.element_bytes
-    return max(cells, head)
+    architecture = part.architecture or assumed(part.model)
+    held = Walk(program, architecture, gradient_bytes=gradient_bytes(part)).run()
+    return Walked(program, held.transient)
 
 
 def evaluate(question: Question, strategy: str, schedule: Schedule) -> Plan:
@@ -91,8 +68,8 @@ def budgets(question: Question, walked: Walked, held: States) -> tuple[Budget, B
         "reserve": machine.reserve,
     }
     if walked.transient < 0:
-        # Cells are fullest while some accumulators do not exist yet.
-        device["accumulators"] += walked.transient
+        # Cells are fullest while some gradients do not exist yet; at the end of a step all do.
+        device["accumulators"] = max(0, held.accumulators + walked.transient)
         device["cells"] = 0
     host = {"optimizer": held.optimizer_on_host, **arena_parts(program, Tier.HOST)}
     host["pages"] = -sum(host.values()) % PAGE

@@ -29,7 +29,7 @@ def states(question: Question, group_layers: tuple[tuple[int, int], ...]) -> Sta
     model, optimizer = question.model, question.optimizer
     ranks = fsdp_ranks(question) * question.layout.tensor
     wide = _sum_bytes(model)
-    final = wide if optimizer is Optimizer.ADAMW else model.element_bytes
+    final = gradient_bytes(question)
     outer, outer_trained = model.outer(), model.outer_trainable()
     layers = [model.layers[slice(*group)] for group in group_layers]
     group = max(sum(layer.work.parameters for layer in of) for of in layers)
@@ -48,6 +48,14 @@ def states(question: Question, group_layers: tuple[tuple[int, int], ...]) -> Sta
     )
 
 
+def gradient_bytes(question: Question) -> int:
+    """Width of an element of `.grad`. AdamW on the device has it as wide as its states, so that it
+    is the sum over chunks itself."""
+    model = question.model
+    is_sum = question.optimizer is Optimizer.ADAMW
+    return _sum_bytes(model) if is_sum else model.element_bytes
+
+
 def update_seconds(question: Question) -> float:
     """One update: every byte of gradients and states is read, and written, once; with the states
     on host, gradients go there and weights come back."""
@@ -58,7 +66,7 @@ def update_seconds(question: Question) -> float:
     on_device, on_host = (
         size / model.trainable for size in _optimizer_bytes(model, question.optimizer)
     )
-    final = _sum_bytes(model) if question.optimizer is Optimizer.ADAMW else model.element_bytes
+    final = gradient_bytes(question)
     # The gradient is read for its norm and again for the update; states are read and written.
     moved = 2 * final + 2 * on_device + model.element_bytes
     seconds = trained * moved / machine.memory
