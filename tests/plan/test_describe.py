@@ -13,6 +13,7 @@ from farspan.plan.architecture import Architecture
 from farspan.plan.catalog import presets
 from farspan.plan.describe import dtype_name, model_spec
 from farspan.plan.families import architecture_from
+from farspan.plan.layer import LayerCosts, layer_costs
 from farspan.spec import LayerSpec, LayerWork, Refused
 from tests.plan.configurations import (
     CONFIGURATIONS,
@@ -142,6 +143,23 @@ def test_a_seventy_billion_model_is_two_layers_of_work() -> None:
     """Equal layers are one object: a search that asks for a layer's costs asks once."""
     spec = model_spec(architecture_from(PRESETS["GPT-OSS-20B"]))
     assert len({id(layer) for layer in spec.layers}) == 2
+
+
+@pytest.mark.parametrize("rank", [0, RANK])
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "gpt_oss", "llama", "qwen3_moe sparse"])
+def test_what_a_layer_holds_and_moves_is_its_costs(name: str, rank: int) -> None:
+    architecture = architecture_from(CONFIGURATIONS[name])
+    adapted = replace(architecture, adapter_rank=rank)
+    spec = model_spec(architecture, "bf16", adapter_rank=rank)
+    for layer, block in zip(spec.layers, architecture.blocks, strict=True):
+        work = layer.work
+        assert layer_costs(adapted, block, element_bytes=2) == LayerCosts(
+            activation_bytes=layer.activation_bytes,
+            activation_constant=layer.activation_constant,
+            saves_input=layer.saves_input,
+            forward_traffic=work.forward_traffic,
+            backward_traffic=work.backward_traffic,
+        )
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bf16", 2), ("bfloat16", 2), ("fp32", 4)])

@@ -4,6 +4,7 @@ computed from its shapes alone."""
 from dataclasses import replace
 
 from farspan.plan.architecture import Architecture, Attention, Block, FeedForward
+from farspan.plan.layer import layer_costs
 from farspan.spec import LayerSpec, LayerWork, ModelSpec, Refused
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -27,7 +28,8 @@ def model_spec(
             f"adapter_rank: expected a whole number, 0 for no adapters, got {adapter_rank!r}"
         )
     made = replace(architecture, adapter_rank=adapter_rank or architecture.adapter_rank)
-    layers = {block: _layer(made, block) for block in set(made.blocks)}
+    element_bytes = ELEMENT_BYTES[dtype_name(dtype)]
+    layers = {block: _layer(made, block, element_bytes) for block in set(made.blocks)}
     outer = _outer_parameters(made)
     specs = tuple(layers[block] for block in made.blocks)
     return ModelSpec(
@@ -35,7 +37,7 @@ def model_spec(
         hidden=made.hidden,
         vocab=made.vocab,
         layers=specs,
-        element_bytes=ELEMENT_BYTES[dtype_name(dtype)],
+        element_bytes=element_bytes,
         parameters=outer + sum(layer.work.parameters for layer in specs),
         trainable=sum(layer.work.trainable for layer in specs)
         + (0 if made.adapter_rank else outer),
@@ -52,13 +54,14 @@ def dtype_name(dtype: str) -> str:
     return name
 
 
-def _layer(architecture: Architecture, block: Block) -> LayerSpec:
+def _layer(architecture: Architecture, block: Block, element_bytes: int) -> LayerSpec:
     attention, rank = block.attention, architecture.adapter_rank
     before, after = _projections(architecture, attention), _linears(architecture, block)
     routed = _routed(architecture, block.feed_forward)
     weights = _layer_parameters(architecture, block)
     adapters = rank * sum(sum(linear) for linear in (*before, *after))
     projected = _adapted(before, rank)
+    costs = layer_costs(architecture, block, element_bytes)
     return LayerSpec(
         query_heads=attention.query_heads,
         kv_heads=attention.kv_heads,
@@ -67,11 +70,16 @@ def _layer(architecture: Architecture, block: Block) -> LayerSpec:
         window=attention.window,
         sinks=attention.sinks,
         softcap=attention.softcap,
+        activation_bytes=costs.activation_bytes,
+        activation_constant=costs.activation_constant,
+        saves_input=costs.saves_input,
         work=LayerWork(
             parameters=weights + adapters,
             trainable=adapters if rank else weights,
             products=(*projected, *_adapted(after, rank), *routed),
             projections=len(projected),
+            forward_traffic=costs.forward_traffic,
+            backward_traffic=costs.backward_traffic,
         ),
     )
 
