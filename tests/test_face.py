@@ -62,3 +62,23 @@ def test_importing_farspan_imports_nothing_heavy() -> None:
 def test_what_needs_torch_comes_when_it_is_read() -> None:
     script = "import farspan\nprint(farspan.Step.__module__, 'torch' in sys.modules)"
     assert run(script) == "farspan.engine.step True"
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import farspan",
+        "import farspan.plan.question, farspan",
+        "import farspan, farspan.plan.question",
+        "import farspan.plan.grid\nimport farspan",
+        "from farspan import plan\nimport farspan\nassert plan is farspan.plan",
+    ],
+)
+def test_plan_is_a_package_and_a_function_in_every_order(imports: str) -> None:
+    call = (
+        "try:\n    farspan.plan('no such model', context=1, machine='h200')\n"
+        "except farspan.Refused:\n    print('asked')\n"
+        "import farspan.plan.question\nassert callable(farspan.plan)\n"
+        "print(farspan.plan.question.__name__)"
+    )
+    assert run(f"{imports}\n{call}").split() == ["asked", "farspan.plan.question"]

@@ -29,8 +29,9 @@ HEIGHT = {layer: -row for row, layers in enumerate(ORDER) for layer in layers}
 TORCH_FREE = ("__init__", "lazy", "memory", "plan", "report", "spec", "version")
 TORCH = ("torch", "transformers")
 SEAM = "farspan.lazy"  # the only module that may import by name
-# A user of the seam, and what stands above it and is loaded all the same.
-UPWARD: set[tuple[str, str]] = set()
+# A user of the seam, and what stands above it and is loaded all the same: whoever plans for `here`
+# has the machine measured, and measuring needs torch.
+UPWARD = {("farspan.plan.ask", "farspan.engine.calibrate")}
 
 Sources = dict[str, str]  # module name, dotted, to its text
 Import = tuple[str, int]  # module name, line

@@ -1,6 +1,6 @@
-from farspan import plan
 from farspan.engine.step import Progress, Step
 from farspan.engine.verify import Verification, VerificationRun, verify
+from farspan.plan.ask import plan
 from farspan.plan.strategies import strategy
 from farspan.spec import Refused, Schedule, Tier
 from farspan.version import VERSION as __version__

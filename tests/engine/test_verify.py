@@ -15,6 +15,7 @@ from farspan.engine.head import Head
 from farspan.engine.prefix import Prefix
 from farspan.engine.storage import Storage
 from farspan.engine.verify import Verification, VerificationRun, verify
+from farspan.plan.strategies import STRATEGIES
 from farspan.spec import Refused, Schedule, Tier
 from tests.zoo import VOCAB, make_model, shared_model
 
@@ -56,7 +57,7 @@ def test_a_router_that_rounding_tips_is_no_failure() -> None:
     assert "chooses experts" in found.rule
 
 
-@pytest.mark.parametrize("name", farspan.plan.strategies.STRATEGIES)
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy(name: str) -> None:
     schedule = farspan.strategy(name, 4, RUN.tokens)
     assert verify(shared_model("qwen2"), schedule, RUN).passed

@@ -18,6 +18,10 @@ COMMANDS = {
         "farspan.cli.train",
         "Train; the same command again goes on from the latest checkpoint.",
     ),
+    "plan": (
+        "farspan.cli.plan",
+        "Will it fit, how long is a step, what is the best schedule; exit 1 if it does not fit.",
+    ),
     "verify": (
         "farspan.cli.verify",
         "Compare loss and every gradient with plain full-sequence autograd; exit 1 if they differ.",

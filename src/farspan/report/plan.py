@@ -1,6 +1,6 @@
 """A plan as tables for a terminal."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -113,6 +113,8 @@ def schedule_text(plan: Plan) -> Text:
         text.append(f"  {line}\n")
     if plan.fits and plan.reason:
         text.append(f"  why: {plan.reason}\n")
+    if plan.gap > 0:
+        text.append(f"  at most {plan.gap:.1%} slower than the best of all schedules\n")
     return text
 
 
@@ -137,13 +139,15 @@ def alternatives_table(plan: Plan) -> Table:
     return table
 
 
-def contexts_view(plans: Mapping[str, Plan], question: Question) -> RenderableType:
-    """The longest context of each strategy and what a step of it takes."""
+def contexts_view(
+    plans: Mapping[str, Plan], question: Question, strategies: Iterable[str]
+) -> RenderableType:
+    """The longest context of each strategy and what a step of it takes; `plans` has those that fit
+    at any length."""
     header = f"longest context of {question.model.name}, {devices_words(question)}"
     columns = ("strategy", "tokens", "step", "tokens/s", "MFU", "device", "host", "bound by")
     table = lines_table(header, *columns)
-    fitting = {name: plan for name, plan in plans.items() if plan.fits}
-    for name, plan in sorted(fitting.items(), key=lambda item: -item[1].question.run.tokens):
+    for name, plan in sorted(plans.items(), key=lambda item: -item[1].question.run.tokens):
         table.add_row(
             name,
             write_tokens(plan.question.run.tokens),
@@ -154,8 +158,8 @@ def contexts_view(plans: Mapping[str, Plan], question: Question) -> RenderableTy
             _share(plan.host),
             plan.seconds.bound,
         )
-    for name in plans:
-        if name not in fitting:
+    for name in strategies:
+        if name not in plans:
             table.add_row(name, "none", *[""] * 6)
     return Group(table, Text())
 

@@ -1,0 +1,149 @@
+"""`farspan plan`: will it fit, how long is a step, what is the longest context?"""
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from farspan.cli.ending import FAILED, typer_app
+from farspan.plan.ask import AUTO, FULL, HERE, Request
+from farspan.plan.catalog import presets
+from farspan.plan.machines import names as machine_names
+from farspan.plan.question import Optimizer, Plan, Question
+from farspan.plan.search import best_plan, longest_contexts
+from farspan.plan.strategies import STRATEGIES
+from farspan.report.plan import contexts_view, plan_view
+from farspan.spec import Refused
+
+app = typer_app()
+
+
+MODELS = ", ".join(preset.name for preset in presets())
+MACHINES = ", ".join(machine_names())
+
+Model = Annotated[
+    str,
+    typer.Option(
+        help=f"Folder, config.json, hub name (its configuration only), or a preset: {MODELS}."
+    ),
+]
+Context = Annotated[
+    str | None,
+    typer.Option(help="Tokens of a sequence: 131072, 128K, 1M; K and M are 2**10 and 2**20."),
+]
+Machine = Annotated[
+    str,
+    typer.Option(
+        help="A file of `farspan calibrate`, `here` (measured where it was not yet), or a preset: "
+        f"{MACHINES}."
+    ),
+]
+StrategyName = Annotated[
+    str, typer.Option(help=f"{AUTO}, the best of all, or one of {', '.join(STRATEGIES)}.")
+]
+DeviceMemory = Annotated[
+    str | None, typer.Option(help="Of one device, in place of the machine's: 80GB, 80GiB.")
+]
+HostMemory = Annotated[
+    str | None, typer.Option(help="Of the node, in place of the machine's: 128GiB.")
+]
+Trainable = Annotated[
+    str, typer.Option(help="full, or lora:R for adapters of rank R on every linear module.")
+]
+LongestToo = Annotated[
+    bool, typer.Option("--max-context", help="Find the longest context of each strategy.")
+]
+
+
+@app.command("plan")
+def plan_command(
+    model: Model,
+    context: Context = None,
+    machine: Machine = HERE,
+    gpus: Annotated[int, typer.Option(help="Devices that share the sequence.")] = 1,
+    batch: Annotated[int, typer.Option(help="Sequences a step.")] = 1,
+    strategy: StrategyName = AUTO,
+    optimizer: Annotated[str, typer.Option(help=f"{', '.join(Optimizer)}.")] = Optimizer.ADAMW,
+    trainable: Trainable = FULL,
+    dtype: Annotated[str, typer.Option(help="bf16, fp32 or fp64.")] = "bf16",
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    max_context: LongestToo = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Will it fit, how long is a step, what is the best schedule; exit 1 if it does not fit."""
+    if context is None and not max_context:
+        raise Refused("context: give --context TOKENS, or --max-context to find the longest")
+    request = Request(
+        config=model,
+        context=1 if context is None else context,
+        machine=machine,
+        gpus=gpus,
+        batch=batch,
+        strategy=strategy,
+        optimizer=optimizer,
+        trainable=trainable,
+        dtype=dtype,
+        device_memory=device_memory,
+        host_memory=host_memory,
+    )
+    question, strategies = request.question(), request.strategies()
+    plan = None if context is None else best_plan(question, strategies)
+    longest = None
+    if max_context:
+        found = longest_contexts(question, strategies)
+        longest = Longest(tuple(strategies or STRATEGIES), found)
+    if as_json:
+        print(json.dumps(answer_json(plan, longest)))
+    else:
+        show(question, plan, longest)
+    shown = plan or (longest and longest.best())
+    raise typer.Exit(0 if shown and shown.fits else FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class Longest:
+    """The plans at the longest contexts, of those strategies that fit at any."""
+
+    strategies: tuple[str, ...]  # all that were tried
+    plans: dict[str, Plan]
+
+    def best(self) -> Plan | None:
+        """The plan of the longest context; of equals the fastest."""
+        return max(
+            self.plans.values(),
+            key=lambda plan: (plan.question.run.tokens, -plan.seconds.total),
+            default=None,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The longest context of all and of each strategy, 0 where none fits."""
+        best = self.best()
+        each = {name: {"fits": False, "max_context": 0} for name in self.strategies}
+        for name, plan in self.plans.items():
+            each[name] = plan.to_json() | {"max_context": plan.question.run.tokens}
+        tokens = 0 if best is None else best.question.run.tokens
+        return {"max_context": tokens, "max_context_by_strategy": each}
+
+
+def show(question: Question, plan: Plan | None, longest: Longest | None) -> None:
+    """Print the answer for a person."""
+    console = Console()
+    if plan is not None:
+        console.print(plan_view(plan))
+    if longest is None:
+        return
+    console.print(contexts_view(longest.plans, question, longest.strategies))
+    best = longest.best()
+    if plan is None and best is not None:
+        console.print(plan_view(best))
+
+
+def answer_json(plan: Plan | None, longest: Longest | None) -> dict[str, Any]:
+    """The plan of the context asked for, or of the longest where none was; beside it, where they
+    were asked for, the longest contexts."""
+    shown = plan or (longest and longest.best())
+    answer = {"fits": False} if shown is None else shown.to_json()
+    return answer if longest is None else answer | longest.to_json()

@@ -1,0 +1,155 @@
+"""What a person asks, turned into a question for the planner: `farspan.plan(...)`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import gcd
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+from farspan.lazy import load
+from farspan.plan.architecture import Architecture
+from farspan.plan.catalog import find_architecture
+from farspan.plan.describe import dtype_name, model_spec
+from farspan.plan.families import Configuration, architecture_from
+from farspan.plan.machines import machine as find_machine
+from farspan.plan.question import Layout, Optimizer, Plan, Question
+from farspan.plan.search import best_plan
+from farspan.plan.strategies import STRATEGIES
+from farspan.plan.units import read_bytes, read_tokens
+from farspan.spec import MachineSpec, ModelSpec, Refused, RunSpec
+
+AUTO, HERE, FULL, LORA = "auto", "here", "full", "lora:"
+
+Config = str | Path | Mapping[str, Any] | Configuration
+
+
+class Options(TypedDict, total=False):
+    """What a question may leave open; `Request` has the defaults."""
+
+    gpus: int
+    batch: int
+    optimizer: str
+    trainable: str
+    strategy: str
+    dtype: str
+    device_memory: str | int | None
+    host_memory: str | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A question as a person puts it. Sizes are numbers or text: see `farspan.plan.units`."""
+
+    config: Config  # preset, folder, config.json, hub name; a configuration or its fields
+    context: str | int  # tokens of a sequence
+    machine: str | Path | MachineSpec = HERE  # preset, file of `farspan calibrate`, or `here`
+    gpus: int = 1
+    batch: int = 1  # sequences a step, for each group of devices that shares one
+    optimizer: str = Optimizer.ADAMW
+    trainable: str = FULL  # or lora:R, adapters of rank R on every linear module of the layers
+    strategy: str = AUTO  # the best of all of them
+    dtype: str = "bfloat16"
+    device_memory: str | int | None = None  # in place of what the machine's device has
+    host_memory: str | int | None = None  # in place of what the machine's node has
+
+    def question(self) -> Question:
+        """The question for the planner. Raises Refused naming the field."""
+        architecture = _architecture(self.config)
+        model = model_spec(architecture, self.dtype, _adapter_rank(self.trainable))
+        return Question(
+            model=model,
+            run=RunSpec(self.batch, read_tokens(self.context, "context")),
+            machine=self._machine(),
+            layout=_layout(self.gpus, model),
+            optimizer=_optimizer(self.optimizer),
+            dtype=dtype_name(self.dtype),
+            architecture=architecture,
+        )
+
+    def strategies(self) -> list[str] | None:
+        """The strategies to choose from; None stands for all. Raises Refused."""
+        if self.strategy == AUTO:
+            return None
+        if self.strategy not in STRATEGIES:
+            known = ", ".join((AUTO, *STRATEGIES))
+            raise Refused(f"strategy: {self.strategy!r} is not known; expected one of {known}")
+        return [self.strategy]
+
+    def _machine(self) -> MachineSpec:
+        found = self.machine
+        if found == HERE:
+            # What measures needs torch, and stands above planning.
+            found = load("farspan.engine.calibrate", "here")()
+        elif isinstance(found, str | Path):
+            found = find_machine(found)
+        if not isinstance(found, MachineSpec):
+            raise Refused(
+                f"machine: expected a preset's name, a file, 'here' or a MachineSpec, got {found!r}"
+            )
+        if self.device_memory is not None:
+            if found.unified:
+                raise Refused(
+                    f"device_memory: {found.name} has one memory for both tiers; give host_memory"
+                )
+            size = read_bytes(self.device_memory, "device_memory")
+            found = replace(found, device_bytes=size)
+        if self.host_memory is not None:
+            found = replace(found, host_bytes=read_bytes(self.host_memory, "host_memory"))
+        return found
+
+
+def plan(
+    config: Config,
+    *,
+    context: str | int,
+    machine: str | Path | MachineSpec = HERE,
+    **options: Unpack[Options],
+) -> Plan:
+    """The best schedule for a model, a context and a machine, and what a step of it takes.
+
+    `config` is a preset such as "Qwen2.5-7B", a folder or file with a configuration, a name on the
+    hub, a transformers configuration or its fields; no weights are read. `context` is in tokens of
+    the whole sequence ("1M" is 2**20). `machine` is a preset such as "h200", a file that
+    `farspan calibrate` wrote, or "here", which measures this machine where it was not yet. For the
+    options and their defaults see `Request`; bytes are numbers or text such as "128GiB".
+
+    If nothing fits, the plan that misses by the least comes back: its `fits` is false and its
+    `remedy` says what would help. Raises Refused for what makes no sense.
+    """
+    request = Request(config, context, machine, **options)
+    return best_plan(request.question(), request.strategies())
+
+
+def _architecture(config: Config) -> Architecture:
+    if isinstance(config, str | Path):
+        return find_architecture(str(config))
+    if isinstance(config, Mapping) or hasattr(config, "to_dict"):
+        return architecture_from(config)
+    raise Refused(
+        "config: expected a preset's name, a folder, a file, a hub name, a transformers "
+        f"configuration or its fields, got {type(config).__name__}"
+    )
+
+
+def _adapter_rank(trainable: str) -> int:
+    if trainable == FULL:
+        return 0
+    rank = trainable.removeprefix(LORA)
+    if not trainable.startswith(LORA) or not rank.isdecimal() or int(rank) < 1:
+        raise Refused(f"trainable: expected full, or lora:R such as lora:16, got {trainable!r}")
+    return int(rank)
+
+
+def _optimizer(name: str) -> Optimizer:
+    if name not in tuple(Optimizer):
+        raise Refused(f"optimizer: expected one of {', '.join(Optimizer)}, got {name!r}")
+    return Optimizer(name)
+
+
+def _layout(gpus: int, model: ModelSpec) -> Layout:
+    """Every device works on the one sequence: as many as the K, V heads allow share the heads, the
+    rest share each chunk's K, V."""
+    if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
+        raise Refused(f"gpus: expected a whole number of devices >= 1, got {gpus!r}")
+    ulysses = gcd(gpus, *(layer.kv_heads for layer in model.layers))
+    return Layout(ulysses=ulysses, shards=gpus // ulysses)

@@ -1,0 +1,221 @@
+"""`farspan plan` from end to end: what it prints, how it ends, and that it needs no torch."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import farspan
+from farspan import cli
+from farspan.plan.question import Plan, Question
+from farspan.plan.strategies import STRATEGIES
+from farspan.spec import Refused, RunSpec
+from tests.report.cases import fitting, overrun
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ("plan", "--model", "Qwen2.5-0.5B", "--machine", "h200")
+JSON_KEYS = {
+    *("fits", "strategy", "schedule", "device_bytes", "host_bytes", "seconds_per_step"),
+    *("tokens_per_second", "mfu", "alternatives"),
+}
+SCHEDULE_KEYS = {
+    *("chunk", "groups", "attention_kept", "kv_kept", "activations_kept", "tiers"),
+}
+# Both blocked, as on a laptop that has neither.
+WITHOUT_TORCH = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers"):
+            raise ImportError(f"{{name}} is blocked")
+
+sys.meta_path.insert(0, Blocked())
+sys.path.insert(0, {source!r})
+sys.argv = ["farspan", *{arguments!r}]
+from farspan.cli import main
+main()
+"""
+
+
+def call(*arguments: str) -> Any:
+    """The outcome of `farspan ARGUMENTS`."""
+    return CliRunner().invoke(cli.app, arguments)
+
+
+def call_without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same in an interpreter that has neither torch nor transformers."""
+    script = WITHOUT_TORCH.format(source=str(ROOT / "src"), arguments=arguments)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Question, Sequence[str] | None]]:
+    """What the planner is asked; its answers are made by hand."""
+    questions: list[tuple[Question, Sequence[str] | None]] = []
+
+    def answer(question: Question, strategies: Sequence[str] | None = None) -> Plan:
+        questions.append((question, strategies))
+        return fitting() if question.run.tokens <= 2**20 else overrun()
+
+    def answers(question: Question, strategies: Sequence[str] | None = None) -> dict[str, Plan]:
+        questions.append((question, strategies))
+        return {"oomb": fitting("oomb", 2**22), "memo": fitting("memo", 2**21)}
+
+    monkeypatch.setattr("farspan.cli.plan.best_plan", answer)
+    monkeypatch.setattr("farspan.cli.plan.longest_contexts", answers)
+    return questions
+
+
+def test_every_option_reaches_the_question(
+    asked: list[tuple[Question, Sequence[str] | None]],
+) -> None:
+    outcome = call(
+        *("plan", "--model", "Qwen2.5-0.5B", "--machine", "a100-80g", "--context", "128K"),
+        *("--gpus", "4", "--batch", "3", "--optimizer", "host", "--trainable", "lora:8"),
+        *("--strategy", "oomb", "--dtype", "bf16"),
+        *("--device-memory", "40GB", "--host-memory", "128GiB"),
+    )
+    assert outcome.exit_code == 0, outcome.output
+    [(question, strategies)] = asked
+    assert strategies == ["oomb"]
+    assert question.run == RunSpec(3, 131072)
+    assert (question.machine.device_bytes, question.machine.host_bytes) == (40 * 10**9, 2**37)
+    assert question.layout.devices() == 4
+    assert question.optimizer == "host"
+    assert question.dtype == "bfloat16"
+    assert 0 < question.model.trainable < question.model.parameters / 50
+
+
+def test_exit_code_says_whether_it_fits(asked: object) -> None:
+    del asked
+    assert call(*SMALL, "--context", "1M").exit_code == 0
+    outcome = call(*SMALL, "--context", "2M")
+    assert outcome.exit_code == 1
+    assert "does NOT fit" in outcome.output
+    assert "cheapest change: --gpus 2" in outcome.output
+
+
+def test_json_has_what_a_program_needs(asked: object) -> None:
+    del asked
+    outcome = call(*SMALL, "--context", "1M", "--json")
+    plan = json.loads(outcome.stdout)
+    assert plan.keys() >= JSON_KEYS
+    assert plan["schedule"].keys() >= SCHEDULE_KEYS
+    assert "max_context" not in plan
+    budget = plan["device_bytes"]
+    assert budget["total"] == sum(budget["parts"].values()) <= budget["limit"]
+
+
+def test_longest_contexts_of_all_strategies(
+    asked: list[tuple[Question, Sequence[str] | None]],
+) -> None:
+    outcome = call(*SMALL, "--max-context")
+    assert outcome.exit_code == 0
+    assert len(asked) == 1
+    assert "plain" in outcome.output
+    found = json.loads(call(*SMALL, "--max-context", "--json").stdout)
+    assert found["max_context"] == found["context"] == 2**22
+    assert found.keys() >= JSON_KEYS
+    each = found["max_context_by_strategy"]
+    assert {name: plan["max_context"] for name, plan in each.items()} == {
+        **dict.fromkeys(STRATEGIES, 0),
+        "oomb": 2**22,
+        "memo": 2**21,
+    }
+
+
+def test_of_equal_contexts_the_fastest_is_shown(
+    monkeypatch: pytest.MonkeyPatch, asked: object
+) -> None:
+    del asked
+    slow = fitting("oomb", 2**22)
+    slow = replace(slow, seconds=replace(slow.seconds, total=1e6))
+    plans = {"oomb": slow, "memo": fitting("memo", 2**22)}
+    monkeypatch.setattr("farspan.cli.plan.longest_contexts", lambda *_: plans)
+    assert json.loads(call(*SMALL, "--max-context", "--json").stdout)["strategy"] == "memo"
+
+
+def test_a_context_and_the_longest_context_together(asked: object) -> None:
+    del asked
+    outcome = call(*SMALL, "--context", "1M", "--max-context", "--json")
+    found = json.loads(outcome.stdout)
+    assert (found["context"], found["max_context"]) == (2**20, 2**22)
+
+
+def test_no_context_fits(monkeypatch: pytest.MonkeyPatch, asked: object) -> None:
+    del asked
+    monkeypatch.setattr("farspan.cli.plan.longest_contexts", lambda *_: {})
+    outcome = call(*SMALL, "--max-context", "--json")
+    assert outcome.exit_code == 1
+    found = json.loads(outcome.stdout)
+    assert (found["fits"], found["max_context"]) == (False, 0)
+    outcome = call(*SMALL, "--max-context", "--strategy", "plain")
+    assert outcome.exit_code == 1
+    assert re.search(r"plain +none", outcome.output)
+    assert "oomb" not in outcome.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--context", "1Q"], "context: expected tokens such as 131072, 128K or 1M"),
+        (["--context", "-5"], "context: expected tokens"),
+        ([], "context: give --context TOKENS, or --max-context"),
+        (["--context", "1M", "--gpus", "0"], "gpus: expected a whole number of devices >= 1"),
+        (["--context", "1M", "--gpus", "-2"], "gpus: expected a whole number of devices >= 1"),
+        (["--context", "1M", "--batch", "0"], "batch: expected a whole number"),
+        (["--context", "1M", "--host-memory", "128G"], "host_memory: expected bytes"),
+        (["--context", "1M", "--device-memory", "-1GiB"], "device_memory: expected bytes"),
+        (["--context", "1M", "--optimizer", "sgd"], "optimizer: expected one of adamw"),
+        (["--context", "1M", "--trainable", "lora:0"], "trainable: expected full, or lora:R"),
+        (["--context", "1M", "--strategy", "magic"], "strategy: 'magic' is not known"),
+        (["--context", "1M", "--dtype", "int8"], "dtype: expected one of"),
+        (["--context", "1M", "--machine", "h2000"], "machine: 'h2000' is neither a preset nor"),
+        (["--context", "1M", "--model", "Qwen9-7X"], "model: 'Qwen9-7X' is no preset"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_the_name_of_its_option(
+    arguments: list[str], message: str
+) -> None:
+    outcome = call(*SMALL, *arguments)
+    assert isinstance(outcome.exception, Refused)
+    assert str(outcome.exception).startswith(message)
+
+
+def test_help_and_planning_need_no_torch() -> None:
+    for arguments in (["--help"], ["plan", "--help"], ["--version"]):
+        outcome = call_without_torch(*arguments)
+        assert (outcome.returncode, outcome.stderr) == (0, "")
+    outcome = call_without_torch(*SMALL, "--context", "128K", "--json")
+    assert outcome.stderr == ""
+    assert json.loads(outcome.stdout).keys() >= JSON_KEYS
+    assert outcome.returncode == 0
+
+
+def test_python_returns_the_same() -> None:
+    outcome = call(*SMALL, "--context", "64K", "--strategy", "fpdt", "--json")
+    plan = farspan.plan("Qwen2.5-0.5B", context="64K", machine="h200", strategy="fpdt")
+    assert json.loads(outcome.stdout) == plan.to_json()
+    assert outcome.exit_code == (not plan.fits)
+
+
+def test_the_block_is_one() -> None:
+    """What needs torch fails there, so what passes needed none."""
+    outcome = call_without_torch("verify", "--help")
+    assert outcome.returncode != 0
+    assert "torch is blocked" in outcome.stderr
+
+
+def test_nonsense_is_one_line_and_exit_code_two_without_torch() -> None:
+    outcome = call_without_torch(*SMALL, "--context", "many")
+    assert outcome.returncode == 2
+    assert len(outcome.stderr.strip().splitlines()) == 1
+    assert outcome.stderr.startswith("farspan: context: expected tokens")

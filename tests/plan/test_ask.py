@@ -1,0 +1,154 @@
+"""From what a person says to a question for the planner."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import farspan
+from farspan.plan import ask
+from farspan.plan.ask import Options, Request
+from farspan.plan.machines import machine
+from farspan.plan.question import Layout, Optimizer
+from farspan.spec import Refused, RunSpec
+
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen2",
+    "vocab_size": 264,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+class Configuration:
+    """What a transformers configuration offers."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return CONFIG
+
+
+def test_defaults() -> None:
+    question = Request("Qwen2.5-0.5B", "1M", "h200").question()
+    assert question.run == RunSpec(1, 2**20)
+    assert question.machine == machine("h200")
+    assert question.layout == Layout()
+    assert question.optimizer is Optimizer.ADAMW
+    assert question.dtype == "bfloat16"
+    assert question.model.trainable == question.model.parameters
+    assert question.architecture is not None
+    assert Request("Qwen2.5-0.5B", "1M", "h200").strategies() is None
+
+
+def test_every_form_of_a_configuration_is_the_same_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    forms = (str(tmp_path), tmp_path, tmp_path / "config.json", CONFIG, Configuration())
+    layers = {Request(form, 64, "h200").question().model.layers for form in forms}
+    assert len(layers) == 1
+
+
+def test_a_machine_by_file_and_by_value(tmp_path: Path) -> None:
+    preset = machine("h200")
+    assert Request(CONFIG, 64, preset).question().machine is preset
+    path = tmp_path / "absent.json"
+    with pytest.raises(Refused, match=r"machine: cannot read .*absent\.json"):
+        Request(CONFIG, 64, path).question()
+
+
+def test_here_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = []
+
+    def load(module: str, name: str) -> Any:
+        loaded.append((module, name))
+        return lambda: machine("l40s")
+
+    monkeypatch.setattr(ask, "load", load)
+    assert Request(CONFIG, 64).question().machine == machine("l40s")
+    assert loaded == [("farspan.engine.calibrate", "here")]
+
+
+def test_memory_in_place_of_the_machines() -> None:
+    question = Request(CONFIG, 64, "h200", device_memory=10**9, host_memory="2GiB").question()
+    assert (question.machine.device_bytes, question.machine.host_bytes) == (10**9, 2**31)
+
+
+def test_one_memory_has_no_part_for_the_device() -> None:
+    from_preset = machine("h200")
+    unified = type(from_preset)(
+        **{name: getattr(from_preset, name) for name in from_preset.__dataclass_fields__}
+        | {"unified": True}
+    )
+    with pytest.raises(Refused, match="device_memory: h200 has one memory for both tiers"):
+        Request(CONFIG, 64, unified, device_memory="1GiB").question()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "layout"),
+    [
+        (1, Layout()),
+        (2, Layout(ulysses=2)),
+        (3, Layout(shards=3)),
+        (8, Layout(ulysses=2, shards=4)),
+    ],
+)
+def test_heads_are_shared_as_far_as_they_go(gpus: int, layout: Layout) -> None:
+    assert Request(CONFIG, 64, "h200", gpus=gpus).question().layout == layout
+
+
+def test_adapters_alone_are_trained() -> None:
+    full = Request(CONFIG, 64, "h200").question().model
+    adapted = Request(CONFIG, 64, "h200", trainable="lora:4").question().model
+    assert adapted.parameters - adapted.trainable == full.parameters
+    assert 0 < adapted.trainable < full.parameters
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"config": 7}, "config: expected a preset's name"),
+        ({"machine": 7}, "machine: expected a preset's name"),
+        ({"gpus": True}, "gpus: expected a whole number"),
+        ({"gpus": 1.5}, "gpus: expected a whole number"),
+        ({"batch": 0}, "batch: expected a whole number"),
+        ({"context": 0}, "context: expected tokens"),
+        ({"context": 1.5}, "context: expected tokens"),
+        ({"trainable": "lora"}, "trainable: expected full, or lora:R"),
+        ({"trainable": "lora:x"}, "trainable: expected full, or lora:R"),
+        ({"trainable": "half"}, "trainable: expected full, or lora:R"),
+        ({"optimizer": "adam"}, "optimizer: expected one of adamw, adamw8bit, host, none"),
+        ({"dtype": "int8"}, "dtype: expected one of"),
+    ],
+)
+def test_nonsense_is_refused(options: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"config": CONFIG, "context": 64, "machine": "h200"} | options
+    with pytest.raises(Refused) as refused:
+        Request(**given).question()
+    assert str(refused.value).startswith(message)
+
+
+def test_a_strategy_by_name() -> None:
+    assert Request(CONFIG, 64, strategy="oomb").strategies() == ["oomb"]
+    with pytest.raises(Refused, match="strategy: 'magic' is not known; expected one of auto, "):
+        Request(CONFIG, 64, strategy="magic").strategies()
+
+
+def test_the_function_takes_every_field_of_a_request() -> None:
+    fields = set(Request.__dataclass_fields__)
+    assert fields == set(Options.__annotations__) | {"config", "context", "machine"}
+
+
+def test_the_function_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(ask, "best_plan", lambda *question: asked.append(question))
+    farspan.plan(CONFIG, context="1K", machine="h200", strategy="memo", host_memory="1GiB")
+    [(question, strategies)] = asked
+    assert (question.run.tokens, question.machine.host_bytes) == (1024, 2**30)
+    assert strategies == ["memo"]
+
+
+def test_an_option_nobody_knows() -> None:
+    with pytest.raises(TypeError, match="contxt"):
+        farspan.plan(CONFIG, context=64, machine="h200", contxt=1)  # type: ignore[call-arg]
