@@ -29,13 +29,14 @@ SCHEDULES = {
 }
 
 
-def measure(step: Step, batch: int, tokens: int) -> int:
-    """Peak bytes of new tensors in one step, both tiers."""
+def measure(step: Step, batch: int, tokens: int, steps: int = 1) -> int:
+    """Peak bytes of new tensors in steps that add to the same gradients, both tiers."""
     ids = torch.arange(tokens).repeat(batch, 1) % step.model_spec.vocab
     step.boundary.model.zero_grad(set_to_none=True)
     step.release()
     with PeakMeter(torch.device("cpu")) as meter:
-        step(ids, ids)
+        for _ in range(steps):
+            step(ids, ids)
     return meter.peak
 
 
@@ -65,6 +66,18 @@ def test_strategies_are_predicted(name: str) -> None:
     expected = forecast(step, 2, 300)
     planned = expected.new_device + expected.host_arena
     assert measure(step, 2, 300) == pytest.approx(planned, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["g = 1", "g = L"])
+def test_gradients_that_were_there_before_are_counted(name: str) -> None:
+    model = make_model("qwen2", torch.float32, max_position_embeddings=4096)
+    step = Step(model, SCHEDULES[name])
+    one, more = (forecast(step, 1, 300, accumulate=several) for several in (False, True))
+    # With one group all gradients are there at the peak in any case.
+    assert (more.new_device > one.new_device) is (name == "g = 1")
+    for expected, steps in ((one, 1), (more, 2)):
+        planned = expected.new_device + expected.host_arena
+        assert measure(step, 1, 300, steps) == pytest.approx(planned, rel=0.02)
 
 
 def test_a_forecast_leaves_the_model_alone() -> None:

@@ -50,12 +50,18 @@ class Forecast:
 
 
 def forecast(
-    step: Step, batch: int, tokens: int, progress: Callable[[Progress], None] | None = None
+    step: Step,
+    batch: int,
+    tokens: int,
+    progress: Callable[[Progress], None] | None = None,
+    *,
+    accumulate: bool = False,
 ) -> Forecast:
     """Size the program of this shape, and rehearse a short one for what programs do not size.
 
     The rehearsal may take as long as a step: `progress` is called after each of its cells and may
-    raise to abandon it. Raises TooLarge when main memory could not hold it.
+    raise to abandon it. With `accumulate` the step adds to gradients that are there before it, as
+    all but the first batch of an update do. Raises TooLarge when main memory could not hold it.
     """
     program = step.program(batch, tokens)
     static = _static(step, program)
@@ -65,7 +71,7 @@ def forecast(
     # One whole block of earlier keys, so that attention's own temporaries are seen in full.
     short = min(tokens, schedule.chunk + max(schedule.chunk, schedule.kv_block))
     rehearsed = _static(step, step.program(batch, short))
-    peak = _rehearse(step, batch, short, progress)
+    peak = _rehearse(step, (batch, short), progress, accumulate)
     on_cpu = step.boundary.device.type == "cpu"
     known = rehearsed.new_device + (rehearsed.host_arena if on_cpu else 0)
     return Forecast(**{**asdict(static), "transient": max(0, peak - known)})
@@ -141,10 +147,13 @@ def _accumulators(step: Step, program: Program) -> int:
 
 
 def _rehearse(
-    step: Step, batch: int, tokens: int, progress: Callable[[Progress], None] | None
+    step: Step,
+    shape: tuple[int, int],
+    progress: Callable[[Progress], None] | None,
+    accumulate: bool,
 ) -> int:
-    """Peak bytes of a step on `tokens` tokens, gradients not kept."""
-    boundary = step.boundary
+    """Peak bytes of a step on `shape` tokens, gradients not kept."""
+    boundary, (batch, tokens) = step.boundary, shape
     before = {p: p.grad for p in boundary.model.parameters()}
     for parameter in before:
         parameter.grad = None
@@ -156,6 +165,9 @@ def _rehearse(
     step.release()
     try:
         with PeakMeter(boundary.device) as meter:
+            for parameter in before if accumulate else ():
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
             step(ids, ids, documents if limit < tokens else None)
     finally:
         step.progress = own

@@ -8,14 +8,17 @@ from typing import Protocol
 import torch
 
 from farspan.memory.host import available_host_bytes
-from farspan.plan.question import Plan, Question
+from farspan.plan.question import Budget, Plan, Question
 from farspan.spec import MachineSpec, ModelSpec, Refused, RunSpec, Schedule, Tier
 from farspan.train.lighter import lighter
 from farspan.train.shortage import Shortage
 
 GIB = 2**30
-# Of what the plan that failed wanted of the tier, its successor may want so much.
-KEPT = 0.9
+# Of what a schedule that failed decides of a tier, its successor may take so much: after the four
+# tries that one step has, 0.8**4 = 41% are left.
+KEPT = 0.8
+# What no schedule decides. Taken off before the share: weights may be nearly all there is.
+FIXED = ("weights", "gathered", "gradients", "accumulators", "optimizer", "inputs", "reserve")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +70,8 @@ class NamedChooser:
 class PlannedChooser:
     """The planner's schedule for the machine at hand.
 
-    Budgets only ever shrink: after a shortage to nine tenths of what the plan wanted of that tier,
-    or to what is free now, if that is less.
+    Budgets only ever shrink: after a shortage to less than the plan wanted of that tier, or to
+    what is free now, if that is less still.
     """
 
     ask: Callable[[], Question]
@@ -85,13 +88,13 @@ class PlannedChooser:
         assert before.plan is not None, "a planned run has a plan"
         assert self.question is not None, "there was a first choice"
         machine = self.question.machine
-        device, host = before.plan.device.total, before.plan.host.total
+        device, host = _less(before.plan.device), _less(before.plan.host)
         if machine.unified:
-            machine = _cap(machine, host_bytes=device + host)
+            machine = replace(machine, host_bytes=min(machine.host_bytes, device + host))
         elif shortage.tier is Tier.DEVICE:
-            machine = _cap(machine, device_bytes=device)
+            machine = replace(machine, device_bytes=min(machine.device_bytes, device))
         else:
-            machine = _cap(machine, host_bytes=host)
+            machine = replace(machine, host_bytes=min(machine.host_bytes, host))
         return self._choose(self._limited(replace(self.question, machine=machine)))
 
     def _limited(self, question: Question) -> Question:
@@ -132,7 +135,7 @@ def describe_schedule(choice: Choice) -> str:
     many = "" if isinstance(schedule.groups, tuple) else " each"
     parts = [
         f"chunk {schedule.chunk:,}",
-        f"groups of {groups} layer{'s' if sizes[-1] > 1 else ''}{many}",
+        f"groups of {groups} layer{'s' if sum(sizes) > 1 else ''}{many}",
         f"x on {schedule.x}",
         f"K, V on {schedule.kv}" + (f", kept on {schedule.kv_home}" * schedule.kv_kept),
         _share("attention", schedule.attention_kept, schedule.attention),
@@ -147,11 +150,10 @@ def _share(what: str, fraction: float, tier: Tier) -> str:
     return f"{what} {fraction:.0%} on {tier}" if fraction > 0 else f"{what} not kept"
 
 
-def _cap(machine: MachineSpec, **wanted: int) -> MachineSpec:
-    return replace(
-        machine,
-        **{name: min(getattr(machine, name), int(KEPT * size)) for name, size in wanted.items()},
-    )
+def _less(budget: Budget) -> int:
+    """What the next plan may take of a tier that ran out."""
+    fixed = sum(size for part, size in budget.parts.items() if part in FIXED)
+    return fixed + int(KEPT * (budget.total - fixed))
 
 
 def _room(machine: MachineSpec) -> str:

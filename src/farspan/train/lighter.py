@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from farspan.engine.memory import least_transient
 from farspan.plan.build import build_program
+from farspan.plan.space import SMALLEST_CHUNK
 from farspan.spec import ModelSpec, Refused, RunSpec, Schedule, Tier
 
 Change = Callable[[Schedule, int], Schedule]  # of a schedule for so many layers
@@ -55,7 +56,7 @@ def needed(model: ModelSpec, run: RunSpec, schedule: Schedule, tiers: Iterable[T
 def _changes(tiers: tuple[Tier, ...]) -> list[Change]:
     found: list[Change] = []
     if Tier.DEVICE in tiers:
-        found += [_smaller_chunk, _smaller_chunk, _fewer_logits]
+        found += [_efficient_chunk, _efficient_chunk, _fewer_logits]
     if Tier.HOST not in tiers:
         found += [_on_host, _smaller_groups, _streamed, _smaller_blocks]
     else:
@@ -64,6 +65,12 @@ def _changes(tiers: tuple[Tier, ...]) -> list[Change]:
     if Tier.DEVICE in tiers:
         found += [_layer_by_layer, _smaller_chunk, _smaller_chunk]
     return found
+
+
+def _efficient_chunk(schedule: Schedule, _: int) -> Schedule:
+    """Half, unless cells become so short that everything else is tried first."""
+    half = schedule.chunk // 2
+    return replace(schedule, chunk=half) if half >= SMALLEST_CHUNK else schedule
 
 
 def _smaller_chunk(schedule: Schedule, _: int) -> Schedule:
@@ -84,7 +91,7 @@ def _on_host(schedule: Schedule, _: int) -> Schedule:
 
 
 def _streamed(schedule: Schedule, _: int) -> Schedule:
-    return replace(schedule, kv=Tier.HOST)
+    return replace(schedule, kv=Tier.HOST, kv_block=min(schedule.kv_block, schedule.chunk))
 
 
 def _fewer_activations(schedule: Schedule, _: int) -> Schedule:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from farspan.engine.memory import forecast, refuse_too_large
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,12 @@ def expect_memory(
     tokens: int,
     optimizer: Mapping[str, Tensor],
     watch: Callable[[Any], None],
+    accumulate: bool,
 ) -> Expected:
-    """Sizes a step of `[batch, tokens]`; `watch` is called after each cell of the rehearsal that
-    this takes. Raises TooLarge when main memory cannot hold it and the optimizer's states."""
-    found = forecast(step, batch, tokens, watch)
+    """Sizes a step of `[batch, tokens]`, one of several of an update with `accumulate`; `watch` is
+    called after each cell of the rehearsal that this takes. Raises TooLarge when main memory cannot
+    hold it and the optimizer's states."""
+    found = forecast(step, batch, tokens, watch, accumulate=accumulate)
     states = sum(tensor.nbytes for tensor in optimizer.values())
     # Counted although they exist: memory of zeros is taken from the machine when first written.
     refuse_too_large(step, found, states)
@@ -54,24 +56,24 @@ def peak_process_bytes() -> int:
 
 def describe(expected: Expected) -> str:
     """One line for a person, before the first step."""
-    shown = ("weights", "optimizer", "gradients", "device_arena", "transient")
+    names = ("weights", "optimizer", "gradients", "device_arena", "transient")
     parts = [
-        f"{name.replace('_', ' ')} {mib(expected.parts[name])}"
-        for name in shown
+        f"{name.replace('_', ' ')} {shown(expected.parts[name])}"
+        for name in names
         if name in expected.parts
     ]
     inside = f" ({', '.join(parts)})" if parts else ""
-    return f"expected memory: device {mib(expected.device)}{inside}; host {mib(expected.host)}"
+    return f"expected memory: device {shown(expected.device)}{inside}; host {shown(expected.host)}"
 
 
 def compare(predicted: int, measured: int) -> str:
     """One line for a person, after the first step."""
     return (
-        f"memory of a step beside weights and optimizer: {mib(predicted)} predicted, "
-        f"{mib(measured)} measured"
+        f"memory of a step beside weights and optimizer: {shown(predicted)} predicted, "
+        f"{shown(measured)} measured"
     )
 
 
-def mib(size: int) -> str:
-    """For a person."""
-    return f"{size / MIB:,.1f} MiB"
+def shown(size: int) -> str:
+    """Bytes for a person."""
+    return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"

@@ -10,9 +10,11 @@ from torch import Tensor
 from farspan.engine.batch import trained_token_count
 from farspan.engine.calibrate import calibrate, here
 from farspan.engine.step import Step
-from farspan.lazy import load
 from farspan.models.load import load_model
+from farspan.plan.evaluate import evaluate
+from farspan.plan.machines import user_file
 from farspan.plan.question import Plan, Question
+from farspan.plan.search import best_plan
 from farspan.plan.strategies import strategy
 from farspan.spec import MachineSpec, Schedule
 from farspan.train.memory import Expected, expect_memory
@@ -58,20 +60,15 @@ class StepLike(Protocol):
         """Gives back the memory that is kept between steps."""
 
 
-def machine_of(device: torch.device, progress: Callable[[str], None]) -> MachineSpec:
-    """The machine at hand with this device; measured now, quickly, where no file describes it."""
+def machine_of(
+    device: torch.device, dtype: torch.dtype, progress: Callable[[str], None]
+) -> MachineSpec:
+    """The machine at hand with this device: as its file has it, else measured now, quickly, in the
+    one dtype that is asked for."""
     usual = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.type == usual:
+    if device.type == usual and user_file().is_file():
         return here(progress)
-    return calibrate(device, progress=progress, quick=True).spec
-
-
-def _best_plan(question: Question) -> Plan:
-    return load("farspan.plan.search", "best_plan")(question)
-
-
-def _evaluate(question: Question, strategy: str, schedule: Schedule) -> Plan:
-    return load("farspan.plan.evaluate", "evaluate")(question, strategy, schedule)
+    return calibrate(device, [dtype], progress, quick=True).spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +80,12 @@ class Parts:
     make_step: Callable[[Any, Schedule], StepLike] = Step
     strategy: Callable[[str, int, int], Schedule] = strategy  # name, layers, tokens
     count_trained: Callable[[Tensor, Tensor | None], int] = trained_token_count
-    # step, batch, tokens, the optimizer's tensors, called after each cell -> bytes, or Refused
+    # step, batch, tokens, the optimizer's tensors, called after each cell, whether gradients are
+    # there before -> bytes, or Refused
     expect_memory: Callable[
-        [Any, int, int, Mapping[str, Tensor], Callable[[Any], None]], Expected
+        [Any, int, int, Mapping[str, Tensor], Callable[[Any], None], bool], Expected
     ] = expect_memory
     # For strategy auto.
-    machine: Callable[[torch.device, Callable[[str], None]], MachineSpec] = machine_of
-    best_plan: Callable[[Question], Plan] = _best_plan
-    evaluate: Callable[[Question, str, Schedule], Plan] = _evaluate
+    machine: Callable[[torch.device, torch.dtype, Callable[[str], None]], MachineSpec] = machine_of
+    best_plan: Callable[[Question], Plan] = best_plan
+    evaluate: Callable[[Question, str, Schedule], Plan] = evaluate

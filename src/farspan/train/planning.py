@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from farspan.models.boundary import Boundary
@@ -58,14 +59,21 @@ def make_chooser(
 def ask(run: RunConfig, use: Equipment, parts: Parts, progress: Callable[[str], None]) -> Question:
     """One batch of the run on the machine at hand."""
     model, architecture = planned_model(use.model, run.model.dtype.value)
-    machine = parts.machine(use.device, progress)
+    machine = parts.machine(use.device, getattr(torch, run.model.dtype.value), progress)
     return Question(
         model=model,
         run=RunSpec(run.batch, run.context),
-        machine=replace(machine, devices=1),  # its link and all main memory are this run's
+        # One device, to which its link and all main memory belong.
+        machine=replace(machine, devices=1, reserve=machine.reserve + gradients_before(run, model)),
         dtype=run.model.dtype.value,
         architecture=architecture,
     )
+
+
+def gradients_before(run: RunConfig, model: ModelSpec) -> int:
+    """Bytes of gradients that are there before a batch begins, when an update has several. At
+    most so much comes on top of a plan for one batch: it may count a part of them at its peak."""
+    return model.trainable * model.accumulate_bytes() if run.accumulate > 1 else 0
 
 
 def planned_model(model: nn.Module, dtype: str) -> tuple[ModelSpec, Architecture | None]:

@@ -10,8 +10,9 @@ from farspan.engine.meter import PeakMeter
 from farspan.spec import Refused, Tier
 from farspan.train.choice import Choice, Chooser, describe_schedule
 from farspan.train.config import RunConfig
-from farspan.train.memory import Expected, compare, describe, mib
+from farspan.train.memory import Expected, compare, describe, shown
 from farspan.train.parts import CellsDone, Parts, StepLike
+from farspan.train.planning import gradients_before
 from farspan.train.setup import Equipment
 from farspan.train.shortage import OutOfMemory, Shortage, clear_up, find_shortage
 from farspan.train.strict import to_mapping
@@ -46,7 +47,8 @@ class Comparison:
         measured = self.measured_seconds
         seconds = "not" if measured is None else f"{measured:,.3f} s"
         return (
-            f"plan: {mib(self.predicted_bytes)} predicted, {mib(self.measured_bytes)} measured; "
+            f"plan: {shown(self.predicted_bytes)} predicted, {shown(self.measured_bytes)} "
+            "measured; "
             f"a step in {self.predicted_seconds:,.3f} s predicted, {seconds} measured"
         )
 
@@ -129,6 +131,7 @@ class Runner:
         return Comparison(
             predicted_bytes=plan.device.total
             - plan.device.parts.get("reserve", 0)
+            + gradients_before(self._run, plan.question.model)
             + (plan.host.total if on_cpu else 0),
             measured_bytes=self._use.held_bytes() + self._peak,
             predicted_seconds=(plan.seconds.total - update) * self._run.accumulate + update,
@@ -151,6 +154,7 @@ class Runner:
                 self._run.context,
                 self._use.optimizer.tensors(),
                 self._tell.watch,
+                self._run.accumulate > 1,
             )
             self._tell.note(describe(self._expected))
             self._tell.ready(self._choice, self._expected)

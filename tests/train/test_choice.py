@@ -1,0 +1,186 @@
+"""What is given up after a shortage, and what is never asked for."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from farspan.models.boundary import Boundary
+from farspan.models.describe import describe
+from farspan.plan.machines import machine
+from farspan.plan.question import Plan, Question
+from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.spec import MachineSpec, Refused, RunSpec, Schedule, Tier
+from farspan.train.choice import (
+    KEPT,
+    Choice,
+    NamedChooser,
+    PlannedChooser,
+    describe_schedule,
+    free_now,
+)
+from farspan.train.lighter import lighter, needed
+from farspan.train.planning import planned_model
+from farspan.train.shortage import Shortage
+from tests.train.planner import one_memory, plan_for
+from tests.zoo import LAYERS, make_model
+
+GIB = 2**30
+TOKENS = 200
+SHORT = {tier: Shortage(tier, "no memory") for tier in Tier}
+
+
+def spec() -> Any:
+    return describe(Boundary(make_model("llama")))
+
+
+def chooser(spec_: MachineSpec, schedule: Schedule) -> PlannedChooser:
+    def best_plan(question: Question) -> Plan:
+        return plan_for(question, "grouped", schedule)
+
+    question = Question(spec(), RunSpec(1, TOKENS), spec_, dtype="float64")
+    return PlannedChooser(
+        ask=lambda: question, best_plan=best_plan, free=lambda m: m, recall=lambda _: None
+    )
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+def test_the_tier_that_ran_out_shrinks_and_the_other_stays(tier: Tier) -> None:
+    gpu = machine("h200")
+    made = chooser(gpu, Schedule(chunk=50))
+    first = made.first()
+    assert first.plan is not None
+    with pytest.raises(
+        Refused, match=r"schedule: none fits .* GiB on the device and .* on the host"
+    ):
+        made.again(first, SHORT[tier])
+    assert made.question is not None
+    after, budget = made.question.machine, {"device": first.plan.device, "host": first.plan.host}
+    sizes = {Tier.DEVICE: after.device_bytes, Tier.HOST: after.host_bytes}
+    before = {Tier.DEVICE: gpu.device_bytes, Tier.HOST: gpu.host_bytes}
+    other = Tier.HOST if tier is Tier.DEVICE else Tier.DEVICE
+    assert sizes[other] == before[other]
+    own = budget[tier]
+    fixed = own.parts.get("weights", 0) + own.parts.get("reserve", 0)
+    assert sizes[tier] == fixed + int(KEPT * own.parts["arena"])
+
+
+def test_one_memory_shrinks_by_what_both_tiers_took() -> None:
+    made = chooser(one_memory(GIB), Schedule(chunk=50))
+    first = made.first()
+    assert first.plan is not None
+    with pytest.raises(Refused, match=r"none fits 0\.00 GiB of main memory"):
+        made.again(first, SHORT[Tier.HOST])
+    assert made.question is not None
+    arenas = first.plan.device.parts["arena"], first.plan.host.parts["arena"]
+    fixed = first.plan.device.total - arenas[0]
+    expected = fixed + sum(int(KEPT * arena) for arena in arenas)
+    assert made.question.machine.host_bytes == expected
+
+
+def test_no_more_is_asked_for_than_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farspan.train.choice.available_host_bytes", lambda: 7 * GIB)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert free_now(one_memory(100 * GIB), cpu, held=GIB).host_bytes == 8 * GIB
+    assert free_now(one_memory(3 * GIB), cpu, held=GIB).host_bytes == 3 * GIB
+    gpu = replace(machine("h200"), device_bytes=140 * GIB, reserve=2 * GIB)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (100 * GIB, 140 * GIB))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 20 * GIB)
+    found = free_now(gpu, cuda, held=GIB)
+    # What torch has taken already is the run's own; others have 140 - 100 - 20 - 2.
+    assert (found.device_bytes, found.host_bytes) == (122 * GIB, 7 * GIB)
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 39 * GIB)
+    assert free_now(gpu, cuda, held=GIB).device_bytes == 140 * GIB
+
+
+@pytest.mark.parametrize("tiers", [(Tier.DEVICE,), (Tier.HOST,), tuple(Tier)])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_lighter_schedule_needs_less_where_it_is_short(
+    name: str, tiers: tuple[Tier, ...]
+) -> None:
+    model, run = spec(), RunSpec(1, TOKENS)
+    schedule = strategy(name, LAYERS, TOKENS)
+    before = needed(model, run, schedule, tiers)
+    found = lighter(model, run, schedule, tiers, KEPT)
+    if found is None:  # nothing on that tier is the schedule's to give up
+        assert tiers == (Tier.HOST,)
+        assert name in ("plain", "recompute", "offload", "fpdt", "oomb", "memo", "grouped")
+    else:
+        assert needed(model, run, found, tiers) < before
+        assert found.group_sizes(LAYERS)
+
+
+def test_a_shortage_on_the_device_ends_with_the_smallest_pieces() -> None:
+    """Again and again, until there is nothing left to give."""
+    model, run = spec(), RunSpec(1, 64)
+    schedule: Schedule | None = strategy("plain", LAYERS, 64)
+    sizes = []
+    while schedule is not None:
+        last = schedule
+        sizes.append(needed(model, run, schedule, (Tier.DEVICE,)))
+        schedule = lighter(model, run, schedule, (Tier.DEVICE,), KEPT)
+    assert sizes == sorted(set(sizes), reverse=True)
+    assert sizes[-1] < sizes[0] / 4
+    assert last.kv is Tier.HOST
+    assert (last.x, last.activations, last.chunk) == (Tier.HOST, Tier.HOST, 1)
+
+
+def test_a_chunk_is_cut_before_anything_else_while_it_stays_efficient() -> None:
+    model, run = spec(), RunSpec(1, 2**14)
+    chunks = []
+    schedule: Schedule | None = strategy("recompute", LAYERS, run.tokens)
+    while schedule is not None and schedule.x is Tier.DEVICE:
+        chunks.append(schedule.chunk)
+        schedule = lighter(model, run, schedule, (Tier.DEVICE,), KEPT)
+    assert chunks == [16384, 8192, 4096, 2048]
+    assert schedule is not None
+    assert (schedule.chunk, schedule.x) == (1024, Tier.HOST)
+
+
+def test_a_named_strategy_says_when_it_has_nothing_left() -> None:
+    smallest = Schedule(
+        chunk=1, groups=1, kv=Tier.HOST, kv_block=1, head_tokens=1, layer_checkpoint=True
+    )
+    made = NamedChooser("mine", smallest, RunSpec(1, 8), spec, unified=False)
+    with pytest.raises(Refused, match=r"nothing in mine: chunk 1; .* can be made smaller; shorten"):
+        made.again(made.first(), SHORT[Tier.DEVICE])
+
+
+def test_a_schedule_on_one_line() -> None:
+    schedule = Schedule(
+        chunk=4096, groups=(3, 1), kv_kept=True, activations_kept=0.25, layer_checkpoint=True
+    )
+    assert describe_schedule(Choice("mine", schedule)) == (
+        "mine: chunk 4,096; groups of 3 + 1 layers; x on host; K, V on device, kept on host; "
+        "attention not kept; activations 25% on host; backward layer by layer"
+    )
+
+
+def test_the_work_of_an_unknown_family_is_estimated_from_its_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model("qwen3_moe", torch.float32)
+    known, _ = planned_model(model, "float32")
+
+    def unknown(*_: object) -> Any:
+        raise Refused("model_type: not known")
+
+    monkeypatch.setattr("farspan.train.planning.architecture_from", unknown)
+    found, architecture = planned_model(model, "float32")
+    assert architecture is None
+    for ours, theirs in zip(found.layers, known.layers, strict=True):
+        assert ours.work.parameters == theirs.work.parameters
+        assert sum(i * o for i, o in ours.work.products) == pytest.approx(
+            sum(i * o for i, o in theirs.work.products)
+        )
+
+
+def test_frozen_weights_are_not_planned_as_trained() -> None:
+    model = make_model("llama", torch.float32)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("mlp" in name)
+    found, _ = planned_model(model, "float32")
+    for layer in found.layers:
+        assert layer.work.trainable == 3 * 32 * 48
+        assert layer.work.parameters > layer.work.trainable

@@ -1,0 +1,324 @@
+"""`strategy: auto`: the planner chooses, is told of shortages, and is held to what it said."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from farspan.engine.step import Progress, Step
+from farspan.memory.host import TooLarge
+from farspan.models.load import load_model
+from farspan.plan.evaluate import evaluate
+from farspan.plan.question import Question
+from farspan.spec import Refused, Schedule, Tier
+from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig
+from farspan.train.loop import train
+from farspan.train.parts import Parts
+from farspan.train.shortage import OutOfMemory
+from farspan.transfer.arena import Arena
+from tests.numerics import assert_exact
+from tests.train.planner import one_memory, planned_parts
+from tests.train.test_interrupt import same_weights
+from tests.train.tiny import MODEL, STEPS, Quiet, tiny_run
+
+AUTO = ScheduleConfig(strategy="auto")
+LARGE = Schedule(chunk=48, groups=2, activations_kept=1.0, attention_kept=1.0)
+MIDDLE = Schedule(chunk=16, groups=1, attention_kept=1.0)
+SMALL = Schedule(chunk=8, groups=1)
+SCHEDULES = (LARGE, MIDDLE, SMALL)
+# LayerNorm in the model's own precision, so that nothing is rounded to float32 on the way.
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 264,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 64,
+    "attn_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+}
+
+
+def read(run: RunConfig, name: str) -> dict[str, Any]:
+    return json.loads((Path(run.folder) / name).read_text())
+
+
+def lines(run: RunConfig) -> list[dict[str, Any]]:
+    text = (Path(run.folder) / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_what_was_chosen_is_said_and_written_down(tmp_path: Path) -> None:
+    run, quiet = tiny_run(tmp_path, schedule=AUTO), Quiet()
+    asked: list[Question] = []
+    train(run, parts=planned_parts(SCHEDULES, asked=asked), reporter=quiet)
+    (line,) = (note for note in quiet.notes if note.startswith("schedule: "))
+    assert line == (
+        "schedule: grouped: chunk 48; groups of 2 layers each; x on host; K, V on device; "
+        "attention 100% on host; activations 100% on host (the first that fits)"
+    )
+    plan = read(run, "plan.json")
+    assert plan["reason"] == "the first that fits"
+    assert (plan["machine"], plan["fields"]["chunk"]) == ("stand-in", 48)
+    assert read(run, "about.json")["schedule"] == plan["fields"]
+    (question,) = asked
+    assert (question.run.batch, question.run.tokens, question.dtype) == (1, 48, "float32")
+    assert question.machine.devices == 1
+
+
+def test_the_model_at_hand_is_what_is_planned_for(tmp_path: Path) -> None:
+    """Bytes as probed, work as the family is known to do it: a layer of Qwen2 has seven linear
+    modules."""
+    asked: list[Question] = []
+    run = tiny_run(tmp_path, schedule=AUTO)
+    train(run, parts=planned_parts(SCHEDULES, asked=asked), reporter=Quiet())
+    model = asked[0].model
+    assert model.parameters == 8976
+    for layer in model.layers:
+        assert layer.activation_bytes > 0
+        assert sorted(layer.work.products) == sorted(
+            [(16, 16), (16, 8), (16, 8), (16, 16), (16, 32), (16, 32), (32, 16)]
+        )
+        assert layer.work.projections == 3
+        # 16 + 8 + 8 biases of q, k, v and two norms.
+        assert layer.work.parameters == layer.work.trainable == 2304 + 32 + 32
+    assert model.outer() == 264 * 16 + 16
+    assert asked[0].architecture is not None
+
+
+def test_predicted_stands_beside_measured_at_the_end(tmp_path: Path) -> None:
+    run, quiet = tiny_run(tmp_path, schedule=AUTO), Quiet()
+    result = train(run, parts=planned_parts(SCHEDULES), reporter=quiet)
+    found = result.comparison
+    assert found is not None
+    assert read(run, "comparison.json") == found.to_json()
+    assert quiet.notes[-1] == found.describe()
+    states = 8976 * (4 + 8 + 4)  # weights, moments, gradients; the arenas come on top
+    assert states < found.measured_bytes < states + 2**20
+    assert found.predicted_bytes > states
+    seconds = [line["seconds"] for line in lines(run) if "loss" in line]
+    assert found.measured_seconds == median(seconds[1:])  # the first step is metered
+    plan = read(run, "plan.json")
+    assert found.predicted_seconds == pytest.approx(plan["seconds_per_step"] * run.accumulate)
+
+
+class Limited:
+    """Arenas that together hold at most so many bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, limit: float) -> None:
+        self.limit = limit
+        self.held: dict[int, int] = {}
+        reserve = Arena.reserve
+
+        def limited(arena: Arena, size: int) -> None:
+            others = sum(held for key, held in self.held.items() if key != id(arena))
+            if others + size > self.limit:
+                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} B")
+            reserve(arena, size)
+            self.held[id(arena)] = arena.nbytes
+
+        def release(arena: Arena) -> None:
+            self.held.pop(id(arena), None)
+            give_back(arena)
+
+        give_back = Arena.release
+        monkeypatch.setattr(Arena, "reserve", limited)
+        monkeypatch.setattr(Arena, "release", release)
+
+
+def arenas(run: RunConfig, schedule: Schedule) -> int:
+    """Bytes of both arenas of a step of the run."""
+    assert run.model.config is not None
+    dtype = getattr(torch, run.model.dtype.value)
+    step = Step(load_model(config=run.model.config, dtype=dtype), schedule)
+    return sum(step.program(run.batch, run.context).arena_bytes.values())
+
+
+def test_a_run_goes_on_with_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arenas may hold less than the planner was told: it has to give way until they do."""
+    run = tiny_run(tmp_path, schedule=AUTO, model=ModelConfig(config=GPT2, dtype=DType.FLOAT64))
+    whole = replace(run, folder=str(tmp_path / "whole"))
+    train(whole, parts=planned_parts((LARGE,)), reporter=Quiet())
+    sizes = [arenas(run, schedule) for schedule in SCHEDULES]
+    assert sizes[0] > sizes[1] > sizes[2]
+    Limited(monkeypatch, (sizes[1] + sizes[2]) / 2)
+    asked: list[Question] = []
+    quiet = Quiet()
+    result = train(run, parts=planned_parts(SCHEDULES, asked=asked), reporter=quiet)
+    assert result.step == STEPS
+    tried = [line for line in lines(run) if "out_of_memory" in line]
+    assert [line["schedule"]["chunk"] for line in tried] == [16, 8]
+    assert {line["step"] for line in tried} == {1}
+    limits = [question.machine.host_bytes for question in asked]
+    assert limits == sorted(set(limits), reverse=True)
+    assert read(run, "plan.json")["fields"]["chunk"] == 8
+    ours, theirs = (
+        torch.tensor([line["loss"] for line in lines(r) if "loss" in line], dtype=torch.float64)
+        for r in (run, whole)
+    )
+    assert_exact(ours, theirs)
+
+
+@pytest.mark.parametrize("cell", [1, 4, 11])
+def test_a_step_that_failed_half_way_leaves_nothing_behind(tmp_path: Path, cell: int) -> None:
+    """Loss and gradients are bit by bit those of the second schedule alone, on the same tokens."""
+    run = tiny_run(
+        tmp_path,
+        schedule=AUTO,
+        accumulate=1,
+        steps=1,
+        model=ModelConfig(config=GPT2, dtype=DType.FLOAT64),
+        optimizer=replace(tiny_run(tmp_path).optimizer, warmup=0),
+    )
+    made: list[Schedule] = []
+    calls: list[tuple[tuple[Tensor, ...], Tensor, dict[str, Tensor]]] = []
+
+    class Failing(Step):
+        """The first one fails at a cell of its first step, long after its rehearsal."""
+
+        def __init__(self, model: Any, schedule: Schedule) -> None:
+            super().__init__(model, schedule)
+            made.append(schedule)
+            self.number = len(made)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+            is_rehearsal = "trained_tokens" not in kwargs
+            told = self.progress
+            if self.number == 1 and not is_rehearsal:
+                self.progress = fail_at(cell, told)
+            loss = super().__call__(*args, **kwargs)
+            if not is_rehearsal:
+                parameters = self.boundary.model.named_parameters()
+                grads = {name: p.grad.clone() for name, p in parameters if p.grad is not None}
+                calls.append((args, loss, grads))
+            return loss
+
+    def fail_at(cell: int, told: Any) -> Any:
+        def progress(now: Progress) -> None:
+            if now.cells_done == cell:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+            told(now)
+
+        return progress
+
+    parts = replace(planned_parts((MIDDLE, SMALL)), make_step=Failing)
+    assert train(run, parts=parts, reporter=Quiet()).step == 1
+    assert made == [MIDDLE, SMALL]
+    ((args, loss, grads),) = calls
+    for schedule, is_same in ((SMALL, True), (MIDDLE, False)):
+        model = load_model(config=GPT2, dtype=torch.float64, seed=run.seed)
+        for parameter in model.parameters():
+            parameter.grad = None
+        expected = Step(model, schedule)(*args)
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            assert_exact(grads[name], parameter.grad, **({"limit": 0.0} if is_same else {}))
+        assert_exact(loss, expected, **({"limit": 0.0} if is_same else {}))
+
+
+def test_where_nothing_fits_the_run_does_not_begin(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, schedule=AUTO)
+    message = r"schedule: none fits 0\.00 GiB of main memory: the first that fits; buy memory"
+    with pytest.raises(Refused, match=message):
+        train(run, parts=planned_parts(SCHEDULES, size=5000), reporter=Quiet())
+
+
+def test_when_nothing_smaller_fits_all_that_was_tried_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run(tmp_path, schedule=AUTO)
+    Limited(monkeypatch, 100)
+    with pytest.raises(OutOfMemory) as caught:
+        train(run, parts=planned_parts(SCHEDULES), reporter=Quiet())
+    message = str(caught.value)
+    places = [message.index(text) for text in ("(1) grouped: chunk 48", "(2) grouped: chunk 16")]
+    places += [message.index("(3) grouped: chunk 8"), message.index("; then schedule: none fits")]
+    assert places == sorted(places)
+
+
+def test_a_rehearsal_that_main_memory_cannot_hold_is_planned_around(tmp_path: Path) -> None:
+    own = Parts().expect_memory
+    run = tiny_run(tmp_path, schedule=AUTO, steps=3)
+
+    def expect(step: Any, *rest: Any) -> Any:
+        if step.schedule == LARGE:
+            raise TooLarge("host memory: a step needs 9 GiB and 1 GiB are available")
+        return own(step, *rest)
+
+    quiet = Quiet()
+    parts = replace(planned_parts(SCHEDULES), expect_memory=expect)
+    assert train(run, parts=parts, reporter=quiet).step == 3
+    assert read(run, "plan.json")["fields"]["chunk"] == 16
+    assert any("out of memory (main memory): host memory: a step" in note for note in quiet.notes)
+
+
+def test_a_run_that_goes_on_keeps_its_plan(tmp_path: Path) -> None:
+    """So that it goes on to the same bits, whatever the planner says by now."""
+    whole = tiny_run(tmp_path, schedule=AUTO, folder=str(tmp_path / "whole"))
+    train(whole, parts=planned_parts((MIDDLE,)), reporter=Quiet())
+    run = tiny_run(tmp_path, schedule=AUTO)
+
+    class Stopped(Exception):
+        pass
+
+    class Stopping(Quiet):
+        def begin(self, step: int) -> None:
+            if step == 4:
+                raise Stopped
+
+    with pytest.raises(Stopped):
+        train(run, parts=planned_parts((MIDDLE,)), reporter=Stopping())
+    quiet = Quiet()
+    train(run, parts=planned_parts((SMALL,)), reporter=quiet)
+    assert any("chunk 16" in note and "(as planned before)" in note for note in quiet.notes)
+    same_weights(tmp_path / "whole", tmp_path / "run")
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"machine": "other"}', '{"machine": "stand-in"}'])
+def test_a_plan_of_somebody_else_is_not_kept(tmp_path: Path, content: str) -> None:
+    run = tiny_run(tmp_path, schedule=AUTO, steps=3)
+    train(run, parts=planned_parts((MIDDLE,)), reporter=Quiet())
+    (tmp_path / "run" / "plan.json").write_text(content)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    (checkpoints / "step-00000003").rename(tmp_path / "aside")
+    train(run, parts=planned_parts((SMALL,)), reporter=Quiet())
+    assert read(run, "plan.json")["fields"]["chunk"] == 8
+
+
+def test_fields_beside_auto_are_refused() -> None:
+    with pytest.raises(Refused, match=r"^chunk: strategy auto chooses this .* leave it out"):
+        ScheduleConfig(strategy="auto", chunk=16)
+
+
+def test_a_planned_model_of_bfloat16_learns(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, schedule=AUTO, model=ModelConfig(config=MODEL, dtype=DType.BFLOAT16))
+    asked: list[Question] = []
+    result = train(run, parts=planned_parts(SCHEDULES, asked=asked), reporter=Quiet())
+    assert (asked[0].dtype, asked[0].model.element_bytes) == ("bfloat16", 2)
+    assert result.loss is not None
+    assert read(run, "plan.json")["schedule"]["tiers"]["x"] == Tier.HOST
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_planner_itself_plans_a_run(tmp_path: Path, accumulate: int) -> None:
+    """Its own search, on a machine whose rates are made up: the memory is what it said."""
+    run = tiny_run(tmp_path, schedule=AUTO, steps=3, accumulate=accumulate)
+    parts = replace(planned_parts(SCHEDULES), best_plan=Parts().best_plan, evaluate=evaluate)
+    found = train(run, parts=parts, reporter=Quiet()).comparison
+    assert found is not None
+    ratio = found.predicted_bytes / found.measured_bytes
+    assert abs(ratio - 1) < 0.02  # what every plan is held to
+    plan = read(run, "plan.json")
+    assert plan["fits"]
+    assert plan["seconds_per_step"] > 0
+    assert plan["alternatives"]
+    again = replace(run, folder=str(tmp_path / "again"))
+    small = replace(parts, machine=lambda *_: one_memory(200_000))
+    with pytest.raises(Refused, match="schedule: none fits"):
+        train(again, parts=small, reporter=Quiet())
