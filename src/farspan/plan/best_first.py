@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 from farspan.plan.bound import TIERS, Bounds, Frame
 from farspan.plan.evaluate import evaluate
-from farspan.plan.local import local_schedule, refuse_layout
+from farspan.plan.local import local_model, local_schedule, refuse_layout
 from farspan.plan.question import Plan, Question
 from farspan.plan.roles import Kept
 from farspan.plan.ruler import Ruler
 from farspan.plan.space import Space
+from farspan.plan.states import states
 from farspan.spec import Schedule
 
 SLACK = 1e-9  # sums of the same numbers in another order
@@ -96,6 +97,8 @@ def search(question: Question, space: Space, seconds: float = 8.0) -> Outcome:
     """The best schedule of the space by its simulated time. Raises Refused for a layout that the
     model cannot take."""
     refuse_layout(question)
+    if states_do_not_fit(question):
+        return Outcome(None, 0.0, 0)
     deadline = time.perf_counter() + seconds
     heap = [(f.lowest, count, f) for count, f in enumerate(_frontiers(question, space))]
     heapq.heapify(heap)
@@ -120,8 +123,22 @@ def search(question: Question, space: Space, seconds: float = 8.0) -> Outcome:
     return Outcome(best, gap, simulated)
 
 
+def states_do_not_fit(question: Question) -> bool:
+    """Are weights, gradients and optimizer states alone too much, whatever the schedule?"""
+    part = replace(question, model=local_model(question))
+    held = states(part, tuple((i, i + 1) for i in range(len(part.model.layers))))
+    machine = question.machine
+    device = held.weights + held.gathered + held.gradients + held.optimizer + machine.reserve
+    if machine.unified:
+        return device + held.optimizer_on_host > machine.host_bytes
+    share = machine.host_bytes // min(machine.devices, question.layout.devices())
+    return device > machine.device_bytes or held.optimizer_on_host > share
+
+
 def something_fits(question: Question, space: Space) -> bool:
     """Do the bounds leave any schedule of the space?"""
+    if states_do_not_fit(question):
+        return False
     for frontier in _frontiers(question, space):
         if frontier.schedule.kv_kept or frontier.schedule.attention_open:
             continue  # takes more than the same without

@@ -15,6 +15,7 @@ from farspan.spec import ModelSpec, Schedule, Tier
 # A 16M-token step of 80 layers in 256 chunks is about 200,000 instructions, two seconds to build.
 MOST_CELLS = 24_576
 SMALLEST_CHUNK = 1024
+MOST_CHUNKS = 512  # more of them cost more overhead, and save nothing that a chunk still holds
 PARTS = 16  # of the sequence: fractions kept are multiples of 1 / PARTS, in whole chunks
 PARTS_OF_ACTIVATIONS = 8
 
@@ -78,6 +79,7 @@ def chunk_sizes(question: Question) -> tuple[int, ...]:
     """Powers of two, and the whole sequence, in tokens of the sequence."""
     tokens, layers = question.run.tokens, len(question.model.layers)
     smallest = max(SMALLEST_CHUNK * question.layout.sequence(), layers * tokens // MOST_CELLS)
+    smallest = max(smallest, tokens // MOST_CHUNKS)
     sizes = [tokens]
     size = 1
     while size < tokens:
