@@ -219,3 +219,10 @@ def test_nonsense_is_one_line_and_exit_code_two_without_torch() -> None:
     assert outcome.returncode == 2
     assert len(outcome.stderr.strip().splitlines()) == 1
     assert outcome.stderr.startswith("farspan: context: expected tokens")
+
+
+def test_this_machine_cannot_be_measured_without_torch() -> None:
+    outcome = call_without_torch("plan", "--model", "GPT-2", "--context", "1K")
+    assert outcome.returncode == 2
+    assert outcome.stderr.startswith("farspan: machine: measuring this machine needs torch")
+    assert "name a preset or a machine file" in outcome.stderr

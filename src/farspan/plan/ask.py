@@ -1,6 +1,6 @@
 """What a person asks, turned into a question for the planner: `farspan.plan(...)`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
@@ -76,10 +76,9 @@ class Request:
         return [self.strategy]
 
     def _machine(self) -> MachineSpec:
-        found = self.machine
+        found: object = self.machine
         if found == HERE:
-            # What measures needs torch, and stands above planning.
-            found = load("farspan.engine.calibrate", "here")()
+            found = _here()
         elif isinstance(found, str | Path):
             found = find_machine(found)
         if not isinstance(found, MachineSpec):
@@ -129,6 +128,18 @@ def _architecture(config: Config) -> Architecture:
         "config: expected a preset's name, a folder, a file, a hub name, a transformers "
         f"configuration or its fields, got {type(config).__name__}"
     )
+
+
+def _here() -> MachineSpec:
+    """What measures needs torch, and stands above planning."""
+    try:
+        measure: Callable[[], MachineSpec] = load("farspan.engine.calibrate", "here")
+    except ImportError as error:
+        raise Refused(
+            f"machine: measuring this machine needs torch and transformers ({error}); name a "
+            "preset or a machine file"
+        ) from error
+    return measure()
 
 
 def _adapter_rank(trainable: str) -> int:

@@ -50,7 +50,7 @@ def verdict(plan: Plan) -> Text:
         text.append("does NOT fit", "bold red")
     text.append(f": {_margin(plan.device)} on the device, {_margin(plan.host)} on the host\n")
     if not plan.fits and plan.reason:
-        text.append(f"what breaks first: {plan.reason}\n", "red")
+        text.append(f"{plan.reason}\n", "red")
     if not plan.fits and plan.remedy:
         text.append(f"cheapest change: {plan.remedy}\n", "yellow")
     run, architecture = plan.question.run, plan.question.architecture
