@@ -14,6 +14,7 @@ from farspan.plan.operations import (
     Saved,
     add,
     contiguous,
+    narrow,
     reshape,
     split,
     transpose,
@@ -241,12 +242,22 @@ def _queries_keys_values(
     architecture: Architecture, attention: Attention, weights: Weights, x: Phantom
 ) -> tuple[Phantom, Phantom, Phantom]:
     if attention.fused:
-        parts = split(project(weights, "qkv", x), 2, 3)
-        q, k, v = (_heads(part, attention.head_dim) for part in parts)
+        parts = _parts(attention, project(weights, "qkv", x))
+        widths = attention.head_dim, attention.head_dim, attention.value_dim
+        q, k, v = (_heads(part, width) for part, width in zip(parts, widths, strict=True))
         return q, k, v
     q = _heads(project(weights, "q", x), attention.head_dim, architecture, weights, "q_norm")
     k = _heads(project(weights, "k", x), attention.head_dim, architecture, weights, "k_norm")
     return q, k, _heads(project(weights, "v", x), attention.value_dim)
+
+
+def _parts(attention: Attention, x: Phantom) -> list[Phantom]:
+    """q, k and v of one product: equal parts are split, others sliced."""
+    if attention.kv_heads == attention.query_heads:
+        return split(x, 2, 3)
+    q = attention.query_heads * attention.head_dim
+    k = q + attention.kv_heads * attention.head_dim
+    return [narrow(x, 2, *span) for span in ((0, q), (q, k), (k, x.shape[2]))]
 
 
 def _heads(

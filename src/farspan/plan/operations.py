@@ -55,6 +55,13 @@ def reshape(x: Phantom, shape: Shape) -> Phantom:
     )
 
 
+def _fresh(x: Phantom, shape: Shape) -> Phantom:
+    """A tensor of another shape that is written from x."""
+    out = x.memory.new(shape, x.width)
+    x.memory.traffic += x.size + out.size
+    return out
+
+
 def transpose(x: Phantom, first: int, second: int) -> Phantom:
     order = list(range(len(x.shape)))
     order[first], order[second] = order[second], order[first]
@@ -86,7 +93,7 @@ def narrow(x: Phantom, dim: int, start: int, stop: int, step: int = 1) -> Phanto
     before = x.shape
 
     def backward(gradients: Gradients, _: Saved) -> Found:
-        return [_one(gradients).memory.new(before, _one(gradients).width)]
+        return [_fresh(_one(gradients), before)]
 
     return record(_view(x, shape, strides, start * x.strides[dim]), [x], backward)
 
@@ -102,7 +109,8 @@ def split(x: Phantom, dim: int, count: int) -> list[Phantom]:
         missing = [
             known.memory.new(known.shape, known.width) for gradient in gradients if gradient is None
         ]
-        whole = known.memory.new(before, known.width)
+        whole = _fresh(known, before)
+        whole.memory.traffic += whole.size - known.size
         del missing
         return [whole]
 
@@ -188,9 +196,7 @@ def mean_of_rows(x: Phantom) -> Phantom:
     before = x.shape
 
     def backward(gradients: Gradients, _: Saved) -> Found:
-        gradient = _one(gradients)
-        gradient.memory.traffic += gradient.size
-        return [gradient.memory.new(before, gradient.width)]
+        return [_fresh(_one(gradients), before)]
 
     return record(reduced(x, (*x.shape[:-1], 1)), [x], backward)
 
@@ -286,8 +292,8 @@ def gather(x: Phantom, index: Phantom) -> Phantom:
 def scattered(gradient: Phantom, shape: Shape) -> Phantom:
     """Zeros of a shape, with a gradient put into some of their rows."""
     memory = gradient.memory
-    memory.traffic += 2 * gradient.size
     zeros = memory.new(shape, gradient.width)
+    memory.traffic += 2 * gradient.size + zeros.size
     return zeros if memory.in_place else memory.new(zeros.shape, zeros.width)
 
 

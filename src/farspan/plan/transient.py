@@ -8,16 +8,21 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from farspan.plan.architecture import Architecture, Attention, Block, FeedForward
-from farspan.plan.cells import CellKind, Cells
+from farspan.plan.cells import CellBytes, CellKind, Cells
 from farspan.plan.layer import layer_costs, layer_weights, trained
 from farspan.plan.outside import Stages, outer_weights
 from farspan.plan.program import (
+    Allocate,
     AttentionMode,
     Backward,
+    Clear,
     Close,
     Embed,
     EmbedBackward,
+    Evict,
+    Fetch,
     Forward,
+    Free,
     Head,
     Instruction,
     Load,
@@ -31,17 +36,32 @@ from farspan.spec import LayerSpec, ModelSpec
 # Chunks whose prefixes are told apart to the token; of more, prefixes are rounded up to 1 / STARTS
 # of a block of keys.
 EXACT_CHUNKS, STARTS = 64, 32
+SILENT = frozenset((Allocate, Free, Clear, Fetch, Evict))  # hold nothing
 LOSS = 8  # bytes of the step's loss so far
 
 
-def transient_bytes(program: Program, architecture: Architecture | None) -> int:
-    """Device bytes at a step's fullest moment beside arenas, inputs, weights, and all gradients and
-    accumulators that a step ever holds at one time.
+def transient_bytes(
+    program: Program,
+    architecture: Architecture | None,
+    *,
+    gradient_bytes: int | None = None,
+    ranks: int = 1,
+) -> int:
+    """Device bytes at a step's fullest moment beside arenas, inputs, weights, all gradients, and
+    accumulators of the widest group and of what lies outside the layers.
 
-    Without an architecture one is assumed that saves as much (`assumed`).
-    Negative where gradients are never all there at the moment of the peak and outweigh the rest.
+    `gradient_bytes` is the width of an element of `.grad`, the model's own by default; `ranks`
+    devices share it. Without an architecture one is assumed that saves as much as the model's
+    layers do. Negative where gradients and accumulators are never all there at one time, and what
+    is missing at the fullest moment outweighs the rest.
     """
-    return Walk(program, architecture or assumed(program.model)).run().transient
+    walk = Walk(
+        program,
+        architecture or assumed(program.model),
+        gradient_bytes=gradient_bytes,
+        ranks=ranks,
+    )
+    return walk.run().transient
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +80,8 @@ class Peak:
 @dataclass(slots=True)
 class _Graph:
     bytes: int
-    kind: CellKind
+    kept: bool
+    cell: CellBytes
 
 
 class Walk:
@@ -72,9 +93,11 @@ class Walk:
         architecture: Architecture,
         *,
         gradient_bytes: int | None = None,
+        ranks: int = 1,
         in_place: bool = False,
     ) -> None:
-        """`gradient_bytes` is the width of an element of `.grad`: the model's own by default."""
+        """`gradient_bytes` is the width of an element of `.grad`, the model's own by default;
+        `ranks` devices share what is in `.grad`. For `in_place` see `phantom.Memory`."""
         model, schedule = program.model, program.schedule
         width = model.element_bytes
         self.program = program
@@ -82,6 +105,8 @@ class Walk:
         self.architecture = architecture
         self.wide = model.accumulate_bytes()
         self.final = gradient_bytes or width
+        self.ranks = ranks
+        self.sums_apart = self.final != self.wide or ranks > 1
         batch = program.run.batch
         self.cells = Cells(architecture, batch, width, schedule.kv_block, in_place)
         self.stages = Stages(architecture, batch, width, self.wide, schedule.head_tokens, in_place)
@@ -93,7 +118,7 @@ class Walk:
         self.tables = (-1, 0)  # of which chunk, bytes
         self.begun: set[int] = set()  # layers that have weight gradients
         self.outer: frozenset[str] = frozenset()
-        self.kinds: dict[tuple[object, ...], CellKind] = {}
+        self.kinds: dict[tuple[object, ...], CellBytes] = {}
         self.weights = [self._weights(block) for block in self.blocks]
         self.outer_weights = [prod(shape) for shape in outer_weights(architecture).values()] * (
             not architecture.adapter_rank
@@ -106,14 +131,17 @@ class Walk:
 
     def run(self) -> Peak:
         for instruction in self.program.instructions:
-            self._issue(instruction)
+            if type(instruction) not in SILENT:
+                self._issue(instruction)
         layers = [sum(map(sum, self.weights[slice(*group)])) for group in self.program.groups]
         outer = sum(self.outer_weights)
-        gradients = self.final * (outer + sum(layers))
-        sums = 0
-        if self.final != self.wide:
-            sums = self.wide * (outer + max(layers))
+        gradients = self._final(outer + sum(layers))
+        sums = self.wide * (outer + max(layers)) if self.sums_apart else 0
         return Peak(self.peak, gradients, sums)
+
+    def _final(self, elements: int) -> int:
+        """Bytes of these elements in `.grad`."""
+        return -(-self.final * elements // self.ranks)
 
     def _rise(self, size: int) -> None:
         self.peak = max(self.peak, self.live + size)
@@ -193,22 +221,21 @@ class Walk:
 
     def _close(self, group: int) -> None:
         """Sums become `.grad` one by one, where `.grad` is narrower."""
-        if self.final == self.wide:
+        if not self.sums_apart:
             return
         layers = range(*self.program.groups[group])
         sizes = [size for layer in layers if layer in self.begun for size in self.weights[layer]]
         if group == 0:
             sizes += self.outer_weights
         for size in sizes:
-            self._take(self.final * size)
+            self._take(self._final(size))
             self.live -= self.wide * size
 
     # -- cells ---
 
     def _forward(self, i: Forward) -> None:
         self._call(i.chunk)
-        kind = self._kind(i)
-        cell = self.cells.get(kind)
+        cell = self._cell(i)
         self._rise(cell.forward_rise)
         entered = self.hidden[i.layer] if i.hold else self.hidden.pop(i.layer)
         held = self.held.pop(i.layer, 0) if i.mode is AttentionMode.HELD else 0
@@ -220,7 +247,7 @@ class Walk:
         if i.graph:
             size = cell.graph + held + (0 if i.hold else entered)
             self.live += cell.graph
-            self.graphs[i.layer, i.chunk] = _Graph(size, kind)
+            self.graphs[i.layer, i.chunk] = _Graph(size, i.kept, cell)
         else:
             self.live -= held
         self.live += cell.out + cell.held - self.hidden.get(i.layer + 1, 0)
@@ -230,7 +257,7 @@ class Walk:
 
     def _backward(self, i: Backward) -> None:
         graph = self.graphs.pop((i.layer, i.chunk))
-        cell = self.cells.get(graph.kind)
+        cell = graph.cell
         self.live -= self.hidden.pop(i.layer + 1, 0)
         self._rise(cell.backward_rise)
         self.live += cell.gradient + cell.weight_gradients - graph.bytes
@@ -239,25 +266,27 @@ class Walk:
             self.begun.add(i.layer)
             self._take(self.wide * sum(self.weights[i.layer]))
         self.live -= cell.weight_gradients
-        if graph.kind.kept:
+        if graph.kept:
             self.live -= self.hidden.pop(i.layer, 0)
         self.gradient[i.layer] = cell.gradient
 
-    def _kind(self, i: Forward) -> CellKind:
+    def _cell(self, i: Forward) -> CellBytes:
         key = i.layer, i.chunk, i.mode, i.attention is None, i.graph, i.kept, i.hold
         if key not in self.kinds:
             start, stop = self.program.chunks[i.chunk]
             block = self.blocks[i.layer]
-            self.kinds[key] = CellKind(
+            reads = i.mode is AttentionMode.COMPUTE or i.graph
+            kind = CellKind(
                 block,
                 stop - start,
-                self._start(start, block) if i.mode is AttentionMode.COMPUTE or i.graph else 0,
+                self._start(start, block) if reads else 0,
                 i.mode,
                 i.attention is not None,
                 i.graph,
                 i.kept,
                 i.hold,
             )
+            self.kinds[key] = self.cells.get(kind)
         return self.kinds[key]
 
     def _start(self, start: int, block: Block) -> int:
