@@ -47,6 +47,21 @@ def test_seconds_name_what_bounds_them_and_mfu_its_convention() -> None:
     assert "recomputation counted as no work" in text
 
 
+def test_one_memory_has_one_margin() -> None:
+    plan = fitting()
+    machine = replace(plan.question.machine, unified=True)
+    plan = replace(plan, question=replace(plan.question, machine=machine))
+    text = text_of(plan_view(plan))
+    assert "fits: 50.0 GiB to spare in the one memory of both tiers" in text
+    assert "spare on the" not in text
+
+
+def test_few_tokens_a_second_are_not_rounded_to_none() -> None:
+    plan = fitting()
+    slow = replace(plan, seconds=replace(plan.seconds, total=2.0**24))
+    assert "0.0625 tokens/s" in text_of(plan_view(slow))
+
+
 def test_a_plan_that_does_not_fit_says_what_breaks_and_what_helps() -> None:
     text = text_of(plan_view(overrun()))
     assert "does NOT fit: 48.0 GiB too much on the device" in text

@@ -48,7 +48,10 @@ def verdict(plan: Plan) -> Text:
         text.append("fits", "bold green")
     else:
         text.append("does NOT fit", "bold red")
-    text.append(f": {_margin(plan.device)} on the device, {_margin(plan.host)} on the host\n")
+    if plan.question.machine.unified:
+        text.append(f": {_margin(plan.device)} in the one memory of both tiers\n")
+    else:
+        text.append(f": {_margin(plan.device)} on the device, {_margin(plan.host)} on the host\n")
     if not plan.fits and plan.reason:
         text.append(f"{plan.reason}\n", "red")
     if not plan.fits and plan.remedy:
@@ -98,7 +101,7 @@ def seconds_table(plan: Plan) -> RenderableType:
     busy = [(name, getattr(seconds, field)) for field, name in LANES.items()]
     busy.append(("waiting, nothing is computed", seconds.exposed()))
     rows = [(name, write_seconds(time), time / seconds.total) for name, time in busy if time > 0]
-    rate = f"{plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%} ({MFU_CONVENTION})\n"
+    rate = f"{_rate(plan)} tokens/s, MFU {plan.mfu:.1%} ({MFU_CONVENTION})\n"
     step = f"step: {write_seconds(seconds.total)}, bound by {seconds.bound}"
     return Group(bars_table(step, rows), Text(rate))
 
@@ -152,7 +155,7 @@ def contexts_view(
             name,
             write_tokens(plan.question.run.tokens),
             write_seconds(plan.seconds.total),
-            f"{plan.tokens_per_second:,.0f}",
+            _rate(plan),
             f"{plan.mfu:.1%}",
             _share(plan.device),
             _share(plan.host),
@@ -162,6 +165,11 @@ def contexts_view(
         if name not in plans:
             table.add_row(name, "none", *[""] * 6)
     return Group(table, Text())
+
+
+def _rate(plan: Plan) -> str:
+    rate = plan.tokens_per_second
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _share(budget: Budget) -> str:

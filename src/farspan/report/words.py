@@ -19,6 +19,7 @@ PARTS = {
     "slots": "slots of streamed K, V",
     "placement": "gaps between addresses",
     "cells": "transients of a cell",
+    "exchange": "messages to and from other devices",
     "inputs": "tokens and labels",
     "reserve": "reserve",
     "pages": "rounding to pages",
