@@ -56,8 +56,9 @@ def test_the_opening_lines_come_before_the_rehearsal_and_the_memory_before_step_
     tmp_path: Path,
 ) -> None:
     heard = Heard()
-    train(tiny_run(tmp_path, schedule=SCHEDULE, steps=3), reporter=heard)
+    train(tiny_run(tmp_path, schedule=SCHEDULE, steps=3), reporter=heard, notes=["first of all"])
     beginnings = [
+        "first of all",
         str(tmp_path / "run"),
         "data: ",
         "schedule: grouped: chunk 16; groups of 1 layer each; x on host; K, V on device; "

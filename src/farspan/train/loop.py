@@ -1,6 +1,7 @@
 """Training from a RunConfig to a model on disk; the same call again resumes."""
 
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,16 +47,23 @@ class Result:
 
 
 def train(
-    run: RunConfig, *, parts: Parts | None = None, reporter: Reporter | None = None
+    run: RunConfig,
+    *,
+    parts: Parts | None = None,
+    reporter: Reporter | None = None,
+    notes: Sequence[str] = (),
 ) -> Result:
     """Trains until the last step or the first signal, from the latest checkpoint if there is one.
 
-    Raises Refused for what cannot be done as asked, WriteFailed when the disk is full, Diverged
-    when a loss or gradient is not finite; all of them leave the last good checkpoint.
+    `notes` are said first. Raises Refused for what cannot be done as asked, OutOfMemory (which is
+    one) when no schedule fits, WriteFailed when the disk is full, Diverged when a loss or gradient
+    is not finite; all of them leave the last good checkpoint.
     """
     run = resolve(run)
     shown = make_reporter(Console()) if reporter is None else reporter
     with RunFolder(run) as folder, Interrupt() as interrupt, shown:
+        for text in notes:
+            shown.note(text)
         for change in folder.prepare():
             shown.note(f"{change}: the gradients are the same up to rounding, the bits are not")
         try:
