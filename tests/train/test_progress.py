@@ -77,11 +77,27 @@ def test_a_slow_tokenizer_is_heard_of() -> None:
     ]
 
 
+def test_what_comes_before_the_first_step_is_heard_of() -> None:
+    clock, (made, out) = Clock(), console(False)
+    reporter = LineReporter(made, patience=10.0, clock=clock)
+    reporter.measuring("matrix products")
+    for cell in range(1, 5):
+        clock.now += 6.0
+        reporter.rehearsing(cell / 4, Cells(cell, 4))
+    assert out.getvalue().splitlines() == [
+        "measuring this machine: matrix products",
+        "rehearsing: 50%, cell 2/4",
+        "rehearsing: 100%, cell 4/4",
+    ]
+
+
 def test_bars_on_a_terminal() -> None:
     made, out = console(True)
     with make_reporter(made) as reporter:
         assert isinstance(reporter, BarReporter)
         reporter.preparing(5, 100)
+        reporter.measuring("matrix products")
+        reporter.rehearsing(0.5, Cells(1, 2))
         reporter.start(steps=4, tokens_per_step=1000, step=0)
         reporter.begin(1)
         reporter.cells(1, 0.5, Cells(4, 8))
