@@ -113,15 +113,15 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """FLOP a second that one device reaches in one dtype, against the FLOP of one call.
+    """FLOP a second that one device reaches in one dtype.
 
     Attention's curves are for heads of `head_dim` wide. A softmax takes as long for a narrow head
     as for a wide one, so its seconds are kept apart: on an H100 cuDNN's forward reaches 413 TFLOP/s
     with heads of 64 and 595 with 128, which 0.38 ps a query, key and head explain.
     """
 
-    matmul: Curve
-    attention_forward: Curve  # of a call without a mask
+    matmul: Curve  # against the FLOP of one product
+    attention_forward: Curve  # without a mask; against the FLOP of one head of one sequence
     attention_backward: Curve
     peak: float  # the datasheet's dense rate, which MFU is a share of
     weights: Curve | None = None  # products that give dW, x transposed; None: as `matmul`
@@ -130,6 +130,7 @@ class Rates:
     head_dim: int = 128
     softmax_forward: float = 0.0  # seconds of a query, key and head beside the products
     softmax_backward: float = 0.0
+    logit: float = 0.0  # seconds of a logit's cross-entropy and its gradient; 0: as its traffic
 
     def product(self, flop: float, *, weights: bool = False) -> float:
         """Seconds of one matrix product."""
@@ -137,17 +138,25 @@ class Rates:
         return flop / curve.at(flop)
 
     def attention(
-        self, pairs: float, layer: LayerSpec, *, causal: bool, backward: bool = False
+        self,
+        pairs: float,
+        layer: LayerSpec,
+        *,
+        rows: float = 1.0,
+        causal: bool = False,
+        backward: bool = False,
     ) -> float:
-        """Seconds of one call on so many visible (row, query, key)."""
+        """Seconds of one call on `rows` sequences, in each of which so many (query, key) see each
+        other."""
         forwards = self.attention_forward, self.causal_forward, self.softmax_forward
         backwards = self.attention_backward, self.causal_backward, self.softmax_backward
         plain, square, softmax = backwards if backward else forwards
         curve = square if causal and square is not None else plain
         width = layer.head_dim + layer.value_dim
-        flop = 2.0 * pairs * layer.query_heads * width * (BACKWARD_PRODUCTS if backward else 1.0)
+        flop = 2.0 * pairs * width * (BACKWARD_PRODUCTS if backward else 1.0)
         narrower = 1.0 - width / (2 * self.head_dim)
-        return flop / curve.at(flop) + pairs * layer.query_heads * softmax * narrower
+        one_head = flop / curve.at(flop) + pairs * softmax * narrower
+        return rows * layer.query_heads * one_head
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Calibration gives a machine that can be planned for, on the hardware at hand."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from farspan.engine import calibrate as module
 from farspan.engine.bench import (
     HEAD_DIM,
-    QUICK,
+    Attention,
     Bench,
     Effort,
     attention,
@@ -130,11 +130,12 @@ def test_a_curve_ends_with_the_first_call_that_takes_too_long() -> None:
         for size in (1.0, 2.0, 4.0, 8.0):
             yield size, 2, lambda size=size: now.__setitem__(0, now[0] + 4e-5 * size)
 
-    curve = bench(clock=lambda: now[0]).curve("c", points())
+    quick = Bench(CPU, replace(GLANCE, longest=1.0), lambda: now[0])
+    curve = quick.curve("c", points())
     # Two calls at once: 2e-5 seconds a unit of size each.
     assert [size for size, _ in curve.points] == [1.0, 2.0, 4.0, 8.0]
     assert [rate for _, rate in curve.points] == pytest.approx([5e4] * 4)
-    slow = Bench(CPU, replace(GLANCE, longest=3e-5), lambda: now[0]).curve("c", points())
+    slow = Bench(CPU, replace(GLANCE, longest=6e-5), lambda: now[0]).curve("c", points())
     assert [size for size, _ in slow.points] == [1.0, 2.0]
 
 
@@ -154,7 +155,7 @@ def test_attention_counts_the_pairs_that_it_sees(causal: bool) -> None:
     made = attention(bench(), torch.float32, 32, 16, causal=causal)
     ones = torch.ones(32, 32)
     seen = int((ones.tril() if causal else ones).sum())
-    assert made.work == seen * made.q.shape[1]
+    assert made.pairs == seen
     out, lse = made.call(backward=False)()  # type: ignore[misc]
     assert out.shape == made.q.shape
     dq, dk, dv = made.call(backward=True)()  # type: ignore[misc]
@@ -165,21 +166,23 @@ def test_attention_counts_the_pairs_that_it_sees(causal: bool) -> None:
 
 def test_attention_calls_are_those_that_rates_are_asked_about() -> None:
     """The size on the curve is the one that planning looks up for the same call."""
-    size, _, _ = next(attentions(bench(), torch.float32, causal=False, backward=True))
-    layer = LayerSpec(query_heads=8, kv_heads=2, head_dim=HEAD_DIM, value_dim=HEAD_DIM)
+    size, heads, _ = next(attentions(bench(), torch.float32, causal=False, backward=True))
+    layer = LayerSpec(query_heads=heads, kv_heads=2, head_dim=HEAD_DIM, value_dim=HEAD_DIM)
     rates = machine("h200").rates["bfloat16"]
-    expected = size / rates.attention_backward.at(size)
-    assert rates.attention(256 * 256, layer, causal=False, backward=True) == expected
+    expected = heads * size / rates.attention_backward.at(size)
+    assert rates.attention(256 * 256, layer, backward=True) == expected
 
 
 def test_the_softmax_is_what_narrow_heads_do_not_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs = QUICK.queries**2 * 8
-    product, exponential = 3e-9, 5e-10
+    exponential = 5e-10
+    now = [0.0]
 
-    def seconds(_: Bench, key: Hashable, __: Callable[[], object]) -> float:
-        assert isinstance(key, tuple)
-        return pairs * (product * key[1] / HEAD_DIM + exponential)
+    def made(self: Attention, *, backward: bool) -> Callable[[], object]:
+        assert backward
+        one = 3e-9 * self.q.shape[3] / HEAD_DIM + exponential
+        seconds = self.pairs * self.heads * one
+        return lambda: now.__setitem__(0, now[0] + seconds)
 
-    monkeypatch.setattr(Bench, "seconds", seconds)
-    found = softmax(Bench(CPU, QUICK), torch.float32, backward=False)
+    monkeypatch.setattr(Attention, "call", made)
+    found = softmax(bench(clock=lambda: now[0]), torch.float32, backward=True)
     assert found == pytest.approx(exponential)

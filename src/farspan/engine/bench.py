@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from farspan.attention.backends import BlockKernel, select_kernel
+from farspan.attention.merge import accumulate_dtype
 from farspan.plan.blocks import Block
 from farspan.spec import BACKWARD_PRODUCTS, Curve, Tier
 from farspan.transfer.arena import Arena
@@ -41,7 +42,7 @@ class Effort:
     queries: int  # of the calls that tell the softmax apart, eight times as many on a GPU
 
 
-THOROUGH = Effort(longest=0.03, tries=3, passes=3, copied=2**28, queries=1024)
+THOROUGH = Effort(longest=0.06, tries=3, passes=3, copied=2**28, queries=1024)
 QUICK = Effort(longest=0.004, tries=3, passes=1, copied=2**26, queries=512)
 
 
@@ -70,6 +71,16 @@ class Bench:
         runs += [self._run(call, repeats) for _ in range(self.effort.tries)]
         return statistics.median(runs)
 
+    def differences(self, key: Hashable, long: Call, short: Call) -> float:
+        """The median of 2 short - long, each pair of runs one after the other."""
+        runs = self.runs.setdefault(key, [])
+        for call in (long, short):
+            self._run(call, 1)
+        for _ in range(3 * self.effort.tries):
+            whole = self._run(long, 1)
+            runs.append(2 * self._run(short, 1) - whole)
+        return statistics.median(runs)
+
     def _run(self, call: Call, repeats: int) -> float:
         self.wait()
         start = self.clock()
@@ -89,8 +100,8 @@ class Bench:
         """Rates against size, sizes ascending, until a call takes too long."""
         found = []
         for size, count, call in points:
-            seconds = self.seconds((key, size), call) / count
-            found.append((size, size / seconds))
+            seconds = self.seconds((key, size), call)
+            found.append((size, count * size / seconds))
             if seconds > self.effort.longest:
                 break
         return Curve(tuple(found))
@@ -141,14 +152,18 @@ class Attention:
     dout: Tensor
 
     @property
-    def work(self) -> int:
-        """Visible (query, key, head)."""
+    def heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def pairs(self) -> int:
+        """Visible (query, key)."""
         queries, keys = self.block.queries, self.block.keys
-        pairs = queries * (queries + 1) // 2 if self.block.causal else queries * keys
-        return pairs * self.q.shape[1]
+        return queries * (queries + 1) // 2 if self.block.causal else queries * keys
 
     def flop(self, *, backward: bool) -> float:
-        flop = 4.0 * self.work * self.q.shape[3]
+        """Of one head."""
+        flop = 4.0 * self.pairs * self.q.shape[3]
         return flop * BACKWARD_PRODUCTS if backward else flop
 
     def call(self, *, backward: bool) -> Call:
@@ -169,7 +184,7 @@ def attention(
     bench: Bench, dtype: torch.dtype, tokens: int, width: int, *, causal: bool
 ) -> Attention:
     """A call with heads of `width`."""
-    heads = 8 if bench.on_cpu else 32
+    heads = KV_SHARE if bench.on_cpu else 8 * KV_SHARE
     capability = (0, 0) if bench.on_cpu else torch.cuda.get_device_capability(bench.device)
     start = 0 if causal else tokens
     return Attention(
@@ -189,7 +204,7 @@ def attentions(bench: Bench, dtype: torch.dtype, *, causal: bool, backward: bool
     tokens = 256
     while tokens <= LONGEST:
         made = attention(bench, dtype, tokens, HEAD_DIM, causal=causal)
-        yield made.flop(backward=backward), 1, made.call(backward=backward)
+        yield made.flop(backward=backward), made.heads, made.call(backward=backward)
         tokens *= 2
 
 
@@ -197,15 +212,18 @@ def softmax(bench: Bench, dtype: torch.dtype, *, backward: bool) -> float:
     """Seconds of a query, key and head beside the products.
 
     Heads half as wide take half of the products' time and all of this one's: t = p + s with wide
-    heads, p / 2 + s with narrow ones.
+    heads, p / 2 + s with narrow ones. Both are timed in turns, since their difference is small.
     """
     tokens = bench.effort.queries * (1 if bench.on_cpu else 8)
-    times = {}
-    for width in (HEAD_DIM, HEAD_DIM // 2):
-        made = attention(bench, dtype, tokens, width, causal=False)
-        key = dtype, width, backward
-        times[width] = bench.seconds(key, made.call(backward=backward)) / made.work
-    return max(0.0, 2 * times[HEAD_DIM // 2] - times[HEAD_DIM])
+    wide, narrow = (
+        attention(bench, dtype, tokens, width, causal=False) for width in (HEAD_DIM, HEAD_DIM // 2)
+    )
+    found = bench.differences(
+        ("softmax", dtype, backward),
+        wide.call(backward=backward),
+        narrow.call(backward=backward),
+    )
+    return max(0.0, found) / (wide.pairs * wide.heads)
 
 
 # -- memory and copies ---------------------------------------------------------------------------
@@ -223,6 +241,20 @@ def memory(bench: Bench) -> float:
         return functional.silu(total)
 
     return (3 + 3 + 2) * size / bench.seconds(memory, call)
+
+
+def logit(bench: Bench, dtype: torch.dtype) -> float:
+    """Seconds of a logit's cross-entropy and its gradient, as the engine's head asks for them."""
+    rows, vocab = 1024, 4096
+    logits = bench.random(rows, vocab, dtype=dtype).requires_grad_()
+    targets = torch.zeros(rows, dtype=torch.long, device=bench.device)
+
+    def call() -> None:
+        wide = logits.to(accumulate_dtype(dtype))
+        loss = functional.cross_entropy(wide, targets, reduction="sum")
+        torch.autograd.grad(loss, logits)
+
+    return bench.seconds(("logit", dtype), call) / (rows * vocab)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from farspan.engine.bench import (
     Links,
     attentions,
     links,
+    logit,
     memory,
     products,
     softmax,
@@ -163,6 +164,7 @@ def _rates(bench: Bench, dtype: torch.dtype, progress: Progress) -> Rates:
         head_dim=HEAD_DIM,
         softmax_forward=softmax(bench, dtype, backward=False),
         softmax_backward=softmax(bench, dtype, backward=True),
+        logit=logit(bench, dtype),
     )
 
 

@@ -55,7 +55,7 @@ class Frame:
 
     def bounds(self) -> Bounds:
         """Seconds and bytes, [F, T]."""
-        device, host = self._memory()
+        device, host = self.memory()
         return Bounds(self.seconds(), device, host)
 
     def _roles(self) -> dict[tuple[Role, LayerSpec], int]:
@@ -84,12 +84,13 @@ class Frame:
         """[F, T], without looking at memory."""
         ruler, question = self.ruler, self.ruler.question
         lanes = np.zeros((1 + LINK, len(self.kept.graphs)))
-        moved = self._boundaries()
+        cut = self.groups, self.schedule.kv_kept
+        moved = ruler.once(("x", *cut), self._boundaries).copy()
         for (role, spec), count in self._roles().items():
             own_lanes, own_moved = self._layer(role, spec)
             lanes += count * own_lanes
             moved += count * own_moved
-        lanes[0] += self._outside()
+        lanes[0] += ruler.once(("outside", *cut), self._outside)
         rates = np.array([ruler.prices.fetch_rate(), ruler.prices.evict_rate()])
         copies = _spread(moved / rates[:, None, None], ON_HOST)
         fetch, evict = lanes[1][:, None] + copies[0], lanes[2][:, None] + copies[1]
@@ -122,6 +123,7 @@ class Frame:
         lanes += ruler.project[spec].total(found.project)
         lanes += ruler.backward[spec].total(np.ones_like(found.compute))
         kv, dkv = ruler.kv_row(spec) * ruler.sizes, ruler.dkv_row(spec) * ruler.sizes
+        lanes[0] += self._put_away(found, spec)
         if self.schedule.kv is Tier.HOST:
             lanes[1] += (found.graph @ kv + dkv.sum()) / ruler.prices.fetch_rate()
             lanes[2] += found.kv_written @ kv / ruler.prices.evict_rate()
@@ -129,6 +131,14 @@ class Frame:
             lanes[1] += kv.sum() / ruler.prices.fetch_rate()
             lanes[2] += kv.sum() / ruler.prices.evict_rate()
         return lanes
+
+    def _put_away(self, found: Cells, spec: LayerSpec) -> Array:
+        """[F]: copies on the device into the program's buffers."""
+        ruler = self.ruler
+        size = found.kv_written @ ruler.sizes * ruler.kv_row(spec)
+        size += found.attention_out @ ruler.sizes * ruler.attention_row(spec)
+        size += found.graph @ ruler.sizes * ruler.prices.saved_row(spec)
+        return np.asarray(2 * size / ruler.question.machine.memory)
 
     def _moved(self, role: Role, found: Cells, spec: LayerSpec) -> Array:
         """[2, 3, F]: bytes of one layer's O, LSE and activations, where they are on host."""
@@ -193,8 +203,8 @@ class Frame:
 
     # -- memory ----------------------------------------------------------------------------------
 
-    def _memory(self) -> tuple[Array, Array]:
-        """[F, T] on device and host: the fullest of the phases looked at."""
+    def memory(self) -> tuple[Array, Array]:
+        """[F, T] on device and host: the fullest of the phases looked at, time not asked for."""
         last = len(self.groups) - 1
         looked_at = sorted({0, 1, last // 2, last - 1, last} & set(range(last + 1)))
         phases = [phase for group in looked_at for phase in self._phases(group)]
@@ -207,8 +217,8 @@ class Frame:
 
     def _phases(self, group: int) -> list[tuple[float, float, Array]]:
         """(K, V on device, on host, [3, F] x, attention, activations) of a group's passes."""
-        below = self._to_backward(group)
         ruler, (first_layer, stop) = self.ruler, self.groups[group]
+        below = ruler.once(("kept", self.groups, group), lambda: self._to_backward(group))
         own = ruler.sums.kv[stop] - ruler.sums.kv[first_layer]
         dkv = ruler.sums.dkv[stop] - ruler.sums.dkv[first_layer]
         waiting = ruler.sums.kv[first_layer] if self.schedule.kv_kept else 0.0
@@ -268,7 +278,9 @@ class Frame:
         parts = held.weights + held.gathered + held.gradients + held.accumulators + held.optimizer
         inputs = INPUT_BYTES * ruler.run.batch * ruler.run.tokens
         fixed = parts + inputs + ruler.question.machine.reserve
-        device = fixed + self._slots() + self._graphs()[:, None]
+        switches = self.schedule.kv_kept, self.schedule.attention_open
+        slots = ruler.once(("slots", self.groups, *switches), self._slots)
+        device = fixed + slots + self._graphs()[:, None]
         return device, np.full((1, 1), float(held.optimizer_on_host))
 
     def _graphs(self) -> Array:

@@ -21,7 +21,7 @@ PRESETS = Path(__file__).parent / "presets" / "machines.json"
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 CURVES = ("matmul", "attention_forward", "attention_backward")
 OTHER_CURVES = ("weights", "causal_forward", "causal_backward")  # may be left out
-MAY_BE_ZERO = ("latency", "overhead", "reserve", "softmax_forward", "softmax_backward")
+MAY_BE_ZERO = ("latency", "overhead", "reserve", "softmax_forward", "softmax_backward", "logit")
 BESIDE = ("about", "sources", "measured_on")
 
 

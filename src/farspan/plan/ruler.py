@@ -1,6 +1,8 @@
 """What one chunk size costs: the price of every kind of cell in every chunk, and rows in bytes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +24,7 @@ from farspan.plan.program import (
 from farspan.plan.question import Question
 from farspan.plan.roles import Kept, Role
 from farspan.plan.seconds import Cost, Prices
-from farspan.plan.sizes import activation_cell_bytes
+from farspan.plan.sizes import activation_cell_bytes, regions, regions_bytes
 from farspan.plan.states import States, states, update_seconds
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Tier
 
@@ -69,23 +71,53 @@ class Ruler:
         self.sizes = np.array([stop - start for start, stop in self.chunks], dtype=np.float64)
         self.classes = list(dict.fromkeys(self.model.layers))
         self.prices = Prices(self.question, self._shell(), together=question.overlap)
-        self.forward = {k: self._cell(k, AttentionMode.COMPUTE) for k in self.classes}
-        self.given = {k: self._cell(k, AttentionMode.GIVEN) for k in self.classes}
-        self.project = {k: self._cell(k, AttentionMode.NONE) for k in self.classes}
-        self.backward = {k: self._backward(k) for k in self.classes}
-        count = range(len(self.chunks))
-        self.head = np.array([self.prices.of(Head(c)).in_line() for c in count])
-        self.embed = np.array([self.prices.of(Embed(c)).in_line() for c in count])
         self.sums = self._sums()
         self.known: dict[tuple[object, ...], tuple[Array, Array]] = {}
         self.roles: dict[Cut, dict[tuple[Role, LayerSpec], int]] = {}
         self._states: dict[Cut, States] = {}
         self._gathers: dict[Cut, float] = {}
         self._alone: dict[int, Kept] = {}
+        self._shared: dict[tuple[object, ...], Array] = {}
         self._latest = np.concatenate([[0.0], np.cumsum(self.sizes[::-1])])
-        self.clear = self._clear_seconds()
-        self.update = update_seconds(self.question)
-        self.embed_backward = np.array([self.prices.of(EmbedBackward(c)).in_line() for c in count])
+
+    # -- prices, looked up when somebody asks for time: memory alone needs none ------------------
+
+    @cached_property
+    def forward(self) -> dict[LayerSpec, Lane]:
+        return {k: self._cell(k, AttentionMode.COMPUTE) for k in self.classes}
+
+    @cached_property
+    def given(self) -> dict[LayerSpec, Lane]:
+        return {k: self._cell(k, AttentionMode.GIVEN) for k in self.classes}
+
+    @cached_property
+    def project(self) -> dict[LayerSpec, Lane]:
+        return {k: self._cell(k, AttentionMode.NONE) for k in self.classes}
+
+    @cached_property
+    def backward(self) -> dict[LayerSpec, Lane]:
+        return {k: self._backward(k) for k in self.classes}
+
+    @cached_property
+    def head(self) -> Array:
+        return np.array([self.prices.of(Head(c)).in_line() for c in range(len(self.chunks))])
+
+    @cached_property
+    def embed(self) -> Array:
+        return np.array([self.prices.of(Embed(c)).in_line() for c in range(len(self.chunks))])
+
+    @cached_property
+    def embed_backward(self) -> Array:
+        count = range(len(self.chunks))
+        return np.array([self.prices.of(EmbedBackward(c)).in_line() for c in count])
+
+    @cached_property
+    def clear(self) -> float:
+        return self._clear_seconds()
+
+    @cached_property
+    def update(self) -> float:
+        return update_seconds(self.question)
 
     def _shell(self) -> Program:
         """A program without instructions: prices ask it for sizes only."""
@@ -124,6 +156,12 @@ class Ruler:
         if groups not in self._gathers:
             self._gathers[groups] = self.prices.gathers_of(groups)
         return self._gathers[groups]
+
+    def once(self, key: tuple[object, ...], make: Callable[[], Array]) -> Array:
+        """What frames with this key have in common, made once."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
 
     def alone(self, kept: Kept) -> Kept:
         """The choices of a last group of one layer, one object for one `kept`."""
@@ -172,7 +210,8 @@ class Ruler:
         """Zeroing dK, dV of every layer."""
         total = 0.0
         for spec in self.model.layers:
-            size = self.dkv_row(spec) * self.run.tokens
+            found = regions(Kind.DKV, self.model, spec, self.run.batch, self.run.tokens)
+            size = regions_bytes(found, self.run.tokens)
             buffer = replace(self.prices.program.buffers["dkv"], bytes=size)
             self.prices.program.buffers["dkv"] = buffer
             total += self.prices.of(Clear("dkv")).in_line()

@@ -27,8 +27,6 @@ from farspan.plan.question import Question
 from farspan.plan.simulate import copied_bytes, seen_pairs, streamed_bytes
 from farspan.spec import LayerSpec, Rates, Refused, Tier
 
-BACKWARD_PRODUCTS = 2.5  # attention's backward makes five matrix products, its forward two
-
 
 @dataclass(frozen=True, slots=True)
 class Cost:
@@ -93,7 +91,8 @@ class Prices:
     def _key(self, i: Instruction) -> tuple[object, ...] | None:
         match i:
             case Forward():
-                return Forward, self._classes[i.layer], i.chunk, i.mode
+                buffers = i.write_kv is not None, i.attention is not None
+                return Forward, self._classes[i.layer], i.chunk, i.mode, i.kept, *buffers
             case Backward():
                 return Backward, self._classes[i.layer], i.chunk
             case Fetch(source, target, chunk) | Evict(source, target, chunk):
@@ -138,10 +137,10 @@ class Prices:
         if i.mode is AttentionMode.NONE:
             products = spec.work.products[: spec.work.projections]
             share = len(products) / max(1, len(spec.work.products))
-            compute = self._products(products, tokens)
+            compute = self._products(products, tokens) + self._put_away(i)
             compute += self._moved(share * spec.work.forward_traffic * tokens)
             return Cost(compute=compute, host=self.question.machine.overhead)
-        compute = self._products(spec.work.products, tokens)
+        compute = self._products(spec.work.products, tokens) + self._put_away(i)
         compute += self._moved(spec.work.forward_traffic * tokens)
         fetch = 0.0
         moved = self.collectives.forward(spec, tokens, i.mode)
@@ -159,7 +158,8 @@ class Prices:
         spec = self.program.model.layers[i.layer]
         work, tokens = spec.work, self._tokens(i.chunk)
         trained = work.trainable / work.parameters if work.parameters else 1.0
-        compute = self._products(work.products, tokens) * (1.0 + trained)
+        compute = self._products(work.products, tokens)
+        compute += trained * self._products(work.products, tokens, weights=True)
         compute += self._moved(work.backward_traffic * tokens)
         compute += self._moved(work.trainable * self._gradient_traffic())
         attention = self._attention(i.layer, i.chunk, backward=True)
@@ -175,12 +175,24 @@ class Prices:
             host=self.question.machine.overhead,
         )
 
-    def _products(self, products: tuple[tuple[int, int], ...], tokens: int) -> float:
-        seconds = 0.0
-        for inner, outer in products:
-            flop = 2.0 * self.program.run.batch * tokens * inner * outer
-            seconds += flop / self.rates.matmul.at(flop)
-        return seconds
+    def _put_away(self, i: Forward) -> float:
+        """Copies on the device into the program's buffers, each read and written."""
+        spec = self.program.model.layers[i.layer]
+        row = self.saved_row(spec) if i.kept else 0
+        if i.write_kv is not None:
+            row += self.kv_row(spec)
+        if i.attention is not None and i.mode is AttentionMode.COMPUTE:
+            row += self.attention_row(spec)
+        return self._moved(2 * row * self._tokens(i.chunk))
+
+    def _products(
+        self, products: tuple[tuple[int, int], ...], tokens: int, *, weights: bool = False
+    ) -> float:
+        rows = self.program.run.batch * tokens
+        return sum(
+            self.rates.product(2.0 * rows * inner * outer, weights=weights)
+            for inner, outer in products
+        )
 
     def _attention(self, layer: int, chunk: int, *, backward: bool) -> float:
         """Calls on blocks of earlier keys, then the square on the diagonal."""
@@ -192,19 +204,13 @@ class Prices:
         block = self.program.schedule.kv_block * ranks
         prefix = start if spec.window is None else min(start, spec.window)
         calls = -(-prefix // block)
-        seconds = self._attention_call(spec, diagonal / ranks, backward)
+        rows = self.program.run.batch / ranks
+        seconds = self.rates.attention(diagonal, spec, rows=rows, causal=True, backward=backward)
         if calls:
-            seconds += calls * self._attention_call(spec, earlier / ranks / calls, backward)
+            one = self.rates.attention(earlier / calls, spec, rows=rows, backward=backward)
+            seconds += calls * one
             seconds += calls * self._merge(spec, (stop - start) // ranks, prefix // calls, backward)
         return seconds
-
-    def _attention_call(self, spec: LayerSpec, pairs: float, backward: bool) -> float:
-        width = spec.query_heads * (spec.head_dim + spec.value_dim)
-        flop = 2.0 * self.program.run.batch * pairs * width
-        if backward:
-            flop *= BACKWARD_PRODUCTS
-            return flop / self.rates.attention_backward.at(flop)
-        return flop / self.rates.attention_forward.at(flop)
 
     def _merge(self, spec: LayerSpec, queries: int, keys: int, backward: bool) -> float:
         """Adding one block's result to what the blocks before gave."""
@@ -223,17 +229,27 @@ class Prices:
         piece = min(self.program.schedule.head_tokens, tokens) * self.program.run.batch
         flop = 2.0 * piece * model.hidden * model.vocab
         trained = bool(model.outer_trainable())
-        products = (2 + trained) if gradient else 1
-        seconds = products * (rows / piece) * flop / self.rates.matmul.at(flop)
-        wide, narrow = model.accumulate_bytes(), model.element_bytes
-        cast = 2 * (narrow + wide) if wide != narrow else 0
-        logits = 4 * wide + cast if gradient else 3 * wide + cast // 2
-        seconds += self._moved(rows * model.vocab * logits)
+        products = 2 if gradient else 1
+        seconds = products * self.rates.product(flop)
+        if gradient and trained:
+            seconds += self.rates.product(flop, weights=True)
+        seconds *= rows / piece
+        seconds += rows * model.vocab * self._logit(gradient)
         if gradient and trained:
             seconds += self._moved(
                 rows / piece * model.hidden * model.vocab * self._gradient_traffic()
             )
         return seconds
+
+    def _logit(self, gradient: bool) -> float:
+        """Seconds of one logit's cross-entropy, with its gradient or without."""
+        model = self.program.model
+        if self.rates.logit:
+            return self.rates.logit if gradient else self.rates.logit / 2
+        wide, narrow = model.accumulate_bytes(), model.element_bytes
+        cast = 2 * (narrow + wide) if wide != narrow else 0
+        # log_softmax reads and writes; its gradient is zeroed, read with the output, and written.
+        return self._moved(6 * wide + cast if gradient else 2 * wide + cast // 2)
 
     def _embed_backward(self, chunk: int) -> float:
         model = self.program.model
@@ -281,6 +297,21 @@ class Prices:
             once = sum(self.gather(layer) for layer in range(*layers))
             seconds += once * (1 if group == last else 2) + self._reduce(layers, group == 0)
         return seconds
+
+    # -- bytes a token, batch included -----------------------------------------------------------
+
+    def kv_row(self, spec: LayerSpec) -> int:
+        return self.program.run.batch * spec.kv_elements() * self.program.model.element_bytes
+
+    def attention_row(self, spec: LayerSpec) -> int:
+        """O and LSE."""
+        model = self.program.model
+        out = spec.output_elements() * model.element_bytes
+        return self.program.run.batch * (out + spec.query_heads * model.accumulate_bytes())
+
+    def saved_row(self, spec: LayerSpec) -> int:
+        """What a kept graph saves of its own."""
+        return self.program.run.batch * spec.activation_bytes
 
     # -- rates -----------------------------------------------------------------------------------
 

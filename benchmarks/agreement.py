@@ -1,0 +1,191 @@
+"""Seconds and peak bytes of a step, predicted beside measured, for every strategy and length.
+
+    python -m benchmarks.agreement [--out FILE] [--tokens N ...] [--rounds R] [--strategies S ...]
+
+The machine that predicts is calibrated in the same run: passes of the calibration and steps take
+turns, and medians count on both sides. On a CPU one thread computes, and seconds are those that
+the process spends computing: on a machine of its own they are the clock's.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from farspan.engine.bench import THOROUGH, Bench
+from farspan.engine.calibrate import Calibration
+from farspan.engine.machine import machine
+from farspan.engine.meter import PeakMeter
+from farspan.engine.step import Step
+from farspan.plan.architecture import Architecture
+from farspan.plan.describe import model_spec
+from farspan.plan.evaluate import evaluate
+from farspan.plan.families import architecture_from
+from farspan.plan.machines import MachineFile, to_json
+from farspan.plan.question import Optimizer, Plan, Question
+from farspan.plan.strategies import STRATEGIES
+from farspan.spec import MachineSpec, RunSpec, Schedule
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1 << 20,
+}
+LARGE: dict[str, Any] = SMALL | {
+    "vocab_size": 32768,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
+
+
+class Bed:
+    """One model on one device, and a step of it for each case."""
+
+    def __init__(self, config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        self.config = Qwen2Config(**config)
+        self.device, self.dtype = device, dtype
+        self.model = Qwen2ForCausalLM(self.config).to(device=device, dtype=dtype).train()
+        self.architecture: Architecture = architecture_from(self.config.to_dict())
+        self.clock: Callable[[], float] = time.perf_counter
+        if device.type == "cpu":
+            torch.set_num_threads(1)
+            self.clock = time.process_time
+
+    def schedule(self, name: str, tokens: int) -> Schedule:
+        return STRATEGIES[name].schedule(self.config.num_hidden_layers, tokens)
+
+    def ids(self, tokens: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(0, self.config.vocab_size, (1, tokens), generator=generator)
+        return ids.to(self.device)
+
+    def seconds(self, step: Step, ids: torch.Tensor) -> float:
+        """Of one step from fresh gradients."""
+        self.model.zero_grad(set_to_none=True)
+        start = self.clock()
+        step(ids, ids).item()  # waits for the device
+        return self.clock() - start
+
+    def peak(self, step: Step, ids: torch.Tensor) -> int:
+        """Bytes at the fullest moment of a step, weights and tokens included: of both tiers on a
+        CPU, of the device on a GPU."""
+        self.model.zero_grad(set_to_none=True)
+        step.release()
+        with PeakMeter(self.device) as meter:
+            step(ids, ids)
+        step.release()
+        self.model.zero_grad(set_to_none=True)
+        return meter.peak + ids.nbytes + sum(p.nbytes for p in self.model.parameters())
+
+    def plan(self, name: str, tokens: int, spec: MachineSpec) -> Plan:
+        """What planning says of the same step."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        question = Question(
+            model=model_spec(self.architecture, dtype),
+            run=RunSpec(1, tokens),
+            machine=spec,
+            optimizer=Optimizer.NONE,
+            dtype=dtype,
+            architecture=self.architecture,
+        )
+        return evaluate(question, name, self.schedule(name, tokens))
+
+
+def measure(
+    bed: Bed, names: Sequence[str], lengths: Sequence[int], rounds: int
+) -> tuple[MachineFile, list[dict[str, Any]]]:
+    """The calibrated machine, and a row for each strategy and length."""
+    effort = replace(THOROUGH, copied=2**26)
+    calibration = Calibration(Bench(bed.device, effort, bed.clock), (bed.dtype,))
+    cases = [(name, tokens) for tokens in lengths for name in names]
+    steps = {case: Step(bed.model, bed.schedule(*case)) for case in cases}
+    runs: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
+    for turn in range(rounds + 1):
+        calibration.look()
+        for case, step in steps.items():
+            runs[case].append(bed.seconds(step, bed.ids(case[1])))
+            print(f"{turn} of {rounds}: {case[0]} {case[1]}: {runs[case][-1]:.3f} s", flush=True)
+    # The first step also takes the arenas from the system.
+    runs = {case: seconds[1:] for case, seconds in runs.items()}
+    file = calibration.file()
+    return file, [row(bed, name, tokens, file.spec, runs[name, tokens]) for name, tokens in cases]
+
+
+def row(bed: Bed, name: str, tokens: int, spec: MachineSpec, runs: list[float]) -> dict[str, Any]:
+    """One case, predicted beside measured."""
+    plan = bed.plan(name, tokens, spec)
+    on_cpu = bed.device.type == "cpu"
+    parts = dict(plan.device.parts) | ({"host": plan.host.total} if on_cpu else {})
+    predicted = sum(size for part, size in parts.items() if part != "reserve")
+    schedule = bed.schedule(name, tokens)
+    peak = bed.peak(Step(bed.model, schedule), bed.ids(tokens))
+    seconds = statistics.median(runs)
+    return {
+        "strategy": name,
+        "tokens": tokens,
+        "schedule": asdict(schedule),
+        "seconds": {"predicted": plan.seconds.total, "measured": seconds, "runs": runs},
+        "bytes": {"predicted": predicted, "measured": peak, "parts": parts},
+        "seconds_ratio": plan.seconds.total / seconds,
+        "bytes_ratio": predicted / peak,
+    }
+
+
+def record(names: Sequence[str], lengths: Sequence[int] | None, rounds: int) -> dict[str, Any]:
+    """Everything, for the device at hand."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    bed = Bed(LARGE, device, torch.bfloat16) if on_gpu else Bed(SMALL, device, torch.float32)
+    if lengths is None:
+        lengths = (32768, 65536, 131072) if on_gpu else (2048, 4096, 8192)
+    file, rows = measure(bed, names, lengths, rounds)
+    return {
+        "benchmark": "agreement",
+        "machine": machine(),
+        "clock": "wall" if on_gpu else "seconds that one thread computed",
+        "model": LARGE if on_gpu else SMALL,
+        "dtype": str(bed.dtype).removeprefix("torch."),
+        "rounds": rounds,
+        "calibration": to_json(file),
+        "rows": rows,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="write the record to this file")
+    parser.add_argument("--tokens", type=int, nargs="+", help="lengths to run")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
+    given = parser.parse_args()
+    found = record(given.strategies, given.tokens, given.rounds)
+    if given.out is not None:
+        given.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(
+        f"{'strategy':12}{'tokens':>8}{'predicted s':>13}{'measured s':>12}{'ratio':>7}{'bytes':>8}"
+    )
+    for case in found["rows"]:
+        both = case["seconds"]
+        print(
+            f"{case['strategy']:12}{case['tokens']:8}{both['predicted']:13.3f}"
+            f"{both['measured']:12.3f}{case['seconds_ratio']:7.2f}{case['bytes_ratio']:8.4f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
