@@ -132,7 +132,7 @@ class Walk:
     def run(self) -> Peak:
         for instruction in self.program.instructions:
             if type(instruction) not in SILENT:
-                self._issue(instruction)
+                self.issue(instruction)
         layers = [sum(map(sum, self.weights[slice(*group)])) for group in self.program.groups]
         outer = sum(self.outer_weights)
         gradients = self._final(outer + sum(layers))
@@ -151,7 +151,8 @@ class Walk:
         self.peak = max(self.peak, self.live)
         return size
 
-    def _issue(self, instruction: Instruction) -> None:
+    def issue(self, instruction: Instruction) -> None:
+        """Walk over one instruction."""
         match instruction:
             case Forward():
                 self._forward(instruction)
