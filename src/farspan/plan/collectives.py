@@ -5,11 +5,18 @@ The communication model. A device sends `peer` bytes a second to devices of its 
 the slower of the two counts. Every collective costs `latency` on top. Bytes are those of facts 2.5:
 a device of an all-to-all or all-gather over P keeps 1 / P and moves (P - 1) / P. Collectives inside
 a cell stand in the way of its attention and are not overlapped, but for the ring's, which goes on
-beside the attention; FSDP's are issued one layer ahead.
+beside the attention; FSDP's are issued one layer ahead. A latency does not grow with P.
+
+Where the tensors live decides who sends what. Ulysses keeps K, V, dK, dV, O and LSE by heads and
+everything else by tokens; shards keep K, V of a chunk where they are and send queries to them; a
+ring sends K, V of the whole prefix; tensor parallelism gathers the chunk's tokens before each
+product whose weights are cut by columns and scatters sums after the next (sequence parallelism,
+Korthikanti et al. 2022, 4.2.2). What a device holds for messages under way is `exchange_bytes`.
 """
 
 from dataclasses import dataclass
 
+from farspan.plan.local import local_run
 from farspan.plan.program import AttentionMode
 from farspan.plan.question import Question
 from farspan.spec import LayerSpec
@@ -23,21 +30,22 @@ class Collectives:
 
     def forward(self, spec: LayerSpec, tokens: int, mode: AttentionMode) -> float:
         """Of a forward cell, the ring's left out; `tokens` is the device's share of the chunk."""
+        query, kv, out = _elements(spec)
+        if mode is AttentionMode.NONE:
+            # Only K, V are made, from gathered tokens, and become heads.
+            return self._ulysses(tokens, kv) + self._tensor(tokens, passes=1)
+        tensor = self._tensor(tokens, passes=4)
         if mode is not AttentionMode.COMPUTE:
-            return self._tensor(tokens, passes=2)
-        seconds = self._ulysses(spec, tokens) + self._tensor(tokens, passes=4)
-        query = spec.query_heads * spec.head_dim
-        out = spec.output_elements()
-        return seconds + self._shards(tokens, query * self._width() + out * self._wide())
+            # O comes back as tokens; K, V of a rebuild or q of a backward become heads.
+            return self._ulysses(tokens, max(query, kv), out) + tensor
+        return self._ulysses(tokens, query + kv, out) + self._shards_forward(spec, tokens) + tensor
 
     def backward(self, spec: LayerSpec, tokens: int) -> float:
         """Of a backward cell, the ring's left out."""
-        seconds = self._ulysses(spec, tokens) + self._tensor(tokens, passes=5)
-        width = self._width()
-        query = spec.query_heads * spec.head_dim
-        out = spec.output_elements()
-        # q, O and dO are gathered, dQ comes back in the accumulate dtype.
-        return seconds + self._shards(tokens, (query + 2 * out) * width + query * self._wide())
+        query, kv, out = _elements(spec)
+        # The two inputs that are gathered once more for weight gradients travel beside a product.
+        seconds = self._ulysses(tokens, out, query + kv) + self._tensor(tokens, passes=4)
+        return seconds + self._shards_backward(spec, tokens)
 
     def ring(self, spec: LayerSpec, stop: int, *, backward: bool) -> float:
         """K, V of the tokens before `stop`, all but the device's own, past every device; in the
@@ -58,6 +66,17 @@ class Collectives:
         """Reduce-scatter of their gradients."""
         return self._cut(elements * element_bytes)
 
+    def boundary(self, tokens: int) -> float:
+        """x of a chunk to the next pipeline stage, or its gradient back; `tokens` is the device's
+        share. Stages lie on nodes of their own where a stage fills one."""
+        layout, machine = self.question.layout, self.question.machine
+        if layout.pipeline == 1:
+            return 0.0
+        is_near = layout.sequence() * 2 <= machine.devices
+        rate = machine.peer if is_near else machine.network
+        size = self._batch() * tokens * self.question.model.hidden * self._width()
+        return machine.latency + size / rate
+
     def replicas(self, elements: int, element_bytes: int) -> float:
         """All-reduce of gradients over data-parallel replicas, where FSDP does not do it."""
         layout = self.question.layout
@@ -67,21 +86,27 @@ class Collectives:
 
     # -- one kind each ---------------------------------------------------------------------------
 
-    def _ulysses(self, spec: LayerSpec, tokens: int) -> float:
-        """q, k, v in as heads, the output back as tokens; in the backward their gradients."""
-        ranks = self.question.layout.ulysses
-        elements = spec.query_heads * spec.head_dim + spec.kv_elements() + spec.output_elements()
-        size = self._batch() * tokens * elements * self._width()
-        # Two collectives: q, k, v fused into one, and the output.
-        return self._over(ranks, size, 1) + (self.question.machine.latency if ranks > 1 else 0.0)
+    def _ulysses(self, tokens: int, *elements: int) -> float:
+        """All-to-alls of so many elements a token each: tokens of all heads become heads of all
+        tokens, or back."""
+        ranks, row = self.question.layout.ulysses, self._batch() * tokens * self._width()
+        return sum(self._over(ranks, row * count, 1) for count in elements)
 
-    def _shards(self, tokens: int, row: int) -> float:
-        """Queries gathered and partial results scattered among the shards of a chunk."""
+    def _shards_forward(self, spec: LayerSpec, tokens: int) -> float:
+        """Queries are gathered, partial results come back in the accumulate dtype."""
+        query, _, out = _elements(spec)
+        return self._shards(tokens, query * self._width(), out * self._wide())
+
+    def _shards_backward(self, spec: LayerSpec, tokens: int) -> float:
+        """q, O and dO are gathered, dQ comes back in the accumulate dtype."""
+        query, _, out = _elements(spec)
+        return self._shards(tokens, (query + 2 * out) * self._width(), query * self._wide())
+
+    def _shards(self, tokens: int, *rows: int) -> float:
+        """All-gathers, or reduce-scatters, of rows of so many bytes among a chunk's shards."""
         layout = self.question.layout
-        if layout.shards == 1:
-            return 0.0
-        size = self._batch() * tokens * row * layout.shards
-        return self._over(layout.shards, size, layout.ulysses)
+        size = self._batch() * tokens * layout.shards
+        return sum(self._over(layout.shards, size * row, layout.ulysses) for row in rows)
 
     def _tensor(self, tokens: int, passes: int) -> float:
         """All-gathers and reduce-scatters of the chunk around attention and MLP."""
@@ -115,6 +140,42 @@ class Collectives:
 
     def _wide(self) -> int:
         return self.question.model.accumulate_bytes()
+
+
+def _elements(spec: LayerSpec) -> tuple[int, int, int]:
+    """Of q, of K with V, and of O, a token."""
+    return spec.query_heads * spec.head_dim, spec.kv_elements(), spec.output_elements()
+
+
+def exchange_bytes(question: Question, chunk: int) -> int:
+    """Device bytes of what is on its way to or from other devices when most is, beside the buffers
+    of the program; `chunk` is the device's share of a chunk, in tokens. Each kind is counted at its
+    fullest and all at one time:
+
+    - Ulysses: q, K, V and O, once packed to be sent and once received;
+    - shards: the chunk's queries from all shards, in the backward O and dO too, and partial sums
+      in the accumulate dtype;
+    - ring: K, V of two other devices, in use and arriving, and dK, dV that travel with them;
+    - tensor: the chunk's tokens gathered, the input of a product and the sum after the next;
+    - FSDP: weights of one layer more than are open, gathered ahead.
+    """
+    layout, model = question.layout, question.model
+    width, wide = model.element_bytes, model.accumulate_bytes()
+    own = local_run(question).tokens
+    tokens = min(own, chunk)
+    rows = 0
+    for spec in dict.fromkeys(model.layers):
+        query, kv, out = _elements(spec)
+        row = 2 * tokens * (query + kv + out) * width * (layout.ulysses > 1)
+        if layout.shards > 1:
+            forward = query * width + (out + spec.query_heads) * wide
+            backward = (query + 2 * out) * width + query * wide
+            row += tokens * layout.shards * max(forward, backward)
+        row += 2 * own * kv * (width + wide) * (layout.ring > 1)
+        rows = max(rows, row)
+    rows += 2 * tokens * layout.tensor * model.hidden * width * (layout.tensor > 1)
+    ahead = max(layer.work.parameters for layer in model.layers) * width // layout.tensor
+    return question.run.batch * rows + ahead * (fsdp_ranks(question) > 1)
 
 
 def fsdp_ranks(question: Question) -> int:

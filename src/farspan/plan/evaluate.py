@@ -3,8 +3,9 @@
 from dataclasses import dataclass, replace
 
 from farspan.plan.build import build_program
+from farspan.plan.collectives import Collectives, exchange_bytes
 from farspan.plan.local import local_model, local_run, local_schedule
-from farspan.plan.program import Allocate, Free, Kind, Program
+from farspan.plan.program import Allocate, Clear, Close, Free, Kind, Program
 from farspan.plan.question import Budget, Plan, Question, Seconds
 from farspan.plan.seconds import Prices, rates_of
 from farspan.plan.simulate import seen_pairs
@@ -64,6 +65,7 @@ def budgets(question: Question, walked: Walked, held: States) -> tuple[Budget, B
         "optimizer": held.optimizer,
         **arena_parts(program, Tier.DEVICE),
         "cells": walked.transient,
+        "exchange": exchange_bytes(question, program.schedule.chunk),
         "inputs": INPUT_BYTES * program.run.batch * program.run.tokens,
         "reserve": machine.reserve,
     }
@@ -72,8 +74,18 @@ def budgets(question: Question, walked: Walked, held: States) -> tuple[Budget, B
         device["accumulators"] = max(0, held.accumulators + walked.transient)
         device["cells"] = 0
     host = {"optimizer": held.optimizer_on_host, **arena_parts(program, Tier.HOST)}
+    parts = device if program.schedule.x is Tier.DEVICE else host
+    parts["x"] += _stage_input(question, program)
     host["pages"] = -sum(host.values()) % PAGE
     return _limited(machine, question.layout.devices(), device, host)
+
+
+def _stage_input(question: Question, program: Program) -> int:
+    """Bytes of x that a pipeline stage receives: the program, which embeds, makes it anew."""
+    if question.layout.pipeline == 1:
+        return 0
+    model, run = program.model, program.run
+    return run.batch * run.tokens * model.hidden * model.element_bytes
 
 
 def _limited(
@@ -118,13 +130,14 @@ def step_seconds(question: Question, program: Program) -> Seconds:
     """Of one step with its update, copies as the machine's engine issues them."""
     line = timeline(question, program)
     update = update_seconds(question)
-    bubble = _bubble(question, program)
+    collectives = Collectives(question)
+    sent = 2 * sum(collectives.boundary(stop - start) for start, stop in program.chunks)
     return Seconds(
-        total=line.total * bubble + update,
+        total=line.total * _waiting(question, program) + sent + update,
         compute=line.compute,
         fetch=line.fetch,
         evict=line.evict,
-        collective=line.collective,
+        collective=line.collective + sent,
         optimizer=update,
         host=line.host,
         bound=_bound(line),
@@ -137,10 +150,21 @@ def timeline(question: Question, program: Program) -> Timeline:
     return run_time(Prices(question, program, together=overlap), overlap=overlap)
 
 
-def _bubble(question: Question, program: Program) -> float:
-    """Stages wait for the first chunk to come through and for the last to leave."""
-    chunks = len(program.chunks)
-    return (chunks + question.layout.pipeline - 1) / chunks
+def _waiting(question: Question, program: Program) -> float:
+    """By how much stages that wait for each other stretch a step. A stage begins when the first
+    chunk comes through the stage before, and the slowest chunk sets the pace: passes over chunks
+    that take t take sum(t) + (stages - 1) max(t). With several groups in a stage all but one of
+    them are passed while the other stages wait for it."""
+    stages, groups = question.layout.pipeline, len(program.groups)
+    if stages == 1:
+        return 1.0
+    prices = Prices(question, program, together=question.overlap)
+    busy = [0.0] * len(program.chunks)
+    for instruction in program.instructions:
+        if not isinstance(instruction, Allocate | Free | Clear | Close):
+            busy[instruction.chunk] += prices.of(instruction).in_line()
+    pace = max(busy) / sum(busy)
+    return 1.0 + (stages - 1) * (groups - 1 + pace) / groups
 
 
 def _bound(line: Timeline) -> str:
