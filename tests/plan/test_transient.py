@@ -106,6 +106,7 @@ SCHEDULES = {
     "kept graphs and attention": replace(
         BASE, groups=2, activations_kept=0.6, attention_kept=0.3, kv_kept=True
     ),
+    "weights above all": replace(BASE, chunk=20, layer_checkpoint=True),
     "streamed": replace(BASE, groups=2, kv=Tier.HOST, kv_block=100),
 }
 
