@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from farspan.engine.bench import THOROUGH, Bench
@@ -59,7 +60,8 @@ class Bed:
         torch.manual_seed(0)
         self.config = Qwen2Config(**config)
         self.device, self.dtype = device, dtype
-        self.model = Qwen2ForCausalLM(self.config).to(device=device, dtype=dtype).train()
+        model: nn.Module = Qwen2ForCausalLM(self.config)
+        self.model = model.to(device=device, dtype=dtype).train()
         self.architecture: Architecture = architecture_from(self.config.to_dict())
         self.clock: Callable[[], float] = time.perf_counter
         if device.type == "cpu":
