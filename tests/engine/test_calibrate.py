@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -66,15 +67,16 @@ def test_a_calibrated_machine_is_a_machine_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_quick_calibration_sees_that_narrow_types_are_not_slower_than_wide_ones() -> None:
-    spec = calibrate(CPU, quick=True).spec
-    assert spec.rates.keys() == {"bfloat16", "float32"}
-    for rates in spec.rates.values():
-        assert rates.peak >= rates.matmul.at(1e9)
-        # A causal square wastes work on what it hides: it is never much faster than a plain call.
-        size = 1e9
+def test_a_quick_calibration_looks_at_what_models_are_trained_in() -> None:
+    file = calibrate(CPU, quick=True)
+    assert file.about == "measured quickly"
+    assert file.spec.rates.keys() == {"bfloat16", "float32"}
+    for rates in file.spec.rates.values():
+        assert rates.peak == max(rate for _, rate in rates.matmul.points)
+        assert rates.logit > 0
+        assert rates.weights is not None
         assert rates.causal_forward is not None
-        assert rates.causal_forward.at(size) < 1.5 * rates.attention_forward.at(size)
+        assert rates.causal_backward is not None
 
 
 def test_here_reads_the_file_of_the_user(home: Path) -> None:
@@ -126,9 +128,12 @@ def test_short_calls_are_repeated() -> None:
 def test_a_curve_ends_with_the_first_call_that_takes_too_long() -> None:
     now = [0.0]
 
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
     def points() -> Iterator[tuple[float, int, Callable[[], object]]]:
         for size in (1.0, 2.0, 4.0, 8.0):
-            yield size, 2, lambda size=size: now.__setitem__(0, now[0] + 4e-5 * size)
+            yield size, 2, partial(sleep, 4e-5 * size)
 
     quick = Bench(CPU, replace(GLANCE, longest=1.0), lambda: now[0])
     curve = quick.curve("c", points())

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -126,7 +127,7 @@ def weight_products(bench: Bench, dtype: torch.dtype) -> Points:
     """dW = dy' x of the same shapes."""
     for x, dy, weight in _linears(bench, dtype):
         size = 2.0 * x.numel() * weight.shape[0]
-        yield size, 1, lambda x=x, dy=dy: dy.t() @ x
+        yield size, 1, partial(torch.matmul, dy.t(), x)
 
 
 def _linears(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -187,15 +188,14 @@ def attention(
     heads = KV_SHARE if bench.on_cpu else 8 * KV_SHARE
     capability = (0, 0) if bench.on_cpu else torch.cuda.get_device_capability(bench.device)
     start = 0 if causal else tokens
+    q, dout = (bench.random(1, tokens, heads, width, dtype=dtype).transpose(1, 2) for _ in range(2))
+    k, v = (
+        bench.random(tokens, 1, heads // KV_SHARE, width, dtype=dtype).permute(1, 2, 0, 3)
+        for _ in range(2)
+    )
+    kernel = select_kernel(bench.device.type, dtype, width, width, None, capability)
     return Attention(
-        select_kernel(bench.device.type, dtype, width, width, None, capability),
-        Block(0, None, start, start + tokens, 0, tokens, causal),
-        bench.random(1, tokens, heads, width, dtype=dtype).transpose(1, 2),
-        *(
-            bench.random(tokens, 1, heads // KV_SHARE, width, dtype=dtype).permute(1, 2, 0, 3)
-            for _ in range(2)
-        ),
-        bench.random(1, tokens, heads, width, dtype=dtype).transpose(1, 2),
+        kernel, Block(0, None, start, start + tokens, 0, tokens, causal), q, k, v, dout
     )
 
 
@@ -293,14 +293,14 @@ def links(bench: Bench) -> Links:
         for target, source in zip(host, device, strict=True):
             copies.evict(target, source)
 
-    alone = [whole / bench.seconds(call.__name__, call) for call in (fetch, evict)]
-    together = alone if bench.on_cpu else _together(bench, whole, fetch, evict)
+    fetched, evicted = (whole / bench.seconds(call.__name__, call) for call in (fetch, evict))
+    both = (fetched, evicted) if bench.on_cpu else _together(bench, whole, fetch, evict)
     for arena in arenas.values():
         arena.release()
-    return Links(*alone, *together, pinned)
+    return Links(fetched, evicted, both[0], both[1], pinned)
 
 
-def _together(bench: Bench, whole: int, fetch: Call, evict: Call) -> list[float]:
+def _together(bench: Bench, whole: int, fetch: Call, evict: Call) -> tuple[float, float]:
     """Each direction while the other one is kept busy on a stream of its own."""
     rates = []
     for mine, other in ((fetch, evict), (evict, fetch)):
@@ -317,4 +317,4 @@ def _together(bench: Bench, whole: int, fetch: Call, evict: Call) -> list[float]
             stop.record()
         bench.wait()
         rates.append(bench.effort.tries * whole / (start.elapsed_time(stop) * 1e-3))
-    return rates
+    return rates[0], rates[1]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from farspan.engine.bench import (
@@ -65,8 +66,7 @@ def calibrate(
     calibration = Calibration(Bench(device, QUICK if quick else THOROUGH), tuple(dtypes))
     passes = calibration.bench.effort.passes
     for turn in range(passes):
-        prefix = f"{turn + 1} of {passes}: " if passes > 1 else ""
-        calibration.look(lambda what, prefix=prefix: progress(prefix + what))
+        calibration.look(_after(f"{turn + 1} of {passes}: " if passes > 1 else "", progress))
         spent = time.perf_counter() - start
         if spent * (turn + 2) / (turn + 1) > LONGEST_SECONDS:
             break
@@ -89,9 +89,7 @@ class Calibration:
         """One pass over everything."""
         for dtype in self.dtypes:
             name = str(dtype).removeprefix("torch.")
-            self._rates[name] = _rates(
-                self.bench, dtype, lambda what, n=name: progress(f"{n}: {what}")
-            )
+            self._rates[name] = _rates(self.bench, dtype, _after(f"{name}: ", progress))
         progress("memory and copies")
         self._memory, self._links = memory(self.bench), links(self.bench)
         progress("overhead of a cell")
@@ -146,6 +144,10 @@ def here(progress: Progress = lambda _: None) -> MachineSpec:
     return found
 
 
+def _after(prefix: str, progress: Progress) -> Progress:
+    return lambda what: progress(prefix + what)
+
+
 def _rates(bench: Bench, dtype: torch.dtype, progress: Progress) -> Rates:
     progress("matrix products")
     matmul = bench.curve(("xW", dtype), products(bench, dtype))
@@ -186,8 +188,8 @@ def _cell_seconds(bench: Bench) -> float:
         num_attention_heads=4,
         num_key_value_heads=2,
     )
-    model = LlamaForCausalLM(config).to(bench.device).train()
-    step = Step(model, Schedule(chunk=16, kv_block=16))
+    model: nn.Module = LlamaForCausalLM(config)
+    step = Step(model.to(bench.device).train(), Schedule(chunk=16, kv_block=16))
     ids = torch.zeros(1, 64, dtype=torch.long, device=bench.device)
     cells = sum(isinstance(i, Forward | Backward) for i in step.program(1, 64).instructions)
     return bench.seconds("cell", lambda: step(ids, ids)) / cells

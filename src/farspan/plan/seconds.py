@@ -91,8 +91,8 @@ class Prices:
     def _key(self, i: Instruction) -> tuple[object, ...] | None:
         match i:
             case Forward():
-                buffers = i.write_kv is not None, i.attention is not None
-                return Forward, self._classes[i.layer], i.chunk, i.mode, i.kept, *buffers
+                put_away = i.kept, i.write_kv is not None, i.attention is not None
+                return Forward, self._classes[i.layer], i.chunk, i.mode, put_away
             case Backward():
                 return Backward, self._classes[i.layer], i.chunk
             case Fetch(source, target, chunk) | Evict(source, target, chunk):
