@@ -16,15 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farspan.plan.bound import TIERS, Bounds, Frame
+from farspan.plan.collectives import exchange_bytes
 from farspan.plan.evaluate import evaluate
 from farspan.plan.local import local_model, local_schedule, refuse_layout
 from farspan.plan.question import Plan, Question
 from farspan.plan.roles import Kept
-from farspan.plan.ruler import Ruler
+from farspan.plan.ruler import Array, Ruler
 from farspan.plan.space import Space
 from farspan.plan.states import states
 from farspan.spec import Schedule
 
+Kind = tuple[object, ...]
+Learned = dict[Kind, tuple[float, float]]  # bytes on device and host beyond the bounds
 SLACK = 1e-9  # sums of the same numbers in another order
 
 
@@ -45,13 +48,17 @@ class _Frontier:
     frame: Frame
     schedule: Schedule  # in tokens of the sequence
     lowest: float  # bound of the fastest choice left, infinite when none is
+    learned: Learned
     bounds: Bounds | None = None
     order: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     place: int = 0
 
     def open(self, question: Question) -> None:
         """Look at the memory of all choices, and leave those that may fit."""
-        self.bounds = self.frame.bounds()
+        bounds = self.frame.bounds()
+        exchanged = exchange_bytes(self.frame.ruler.question, self.frame.schedule.chunk)
+        self.bounds = replace(bounds, device=bounds.device + exchanged)
+        _apply(self)
         self.order = _fitting(question, self.bounds)
         self._advance()
 
@@ -94,8 +101,8 @@ def latest_fraction(chunks: tuple[tuple[int, int], ...], count: int) -> float:
 
 
 def search(question: Question, space: Space, seconds: float = 8.0) -> Outcome:
-    """The best schedule of the space by its simulated time. Raises Refused for a layout that the
-    model cannot take."""
+    """The best schedule of the space by its simulated time. Twice the budget of seconds is spent
+    where nothing was found to fit yet. Raises Refused for a layout that the model cannot take."""
     refuse_layout(question)
     if states_do_not_fit(question):
         return Outcome(None, 0.0, 0)
@@ -105,7 +112,8 @@ def search(question: Question, space: Space, seconds: float = 8.0) -> Outcome:
     best: Plan | None = None
     simulated = 0
     while heap and (best is None or heap[0][0] < best.seconds.total * (1 - SLACK)):
-        if best is not None and time.perf_counter() > deadline:
+        late = time.perf_counter() - deadline
+        if late > 0 and (best is not None or late > seconds):
             break
         _, count, frontier = heapq.heappop(heap)
         if frontier.bounds is None:
@@ -139,11 +147,12 @@ def something_fits(question: Question, space: Space) -> bool:
     """Do the bounds leave any schedule of the space?"""
     if states_do_not_fit(question):
         return False
-    for frontier in _frontiers(question, space):
-        if frontier.schedule.kv_kept or frontier.schedule.attention_open:
+    for frame, schedule in _frames(question, space):
+        if schedule.kv_kept or schedule.attention_open:
             continue  # takes more than the same without
-        frontier.open(question)
-        if frontier.lowest < float("inf"):
+        device, host = frame.memory()
+        device = device + exchange_bytes(frame.ruler.question, frame.schedule.chunk)
+        if _may_fit(question, device, host).any():
             return True
     return False
 
@@ -159,6 +168,13 @@ def _try(question: Question, frontier: _Frontier) -> Plan:
 
 def _frontiers(question: Question, space: Space) -> Iterator[_Frontier]:
     """Every frame of the space."""
+    learned: Learned = {}
+    for frame, schedule in _frames(question, space):
+        yield _Frontier(frame, schedule, float(frame.seconds().min()), learned)
+
+
+def _frames(question: Question, space: Space) -> Iterator[tuple[Frame, Schedule]]:
+    """With the schedule in tokens of the sequence."""
     rulers: dict[tuple[object, ...], tuple[Ruler, Kept]] = {}
     for schedule in space.schedules():
         own = local_schedule(schedule, question.layout)
@@ -166,8 +182,7 @@ def _frontiers(question: Question, space: Space) -> Iterator[_Frontier]:
         if key not in rulers:
             ruler = Ruler(question, schedule)
             rulers[key] = ruler, _kept(space, ruler)
-        frame = Frame(rulers[key][0], own, rulers[key][1])
-        yield _Frontier(frame, schedule, float(frame.seconds().min()))
+        yield Frame(rulers[key][0], own, rulers[key][1]), schedule
 
 
 def _kept(space: Space, ruler: Ruler) -> Kept:
@@ -179,39 +194,64 @@ def _kept(space: Space, ruler: Ruler) -> Kept:
     return Kept(pairs[:, 0], pairs[:, 1], count)
 
 
-def _fitting(question: Question, bounds: Bounds) -> NDArray[np.int64]:
-    """Flat indices of what may fit, fastest first; of equally fast ones the smallest first."""
+def _may_fit(question: Question, device: Array, host: Array) -> NDArray[np.bool_]:
     machine, devices = question.machine, question.layout.devices()
     if machine.unified:
-        fits = bounds.device + bounds.host <= machine.host_bytes
-    else:
-        share = machine.host_bytes // min(machine.devices, devices)
-        fits = (bounds.device <= machine.device_bytes) & (bounds.host <= share)
-    found = np.flatnonzero(fits)
+        return np.asarray(device + host <= machine.host_bytes)
+    share = machine.host_bytes // min(machine.devices, devices)
+    return np.asarray((device <= machine.device_bytes) & (host <= share))
+
+
+def _fitting(question: Question, bounds: Bounds) -> NDArray[np.int64]:
+    """Flat indices of what may fit, fastest first; of equally fast ones the smallest first."""
+    found = np.flatnonzero(_may_fit(question, bounds.device, bounds.host))
     size = (bounds.device + bounds.host).ravel()[found]
-    return found[np.lexsort((size, bounds.seconds.ravel()[found]))]
+    return np.asarray(found[np.lexsort((size, bounds.seconds.ravel()[found]))])
 
 
 def _learn(frontier: _Frontier, plan: Plan, index: int) -> None:
-    """A choice took more than its bounds said: what a cell holds for a moment, which the bounds
-    leave out, does not depend on how many chunks are kept, so others with the same switches take
-    that much more as well."""
+    """What a choice took beyond its bounds: what a cell holds for a moment, of which the bounds
+    have the graphs only. It depends on the chunk, the widest group and which tensors exist, not on
+    how many chunks are kept: so all others that are alike in these take that much more as well."""
     bounds, frame = frontier.bounds, frontier.frame
     assert bounds is not None
-    over = plan.device.total - bounds.device.flat[index], plan.host.total - bounds.host.flat[index]
     choice, tiers = divmod(index, len(TIERS))
-    same = _switches(frame) == _switches(frame)[choice]
-    alike = np.zeros_like(bounds.device, dtype=bool)
-    alike[same, tiers] = True
-    machine = plan.question.machine
-    device = bounds.device + np.where(alike, over[0], 0.0)
-    host = bounds.host + np.where(alike, over[1], 0.0)
-    if machine.unified:
-        beyond = device + host > machine.host_bytes
-    else:
-        beyond = (device > machine.device_bytes) | (host > plan.host.limit)
+    over = plan.device.total - bounds.device.flat[index], plan.host.total - bounds.host.flat[index]
+    key = _kind(frontier.schedule, frame, tiers, int(_switches(frame)[choice]))
+    known = frontier.learned.get(key, (0.0, 0.0))
+    frontier.learned[key] = known[0] + over[0], known[1] + over[1]
+    _add(bounds, frame, (_switches(frame)[choice], tiers), over)
+    beyond = ~_may_fit(plan.question, bounds.device, bounds.host)
     rest = frontier.order[frontier.place :]
     frontier.keep(rest[~beyond.ravel()[rest]])
+
+
+def _apply(frontier: _Frontier) -> None:
+    """Add what frames of the same kind taught."""
+    assert frontier.bounds is not None
+    switches = _switches(frontier.frame)
+    for switch in np.unique(switches):
+        for tiers in range(len(TIERS)):
+            key = _kind(frontier.schedule, frontier.frame, tiers, int(switch))
+            if key in frontier.learned:
+                over = frontier.learned[key]
+                _add(frontier.bounds, frontier.frame, (switch, tiers), over)
+
+
+def _add(bounds: Bounds, frame: Frame, alike: tuple[int, int], over: tuple[float, float]) -> None:
+    switch, tiers = alike
+    same = _switches(frame) == switch
+    bounds.device[same, tiers] += over[0]
+    bounds.host[same, tiers] += over[1]
+
+
+def _kind(schedule: Schedule, frame: Frame, tiers: int, switch: int) -> Kind:
+    """What decides how much more than its bounds a choice takes."""
+    cut = frame.groups
+    widest = max(stop - first for first, stop in cut)
+    alone = cut[-1][1] - cut[-1][0] == 1
+    flags = schedule.kv, schedule.kv_kept, schedule.kv_home, schedule.attention_open
+    return (schedule.chunk, widest, alone, schedule.layer_checkpoint, *flags, tiers, switch)
 
 
 def _switches(frame: Frame) -> NDArray[np.int64]:
@@ -221,4 +261,5 @@ def _switches(frame: Frame) -> NDArray[np.int64]:
     def share(count: NDArray[np.int64]) -> NDArray[np.int64]:
         return (count > 0) + (count == chunks).astype(np.int64)
 
-    return share(kept.attention) * 9 + share(kept.graphs) * 3 + (kept.attention >= kept.graphs)
+    both = share(kept.attention) * 9 + share(kept.graphs) * 3
+    return np.asarray(both + (kept.attention >= kept.graphs))

@@ -115,12 +115,12 @@ class Outside:
         """The gradient of the head's input [B, C, hidden], in pieces of so many tokens each."""
         hidden, loss_so_far = self.architecture.hidden, self.memory.new((), INDEX)
         if not gradient:
-            for tokens in pieces:
+            for tokens in unlike(pieces):
                 piece = self.memory.given((self.batch, tokens, hidden), self.width)
                 self._loss(piece)
             return None
         total = self.memory.new((self.batch, sum(pieces), hidden), self.width)
-        for tokens in pieces:
+        for tokens in unlike(pieces):
             piece = self.memory.given((self.batch, tokens, hidden), self.width, trained=True)
             self.memory.grad = True
             loss = self._loss(piece)
@@ -242,6 +242,14 @@ class Stages:
         return StageBytes(memory.peak, out, 0, frozenset(sums.new))
 
     def _pieces(self, tokens: int) -> tuple[int, ...]:
-        """The sizes of a head's pieces: equal ones in a row are alike from the second on."""
+        """The sizes of a head's pieces."""
         full, rest = divmod(tokens, self.head_tokens)
         return (self.head_tokens,) * full + (rest,) * bool(rest)
+
+
+def unlike(pieces: tuple[int, ...]) -> tuple[int, ...]:
+    """The pieces without those that hold what an earlier one held. The first begins the sums of
+    weight gradients; of equal ones all from the second on are alike."""
+    return tuple(
+        size for place, size in enumerate(pieces) if place < 2 or size != pieces[place - 1]
+    )

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from farspan.plan.alpha import with_alpha
 from farspan.plan.best_first import search, something_fits
-from farspan.plan.evaluate import evaluate
+from farspan.plan.evaluate import evaluate, memory
 from farspan.plan.local import refuse_layout
 from farspan.plan.question import Plan, Question
 from farspan.plan.reason import breaks_first, reason_of, remedy_of
@@ -46,13 +46,9 @@ def longest_contexts(
     refuse_layout(question)
     found = {}
     for name in strategies or STRATEGIES:
-        tokens = _longest(question, name)
-        while tokens >= LEAST:
-            plan = next(iter(_plans(_at(question, tokens), [name], seconds)))
-            if plan.fits:
-                found[name] = plan
-                break
-            tokens -= max(LEAST, tokens // FINEST)
+        plan = _grouped(question, seconds) if name == GROUPED else _named(question, name)
+        if plan is not None:
+            found[name] = plan
     return found
 
 
@@ -96,14 +92,55 @@ def _at(question: Question, tokens: int) -> Question:
     return replace(question, run=RunSpec(question.run.batch, tokens))
 
 
-def _longest(question: Question, name: str) -> int:
-    """The longest context at which bounds do not rule the strategy out."""
+def _named(question: Question, name: str) -> Plan | None:
+    """The longest context of one strategy. What its tiers have left falls almost in a line with
+    the tokens, so the next guess is where the line through the last two meets zero."""
+
+    def left(tokens: int) -> float:
+        asked = _at(question, tokens)
+        device, host = memory(asked, named_schedule(asked, name))
+        return min(device.left / max(1, device.limit), host.left / max(1, host.limit))
+
+    low, high = LEAST, 0
+    spare = left(low)
+    if spare < 0:
+        return None
+    tokens, over = 64 * LEAST, 0.0
+    while not high or high - low > max(LEAST, low // FINEST):
+        found = left(tokens)
+        if found >= 0:
+            slope = (spare - found) / (tokens - low)
+            low, spare = tokens, found
+        else:
+            high, over = tokens, found
+            slope = (spare - over) / (high - low)
+        guess = low + round(spare / max(slope, 1e-30))
+        most = high - LEAST if high else 16 * low
+        # A little short of where the line says: a guess that fits closes in from below.
+        tokens = min(max(low + LEAST, guess - guess // (2 * FINEST)), most)
+        tokens = max(low + 1, tokens // LEAST * LEAST)
+    asked = _at(question, low)
+    return evaluate(asked, name, named_schedule(asked, name))
+
+
+def _grouped(question: Question, seconds: float) -> Plan | None:
+    """The longest context of the whole space: the longest that bounds allow, and then as much less
+    as it takes for a program to fit."""
+    tokens = _longest(question)
+    while tokens >= LEAST:
+        asked = _at(question, tokens)
+        outcome = search(asked, whole_space(asked), seconds)
+        if outcome.best is not None:
+            return replace(outcome.best, gap=outcome.gap)
+        tokens -= max(LEAST, tokens // FINEST)
+    return None
+
+
+def _longest(question: Question) -> int:
+    """The longest context that bounds do not rule out."""
 
     def may_fit(tokens: int) -> bool:
-        asked = _at(question, tokens)
-        if name == GROUPED:
-            return fits(asked)
-        return evaluate(asked, name, named_schedule(asked, name)).fits
+        return fits(_at(question, tokens))
 
     if not may_fit(LEAST):
         return 0
@@ -111,8 +148,6 @@ def _longest(question: Question, name: str) -> int:
     while may_fit(high):
         low, high = high, 2 * high
     while high - low > max(LEAST, low // FINEST):
-        middle = (low + high) // 2 // LEAST * LEAST
-        if middle in (low, high):
-            break
+        middle = (low + high) // 2
         low, high = (middle, high) if may_fit(middle) else (low, middle)
     return low

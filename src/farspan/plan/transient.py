@@ -5,6 +5,7 @@ that are equal in these are run once, on phantoms; then the program is walked wi
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 from farspan.plan.architecture import Architecture, Attention, Block, FeedForward
@@ -77,6 +78,21 @@ class Peak:
         return self.bytes - self.gradients - self.accumulators
 
 
+# Programs of one model have most of their cells in common; a search walks hundreds of them.
+@lru_cache(maxsize=8)
+def _cells(
+    architecture: Architecture, batch: int, width: int, kv_block: int, in_place: bool
+) -> Cells:
+    return Cells(architecture, batch, width, kv_block, in_place)
+
+
+@lru_cache(maxsize=8)
+def _stages(
+    architecture: Architecture, batch: int, width: int, sizes: tuple[int, int], in_place: bool
+) -> Stages:
+    return Stages(architecture, batch, width, *sizes, in_place)
+
+
 @dataclass(slots=True)
 class _Graph:
     bytes: int
@@ -108,8 +124,9 @@ class Walk:
         self.ranks = ranks
         self.sums_apart = self.final != self.wide or ranks > 1
         batch = program.run.batch
-        self.cells = Cells(architecture, batch, width, schedule.kv_block, in_place)
-        self.stages = Stages(architecture, batch, width, self.wide, schedule.head_tokens, in_place)
+        self.cells = _cells(architecture, batch, width, schedule.kv_block, in_place)
+        sizes = self.wide, schedule.head_tokens
+        self.stages = _stages(architecture, batch, width, sizes, in_place)
         self.live = self.peak = self.loss = 0
         self.hidden: dict[int, int] = {}
         self.gradient: dict[int, int] = {}
@@ -304,6 +321,7 @@ class Walk:
 # -- models without an architecture ------------------------------------------------------------
 
 
+@lru_cache(maxsize=8)
 def assumed(model: ModelSpec) -> Architecture:
     """The Llama-like architecture whose layers save as much as the model's own were seen to."""
     made = Architecture(model.name, "llama", model.hidden, model.vocab, ())
