@@ -1,6 +1,7 @@
 """The command line from end to end, in this process: what it prints and how it ends."""
 
 import json
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,12 @@ import yaml
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from farspan import cli
+from farspan.cli.verify import base_schedule
+from farspan.plan.strategies import strategy
+from farspan.train.config import RunConfig, ScheduleConfig
 from farspan.train.durable import WriteFailed
+from farspan.train.loop import Result
+from farspan.train.runner import Comparison
 from farspan.version import VERSION
 
 CONFIG: dict[str, Any] = {
@@ -26,6 +32,9 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 256,
     "bos_token_id": None,
 }
+
+
+RESULT = Result(Path("out"), 3, 3, 1.0, float("nan"), 0, None)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -113,6 +122,87 @@ def test_train_from_a_run_file_to_a_model_that_loads(
     assert result["step"] == 3
     AutoModelForCausalLM.from_pretrained(out / "model")
     assert run(monkeypatch, *arguments, "--steps", "3") == 0  # nothing left to do
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunConfig, list[str]]]:
+    """Runs that were to be trained, with what is said first; each ends at once, as RESULT."""
+    runs: list[tuple[RunConfig, list[str]]] = []
+
+    def end(asked: RunConfig, *, notes: list[str], **_: Any) -> Result:
+        runs.append((asked, notes))
+        return RESULT
+
+    monkeypatch.setattr("farspan.cli.train.train", end)
+    return runs
+
+
+@pytest.mark.parametrize("name", ["auto", "oomb"])
+def test_a_strategy_comes_whole(
+    name: str, trained: list[tuple[RunConfig, list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default run gives its strategy a chunk, which means nothing to another one."""
+    assert run(monkeypatch, "train", "--strategy", name) == 0
+    assert run(monkeypatch, "train") == 0
+    (other, notes), (default, no_notes) = trained
+    assert other.schedule == ScheduleConfig(strategy=name)
+    assert notes == [
+        f"schedule: {name} in place of grouped, without chunk: 2048, which belonged to it"
+    ]
+    assert replace(other, schedule=default.schedule) == default
+    assert no_notes == []
+
+
+def test_a_result_is_valid_json_whatever_the_loss(
+    trained: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del trained
+    assert run(monkeypatch, "train", "--json") == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["heldout_loss"] == "nan"
+    assert found["comparison"] is None
+    planned = replace(RESULT, heldout_loss=1.5, comparison=Comparison(5, 4, 2.0, None))
+    monkeypatch.setattr("farspan.cli.train.train", lambda *_, **__: planned)
+    assert run(monkeypatch, "train", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["heldout_loss"] == 1.5
+    assert found["comparison"] == {
+        "predicted_bytes": 5,
+        "measured_bytes": 4,
+        "predicted_seconds": 2.0,
+        "measured_seconds": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("schedule", "arguments", "stands_in"),
+    [
+        ({"strategy": "auto"}, [], True),
+        ({"strategy": "auto"}, ["--strategy", "oomb"], False),
+        ({"strategy": "memo", "chunk": 40}, ["--strategy", "auto"], True),
+        ({"strategy": "memo", "chunk": 40}, [], False),
+    ],
+)
+def test_verify_takes_grouped_for_auto_and_says_so(
+    schedule: dict[str, Any],
+    arguments: list[str],
+    stands_in: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    values = {"model": {"config": CONFIG}, "data": {"source": "stdlib"}, "schedule": schedule}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(values))
+    assert run(monkeypatch, "verify", str(file), "--context", "64", "--json", *arguments) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["passed"]
+    assert ("grouped stands in for auto" in said.err) == stands_in
+
+
+def test_the_schedule_that_is_verified() -> None:
+    assert base_schedule(None, "auto", 4, 64)[0] == strategy("grouped", 4, 64)
+    assert base_schedule(None, None, 4, 64) == (strategy("grouped", 4, 64), None)
 
 
 def _model(folder: Path) -> Any:

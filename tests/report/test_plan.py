@@ -6,10 +6,12 @@ import pytest
 
 from farspan.plan.architecture import Architecture
 from farspan.plan.program import Kind
-from farspan.plan.question import Layout
+from farspan.plan.question import Budget, Layout, Optimizer
+from farspan.plan.reason import breaks_first
+from farspan.plan.words import PARTS
 from farspan.report.plan import contexts_view, plan_view
 from farspan.report.tables import BAR, bar
-from farspan.report.words import PARTS, layout_words, schedule_words
+from farspan.report.words import layout_words, schedule_words
 from farspan.spec import Schedule, Tier
 from tests.report.cases import GIB, fitting, overrun, question, text_of
 
@@ -68,6 +70,45 @@ def test_a_plan_that_does_not_fit_says_what_breaks_and_what_helps() -> None:
     assert "weights and optimizer alone need 128 GiB" in text
     assert "cheapest change: --gpus 2" in text
     assert "why:" not in text
+
+
+def test_what_breaks_first_is_said_in_words() -> None:
+    parts = {"dkv": 90 * GIB, "kv": 2**29, "slots": 2**20, "x": 0}
+    plan = replace(fitting(), device=Budget(parts, 80 * GIB))
+    assert breaks_first(plan) == (
+        "device memory breaks first: grouped needs 90.5 GiB and 80.0 GiB are there, 10.5 GiB too "
+        "few; most of it is 90.0 GiB of dK, dV and 512.0 MiB of K, V"
+    )
+    alone = replace(plan, device=Budget({"weights": 90 * GIB, "x": 0}, 80 * GIB))
+    assert breaks_first(alone).endswith("most of it is 90.0 GiB of weights")
+
+
+@pytest.mark.parametrize("optimizer", Optimizer)
+def test_optimizers_that_training_lacks_are_noted(optimizer: Optimizer) -> None:
+    noted = "note: planned size; farspan train has adamw only"
+    asked = replace(question(), optimizer=optimizer)
+    text = text_of(plan_view(replace(fitting(), question=asked)))
+    assert (noted in text) == (optimizer in ("adamw8bit", "host"))
+    advised = replace(overrun(), remedy="--optimizer host")
+    assert noted in text_of(plan_view(advised))
+
+
+def test_several_devices_are_noted() -> None:
+    noted = "note: planned; farspan train runs on one device"
+    assert noted in text_of(plan_view(overrun()))  # its remedy is --gpus 2
+    assert noted not in text_of(plan_view(fitting()))
+    shared = replace(fitting(), question=question(layout=Layout(ulysses=2)))
+    assert noted in text_of(plan_view(shared))
+
+
+def test_copies_in_line_are_noted_where_there_are_any() -> None:
+    noted = "copies are priced in line with the computation"
+    plan = fitting()
+    assert noted in text_of(plan_view(plan))
+    beside = replace(plan, question=replace(plan.question, overlap=True))
+    assert noted not in text_of(plan_view(beside))
+    none = replace(plan, seconds=replace(plan.seconds, fetch=0.0, evict=0.0))
+    assert noted not in text_of(plan_view(none))
 
 
 def test_how_much_better_there_could_be() -> None:

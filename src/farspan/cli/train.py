@@ -11,9 +11,9 @@ from rich.console import Console
 
 from farspan.cli.ending import FAILED, typer_app
 from farspan.plan.strategies import STRATEGIES
-from farspan.train.config import RunConfig, load_run
+from farspan.train.config import AUTO, RunConfig, load_run, with_strategy
 from farspan.train.default import default_run
-from farspan.train.diagnosis import Diverged
+from farspan.train.diagnosis import Diverged, as_json
 from farspan.train.durable import WriteFailed
 from farspan.train.loop import Result, train
 from farspan.train.progress import make_reporter
@@ -28,21 +28,26 @@ def train_command(
         typer.Argument(help="Run file (YAML). Without one: a small model learns Python, here."),
     ] = None,
     strategy_name: Annotated[
-        str | None, typer.Option("--strategy", help=f"One of {', '.join(STRATEGIES)}.")
+        str | None,
+        typer.Option(
+            "--strategy",
+            help=f"{AUTO}, the fastest that fits this machine, or one of {', '.join(STRATEGIES)}; "
+            "in place of the whole schedule of the run file.",
+        ),
     ] = None,
     folder: Annotated[Path | None, typer.Option(help="Run folder; the same resumes.")] = None,
     steps: Annotated[int | None, typer.Option(help="Updates to do in all.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    json_wanted: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Train; the same command again goes on from the latest checkpoint."""
     chosen = default_run() if run is None else load_run(run)
-    chosen = override(chosen, strategy_name, folder, steps)
+    chosen, notes = override(chosen, strategy_name, folder, steps)
     try:
-        result = train(chosen, reporter=make_reporter(Console(stderr=as_json)))
+        result = train(chosen, reporter=make_reporter(Console(stderr=json_wanted)), notes=notes)
     except (WriteFailed, Diverged) as error:
         print(f"farspan: {error}", file=sys.stderr)
         raise typer.Exit(FAILED) from error
-    if as_json:
+    if json_wanted:
         print(json.dumps(result_json(result)))
     else:
         print(result.message)
@@ -51,25 +56,29 @@ def train_command(
 
 def override(
     run: RunConfig, strategy_name: str | None, folder: Path | None, steps: int | None
-) -> RunConfig:
-    """The run with what the command line says in place of the file's."""
+) -> tuple[RunConfig, list[str]]:
+    """The run with what the command line says in place of the file's, and what the user is to
+    know of it."""
+    note = None
     if strategy_name is not None:
-        run = replace(run, schedule=replace(run.schedule, strategy=strategy_name))
+        run, note = with_strategy(run, strategy_name)
     if folder is not None:
         run = replace(run, folder=str(folder))
     if steps is not None:
         run = replace(run, steps=steps)
-    return run
+    return run, [] if note is None else [note]
 
 
 def result_json(result: Result) -> dict[str, Any]:
     """A training result for a program to read."""
+    heldout, comparison = result.heldout_loss, result.comparison
     return {
         "folder": str(result.folder),
         "step": result.step,
         "steps": result.steps,
         "loss": result.loss,
-        "heldout_loss": result.heldout_loss,
+        "heldout_loss": None if heldout is None else as_json(heldout),
         "skipped": result.skipped,
+        "comparison": None if comparison is None else comparison.to_json(),
         "message": result.message,
     }

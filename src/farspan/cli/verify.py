@@ -16,11 +16,12 @@ from farspan.engine.verify import Verification, VerificationRun, verify
 from farspan.models.load import load_model
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.spec import Refused, Schedule
-from farspan.train.config import load_run
+from farspan.train.config import AUTO, load_run
 from farspan.train.default import default_run
 
 app = typer_app()
 RUN_FILES = (".yaml", ".yml")
+GROUPED = "grouped"
 
 
 @app.command("verify")
@@ -41,7 +42,11 @@ def verify_command(
     ] = None,
     strategy_name: Annotated[
         str | None,
-        typer.Option("--strategy", help=f"One of {', '.join(STRATEGIES)}; default: the run's."),
+        typer.Option(
+            "--strategy",
+            help=f"One of {', '.join(STRATEGIES)}; default: the run's, {GROUPED} where that is "
+            f"{AUTO}.",
+        ),
     ] = None,
     documents: Annotated[int, typer.Option(min=1, help="Documents packed into a row.")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
@@ -53,9 +58,12 @@ def verify_command(
     """Compare loss and every gradient with plain full-sequence autograd; exit 1 if they differ."""
     loaded = model_for(model, dtype, seed, random_weights)
     layers = loaded.config.get_text_config().num_hidden_layers
-    schedule = replace_cuts(base_schedule(model, strategy_name, layers, context), chunk, groups)
+    base, note = base_schedule(model, strategy_name, layers, context)
+    schedule = replace_cuts(base, chunk, groups)
     if documents > context:
         raise Refused(f"documents: at most one a token, so at most {context}, got {documents}")
+    if note is not None:
+        Console(stderr=as_json).print(note)
     outcome = verify(loaded, schedule, VerificationRun(batch, context, documents, seed), worst=10)
     if as_json:
         print(json.dumps(outcome.to_json()))
@@ -64,13 +72,22 @@ def verify_command(
     raise typer.Exit(0 if outcome.passed else FAILED)
 
 
-def base_schedule(model: str | None, name: str | None, layers: int, context: int) -> Schedule:
-    """The strategy of the command line; else the schedule of the run file; else grouped."""
+def base_schedule(
+    model: str | None, name: str | None, layers: int, context: int
+) -> tuple[Schedule, str | None]:
+    """The strategy of the command line; else the schedule of the run file; else grouped. Also what
+    the user is to know of it."""
+    written = None
     if name is None and model is not None and model.endswith(RUN_FILES):
-        chosen = load_run(Path(model)).schedule
-        named = chosen.strategy
-        return chosen.apply(Schedule() if named is None else strategy(named, layers, context))
-    return strategy(name or "grouped", layers, context)
+        written = load_run(Path(model)).schedule
+        name = written.strategy
+    elif name is None:
+        name = GROUPED
+    note = None
+    if name == AUTO:
+        name, note = GROUPED, f"schedule: {GROUPED} stands in for {AUTO}, which needs a machine"
+    base = Schedule() if name is None else strategy(name, layers, context)
+    return base if written is None else written.apply(base), note
 
 
 def replace_cuts(schedule: Schedule, chunk: int | None, groups: str | None) -> Schedule:

@@ -5,6 +5,8 @@ from dataclasses import replace
 from math import gcd
 
 from farspan.plan.question import Budget, Layout, Optimizer, Plan, Question
+from farspan.plan.units import write_bytes
+from farspan.plan.words import part_words
 from farspan.spec import RunSpec, Tier
 
 GIB = 2**30
@@ -26,14 +28,16 @@ def reason_of(plan: Plan, others: Sequence[Plan]) -> str:
 def breaks_first(plan: Plan) -> str:
     """Which tier is too small, by how much, and what fills it."""
     tier, budget = _fuller(plan)
-    largest = sorted(budget.parts, key=lambda part: -budget.parts[part])[:2]
-    fills = " and ".join(f"{part} {budget.parts[part] / GIB:,.1f} GiB" for part in largest)
+    largest = sorted(filter(budget.parts.get, budget.parts), key=lambda part: -budget.parts[part])
+    fills = " and ".join(
+        f"{write_bytes(budget.parts[part])} of {part_words(part)}" for part in largest[:2]
+    )
     where = "device memory" if tier is Tier.DEVICE else "host memory"
     if plan.question.machine.unified:
         where = "memory"
     return (
-        f"{where} breaks first: {plan.strategy} needs {budget.total / GIB:,.1f} GiB and "
-        f"{budget.limit / GIB:,.1f} GiB are there, {-budget.left / GIB:,.1f} GiB too few; "
+        f"{where} breaks first: {plan.strategy} needs {write_bytes(budget.total)} and "
+        f"{write_bytes(budget.limit)} are there, {write_bytes(-budget.left)} too few; "
         f"most of it is {fills}"
     )
 

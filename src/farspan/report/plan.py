@@ -1,20 +1,23 @@
 """A plan as tables for a terminal."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from farspan.plan.question import Budget, Plan, Question
+from farspan.plan.question import Budget, Optimizer, Plan, Question
 from farspan.plan.units import write_bytes, write_seconds, write_tokens
+from farspan.plan.words import part_words
 from farspan.report.tables import bars_table, lines_table
-from farspan.report.words import PARTS, layout_words, schedule_words
+from farspan.report.words import layout_words, schedule_words
 
 MFU_CONVENTION = (
     "FLOP of one forward and twice that for the backward, attention over the keys a query sees, "
     "recomputation counted as no work, over the datasheet's dense rate"
 )
+IN_LINE = "copies are priced in line with the computation, as the engine issues them today\n"
+PLANNED_ONLY = (Optimizer.ADAMW8BIT, Optimizer.HOST)  # a loop of one's own may have them
 LANES = {
     "compute": "compute",
     "fetch": "host to device",
@@ -56,11 +59,22 @@ def verdict(plan: Plan) -> Text:
         text.append(f"{plan.reason}\n", "red")
     if not plan.fits and plan.remedy:
         text.append(f"cheapest change: {plan.remedy}\n", "yellow")
-    run, architecture = plan.question.run, plan.question.architecture
+    for note in notes(plan):
+        text.append(f"note: {note}\n")
+    return text
+
+
+def notes(plan: Plan) -> Iterator[str]:
+    """What stands between the plan and a run of `farspan train`."""
+    question = plan.question
+    run, architecture = question.run, question.architecture
     if architecture and architecture.longest and run.tokens > architecture.longest:
         reach = write_tokens(architecture.longest)
-        text.append(f"note: beyond the model's {reach} positions; scale its rope to train it\n")
-    return text
+        yield f"beyond the model's {reach} positions; scale its rope to train it"
+    if question.optimizer in PLANNED_ONLY or plan.remedy.startswith("--optimizer"):
+        yield "planned size; farspan train has adamw only"
+    if question.layout.devices() > 1 or plan.remedy.startswith("--gpus"):
+        yield "planned; farspan train runs on one device"
 
 
 def subject(question: Question) -> str:
@@ -91,7 +105,7 @@ def budget_table(tier: str, budget: Budget) -> Table:
     used = f"{tier}: {write_bytes(budget.total)} of {write_bytes(budget.limit)}"
     whole = max(budget.limit, budget.total)
     parts = sorted(budget.parts.items(), key=lambda part: -part[1])
-    rows = [(PARTS.get(name, name), write_bytes(size), size / whole) for name, size in parts]
+    rows = [(part_words(name), write_bytes(size), size / whole) for name, size in parts]
     return bars_table(used, rows or [("nothing", "", 0.0)])
 
 
@@ -102,6 +116,8 @@ def seconds_table(plan: Plan) -> RenderableType:
     busy.append(("waiting, nothing is computed", seconds.exposed()))
     rows = [(name, write_seconds(time), time / seconds.total) for name, time in busy if time > 0]
     rate = f"{_rate(plan)} tokens/s, MFU {plan.mfu:.1%} ({MFU_CONVENTION})\n"
+    if not plan.question.overlap and seconds.fetch + seconds.evict > 0:
+        rate += IN_LINE
     step = f"step: {write_seconds(seconds.total)}, bound by {seconds.bound}"
     return Group(bars_table(step, rows), Text(rate))
 

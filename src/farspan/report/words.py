@@ -4,27 +4,6 @@ from farspan.plan.question import Layout
 from farspan.plan.units import write_tokens
 from farspan.spec import Schedule, Tier
 
-# What each part of a budget is. A part that is not named here is shown by its own name.
-PARTS = {
-    "weights": "weights",
-    "gathered": "weights of the open group, gathered",
-    "gradients": "gradients",
-    "accumulators": "sums of weight gradients",
-    "optimizer": "optimizer states",
-    "x": "x, inputs of the groups",
-    "kv": "K, V",
-    "dkv": "dK, dV",
-    "attention": "attention outputs, O and LSE",
-    "activations": "other activations",
-    "slots": "slots of streamed K, V",
-    "placement": "gaps between addresses",
-    "cells": "transients of a cell",
-    "exchange": "messages to and from other devices",
-    "inputs": "tokens and labels",
-    "reserve": "reserve",
-    "pages": "rounding to pages",
-}
-
 
 def schedule_words(schedule: Schedule, layers: int, tokens: int) -> list[str]:
     """One line for each of its choices."""

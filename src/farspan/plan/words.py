@@ -1,0 +1,27 @@
+"""What a person calls the parts of a budget."""
+
+# A part that is not named here is called by its own name.
+PARTS = {
+    "weights": "weights",
+    "gathered": "weights of the open group, gathered",
+    "gradients": "gradients",
+    "accumulators": "sums of weight gradients",
+    "optimizer": "optimizer states",
+    "x": "x, inputs of the groups",
+    "kv": "K, V",
+    "dkv": "dK, dV",
+    "attention": "attention outputs, O and LSE",
+    "activations": "other activations",
+    "slots": "slots of streamed K, V",
+    "placement": "gaps between addresses",
+    "cells": "transients of a cell",
+    "exchange": "messages to and from other devices",
+    "inputs": "tokens and labels",
+    "reserve": "reserve",
+    "pages": "rounding to pages",
+}
+
+
+def part_words(part: str) -> str:
+    """The words for a part of a budget."""
+    return PARTS.get(part, part)
