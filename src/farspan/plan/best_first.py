@@ -28,6 +28,7 @@ from farspan.spec import Schedule
 
 Kind = tuple[object, ...]
 Learned = dict[Kind, tuple[float, float]]  # bytes on device and host beyond the bounds
+PATIENCE = 5.0  # seconds beyond the budget where nothing was found to fit yet
 SLACK = 1e-9  # sums of the same numbers in another order
 
 
@@ -56,8 +57,7 @@ class _Frontier:
     def open(self, question: Question) -> None:
         """Look at the memory of all choices, and leave those that may fit."""
         bounds = self.frame.bounds()
-        exchanged = exchange_bytes(self.frame.ruler.question, self.frame.schedule.chunk)
-        self.bounds = replace(bounds, device=bounds.device + exchanged)
+        self.bounds = replace(bounds, device=bounds.device + exchanged(self.frame))
         _apply(self)
         self.order = _fitting(question, self.bounds)
         self._advance()
@@ -101,8 +101,8 @@ def latest_fraction(chunks: tuple[tuple[int, int], ...], count: int) -> float:
 
 
 def search(question: Question, space: Space, seconds: float = 8.0) -> Outcome:
-    """The best schedule of the space by its simulated time. Twice the budget of seconds is spent
-    where nothing was found to fit yet. Raises Refused for a layout that the model cannot take."""
+    """The best schedule of the space by its simulated time. The budget of seconds is exceeded where
+    nothing was found to fit yet. Raises Refused for a layout that the model cannot take."""
     refuse_layout(question)
     if states_do_not_fit(question):
         return Outcome(None, 0.0, 0)
@@ -113,7 +113,7 @@ def search(question: Question, space: Space, seconds: float = 8.0) -> Outcome:
     simulated = 0
     while heap and (best is None or heap[0][0] < best.seconds.total * (1 - SLACK)):
         late = time.perf_counter() - deadline
-        if late > 0 and (best is not None or late > seconds):
+        if late > 0 and (best is not None or late > max(seconds, PATIENCE)):
             break
         _, count, frontier = heapq.heappop(heap)
         if frontier.bounds is None:
@@ -147,14 +147,41 @@ def something_fits(question: Question, space: Space) -> bool:
     """Do the bounds leave any schedule of the space?"""
     if states_do_not_fit(question):
         return False
+    return any(room >= 0 for room, _ in _rooms(question, space))
+
+
+def roomiest(question: Question, space: Space, count: int) -> list[Schedule]:
+    """The schedules whose fuller tier has the most left by its bounds, as a share of the tier."""
+    found = sorted(_rooms(question, space), key=lambda found: -found[0])
+    return [schedule for _, schedule in found[:count]]
+
+
+def exchanged(frame: Frame) -> int:
+    """Bytes of messages under way on a device of this frame's layout."""
+    return exchange_bytes(frame.ruler.question, frame.schedule.chunk)
+
+
+def _rooms(question: Question, space: Space) -> Iterator[tuple[float, Schedule]]:
+    """Of every frame, what the best of its choices leaves."""
     for frame, schedule in _frames(question, space):
         if schedule.kv_kept or schedule.attention_open:
             continue  # takes more than the same without
         device, host = frame.memory()
-        device = device + exchange_bytes(frame.ruler.question, frame.schedule.chunk)
-        if _may_fit(question, device, host).any():
-            return True
-    return False
+        device = device + exchanged(frame)
+        room = _room(question, device, host)
+        index = int(room.argmax())
+        x, attention, activations = TIERS[index % len(TIERS)]
+        chosen = replace(schedule, x=x, attention=attention, activations=activations)
+        yield float(room.flat[index]), chosen
+
+
+def _room(question: Question, device: Array, host: Array) -> Array:
+    """What is left of the fuller tier, as a share of it."""
+    machine, devices = question.machine, question.layout.devices()
+    if machine.unified:
+        return np.asarray(1 - (device + host) / machine.host_bytes)
+    share = machine.host_bytes // min(machine.devices, devices)
+    return np.asarray(np.minimum(1 - device / machine.device_bytes, 1 - host / share))
 
 
 def _try(question: Question, frontier: _Frontier) -> Plan:
@@ -194,17 +221,9 @@ def _kept(space: Space, ruler: Ruler) -> Kept:
     return Kept(pairs[:, 0], pairs[:, 1], count)
 
 
-def _may_fit(question: Question, device: Array, host: Array) -> NDArray[np.bool_]:
-    machine, devices = question.machine, question.layout.devices()
-    if machine.unified:
-        return np.asarray(device + host <= machine.host_bytes)
-    share = machine.host_bytes // min(machine.devices, devices)
-    return np.asarray((device <= machine.device_bytes) & (host <= share))
-
-
 def _fitting(question: Question, bounds: Bounds) -> NDArray[np.int64]:
     """Flat indices of what may fit, fastest first; of equally fast ones the smallest first."""
-    found = np.flatnonzero(_may_fit(question, bounds.device, bounds.host))
+    found = np.flatnonzero(_room(question, bounds.device, bounds.host) >= 0)
     size = (bounds.device + bounds.host).ravel()[found]
     return np.asarray(found[np.lexsort((size, bounds.seconds.ravel()[found]))])
 
@@ -221,7 +240,7 @@ def _learn(frontier: _Frontier, plan: Plan, index: int) -> None:
     known = frontier.learned.get(key, (0.0, 0.0))
     frontier.learned[key] = known[0] + over[0], known[1] + over[1]
     _add(bounds, frame, (_switches(frame)[choice], tiers), over)
-    beyond = ~_may_fit(plan.question, bounds.device, bounds.host)
+    beyond = _room(plan.question, bounds.device, bounds.host) < 0
     rest = frontier.order[frontier.place :]
     frontier.keep(rest[~beyond.ravel()[rest]])
 

@@ -283,6 +283,10 @@ class Frame:
         device = fixed + slots + self._graphs()[:, None]
         return device, np.full((1, 1), float(held.optimizer_on_host))
 
+    def graphs_counted(self) -> float:
+        """What the bounds take a cell to hold for a moment, of the first choice."""
+        return float(self._graphs()[0])
+
     def _graphs(self) -> Array:
         """[F]: graphs of one chunk, from its forward to its backward, at least: what the probe saw
         layers save. Where every chunk's are kept there are none."""

@@ -54,13 +54,6 @@ def evaluate(question: Question, strategy: str, schedule: Schedule) -> Plan:
     )
 
 
-def memory(question: Question, schedule: Schedule) -> tuple[Budget, Budget]:
-    """The budgets of a schedule on device and host, its time not asked for."""
-    part = replace(question, model=local_model(question))
-    walked = walk(question, schedule)
-    return budgets(part, walked, states(part, walked.program.groups))
-
-
 def budgets(question: Question, walked: Walked, held: States) -> tuple[Budget, Budget]:
     """What lives on the device and on its share of the host when each is fullest."""
     program, machine = walked.program, question.machine

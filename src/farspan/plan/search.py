@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
+from farspan.plan import quick
 from farspan.plan.alpha import with_alpha
-from farspan.plan.best_first import search, something_fits
-from farspan.plan.evaluate import evaluate, memory
+from farspan.plan.best_first import roomiest, search, something_fits
+from farspan.plan.evaluate import evaluate
 from farspan.plan.local import refuse_layout
 from farspan.plan.question import Plan, Question
 from farspan.plan.reason import breaks_first, reason_of, remedy_of
@@ -16,6 +18,8 @@ from farspan.spec import Refused, RunSpec, Schedule
 GROUPED = "grouped"
 FINEST = 64  # the longest context is found to within 1 / FINEST of itself
 LEAST = 1024  # tokens
+CANDIDATES = 6  # schedules whose memory is looked at more closely where the least is sought
+MOST_NAMED = 4 * MOST_CELLS  # cells of a strategy whose chunk is its own
 
 
 def best_plan(
@@ -46,9 +50,16 @@ def longest_contexts(
     refuse_layout(question)
     found = {}
     for name in strategies or STRATEGIES:
-        plan = _grouped(question, seconds) if name == GROUPED else _named(question, name)
-        if plan is not None:
-            found[name] = plan
+        tokens = _longest(question, name)
+        while tokens >= LEAST:
+            asked = _at(question, tokens)
+            plan = evaluate(asked, name, _thrifty(asked, name))
+            if plan.fits:
+                faster = _plans(asked, [name], seconds) if name == GROUPED else iter((plan,))
+                found[name] = min((plan, *faster), key=_order)
+                break
+            # Padding, which the quick look leaves out.
+            tokens -= max(LEAST, tokens // (4 * FINEST))
     return found
 
 
@@ -62,7 +73,7 @@ def named_schedule(question: Question, name: str) -> Schedule:
     to plan made wider."""
     tokens, layers = question.run.tokens, len(question.model.layers)
     schedule = strategy(name, layers, tokens)
-    least = -(-tokens * layers // MOST_CELLS)
+    least = -(-tokens * layers // MOST_NAMED)
     if schedule.chunk < least:
         schedule = replace(schedule, chunk=least)
     return with_alpha(question, schedule) if name == "memo" else schedule
@@ -92,62 +103,46 @@ def _at(question: Question, tokens: int) -> Question:
     return replace(question, run=RunSpec(question.run.batch, tokens))
 
 
-def _named(question: Question, name: str) -> Plan | None:
-    """The longest context of one strategy. What its tiers have left falls almost in a line with
-    the tokens, so the next guess is where the line through the last two meets zero."""
+def _longest(question: Question, name: str) -> int:
+    """The longest context of one strategy, 0 if it fits none. What each tier has left falls almost
+    in a line with the tokens, so the next guess is where the first of the lines meets zero; every
+    other guess is the middle, in case they bend."""
 
-    def left(tokens: int) -> float:
+    def left(tokens: int) -> tuple[int, int]:
         asked = _at(question, tokens)
-        device, host = memory(asked, named_schedule(asked, name))
-        return min(device.left / max(1, device.limit), host.left / max(1, host.limit))
+        return quick.left(asked, _thrifty(asked, name))
 
-    low, high = LEAST, 0
-    spare = left(low)
-    if spare < 0:
-        return None
-    tokens, over = 64 * LEAST, 0.0
-    while not high or high - low > max(LEAST, low // FINEST):
+    low, spare = LEAST, left(LEAST)
+    if min(spare) < 0:
+        return 0
+    high, tokens, is_guess = 0, 64 * LEAST, True
+    crossing = 2**50
+    while (high or crossing) - low > max(LEAST, low // FINEST):
         found = left(tokens)
-        if found >= 0:
-            slope = (spare - found) / (tokens - low)
+        crossing = min(map(partial(_crossing, low, tokens), spare, found))
+        if min(found) >= 0:
             low, spare = tokens, found
         else:
-            high, over = tokens, found
-            slope = (spare - over) / (high - low)
-        guess = low + round(spare / max(slope, 1e-30))
-        most = high - LEAST if high else 16 * low
-        # A little short of where the line says: a guess that fits closes in from below.
-        tokens = min(max(low + LEAST, guess - guess // (2 * FINEST)), most)
-        tokens = max(low + 1, tokens // LEAST * LEAST)
-    asked = _at(question, low)
-    return evaluate(asked, name, named_schedule(asked, name))
-
-
-def _grouped(question: Question, seconds: float) -> Plan | None:
-    """The longest context of the whole space: the longest that bounds allow, and then as much less
-    as it takes for a program to fit."""
-    tokens = _longest(question)
-    while tokens >= LEAST:
-        asked = _at(question, tokens)
-        outcome = search(asked, whole_space(asked), seconds)
-        if outcome.best is not None:
-            return replace(outcome.best, gap=outcome.gap)
-        tokens -= max(LEAST, tokens // FINEST)
-    return None
-
-
-def _longest(question: Question) -> int:
-    """The longest context that bounds do not rule out."""
-
-    def may_fit(tokens: int) -> bool:
-        return fits(_at(question, tokens))
-
-    if not may_fit(LEAST):
-        return 0
-    low, high = LEAST, 2 * LEAST
-    while may_fit(high):
-        low, high = high, 2 * high
-    while high - low > max(LEAST, low // FINEST):
-        middle = (low + high) // 2
-        low, high = (middle, high) if may_fit(middle) else (low, middle)
+            high = tokens
+        is_guess = not high or not is_guess
+        tokens = crossing - crossing // (2 * FINEST) if is_guess else (low + high) // 2
+        tokens = max(low + LEAST, min(tokens, high - 1 if high else 16 * low))
+        if high and tokens >= high:
+            tokens = (low + high) // 2
     return low
+
+
+def _thrifty(question: Question, name: str) -> Schedule:
+    """The schedule of a strategy that takes the least memory; only `grouped` has a choice."""
+    if name != GROUPED:
+        return named_schedule(question, name)
+    candidates = roomiest(question, thriftiest(question), CANDIDATES)
+    # Every strategy is a point of the space; some have chunks finer than those that are searched.
+    candidates += [named_schedule(question, other) for other in STRATEGIES if other != GROUPED]
+    return max(candidates, key=lambda schedule: min(quick.left(question, schedule)))
+
+
+def _crossing(one: int, other: int, at_one: int, at_other: int) -> int:
+    """Where the line through two points meets zero; far away if it does not fall."""
+    slope = (at_one - at_other) / (other - one)
+    return one + round(at_one / slope) if slope > 0 else 2**50

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from farspan.plan.question import Question
 from farspan.spec import ModelSpec, Schedule, Tier
 
-# A 16M-token step of 80 layers in 256 chunks is about 200,000 instructions, two seconds to build.
+# A program of so many cells has about 200,000 instructions: three seconds to build and walk.
 MOST_CELLS = 24_576
 SMALLEST_CHUNK = 1024
 MOST_CHUNKS = 512  # more of them cost more overhead, and save nothing that a chunk still holds
