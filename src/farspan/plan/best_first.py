@@ -278,7 +278,7 @@ def _switches(frame: Frame) -> NDArray[np.int64]:
     chunks, kept = len(frame.ruler.chunks), frame.kept
 
     def share(count: NDArray[np.int64]) -> NDArray[np.int64]:
-        return (count > 0) + (count == chunks).astype(np.int64)
+        return np.asarray((count > 0) + (count == chunks).astype(np.int64))
 
     both = share(kept.attention) * 9 + share(kept.graphs) * 3
     return np.asarray(both + (kept.attention >= kept.graphs))

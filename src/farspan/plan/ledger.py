@@ -1,8 +1,7 @@
 """The ledger a program is written into: instructions in order, and the buffers they name."""
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from typing import get_args
 
 from farspan.memory.place import Request, place
 from farspan.plan import names
@@ -142,16 +141,16 @@ class Ledger:
         )
 
 
-@cache
-def _texts(kind: Hashable) -> tuple[str, ...]:
-    """Fields of an instruction that may name a buffer."""
-    assert isinstance(kind, type)
-    return tuple(field.name for field in fields(kind) if "str" in str(field.type))
+# Fields of each kind of instruction that may name a buffer.
+_TEXTS = {
+    kind: tuple(field.name for field in fields(kind) if "str" in str(field.type))
+    for kind in get_args(Instruction)
+}
 
 
 def _named(instruction: Instruction) -> list[str]:
     """Buffers an instruction reads or writes; opening and clearing one is no use of it."""
     if isinstance(instruction, Allocate | Free | Clear):
         return []
-    values = [getattr(instruction, name) for name in _texts(type(instruction))]
+    values = [getattr(instruction, name) for name in _TEXTS[type(instruction)]]
     return [value for value in values if value is not None]

@@ -64,7 +64,7 @@ class Cells:
 
 def _counts(*masks: Mask) -> Counts:
     """How many of the masks hold."""
-    return np.sum(np.stack(masks), axis=0, dtype=np.float64)
+    return np.asarray(np.sum(np.stack(masks), axis=0, dtype=np.float64))
 
 
 def cells(role: Role, schedule: Schedule, choices: Kept) -> Cells:

@@ -68,12 +68,12 @@ def fits(question: Question) -> bool:
     return something_fits(question, thriftiest(question))
 
 
-def named_schedule(question: Question, name: str) -> Schedule:
-    """A strategy's schedule for this question: memo's alpha solved, and chunks that are too many
-    to plan made wider."""
+def named_schedule(question: Question, name: str, most: int = MOST_CELLS) -> Schedule:
+    """A strategy's schedule for this question: memo's alpha solved, and chunks of which there
+    would be more than `most` cells made wider."""
     tokens, layers = question.run.tokens, len(question.model.layers)
     schedule = strategy(name, layers, tokens)
-    least = -(-tokens * layers // MOST_NAMED)
+    least = -(-tokens * layers // most)
     if schedule.chunk < least:
         schedule = replace(schedule, chunk=least)
     return with_alpha(question, schedule) if name == "memo" else schedule
@@ -135,10 +135,11 @@ def _longest(question: Question, name: str) -> int:
 def _thrifty(question: Question, name: str) -> Schedule:
     """The schedule of a strategy that takes the least memory; only `grouped` has a choice."""
     if name != GROUPED:
-        return named_schedule(question, name)
+        return named_schedule(question, name, MOST_NAMED)
     candidates = roomiest(question, thriftiest(question), CANDIDATES)
     # Every strategy is a point of the space; some have chunks finer than those that are searched.
-    candidates += [named_schedule(question, other) for other in STRATEGIES if other != GROUPED]
+    others = [other for other in STRATEGIES if other != GROUPED]
+    candidates += [named_schedule(question, other, MOST_NAMED) for other in others]
     return max(candidates, key=lambda schedule: min(quick.left(question, schedule)))
 
 
