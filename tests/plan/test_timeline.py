@@ -2,6 +2,7 @@
 
 from dataclasses import fields, replace
 from itertools import pairwise, permutations
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -128,7 +129,7 @@ def test_no_race(step: tuple[ModelSpec, RunSpec, Schedule]) -> None:
 def test_kept_kv_is_waited_for(home: Tier) -> None:
     schedule = Schedule(chunk=64, groups=2, x=Tier.DEVICE, kv_kept=True, kv_home=home)
     prices = prices_of(model_of(4), RunSpec(1, 512), schedule)
-    slow = {"fetch_together": 1e5}
+    slow: dict[str, Any] = {"fetch_together": 1e5}
     prices.question = replace(prices.question, machine=replace(slow_machine(), **slow))
     check(prices)
     check_addresses(prices)
@@ -153,7 +154,7 @@ def test_overlap_is_no_longer_than_in_line_and_no_shorter_than_a_lane(
 def test_with_a_fast_link_nothing_but_computing_is_left(name: str) -> None:
     model, run = model_of(4), RunSpec(1, 512)
     prices = prices_of(model, run, replace(strategy(name, 4, 512), chunk=64))
-    fast = {"fetch_together": 1e15, "evict_together": 1e15, "host_memory": 1e18}
+    fast: dict[str, Any] = {"fetch_together": 1e15, "evict_together": 1e15, "host_memory": 1e18}
     prices.question = replace(prices.question, machine=replace(slow_machine(), **fast))
     over = run_time(prices, overlap=True)
     assert over.total == pytest.approx(over.compute + over.host, rel=1e-5)
@@ -163,7 +164,7 @@ def test_with_a_fast_link_nothing_but_computing_is_left(name: str) -> None:
 def test_with_a_slow_link_the_link_is_all_there_is(name: str) -> None:
     model, run = model_of(4), RunSpec(1, 512)
     prices = prices_of(model, run, replace(strategy(name, 4, 512), chunk=64))
-    slow = {"fetch_together": 10.0, "evict_together": 10.0}
+    slow: dict[str, Any] = {"fetch_together": 10.0, "evict_together": 10.0}
     prices.question = replace(prices.question, machine=replace(slow_machine(), **slow))
     over = run_time(prices, overlap=True)
     links = over.fetch + over.evict

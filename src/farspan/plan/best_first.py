@@ -180,8 +180,8 @@ def _room(question: Question, device: Array, host: Array) -> Array:
     machine, devices = question.machine, question.layout.devices()
     if machine.unified:
         return np.asarray(1 - (device + host) / machine.host_bytes)
-    share = machine.host_bytes // min(machine.devices, devices)
-    return np.asarray(np.minimum(1 - device / machine.device_bytes, 1 - host / share))
+    share = max(1, machine.host_bytes // min(machine.devices, devices))
+    return np.asarray(np.minimum(1 - device / max(1, machine.device_bytes), 1 - host / share))
 
 
 def _try(question: Question, frontier: _Frontier) -> Plan:
