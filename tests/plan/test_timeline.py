@@ -101,7 +101,8 @@ def check(prices: Prices) -> None:
 
 def check_addresses(prices: Prices) -> None:
     """Nobody touches a buffer while an earlier owner of its addresses is in use."""
-    program, used = prices.program, {}
+    program = prices.program
+    used: dict[str, tuple[float, float]] = {}
     for span in spans(prices):
         i = program.instructions[span.index]
         reads, writes = touched(program, i)
