@@ -34,6 +34,11 @@ def test_curves_are_shown_by_their_ends() -> None:
     assert "bfloat16 matmul 1 GFLOP 2 TFLOP/s 40 GFLOP 5 TFLOP/s" in text
 
 
+@pytest.mark.parametrize("name", names())
+def test_nothing_is_cut_in_a_narrow_terminal(name: str) -> None:
+    assert "…" not in text_of(machine_view(read(name)), width=80)
+
+
 def test_one_memory_is_named_once() -> None:
     file = read("h200")
     spec = replace(file.spec, unified=True, host_bytes=3 * 2**30)

@@ -7,7 +7,7 @@ import pytest
 from farspan.plan.architecture import Architecture
 from farspan.plan.program import Kind
 from farspan.plan.question import Budget, Layout, Optimizer
-from farspan.plan.reason import breaks_first
+from farspan.plan.reason import breaks_first, reason_of
 from farspan.plan.words import PARTS
 from farspan.report.plan import contexts_view, plan_view
 from farspan.report.tables import BAR, bar
@@ -81,6 +81,21 @@ def test_what_breaks_first_is_said_in_words() -> None:
     )
     alone = replace(plan, device=Budget({"weights": 90 * GIB, "x": 0}, 80 * GIB))
     assert breaks_first(alone).endswith("most of it is 90.0 GiB of weights")
+
+
+@pytest.mark.parametrize(
+    ("attention", "activations", "words"),
+    [
+        (0.0, 0.0, "attention recomputed;"),
+        (0.5, 0.0, "O and LSE of the latest 50% of tokens kept;"),
+        (1.0, 0.25, "no attention recomputed, other activations of 25% kept;"),
+        (0.0, 1.0, "all activations of the latest 100% of tokens kept;"),
+    ],
+)
+def test_why_says_what_is_kept(attention: float, activations: float, words: str) -> None:
+    plan = fitting()
+    kept = replace(plan.schedule, attention_kept=attention, activations_kept=activations)
+    assert words in reason_of(replace(plan, schedule=kept), ())
 
 
 @pytest.mark.parametrize("optimizer", Optimizer)
@@ -169,6 +184,12 @@ def test_a_small_share_is_an_eighth_of_a_column() -> None:
         (
             Schedule(activations_kept=0.125, activations=Tier.DEVICE),
             "other activations of the latest 12.5% of tokens kept on the device, the rest",
+        ),
+        (Schedule(activations_kept=0.5), "attention outputs kept with the other activations"),
+        (
+            Schedule(activations_kept=0.5, attention_kept=0.25),
+            "attention outputs of the latest 25.0% of tokens kept on the host, the rest recomputed "
+            "where other activations are not kept",
         ),
         (Schedule(layer_checkpoint=True), "one layer's activations at a time"),
         (Schedule(attention_open=True), "kept while it is rebuilt"),

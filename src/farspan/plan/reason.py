@@ -101,7 +101,9 @@ def _choices(plan: Plan) -> str:
         attention = "attention recomputed"
     elif schedule.attention_kept == 1:
         attention = "no attention recomputed"
-    if schedule.activations_kept:
+    if schedule.activations_kept > schedule.attention_kept:  # what is kept of a cell holds its O
+        attention = f"all activations of the latest {schedule.activations_kept:.0%} of tokens kept"
+    elif schedule.activations_kept:
         attention += f", other activations of {schedule.activations_kept:.0%} kept"
     fullest = max(("device", plan.device), ("host", plan.host), key=lambda t: _share(t[1]))
     return (

@@ -46,7 +46,8 @@ def memory_text(spec: MachineSpec) -> Text:
 
 def rates_table(spec: MachineSpec) -> Table:
     """Each curve by its smallest and its largest call."""
-    table = lines_table("rates", "", "smallest call", "rate", "largest call", "rate")
+    title = "rates of the smallest and the largest call"
+    table = lines_table(title, "", "smallest", "rate", "largest", "rate")
     for dtype, rates in spec.rates.items():
         for field in fields(rates):
             curve = getattr(rates, field.name)

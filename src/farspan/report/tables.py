@@ -10,6 +10,7 @@ NAME, VALUE, BAR = 36, 10, 24  # columns of a name, a value and a full bar
 def lines_table(title: str, *columns: str) -> Table:
     """Without rules; the first column to the left, the others to the right, none of them cut."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1))
+    table.pad_edge = False  # a machine's rates take all of 80 columns
     for place, name in enumerate(columns):
         table.add_column(name, justify="right" if place else "left", no_wrap=True)
     return table

@@ -11,7 +11,7 @@ def schedule_words(schedule: Schedule, layers: int, tokens: int) -> list[str]:
         _walk(schedule, layers, tokens),
         f"inputs of each group on the {schedule.x}",
         _prefix(schedule),
-        _kept("attention outputs", schedule.attention_kept, schedule.attention),
+        _attention(schedule),
         _kept("other activations", schedule.activations_kept, schedule.activations),
     ]
     if schedule.attention_open:
@@ -66,6 +66,15 @@ def _prefix(schedule: Schedule) -> str:
         return f"{place}; rebuilt for the backward"
     home = Tier.HOST if schedule.kv is Tier.HOST else schedule.kv_home
     return f"{place}; kept for the backward on the {home}"
+
+
+def _attention(schedule: Schedule) -> str:
+    kept = _kept("attention outputs", schedule.attention_kept, schedule.attention)
+    if schedule.activations_kept <= schedule.attention_kept:
+        return kept
+    if schedule.attention_kept == 0:
+        return "attention outputs kept with the other activations"
+    return f"{kept} where other activations are not kept"
 
 
 def _kept(what: str, fraction: float, tier: Tier) -> str:
