@@ -1,8 +1,9 @@
 """Draw the figures of the documentation from committed data and from real programs.
 
-    python benchmarks/figures.py
+    python -m benchmarks.figures
 
-Needs matplotlib (the `figures` extra). Writes docs/figures/*.svg.
+Needs matplotlib (the `figures` extra). Writes docs/figures/*.svg, and the tables of
+docs/will-it-fit.md from the same data.
 """
 
 import json
@@ -16,6 +17,7 @@ matplotlib.use("svg")
 from matplotlib import pyplot as plt
 from matplotlib.patches import Rectangle
 
+from benchmarks import fit_figures, fit_page
 from farspan.plan.build import build_program
 from farspan.plan.program import AttentionMode, Backward, Forward
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule
@@ -128,3 +130,6 @@ def _save(figure: Any, name: str) -> None:
 if __name__ == "__main__":
     draw_grid()
     draw_curves()
+    for name, (draw, data) in fit_figures.DRAWINGS.items():
+        _save(draw(fit_page.load(data)), name)
+    fit_page.write()

@@ -1,0 +1,371 @@
+"""farspan and three baselines on 8 to 1,024 GPUs, by simulation: longest context, MFU, what breaks.
+
+    python -m benchmarks.cluster --out benchmarks/results/cluster.json
+
+Nothing here was measured on a cluster. Rates are those of the machine's preset, the communication
+is that of `farspan.plan.collectives`, and copies and gathers go on beside the computation, for
+every system alike: that is the schedule with streams of its own for them.
+
+- farspan: Ulysses over the K, V heads, shards for the rest, FSDP, the planner's search over a
+  coarse part of its space; also cut into pipeline stages of one group each.
+- Ulysses + ZeRO-3: a layer at a time over the whole sequence, K, V repeated where there are more
+  devices than K, V heads, at most as many devices a sequence as query heads.
+- ring + ZeRO-3: K, V travel past every device.
+- TP + SP: tensor parallelism over the node, a ring over nodes. Its weights and states are cut over
+  the ring too, which is more than Megatron does; without that 70B does not fit at all.
+
+Each baseline takes the fastest of no recomputation, checkpoints on the device and checkpoints on
+host that fits; Ulysses also without the last. All of them compute the head in pieces.
+"""
+
+import argparse
+import json
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks.coarse import Coarse, even_cuts
+from farspan.plan.architecture import Architecture
+from farspan.plan.best_first import search, something_fits
+from farspan.plan.catalog import find_architecture
+from farspan.plan.describe import model_spec
+from farspan.plan.evaluate import evaluate
+from farspan.plan.local import local_model
+from farspan.plan.machines import machine
+from farspan.plan.question import Budget, Layout, Plan, Question
+from farspan.plan.search import best_plan, named_schedule
+from farspan.spec import ModelSpec, RunSpec
+
+MACHINE = "h100"
+MODELS = ("Llama-3-8B", "Llama-3-70B")
+GPUS = tuple(8 * 2**power for power in range(8))
+MEGA = 2**20
+CONTEXTS = (MEGA, 4 * MEGA, 16 * MEGA)
+TOKENS_A_STEP = 16 * MEGA  # of all replicas: what a large run takes as a batch
+LONGEST = 1024 * MEGA  # no plan is longer
+NODE = 8
+GIB = 2**30
+SECONDS = 4.0  # a search goes on so long once something fits
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One way to spread a step over devices."""
+
+    name: str
+    layouts: Callable[[Architecture, int], Iterator[Layout]]  # of devices that share a sequence
+    strategies: tuple[str, ...]  # by which it may run; empty: farspan's search
+    most: Callable[[Architecture], int]  # devices that can share a sequence
+
+
+def _any(_: Architecture) -> int:
+    return max(GPUS)
+
+
+def _query_heads(architecture: Architecture) -> int:
+    return min(block.attention.query_heads for block in architecture.blocks)
+
+
+def _kv_heads(architecture: Architecture) -> int:
+    return min(block.attention.kv_heads for block in architecture.blocks)
+
+
+def _grouped(architecture: Architecture, devices: int) -> Iterator[Layout]:
+    heads = min(devices, _kv_heads(architecture))
+    for stages in (1, 4, 16):
+        if devices % (heads * stages) == 0:
+            yield Layout(ulysses=heads, shards=devices // (heads * stages), pipeline=stages)
+
+
+def _ulysses(_: Architecture, devices: int) -> Iterator[Layout]:
+    yield Layout(ulysses=devices)
+
+
+def _ring(_: Architecture, devices: int) -> Iterator[Layout]:
+    yield Layout(ring=devices)
+
+
+def _tensor(_: Architecture, devices: int) -> Iterator[Layout]:
+    yield Layout(tensor=NODE, ring=devices // NODE)
+
+
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """What a context takes that may not fit."""
+
+    tokens: int
+    device: Budget
+    host: Budget
+
+    def over(self) -> int:
+        """Bytes that are missing."""
+        return -min(0, self.device.left) - min(0, self.host.left)
+
+
+FARSPAN = "farspan"
+SYSTEMS = (
+    System(FARSPAN, _grouped, (), _any),
+    System("Ulysses + ZeRO-3", _ulysses, ("plain", "recompute"), _query_heads),
+    System("Ulysses + ZeRO-3, host", _ulysses, ("plain", "recompute", "offload"), _query_heads),
+    System("ring + ZeRO-3", _ring, ("plain", "recompute", "offload"), _any),
+    System("TP + SP + ring", _tensor, ("plain", "recompute", "offload"), _any),
+)
+
+
+# -- questions -------------------------------------------------------------------------------------
+
+
+@cache
+def architecture_of(name: str) -> Architecture:
+    return find_architecture(name)
+
+
+@cache
+def model_of(name: str, copies: int) -> ModelSpec:
+    """The model with every K, V head held `copies` times: K, V of Ulysses over more devices than
+    heads. What a cell holds for a moment is left as it is, in the baseline's favour."""
+    model = model_spec(architecture_of(name))
+    layers = [replace(layer, kv_heads=copies * layer.kv_heads) for layer in model.layers]
+    return replace(model, layers=tuple(layers))
+
+
+def ask(name: str, tokens: int, layout: Layout) -> Question:
+    """One sequence for each replica."""
+    architecture = architecture_of(name)
+    heads = _kv_heads(architecture)
+    copies = max(1, layout.ulysses * layout.tensor // heads)
+    return Question(
+        model=model_of(name, copies),
+        run=RunSpec(1, tokens),
+        machine=machine(MACHINE),
+        layout=layout,
+        architecture=architecture,
+        overlap=True,
+    )
+
+
+def coarse_space(question: Question, parts: tuple[float, ...] = (0.0, 0.5, 1.0)) -> Coarse:
+    """Of at most 64 chunks. A pipeline stage is one group: with more of them stages would wait for
+    each other."""
+    layers, tokens = len(local_model(question).layers), question.run.tokens
+    counts = (1,) if question.layout.pipeline > 1 else (1, 2, 4, 8, 16, layers)
+    chunks = tuple(tokens // count for count in (64, 16, 4, 1))
+    return Coarse(chunks, even_cuts(layers, counts), parts, parts)
+
+
+def plans(system: System, question: Question) -> Iterator[Plan]:
+    """By each of the system's ways; of farspan the best found, or none."""
+    for name in system.strategies:
+        yield evaluate(question, name, named_schedule(question, name))
+    if not system.strategies:
+        found = search(question, coarse_space(question), SECONDS).best
+        if found is not None:
+            yield found
+
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+def fastest(system: System, name: str, tokens: int, gpus: int) -> Plan | None:
+    """The plan of the highest MFU that fits, over layouts and numbers of replicas: as many as there
+    may be, then fewer until fewer are slower."""
+    architecture, best = architecture_of(name), None
+    replicas = min(TOKENS_A_STEP // tokens, gpus // NODE)
+    while replicas >= 1:
+        found = []
+        if gpus // replicas <= system.most(architecture):
+            for layout in system.layouts(architecture, gpus // replicas):
+                question = ask(name, tokens, replace(layout, data=replicas))
+                found += [plan for plan in plans(system, question) if plan.fits]
+        one = max(found, key=lambda plan: plan.mfu, default=None)
+        if best is not None and (one is None or one.mfu < best.mfu):
+            break
+        best = one or best
+        replicas //= 2
+    return best
+
+
+def lengths() -> list[int]:
+    """Powers of two and 1.5 times them, in tokens."""
+    found, tokens = [], MEGA // 16
+    while tokens <= LONGEST:
+        found += [tokens, tokens * 3 // 2]
+        tokens *= 2
+    return found
+
+
+def longest(system: System, name: str, gpus: int) -> tuple[Plan | None, Lack | None]:
+    """The plan at the longest context, and what the next one lacks."""
+    grid, low, high = lengths(), -1, len(lengths())
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _may_fit(system, name, grid[middle], gpus):
+            low = middle
+        else:
+            high = middle
+    kept = None
+    while low >= 0 and kept is None:
+        kept = next((p for p in _at(system, name, grid[low], gpus) if p.fits), None)
+        low -= kept is None
+    if low + 1 == len(grid):
+        return kept, None
+    following = _questions(system, name, grid[low + 1], gpus)
+    return kept, min((lack for q in following for lack in _lacks(system, q)), key=Lack.over)
+
+
+def _may_fit(system: System, name: str, tokens: int, gpus: int) -> bool:
+    """Exact for baselines; of farspan what its bounds leave."""
+    for question in _questions(system, name, tokens, gpus):
+        if system.strategies:
+            found = any(lack.over() == 0 for lack in _lacks(system, question))
+        else:
+            found = something_fits(question, coarse_space(question, (0.0,)))
+        if found:
+            return True
+    return False
+
+
+def _at(system: System, name: str, tokens: int, gpus: int) -> Iterator[Plan]:
+    """Plans at one context, for the system's layouts."""
+    for question in _questions(system, name, tokens, gpus):
+        if system.strategies:
+            yield from plans(system, question)
+        else:
+            found = search(question, coarse_space(question, (0.0,)), SECONDS).best
+            if found is not None:
+                yield found
+
+
+def _lacks(system: System, question: Question) -> Iterator[Lack]:
+    """What each of the system's ways needs; of farspan's, those that keep nothing, in the finest
+    chunks, with the inputs of groups on host."""
+    schedules = [named_schedule(question, name) for name in system.strategies]
+    if not system.strategies:
+        space = coarse_space(question, (0.0,))
+        finest = replace(space, chunks=space.chunks[:1])
+        schedules = [s for s in finest.schedules() if s.layer_checkpoint and not s.kv_kept]
+    for schedule in schedules:
+        plan = evaluate(question, system.name, schedule)
+        yield Lack(question.run.tokens, plan.device, plan.host)
+
+
+def _questions(system: System, name: str, tokens: int, gpus: int) -> Iterator[Question]:
+    """All devices that can share the one sequence do."""
+    architecture = architecture_of(name)
+    shared = min(gpus, system.most(architecture))
+    for layout in system.layouts(architecture, shared):
+        yield ask(name, tokens, replace(layout, data=gpus // shared))
+
+
+def breaks(system: System, name: str, gpus: int, lack: Lack | None) -> dict[str, Any]:
+    """What a longer context lacks."""
+    if lack is None:
+        return {"what": "nothing", "why": "no longer context was tried"}
+    tier, budget = ("device", lack.device) if lack.device.left < 0 else ("host", lack.host)
+    most = system.most(architecture_of(name))
+    what = f"{tier} memory"
+    if gpus > most:
+        what = f"heads: at most {most} devices share a sequence, then {what}"
+    return {"what": what, "tokens": lack.tokens, "parts": _largest(budget)}
+
+
+def _largest(budget: Budget) -> dict[str, float]:
+    """GiB of the parts that fill it."""
+    order = sorted(budget.parts.items(), key=lambda part: -part[1])[:3]
+    return {part: round(size / GIB, 1) for part, size in order}
+
+
+def cell(plan: Plan | None) -> dict[str, Any] | None:
+    """What the page and the figures show of a plan."""
+    if plan is None:
+        return None
+    seconds, schedule = plan.seconds, plan.schedule
+    return {
+        "tokens": plan.question.run.tokens,
+        "layout": asdict(plan.question.layout),
+        "strategy": plan.strategy,
+        "mfu": plan.mfu,
+        "seconds": seconds.total,
+        "bound": seconds.bound,
+        "network": seconds.collective / seconds.total,
+        "device_gib": plan.device.total / GIB,
+        "host_gib": plan.host.total / GIB,
+        "exchange_gib": plan.device.parts.get("exchange", 0) / GIB,
+        "chunk": schedule.chunk,
+        "groups": len(schedule.group_sizes(len(local_model(plan.question).layers))),
+        "attention_kept": schedule.attention_kept,
+        "activations_kept": schedule.activations_kept,
+    }
+
+
+def curves(name: str, system: System) -> Iterator[dict[str, Any]]:
+    """One row for each number of GPUs."""
+    for gpus in GPUS:
+        kept, lack = longest(system, name, gpus)
+        reach = 0 if kept is None else kept.question.run.tokens
+        yield {
+            "model": name,
+            "system": system.name,
+            "gpus": gpus,
+            "longest": cell(kept),
+            "breaks": breaks(system, name, gpus, lack),
+            "at": {
+                str(tokens): cell(fastest(system, name, tokens, gpus) if tokens <= reach else None)
+                for tokens in CONTEXTS
+            },
+        }
+
+
+def planning() -> list[dict[str, Any]]:
+    """How long the full search takes for Llama-3-70B at 16M tokens."""
+    found = []
+    for gpus in (64, 256, 1024):
+        question = ask("Llama-3-70B", 16 * MEGA, Layout(ulysses=NODE, shards=gpus // NODE))
+        started = time.process_time()
+        plan = best_plan(question, ["grouped"])
+        spent = time.process_time() - started
+        found.append({"gpus": gpus, "cpu_seconds": spent, "gap": plan.gap, **(cell(plan) or {})})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__)
+    parser.add_argument("--out", type=Path, help="result file to write")
+    arguments = parser.parse_args()
+    started = time.process_time()
+    rows = []
+    for name in MODELS:
+        for system in SYSTEMS:
+            for row in curves(name, system):
+                rows.append(row)
+                print(line(row), flush=True)
+    planned = planning()
+    for entry in planned:
+        print(f"planning 70B at 16M on {entry['gpus']}: {entry['cpu_seconds']:.1f} s")
+    record = {
+        "about": "simulated on presets' rates with copies and gathers beside the computation",
+        "machine": MACHINE,
+        "contexts": CONTEXTS,
+        "tokens_a_step": TOKENS_A_STEP,
+        "planning": planned,
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "rows": rows,
+    }
+    if arguments.out:
+        arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"{time.process_time() - started:.0f} s, {record['peak_mib']:.0f} MiB")
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for the terminal."""
+    reach = row["longest"]["tokens"] / MEGA if row["longest"] else 0
+    at = [f"{100 * found['mfu']:.0f}%" if found else "-" for found in row["at"].values()]
+    return f"{row['model']} {row['system']} {row['gpus']}: {reach:g}M, MFU {' '.join(at)}"
+
+
+if __name__ == "__main__":
+    main()

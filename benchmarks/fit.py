@@ -1,0 +1,176 @@
+"""Which context fits which GPU, by strategy, and what a token costs: the data of the guide page.
+
+    python -m benchmarks.fit --out benchmarks/results/fit.json
+
+Of each machine one device is used, with its share of the node's main memory, and copies run in line
+with the computation: that is what the engine does today. Rates are those of the presets.
+
+Models are trained in the way that is named with them: in full with AdamW's states on the device, in
+full with the states in main memory (a planned size: `farspan train` has no such optimizer yet), or
+by LoRA adapters of rank 16. A longest context is found to within a sixty-fourth of itself.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from farspan.plan.catalog import find_architecture
+from farspan.plan.describe import model_spec
+from farspan.plan.evaluate import evaluate
+from farspan.plan.machines import machine
+from farspan.plan.question import Optimizer, Plan, Question
+from farspan.plan.search import LEAST, longest_contexts, named_schedule
+from farspan.plan.strategies import STRATEGIES
+from farspan.spec import MachineSpec, RunSpec, Schedule
+
+MACHINES = ("rtx4090", "l40s", "a100-80g", "h100", "h200", "b200")
+SLOPES = ("Qwen2.5-7B", "Llama-3-8B", "GPT-7B-MEMO")
+SHORT, LONG = 2**19, 2**20  # tokens between which a token's bytes are counted
+SECONDS = 0.5  # for the search at the longest context
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a model is trained."""
+
+    name: str
+    optimizer: Optimizer
+    adapter_rank: int
+
+
+FULL = Way("full", Optimizer.ADAMW, 0)
+FULL_ON_HOST = Way("full, states on host", Optimizer.HOST, 0)
+LORA = Way("LoRA, rank 16", Optimizer.ADAMW, 16)
+MODELS = (
+    ("Qwen2.5-0.5B", FULL),
+    ("Qwen2.5-7B", FULL_ON_HOST),
+    ("Qwen2.5-7B", LORA),
+    ("Qwen3-8B", LORA),
+    ("Llama-3-8B", LORA),
+    ("GPT-OSS-20B", LORA),
+    ("Llama-3-70B", LORA),
+)
+
+
+def one_device(name: str) -> MachineSpec:
+    """The machine with one device and its share of main memory."""
+    node = machine(name)
+    return replace(node, devices=1, host_bytes=node.host_bytes // node.devices)
+
+
+def ask(model: str, way: Way, on: MachineSpec, tokens: int) -> Question:
+    architecture = find_architecture(model)
+    spec = model_spec(architecture, adapter_rank=way.adapter_rank)
+    return Question(
+        spec, RunSpec(1, tokens), on, optimizer=way.optimizer, architecture=architecture
+    )
+
+
+def longest() -> Iterator[dict[str, Any]]:
+    """A row for each model and machine."""
+    for (model, way), name in product(MODELS, MACHINES):
+        on = one_device(name)
+        found = longest_contexts(ask(model, way, on, LEAST), None, SECONDS)
+        yield {
+            "model": model,
+            "machine": name,
+            "way": way.name,
+            "host_gib": on.host_bytes / 2**30,
+            "strategies": {s: cell(found[s]) if s in found else None for s in STRATEGIES},
+        }
+
+
+def cell(plan: Plan) -> dict[str, Any]:
+    """What the page and the figures show of a plan."""
+    return {
+        "tokens": plan.question.run.tokens,
+        "seconds": plan.seconds.total,
+        "mfu": plan.mfu,
+        "bound": plan.seconds.bound,
+        "device_share": plan.device.total / plan.device.limit,
+        "host_share": plan.host.total / plan.host.limit,
+        "chunk": plan.schedule.chunk,
+        "groups": len(plan.schedule.group_sizes(len(plan.question.model.layers))),
+        "attention_kept": plan.schedule.attention_kept,
+    }
+
+
+RECOMPUTED = "grouped, O recomputed"
+
+
+def slopes() -> Iterator[dict[str, Any]]:
+    """Bytes that one token more takes on device and on host, whatever the machine can hold."""
+    on = replace(one_device("h200"), device_bytes=2**45, host_bytes=2**45)
+    for model in SLOPES:
+        for name in (*STRATEGIES, RECOMPUTED):
+            short, long = (_sizes(ask(model, FULL, on, n), name) for n in (SHORT, LONG))
+            device, host = (
+                (more - less) / (LONG - SHORT) for less, more in zip(short, long, strict=True)
+            )
+            yield {"model": model, "strategy": name, "device": device, "host": host}
+
+
+def _sizes(question: Question, name: str) -> tuple[int, int]:
+    plan = evaluate(question, name, _schedule(question, name))
+    return plan.device.total, plan.host.total
+
+
+def _schedule(question: Question, name: str) -> Schedule:
+    if name == RECOMPUTED:
+        return replace(named_schedule(question, "grouped"), attention_kept=0.0)
+    return named_schedule(question, name)
+
+
+COMMANDS = (
+    "--model Qwen2.5-7B --trainable lora:16 --context 1M --machine h100 --host-memory 200GiB",
+    "--model Qwen2.5-7B --context 128K --machine rtx4090",
+    "--model Qwen2.5-0.5B --machine rtx4090 --max-context",
+)
+
+
+def commands() -> Iterator[dict[str, str]]:
+    """What the command line answers."""
+    for options in COMMANDS:
+        words = ["plan", *options.split()]
+        code = "from farspan.cli import main; main()"
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words],
+            env={**os.environ, "COLUMNS": "100"},
+            capture_output=True,
+            text=True,
+        )
+        output = "\n".join(line.rstrip() for line in done.stdout.splitlines())
+        yield {"command": f"farspan plan {options}", "output": output}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fit", description=__doc__)
+    parser.add_argument("--out", type=Path, help="result file to write")
+    arguments = parser.parse_args()
+    started = time.process_time()
+    rows = []
+    for row in longest():
+        rows.append(row)
+        reach = {k: v and v["tokens"] // 1024 for k, v in row["strategies"].items()}
+        print(row["model"], row["machine"], row["way"], reach, flush=True)
+    record = {
+        "about": "planned on presets' rates, one device, copies in line with the computation",
+        "commands": list(commands()),
+        "longest": rows,
+        "bytes_a_token": {"between": [SHORT, LONG], "rows": list(slopes())},
+    }
+    if arguments.out:
+        arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"{time.process_time() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""The tables of docs/will-it-fit.md, from benchmarks/results/fit.json and cluster.json."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from farspan.plan.units import write_seconds, write_tokens
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "will-it-fit.md"
+RESULTS = ROOT / "benchmarks" / "results"
+OPENING, CLOSING = "<!-- table {} -->", "<!-- end -->"
+MEGA, KILO = 2**20, 1e3
+
+Record = dict[str, Any]
+
+
+def load(name: str) -> Record:
+    """A result file."""
+    found: Record = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def write() -> None:
+    """Put the tables into the page."""
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(filled(text, load("fit"), load("cluster")), encoding="utf-8")
+
+
+def filled(text: str, fit: Record, cluster: Record) -> str:
+    """The page with every table in its place. Raises ValueError where a mark is missing."""
+    for name, table in tables(fit, cluster).items():
+        opening = OPENING.format(name)
+        before, mark, rest = text.partition(opening)
+        if not mark or CLOSING not in rest:
+            raise ValueError(f"the page has no place for {opening}")
+        text = f"{before}{opening}\n\n{table}\n\n{rest[rest.index(CLOSING) :]}"
+    return text
+
+
+def tables(fit: Record, cluster: Record) -> dict[str, str]:
+    """Every generated table by its name in the page."""
+    return {
+        **{f"command {index}": command(entry) for index, entry in enumerate(fit["commands"])},
+        "longest": longest(fit),
+        "bytes": bytes_a_token(fit),
+        "cluster longest": reach(cluster),
+        "cluster mfu": mfu(cluster),
+        "cluster breaks": breaks(cluster),
+        "cluster planning": planning(cluster),
+    }
+
+
+def command(entry: Record) -> str:
+    """A command and what it printed."""
+    return f"```\n$ {entry['command']}\n{entry['output'].strip()}\n```"
+
+
+def _grid(head: list[str], rows: Iterable[list[str]]) -> str:
+    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+# -- one device ------------------------------------------------------------------------------------
+
+
+def longest(fit: Record) -> str:
+    """A table for each model and way to train it."""
+    parts = []
+    for model, way in dict.fromkeys((row["model"], row["way"]) for row in fit["longest"]):
+        own = [row for row in fit["longest"] if (row["model"], row["way"]) == (model, way)]
+        names = list(own[0]["strategies"])
+        rows = [
+            [row["machine"], *(_reach(row["strategies"][name]) for name in names)] for row in own
+        ]
+        parts.append(f"{model}, {way}:\n\n{_grid(['', *names], rows)}")
+    return "\n\n".join(parts)
+
+
+def _reach(cell: Record | None) -> str:
+    return f"{write_tokens(cell['tokens'])}, {write_seconds(cell['seconds'])}" if cell else "-"
+
+
+def bytes_a_token(fit: Record) -> str:
+    """KB a token on device and on host."""
+    rows = fit["bytes_a_token"]["rows"]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    by_place = {(row["strategy"], row["model"]): row for row in rows}
+    body = []
+    for strategy in dict.fromkeys(row["strategy"] for row in rows):
+        found = (by_place[strategy, model] for model in models)
+        body.append([strategy, *(f"{_kilo(c['device'])} + {_kilo(c['host'])}" for c in found)])
+    return _grid(["KB a token, device + host", *models], body)
+
+
+def _kilo(size: float) -> str:
+    return f"{size / KILO:,.0f}" if size >= 10 * KILO else f"{size / KILO:.1f}"
+
+
+# -- many devices ----------------------------------------------------------------------------------
+
+
+def reach(cluster: Record) -> str:
+    """Longest contexts."""
+
+    def show(row: Record) -> str:
+        return _mega(row["longest"]["tokens"]) if row["longest"] else "-"
+
+    return _systems(cluster, show)
+
+
+def mfu(cluster: Record) -> str:
+    """MFU at each context, with N where the network takes over a tenth of the step."""
+    parts = []
+    for tokens in cluster["contexts"]:
+        found = _systems(cluster, lambda row, key=str(tokens): _mfu(row["at"][key]))
+        parts.append(f"At {_mega(tokens)} tokens:\n\n{found}")
+    return "\n\n".join(parts)
+
+
+def _mfu(cell: Record | None) -> str:
+    if cell is None:
+        return "-"
+    return f"{100 * cell['mfu']:.0f}%" + (" N" if cell["network"] > 0.1 else "")
+
+
+def _systems(cluster: Record, show: Any) -> str:
+    sizes = list(dict.fromkeys(row["gpus"] for row in cluster["rows"]))
+    by_place = {(row["model"], row["system"], row["gpus"]): row for row in cluster["rows"]}
+    body = []
+    for model, system in dict.fromkeys((row["model"], row["system"]) for row in cluster["rows"]):
+        found = (show(by_place[model, system, size]) for size in sizes)
+        body.append([f"{model.removeprefix('Llama-3-')} {system}", *found])
+    return _grid(["GPUs", *map(str, sizes)], body)
+
+
+def breaks(cluster: Record) -> str:
+    """What the next longer context lacks, at the smallest and the largest number of GPUs that holds
+    any, and where more GPUs stop to help."""
+    body = []
+    for model, system in dict.fromkeys((row["model"], row["system"]) for row in cluster["rows"]):
+        own = [r for r in cluster["rows"] if (r["model"], r["system"]) == (model, system)]
+        held = [row for row in own if row["longest"]]
+        first, last = held[0], held[-1]
+        cells = [f"{_broken(row)} ({row['gpus']} GPUs)" for row in (first, last)]
+        body.append([f"{model.removeprefix('Llama-3-')} {system}", *cells, _network(own)])
+    return _grid(["", "fewest GPUs", "most GPUs", "network over a tenth of a step"], body)
+
+
+def _broken(row: Record) -> str:
+    found = row["breaks"]
+    parts = ", ".join(f"{part} {size:g}" for part, size in found.get("parts", {}).items())
+    return f"{found['what']}: {parts}" if parts else str(found["what"])
+
+
+def _network(rows: list[Record]) -> str:
+    """From how many GPUs on, at each context."""
+    found = []
+    for key in rows[0]["at"]:
+        sizes = [r["gpus"] for r in rows if r["at"][key] and r["at"][key]["network"] > 0.1]
+        if sizes:
+            found.append(f"{_mega(int(key))}: {', '.join(map(str, sizes))}")
+    return "; ".join(found) or "nowhere"
+
+
+def planning(cluster: Record) -> str:
+    """Seconds of the full search."""
+    rows = [
+        [
+            str(entry["gpus"]),
+            f"{entry['cpu_seconds']:.1f} s",
+            f"{100 * entry['mfu']:.0f}%",
+            write_seconds(entry["seconds"]),
+            f"{100 * entry['gap']:.1f}%",
+        ]
+        for entry in cluster["planning"]
+    ]
+    return _grid(["GPUs", "search, processor time", "MFU", "step", "gap at most"], rows)
+
+
+def _mega(tokens: int) -> str:
+    return f"{tokens / MEGA:g}M" if tokens >= MEGA else f"{tokens // 1024}K"
