@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from farspan.plan.bound import TIERS, Bounds, Frame
 from farspan.plan.collectives import exchange_bytes
-from farspan.plan.evaluate import evaluate
+from farspan.plan.evaluate import Sized, evaluate, size
 from farspan.plan.local import local_model, local_schedule, refuse_layout
 from farspan.plan.question import Plan, Question
 from farspan.plan.roles import Kept
@@ -28,7 +28,6 @@ from farspan.spec import Schedule
 
 Kind = tuple[object, ...]
 Learned = dict[Kind, tuple[float, float]]  # bytes on device and host beyond the bounds
-PATIENCE = 5.0  # seconds beyond the budget where nothing was found to fit yet
 SLACK = 1e-9  # sums of the same numbers in another order
 
 
@@ -100,20 +99,24 @@ def latest_fraction(chunks: tuple[tuple[int, int], ...], count: int) -> float:
     return (chunks[-1][1] - chunks[-count][0]) / chunks[-1][1]
 
 
-def search(question: Question, space: Space, seconds: float = 8.0) -> Outcome:
-    """The best schedule of the space by its simulated time. The budget of seconds is exceeded where
-    nothing was found to fit yet. Raises Refused for a layout that the model cannot take."""
+def search(
+    question: Question, space: Space, seconds: float = 8.0, best: Plan | None = None
+) -> Outcome:
+    """The best schedule of the space by its simulated time, or `best` where none is faster.
+
+    `seconds` are those that this process computes, so that a busy machine finds no less; they are
+    exceeded where nothing was found to fit yet. Raises Refused for a layout that the model cannot
+    take.
+    """
     refuse_layout(question)
     if states_do_not_fit(question):
-        return Outcome(None, 0.0, 0)
-    deadline = time.perf_counter() + seconds
+        return Outcome(best, 0.0, 0)
+    deadline = time.process_time() + seconds
     heap = [(f.lowest, count, f) for count, f in enumerate(_frontiers(question, space))]
     heapq.heapify(heap)
-    best: Plan | None = None
     simulated = 0
     while heap and (best is None or heap[0][0] < best.seconds.total * (1 - SLACK)):
-        late = time.perf_counter() - deadline
-        if late > 0 and (best is not None or late > max(seconds, PATIENCE)):
+        if best is not None and time.process_time() > deadline:
             break
         _, count, frontier = heapq.heappop(heap)
         if frontier.bounds is None:
@@ -121,7 +124,7 @@ def search(question: Question, space: Space, seconds: float = 8.0) -> Outcome:
         else:
             plan = _try(question, frontier)
             simulated += 1
-            if plan.fits and (best is None or plan.seconds.total < best.seconds.total):
+            if plan is not None and (best is None or plan.seconds.total < best.seconds.total):
                 best = plan
         if frontier.lowest < float("inf"):
             heapq.heappush(heap, (frontier.lowest, count, frontier))
@@ -184,13 +187,14 @@ def _room(question: Question, device: Array, host: Array) -> Array:
     return np.asarray(np.minimum(1 - device / max(1, machine.device_bytes), 1 - host / share))
 
 
-def _try(question: Question, frontier: _Frontier) -> Plan:
-    """Simulate the frontier's fastest choice."""
+def _try(question: Question, frontier: _Frontier) -> Plan | None:
+    """Simulate the frontier's fastest choice; None if it does not fit."""
     schedule, index = frontier.take()
-    plan = evaluate(question, "grouped", schedule)
-    if not plan.fits:
-        _learn(frontier, plan, index)
-    return plan
+    sized = size(question, schedule)
+    if sized.fits:
+        return evaluate(question, "grouped", schedule, sized)
+    _learn(question, frontier, sized, index)
+    return None
 
 
 def _frontiers(question: Question, space: Space) -> Iterator[_Frontier]:
@@ -228,19 +232,20 @@ def _fitting(question: Question, bounds: Bounds) -> NDArray[np.int64]:
     return np.asarray(found[np.lexsort((size, bounds.seconds.ravel()[found]))])
 
 
-def _learn(frontier: _Frontier, plan: Plan, index: int) -> None:
+def _learn(question: Question, frontier: _Frontier, sized: Sized, index: int) -> None:
     """What a choice took beyond its bounds: what a cell holds for a moment, of which the bounds
     have the graphs only. It depends on the chunk, the widest group and which tensors exist, not on
     how many chunks are kept: so all others that are alike in these take that much more as well."""
     bounds, frame = frontier.bounds, frontier.frame
     assert bounds is not None
     choice, tiers = divmod(index, len(TIERS))
-    over = plan.device.total - bounds.device.flat[index], plan.host.total - bounds.host.flat[index]
+    device = sized.device.total - float(bounds.device.flat[index])
+    over = device, sized.host.total - float(bounds.host.flat[index])
     key = _kind(frontier.schedule, frame, tiers, int(_switches(frame)[choice]))
     known = frontier.learned.get(key, (0.0, 0.0))
     frontier.learned[key] = known[0] + over[0], known[1] + over[1]
     _add(bounds, frame, (_switches(frame)[choice], tiers), over)
-    beyond = _room(plan.question, bounds.device, bounds.host) < 0
+    beyond = _room(question, bounds.device, bounds.host) < 0
     rest = frontier.order[frontier.place :]
     frontier.keep(rest[~beyond.ravel()[rest]])
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from farspan.plan.build import build_program
-from farspan.plan.collectives import Collectives, exchange_bytes
+from farspan.plan.collectives import Collectives, exchange_bytes, fsdp_ranks
 from farspan.plan.local import local_model, local_run, local_schedule
 from farspan.plan.program import Allocate, Clear, Close, Free, Kind, Program
 from farspan.plan.question import Budget, Plan, Question, Seconds
@@ -32,23 +32,45 @@ def walk(question: Question, schedule: Schedule) -> Walked:
     run, own = local_run(part), local_schedule(schedule, part.layout)
     program = build_program(part.model, run, own)
     architecture = part.architecture or assumed(part.model)
-    held = Walk(program, architecture, gradient_bytes=gradient_bytes(part)).run()
+    ranks = fsdp_ranks(part)
+    held = Walk(program, architecture, gradient_bytes=gradient_bytes(part), ranks=ranks).run()
     return Walked(program, held.transient)
 
 
-def evaluate(question: Question, strategy: str, schedule: Schedule) -> Plan:
-    """The plan of a schedule: bytes on each tier, seconds, what bounds them."""
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """A program and what it takes of each tier."""
+
+    program: Program
+    device: Budget
+    host: Budget
+
+    @property
+    def fits(self) -> bool:
+        return min(self.device.left, self.host.left) >= 0
+
+
+def size(question: Question, schedule: Schedule) -> Sized:
+    """The program of a schedule with its bytes, its time not asked for."""
     part = replace(question, model=local_model(question))
     walked = walk(question, schedule)
-    held = states(part, walked.program.groups)
-    device, host = budgets(part, walked, held)
-    seconds = step_seconds(part, walked.program)
+    device, host = budgets(part, walked, states(part, walked.program.groups))
+    return Sized(walked.program, device, host)
+
+
+def evaluate(
+    question: Question, strategy: str, schedule: Schedule, sized: Sized | None = None
+) -> Plan:
+    """The plan of a schedule: bytes on each tier, seconds, what bounds them."""
+    sized = sized or size(question, schedule)
+    part = replace(question, model=local_model(question))
+    seconds = step_seconds(part, sized.program)
     return Plan(
         strategy=strategy,
         schedule=schedule,
         question=question,
-        device=device,
-        host=host,
+        device=sized.device,
+        host=sized.host,
         seconds=seconds,
         mfu=useful_flop(question) / (rates_of(question).peak * _devices(question) * seconds.total),
     )

@@ -1,6 +1,6 @@
 """What to run: the best plan of all strategies, and the longest context of each."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -28,11 +28,11 @@ def best_plan(
     """The fastest plan that fits, the others as its alternatives.
 
     `strategies` are the names to choose from, None for all; `grouped` stands for the whole space
-    of schedules, searched for at most about `seconds`. If nothing fits, the plan that misses by
-    the least, with what breaks first and a change that would help. Raises Refused.
+    of schedules, searched for about `seconds` of this process's time. If nothing fits, the plan
+    that misses by the least, with what breaks first and a change that would help. Raises Refused.
     """
     refuse_layout(question)
-    plans = list(_plans(question, strategies or list(STRATEGIES), seconds))
+    plans = _plans(question, strategies or list(STRATEGIES), seconds)
     plans.sort(key=_order)
     best, others = plans[0], tuple(plans[1:])
     if not best.fits:
@@ -55,8 +55,7 @@ def longest_contexts(
             asked = _at(question, tokens)
             plan = evaluate(asked, name, _thrifty(asked, name))
             if plan.fits:
-                faster = _plans(asked, [name], seconds) if name == GROUPED else iter((plan,))
-                found[name] = min((plan, *faster), key=_order)
+                found[name] = _searched(asked, [plan], seconds) if name == GROUPED else plan
                 break
             # Padding, which the quick look leaves out.
             tokens -= max(LEAST, tokens // (4 * FINEST))
@@ -79,19 +78,31 @@ def named_schedule(question: Question, name: str, most: int = MOST_CELLS) -> Sch
     return with_alpha(question, schedule) if name == "memo" else schedule
 
 
-def _plans(question: Question, names: Sequence[str], seconds: float) -> Iterator[Plan]:
+def _plans(question: Question, names: Sequence[str], seconds: float) -> list[Plan]:
+    """The plans of these strategies. `grouped` comes last: what the others take prunes its search,
+    and if none of its own is faster, it is the fastest of them."""
     for name in names:
         if name not in STRATEGIES:
-            raise Refused(
-                f"strategy: {name!r} is not known; expected one of {', '.join(STRATEGIES)}"
-            )
-        own = named_schedule(question, name)
-        if name == GROUPED:
-            outcome = search(question, whole_space(question), seconds)
-            if outcome.best is not None:
-                yield replace(outcome.best, gap=outcome.gap)
-                continue
-        yield evaluate(question, name, own)
+            known = ", ".join(STRATEGIES)
+            raise Refused(f"strategy: {name!r} is not known; expected one of {known}")
+    plans = [
+        evaluate(question, name, named_schedule(question, name))
+        for name in names
+        if name != GROUPED
+    ]
+    if GROUPED in names:
+        plans.append(_searched(question, plans, seconds))
+    return plans
+
+
+def _searched(question: Question, others: Sequence[Plan], seconds: float) -> Plan:
+    """The best of the whole space."""
+    fitting = [plan for plan in others if plan.fits]
+    known = min(fitting, key=_order) if fitting else None
+    outcome = search(question, whole_space(question), seconds, known)
+    if outcome.best is None:
+        return evaluate(question, GROUPED, named_schedule(question, GROUPED))
+    return replace(outcome.best, strategy=GROUPED, gap=outcome.gap)
 
 
 def _order(plan: Plan) -> tuple[bool, float]:
