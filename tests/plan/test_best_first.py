@@ -104,10 +104,12 @@ def test_the_search_finds_what_trying_everything_finds(
 
 def test_a_search_cut_short_says_how_far_it_may_be_off() -> None:
     asked = question(2**40, 2**40, overlap=True)
-    best = min(plan.seconds.total for plan in all_plans(True))
-    outcome = search(asked, SPACE, seconds=1e-3)
-    assert outcome.best is not None
-    assert outcome.best.seconds.total * (1 - outcome.gap) <= best * (1 + 1e-9)
+    plans = sorted(all_plans(True), key=lambda plan: plan.seconds.total)
+    slow = replace(plans[len(plans) // 2], question=asked)
+    outcome = search(asked, SPACE, seconds=0.0, best=slow)
+    assert outcome.best is slow
+    assert outcome.gap > 0.0
+    assert slow.seconds.total * (1 - outcome.gap) <= plans[0].seconds.total * (1 + 1e-9)
 
 
 def test_what_bounds_rule_out_fits_nowhere(amounts: list[tuple[int, int]]) -> None:
@@ -176,7 +178,7 @@ def test_the_space_is_not_empty_for_odd_questions() -> None:
         asked = question(2**40, 2**40, run=RunSpec(1, tokens))
         assert whole_space(asked).chunks[-1] == tokens
         assert thriftiest(asked).attention == (0.0,)
-        assert search(asked, whole_space(asked), 2.0).best is not None
+        assert search(asked, whole_space(asked), 20.0).best is not None
 
 
 def test_a_layout_shares_what_one_device_would_hold() -> None:

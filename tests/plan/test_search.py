@@ -18,7 +18,8 @@ GIB = 2**30
 
 
 def question(tokens: int, host: int = 64 * GIB, **fields: object) -> Question:
-    architecture = find_architecture("Qwen2.5-0.5B")
+    whole = find_architecture("Qwen2.5-0.5B")
+    architecture = replace(whole, blocks=whole.blocks[:6])
     here = replace(machine("rtx4090"), host_bytes=host)
     asked = Question(model_spec(architecture), RunSpec(1, tokens), here, architecture=architecture)
     return replace(asked, **fields)  # type: ignore[arg-type]
@@ -47,7 +48,7 @@ def test_more_memory_is_never_slower() -> None:
 
 
 def test_what_does_not_fit_says_what_breaks_and_what_would_help() -> None:
-    asked = question(32 * 1024, machine=replace(machine("rtx4090"), device_bytes=6 * GIB))
+    asked = question(32 * 1024, machine=replace(machine("rtx4090"), device_bytes=5 * GIB))
     plan = best_plan(asked)
     assert not plan.fits
     assert "device memory breaks first" in plan.reason
@@ -57,7 +58,7 @@ def test_what_does_not_fit_says_what_breaks_and_what_would_help() -> None:
 
 @pytest.mark.parametrize("name", ["memo", "fpdt", "oomb", "offload", "grouped"])
 def test_the_longest_context_fits_and_a_longer_one_does_not(name: str) -> None:
-    asked = question(1, host=6 * GIB)
+    asked = question(1, host=2 * GIB)
     plan = longest_contexts(asked, [name])[name]
     assert plan.fits
     tokens = plan.question.run.tokens

@@ -104,9 +104,8 @@ def search(
 ) -> Outcome:
     """The best schedule of the space by its simulated time, or `best` where none is faster.
 
-    `seconds` are those that this process computes, so that a busy machine finds no less; they are
-    exceeded where nothing was found to fit yet. Raises Refused for a layout that the model cannot
-    take.
+    `seconds` are those that this process computes, so that a busy machine finds no less. Raises
+    Refused for a layout that the model cannot take.
     """
     refuse_layout(question)
     if states_do_not_fit(question):
@@ -116,7 +115,7 @@ def search(
     heapq.heapify(heap)
     simulated = 0
     while heap and (best is None or heap[0][0] < best.seconds.total * (1 - SLACK)):
-        if best is not None and time.process_time() > deadline:
+        if time.process_time() > deadline:
             break
         _, count, frontier = heapq.heappop(heap)
         if frontier.bounds is None:
