@@ -125,7 +125,9 @@ def test_tapered_cuts_have_the_lowest_level(layers: int) -> None:
     def level(cut: tuple[int, ...]) -> int:
         own = model.layers[0].kv_elements() * (model.element_bytes + model.accumulate_bytes())
         boundary = model.hidden * model.element_bytes
-        return max((i + 1) * boundary + size * own for i, size in enumerate(cut))
+        # Its input and the boundaries below; its output's gradient, unless the head just made it.
+        last = len(cut) - 1
+        return max((i + (i != last)) * boundary + size * own for i, size in enumerate(cut))
 
     for groups in range(1, layers + 1):
         found = tapered(model, groups)
@@ -133,6 +135,14 @@ def test_tapered_cuts_have_the_lowest_level(layers: int) -> None:
         assert sum(found) == layers
         best = min(level(cut) for cut in compositions(layers, groups))
         assert level(found) == best
+
+
+def test_the_tapered_cut_of_the_theory() -> None:
+    """Qwen2.5-7B in six groups: 54.3 KB a token with 7, 6, 5, 4, 3, 3 (a = 7168, kappa = 2048,
+    delta = 4096)."""
+    layer = LayerSpec(28, 4, 128, 128)
+    model = replace(model_of(1), hidden=3584, element_bytes=2, layers=(layer,) * 28)
+    assert tapered(model, 6) == (7, 6, 5, 4, 3, 3)
 
 
 def compositions(total: int, parts: int) -> list[tuple[int, ...]]:

@@ -129,9 +129,24 @@ def test_weights_are_brought_into_a_node_once() -> None:
     assert one.reduce(1000, FP32) == near(1000 * FP32 * 3 / 4)
     two = Collectives(ask(Layout(ulysses=4, data=2), devices=4))
     # Half of the bytes are elsewhere, and each of four devices brings in a quarter of that half.
-    away, inside = 1000 * BF16 / 2 / 4 / NETWORK, 1000 * BF16 * 3 / 8 / PEER
+    # Then three quarters of all of it come from the three others of the node.
+    away, inside = 1000 * BF16 / 2 / 4 / NETWORK, 1000 * BF16 * 3 / 4 / PEER
     assert two.gather(1000) == pytest.approx(max(away, inside), rel=EXACT)
     assert Collectives(ask(Layout(ulysses=4, fsdp=False))).gather(1000) == 0.0
+
+
+def test_tensor_parallel_devices_gather_and_reduce_their_part_only() -> None:
+    one = Collectives(ask(Layout(tensor=2, data=2), devices=4))
+    assert one.gather(1000) == near(1000 * BF16 / 2 / 2)
+    plain = Collectives(ask(Layout(tensor=2, data=2, fsdp=False), devices=4))
+    assert plain.replicas(1000, FP32) == near(2 * 1000 * FP32 / 2 / 2)
+
+
+def test_a_ring_over_nodes_goes_at_the_pace_of_the_network() -> None:
+    for devices, rate in ((4, PEER), (2, NETWORK)):
+        collectives = Collectives(ask(Layout(ring=4, fsdp=False), devices=devices))
+        seconds = collectives.ring(LAYER, 1024, backward=False)
+        assert seconds == pytest.approx(1024 * 2 * DKV * BF16 * 3 / 4 / rate, rel=EXACT)
 
 
 def test_ranks_that_share_weights() -> None:

@@ -108,6 +108,11 @@ def _host(ruler: Ruler, layer: _Layer) -> float:
     share = machine.host_bytes // min(machine.devices, question.layout.devices())
     swapped = len(ruler.model.layers) - 1
     room = share - held.optimizer_on_host - swapped * layer.always
+    if machine.unified:
+        # What else a device would hold lies in the same memory.
+        room -= held.weights + held.gradients + held.accumulators + held.optimizer
+        kv = max(ruler.kv_row(spec) + ruler.dkv_row(spec) for spec in ruler.classes)
+        room -= kv * ruler.run.tokens + 2 * layer.others / len(ruler.chunks)
     return _part(room, swapped * layer.others)
 
 

@@ -49,15 +49,17 @@ class _Frontier:
     schedule: Schedule  # in tokens of the sequence
     lowest: float  # bound of the fastest choice left, infinite when none is
     learned: Learned
-    bounds: Bounds | None = None
+    bounds: Bounds | None = None  # with what was learned
+    base: Bounds | None = None
     order: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     place: int = 0
 
     def open(self, question: Question) -> None:
         """Look at the memory of all choices, and leave those that may fit."""
         bounds = self.frame.bounds()
-        self.bounds = replace(bounds, device=bounds.device + exchanged(self.frame))
+        self.base = replace(bounds, device=bounds.device + exchanged(self.frame))
         _apply(self)
+        assert self.bounds is not None
         self.order = _fitting(question, self.bounds)
         self._advance()
 
@@ -129,7 +131,7 @@ def search(
             heapq.heappush(heap, (frontier.lowest, count, frontier))
     gap = 0.0
     if best is not None and heap and heap[0][0] < best.seconds.total * (1 - SLACK):
-        gap = 1 - heap[0][0] / best.seconds.total
+        gap = best.seconds.total / heap[0][0] - 1
     return Outcome(best, gap, simulated)
 
 
@@ -234,38 +236,36 @@ def _fitting(question: Question, bounds: Bounds) -> NDArray[np.int64]:
 def _learn(question: Question, frontier: _Frontier, sized: Sized, index: int) -> None:
     """What a choice took beyond its bounds: what a cell holds for a moment, of which the bounds
     have the graphs only. It depends on the chunk, the widest group and which tensors exist, not on
-    how many chunks are kept: so all others that are alike in these take that much more as well."""
-    bounds, frame = frontier.bounds, frontier.frame
-    assert bounds is not None
+    how many chunks are kept: so all others that are alike in these take that much more as well.
+    The least that was seen counts, since alike is not the same."""
+    base, frame = frontier.base, frontier.frame
+    assert base is not None
     choice, tiers = divmod(index, len(TIERS))
-    device = sized.device.total - float(bounds.device.flat[index])
-    over = device, sized.host.total - float(bounds.host.flat[index])
+    device = sized.device.total - float(base.device.flat[index])
+    host = sized.host.total - float(base.host.flat[index])
     key = _kind(frontier.schedule, frame, tiers, int(_switches(frame)[choice]))
-    known = frontier.learned.get(key, (0.0, 0.0))
-    frontier.learned[key] = known[0] + over[0], known[1] + over[1]
-    _add(bounds, frame, (_switches(frame)[choice], tiers), over)
-    beyond = _room(question, bounds.device, bounds.host) < 0
+    known = frontier.learned.get(key, (device, host))
+    frontier.learned[key] = min(known[0], device), min(known[1], host)
+    _apply(frontier)
+    assert frontier.bounds is not None
+    beyond = _room(question, frontier.bounds.device, frontier.bounds.host) < 0
     rest = frontier.order[frontier.place :]
     frontier.keep(rest[~beyond.ravel()[rest]])
 
 
 def _apply(frontier: _Frontier) -> None:
-    """Add what frames of the same kind taught."""
-    assert frontier.bounds is not None
+    """The bounds with what frames of the same kind taught."""
+    base = frontier.base
+    assert base is not None
     switches = _switches(frontier.frame)
+    device, host = base.device.copy(), base.host.copy()
     for switch in np.unique(switches):
         for tiers in range(len(TIERS)):
             key = _kind(frontier.schedule, frontier.frame, tiers, int(switch))
-            if key in frontier.learned:
-                over = frontier.learned[key]
-                _add(frontier.bounds, frontier.frame, (switch, tiers), over)
-
-
-def _add(bounds: Bounds, frame: Frame, alike: tuple[int, int], over: tuple[float, float]) -> None:
-    switch, tiers = alike
-    same = _switches(frame) == switch
-    bounds.device[same, tiers] += over[0]
-    bounds.host[same, tiers] += over[1]
+            over = frontier.learned.get(key, (0.0, 0.0))
+            device[switches == switch, tiers] += over[0]
+            host[switches == switch, tiers] += over[1]
+    frontier.bounds = Bounds(base.seconds, device, host)
 
 
 def _kind(schedule: Schedule, frame: Frame, tiers: int, switch: int) -> Kind:

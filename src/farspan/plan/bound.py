@@ -21,8 +21,8 @@ from farspan.spec import LayerSpec, Schedule, Tier
 TIERS = tuple(product(Tier, repeat=3))  # of x, attention, activations
 ON_HOST = np.array([[tier is Tier.HOST for tier in tiers] for tiers in TIERS], dtype=np.float64)
 INPUT_BYTES = 3 * 8  # a token
+EVERY = 8  # groups up to which the memory of each is looked at
 LINK = 2  # directions: fetch, evict
-MOVED = 3  # what may be on either tier: x, attention, activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,9 @@ class Frame:
     def memory(self) -> tuple[Array, Array]:
         """[F, T] on device and host: the fullest of the phases looked at, time not asked for."""
         last = len(self.groups) - 1
-        looked_at = sorted({0, 1, last // 2, last - 1, last} & set(range(last + 1)))
+        # Of more groups, those where even and tapered cuts are fullest.
+        few = {0, 1, last // 2, last - 1, last} & set(range(last + 1))
+        looked_at = range(last + 1) if last < EVERY else sorted(few)
         phases = [phase for group in looked_at for phase in self._phases(group)]
         device, host = self._fixed()
         most = np.zeros((2, len(self.kept.graphs), len(TIERS)))

@@ -2,10 +2,11 @@
 
 The communication model. A device sends `peer` bytes a second to devices of its own node and
 `network` bytes a second to others; what crosses nodes and what does not go on at the same time, so
-the slower of the two counts. Every collective costs `latency` on top. Bytes are those of facts 2.5:
-a device of an all-to-all or all-gather over P keeps 1 / P and moves (P - 1) / P. Collectives inside
-a cell stand in the way of its attention and are not overlapped, but for the ring's, which goes on
-beside the attention; FSDP's are issued one layer ahead. A latency does not grow with P.
+the slower of the two counts. Ranks lie in the order tensor, ulysses, shards, ring, data, pipeline:
+neighbours in the first are neighbours in a node. Every collective costs `latency` on top. A device
+of an all-to-all or all-gather over P keeps 1 / P of the bytes and moves (P - 1) / P. Collectives
+inside a cell stand in the way of its attention and are not overlapped, but for the ring's, which
+goes on beside the attention; FSDP's are issued one layer ahead. A latency does not grow with P.
 
 Where the tensors live decides who sends what. Ulysses keeps K, V, dK, dV, O and LSE by heads and
 everything else by tokens; shards keep K, V of a chunk where they are and send queries to them; a
@@ -56,7 +57,11 @@ class Collectives:
         width = self._width() + (self._wide() if backward else 0)
         prefix = stop // layout.sequence() * layout.ring
         size = self._batch() * prefix * spec.kv_elements() * width
-        return self._over(layout.ring, size, layout.ulysses)
+        # Every step waits for the slowest hop, which crosses nodes as soon as the ring does.
+        machine = self.question.machine
+        stride = layout.tensor * layout.ulysses * layout.shards
+        rate = machine.peer if layout.ring * stride <= machine.devices else machine.network
+        return machine.latency + (layout.ring - 1) / layout.ring * size / rate
 
     def gather(self, elements: int) -> float:
         """All-gather of weights cut over the FSDP devices."""
@@ -82,7 +87,8 @@ class Collectives:
         layout = self.question.layout
         if layout.fsdp or layout.data == 1:
             return 0.0
-        return 2 * self._over(layout.data, elements * element_bytes, layout.sequence())
+        size = elements * element_bytes / layout.tensor
+        return 2 * self._over(layout.data, size, layout.sequence())
 
     # -- one kind each ---------------------------------------------------------------------------
 
@@ -90,7 +96,8 @@ class Collectives:
         """All-to-alls of so many elements a token each: tokens of all heads become heads of all
         tokens, or back."""
         ranks, row = self.question.layout.ulysses, self._batch() * tokens * self._width()
-        return sum(self._over(ranks, row * count, 1) for count in elements)
+        stride = self.question.layout.tensor
+        return sum(self._over(ranks, row * count, stride) for count in elements)
 
     def _shards_forward(self, spec: LayerSpec, tokens: int) -> float:
         """Queries are gathered, partial results come back in the accumulate dtype."""
@@ -106,7 +113,8 @@ class Collectives:
         """All-gathers, or reduce-scatters, of rows of so many bytes among a chunk's shards."""
         layout = self.question.layout
         size = self._batch() * tokens * layout.shards
-        return sum(self._over(layout.shards, size * row, layout.ulysses) for row in rows)
+        stride = layout.tensor * layout.ulysses
+        return sum(self._over(layout.shards, size * row, stride) for row in rows)
 
     def _tensor(self, tokens: int, passes: int) -> float:
         """All-gathers and reduce-scatters of the chunk around attention and MLP."""
@@ -118,7 +126,9 @@ class Collectives:
 
     def _cut(self, size: float) -> float:
         layout = self.question.layout
-        return self._over(fsdp_ranks(self.question), size, 1, same=True) if layout.fsdp else 0.0
+        if not layout.fsdp:
+            return 0.0
+        return self._over(fsdp_ranks(self.question), size / layout.tensor, layout.tensor, same=True)
 
     def _over(self, ranks: int, size: float, stride: int, *, same: bool = False) -> float:
         """`size` bytes, of which each device keeps 1 / ranks; the ranks lie `stride` apart. Where
@@ -129,7 +139,8 @@ class Collectives:
         inside = max(1, min(ranks, machine.devices // stride))
         away = (ranks - inside) / ranks * size / machine.network if ranks > inside else 0.0
         away /= inside if same else 1
-        near = (inside - 1) / ranks * size / machine.peer if inside > 1 else 0.0
+        # What the others of the node brought in comes from them as well.
+        near = (inside - 1) / (inside if same else ranks) * size / machine.peer
         return machine.latency + max(away, near)
 
     def _batch(self) -> int:

@@ -200,16 +200,20 @@ def _bound(line: Timeline) -> str:
 
 
 def useful_flop(question: Question) -> float:
-    """FLOP of a step that MFU counts: three times a forward, recompute left out; attention over
-    the keys a query sees (causal halves are no work); embeddings are looked up, not multiplied."""
+    """FLOP of a step that MFU counts: three times a forward, recompute left out, and twice where
+    weights are frozen and have no gradient; attention over the keys a query sees (causal halves are
+    no work); embeddings are looked up, not multiplied."""
     model, run = question.model, question.run
     tokens = run.batch * run.tokens
-    forward = 2.0 * tokens * model.hidden * model.vocab
+    head = 3.0 if model.outer_trainable() else 2.0
+    flop = head * 2.0 * tokens * model.hidden * model.vocab
     for layer in model.layers:
-        forward += 2.0 * tokens * sum(inner * outer for inner, outer in layer.work.products)
+        work = layer.work
+        passes = 2.0 + (work.trainable / work.parameters if work.parameters else 1.0)
+        flop += passes * 2.0 * tokens * sum(inner * outer for inner, outer in work.products)
         pairs = run.batch * seen_pairs(run.tokens, layer.window)
-        forward += 2.0 * pairs * layer.query_heads * (layer.head_dim + layer.value_dim)
-    return 3.0 * forward * question.layout.data
+        flop += 3.0 * 2.0 * pairs * layer.query_heads * (layer.head_dim + layer.value_dim)
+    return flop * question.layout.data
 
 
 def _devices(question: Question) -> int:

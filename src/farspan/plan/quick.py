@@ -46,4 +46,14 @@ def _transient(question: Question, schedule: Schedule) -> int:
     enough = 2 * max(schedule.chunk, schedule.kv_block)
     tokens = min(question.run.tokens, -(-enough // schedule.chunk) * schedule.chunk)
     short = replace(question, run=RunSpec(question.run.batch, tokens))
-    return walk(short, schedule).transient
+    # Of the few chunks some are kept and some are not, as of the many.
+    some = replace(
+        schedule,
+        attention_kept=_some(schedule.attention_kept),
+        activations_kept=_some(schedule.activations_kept),
+    )
+    return walk(short, some).transient
+
+
+def _some(fraction: float) -> float:
+    return fraction if fraction in (0.0, 1.0) else 0.5

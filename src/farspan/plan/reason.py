@@ -42,8 +42,11 @@ def breaks_first(plan: Plan) -> str:
     )
 
 
-def remedy_of(plan: Plan, fits: Callable[[Question], bool]) -> str:
-    """The cheapest change, by the order of `_changes`, with which something fits."""
+def remedy_of(plan: Plan, fits: Callable[..., bool], is_named: bool) -> str:
+    """The cheapest change, by the order of `_changes`, with which something fits; for strategies
+    that were named, any other first."""
+    if is_named and fits(plan.question, strategies=None):
+        return "--strategy auto"
     for change, question in _changes(plan.question):
         if fits(question):
             return change

@@ -6,9 +6,9 @@ from functools import partial
 
 from farspan.plan import quick
 from farspan.plan.alpha import with_alpha
-from farspan.plan.best_first import roomiest, search, something_fits
+from farspan.plan.best_first import roomiest, search, states_do_not_fit
 from farspan.plan.evaluate import evaluate
-from farspan.plan.local import refuse_layout
+from farspan.plan.local import local_model, refuse_layout
 from farspan.plan.question import Plan, Question
 from farspan.plan.reason import breaks_first, reason_of, remedy_of
 from farspan.plan.space import MOST_CELLS, thriftiest, whole_space
@@ -37,7 +37,10 @@ def best_plan(
     best, others = plans[0], tuple(plans[1:])
     if not best.fits:
         return replace(
-            best, reason=breaks_first(best), remedy=remedy_of(best, fits), alternatives=others
+            best,
+            reason=breaks_first(best),
+            remedy=remedy_of(best, partial(fits, strategies=strategies), strategies is not None),
+            alternatives=others,
         )
     return replace(best, reason=reason_of(best, others), alternatives=others)
 
@@ -62,15 +65,18 @@ def longest_contexts(
     return found
 
 
-def fits(question: Question) -> bool:
-    """Does any schedule fit?"""
-    return something_fits(question, thriftiest(question))
+def fits(question: Question, strategies: Sequence[str] | None = None) -> bool:
+    """Does any schedule of these strategies fit, by a close look at the thriftiest of each?"""
+    if states_do_not_fit(question):
+        return False
+    names = [GROUPED] if strategies is None else strategies
+    return any(min(quick.left(question, _thrifty(question, name))) >= 0 for name in names)
 
 
 def named_schedule(question: Question, name: str, most: int = MOST_CELLS) -> Schedule:
     """A strategy's schedule for this question: memo's alpha solved, and chunks of which there
     would be more than `most` cells made wider."""
-    tokens, layers = question.run.tokens, len(question.model.layers)
+    tokens, layers = question.run.tokens, len(local_model(question).layers)
     schedule = strategy(name, layers, tokens)
     least = -(-tokens * layers // most)
     if schedule.chunk < least:

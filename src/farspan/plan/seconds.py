@@ -138,10 +138,12 @@ class Prices:
             products = spec.work.products[: spec.work.projections]
             share = len(products) / max(1, len(spec.work.products))
             compute = self._products(products, tokens) + self._put_away(i)
-            compute += self._moved(share * spec.work.forward_traffic * tokens)
+            compute += self._moved(
+                share * spec.work.forward_traffic * tokens * self.program.run.batch
+            )
             return Cost(compute=compute, host=self.question.machine.overhead)
         compute = self._products(spec.work.products, tokens) + self._put_away(i)
-        compute += self._moved(spec.work.forward_traffic * tokens)
+        compute += self._moved(spec.work.forward_traffic * tokens * self.program.run.batch)
         fetch = 0.0
         moved = self.collectives.forward(spec, tokens, i.mode)
         if i.mode is AttentionMode.COMPUTE:
@@ -160,7 +162,7 @@ class Prices:
         trained = work.trainable / work.parameters if work.parameters else 1.0
         compute = self._products(work.products, tokens)
         compute += trained * self._products(work.products, tokens, weights=True)
-        compute += self._moved(work.backward_traffic * tokens)
+        compute += self._moved(work.backward_traffic * tokens * self.program.run.batch)
         compute += self._moved(work.trainable * self._gradient_traffic())
         attention = self._attention(i.layer, i.chunk, backward=True)
         ring = self.collectives.ring(spec, self._span(i.chunk)[1], backward=True)
@@ -265,7 +267,9 @@ class Prices:
         buffer = self.program.buffers[name]
         if buffer.tier is Tier.DEVICE:
             return Cost(compute=self._moved(buffer.bytes))
-        return Cost(host=buffer.bytes / self.question.machine.host_memory)
+        machine = self.question.machine
+        ranks = min(machine.devices, self.question.layout.devices())
+        return Cost(host=buffer.bytes * ranks / machine.host_memory)
 
     # -- devices together --------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ the lowest level that holds all layers; no other cut into G groups has a lower o
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from farspan.plan.local import local_model
 from farspan.plan.question import Question
 from farspan.spec import ModelSpec, Schedule, Tier
 
@@ -64,7 +65,7 @@ def whole_space(question: Question) -> Space:
     """Everything that farspan can do for this question."""
     return Space(
         chunk_sizes(question),
-        cuts(question.model),
+        cuts(local_model(question)),
         tuple(part / PARTS for part in range(PARTS + 1)),
         tuple(part / PARTS_OF_ACTIVATIONS for part in range(PARTS_OF_ACTIVATIONS + 1)),
     )
@@ -77,7 +78,7 @@ def thriftiest(question: Question) -> Space:
 
 def chunk_sizes(question: Question) -> tuple[int, ...]:
     """Powers of two, and the whole sequence, in tokens of the sequence."""
-    tokens, layers = question.run.tokens, len(question.model.layers)
+    tokens, layers = question.run.tokens, len(local_model(question).layers)
     smallest = max(SMALLEST_CHUNK * question.layout.sequence(), layers * tokens // MOST_CELLS)
     smallest = max(smallest, tokens // MOST_CHUNKS)
     sizes = [tokens]
@@ -109,7 +110,9 @@ def even(layers: int, groups: int) -> tuple[int, ...]:
 def tapered(model: ModelSpec, groups: int) -> tuple[int, ...]:
     """The cut into `groups` whose fullest backward holds the fewest bytes a token: of boundaries
     below and the group's own K, V, dK, dV."""
-    levels = sorted({_level(model, i, size) for i in range(groups) for size in _sizes(model)})
+    levels = sorted(
+        {_level(model, groups, i, size) for i in range(groups) for size in _sizes(model)}
+    )
     low, high = 0, len(levels) - 1
     while low < high:
         middle = (low + high) // 2
@@ -131,18 +134,20 @@ def _sizes(model: ModelSpec) -> range:
     return range(1, len(model.layers) + 1)
 
 
-def _level(model: ModelSpec, index: int, size: int) -> int:
-    """Bytes a token while group `index` of this size runs backward."""
+def _level(model: ModelSpec, groups: int, index: int, size: int) -> int:
+    """Bytes a token while group `index` of this size runs backward: the boundaries
+    below it, its output's gradient unless that is the head's, and its own K, V, dK, dV."""
     layer = model.layers[0]
     boundary = model.hidden * model.element_bytes
     own = layer.kv_elements() * (model.element_bytes + model.accumulate_bytes())
-    return (index + 1) * boundary + size * own
+    is_last = index == groups - 1
+    return (index + (not is_last)) * boundary + size * own
 
 
 def _fitting(model: ModelSpec, groups: int, level: int) -> list[int]:
     """The largest groups under a level, at least a layer each."""
     most = len(model.layers)
     return [
-        max([1, *(size for size in range(1, most + 1) if _level(model, i, size) <= level)])
+        max([1, *(size for size in range(1, most + 1) if _level(model, groups, i, size) <= level)])
         for i in range(groups)
     ]

@@ -6,7 +6,6 @@ from farspan.plan.collectives import fsdp_ranks
 from farspan.plan.question import Optimizer, Question
 from farspan.spec import ModelSpec
 
-FP32 = 4
 MOMENTS = 2  # of AdamW, an element
 
 
@@ -61,7 +60,7 @@ def update_seconds(question: Question) -> float:
     on host, gradients go there and weights come back."""
     model, machine = question.model, question.machine
     trained = model.trainable / (fsdp_ranks(question) * question.layout.tensor)
-    if question.optimizer is Optimizer.NONE:
+    if question.optimizer is Optimizer.NONE or not model.trainable:
         return 0.0
     on_device, on_host = (
         size / model.trainable for size in _optimizer_bytes(model, question.optimizer)

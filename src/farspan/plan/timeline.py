@@ -20,6 +20,7 @@ from farspan.plan.program import (
     Allocate,
     Backward,
     Buffer,
+    Clear,
     Close,
     Evict,
     Fetch,
@@ -125,6 +126,9 @@ class _Clock:
                 self._compute(cost, [(buffer, chunk)], [])
             case Store(_, chunk, buffer) | StoreGradient(_, chunk, buffer):
                 self._compute(cost, [], [(buffer, chunk)])
+            case Clear(buffer):
+                self._compute(cost, [], [], self.free[buffer])
+                self._write((buffer, -1), self.lanes.compute)
             case Close(group):
                 lane = max(self.lanes.collective, self.lanes.compute)
                 self.lanes.collective = lane + self.prices.reduce(group)
