@@ -25,11 +25,11 @@ from farspan.engine.calibrate import Calibration
 from farspan.engine.machine import machine
 from farspan.engine.meter import PeakMeter
 from farspan.engine.step import Step
-from farspan.plan.architecture import Architecture
-from farspan.plan.describe import model_spec
-from farspan.plan.evaluate import evaluate
-from farspan.plan.families import architecture_from
-from farspan.plan.machines import MachineFile, to_json
+from farspan.plan.cell.describe import model_spec
+from farspan.plan.model.architecture import Architecture
+from farspan.plan.model.families import architecture_from
+from farspan.plan.price.evaluate import evaluate
+from farspan.plan.price.machines import MachineFile, to_json
 from farspan.plan.question import Optimizer, Plan, Question
 from farspan.plan.strategies import STRATEGIES
 from farspan.spec import MachineSpec, RunSpec, Schedule

@@ -3,8 +3,8 @@
     python -m benchmarks.cluster --out benchmarks/results/cluster.json
 
 Nothing here was measured on a cluster. Rates are those of the machine's preset, the communication
-is that of `farspan.plan.collectives`, and copies and gathers go on beside the computation, for
-every system alike: that is the schedule with streams of its own for them.
+is that of `farspan.plan.price.collectives`, and copies and gathers go on beside the computation,
+for every system alike: that is the schedule with streams of its own for them.
 
 - farspan: Ulysses over the K, V heads, shards for the rest, FSDP, the planner's search over a
   coarse part of its space; also cut into pipeline stages of one group each.
@@ -29,15 +29,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.coarse import Coarse, even_cuts
-from farspan.plan.architecture import Architecture
-from farspan.plan.best_first import search, something_fits
-from farspan.plan.catalog import find_architecture
-from farspan.plan.describe import model_spec
-from farspan.plan.evaluate import evaluate
-from farspan.plan.local import local_model
-from farspan.plan.machines import machine
+from farspan.plan.cell.describe import model_spec
+from farspan.plan.model.architecture import Architecture
+from farspan.plan.model.catalog import find_architecture
+from farspan.plan.price.evaluate import evaluate
+from farspan.plan.price.local import local_model
+from farspan.plan.price.machines import machine
 from farspan.plan.question import Budget, Layout, Plan, Question
-from farspan.plan.search import best_plan, named_schedule
+from farspan.plan.search.best_first import search, something_fits
+from farspan.plan.search.plans import best_plan, named_schedule
 from farspan.spec import ModelSpec, RunSpec
 
 MACHINE = "h100"

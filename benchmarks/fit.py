@@ -22,12 +22,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from farspan.plan.catalog import find_architecture
-from farspan.plan.describe import model_spec
-from farspan.plan.evaluate import evaluate
-from farspan.plan.machines import machine
+from farspan.plan.cell.describe import model_spec
+from farspan.plan.model.catalog import find_architecture
+from farspan.plan.price.evaluate import evaluate
+from farspan.plan.price.machines import machine
 from farspan.plan.question import Optimizer, Plan, Question
-from farspan.plan.search import LEAST, longest_contexts, named_schedule
+from farspan.plan.search.plans import LEAST, longest_contexts, named_schedule
 from farspan.plan.strategies import STRATEGIES
 from farspan.spec import MachineSpec, RunSpec, Schedule
 

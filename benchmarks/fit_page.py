@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from farspan.plan.units import write_seconds, write_tokens
+from farspan.plan.units import write_seconds
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "will-it-fit.md"
@@ -79,7 +79,13 @@ def longest(fit: Record) -> str:
 
 
 def _reach(cell: Record | None) -> str:
-    return f"{write_tokens(cell['tokens'])}, {write_seconds(cell['seconds'])}" if cell else "-"
+    return f"{_short(cell['tokens'])}, {write_seconds(cell['seconds'])}" if cell else "-"
+
+
+def _short(tokens: int) -> str:
+    """Three digits at most: contexts are found to within a sixty-fourth."""
+    size, unit = (tokens / MEGA, "M") if tokens >= MEGA else (tokens / 1024, "K")
+    return f"{size:.0f}{unit}" if size >= 10 else f"{size:.1f}{unit}"
 
 
 def bytes_a_token(fit: Record) -> str:

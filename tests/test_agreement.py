@@ -14,7 +14,7 @@ import torch
 from benchmarks import agreement
 from farspan.engine.bench import QUICK
 from farspan.engine.step import Step
-from farspan.plan.machines import from_json, machine
+from farspan.plan.price.machines import from_json, machine
 from farspan.plan.strategies import STRATEGIES
 
 ROOT = Path(__file__).parent.parent

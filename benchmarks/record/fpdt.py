@@ -30,7 +30,7 @@ from benchmarks.record.models import (
     layer_seconds,
     program_of,
 )
-from farspan.plan.machines import machine
+from farspan.plan.price.machines import machine
 from farspan.plan.question import Layout
 from farspan.plan.simulate import simulate
 from farspan.plan.strategies import strategy

@@ -27,7 +27,7 @@ from benchmarks.record.models import (
     program_of,
     with_rates,
 )
-from farspan.plan.machines import machine
+from farspan.plan.price.machines import machine
 from farspan.plan.question import Layout
 from farspan.plan.simulate import simulate
 from farspan.spec import MachineSpec, ModelSpec, Schedule, Tier

@@ -25,9 +25,9 @@ from benchmarks.record.models import (
     program_of,
     with_rates,
 )
-from farspan.plan.machines import machine
+from farspan.plan.price.machines import machine
+from farspan.plan.price.seconds import Prices
 from farspan.plan.program import Head, Program
-from farspan.plan.seconds import Prices
 from farspan.plan.simulate import simulate
 from farspan.spec import MachineSpec, Schedule, Tier
 

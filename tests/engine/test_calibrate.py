@@ -22,7 +22,7 @@ from farspan.engine.bench import (
     weight_products,
 )
 from farspan.engine.calibrate import calibrate, here
-from farspan.plan.machines import from_json, machine, read, to_json, user_file, write
+from farspan.plan.price.machines import from_json, machine, read, to_json, user_file, write
 from farspan.spec import LayerSpec, Refused
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import pytest
 import farspan
 from farspan.plan import ask
 from farspan.plan.ask import Options, Request
-from farspan.plan.machines import machine
+from farspan.plan.price.machines import machine
 from farspan.plan.question import Layout, Optimizer
 from farspan.spec import Refused, RunSpec
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from rich.console import Console, RenderableType
 
-from farspan.plan.machines import machine
+from farspan.plan.price.machines import machine
 from farspan.plan.question import Budget, Layout, Plan, Question, Seconds
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Tier
 

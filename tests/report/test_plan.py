@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from farspan.plan.architecture import Architecture
+from farspan.plan.model.architecture import Architecture
 from farspan.plan.program import Kind
 from farspan.plan.question import Budget, Layout, Optimizer
 from farspan.plan.reason import breaks_first, reason_of

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from farspan.plan.build import build_program
-from farspan.plan.machines import machine
+from farspan.plan.price.machines import machine
 from farspan.plan.question import Budget, Plan, Question, Seconds
 from farspan.spec import MachineSpec, Schedule, Tier
 from farspan.train.lighter import needed

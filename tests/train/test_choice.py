@@ -8,7 +8,7 @@ import torch
 
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
-from farspan.plan.machines import machine
+from farspan.plan.price.machines import machine
 from farspan.plan.question import Plan, Question
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.spec import MachineSpec, Refused, RunSpec, Schedule, Tier

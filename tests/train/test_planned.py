@@ -13,7 +13,7 @@ from torch import Tensor
 from farspan.engine.step import Progress, Step
 from farspan.memory.host import TooLarge
 from farspan.models.load import load_model
-from farspan.plan.evaluate import evaluate
+from farspan.plan.price.evaluate import evaluate
 from farspan.plan.question import Question
 from farspan.spec import Refused, Schedule, Tier
 from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig

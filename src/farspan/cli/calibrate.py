@@ -11,7 +11,7 @@ from rich.console import Console
 
 from farspan.cli.ending import typer_app
 from farspan.engine.calibrate import calibrate
-from farspan.plan.machines import to_json, user_file, write
+from farspan.plan.price.machines import to_json, user_file, write
 from farspan.report.machine import machine_view
 from farspan.spec import Refused
 

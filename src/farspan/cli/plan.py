@@ -9,10 +9,10 @@ from rich.console import Console
 
 from farspan.cli.ending import FAILED, typer_app
 from farspan.plan.ask import AUTO, FULL, HERE, Request
-from farspan.plan.catalog import presets
-from farspan.plan.machines import names as machine_names
+from farspan.plan.model.catalog import presets
+from farspan.plan.price.machines import names as machine_names
 from farspan.plan.question import Optimizer, Plan, Question
-from farspan.plan.search import best_plan, longest_contexts
+from farspan.plan.search.plans import best_plan, longest_contexts
 from farspan.plan.strategies import STRATEGIES
 from farspan.report.plan import contexts_view, plan_view
 from farspan.spec import Refused

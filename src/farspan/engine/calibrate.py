@@ -31,7 +31,7 @@ from farspan.engine.bench import (
 from farspan.engine.machine import machine as versions
 from farspan.engine.step import Step
 from farspan.memory.host import available_host_bytes
-from farspan.plan.machines import MachineFile, machine, preset_of_gpu, read, user_file
+from farspan.plan.price.machines import MachineFile, machine, preset_of_gpu, read, user_file
 from farspan.plan.program import Backward, Forward
 from farspan.spec import Curve, MachineSpec, Rates, Refused, Schedule
 

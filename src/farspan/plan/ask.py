@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from farspan.lazy import load
-from farspan.plan.architecture import Architecture
-from farspan.plan.catalog import find_architecture
-from farspan.plan.describe import dtype_name, model_spec
-from farspan.plan.families import Configuration, architecture_from
-from farspan.plan.machines import machine as find_machine
+from farspan.plan.cell.describe import dtype_name, model_spec
+from farspan.plan.model.architecture import Architecture
+from farspan.plan.model.catalog import find_architecture
+from farspan.plan.model.families import Configuration, architecture_from
+from farspan.plan.price.machines import machine as find_machine
 from farspan.plan.question import Layout, Optimizer, Plan, Question
-from farspan.plan.search import best_plan
+from farspan.plan.search.plans import best_plan
 from farspan.plan.strategies import STRATEGIES
 from farspan.plan.units import read_bytes, read_tokens
 from farspan.spec import MachineSpec, ModelSpec, Refused, RunSpec

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from farspan.plan.architecture import Architecture
+from farspan.plan.model.architecture import Architecture
 from farspan.spec import MachineSpec, ModelSpec, Refused, RunSpec, Schedule
 
 

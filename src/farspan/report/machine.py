@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from farspan.plan.machines import MachineFile
+from farspan.plan.price.machines import MachineFile
 from farspan.plan.units import write_bytes, write_count, write_seconds
 from farspan.report.tables import lines_table
 from farspan.spec import Curve, MachineSpec

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from farspan.engine.memory import least_transient
 from farspan.plan.build import build_program
-from farspan.plan.space import SMALLEST_CHUNK
+from farspan.plan.search.space import SMALLEST_CHUNK
 from farspan.spec import ModelSpec, Refused, RunSpec, Schedule, Tier
 
 Change = Callable[[Schedule, int], Schedule]  # of a schedule for so many layers

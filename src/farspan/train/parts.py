@@ -11,10 +11,10 @@ from farspan.engine.batch import trained_token_count
 from farspan.engine.calibrate import calibrate, here
 from farspan.engine.step import Step
 from farspan.models.load import load_model
-from farspan.plan.evaluate import evaluate
-from farspan.plan.machines import user_file
+from farspan.plan.price.evaluate import evaluate
+from farspan.plan.price.machines import user_file
 from farspan.plan.question import Plan, Question
-from farspan.plan.search import best_plan
+from farspan.plan.search.plans import best_plan
 from farspan.plan.strategies import strategy
 from farspan.spec import MachineSpec, Schedule
 from farspan.train.memory import Expected, expect_memory

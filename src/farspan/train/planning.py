@@ -10,9 +10,9 @@ from torch import nn
 
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
-from farspan.plan.architecture import Architecture
-from farspan.plan.describe import model_spec
-from farspan.plan.families import architecture_from
+from farspan.plan.cell.describe import model_spec
+from farspan.plan.model.architecture import Architecture
+from farspan.plan.model.families import architecture_from
 from farspan.plan.question import Plan, Question
 from farspan.spec import LayerWork, ModelSpec, Refused, RunSpec, Schedule
 from farspan.train.choice import Choice, Chooser, NamedChooser, PlannedChooser, free_now

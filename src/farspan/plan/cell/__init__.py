@@ -1,0 +1,1 @@
+"""What one cell holds for a moment: layers written on tensors without elements."""

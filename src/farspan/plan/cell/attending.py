@@ -1,0 +1,296 @@
+"""Attention of one cell on phantoms: what `engine.cell` and `attention.cell` allocate.
+
+Every statement here stands for one there, and temporaries live as long as theirs. Legend: B batch,
+C tokens of the chunk, H query heads, Hk key-value heads, D head dim.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from farspan.plan.blocks import Block, plan_blocks
+from farspan.plan.cell.kernels import (
+    SEEN_TILES,
+    CpuFlash,
+    Kernel,
+    Tiled,
+    column,
+    merge,
+    part,
+    token_first,
+    wide,
+)
+from farspan.plan.cell.operations import Gradients, Saved, as_width, contiguous, permute, transpose
+from farspan.plan.cell.phantom import Found, Phantom, pointwise, record, reduced
+from farspan.plan.model.architecture import Attention
+from farspan.plan.program import AttentionMode
+
+
+class CellDone(Exception):
+    """K, V are written and nothing else is wanted."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One chunk's attention, besides its tensors."""
+
+    kernel: Kernel
+    blocks: tuple[Block, ...]
+    q_start: int
+
+
+@dataclass(slots=True)
+class Attending:
+    """The attention of one cell, from its forward to its backward."""
+
+    mode: AttentionMode
+    call: Call
+    buffered: bool = False  # O, LSE are in a buffer: kept there (COMPUTE) or read from it (GIVEN)
+    held: tuple[Phantom, Phantom] | None = None
+    kept: bool = False
+
+    def __call__(self, q: Phantom, k: Phantom, v: Phantom, sinks: Phantom | None) -> Phantom:
+        """[B, C, H, Dv] from q [B, H, C, D] and k, v [B, Hk, C, D]."""
+        if self.mode is AttentionMode.NONE:
+            raise CellDone
+        traffic = q.memory.traffic
+        out = self._attend(q, k, v, sinks)
+        q.memory.traffic = traffic  # attention's own work is counted elsewhere
+        return out
+
+    def _attend(self, q: Phantom, k: Phantom, v: Phantom, sinks: Phantom | None) -> Phantom:
+        inputs = [q, k, v, sinks]
+        k, v = contiguous(k.bare()), contiguous(v.bare())
+        out, lse = self._output(q.bare(), k, v, sinks)
+        own = (None, None) if self.kept else (k, v)
+        output = (None, None) if self.kept and self.buffered else (out, lse)
+        answer = transpose(out, 1, 2)
+        return record(answer, inputs, self._backward(q, v), [q, sinks, *own, *output])
+
+    def _output(
+        self, q: Phantom, k: Phantom, v: Phantom, sinks: Phantom | None
+    ) -> tuple[Phantom, Phantom]:
+        if self.mode is AttentionMode.HELD:
+            assert self.held is not None
+            return self.held
+        if self.mode is AttentionMode.GIVEN:
+            self.held = in_buffer(q, v)
+            return self.held
+        out, lse = attend(self.call, q, k, v, sinks)
+        self.held = in_buffer(q, v) if self.buffered else (out, lse)
+        return self.held
+
+    def _backward(self, q: Phantom, v: Phantom) -> "_Backward":
+        return _Backward(self, q.shape, v.shape)
+
+
+@dataclass(slots=True)
+class _Backward:
+    """The gradient of a cell's attention."""
+
+    cell: Attending
+    q_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
+
+    def __call__(self, gradients: Gradients, saved: Saved) -> Found:
+        dout = gradients[0]
+        q, sinks, k, v, out, lse = saved
+        assert dout is not None
+        assert q is not None
+        memory, width = q.memory, q.width
+        traffic = memory.traffic
+        if k is None or v is None:
+            key_shape = (*self.v_shape[:3], self.q_shape[3])
+            k, v = memory.new(key_shape, width), memory.new(self.v_shape, width)
+        if out is None or lse is None:
+            out, lse = in_buffer(q, v)
+        attended = out, lse
+        dq, dk, dv, dsinks = _attend_backward(
+            self.cell.call, transpose(dout, 1, 2), q, k, v, attended, sinks
+        )
+        found = [as_width(pointwise(own, own), width) for own in (dk, dv)]
+        if dsinks is not None:
+            dsinks = as_width(dsinks, width)
+        answer = [as_width(dq, width), *found, dsinks]
+        memory.traffic = traffic
+        return answer
+
+
+def in_buffer(q: Phantom, v: Phantom) -> tuple[Phantom, Phantom]:
+    """Views of O and LSE in an arena."""
+    batch, heads, tokens, _ = q.shape
+    memory = q.memory
+    out = memory.given((batch, tokens, heads, v.shape[3]), q.width)
+    return transpose(out, 1, 2), memory.given((batch, heads, tokens), wide(q.width))
+
+
+def chunk_call(attention: Attention, start: int, stop: int, kv_block: int) -> Call:
+    """The attention of tokens [start, stop)."""
+    plain = attention.softcap is None and attention.head_dim == attention.value_dim
+    return Call(
+        CpuFlash() if plain else Tiled(attention.softcap is not None),
+        plan_blocks(start, stop, kv_block, attention.window),
+        start,
+    )
+
+
+# -- a chunk over its blocks -------------------------------------------------------------------
+
+
+def attend(
+    call: Call, q: Phantom, k: Phantom, v: Phantom, sinks: Phantom | None
+) -> tuple[Phantom, Phantom]:
+    out, lse = _attend_own(call, q, k, v)
+    for visit in visits(call):
+        out = as_width(out, lse.width)
+        keys, values = _stored(k, visit), _stored(v, visit)
+        for block in visit:
+            own = call.kernel.forward(_queries(q, block), keys, values, block)
+            merge(_queries(out, block), _queries(lse, block), *own)
+    if sinks is not None:
+        out, lse = _add_sinks(out, lse)
+    return as_width(out, q.width), lse
+
+
+def _attend_own(call: Call, q: Phantom, k: Phantom, v: Phantom) -> tuple[Phantom, Phantom]:
+    blocks = own_blocks(call)
+    if len(blocks) == 1:
+        return call.kernel.forward(q, k, v, blocks[0])
+    out = token_first(q.memory, (*q.shape[:3], v.shape[3]), q.width)
+    lse = q.memory.new(q.shape[:3], wide(q.width))
+    for block in blocks:
+        keys, values = _keys(k, block), _keys(v, block)
+        # As there, a part lives until the next one takes its name.
+        _part_of = call.kernel.forward(_queries(q, block), keys, values, block)
+    return out, lse
+
+
+def _add_sinks(out: Phantom, lse: Phantom) -> tuple[Phantom, Phantom]:
+    with_sink = pointwise(lse)
+    shrunk = as_width(out, lse.width), column(pointwise(pointwise(lse)))
+    return pointwise(*shrunk), with_sink
+
+
+def _attend_backward(
+    call: Call,
+    dout: Phantom,
+    q: Phantom,
+    k: Phantom,
+    v: Phantom,
+    attended: tuple[Phantom, Phantom],
+    sinks: Phantom | None,
+) -> tuple[Phantom, Phantom, Phantom, Phantom | None]:
+    width = wide(q.width)
+    of_queries = dout, q, *attended
+    dq = _Sum(q.shape, width)
+    dk, dv = _gradients(call, of_queries, k, v, own_blocks(call), dq)
+    for visit in visits(call):
+        keys, values = _stored(k, visit), _stored(v, visit)
+        _parts = _gradients(call, of_queries, keys, values, visit, dq)
+    dsinks = None
+    if sinks is not None:
+        dsinks = _sink_gradient(dout, attended[0], attended[1], sinks)
+    return as_width(dq.total(), width), as_width(dk, width), as_width(dv, width), dsinks
+
+
+def _sink_gradient(dout: Phantom, out: Phantom, lse: Phantom, sinks: Phantom) -> Phantom:
+    width = lse.width
+    difference = pointwise(lse)
+    weight = pointwise(difference)
+    del difference
+    products = pointwise(as_width(dout, width), as_width(out, width))
+    rows = reduced(products, products.shape[:3])
+    del products
+    weighted = pointwise(weight, rows)
+    return pointwise(reduced(weighted, sinks.shape))
+
+
+class _Sum:
+    """Adds up parts; a first part that is the whole is taken as it is."""
+
+    def __init__(self, shape: tuple[int, ...], width: int) -> None:
+        self.shape, self.width = shape, width
+        self.sum: Phantom | None = None
+
+    def add(self, part: Phantom) -> None:
+        if self.sum is None and part.shape == self.shape:
+            self.sum = part
+            return
+        if self.sum is None:
+            self.sum = part.memory.new(self.shape, self.width)
+        self.sum = as_width(self.sum, self.width)
+
+    def total(self) -> Phantom:
+        assert self.sum is not None
+        return self.sum
+
+
+def _gradients(
+    call: Call,
+    of_queries: tuple[Phantom, Phantom, Phantom, Phantom],
+    keys: Phantom,
+    values: Phantom,
+    visit: tuple[Block, ...],
+    dq: _Sum,
+) -> tuple[Phantom, Phantom]:
+    dk, dv = _Sum(keys.shape, dq.width), _Sum(values.shape, dq.width)
+    for block in visit:
+        dout, q, out, _ = (_queries(x, block) for x in of_queries)
+        k, v = _keys(keys, block), _keys(values, block)
+        parts = call.kernel.backward(dout, q, k, v, out, block)
+        dq.add(parts[0])
+        dk.add(parts[1])
+        dv.add(parts[2])
+    return dk.total(), dv.total()
+
+
+def own_blocks(call: Call) -> tuple[Block, ...]:
+    own = (block for block in call.blocks if block.k_start >= call.q_start)
+    return _few(tile for block in own for tile in call.kernel.split(block))
+
+
+def visits(call: Call) -> Iterator[tuple[Block, ...]]:
+    """Blocks over earlier keys in ascending order, those whose key ranges overlap together."""
+    earlier = [block for block in call.blocks if block.k_start < call.q_start]
+    earlier.sort(key=lambda block: (block.k_start, block.k_stop, block.q_start))
+    together: list[Block] = []
+    stop = 0
+    for block in earlier:
+        if together and block.k_start >= stop:
+            yield _few(tile for one in together for tile in call.kernel.split(one))
+            together = []
+        stop = max(stop, block.k_stop)
+        together.append(block)
+    if together:
+        yield _few(tile for one in together for tile in call.kernel.split(one))
+
+
+def _few(blocks: Iterator[Block]) -> tuple[Block, ...]:
+    """Without those of a long row of blocks that repeat the one before them in every size."""
+    found: list[Block] = []
+    repeats = 0
+    for block in blocks:
+        same = found and _extent(block) == _extent(found[-1])
+        repeats = repeats + 1 if same else 0
+        if repeats < SEEN_TILES:
+            found.append(block)
+    return tuple(found)
+
+
+def _extent(block: Block) -> tuple[int, int, bool, bool]:
+    return block.queries, block.keys, block.causal, block.window is not None
+
+
+def _stored(like: Phantom, visit: tuple[Block, ...]) -> Phantom:
+    """A visit's keys or values where they lie: rows of tokens in an arena."""
+    tokens = max(b.k_stop for b in visit) - min(b.k_start for b in visit)
+    batch, heads, _, width = like.shape
+    rows = like.memory.given((tokens, batch, heads, width), like.width)
+    return permute(rows, (1, 2, 0, 3))
+
+
+def _queries(x: Phantom, block: Block) -> Phantom:
+    return part(x, block.queries)
+
+
+def _keys(x: Phantom, block: Block) -> Phantom:
+    return part(x, block.keys)

@@ -1,0 +1,111 @@
+"""Cells run on phantoms, each kind once."""
+
+from dataclasses import dataclass, field
+
+from farspan.plan.cell.attending import Attending, CellDone, chunk_call
+from farspan.plan.cell.layer import given_tables, given_weights, run_layer
+from farspan.plan.cell.phantom import Memory, Phantom, differentiate
+from farspan.plan.model.architecture import Architecture, Block
+from farspan.plan.program import AttentionMode
+
+
+@dataclass(frozen=True, slots=True)
+class CellKind:
+    """What decides the memory of a cell."""
+
+    block: Block
+    tokens: int
+    q_start: int  # as far as it decides which blocks of keys there are
+    mode: AttentionMode
+    buffered: bool
+    graph: bool
+    kept: bool
+    hold: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CellBytes:
+    """Bytes of a cell; rises are above what is alive when the instruction begins."""
+
+    forward_rise: int
+    out: int
+    held: int  # O, LSE that stay in registers
+    graph: int  # what the graph holds, the layer's input aside
+    saves_input: bool
+    backward_rise: int
+    weight_gradients: int  # alive together when autograd returns
+    gradient: int  # of the layer's input
+
+
+@dataclass(slots=True)
+class Cells:
+    """Cells run on phantoms, each kind once."""
+
+    architecture: Architecture
+    batch: int
+    width: int
+    kv_block: int
+    in_place: bool
+    found: dict[CellKind, CellBytes] = field(default_factory=dict)
+
+    def get(self, kind: CellKind) -> CellBytes:
+        if kind not in self.found:
+            self.found[kind] = self._run(kind)
+        return self.found[kind]
+
+    def _run(self, kind: CellKind) -> CellBytes:
+        memory = Memory(in_place=self.in_place)
+        attention = kind.block.attention
+        weights = given_weights(memory, self.architecture, kind.block, self.width)
+        tables = given_tables(memory, self.architecture, attention, kind.tokens, self.width)
+        shape = (self.batch, kind.tokens, self.architecture.hidden)
+        x = memory.given(shape, self.width, trained=kind.graph)
+        call = chunk_call(attention, kind.q_start, kind.q_start + kind.tokens, self.kv_block)
+        cell = Attending(kind.mode, call, kind.buffered, None, kind.kept)
+        if kind.mode is AttentionMode.HELD:
+            cell.held = self._held(memory, kind)
+        memory.grad = kind.graph
+        try:
+            out = run_layer(self.architecture, kind.block, weights, x, tables, cell)
+        except CellDone:
+            return CellBytes(memory.peak, 0, 0, 0, False, 0, 0, 0)
+        memory.grad = False
+        rise = memory.peak
+        if not kind.graph:
+            out_bytes = out.storage.disown()
+            held = cell.held if kind.hold else None
+            del cell
+            return CellBytes(rise, out_bytes, memory.live if held else 0, 0, False, 0, 0, 0)
+        cell.held = None
+        return self._backward(kind, memory, rise, x, out)
+
+    def _held(self, memory: Memory, kind: CellKind) -> tuple[Phantom, Phantom]:
+        attention = kind.block.attention
+        rows = (self.batch, kind.tokens, attention.query_heads)
+        out = memory.given((*rows, attention.value_dim), self.width)
+        strides = (out.strides[0], out.strides[2], out.strides[1], 1)
+        shape = (rows[0], rows[2], rows[1], attention.value_dim)
+        lse = memory.given((rows[0], rows[2], rows[1]), max(4, self.width))
+        return Phantom(out.storage, shape, strides, 0, self.width), lse
+
+    def _backward(
+        self, kind: CellKind, memory: Memory, rise: int, x: Phantom, out: Phantom
+    ) -> CellBytes:
+        node = out.node
+        assert node is not None
+        assert x.node is not None
+        shape, out_bytes = out.shape, out.storage.disown()
+        holds = node.holds()
+        saves_input = id(x.storage) in holds and not kind.kept
+        if kind.kept:
+            for views in holds.values():
+                views[0].storage.disown()
+        del out, holds
+        graph = memory.live
+        memory.peak = graph
+        found = differentiate(node, memory.given(shape, self.width))
+        gradient = found.pop(x.node)
+        own = gradient.storage.size
+        return CellBytes(
+            rise, out_bytes, 0, graph, saves_input, memory.peak - graph, memory.live - own, own
+        )

@@ -1,0 +1,236 @@
+"""Attention of one block on phantoms: what each kernel of `attention.backends` allocates.
+
+q [B, H, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv]; out [B, H, Sq, Dv], lse [B, H, Sq].
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Protocol
+
+from farspan.plan.blocks import Block, tile_window
+from farspan.plan.cell.operations import as_width
+from farspan.plan.cell.phantom import Memory, Phantom, copied, dense, layout, pointwise, reduced
+
+TILE = 512  # of attention.tiled.Tiled
+SEEN_TILES = 2  # as many equal tiles, one after the other, show all there is to see
+
+
+class Kernel(Protocol):
+    """What one block allocates."""
+
+    def split(self, block: Block, /) -> tuple[Block, ...]: ...
+
+    def forward(
+        self, q: Phantom, k: Phantom, v: Phantom, block: Block, /
+    ) -> tuple[Phantom, Phantom]: ...
+
+    def backward(
+        self, dout: Phantom, q: Phantom, k: Phantom, v: Phantom, out: Phantom, block: Block, /
+    ) -> tuple[Phantom, Phantom, Phantom]: ...
+
+
+def wide(width: int) -> int:
+    """Bytes of an element of what is summed over blocks."""
+    return max(4, width)
+
+
+def part(x: Phantom, tokens: int) -> Phantom:
+    """As many tokens of a tensor [B, H, T, ...]; which ones does not matter."""
+    shape = (*x.shape[:2], tokens, *x.shape[3:])
+    return Phantom(x.storage, shape, x.strides, 0, x.width)
+
+
+def column(x: Phantom) -> Phantom:
+    return Phantom(x.storage, (*x.shape, 1), (*x.strides, 1), 0, x.width)
+
+
+def like(x: Phantom) -> tuple[int, ...]:
+    """Strides of a packed tensor with its dimensions in the order that x has them in memory."""
+    return layout(x.shape, ((x.shape, x.strides),))
+
+
+def token_first(memory: Memory, shape: tuple[int, ...], width: int) -> Phantom:
+    """[B, H, T, ...] whose memory is [B, T, H, ...]."""
+    batch, heads, tokens, *rest = shape
+    strides = dense((batch, tokens, heads, *rest))
+    order = (strides[0], strides[2], strides[1], *strides[3:])
+    return memory.new(shape, width, order)
+
+
+def merge(out: Phantom, lse: Phantom, part_out: Phantom, part_lse: Phantom) -> None:
+    difference = pointwise(part_lse, lse)
+    weight = pointwise(difference)
+    del difference
+    unseen = pointwise(part_lse, width=1)
+    weight = pointwise(weight, unseen)
+    del unseen
+    same = as_width(part_out, out.width)
+    del same
+    pointwise(lse, part_lse)
+
+
+class CpuFlash:
+    """aten's flash attention: outputs only, and a float mask where a window hides keys. The one
+    place that knows a vendor kernel: on CUDA the outputs are the same and no mask is built."""
+
+    def split(self, block: Block) -> tuple[Block, ...]:
+        return tile_window(block)
+
+    def forward(self, q: Phantom, _: Phantom, __: Phantom, block: Block) -> tuple[Phantom, Phantom]:
+        mask = self._mask(q, block)
+        out = q.memory.new(q.shape, q.width, like(q))
+        lse = token_first(q.memory, q.shape[:3], wide(q.width))
+        del mask
+        return out, lse
+
+    def backward(
+        self, dout: Phantom, q: Phantom, k: Phantom, v: Phantom, _: Phantom, block: Block
+    ) -> tuple[Phantom, Phantom, Phantom]:
+        mask = self._mask(q, block)
+        if dout.strides[-1] != 1:
+            dout = copied(dout)
+        parts = tuple(token_first(x.memory, x.shape, q.width) for x in (q, k, v))
+        del mask
+        return parts[0], parts[1], parts[2]
+
+    def _mask(self, like: Phantom, block: Block) -> Phantom | None:
+        if block.window is None:
+            return None
+        hidden = pointwise(visible(like.memory, block))
+        return like.memory.new(hidden.shape, like.width)
+
+
+def visible(memory: Memory, block: Block) -> Phantom:
+    """bool [Sq, Sk], from distances in int64."""
+    distance = memory.new((block.queries, block.keys), 8)
+    seen = pointwise(distance, width=1)
+    if block.window is None:
+        return seen
+    inside = pointwise(distance, width=1)
+    return pointwise(seen, inside)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiled:
+    """Plain attention, tile by tile, in the accumulate dtype."""
+
+    capped: bool
+
+    def split(self, block: Block) -> tuple[Block, ...]:
+        return (block,)
+
+    def forward(self, q: Phantom, k: Phantom, v: Phantom, block: Block) -> tuple[Phantom, Phantom]:
+        width = wide(q.width)
+        batch, heads, queries, _ = q.shape
+        out = token_first(q.memory, (batch, heads, queries, v.shape[3]), q.width)
+        lse = q.memory.new((batch, heads, queries), width)
+        for rows, tiles in row_tiles(block):
+            sum_out = q.memory.new((batch, heads, rows, v.shape[3]), width)
+            sum_lse = q.memory.new((batch, heads, rows), width)
+            for tile in tiles:
+                scores, _ = self._scores(part(q, rows), part(k, tile.keys), tile)
+                part_lse = reduced(scores, scores.shape[:3])
+                unseen = pointwise(part_lse, width=1)
+                safe = pointwise(part_lse, unseen)
+                del unseen
+                own = self._weighted(scores, safe, part(v, tile.keys))
+                merge(sum_out, sum_lse, own, _flat(part_lse, sum_lse.shape))
+        return out, lse
+
+    def _weighted(self, scores: Phantom, lse: Phantom, v: Phantom) -> Phantom:
+        weights = pointwise(pointwise(scores, column(lse)))
+        values = as_width(v, scores.width)
+        return scores.memory.new((*weights.shape[:3], values.shape[3]), scores.width)
+
+    def backward(
+        self, dout: Phantom, q: Phantom, k: Phantom, v: Phantom, out: Phantom, block: Block
+    ) -> tuple[Phantom, Phantom, Phantom]:
+        width, kv_heads = wide(q.width), k.shape[1]
+        dq, dk, dv = (pointwise(x, width=width) for x in (q, k, v))
+        for rows, tiles in row_tiles(block):
+            stacked_dout = _stack(as_width(part(dout, rows), width), kv_heads)
+            stacked_q = _stack(as_width(part(q, rows), width), kv_heads)
+            stacked_out = _stack(as_width(part(out, rows), width), kv_heads)
+            products = pointwise(stacked_dout, stacked_out)
+            delta = reduced(products, (*products.shape[:3], 1))
+            del products
+            for tile in tiles:
+                keys, values = (as_width(part(x, tile.keys), width) for x in (k, v))
+                scores, slope = self._scores(part(q, rows), keys, tile)
+                weights = pointwise(pointwise(scores))
+                added = pointwise(values)
+                del added
+                _dscores = self._score_gradient(weights, delta, slope)
+                added = pointwise(keys)
+                del added
+                added = pointwise(stacked_q)
+                del added
+        return dq, dk, dv
+
+    def _score_gradient(self, weights: Phantom, delta: Phantom, slope: Phantom | None) -> Phantom:
+        upstream = pointwise(weights)
+        centred = pointwise(upstream, delta)
+        del upstream
+        product = pointwise(weights, centred)
+        del centred
+        return pointwise(product, pointwise(slope) if slope is not None else product)
+
+    def _scores(self, q: Phantom, k: Phantom, tile: Block) -> tuple[Phantom, Phantom | None]:
+        width = wide(q.width)
+        memory, slope = q.memory, None
+        scores = self._products(q, k, width)
+        if self.capped:
+            bounded = pointwise(pointwise(scores))
+            scores, slope = pointwise(bounded), pointwise(pointwise(bounded))
+        if tile.causal or tile.window is not None:
+            _hidden = pointwise(visible(memory, tile))
+            tall = memory.new(scores.shape[2:], 1)
+            scores = pointwise(scores, tall)
+        return scores, slope
+
+    def _products(self, q: Phantom, k: Phantom, width: int) -> Phantom:
+        stacked = _stack(as_width(q, width), k.shape[1])
+        keys = as_width(k, width)
+        shape = (*stacked.shape[:3], keys.shape[2])
+        return pointwise(q.memory.new(shape, width))
+
+
+def _stack(x: Phantom, kv_heads: int) -> Phantom:
+    """[B, H, S, D] -> [B, Hk, H / Hk * S, D], by a copy where heads are not rows in memory."""
+    batch, heads, tokens, width = x.shape
+    shape = (batch, kv_heads, heads // kv_heads * tokens, width)
+    if heads == kv_heads or x.contiguous():
+        return Phantom(x.storage, shape, dense(shape), 0, x.width)
+    return x.memory.new(shape, x.width)
+
+
+def _flat(x: Phantom, shape: tuple[int, ...]) -> Phantom:
+    return Phantom(x.storage, shape, dense(shape), 0, x.width)
+
+
+def row_tiles(block: Block) -> Iterator[tuple[int, list[Block]]]:
+    """The widest tiles of queries, each with some of its tiles of keys, last ones included."""
+    starts = list(range(block.q_start, block.q_stop, TILE))
+    for q_start in starts[-SEEN_TILES:] if block.causal else starts[:SEEN_TILES]:
+        q_stop = min(q_start + TILE, block.q_stop)
+        low = block.k_start
+        if block.window is not None:
+            low = max(low, q_start - block.window + 1)
+        high = q_stop if block.causal else block.k_stop
+        cuts = [*range(low, high, TILE), high]
+        tiles = [
+            replace(
+                block,
+                q_start=q_start,
+                q_stop=q_stop,
+                k_start=k_start,
+                k_stop=k_stop,
+                causal=k_stop - 1 > q_start,
+                window=block.window
+                if block.window is not None and q_stop - block.window > k_start
+                else None,
+            )
+            for k_start, k_stop in pairwise(cuts)
+        ]
+        yield q_stop - q_start, tiles[:SEEN_TILES] + tiles[SEEN_TILES:][-SEEN_TILES:]

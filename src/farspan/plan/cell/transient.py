@@ -1,0 +1,348 @@
+"""What a step holds for a moment: everything on the device that no buffer of the program is.
+
+A cell's memory depends on its layer, its tokens, the keys before it and how it is run, so cells
+that are equal in these are run once, on phantoms; then the program is walked with what they gave.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+
+from farspan.plan.cell.cells import CellBytes, CellKind, Cells
+from farspan.plan.cell.layer import layer_costs, layer_weights, trained
+from farspan.plan.cell.outside import Stages, outer_weights
+from farspan.plan.model.architecture import Architecture, Attention, Block, FeedForward
+from farspan.plan.program import (
+    Allocate,
+    AttentionMode,
+    Backward,
+    Clear,
+    Close,
+    Embed,
+    EmbedBackward,
+    Evict,
+    Fetch,
+    Forward,
+    Free,
+    Head,
+    Instruction,
+    Load,
+    LoadGradient,
+    Program,
+    Store,
+    StoreGradient,
+)
+from farspan.spec import LayerSpec, ModelSpec
+
+# Chunks whose prefixes are told apart to the token; of more, prefixes are rounded up to 1 / STARTS
+# of a block of keys.
+EXACT_CHUNKS, STARTS = 64, 32
+SILENT = frozenset((Allocate, Free, Clear, Fetch, Evict))  # hold nothing
+LOSS = 8  # bytes of the step's loss so far
+
+
+def transient_bytes(
+    program: Program,
+    architecture: Architecture | None,
+    *,
+    gradient_bytes: int | None = None,
+    ranks: int = 1,
+) -> int:
+    """Device bytes at a step's fullest moment beside arenas, inputs, weights, all gradients, and
+    accumulators of the widest group and of what lies outside the layers.
+
+    `gradient_bytes` is the width of an element of `.grad`, the model's own by default; `ranks`
+    devices share it. Without an architecture one is assumed that saves as much as the model's
+    layers do. Negative where gradients and accumulators are never all there at one time, and what
+    is missing at the fullest moment outweighs the rest.
+    """
+    walk = Walk(
+        program,
+        architecture or assumed(program.model),
+        gradient_bytes=gradient_bytes,
+        ranks=ranks,
+    )
+    return walk.run().transient
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Bytes at the fullest moment, without arenas, inputs and weights."""
+
+    bytes: int
+    gradients: int  # all of them, at the end of a step
+    accumulators: int  # of what lies outside the layers and of the widest group
+
+    @property
+    def transient(self) -> int:
+        return self.bytes - self.gradients - self.accumulators
+
+
+# Programs of one model have most of their cells in common; a search walks hundreds of them.
+@lru_cache(maxsize=8)
+def _cells(
+    architecture: Architecture, batch: int, width: int, kv_block: int, in_place: bool
+) -> Cells:
+    return Cells(architecture, batch, width, kv_block, in_place)
+
+
+@lru_cache(maxsize=8)
+def _stages(
+    architecture: Architecture, batch: int, width: int, sizes: tuple[int, int], in_place: bool
+) -> Stages:
+    return Stages(architecture, batch, width, *sizes, in_place)
+
+
+@dataclass(slots=True)
+class _Graph:
+    bytes: int
+    kept: bool
+    cell: CellBytes
+
+
+class Walk:
+    """One walk through a program; registers as in `engine.run`."""
+
+    def __init__(
+        self,
+        program: Program,
+        architecture: Architecture,
+        *,
+        gradient_bytes: int | None = None,
+        ranks: int = 1,
+        in_place: bool = False,
+    ) -> None:
+        """`gradient_bytes` is the width of an element of `.grad`, the model's own by default;
+        `ranks` devices share what is in `.grad`. For `in_place` see `phantom.Memory`."""
+        model, schedule = program.model, program.schedule
+        width = model.element_bytes
+        self.program = program
+        self.blocks = architecture.blocks[-len(model.layers) :]
+        self.architecture = architecture
+        self.wide = model.accumulate_bytes()
+        self.final = gradient_bytes or width
+        self.ranks = ranks
+        self.sums_apart = self.final != self.wide or ranks > 1
+        batch = program.run.batch
+        self.cells = _cells(architecture, batch, width, schedule.kv_block, in_place)
+        sizes = self.wide, schedule.head_tokens
+        self.stages = _stages(architecture, batch, width, sizes, in_place)
+        self.live = self.peak = self.loss = 0
+        self.hidden: dict[int, int] = {}
+        self.gradient: dict[int, int] = {}
+        self.held: dict[int, int] = {}
+        self.graphs: dict[tuple[int, int], _Graph] = {}
+        self.tables = (-1, 0)  # of which chunk, bytes
+        self.begun: set[int] = set()  # layers that have weight gradients
+        self.outer: frozenset[str] = frozenset()
+        self.kinds: dict[tuple[object, ...], CellBytes] = {}
+        self.weights = [self._weights(block) for block in self.blocks]
+        self.outer_weights = [prod(shape) for shape in outer_weights(architecture).values()] * (
+            not architecture.adapter_rank
+        )
+
+    def _weights(self, block: Block) -> list[int]:
+        """Elements of each trained parameter of a layer."""
+        shapes = layer_weights(self.architecture, block)
+        return [prod(shape) for name, shape in shapes.items() if trained(self.architecture, name)]
+
+    def run(self) -> Peak:
+        for instruction in self.program.instructions:
+            if type(instruction) not in SILENT:
+                self.issue(instruction)
+        layers = [sum(map(sum, self.weights[slice(*group)])) for group in self.program.groups]
+        outer = sum(self.outer_weights)
+        gradients = self._final(outer + sum(layers))
+        sums = self.wide * (outer + max(layers)) if self.sums_apart else 0
+        return Peak(self.peak, gradients, sums)
+
+    def _final(self, elements: int) -> int:
+        """Bytes of these elements in `.grad`."""
+        return -(-self.final * elements // self.ranks)
+
+    def _rise(self, size: int) -> None:
+        self.peak = max(self.peak, self.live + size)
+
+    def _take(self, size: int) -> int:
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        return size
+
+    def issue(self, instruction: Instruction) -> None:
+        """Walk over one instruction."""
+        match instruction:
+            case Forward():
+                self._forward(instruction)
+            case Backward():
+                self._backward(instruction)
+            case Embed(chunk):
+                self._embed(chunk)
+            case Load(layer):
+                self.live -= self.hidden.get(layer, 0)
+                self.hidden[layer] = 0
+            case LoadGradient(layer):
+                self.live -= self.gradient.get(layer, 0)
+                self.gradient[layer] = 0
+            case Store(layer):
+                self.live -= self.hidden.pop(layer)
+            case StoreGradient(layer):
+                self.live -= self.gradient.pop(layer)
+            case Head(chunk, gradient):
+                self._head(chunk, gradient)
+            case EmbedBackward(chunk):
+                self._embed_backward(chunk)
+            case Close(group):
+                self._close(group)
+            case _:
+                pass
+
+    def _tokens(self, chunk: int) -> int:
+        start, stop = self.program.chunks[chunk]
+        return stop - start
+
+    def _embed(self, chunk: int) -> None:
+        stage = self.stages.get("embed", self._tokens(chunk), frozenset())
+        self._rise(stage.rise)
+        self.live += stage.out + stage.tables - self.tables[1] - self.hidden.get(0, 0)
+        self.hidden[0] = stage.out
+        self.tables = chunk, stage.tables
+
+    def _call(self, chunk: int) -> None:
+        if self.tables[0] != chunk:
+            stage = self.stages.get("tables", self._tokens(chunk), frozenset())
+            self._rise(stage.rise)
+            self.live += stage.tables - self.tables[1]
+            self.tables = chunk, stage.tables
+
+    def _head(self, chunk: int, gradient: bool) -> None:
+        what = "head" if gradient else "evaluation"
+        stage = self.stages.get(what, self._tokens(chunk), self.outer)
+        top = len(self.blocks)
+        self._rise(stage.rise)
+        self.live += LOSS - self.loss - self.hidden.pop(top)
+        self.loss = LOSS
+        if gradient:
+            self.gradient[top] = stage.out
+            self.live += stage.out
+            self._begin_outer(stage.new)
+
+    def _embed_backward(self, chunk: int) -> None:
+        stage = self.stages.get("embed backward", self._tokens(chunk), self.outer)
+        self._rise(stage.rise)
+        self.live -= self.gradient.pop(0)
+        self._begin_outer(stage.new)
+
+    def _begin_outer(self, names: frozenset[str]) -> None:
+        shapes = outer_weights(self.architecture)
+        self.live += self.wide * sum(prod(shapes[name]) for name in names)
+        self.outer |= names
+
+    def _close(self, group: int) -> None:
+        """Sums become `.grad` one by one, where `.grad` is narrower."""
+        if not self.sums_apart:
+            return
+        layers = range(*self.program.groups[group])
+        sizes = [size for layer in layers if layer in self.begun for size in self.weights[layer]]
+        if group == 0:
+            sizes += self.outer_weights
+        for size in sizes:
+            self._take(self._final(size))
+            self.live -= self.wide * size
+
+    # -- cells ---
+
+    def _forward(self, i: Forward) -> None:
+        self._call(i.chunk)
+        cell = self._cell(i)
+        self._rise(cell.forward_rise)
+        entered = self.hidden[i.layer] if i.hold else self.hidden.pop(i.layer)
+        held = self.held.pop(i.layer, 0) if i.mode is AttentionMode.HELD else 0
+        if not i.hold and not (i.graph and cell.saves_input):
+            self.live -= entered
+            entered = 0
+        if i.mode is AttentionMode.NONE:
+            return
+        if i.graph:
+            size = cell.graph + held + (0 if i.hold else entered)
+            self.live += cell.graph
+            self.graphs[i.layer, i.chunk] = _Graph(size, i.kept, cell)
+        else:
+            self.live -= held
+        self.live += cell.out + cell.held - self.hidden.get(i.layer + 1, 0)
+        self.hidden[i.layer + 1] = cell.out
+        if i.hold:
+            self.held[i.layer] = cell.held
+
+    def _backward(self, i: Backward) -> None:
+        graph = self.graphs.pop((i.layer, i.chunk))
+        cell = graph.cell
+        self.live -= self.hidden.pop(i.layer + 1, 0)
+        self._rise(cell.backward_rise)
+        self.live += cell.gradient + cell.weight_gradients - graph.bytes
+        self.live -= self.gradient.pop(i.layer + 1)
+        if i.layer not in self.begun:
+            self.begun.add(i.layer)
+            self._take(self.wide * sum(self.weights[i.layer]))
+        self.live -= cell.weight_gradients
+        if graph.kept:
+            self.live -= self.hidden.pop(i.layer, 0)
+        self.gradient[i.layer] = cell.gradient
+
+    def _cell(self, i: Forward) -> CellBytes:
+        key = i.layer, i.chunk, i.mode, i.attention is None, i.graph, i.kept, i.hold
+        if key not in self.kinds:
+            start, stop = self.program.chunks[i.chunk]
+            block = self.blocks[i.layer]
+            reads = i.mode is AttentionMode.COMPUTE or i.graph
+            kind = CellKind(
+                block,
+                stop - start,
+                self._start(start, block) if reads else 0,
+                i.mode,
+                i.attention is not None,
+                i.graph,
+                i.kept,
+                i.hold,
+            )
+            self.kinds[key] = self.cells.get(kind)
+        return self.kinds[key]
+
+    def _start(self, start: int, block: Block) -> int:
+        """An earlier start of a chunk that asks for the same sizes of blocks, but for how many of
+        the full ones: they come one after the other."""
+        schedule, window = self.program.schedule, block.attention.window
+        size, chunks = schedule.kv_block, len(self.program.chunks)
+        step = 1 if chunks <= EXACT_CHUNKS else max(1, size // STARTS)
+        start = -(-start // step) * step
+        first = 0 if window is None else start - min(start, window + size)
+        return start - max(0, first // size if window is not None else start // size - 2) * size
+
+
+# -- models without an architecture ------------------------------------------------------------
+
+
+@lru_cache(maxsize=8)
+def assumed(model: ModelSpec) -> Architecture:
+    """The Llama-like architecture whose layers save as much as the model's own were seen to."""
+    made = Architecture(model.name, "llama", model.hidden, model.vocab, ())
+    blocks = {layer: _assumed(made, layer, model.element_bytes) for layer in set(model.layers)}
+    return replace(made, blocks=tuple(blocks[layer] for layer in model.layers))
+
+
+def _assumed(architecture: Architecture, layer: LayerSpec, element_bytes: int) -> Block:
+    attention = Attention(
+        layer.query_heads,
+        layer.kv_heads,
+        layer.head_dim,
+        layer.value_dim,
+        window=layer.window,
+        sinks=layer.sinks,
+        softcap=layer.softcap,
+    )
+
+    def saved(width: int) -> int:
+        block = Block(attention, FeedForward(width))
+        return layer_costs(architecture, block, element_bytes).activation_bytes
+
+    least, slope = saved(1), saved(2) - saved(1)
+    return Block(attention, FeedForward(1 + max(0, layer.activation_bytes - least) // slope))

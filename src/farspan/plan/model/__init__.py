@@ -1,0 +1,1 @@
+"""A configuration read as an architecture: a model without weights."""

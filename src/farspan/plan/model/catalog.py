@@ -1,0 +1,128 @@
+"""Models by name, folder or file: from what a user types to an architecture, without weights."""
+
+import difflib
+import json
+import os
+import re
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+
+from farspan.plan.model.architecture import Architecture
+from farspan.plan.model.families import architecture_from
+from farspan.spec import Refused
+
+PRESETS = Path(__file__).parent / "models.json"
+CLOSE = 5  # presets named after a slip of the pen
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A model that ships: its configuration, and where that was read."""
+
+    name: str
+    source: str
+    hub: str | None  # its name on the Hugging Face hub; None for a model that only a paper has
+    aliases: tuple[str, ...]
+    config: dict[str, Any]
+
+
+def presets() -> tuple[Preset, ...]:
+    """The models that ship."""
+    return _presets()
+
+
+def find_architecture(model: str) -> Architecture:
+    """The architecture of a model by folder, preset name, file or name on the hub.
+
+    A folder in sight is the user's own and comes first. Nothing but a configuration is ever read.
+    Raises Refused when there is none, or when planning does not know its kind.
+    """
+    config, name = _find(model)
+    return architecture_from(config, name)
+
+
+def find_config(model: str) -> dict[str, Any]:
+    """The configuration of the same model, as it stands in its config.json."""
+    return _find(model)[0]
+
+
+def _find(model: str) -> tuple[dict[str, Any], str]:
+    """A configuration and what to call it."""
+    if not model:
+        raise Refused(f"model: expected a name, a folder or a file, got nothing; {_close(model)}")
+    place = Path(os.path.expanduser(model))
+    if (place / "config.json").is_file():
+        return _read(place / "config.json"), model
+    preset = _named().get(model.lower())
+    if preset is not None:
+        return deepcopy(preset.config), preset.name
+    if place.is_file():
+        return _read(place), model
+    if place.is_dir():
+        raise Refused(f"model: {model} holds no config.json; expected a saved model's folder")
+    if _HUB_NAME.fullmatch(model) and place.suffix != ".json":
+        return _read(_from_hub(model)), model
+    raise Refused(
+        f"model: {model!r} is no preset, folder or file, nor a hub name such as Qwen/Qwen2.5-7B; "
+        f"{_close(model)}"
+    )
+
+
+def _from_hub(model: str) -> Path:
+    try:
+        # A copy in the cache needs no network; without one the library tries for half a minute.
+        cached = huggingface_hub.try_to_load_from_cache(model, "config.json")
+        if isinstance(cached, str):
+            return Path(cached)
+        return Path(huggingface_hub.hf_hub_download(model, "config.json"))
+    except Exception as error:  # not there, gated, no network: each has its own kind
+        raise Refused(
+            f"model: no config.json of {model!r} could be read from the Hugging Face hub "
+            f"({' '.join(str(error).split())}); give a folder that holds one, or a preset: "
+            f"{_close(model)}"
+        ) from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise Refused(f"model: {path} is not a JSON file that can be read: {error}") from error
+    if not isinstance(config, dict):
+        raise Refused(f"model: {path} holds {type(config).__name__}, expected a model's config")
+    return config
+
+
+def _close(model: str) -> str:
+    """Presets whose names are near, or all of them where none is."""
+    names = {preset.name.lower(): preset.name for preset in presets()}
+    near = difflib.get_close_matches(model.lower().split("/")[-1], names, CLOSE, cutoff=0.5)
+    if near:
+        return f"close to it: {', '.join(names[name] for name in near)}"
+    return f"presets: {', '.join(names.values())}"
+
+
+@cache
+def _presets() -> tuple[Preset, ...]:
+    values = json.loads(PRESETS.read_text(encoding="utf-8"))
+    return tuple(
+        Preset(name, entry["source"], entry["hub"], tuple(entry["aliases"]), entry["config"])
+        for name, entry in values.items()
+    )
+
+
+@cache
+def _named() -> dict[str, Preset]:
+    """Presets by every name they go by, in lower case."""
+    return {
+        name.lower(): preset
+        for preset in presets()
+        for name in (preset.name, *preset.aliases, preset.hub)
+        if name
+    }

@@ -1,0 +1,358 @@
+"""Seconds of an instruction: matrix products, attention calls, memory traffic, copies, collectives.
+
+A device of a layout runs the program of its own share of the tokens, C / P of every chunk, where
+P = `layout.sequence()`. That program's bytes are right as they are: K, V, O and LSE of all C tokens
+for 1 / P of the heads are as many as of C / P tokens for all heads. Its products are right too.
+Attention alone looks further: a device's heads see all N tokens, so its pairs are counted in the
+tokens of the whole sequence and divided by P.
+"""
+
+from dataclasses import dataclass, field
+
+from farspan.plan.price.collectives import Collectives
+from farspan.plan.program import (
+    AttentionMode,
+    Backward,
+    Clear,
+    Embed,
+    EmbedBackward,
+    Evict,
+    Fetch,
+    Forward,
+    Head,
+    Instruction,
+    Program,
+)
+from farspan.plan.question import Question
+from farspan.plan.simulate import copied_bytes, seen_pairs, streamed_bytes
+from farspan.spec import LayerSpec, Rates, Refused, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds that one instruction keeps each lane busy."""
+
+    compute: float = 0.0
+    fetch: float = 0.0
+    evict: float = 0.0
+    collective: float = 0.0
+    host: float = 0.0  # issuing it; nothing else runs meanwhile
+
+    def in_line(self) -> float:
+        """Seconds when nothing overlaps."""
+        return self.compute + self.fetch + self.evict + self.collective + self.host
+
+
+NOTHING = Cost()
+
+
+def rates_of(question: Question) -> Rates:
+    """The machine's rates in the dtype asked for. Raises Refused when it has none."""
+    found = question.machine.rates.get(question.dtype)
+    if found is None:
+        raise Refused(
+            f"dtype: {question.machine.name} has no rates for {question.dtype}, only for "
+            f"{', '.join(question.machine.rates)}; run farspan calibrate, or choose one of these"
+        )
+    return found
+
+
+@dataclass(slots=True)
+class Prices:
+    """Prices the instructions of one device's program.
+
+    `together`: both directions of the link are in use, so its rates are those of both at once.
+    Equal layers at the same chunk cost the same and are priced once.
+    """
+
+    question: Question
+    program: Program
+    together: bool = True
+    rates: Rates = field(init=False)
+    collectives: Collectives = field(init=False)
+    _classes: list[int] = field(init=False)
+    _known: dict[tuple[object, ...], Cost] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rates = rates_of(self.question)
+        self.collectives = Collectives(self.question)
+        seen: dict[LayerSpec, int] = {}
+        self._classes = [seen.setdefault(spec, len(seen)) for spec in self.program.model.layers]
+
+    def of(self, instruction: Instruction) -> Cost:
+        """What the instruction costs."""
+        key = self._key(instruction)
+        if key is None:
+            return NOTHING
+        if key not in self._known:
+            self._known[key] = self._price(instruction)
+        return self._known[key]
+
+    def _key(self, i: Instruction) -> tuple[object, ...] | None:
+        match i:
+            case Forward():
+                put_away = i.kept, i.write_kv is not None, i.attention is not None
+                return Forward, self._classes[i.layer], i.chunk, i.mode, put_away
+            case Backward():
+                return Backward, self._classes[i.layer], i.chunk
+            case Fetch(source, target, chunk) | Evict(source, target, chunk):
+                buffers = self.program.buffers
+                layer = max(buffers[source].layer, buffers[target].layer)
+                place = self._classes[min(layer, len(self._classes) - 1)]
+                return type(i), buffers[source].kind, place, self._tokens(chunk)
+            case Head() | Embed() | EmbedBackward():
+                return type(i), self._tokens(i.chunk)
+            case Clear(buffer):
+                return Clear, self.program.buffers[buffer].bytes, self.program.buffers[buffer].tier
+            case _:
+                return None
+
+    def _price(self, i: Instruction) -> Cost:
+        match i:
+            case Forward():
+                return self._forward(i)
+            case Backward():
+                return self._backward(i)
+            case Fetch(source, target, chunk) | Evict(source, target, chunk):
+                size = copied_bytes(self.program, source, target, chunk)
+                if isinstance(i, Fetch):
+                    return Cost(fetch=size / self.fetch_rate())
+                return Cost(evict=size / self.evict_rate())
+            case Head(chunk, gradient):
+                return Cost(compute=self._head(self._tokens(chunk), gradient))
+            case Embed(chunk):
+                return Cost(compute=self._moved(2 * self._hidden_bytes(chunk)))
+            case EmbedBackward(chunk):
+                return Cost(compute=self._embed_backward(chunk))
+            case Clear(buffer):
+                return self._clear(buffer)
+            case _:
+                return NOTHING
+
+    # -- cells -----------------------------------------------------------------------------------
+
+    def _forward(self, i: Forward) -> Cost:
+        spec = self.program.model.layers[i.layer]
+        tokens = self._tokens(i.chunk)
+        if i.mode is AttentionMode.NONE:
+            products = spec.work.products[: spec.work.projections]
+            share = len(products) / max(1, len(spec.work.products))
+            compute = self._products(products, tokens) + self._put_away(i)
+            compute += self._moved(
+                share * spec.work.forward_traffic * tokens * self.program.run.batch
+            )
+            return Cost(compute=compute, host=self.question.machine.overhead)
+        compute = self._products(spec.work.products, tokens) + self._put_away(i)
+        compute += self._moved(spec.work.forward_traffic * tokens * self.program.run.batch)
+        fetch = 0.0
+        moved = self.collectives.forward(spec, tokens, i.mode)
+        if i.mode is AttentionMode.COMPUTE:
+            attention = self._attention(i.layer, i.chunk, backward=False)
+            ring = self.collectives.ring(spec, self._span(i.chunk)[1], backward=False)
+            compute += attention
+            moved += max(0.0, ring - attention)
+            fetch = streamed_bytes(self.program, i.layer, i.chunk, i.prefix) / self.fetch_rate()
+        return Cost(
+            compute=compute, fetch=fetch, collective=moved, host=self.question.machine.overhead
+        )
+
+    def _backward(self, i: Backward) -> Cost:
+        spec = self.program.model.layers[i.layer]
+        work, tokens = spec.work, self._tokens(i.chunk)
+        trained = work.trainable / work.parameters if work.parameters else 1.0
+        compute = self._products(work.products, tokens)
+        compute += trained * self._products(work.products, tokens, weights=True)
+        compute += self._moved(work.backward_traffic * tokens * self.program.run.batch)
+        compute += self._moved(work.trainable * self._gradient_traffic())
+        attention = self._attention(i.layer, i.chunk, backward=True)
+        ring = self.collectives.ring(spec, self._span(i.chunk)[1], backward=True)
+        moved = self.collectives.backward(spec, tokens) + max(0.0, ring - attention)
+        kv = streamed_bytes(self.program, i.layer, i.chunk, i.prefix)
+        dkv = streamed_bytes(self.program, i.layer, i.chunk, i.accumulator)
+        return Cost(
+            compute=compute + attention,
+            fetch=(kv + dkv) / self.fetch_rate(),
+            evict=dkv / self.evict_rate(),
+            collective=moved,
+            host=self.question.machine.overhead,
+        )
+
+    def _put_away(self, i: Forward) -> float:
+        """Copies on the device into the program's buffers, each read and written."""
+        spec = self.program.model.layers[i.layer]
+        row = self.saved_row(spec) if i.kept else 0
+        if i.write_kv is not None:
+            row += self.kv_row(spec)
+        if i.attention is not None and i.mode is AttentionMode.COMPUTE:
+            row += self.attention_row(spec)
+        return self._moved(2 * row * self._tokens(i.chunk))
+
+    def _products(
+        self, products: tuple[tuple[int, int], ...], tokens: int, *, weights: bool = False
+    ) -> float:
+        rows = self.program.run.batch * tokens
+        return sum(
+            self.rates.product(2.0 * rows * inner * outer, weights=weights)
+            for inner, outer in products
+        )
+
+    def _attention(self, layer: int, chunk: int, *, backward: bool) -> float:
+        """Calls on blocks of earlier keys, then the square on the diagonal."""
+        spec = self.program.model.layers[layer]
+        ranks = self.question.layout.sequence()
+        start, stop = self._span(chunk)
+        diagonal = seen_pairs(stop - start, spec.window)
+        earlier = seen_pairs(stop, spec.window) - seen_pairs(start, spec.window) - diagonal
+        block = self.program.schedule.kv_block * ranks
+        prefix = start if spec.window is None else min(start, spec.window)
+        calls = -(-prefix // block)
+        rows = self.program.run.batch / ranks
+        seconds = self.rates.attention(diagonal, spec, rows=rows, causal=True, backward=backward)
+        if calls:
+            one = self.rates.attention(earlier / calls, spec, rows=rows, backward=backward)
+            seconds += calls * one
+            seconds += calls * self._merge(spec, (stop - start) // ranks, prefix // calls, backward)
+        return seconds
+
+    def _merge(self, spec: LayerSpec, queries: int, keys: int, backward: bool) -> float:
+        """Adding one block's result to what the blocks before gave."""
+        model, batch = self.program.model, self.program.run.batch
+        one = model.element_bytes + 2 * model.accumulate_bytes()
+        keys //= self.question.layout.sequence()
+        rows = queries * spec.output_elements()
+        if backward:
+            rows = queries * spec.query_heads * spec.head_dim + keys * spec.kv_elements()
+        return self._moved(batch * rows * one)
+
+    # -- stages outside the layers ---------------------------------------------------------------
+
+    def _head(self, tokens: int, gradient: bool) -> float:
+        model, rows = self.program.model, self.program.run.batch * tokens
+        piece = min(self.program.schedule.head_tokens, tokens) * self.program.run.batch
+        flop = 2.0 * piece * model.hidden * model.vocab
+        trained = bool(model.outer_trainable())
+        products = 2 if gradient else 1
+        seconds = products * self.rates.product(flop)
+        if gradient and trained:
+            seconds += self.rates.product(flop, weights=True)
+        seconds *= rows / piece
+        seconds += rows * model.vocab * self._logit(gradient)
+        if gradient and trained:
+            seconds += self._moved(
+                rows / piece * model.hidden * model.vocab * self._gradient_traffic()
+            )
+        return seconds
+
+    def _logit(self, gradient: bool) -> float:
+        """Seconds of one logit's cross-entropy, with its gradient or without."""
+        model = self.program.model
+        if self.rates.logit:
+            return self.rates.logit if gradient else self.rates.logit / 2
+        wide, narrow = model.accumulate_bytes(), model.element_bytes
+        cast = 2 * (narrow + wide) if wide != narrow else 0
+        # log_softmax reads and writes; its gradient is zeroed, read with the output, and written.
+        return self._moved(6 * wide + cast if gradient else 2 * wide + cast // 2)
+
+    def _embed_backward(self, chunk: int) -> float:
+        model = self.program.model
+        if not model.outer_trainable():
+            return 0.0
+        dense = model.vocab * model.hidden
+        zeroed = dense * model.element_bytes
+        return self._moved(
+            zeroed + dense * self._gradient_traffic() + 3 * self._hidden_bytes(chunk)
+        )
+
+    def _clear(self, name: str) -> Cost:
+        buffer = self.program.buffers[name]
+        if buffer.tier is Tier.DEVICE:
+            return Cost(compute=self._moved(buffer.bytes))
+        machine = self.question.machine
+        ranks = min(machine.devices, self.question.layout.devices())
+        return Cost(host=buffer.bytes * ranks / machine.host_memory)
+
+    # -- devices together --------------------------------------------------------------------------
+
+    def gather(self, layer: int) -> float:
+        """All-gather of a layer's weights before a pass of its group."""
+        return self.collectives.gather(self.program.model.layers[layer].work.parameters)
+
+    def reduce(self, group: int) -> float:
+        """Reduce-scatter of a group's weight gradients when it closes."""
+        return self._reduce(self.program.groups[group], group == 0)
+
+    def _reduce(self, layers: tuple[int, int], is_first: bool) -> float:
+        model = self.program.model
+        elements = sum(layer.work.trainable for layer in model.layers[slice(*layers)])
+        if is_first:
+            elements += model.outer_trainable()
+        width = model.accumulate_bytes()
+        return self.collectives.reduce(elements, width) + self.collectives.replicas(elements, width)
+
+    def gathers(self) -> float:
+        """Seconds of all gathers and reductions of a step."""
+        return self.gathers_of(self.program.groups)
+
+    def gathers_of(self, groups: tuple[tuple[int, int], ...]) -> float:
+        """The same for a cut into groups: each but the last is passed twice."""
+        last = len(groups) - 1
+        seconds = 0.0
+        for group, layers in enumerate(groups):
+            once = sum(self.gather(layer) for layer in range(*layers))
+            seconds += once * (1 if group == last else 2) + self._reduce(layers, group == 0)
+        return seconds
+
+    # -- bytes a token, batch included -----------------------------------------------------------
+
+    def kv_row(self, spec: LayerSpec) -> int:
+        return self.program.run.batch * spec.kv_elements() * self.program.model.element_bytes
+
+    def attention_row(self, spec: LayerSpec) -> int:
+        """O and LSE."""
+        model = self.program.model
+        out = spec.output_elements() * model.element_bytes
+        return self.program.run.batch * (out + spec.query_heads * model.accumulate_bytes())
+
+    def saved_row(self, spec: LayerSpec) -> int:
+        """What a kept graph saves of its own."""
+        return self.program.run.batch * spec.activation_bytes
+
+    # -- rates -----------------------------------------------------------------------------------
+
+    def fetch_rate(self) -> float:
+        """Bytes a second host to device, of one device among all that share main memory."""
+        machine = self.question.machine
+        return self._shared(machine.fetch_together if self.together else machine.fetch)
+
+    def evict_rate(self) -> float:
+        """Bytes a second device to host."""
+        machine = self.question.machine
+        return self._shared(machine.evict_together if self.together else machine.evict)
+
+    def _shared(self, rate: float) -> float:
+        machine = self.question.machine
+        ranks = min(machine.devices, self.question.layout.devices())
+        directions = 2 if self.together else 1
+        return min(rate, machine.host_memory / (ranks * directions))
+
+    def _moved(self, size: float) -> float:
+        return size / self.question.machine.memory
+
+    def _gradient_traffic(self) -> int:
+        """Bytes an element of dW that is read and added to its accumulator."""
+        model = self.program.model
+        return model.element_bytes + 2 * model.accumulate_bytes()
+
+    def _tokens(self, chunk: int) -> int:
+        start, stop = self.program.chunks[chunk]
+        return stop - start
+
+    def _span(self, chunk: int) -> tuple[int, int]:
+        """The chunk in tokens of the whole sequence."""
+        ranks = self.question.layout.sequence()
+        start, stop = self.program.chunks[chunk]
+        return start * ranks, stop * ranks
+
+    def _hidden_bytes(self, chunk: int) -> int:
+        model = self.program.model
+        return self._tokens(chunk) * self.program.run.batch * model.hidden * model.element_bytes

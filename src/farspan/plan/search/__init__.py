@@ -1,0 +1,1 @@
+"""Which schedule to run: bounds of many at once, and the search among them."""

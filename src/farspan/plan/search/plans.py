@@ -1,0 +1,171 @@
+"""What to run: the best plan of all strategies, and the longest context of each."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from farspan.plan.price.evaluate import evaluate
+from farspan.plan.price.local import local_model, refuse_layout
+from farspan.plan.question import Plan, Question
+from farspan.plan.reason import breaks_first, reason_of, remedy_of
+from farspan.plan.search import quick
+from farspan.plan.search.alpha import with_alpha
+from farspan.plan.search.best_first import roomiest, search, states_do_not_fit
+from farspan.plan.search.space import MOST_CELLS, thriftiest, whole_space
+from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.spec import Refused, RunSpec, Schedule
+
+GROUPED = "grouped"
+FINEST = 64  # the longest context is found to within 1 / FINEST of itself
+LEAST = 1024  # tokens
+CANDIDATES = 6  # schedules whose memory is looked at more closely where the least is sought
+MOST_NAMED = 4 * MOST_CELLS  # cells of a strategy whose chunk is its own
+
+
+def best_plan(
+    question: Question, strategies: Sequence[str] | None = None, seconds: float = 8.0
+) -> Plan:
+    """The fastest plan that fits, the others as its alternatives.
+
+    `strategies` are the names to choose from, None for all; `grouped` stands for the whole space
+    of schedules, searched for about `seconds` of this process's time. If nothing fits, the plan
+    that misses by the least, with what breaks first and a change that would help. Raises Refused.
+    """
+    refuse_layout(question)
+    plans = _plans(question, strategies or list(STRATEGIES), seconds)
+    plans.sort(key=_order)
+    best, others = plans[0], tuple(plans[1:])
+    if not best.fits:
+        return replace(
+            best,
+            reason=breaks_first(best),
+            remedy=remedy_of(best, partial(fits, strategies=strategies), strategies is not None),
+            alternatives=others,
+        )
+    return replace(best, reason=reason_of(best, others), alternatives=others)
+
+
+def longest_contexts(
+    question: Question, strategies: Sequence[str] | None = None, seconds: float = 4.0
+) -> dict[str, Plan]:
+    """By strategy, the plan at the longest context that fits; a strategy that fits none is left
+    out. Contexts are found to within 1 / 64 of themselves."""
+    refuse_layout(question)
+    found = {}
+    for name in strategies or STRATEGIES:
+        tokens = _longest(question, name)
+        while tokens >= LEAST:
+            asked = _at(question, tokens)
+            plan = evaluate(asked, name, _thrifty(asked, name))
+            if plan.fits:
+                found[name] = _searched(asked, [plan], seconds) if name == GROUPED else plan
+                break
+            # Padding, which the quick look leaves out.
+            tokens -= max(LEAST, tokens // (4 * FINEST))
+    return found
+
+
+def fits(question: Question, strategies: Sequence[str] | None = None) -> bool:
+    """Does any schedule of these strategies fit, by a close look at the thriftiest of each?"""
+    if states_do_not_fit(question):
+        return False
+    names = [GROUPED] if strategies is None else strategies
+    return any(min(quick.left(question, _thrifty(question, name))) >= 0 for name in names)
+
+
+def named_schedule(question: Question, name: str, most: int = MOST_CELLS) -> Schedule:
+    """A strategy's schedule for this question: memo's alpha solved, and chunks of which there
+    would be more than `most` cells made wider."""
+    tokens, layers = question.run.tokens, len(local_model(question).layers)
+    schedule = strategy(name, layers, tokens)
+    least = -(-tokens * layers // most)
+    if schedule.chunk < least:
+        schedule = replace(schedule, chunk=least)
+    return with_alpha(question, schedule) if name == "memo" else schedule
+
+
+def _plans(question: Question, names: Sequence[str], seconds: float) -> list[Plan]:
+    """The plans of these strategies. `grouped` comes last: what the others take prunes its search,
+    and if none of its own is faster, it is the fastest of them."""
+    for name in names:
+        if name not in STRATEGIES:
+            known = ", ".join(STRATEGIES)
+            raise Refused(f"strategy: {name!r} is not known; expected one of {known}")
+    plans = [
+        evaluate(question, name, named_schedule(question, name))
+        for name in names
+        if name != GROUPED
+    ]
+    if GROUPED in names:
+        plans.append(_searched(question, plans, seconds))
+    return plans
+
+
+def _searched(question: Question, others: Sequence[Plan], seconds: float) -> Plan:
+    """The best of the whole space. It has the fastest of the others to beat, or where none fits
+    the thriftiest schedule: so that a search that ends before its time has an answer if there is
+    one."""
+    fitting = [plan for plan in others if plan.fits]
+    if not fitting:
+        thrifty = evaluate(question, GROUPED, _thrifty(question, GROUPED))
+        fitting = [thrifty] if thrifty.fits else []
+    known = min(fitting, key=_order) if fitting else None
+    outcome = search(question, whole_space(question), seconds, known)
+    if outcome.best is None:
+        return thrifty
+    return replace(outcome.best, strategy=GROUPED, gap=outcome.gap)
+
+
+def _order(plan: Plan) -> tuple[bool, float]:
+    over = -min(0, plan.device.left) - min(0, plan.host.left)
+    return not plan.fits, plan.seconds.total if plan.fits else over
+
+
+def _at(question: Question, tokens: int) -> Question:
+    return replace(question, run=RunSpec(question.run.batch, tokens))
+
+
+def _longest(question: Question, name: str) -> int:
+    """The longest context of one strategy, 0 if it fits none. What each tier has left falls almost
+    in a line with the tokens, so the next guess is where the first of the lines meets zero; every
+    other guess is the middle, in case they bend."""
+
+    def left(tokens: int) -> tuple[int, int]:
+        asked = _at(question, tokens)
+        return quick.left(asked, _thrifty(asked, name))
+
+    low, spare = LEAST, left(LEAST)
+    if min(spare) < 0:
+        return 0
+    high, tokens, is_guess = 0, 64 * LEAST, True
+    crossing = 2**50
+    while (high or crossing) - low > max(LEAST, low // FINEST):
+        found = left(tokens)
+        crossing = min(map(partial(_crossing, low, tokens), spare, found))
+        if min(found) >= 0:
+            low, spare = tokens, found
+        else:
+            high = tokens
+        is_guess = not high or not is_guess
+        tokens = crossing - crossing // (2 * FINEST) if is_guess else (low + high) // 2
+        tokens = max(low + LEAST, min(tokens, high - 1 if high else 16 * low))
+        if high and tokens >= high:
+            tokens = (low + high) // 2
+    return low
+
+
+def _thrifty(question: Question, name: str) -> Schedule:
+    """The schedule of a strategy that takes the least memory; only `grouped` has a choice."""
+    if name != GROUPED:
+        return named_schedule(question, name, MOST_NAMED)
+    candidates = roomiest(question, thriftiest(question), CANDIDATES)
+    # Every strategy is a point of the space; some have chunks finer than those that are searched.
+    others = [other for other in STRATEGIES if other != GROUPED]
+    candidates += [named_schedule(question, other, MOST_NAMED) for other in others]
+    return max(candidates, key=lambda schedule: min(quick.left(question, schedule)))
+
+
+def _crossing(one: int, other: int, at_one: int, at_other: int) -> int:
+    """Where the line through two points meets zero; far away if it does not fall."""
+    slope = (at_one - at_other) / (other - one)
+    return one + round(at_one / slope) if slope > 0 else 2**50

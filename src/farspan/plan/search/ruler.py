@@ -1,0 +1,226 @@
+"""What one chunk size costs: the price of every kind of cell in every chunk, and rows in bytes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farspan.plan.grid import chunk_ranges, group_ranges
+from farspan.plan.price.local import local_model, local_run, local_schedule
+from farspan.plan.price.seconds import Cost, Prices
+from farspan.plan.price.states import States, states, update_seconds
+from farspan.plan.program import (
+    AttentionMode,
+    Backward,
+    Buffer,
+    Clear,
+    Embed,
+    EmbedBackward,
+    Forward,
+    Head,
+    Kind,
+    Program,
+)
+from farspan.plan.question import Question
+from farspan.plan.search.roles import Kept, Role
+from farspan.plan.sizes import activation_cell_bytes, regions, regions_bytes
+from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Tier
+
+Array = NDArray[np.float64]
+Cut = tuple[tuple[int, int], ...]  # layer ranges of the groups
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Seconds of one cell in every chunk, [S]."""
+
+    compute: Array
+    fetch: Array
+    evict: Array
+
+    def total(self, counts: Array) -> Array:
+        """[3, F]: compute, fetch, evict of cells that run `counts` [F, S] times."""
+        return np.stack([counts @ self.compute, counts @ self.fetch, counts @ self.evict])
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Bytes of the layers before each, [L + 1]: of the device's whole run for `kv` and `dkv`, a
+    token for `attention`, a kept cell for the others."""
+
+    kv: Array
+    dkv: Array
+    attention: Array
+    wide: Array  # cells that hold O and LSE
+    narrow: Array
+    inputs: Array  # the layer's input, where autograd saves it
+
+
+class Ruler:
+    """Prices of one question at one chunk size and one tier of K, V; frames share them."""
+
+    def __init__(self, question: Question, schedule: Schedule) -> None:
+        self.question = replace(question, model=local_model(question))
+        self.model: ModelSpec = self.question.model
+        self.run: RunSpec = local_run(self.question)
+        own = local_schedule(schedule, question.layout)
+        self.schedule = own
+        self.chunks = chunk_ranges(self.run.tokens, own.chunk)
+        self.sizes = np.array([stop - start for start, stop in self.chunks], dtype=np.float64)
+        self.classes = list(dict.fromkeys(self.model.layers))
+        self.prices = Prices(self.question, self._shell(), together=question.overlap)
+        self.sums = self._sums()
+        self.known: dict[tuple[object, ...], tuple[Array, Array]] = {}
+        self.roles: dict[Cut, dict[tuple[Role, LayerSpec], int]] = {}
+        self._states: dict[Cut, States] = {}
+        self._gathers: dict[Cut, float] = {}
+        self._alone: dict[int, Kept] = {}
+        self._shared: dict[tuple[object, ...], Array] = {}
+        self._latest = np.concatenate([[0.0], np.cumsum(self.sizes[::-1])])
+
+    # -- prices, looked up when somebody asks for time: memory alone needs none ------------------
+
+    @cached_property
+    def forward(self) -> dict[LayerSpec, Lane]:
+        return {k: self._cell(k, AttentionMode.COMPUTE) for k in self.classes}
+
+    @cached_property
+    def given(self) -> dict[LayerSpec, Lane]:
+        return {k: self._cell(k, AttentionMode.GIVEN) for k in self.classes}
+
+    @cached_property
+    def project(self) -> dict[LayerSpec, Lane]:
+        return {k: self._cell(k, AttentionMode.NONE) for k in self.classes}
+
+    @cached_property
+    def backward(self) -> dict[LayerSpec, Lane]:
+        return {k: self._backward(k) for k in self.classes}
+
+    @cached_property
+    def head(self) -> Array:
+        return np.array([self.prices.of(Head(c)).in_line() for c in range(len(self.chunks))])
+
+    @cached_property
+    def embed(self) -> Array:
+        return np.array([self.prices.of(Embed(c)).in_line() for c in range(len(self.chunks))])
+
+    @cached_property
+    def embed_backward(self) -> Array:
+        count = range(len(self.chunks))
+        return np.array([self.prices.of(EmbedBackward(c)).in_line() for c in count])
+
+    @cached_property
+    def clear(self) -> float:
+        return self._clear_seconds()
+
+    @cached_property
+    def update(self) -> float:
+        return update_seconds(self.question)
+
+    def _shell(self) -> Program:
+        """A program without instructions: prices ask it for sizes only."""
+        tier = self.schedule.kv
+        whole = (0, self.run.tokens)
+        buffers = {
+            name: Buffer(name, kind, 0, tier, *whole, 0, 0, 0, 0, 0)
+            for name, kind in (("kv", Kind.KV), ("dkv", Kind.DKV))
+        }
+        groups = group_ranges(self.schedule, len(self.model.layers))
+        arenas = dict.fromkeys(Tier, 0)
+        return Program(
+            self.model, self.run, self.schedule, self.chunks, groups, (), buffers, arenas
+        )
+
+    def _cell(self, spec: LayerSpec, mode: AttentionMode) -> Lane:
+        layer = self.model.layers.index(spec)
+        count = range(len(self.chunks))
+        return _lane([self.prices.of(Forward(layer, c, mode, prefix="kv")) for c in count])
+
+    def _backward(self, spec: LayerSpec) -> Lane:
+        layer = self.model.layers.index(spec)
+        count = range(len(self.chunks))
+        return _lane([self.prices.of(Backward(layer, c, "kv", "dkv", "dkv")) for c in count])
+
+    # -- what frames of the same cut, or of the same choices, have in common ----------------------
+
+    def states_of(self, groups: Cut) -> States:
+        """Weights, gradients and optimizer states of one device."""
+        if groups not in self._states:
+            self._states[groups] = states(self.question, groups)
+        return self._states[groups]
+
+    def gathers_of(self, groups: Cut) -> float:
+        """Seconds of FSDP's collectives."""
+        if groups not in self._gathers:
+            self._gathers[groups] = self.prices.gathers_of(groups)
+        return self._gathers[groups]
+
+    def once(self, key: tuple[object, ...], make: Callable[[], Array]) -> Array:
+        """What frames with this key have in common, made once."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+    def alone(self, kept: Kept) -> Kept:
+        """The choices of a last group of one layer, one object for one `kept`."""
+        return self._alone.setdefault(id(kept), kept.without_graphs())
+
+    def latest(self, chunks: NDArray[np.int64]) -> Array:
+        """[F]: tokens of the latest `chunks` chunks."""
+        return np.asarray(self._latest[chunks])
+
+    def _sums(self) -> Sums:
+        def before(values: list[int]) -> Array:
+            return np.concatenate([[0.0], np.cumsum(values)])
+
+        layers, tokens = self.model.layers, self.run.tokens
+        x = int(self.x_row() * self.sizes[0])
+        return Sums(
+            before([self.kv_row(spec) * tokens for spec in layers]),
+            before([self.dkv_row(spec) * tokens for spec in layers]),
+            before([self.attention_row(spec) for spec in layers]),
+            before([self.cell_bytes(spec, with_attention=True) for spec in layers]),
+            before([self.cell_bytes(spec, with_attention=False) for spec in layers]),
+            before([x * spec.saves_input for spec in layers]),
+        )
+
+    # -- bytes a token, batch included -----------------------------------------------------------
+
+    def x_row(self) -> int:
+        return self.run.batch * self.model.hidden * self.model.element_bytes
+
+    def kv_row(self, spec: LayerSpec) -> int:
+        return self.run.batch * spec.kv_elements() * self.model.element_bytes
+
+    def dkv_row(self, spec: LayerSpec) -> int:
+        return self.run.batch * spec.kv_elements() * self.model.accumulate_bytes()
+
+    def attention_row(self, spec: LayerSpec) -> int:
+        out = spec.output_elements() * self.model.element_bytes
+        return self.run.batch * (out + spec.query_heads * self.model.accumulate_bytes())
+
+    def cell_bytes(self, spec: LayerSpec, *, with_attention: bool) -> int:
+        """Of one kept cell of activations, the layer's input left out."""
+        tokens, batch = int(self.sizes[0]), self.run.batch
+        return activation_cell_bytes(self.model, spec, batch, tokens, with_attention)
+
+    def _clear_seconds(self) -> float:
+        """Zeroing dK, dV of every layer."""
+        total = 0.0
+        for spec in self.model.layers:
+            found = regions(Kind.DKV, self.model, spec, self.run.batch, self.run.tokens)
+            size = regions_bytes(found, self.run.tokens)
+            buffer = replace(self.prices.program.buffers["dkv"], bytes=size)
+            self.prices.program.buffers["dkv"] = buffer
+            total += self.prices.of(Clear("dkv")).in_line()
+        return total
+
+
+def _lane(costs: list[Cost]) -> Lane:
+    return Lane(
+        np.array([cost.compute + cost.collective + cost.host for cost in costs]),
+        np.array([cost.fetch for cost in costs]),
+        np.array([cost.evict for cost in costs]),
+    )

@@ -1,0 +1,153 @@
+"""The schedules that the search chooses from: every cut, every switch, on a grid.
+
+Groups. For every number of groups G, layers are cut as evenly as they go; where boundaries lie on
+the device, also tapered: the backward of an early group runs when the boundaries above it are
+gone, so it may be larger by what they took. A cut is tapered when each group takes what fits under
+the lowest level that holds all layers; no other cut into G groups has a lower one.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from farspan.plan.price.local import local_model
+from farspan.plan.question import Question
+from farspan.spec import ModelSpec, Schedule, Tier
+
+# A program of so many cells has about 200,000 instructions: three seconds to build and walk.
+MOST_CELLS = 24_576
+SMALLEST_CHUNK = 1024
+MOST_CHUNKS = 512  # more of them cost more overhead, and save nothing that a chunk still holds
+PARTS = 16  # of the sequence: fractions kept are multiples of 1 / PARTS, in whole chunks
+PARTS_OF_ACTIVATIONS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What may be chosen. Tiers of x, attention and activations and the fractions are left to
+    `bound`."""
+
+    chunks: tuple[int, ...]
+    cuts: tuple[tuple[int, ...], ...]
+    attention: tuple[float, ...]
+    activations: tuple[float, ...]
+
+    def schedules(self) -> Iterator[Schedule]:
+        """One for every chunk, cut and set of switches that makes a difference."""
+        for chunk in self.chunks:
+            for cut in self.cuts:
+                for base in self._switches(cut):
+                    yield replace(base, chunk=chunk, groups=cut)
+
+    def _switches(self, cut: tuple[int, ...]) -> Iterator[Schedule]:
+        is_deep = max(cut) > 1
+        for kv in Tier:
+            for kept, home in self._homes(cut, kv):
+                for is_open in (False, True) if is_deep else (False,):
+                    for checkpoint in (False, True) if is_deep else (False,):
+                        yield Schedule(
+                            kv=kv,
+                            kv_kept=kept,
+                            kv_home=home,
+                            attention_open=is_open,
+                            layer_checkpoint=checkpoint,
+                        )
+
+    @staticmethod
+    def _homes(cut: tuple[int, ...], kv: Tier) -> Iterator[tuple[bool, Tier]]:
+        yield False, Tier.HOST
+        if len(cut) > 1:
+            yield True, Tier.HOST
+            if kv is Tier.DEVICE:
+                yield True, Tier.DEVICE
+
+
+def whole_space(question: Question) -> Space:
+    """Everything that farspan can do for this question."""
+    return Space(
+        chunk_sizes(question),
+        cuts(local_model(question)),
+        tuple(part / PARTS for part in range(PARTS + 1)),
+        tuple(part / PARTS_OF_ACTIVATIONS for part in range(PARTS_OF_ACTIVATIONS + 1)),
+    )
+
+
+def thriftiest(question: Question) -> Space:
+    """The part of the space that takes the least memory: nothing is kept that can be recomputed."""
+    return replace(whole_space(question), attention=(0.0,), activations=(0.0,))
+
+
+def chunk_sizes(question: Question) -> tuple[int, ...]:
+    """Powers of two, and the whole sequence, in tokens of the sequence."""
+    tokens, layers = question.run.tokens, len(local_model(question).layers)
+    smallest = max(SMALLEST_CHUNK * question.layout.sequence(), layers * tokens // MOST_CELLS)
+    smallest = max(smallest, tokens // MOST_CHUNKS)
+    sizes = [tokens]
+    size = 1
+    while size < tokens:
+        if size >= smallest:
+            sizes.append(size)
+        size *= 2
+    return tuple(sorted(sizes))
+
+
+def cuts(model: ModelSpec) -> tuple[tuple[int, ...], ...]:
+    """Sizes of the groups: even and tapered for every number of groups that differs."""
+    layers = len(model.layers)
+    found: dict[tuple[int, ...], None] = {}
+    for size in range(1, layers + 1):
+        count = -(-layers // size)
+        found[even(layers, count)] = None
+        found[tapered(model, count)] = None
+    return tuple(found)
+
+
+def even(layers: int, groups: int) -> tuple[int, ...]:
+    """Sizes that differ by at most one; the larger ones last, where a layer is recomputed less."""
+    size, more = divmod(layers, groups)
+    return (size,) * (groups - more) + (size + 1,) * more
+
+
+def tapered(model: ModelSpec, groups: int) -> tuple[int, ...]:
+    """The cut into `groups` whose fullest backward holds the fewest bytes a token: of boundaries
+    below and the group's own K, V, dK, dV."""
+    levels = sorted(
+        {_level(model, groups, i, size) for i in range(groups) for size in _sizes(model)}
+    )
+    low, high = 0, len(levels) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if sum(_fitting(model, groups, levels[middle])) >= len(model.layers):
+            high = middle
+        else:
+            low = middle + 1
+    sizes = _fitting(model, groups, levels[low])
+    surplus = sum(sizes) - len(model.layers)
+    # The last groups recompute the most: they give back what is too much.
+    for index in reversed(range(groups)):
+        less = min(surplus, sizes[index] - 1)
+        sizes[index] -= less
+        surplus -= less
+    return tuple(sizes)
+
+
+def _sizes(model: ModelSpec) -> range:
+    return range(1, len(model.layers) + 1)
+
+
+def _level(model: ModelSpec, groups: int, index: int, size: int) -> int:
+    """Bytes a token while group `index` of this size runs backward: the boundaries
+    below it, its output's gradient unless that is the head's, and its own K, V, dK, dV."""
+    layer = model.layers[0]
+    boundary = model.hidden * model.element_bytes
+    own = layer.kv_elements() * (model.element_bytes + model.accumulate_bytes())
+    is_last = index == groups - 1
+    return (index + (not is_last)) * boundary + size * own
+
+
+def _fitting(model: ModelSpec, groups: int, level: int) -> list[int]:
+    """The largest groups under a level, at least a layer each."""
+    most = len(model.layers)
+    return [
+        max([1, *(size for size in range(1, most + 1) if _level(model, groups, i, size) <= level)])
+        for i in range(groups)
+    ]

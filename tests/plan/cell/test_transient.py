@@ -1,0 +1,213 @@
+"""What a step is said to hold for a moment, without torch, is what it is measured to hold."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from farspan.engine.meter import LiveStorage, PeakMeter
+from farspan.engine.run import Interpreter
+from farspan.engine.step import Step
+from farspan.plan.build import build_program
+from farspan.plan.cell.describe import model_spec
+from farspan.plan.cell.transient import Walk, assumed, transient_bytes
+from farspan.plan.model.families import architecture_from
+from farspan.plan.program import Instruction, Program
+from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.spec import RunSpec, Schedule, Tier
+
+INDEX = 8  # bytes of a token's target or position
+# Of the Llama family every byte is accounted for, numbers of a single element included but for
+# some tens of bytes; elsewhere tiny vectors beside the tensors are not.
+EXACT, CLOSE = 1e-4, 2e-3
+NUMBERS = 64  # bytes: of a loss, a count, a denominator, one number each
+
+LAYERS = 2
+SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 48,
+    "intermediate_size": 112,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 1024,
+    "attention_dropout": 0.0,
+    "pad_token_id": 0,
+}
+GPT2 = {"n_embd": 48, "n_layer": LAYERS, "n_head": 4, "n_positions": 1024}
+DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+OTHERS: dict[str, dict[str, Any]] = {
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "mistral": {"sliding_window": 90},
+    "gpt2": {**GPT2, **DROPOUT},
+    "gemma2": {"sliding_window": 90},
+    "mixtral": EXPERTS,
+    "gpt_oss": {**EXPERTS, "sliding_window": 90},
+}
+
+
+def make(name: str, dtype: torch.dtype, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **{**SIZES, **changes})
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+
+
+def measured(step: Step, batch: int, tokens: int) -> int:
+    """Peak bytes of new tensors in one step, both tiers."""
+    ids = torch.arange(tokens).repeat(batch, 1) % step.model_spec.vocab
+    step.boundary.model.zero_grad(set_to_none=True)
+    step.release()
+    with PeakMeter(torch.device("cpu")) as meter:
+        step(ids, ids)
+    step.release()
+    return meter.peak
+
+
+def predicted(step: Step, batch: int, tokens: int) -> int:
+    program = step.program(batch, tokens)
+    found = Walk(program, architecture_from(step.boundary.model.config)).run()
+    inputs = INDEX * (batch * tokens + tokens)  # what the step itself makes of them
+    return sum(program.arena_bytes.values()) + inputs + found.bytes
+
+
+def agree(step: Step, batch: int, tokens: int, limit: float) -> None:
+    assert predicted(step, batch, tokens) == pytest.approx(measured(step, batch, tokens), rel=limit)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "batch", "tokens"), [(torch.float32, 2, 118), (torch.bfloat16, 1, 192)], ids=str
+)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_is_predicted(
+    name: str, dtype: torch.dtype, batch: int, tokens: int
+) -> None:
+    agree(Step(make("llama", dtype), strategy(name, LAYERS, tokens)), batch, tokens, EXACT)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(torch.float32, "grouped"), (torch.bfloat16, "oomb")], ids=str
+)
+@pytest.mark.parametrize("family", OTHERS)
+def test_every_family_is_predicted(family: str, dtype: torch.dtype, name: str) -> None:
+    model = make(family, dtype, **OTHERS[family])
+    agree(Step(model, strategy(name, LAYERS, 230)), 1, 230, CLOSE)
+
+
+BASE = Schedule(chunk=64, kv_block=48, head_tokens=20)
+SCHEDULES = {
+    "kept on the device": replace(BASE, attention_kept=1.0, attention=Tier.DEVICE),
+    "open": replace(BASE, groups=2, attention_open=True, layer_checkpoint=True),
+    "kept graphs": replace(BASE, groups=(1, 1), activations_kept=0.5, activations=Tier.DEVICE),
+    "kept graphs and attention": replace(
+        BASE, groups=2, activations_kept=0.6, attention_kept=0.3, kv_kept=True
+    ),
+    "weights above all": replace(BASE, chunk=20, layer_checkpoint=True),
+    "streamed": replace(BASE, groups=2, kv=Tier.HOST, kv_block=100),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_instruction_is_predicted(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peak of each and what it leaves, not only the highest of all."""
+    model = make("qwen2", dtype, tie_word_embeddings=True)
+    step = Step(model, SCHEDULES[name])
+    program = step.program(2, 250)
+    found = by_instruction(step, 2, 250, monkeypatch)
+    start = found[0][1]  # nothing is alive yet but arenas and inputs
+    walk = Walk(program, architecture_from(model.config))
+    for instruction, (peak, left) in zip(program.instructions, found, strict=True):
+        walk.peak = walk.live
+        walk.issue(instruction)
+        assert abs(walk.peak - (peak - start)) <= NUMBERS, instruction
+        assert abs(walk.live - (left - start)) <= NUMBERS, instruction
+
+
+def by_instruction(
+    step: Step, batch: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[int, int]]:
+    """The peak of each instruction, and what is alive after it."""
+    meter, found = LiveStorage(), list[tuple[int, int]]()
+    issue = Interpreter._issue
+
+    def watched(interpreter: Interpreter, instruction: Instruction) -> None:
+        meter.peak = meter.live
+        issue(interpreter, instruction)
+        found.append((meter.peak, meter.live))
+
+    monkeypatch.setattr(Interpreter, "_issue", watched)
+    ids = torch.arange(tokens).repeat(batch, 1) % step.model_spec.vocab
+    step.release()
+    with meter:
+        step(ids, ids)
+    return found
+
+
+def test_a_frozen_model_has_no_weight_gradients() -> None:
+    model = make("llama", torch.float32)
+    program = Step(model, BASE).program(1, 200)
+    architecture = architecture_from(model.config)
+    full = Walk(program, architecture).run()
+    adapted = Walk(program, replace(architecture, adapter_rank=2)).run()
+    assert 0 < adapted.gradients < full.gradients / 5
+    assert adapted.bytes < full.bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_evaluation_is_predicted(dtype: torch.dtype) -> None:
+    model = make("llama", dtype)
+    step = Step(model, BASE)
+    program = step.program(1, 200, evaluation=True)
+    found = Walk(program, architecture_from(model.config)).run()
+    planned = sum(program.arena_bytes.values()) + INDEX * 2 * 200 + found.bytes
+    ids = torch.arange(200)[None]
+    with PeakMeter(torch.device("cpu")) as meter:
+        step.evaluate(ids, ids)
+    assert planned == pytest.approx(meter.peak, rel=EXACT)
+
+
+def test_it_does_not_grow_with_the_sequence() -> None:
+    """Beyond one full block of earlier keys; and many chunks are walked with few cells."""
+    architecture = architecture_from(make("llama", torch.bfloat16).config)
+    model = model_spec(architecture)
+    schedule = replace(BASE, kv_block=128, groups=2)
+    walks = [Walk(_program(model, tokens, schedule), architecture) for tokens in (1024, 64 * 200)]
+    short, long = (walk.run() for walk in walks)
+    assert short == long
+    assert len(walks[1].cells.found) < 40
+
+
+def _program(model: Any, tokens: int, schedule: Schedule) -> Program:
+    return build_program(model, RunSpec(1, tokens), schedule)
+
+
+def test_wide_gradients_need_no_accumulators() -> None:
+    """And shared ones are smaller."""
+    architecture = architecture_from(make("llama", torch.bfloat16).config)
+    program = _program(model_spec(architecture), 200, BASE)
+    narrow, wide = Walk(program, architecture), Walk(program, architecture, gradient_bytes=4)
+    shared = Walk(program, architecture, ranks=2)
+    whole, half = narrow.run(), shared.run()
+    assert wide.run().accumulators == 0
+    assert wide.run().gradients == 2 * whole.gradients == 4 * half.gradients
+    # When the step is over only gradients are left, and what every run leaves.
+    assert narrow.live - shared.live == whole.gradients - half.gradients
+    assert wide.live - narrow.live == whole.gradients
+
+
+@pytest.mark.parametrize("element_bytes", [2, 4])
+def test_without_an_architecture_one_is_assumed_that_saves_as_much(element_bytes: int) -> None:
+    dtype = {2: torch.bfloat16, 4: torch.float32}[element_bytes]
+    model = make("qwen2", dtype)
+    program = Step(model, BASE).program(1, 200)
+    found = transient_bytes(program, architecture_from(model.config))
+    made = assumed(program.model)
+    assert made.blocks[0].feed_forward.width == pytest.approx(SIZES["intermediate_size"], rel=0.05)
+    assert transient_bytes(program, None) == pytest.approx(found, rel=0.05)

@@ -1,0 +1,199 @@
+"""A model is found by preset, folder, file or hub name, and a slip of the pen is answered."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from farspan.plan.cell.describe import model_spec
+from farspan.plan.model.catalog import find_architecture, find_config, presets
+from farspan.plan.model.families import architecture_from
+from farspan.spec import Refused
+from tests.plan.configurations import config_of
+
+TINY = config_of("qwen3")
+
+# The elements that the published safetensors files hold, by their own headers.
+PUBLISHED = {
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-14B": 14_770_033_664,
+    "Qwen2.5-32B": 32_763_876_352,
+    "Qwen3-8B": 8_190_735_360,
+    "Llama-3-8B": 8_030_261_248,
+    "Llama-3-70B": 70_553_706_496,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.1-70B": 70_553_706_496,
+    "Mistral-7B": 7_241_732_096,
+    "GPT-OSS-20B": 20_914_757_184,
+    "GPT-2": 124_439_808,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(*_: Any) -> None:
+        return None
+
+    def fail(*_: Any) -> str:
+        raise OSError("no\n  network")
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", nothing)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+
+
+def save(folder: Path, config: object = TINY) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_are_the_published_models(name: str) -> None:
+    assert model_spec(find_architecture(name)).parameters == PUBLISHED[name]
+
+
+def test_presets_of_papers() -> None:
+    """MEMO's Table 2: layers, hidden, heads; FFN of four times the width."""
+    table = {"7B": (32, 4096, 32), "13B": (40, 5120, 40), "30B": (48, 7168, 56)}
+    for size, shape in {**table, "65B": (80, 8192, 64)}.items():
+        made = find_architecture(f"gpt-{size}")
+        block = made.blocks[0]
+        assert (len(made.blocks), made.hidden, block.attention.query_heads) == shape
+        assert (block.feed_forward.width, made.vocab) == (4 * made.hidden, 50257)
+        assert made.name == f"GPT-{size}-MEMO"
+    assert find_architecture("GPT-30B-FPDT").hidden != find_architecture("GPT-30B").hidden
+
+
+def test_a_window_on_every_other_layer_of_gpt_oss() -> None:
+    blocks = find_architecture("gpt-oss-20b").blocks
+    assert [block.attention.window for block in blocks] == [128, None] * 12
+    assert blocks[0].attention.sinks
+    assert (blocks[0].feed_forward.experts, blocks[0].feed_forward.active) == (32, 4)
+
+
+def test_every_preset_says_where_it_is_from_and_goes_by_its_own_names() -> None:
+    owned = [{name.lower() for name in _names(preset)} for preset in presets()]
+    assert len(set.union(*owned)) == sum(map(len, owned))
+    for preset in presets():
+        assert preset.source.startswith(("https://huggingface.co/", "MEMO (arXiv", "FPDT (arXiv"))
+        for name in _names(preset):
+            assert find_architecture(name.swapcase()) == architecture_from(
+                preset.config, preset.name
+            )
+
+
+def _names(preset: Any) -> list[str]:
+    return [preset.name, *preset.aliases, *([preset.hub] if preset.hub else [])]
+
+
+def test_a_preset_cannot_be_changed_through_what_was_found() -> None:
+    find_config("gpt-oss-20b")["rope_scaling"]["factor"] = 1.0
+    find_config("gpt-oss-20b").clear()
+    assert find_config("gpt-oss-20b")["rope_scaling"]["factor"] == 32.0
+
+
+def test_folders_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(tmp_path / "mine")
+    (tmp_path / "other.json").write_text(json.dumps(TINY))
+    for place in (folder, folder / "config.json", tmp_path / "other.json"):
+        assert find_config(str(place)) == TINY
+        assert find_architecture(str(place)) == architecture_from(TINY, str(place))
+    monkeypatch.chdir(tmp_path)
+    assert find_config("mine") == TINY
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find_config("~/mine") == TINY
+
+
+def test_a_folder_in_sight_comes_before_a_preset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen3-8B").mkdir()
+    assert find_architecture("Qwen3-8B").hidden == 4096
+    save(tmp_path / "gpt-7b")
+    assert find_architecture("gpt-7b") == architecture_from(TINY, "gpt-7b")
+
+
+def test_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def download(name: str, file: str) -> str:
+        asked.append((name, file))
+        return str(tmp_path / "far" / "config.json")
+
+    def cached(name: str, file: str) -> object:
+        # The library gives an object of its own where it knows that there is no such file.
+        return str(tmp_path / "near" / file) if name == "some/near" else object()
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", cached)
+    save(tmp_path / "far")
+    save(tmp_path / "near", {**TINY, "vocab_size": 7})
+    assert find_architecture("some/far.model-2") == architecture_from(TINY, "some/far.model-2")
+    assert find_architecture("some/near").vocab == 7
+    assert asked == [("some/far.model-2", "config.json")]
+    assert find_architecture("Qwen/Qwen2.5-7B").name == "Qwen2.5-7B"
+    assert len(asked) == 1
+
+
+def test_an_unreachable_model_is_refused_with_presets_close_by() -> None:
+    with pytest.raises(Refused) as refused:
+        find_architecture("Qwen/Qwen2.5-7B-Instruct")
+    message = str(refused.value)
+    assert message.startswith("model: no config.json of 'Qwen/Qwen2.5-7B-Instruct' could be read")
+    assert "(no network)" in message
+    assert "close to it: Qwen2.5-7B" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "close"),
+    [
+        ("qwen2.5-7", "close to it: Qwen2.5-7B"),
+        ("llama3-8b", "close to it: Llama-3-8B"),
+        ("GPT-30", "close to it: .*GPT-30B-MEMO, GPT-30B-FPDT"),
+        ("gpt_oss_20b", "close to it: GPT-OSS-20B"),
+        ("zzzz", "presets: Qwen2.5-0.5B, .*GPT-65B-MEMO"),
+        ("a/b/c", "presets: "),
+        ("../config.json", "presets: "),
+        ("no/config.json", "presets: "),
+    ],
+)
+def test_slips_of_the_pen(name: str, close: str) -> None:
+    with pytest.raises(Refused, match=f"^model: '{name}' is no preset, folder or file.*{close}"):
+        find_architecture(name)
+
+
+def test_no_name_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(save(tmp_path / "here"))
+    with pytest.raises(Refused, match=r"^model: expected a name, .*got nothing; presets: Qwen"):
+        find_config("")
+    assert find_config(".") == TINY
+
+
+def test_files_that_hold_no_configuration(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(Refused, match=r"^model: .*empty holds no config\.json"):
+        find_config(str(tmp_path / "empty"))
+    for content, message in (
+        (b"{", "is not a JSON file that can be read"),
+        (b"\xff", "is not a JSON file that can be read"),
+        (b"[1]", "holds list, expected a model's config"),
+    ):
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(Refused, match=f"^model: .*{message}"):
+            find_config(str(tmp_path))
+
+
+def test_seventy_billion_parameters_cost_no_import_of_seconds() -> None:
+    script = (
+        "import sys; from farspan.plan.model.catalog import find_architecture as find; "
+        "print(find('llama-3-70b').vocab, {'torch', 'transformers', 'numpy'} & {*sys.modules})"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert found.stdout == "128256 set()\n"

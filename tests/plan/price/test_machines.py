@@ -1,0 +1,216 @@
+"""Machine presets and files: valid, read back as written, refused by the field's name."""
+
+import copy
+import json
+import math
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farspan.plan.price.machines import (
+    BESIDE,
+    CURVES,
+    MAY_BE_ZERO,
+    OTHER_CURVES,
+    from_json,
+    machine,
+    names,
+    preset_of_gpu,
+    read,
+    to_json,
+    user_file,
+    write,
+)
+from farspan.spec import MachineSpec, Refused
+
+KINDS = ("datasheet: ", "measured: ", "assumed: ")
+NEEDED = [f.name for f in fields(MachineSpec) if f.default is MISSING]
+NUMBERS = [f.name for f in fields(MachineSpec) if f.type in (int, float)]
+
+
+def values(name: str = "h200") -> dict[str, Any]:
+    """A machine file as JSON gives it."""
+    return copy.deepcopy(json.loads(json.dumps(to_json(read(name)))))
+
+
+def refusal(given: object) -> str:
+    with pytest.raises(Refused) as caught:
+        from_json(given, "machine file m.json")
+    assert str(caught.value).startswith("machine file m.json")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", names())
+def test_presets_could_exist(name: str) -> None:
+    spec = machine(name)
+    assert spec.name == name
+    assert not spec.unified
+    assert spec.reserve < spec.device_bytes < spec.host_bytes * spec.devices
+    assert spec.fetch_together <= spec.fetch <= spec.memory
+    assert spec.evict_together <= spec.evict <= spec.memory
+    # What one device moves both ways, the main memory moves.
+    assert spec.fetch_together + spec.evict_together <= spec.host_memory
+    for rates in spec.rates.values():
+        for curve in CURVES:
+            assert max(rate for _, rate in getattr(rates, curve).points) < rates.peak
+    forward, backward = (getattr(spec.rates["bfloat16"], curve) for curve in CURVES[1:])
+    assert backward.at(1e13) < forward.at(1e13)
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_number_of_a_preset_says_how_it_is_known(name: str) -> None:
+    file = read(name)
+    expected = {f.name for f in fields(MachineSpec)} - {"name", "rates", "unified"}
+    for dtype in file.spec.rates:
+        expected |= {f"rates.{dtype}.{field}" for field in values(name)["rates"][dtype]}
+    assert file.sources.keys() == expected
+    assert file.about
+    for source in file.sources.values():
+        assert source.startswith(KINDS)
+
+
+def test_faster_machines_are_faster() -> None:
+    order = ["rtx3090", "rtx4090", "a100-80g", "h100", "b200"]
+    speeds = [machine(name).rates["bfloat16"].matmul.at(1e12) for name in order]
+    assert speeds == sorted(speeds)
+    assert machine("h100").device_bytes < machine("h200").device_bytes
+    assert machine("a800").peer < machine("a100-80g").peer
+
+
+def test_names_ignore_case() -> None:
+    assert machine("H200") == machine("h200")
+
+
+@pytest.mark.parametrize(
+    ("name", "close"), [("a100", "a100-80g"), ("h2000", "h200"), ("RTX-4090", "rtx4090")]
+)
+def test_an_unknown_name_is_refused_with_close_ones(name: str, close: str) -> None:
+    with pytest.raises(Refused, match=f"(?s)machine: '{name}'.*{close}"):
+        machine(name)
+
+
+def test_a_name_like_no_other_is_refused_with_all() -> None:
+    with pytest.raises(Refused, match=", ".join(names())):
+        machine("abacus")
+
+
+def test_gpus_find_their_preset() -> None:
+    assert preset_of_gpu("NVIDIA A100-SXM4-80GB") == "a100-80g"
+    assert preset_of_gpu("NVIDIA GeForce RTX 4090") == "rtx4090"
+    # Another chip on the same die, with other memory and another link.
+    assert preset_of_gpu("NVIDIA GH200 480GB") is None
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_file_reads_back_as_written(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "m.json"
+    write(read(name), path)
+    assert read(path) == read(name)
+    assert machine(str(path)) == machine(name)
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_missing_field_is_refused_by_name(name: str) -> None:
+    given = values()
+    del given[name]
+    assert f"m.json: {name} is missing" in refusal(given)
+
+
+@pytest.mark.parametrize("name", [*CURVES, "peak"])
+def test_a_missing_rate_is_refused_by_name(name: str) -> None:
+    given = values()
+    del given["rates"]["float32"][name]
+    assert f"rates.float32.{name} is missing" in refusal(given)
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_stands_beside_is_not_needed(name: str) -> None:
+    given = values()
+    given.pop(name, None)
+    assert from_json(given, "m").spec == machine("h200")
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("bad", [-1, True, "8", None, math.nan, math.inf])
+def test_a_number_that_is_none_is_refused_by_name(name: str, bad: object) -> None:
+    assert f"{name}: expected" in refusal(values() | {name: bad})
+
+
+def test_what_rates_may_leave_out_is_read_where_it_is_given() -> None:
+    given = values()
+    for name in OTHER_CURVES:
+        given["rates"]["float32"][name] = [[1e9, 1e12]]
+    given["rates"]["float32"] |= {"head_dim": 64, "softmax_forward": 1e-12}
+    rates = from_json(given, "m").spec.rates["float32"]
+    assert [getattr(rates, name).at(1.0) for name in OTHER_CURVES] == [1e12] * 3
+    assert (rates.head_dim, rates.softmax_forward, rates.softmax_backward) == (64, 1e-12, 0.0)
+    given["rates"]["float32"]["softmax_forward"] = -1
+    assert "rates.float32.softmax_forward: expected zero or more" in refusal(given)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_zero_is_a_number_only_where_nothing_may_be(name: str) -> None:
+    given = values() | {name: 0}
+    if name in MAY_BE_ZERO:
+        assert getattr(from_json(given, "m").spec, name) == 0
+    else:
+        assert f"{name}: expected more than zero" in refusal(given)
+
+
+def test_whole_numbers_may_be_written_with_an_exponent() -> None:
+    assert from_json(values() | {"host_bytes": 2e12}, "m").spec.host_bytes == 2_000_000_000_000
+    assert "expected a whole number" in refusal(values() | {"devices": 1.5})
+
+
+def test_an_unknown_field_is_refused_with_a_close_one() -> None:
+    assert "evictt: no such field; did you mean evict?" in refusal(values() | {"evictt": 1})
+    given = values()
+    given["rates"]["bfloat61"] = given["rates"].pop("bfloat16")
+    assert "bfloat61: no such field; did you mean bfloat16?" in refusal(given)
+    given = values()
+    given["rates"]["float32"]["matmull"] = 1
+    assert "rates.float32: matmull: no such field" in refusal(given)
+
+
+@pytest.mark.parametrize(
+    "curve", [[], 5, [[1e9, 1e12], [1e9, 2e12]], [[1e9]], [[1e9, -1.0]], [[0, 1e12]], [["1", 2]]]
+)
+def test_a_curve_that_is_none_is_refused_by_name(curve: object) -> None:
+    given = values()
+    given["rates"]["bfloat16"]["matmul"] = curve
+    assert "rates.bfloat16.matmul" in refusal(given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [],
+        5,
+        values() | {"rates": {}},
+        values() | {"rates": 5},
+        values() | {"unified": "no"},
+        values() | {"name": 5},
+        values() | {"sources": "nowhere"},
+    ],
+)
+def test_what_is_no_machine_is_refused(given: object) -> None:
+    refusal(given)
+
+
+def test_a_file_that_is_none_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match=r"cannot read .*gone\.json"):
+        machine(tmp_path / "gone.json")
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    with pytest.raises(Refused, match=r"broken\.json is not JSON"):
+        machine(broken)
+
+
+def test_the_users_file_lies_in_the_configuration_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/etc/me")
+    assert user_file() == Path("/etc/me/farspan/machine.json")
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert user_file() == Path("/home/me/.config/farspan/machine.json")

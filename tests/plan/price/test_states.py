@@ -1,0 +1,75 @@
+"""Weights, gradients and optimizer states, by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from farspan.plan.price.states import states, update_seconds
+from farspan.plan.question import Layout, Optimizer, Question
+from farspan.spec import LayerWork, ModelSpec, RunSpec
+from tests.plan.cases import model_of
+from tests.plan.machines import slow_machine
+
+LAYER, OUTER, LAYERS = 100, 50, 4
+ALL = LAYERS * LAYER + OUTER
+CUT = ((0, 2), (2, 4))
+
+
+def question(optimizer: Optimizer, width: int = 2, **fields: object) -> Question:
+    work = LayerWork(parameters=LAYER, trainable=LAYER)
+    layers = tuple(replace(layer, work=work) for layer in model_of(LAYERS).layers)
+    model = ModelSpec("m", 64, 50, layers, width, ALL, ALL)
+    asked = Question(model, RunSpec(1, 64), slow_machine(), optimizer=optimizer)
+    return replace(asked, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "width", "gradients", "accumulators", "device", "host"),
+    [
+        # `.grad` is fp32 and the sum itself; master and two moments.
+        (Optimizer.ADAMW, 2, 4 * ALL, 0, 12 * ALL, 0),
+        (Optimizer.ADAMW, 4, 4 * ALL, 0, 8 * ALL, 0),
+        (Optimizer.ADAMW, 8, 8 * ALL, 0, 16 * ALL, 0),
+        # `.grad` is bf16; fp32 sums of two layers and what lies outside.
+        (Optimizer.NONE, 2, 2 * ALL, 4 * (2 * LAYER + OUTER), 0, 0),
+        (Optimizer.NONE, 4, 4 * ALL, 0, 0, 0),
+        (Optimizer.ADAMW8BIT, 2, 2 * ALL, 4 * (2 * LAYER + OUTER), 2 * ALL, 0),
+        # Moments, master and the gradients that arrived.
+        (Optimizer.HOST, 2, 2 * ALL, 4 * (2 * LAYER + OUTER), 0, 14 * ALL),
+    ],
+)
+def test_bytes(
+    optimizer: Optimizer, width: int, gradients: int, accumulators: int, device: int, host: int
+) -> None:
+    held = states(question(optimizer, width), CUT)
+    assert held.weights == width * ALL
+    assert held.gathered == 0
+    found = held.gradients, held.accumulators, held.optimizer, held.optimizer_on_host
+    assert found == (gradients, accumulators, device, host)
+
+
+def test_fsdp_cuts_states_and_gathers_a_group() -> None:
+    held = states(question(Optimizer.ADAMW, layout=Layout(data=10)), CUT)
+    assert held.weights == 2 * ALL // 10
+    assert held.gradients == 4 * ALL // 10
+    assert held.optimizer == 12 * ALL // 10
+    assert held.gathered == 2 * (2 * LAYER + OUTER)
+    # Gradients of the open group are whole before they are scattered.
+    assert held.accumulators == 4 * (2 * LAYER + OUTER)
+
+
+def test_without_fsdp_everything_is_there_in_full() -> None:
+    layout = Layout(data=10, fsdp=False)
+    assert states(question(Optimizer.ADAMW, layout=layout), CUT) == states(
+        question(Optimizer.ADAMW), CUT
+    )
+
+
+def test_seconds_of_an_update() -> None:
+    machine = slow_machine()
+    adamw = update_seconds(question(Optimizer.ADAMW))
+    # Gradient twice, 12 bytes of states there and back, the weight written.
+    assert adamw == pytest.approx(ALL * (8 + 24 + 2) / machine.memory)
+    assert update_seconds(question(Optimizer.NONE)) == 0.0
+    slower = update_seconds(question(Optimizer.HOST))
+    assert slower > ALL * 2 / machine.evict + ALL * 2 / machine.fetch

@@ -1,0 +1,88 @@
+"""What a person is told to run, and how long it can be."""
+
+from dataclasses import replace
+
+import pytest
+
+from farspan.plan.cell.describe import model_spec
+from farspan.plan.model.catalog import find_architecture
+from farspan.plan.price.evaluate import evaluate
+from farspan.plan.price.machines import machine
+from farspan.plan.question import Layout, Optimizer, Question
+from farspan.plan.search import quick
+from farspan.plan.search.plans import best_plan, longest_contexts, named_schedule
+from farspan.plan.strategies import STRATEGIES
+from farspan.spec import Refused, RunSpec
+
+GIB = 2**30
+
+
+def question(tokens: int, host: int = 64 * GIB, **fields: object) -> Question:
+    whole = find_architecture("Qwen2.5-0.5B")
+    architecture = replace(whole, blocks=whole.blocks[:6])
+    here = replace(machine("rtx4090"), host_bytes=host)
+    asked = Question(model_spec(architecture), RunSpec(1, tokens), here, architecture=architecture)
+    return replace(asked, **fields)  # type: ignore[arg-type]
+
+
+def test_the_best_plan_is_the_fastest_that_fits() -> None:
+    best = best_plan(question(128 * 1024))
+    assert best.fits
+    assert best.gap == 0.0
+    fitting = [plan for plan in best.alternatives if plan.fits]
+    assert fitting
+    assert all(plan.seconds.total >= best.seconds.total for plan in fitting)
+    assert {best.strategy, *(plan.strategy for plan in best.alternatives)} == set(STRATEGIES)
+    order = [(not plan.fits, plan.seconds.total) for plan in fitting]
+    assert order == sorted(order)
+    assert best.reason
+    assert not best.remedy
+    for plan in (best, *best.alternatives):
+        assert all(size >= 0 for size in (*plan.device.parts.values(), *plan.host.parts.values()))
+
+
+def test_more_memory_is_never_slower() -> None:
+    small = best_plan(question(128 * 1024, host=16 * GIB), ["grouped"])
+    large = best_plan(question(128 * 1024, host=256 * GIB), ["grouped"])
+    assert large.seconds.total <= small.seconds.total * (1 + 1e-9)
+
+
+def test_what_does_not_fit_says_what_breaks_and_what_would_help() -> None:
+    asked = question(32 * 1024, machine=replace(machine("rtx4090"), device_bytes=5 * GIB))
+    plan = best_plan(asked)
+    assert not plan.fits
+    assert "device memory breaks first" in plan.reason
+    assert plan.remedy == "--optimizer adamw8bit"
+    assert best_plan(replace(asked, optimizer=Optimizer.ADAMW8BIT)).fits
+
+
+@pytest.mark.parametrize("name", ["memo", "fpdt", "oomb", "offload", "grouped"])
+def test_the_longest_context_fits_and_a_longer_one_does_not(name: str) -> None:
+    asked = question(1, host=2 * GIB)
+    plan = longest_contexts(asked, [name])[name]
+    assert plan.fits
+    tokens = plan.question.run.tokens
+    assert tokens > 8 * 1024
+    longer = replace(asked, run=RunSpec(1, tokens + tokens // 16))
+    assert not best_plan(longer, [name], seconds=1.0).fits
+
+
+@pytest.mark.parametrize("name", ["memo", "fpdt", "oomb", "offload", "grouped"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_quick_look_sees_what_the_program_takes(name: str, devices: int) -> None:
+    asked = question(256 * 1024, layout=Layout(ulysses=devices))
+    schedule = named_schedule(asked, name)
+    plan = evaluate(asked, name, schedule)
+    device, host = quick.left(asked, schedule)
+    assert abs(device - plan.device.left) <= 0.01 * plan.device.total
+    assert abs(host - plan.host.left) <= 0.01 * plan.host.total
+
+
+def test_heads_that_cannot_be_shared_are_refused() -> None:
+    with pytest.raises(Refused, match="ulysses: 2 K, V heads"):
+        best_plan(question(1024, layout=Layout(ulysses=4)))
+
+
+def test_an_unknown_strategy_is_refused() -> None:
+    with pytest.raises(Refused, match="strategy: 'fast' is not known"):
+        best_plan(question(1024), ["fast"])

@@ -1,0 +1,192 @@
+"""The guide page shows its data, the data hold together, and the figures can be drawn from them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import cluster, fit, fit_page
+from benchmarks.coarse import Coarse, even_cuts
+from farspan.plan.price.evaluate import evaluate
+from farspan.plan.price.local import refuse_layout
+from farspan.plan.question import Layout
+from farspan.plan.search.best_first import search
+from farspan.plan.search.plans import named_schedule
+from farspan.plan.strategies import STRATEGIES
+from farspan.spec import Refused, Tier
+
+ROOT = Path(__file__).parent.parent
+FIGURES = ("fit-longest", "fit-bytes", "cluster-longest", "cluster-mfu")
+# Slopes of bytes by hand leave out slots and what rounds to whole chunks.
+BY_HAND = 0.02
+
+
+@pytest.fixture(scope="module")
+def planned() -> dict[str, Any]:
+    return fit_page.load("fit")
+
+
+@pytest.fixture(scope="module")
+def simulated() -> dict[str, Any]:
+    return fit_page.load("cluster")
+
+
+def test_page_has_the_tables_of_the_data(
+    planned: dict[str, Any], simulated: dict[str, Any]
+) -> None:
+    text = fit_page.PAGE.read_text(encoding="utf-8")
+    assert fit_page.filled(text, planned, simulated) == text
+
+
+def test_page_follows_the_data(planned: dict[str, Any], simulated: dict[str, Any]) -> None:
+    text = fit_page.PAGE.read_text(encoding="utf-8")
+    moved = json.loads(json.dumps(planned))
+    moved["longest"][-1]["strategies"]["grouped"] = {"tokens": 3 * 2**30, "seconds": 1.0}
+    assert fit_page.filled(text, moved, simulated) != text
+
+
+def test_page_without_a_place_is_refused(
+    planned: dict[str, Any], simulated: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match="no place for"):
+        fit_page.filled("# A page\n", planned, simulated)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_figures_are_there_and_shown(name: str) -> None:
+    drawn = ROOT / "docs" / "figures" / f"{name}.svg"
+    assert drawn.read_text(encoding="utf-8").lstrip().startswith("<?xml")
+    assert f"figures/{name}.svg" in fit_page.PAGE.read_text(encoding="utf-8")
+
+
+# -- one device ------------------------------------------------------------------------------------
+
+
+def test_every_model_and_machine_was_asked_for(planned: dict[str, Any]) -> None:
+    found = [(row["model"], row["way"], row["machine"]) for row in planned["longest"]]
+    expected = [(m, way.name, name) for m, way in fit.MODELS for name in fit.MACHINES]
+    assert found == expected
+    assert all(list(row["strategies"]) == list(STRATEGIES) for row in planned["longest"])
+
+
+def test_farspan_reaches_as_far_as_any_strategy(planned: dict[str, Any]) -> None:
+    """The strategies' schedules are points of its space; only its coarse part was searched."""
+    for row in planned["longest"]:
+        reach = {name: cell["tokens"] for name, cell in row["strategies"].items() if cell}
+        if reach:
+            assert reach.get("grouped", 0) == max(reach.values()), (row["model"], row["machine"])
+
+
+def test_plans_fill_no_tier_over_its_size(planned: dict[str, Any]) -> None:
+    cells = [c for row in planned["longest"] for c in row["strategies"].values() if c]
+    assert len(cells) > 100
+    assert all(0 < cell["device_share"] <= 1 and 0 <= cell["host_share"] <= 1 for cell in cells)
+    assert all(0 < cell["mfu"] < 1 for cell in cells)
+
+
+@pytest.mark.parametrize("model", fit.SLOPES)
+def test_bytes_a_token_are_those_of_the_closed_forms(planned: dict[str, Any], model: str) -> None:
+    """Facts 2.2: x, O and LSE on host a layer or a group; K, V, dK, dV on the device."""
+    found = {
+        row["strategy"]: row for row in planned["bytes_a_token"]["rows"] if row["model"] == model
+    }
+    spec = fit.ask(model, fit.FULL, fit.one_device("h200"), 1024).model
+    layers, first = len(spec.layers), spec.layers[0]
+    x = 2 * spec.hidden
+    out = 2 * first.output_elements() + 4 * first.query_heads
+    kv = 6 * first.kv_elements()
+    assert found["offload"]["host"] == pytest.approx((layers - 1) * x, rel=BY_HAND)
+    assert found["recompute"]["host"] == 0
+    assert found["memo"]["host"] >= (layers - 1) * (x + out) * (1 - BY_HAND)
+    assert found["oomb"]["host"] == pytest.approx(layers * kv, rel=BY_HAND)
+    groups = round(layers**0.5)
+    count = -(-layers // groups)
+    again = found[fit.RECOMPUTED]
+    assert again["host"] == pytest.approx((count - 1) * x, rel=BY_HAND)
+    assert again["device"] == pytest.approx(groups * kv, rel=BY_HAND)
+
+
+def test_one_device_has_its_share_of_main_memory() -> None:
+    assert fit.one_device("h100").host_bytes == 1_800_000_000_000 // 8
+    assert fit.one_device("rtx4090").devices == 1
+
+
+def test_longest_contexts_are_those_of_the_planner(planned: dict[str, Any]) -> None:
+    """Planned anew for one small model: nothing longer by a fortieth fits."""
+    row = planned["longest"][0]
+    on = fit.one_device(row["machine"])
+    for name in ("plain", "recompute", "offload"):
+        tokens = row["strategies"][name]["tokens"]
+        for asked, does_fit in ((tokens, True), (tokens + tokens // 40 + 1024, False)):
+            question = fit.ask(row["model"], fit.FULL, on, asked)
+            plan = evaluate(question, name, named_schedule(question, name))
+            assert plan.fits is does_fit
+
+
+# -- many devices ----------------------------------------------------------------------------------
+
+
+def test_every_system_was_asked_for(simulated: dict[str, Any]) -> None:
+    found = [(row["model"], row["system"], row["gpus"]) for row in simulated["rows"]]
+    systems = [system.name for system in cluster.SYSTEMS]
+    assert found == [(m, s, g) for m in cluster.MODELS for s in systems for g in cluster.GPUS]
+
+
+def test_plans_use_every_device(simulated: dict[str, Any]) -> None:
+    for row in simulated["rows"]:
+        for cell in (row["longest"], *row["at"].values()):
+            if cell is None:
+                continue
+            layout = Layout(**cell["layout"])
+            assert layout.devices() == row["gpus"]
+            assert 0 < cell["mfu"] < 1
+    for row in simulated["rows"]:
+        for key, cell in row["at"].items():
+            assert cell is None or cell["layout"]["data"] * int(key) <= cluster.TOKENS_A_STEP
+
+
+def test_what_breaks_is_longer_than_what_fits(simulated: dict[str, Any]) -> None:
+    for row in simulated["rows"]:
+        if row["longest"]:
+            assert row["breaks"]["tokens"] > row["longest"]["tokens"]
+            assert "memory" in row["breaks"]["what"]
+
+
+def test_repeated_heads_are_what_a_rank_holds() -> None:
+    """64 devices on 8 K, V heads: each holds one, so K, V are eight times as many."""
+    question = cluster.ask("Llama-3-70B", 2**20, Layout(ulysses=64))
+    refuse_layout(question)
+    plain = cluster.ask("Llama-3-70B", 2**20, Layout(ulysses=8, shards=8))
+    assert question.model.layers[0].kv_elements() == 8 * plain.model.layers[0].kv_elements()
+    assert question.model.parameters == plain.model.parameters
+    bare = replace(question, model=plain.model)
+    with pytest.raises(Refused, match="cannot be shared by 64"):
+        refuse_layout(bare)
+
+
+def test_baselines_hold_the_whole_sequence() -> None:
+    for system in cluster.SYSTEMS[1:]:
+        architecture = cluster.architecture_of("Llama-3-8B")
+        (layout,) = system.layouts(architecture, 16)
+        question = cluster.ask("Llama-3-8B", 2**18, layout)
+        plans = list(cluster.plans(system, question))
+        assert [plan.schedule.chunk for plan in plans] == [2**18] * len(plans)
+        assert ("offload" in system.strategies) == any(p.schedule.x is Tier.HOST for p in plans)
+
+
+def test_farspan_finds_a_schedule_on_a_node() -> None:
+    question = cluster.ask("Llama-3-8B", 2**20, Layout(ulysses=8))
+    space = cluster.coarse_space(question)
+    assert isinstance(space, Coarse)
+    assert max(question.run.tokens // chunk for chunk in space.chunks) == 64
+    best = search(question, space, 5.0).best
+    assert best is not None
+    assert best.fits
+    staged = cluster.coarse_space(cluster.ask("Llama-3-8B", 2**20, Layout(pipeline=4)))
+    assert staged.cuts == ((8,),)
+
+
+def test_cuts_are_even() -> None:
+    assert even_cuts(7, (1, 2, 9)) == ((7,), (3, 4))
