@@ -57,7 +57,7 @@ def test_what_is_no_number_of_tokens_is_refused(text: str | int) -> None:
         read_tokens(text, "context")
 
 
-@pytest.mark.parametrize("text", ["128G", "128K", "1.5B", "GiB", "0GiB", "-3GiB", False, 0])
+@pytest.mark.parametrize("text", ["128G", "128K", "GiB", "0GiB", "-3GiB", False, 0])
 def test_what_is_no_number_of_bytes_is_refused(text: str | int) -> None:
     with pytest.raises(Refused, match=r"^host_memory: expected bytes such as 128GiB"):
         read_bytes(text, "host_memory")

@@ -65,7 +65,9 @@ def override(
     if folder is not None:
         run = replace(run, folder=str(folder))
     if steps is not None:
-        run = replace(run, steps=steps)
+        # A short trial of a run is no reason to refuse its warm-up.
+        warmup = min(run.optimizer.warmup, max(0, steps - 1))
+        run = replace(run, steps=steps, optimizer=replace(run.optimizer, warmup=warmup))
     return run, [] if note is None else [note]
 
 

@@ -42,15 +42,26 @@ def breaks_first(plan: Plan) -> str:
     )
 
 
-def remedy_of(plan: Plan, fits: Callable[..., bool], is_named: bool) -> str:
+def remedy_of(
+    plan: Plan, fits: Callable[..., bool], longest: Callable[[], int], is_named: bool
+) -> str:
     """The cheapest change, by the order of `_changes`, with which something fits; for strategies
-    that were named, any other first."""
-    if is_named and fits(plan.question, strategies=None):
+    that were named, any other first. The last resort is the longest context that does."""
+    if is_named and fits(plan.question, None):
         return "--strategy auto"
     for change, question in _changes(plan.question):
         if fits(question):
             return change
+    tokens = longest()
+    if tokens:
+        return f"--context {tokens}"
     return "no single change that was tried makes it fit"
+
+
+def _halves(count: int) -> Iterator[int]:
+    while count > 1:
+        count //= 2
+        yield count
 
 
 def _changes(question: Question) -> Iterator[tuple[str, Question]]:
@@ -65,17 +76,12 @@ def _changes(question: Question) -> Iterator[tuple[str, Question]]:
             f"--host-memory {larger.host_bytes / GIB:,.0f}GiB",
             replace(question, machine=larger),
         )
+    for batch in _halves(question.run.batch):
+        yield f"--batch {batch}", replace(question, run=RunSpec(batch, question.run.tokens))
     devices = 2 * question.layout.devices()
     while devices <= MOST_DEVICES:
         yield f"--gpus {devices}", replace(question, layout=sequence_layout(question, devices))
         devices *= 2
-    tokens = question.run.tokens // 2
-    while tokens >= 1024:
-        yield (
-            f"--context {tokens}",
-            replace(question, run=RunSpec(question.run.batch, tokens)),
-        )
-        tokens //= 2
 
 
 def sequence_layout(question: Question, devices: int) -> Layout:

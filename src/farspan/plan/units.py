@@ -37,7 +37,8 @@ def _read(given: str | int, name: str, units: dict[str, int], expected: str) -> 
         if match is None or match[2] not in units:
             raise refused
         amount = Fraction(re.sub("[_,]", "", match[1])) * units[match[2]]
-    if amount < 1 or amount.denominator != 1:
+    # 131.7 GiB are no whole number of bytes; a token is not divided.
+    if amount < 1 or (amount.denominator != 1 and units is TOKEN_UNITS):
         raise refused
     return int(amount)
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from farspan.plan.build import build_program
 from farspan.plan.grid import chunk_ranges, kept_chunks
+from farspan.plan.price.evaluate import size
 from farspan.plan.price.seconds import Prices
 from farspan.plan.price.timeline import run_time
 from farspan.plan.question import Optimizer, Question
@@ -78,6 +79,32 @@ def test_bounds_hold(step: tuple[ModelSpec, RunSpec, Schedule], overlap: bool) -
     slots = Frame(Ruler(question, schedule), schedule, kept)._slots()[0, tiers]
     arena = bounds.device[0, tiers] - fixed + slots
     assert arena <= program.arena_bytes[Tier.DEVICE]
+
+
+@settings(max_examples=100)
+@given(steps(), st.sampled_from(Optimizer))
+def test_memory_is_never_overestimated(
+    step: tuple[ModelSpec, RunSpec, Schedule], optimizer: Optimizer
+) -> None:
+    """The whole of it: gradients and the graphs of a chunk need not be there together."""
+    model, run, schedule = step
+    question = Question(with_work(model), run, slow_machine(), optimizer=optimizer, dtype="float32")
+    chunks = chunk_ranges(run.tokens, schedule.chunk)
+    counts = [
+        len(kept_chunks(fraction, chunks))
+        for fraction in (schedule.attention_kept, schedule.activations_kept)
+    ]
+    schedule = replace(
+        schedule,
+        attention_kept=latest_fraction(chunks, counts[0]),
+        activations_kept=latest_fraction(chunks, counts[1]),
+    )
+    kept = Kept(np.array([counts[0]]), np.array([counts[1]]), len(chunks))
+    bounds = Frame(Ruler(question, schedule), schedule, kept).bounds()
+    tiers = TIERS.index((schedule.x, schedule.attention, schedule.activations))
+    sized = size(question, schedule)
+    assert bounds.device[0, tiers] <= sized.device.total
+    assert bounds.host[0, tiers] <= sized.host.total
 
 
 def latest_fraction(chunks: tuple[tuple[int, int], ...], count: int) -> float:

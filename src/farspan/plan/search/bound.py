@@ -277,17 +277,22 @@ class Frame:
         [1, 1] on host: optimizer states there."""
         ruler = self.ruler
         held = ruler.states_of(self.groups)
-        parts = held.weights + held.gathered + held.gradients + held.accumulators + held.optimizer
+        parts = held.weights + held.gathered + held.optimizer
         inputs = INPUT_BYTES * ruler.run.batch * ruler.run.tokens
         fixed = parts + inputs + ruler.question.machine.reserve
         switches = self.schedule.kv_kept, self.schedule.attention_open
         slots = ruler.once(("slots", self.groups, *switches), self._slots)
-        device = fixed + slots + self._graphs()[:, None]
+        device = fixed + slots + self._momentary()[:, None]
         return device, np.full((1, 1), float(held.optimizer_on_host))
 
-    def graphs_counted(self) -> float:
-        """What the bounds take a cell to hold for a moment, of the first choice."""
-        return float(self._graphs()[0])
+    def momentary(self) -> float:
+        """What the bounds count beside arenas, weights and optimizer, of the first choice."""
+        return float(self._momentary()[0])
+
+    def _momentary(self) -> Array:
+        """[F]: the graphs of the first chunk that runs backward, when no layer may have gradients
+        yet; or all gradients, at the end of the step. Not both: they need not meet."""
+        return np.maximum(self._graphs(), float(self.ruler.states_of(self.groups).gradients))
 
     def _graphs(self) -> Array:
         """[F]: graphs of one chunk, from its forward to its backward, at least: what the probe saw

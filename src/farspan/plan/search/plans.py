@@ -39,7 +39,7 @@ def best_plan(
         return replace(
             best,
             reason=breaks_first(best),
-            remedy=remedy_of(best, partial(fits, strategies=strategies), strategies is not None),
+            remedy=_remedy(best, strategies),
             alternatives=others,
         )
     return replace(best, reason=reason_of(best, others), alternatives=others)
@@ -63,6 +63,16 @@ def longest_contexts(
             # Padding, which the quick look leaves out.
             tokens -= max(LEAST, tokens // (4 * FINEST))
     return found
+
+
+def _remedy(plan: Plan, strategies: Sequence[str] | None) -> str:
+    names = [GROUPED] if strategies is None else strategies
+    return remedy_of(
+        plan,
+        lambda question, named=strategies: fits(question, named),
+        lambda: max(_longest(plan.question, name) for name in names),
+        strategies is not None,
+    )
 
 
 def fits(question: Question, strategies: Sequence[str] | None = None) -> bool:

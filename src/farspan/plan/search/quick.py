@@ -32,7 +32,9 @@ def left(question: Question, schedule: Schedule) -> tuple[int, int]:
     frame = Frame(ruler, local_schedule(schedule, question.layout), kept)
     tiers = TIERS.index((schedule.x, schedule.attention, schedule.activations))
     device, host = (float(found.flat[tiers]) for found in frame.memory())
-    device += exchanged(frame) + max(0, _transient(question, schedule)) - frame.graphs_counted()
+    held = ruler.states_of(frame.groups)
+    gradients = held.gradients + max(0, held.accumulators + _transient(question, schedule))
+    device += exchanged(frame) + gradients - frame.momentary()
     machine = question.machine
     if machine.unified:
         spare = int(machine.host_bytes - device - host)
