@@ -168,8 +168,6 @@ def exchanged(frame: Frame) -> int:
 def _rooms(question: Question, space: Space) -> Iterator[tuple[float, Schedule]]:
     """Of every frame, what the best of its choices leaves."""
     for frame, schedule in _frames(question, space):
-        if schedule.kv_kept or schedule.attention_open:
-            continue  # takes more than the same without
         device, host = frame.memory()
         device = device + exchanged(frame)
         room = _room(question, device, host)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from farspan.plan.price.evaluate import evaluate
 from farspan.plan.price.local import local_model, refuse_layout
@@ -136,31 +135,27 @@ def _at(question: Question, tokens: int) -> Question:
 
 
 def _longest(question: Question, name: str) -> int:
-    """The longest context of one strategy, 0 if it fits none. What each tier has left falls almost
-    in a line with the tokens, so the next guess is where the first of the lines meets zero; every
-    other guess is the middle, in case they bend."""
+    """The longest context of one strategy, 0 if it fits none: doubled until it does not fit, then
+    halved in between."""
+    known: list[Schedule] = []
 
-    def left(tokens: int) -> tuple[int, int]:
+    def fits_at(tokens: int) -> bool:
         asked = _at(question, tokens)
-        return quick.left(asked, _thrifty(asked, name))
+        # What was thriftiest at another length often fits here: then no other need be looked for.
+        is_free = name == GROUPED and bool(known) and known[-1].chunk <= tokens
+        if is_free and min(quick.left(asked, known[-1])) >= 0:
+            return True
+        known.append(_thrifty(asked, name))
+        return min(quick.left(asked, known[-1])) >= 0
 
-    low, spare = LEAST, left(LEAST)
-    if min(spare) < 0:
+    if not fits_at(LEAST):
         return 0
-    high, tokens, is_guess = 0, 64 * LEAST, True
-    crossing = 2**50
-    while (high or crossing) - low > max(LEAST, low // FINEST):
-        found = left(tokens)
-        crossing = min(map(partial(_crossing, low, tokens), spare, found))
-        if min(found) >= 0:
-            low, spare = tokens, found
-        else:
-            high = tokens
-        is_guess = not high or not is_guess
-        tokens = crossing - crossing // (2 * FINEST) if is_guess else (low + high) // 2
-        tokens = max(low + LEAST, min(tokens, high - 1 if high else 16 * low))
-        if high and tokens >= high:
-            tokens = (low + high) // 2
+    low, high = LEAST, 2 * LEAST
+    while fits_at(high):
+        low, high = high, 2 * high
+    while high - low > max(LEAST, low // FINEST):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits_at(middle) else (low, middle)
     return low
 
 
@@ -173,9 +168,3 @@ def _thrifty(question: Question, name: str) -> Schedule:
     others = [other for other in STRATEGIES if other != GROUPED]
     candidates += [named_schedule(question, other, MOST_NAMED) for other in others]
     return max(candidates, key=lambda schedule: min(quick.left(question, schedule)))
-
-
-def _crossing(one: int, other: int, at_one: int, at_other: int) -> int:
-    """Where the line through two points meets zero; far away if it does not fall."""
-    slope = (at_one - at_other) / (other - one)
-    return one + round(at_one / slope) if slope > 0 else 2**50

@@ -30,6 +30,7 @@ class Space:
     cuts: tuple[tuple[int, ...], ...]
     attention: tuple[float, ...]
     activations: tuple[float, ...]
+    lean: bool = False  # only switches that keep nothing which can be made again
 
     def schedules(self) -> Iterator[Schedule]:
         """One for every chunk, cut and set of switches that makes a difference."""
@@ -40,9 +41,10 @@ class Space:
 
     def _switches(self, cut: tuple[int, ...]) -> Iterator[Schedule]:
         is_deep = max(cut) > 1
+        opens = (False, True) if is_deep and not self.lean else (False,)
         for kv in Tier:
             for kept, home in self._homes(cut, kv):
-                for is_open in (False, True) if is_deep else (False,):
+                for is_open in opens:
                     for checkpoint in (False, True) if is_deep else (False,):
                         yield Schedule(
                             kv=kv,
@@ -52,10 +54,9 @@ class Space:
                             layer_checkpoint=checkpoint,
                         )
 
-    @staticmethod
-    def _homes(cut: tuple[int, ...], kv: Tier) -> Iterator[tuple[bool, Tier]]:
+    def _homes(self, cut: tuple[int, ...], kv: Tier) -> Iterator[tuple[bool, Tier]]:
         yield False, Tier.HOST
-        if len(cut) > 1:
+        if len(cut) > 1 and not self.lean:
             yield True, Tier.HOST
             if kv is Tier.DEVICE:
                 yield True, Tier.DEVICE
@@ -72,8 +73,10 @@ def whole_space(question: Question) -> Space:
 
 
 def thriftiest(question: Question) -> Space:
-    """The part of the space that takes the least memory: nothing is kept that can be recomputed."""
-    return replace(whole_space(question), attention=(0.0,), activations=(0.0,))
+    """The part of the space that takes the least memory: nothing is kept that can be recomputed,
+    and what a cell holds grows with its chunk."""
+    whole = whole_space(question)
+    return replace(whole, chunks=whole.chunks[:2], attention=(0.0,), activations=(0.0,), lean=True)
 
 
 def chunk_sizes(question: Question) -> tuple[int, ...]:
