@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farspan.plan.price.collectives import exchange_bytes
-from farspan.plan.price.evaluate import Sized, evaluate, size
+from farspan.plan.price.evaluate import evaluate, size
 from farspan.plan.price.local import local_model, local_schedule, refuse_layout
 from farspan.plan.price.states import states
 from farspan.plan.question import Plan, Question
+from farspan.plan.search import quick
 from farspan.plan.search.bound import TIERS, Bounds, Frame
 from farspan.plan.search.roles import Kept
 from farspan.plan.search.ruler import Array, Ruler
@@ -28,6 +29,7 @@ from farspan.spec import Schedule
 
 Kind = tuple[object, ...]
 Learned = dict[Kind, tuple[float, float]]  # bytes on device and host beyond the bounds
+DOUBT = 0.01  # share of a tier by which a quick look may be off
 SLACK = 1e-9  # sums of the same numbers in another order
 
 
@@ -189,11 +191,29 @@ def _room(question: Question, device: Array, host: Array) -> Array:
 def _try(question: Question, frontier: _Frontier) -> Plan | None:
     """Simulate the frontier's fastest choice; None if it does not fit."""
     schedule, index = frontier.take()
+    # A quick look spares most programs that do not fit: they take seconds to build. It is right to
+    # within a hundredth, so only what is further off is left alone.
+    device, host = quick.left(question, schedule)
+    limits = _limits(question)
+    # Where both tiers are one memory, what is left does not say how much either takes.
+    apart = not question.machine.unified
+    if apart and (device < -DOUBT * limits[0] or host < -DOUBT * limits[1]):
+        _learn(question, frontier, (limits[0] - device, limits[1] - host), index)
+        return None
     sized = size(question, schedule)
     if sized.fits:
         return evaluate(question, "grouped", schedule, sized)
-    _learn(question, frontier, sized, index)
+    _learn(question, frontier, (sized.device.total, sized.host.total), index)
     return None
+
+
+def _limits(question: Question) -> tuple[int, int]:
+    """Bytes that a device, and its share of main memory, can hold."""
+    machine = question.machine
+    if machine.unified:
+        return machine.host_bytes, machine.host_bytes
+    share = machine.host_bytes // min(machine.devices, question.layout.devices())
+    return machine.device_bytes, share
 
 
 def _frontiers(question: Question, space: Space) -> Iterator[_Frontier]:
@@ -231,7 +251,7 @@ def _fitting(question: Question, bounds: Bounds) -> NDArray[np.int64]:
     return np.asarray(found[np.lexsort((size, bounds.seconds.ravel()[found]))])
 
 
-def _learn(question: Question, frontier: _Frontier, sized: Sized, index: int) -> None:
+def _learn(question: Question, frontier: _Frontier, taken: tuple[int, int], index: int) -> None:
     """What a choice took beyond its bounds: what a cell holds for a moment, of which the bounds
     have the graphs only. It depends on the chunk, the widest group and which tensors exist, not on
     how many chunks are kept: so all others that are alike in these take that much more as well.
@@ -239,8 +259,8 @@ def _learn(question: Question, frontier: _Frontier, sized: Sized, index: int) ->
     base, frame = frontier.base, frontier.frame
     assert base is not None
     choice, tiers = divmod(index, len(TIERS))
-    device = sized.device.total - float(base.device.flat[index])
-    host = sized.host.total - float(base.host.flat[index])
+    device = taken[0] - float(base.device.flat[index])
+    host = taken[1] - float(base.host.flat[index])
     key = _kind(frontier.schedule, frame, tiers, int(_switches(frame)[choice]))
     known = frontier.learned.get(key, (device, host))
     frontier.learned[key] = min(known[0], device), min(known[1], host)

@@ -10,10 +10,10 @@ from dataclasses import replace
 import numpy as np
 
 from farspan.plan.grid import kept_chunks
+from farspan.plan.price.collectives import exchange_bytes
 from farspan.plan.price.evaluate import walk
 from farspan.plan.price.local import local_schedule
 from farspan.plan.question import Question
-from farspan.plan.search.best_first import exchanged
 from farspan.plan.search.bound import TIERS, Frame
 from farspan.plan.search.roles import Kept
 from farspan.plan.search.ruler import Ruler
@@ -34,7 +34,7 @@ def left(question: Question, schedule: Schedule) -> tuple[int, int]:
     device, host = (float(found.flat[tiers]) for found in frame.memory())
     held = ruler.states_of(frame.groups)
     gradients = held.gradients + max(0, held.accumulators + _transient(question, schedule))
-    device += exchanged(frame) + gradients - frame.momentary()
+    device += exchange_bytes(ruler.question, frame.schedule.chunk) + gradients - frame.momentary()
     machine = question.machine
     if machine.unified:
         spare = int(machine.host_bytes - device - host)
