@@ -22,9 +22,7 @@ LINES = ("#009E73", "#56B4E9", "#0072B2", "#E69F00", "#CC79A7")
 MARKERS = ("o", "v", "^", "s", "D")
 SHOWN = (
     ("Qwen2.5-0.5B", "full"),
-    ("Qwen2.5-7B", "full, states on host"),
     ("Qwen2.5-7B", "LoRA, rank 16"),
-    ("GPT-OSS-20B", "LoRA, rank 16"),
 )
 LABELS = {"grouped": "grouped (farspan)"}
 
@@ -48,7 +46,7 @@ def _plain(axis: Any) -> None:
 
 def draw_longest(fit: Record) -> Any:
     """Longest context of each strategy on each machine."""
-    figure, axes = plt.subplots(2, 2, figsize=(11, 6.4), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(11, 3.6), sharey=True, layout="constrained")
     for axis, (model, way) in zip(axes.flat, SHOWN, strict=True):
         rows = [row for row in fit["longest"] if (row["model"], row["way"]) == (model, way)]
         _bars(axis, rows)
@@ -56,8 +54,7 @@ def draw_longest(fit: Record) -> Any:
         _plain(axis)
         _token_axis(axis, range(10, 26, 3))
         axis.set_ylim(2**10, 2**25.5)
-    for axis in axes[:, 0]:
-        axis.set_ylabel("longest context, tokens")
+    axes[0].set_ylabel("longest context, tokens")
     handles, labels = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncol=8, fontsize=9, frameon=False)
     return figure

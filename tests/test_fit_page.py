@@ -81,7 +81,7 @@ def test_farspan_reaches_as_far_as_any_strategy(planned: dict[str, Any]) -> None
 
 def test_plans_fill_no_tier_over_its_size(planned: dict[str, Any]) -> None:
     cells = [c for row in planned["longest"] for c in row["strategies"].values() if c]
-    assert len(cells) > 100
+    assert len(cells) > 40
     assert all(0 < cell["device_share"] <= 1 and 0 <= cell["host_share"] <= 1 for cell in cells)
     assert all(0 < cell["mfu"] < 1 for cell in cells)
 
