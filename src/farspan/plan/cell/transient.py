@@ -323,7 +323,8 @@ class Walk:
 
 @lru_cache(maxsize=8)
 def assumed(model: ModelSpec) -> Architecture:
-    """The Llama-like architecture whose layers save as much as the model's own were seen to."""
+    """The Llama-like architecture whose layers save as much as the model's own were seen to, or a
+    little more."""
     made = Architecture(model.name, "llama", model.hidden, model.vocab, ())
     blocks = {layer: _assumed(made, layer, model.element_bytes) for layer in set(model.layers)}
     return replace(made, blocks=tuple(blocks[layer] for layer in model.layers))
@@ -345,4 +346,5 @@ def _assumed(architecture: Architecture, layer: LayerSpec, element_bytes: int) -
         return layer_costs(architecture, block, element_bytes).activation_bytes
 
     least, slope = saved(1), saved(2) - saved(1)
-    return Block(attention, FeedForward(1 + max(0, layer.activation_bytes - least) // slope))
+    more = max(0, layer.activation_bytes - least)
+    return Block(attention, FeedForward(1 + -(-more // slope)))

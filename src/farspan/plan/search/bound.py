@@ -291,19 +291,22 @@ class Frame:
 
     def _momentary(self) -> Array:
         """[F]: the graphs of the first chunk that runs backward, when no layer may have gradients
-        yet; or all gradients, at the end of the step. Not both: they need not meet."""
-        return np.maximum(self._graphs(), float(self.ruler.states_of(self.groups).gradients))
+        yet; or those of the last, in the first group, when all layers have some. Of a single chunk
+        the second is only the end of the step."""
+        gradients = float(self.ruler.states_of(self.groups).gradients)
+        widest = max(self._graphs(group) for group in range(len(self.groups)))
+        last = self._graphs(0) * (len(self.ruler.chunks) > 1)
+        # Where every chunk's graphs are kept there are none.
+        some = self.kept.graphs < len(self.ruler.chunks)
+        return np.asarray(np.maximum(widest * some, gradients + last * some))
 
-    def _graphs(self) -> Array:
-        """[F]: graphs of one chunk, from its forward to its backward, at least: what the probe saw
-        layers save. Where every chunk's are kept there are none."""
-        ruler = self.ruler
-        tokens = ruler.run.batch * ruler.sizes[0]
-        saved = [layer.activation_bytes for layer in ruler.model.layers]
-        widest = max(sum(saved[slice(*group)]) for group in self.groups)
-        if self.schedule.layer_checkpoint:
-            widest = max(saved)
-        return np.asarray(np.where(self.kept.graphs < len(ruler.chunks), tokens * widest, 0.0))
+    def _graphs(self, group: int) -> float:
+        """Bytes of one chunk's graphs, from its forward to its backward, at least: what the probe
+        saw layers save."""
+        layers = self.ruler.model.layers[slice(*self.groups[group])]
+        saved = [layer.activation_bytes for layer in layers]
+        row = max(saved) if self.schedule.layer_checkpoint else sum(saved)
+        return float(self.ruler.run.batch * self.ruler.sizes[0] * row)
 
     def _slots(self) -> Array:
         """[F, T]: device buffers that serve any layer, for what is on host."""
