@@ -56,13 +56,7 @@ def transient_bytes(
     layers do. Negative where gradients and accumulators are never all there at one time, and what
     is missing at the fullest moment outweighs the rest.
     """
-    walk = Walk(
-        program,
-        architecture or assumed(program.model),
-        gradient_bytes=gradient_bytes,
-        ranks=ranks,
-    )
-    return walk.run().transient
+    return Walk(program, architecture, gradient_bytes=gradient_bytes, ranks=ranks).run().transient
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +100,18 @@ class Walk:
     def __init__(
         self,
         program: Program,
-        architecture: Architecture,
+        architecture: Architecture | None,
         *,
         gradient_bytes: int | None = None,
         ranks: int = 1,
         in_place: bool = False,
     ) -> None:
-        """`gradient_bytes` is the width of an element of `.grad`, the model's own by default;
+        """Without an architecture one is assumed, but for its weights where the model counts them.
+        `gradient_bytes` is the width of an element of `.grad`, the model's own by default;
         `ranks` devices share what is in `.grad`. For `in_place` see `phantom.Memory`."""
         model, schedule = program.model, program.schedule
+        counted = architecture is None and any(layer.work.trainable for layer in model.layers)
+        architecture = architecture or assumed(model)
         width = model.element_bytes
         self.program = program
         self.blocks = architecture.blocks[-len(model.layers) :]
@@ -137,9 +134,12 @@ class Walk:
         self.outer: frozenset[str] = frozenset()
         self.kinds: dict[tuple[object, ...], CellBytes] = {}
         self.weights = [self._weights(block) for block in self.blocks]
-        self.outer_weights = [prod(shape) for shape in outer_weights(architecture).values()] * (
-            not architecture.adapter_rank
-        )
+        outer = {name: prod(shape) for name, shape in outer_weights(architecture).items()}
+        if counted:
+            self.weights = [[layer.work.trainable] for layer in model.layers]
+            # All of it with the first of the names: how it is divided is not known.
+            outer = dict.fromkeys(outer, 0) | {next(iter(outer)): model.outer_trainable()}
+        self.outer_weights = dict.fromkeys(outer, 0) if architecture.adapter_rank else outer
 
     def _weights(self, block: Block) -> list[int]:
         """Elements of each trained parameter of a layer."""
@@ -151,7 +151,7 @@ class Walk:
             if type(instruction) not in SILENT:
                 self.issue(instruction)
         layers = [sum(map(sum, self.weights[slice(*group)])) for group in self.program.groups]
-        outer = sum(self.outer_weights)
+        outer = sum(self.outer_weights.values())
         gradients = self._final(outer + sum(layers))
         sums = self.wide * (outer + max(layers)) if self.sums_apart else 0
         return Peak(self.peak, gradients, sums)
@@ -233,8 +233,7 @@ class Walk:
         self._begin_outer(stage.new)
 
     def _begin_outer(self, names: frozenset[str]) -> None:
-        shapes = outer_weights(self.architecture)
-        self.live += self.wide * sum(prod(shapes[name]) for name in names)
+        self.live += self.wide * sum(self.outer_weights[name] for name in names)
         self.outer |= names
 
     def _close(self, group: int) -> None:
@@ -244,7 +243,7 @@ class Walk:
         layers = range(*self.program.groups[group])
         sizes = [size for layer in layers if layer in self.begun for size in self.weights[layer]]
         if group == 0:
-            sizes += self.outer_weights
+            sizes += self.outer_weights.values()
         for size in sizes:
             self._take(self._final(size))
             self.live -= self.wide * size

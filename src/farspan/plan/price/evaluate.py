@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from farspan.plan.build import build_program
-from farspan.plan.cell.transient import Walk, assumed
+from farspan.plan.cell.transient import Walk
 from farspan.plan.price.collectives import Collectives, exchange_bytes, fsdp_ranks
 from farspan.plan.price.local import local_model, local_run, local_schedule
 from farspan.plan.price.seconds import Prices, rates_of
@@ -31,9 +31,8 @@ def walk(question: Question, schedule: Schedule) -> Walked:
     part = replace(question, model=local_model(question))
     run, own = local_run(part), local_schedule(schedule, part.layout)
     program = build_program(part.model, run, own)
-    architecture = part.architecture or assumed(part.model)
     ranks = fsdp_ranks(part)
-    held = Walk(program, architecture, gradient_bytes=gradient_bytes(part), ranks=ranks).run()
+    held = Walk(program, part.architecture, gradient_bytes=gradient_bytes(part), ranks=ranks).run()
     return Walked(program, held.transient)
 
 
