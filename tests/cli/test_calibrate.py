@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,27 @@ def test_a_file_of_ones_own_and_json(
     assert asked == [(torch.device("cpu"), True)]
     assert machine(path) == machine("l40s")
     assert json.loads(outcome.stdout) == json.loads(path.read_text())
+
+
+def test_a_busy_machine_is_warned_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    busy = replace(read("l40s"), spread={"fetch": 1.1, "rates.bfloat16.matmul": 3.14})
+    monkeypatch.setattr("farspan.cli.calibrate.calibrate", lambda *_, **__: busy)
+    path = tmp_path / "mine.json"
+    outcome = call("--device", "cpu", "-o", str(path), "--json")
+    assert outcome.exit_code == 0, outcome.output
+    said = " ".join(outcome.stderr.split())
+    assert "warning: the machine was busy: rates.bfloat16.matmul varied by 3.1x" in said
+    assert "run again when it is idle" in said
+    assert json.loads(outcome.stdout)["spread"] == busy.spread
+    assert read(path) == busy
+
+
+def test_nothing_is_warned_of_where_nothing_varied(
+    asked: list[tuple[torch.device, bool]], tmp_path: Path
+) -> None:
+    outcome = call("--device", "cpu", "-o", str(tmp_path / "mine.json"))
+    assert len(asked) == 1
+    assert "busy" not in outcome.output
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,23 @@ from farspan.engine.bench import (
     softmax,
     weight_products,
 )
-from farspan.engine.calibrate import calibrate, here
-from farspan.plan.price.machines import from_json, machine, read, to_json, user_file, write
-from farspan.spec import LayerSpec, Refused
+from farspan.engine.calibrate import Calibration, _peak, calibrate, here
+from farspan.plan.price.machines import (
+    CURVES,
+    OTHER_CURVES,
+    MachineFile,
+    from_json,
+    machine,
+    read,
+    to_json,
+    user_file,
+    write,
+)
+from farspan.spec import Curve, LayerSpec, Refused
 
 CPU = torch.device("cpu")
-GLANCE = Effort(longest=1e-4, tries=1, passes=2, copied=2**20, queries=64)
+TIMED = (*CURVES, *OTHER_CURVES, "softmax_forward", "softmax_backward", "logit")
+GLANCE = Effort(longest=1e-4, tries=1, passes=2, most=30, seconds=1.0, copied=2**20, queries=64)
 
 
 @pytest.fixture
@@ -59,7 +70,13 @@ def test_a_calibrated_machine_is_a_machine_file(tmp_path: Path) -> None:
     write(file, path)
     assert read(path) == file
     assert said[0] == "1 of 2: float32: matrix products"
-    assert said[-1] == "2 of 2: overhead of a cell"
+    planned = [words for words in said if words.startswith("2 of 2: ")]
+    assert planned[-1] == "2 of 2: overhead of a cell"
+    # Every field that was timed says how far its looks lay apart.
+    timed = {"memory", "fetch", "evict", "overhead"}
+    timed |= {f"rates.{dtype}.{name}" for dtype in ("float32", "float64") for name in TIMED}
+    assert file.spread.keys() == timed
+    assert min(file.spread.values()) >= 1.0
     # What one process cannot measure is said to be assumed.
     assert file.sources.keys() == {"peer", "network", "latency"}
     assert file.measured_on["versions"]["torch"] == torch.__version__
@@ -72,7 +89,8 @@ def test_a_quick_calibration_looks_at_what_models_are_trained_in() -> None:
     assert file.about == "measured quickly"
     assert file.spec.rates.keys() == {"bfloat16", "float32"}
     for rates in file.spec.rates.values():
-        assert rates.peak == max(rate for _, rate in rates.matmul.points)
+        curves = [getattr(rates, name) for name in (*CURVES, *OTHER_CURVES)]
+        assert rates.peak == max(rate for curve in curves for _, rate in curve.points)
         assert rates.logit > 0
         assert rates.weights is not None
         assert rates.causal_forward is not None
@@ -102,16 +120,131 @@ def test_here_measures_where_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None
     assert not user_file().exists()
 
 
-def test_a_call_takes_the_median_of_all_passes() -> None:
-    seconds = iter([1.0, 1.0, 5.0, 1.0, 1.0, 3.0, 1.0, 1.0, 4.0])
-    now = [0.0]
+def scripted(*seconds: float) -> tuple[Bench, Callable[[], None]]:
+    """A bench, and a call that takes these seconds one after the other."""
+    left, now = iter(seconds), [0.0]
 
     def call() -> None:
-        now[0] += next(seconds)
+        now[0] += next(left)
+
+    return bench(clock=lambda: now[0]), call
+
+
+def test_a_call_takes_its_fastest_run() -> None:
+    # Each look has two runs that do not count, and one that does.
+    timed, call = scripted(1.0, 1.0, 54.0, 1.0, 1.0, 3.0, 1.0, 1.0, 4.0)
+    assert [timed.seconds("call", call) for _ in range(3)] == [54.0, 3.0, 3.0]
+
+
+def test_a_call_is_looked_at_until_its_best_two_agree() -> None:
+    timed, call = scripted(*(1.0, 1.0, 54.0), *(1.0, 1.0, 3.0), *(1.0, 1.0, 3.2))
+    for settled in (False, False, True):
+        timed.seconds("call", call)
+        assert timed.settled() is settled
+    assert timed.seconds("call", call) == 3.0  # nothing is left to run
+    assert timed.spread() == {"call": 18.0}
+
+
+def test_a_call_that_never_varied_is_looked_at_twice() -> None:
+    timed, call = scripted(*[1.0] * 6)
+    timed.seconds("call", call)
+    assert not timed.settled()
+    timed.seconds("call", call)
+    assert timed.settled()
+    assert timed.spread() == {"call": 1.0}
+
+
+def test_a_field_settles_when_every_size_has() -> None:
+    timed = bench()
+    for size, looks in ((1.0, (2.0, 2.0)), (8.0, (2.0, 6.0))):
+        for seconds in looks:
+            timed.note("curve", seconds, size)
+    timed.note("memory", 1.0)
+    timed.note("memory", 1.0)
+    assert timed.settled("memory")
+    assert not timed.settled("curve")
+    assert not timed.settled()
+    assert timed.spread() == {"curve": 3.0, "memory": 1.0}
+    timed.note("curve", 2.1, 8.0)
+    assert timed.settled()
+
+
+def test_a_difference_is_of_the_fastest_runs() -> None:
+    """A neighbour in one run of either call does not reach the difference."""
+    now, runs = [0.0], [0]
+
+    def take(seconds: float) -> Callable[[], None]:
+        def call() -> None:
+            runs[0] += 1
+            now[0] += 50.0 * seconds if runs[0] in (3, 6) else seconds
+
+        return call
 
     timed = bench(clock=lambda: now[0])
-    # Each pass looks twice without counting.
-    assert [timed.seconds("call", call) for _ in range(3)] == [5.0, 4.0, 4.0]
+    assert timed.difference("softmax", take(5.0), take(3.0)) == pytest.approx(1.0)
+
+
+def test_a_settled_curve_is_not_made_again() -> None:
+    timed = bench(clock=lambda: 0.0)
+
+    def points() -> Iterator[tuple[float, int, Callable[[], object]]]:
+        yield 4.0, 1, lambda: None
+
+    timed.note("c", 2.0, 4.0)
+    timed.note("c", 2.0, 4.0)
+    assert timed.curve("other", iter([])).points == ()
+    timed._curves["c"] = Curve(((4.0, 2.0),))
+    assert timed.curve("c", points()) is timed._curves["c"]
+
+
+def curve_of(*rates: float) -> Curve:
+    return Curve(tuple((float(size + 1), rate) for size, rate in enumerate(rates)))
+
+
+def test_the_peak_is_above_every_curve() -> None:
+    curves = [curve_of(1e9, 3e9), curve_of(5e9, 2e9), curve_of(4e9)]
+    assert _peak(bench(), torch.float32, curves) == 5e9
+
+
+class Unsteady:
+    """Looks that give one preset after the other; what is said of them is a preset's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *files: MachineFile) -> None:
+        self.files, self.looks = files, 0
+        monkeypatch.setattr(module, "QUICK", replace(GLANCE, most=5))
+        monkeypatch.setattr(Calibration, "look", self.look)
+        monkeypatch.setattr(Calibration, "file", lambda _: files[min(self.looks, len(files)) - 1])
+        monkeypatch.setattr(Bench, "settled", lambda _: True)
+
+    def look(self, _: object) -> None:
+        self.looks += 1
+
+
+def contradictory() -> MachineFile:
+    """Its products are above the peak."""
+    file = read("h200")
+    rates = replace(file.spec.rates["bfloat16"], peak=1.0)
+    return replace(file, spec=replace(file.spec, rates={"bfloat16": rates}))
+
+
+def test_a_contradiction_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = Unsteady(monkeypatch, contradictory(), contradictory(), contradictory(), read("h200"))
+    assert calibrate(CPU, quick=True).spec == machine("h200")
+    assert looked.looks == 4
+
+
+def test_a_contradiction_that_stays_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = Unsteady(monkeypatch, contradictory())
+    with pytest.raises(Refused, match=r"too busy: rates\.bfloat16\.matmul.* when it is idle"):
+        calibrate(CPU, quick=True)
+    assert looked.looks == 5
+
+
+def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    Unsteady(monkeypatch, replace(read("h200"), spread={"memory": 1.4, "fetch": 3.14}))
+    calibrate(CPU, None, said.append, quick=True)
+    assert said == ["the machine was busy: fetch varied by 3.1x; run again when it is idle"]
 
 
 def test_short_calls_are_repeated() -> None:
@@ -194,5 +327,5 @@ def test_the_softmax_is_what_narrow_heads_do_not_save(monkeypatch: pytest.Monkey
         return lambda: now.__setitem__(0, now[0] + seconds)
 
     monkeypatch.setattr(Attention, "call", made)
-    found = softmax(bench(clock=lambda: now[0]), torch.float32, backward=True)
+    found = softmax(bench(clock=lambda: now[0]), "softmax", torch.float32, backward=True)
     assert found == pytest.approx(exponential)

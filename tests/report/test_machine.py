@@ -47,6 +47,11 @@ def test_one_memory_is_named_once() -> None:
     assert "in reserve" not in text
 
 
+def test_the_widest_spread_is_shown() -> None:
+    file = replace(read("h200"), spread={"memory": 1.31, "fetch": 1.02})
+    assert "looks at one call differ by up to 1.31x (memory)" in text_of(machine_view(file))
+
+
 def test_every_bandwidth_is_shown() -> None:
     rated = {
         name for name in MachineSpec.__annotations__ if MachineSpec.__annotations__[name] is float

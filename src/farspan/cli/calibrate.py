@@ -11,7 +11,7 @@ from rich.console import Console
 
 from farspan.cli.ending import typer_app
 from farspan.engine.calibrate import calibrate
-from farspan.plan.price.machines import to_json, user_file, write
+from farspan.plan.price.machines import busy_words, to_json, user_file, write
 from farspan.report.machine import machine_view
 from farspan.spec import Refused
 
@@ -37,6 +37,8 @@ def calibrate_command(
     with Console(stderr=True).status("measuring") as status:
         measured = calibrate(chosen, progress=status.update, quick=quick)
     write(measured, path)
+    if (words := busy_words(measured.spread)) is not None:
+        Console(stderr=True).print(f"warning: {words}", markup=False)
     if as_json:
         print(json.dumps(to_json(measured)))
     else:

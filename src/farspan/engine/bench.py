@@ -1,13 +1,13 @@
 """Rates of the device at hand: how fast is what a step is made of.
 
-A machine is rarely alone: another process can halve the speed of a CPU for seconds. So each call is
-measured in several passes, far apart, and the median of all its runs counts.
+A machine is rarely alone: another process can halve the speed of a CPU for seconds. It can only add
+to what a call takes, so the fastest run counts. Calls are looked at in several passes, far apart,
+until the best two looks agree.
 """
 
 import math
-import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -25,6 +25,7 @@ from farspan.transfer.copies import CopyEngine
 Call = Callable[[], object]
 Points = Iterator[tuple[float, int, Call]]  # size of a call, how many are made, what makes them
 
+AGREE = 1.1  # the second-best look takes at most so many times the best one
 SHORTEST = 1e-3  # seconds that one measurement takes at least: shorter calls are repeated
 KV_SHARE = 4  # query heads that share a K, V head, as in most models of today
 HEAD_DIM = 128  # of attention's curves
@@ -37,25 +38,34 @@ class Effort:
     """How long to look."""
 
     longest: float  # seconds of a call that sizes grow up to
-    tries: int  # runs in a pass
-    passes: int
+    tries: int  # runs in a look
+    passes: int  # looks at every call, two at least
+    most: int  # passes; those beyond `passes` look at what has not settled
+    seconds: float  # after two passes, one that would end later only begins for a contradiction
     copied: int  # bytes of each arena that copies are timed on
     queries: int  # of the calls that tell the softmax apart, eight times as many on a GPU
 
 
-THOROUGH = Effort(longest=0.06, tries=3, passes=3, copied=2**28, queries=1024)
-QUICK = Effort(longest=0.004, tries=3, passes=1, copied=2**26, queries=512)
+THOROUGH = Effort(
+    longest=0.06, tries=3, passes=3, most=10, seconds=60.0, copied=2**28, queries=1024
+)
+QUICK = Effort(longest=0.004, tries=2, passes=2, most=10, seconds=15.0, copied=2**26, queries=512)
 
 
 @dataclass(slots=True)
 class Bench:
-    """Times calls on one device. `runs` holds the seconds of each, pass after pass."""
+    """Times calls on one device.
+
+    `looks` holds the fastest run of each look at a call, by the field of the machine file that it
+    is for and its size.
+    """
 
     device: torch.device
     effort: Effort
     clock: Callable[[], float] = time.perf_counter
     generator: torch.Generator = field(init=False)
-    runs: dict[Hashable, list[float]] = field(init=False, default_factory=dict)
+    looks: dict[tuple[str, float], list[float]] = field(init=False, default_factory=dict)
+    _curves: dict[str, Curve] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator(self.device).manual_seed(0)
@@ -64,23 +74,47 @@ class Bench:
     def on_cpu(self) -> bool:
         return self.device.type == "cpu"
 
-    def seconds(self, key: Hashable, call: Call) -> float:
-        """Of one call, which `key` names in every pass."""
+    def seconds(self, name: str, call: Call, size: float = 1.0) -> float:
+        """Of one call, which `name` and `size` tell from others in every pass."""
+        if self._agreed(name, size):
+            return min(self.looks[name, size])
         first = min(self._run(call, 1) for _ in range(2))
         repeats = max(1, math.ceil(SHORTEST / max(first, 1e-9)))
-        runs = self.runs.setdefault(key, [])
-        runs += [self._run(call, repeats) for _ in range(self.effort.tries)]
-        return statistics.median(runs)
+        fastest = min(self._run(call, repeats) for _ in range(self.effort.tries))
+        return self.note(name, fastest, size)
 
-    def differences(self, key: Hashable, long: Call, short: Call) -> float:
-        """The median of 2 short - long, each pair of runs one after the other."""
-        runs = self.runs.setdefault(key, [])
-        for call in (long, short):
-            self._run(call, 1)
-        for _ in range(3 * self.effort.tries):
-            whole = self._run(long, 1)
-            runs.append(2 * self._run(short, 1) - whole)
-        return statistics.median(runs)
+    def difference(self, name: str, long: Call, short: Call) -> float:
+        """2 short - long, of the fastest run of each; they take turns."""
+        if not (self._agreed(name, 1.0) and self._agreed(name, 0.5)):
+            for call in (long, short):
+                self._run(call, 1)
+            turns = range(3 * self.effort.tries)
+            runs = [(self._run(long, 1), self._run(short, 1)) for _ in turns]
+            self.note(name, min(run[0] for run in runs), 1.0)
+            self.note(name, min(run[1] for run in runs), 0.5)
+        return 2 * min(self.looks[name, 0.5]) - min(self.looks[name, 1.0])
+
+    def note(self, name: str, seconds: float, size: float = 1.0) -> float:
+        """One more look at a call; the fastest of all."""
+        looks = self.looks.setdefault((name, size), [])
+        looks.append(seconds)
+        return min(looks)
+
+    def settled(self, name: str | None = None) -> bool:
+        """Do the best two looks agree at every call, or at every call for one field?"""
+        keys = [key for key in self.looks if name in (None, key[0])]
+        return bool(keys) and all(self._agreed(*key) for key in keys)
+
+    def spread(self) -> dict[str, float]:
+        """Slowest look over fastest, of the worst call for each field."""
+        found: dict[str, float] = {}
+        for (name, _), looks in self.looks.items():
+            found[name] = max(found.get(name, 1.0), max(looks) / max(min(looks), 1e-9))
+        return found
+
+    def _agreed(self, name: str, size: float) -> bool:
+        best = sorted(self.looks.get((name, size), ()))
+        return len(best) >= max(2, self.effort.passes) and best[1] <= AGREE * best[0]
 
     def _run(self, call: Call, repeats: int) -> float:
         self.wait()
@@ -97,15 +131,18 @@ class Bench:
     def random(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(*shape, generator=self.generator, device=self.device).to(dtype)
 
-    def curve(self, key: Hashable, points: Points) -> Curve:
+    def curve(self, name: str, points: Points) -> Curve:
         """Rates against size, sizes ascending, until a call takes too long."""
+        if self.settled(name):
+            return self._curves[name]
         found = []
         for size, count, call in points:
-            seconds = self.seconds((key, size), call)
+            seconds = self.seconds(name, call, size)
             found.append((size, count * size / seconds))
             if seconds > self.effort.longest:
                 break
-        return Curve(tuple(found))
+        self._curves[name] = Curve(tuple(found))
+        return self._curves[name]
 
 
 # -- products ------------------------------------------------------------------------------------
@@ -208,8 +245,8 @@ def attentions(bench: Bench, dtype: torch.dtype, *, causal: bool, backward: bool
         tokens *= 2
 
 
-def softmax(bench: Bench, dtype: torch.dtype, *, backward: bool) -> float:
-    """Seconds of a query, key and head beside the products.
+def softmax(bench: Bench, name: str, dtype: torch.dtype, *, backward: bool) -> float:
+    """Seconds of a query, key and head beside the products, for the field `name`.
 
     Heads half as wide take half of the products' time and all of this one's: t = p + s with wide
     heads, p / 2 + s with narrow ones. Both are timed in turns, since their difference is small.
@@ -218,11 +255,7 @@ def softmax(bench: Bench, dtype: torch.dtype, *, backward: bool) -> float:
     wide, narrow = (
         attention(bench, dtype, tokens, width, causal=False) for width in (HEAD_DIM, HEAD_DIM // 2)
     )
-    found = bench.differences(
-        ("softmax", dtype, backward),
-        wide.call(backward=backward),
-        narrow.call(backward=backward),
-    )
+    found = bench.difference(name, wide.call(backward=backward), narrow.call(backward=backward))
     return max(0.0, found) / (wide.pairs * wide.heads)
 
 
@@ -240,11 +273,12 @@ def memory(bench: Bench) -> float:
         total = product + x
         return functional.silu(total)
 
-    return (3 + 3 + 2) * size / bench.seconds(memory, call)
+    return (3 + 3 + 2) * size / bench.seconds("memory", call)
 
 
-def logit(bench: Bench, dtype: torch.dtype) -> float:
-    """Seconds of a logit's cross-entropy and its gradient, as the engine's head asks for them."""
+def logit(bench: Bench, name: str, dtype: torch.dtype) -> float:
+    """Seconds of a logit's cross-entropy and its gradient, as the engine's head asks for them; for
+    the field `name`."""
     rows, vocab = 1024, 4096
     logits = bench.random(rows, vocab, dtype=dtype).requires_grad_()
     targets = torch.zeros(rows, dtype=torch.long, device=bench.device)
@@ -254,7 +288,7 @@ def logit(bench: Bench, dtype: torch.dtype) -> float:
         loss = functional.cross_entropy(wide, targets, reduction="sum")
         torch.autograd.grad(loss, logits)
 
-    return bench.seconds(("logit", dtype), call) / (rows * vocab)
+    return bench.seconds(name, call) / (rows * vocab)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +331,8 @@ def links(bench: Bench) -> Links:
     both = (fetched, evicted) if bench.on_cpu else _together(bench, whole, fetch, evict)
     for arena in arenas.values():
         arena.release()
+    # A direction is as fast alone as beside the other one, if a busy moment says otherwise.
+    fetched, evicted = max(fetched, both[0]), max(evicted, both[1])
     return Links(fetched, evicted, both[0], both[1], pinned)
 
 
@@ -316,5 +352,6 @@ def _together(bench: Bench, whole: int, fetch: Call, evict: Call) -> tuple[float
                 mine()
             stop.record()
         bench.wait()
-        rates.append(bench.effort.tries * whole / (start.elapsed_time(stop) * 1e-3))
+        seconds = start.elapsed_time(stop) * 1e-3 / bench.effort.tries
+        rates.append(whole / bench.note(f"{mine.__name__}_together", seconds))
     return rates[0], rates[1]

@@ -7,7 +7,7 @@ curves of a laptop and of an H200 both end where the machine is as fast as it ge
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -31,12 +31,20 @@ from farspan.engine.bench import (
 from farspan.engine.machine import machine as versions
 from farspan.engine.step import Step
 from farspan.memory.host import available_host_bytes
-from farspan.plan.price.machines import MachineFile, machine, preset_of_gpu, read, user_file
+from farspan.plan.price.machines import (
+    MachineFile,
+    busy_words,
+    contradictions,
+    machine,
+    pair_seconds,
+    preset_of_gpu,
+    read,
+    user_file,
+)
 from farspan.plan.program import Backward, Forward
 from farspan.spec import Curve, MachineSpec, Rates, Refused, Schedule
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-LONGEST_SECONDS = 60.0  # no further pass begins that would end later
 LATENCY = 2e-5  # of a collective, which one process cannot measure
 ASSUMED = {
     "peer": "assumed: through main memory, as fast as the slower direction",
@@ -58,25 +66,38 @@ def calibrate(
 
     The result is this node with all its devices, each as fast as the one that was measured. What
     one process cannot measure is assumed; `sources` says which. Without `dtypes` it measures
-    bfloat16 and float32, and float64 on a CPU unless `quick`.
+    bfloat16 and float32, and float64 on a CPU unless `quick`. What differs from one look to the
+    next is looked at again; `spread` says by how much it did. Raises Refused when rates contradict
+    each other all the same: the machine was too busy.
     """
     if dtypes is None:
         dtypes = DTYPES[:2] if quick or device.type != "cpu" else DTYPES
     start = time.perf_counter()
     calibration = Calibration(Bench(device, QUICK if quick else THOROUGH), tuple(dtypes))
-    passes = calibration.bench.effort.passes
-    for turn in range(passes):
-        calibration.look(_after(f"{turn + 1} of {passes}: " if passes > 1 else "", progress))
+    effort = calibration.bench.effort
+    for turn in range(1, effort.most + 1):
+        prefix = f"{turn} of {effort.passes}: " if turn <= effort.passes else "once more: "
+        calibration.look(_after(prefix, progress))
+        file = calibration.file()
+        wrong = next(contradictions(file.spec), None)
         spent = time.perf_counter() - start
-        if spent * (turn + 2) / (turn + 1) > LONGEST_SECONDS:
+        is_late = turn > 1 and spent * (turn + 1) / turn > effort.seconds
+        is_settled = turn >= effort.passes and calibration.bench.settled()
+        if wrong is None and (is_late or is_settled):
             break
-    file = calibration.file()
+    if wrong is not None:
+        raise Refused(
+            f"machine: what was measured contradicts itself, so it was too busy: {wrong}; measure "
+            "again when it is idle, or name a machine"
+        )
+    if (words := busy_words(file.spread)) is not None:
+        progress(words)
     return replace(file, about=f"{file.about} quickly") if quick else file
 
 
 @dataclass(slots=True)
 class Calibration:
-    """A calibration pass by pass; the more passes, the less a busy moment counts."""
+    """A calibration pass by pass: what has settled is not looked at again."""
 
     bench: Bench
     dtypes: tuple[torch.dtype, ...]
@@ -88,8 +109,8 @@ class Calibration:
     def look(self, progress: Progress = lambda _: None) -> None:
         """One pass over everything."""
         for dtype in self.dtypes:
-            name = str(dtype).removeprefix("torch.")
-            self._rates[name] = _rates(self.bench, dtype, _after(f"{name}: ", progress))
+            said = _after(f"{_name(dtype)}: ", progress)
+            self._rates[_name(dtype)] = _rates(self.bench, dtype, said)
         progress("memory and copies")
         self._memory, self._links = memory(self.bench), links(self.bench)
         progress("overhead of a cell")
@@ -122,7 +143,7 @@ class Calibration:
             unified=on_cpu,
         )
         record["pinned_bytes_a_second"] = link.pinned
-        return MachineFile(spec, "measured", ASSUMED, record)
+        return MachineFile(spec, "measured", ASSUMED, record, self.bench.spread())
 
 
 def here(progress: Progress = lambda _: None) -> MachineSpec:
@@ -149,33 +170,47 @@ def _after(prefix: str, progress: Progress) -> Progress:
 
 
 def _rates(bench: Bench, dtype: torch.dtype, progress: Progress) -> Rates:
+    path = f"rates.{_name(dtype)}"
     progress("matrix products")
-    matmul = bench.curve(("xW", dtype), products(bench, dtype))
-    weights = bench.curve(("dW", dtype), weight_products(bench, dtype))
+    curves = {
+        "matmul": bench.curve(f"{path}.matmul", products(bench, dtype)),
+        "weights": bench.curve(f"{path}.weights", weight_products(bench, dtype)),
+    }
     progress("attention")
-    curves = {}
     for backward, way in ((False, "forward"), (True, "backward")):
         for causal, kind in ((False, "attention"), (True, "causal")):
             points = attentions(bench, dtype, causal=causal, backward=backward)
-            curves[f"{kind}_{way}"] = bench.curve((kind, way, dtype), points)
+            curves[f"{kind}_{way}"] = bench.curve(f"{path}.{kind}_{way}", points)
     return Rates(
-        matmul=matmul,
-        weights=weights,
         **curves,
-        peak=_peak(bench, dtype, matmul),
+        peak=_peak(bench, dtype, curves.values()),
         head_dim=HEAD_DIM,
-        softmax_forward=softmax(bench, dtype, backward=False),
-        softmax_backward=softmax(bench, dtype, backward=True),
-        logit=logit(bench, dtype),
+        softmax_forward=_softmax(bench, path, dtype, curves, backward=False),
+        softmax_backward=_softmax(bench, path, dtype, curves, backward=True),
+        logit=logit(bench, f"{path}.logit", dtype),
     )
 
 
-def _peak(bench: Bench, dtype: torch.dtype, matmul: Curve) -> float:
-    """The datasheet's rate where a preset knows the GPU, else the fastest product."""
+def _softmax(
+    bench: Bench, path: str, dtype: torch.dtype, curves: dict[str, Curve], *, backward: bool
+) -> float:
+    """No longer than the whole call, which a difference of two calls can seem to be."""
+    way = "backward" if backward else "forward"
+    found = softmax(bench, f"{path}.softmax_{way}", dtype, backward=backward)
+    return min(found, pair_seconds(curves[f"attention_{way}"], HEAD_DIM, backward=backward))
+
+
+def _peak(bench: Bench, dtype: torch.dtype, curves: Iterable[Curve]) -> float:
+    """The datasheet's rate where a preset knows the GPU; the fastest call where none does, or where
+    it is faster still: nothing that ran can be above the peak."""
     preset = None if bench.on_cpu else preset_of_gpu(torch.cuda.get_device_name(bench.device))
     known = machine(preset).rates if preset is not None else {}
-    name = str(dtype).removeprefix("torch.")
-    return known[name].peak if name in known else max(rate for _, rate in matmul.points)
+    datasheet = known[_name(dtype)].peak if _name(dtype) in known else 0.0
+    return max(datasheet, *(rate for curve in curves for _, rate in curve.points))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _cell_seconds(bench: Bench) -> float:
@@ -192,7 +227,7 @@ def _cell_seconds(bench: Bench) -> float:
     step = Step(model.to(bench.device).train(), Schedule(chunk=16, kv_block=16))
     ids = torch.zeros(1, 64, dtype=torch.long, device=bench.device)
     cells = sum(isinstance(i, Forward | Backward) for i in step.program(1, 64).instructions)
-    return bench.seconds("cell", lambda: step(ids, ids)) / cells
+    return bench.seconds("overhead", lambda: step(ids, ids)) / cells
 
 
 def _reserve(device: torch.device) -> int:

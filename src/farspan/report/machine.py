@@ -28,6 +28,10 @@ def machine_view(file: MachineFile) -> RenderableType:
     spec = file.spec
     parts: list[RenderableType] = [memory_text(spec), rates_table(spec), Text(), links_table(spec)]
     parts.append(Text(f"\nissuing a cell {write_seconds(spec.overhead)}"))
+    if file.spread:
+        worst = max(file.spread, key=lambda name: file.spread[name])
+        looks = f"looks at one call differ by up to {file.spread[worst]:.2f}x ({worst})"
+        parts.append(Text(looks))
     if file.sources:
         parts.append(Text("\nhow each is known", "bold"))
         parts += [Text(f"  {name}: {words}") for name, words in file.sources.items()]

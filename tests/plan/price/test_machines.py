@@ -14,6 +14,7 @@ from farspan.plan.price.machines import (
     CURVES,
     MAY_BE_ZERO,
     OTHER_CURVES,
+    busy_words,
     from_json,
     machine,
     names,
@@ -133,7 +134,7 @@ def test_what_stands_beside_is_not_needed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("bad", [-1, True, "8", None, math.nan, math.inf])
+@pytest.mark.parametrize("bad", [-1, True, "8", None, math.nan, math.inf, 10**400])
 def test_a_number_that_is_none_is_refused_by_name(name: str, bad: object) -> None:
     assert f"{name}: expected" in refusal(values() | {name: bad})
 
@@ -175,12 +176,94 @@ def test_an_unknown_field_is_refused_with_a_close_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "curve", [[], 5, [[1e9, 1e12], [1e9, 2e12]], [[1e9]], [[1e9, -1.0]], [[0, 1e12]], [["1", 2]]]
+    "curve",
+    [
+        [],
+        5,
+        [[1e9, 1e12], [1e9, 2e12]],
+        [[1e9]],
+        [[1e9, -1.0]],
+        [[0, 1e12]],
+        [["1", 2]],
+        [[1e9, math.nan]],
+        [[math.inf, 1e12]],
+    ],
 )
 def test_a_curve_that_is_none_is_refused_by_name(curve: object) -> None:
     given = values()
     given["rates"]["bfloat16"]["matmul"] = curve
     assert "rates.bfloat16.matmul" in refusal(given)
+
+
+CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    # Fields of bfloat16's rates, fields of the machine, what is said.
+    (
+        {"weights": [[1e9, 1e12], [8e9, 9.9e14]]},
+        {},
+        "rates.bfloat16.weights: expected no rate above rates.bfloat16.peak, 9.89e+14 FLOP a "
+        "second, got 9.9e+14 at a call of 8e+09 FLOP",
+    ),
+    ({"causal_backward": [[1e9, 1e15]]}, {}, "rates.bfloat16.causal_backward: expected no rate"),
+    ({"peak": 7e14}, {}, "rates.bfloat16.attention_forward: expected no rate above"),
+    (
+        {"matmul": [[1e9, 5e14], [1e10, 4.9e13], [1e11, 6e14]]},
+        {},
+        "rates.bfloat16.matmul: expected a larger call to be about as fast or faster, got 4.9e+13 "
+        "FLOP a second at 1e+10 FLOP after 5e+14 at 1e+09",
+    ),
+    ({"attention_backward": [[1, 5e14], [2, 1e13]]}, {}, "rates.bfloat16.attention_backward: "),
+    (
+        {"softmax_forward": 8e-13},
+        {},
+        "rates.bfloat16.softmax_forward: expected less than the whole call that attention_forward "
+        "says, 7.29e-13 seconds a query, key and head, got 8e-13",
+    ),
+    ({"softmax_backward": 3e-12}, {}, "rates.bfloat16.softmax_backward: expected less"),
+    (
+        {},
+        {"fetch": 1e10},
+        "fetch_together: expected no more than fetch, 1e+10 bytes a second, since the other "
+        "direction is busy too, got 4e+10",
+    ),
+    ({}, {"evict_together": 1.1e11}, "evict_together: expected no more than evict, 5e+10"),
+]
+
+
+@pytest.mark.parametrize(("rates", "fields", "message"), CONTRADICTIONS)
+def test_rates_that_contradict_each_other_are_refused(
+    rates: dict[str, Any], fields: dict[str, Any], message: str
+) -> None:
+    given = values() | fields
+    given["rates"]["bfloat16"] |= rates
+    assert f"m.json: {message}" in refusal(given)
+    assert "correct it, or run farspan calibrate when the machine is idle" in refusal(given)
+
+
+def test_rates_may_fall_as_far_as_caches_make_them() -> None:
+    given = values() | {"fetch_together": 1e11}
+    given["rates"]["bfloat16"]["matmul"] = [[1e9, 5e14], [1e10, 5e13], [1e11, 9.89e14]]
+    from_json(given, "m")
+
+
+def test_the_spread_is_read_and_shown_to_be_one() -> None:
+    given = values() | {"spread": {"memory": 1.25}}
+    assert from_json(given, "m").spread == {"memory": 1.25}
+    for bad in (0, -1, "2", math.nan):
+        assert "spread.memory: expected" in refusal(given | {"spread": {"memory": bad}})
+
+
+def test_a_machine_that_was_alone_is_no_news() -> None:
+    assert busy_words({}) is None
+    assert busy_words({"memory": 1.4, "fetch": 1.0}) is None
+
+
+def test_a_busy_machine_is_named_by_what_varied_most() -> None:
+    assert busy_words({"memory": 1.4, "rates.float32.matmul": 3.14}) == (
+        "the machine was busy: rates.float32.matmul varied by 3.1x; run again when it is idle"
+    )
+    words = busy_words({"a": 2.0, "b": 9.0, "c": 3.0, "d": 4.0, "e": 5.0})
+    assert words is not None
+    assert "busy: b varied by 9.0x, e varied by 5.0x, d varied by 4.0x and 2 more;" in words
 
 
 @pytest.mark.parametrize(

@@ -2,27 +2,34 @@
 
 A file is JSON: the fields of MachineSpec, `rates` by dtype with each curve a list of [size, rate],
 and beside them `about` (what it is), `sources` (field to "datasheet: ...", "measured: ..." or
-"assumed: ...") and `measured_on` (hardware, versions, date). None of these three is needed.
+"assumed: ..."), `measured_on` (hardware, versions, date) and `spread` (field to how many times as
+long the slowest look took as the fastest). None of these four is needed. Rates that contradict each
+other are refused: a machine that was busy while it was measured gives such.
 """
 
 import difflib
 import json
-import math
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from farspan.spec import Curve, MachineSpec, Rates, Refused
+from farspan.spec import BACKWARD_PRODUCTS, Curve, MachineSpec, Rates, Refused
 
 PRESETS = Path(__file__).parent / "machines.json"
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 CURVES = ("matmul", "attention_forward", "attention_backward")
 OTHER_CURVES = ("weights", "causal_forward", "causal_backward")  # may be left out
 MAY_BE_ZERO = ("latency", "overhead", "reserve", "softmax_forward", "softmax_backward", "logit")
-BESIDE = ("about", "sources", "measured_on")
+BESIDE = ("about", "sources", "measured_on", "spread")
+STEEPEST = 10.0  # a larger call's rate below a smaller one's: caches explain a factor of four
+TOGETHER = 2.0  # a direction beside the other one over itself alone; 1 but for noise
+BUSY = 1.5  # the slowest look over the fastest; on an idle machine 1.2 at most
+LARGEST = sys.float_info.max
+NAMED = 3  # fields that a warning names
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +40,7 @@ class MachineFile:
     about: str = ""
     sources: dict[str, str] = field(default_factory=dict)
     measured_on: dict[str, Any] = field(default_factory=dict)
+    spread: dict[str, float] = field(default_factory=dict)  # slowest look over fastest, by field
 
 
 def names() -> tuple[str, ...]:
@@ -109,12 +117,82 @@ def from_json(values: object, where: str) -> MachineFile:
             given[f.name] = _field(f.name, f.type, values[f.name], where)
         elif f.default is MISSING:
             raise Refused(f"{where}: {f.name} is missing; {_needed(f.name)}")
+    spec = MachineSpec(**given)
+    if (found := next(contradictions(spec), None)) is not None:
+        raise Refused(
+            f"{where}: {found}; correct it, or run farspan calibrate when the machine is idle"
+        )
+    spread = _mapping("spread", values.get("spread", {}), where)
     return MachineFile(
-        MachineSpec(**given),
+        spec,
         _text("about", values.get("about", ""), where),
         dict(_mapping("sources", values.get("sources", {}), where)),
         dict(_mapping("measured_on", values.get("measured_on", {}), where)),
+        {name: _number(f"spread.{name}", ratio, where) for name, ratio in spread.items()},
     )
+
+
+def contradictions(spec: MachineSpec) -> Iterator[str]:
+    """What cannot be true of one machine, each naming the field and what was expected."""
+    for dtype, rates in spec.rates.items():
+        path = f"rates.{dtype}"
+        for name in (*CURVES, *OTHER_CURVES):
+            curve = getattr(rates, name)
+            if curve is not None:
+                yield from _curve_contradictions(path, name, curve, rates.peak)
+        yield from _softmax_contradictions(path, rates)
+    for name in ("fetch", "evict"):
+        alone, together = getattr(spec, name), getattr(spec, f"{name}_together")
+        if together > TOGETHER * alone:
+            yield (
+                f"{name}_together: expected no more than {name}, {alone:.3g} bytes a second, since "
+                f"the other direction is busy too, got {together:.3g}"
+            )
+
+
+def _curve_contradictions(path: str, name: str, curve: Curve, peak: float) -> Iterator[str]:
+    for place, (size, rate) in enumerate(curve.points):
+        if rate > peak:
+            yield (
+                f"{path}.{name}: expected no rate above {path}.peak, {peak:.4g} FLOP a second, got "
+                f"{rate:.4g} at a call of {size:.3g} FLOP"
+            )
+        before = curve.points[max(0, place - 1)]
+        if before[1] > STEEPEST * rate:
+            yield (
+                f"{path}.{name}: expected a larger call to be about as fast or faster, got "
+                f"{rate:.3g} FLOP a second at {size:.3g} FLOP after {before[1]:.3g} at "
+                f"{before[0]:.3g}"
+            )
+
+
+def _softmax_contradictions(path: str, rates: Rates) -> Iterator[str]:
+    """A softmax is a part of the call: else a call with wide heads would take no time at all."""
+    forward = rates.softmax_forward, pair_seconds(rates.attention_forward, rates.head_dim)
+    curve = rates.attention_backward
+    backward = rates.softmax_backward, pair_seconds(curve, rates.head_dim, backward=True)
+    for way, (found, call) in (("forward", forward), ("backward", backward)):
+        if found > call:
+            yield (
+                f"{path}.softmax_{way}: expected less than the whole call that attention_{way} "
+                f"says, {call:.3g} seconds a query, key and head, got {found:.3g}"
+            )
+
+
+def pair_seconds(curve: Curve, head_dim: int, *, backward: bool = False) -> float:
+    """Seconds of a query, key and head in the fastest attention call, softmax included."""
+    flop = 4.0 * head_dim * (BACKWARD_PRODUCTS if backward else 1.0)
+    return flop / max(rate for _, rate in curve.points)
+
+
+def busy_words(spread: Mapping[str, float]) -> str | None:
+    """What to say of a machine that was not alone while it was measured; None if it was."""
+    varied = sorted((name for name in spread if spread[name] > BUSY), key=lambda n: -spread[n])
+    if not varied:
+        return None
+    named = ", ".join(f"{name} varied by {spread[name]:.1f}x" for name in varied[:NAMED])
+    others = f" and {len(varied) - NAMED} more" if len(varied) > NAMED else ""
+    return f"the machine was busy: {named}{others}; run again when it is idle"
 
 
 def _field(name: str, kind: object, value: object, where: str) -> object:
@@ -177,7 +255,7 @@ def _curve(path: str, value: object, where: str) -> Curve:
 def _number(path: str, value: object, where: str, *, zero: bool = False) -> float:
     sign = "zero or more" if zero else "more than zero"
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not isinstance(value, int | float) or not is_number or not math.isfinite(value):
+    if not isinstance(value, int | float) or not is_number or not abs(value) <= LARGEST:
         raise Refused(f"{where}: {path}: expected a number, {sign}, got {_got(value)}")
     if value < 0 or (value == 0 and not zero):
         raise Refused(f"{where}: {path}: expected {sign}, got {value!r}")
