@@ -1,17 +1,19 @@
 """What a model does, not what it says, decides whether it is refused."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from farspan.engine.memory import forecast
 from farspan.engine.step import Progress, Step
-from farspan.spec import Refused
+from farspan.spec import Refused, Schedule
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
 from tests.models.test_refused import SCHEDULE, refusal
-from tests.zoo import make_model
+from tests.zoo import COMMON, make_model, scatter_weights
 
 
 class TestWhatCouldNotBeNoticedByName:
@@ -104,6 +106,39 @@ class TestWhatCouldNotBeNoticedByName:
         model = make_model("llama", max_position_embeddings=32)
         step = Step(model, replace(SCHEDULE, chunk=64, kv_block=64))
         assert forecast(step, 1, 256).transient > 0
+
+
+QWEN2_MOE = {
+    **COMMON,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+def qwen2_moe(**changes: Any) -> PreTrainedModel:
+    config = AutoConfig.for_model("qwen2_moe", **QWEN2_MOE, **changes)
+    config._experts_implementation = "eager"  # torch's grouped product has no float64
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    scatter_weights(model)
+    return model.train()
+
+
+class TestAFamilyWithAWindowOfNothing:
+    """Qwen2-MoE sets `sliding_window` to 0 where windows are off, and asks for a mask of it."""
+
+    @pytest.mark.parametrize("schedule", [SCHEDULE, replace(SCHEDULE, groups=2, kv_block=8)])
+    def test_without_windows_is_exact(self, schedule: Schedule) -> None:
+        model, data = qwen2_moe(), draw(40)
+        assert model.config.sliding_window == 0
+        assert_close(run_step(model, schedule, data), run_oracle(model, data))
+
+    def test_with_windows_is_refused(self) -> None:
+        """Its attention does not tell the interface of them."""
+        model = qwen2_moe(use_sliding_window=True, sliding_window=8, max_window_layers=4)
+        assert "limits attention to [8] tokens by its mask alone" in refusal(model)
 
 
 class Adapted(nn.Module):

@@ -105,9 +105,31 @@ def test_adapters_alone_are_trained() -> None:
     assert 0 < adapted.trainable < full.parameters
 
 
+def test_an_adapter_is_narrower_than_what_it_adapts() -> None:
+    """The largest module of a layer is 32 by 48."""
+    assert Request(CONFIG, 64, "h200", trainable="lora:32").question().model.trainable > 0
+    assert Request(CONFIG, 64, "h200", trainable="lora:0016").question().model.trainable > 0
+    for rank in ("33", "99999999", "9" * 5000):
+        with pytest.raises(Refused) as refused:
+            Request(CONFIG, 64, "h200", trainable=f"lora:{rank}").question()
+        message = str(refused.value)
+        assert message.startswith(f"trainable: lora:{rank} is a rank above 32, the narrower side")
+        assert message.endswith("give lora:32 or less")
+
+
+def test_routed_experts_have_no_adapters() -> None:
+    """Their bare parameters, here 512 wide, set no limit: the widest is attention's 32."""
+    experts = {"moe_intermediate_size": 512, "num_experts": 4, "num_experts_per_tok": 2}
+    config = CONFIG | experts | {"model_type": "qwen3_moe", "hidden_size": 64, "head_dim": 8}
+    Request(config, 64, "h200", trainable="lora:32").question()
+    with pytest.raises(Refused, match="is a rank above 32, "):
+        Request(config, 64, "h200", trainable="lora:33").question()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"trainable": "lora:0"}, "trainable: expected full, or lora:R"),
         ({"config": 7}, "config: expected a preset's name"),
         ({"machine": 7}, "machine: expected a preset's name"),
         ({"gpus": True}, "gpus: expected a whole number"),

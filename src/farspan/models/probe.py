@@ -112,7 +112,8 @@ def probe_layers(boundary: Boundary) -> list[LayerSpec]:
         with routed(boundary.model):
             seen = _run_staged(boundary, ids, whole)
             _run_layers_in_chunks(boundary, hidden, seen)
-    unheard = windows - {layer.window for layer in seen}
+    # Qwen2-MoE asks for a mask of 0 tokens where windows are off, and no layer is handed it.
+    unheard = windows - {layer.window for layer in seen} - {0}
     if unheard:
         raise Refused(
             f"model: {type(boundary.model).__name__} limits attention to {sorted(unheard)} tokens "

@@ -2,17 +2,17 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import gcd
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from farspan.lazy import load
 from farspan.plan.cell.describe import dtype_name, model_spec
+from farspan.plan.cell.layer import layer_weights
 from farspan.plan.model.architecture import Architecture
 from farspan.plan.model.catalog import find_architecture
 from farspan.plan.model.families import Configuration, architecture_from
 from farspan.plan.price.machines import machine as find_machine
-from farspan.plan.question import Layout, Optimizer, Plan, Question
+from farspan.plan.question import Layout, Optimizer, Plan, Question, sequence_layout
 from farspan.plan.search.plans import best_plan
 from farspan.plan.strategies import STRATEGIES
 from farspan.plan.units import read_bytes, read_tokens
@@ -55,7 +55,8 @@ class Request:
     def question(self) -> Question:
         """The question for the planner. Raises Refused naming the field."""
         architecture = _architecture(self.config)
-        model = model_spec(architecture, self.dtype, _adapter_rank(self.trainable))
+        rank = _adapter_rank(self.trainable, architecture)
+        model = model_spec(architecture, self.dtype, rank)
         return Question(
             model=model,
             run=RunSpec(self.batch, read_tokens(self.context, "context")),
@@ -142,13 +143,33 @@ def _here() -> MachineSpec:
     return measure()
 
 
-def _adapter_rank(trainable: str) -> int:
+def _adapter_rank(trainable: str, architecture: Architecture) -> int:
     if trainable == FULL:
         return 0
-    rank = trainable.removeprefix(LORA)
-    if not trainable.startswith(LORA) or not rank.isdecimal() or int(rank) < 1:
+    rank = trainable.removeprefix(LORA).lstrip("0")
+    if not trainable.startswith(LORA) or not rank.isdecimal():
         raise Refused(f"trainable: expected full, or lora:R such as lora:16, got {trainable!r}")
+    widest = _widest_rank(architecture)
+    if len(rank) > len(str(widest)) or int(rank) > widest:  # int() itself takes 4,300 digits
+        raise Refused(
+            f"trainable: {trainable} is a rank above {widest}, the narrower side of the largest "
+            f"linear module of a layer, where an adapter is a whole matrix; give lora:{widest} or "
+            "less"
+        )
     return int(rank)
+
+
+def _widest_rank(architecture: Architecture) -> int:
+    """Of the linear modules that get adapters, the most that the narrower side of one is."""
+    adapted = replace(architecture, adapter_rank=1)
+    widest = 1
+    for block in set(architecture.blocks):
+        shapes = layer_weights(adapted, block)  # A is x.a [1, inner], B is x.b [outer, 1]
+        for name in shapes:
+            if name.endswith(".a"):
+                outer = shapes[name.removesuffix(".a") + ".b"][0]
+                widest = max(widest, min(shapes[name][1], outer))
+    return widest
 
 
 def _optimizer(name: str) -> Optimizer:
@@ -158,9 +179,7 @@ def _optimizer(name: str) -> Optimizer:
 
 
 def _layout(gpus: int, model: ModelSpec) -> Layout:
-    """Every device works on the one sequence: as many as the K, V heads allow share the heads, the
-    rest share each chunk's K, V."""
+    """Every device works on the one sequence."""
     if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
         raise Refused(f"gpus: expected a whole number of devices >= 1, got {gpus!r}")
-    ulysses = gcd(gpus, *(layer.kv_heads for layer in model.layers))
-    return Layout(ulysses=ulysses, shards=gpus // ulysses)
+    return sequence_layout(model, gpus)

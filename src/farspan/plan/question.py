@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from math import gcd
 from typing import Any
 
 from farspan.plan.model.architecture import Architecture
@@ -36,8 +37,10 @@ class Layout:
     def __post_init__(self) -> None:
         for name in ("ulysses", "shards", "ring", "tensor", "pipeline", "data"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise Refused(f"{name}: expected a whole number of devices >= 1, got {value!r}")
+        if not isinstance(self.fsdp, bool):
+            raise Refused(f"fsdp: expected true or false, got {self.fsdp!r}")
 
     def sequence(self) -> int:
         """Devices that share the tokens of one sequence outside attention."""
@@ -45,6 +48,13 @@ class Layout:
 
     def devices(self) -> int:
         return self.sequence() * self.pipeline * self.data
+
+
+def sequence_layout(model: ModelSpec, devices: int) -> Layout:
+    """The layout in which `devices` share every sequence: as many as the K, V heads allow share the
+    heads, the rest share each chunk's K, V."""
+    ulysses = gcd(devices, *(layer.kv_heads for layer in model.layers))
+    return Layout(ulysses=ulysses, shards=devices // ulysses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +69,14 @@ class Question:
     dtype: str = "bfloat16"
     architecture: Architecture | None = None  # for what a cell holds for a moment
     overlap: bool = False  # copies run beside the computation; the engine still has them in line
+
+    def host_share(self) -> int:
+        """Bytes of a node's main memory that one device may fill. Where both tiers lie there
+        (`unified`), what the device tier holds is still to be taken off."""
+        machine = self.machine
+        if machine.unified:
+            return machine.host_bytes
+        return machine.host_bytes // min(machine.devices, self.layout.devices())
 
 
 @dataclass(frozen=True, slots=True)

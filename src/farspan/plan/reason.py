@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from math import gcd
 
-from farspan.plan.question import Budget, Layout, Optimizer, Plan, Question
+from farspan.plan.question import Budget, Optimizer, Plan, Question, sequence_layout
 from farspan.plan.units import write_bytes
 from farspan.plan.words import part_words
 from farspan.spec import RunSpec, Tier
@@ -80,14 +79,9 @@ def _changes(question: Question) -> Iterator[tuple[str, Question]]:
         yield f"--batch {batch}", replace(question, run=RunSpec(batch, question.run.tokens))
     devices = 2 * question.layout.devices()
     while devices <= MOST_DEVICES:
-        yield f"--gpus {devices}", replace(question, layout=sequence_layout(question, devices))
+        layout = sequence_layout(question.model, devices)
+        yield f"--gpus {devices}", replace(question, layout=layout)
         devices *= 2
-
-
-def sequence_layout(question: Question, devices: int) -> Layout:
-    """The layout in which `devices` share every sequence."""
-    ulysses = gcd(devices, *(layer.kv_heads for layer in question.model.layers))
-    return Layout(ulysses=ulysses, shards=devices // ulysses)
 
 
 def _fuller(plan: Plan) -> tuple[Tier, Budget]:
