@@ -62,7 +62,7 @@ def _open_slots(ledger: Ledger, passes: list[GroupPasses]) -> None:
     schedule = ledger.schedule
     chunk = ledger.chunks[0][1]
     slot = ledger.allocate_slot
-    kept = any(group.graph_kept(c) for group in passes for c in group.chunks)
+    kept = any(group.graphs for group in passes)
     if schedule.x is Tier.HOST and (len(passes) > 1 or kept):
         for parity in range(min(2, len(ledger.chunks))):
             slot(names.x_in(parity), Kind.X, chunk)

@@ -1,6 +1,6 @@
 """A group of layers: which chunks' graphs it keeps, and the buffers it opens and closes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from farspan.plan import names
 from farspan.plan.grid import kept_chunks
@@ -16,29 +16,21 @@ class Group:
 
     ledger: Ledger
     index: int
+    layers: range = field(init=False)
+    top: int = field(init=False)  # the last of the layers
+    is_last: bool = field(init=False)
+    chunks: range = field(init=False)
+    graphs: range = field(init=False)  # chunks whose graphs the first pass keeps
 
-    @property
-    def layers(self) -> range:
-        return range(*self.ledger.groups[self.index])
-
-    @property
-    def top(self) -> int:
-        return self.layers[-1]
-
-    @property
-    def is_last(self) -> bool:
-        return self.index == len(self.ledger.groups) - 1
-
-    @property
-    def chunks(self) -> range:
-        return range(len(self.ledger.chunks))
-
-    def graph_kept(self, chunk: int) -> bool:
-        """Does the first pass keep this chunk's graphs? In a last group of one layer the backward
-        follows at once and there is nothing to save."""
+    def __post_init__(self) -> None:
+        ledger = self.ledger
+        self.layers = range(*ledger.groups[self.index])
+        self.top = self.layers[-1]
+        self.is_last = self.index == len(ledger.groups) - 1
+        self.chunks = range(len(ledger.chunks))
+        self.graphs = kept_chunks(ledger.schedule.activations_kept, ledger.chunks)
         if self.is_last and len(self.layers) == 1:
-            return False
-        return chunk in kept_chunks(self.ledger.schedule.activations_kept, self.ledger.chunks)
+            self.graphs = range(0)  # the backward follows at once: there is nothing to save
 
     def open_first(self) -> None:
         """Buffers that the first pass writes."""
@@ -63,21 +55,19 @@ class Group:
             ledger.allocate(names.x(boundary), Kind.X, schedule.x, boundary, everything)
 
     def _open_activations(self, layer: int) -> None:
-        cells = [chunk for chunk in self.chunks if self.graph_kept(chunk)]
-        if cells:
+        if self.graphs:
             self.ledger.allocate_cells(
                 names.activations(layer),
                 self.ledger.schedule.activations,
                 layer,
-                range(cells[0], cells[-1] + 1),
+                self.graphs,
                 self.cell_bytes(layer),
             )
 
     def _open_head_input(self) -> None:
-        cells = [chunk for chunk in self.chunks if self.graph_kept(chunk)]
-        if cells:
+        if self.graphs:
             ledger = self.ledger
-            span = (ledger.chunks[cells[0]][0], ledger.run.tokens)
+            span = (ledger.chunks[self.graphs[0]][0], ledger.run.tokens)
             boundary = self.index + 1
             ledger.allocate(names.x(boundary), Kind.X, ledger.schedule.x, boundary, span)
 

@@ -1,6 +1,8 @@
 """The ledger a program is written into: instructions in order, and the buffers they name."""
 
+from bisect import bisect_left
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import get_args
 
 from farspan.memory.place import Request, place
@@ -25,8 +27,8 @@ class Ledger:
     """Collects instructions and the lifetimes of buffers.
 
     Invariant: a buffer is open between its Allocate and its Free, and is allocated once.
-    `written` holds (buffer, chunk) pairs whose content stands, so that passes can ask what is
-    there instead of repeating the rules by which it came to be there.
+    `written` has the buffers that are open, each with the chunks whose content stands in it, so
+    that passes can ask what is there instead of repeating the rules by which it came to be there.
     """
 
     model: ModelSpec
@@ -36,7 +38,7 @@ class Ledger:
     groups: tuple[tuple[int, int], ...]
     instructions: list[Instruction] = field(default_factory=list)
     buffers: dict[str, Buffer] = field(default_factory=dict)
-    written: set[tuple[str, int]] = field(default_factory=set)
+    written: dict[str, set[int]] = field(default_factory=dict)
 
     def emit(self, *instructions: Instruction) -> None:
         self.instructions.extend(instructions)
@@ -72,6 +74,7 @@ class Ledger:
     def _open(self, buffer: Buffer) -> None:
         assert buffer.name not in self.buffers, buffer.name
         self.buffers[buffer.name] = replace(buffer, born=len(self.instructions))
+        self.written[buffer.name] = set()
         self.instructions.append(Allocate(buffer.name))
 
     def clear(self, name: str) -> None:
@@ -79,43 +82,51 @@ class Ledger:
 
     def free(self, name: str) -> None:
         """Close the buffer if it is open."""
-        buffer = self.buffers.get(name)
-        if buffer is None or buffer.dies >= 0:
+        if name not in self.written:
             return
-        self.buffers[name] = replace(buffer, dies=len(self.instructions))
+        self.buffers[name] = replace(self.buffers[name], dies=len(self.instructions))
         self.instructions.append(Free(name))
-        self.written = {(held, chunk) for held, chunk in self.written if held != name}
+        del self.written[name]
 
     def is_open(self, name: str) -> bool:
-        buffer = self.buffers.get(name)
-        return buffer is not None and buffer.dies < 0
+        return name in self.written
 
     def _drop_unused(self) -> None:
         """Slots and buffers are opened by rule; a short or shallow program may need fewer."""
-        used = {name for i in self.instructions for name in _named(i)}
-        if any(self._streams(i) for i in self.instructions):
-            used.update(names.KV_BLOCKS)
-            if any(isinstance(i, Backward) for i in self.instructions):
-                used.add(names.DKV_BLOCK)
-        keep: list[Instruction] = []
-        places: dict[int, int] = {}
-        for index, instruction in enumerate(self.instructions):
-            places[index] = len(keep)
-            if not isinstance(instruction, Allocate | Free | Clear) or instruction.buffer in used:
-                keep.append(instruction)
-        self.instructions = keep
+        used = self._used()
+        if used >= self.buffers.keys():
+            return
+        dropped = [
+            index
+            for index, i in enumerate(self.instructions)
+            if isinstance(i, _OPENING) and i.buffer not in used
+        ]
+        for index in reversed(dropped):
+            del self.instructions[index]
         self.buffers = {
-            name: replace(buffer, born=places[buffer.born], dies=places[buffer.dies])
+            name: replace(
+                buffer,
+                born=buffer.born - bisect_left(dropped, buffer.born),
+                dies=buffer.dies - bisect_left(dropped, buffer.dies),
+            )
             for name, buffer in self.buffers.items()
             if name in used
         }
 
-    def _streams(self, instruction: Instruction) -> bool:
-        return (
-            self.schedule.kv is Tier.HOST
-            and isinstance(instruction, Forward | Backward)
-            and instruction.chunk > 0
-        )
+    def _used(self) -> set[str | None]:
+        """Buffers that instructions read or write; opening and clearing one is no use of it."""
+        kinds: dict[type[Instruction], list[Instruction]] = {}
+        for instruction in self.instructions:
+            kinds.setdefault(type(instruction), []).append(instruction)
+        used: set[str | None] = set()  # None from fields that are empty
+        for kind, found in kinds.items():
+            for text in _TEXTS.get(kind, ()):
+                used.update(map(attrgetter(text), found))
+        if self.schedule.kv is Tier.HOST and any(map(_has_prefix, self.instructions)):
+            used.update(names.KV_BLOCKS)
+            if Backward in kinds:
+                used.add(names.DKV_BLOCK)
+        return used
 
     def finish(self) -> Program:
         """Close what is open, give every buffer its address, and freeze."""
@@ -141,16 +152,15 @@ class Ledger:
         )
 
 
-# Fields of each kind of instruction that may name a buffer.
+def _has_prefix(instruction: Instruction) -> bool:
+    """Does it read the K, V of earlier chunks?"""
+    return isinstance(instruction, Forward | Backward) and instruction.chunk > 0
+
+
+_OPENING = (Allocate, Free, Clear)
+# Fields of each other kind of instruction that may name a buffer.
 _TEXTS = {
     kind: tuple(field.name for field in fields(kind) if "str" in str(field.type))
     for kind in get_args(Instruction)
+    if kind not in _OPENING
 }
-
-
-def _named(instruction: Instruction) -> list[str]:
-    """Buffers an instruction reads or writes; opening and clearing one is no use of it."""
-    if isinstance(instruction, Allocate | Free | Clear):
-        return []
-    values = [getattr(instruction, name) for name in _TEXTS[type(instruction)]]
-    return [value for value in values if value is not None]

@@ -12,7 +12,7 @@ with them. And the top layer of a group has no reader before its backward, so a 
 there for K, V ends in it with AttentionMode.NONE.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from farspan.plan import names
 from farspan.plan.group import Group
@@ -25,6 +25,7 @@ from farspan.plan.program import (
     Fetch,
     Forward,
     Head,
+    Instruction,
     Kind,
     Load,
     LoadGradient,
@@ -38,16 +39,23 @@ from farspan.spec import Tier
 class GroupPasses(Group):
     """Writes the passes of a group into its ledger."""
 
+    entries: dict[int, tuple[Instruction, ...]] = field(default_factory=dict)  # by chunk
+
     # -- the group's input and output ---
 
     def enter(self, chunk: int) -> None:
-        """hidden[first layer] of the chunk."""
+        """hidden[first layer] of the chunk, by the same instructions in every pass."""
+        if chunk not in self.entries:
+            self.entries[chunk] = self._entry(chunk)
+        self.ledger.emit(*self.entries[chunk])
+
+    def _entry(self, chunk: int) -> tuple[Instruction, ...]:
         if self.index == 0:
-            self.ledger.emit(Embed(chunk))
-            return
-        place = self._x_place(names.x(self.index), names.x_in(chunk))
-        self._fetch(names.x(self.index), place, chunk)
-        self.ledger.emit(Load(self.layers[0], chunk, place))
+            return (Embed(chunk),)
+        boundary = names.x(self.index)
+        place = self._x_place(boundary, names.x_in(chunk))
+        load = Load(self.layers[0], chunk, place)
+        return (load,) if place == boundary else (Fetch(boundary, place, chunk), load)
 
     def leave(self, chunk: int) -> None:
         """Keep hidden[top + 1] of the chunk."""
@@ -58,7 +66,7 @@ class GroupPasses(Group):
 
     def enter_backward(self, chunk: int) -> None:
         """gradient[top + 1] of the chunk: from the head, or from the group above."""
-        if self.is_last and not self.graph_kept(chunk):
+        if self.is_last and chunk not in self.graphs:
             self.ledger.emit(Head(chunk))
             return
         boundary = names.x(self.index + 1)
@@ -87,15 +95,15 @@ class GroupPasses(Group):
     def first(self) -> None:
         self.open_first()
         for chunk in self.chunks:
-            if self.is_last and chunk == self.chunks[-1] and not self.graph_kept(chunk):
+            kept = chunk in self.graphs
+            is_read = not self.is_last or kept
+            if chunk == self.chunks[-1] and not is_read:
                 continue
             self.enter(chunk)
             for layer in self.layers:
-                if self.is_last and layer == self.top and not self.graph_kept(chunk):
-                    self.forward(layer, chunk, only_kv=True)
-                else:
-                    self.forward(layer, chunk, kept=self.graph_kept(chunk))
-            if not self.is_last or self.graph_kept(chunk):
+                only_kv = layer == self.top and not is_read
+                self.forward(layer, chunk, only_kv=only_kv, kept=kept)
+            if is_read:
                 self.leave(chunk)
         if not self.is_last:
             self.close_first()
@@ -129,12 +137,12 @@ class GroupPasses(Group):
             for layer in self.layers:
                 for chunk in self.chunks:
                     ledger.emit(Fetch(names.kv_home(layer), names.kv_again(layer), chunk))
-                    ledger.written.add((names.kv_again(layer), chunk))
+                    ledger.written[names.kv_again(layer)].add(chunk)
                 ledger.free(names.kv_home(layer))
             return
         self.open_attention_of_open_group()
         for chunk in self.chunks:
-            if chunk == self.chunks[-1] and not self.graph_kept(chunk):
+            if chunk == self.chunks[-1] and chunk not in self.graphs:
                 continue
             self.enter(chunk)
             for layer in self.layers[:-1]:
@@ -149,7 +157,7 @@ class GroupPasses(Group):
             ledger.clear(names.dkv(layer))
         for chunk in reversed(self.chunks):
             self.enter(chunk)
-            if self.graph_kept(chunk):
+            if chunk in self.graphs:
                 self.enter_backward(chunk)
                 for layer in reversed(self.layers):
                     self.backward_cell(layer, chunk, kept=True)
@@ -188,28 +196,28 @@ class GroupPasses(Group):
         held: bool = False,
     ) -> None:
         """One forward cell with its copies. What is already there decides the mode."""
-        ledger = self.ledger
+        ledger, prefix = self.ledger, self.prefix(layer)
         home = self.attention_home(layer, chunk)
         mode = AttentionMode.COMPUTE
         if only_kv:
             mode, home = AttentionMode.NONE, None
         elif held:
             mode, home = AttentionMode.HELD, None
-        elif home is not None and (home, chunk) in ledger.written:
+        elif home is not None and chunk in ledger.written[home]:
             mode = AttentionMode.GIVEN
         elif graph or hold:
             home = None  # the backward follows at once: nothing to keep
         attention = None if home is None else self._attention_place(layer, home)
         if home is not None and attention is not None and mode is AttentionMode.GIVEN:
             self._fetch(home, attention, chunk)
-        write = self._kv_place(layer, chunk)
+        write = self._kv_place(prefix, chunk)
         cells = self._activations_place(layer) if kept else None
         ledger.emit(
             Forward(
                 layer,
                 chunk,
                 mode,
-                self.prefix(layer),
+                prefix,
                 write_kv=write,
                 attention=attention,
                 graph=graph or kept,
@@ -218,10 +226,11 @@ class GroupPasses(Group):
                 hold=hold,
             )
         )
-        self._evict_kv(layer, chunk, write)
+        if write is not None:
+            self._evict_kv(layer, chunk, write, prefix)
         if home is not None and attention is not None and mode is AttentionMode.COMPUTE:
             self._evict(attention, home, chunk)
-            ledger.written.add((home, chunk))
+            ledger.written[home].add(chunk)
         if cells is not None:
             self._evict(cells, names.activations(layer), chunk)
 
@@ -236,26 +245,27 @@ class GroupPasses(Group):
     def backward_cell(self, layer: int, chunk: int, *, kept: bool = False) -> None:
         """One backward cell with its copies; `kept` when the first pass kept its graph."""
         ledger, on_host = self.ledger, self.ledger.schedule.kv is Tier.HOST
+        prefix, dkv = self.prefix(layer), names.dkv(layer)
         attention = cells = own_kv = None
         if kept:
-            own_kv = names.KV_OWN if on_host else self.prefix(layer)
-            self._fetch(self.prefix(layer), own_kv, chunk)
+            own_kv = names.KV_OWN if on_host else prefix
+            self._fetch(prefix, own_kv, chunk)
             home = self.attention_home(layer, chunk)
             # What is kept only while the group is open was not there when the first pass ran.
             was_open = self.is_last or home == names.attention(layer)
-            if home is not None and was_open and (home, chunk) in ledger.written:
+            if home is not None and was_open and chunk in ledger.written[home]:
                 attention = self._attention_place(layer, home)
                 self._fetch(home, attention, chunk)
             cells = self._activations_place(layer)
             self._fetch(names.activations(layer), cells, chunk)
-        own_dkv = names.DKV_OWN if on_host else names.dkv(layer)
-        self._fetch(names.dkv(layer), own_dkv, chunk)
+        own_dkv = names.DKV_OWN if on_host else dkv
+        self._fetch(dkv, own_dkv, chunk)
         ledger.emit(
             Backward(
                 layer,
                 chunk,
-                self.prefix(layer),
-                names.dkv(layer),
+                prefix,
+                dkv,
                 own_dkv,
                 own_kv=own_kv,
                 attention=attention,
@@ -272,17 +282,14 @@ class GroupPasses(Group):
         on_host = self.ledger.schedule.activations is Tier.HOST
         return names.activations_slot(layer) if on_host else names.activations(layer)
 
-    def _kv_place(self, layer: int, chunk: int) -> str | None:
-        if (self.prefix(layer), chunk) in self.ledger.written:
+    def _kv_place(self, prefix: str, chunk: int) -> str | None:
+        if chunk in self.ledger.written[prefix]:
             return None
-        return names.KV_OWN if self.ledger.schedule.kv is Tier.HOST else self.prefix(layer)
+        return names.KV_OWN if self.ledger.schedule.kv is Tier.HOST else prefix
 
-    def _evict_kv(self, layer: int, chunk: int, write: str | None) -> None:
-        if write is None:
-            return
-        prefix = self.prefix(layer)
+    def _evict_kv(self, layer: int, chunk: int, write: str, prefix: str) -> None:
         if write != prefix:
             self.ledger.emit(Evict(write, prefix, chunk))
         elif self.kv_goes_home() and prefix == names.kv(layer):
             self.ledger.emit(Evict(prefix, names.kv_home(layer), chunk))
-        self.ledger.written.add((prefix, chunk))
+        self.ledger.written[prefix].add(chunk)
