@@ -9,8 +9,9 @@ import pytest
 from farspan.plan.grid import chunk_ranges
 from farspan.plan.price.evaluate import evaluate
 from farspan.plan.question import Layout, Optimizer, Plan, Question
-from farspan.plan.search.best_first import latest_fraction, search, something_fits
+from farspan.plan.search.best_first import search, something_fits
 from farspan.plan.search.bound import TIERS
+from farspan.plan.search.quick import latest_fraction
 from farspan.plan.search.space import Space, even, tapered, thriftiest, whole_space
 from farspan.spec import LayerSpec, RunSpec
 from tests.plan.cases import model_of

@@ -3,23 +3,27 @@
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from farspan.plan.build import build_program
-from farspan.plan.grid import chunk_ranges, kept_chunks
 from farspan.plan.price.evaluate import size
 from farspan.plan.price.seconds import Prices
 from farspan.plan.price.timeline import run_time
 from farspan.plan.question import Optimizer, Question
-from farspan.plan.search.bound import TIERS, Frame
+from farspan.plan.search.bound import Frames, frames_of, tiers_of
+from farspan.plan.search.frontier import Cells
+from farspan.plan.search.lanes import seconds
+from farspan.plan.search.peaks import device_slots, fixed, peaks
+from farspan.plan.search.quick import latest_fraction
 from farspan.plan.search.roles import Kept
-from farspan.plan.search.ruler import Ruler
 from farspan.spec import LayerWork, ModelSpec, RunSpec, Schedule, Tier
 from tests.plan.cases import steps
 from tests.plan.machines import slow_machine
 
 CLOSE = 1e-9  # sums of the same numbers in another order
+
+Step = tuple[ModelSpec, RunSpec, Schedule]
 
 
 def with_work(model: ModelSpec) -> ModelSpec:
@@ -42,73 +46,88 @@ def with_work(model: ModelSpec) -> ModelSpec:
     return replace(model, layers=layers, parameters=total, trainable=total)
 
 
-@settings(max_examples=300)
-@given(steps(), st.booleans())
-def test_bounds_hold(step: tuple[ModelSpec, RunSpec, Schedule], overlap: bool) -> None:
+def framed(step: Step, **fields: object) -> tuple[Question, Schedule, Frames]:
+    """A question, its schedule with fractions in whole chunks, and its frames."""
     model, run, schedule = step
-    question = Question(
-        with_work(model),
-        run,
-        slow_machine(),
-        optimizer=Optimizer.NONE,
-        dtype="float32",
-        overlap=overlap,
+    asked = Question(
+        with_work(model), run, slow_machine(), optimizer=Optimizer.NONE, dtype="float32"
     )
-    chunks = chunk_ranges(run.tokens, schedule.chunk)
-    counts = [
-        len(kept_chunks(fraction, chunks))
-        for fraction in (schedule.attention_kept, schedule.activations_kept)
-    ]
+    asked = replace(asked, **fields)  # type: ignore[arg-type]
+    kept, chunks = frames_of(asked, schedule).kept, frames_of(asked, schedule).ruler.chunks
     schedule = replace(
         schedule,
-        attention_kept=latest_fraction(chunks, counts[0]),
-        activations_kept=latest_fraction(chunks, counts[1]),
+        attention_kept=latest_fraction(chunks, int(kept.attention[0])),
+        activations_kept=latest_fraction(chunks, int(kept.graphs[0])),
     )
-    kept = Kept(np.array([counts[0]]), np.array([counts[1]]), len(chunks))
-    bounds = Frame(Ruler(question, schedule), schedule, kept).bounds()
-    tiers = TIERS.index((schedule.x, schedule.attention, schedule.activations))
-    program = build_program(question.model, run, schedule)
+    return asked, schedule, frames_of(asked, schedule)
+
+
+@settings(max_examples=300)
+@given(steps(), st.booleans())
+def test_bounds_hold(step: Step, overlap: bool) -> None:
+    question, schedule, frames = framed(step, overlap=overlap)
+    found, tiers = peaks(frames), tiers_of(schedule)
+    program = build_program(question.model, question.run, schedule)
     line = run_time(Prices(question, program, together=overlap), overlap=overlap)
-    bound = bounds.seconds[0, tiers]
+    bound = seconds(frames)[0, 0, tiers]
     if overlap:
         assert bound <= line.total * (1 + CLOSE)
     else:
         assert abs(bound - line.total) <= CLOSE * line.total
-    assert bounds.host[0, tiers] <= program.arena_bytes[Tier.HOST]
-    fixed = Frame(Ruler(question, schedule), schedule, kept)._fixed()[0][0, tiers]
-    slots = Frame(Ruler(question, schedule), schedule, kept)._slots()[0, tiers]
-    arena = bounds.device[0, tiers] - fixed + slots
+    assert found.host[0, 0, tiers] <= program.arena_bytes[Tier.HOST]
+    slots = device_slots(frames)[0, 0, tiers]
+    arena = found.device[0, 0, tiers] - fixed(frames)[0, 0, tiers] + slots
     assert arena <= program.arena_bytes[Tier.DEVICE]
 
 
 @settings(max_examples=100)
 @given(steps(), st.sampled_from(Optimizer))
-def test_memory_is_never_overestimated(
-    step: tuple[ModelSpec, RunSpec, Schedule], optimizer: Optimizer
-) -> None:
+def test_memory_is_never_overestimated(step: Step, optimizer: Optimizer) -> None:
     """The whole of it: gradients and the graphs of a chunk need not be there together."""
-    model, run, schedule = step
-    question = Question(with_work(model), run, slow_machine(), optimizer=optimizer, dtype="float32")
-    chunks = chunk_ranges(run.tokens, schedule.chunk)
-    counts = [
-        len(kept_chunks(fraction, chunks))
-        for fraction in (schedule.attention_kept, schedule.activations_kept)
-    ]
-    schedule = replace(
-        schedule,
-        attention_kept=latest_fraction(chunks, counts[0]),
-        activations_kept=latest_fraction(chunks, counts[1]),
-    )
-    kept = Kept(np.array([counts[0]]), np.array([counts[1]]), len(chunks))
-    bounds = Frame(Ruler(question, schedule), schedule, kept).bounds()
-    tiers = TIERS.index((schedule.x, schedule.attention, schedule.activations))
+    question, schedule, frames = framed(step, optimizer=optimizer)
+    bounds, tiers = peaks(frames), tiers_of(schedule)
     sized = size(question, schedule)
-    assert bounds.device[0, tiers] <= sized.device.total
-    assert bounds.host[0, tiers] <= sized.host.total
+    assert bounds.device[0, 0, tiers] <= sized.device.total
+    assert bounds.host[0, 0, tiers] <= sized.host.total
 
 
-def latest_fraction(chunks: tuple[tuple[int, int], ...], count: int) -> float:
-    """The fraction that keeps the latest `count` chunks."""
-    if count == 0:
-        return 0.0
-    return (chunks[-1][1] - chunks[-count][0]) / chunks[-1][1]
+@settings(max_examples=200)
+@given(steps(), st.sampled_from(Optimizer), st.integers(0, 12), st.integers(0, 12))
+def test_cells_of_a_kind_are_never_overestimated(
+    step: Step, optimizer: Optimizer, attention: int, graphs: int
+) -> None:
+    """A few chunks tell what cells hold at least, in every choice that is kept alike."""
+    question, schedule, frames = framed(step, optimizer=optimizer)
+    chunks, own = frames.kept.chunks, frames.kept
+    pairs = np.array([[own.attention[0], own.graphs[0]], [attention, graphs]])
+    both = replace(frames, kept=Kept(*np.minimum(pairs, chunks).T, chunks))
+    assume(both.kept.alike[0] == both.kept.alike[1])
+    device = peaks(both).device[0, 0, tiers_of(schedule)]
+    beyond = Cells().beyond(both, 0, int(both.kept.alike[0]))
+    assert device + beyond <= size(question, schedule).device.total
+
+
+@settings(max_examples=50)
+@given(steps(), st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=2))
+def test_choices_and_cuts_do_not_disturb_each_other(
+    step: Step, pairs: list[tuple[int, int]]
+) -> None:
+    """Many at once have the bounds that each has alone."""
+    _, _, frames = framed(step)
+    chunks, layers = frames.kept.chunks, len(frames.ruler.model.layers)
+    counts = np.minimum(np.array(pairs, dtype=np.int64), chunks)
+    sizes = dict.fromkeys([frames.cuts.sizes[0], (layers,), (1,) * layers])
+    cuts = replace(frames.cuts, sizes=tuple(sizes))
+    together = replace(frames, cuts=cuts, kept=Kept(*counts.T, chunks))
+    each = seconds(together), peaks(together)
+    for k, cut in enumerate(cuts.sizes):
+        for f in range(len(counts)):
+            alone = replace(
+                frames,
+                ruler=frames_of(frames.ruler.question, frames.schedule).ruler,
+                cuts=replace(cuts, sizes=(cut,)),
+                kept=Kept(*counts[f : f + 1].T, chunks),
+            )
+            assert np.allclose(each[0][k, f], seconds(alone)[0, 0], CLOSE, 0.0)
+            assert (each[1].device[k, f] == peaks(alone).device[0, 0]).all()
+            assert (each[1].host[k, f] == peaks(alone).host[0, 0]).all()

@@ -9,7 +9,8 @@ from farspan.plan.question import Plan, Question
 from farspan.plan.reason import breaks_first, reason_of, remedy_of
 from farspan.plan.search import quick
 from farspan.plan.search.alpha import with_alpha
-from farspan.plan.search.best_first import roomiest, search, states_do_not_fit
+from farspan.plan.search.best_first import search
+from farspan.plan.search.room import roomiest, states_do_not_fit
 from farspan.plan.search.space import MOST_CELLS, thriftiest, whole_space
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.spec import Refused, RunSpec, Schedule

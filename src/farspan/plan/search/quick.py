@@ -1,40 +1,39 @@
-"""What a schedule leaves of each tier at any length, without building a program of that length.
+"""What a schedule leaves of each tier, without building a program of its length.
 
-Arenas by the bounds of its frame, which are theirs but for padding; what cells hold for a moment
-from the program of a few chunks, since it does not grow with the sequence once there is a whole
-block of earlier keys (the engine's rehearsal rests on the same).
+Arenas by the bounds of its frame, which are theirs but for padding. What cells hold for a moment
+comes from the program of the few chunks that tell: of chunks that are kept alike the latest, which
+has the most keys before it. They are cells of the whole program in its order, so its fullest moment
+is at least as full.
 """
 
 from dataclasses import replace
+from itertools import pairwise
 
-import numpy as np
-
-from farspan.plan.grid import kept_chunks
-from farspan.plan.price.collectives import exchange_bytes
-from farspan.plan.price.evaluate import walk
-from farspan.plan.price.local import local_schedule
+from farspan.plan.build import build_program
+from farspan.plan.cell.transient import Walk
+from farspan.plan.grid import chunk_ranges
+from farspan.plan.price.collectives import exchange_bytes, fsdp_ranks
+from farspan.plan.price.local import local_run
+from farspan.plan.price.states import gradient_bytes
 from farspan.plan.question import Question
-from farspan.plan.search.bound import TIERS, Frame
-from farspan.plan.search.roles import Kept
-from farspan.plan.search.ruler import Ruler
-from farspan.spec import RunSpec, Schedule
+from farspan.plan.search.bound import frames_of, tiers_of
+from farspan.plan.search.peaks import momentary, peaks
+from farspan.spec import Schedule, Tier
+
+Chunks = tuple[tuple[int, int], ...]
 
 
 def left(question: Question, schedule: Schedule) -> tuple[int, int]:
     """Bytes to spare on the device and on its share of the host, negative where it is too much."""
-    ruler = Ruler(question, schedule)
-    count = len(ruler.chunks)
-    kept = Kept(
-        np.array([len(kept_chunks(schedule.attention_kept, ruler.chunks))]),
-        np.array([len(kept_chunks(schedule.activations_kept, ruler.chunks))]),
-        count,
-    )
-    frame = Frame(ruler, local_schedule(schedule, question.layout), kept)
-    tiers = TIERS.index((schedule.x, schedule.attention, schedule.activations))
-    device, host = (float(found.flat[tiers]) for found in frame.memory())
-    held = ruler.states_of(frame.groups)
-    gradients = held.gradients + max(0, held.accumulators + _transient(question, schedule))
-    device += exchange_bytes(ruler.question, frame.schedule.chunk) + gradients - frame.momentary()
+    frames = frames_of(question, schedule)
+    ruler, own, kept = frames.ruler, frames.schedule, frames.kept
+    found, tiers = peaks(frames), tiers_of(schedule)
+    device, host = float(found.device[0, 0, tiers]), float(found.host[0, 0, tiers])
+    telling = latest(kept.chunks, int(kept.attention[0]), int(kept.graphs[0]))
+    cells = transient(ruler.question, own, telling)
+    held = frames.cuts.held[0]
+    gradients = held.gradients + max(0, held.accumulators + cells)
+    device += exchange_bytes(ruler.question, own.chunk) + gradients - momentary(frames)[0, 0]
     machine = question.machine
     if machine.unified:
         spare = int(machine.host_bytes - device - host)
@@ -43,19 +42,51 @@ def left(question: Question, schedule: Schedule) -> tuple[int, int]:
     return int(machine.device_bytes - device), int(share - host)
 
 
-def _transient(question: Question, schedule: Schedule) -> int:
-    """Of a sequence that has a whole block of keys before its last chunk."""
-    enough = 2 * max(schedule.chunk, schedule.kv_block)
-    tokens = min(question.run.tokens, -(-enough // schedule.chunk) * schedule.chunk)
-    short = replace(question, run=RunSpec(question.run.batch, tokens))
-    # Of the few chunks some are kept and some are not, as of the many.
-    some = replace(
+def latest(chunks: int, attention: int, graphs: int) -> tuple[tuple[int, bool, bool], ...]:
+    """The chunks that tell, as (chunk, O and LSE kept, activations kept): the latest of those kept
+    alike, and of the earliest kind one more, which runs backward when all layers have gradients."""
+    borders = sorted({0, chunks - attention, chunks - graphs, chunks})
+    found: set[int] = set()
+    for start, stop in pairwise(borders):
+        found.add(stop - 1)
+        if start == 0:
+            found.add(max(0, stop - 2))
+    return tuple((c, c >= chunks - attention, c >= chunks - graphs) for c in sorted(found))
+
+
+def transient(
+    question: Question, schedule: Schedule, telling: tuple[tuple[int, bool, bool], ...]
+) -> int:
+    """Bytes that cells hold for a moment, as `transient_bytes`, in these chunks of a schedule; both
+    of one device. Tiers make no difference: what is held is on the device."""
+    run = local_run(question)
+    every = chunk_ranges(run.tokens, schedule.chunk)
+    chunks = tuple(every[chunk] for chunk, _, _ in telling)
+    tokens = sum(stop - start for start, stop in chunks)
+    few = chunk_ranges(tokens, schedule.chunk)
+    short = replace(
         schedule,
-        attention_kept=_some(schedule.attention_kept),
-        activations_kept=_some(schedule.activations_kept),
+        x=Tier.DEVICE,
+        kv=Tier.DEVICE,
+        kv_home=Tier.DEVICE,
+        attention=Tier.DEVICE,
+        activations=Tier.DEVICE,
+        attention_kept=latest_fraction(few, sum(kept for _, kept, _ in telling)),
+        activations_kept=latest_fraction(few, sum(graph for _, _, graph in telling)),
     )
-    return walk(short, some).transient
+    program = build_program(question.model, replace(run, tokens=tokens), short)
+    walk = Walk(
+        # At their places in the sequence: what they hold depends on the keys before them.
+        replace(program, chunks=chunks),
+        question.architecture,
+        gradient_bytes=gradient_bytes(question),
+        ranks=fsdp_ranks(question),
+    )
+    return walk.run().transient
 
 
-def _some(fraction: float) -> float:
-    return fraction if fraction in (0.0, 1.0) else 0.5
+def latest_fraction(chunks: Chunks, count: int) -> float:
+    """The fraction of the tokens that the latest `count` chunks hold."""
+    if count == 0:
+        return 0.0
+    return (chunks[-1][1] - chunks[-count][0]) / chunks[-1][1]

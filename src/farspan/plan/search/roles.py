@@ -6,11 +6,13 @@ What it does with chunk c follows from its role and from whether the chunk's O a
 (`kept`), its activations are (`graph`), and it is the last chunk: see passes. Written from the
 rules, not by walking a program; the sums are equal to those of the program, which tests hold.
 
-Shapes: F choices of (attention_kept, activations_kept), S chunks.
+Shapes: F choices of (attention_kept, activations_kept), S spans of chunks. All chunks of a span are
+alike in every choice, so that of hundreds of chunks a few dozen spans are counted.
 """
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +32,7 @@ class Role(IntEnum):
     LAST_TOP = 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Kept:
     """Chunks kept for F choices: how many of the latest keep O and LSE, and activations."""
 
@@ -38,12 +40,34 @@ class Kept:
     graphs: NDArray[np.int64]  # [F]
     chunks: int
 
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """[S]: first chunks of the spans; the last chunk is one of its own."""
+        borders = self.chunks - np.concatenate([self.attention, self.graphs, [self.chunks, 1]])
+        return np.unique(borders[borders < self.chunks])
+
+    def over(self, values: Counts) -> Counts:
+        """[S]: sums over the chunks of each span; `values` are [chunks]."""
+        return np.asarray(np.add.reduceat(values, self.starts))
+
     def masks(self) -> tuple[Mask, Mask]:
         """[F, S]: O and LSE kept; graph kept."""
-        chunk = np.arange(self.chunks)[None]
+        chunk = self.starts[None]
         kept = chunk >= self.chunks - self.attention[:, None]
         return kept, chunk >= self.chunks - self.graphs[:, None]
 
+    @cached_property
+    def alike(self) -> NDArray[np.int64]:
+        """[F]: equal where nothing, something or everything is kept of both, and where the same of
+        them is kept for more chunks: then the same kinds of chunks are there."""
+
+        def share(count: NDArray[np.int64]) -> NDArray[np.int64]:
+            return np.asarray((count > 0) + (count == self.chunks).astype(np.int64))
+
+        more = 1 + np.sign(self.attention - self.graphs)
+        return np.asarray(9 * share(self.attention) + 3 * share(self.graphs) + more)
+
+    @cached_property
     def without_graphs(self) -> "Kept":
         """The same in a last group of one layer, which keeps none."""
         return Kept(self.attention, np.zeros_like(self.graphs), self.chunks)
@@ -51,7 +75,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """Times that each chunk's cell runs and its tensors move, [F, S] each."""
+    """Times that the cell of each chunk of a span runs and its tensors move, [F, S] each."""
 
     compute: Counts  # forward cells with attention
     given: Counts  # forward cells without: O and LSE are there
@@ -70,7 +94,7 @@ def _counts(*masks: Mask) -> Counts:
 def cells(role: Role, schedule: Schedule, choices: Kept) -> Cells:
     """Counts of one layer in this role."""
     kept, graph = choices.masks()
-    last_chunk = np.arange(choices.chunks)[None] == choices.chunks - 1
+    last_chunk = choices.starts[None] == choices.chunks - 1
     skipped = last_chunk & ~graph
     if role in (Role.INNER, Role.TOP):
         found = _earlier(role is Role.TOP, schedule, kept, graph, skipped)

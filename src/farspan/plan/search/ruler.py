@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from farspan.plan.grid import chunk_ranges, group_ranges
 from farspan.plan.price.local import local_model, local_run, local_schedule
 from farspan.plan.price.seconds import Cost, Prices
-from farspan.plan.price.states import States, states, update_seconds
+from farspan.plan.price.states import update_seconds
 from farspan.plan.program import (
     AttentionMode,
     Backward,
@@ -24,25 +24,25 @@ from farspan.plan.program import (
     Program,
 )
 from farspan.plan.question import Question
-from farspan.plan.search.roles import Kept, Role
+from farspan.plan.search.roles import Kept
 from farspan.plan.sizes import activation_cell_bytes, regions, regions_bytes
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Tier
 
 Array = NDArray[np.float64]
-Cut = tuple[tuple[int, int], ...]  # layer ranges of the groups
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Seconds of one cell in every chunk, [S]."""
+    """Seconds of one cell in every chunk, [chunks] each."""
 
     compute: Array
     fetch: Array
     evict: Array
 
-    def total(self, counts: Array) -> Array:
-        """[3, F]: compute, fetch, evict of cells that run `counts` [F, S] times."""
-        return np.stack([counts @ self.compute, counts @ self.fetch, counts @ self.evict])
+    def total(self, counts: Array, choices: Kept) -> Array:
+        """[3, F]: compute, fetch, evict of cells that run `counts` [F, spans] times."""
+        lanes = (self.compute, self.fetch, self.evict)
+        return np.stack([counts @ choices.over(lane) for lane in lanes])
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,6 @@ class Sums:
     attention: Array
     wide: Array  # cells that hold O and LSE
     narrow: Array
-    inputs: Array  # the layer's input, where autograd saves it
 
 
 class Ruler:
@@ -72,11 +71,7 @@ class Ruler:
         self.classes = list(dict.fromkeys(self.model.layers))
         self.prices = Prices(self.question, self._shell(), together=question.overlap)
         self.sums = self._sums()
-        self.known: dict[tuple[object, ...], tuple[Array, Array]] = {}
-        self.roles: dict[Cut, dict[tuple[Role, LayerSpec], int]] = {}
-        self._states: dict[Cut, States] = {}
-        self._gathers: dict[Cut, float] = {}
-        self._alone: dict[int, Kept] = {}
+        self.known: dict[tuple[object, ...], tuple[Array, Array]] = {}  # lanes, bytes moved
         self._shared: dict[tuple[object, ...], Array] = {}
         self._latest = np.concatenate([[0.0], np.cumsum(self.sizes[::-1])])
 
@@ -143,29 +138,13 @@ class Ruler:
         count = range(len(self.chunks))
         return _lane([self.prices.of(Backward(layer, c, "kv", "dkv", "dkv")) for c in count])
 
-    # -- what frames of the same cut, or of the same choices, have in common ----------------------
-
-    def states_of(self, groups: Cut) -> States:
-        """Weights, gradients and optimizer states of one device."""
-        if groups not in self._states:
-            self._states[groups] = states(self.question, groups)
-        return self._states[groups]
-
-    def gathers_of(self, groups: Cut) -> float:
-        """Seconds of FSDP's collectives."""
-        if groups not in self._gathers:
-            self._gathers[groups] = self.prices.gathers_of(groups)
-        return self._gathers[groups]
+    # -- what frames have in common -------------------------------------------------------------
 
     def once(self, key: tuple[object, ...], make: Callable[[], Array]) -> Array:
         """What frames with this key have in common, made once."""
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
-
-    def alone(self, kept: Kept) -> Kept:
-        """The choices of a last group of one layer, one object for one `kept`."""
-        return self._alone.setdefault(id(kept), kept.without_graphs())
 
     def latest(self, chunks: NDArray[np.int64]) -> Array:
         """[F]: tokens of the latest `chunks` chunks."""
@@ -176,14 +155,12 @@ class Ruler:
             return np.concatenate([[0.0], np.cumsum(values)])
 
         layers, tokens = self.model.layers, self.run.tokens
-        x = int(self.x_row() * self.sizes[0])
         return Sums(
             before([self.kv_row(spec) * tokens for spec in layers]),
             before([self.dkv_row(spec) * tokens for spec in layers]),
             before([self.attention_row(spec) for spec in layers]),
             before([self.cell_bytes(spec, with_attention=True) for spec in layers]),
             before([self.cell_bytes(spec, with_attention=False) for spec in layers]),
-            before([x * spec.saves_input for spec in layers]),
         )
 
     # -- bytes a token, batch included -----------------------------------------------------------

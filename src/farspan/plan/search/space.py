@@ -39,6 +39,16 @@ class Space:
                 for base in self._switches(cut):
                     yield replace(base, chunk=chunk, groups=cut)
 
+    def families(self) -> Iterator[tuple[Schedule, tuple[tuple[int, ...], ...]]]:
+        """The same, those that differ in their cut together: all but the cut, and every cut."""
+        found: dict[Schedule, list[tuple[int, ...]]] = {}
+        for schedule in replace(self, chunks=self.chunks[:1]).schedules():
+            assert isinstance(schedule.groups, tuple)
+            found.setdefault(replace(schedule, groups=1), []).append(schedule.groups)
+        for chunk in self.chunks:
+            for base, of in found.items():
+                yield replace(base, chunk=chunk), tuple(of)
+
     def _switches(self, cut: tuple[int, ...]) -> Iterator[Schedule]:
         is_deep = max(cut) > 1
         opens = (False, True) if is_deep and not self.lean else (False,)

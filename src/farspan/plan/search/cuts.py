@@ -1,0 +1,137 @@
+"""Many cuts of the layers into groups, as arrays: what bounds need to know of each."""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farspan.plan.price.seconds import Prices
+from farspan.plan.price.states import States, states
+from farspan.plan.question import Question
+from farspan.plan.search.roles import Role
+from farspan.spec import LayerSpec
+
+Array = NDArray[np.float64]
+Index = NDArray[np.int64]
+Part = tuple[Role, LayerSpec, bool]  # what a layer is; True: its cut's last group is one layer
+EVERY = 8  # groups up to which the memory of each is looked at
+
+
+@dataclass(frozen=True)
+class Groups:
+    """P groups of K cuts, one after the other, whose memory is looked at. Arrays are [P, 1]."""
+
+    cut: Index  # [P], which of the K
+    at: Index  # [K], where the cut's groups begin
+    index: Index  # of the group in its cut
+    first: Index  # layer
+    stop: Index
+    is_last: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Cuts:
+    """K cuts of a question's layers; sizes of the groups, first group first."""
+
+    question: Question  # of one device
+    sizes: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def bounds(self) -> list[tuple[tuple[int, int], ...]]:
+        """Layer ranges of each cut's groups."""
+        stops = [np.cumsum(sizes) for sizes in self.sizes]
+        return [
+            tuple((int(stop) - size, int(stop)) for stop, size in zip(ends, sizes, strict=True))
+            for ends, sizes in zip(stops, self.sizes, strict=True)
+        ]
+
+    @cached_property
+    def counts(self) -> Array:
+        """[K, 1]: groups."""
+        return np.array([[len(sizes)] for sizes in self.sizes], dtype=np.float64)
+
+    @cached_property
+    def alone(self) -> NDArray[np.bool_]:
+        """[K, 1]: is the last group a single layer, which keeps no activations?"""
+        return np.array([[sizes[-1] == 1] for sizes in self.sizes])
+
+    @cached_property
+    def last(self) -> Array:
+        """[K, 1]: layers of the last group."""
+        return np.array([[sizes[-1]] for sizes in self.sizes], dtype=np.float64)
+
+    @cached_property
+    def widest_earlier(self) -> Array:
+        """[K, 1]: layers of the widest group but the last, 0 where there is none."""
+        return np.array([[max(sizes[:-1], default=0)] for sizes in self.sizes], dtype=np.float64)
+
+    @cached_property
+    def parts(self) -> tuple[list[Part], Array]:
+        """The parts that layers play, and [K, R] how many layers play each in each cut."""
+        found: dict[Part, Array] = {}
+        for k, groups in enumerate(self.bounds):
+            tops = {stop - 1 for _, stop in groups}
+            first, stop = groups[-1]
+            roles = Counter(
+                (Role(2 * (layer >= first) + (layer in tops)), spec)
+                for layer, spec in enumerate(self.question.model.layers)
+            )
+            for (role, spec), count in roles.items():
+                part = role, spec, role is Role.LAST_TOP and stop - first == 1
+                found.setdefault(part, np.zeros(len(self.sizes)))[k] = count
+        return list(found), np.stack(list(found.values()), axis=1)
+
+    @cached_property
+    def groups(self) -> Groups:
+        """Of many groups, those where even and tapered cuts are fullest."""
+        rows: list[tuple[int, int, int, int, bool]] = []
+        at: list[int] = []
+        for k, groups in enumerate(self.bounds):
+            last = len(groups) - 1
+            few = {0, 1, last // 2, last - 1, last} & set(range(last + 1))
+            at.append(len(rows))
+            looked_at = range(last + 1) if last < EVERY else sorted(few)
+            rows += [(k, group, *groups[group], group == last) for group in looked_at]
+        table = np.array(rows, dtype=np.int64)
+        index, first, stop, is_last = (table[:, [column]] for column in range(1, 5))
+        return Groups(table[:, 0], np.array(at), index, first, stop, is_last.astype(bool))
+
+    # -- states and what gathering them takes ----------------------------------------------------
+
+    @cached_property
+    def held(self) -> list[States]:
+        """Weights, gradients and optimizer states of one device, for each cut."""
+        return [states(self.question, groups) for groups in self.bounds]
+
+    @cached_property
+    def fixed(self) -> Array:
+        """[K, 1]: bytes of weights, gathered weights and optimizer states on the device."""
+        sizes = [[held.weights + held.gathered + held.optimizer] for held in self.held]
+        return np.array(sizes, dtype=np.float64)
+
+    def gathers(self, prices: Prices) -> Array:
+        """[K, 1]: seconds of FSDP's collectives."""
+        if "_gathers" not in self.__dict__:
+            self.__dict__["_gathers"] = np.array([[prices.gathers_of(g)] for g in self.bounds])
+        return np.asarray(self.__dict__["_gathers"])
+
+    def inside(self, inputs: Array) -> tuple[Array, Array]:
+        """[K, 1] and [P, 1]: sums of `inputs` [L], what each layer's input takes, over the layers
+        that are not first of a group: of the cut, and up to the group's end."""
+        rows = []
+        for groups in self.bounds:
+            rest = inputs.copy()
+            rest[[first for first, _ in groups]] = 0.0
+            rows.append(np.concatenate([[0.0], np.cumsum(rest)]))
+        table = np.stack(rows)
+        looked_at = self.groups
+        return table[:, -1:], table[looked_at.cut[:, None], looked_at.stop]
+
+    def graphs(self, saved: Array, *, one_layer: bool) -> tuple[Array, Array]:
+        """[K, 1] each: what the layers of a group save a token, in the group that saves the most
+        and in the first; of `one_layer` at a time or of all. `saved` is [L]."""
+        gather = np.max if one_layer else np.sum
+        each = [[gather(saved[slice(*group)]) for group in groups] for groups in self.bounds]
+        return np.array([[max(found)] for found in each]), np.array([[found[0]] for found in each])

@@ -1,0 +1,173 @@
+"""Bytes of many schedules when each tier is fullest: the fullest of a few phases (formulas has them
+all), without padding. P phases' groups of all K cuts are looked at together."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from farspan.plan.price.evaluate import INPUT_BYTES
+from farspan.plan.search.bound import ON_HOST, Frames, spread
+from farspan.plan.search.roles import Role
+from farspan.plan.search.ruler import Array
+from farspan.spec import Tier
+
+ON_DEVICE = 1 - ON_HOST
+ATTENTION = 1  # its place among the three that tiers are free for
+
+
+@dataclass(slots=True)
+class Peaks:
+    """Bytes on each tier, [K, F, T]."""
+
+    device: Array
+    host: Array
+
+
+def peaks(frames: Frames) -> Peaks:
+    """Everything but what cells hold for a moment beyond their graphs."""
+    groups = frames.cuts.groups
+    once, cuts = frames.ruler.once, frames.cuts
+    device = once(("on device", cuts), lambda: spread(_kept(frames), ON_DEVICE))
+    host = once(("on host", cuts), lambda: spread(_kept(frames), ON_HOST))
+    first, backward = _first(frames), _backward(frames)
+    if _is_open(frames):
+        size = _open(frames)[..., None]
+        device = np.maximum(
+            device + first[0], device + backward[0] + size * ON_DEVICE[:, ATTENTION]
+        )
+        host = np.maximum(host + first[1], host + backward[1] + size * ON_HOST[:, ATTENTION])
+    else:
+        device = device + np.maximum(first[0], backward[0])
+        host = host + np.maximum(first[1], backward[1])
+    fullest = np.maximum.reduceat(device, groups.at), np.maximum.reduceat(host, groups.at)
+    held = [[[states.optimizer_on_host]] for states in frames.cuts.held]
+    return Peaks(fullest[0] + fixed(frames), fullest[1] + np.array(held))
+
+
+# -- phases ------------------------------------------------------------------------------------
+
+
+def _first(frames: Frames) -> tuple[Array, Array]:
+    """[P, 1, 1] each: K, V on device and host in the groups' first passes."""
+    own, _, waiting = _kv(frames)
+    goes_home = frames.kv_goes_home(Role.TOP) & ~frames.cuts.groups.is_last
+    device, host = _tiers(frames, own, waiting)
+    return device[..., None], (host + own * goes_home)[..., None]
+
+
+def _backward(frames: Frames) -> tuple[Array, Array]:
+    """[P, 1, 1] each: K, V, dK, dV on device and host in the groups' backward."""
+    own, gradients, waiting = _kv(frames)
+    device, host = _tiers(frames, own + gradients, waiting)
+    return device[..., None], host[..., None]
+
+
+def _kv(frames: Frames) -> tuple[Array, Array, Array]:
+    """[P, 1] each: bytes of a group's K, V, of its dK, dV, of K, V that wait below it."""
+    sums, groups = frames.ruler.sums, frames.cuts.groups
+    own = sums.kv[groups.stop] - sums.kv[groups.first]
+    gradients = sums.dkv[groups.stop] - sums.dkv[groups.first]
+    return own, gradients, sums.kv[groups.first] * frames.schedule.kv_kept
+
+
+def _tiers(frames: Frames, size: Array, waiting: Array) -> tuple[Array, Array]:
+    """What the open group and what waits take of device and host."""
+    on_host = frames.schedule.kv is Tier.HOST
+    if on_host or frames.schedule.kv_home is Tier.HOST:
+        return size * (not on_host), waiting + size * on_host
+    return size + waiting, np.zeros_like(size)
+
+
+def _kept(frames: Frames) -> Array:
+    """[P, 3, F]: x, attention and activations that a group and those below it keep from first
+    pass to backward."""
+    ruler, kept, groups = frames.ruler, frames.kept, frames.cuts.groups
+    sums, layers, is_last = ruler.sums, len(ruler.model.layers), groups.is_last
+    graphs = np.where(is_last, frames.last_graphs[groups.cut], kept.graphs)
+    x = np.where(is_last, ruler.latest(graphs), ruler.run.tokens)
+    x = ruler.x_row() * (x + ruler.run.tokens * groups.index)
+    # The last group's only kept O would be the left out chunk's: then there is no buffer.
+    written = (kept.attention > 1) | (graphs > 0) | ~is_last
+    end = np.where(is_last, layers - 1, groups.stop)
+    begun = sums.attention[groups.first]
+    rows = begun + (sums.attention[end] - begun) * written
+    attention = rows * ruler.latest(kept.attention)
+    covered = kept.attention >= kept.graphs
+    cells = np.where(covered, sums.narrow[end], sums.wide[end]) * kept.graphs
+    # The top layer's cell holds its O; in a last group of one layer none is kept.
+    cells = cells + (sums.wide[layers] - sums.wide[end]) * graphs * is_last
+    each = np.array([spec.saves_input for spec in ruler.model.layers], dtype=np.float64)
+    _, inputs = frames.cuts.inside(ruler.x_row() * ruler.sizes[0] * each)
+    return np.stack([x, attention, cells + inputs * kept.graphs], axis=1)
+
+
+def _is_open(frames: Frames) -> bool:
+    return frames.schedule.attention_open
+
+
+def _open(frames: Frames) -> Array:
+    """[P, F]: O and LSE kept while the group is open."""
+    ruler, kept, groups = frames.ruler, frames.kept, frames.cuts.groups
+    rebuilt = groups.is_last | (not frames.schedule.kv_kept)
+    rows = ruler.sums.attention[groups.stop - 1] - ruler.sums.attention[groups.first]
+    tokens = ruler.run.tokens - ruler.latest(kept.attention)
+    return np.asarray(rows * tokens * (kept.attention < len(ruler.chunks) - 1) * rebuilt)
+
+
+# -- whatever the phase ------------------------------------------------------------------------
+
+
+def fixed(frames: Frames) -> Array:
+    """[K, F, T] on the device: states, slots, graphs of a chunk, inputs, reserve."""
+    ruler, cuts = frames.ruler, frames.cuts
+    inputs = INPUT_BYTES * ruler.run.batch * ruler.run.tokens
+    fixed = cuts.fixed + inputs + ruler.question.machine.reserve
+    switches = frames.schedule.kv_kept, frames.schedule.attention_open
+    slots = ruler.once(("slots", cuts, *switches), lambda: device_slots(frames))
+    return slots + (fixed + momentary(frames))[..., None]
+
+
+def momentary(frames: Frames) -> Array:
+    """[K, F]: all that is counted beside arenas, weights and optimizer. Graphs of the first chunk
+    that runs backward, when no layer may have gradients yet; or those of the last, in the first
+    group, when all layers have some. Of a single chunk the second is only the end of the step."""
+    ruler = frames.ruler
+    gradients = np.array([[float(states.gradients)] for states in frames.cuts.held])
+    saved = np.array([spec.activation_bytes for spec in ruler.model.layers], dtype=np.float64)
+    saved *= ruler.run.batch * ruler.sizes[0]
+    widest, first = frames.cuts.graphs(saved, one_layer=frames.schedule.layer_checkpoint)
+    # Where every chunk's graphs are kept there are none.
+    some = frames.kept.graphs < len(ruler.chunks)
+    several = len(ruler.chunks) > 1
+    return np.asarray(np.maximum(widest * some, gradients + first * several * some))
+
+
+def device_slots(frames: Frames) -> Array:
+    """[K, F, T]: device buffers that serve any layer, for what is on host."""
+    ruler, chunk, kept = frames.ruler, frames.ruler.sizes[0], frames.kept
+    layers, many = ruler.model.layers, frames.cuts.counts > 1
+    graphs = np.maximum(frames.last_graphs, kept.graphs * many)
+    pair = min(2, len(ruler.chunks))
+    x = np.where(many, 2 * pair, np.minimum(pair, frames.last_graphs)) * ruler.x_row() * chunk
+    row = max(ruler.attention_row(spec) for spec in layers)
+    cell = max(ruler.cell_bytes(spec, with_attention=False) for spec in layers)
+    attention = _attention_slots(frames) * row * chunk
+    free = np.stack([x, attention, 2.0 * cell * (graphs > 1)], axis=1)
+    size = spread(free, ON_HOST)
+    if frames.schedule.kv is Tier.HOST:
+        block = min(frames.schedule.kv_block, ruler.run.tokens) * (len(ruler.chunks) > 1)
+        kv, dkv = max(map(ruler.kv_row, layers)), max(map(ruler.dkv_row, layers))
+        size = size + (chunk + 2 * block) * kv + (chunk + block) * dkv
+    return np.asarray(size)
+
+
+def _attention_slots(frames: Frames) -> Array:
+    """[K, F]: one for each place in a group whose O and LSE cross the link."""
+    kept, graphs, cuts = frames.kept.attention, frames.last_graphs, frames.cuts
+    is_open = frames.schedule.attention_open and len(frames.ruler.chunks) > 1
+    written = (kept > 1) | ((kept > 0) & (graphs > 0)) | is_open
+    last = (cuts.last - 1) * written
+    earlier = cuts.widest_earlier * (kept > 0)
+    opened = np.maximum(0, cuts.widest_earlier - 1)
+    opened = opened * (is_open and not frames.schedule.kv_kept)
+    return np.asarray(np.maximum(np.maximum(last, earlier), opened), dtype=np.float64)
