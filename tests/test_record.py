@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from benchmarks.record import cells as record_cells
-from benchmarks.record import fpdt, fpdt_cells, memo, memo_cells, oomb, page
+from benchmarks.record import fpdt, fpdt_cells, memo, memo_cells, memo_waits, oomb, page
 from benchmarks.record.__main__ import all_cells, record
-from benchmarks.record.cells import Cell, Kind, misses, on_grid, published, steps_between
+from benchmarks.record.cells import KILO, Cell, Kind, misses, on_grid, published, steps_between
 from farspan.plan.formulas import live_bytes
 from farspan.spec import RunSpec, Schedule, Tier
 
@@ -146,8 +146,11 @@ def _forget() -> None:
         memo.calibrated,
         memo.host_bracket,
         memo.unplanned_share,
+        memo.stop_seconds,
         fpdt.node_machine,
         fpdt.whole_tensors,
+        fpdt.tensor_whole,
+        fpdt.copy_pace,
         fpdt.seconds,
     ):
         function.cache_clear()
@@ -180,17 +183,22 @@ def _moved(paper: str, real: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     if paper == "memo":
         for cell in tables["table3"]["cells"]:
             if "mfu" in cell:
-                cell["mfu"] *= 1.3
+                cell["mfu"] *= 1.0 if _is_read_off(cell) else 1.3
         for table in ("table4", "table5"):
             for row in tables[table]["rows"].values():
                 row[:] = [v if isinstance(v, str) else v * 1.3 for v in row]
     if paper == "fpdt":
         for row in tables["table3"]["rows"]:
             row["mfu"] *= 1.3
-            row["hbm"] *= 1.0 if row["fpdt"] else 1.3
+            row["hbm"] *= 1.0 if fpdt.row_of(row) in (fpdt.OWN, fpdt.WHOLE_READ_OFF) else 1.3
         for row in tables["table4"]["rows"].values():
             row["mfu"] *= 1.3
     return found
+
+
+def _is_read_off(cell: dict[str, Any]) -> bool:
+    found = cell["model"], cell["context_k"], cell["mfu"]
+    return cell["system"] == "megatron" and found == memo.STOP_READ_OFF
 
 
 @pytest.mark.usefixtures("forgotten")
@@ -208,8 +216,8 @@ def test_predictions_know_only_the_numbers_marked_as_used(
 
 def test_few_numbers_are_used(cells: list[Cell]) -> None:
     used = [cell for cell in cells if cell.used]
-    assert len(used) == 7
-    assert len(cells) > 60 * len(used)
+    assert len(used) == 10
+    assert len(cells) > 50 * len(used)
 
 
 # -- pieces ----------------------------------------------------------------------------------------
@@ -234,16 +242,77 @@ def test_kv_bytes_are_those_of_the_closed_form() -> None:
 def test_models_have_the_published_number_of_parameters() -> None:
     # Qwen2.5-7B's weights, by its own model card 7.61 B; biases and norms are left out here.
     assert oomb.MODEL.parameters == pytest.approx(7.61e9, rel=0.001)
+    # Llama-3's have another vocabulary here, for embedding and head.
+    vocabularies = {"2.7B": fpdt.VOCABULARY, "8B": 128256, "70B": 128256}
     for size, billions in (("2.7B", 2.65), ("8B", 8.03), ("70B", 70.6)):
-        assert fpdt.model_of(size).parameters == pytest.approx(billions * 1e9, rel=0.005)
+        model = fpdt.model_of(size)
+        more = 2 * (vocabularies[size] - model.vocab) * model.hidden
+        assert model.parameters + more == pytest.approx(billions * 1e9, rel=0.005)
 
 
-def test_whole_square_would_explain_deepspeed() -> None:
-    found = memo_cells.square_cells()
+# -- conventions -----------------------------------------------------------------------------------
+
+
+def _found(cells: list[Cell], table: str, start: str, kind: Kind) -> list[Cell]:
+    named = [c for c in cells if (c.table, c.kind) == (table, kind) and c.row.startswith(start)]
+    return [cell for cell in named if not cell.used]
+
+
+def test_flash_attention_1_holds_deepspeed_with_nothing_read_off(cells: list[Cell]) -> None:
+    found = _found(cells, "MEMO 3", "DeepSpeed", Kind.MFU)
     assert len(found) == 19
-    assert max(abs(cell.ratio - 1) for cell in found) < 0.20
+    assert max(abs(cell.ratio - 1) for cell in found) < 0.18
     on_a_node = [cell for cell in found if cell.row.endswith("7B")]
-    assert max(abs(cell.ratio - 1) for cell in on_a_node) < 0.04
+    assert max(abs(cell.ratio - 1) for cell in on_a_node) < 0.03
+
+
+def test_stops_are_the_published_counts_and_none_before_them() -> None:
+    model = memo.model_of("7B")
+    found = [memo_waits.stops(model, k * KILO) for k in (64, 128, 256, 384)]
+    assert found == [0.0, 6.0, 16.0, 26.0]
+    assert memo_waits.stops(memo.model_of("65B"), 128 * KILO) == 6.0 * 80 / 32
+
+
+def test_one_stop_holds_three_models(cells: list[Cell]) -> None:
+    """One number of one run of 7B: of the thirteen cells of 7B, 13B and 30B that are not it, two
+    are off by more than the target, and one of these is misprinted."""
+    found = _found(cells, "MEMO 3", "Megatron", Kind.MFU)
+    small = [cell for cell in found if not cell.row.endswith("65B")]
+    assert len(small) == 13
+    assert sum(not cell.agrees for cell in small) == 2
+    unplanned = _found(cells, "MEMO 4", "recompute, unplanned", Kind.MFU)
+    assert len(unplanned) == 4
+    assert all(cell.agrees for cell in unplanned)
+
+
+def test_spanning_tensor_parallelism_takes_the_published_seconds() -> None:
+    """120.4 s on TP 16, from which the ports were read off, and 44.3 s on TP 8, from which not."""
+    model, (on, _) = memo.model_of("65B"), memo.calibrated()
+    gathered = 2 * model.hidden * 256 * KILO
+    wide = memo_waits.ringed(on, 16)
+    assert (wide.devices, wide.peer) == (16, on.network * on.devices)
+    across = 12 * 20 * 16 * gathered * 15 / 16 / wide.peer
+    assert across == pytest.approx(120.4)
+    assert memo_waits.ringed(on, 8) is on
+    inside = 12 * 80 * 8 * gathered / 4 * 7 / 8 / on.peer  # CP 4, DP 2
+    assert abs(inside / 44.3 - 1) < 0.05
+
+
+def test_one_pace_of_checkpoints_holds_seven_runs(cells: list[Cell]) -> None:
+    found = _found(cells, "FPDT 4", "", Kind.MFU)
+    found += [c for c in _found(cells, "FPDT 3", "", Kind.MFU) if c.row.endswith("on host")]
+    assert len(found) == 7
+    assert max(abs(cell.ratio - 1) for cell in found) < 0.07
+
+
+def test_logits_of_llamas_vocabulary_would_not_fit() -> None:
+    tokens = 512 * KILO // 8
+    device = fpdt.node_machine("a100-80g").device_bytes
+    assert fpdt.ULYSSES_LOGITS * 128256 * tokens > device
+    assert fpdt.ULYSSES_LOGITS * fpdt.VOCABULARY * tokens < device
+    assert fpdt.TENSOR_LOGITS * 128256 * tokens < device  # alone; beside states it is too much
+    states = fpdt.row_states(fpdt.WHOLE_READ_OFF, fpdt.model_of("8B"), 8, gradients=False)
+    assert fpdt.TENSOR_LOGITS * 128256 * tokens + states > device
 
 
 def test_memo_agrees_better_than_its_target(cells: list[Cell]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import fpdt_cells, memo, memo_cells, oomb, page
+from benchmarks.record import fpdt, fpdt_cells, memo, memo_cells, oomb, page
 from benchmarks.record.cells import Cell, misses
 
 
@@ -31,6 +31,11 @@ def record(cells: list[Cell]) -> dict[str, Any]:
             "a800_link": link,
             "a800_host_bytes": memo.host_limit(),
             "a800_unplanned_share": memo.unplanned_share(),
+            "a800_port": machine.network,
+            "a800_stop_seconds": memo.stop_seconds(),
+            "a100_whole_tensors": fpdt.whole_tensors(),
+            "a100_tensor_whole": fpdt.tensor_whole(),
+            "a100_copy_seconds_a_byte": fpdt.copy_pace(),
         },
         "cells": [{**asdict(cell), "ratio": cell.ratio, "agrees": cell.agrees} for cell in cells],
         "misses": [asdict(miss) for miss in misses()],

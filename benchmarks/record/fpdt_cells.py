@@ -30,8 +30,9 @@ def _table3() -> list[Cell]:
         row, length = fpdt.row_of(values), values["longest_k"]
         tokens, gpus, column = length * KILO, table["gpus"], f"{length}K"
         need = fpdt.row_bytes(row, tokens, gpus) / GIB
+        used = row in (fpdt.WHOLE_READ_OFF, fpdt.OWN)
         found.append(
-            Cell("FPDT 3", row.name, column, Kind.MEMORY, "GiB", values["hbm"], need, used=row.fpdt)
+            Cell("FPDT 3", row.name, column, Kind.MEMORY, "GiB", values["hbm"], need, used=used)
         )
         ours = fpdt.mfu("8B", tokens, gpus, row)
         found.append(Cell("FPDT 3", row.name, column, Kind.MFU, "%", values["mfu"], ours))
@@ -52,7 +53,6 @@ def _fits(row: Row, tokens: int, gpus: int) -> bool:
 
 
 def _table4() -> list[Cell]:
-    row = Row(tensor=False, checkpoint=True, offload=True, ulysses=True, zero=3, fpdt=True)
     table = published("fpdt")["tables"]["table4"]
     return [
         Cell(
@@ -62,7 +62,8 @@ def _table4() -> list[Cell]:
             Kind.MFU,
             "%",
             values["mfu"],
-            fpdt.mfu(size, 256 * KILO, values["gpus"], row),
+            fpdt.mfu(size, 256 * KILO, values["gpus"], fpdt.OWN),
+            used=(size, 256, values["gpus"], values["mfu"]) == fpdt.COPIED,
         )
         for size, values in table["rows"].items()
     ]

@@ -9,6 +9,12 @@ the other activations too. What its description (sections 3.2, 4.1, 4.2) and Meg
 - weights and their gradients in 2 and 4 bytes, ZeRO-1 states of 12 bytes over DP and CP;
 - the head's logits in fp32, over TP and CP: no more than 4 bytes each let 1M run on 8 devices;
 - recomputation stops before the MLP's second product, whose output nothing needs.
+
+What its baselines add:
+
+- Megatron-LM without a memory plan stops to reorganise its memory, and its tensor parallelism
+  spans nodes (`memo_waits.py`);
+- Megatron-DeepSpeed runs FlashAttention-1: `FLASH_1`.
 """
 
 from collections.abc import Iterator
@@ -17,6 +23,7 @@ from functools import cache
 from typing import Any
 
 from benchmarks.record.cells import KILO, on_grid, published
+from benchmarks.record.memo_waits import port_rate, ringed, stops
 from benchmarks.record.models import (
     BF16,
     ask,
@@ -39,6 +46,10 @@ BACKWARD_MLP = 8  # h-wide: gradients of the GELU's output and of its input
 GATHERED = 2  # h-wide tensors of N / CP tokens under sequence parallelism
 RECOMPUTED = 8 / 12  # of a layer's products: q, k, v, the output's, the MLP's first
 PEAK = 312e12
+# The Ulysses flag of Megatron-DeepSpeed at the paper's commit 7eb36a11b3, --use-flash-attn, is
+# another name of --use-flash-attn-v1 (arguments.py, 905; examples_deepspeed/sequence_parallel,
+# README.md); FlashAttention-2 has "around 2x" its speed (Dao 2023, abstract).
+FLASH_1 = 0.5
 NODE = 8
 SAMPLE = 1 << 16  # tokens; bytes grow in proportion
 
@@ -185,6 +196,9 @@ ABLATION = Split(tensor=4, context=2)  # of Tables 4 and 5 (section 5.3)
 CALIBRATION = {"attention": (256, 1.0, 53.62), "link": (192, 1.0, 49.69)}
 
 
+STOP_READ_OFF = ("7B", 128, 24.13)  # of Table 3
+
+
 @dataclass(frozen=True, slots=True)
 class Way:
     """What a system does between a forward and its backward."""
@@ -192,7 +206,7 @@ class Way:
     alpha: float = 0.0
     swaps: bool = True  # x, O and alpha of the rest go to host; else all is recomputed from x
     ulysses: bool = False
-    square: bool = False  # attention computes what the causal mask hides as well
+    planned: bool = True  # memory is; else the allocator reorganises it now and then
 
 
 def layout_of(split: Split, way: Way) -> Layout:
@@ -218,7 +232,7 @@ def iteration(
     """Seconds of 16 sequences. With rounding buffers layer i + 2 waits for the copy of layer i, so
     in a long row of layers each takes the longer of its computation and its copy."""
     model = model_of(size)
-    question = ask(model, tokens, on, layout_of(split, way))
+    question = ask(model, tokens, ringed(on, split.tensor), layout_of(split, way))
     forward, given, backward = layer_seconds(question)
     again = (1.0 - way.alpha) * RECOMPUTED * given if way.swaps else forward
     copy = swap_seconds(model, tokens, split, way.alpha, link) if way.swaps else 0.0
@@ -231,6 +245,16 @@ def iteration(
     return (layers * layer + head + gathers) * steps * bubble
 
 
+@cache
+def stop_seconds() -> float:
+    """What one takes, from the one cell that is read off."""
+    size, length, value = STOP_READ_OFF
+    model, tokens = model_of(size), length * KILO
+    took = iteration(size, tokens, ABLATION, Way(swaps=False), *calibrated())
+    lost = took * (_percent(size, tokens, ABLATION, took) / value - 1)
+    return lost / (BATCH * stops(model, tokens))
+
+
 def useful_flop(model: ModelSpec, tokens: int) -> float:
     """The paper's formula (section 5.1), a sample."""
     linear = 6.0 * tokens * model.parameters
@@ -240,11 +264,13 @@ def useful_flop(model: ModelSpec, tokens: int) -> float:
 def mfu(size: str, tokens: int, split: Split, way: Way) -> float:
     """In percent, by the paper's convention."""
     on, link = calibrated()
-    if way.square:
+    if way.ulysses:
         rates = on.rates["bfloat16"]
         curves = rates.attention_forward, rates.attention_backward
-        on = with_rates(on, *(curve.points[0][1] / 2 for curve in curves))
+        on = with_rates(on, *(FLASH_1 * curve.points[0][1] for curve in curves))
     took = iteration(size, tokens, split, way, on, link)
+    if not way.planned:
+        took += BATCH / split.data * stops(model_of(size), tokens) * stop_seconds()
     return _percent(size, tokens, split, took)
 
 
@@ -254,8 +280,9 @@ def _percent(size: str, tokens: int, split: Split, took: float) -> float:
 
 @cache
 def calibrated() -> tuple[MachineSpec, float]:
-    """The A800 with attention's rate, and one rank's link while eight copy."""
+    """The A800 with attention's rate and its ports', and one rank's link while eight copy."""
     on = machine("a800")
+    on = replace(on, network=port_rate(model_of("65B"), BATCH, on.devices))
     rates = on.rates["bfloat16"]
     forward, backward = (
         curve.points[0][1] for curve in (rates.attention_forward, rates.attention_backward)

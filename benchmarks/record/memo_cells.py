@@ -46,7 +46,9 @@ def layouts(system: str, size: str) -> dict[int, tuple[Split, float]]:
 def _way(system: str, alpha: float) -> Way:
     if system == "memo":
         return Way(alpha)
-    return Way(swaps=False, ulysses=system == "deepspeed")
+    if system == "deepspeed":
+        return Way(swaps=False, ulysses=True)
+    return Way(swaps=False, planned=False)
 
 
 def table3(system: str, size: str) -> dict[int, dict[str, Any]]:
@@ -65,25 +67,12 @@ def _table3() -> Iterator[Cell]:
                     continue
                 value, column = printed[length]["mfu"], f"{length}K"
                 ours = memo.mfu(size, length * KILO, split, _way(system, alpha))
-                yield Cell("MEMO 3", row, column, Kind.MFU, "%", value, ours)
+                used = system == "megatron" and (size, length, value) == memo.STOP_READ_OFF
+                yield Cell("MEMO 3", row, column, Kind.MFU, "%", value, ours, used=used)
             grid = sorted(length for length in printed if length >= 128)
             ran = max(length for length in printed if "mfu" in printed[length])
             ours = memo.longest(size, devices, system, grid)
             yield _longest("MEMO 3", row, f"{devices} GPUs", grid, (ran, ours))
-
-
-def square_cells() -> list[Cell]:
-    """DeepSpeed if its attention computed what the causal mask hides: a check of what would
-    explain its rows, not a prediction."""
-    found, way = [], Way(swaps=False, ulysses=True, square=True)
-    for size in DEVICES:
-        printed = table3("deepspeed", size)
-        for length, (split, _) in layouts("deepspeed", size).items():
-            ours = memo.mfu(size, length * KILO, split, way)
-            row, column = f"{NAMES['deepspeed']} {size}", f"{length}K"
-            value = printed[length]["mfu"]
-            found.append(Cell("MEMO 3", row, column, Kind.MFU, "%", value, ours))
-    return found
 
 
 def _longest(table: str, row: str, column: str, grid: list[int], found: tuple[int, int]) -> Cell:
@@ -109,7 +98,8 @@ def _table4() -> Iterator[Cell]:
     row = "recompute, unplanned"
     for length, value in zip(grid, table["rows"]["recompute"], strict=True):
         if value != "oom":
-            ours = memo.mfu("7B", length * KILO, memo.ABLATION, Way(swaps=False))
+            way_here = Way(swaps=False, planned=False)
+            ours = memo.mfu("7B", length * KILO, memo.ABLATION, way_here)
             yield Cell("MEMO 4", row, f"{length}K", Kind.MFU, "%", value, ours)
 
 
