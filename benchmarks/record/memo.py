@@ -14,7 +14,7 @@ What its baselines add:
 
 - Megatron-LM without a memory plan stops to reorganise its memory, and its tensor parallelism
   spans nodes (`memo_waits.py`);
-- Megatron-DeepSpeed runs FlashAttention-1: `FLASH_1`.
+- Megatron-DeepSpeed is taken to run FlashAttention-1: `FLASH_1`.
 """
 
 from collections.abc import Iterator
