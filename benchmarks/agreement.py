@@ -3,16 +3,16 @@
     python -m benchmarks.agreement [--out FILE] [--tokens N ...] [--rounds R] [--strategies S ...]
 
 The machine that predicts is calibrated in the same run: passes of the calibration and steps take
-turns, and medians count on both sides. On a CPU one thread computes, and seconds are those that
-the process spends computing: on a machine of its own they are the clock's.
+turns, and the fastest count on both sides. On a CPU one thread computes, and seconds are those that
+the process spends computing: on a machine of its own they are the clock's. Beside the widest dtype
+with one sequence a step there are rows of two sequences, and on a CPU of bfloat16.
 """
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,13 @@ class Bed:
     def schedule(self, name: str, tokens: int) -> Schedule:
         return STRATEGIES[name].schedule(self.config.num_hidden_layers, tokens)
 
-    def ids(self, tokens: int) -> torch.Tensor:
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def ids(self, tokens: int, batch: int = 1) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1)
-        ids = torch.randint(0, self.config.vocab_size, (1, tokens), generator=generator)
+        ids = torch.randint(0, self.config.vocab_size, (batch, tokens), generator=generator)
         return ids.to(self.device)
 
     def seconds(self, step: Step, ids: torch.Tensor) -> float:
@@ -94,53 +98,73 @@ class Bed:
         self.model.zero_grad(set_to_none=True)
         return meter.peak + ids.nbytes + sum(p.nbytes for p in self.model.parameters())
 
-    def plan(self, name: str, tokens: int, spec: MachineSpec) -> Plan:
+    def plan(self, name: str, tokens: int, spec: MachineSpec, batch: int = 1) -> Plan:
         """What planning says of the same step."""
-        dtype = str(self.dtype).removeprefix("torch.")
         question = Question(
-            model=model_spec(self.architecture, dtype),
-            run=RunSpec(1, tokens),
+            model=model_spec(self.architecture, self.dtype_name),
+            run=RunSpec(batch, tokens),
             machine=spec,
             optimizer=Optimizer.NONE,
-            dtype=dtype,
+            dtype=self.dtype_name,
             architecture=self.architecture,
         )
         return evaluate(question, name, self.schedule(name, tokens))
 
 
-def measure(
-    bed: Bed, names: Sequence[str], lengths: Sequence[int], rounds: int
-) -> tuple[MachineFile, list[dict[str, Any]]]:
-    """The calibrated machine, and a row for each strategy and length."""
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One step that is predicted and measured."""
+
+    bed: Bed
+    strategy: str
+    tokens: int
+    batch: int = 1
+
+    def ids(self) -> torch.Tensor:
+        return self.bed.ids(self.tokens, self.batch)
+
+    def step(self) -> Step:
+        return Step(self.bed.model, self.bed.schedule(self.strategy, self.tokens))
+
+    def words(self) -> str:
+        return f"{self.bed.dtype_name} {self.strategy} {self.batch} x {self.tokens}"
+
+
+def measure(cases: Sequence[Case], rounds: int) -> tuple[MachineFile, list[dict[str, Any]]]:
+    """The calibrated machine, and a row for each case; all are on one device."""
     effort = replace(THOROUGH, copied=2**26)
-    calibration = Calibration(Bench(bed.device, effort, bed.clock), (bed.dtype,))
-    cases = [(name, tokens) for tokens in lengths for name in names]
-    steps = {case: Step(bed.model, bed.schedule(*case)) for case in cases}
-    runs: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
+    bed = cases[0].bed
+    dtypes = tuple(dict.fromkeys(case.bed.dtype for case in cases))
+    calibration = Calibration(Bench(bed.device, effort, bed.clock), dtypes)
+    steps = [case.step() for case in cases]
+    runs: list[list[float]] = [[] for _ in cases]
     for turn in range(rounds + 1):
         calibration.look()
-        for case, step in steps.items():
-            runs[case].append(bed.seconds(step, bed.ids(case[1])))
-            print(f"{turn} of {rounds}: {case[0]} {case[1]}: {runs[case][-1]:.3f} s", flush=True)
-    # The first step also takes the arenas from the system.
-    runs = {case: seconds[1:] for case, seconds in runs.items()}
+        for case, step, seconds in zip(cases, steps, runs, strict=True):
+            seconds.append(case.bed.seconds(step, case.ids()))
+            print(f"{turn} of {rounds}: {case.words()}: {seconds[-1]:.3f} s", flush=True)
     file = calibration.file()
-    return file, [row(bed, name, tokens, file.spec, runs[name, tokens]) for name, tokens in cases]
+    # The first step also takes the arenas from the system.
+    return file, [
+        row(case, file.spec, seconds[1:]) for case, seconds in zip(cases, runs, strict=True)
+    ]
 
 
-def row(bed: Bed, name: str, tokens: int, spec: MachineSpec, runs: list[float]) -> dict[str, Any]:
+def row(case: Case, spec: MachineSpec, runs: list[float]) -> dict[str, Any]:
     """One case, predicted beside measured."""
-    plan = bed.plan(name, tokens, spec)
+    bed = case.bed
+    plan = bed.plan(case.strategy, case.tokens, spec, case.batch)
     on_cpu = bed.device.type == "cpu"
     parts = dict(plan.device.parts) | ({"host": plan.host.total} if on_cpu else {})
     predicted = sum(size for part, size in parts.items() if part != "reserve")
-    schedule = bed.schedule(name, tokens)
-    peak = bed.peak(Step(bed.model, schedule), bed.ids(tokens))
-    seconds = statistics.median(runs)
+    peak = bed.peak(case.step(), case.ids())
+    seconds = min(runs)
     return {
-        "strategy": name,
-        "tokens": tokens,
-        "schedule": asdict(schedule),
+        "strategy": case.strategy,
+        "tokens": case.tokens,
+        "batch": case.batch,
+        "dtype": bed.dtype_name,
+        "schedule": asdict(bed.schedule(case.strategy, case.tokens)),
         "seconds": {"predicted": plan.seconds.total, "measured": seconds, "runs": runs},
         "bytes": {"predicted": predicted, "measured": peak, "parts": parts},
         "seconds_ratio": plan.seconds.total / seconds,
@@ -148,20 +172,30 @@ def row(bed: Bed, name: str, tokens: int, spec: MachineSpec, runs: list[float]) 
     }
 
 
+def cases_of(beds: Sequence[Bed], names: Sequence[str], lengths: Sequence[int]) -> list[Case]:
+    """Every strategy at every length in the first bed's dtype; at the shortest length two sequences
+    a step too, and the other beds."""
+    whole = [Case(beds[0], name, tokens) for tokens in lengths for name in names]
+    pairs = [Case(beds[0], name, min(lengths), batch=2) for name in names]
+    others = [Case(bed, name, min(lengths)) for bed in beds[1:] for name in names]
+    return whole + pairs + others
+
+
 def record(names: Sequence[str], lengths: Sequence[int] | None, rounds: int) -> dict[str, Any]:
     """Everything, for the device at hand."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
-    bed = Bed(LARGE, device, torch.bfloat16) if on_gpu else Bed(SMALL, device, torch.float32)
+    dtypes = (torch.bfloat16,) if on_gpu else (torch.float32, torch.bfloat16)
+    beds = [Bed(LARGE if on_gpu else SMALL, device, dtype) for dtype in dtypes]
     if lengths is None:
         lengths = (32768, 65536, 131072) if on_gpu else (2048, 4096, 8192)
-    file, rows = measure(bed, names, lengths, rounds)
+    file, rows = measure(cases_of(beds, names, lengths), rounds)
     return {
         "benchmark": "agreement",
         "machine": machine(),
         "clock": "wall" if on_gpu else "seconds that one thread computed",
         "model": LARGE if on_gpu else SMALL,
-        "dtype": str(bed.dtype).removeprefix("torch."),
+        "dtype": beds[0].dtype_name,
         "rounds": rounds,
         "calibration": to_json(file),
         "rows": rows,
@@ -179,13 +213,15 @@ def main() -> None:
     if given.out is not None:
         given.out.write_text(json.dumps(found, indent=1) + "\n")
     print(
-        f"{'strategy':12}{'tokens':>8}{'predicted s':>13}{'measured s':>12}{'ratio':>7}{'bytes':>8}"
+        f"{'strategy':12}{'dtype':10}{'batch':>6}{'tokens':>8}{'predicted s':>13}{'measured s':>12}"
+        f"{'ratio':>7}{'bytes':>8}"
     )
     for case in found["rows"]:
         both = case["seconds"]
         print(
-            f"{case['strategy']:12}{case['tokens']:8}{both['predicted']:13.3f}"
-            f"{both['measured']:12.3f}{case['seconds_ratio']:7.2f}{case['bytes_ratio']:8.4f}"
+            f"{case['strategy']:12}{case['dtype']:10}{case['batch']:6}{case['tokens']:8}"
+            f"{both['predicted']:13.3f}{both['measured']:12.3f}{case['seconds_ratio']:7.2f}"
+            f"{case['bytes_ratio']:8.4f}"
         )
 
 

@@ -32,8 +32,12 @@ def result() -> dict[str, Any]:
     return found
 
 
+def batch_of(row: dict[str, Any]) -> int:
+    return int(row.get("batch", 1))
+
+
 def test_the_result_has_every_strategy_at_several_lengths(result: dict[str, Any]) -> None:
-    cases = {(row["strategy"], row["tokens"]) for row in result["rows"]}
+    cases = {(row["strategy"], row["tokens"]) for row in result["rows"] if batch_of(row) == 1}
     lengths = {tokens for _, tokens in cases}
     assert len(lengths) >= 2
     assert cases == {(name, tokens) for name in STRATEGIES for tokens in lengths}
@@ -49,28 +53,48 @@ def test_the_result_agrees(result: dict[str, Any]) -> None:
 def test_planning_still_agrees_with_what_was_measured(result: dict[str, Any]) -> None:
     """The planner of today, for the machine that the file was measured on."""
     spec = from_json(result["calibration"], "calibration").spec
-    dtype = getattr(torch, result["dtype"])
-    bed = agreement.Bed(result["model"], torch.device("cpu"), dtype)
     for row in result["rows"]:
-        plan = bed.plan(row["strategy"], row["tokens"], spec)
+        dtype = getattr(torch, row.get("dtype", result["dtype"]))
+        bed = agreement.Bed(result["model"], torch.device("cpu"), dtype)
+        plan = bed.plan(row["strategy"], row["tokens"], spec, batch_of(row))
         assert abs(plan.seconds.total / row["seconds"]["measured"] - 1) <= SECONDS, row["strategy"]
         size = plan.device.total + plan.host.total
         assert abs(size / row["bytes"]["measured"] - 1) <= BYTES, row["strategy"]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "batch"), [(torch.float32, 1), (torch.float32, 2), (torch.bfloat16, 1)]
+)
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_peak_bytes_agree(name: str) -> None:
-    bed = agreement.Bed(TINY, torch.device("cpu"), torch.float32)
+def test_peak_bytes_agree(name: str, dtype: torch.dtype, batch: int) -> None:
+    bed = agreement.Bed(TINY, torch.device("cpu"), dtype)
     spec = replace(machine("h200"), unified=True)
-    row = agreement.row(bed, name, 640, spec, [1.0])
+    row = agreement.row(agreement.Case(bed, name, 640, batch), spec, [3.0, 2.0, 4.0])
     assert abs(row["bytes_ratio"] - 1) <= BYTES
+    assert row["seconds"]["measured"] == 2.0
+
+
+def test_cases_are_of_every_kind() -> None:
+    beds = [agreement.Bed(TINY, torch.device("cpu"), t) for t in (torch.float32, torch.bfloat16)]
+    words = [case.words() for case in agreement.cases_of(beds, ["memo", "oomb"], [64, 128])]
+    assert words == [
+        "float32 memo 1 x 64",
+        "float32 oomb 1 x 64",
+        "float32 memo 1 x 128",
+        "float32 oomb 1 x 128",
+        "float32 memo 2 x 64",
+        "float32 oomb 2 x 64",
+        "bfloat16 memo 1 x 64",
+        "bfloat16 oomb 1 x 64",
+    ]
 
 
 @pytest.mark.slow
 def test_seconds_are_of_the_right_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "THOROUGH", QUICK)
     bed = agreement.Bed(agreement.SMALL, torch.device("cpu"), torch.float32)
-    _, rows = agreement.measure(bed, ["recompute", "grouped"], [1024], rounds=1)
+    cases = [agreement.Case(bed, name, 1024) for name in ("recompute", "grouped")]
+    _, rows = agreement.measure(cases, rounds=1)
     for row in rows:
         assert 1 / NOISE <= row["seconds_ratio"] <= NOISE
 
