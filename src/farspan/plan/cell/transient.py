@@ -4,26 +4,23 @@ A cell's memory depends on its layer, its tokens, the keys before it and how it 
 that are equal in these are run once, on phantoms; then the program is walked with what they gave.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 from farspan.plan.cell.cells import CellBytes, CellKind, Cells
 from farspan.plan.cell.layer import layer_costs, layer_weights, trained
 from farspan.plan.cell.outside import Stages, outer_weights
 from farspan.plan.model.architecture import Architecture, Attention, Block, FeedForward
 from farspan.plan.program import (
-    Allocate,
     AttentionMode,
     Backward,
-    Clear,
     Close,
     Embed,
     EmbedBackward,
-    Evict,
-    Fetch,
     Forward,
-    Free,
     Head,
     Instruction,
     Load,
@@ -37,7 +34,6 @@ from farspan.spec import LayerSpec, ModelSpec
 # Chunks whose prefixes are told apart to the token; of more, prefixes are rounded up to 1 / STARTS
 # of a block of keys.
 EXACT_CHUNKS, STARTS = 64, 32
-SILENT = frozenset((Allocate, Free, Clear, Fetch, Evict))  # hold nothing
 LOSS = 8  # bytes of the step's loss so far
 
 
@@ -115,6 +111,8 @@ class Walk:
         width = model.element_bytes
         self.program = program
         self.blocks = architecture.blocks[-len(model.layers) :]
+        seen: dict[Block, int] = {}
+        self.classes = [seen.setdefault(block, len(seen)) for block in self.blocks]
         self.architecture = architecture
         self.wide = model.accumulate_bytes()
         self.final = gradient_bytes or width
@@ -140,6 +138,18 @@ class Walk:
             # All of it with the first of the names: how it is divided is not known.
             outer = dict.fromkeys(outer, 0) | {next(iter(outer)): model.outer_trainable()}
         self.outer_weights = dict.fromkeys(outer, 0) if architecture.adapter_rank else outer
+        self.steps: dict[type[Instruction], Callable[[Any], None]] = {
+            Embed: self._embed,
+            Load: self._load,
+            Store: self._store,
+            LoadGradient: self._load_gradient,
+            StoreGradient: self._store_gradient,
+            Forward: self._forward,
+            Head: self._head,
+            Backward: self._backward,
+            EmbedBackward: self._embed_backward,
+            Close: self._close,
+        }
 
     def _weights(self, block: Block) -> list[int]:
         """Elements of each trained parameter of a layer."""
@@ -148,8 +158,7 @@ class Walk:
 
     def run(self) -> Peak:
         for instruction in self.program.instructions:
-            if type(instruction) not in SILENT:
-                self.issue(instruction)
+            self.issue(instruction)
         layers = [sum(map(sum, self.weights[slice(*group)])) for group in self.program.groups]
         outer = sum(self.outer_weights.values())
         gradients = self._final(outer + sum(layers))
@@ -161,7 +170,8 @@ class Walk:
         return -(-self.final * elements // self.ranks)
 
     def _rise(self, size: int) -> None:
-        self.peak = max(self.peak, self.live + size)
+        if self.live + size > self.peak:
+            self.peak = self.live + size
 
     def _take(self, size: int) -> int:
         self.live += size
@@ -169,43 +179,35 @@ class Walk:
         return size
 
     def issue(self, instruction: Instruction) -> None:
-        """Walk over one instruction."""
-        match instruction:
-            case Forward():
-                self._forward(instruction)
-            case Backward():
-                self._backward(instruction)
-            case Embed(chunk):
-                self._embed(chunk)
-            case Load(layer):
-                self.live -= self.hidden.get(layer, 0)
-                self.hidden[layer] = 0
-            case LoadGradient(layer):
-                self.live -= self.gradient.get(layer, 0)
-                self.gradient[layer] = 0
-            case Store(layer):
-                self.live -= self.hidden.pop(layer)
-            case StoreGradient(layer):
-                self.live -= self.gradient.pop(layer)
-            case Head(chunk, gradient):
-                self._head(chunk, gradient)
-            case EmbedBackward(chunk):
-                self._embed_backward(chunk)
-            case Close(group):
-                self._close(group)
-            case _:
-                pass
+        """Walk over one instruction; those of buffers and copies hold nothing."""
+        step = self.steps.get(type(instruction))
+        if step is not None:
+            step(instruction)
+
+    def _load(self, i: Load) -> None:
+        self.live -= self.hidden.get(i.layer, 0)
+        self.hidden[i.layer] = 0
+
+    def _store(self, i: Store) -> None:
+        self.live -= self.hidden.pop(i.layer)
+
+    def _load_gradient(self, i: LoadGradient) -> None:
+        self.live -= self.gradient.get(i.layer, 0)
+        self.gradient[i.layer] = 0
+
+    def _store_gradient(self, i: StoreGradient) -> None:
+        self.live -= self.gradient.pop(i.layer)
 
     def _tokens(self, chunk: int) -> int:
         start, stop = self.program.chunks[chunk]
         return stop - start
 
-    def _embed(self, chunk: int) -> None:
-        stage = self.stages.get("embed", self._tokens(chunk), frozenset())
+    def _embed(self, i: Embed) -> None:
+        stage = self.stages.get("embed", self._tokens(i.chunk), frozenset())
         self._rise(stage.rise)
         self.live += stage.out + stage.tables - self.tables[1] - self.hidden.get(0, 0)
         self.hidden[0] = stage.out
-        self.tables = chunk, stage.tables
+        self.tables = i.chunk, stage.tables
 
     def _call(self, chunk: int) -> None:
         if self.tables[0] != chunk:
@@ -214,20 +216,20 @@ class Walk:
             self.live += stage.tables - self.tables[1]
             self.tables = chunk, stage.tables
 
-    def _head(self, chunk: int, gradient: bool) -> None:
-        what = "head" if gradient else "evaluation"
-        stage = self.stages.get(what, self._tokens(chunk), self.outer)
+    def _head(self, i: Head) -> None:
+        what = "head" if i.gradient else "evaluation"
+        stage = self.stages.get(what, self._tokens(i.chunk), self.outer)
         top = len(self.blocks)
         self._rise(stage.rise)
         self.live += LOSS - self.loss - self.hidden.pop(top)
         self.loss = LOSS
-        if gradient:
+        if i.gradient:
             self.gradient[top] = stage.out
             self.live += stage.out
             self._begin_outer(stage.new)
 
-    def _embed_backward(self, chunk: int) -> None:
-        stage = self.stages.get("embed backward", self._tokens(chunk), self.outer)
+    def _embed_backward(self, i: EmbedBackward) -> None:
+        stage = self.stages.get("embed backward", self._tokens(i.chunk), self.outer)
         self._rise(stage.rise)
         self.live -= self.gradient.pop(0)
         self._begin_outer(stage.new)
@@ -236,13 +238,13 @@ class Walk:
         self.live += self.wide * sum(self.outer_weights[name] for name in names)
         self.outer |= names
 
-    def _close(self, group: int) -> None:
+    def _close(self, i: Close) -> None:
         """Sums become `.grad` one by one, where `.grad` is narrower."""
         if not self.sums_apart:
             return
-        layers = range(*self.program.groups[group])
+        layers = range(*self.program.groups[i.group])
         sizes = [size for layer in layers if layer in self.begun for size in self.weights[layer]]
-        if group == 0:
+        if i.group == 0:
             sizes += self.outer_weights.values()
         for size in sizes:
             self._take(self._final(size))
@@ -288,7 +290,8 @@ class Walk:
         self.gradient[i.layer] = cell.gradient
 
     def _cell(self, i: Forward) -> CellBytes:
-        key = i.layer, i.chunk, i.mode, i.attention is None, i.graph, i.kept, i.hold
+        buffered = i.attention is not None
+        key = self.classes[i.layer], i.chunk, i.mode, buffered, i.graph, i.kept, i.hold
         if key not in self.kinds:
             start, stop = self.program.chunks[i.chunk]
             block = self.blocks[i.layer]
@@ -298,7 +301,7 @@ class Walk:
                 stop - start,
                 self._start(start, block) if reads else 0,
                 i.mode,
-                i.attention is not None,
+                buffered,
                 i.graph,
                 i.kept,
                 i.hold,
