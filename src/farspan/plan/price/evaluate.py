@@ -98,7 +98,7 @@ def budgets(question: Question, walked: Walked, held: States) -> tuple[Budget, B
     parts = device if program.schedule.x is Tier.DEVICE else host
     parts["x"] += _stage_input(question, program)
     host["pages"] = -sum(host.values()) % PAGE
-    return _limited(machine, question.layout.devices(), device, host)
+    return _limited(question, device, host)
 
 
 def _stage_input(question: Question, program: Program) -> int:
@@ -110,16 +110,15 @@ def _stage_input(question: Question, program: Program) -> int:
 
 
 def _limited(
-    machine: MachineSpec, devices: int, device: dict[str, int], host: dict[str, int]
+    question: Question, device: dict[str, int], host: dict[str, int]
 ) -> tuple[Budget, Budget]:
+    machine, share = question.machine, question.host_share()
     device, host = ({k: v for k, v in parts.items() if v} for parts in (device, host))
     if machine.unified:
         # One memory: what one tier takes the other cannot have.
-        share = machine.host_bytes
         return Budget(device, share - sum(host.values())), Budget(
             host, share - sum(device.values())
         )
-    share = machine.host_bytes // min(machine.devices, devices)
     return Budget(device, machine.device_bytes), Budget(host, share)
 
 

@@ -27,7 +27,7 @@ MAY_BE_ZERO = ("latency", "overhead", "reserve", "softmax_forward", "softmax_bac
 BESIDE = ("about", "sources", "measured_on", "spread")
 STEEPEST = 10.0  # a larger call's rate below a smaller one's: caches explain a factor of four
 TOGETHER = 2.0  # a direction beside the other one over itself alone; 1 but for noise
-BUSY = 1.5  # the slowest look over the fastest; on an idle machine 1.2 at most
+BUSY = 1.5  # the slowest look over the fastest: what two looks that agree (1.1) do not explain
 LARGEST = sys.float_info.max
 NAMED = 3  # fields that a warning names
 
