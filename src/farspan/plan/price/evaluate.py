@@ -12,7 +12,7 @@ from farspan.plan.price.timeline import Timeline, run_time
 from farspan.plan.program import Allocate, Clear, Close, Free, Kind, Program
 from farspan.plan.question import Budget, Plan, Question, Seconds
 from farspan.plan.simulate import seen_pairs
-from farspan.spec import MachineSpec, Schedule, Tier
+from farspan.spec import Schedule, Tier
 
 PAGE = 4096  # pinned memory is locked by whole pages
 INPUT_BYTES = 3 * 8  # tokens, targets and positions, a token
