@@ -12,6 +12,7 @@ ARGS    ?=
 
 BIN     := .venv/bin
 STAMP   := .venv/.installed
+NATIVE  := setup.py native/CMakeLists.txt $(wildcard native/include/*.h native/src/*)
 GATES   := tests/test_layering.py tests/test_size.py
 
 .PHONY: train test check format clean
@@ -41,7 +42,7 @@ clean:
 
 # The stamp is written last: an interrupted installation starts anew, since an environment made by
 # two interpreters is broken; a finished one is brought up to date.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@command -v $(PYTHON) >/dev/null || { \
 	    echo "farspan needs Python 3.11 or newer, but $(PYTHON) is not on PATH;" \
 	        "name one: make PYTHON=/path/to/python3" >&2; exit 1; }
