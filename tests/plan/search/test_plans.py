@@ -1,6 +1,6 @@
 """What a person is told to run, and how long it can be."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -10,6 +10,7 @@ from farspan.plan.price.evaluate import evaluate
 from farspan.plan.price.machines import machine
 from farspan.plan.question import Layout, Optimizer, Question
 from farspan.plan.search import quick
+from farspan.plan.search.estimate import estimate
 from farspan.plan.search.plans import best_plan, longest_contexts, named_schedule
 from farspan.plan.strategies import STRATEGIES
 from farspan.spec import Refused, RunSpec
@@ -67,7 +68,7 @@ def test_the_longest_context_fits_and_a_longer_one_does_not(name: str) -> None:
     assert not best_plan(longer, [name], seconds=1.0).fits
 
 
-@pytest.mark.parametrize("name", ["memo", "fpdt", "oomb", "offload", "grouped"])
+@pytest.mark.parametrize("name", ["memo", "fpdt", "oomb", "offload", "swap", "grouped"])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_the_quick_look_sees_what_the_program_takes(name: str, devices: int) -> None:
     asked = question(256 * 1024, layout=Layout(ulysses=devices))
@@ -76,6 +77,23 @@ def test_the_quick_look_sees_what_the_program_takes(name: str, devices: int) -> 
     device, host = quick.left(asked, schedule)
     assert abs(device - plan.device.left) <= 0.01 * plan.device.total
     assert abs(host - plan.host.left) <= 0.01 * plan.host.total
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_estimate_has_the_time_of_its_program(name: str, devices: int) -> None:
+    asked = question(200 * 1000, layout=Layout(ulysses=devices))
+    schedule = named_schedule(asked, name)
+    plan, counted = evaluate(asked, name, schedule), estimate(asked, name, schedule)
+    whole = asdict(plan.seconds)
+    for lane, took in asdict(counted.seconds).items():
+        assert took == whole[lane] or abs(took - whole[lane]) <= 1e-9 * plan.seconds.total
+    assert counted.mfu == pytest.approx(plan.mfu, rel=1e-9)
+    for budget, bound in ((plan.device, counted.device), (plan.host, counted.host)):
+        assert bound.limit == budget.limit
+        assert 0 <= budget.total - bound.total <= 0.01 * budget.total
+        for part in set(budget.parts) - {"placement", "pages"}:
+            assert abs(bound.parts.get(part, 0) - budget.parts[part]) <= 0.01 * budget.total
 
 
 def test_heads_that_cannot_be_shared_are_refused() -> None:

@@ -93,9 +93,9 @@ def _widest(ruler: Ruler) -> _Layer:
             _Layer(
                 always=float((ruler.x_row() + ruler.attention_row(spec)) * tokens),
                 others=float(cell),
-                forward=float(ruler.forward[spec].compute.sum()),
-                again=float(ruler.given[spec].compute.sum()),
-                backward=float(ruler.backward[spec].compute.sum()),
+                forward=ruler.forward[spec].seconds(),
+                again=ruler.given[spec].seconds(),
+                backward=ruler.backward[spec].seconds(),
             )
         )
     return max(found, key=lambda layer: layer.others)

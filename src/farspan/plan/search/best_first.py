@@ -25,9 +25,22 @@ SLACK = 1e-9  # sums of the same numbers in another order
 class Outcome:
     """The best of a space."""
 
-    best: Plan | None  # None: nothing fits
-    gap: float  # at most this fraction slower than the optimum
+    best: Plan | None  # None: nothing fits, or nothing that does was found in time
+    lowest: float  # seconds: whatever was not looked at takes at least so long; or infinite
     simulated: int  # programs built
+
+    @property
+    def gap(self) -> float:
+        """At most this fraction slower than the optimum is the best."""
+        return 0.0 if self.best is None else gap(self.best, self.lowest)
+
+
+def gap(plan: Plan, lowest: float) -> float:
+    """At most this fraction slower than the optimum is a plan, if no other takes less than
+    `lowest` seconds."""
+    if lowest >= plan.seconds.total * (1 - SLACK):
+        return 0.0
+    return plan.seconds.total / lowest - 1
 
 
 def search(
@@ -40,7 +53,7 @@ def search(
     """
     refuse_layout(question)
     if states_do_not_fit(question):
-        return Outcome(best, 0.0, 0)
+        return Outcome(best, INFINITE, 0)
     deadline = time.process_time() + seconds
     frontiers = [Frontier(question, *family) for family in families(question, space)]
     heap = [(f.lowest, count, f) for count, f in enumerate(frontiers) if f.lowest < INFINITE]
@@ -62,10 +75,7 @@ def search(
                     best = plan if plan.seconds.total < _seconds(best) else best
         if frontier.lowest < INFINITE:
             heapq.heappush(heap, (frontier.lowest, count, frontier))
-    gap = 0.0
-    if best is not None and heap and heap[0][0] < _to_beat(best):
-        gap = best.seconds.total / heap[0][0] - 1
-    return Outcome(best, gap, simulated)
+    return Outcome(best, heap[0][0] if heap else INFINITE, simulated)
 
 
 def something_fits(question: Question, space: Space) -> bool:

@@ -50,6 +50,14 @@ class Frames:
         """[F]"""
         return np.zeros(len(self.kept.graphs))
 
+    @cached_property
+    def cell_inputs(self) -> Array:
+        """[K, L]: bytes of the layer's input in a kept cell, where autograd saves it and no
+        boundary does."""
+        saves = np.array([spec.saves_input for spec in self.ruler.model.layers], dtype=np.float64)
+        row = self.ruler.x_row() * self.ruler.sizes[0]
+        return np.asarray(saves * self.cuts.inner * row)
+
     def kv_goes_home(self, role: Role) -> bool:
         """Do kept K, V of a layer in this role cross the link to wait on host?"""
         schedule = self.schedule

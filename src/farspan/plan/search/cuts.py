@@ -84,6 +84,14 @@ class Cuts:
         return list(found), np.stack(list(found.values()), axis=1)
 
     @cached_property
+    def inner(self) -> Array:
+        """[K, L]: 0 for the first layers of groups, whose input is at the boundary; else 1."""
+        inner = np.ones((len(self.sizes), len(self.question.model.layers)))
+        for k, groups in enumerate(self.bounds):
+            inner[k, [first for first, _ in groups]] = 0.0
+        return inner
+
+    @cached_property
     def groups(self) -> Groups:
         """Of many groups, those where even and tapered cuts are fullest."""
         rows: list[tuple[int, int, int, int, bool]] = []
@@ -116,18 +124,6 @@ class Cuts:
         if "_gathers" not in self.__dict__:
             self.__dict__["_gathers"] = np.array([[prices.gathers_of(g)] for g in self.bounds])
         return np.asarray(self.__dict__["_gathers"])
-
-    def inside(self, inputs: Array) -> tuple[Array, Array]:
-        """[K, 1] and [P, 1]: sums of `inputs` [L], what each layer's input takes, over the layers
-        that are not first of a group: of the cut, and up to the group's end."""
-        rows = []
-        for groups in self.bounds:
-            rest = inputs.copy()
-            rest[[first for first, _ in groups]] = 0.0
-            rows.append(np.concatenate([[0.0], np.cumsum(rest)]))
-        table = np.stack(rows)
-        looked_at = self.groups
-        return table[:, -1:], table[looked_at.cut[:, None], looked_at.stop]
 
     def graphs(self, saved: Array, *, one_layer: bool) -> tuple[Array, Array]:
         """[K, 1] each: what the layers of a group save a token, in the group that saves the most

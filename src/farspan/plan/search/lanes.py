@@ -8,41 +8,51 @@ from farspan.plan.search.roles import Cells, cells
 from farspan.plan.search.ruler import Array
 from farspan.spec import Tier
 
-LANES = 3  # compute, fetch, evict
+COMPUTE, FETCH, EVICT, COLLECTIVE, HOST = range(5)
+LANES = 5
 LINK = 2  # fetch, evict
 
 
 def seconds(frames: Frames) -> Array:
     """[K, F, T]: of a step, its update included; memory is not looked at."""
-    ruler, question, cuts = frames.ruler, frames.ruler.question, frames.cuts
-    parts, counts = cuts.parts
-    each = [_part(frames, part) for part in parts]
-    size, choices = len(cuts.sizes), len(frames.kept.graphs)
-    lanes = counts @ np.stack([lanes for lanes, _ in each]).reshape(len(parts), -1)
-    lanes = lanes.reshape(size, LANES, choices)
-    moved = counts @ np.stack([moved for _, moved in each]).reshape(len(parts), -1)
-    moved = moved.reshape(size, LINK, 3, choices) + ruler.once(
-        ("x", cuts, frames.schedule.kv_kept), lambda: _boundaries(frames)
-    )
-    compute = lanes[:, 0] + ruler.once(
-        ("outside", cuts, frames.schedule.kv_kept), lambda: _outside(frames)
-    )
-    rates = np.array([ruler.prices.fetch_rate(), ruler.prices.evict_rate()])
-    moved /= rates[:, None, None]
-    gathers = cuts.gathers(ruler.prices)
+    ruler, question = frames.ruler, frames.ruler.question
+    work, copies = lanes(frames)
+    working = work[:, COMPUTE] + work[:, HOST]
     if question.overlap:
-        copies = lanes[:, 1:, :, None] + spread(moved, ON_HOST)
-        busy = np.maximum(compute, gathers)
-        total = np.maximum(busy[..., None], copies.max(axis=1))
+        # FSDP's gathers go on beside the cells, whose own collectives they wait for.
+        gathers = frames.cuts.gathers(ruler.prices)
+        busy = np.maximum(working + work[:, COLLECTIVE] - gathers, gathers)
+        link = work[:, FETCH : EVICT + 1, :, None] + spread(copies, ON_HOST)
+        total = np.maximum(busy[..., None], link.max(axis=1))
     else:
-        total = spread(moved.sum(axis=1), ON_HOST)
-        total += (compute + lanes[:, 1] + lanes[:, 2] + gathers)[..., None]
+        total = spread(copies.sum(axis=1), ON_HOST)
+        total += (working + work[:, FETCH] + work[:, EVICT] + work[:, COLLECTIVE])[..., None]
     stages, count = question.layout.pipeline, len(ruler.chunks)
     return np.asarray(total * ((count + stages - 1) / count) + ruler.update)
 
 
+def lanes(frames: Frames) -> tuple[Array, Array]:
+    """[K, 5, F]: seconds of every lane, without its update and without [K, 2, 3, F]: seconds that
+    fetch and evict take for x, attention and activations, where they are on host."""
+    ruler, cuts, kv_kept = frames.ruler, frames.cuts, frames.schedule.kv_kept
+    parts, counts = cuts.parts
+    each = [_part(frames, part) for part in parts]
+    size, choices = len(cuts.sizes), len(frames.kept.graphs)
+    work = counts @ np.stack([work for work, _ in each]).reshape(len(parts), -1)
+    work = work.reshape(size, LANES, choices)
+    work[:, COMPUTE] += ruler.once(("outside", cuts, kv_kept), lambda: _outside(frames))
+    # The host itself zeroes dK, dV that it has.
+    work[:, HOST if frames.schedule.kv is Tier.HOST else COMPUTE] += ruler.clear
+    work[:, COLLECTIVE] += cuts.gathers(ruler.prices)
+    moved = counts @ np.stack([moved for _, moved in each]).reshape(len(parts), -1)
+    moved = moved.reshape(size, LINK, 3, choices)
+    moved += ruler.once(("x", cuts, kv_kept), lambda: _boundaries(frames))
+    rates = np.array([ruler.prices.fetch_rate(), ruler.prices.evict_rate()])
+    return work, np.asarray(moved / rates[:, None, None])
+
+
 def _part(frames: Frames, part: Part) -> tuple[Array, Array]:
-    """Lanes [3, F] and bytes [2, 3, F] of one layer in this part, made once for all cuts."""
+    """Lanes [5, F] and bytes [2, 3, F] of one layer in this part, made once for all cuts."""
     s = frames.schedule
     key = part, s.kv_kept, s.kv_home, s.attention_open, s.layer_checkpoint
     known = frames.ruler.known
@@ -54,27 +64,27 @@ def _part(frames: Frames, part: Part) -> tuple[Array, Array]:
 
 
 def _cells(frames: Frames, part: Part, found: Cells) -> Array:
-    """[3, F]: one layer's cells, and the copies of its K, V."""
+    """[5, F]: one layer's cells, and the copies of its K, V."""
     ruler, (role, spec, alone) = frames.ruler, part
     choices = frames.kept.without_graphs if alone else frames.kept
-    lanes = ruler.forward[spec].total(found.compute, choices)
-    lanes += ruler.given[spec].total(found.given, choices)
-    lanes += ruler.project[spec].total(found.project, choices)
-    lanes += ruler.backward[spec].total(np.ones_like(found.compute), choices)
+    work = ruler.forward[spec].total(found.compute, choices)
+    work += ruler.given[spec].total(found.given, choices)
+    work += ruler.project[spec].total(found.project, choices)
+    work += ruler.backward[spec].total(np.ones_like(found.compute), choices)
     sizes = choices.over(ruler.sizes)
     kv, dkv = ruler.kv_row(spec) * sizes, ruler.dkv_row(spec) * sizes
     # Copies on the device into the program's buffers.
     put_away = found.kv_written @ kv
     put_away += found.attention_out @ sizes * ruler.attention_row(spec)
     put_away += found.graph @ sizes * ruler.prices.saved_row(spec)
-    lanes[0] += 2 * put_away / ruler.question.machine.memory
+    work[COMPUTE] += 2 * put_away / ruler.question.machine.memory
     if frames.schedule.kv is Tier.HOST:
-        lanes[1] += (found.graph @ kv + dkv.sum()) / ruler.prices.fetch_rate()
-        lanes[2] += found.kv_written @ kv / ruler.prices.evict_rate()
+        work[FETCH] += (found.graph @ kv + dkv.sum()) / ruler.prices.fetch_rate()
+        work[EVICT] += found.kv_written @ kv / ruler.prices.evict_rate()
     if frames.kv_goes_home(role):
-        lanes[1] += kv.sum() / ruler.prices.fetch_rate()
-        lanes[2] += kv.sum() / ruler.prices.evict_rate()
-    return lanes
+        work[FETCH] += kv.sum() / ruler.prices.fetch_rate()
+        work[EVICT] += kv.sum() / ruler.prices.evict_rate()
+    return work
 
 
 def _moved(frames: Frames, part: Part, found: Cells) -> Array:
@@ -101,19 +111,16 @@ def _boundaries(frames: Frames) -> Array:
     fetched = graphs + 3 * (groups - 1) * whole - skipped * several
     fetched = fetched + rebuilt * (whole - row[-1] * (frames.kept.graphs == 0))
     evicted = graphs + 2 * (groups - 1) * whole
-    saves = np.array([spec.saves_input for spec in ruler.model.layers], dtype=np.float64)
-    inside, _ = frames.cuts.inside(saves)
-    inputs = frames.kept.graphs * row[0] * inside
+    inputs = frames.kept.graphs * frames.cell_inputs.sum(axis=1, keepdims=True)
     moved = [np.stack([x, np.zeros_like(x), inputs], axis=1) for x in (fetched, evicted)]
     return np.stack(moved, axis=1)
 
 
 def _outside(frames: Frames) -> Array:
-    """[K, F]: embedding, head, zeroing dK, dV."""
+    """[K, F]: embedding and head."""
     ruler, several = frames.ruler, frames.cuts.counts > 1
     once, last = ruler.embed.sum(), ruler.embed[-1]
     passes = 2 * once - last * (frames.last_graphs == 0) * ~several
     if not frames.schedule.kv_kept:
         passes = passes + (once - last * (frames.kept.graphs == 0)) * several
-    fixed = ruler.head.sum() + ruler.embed_backward.sum() + ruler.clear
-    return np.asarray(passes + fixed)
+    return np.asarray(passes + ruler.head.sum() + ruler.embed_backward.sum())

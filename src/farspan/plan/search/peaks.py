@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from farspan.plan.price.evaluate import INPUT_BYTES
+from farspan.plan.program import Kind
 from farspan.plan.search.bound import ON_HOST, Frames, spread
 from farspan.plan.search.roles import Role
 from farspan.plan.search.ruler import Array
@@ -42,6 +43,37 @@ def peaks(frames: Frames) -> Peaks:
     fullest = np.maximum.reduceat(device, groups.at), np.maximum.reduceat(host, groups.at)
     held = [[[states.optimizer_on_host]] for states in frames.cuts.held]
     return Peaks(fullest[0] + fixed(frames), fullest[1] + np.array(held))
+
+
+def parts(frames: Frames, tiers: tuple[Tier, ...]) -> dict[Tier, dict[Kind, float]]:
+    """Bytes of each kind on each tier, slots left out, in the fullest phase of a single schedule
+    with these tiers for x, attention and activations."""
+    kept, kv_tier = _kept(frames)[..., 0], frames.schedule.kv
+    own, gradients, waiting = (column[:, 0] for column in _kv(frames))
+    still = np.zeros_like(own)
+    opened = _open(frames)[:, 0] if frames.schedule.attention_open else still
+    away = own * frames.kv_goes_home(Role.TOP) * ~frames.cuts.groups.is_last[:, 0]
+    home = kv_tier if kv_tier is Tier.HOST else frames.schedule.kv_home
+    found = {}
+    for tier in Tier:
+        at = [of is tier for of in tiers]
+        kv = own * (kv_tier is tier) + waiting * (home is tier)
+        first = {
+            Kind.X: kept[:, 0] * at[0],
+            Kind.KV: kv + away * (tier is Tier.HOST),
+            Kind.DKV: still,
+            Kind.ATTENTION: kept[:, 1] * at[1],
+            Kind.ACTIVATIONS: kept[:, 2] * at[2],
+        }
+        backward = first | {
+            Kind.KV: kv,
+            Kind.DKV: gradients * (kv_tier is tier),
+            Kind.ATTENTION: (kept[:, 1] + opened) * at[1],
+        }
+        totals = np.stack([sum(first.values(), still), sum(backward.values(), still)])
+        phase, group = np.unravel_index(totals.argmax(), totals.shape)
+        found[tier] = {kind: float(size[group]) for kind, size in (first, backward)[phase].items()}
+    return found
 
 
 # -- phases ------------------------------------------------------------------------------------
@@ -96,8 +128,7 @@ def _kept(frames: Frames) -> Array:
     cells = np.where(covered, sums.narrow[end], sums.wide[end]) * kept.graphs
     # The top layer's cell holds its O; in a last group of one layer none is kept.
     cells = cells + (sums.wide[layers] - sums.wide[end]) * graphs * is_last
-    each = np.array([spec.saves_input for spec in ruler.model.layers], dtype=np.float64)
-    _, inputs = frames.cuts.inside(ruler.x_row() * ruler.sizes[0] * each)
+    inputs = np.cumsum(frames.cell_inputs, axis=1)[groups.cut[:, None], groups.stop - 1]
     return np.stack([x, attention, cells + inputs * kept.graphs], axis=1)
 
 
@@ -144,21 +175,31 @@ def momentary(frames: Frames) -> Array:
 
 def device_slots(frames: Frames) -> Array:
     """[K, F, T]: device buffers that serve any layer, for what is on host."""
-    ruler, chunk, kept = frames.ruler, frames.ruler.sizes[0], frames.kept
+    ruler, chunk = frames.ruler, frames.ruler.sizes[0]
     layers, many = ruler.model.layers, frames.cuts.counts > 1
-    graphs = np.maximum(frames.last_graphs, kept.graphs * many)
     pair = min(2, len(ruler.chunks))
     x = np.where(many, 2 * pair, np.minimum(pair, frames.last_graphs)) * ruler.x_row() * chunk
     row = max(ruler.attention_row(spec) for spec in layers)
-    cell = max(ruler.cell_bytes(spec, with_attention=False) for spec in layers)
     attention = _attention_slots(frames) * row * chunk
-    free = np.stack([x, attention, 2.0 * cell * (graphs > 1)], axis=1)
+    free = np.stack([x, attention, _cell_slots(frames)], axis=1)
     size = spread(free, ON_HOST)
     if frames.schedule.kv is Tier.HOST:
         block = min(frames.schedule.kv_block, ruler.run.tokens) * (len(ruler.chunks) > 1)
         kv, dkv = max(map(ruler.kv_row, layers)), max(map(ruler.dkv_row, layers))
         size = size + (chunk + 2 * block) * kv + (chunk + block) * dkv
     return np.asarray(size)
+
+
+def _cell_slots(frames: Frames) -> Array:
+    """[K, F]: two, taken in turn by the layers that keep cells, each for the greediest of all."""
+    kept, sums, layers = frames.kept, frames.ruler.sums, len(frames.ruler.model.layers)
+    narrow, wide = np.diff(sums.narrow), np.diff(sums.wide)
+    # The top layer's O is in its cell.
+    narrow[-1] = wide[-1]
+    largest = [(cell + frames.cell_inputs).max(axis=1, keepdims=True) for cell in (narrow, wide)]
+    keeping = layers - frames.cuts.last * (frames.last_graphs == 0)
+    slots = np.minimum(2, keeping) * (kept.graphs > 0)
+    return np.asarray(slots * np.where(kept.attention >= kept.graphs, *largest))
 
 
 def _attention_slots(frames: Frames) -> Array:

@@ -9,7 +9,8 @@ from farspan.plan.question import Plan, Question
 from farspan.plan.reason import breaks_first, reason_of, remedy_of
 from farspan.plan.search import quick
 from farspan.plan.search.alpha import with_alpha
-from farspan.plan.search.best_first import search
+from farspan.plan.search.best_first import gap, search
+from farspan.plan.search.estimate import plan_of
 from farspan.plan.search.room import roomiest, states_do_not_fit
 from farspan.plan.search.space import MOST_CELLS, thriftiest, whole_space
 from farspan.plan.strategies import STRATEGIES, strategy
@@ -23,7 +24,7 @@ MOST_NAMED = 4 * MOST_CELLS  # cells of a strategy whose chunk is its own
 
 
 def best_plan(
-    question: Question, strategies: Sequence[str] | None = None, seconds: float = 15.0
+    question: Question, strategies: Sequence[str] | None = None, seconds: float = 6.0
 ) -> Plan:
     """The fastest plan that fits, the others as its alternatives.
 
@@ -36,6 +37,7 @@ def best_plan(
     plans.sort(key=_order)
     best, others = plans[0], tuple(plans[1:])
     if not best.fits:
+        best = evaluate(question, best.strategy, best.schedule)
         return replace(
             best,
             reason=breaks_first(best),
@@ -53,12 +55,15 @@ def longest_contexts(
     """By strategy, the plan at the longest context that fits; a strategy that fits none is left
     out. Contexts are found to within 1 / 64 of themselves."""
     refuse_layout(question)
-    found = {}
+    found: dict[str, Plan] = {}
     for name in strategies or STRATEGIES:
         tokens = _longest(question, name)
         while tokens >= LEAST:
             asked = _at(question, tokens)
-            plan = evaluate(asked, name, _thrifty(asked, name))
+            schedule = _thrifty(asked, name)
+            # Of `grouped` it may be another strategy's, whose program was built already.
+            known = (p for p in found.values() if (p.question, p.schedule) == (asked, schedule))
+            plan = next(known, None) or evaluate(asked, name, schedule)
             if plan.fits:
                 found[name] = _searched(asked, [plan], seconds) if name == GROUPED else plan
                 break
@@ -79,10 +84,8 @@ def _remedy(plan: Plan, strategies: Sequence[str] | None) -> str:
 
 def fits(question: Question, strategies: Sequence[str] | None = None) -> bool:
     """Does any schedule of these strategies fit, by a close look at the thriftiest of each?"""
-    if states_do_not_fit(question):
-        return False
     names = [GROUPED] if strategies is None else strategies
-    return any(min(quick.left(question, _thrifty(question, name))) >= 0 for name in names)
+    return any(_fitting(question, name) is not None for name in names)
 
 
 def named_schedule(question: Question, name: str, most: int = MOST_CELLS) -> Schedule:
@@ -104,9 +107,7 @@ def _plans(question: Question, names: Sequence[str], seconds: float) -> list[Pla
             known = ", ".join(STRATEGIES)
             raise Refused(f"strategy: {name!r} is not known; expected one of {known}")
     plans = [
-        evaluate(question, name, named_schedule(question, name))
-        for name in names
-        if name != GROUPED
+        plan_of(question, name, named_schedule(question, name)) for name in names if name != GROUPED
     ]
     if GROUPED in names:
         plans.append(_searched(question, plans, seconds))
@@ -114,18 +115,12 @@ def _plans(question: Question, names: Sequence[str], seconds: float) -> list[Pla
 
 
 def _searched(question: Question, others: Sequence[Plan], seconds: float) -> Plan:
-    """The best of the whole space. It has the fastest of the others to beat, or where none fits
-    the thriftiest schedule: so that a search that ends before its time has an answer if there is
-    one."""
-    fitting = [plan for plan in others if plan.fits]
-    if not fitting:
-        thrifty = evaluate(question, GROUPED, _thrifty(question, GROUPED))
-        fitting = [thrifty] if thrifty.fits else []
-    known = min(fitting, key=_order) if fitting else None
+    """The best of the whole space, which has the fastest of the others to beat; where none is found
+    the thriftiest schedule, which fits if any does."""
+    known = min((plan for plan in others if plan.fits), key=_order, default=None)
     outcome = search(question, whole_space(question), seconds, known)
-    if outcome.best is None:
-        return thrifty
-    return replace(outcome.best, strategy=GROUPED, gap=outcome.gap)
+    best = outcome.best or plan_of(question, GROUPED, _thrifty(question, GROUPED))
+    return replace(best, strategy=GROUPED, gap=gap(best, outcome.lowest) if best.fits else 0.0)
 
 
 def _order(plan: Plan) -> tuple[bool, float]:
@@ -140,16 +135,18 @@ def _at(question: Question, tokens: int) -> Question:
 def _longest(question: Question, name: str) -> int:
     """The longest context of one strategy, 0 if it fits none: doubled until it does not fit, then
     halved in between."""
-    known: list[Schedule] = []
+    known: Schedule | None = None
 
     def fits_at(tokens: int) -> bool:
+        nonlocal known
         asked = _at(question, tokens)
-        # What was thriftiest at another length often fits here: then no other need be looked for.
-        is_free = name == GROUPED and bool(known) and known[-1].chunk <= tokens
-        if is_free and min(quick.left(asked, known[-1])) >= 0:
+        # What fits at another length often fits here: then no other need be looked for.
+        is_free = name == GROUPED and known is not None and known.chunk <= tokens
+        if is_free and known is not None and quick.fits(asked, known):
             return True
-        known.append(_thrifty(asked, name))
-        return min(quick.left(asked, known[-1])) >= 0
+        found = _fitting(asked, name)
+        known = found or known
+        return found is not None
 
     if not fits_at(LEAST):
         return 0
@@ -162,12 +159,27 @@ def _longest(question: Question, name: str) -> int:
     return low
 
 
+def _fitting(question: Question, name: str) -> Schedule | None:
+    """A schedule of a strategy that fits by a close look, if one of its thriftiest does."""
+    if states_do_not_fit(question):
+        return None
+    found = (s for s in _candidates(question, name) if quick.fits(question, s))
+    return next(found, None)
+
+
 def _thrifty(question: Question, name: str) -> Schedule:
-    """The schedule of a strategy that takes the least memory; only `grouped` has a choice."""
+    """The schedule of a strategy that takes the least memory by a close look."""
+    candidates = _candidates(question, name)
+    if len(candidates) == 1:
+        return candidates[0]
+    return max(candidates, key=lambda schedule: min(quick.left(question, schedule)))
+
+
+def _candidates(question: Question, name: str) -> list[Schedule]:
+    """Those of a strategy's schedules that take the least memory; only `grouped` has a choice."""
     if name != GROUPED:
-        return named_schedule(question, name, MOST_NAMED)
+        return [named_schedule(question, name, MOST_NAMED)]
     candidates = roomiest(question, thriftiest(question), CANDIDATES)
     # Every strategy is a point of the space; some have chunks finer than those that are searched.
     others = [other for other in STRATEGIES if other != GROUPED]
-    candidates += [named_schedule(question, other, MOST_NAMED) for other in others]
-    return max(candidates, key=lambda schedule: min(quick.left(question, schedule)))
+    return candidates + [named_schedule(question, other, MOST_NAMED) for other in others]

@@ -12,12 +12,13 @@ from itertools import pairwise
 from farspan.plan.build import build_program
 from farspan.plan.cell.transient import Walk
 from farspan.plan.grid import chunk_ranges
-from farspan.plan.price.collectives import exchange_bytes, fsdp_ranks
+from farspan.plan.price.collectives import fsdp_ranks
 from farspan.plan.price.local import local_run
 from farspan.plan.price.states import gradient_bytes
 from farspan.plan.question import Question
-from farspan.plan.search.bound import frames_of, tiers_of
-from farspan.plan.search.peaks import momentary, peaks
+from farspan.plan.search.bound import Frames, frames_of, tiers_of
+from farspan.plan.search.peaks import momentary
+from farspan.plan.search.room import limits, room, taken
 from farspan.spec import Schedule, Tier
 
 Chunks = tuple[tuple[int, int], ...]
@@ -26,20 +27,30 @@ Chunks = tuple[tuple[int, int], ...]
 def left(question: Question, schedule: Schedule) -> tuple[int, int]:
     """Bytes to spare on the device and on its share of the host, negative where it is too much."""
     frames = frames_of(question, schedule)
-    ruler, own, kept = frames.ruler, frames.schedule, frames.kept
-    found, tiers = peaks(frames), tiers_of(schedule)
+    found, tiers = taken(frames), tiers_of(schedule)
     device, host = float(found.device[0, 0, tiers]), float(found.host[0, 0, tiers])
-    telling = latest(kept.chunks, int(kept.attention[0]), int(kept.graphs[0]))
-    cells = transient(ruler.question, own, telling)
     held = frames.cuts.held[0]
-    gradients = held.gradients + max(0, held.accumulators + cells)
-    device += exchange_bytes(ruler.question, own.chunk) + gradients - momentary(frames)[0, 0]
-    machine = question.machine
-    if machine.unified:
-        spare = int(machine.host_bytes - device - host)
-        return spare, spare
-    share = machine.host_bytes // min(machine.devices, question.layout.devices())
-    return int(machine.device_bytes - device), int(share - host)
+    gradients = held.gradients + max(0, held.accumulators + cells(frames))
+    device += gradients - momentary(frames)[0, 0]
+    first, second = limits(question)
+    if question.machine.unified:
+        return int(first - device - host), int(first - device - host)
+    return int(first - device), int(second - host)
+
+
+def fits(question: Question, schedule: Schedule) -> bool:
+    """Does it, by its bounds and then by all that is left?"""
+    frames = frames_of(question, schedule)
+    found, tiers = taken(frames), tiers_of(schedule)
+    free = room(question, found.device[..., tiers], found.host[..., tiers])
+    return bool(free.min() >= 0) and min(left(question, schedule)) >= 0
+
+
+def cells(frames: Frames) -> int:
+    """Bytes that cells of a single schedule hold for a moment, as `transient_bytes`."""
+    kept = frames.kept
+    telling = latest(kept.chunks, int(kept.attention[0]), int(kept.graphs[0]))
+    return transient(frames.ruler.question, frames.schedule, telling)
 
 
 def latest(chunks: int, attention: int, graphs: int) -> tuple[tuple[int, bool, bool], ...]:

@@ -88,7 +88,7 @@ class Cells:
 
 def _counts(*masks: Mask) -> Counts:
     """How many of the masks hold."""
-    return np.asarray(np.sum(np.stack(masks), axis=0, dtype=np.float64))
+    return np.asarray(sum(masks, np.zeros(masks[0].shape)))
 
 
 def cells(role: Role, schedule: Schedule, choices: Kept) -> Cells:

@@ -38,11 +38,17 @@ class Lane:
     compute: Array
     fetch: Array
     evict: Array
+    collective: Array
+    host: Array
 
     def total(self, counts: Array, choices: Kept) -> Array:
-        """[3, F]: compute, fetch, evict of cells that run `counts` [F, spans] times."""
-        lanes = (self.compute, self.fetch, self.evict)
+        """[5, F]: each of cells that run `counts` [F, spans] times."""
+        lanes = (self.compute, self.fetch, self.evict, self.collective, self.host)
         return np.stack([counts @ choices.over(lane) for lane in lanes])
+
+    def seconds(self) -> float:
+        """Of the cells of all chunks, copies left out."""
+        return float((self.compute + self.collective + self.host).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +203,9 @@ class Ruler:
 
 def _lane(costs: list[Cost]) -> Lane:
     return Lane(
-        np.array([cost.compute + cost.collective + cost.host for cost in costs]),
+        np.array([cost.compute for cost in costs]),
         np.array([cost.fetch for cost in costs]),
         np.array([cost.evict for cost in costs]),
+        np.array([cost.collective for cost in costs]),
+        np.array([cost.host for cost in costs]),
     )

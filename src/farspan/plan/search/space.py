@@ -6,6 +6,7 @@ gone, so it may be larger by what they took. A cut is tapered when each group ta
 the lowest level that holds all layers; no other cut into G groups has a lower one.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -122,45 +123,24 @@ def even(layers: int, groups: int) -> tuple[int, ...]:
 
 def tapered(model: ModelSpec, groups: int) -> tuple[int, ...]:
     """The cut into `groups` whose fullest backward holds the fewest bytes a token: of boundaries
-    below and the group's own K, V, dK, dV."""
-    levels = sorted(
-        {_level(model, groups, i, size) for i in range(groups) for size in _sizes(model)}
-    )
-    low, high = 0, len(levels) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if sum(_fitting(model, groups, levels[middle])) >= len(model.layers):
-            high = middle
-        else:
-            low = middle + 1
-    sizes = _fitting(model, groups, levels[low])
-    surplus = sum(sizes) - len(model.layers)
+    below, the gradient of the group's output unless that is the head's, and the group's own K, V,
+    dK, dV."""
+    layer, layers = model.layers[0], len(model.layers)
+    boundary = model.hidden * model.element_bytes
+    own = layer.kv_elements() * (model.element_bytes + model.accumulate_bytes())
+    below = [(i + (i < groups - 1)) * boundary for i in range(groups)]
+
+    def fitting(level: int) -> list[int]:
+        """The largest groups under a level, at least a layer each."""
+        return [min(layers, max(1, (level - size) // own)) for size in below]
+
+    levels = sorted({size + count * own for size in below for count in range(1, layers + 1)})
+    lowest = bisect_left(levels, True, key=lambda level: sum(fitting(level)) >= layers)
+    sizes = fitting(levels[lowest])
+    surplus = sum(sizes) - layers
     # The last groups recompute the most: they give back what is too much.
     for index in reversed(range(groups)):
         less = min(surplus, sizes[index] - 1)
         sizes[index] -= less
         surplus -= less
     return tuple(sizes)
-
-
-def _sizes(model: ModelSpec) -> range:
-    return range(1, len(model.layers) + 1)
-
-
-def _level(model: ModelSpec, groups: int, index: int, size: int) -> int:
-    """Bytes a token while group `index` of this size runs backward: the boundaries
-    below it, its output's gradient unless that is the head's, and its own K, V, dK, dV."""
-    layer = model.layers[0]
-    boundary = model.hidden * model.element_bytes
-    own = layer.kv_elements() * (model.element_bytes + model.accumulate_bytes())
-    is_last = index == groups - 1
-    return (index + (not is_last)) * boundary + size * own
-
-
-def _fitting(model: ModelSpec, groups: int, level: int) -> list[int]:
-    """The largest groups under a level, at least a layer each."""
-    most = len(model.layers)
-    return [
-        max([1, *(size for size in range(1, most + 1) if _level(model, groups, i, size) <= level)])
-        for i in range(groups)
-    ]
