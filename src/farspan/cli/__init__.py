@@ -31,6 +31,10 @@ COMMANDS = {
         "farspan.cli.calibrate",
         "Measure this machine and write the file that plans for it read.",
     ),
+    "memory": (
+        "farspan.cli.memory",
+        "Trace a step's memory, plan addresses for it, compare allocators on it.",
+    ),
 }
 
 

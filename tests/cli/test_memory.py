@@ -1,0 +1,50 @@
+"""`farspan memory`: a group whose commands are imported when they are called."""
+
+import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from farspan import cli
+from farspan.cli import memory
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_help_of_the_group_names_every_command() -> None:
+    result = CliRunner().invoke(cli.app, ["memory", "--help"])
+    assert result.exit_code == 0
+    for name in memory.COMMANDS:
+        assert name in result.output
+
+
+@pytest.mark.parametrize("name", memory.COMMANDS)
+def test_help_of_the_group_says_what_each_command_says(name: str) -> None:
+    module, words = memory.COMMANDS[name]
+    if find_spec(module) is None:
+        pytest.skip(f"{module} is not there")
+    command = typer.main.get_command(import_module(module).app)
+    assert command.name == name
+    assert (command.help or "").splitlines()[0] == words
+
+
+def test_help_imports_no_command() -> None:
+    script = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "src")!r})
+from typer.testing import CliRunner
+from farspan import cli
+assert CliRunner().invoke(cli.app, ["memory", "--help"]).exit_code == 0
+print([name for name in sys.modules if name.startswith("farspan.cli.memory_")])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_an_unknown_command_is_refused() -> None:
+    assert CliRunner().invoke(cli.app, ["memory", "trise"]).exit_code == 2
