@@ -7,7 +7,9 @@ Attention alone looks further: a device's heads see all N tokens, so its pairs a
 tokens of the whole sequence and divided by P.
 """
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 from farspan.plan.price.collectives import Collectives
 from farspan.plan.program import (
@@ -58,11 +60,21 @@ def rates_of(question: Question) -> Rates:
 
 
 @dataclass(slots=True)
+class _Tariff:
+    """The prices of one kind of instruction."""
+
+    decides: Callable[[Any], Hashable]  # instructions that are alike in this cost the same
+    price: Callable[[Any], Cost]
+    known: dict[Hashable, Cost] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Prices:
     """Prices the instructions of one device's program.
 
     `together`: both directions of the link are in use, so its rates are those of both at once.
-    Equal layers at the same chunk cost the same and are priced once.
+    Equal layers at the same chunk cost the same and are priced once. What a tariff's `decides`
+    leaves out, such as the names of buffers, costs nothing.
     """
 
     question: Question
@@ -71,63 +83,60 @@ class Prices:
     rates: Rates = field(init=False)
     collectives: Collectives = field(init=False)
     _classes: list[int] = field(init=False)
-    _known: dict[tuple[object, ...], Cost] = field(init=False, default_factory=dict)
+    _sizes: list[int] = field(init=False)
+    _tariffs: dict[type[Instruction], _Tariff] = field(init=False)
 
     def __post_init__(self) -> None:
         self.rates = rates_of(self.question)
         self.collectives = Collectives(self.question)
         seen: dict[LayerSpec, int] = {}
         self._classes = [seen.setdefault(spec, len(seen)) for spec in self.program.model.layers]
+        self._sizes = [stop - start for start, stop in self.program.chunks]
+        self._tariffs = self._all_tariffs()
+
+    def _all_tariffs(self) -> dict[type[Instruction], _Tariff]:
+        classes, sizes, buffers = self._classes, self._sizes, self.program.buffers
+
+        def forward(i: Forward) -> Hashable:
+            put_away = i.kept, i.write_kv is not None, i.attention is not None
+            return classes[i.layer], i.chunk, i.mode, put_away
+
+        def copy(i: Fetch | Evict) -> Hashable:
+            source, target = buffers[i.source], buffers[i.target]
+            layer = min(max(source.layer, target.layer), len(classes) - 1)
+            return source.kind, classes[layer], sizes[i.chunk]
+
+        return {
+            Forward: _Tariff(forward, self._forward),
+            Backward: _Tariff(lambda i: (classes[i.layer], i.chunk), self._backward),
+            Fetch: _Tariff(copy, self._fetch),
+            Evict: _Tariff(copy, self._evict),
+            Head: _Tariff(lambda i: sizes[i.chunk], self._head),
+            Embed: _Tariff(lambda i: sizes[i.chunk], self._embed),
+            EmbedBackward: _Tariff(lambda i: sizes[i.chunk], self._embed_backward),
+            Clear: _Tariff(lambda i: i.buffer, self._clear),
+        }
 
     def of(self, instruction: Instruction) -> Cost:
         """What the instruction costs."""
-        key = self._key(instruction)
-        if key is None:
+        tariff = self._tariffs.get(type(instruction))
+        if tariff is None:
             return NOTHING
-        if key not in self._known:
-            self._known[key] = self._price(instruction)
-        return self._known[key]
+        key = tariff.decides(instruction)
+        cost = tariff.known.get(key)
+        if cost is None:
+            cost = tariff.known[key] = tariff.price(instruction)
+        return cost
 
-    def _key(self, i: Instruction) -> tuple[object, ...] | None:
-        match i:
-            case Forward():
-                put_away = i.kept, i.write_kv is not None, i.attention is not None
-                return Forward, self._classes[i.layer], i.chunk, i.mode, put_away
-            case Backward():
-                return Backward, self._classes[i.layer], i.chunk
-            case Fetch(source, target, chunk) | Evict(source, target, chunk):
-                buffers = self.program.buffers
-                layer = max(buffers[source].layer, buffers[target].layer)
-                place = self._classes[min(layer, len(self._classes) - 1)]
-                return type(i), buffers[source].kind, place, self._tokens(chunk)
-            case Head() | Embed() | EmbedBackward():
-                return type(i), self._tokens(i.chunk)
-            case Clear(buffer):
-                return Clear, self.program.buffers[buffer].bytes, self.program.buffers[buffer].tier
-            case _:
-                return None
+    # -- copies ----------------------------------------------------------------------------------
 
-    def _price(self, i: Instruction) -> Cost:
-        match i:
-            case Forward():
-                return self._forward(i)
-            case Backward():
-                return self._backward(i)
-            case Fetch(source, target, chunk) | Evict(source, target, chunk):
-                size = copied_bytes(self.program, source, target, chunk)
-                if isinstance(i, Fetch):
-                    return Cost(fetch=size / self.fetch_rate())
-                return Cost(evict=size / self.evict_rate())
-            case Head(chunk, gradient):
-                return Cost(compute=self._head(self._tokens(chunk), gradient))
-            case Embed(chunk):
-                return Cost(compute=self._moved(2 * self._hidden_bytes(chunk)))
-            case EmbedBackward(chunk):
-                return Cost(compute=self._embed_backward(chunk))
-            case Clear(buffer):
-                return self._clear(buffer)
-            case _:
-                return NOTHING
+    def _fetch(self, i: Fetch) -> Cost:
+        size = copied_bytes(self.program, i.source, i.target, i.chunk)
+        return Cost(fetch=size / self.fetch_rate())
+
+    def _evict(self, i: Evict) -> Cost:
+        size = copied_bytes(self.program, i.source, i.target, i.chunk)
+        return Cost(evict=size / self.evict_rate())
 
     # -- cells -----------------------------------------------------------------------------------
 
@@ -226,7 +235,11 @@ class Prices:
 
     # -- stages outside the layers ---------------------------------------------------------------
 
-    def _head(self, tokens: int, gradient: bool) -> float:
+    def _embed(self, i: Embed) -> Cost:
+        return Cost(compute=self._moved(2 * self._hidden_bytes(i.chunk)))
+
+    def _head(self, i: Head) -> Cost:
+        tokens, gradient = self._tokens(i.chunk), i.gradient
         model, rows = self.program.model, self.program.run.batch * tokens
         piece = min(self.program.schedule.head_tokens, tokens) * self.program.run.batch
         flop = 2.0 * piece * model.hidden * model.vocab
@@ -241,7 +254,7 @@ class Prices:
             seconds += self._moved(
                 rows / piece * model.hidden * model.vocab * self._gradient_traffic()
             )
-        return seconds
+        return Cost(compute=seconds)
 
     def _logit(self, gradient: bool) -> float:
         """Seconds of one logit's cross-entropy, with its gradient or without."""
@@ -253,18 +266,17 @@ class Prices:
         # log_softmax reads and writes; its gradient is zeroed, read with the output, and written.
         return self._moved(6 * wide + cast if gradient else 2 * wide + cast // 2)
 
-    def _embed_backward(self, chunk: int) -> float:
+    def _embed_backward(self, i: EmbedBackward) -> Cost:
         model = self.program.model
         if not model.outer_trainable():
-            return 0.0
+            return NOTHING
         dense = model.vocab * model.hidden
         zeroed = dense * model.element_bytes
-        return self._moved(
-            zeroed + dense * self._gradient_traffic() + 3 * self._hidden_bytes(chunk)
-        )
+        moved = zeroed + dense * self._gradient_traffic() + 3 * self._hidden_bytes(i.chunk)
+        return Cost(compute=self._moved(moved))
 
-    def _clear(self, name: str) -> Cost:
-        buffer = self.program.buffers[name]
+    def _clear(self, i: Clear) -> Cost:
+        buffer = self.program.buffers[i.buffer]
         if buffer.tier is Tier.DEVICE:
             return Cost(compute=self._moved(buffer.bytes))
         machine = self.question.machine
@@ -344,8 +356,7 @@ class Prices:
         return model.element_bytes + 2 * model.accumulate_bytes()
 
     def _tokens(self, chunk: int) -> int:
-        start, stop = self.program.chunks[chunk]
-        return stop - start
+        return self._sizes[chunk]
 
     def _span(self, chunk: int) -> tuple[int, int]:
         """The chunk in tokens of the whole sequence."""

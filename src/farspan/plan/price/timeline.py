@@ -14,7 +14,10 @@ the first block and cannot end before the last has come.
 With `overlap=False` there is one lane: that is what a copy on the computing stream does.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
 
 from farspan.plan.price.seconds import Cost, Prices
 from farspan.plan.program import (
@@ -30,11 +33,11 @@ from farspan.plan.program import (
     Instruction,
     Load,
     LoadGradient,
-    Program,
     Store,
     StoreGradient,
 )
 
+SLOT = -1  # the one place of a slot
 PREFETCHED = 2  # blocks of the prefix that slots can hold ahead of the computation
 
 
@@ -71,114 +74,153 @@ class _Lanes:
 
 
 @dataclass(slots=True)
+class _Held:
+    """A buffer from its Allocate on."""
+
+    buffer: Buffer
+    is_slot: bool
+    free: float  # since when its addresses are
+    used: float = 0.0  # until when somebody reads or writes it
+    whole: float = 0.0  # when any chunk of it was last written
+    places: dict[int, "_Place"] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a buffer holds a chunk; a slot is one place, whatever it holds."""
+
+    held: _Held
+    written: float = 0.0  # when its content was last written
+    read: float = 0.0  # when that was last read
+
+    def write(self, end: float) -> None:
+        held = self.held
+        self.written = end
+        if end > held.whole:
+            held.whole = end
+        if end > held.used:
+            held.used = end
+
+    def keep(self, end: float) -> None:
+        """The content is read until then."""
+        held = self.held
+        if end > self.read:
+            self.read = end
+        if end > held.used:
+            held.used = end
+
+
+@dataclass(slots=True)
 class _Clock:
-    """Walks a program.
+    """Walks a program, whose instructions have these costs."""
 
-    `written` and `read` say when the content of a place, (buffer, chunk) or a slot, was last
-    written and last read; `whole` the former for any chunk of a buffer.
-    """
-
-    program: Program
     prices: Prices
+    costs: list[Cost]
     lanes: _Lanes = field(default_factory=_Lanes)
-    written: dict[tuple[str, int], float] = field(default_factory=dict)
-    read: dict[tuple[str, int], float] = field(default_factory=dict)
-    whole: dict[str, float] = field(default_factory=dict)
+    held: dict[str, _Held] = field(default_factory=dict)
+    freed: list[_Held] = field(default_factory=list)
     gathered: tuple[int, ...] = ()
     last_start: float = 0.0
     ready: dict[int, float] = field(default_factory=dict)
-    used: dict[str, float] = field(default_factory=dict)  # until when, by buffer
-    free: dict[str, float] = field(default_factory=dict)  # since when its addresses are
-    freed: list[Buffer] = field(default_factory=list)
     spans: list[Span] | None = None  # filled when somebody wants to look
     index: int = 0
 
     def run(self) -> float:
-        for index, instruction in enumerate(self.program.instructions):
+        steps: dict[type[Instruction], Callable[[Any, Cost], None]] = {
+            Allocate: self._allocate,
+            Free: self._free,
+            Clear: self._clear,
+            Fetch: self._fetch,
+            Evict: self._evict,
+            Load: self._load,
+            LoadGradient: self._load,
+            Store: self._store,
+            StoreGradient: self._store,
+            Forward: self._forward,
+            Backward: self._backward,
+            Close: self._close,
+        }
+        instructions = self.prices.program.instructions
+        for index, (i, cost) in enumerate(zip(instructions, self.costs, strict=True)):
             self.index = index
-            match instruction:
-                case Allocate(name):
-                    self._allocate(self.program.buffers[name])
-                case Free(name):
-                    self.freed.append(self.program.buffers[name])
-                case _:
-                    self._issue(instruction, self.prices.of(instruction))
+            steps.get(type(i), self._stage)(i, cost)
         lanes = self.lanes
         return max(lanes.compute, lanes.fetch, lanes.evict, lanes.collective)
 
-    def _issue(self, i: Instruction, cost: Cost) -> None:
-        match i:
-            case Fetch(source, target, chunk):
-                start = self._copied(self.lanes.fetch, source, target, chunk)
-                self.lanes.fetch = self._copy("fetch", start, cost.fetch, i)
-            case Evict(source, target, chunk):
-                start = self._copied(self.lanes.evict, source, target, chunk)
-                self.lanes.evict = self._copy("evict", start, cost.evict, i)
-            case Forward():
-                names = [i.attention] if i.write_kv is None else [i.attention, i.write_kv]
-                self._cell(i, cost, (i.prefix,), [name for name in names if name is not None])
-            case Backward():
-                names = [i.own_kv, i.own_dkv, i.attention, i.activations]
-                self._cell(
-                    i, cost, (i.prefix, i.accumulator), [name for name in names if name is not None]
-                )
-            case Load(_, chunk, buffer) | LoadGradient(_, chunk, buffer):
-                self._compute(cost, [(buffer, chunk)], [])
-            case Store(_, chunk, buffer) | StoreGradient(_, chunk, buffer):
-                self._compute(cost, [], [(buffer, chunk)])
-            case Clear(buffer):
-                self._compute(cost, [], [], self.free[buffer])
-                self._write((buffer, -1), self.lanes.compute)
-            case Close(group):
-                lane = max(self.lanes.collective, self.lanes.compute)
-                self.lanes.collective = lane + self.prices.reduce(group)
-            case _:
-                self._compute(cost, [], [])
+    # -- buffers and copies ---
 
-    def _allocate(self, buffer: Buffer) -> None:
+    def _allocate(self, i: Allocate, _: Cost) -> None:
         """The buffer's addresses are free when their last owner was used for the last time."""
-        self.free[buffer.name] = max(
-            (self.used.get(old.name, 0.0) for old in self.freed if _overlap(old, buffer)),
-            default=0.0,
-        )
+        buffer = self.prices.program.buffers[i.buffer]
+        owners = (old.used for old in self.freed if _overlap(old.buffer, buffer))
+        self.held[i.buffer] = _Held(buffer, buffer.layer < 0, max(owners, default=0.0))
 
-    def _copied(self, lane: float, source: str, target: str, chunk: int) -> float:
-        """Earliest start of a copy."""
-        here, there = self._place(source, chunk), self._place(target, chunk)
-        written = max(self.written.get(here, 0.0), self.written.get(there, 0.0))
-        return max(lane, written, self.read.get(there, 0.0), self.free[target])
+    def _free(self, i: Free, _: Cost) -> None:
+        self.freed.append(self.held[i.buffer])
 
-    def _copy(self, lane: str, start: float, seconds: float, i: Fetch | Evict) -> float:
+    def _clear(self, i: Clear, cost: Cost) -> None:
+        self._compute(cost, (), (), self.held[i.buffer].free)
+        self._place(i.buffer, SLOT).write(self.lanes.compute)
+
+    def _fetch(self, i: Fetch, cost: Cost) -> None:
+        self.lanes.fetch = self._copy("fetch", self.lanes.fetch, cost.fetch, i)
+
+    def _evict(self, i: Evict, cost: Cost) -> None:
+        self.lanes.evict = self._copy("evict", self.lanes.evict, cost.evict, i)
+
+    def _copy(self, lane: str, free: float, seconds: float, i: Fetch | Evict) -> float:
+        """When the copy ends; its lane is free from `free` on."""
         here, there = self._place(i.source, i.chunk), self._place(i.target, i.chunk)
+        start = max(free, here.written, there.written, there.read, there.held.free)
         end = start + seconds
-        self._read(here, end)
-        self._write(there, end)
+        here.keep(end)
+        there.write(end)
         self._note(lane, start, end)
         return end
+
+    def _place(self, name: str, chunk: int) -> _Place:
+        held = self.held[name]
+        where = SLOT if held.is_slot else chunk
+        place = held.places.get(where)
+        if place is None:
+            place = held.places[where] = _Place(held)
+        return place
 
     def _note(self, lane: str, start: float, end: float) -> None:
         if self.spans is not None and end > start:
             self.spans.append(Span(lane, start, end, self.index))
 
+    # -- cells ---
+
+    def _forward(self, i: Forward, cost: Cost) -> None:
+        self._cell(i, cost, (i.prefix,), (i.write_kv, i.attention, i.activations))
+
+    def _backward(self, i: Backward, cost: Cost) -> None:
+        touched = i.own_kv, i.own_dkv, i.attention, i.activations
+        self._cell(i, cost, (i.prefix, i.accumulator), touched)
+
     def _cell(
-        self, i: Forward | Backward, cost: Cost, prefixes: tuple[str, ...], touched: list[str]
+        self,
+        i: Forward | Backward,
+        cost: Cost,
+        names: tuple[str, ...],
+        touched: tuple[str | None, ...],
     ) -> None:
-        """A cell reads its prefix, and reads or writes its own places."""
+        """A cell reads its prefixes of these names, and reads or writes its own places."""
         self._gather(i.layer)
-        start = max([self.ready.get(i.layer, 0.0), *(self.whole.get(p, 0.0) for p in prefixes)])
-        places = [(name, i.chunk) for name in touched]
-        if isinstance(i, Forward) and i.activations is not None:
-            places.append((i.activations, i.chunk))
+        prefixes = [self.held[name] for name in names]
+        start = max(self.ready.get(i.layer, 0.0), *[prefix.whole for prefix in prefixes])
+        places = [self._place(name, i.chunk) for name in touched if name is not None]
         if cost.fetch or cost.evict:
             start = max(start, self._stream(i.chunk, cost, start))
         self._compute(cost, places, places, start)
         for prefix in prefixes:
-            self.used[prefix] = max(self.lanes.compute, self.lanes.evict)
+            prefix.used = max(self.lanes.compute, self.lanes.evict)
 
     def _stream(self, chunk: int, cost: Cost, earliest: float) -> float:
         """Earliest start of a cell whose prefix crosses the link block by block while it runs."""
-        schedule = self.program.schedule
-        blocks = max(1, -(-self.program.chunks[chunk][0] // schedule.kv_block))
+        program = self.prices.program
+        blocks = max(1, -(-program.chunks[chunk][0] // program.schedule.kv_block))
         one = cost.fetch / blocks
         lanes = self.lanes
         begin = max(lanes.fetch, earliest, lanes.compute - PREFETCHED * one)
@@ -190,11 +232,14 @@ class _Clock:
         self._note("evict", evicting, written)
         return max(begin + one, last_needed - cost.compute, written - cost.compute)
 
+    # -- collectives of a group ---
+
     def _gather(self, layer: int) -> None:
         """The layer's weights, cut over devices, are gathered once for all chunks of its pass."""
         if layer in self.gathered:
             return
-        first, stop = next(g for g in self.program.groups if g[0] <= layer < g[1])
+        groups = self.prices.program.groups
+        first, stop = next(g for g in groups if g[0] <= layer < g[1])
         if not any(first <= other < stop for other in self.gathered):
             self.gathered = ()
         self.gathered = (*self.gathered, layer)
@@ -203,37 +248,41 @@ class _Clock:
         self._note("collective", start, self.lanes.collective)
         self.ready[layer] = self.lanes.collective
 
+    def _close(self, i: Close, _: Cost) -> None:
+        start = max(self.lanes.collective, self.lanes.compute)
+        self.lanes.collective = start + self.prices.reduce(i.group)
+
+    # -- the computing lane ---
+
+    def _load(self, i: Load | LoadGradient, cost: Cost) -> None:
+        self._compute(cost, (self._place(i.buffer, i.chunk),), ())
+
+    def _store(self, i: Store | StoreGradient, cost: Cost) -> None:
+        self._compute(cost, (), (self._place(i.buffer, i.chunk),))
+
+    def _stage(self, _: Instruction, cost: Cost) -> None:
+        self._compute(cost, (), ())
+
     def _compute(
         self,
         cost: Cost,
-        reads: list[tuple[str, int]],
-        writes: list[tuple[str, int]],
+        reads: Sequence[_Place],
+        writes: Sequence[_Place],
         earliest: float = 0.0,
     ) -> None:
         start = max(self.lanes.compute, earliest)
-        for name, chunk in reads:
-            start = max(start, self.written.get(self._place(name, chunk), 0.0))
-        for name, chunk in writes:
-            start = max(start, self.read.get(self._place(name, chunk), 0.0), self.free[name])
+        for place in reads:
+            if place.written > start:
+                start = place.written
+        for place in writes:
+            start = max(start, place.read, place.held.free)
         end = start + cost.compute + cost.collective + cost.host
-        for name, chunk in reads:
-            self._read(self._place(name, chunk), end)
-        for name, chunk in writes:
-            self._write(self._place(name, chunk), end)
+        for place in reads:
+            place.keep(end)
+        for place in writes:
+            place.write(end)
         self.last_start, self.lanes.compute = start, end
         self._note("compute", start, end)
-
-    def _write(self, place: tuple[str, int], end: float) -> None:
-        self.written[place] = end
-        self.whole[place[0]] = max(end, self.whole.get(place[0], 0.0))
-        self.used[place[0]] = max(end, self.used.get(place[0], 0.0))
-
-    def _read(self, place: tuple[str, int], end: float) -> None:
-        self.read[place] = max(end, self.read.get(place, 0.0))
-        self.used[place[0]] = max(end, self.used.get(place[0], 0.0))
-
-    def _place(self, name: str, chunk: int) -> tuple[str, int]:
-        return (name, -1) if self.program.buffers[name].layer < 0 else (name, chunk)
 
 
 def _overlap(one: Buffer, other: Buffer) -> bool:
@@ -243,24 +292,25 @@ def _overlap(one: Buffer, other: Buffer) -> bool:
 
 def run_time(prices: Prices, *, overlap: bool) -> Timeline:
     """Seconds of one step of the program that `prices` prices."""
-    program = prices.program
-    costs = [prices.of(instruction) for instruction in program.instructions]
+    costs = _costs(prices)
     gathers = prices.gathers()
-    compute = sum(cost.compute for cost in costs)
-    fetch = sum(cost.fetch for cost in costs)
-    evict = sum(cost.evict for cost in costs)
-    collective = sum(cost.collective for cost in costs) + gathers
-    host = sum(cost.host for cost in costs)
-    if overlap:
-        total = _Clock(program, prices).run()
-    else:
-        total = compute + fetch + evict + collective + host
+    compute = sum(map(attrgetter("compute"), costs))
+    fetch = sum(map(attrgetter("fetch"), costs))
+    evict = sum(map(attrgetter("evict"), costs))
+    collective = sum(map(attrgetter("collective"), costs)) + gathers
+    host = sum(map(attrgetter("host"), costs))
+    in_line = compute + fetch + evict + collective + host
+    total = _Clock(prices, costs).run() if overlap else in_line
     return Timeline(total, compute, fetch, evict, collective, host)
 
 
 def spans(prices: Prices) -> tuple[Span, ...]:
     """What each lane does when, copies beside the computation."""
-    clock = _Clock(prices.program, prices, spans=[])
+    clock = _Clock(prices, _costs(prices), spans=[])
     clock.run()
     assert clock.spans is not None
     return tuple(clock.spans)
+
+
+def _costs(prices: Prices) -> list[Cost]:
+    return [prices.of(instruction) for instruction in prices.program.instructions]
