@@ -3,8 +3,11 @@
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from random import Random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from farspan.plan.grid import chunk_ranges
 from farspan.plan.price.evaluate import evaluate
@@ -13,12 +16,13 @@ from farspan.plan.search.best_first import search, something_fits
 from farspan.plan.search.bound import TIERS
 from farspan.plan.search.quick import latest_fraction
 from farspan.plan.search.space import Space, even, tapered, thriftiest, whole_space
-from farspan.spec import LayerSpec, RunSpec
-from tests.plan.cases import model_of
+from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule
+from tests.plan.cases import model_of, models
 from tests.plan.machines import slow_machine
 from tests.plan.search.test_bound import with_work
 
 TOKENS = 96
+TRIED = 40  # schedules of a space, where there are too many to try all
 SPACE = Space(
     chunks=(32,),
     cuts=((1, 1, 1), (1, 2)),
@@ -39,12 +43,12 @@ def question(device: int, host: int, **fields: object) -> Question:
     return replace(asked, **fields)  # type: ignore[arg-type]
 
 
-def everything(asked: Question, space: Space) -> list[Plan]:
-    """Every schedule of the space, simulated."""
-    plans = []
+def schedules(asked: Question, space: Space) -> list[Schedule]:
+    """Every schedule of the space, fractions and tiers as well."""
+    found = []
     for base in space.schedules():
-        count = len(chunk_ranges(TOKENS, base.chunk))
-        own = chunk_ranges(TOKENS, base.chunk)
+        own = chunk_ranges(asked.run.tokens, base.chunk)
+        count = len(own)
         for kept, graphs, tiers in product(space.attention, space.activations, TIERS):
             x, attention, activations = tiers
             schedule = replace(
@@ -55,14 +59,15 @@ def everything(asked: Question, space: Space) -> list[Plan]:
                 attention_kept=latest_fraction(own, round(kept * count)),
                 activations_kept=latest_fraction(own, round(graphs * count)),
             )
-            plans.append(evaluate(asked, "grouped", schedule))
-    return plans
+            found.append(schedule)
+    return found
 
 
 @cache
 def all_plans(overlap: bool) -> tuple[Plan, ...]:
     """Every schedule of SPACE on a machine where all fit."""
-    return tuple(everything(question(2**40, 2**40, overlap=overlap), SPACE))
+    asked = question(2**40, 2**40, overlap=overlap)
+    return tuple(evaluate(asked, "grouped", schedule) for schedule in schedules(asked, SPACE))
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +106,59 @@ def test_the_search_finds_what_trying_everything_finds(
         assert outcome.best.seconds.total == pytest.approx(min(fitting), rel=1e-9)
         assert outcome.simulated < len(simulated) / 2
     assert found_some >= 4
+
+
+@settings(max_examples=20)
+@given(
+    models(),
+    st.integers(20, 200),
+    st.randoms(use_true_random=False),
+    st.sampled_from(Optimizer),
+    st.booleans(),
+    st.booleans(),
+)
+def test_no_optimum_is_lost(
+    model: ModelSpec,
+    tokens: int,
+    random: Random,
+    optimizer: Optimizer,
+    overlap: bool,
+    unified: bool,
+) -> None:
+    """Of any model, with ragged chunks: no schedule of the space that fits is faster than what is
+    found. Memory is between what the smallest and the largest of those tried take."""
+    layers = len(model.layers)
+    cuts = tuple(dict.fromkeys([even(layers, 1), even(layers, max(1, layers - 1))]))
+    space = Space((tokens // 3 + 1, tokens), cuts, (0.0, 0.7, 1.0), (0.0, 0.4, 1.0))
+    asked = question(2**40, 2**40, model=with_work(model), optimizer=optimizer, overlap=overlap)
+    asked = replace(asked, run=RunSpec(1, tokens))
+    tried = random.sample(schedules(asked, space), TRIED)
+    plans = [evaluate(asked, "grouped", schedule) for schedule in tried]
+
+    def between(amounts: list[int]) -> int:
+        return random.randint(min(amounts), max(amounts))
+
+    device = between([plan.device.total for plan in plans])
+    host = between([plan.host.total for plan in plans])
+    both = between([plan.device.total + plan.host.total for plan in plans])
+    limits = {"device_bytes": device, "host_bytes": both if unified else host}
+    asked = replace(asked, machine=replace(asked.machine, unified=unified, **limits))
+    fitting = [
+        plan.seconds.total
+        for plan in plans
+        if (
+            plan.device.total + plan.host.total <= both
+            if unified
+            else plan.device.total <= device and plan.host.total <= host
+        )
+    ]
+    outcome = search(asked, space, seconds=60.0)
+    if fitting:
+        assert outcome.best is not None
+        assert outcome.gap == 0.0
+        assert outcome.best.seconds.total <= min(fitting) * (1 + 1e-9)
+    if outcome.best is not None:
+        assert evaluate(asked, "grouped", outcome.best.schedule).fits
 
 
 def test_a_search_cut_short_says_how_far_it_may_be_off() -> None:

@@ -91,7 +91,7 @@ def test_memory_is_never_overestimated(step: Step, optimizer: Optimizer) -> None
     assert bounds.host[0, 0, tiers] <= sized.host.total
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(steps(), st.sampled_from(Optimizer), st.integers(0, 12), st.integers(0, 12))
 def test_cells_of_a_kind_are_never_overestimated(
     step: Step, optimizer: Optimizer, attention: int, graphs: int

@@ -101,6 +101,11 @@ def test_heads_that_cannot_be_shared_are_refused() -> None:
         best_plan(question(1024, layout=Layout(ulysses=4)))
 
 
+def test_a_context_beyond_counting_is_refused() -> None:
+    with pytest.raises(Refused, match="context: 1,000,000,000,000 tokens are more"):
+        best_plan(question(10**12))
+
+
 def test_an_unknown_strategy_is_refused() -> None:
     with pytest.raises(Refused, match="strategy: 'fast' is not known"):
         best_plan(question(1024), ["fast"])

@@ -19,6 +19,7 @@ from farspan.spec import Refused, RunSpec, Schedule
 GROUPED = "grouped"
 FINEST = 64  # the longest context is found to within 1 / FINEST of itself
 LEAST = 1024  # tokens
+MOST_TOKENS = 2**31  # a longer step is not planned: its blocks are too many even to count
 CANDIDATES = 6  # schedules whose memory is looked at more closely where the least is sought
 MOST_NAMED = 4 * MOST_CELLS  # cells of a strategy whose chunk is its own
 
@@ -33,6 +34,11 @@ def best_plan(
     that misses by the least, with what breaks first and a change that would help. Raises Refused.
     """
     refuse_layout(question)
+    if question.run.tokens > MOST_TOKENS:
+        raise Refused(
+            f"context: {question.run.tokens:,} tokens are more than are planned; use at most "
+            f"{MOST_TOKENS:,}"
+        )
     plans = _plans(question, strategies or list(STRATEGIES), seconds)
     plans.sort(key=_order)
     best, others = plans[0], tuple(plans[1:])
@@ -139,6 +145,8 @@ def _longest(question: Question, name: str) -> int:
 
     def fits_at(tokens: int) -> bool:
         nonlocal known
+        if tokens > MOST_TOKENS:
+            return False
         asked = _at(question, tokens)
         # What fits at another length often fits here: then no other need be looked for.
         is_free = name == GROUPED and known is not None and known.chunk <= tokens
