@@ -30,8 +30,11 @@ TORCH_FREE = ("__init__", "lazy", "memory", "plan", "report", "spec", "version")
 TORCH = ("torch", "transformers")
 SEAM = "farspan.lazy"  # the only module that may import by name
 # A user of the seam, and what stands above it and is loaded all the same: whoever plans for `here`
-# has the machine measured, and measuring needs torch.
-UPWARD = {("farspan.plan.ask", "farspan.engine.calibrate")}
+# has the machine measured, and whoever installs the allocator installs it in torch.
+UPWARD = {
+    ("farspan.plan.ask", "farspan.engine.calibrate"),
+    ("farspan.memory", "farspan.engine.allocator"),
+}
 
 Sources = dict[str, str]  # module name, dotted, to its text
 Import = tuple[str, int]  # module name, line

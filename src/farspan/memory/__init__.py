@@ -1,0 +1,29 @@
+"""Memory that does not fragment: traces, static plans, and a native allocator for PyTorch.
+
+What needs torch is imported when it is first read; `__init__.pyi` tells type checkers its types.
+"""
+
+from farspan.lazy import attributes
+
+__getattr__, __dir__ = attributes(
+    __name__,
+    {
+        "begin_iteration": "farspan.engine.allocator",
+        "install": "farspan.engine.allocator",
+        "installed": "farspan.engine.allocator",
+        "learned": "farspan.engine.allocator",
+        "recorded": "farspan.engine.allocator",
+        "statistics": "farspan.engine.allocator",
+        "uninstall": "farspan.engine.allocator",
+    },
+)
+
+__all__ = [
+    "begin_iteration",
+    "install",
+    "installed",
+    "learned",
+    "recorded",
+    "statistics",
+    "uninstall",
+]

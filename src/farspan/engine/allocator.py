@@ -1,0 +1,167 @@
+"""farspan's native allocator as PyTorch's CUDA allocator, in any PyTorch program.
+
+farspan.memory.install("stitch")      before CUDA starts
+...
+farspan.memory.begin_iteration()      before each step: where a plan starts over
+"""
+
+import runpy
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from farspan.engine.allocator_driver import DRIVER, refuse_without_virtual_memory
+from farspan.engine.allocator_error import out_of_memory_raiser
+from farspan.engine.allocator_native import MODES, NativeMemory
+from farspan.engine.allocator_plan import ReplayPlan
+from farspan.engine.allocator_pytorch import (
+    Plugged,
+    lend_statistics,
+    limit_free_memory,
+    plug_in,
+    refuse_unready,
+)
+from farspan.engine.allocator_session import Session
+from farspan.memory.library import LIBRARY, Backend, Options, Statistics, library
+from farspan.memory.trace import Trace
+from farspan.spec import Refused
+
+CHUNK = 2 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """What took effect."""
+
+    mode: str
+    options: Options
+    library: Path
+    out_of_memory: str  # the exception that a program sees, and why when it is not torch's own
+
+
+@dataclass(frozen=True, slots=True)
+class Current:
+    """The allocator of this process, and PyTorch with it."""
+
+    installed: Installed
+    session: Session
+    plugged: Plugged
+
+
+_CURRENT: list[Current] = []  # at most one: PyTorch has one allocator
+
+
+def install(
+    mode: str,
+    plan: ReplayPlan | None = None,
+    *,
+    chunk: int = CHUNK,
+    capacity: int = 0,
+    options: Options | None = None,
+) -> Installed:
+    """Makes the native allocator PyTorch's CUDA allocator. Call it before CUDA starts.
+
+    `mode`: "record" passes requests through and records them; "stitch" is GMLake's stitching;
+    "replay" serves each tensor of `plan` at its address and stitches the others. Without a plan a
+    replay records its second iteration and plans for itself. `chunk`: bytes of a physical chunk,
+    a multiple of 2 MiB. `capacity`: bytes to be reserved on a device at most, 0 for all it has.
+    `options` has the rest. Raises Refused, and then nothing has changed.
+    """
+    _refuse_unwanted(mode, plan)
+    wanted = replace(options or Options(), backend=Backend.CUDA, chunk=chunk, capacity=capacity)
+    refuse_unready()
+    library(LIBRARY)
+    refuse_without_virtual_memory(wanted.library or DRIVER)
+    memory = NativeMemory(mode, wanted)
+    if plan is not None:
+        for device in range(torch.cuda.device_count()):
+            memory.follow(device, plan)
+    raiser = out_of_memory_raiser()
+    if raiser.address is not None:
+        memory.raise_out_of_memory_by(raiser.address)
+    plugged = plug_in(memory.entries())
+    lend_statistics(plugged, memory.torch_statistics, memory.reset_peaks, memory.reset_counts)
+    limit_free_memory(plugged, memory.headroom)
+    error = f"RuntimeError ({raiser.reason})" if raiser.reason else "torch.OutOfMemoryError"
+    installed = Installed(mode, wanted, LIBRARY, error)
+    session = Session(memory, learning=mode == "replay" and plan is None)
+    _CURRENT.append(Current(installed, session, plugged))
+    return installed
+
+
+def uninstall() -> None:
+    """PyTorch's own allocator again. Raises Refused once CUDA has started."""
+    _current().plugged.restore()
+    _CURRENT.clear()
+
+
+def installed() -> Installed | None:
+    """What took effect in this process; None while the allocator is PyTorch's own."""
+    return _CURRENT[0].installed if _CURRENT else None
+
+
+def begin_iteration(device: int | None = None) -> None:
+    """A step begins on the device (the current one): a plan starts over, a recording gets a mark.
+    Raises Refused without an installed allocator."""
+    _current().session.begin_iteration(_index(device))
+
+
+def statistics(device: int | None = None) -> Statistics:
+    """What the native allocator of the device counts. Raises Refused without one."""
+    return _current().session.memory.statistics(_index(device))
+
+
+def recorded(device: int | None = None, iteration: int | None = None) -> Trace:
+    """What the device was asked for: all of it, or one whole iteration (-1: the last). Raises
+    Refused without an installed allocator, or when that iteration was not recorded."""
+    return _current().session.recorded(_index(device), iteration)
+
+
+def learned(device: int | None = None) -> ReplayPlan | None:
+    """The plan that a replay made for itself; None before that."""
+    return _current().session.plans.get(_index(device))
+
+
+def record_script(script: Path, arguments: Sequence[str] = ()) -> Trace:
+    """Runs a Python program in this process under the recording allocator; what its first GPU
+    was asked for. Raises Refused, or what the program raises."""
+    if not script.is_file():
+        raise Refused(f"record: {script} is no file")
+    install("record")
+    before = sys.argv
+    sys.argv = [str(script), *arguments]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as error:
+        if error.code:
+            raise
+    finally:
+        sys.argv = before
+    if not torch.cuda.is_initialized():
+        raise Refused(f"record: {script} did not use the GPU")
+    return recorded()
+
+
+def _refuse_unwanted(mode: str, plan: ReplayPlan | None) -> None:
+    if mode not in MODES:
+        raise Refused(f"mode: expected {', '.join(MODES)}, got {mode!r}")
+    if plan is not None and mode != "replay":
+        raise Refused(f"plan: only replay follows one, and the mode is {mode}")
+    if _CURRENT:
+        raise Refused(
+            f"allocator: {_CURRENT[0].installed.mode} is installed in this process; there can be "
+            "one, and uninstall() is possible until CUDA starts"
+        )
+
+
+def _current() -> Current:
+    if not _CURRENT:
+        raise Refused("allocator: none is installed; call farspan.memory.install(...) first")
+    return _CURRENT[0]
+
+
+def _index(device: int | None) -> int:
+    return torch.cuda.current_device() if device is None else device

@@ -1,0 +1,19 @@
+from farspan.engine.allocator import (
+    begin_iteration,
+    install,
+    installed,
+    learned,
+    recorded,
+    statistics,
+    uninstall,
+)
+
+__all__ = [
+    "begin_iteration",
+    "install",
+    "installed",
+    "learned",
+    "recorded",
+    "statistics",
+    "uninstall",
+]
