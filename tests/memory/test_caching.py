@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.memory.caching import FREE, MALLOC, CachingAllocator, OutOfMemory
+from farspan.memory.caching import CachingAllocator, OutOfMemory
 from farspan.memory.check_blocks import BrokenModel, check_blocks
+from farspan.memory.costs import FREE, MALLOC
 from farspan.memory.expandable import ExpandableAllocator
 from farspan.memory.settings import Settings, read_settings
 from farspan.spec import Refused

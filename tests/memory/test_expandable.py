@@ -3,9 +3,9 @@ ones, under the dumb checker, are with the caching allocator's."""
 
 import pytest
 
-from farspan.memory.caching import MALLOC, CachingAllocator, OutOfMemory
+from farspan.memory.caching import CachingAllocator, OutOfMemory
 from farspan.memory.check_blocks import check_blocks
-from farspan.memory.expandable import ACCESS, CREATE, MAP, RELEASE, RESERVE, UNMAP
+from farspan.memory.costs import ACCESS, CREATE, MALLOC, MAP, RELEASE, RESERVE, UNMAP
 from farspan.memory.expandable import ExpandableAllocator as Expandable
 from farspan.memory.settings import Settings
 from tests.memory.test_caching import KIB, MIB, layout

@@ -17,14 +17,13 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from farspan.memory.costs import FREE, MALLOC
 from farspan.memory.settings import MIB, MIN_BLOCK, UNLIMITED, Settings
 
 SMALL_REQUEST = MIB  # the largest that the small pools serve
 SMALL_SEGMENT = 2 * MIB
 OWN_SEGMENT = 10 * MIB  # from here a request has a segment of its own size
 ROUND = 2 * MIB
-
-MALLOC, FREE = "cudaMalloc", "cudaFree"
 
 
 class OutOfMemory(Exception):

@@ -17,10 +17,8 @@ from bisect import bisect_left, insort
 from dataclasses import replace
 
 from farspan.memory.caching import SMALL_SEGMENT, Block, CachingAllocator, Pool
+from farspan.memory.costs import ACCESS, CREATE, MAP, RELEASE, RESERVE, UNMAP
 from farspan.memory.settings import MIN_BLOCK, UNLIMITED, Settings
-
-RESERVE, CREATE, MAP, ACCESS = "cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess"
-UNMAP, RELEASE = "cuMemUnmap", "cuMemRelease"
 
 
 class ExpandableAllocator(CachingAllocator):

@@ -1,0 +1,267 @@
+"""One trace through PyTorch's caching allocator, its expandable segments, stitching and a static
+plan: what each reserves, the least memory it completes with, and the calls of the driver it makes.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from farspan.memory.caching import OutOfMemory
+from farspan.memory.costs import ACCESS, CREATE, MAP, RESERVE
+from farspan.memory.costs import seconds as cost_of
+from farspan.memory.place import place
+from farspan.memory.rivals import EXPANDABLE, STITCHING, Contender, Served
+from farspan.memory.settings import MIB, UNLIMITED
+from farspan.memory.trace import Free, Malloc, Mark, Trace
+
+STEP = 32 * MIB  # to which the least capacity is found
+ARENA_CHUNK = 32 * MIB  # handles that a plan's arena is made of
+SAMPLES = 1000  # points of a curve
+AS_GOOD = 0.01  # of the live peak: what stitching may need beyond it
+FREED = -1  # the size in the step of a free
+
+PLAN = "static plan"
+
+Step = tuple[int, int, int]  # tensor, size or FREED, stream
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A trace served under one capacity."""
+
+    capacity: int | None  # bytes; None without a limit
+    completed: bool
+    reserved_peak: int  # bytes
+    retries: int  # times everything unused was given back, after waiting for the device
+    calls: Mapping[str, int]  # of the driver; one cuMemSetAccess for each handle made accessible
+    seconds: float  # what the calls cost by costs.PUBLISHED
+    curve: tuple[int, ...]  # reserved bytes after each of the samples' shares of the events
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one allocator made of a trace."""
+
+    name: str
+    modelled: bool
+    unlimited: Run  # on a device that is never full
+    smallest: Run  # with the least capacity found
+    given: Run | None  # with the capacity that was asked about
+
+    def fragmentation(self, live: int) -> float:
+        """1 - live peak / reserved peak, without a limit."""
+        reserved = self.unlimited.reserved_peak
+        return 1 - live / reserved if reserved else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A trace through all of them."""
+
+    trace: str
+    events: int
+    live_peak: int  # bytes, as asked for
+    live: tuple[int, ...]  # the most alive in each of the samples
+    marks: tuple[tuple[float, str], ...]  # where in the trace, 0 to 1, and what
+    step: int  # bytes to which the least capacity was found
+    results: tuple[Result, ...]
+
+    def result(self, name: str) -> Result:
+        """The first of that kind."""
+        return next(result for result in self.results if result.name.startswith(name))
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the curves."""
+        return {
+            "trace": self.trace,
+            "events": self.events,
+            "live_peak": self.live_peak,
+            "step": self.step,
+            "allocators": [self._result_json(result) for result in self.results],
+            "remark": remark(self),
+        }
+
+    def _result_json(self, result: Result) -> dict[str, Any]:
+        runs = {
+            name: None if run is None else {k: v for k, v in asdict(run).items() if k != "curve"}
+            for name, run in (
+                ("unlimited", result.unlimited),
+                ("smallest", result.smallest),
+                ("given", result.given),
+            )
+        }
+        return {
+            "name": result.name,
+            "modelled": result.modelled,
+            "reserved_peak": result.unlimited.reserved_peak,
+            "fragmentation": result.fragmentation(self.live_peak),
+            "smallest_capacity": result.smallest.capacity,
+            **runs,
+        }
+
+
+def compare(
+    trace: Trace,
+    rivals: Sequence[Contender],
+    capacity: int | None = None,
+    step: int = STEP,
+) -> Comparison:
+    """The trace through each rival and the static plan; `capacity` is one more to run under."""
+    steps = steps_of(trace)
+    live = live_curve(steps)
+    peak = max(live, default=0)
+    results = [contend(rival, steps, peak, capacity, step) for rival in rivals]
+    events = len(steps)
+    return Comparison(
+        trace=trace.name,
+        events=events,
+        live_peak=peak,
+        live=live,
+        marks=marks_of(trace, events),
+        step=step,
+        results=(*results, planned(trace, len(live), capacity)),
+    )
+
+
+def steps_of(trace: Trace) -> list[Step]:
+    """Mallocs and frees, so that a replay looks at nothing else."""
+    found: list[Step] = []
+    for event in trace.events:
+        if isinstance(event, Malloc):
+            found.append((event.tensor, event.size, event.stream))
+        elif isinstance(event, Free):
+            found.append((event.tensor, FREED, 0))
+    return found
+
+
+def marks_of(trace: Trace, events: int) -> tuple[tuple[float, str], ...]:
+    """Where the marks stand, as shares of all events."""
+    found, before = [], 0
+    for event in trace.events:
+        if isinstance(event, Mark):
+            found.append((before / max(1, events), event.name))
+        else:
+            before += 1
+    return tuple(found)
+
+
+def stride(steps: Sequence[Step]) -> int:
+    """Events of a sample."""
+    return max(1, -(-len(steps) // SAMPLES))
+
+
+def live_curve(steps: Sequence[Step]) -> tuple[int, ...]:
+    """The most bytes alive in each sample."""
+    sizes: dict[int, int] = {}
+    live, every, found = 0, stride(steps), []
+    for start in range(0, len(steps), every):
+        most = live
+        for tensor, size, _ in steps[start : start + every]:
+            if size == FREED:
+                live -= sizes.pop(tensor)
+            else:
+                sizes[tensor] = size
+                live += size
+                most = max(most, live)
+        found.append(most)
+    return tuple(found)
+
+
+def contend(
+    rival: Contender, steps: Sequence[Step], peak: int, capacity: int | None, step: int
+) -> Result:
+    """Without a limit, with the least capacity, and with the one asked about."""
+    unlimited = run(rival, steps, None)
+    low = -(-peak // step)
+    high = max(low, -(-unlimited.reserved_peak // step))
+    smallest = least(rival, steps, low, high, step)
+    given = None if capacity is None else run(rival, steps, capacity)
+    return Result(rival.name, rival.modelled, unlimited, smallest, given)
+
+
+def run(rival: Contender, steps: Sequence[Step], capacity: int | None) -> Run:
+    """The trace, or what of it is served before memory is out."""
+    with rival.make(UNLIMITED if capacity is None else capacity) as served:
+        curve, completed = serve(served, steps)
+        calls = {key: count for key, count in served.calls.items() if count}
+        by_name: Counter[str] = Counter()
+        for (call, _), count in calls.items():
+            by_name[call] += count
+        return Run(
+            capacity=capacity,
+            completed=completed,
+            reserved_peak=served.reserved_peak,
+            retries=served.retries,
+            calls=dict(by_name),
+            seconds=cost_of(calls),
+            curve=tuple(curve),
+        )
+
+
+def serve(served: Served, steps: Sequence[Step]) -> tuple[list[int], bool]:
+    """Reserved bytes after each sample, and whether all events were served."""
+    malloc, free, every = served.malloc, served.free, stride(steps)
+    curve: list[int] = []
+    try:
+        for start in range(0, len(steps), every):
+            for tensor, size, stream in steps[start : start + every]:
+                if size == FREED:
+                    free(tensor)
+                else:
+                    malloc(tensor, size, stream)
+            curve.append(served.reserved)
+    except OutOfMemory:
+        return curve, False
+    return curve, True
+
+
+def least(rival: Contender, steps: Sequence[Step], low: int, high: int, step: int) -> Run:
+    """The run with a capacity that completes where one step less does not, between `low` and
+    `high` steps and beyond if need be. What is served by giving memory back need not grow with
+    the capacity, so a smaller one might complete again."""
+    best = run(rival, steps, high * step)
+    while not best.completed:
+        low, high = high + 1, 2 * high
+        best = run(rival, steps, high * step)
+    while low < high:
+        middle = (low + high) // 2
+        tried = run(rival, steps, middle * step)
+        if tried.completed:
+            best, high = tried, middle
+        else:
+            low = middle + 1
+    return best
+
+
+def planned(trace: Trace, samples: int, capacity: int | None) -> Result:
+    """The static plan: one arena, mapped once, in which nothing is ever searched."""
+    height = place(trace.requests()).height
+    handles = -(-height // ARENA_CHUNK)
+    calls = {(RESERVE, 0): 1} | {(call, ARENA_CHUNK): handles for call in (CREATE, MAP, ACCESS)}
+    by_name = {call: count for (call, _), count in calls.items()}
+
+    def arena(limit: int | None) -> Run:
+        fits = limit is None or height <= limit
+        return Run(limit, fits, height, 0, by_name, cost_of(calls), (height,) * samples)
+
+    given = None if capacity is None else arena(capacity)
+    return Result(PLAN, False, arena(None), arena(height), given)
+
+
+def remark(comparison: Comparison) -> str:
+    """Whether stitching needs less than expandable segments, in a sentence."""
+    rivals = [r for r in comparison.results if r.name.startswith(STITCHING)]
+    best = min(rivals, key=lambda r: r.smallest.capacity or 0)
+    expandable = comparison.result(EXPANDABLE)
+    stitched, expanded = best.smallest.capacity or 0, expandable.smallest.capacity or 0
+    peak = comparison.live_peak or 1
+    if expanded - stitched > AS_GOOD * peak:
+        saved = (expanded - stitched) / peak
+        return f"{best.name} completes with {saved:.1%} of the live peak less than {EXPANDABLE}"
+    retries, reserved = expandable.smallest.retries, expandable.unlimited.reserved_peak / peak
+    return (
+        f"{EXPANDABLE} are as good as stitching in the memory they need (within {AS_GOOD:.0%} of "
+        f"the live peak); they get there by {retries} retries, each of which waits for the device, "
+        f"and without a limit they reserve {reserved:.1%} of the live peak"
+    )
