@@ -107,15 +107,6 @@ def test_tensor_gathers_and_scatters_the_chunk_twice_each() -> None:
     assert collectives.backward(LAYER, own) == near(4 * once)
 
 
-def test_tensor_parallel_ranks_of_a_node_share_what_they_bring_in() -> None:
-    own, ranks = 64, 8
-    collectives = Collectives(ask(Layout(tensor=ranks, fsdp=False), devices=4))
-    size = ranks * own * MODEL.hidden * BF16
-    away, inside = size / 2 / 4 / NETWORK, size * 3 / 4 / PEER
-    seconds = collectives.backward(LAYER, own)
-    assert seconds == pytest.approx(4 * max(away, inside), rel=EXACT)
-
-
 def test_across_nodes_the_slower_of_two_paths_counts() -> None:
     """8 ranks on nodes of 4: 3 / 8 of the bytes stay inside, 4 / 8 cross."""
     collectives = Collectives(ask(Layout(ulysses=8, fsdp=False), devices=4))

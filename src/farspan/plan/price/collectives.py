@@ -122,7 +122,7 @@ class Collectives:
         if layout.tensor == 1:
             return 0.0
         size = self._batch() * tokens * layout.tensor * self.question.model.hidden * self._width()
-        return passes * self._over(layout.tensor, size, 1, same=True)
+        return passes * self._over(layout.tensor, size, 1)
 
     def _cut(self, size: float) -> float:
         layout = self.question.layout
