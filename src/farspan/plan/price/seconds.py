@@ -106,6 +106,10 @@ class Prices:
             layer = min(max(source.layer, target.layer), len(classes) - 1)
             return source.kind, classes[layer], sizes[i.chunk]
 
+        def clear(i: Clear) -> Hashable:
+            # By size, not by name: a bound has one buffer, which is of every layer in turn.
+            return buffers[i.buffer].bytes, buffers[i.buffer].tier
+
         return {
             Forward: _Tariff(forward, self._forward),
             Backward: _Tariff(lambda i: (classes[i.layer], i.chunk), self._backward),
@@ -114,7 +118,7 @@ class Prices:
             Head: _Tariff(lambda i: sizes[i.chunk], self._head),
             Embed: _Tariff(lambda i: sizes[i.chunk], self._embed),
             EmbedBackward: _Tariff(lambda i: sizes[i.chunk], self._embed_backward),
-            Clear: _Tariff(lambda i: i.buffer, self._clear),
+            Clear: _Tariff(clear, self._clear),
         }
 
     def of(self, instruction: Instruction) -> Cost:
