@@ -10,6 +10,7 @@ import yaml
 
 from farspan.spec import Refused
 from farspan.train.config import (
+    DeviceAllocator,
     EvaluationConfig,
     OnNonfinite,
     OptimizerConfig,
@@ -78,6 +79,7 @@ def test_what_decides_nothing_may_change(tmp_path: Path) -> None:
         evaluation=EvaluationConfig(every=7),
         checkpoints=replace(run.checkpoints, keep=9),
         nonfinite=OnNonfinite.SKIP,
+        allocator=DeviceAllocator.STITCH,
     )
     assert prepare(free) == []
     assert identity(free) == identity(run)

@@ -44,6 +44,7 @@ SHORTAGES = [
     (main_memory_error(), Tier.HOST),
     (RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: 9"), Tier.HOST),
     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), "device"),
+    (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), Tier.DEVICE),
     (TooLarge("host memory: a step needs 2 GiB"), Tier.HOST),
     (DeviceTooSmall("device memory: a step needs 2 GiB"), Tier.DEVICE),
     (MemoryError(), Tier.HOST),

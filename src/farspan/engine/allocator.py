@@ -109,6 +109,12 @@ def begin_iteration(device: int | None = None) -> None:
     _current().session.begin_iteration(_index(device))
 
 
+def forget(device: int | None = None) -> None:
+    """The steps that follow are of another kind: a plan that was learned is dropped, and the next
+    one is learned from them. Raises Refused without an installed allocator."""
+    _current().session.forget(_index(device))
+
+
 def statistics(device: int | None = None) -> Statistics:
     """What the native allocator of the device counts. Raises Refused without one."""
     return _current().session.memory.statistics(_index(device))

@@ -38,6 +38,15 @@ class Session:
             self.plans[device] = plan
             allocator.begin_iteration()
 
+    def forget(self, device: int) -> None:
+        """The steps that follow are of another kind: no plan, and one is learned anew."""
+        allocator = self.memory.of(device)
+        if self.learning:
+            allocator.record(False)
+            allocator.plan((), 0)
+        self.begun.pop(device, None)
+        self.plans.pop(device, None)
+
     def recorded(self, device: int, number: int | None = None) -> Trace:
         """All that was recorded, or one whole iteration of it (-1: the last)."""
         trace = self.memory.recorded(device, f"device {device}")

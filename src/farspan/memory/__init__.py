@@ -9,6 +9,7 @@ __getattr__, __dir__ = attributes(
     __name__,
     {
         "begin_iteration": "farspan.engine.allocator",
+        "forget": "farspan.engine.allocator",
         "install": "farspan.engine.allocator",
         "installed": "farspan.engine.allocator",
         "learned": "farspan.engine.allocator",
@@ -20,6 +21,7 @@ __getattr__, __dir__ = attributes(
 
 __all__ = [
     "begin_iteration",
+    "forget",
     "install",
     "installed",
     "learned",

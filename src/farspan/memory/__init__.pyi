@@ -1,5 +1,6 @@
 from farspan.engine.allocator import (
     begin_iteration,
+    forget,
     install,
     installed,
     learned,
@@ -10,6 +11,7 @@ from farspan.engine.allocator import (
 
 __all__ = [
     "begin_iteration",
+    "forget",
     "install",
     "installed",
     "learned",

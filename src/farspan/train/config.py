@@ -34,6 +34,14 @@ class OnNonfinite(StrEnum):
     SKIP = "skip"
 
 
+class DeviceAllocator(StrEnum):
+    """Who hands out the memory of a GPU: PyTorch, or farspan's native library."""
+
+    DEFAULT = "default"
+    STITCH = "stitch"  # physical chunks behind any range of addresses: memory does not fragment
+    REPLAY = "replay"  # and the tensors of a step where a plan made of an earlier step has them
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Weights to start from (`path`) or an architecture with random weights (`config`)."""
@@ -161,6 +169,7 @@ class RunConfig:
     accumulate: int = 1  # such batches an update
     seed: int = 0
     device: str = "auto"  # auto, cpu, cuda, cuda:1
+    allocator: DeviceAllocator = DeviceAllocator.DEFAULT
     nonfinite: OnNonfinite = OnNonfinite.STOP
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -28,7 +28,7 @@ from farspan.train.strict import flatten, read_mapping, to_mapping
 # looks at them, what happens after a failure, and how and where the same gradients are computed.
 FREE = (
     *("folder", "data.cache", "nonfinite", "checkpoints.", "evaluation."),
-    *("device", "schedule."),
+    *("device", "allocator", "schedule."),
 )
 # Of these, the ones that change roundings: the run goes on, but not to the same bits.
 ROUNDING = ("device", "schedule.")

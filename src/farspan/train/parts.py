@@ -17,6 +17,8 @@ from farspan.plan.question import Plan, Question
 from farspan.plan.search.plans import best_plan
 from farspan.plan.strategies import strategy
 from farspan.spec import MachineSpec, Schedule
+from farspan.train.allocator import DeviceMemory, choose_allocator
+from farspan.train.config import DeviceAllocator
 from farspan.train.memory import Expected, expect_memory
 
 
@@ -85,6 +87,7 @@ class Parts:
     expect_memory: Callable[
         [Any, int, int, Mapping[str, Tensor], Callable[[Any], None], bool], Expected
     ] = expect_memory
+    choose_allocator: Callable[[DeviceAllocator, torch.device], DeviceMemory] = choose_allocator
     # For strategy auto.
     machine: Callable[[torch.device, torch.dtype, Callable[[str], None]], MachineSpec] = machine_of
     best_plan: Callable[[Question], Plan] = best_plan

@@ -1,7 +1,7 @@
 """From a RunConfig to the model, data and engine that it names."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from farspan.data.tokenizers import BYTES, Tokenizer, load_tokenizer
 from farspan.engine.machine import machine
 from farspan.models.refuse import refuse_context
 from farspan.spec import Refused
+from farspan.train.allocator import DeviceMemory
 from farspan.train.choice import Choice
 from farspan.train.config import RunConfig
 from farspan.train.memory import Expected
@@ -32,6 +33,7 @@ class Equipment:
     tokenizer: Tokenizer
     device: torch.device
     count_trained: Callable[[Tensor, Tensor | None], int]
+    memory: DeviceMemory = field(default_factory=DeviceMemory)
 
     def held_bytes(self) -> int:
         """Weights and optimizer."""
@@ -60,6 +62,7 @@ def equip(run: RunConfig, parts: Parts, watch: Watch) -> Equipment:
     `watch(documents, tokens)` is called while text becomes tokens. Raises Refused.
     """
     device = choose_device(run.device)
+    memory = parts.choose_allocator(run.allocator, device)
     tokenizer = load_tokenizer(str(run.data.tokenizer))
     corpus = open_corpus(run.data, tokenizer, context=run.context, seed=run.seed, watch=watch)
     model = _load_model(run, parts, device)
@@ -67,7 +70,7 @@ def equip(run: RunConfig, parts: Parts, watch: Watch) -> Equipment:
     # Now, rather than at the first step that meets a document too long for the model.
     refuse_context(model.config, min(run.context, corpus.longest))
     optimizer = Optimizer(model, run.optimizer)
-    return Equipment(model, optimizer, corpus, tokenizer, device, parts.count_trained)
+    return Equipment(model, optimizer, corpus, tokenizer, device, parts.count_trained, memory)
 
 
 def choose_device(name: str) -> torch.device:

@@ -11,8 +11,9 @@ from farspan.spec import Refused, Tier
 
 # How torch's allocator of main memory says that it got none.
 NO_MAIN_MEMORY = ("DefaultCPUAllocator", "not enough memory", "an't allocate memory")
-# CUDA libraries that take device memory for themselves.
-NO_DEVICE_MEMORY = ("CUDA error: out of memory", "ALLOC_FAILED")
+# CUDA libraries that take device memory for themselves, and an allocator that was installed where
+# no compiler could make torch's own exception.
+NO_DEVICE_MEMORY = ("CUDA error: out of memory", "ALLOC_FAILED", "CUDA out of memory")
 
 
 class OutOfMemory(Refused):

@@ -178,6 +178,7 @@ class Trainer:
         began = time.perf_counter()
         step, run = self.at.step, self._run
         self._reporter.begin(step + 1)
+        self._use.memory.begin_step()
         batches = [self._micro(step * run.accumulate + i) for i in range(run.accumulate)]
         loss, memory = self._runner.measured(partial(self._gradients, batches))
         gradient_norm = self._use.optimizer.gradient_norm()
@@ -342,6 +343,7 @@ class Trainer:
             self._folder.write_json(PLAN, plan_json(choice))
 
     def _replanned(self, shortage: Shortage, choice: Choice) -> None:
+        self._use.memory.forget()
         self._folder.record({"step": self.at.step + 1, **shortage_json(shortage, choice)})
 
     def _rewind(self) -> None:

@@ -1,0 +1,95 @@
+"""A run's device allocator: installed once before CUDA starts, told of steps, refused on a CPU."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from farspan.engine import allocator
+from farspan.engine.allocator import Installed
+from farspan.memory.library import Options
+from farspan.spec import Refused
+from farspan.train.allocator import DeviceMemory, choose_allocator
+from farspan.train.config import DeviceAllocator, load_run
+from farspan.train.loop import train
+from tests.train.tiny import STEPS, Quiet, TinyStep, tiny_parts, tiny_run
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda:1")
+STITCH, REPLAY = DeviceAllocator.STITCH, DeviceAllocator.REPLAY
+
+
+class Native:
+    """The functions of engine.allocator, and what they were called with."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.now: Installed | None = None
+        monkeypatch.setattr(allocator, "install", self.install)
+        monkeypatch.setattr(allocator, "installed", lambda: self.now)
+        for name in ("begin_iteration", "forget"):
+            call = lambda device, name=name: self.calls.append((name, device))  # noqa: E731
+            monkeypatch.setattr(allocator, name, call)
+
+    def install(self, mode: str) -> None:
+        self.calls.append(("install", mode))
+        self.now = Installed(mode, Options(), Path(), "")
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> Native:
+    return Native(monkeypatch)
+
+
+def test_a_run_file_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: m}\ndata: {source: stdlib}\nallocator: replay\n")
+    assert load_run(path).allocator is REPLAY
+    path.write_text("model: {path: m}\ndata: {source: stdlib}\nallocator: magic\n")
+    with pytest.raises(Refused, match=r"allocator: .*default.*stitch.*replay"):
+        load_run(path)
+
+
+def test_by_default_pytorch_keeps_its_own(native: Native) -> None:
+    chosen = choose_allocator(DeviceAllocator.DEFAULT, GPU)
+    chosen.begin_step()
+    chosen.forget()
+    assert native.calls == []
+
+
+def test_on_a_gpu_it_is_installed_and_told_of_its_steps(native: Native) -> None:
+    chosen = choose_allocator(REPLAY, GPU)
+    chosen.begin_step()
+    chosen.forget()
+    assert native.calls == [("install", "replay"), ("begin_iteration", 1), ("forget", 1)]
+
+
+def test_a_second_run_of_a_process_finds_it_there(native: Native) -> None:
+    choose_allocator(STITCH, GPU)
+    choose_allocator(STITCH, GPU)
+    assert native.calls == [("install", "stitch")]
+    with pytest.raises(Refused, match=r"this process has stitch .* in a new process"):
+        choose_allocator(REPLAY, GPU)
+
+
+def test_a_cpu_is_refused_before_anything_is_loaded(native: Native, tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, device="cpu", allocator=STITCH)
+    parts = replace(tiny_parts(), load_model=lambda **_: pytest.fail("loaded"))
+    with pytest.raises(Refused, match="allocator: stitch is for the memory of a GPU"):
+        train(run, parts=parts, reporter=Quiet())
+    assert native.calls == []
+
+
+def test_each_step_begins_and_a_new_schedule_forgets(tmp_path: Path) -> None:
+    """Once more than there are steps: the third runs out of memory, and is taken again."""
+    calls: list[str] = []
+
+    def fail_once(_: TinyStep, calls_made: int) -> None:
+        if calls_made == 5 and "forget" not in calls:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    told = DeviceMemory(lambda: calls.append("begin"), lambda: calls.append("forget"))
+    parts = replace(tiny_parts(fail_once), choose_allocator=lambda *_: told)
+    train(tiny_run(tmp_path), parts=parts, reporter=Quiet())
+    assert calls == ["begin"] * 3 + ["forget"] + ["begin"] * (STEPS - 3)
