@@ -40,6 +40,9 @@ class Recording:
     in_place: bool = True  # see `recorder`'s Note: [Autograd adds in place]
 
 
+ALL_OF_IT = Recording()
+
+
 def trace_training(
     model: PreTrainedModel,
     contexts: Sequence[int],
@@ -47,7 +50,7 @@ def trace_training(
     *,
     batch: int = 1,
     attention: Attention = flash_attention,
-    recording: Recording = Recording(),
+    recording: Recording = ALL_OF_IT,
 ) -> Trace:
     """One step for each of `contexts`, tokens of a sequence, of a model on the meta device.
 
