@@ -1,0 +1,236 @@
+#include "allocator.h"
+
+#include <algorithm>
+#include <cstdio>
+
+namespace farspan {
+namespace {
+
+Limits limits_of(const farspan_options& o, const Backend& backend) {
+    const auto chunks = [&o](uint64_t bytes) { return static_cast<size_t>(bytes / o.chunk); };
+    const size_t fragment = static_cast<size_t>((o.fragment_limit + o.chunk - 1) / o.chunk);
+    const size_t mappings = o.mapping_limit ? o.mapping_limit : backend.default_mappings();
+    return {chunks(o.capacity), fragment, chunks(o.virtual_limit), mappings, o.policy, o.seed};
+}
+
+bool order(void* stitcher, Stream from, Stream to) {
+    return static_cast<Stitcher*>(stitcher)->order(from, to);
+}
+
+}  // namespace
+
+std::string mebibytes(uint64_t bytes) {
+    char text[40];
+    std::snprintf(text, sizeof text, "%.2f MiB", static_cast<double>(bytes) / (1 << 20));
+    return text;
+}
+
+Allocator::Allocator(std::unique_ptr<Backend> backend, const farspan_options& options)
+    : options_(options), backend_(std::move(backend)),
+      stitcher_(*backend_, options.chunk, limits_of(options, *backend_)), waiting_(*backend_),
+      replay_(options.replay_window, options.replay_misses) {}
+
+// Work may still be queued; what cannot be waited for is the caller's, as with cudaFree.
+Allocator::~Allocator() {
+    std::set<Stream> streams;
+    for (const auto& [address, live] : live_) streams.insert(live.stream);
+    for (const farspan_row& row : replay_.rows()) streams.insert(row.stream);
+    waiting_.settle();
+    stitcher_.quiesce(streams);
+}
+
+uint64_t Allocator::malloc(uint64_t bytes, Stream stream) {
+    const Lock lock(mutex_);
+    if (bytes == 0) return 0;
+    if (bytes > uint64_t{1} << 50) {
+        throw Refusal{FARSPAN_INVALID, "a request of " + std::to_string(bytes) + " bytes"};
+    }
+    Live live = place(bytes, stream);
+    live.id = next_id_++;
+    live.bytes = bytes;
+    live.stream = stream;
+    farspan_statistics& s = statistics_;
+    ++s.mallocs;
+    s.requested += bytes;
+    s.allocated += live.size;
+    s.requested_peak = std::max(s.requested_peak, s.requested);
+    s.allocated_peak = std::max(s.allocated_peak, s.allocated);
+    event(FARSPAN_MALLOC, live.id, bytes, stream);
+    const uint64_t address = live.address;
+    live_.emplace(address, std::move(live));
+    return address;
+}
+
+Live Allocator::place(uint64_t bytes, Stream stream) {
+    Live live;
+    live.captured = backend_->capturing(stream);
+    if (!live.captured && !waiting_.empty()) retire(waiting_.poll());
+    live.size = SmallPool::rounded(bytes);
+    live.stream = stream;
+    if (replay_.active() && plan(live)) return live;
+    if (bytes >= options_.small) {
+        const size_t count = (bytes + options_.chunk - 1) / options_.chunk;
+        live.block = large(count, stream, Use::live, live.captured);
+        live.size = count * options_.chunk;
+        live.address = live.block->address;
+        return live;
+    }
+    live.kind = Live::Kind::small;
+    live.piece = small_.malloc(live.size, stream);
+    if (!live.piece) {
+        small_.add(large(1, stream, Use::small, live.captured), options_.chunk);
+        live.piece = small_.malloc(live.size, stream);
+    }
+    ++statistics_.small_mallocs;
+    live.address = live.piece->address;
+    return live;
+}
+
+bool Allocator::plan(Live& live) {
+    const uint64_t offset = replay_.malloc(live.size, live.stream, order, &stitcher_);
+    if (offset == FARSPAN_UNPLANNED) return false;
+    live.kind = Live::Kind::planned;
+    live.address = arena_->address + offset;
+    return true;
+}
+
+// S1 to S4; then idle chunks of other streams; then, waiting, what events hold and empty segments;
+// then chunks that cannot be used where they are go back for new ones; then S5.
+Block* Allocator::large(size_t count, Stream stream, Use use, bool capturing) {
+    backend_->trouble.clear();
+    Block* block = stitcher_.malloc(count, stream, use, !capturing);
+    if (block) return block;
+    if (capturing) {
+        throw Refusal{FARSPAN_CAPTURE,
+                      "a graph is captured on the stream and no mapped memory of " +
+                          mebibytes(count * options_.chunk) +
+                          " is idle there: run the same work once before the capture"};
+    }
+    const bool steals = options_.policy & FARSPAN_STEAL;
+    const auto again = [&]() { return stitcher_.malloc(count, stream, use, true); };
+    if (steals && stitcher_.steal(count, stream) && (block = again())) return block;
+    ++statistics_.retries;
+    settle();
+    if ((block = again())) return block;
+    if (steals && stitcher_.steal(count, stream) && (block = again())) return block;
+    const size_t room = stitcher_.room();
+    const size_t idle = stitcher_.idle();
+    // With room enough the machine itself had no chunk left.
+    const size_t wanted = room < count ? count - room : std::min(idle, count);
+    if (room + idle >= count && stitcher_.release(wanted)) {
+        if ((block = stitcher_.fresh(count, stream, use))) return block;
+    }
+    out_of_memory(count * options_.chunk);
+}
+
+void Allocator::out_of_memory(uint64_t bytes) {
+    ++statistics_.out_of_memory;
+    const uint64_t chunk = options_.chunk;
+    const uint64_t capacity = (stitcher_.reserved() + stitcher_.room()) * chunk;
+    std::string words = "out of memory. Tried to allocate " + mebibytes(bytes) + ". Device " +
+                        std::to_string(options_.device) + " has a capacity of " +
+                        mebibytes(capacity) + " for this process, of which " +
+                        mebibytes(stitcher_.reserved() * chunk) + " are reserved, " +
+                        mebibytes(statistics_.allocated) + " allocated and " +
+                        mebibytes(stitcher_.idle() * chunk) + " idle.";
+    if (!backend_->trouble.empty()) words += " Last failure: " + backend_->trouble + ".";
+    throw Refusal{FARSPAN_OUT_OF_MEMORY, words};
+}
+
+void Allocator::free(uint64_t address) {
+    const Lock lock(mutex_);
+    if (address == 0) return;
+    const auto found = live_.find(address);
+    if (found == live_.end()) {
+        char text[80];
+        std::snprintf(text, sizeof text, "free of 0x%llx, which is not live here",
+                      static_cast<unsigned long long>(address));
+        throw Refusal{FARSPAN_UNKNOWN, text};
+    }
+    Live live = std::move(found->second);
+    live_.erase(found);
+    ++statistics_.frees;
+    statistics_.requested -= live.bytes;
+    statistics_.allocated -= live.size;
+    event(FARSPAN_FREE, live.id, live.bytes, live.stream);
+    if (live.captured) {
+        if (live.block) live.block->use = Use::pinned;
+        statistics_.pinned += live.size;
+        pinned_.push_back(std::move(live));
+    } else if (!live.users.empty()) {
+        hold(live);
+        waiting_.add(std::move(live));
+    } else if (options_.policy & FARSPAN_QUARANTINE) {
+        std::vector<Live> before = std::move(quarantine_);
+        quarantine_.clear();
+        hold(live);
+        quarantine_.push_back(std::move(live));
+        retire(std::move(before));
+    } else {
+        retire(live);
+    }
+}
+
+void Allocator::hold(const Live& live) {
+    if (live.block) live.block->use = Use::held;
+    statistics_.held += live.size;
+}
+
+// The memory is idle again.
+void Allocator::retire(Live& live) {
+    if (live.kind == Live::Kind::large) {
+        stitcher_.update(live.block);
+    } else if (live.kind == Live::Kind::planned) {
+        replay_.free(live.address - arena_->address);
+    } else if (Block* block = small_.free(live.piece)) {
+        stitcher_.update(block);
+    }
+}
+
+// That was held.
+void Allocator::retire(std::vector<Live> done) {
+    for (Live& live : done) {
+        statistics_.held -= live.size;
+        retire(live);
+    }
+}
+
+void Allocator::settle() {
+    retire(waiting_.settle());
+    retire(std::move(quarantine_));
+    quarantine_.clear();
+    for (Block* block : small_.drain()) stitcher_.update(block);
+}
+
+void Allocator::record_stream(uint64_t address, Stream stream) {
+    const Lock lock(mutex_);
+    const auto found = live_.find(address);
+    if (found == live_.end() || found->second.stream == stream) return;
+    std::vector<Stream>& users = found->second.users;
+    if (std::find(users.begin(), users.end(), stream) == users.end()) users.push_back(stream);
+}
+
+void Allocator::release(uint64_t keep) {
+    const Lock lock(mutex_);
+    settle();
+    const size_t kept = (keep + options_.chunk - 1) / options_.chunk;
+    if (stitcher_.reserved() <= kept) return;
+    const size_t wanted = std::min(stitcher_.idle(), stitcher_.reserved() - kept);
+    if (wanted == 0) return;
+    if (!stitcher_.release(wanted)) {
+        throw Refusal{FARSPAN_BACKEND, "idle memory stays: its streams cannot be waited for now (" +
+                                           backend_->trouble + ")"};
+    }
+}
+
+void Allocator::set_capacity(uint64_t bytes) {
+    const Lock lock(mutex_);
+    stitcher_.set_capacity(bytes / options_.chunk);
+}
+
+bool Allocator::owns(uint64_t address) {
+    const Lock lock(mutex_);
+    return live_.count(address) > 0;
+}
+
+}  // namespace farspan

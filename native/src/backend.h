@@ -1,0 +1,120 @@
+// The seam to the machine: addresses, chunks, mappings, events.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+
+#include "blocks.h"
+#include "farspan_memory.h"
+
+namespace farspan {
+
+using Event = uint64_t;
+
+// Counts calls, lets tests fail them, and keeps what is mapped where for the checker; a subclass
+// does the work. A false is a failure that left nothing behind; `trouble` has its words.
+// Invariant: pages_ has, for each mapped address, the handle of the chunk the machine has there.
+class Backend {
+   public:
+    struct Counts {
+        uint64_t reserves = 0, range_frees = 0, creates = 0, destroys = 0, maps = 0, unmaps = 0;
+        uint64_t accesses = 0, records = 0, queries = 0, waits = 0, syncs = 0;
+    };
+
+    explicit Backend(size_t chunk) : chunk_(chunk) {}
+    virtual ~Backend() = default;
+    Backend(const Backend&) = delete;
+    Backend& operator=(const Backend&) = delete;
+
+    bool reserve(size_t count, uint64_t* address);
+    void free_range(uint64_t address, size_t count);
+    // Fills all of chunks, or none.
+    bool create(std::vector<Chunk>& chunks);
+    void destroy(Chunk chunk);
+    bool map(uint64_t address, const std::vector<Chunk>& chunks);
+    void unmap(uint64_t address, size_t count);
+    // Mappings that this many chunks take.
+    size_t mappings(const Chunk* chunks, size_t count) const;
+
+    bool record(Stream stream, Event* event);
+    bool done(Event event);
+    bool wait(Stream stream, Event event);
+    bool synchronize(Event event);
+    virtual void drop(Event event) = 0;
+    virtual bool capturing(Stream stream) = 0;
+
+    virtual uint64_t total() = 0;  // bytes of the device
+    virtual size_t default_mappings() const { return SIZE_MAX; }
+    virtual bool hold(bool) { return false; }
+    virtual bool set_capturing(Stream, bool) { return false; }
+
+    void fail_at(int call, uint64_t nth, uint64_t times);
+    const Counts& counts() const { return counts_; }
+    // What the machine has at an address of a chunk; NONE where nothing is mapped.
+    uint64_t mapped_at(uint64_t address) const;
+    size_t mapped_pages() const;
+
+    std::string trouble;
+
+   protected:
+    virtual bool do_reserve(size_t bytes, uint64_t* address) = 0;
+    virtual void do_free_range(uint64_t address, size_t bytes) = 0;
+    virtual bool do_create(Chunk* chunk) = 0;
+    virtual void do_destroy(Chunk chunk) = 0;
+    // One mapping of `count` chunks that mappable() joined.
+    virtual bool do_map(uint64_t address, const Chunk* chunks, size_t count) = 0;
+    virtual bool do_access(uint64_t address, size_t bytes) = 0;
+    virtual void do_unmap(uint64_t address, size_t count) = 0;
+    virtual bool do_record(Stream stream, Event* event) = 0;
+    virtual bool do_done(Event event) = 0;
+    virtual bool do_wait(Stream stream, Event event) = 0;
+    virtual bool do_synchronize(Event event) = 0;
+    // Whether b is mapped with a in one call when it follows it.
+    virtual bool joined(Chunk, Chunk) const { return false; }
+
+    const size_t chunk_;
+
+   private:
+    bool refused(int call);
+    size_t run(const Chunk* chunks, size_t count) const;
+
+    struct Failure {
+        uint64_t nth = 0, times = 0;
+    };
+    Counts counts_;
+    Failure failures_[5];
+    std::map<uint64_t, std::vector<uint64_t>> pages_;
+};
+
+// Streams of a machine without them: work is done when it is queued, and an event at once, unless
+// a test holds events or lets a stream capture.
+class HostBackend : public Backend {
+   public:
+    using Backend::Backend;
+    void drop(Event event) override { pending_.erase(event); }
+    bool capturing(Stream stream) override { return capturing_.count(stream) > 0; }
+    bool hold(bool on) override;
+    bool set_capturing(Stream stream, bool on) override;
+    size_t events() const { return pending_.size(); }
+
+   protected:
+    bool do_record(Stream stream, Event* event) override;
+    bool do_done(Event event) override { return !held_ || !pending_.at(event); }
+    bool do_wait(Stream, Event event) override { return pending_.count(event) > 0; }
+    bool do_synchronize(Event event) override;
+
+   private:
+    bool held_ = false;
+    Event last_ = 0;
+    std::map<Event, bool> pending_;
+    std::set<Stream> capturing_;
+};
+
+// Throws std::runtime_error where the machine is not there.
+std::unique_ptr<Backend> null_backend(const farspan_options& options);
+std::unique_ptr<Backend> posix_backend(const farspan_options& options);
+std::unique_ptr<Backend> cuda_backend(const farspan_options& options);
+
+}  // namespace farspan

@@ -1,0 +1,15 @@
+// What the C face and the entry points of torch share.
+#pragma once
+
+#include "allocator.h"
+
+namespace farspan {
+
+// Throws Refusal.
+std::unique_ptr<Allocator> make(const farspan_options& given);
+// Keeps the words of a failure for farspan_error.
+int told(int status, std::string text);
+// Status of the exception being handled.
+int caught();
+
+}  // namespace farspan
