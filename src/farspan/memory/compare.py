@@ -18,7 +18,7 @@ from farspan.memory.trace import Free, Malloc, Mark, Trace
 STEP = 32 * MIB  # to which the least capacity is found
 ARENA_CHUNK = 32 * MIB  # handles that a plan's arena is made of
 SAMPLES = 1000  # points of a curve
-AS_GOOD = 0.01  # of the live peak: what stitching may need beyond it
+AS_GOOD = 0.01  # share of the live peak that counts as no difference
 FREED = -1  # the size in the step of a free
 
 PLAN = "static plan"
@@ -67,9 +67,19 @@ class Comparison:
     step: int  # bytes to which the least capacity was found
     results: tuple[Result, ...]
 
-    def result(self, name: str) -> Result:
-        """The first of that kind."""
-        return next(result for result in self.results if result.name.startswith(name))
+    def least_of(self, kind: str) -> Result | None:
+        """Of the allocators of a kind the one that completes with the least memory."""
+        found = [result for result in self.results if result.name.startswith(kind)]
+        return min(found, key=lambda result: result.smallest.capacity or 0, default=None)
+
+    def expandable_as_good(self) -> bool | None:
+        """Whether expandable segments complete with the memory that stitching needs, up to a share
+        AS_GOOD of the live peak; None unless both were compared."""
+        expandable, stitching = self.least_of(EXPANDABLE), self.least_of(STITCHING)
+        if expandable is None or stitching is None:
+            return None
+        more = (expandable.smallest.capacity or 0) - (stitching.smallest.capacity or 0)
+        return more <= AS_GOOD * self.live_peak
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the curves."""
@@ -79,7 +89,7 @@ class Comparison:
             "live_peak": self.live_peak,
             "step": self.step,
             "allocators": [self._result_json(result) for result in self.results],
-            "remark": remark(self),
+            "expandable_as_good": self.expandable_as_good(),
         }
 
     def _result_json(self, result: Result) -> dict[str, Any]:
@@ -247,21 +257,3 @@ def planned(trace: Trace, samples: int, capacity: int | None) -> Result:
 
     given = None if capacity is None else arena(capacity)
     return Result(PLAN, False, arena(None), arena(height), given)
-
-
-def remark(comparison: Comparison) -> str:
-    """Whether stitching needs less than expandable segments, in a sentence."""
-    rivals = [r for r in comparison.results if r.name.startswith(STITCHING)]
-    best = min(rivals, key=lambda r: r.smallest.capacity or 0)
-    expandable = comparison.result(EXPANDABLE)
-    stitched, expanded = best.smallest.capacity or 0, expandable.smallest.capacity or 0
-    peak = comparison.live_peak or 1
-    if expanded - stitched > AS_GOOD * peak:
-        saved = (expanded - stitched) / peak
-        return f"{best.name} completes with {saved:.1%} of the live peak less than {EXPANDABLE}"
-    retries, reserved = expandable.smallest.retries, expandable.unlimited.reserved_peak / peak
-    return (
-        f"{EXPANDABLE} are as good as stitching in the memory they need (within {AS_GOOD:.0%} of "
-        f"the live peak); they get there by {retries} retries, each of which waits for the device, "
-        f"and without a limit they reserve {reserved:.1%} of the live peak"
-    )

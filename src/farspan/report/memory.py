@@ -1,0 +1,129 @@
+"""Allocators compared on a trace, as tables for a terminal."""
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from farspan.memory.compare import AS_GOOD, PLAN, Comparison, Result, Run
+from farspan.memory.costs import ASSUMED, PUBLISHED
+from farspan.memory.rivals import EXPANDABLE, STITCHING
+from farspan.plan.units import write_bytes, write_seconds
+from farspan.report.tables import lines_table
+
+MODELLED, REAL, PLANNED = "modelled", "real code", "a plan"
+GROWING = ("cudaMalloc", "cuMemMap")  # the calls that give an allocator its memory
+
+
+def compare_view(comparisons: Sequence[Comparison]) -> RenderableType:
+    """Each trace: memory, calls, and what to make of it; how calls are priced, once."""
+    parts: list[RenderableType] = []
+    for found in comparisons:
+        parts += [subject(found), memory_table(found), Text(), calls_table(found)]
+        parts += [Text()] if found.results[0].given is None else [Text(), given_table(found)]
+        if found.expandable_as_good() is not None:
+            parts.append(Text(f"{remark(found)}\n", "bold"))
+    return Group(*parts, Text(pricing()))
+
+
+def subject(found: Comparison) -> Text:
+    """What was compared."""
+    text = Text(found.trace or "trace", "bold")
+    text.append(f": {found.events:,} mallocs and frees, at most ", "not bold")
+    text.append(f"{write_bytes(found.live_peak)} alive\n", "not bold")
+    return text
+
+
+def memory_table(found: Comparison) -> Table:
+    """What each reserves without a limit, and the least capacity it completes with."""
+    title = f"memory; the least capacity is found to {write_bytes(found.step)}"
+    columns = ("allocator", "known by", "reserved", "fragments", "least", "over live", "retries")
+    table = lines_table(title, *columns)
+    for result in found.results:
+        table.add_row(
+            result.name,
+            known_by(result),
+            write_bytes(result.unlimited.reserved_peak),
+            f"{result.fragmentation(found.live_peak):.1%}",
+            write_bytes(result.smallest.capacity or 0),
+            over(result.smallest.capacity or 0, found.live_peak),
+            f"{result.smallest.retries:,}",
+        )
+    return table
+
+
+def calls_table(found: Comparison) -> Table:
+    """Calls of the driver and what they cost, without a limit and with the least capacity."""
+    columns = ("allocator", "segments or maps", "all calls", "cost", "at the least", "all", "cost")
+    table = lines_table("calls of the driver over the whole trace", *columns)
+    for result in found.results:
+        cells = [cell for run in (result.unlimited, result.smallest) for cell in call_cells(run)]
+        table.add_row(result.name, *cells)
+    return table
+
+
+def given_table(found: Comparison) -> Table:
+    """How each fares with the capacity that was asked about."""
+    runs = [(result.name, result.given) for result in found.results if result.given]
+    capacity = runs[0][1].capacity or 0
+    title = f"with {write_bytes(capacity)}"
+    table = lines_table(title, "allocator", "completes", "retries", "maps", "all calls", "cost")
+    for name, run in runs:
+        answer = "yes" if run.completed else "no"
+        table.add_row(name, answer, f"{run.retries:,}", *call_cells(run))
+    return table
+
+
+def call_cells(run: Run) -> tuple[str, str, str]:
+    """Calls that bring memory, all calls, and their cost."""
+    growing = sum(run.calls.get(call, 0) for call in GROWING)
+    return f"{growing:,}", f"{sum(run.calls.values()):,}", write_seconds(run.seconds)
+
+
+def known_by(result: Result) -> str:
+    """Whether the numbers are a model's or those of the code that runs on a GPU."""
+    if result.name == PLAN:
+        return PLANNED
+    return MODELLED if result.modelled else REAL
+
+
+def over(capacity: int, live: int) -> str:
+    """A capacity as a multiple of the live peak."""
+    return f"{capacity / live:.3f}x" if live else "1.000x"
+
+
+def remark(found: Comparison) -> str:
+    """Whether stitching gains anything over expandable segments; nothing where one is missing."""
+    expandable, stitching = found.least_of(EXPANDABLE), found.least_of(STITCHING)
+    if expandable is None or stitching is None:
+        return ""
+    needs = [f"{r.name}: {_needs(r)}" for r in (expandable, stitching)]
+    if found.expandable_as_good():
+        verdict = (
+            f"Expandable segments are as good as stitching in the memory they need, within "
+            f"{AS_GOOD:.0%} of the live peak"
+        )
+    else:
+        verdict = "Stitching needs less memory than expandable segments"
+    return f"{verdict}. {'; '.join(needs)}."
+
+
+def _needs(result: Result) -> str:
+    run = result.smallest
+    retries = "1 retry" if run.retries == 1 else f"{run.retries:,} retries"
+    return f"{write_bytes(run.capacity or 0)}, {retries}, calls for {write_seconds(run.seconds)}"
+
+
+def pricing() -> str:
+    """Where the unit costs come from."""
+    assumed = ", ".join(call for call, cost in PUBLISHED.items() if cost.source.startswith(ASSUMED))
+    known = "; ".join(
+        f"{call}: {cost.source}"
+        for call, cost in PUBLISHED.items()
+        if not cost.source.startswith(ASSUMED)
+    )
+    return (
+        "Costs are modelled: calls counted, times published ones. Waiting for the device is not in "
+        f"them. {known}. Assumed as costly as what they undo: {assumed}.\n"
+    )
