@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import example, given
 
 from farspan.plan.build import build_program
 from farspan.plan.price.evaluate import evaluate, useful_flop
@@ -10,8 +11,8 @@ from farspan.plan.price.seconds import Prices
 from farspan.plan.program import Backward, Embed, EmbedBackward, Forward, Head
 from farspan.plan.question import Layout, Optimizer, Question
 from farspan.plan.search.plans import best_plan
-from farspan.spec import LayerWork, RunSpec, Schedule, Tier
-from tests.plan.cases import model_of
+from farspan.spec import LayerWork, ModelSpec, RunSpec, Schedule, Tier
+from tests.plan.cases import model_of, steps
 from tests.plan.machines import slow_machine
 from tests.plan.search.test_bound import with_work
 
@@ -45,6 +46,31 @@ def test_a_batch_costs_as_much_as_its_sequences(kind: type) -> None:
         return sum(prices.of(i).in_line() for i in program.instructions if isinstance(i, kind))
 
     assert seconds(3) == pytest.approx(3 * seconds(1), rel=1e-9)
+
+
+Step = tuple[ModelSpec, RunSpec, Schedule]
+
+
+def worked(step: Step) -> Step:
+    return with_work(step[0]), *step[1:]
+
+
+# Equal layers, whose kept cells are not: O of the topmost is in no other buffer.
+ONE = with_work(model_of(1))
+KEPT = replace(SCHEDULE, attention_kept=0.5, activations_kept=0.5)
+
+
+@example((replace(ONE, layers=ONE.layers * 4), RunSpec(1, 256), KEPT))
+@given(steps().map(worked))
+def test_an_instruction_costs_what_it_costs_alone(step: Step) -> None:
+    """Prices are looked up by what decides them: nothing that was priced before may matter."""
+    model, run, schedule = step
+    asked = Question(model, run, slow_machine(), dtype="float32")
+    program = build_program(model, run, schedule)
+    prices = Prices(asked, program)
+    heads = [Head(chunk, gradient) for chunk in range(2) for gradient in (False, True)]
+    for i in (*program.instructions, *heads[: 2 * len(program.chunks)]):
+        assert prices.of(i) == Prices(asked, program).of(i), i
 
 
 def test_stages_are_searched_by_their_own_layers() -> None:

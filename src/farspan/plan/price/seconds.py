@@ -73,8 +73,7 @@ class Prices:
     """Prices the instructions of one device's program.
 
     `together`: both directions of the link are in use, so its rates are those of both at once.
-    Equal layers at the same chunk cost the same and are priced once. What a tariff's `decides`
-    leaves out, such as the names of buffers, costs nothing.
+    Equal layers at the same chunk cost the same and are priced once.
     """
 
     question: Question
@@ -102,9 +101,7 @@ class Prices:
             return classes[i.layer], i.chunk, i.mode, put_away
 
         def copy(i: Fetch | Evict) -> Hashable:
-            source, target = buffers[i.source], buffers[i.target]
-            layer = min(max(source.layer, target.layer), len(classes) - 1)
-            return source.kind, classes[layer], sizes[i.chunk]
+            return i.source, i.target, sizes[i.chunk]
 
         def clear(i: Clear) -> Hashable:
             # By size, not by name: a bound has one buffer, which is of every layer in turn.
@@ -115,7 +112,7 @@ class Prices:
             Backward: _Tariff(lambda i: (classes[i.layer], i.chunk), self._backward),
             Fetch: _Tariff(copy, self._fetch),
             Evict: _Tariff(copy, self._evict),
-            Head: _Tariff(lambda i: sizes[i.chunk], self._head),
+            Head: _Tariff(lambda i: (sizes[i.chunk], i.gradient), self._head),
             Embed: _Tariff(lambda i: sizes[i.chunk], self._embed),
             EmbedBackward: _Tariff(lambda i: sizes[i.chunk], self._embed_backward),
             Clear: _Tariff(clear, self._clear),
