@@ -29,6 +29,7 @@ using Clock = std::chrono::steady_clock;
 // More would need more than this for what is undone; whole steps of 20,000 buffers stay far below.
 constexpr size_t kTrailBytes = size_t{400} << 20;
 constexpr size_t kAlive = size_t{100} << 20;  // buffers alive, summed over sections: 400 MiB
+constexpr int32_t kAgain = 1000;  // buffers of the largest part that is ranked anew every time
 constexpr int64_t kFirstNodes = 2000;
 constexpr int64_t kGrowth = 3;
 
@@ -37,14 +38,21 @@ enum class Key { kBusy, kArea, kWidth, kSize };
 
 struct Order {
     std::array<Key, 3> keys;
-    bool time;  // width in time, or in sections
+    bool time;   // width in time, or in sections
+    bool again;  // ranks are given anew for each part, or for those half as large as before
 };
 
+constexpr std::array<Key, 3> kBusyWidth = {Key::kBusy, Key::kWidth, Key::kArea};
+constexpr std::array<Key, 3> kBusyArea = {Key::kBusy, Key::kArea, Key::kWidth};
+constexpr std::array<Key, 3> kWidthArea = {Key::kWidth, Key::kArea, Key::kBusy};
+constexpr std::array<Key, 3> kAreaWidth = {Key::kArea, Key::kWidth, Key::kSize};
+constexpr std::array<Key, 3> kSizeWidth = {Key::kSize, Key::kWidth, Key::kArea};
+
 constexpr Order kOrders[] = {
-    {{Key::kWidth, Key::kArea, Key::kBusy}, false}, {{Key::kBusy, Key::kArea, Key::kWidth}, false},
-    {{Key::kBusy, Key::kWidth, Key::kArea}, false}, {{Key::kWidth, Key::kArea, Key::kBusy}, true},
-    {{Key::kBusy, Key::kArea, Key::kWidth}, true},  {{Key::kBusy, Key::kWidth, Key::kArea}, true},
-    {{Key::kArea, Key::kWidth, Key::kSize}, false}, {{Key::kSize, Key::kWidth, Key::kArea}, false},
+    {kBusyWidth, true, false},  {kBusyWidth, true, true},  {kBusyWidth, false, false},
+    {kBusyWidth, false, true},  {kBusyArea, false, false}, {kBusyArea, true, true},
+    {kWidthArea, false, false}, {kWidthArea, true, true},  {kAreaWidth, false, false},
+    {kAreaWidth, true, true},   {kSizeWidth, false, false},
 };
 
 struct Problem {
@@ -206,7 +214,7 @@ int32_t Search::divide(const Frame &frame) {
                      [](Part a, Part b) { return a.size() > b.size(); });
     int32_t next = task.next;
     for (const Part part : parts) {
-        const bool smaller = part.size() <= task.ranked / 2;
+        const bool smaller = part.size() <= (order_.again ? kAgain : task.ranked / 2);
         if (smaller) rank(part);
         waiting_.push_back({part, smaller ? part.size() : task.ranked, owner, next});
         next = static_cast<int32_t>(waiting_.size()) - 1;
