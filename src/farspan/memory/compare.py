@@ -15,7 +15,8 @@ from farspan.memory.rivals import EXPANDABLE, STITCHING, Contender, Served
 from farspan.memory.settings import MIB, UNLIMITED
 from farspan.memory.trace import Free, Malloc, Mark, Trace
 
-STEP = 32 * MIB  # to which the least capacity is found
+STEP, LEAST_STEP = 32 * MIB, 2 * MIB  # to which the least capacity is found
+FINE = 1000  # steps in a live peak, where it is small
 ARENA_CHUNK = 32 * MIB  # handles that a plan's arena is made of
 SAMPLES = 1000  # points of a curve
 AS_GOOD = 0.01  # share of the live peak that counts as no difference
@@ -115,12 +116,14 @@ def compare(
     trace: Trace,
     rivals: Sequence[Contender],
     capacity: int | None = None,
-    step: int = STEP,
+    step: int | None = None,
 ) -> Comparison:
-    """The trace through each rival and the static plan; `capacity` is one more to run under."""
+    """The trace through each rival and the static plan; `capacity` is one more to run under,
+    `step` the bytes to which the least one is found."""
     steps = steps_of(trace)
     live = live_curve(steps)
     peak = max(live, default=0)
+    step = step or min(STEP, max(LEAST_STEP, peak // FINE // LEAST_STEP * LEAST_STEP))
     results = [contend(rival, steps, peak, capacity, step) for rival in rivals]
     events = len(steps)
     return Comparison(

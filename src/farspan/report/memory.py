@@ -7,21 +7,34 @@ from rich.table import Table
 from rich.text import Text
 
 from farspan.memory.compare import AS_GOOD, PLAN, Comparison, Result, Run
-from farspan.memory.costs import ASSUMED, PUBLISHED
+from farspan.memory.costs import ASSUMED, CREATE, FREE, MALLOC, MAP, PUBLISHED, RELEASE, UNMAP
 from farspan.memory.rivals import EXPANDABLE, STITCHING
 from farspan.plan.units import write_bytes, write_seconds
 from farspan.report.tables import lines_table
 
 MODELLED, REAL, PLANNED = "modelled", "real code", "a plan"
-GROWING = ("cudaMalloc", "cuMemMap")  # the calls that give an allocator its memory
+CALLS = {
+    "cudaMalloc": MALLOC,
+    "cudaFree": FREE,
+    "creates": CREATE,
+    "maps": MAP,
+    "unmaps": UNMAP,
+    "releases": RELEASE,
+}
 
 
 def compare_view(comparisons: Sequence[Comparison]) -> RenderableType:
     """Each trace: memory, calls, and what to make of it; how calls are priced, once."""
     parts: list[RenderableType] = []
     for found in comparisons:
-        parts += [subject(found), memory_table(found), Text(), calls_table(found)]
-        parts += [Text()] if found.results[0].given is None else [Text(), given_table(found)]
+        parts += [subject(found), memory_table(found), Text()]
+        unlimited = [(result.name, result.unlimited) for result in found.results]
+        parts += [calls_table("calls of the driver, without a limit", unlimited), Text()]
+        smallest = [(result.name, result.smallest) for result in found.results]
+        parts += [calls_table("calls with the least capacity of each", smallest), Text()]
+        if given_runs(found):
+            parts += [given_table(found), Text(), calls_table("its calls", given_runs(found))]
+            parts.append(Text())
         if found.expandable_as_good() is not None:
             parts.append(Text(f"{remark(found)}\n", "bold"))
     return Group(*parts, Text(pricing()))
@@ -53,32 +66,29 @@ def memory_table(found: Comparison) -> Table:
     return table
 
 
-def calls_table(found: Comparison) -> Table:
-    """Calls of the driver and what they cost, without a limit and with the least capacity."""
-    columns = ("allocator", "segments or maps", "all calls", "cost", "at the least", "all", "cost")
-    table = lines_table("calls of the driver over the whole trace", *columns)
-    for result in found.results:
-        cells = [cell for run in (result.unlimited, result.smallest) for cell in call_cells(run)]
-        table.add_row(result.name, *cells)
+def calls_table(title: str, runs: Sequence[tuple[str, Run]]) -> Table:
+    """Calls of the driver over the whole trace, and what they cost."""
+    table = lines_table(title, "allocator", *CALLS, "cost")
+    for name, run in runs:
+        counts = [f"{run.calls[call]:,}" if call in run.calls else "" for call in CALLS.values()]
+        table.add_row(name, *counts, write_seconds(run.seconds))
     return table
 
 
 def given_table(found: Comparison) -> Table:
     """How each fares with the capacity that was asked about."""
-    runs = [(result.name, result.given) for result in found.results if result.given]
-    capacity = runs[0][1].capacity or 0
-    title = f"with {write_bytes(capacity)}"
-    table = lines_table(title, "allocator", "completes", "retries", "maps", "all calls", "cost")
+    runs = given_runs(found)
+    title = f"with {write_bytes(runs[0][1].capacity or 0)}"
+    table = lines_table(title, "allocator", "completes", "retries", "reserved")
     for name, run in runs:
         answer = "yes" if run.completed else "no"
-        table.add_row(name, answer, f"{run.retries:,}", *call_cells(run))
+        table.add_row(name, answer, f"{run.retries:,}", write_bytes(run.reserved_peak))
     return table
 
 
-def call_cells(run: Run) -> tuple[str, str, str]:
-    """Calls that bring memory, all calls, and their cost."""
-    growing = sum(run.calls.get(call, 0) for call in GROWING)
-    return f"{growing:,}", f"{sum(run.calls.values()):,}", write_seconds(run.seconds)
+def given_runs(found: Comparison) -> list[tuple[str, Run]]:
+    """Those with the capacity that was asked about, if any was."""
+    return [(result.name, result.given) for result in found.results if result.given]
 
 
 def known_by(result: Result) -> str:

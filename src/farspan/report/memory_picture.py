@@ -78,7 +78,7 @@ def _panel(found: Comparison, result: Result, most: int, live: str) -> str:
         f"({over(capacity, found.live_peak)} live)"
     )
     reserved = shown(result)
-    samples = max(len(found.live), 1)
+    samples = len(found.live)
     parts = [
         f'<text x="{LEFT}" y="10">{escape(words)}</text>',
         _area(reserved, samples, most, LOST),
@@ -99,7 +99,7 @@ def shown(result: Result) -> tuple[int, ...]:
 
 
 def _x(sample: float, samples: int) -> float:
-    return LEFT + (WIDTH - LEFT - RIGHT) * sample / samples
+    return LEFT + (WIDTH - LEFT - RIGHT) * sample / max(samples, 1)
 
 
 def _y(size: float, most: int) -> float:
