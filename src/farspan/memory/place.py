@@ -8,8 +8,10 @@ address
   +---+---+-------------+----> time
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from farspan.memory.solver import Columns, greedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +44,34 @@ def live_peak(requests: Sequence[Request]) -> int:
 
 
 def place(requests: Sequence[Request]) -> Placement:
-    """First fit over two orders (largest first, longest lifetime first); the lower one is kept."""
+    """First fit over two orders (largest first, longest lifetime first); the lower one is kept.
+    What searches longer for less height is in `greedy` and `exact`."""
+    return lowest_of(requests, (largest_first, longest_first))
+
+
+Order = Callable[[Request], tuple[int, ...]]  # a key: what sorts first is placed first
+
+
+def largest_first(request: Request) -> tuple[int, ...]:
+    return -request.size, request.born
+
+
+def longest_first(request: Request) -> tuple[int, ...]:
+    return request.born - request.dies, -request.size
+
+
+def lowest_of(
+    requests: Sequence[Request], orders: Sequence[Order], best_fit: bool = False
+) -> Placement:
+    """The lowest greedy placement over the orders, the first of equals; no order is tried after
+    one that reaches the lower bound."""
     bound = live_peak(requests)
     best: Placement | None = None
-    orders = (
-        lambda i: (-requests[i].size, requests[i].born),
-        lambda i: (requests[i].born - requests[i].dies, -requests[i].size),
-    )
-    for order in orders:
-        addresses = _first_fit(requests, sorted(range(len(requests)), key=order))
-        tops = [a + r.size for a, r in zip(addresses, requests, strict=True)]
-        found = Placement(tuple(addresses), max(tops, default=0), bound)
+    columns = to_columns(requests)
+    for key in orders:
+        keys = list(map(key, requests))
+        order = sorted(range(len(requests)), key=keys.__getitem__)
+        found = placed_at(requests, greedy(columns, order, best_fit), bound)
         if best is None or found.height < best.height:
             best = found
         if best.height == bound:
@@ -61,21 +80,14 @@ def place(requests: Sequence[Request]) -> Placement:
     return best
 
 
-def _first_fit(requests: Sequence[Request], order: list[int]) -> list[int]:
-    addresses = [0] * len(requests)
-    placed: list[int] = []
-    for index in order:
-        wanted = requests[index]
-        taken = sorted(
-            (addresses[other], addresses[other] + requests[other].size)
-            for other in placed
-            if requests[other].born < wanted.dies and wanted.born < requests[other].dies
-        )
-        address = 0
-        for low, high in taken:
-            if low - address >= wanted.size:
-                break
-            address = max(address, high)
-        addresses[index] = address
-        placed.append(index)
-    return addresses
+def placed_at(requests: Sequence[Request], addresses: Sequence[int], bound: int) -> Placement:
+    """The placement with these addresses."""
+    tops = (a + r.size for a, r in zip(addresses, requests, strict=True))
+    return Placement(tuple(addresses), max(tops, default=0), bound)
+
+
+def to_columns(requests: Sequence[Request]) -> Columns:
+    """The requests as the solver reads them."""
+    return Columns(
+        [r.size for r in requests], [r.born for r in requests], [r.dies for r in requests]
+    )
