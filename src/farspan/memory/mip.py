@@ -1,0 +1,133 @@
+"""The mixed-integer program of MEMO 4.2 as it is written, by an open solver (HiGHS in scipy).
+
+    min M   with   A_i + S_i <= M                                   for each i
+                   A_i + S_i <= A_j + z_ij M_cap                    for each pair (i, j) in E
+                   A_j + S_j <= A_i + (1 - z_ij) M_cap              for each pair (i, j) in E
+                   0 <= M <= M_cap,  A_i >= 0,  z_ij in {0, 1}
+
+E are the pairs that live at one time. (The paper prints A_j in the first line; nothing else there
+has a j, so A_i is meant.) M_cap switches a row off, and what it leaves of the bound is nothing
+until z is decided: the program certifies small cases, some 40 requests, and is there for that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from time import perf_counter
+from typing import Any
+
+from farspan.lazy import load
+from farspan.memory.exact import Solution
+from farspan.memory.greedy import place_greedily
+from farspan.memory.place import Placement, Request, live_peak, placed_at
+from farspan.spec import Refused
+
+Pairs = list[tuple[int, int]]
+# More makes rows by the million, of which no solver makes anything in a useful time.
+MOST_PAIRS = 50_000
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """min cost x subject to rows x <= limits; x is A_1 ... A_n, M, then z in the order of pairs."""
+
+    pairs: Pairs
+    rows: list[tuple[int, int, float]]  # row, column, coefficient
+    limits: list[float]
+    variables: int
+    cap: float  # M_cap
+
+
+def overlapping(requests: Sequence[Request]) -> Pairs:
+    """E: the pairs that live at one time."""
+    return [
+        (i, j)
+        for j, b in enumerate(requests)
+        for i, a in enumerate(requests[:j])
+        if max(a.born, b.born) < min(a.dies, b.dies)
+    ]
+
+
+def write_program(requests: Sequence[Request], unit: int, capacity: int) -> Program:
+    """The rows of the program; sizes and M_cap in units of `unit` bytes."""
+    count, pairs = len(requests), overlapping(requests)
+    sizes = [r.size / unit for r in requests]
+    cap = capacity / unit
+    rows: list[tuple[int, int, float]] = []
+    limits: list[float] = []
+    for i, size in enumerate(sizes):
+        rows += [(len(limits), i, 1.0), (len(limits), count, -1.0)]
+        limits.append(-size)
+    for z, (i, j) in enumerate(pairs, count + 1):
+        rows += [(len(limits), i, 1.0), (len(limits), j, -1.0), (len(limits), z, -cap)]
+        limits.append(-sizes[i])
+        rows += [(len(limits), j, 1.0), (len(limits), i, -1.0), (len(limits), z, cap)]
+        limits.append(cap - sizes[j])
+    return Program(pairs, rows, limits, count + 1 + len(pairs), cap)
+
+
+def place_by_mip(
+    requests: Sequence[Request], seconds: float = 60.0, capacity: int | None = None
+) -> Solution:
+    """The program's optimum; M_cap is the capacity, or what greedy placement needs, which is
+    tighter than any device. Raises Refused without scipy, for a capacity below the optimum, and
+    when nothing is found in time."""
+    begin = perf_counter()
+    greedy = place_greedily(requests)
+    if not requests or greedy.height == 0:
+        return Solution(greedy, greedy.height, perf_counter() - begin)
+    program = write_program(
+        requests, greedy.height, greedy.height if capacity is None else capacity
+    )
+    if len(program.pairs) > MOST_PAIRS:
+        raise Refused(
+            f"mip: {len(program.pairs)} pairs live together, at most {MOST_PAIRS} are tried"
+        )
+    answer = _solve(program, len(requests), seconds)
+    if answer.x is None:
+        raise Refused(f"mip: no placement found in {seconds:g} s or none exists: {answer.message}")
+    placement = _exact_addresses(requests, program, answer.x)
+    proved = placement.height if answer.status == 0 else live_peak(requests)
+    return Solution(placement, proved, perf_counter() - begin)
+
+
+def _solve(program: Program, count: int, seconds: float) -> Any:
+    """Runs HiGHS. x is continuous for A and M, binary for z."""
+    try:
+        milp, constraint, bounds = (
+            load("scipy.optimize", name) for name in ("milp", "LinearConstraint", "Bounds")
+        )
+        matrix = load("scipy.sparse", "csr_array")
+    except ImportError as error:
+        raise Refused("mip: needs scipy; install it with `pip install farspan[mip]`") from error
+    rows, columns, values = zip(*program.rows, strict=True)
+    whole = [0] * (count + 1) + [1] * len(program.pairs)
+    upper = [float("inf")] * count + [program.cap] + [1.0] * len(program.pairs)
+    shape = (len(program.limits), program.variables)
+    return milp(
+        [0.0] * count + [1.0] + [0.0] * len(program.pairs),
+        integrality=whole,
+        bounds=bounds([0.0] * program.variables, upper),
+        constraints=constraint(matrix((values, (rows, columns)), shape=shape), ub=program.limits),
+        options={"time_limit": seconds, "mip_rel_gap": 0.0},
+    )
+
+
+def _exact_addresses(
+    requests: Sequence[Request], program: Program, x: Sequence[float]
+) -> Placement:
+    """Whole bytes: the order that z decides, each buffer as low as what lies below it allows. The
+    solver's own addresses are right up to its tolerance only, a millionth of M_cap."""
+    below: dict[int, list[int]] = {i: [] for i in range(len(requests))}
+    for z, (i, j) in enumerate(program.pairs, len(requests) + 1):
+        low, high = (i, j) if x[z] < 0.5 else (j, i)
+        below[high].append(low)
+    addresses = [0] * len(requests)
+    try:
+        for i in TopologicalSorter(below).static_order():
+            addresses[i] = max((addresses[j] + requests[j].size for j in below[i]), default=0)
+    except CycleError as error:
+        raise Refused(
+            "mip: the sizes are too different for the solver's tolerance; use the method exact"
+        ) from error
+    return placed_at(requests, addresses, live_peak(requests))
