@@ -32,8 +32,7 @@ Allocator::Allocator(std::unique_ptr<Backend> backend, const farspan_options& op
 
 // Work may still be queued; what cannot be waited for is the caller's, as with cudaFree.
 Allocator::~Allocator() {
-    std::set<Stream> streams;
-    for (const auto& [address, live] : live_) streams.insert(live.stream);
+    std::set<Stream> streams = stitcher_.streams();
     for (const farspan_row& row : replay_.rows()) streams.insert(row.stream);
     waiting_.settle();
     stitcher_.quiesce(streams);

@@ -186,6 +186,7 @@ class CudaBackend : public Backend {
         fine(d_.cuMemRelease(chunk.handle), "cuMemRelease");
     }
     bool do_map(uint64_t address, const Chunk* chunks, size_t) override {
+        const Here here(d_, context_);
         return fine(d_.cuMemMap(address, chunk_, 0, chunks->handle, 0), "cuMemMap");
     }
     bool do_access(uint64_t address, size_t bytes) override {

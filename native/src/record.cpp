@@ -35,6 +35,7 @@ void Allocator::begin_iteration() {
 }
 
 void Allocator::drop_plan() {
+    if (replay_.live() > 0) settle();
     if (replay_.live() > 0) {
         throw Refusal{FARSPAN_INVALID, std::to_string(replay_.live()) +
                                            " tensors of the present plan are still live"};

@@ -58,6 +58,8 @@ class Stitcher {
     bool order(Stream from, Stream to);
     // All work queued now on these streams is done. False when it cannot wait.
     bool quiesce(const std::set<Stream>& streams);
+    // All that blocks were ever made for, or moved to.
+    std::set<Stream> streams() const;
 
     size_t room() const;  // chunks below the capacity
     size_t reserved() const { return reserved_; }

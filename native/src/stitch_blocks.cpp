@@ -88,6 +88,12 @@ bool Stitcher::quiesce(const std::set<Stream>& streams) {
     return quiet;
 }
 
+std::set<Stream> Stitcher::streams() const {
+    std::set<Stream> found;
+    for (const auto& [stream, shelf] : ppool_.shelves()) found.insert(stream);
+    return found;
+}
+
 bool Stitcher::steal(size_t count, Stream stream) {
     const size_t idle_here = ppool_.shelf(stream).total;
     if (idle_here >= count) return false;
@@ -161,13 +167,11 @@ bool Stitcher::stitch_free(size_t virtual_chunks, size_t mappings) {
 }
 
 bool Stitcher::release(size_t count) {
-    std::set<Stream> streams;
     std::vector<PBlock*> blocks;
     for (const auto& [stream, shelf] : ppool_.shelves()) {
-        streams.insert(stream);
         blocks.insert(blocks.end(), shelf.blocks.begin(), shelf.blocks.end());
     }
-    if (count > 0 && !quiesce(streams)) return false;
+    if (count > 0 && !quiesce(streams())) return false;
     std::sort(blocks.begin(), blocks.end(), BySize());
     for (; count > 0 && !blocks.empty(); blocks.pop_back()) {
         PBlock* p = blocks.back();

@@ -1,0 +1,276 @@
+// record_stream, stealing with order, captures and quarantine.
+#include <map>
+
+#include "allocator.h"
+#include "machine.h"
+
+namespace {
+
+using farspan::Event;
+using farspan::Stream;
+
+void recorded_memory_waits_for_its_event() {
+    Machine m(FARSPAN_NULL, 4, FARSPAN_DEFAULT_POLICY);
+    farspan_hold_events(m.a, 1);
+    char* p = m.get(4);
+    EXPECT(farspan_record_stream(m.a, p, 7) == FARSPAN_OK);
+    m.put(p);
+    EXPECT(m.now().held == 4 * CHUNK && m.now().event_records == 1);
+    farspan_hold_events(m.a, 0);
+    EXPECT(m.get(4) == p);
+    EXPECT(m.now().held == 0 && m.now().event_syncs == 0);
+}
+
+void held_memory_is_waited_for_before_giving_up() {
+    Machine m(FARSPAN_NULL, 4, FARSPAN_DEFAULT_POLICY);
+    farspan_hold_events(m.a, 1);
+    char* p = m.get(4);
+    farspan_record_stream(m.a, p, 7);
+    farspan_record_stream(m.a, p, 7);
+    farspan_record_stream(m.a, p, 8);
+    farspan_record_stream(m.a, nullptr, 8);
+    m.put(p);
+    EXPECT(m.get(4) == p);
+    EXPECT(m.now().event_records == 2 && m.now().event_syncs == 2 && m.now().retries == 1);
+}
+
+void a_piece_waits_too() {
+    Machine m(FARSPAN_NULL, 1, FARSPAN_DEFAULT_POLICY);
+    farspan_hold_events(m.a, 1);
+    char *p, *q;
+    m.take(512, 0, &p);
+    farspan_record_stream(m.a, p, 7);
+    m.put(p);
+    m.take(512, 0, &q);
+    EXPECT(q == p + 512);
+    farspan_hold_events(m.a, 0);
+    m.take(512, 0, &q);
+    EXPECT(q == p);
+}
+
+void stealing_orders_the_streams() {
+    Machine m(FARSPAN_NULL, 4, FARSPAN_DEFAULT_POLICY);
+    m.put(m.get(2, 1));
+    m.put(m.get(2, 2));
+    m.get(4, 3);
+    EXPECT(m.now().steals == 2 && m.now().event_waits == 2 && m.now().event_syncs == 0);
+    EXPECT(m.now().reserved == 4 * CHUNK && m.now().destroys == 0);
+}
+
+void without_stealing_idle_chunks_go_back_instead() {
+    Machine m(FARSPAN_NULL, 4, FARSPAN_LAZY);
+    m.put(m.get(4, 1));
+    m.get(4, 2);
+    EXPECT(m.now().steals == 0 && m.now().destroys == 4 && m.now().event_syncs > 0);
+}
+
+void a_capture_gets_mapped_memory_only_and_keeps_it() {
+    Machine m(FARSPAN_NULL, 4, FARSPAN_DEFAULT_POLICY);
+    m.put(m.get(2, 1));
+    EXPECT(farspan_set_capturing(m.a, 1, 1) == FARSPAN_OK);
+    const farspan_statistics before = m.now();
+    char* p = m.get(1, 1);
+    char* q = m.get(1, 1);
+    char* none = nullptr;
+    EXPECT(m.take(CHUNK, 1, &none) == FARSPAN_CAPTURE && !none);
+    EXPECT(std::strstr(farspan_error(), "before the capture"));
+    m.put(p);
+    farspan_set_capturing(m.a, 1, 0);
+    m.put(q);
+    const farspan_statistics after = m.now();
+    EXPECT(after.maps == before.maps && after.event_records == before.event_records);
+    EXPECT(after.pinned == 2 * CHUNK);
+    for (int i = 0; i < 2; ++i) {
+        char* other = m.get(1, 1);
+        EXPECT(other != p && other != q);
+    }
+    EXPECT(m.take(CHUNK, 1, &none) == FARSPAN_OUT_OF_MEMORY);
+}
+
+// A graph that is captured elsewhere must not see an event.
+void no_event_is_recorded_on_a_capturing_stream() {
+    Machine m(FARSPAN_NULL, 4, FARSPAN_DEFAULT_POLICY);
+    char* p = m.get(2, 1);
+    farspan_record_stream(m.a, p, 2);
+    farspan_set_capturing(m.a, 2, 1);
+    m.put(p);
+    EXPECT(m.now().event_records == 0 && m.now().held == 2 * CHUNK);
+    char* q = nullptr;
+    EXPECT(m.take(4 * CHUNK, 1, &q) == FARSPAN_OUT_OF_MEMORY);
+    EXPECT(m.now().event_records == 0);
+    farspan_set_capturing(m.a, 2, 0);
+    m.get(4, 1);
+    EXPECT(m.now().held == 0 && m.now().event_records == 1);
+}
+
+void quarantine_keeps_one_free_back() {
+    Machine m(FARSPAN_NULL, 4, FARSPAN_DEFAULT_POLICY | FARSPAN_QUARANTINE);
+    char* p = m.get(1);
+    char* q = m.get(1);
+    m.put(p);
+    EXPECT(m.get(1) != p);
+    m.put(q);
+    EXPECT(m.get(1) == p);
+    m.get(1);
+    m.get(1);
+}
+
+// Vector clocks: what each stream knows to be done of each other stream's work.
+class Clocks : public farspan::HostBackend {
+   public:
+    using HostBackend::HostBackend;
+    using Clock = std::map<Stream, uint64_t>;
+
+    uint64_t total() override { return UINT64_C(1) << 40; }
+    // Work on the bytes, at its time.
+    uint64_t work(Stream stream, uint64_t address, uint64_t size) {
+        const uint64_t now = ++known_[stream][stream];
+        for (uint64_t at = address / CHUNK; at <= (address + size - 1) / CHUNK; ++at) {
+            through_[at][stream] = now;
+        }
+        return now;
+    }
+    bool knows(Stream stream, Stream other, uint64_t time) {
+        return stream == other || std::max(known_[stream][other], host_[other]) >= time;
+    }
+
+   protected:
+    bool do_reserve(size_t bytes, uint64_t* address) override {
+        *address = next_ += bytes;
+        next_ += bytes;
+        return true;
+    }
+    void do_free_range(uint64_t, size_t) override {}
+    bool do_create(farspan::Chunk* chunk) override {
+        chunk->handle = made_++;
+        return true;
+    }
+    void do_destroy(farspan::Chunk) override {}
+    bool do_map(uint64_t, const farspan::Chunk*, size_t) override { return true; }
+    bool do_access(uint64_t, size_t) override { return true; }
+    // The host knows that the work through these addresses is done.
+    void do_unmap(uint64_t address, size_t count) override {
+        for (uint64_t at = address / CHUNK; at < address / CHUNK + count; ++at) {
+            for (const auto& [stream, time] : through_[at]) EXPECT(host_[stream] >= time);
+            through_.erase(at);
+        }
+    }
+    bool do_record(Stream stream, Event* event) override {
+        HostBackend::do_record(stream, event);
+        at_[*event] = known_[stream];
+        return true;
+    }
+    bool do_done(Event event) override {
+        const bool done = HostBackend::do_done(event);
+        if (done) learn(host_, at_[event]);
+        return done;
+    }
+    bool do_wait(Stream stream, Event event) override {
+        learn(known_[stream], at_[event]);
+        return true;
+    }
+    bool do_synchronize(Event event) override {
+        learn(host_, at_[event]);
+        return HostBackend::do_synchronize(event);
+    }
+
+   private:
+    static void learn(Clock& clock, const Clock& other) {
+        for (const auto& [stream, time] : other) clock[stream] = std::max(clock[stream], time);
+    }
+    uint64_t next_ = CHUNK << 20, made_ = 0;
+    std::map<Stream, Clock> known_;
+    std::map<Event, Clock> at_;
+    std::map<uint64_t, Clock> through_;  // work by address in chunks
+    Clock host_;
+};
+
+struct Tensor {
+    uint64_t address, size;
+    Stream stream;
+    std::vector<Stream> users;
+};
+
+// Random programs on four streams: whoever gets bytes knows that all earlier work on them is done.
+void every_reuse_is_ordered(uint64_t policy, unsigned seed, bool planned) {
+    farspan_options o = options(FARSPAN_NULL, 12, policy);
+    o.replay_window = 16;
+    o.replay_misses = 64;
+    o.virtual_limit = (20 + seed % 3 * 20) * CHUNK;
+    auto owned = std::make_unique<Clocks>(CHUNK);
+    Clocks& clocks = *owned;
+    farspan::Allocator a(std::move(owned), o);
+    std::map<uint64_t, std::map<Stream, uint64_t>> last;  // physical 512 bytes: work by stream
+    std::mt19937 random(seed);
+    std::vector<farspan_row> rows;
+    for (int i = 0; i < 200; ++i) {
+        rows.push_back({512 * (1 + random() % 200), random() % 4, 512 * (random() % 100)});
+    }
+    if (planned) a.set_plan(rows.data(), rows.size(), 300 * 512);
+    std::vector<Tensor> live;
+    a.hold_events(true);
+    for (size_t i = 0; i < 600; ++i) {
+        if (i % 200 == 0) a.begin_iteration();
+        a.hold_events(random() % 4 > 0);
+        const farspan_row& row = rows[i % 200];
+        Tensor t{0, row.size, row.stream, {}};
+        try {
+            t.address = a.malloc(t.size, t.stream);
+        } catch (const farspan::Refusal&) {
+        }
+        if (t.address) {
+            const uint64_t now = clocks.work(t.stream, t.address, t.size);
+            for (uint64_t at = t.address; at < t.address + t.size; at += 512) {
+                auto& users = last[clocks.mapped_at(at) * CHUNK + at % CHUNK];
+                for (const auto& [stream, time] : users) {
+                    EXPECT(clocks.knows(t.stream, stream, time));
+                }
+                users = {{t.stream, now}};
+            }
+            live.push_back(t);
+        }
+        while (!live.empty() && random() % 7 < 3) {
+            const size_t at = random() % live.size();
+            if (random() % 3 == 0) {
+                const Stream user = random() % 4;
+                a.record_stream(live[at].address, user);
+                live[at].users.push_back(user);
+            }
+            live[at].users.push_back(live[at].stream);
+            for (Stream user : live[at].users) {
+                const uint64_t now = clocks.work(user, live[at].address, live[at].size);
+                for (uint64_t b = live[at].address; b < live[at].address + live[at].size; b += 512) {
+                    last[clocks.mapped_at(b) * CHUNK + b % CHUNK][user] = now;
+                }
+            }
+            a.free(live[at].address);
+            live.erase(live.begin() + static_cast<ptrdiff_t>(at));
+        }
+        if (random() % 50 == 0) a.release(0);
+        a.check();
+    }
+    for (const Tensor& t : live) a.free(t.address);
+}
+
+void reuse_is_ordered_in_random_programs() {
+    for (unsigned seed = 0; seed < 12; ++seed) {
+        for (uint64_t policy : {PAPER, uint64_t{FARSPAN_DEFAULT_POLICY},
+                                uint64_t{FARSPAN_STEAL | FARSPAN_SHUFFLE}}) {
+            every_reuse_is_ordered(policy, seed, seed % 2);
+        }
+    }
+}
+
+}  // namespace
+
+int main() {
+    RUN(recorded_memory_waits_for_its_event);
+    RUN(held_memory_is_waited_for_before_giving_up);
+    RUN(a_piece_waits_too);
+    RUN(stealing_orders_the_streams);
+    RUN(without_stealing_idle_chunks_go_back_instead);
+    RUN(a_capture_gets_mapped_memory_only_and_keeps_it);
+    RUN(no_event_is_recorded_on_a_capturing_stream);
+    RUN(quarantine_keeps_one_free_back);
+    RUN(reuse_is_ordered_in_random_programs);
+}
