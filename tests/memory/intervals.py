@@ -26,6 +26,10 @@ def gaps(start: int, end: int, used: list[Interval]) -> list[Interval]:
     return found
 
 
+class NoAddresses(Exception):
+    """The address range of a pool is too full for a request."""
+
+
 @dataclass
 class Segments:
     """The caching allocator: memory is segments, each used by one pool."""
@@ -73,7 +77,8 @@ class Segments:
 
 @dataclass
 class Pages:
-    """Expandable segments: memory is pages of one address range a pool, which never ends here."""
+    """Expandable segments: memory is pages of one address range a pool. Raises NoAddresses where
+    PyTorch would begin a second one."""
 
     capacity: int
     pages: dict[Pool, set[int]] = field(default_factory=dict)
@@ -100,14 +105,19 @@ class Pages:
             number += 1
         return number * self.page(pool)
 
-    def room(self, pool: Pool, interval: Interval) -> float:
+    def room(self, pool: Pool, interval: Interval) -> int:
         """Of a free interval, with the addresses without memory behind it."""
         start, end = interval
         page = self.page(pool)
         if end % page or end // page in self.pages[pool]:
             return end - start
         later = [p * page for p in self.pages[pool] if p * page > end]
-        return min(later) - start if later else float("inf")
+        return min([*later, self.end(pool)]) - start
+
+    def end(self, pool: Pool) -> int:
+        """Of the addresses: 9/8 of the device, in whole pages."""
+        page = self.page(pool)
+        return -(-(self.capacity + self.capacity // 8) // page) * page
 
     def malloc(self, tensor: int, size: int, stream: int) -> None:
         size = rounded(size)
@@ -153,9 +163,11 @@ class Pages:
             if number in mapped or (number and number - 1 not in mapped):
                 continue
             start = free.get(number * page, number * page)
-            if not any(low < start + size and start < high for low, high in used):
+            if any(low < start + size and start < high for low, high in used):
+                continue
+            if start + size <= self.end(pool):
                 return start
-        raise AssertionError("behind everything there is room")
+        raise NoAddresses
 
     def unmap(self) -> None:
         for pool, mapped in self.pages.items():
