@@ -98,7 +98,7 @@ def test_the_least_capacity_completes_and_one_step_less_does_not() -> None:
 def test_a_static_plan_needs_what_is_alive_and_searches_nothing() -> None:
     found = compare(growing(), MODELS, capacity=189 * MIB)
     plan = found.results[-1]
-    assert (plan.name, plan.smallest.capacity) == (PLAN, 190 * MIB)
+    assert (plan.name, plan.smallest.capacity, plan.proved) == (PLAN, 190 * MIB, True)
     assert plan.fragmentation(found.live_peak) == 0.0
     assert plan.smallest.calls[MAP] == 6  # handles of 32 MiB
     assert plan.given is not None

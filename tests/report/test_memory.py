@@ -9,7 +9,7 @@ import pytest
 from farspan.memory.compare import PLAN, Comparison, Result, Run
 from farspan.memory.costs import PUBLISHED
 from farspan.memory.rivals import CACHING, EXPANDABLE, STITCHING
-from farspan.report.memory import MODELLED, PLANNED, REAL, compare_view, remark
+from farspan.report.memory import MODELLED, PLANNED, PROVED, REAL, compare_view, remark
 from farspan.report.memory_picture import LIVE, page, picture
 from tests.report.cases import GIB, text_of
 
@@ -46,7 +46,7 @@ def comparison(expandable: float = 80.5) -> Comparison:
             result(EXPANDABLE, True, 85, expandable),
             result(f"{STITCHING}, 2 MiB", False, 80, 80),
             result(f"{STITCHING}, 32 MiB", False, 81, 81),
-            result(PLAN, False, 80, 80),
+            replace(result(PLAN, False, 80, 80), proved=True),
         ),
     )
 
@@ -66,7 +66,9 @@ def test_every_allocator_says_what_it_needs_and_how_that_is_known() -> None:
     assert f"{CACHING} {MODELLED} 160.0 GiB 50.0% 96.0 GiB 1.200x 7" in text
     assert f"{EXPANDABLE} {MODELLED} 85.0 GiB 5.9% 80.5 GiB 1.006x 7" in text
     assert f"{STITCHING}, 2 MiB {REAL} 80.0 GiB 0.0% 80.0 GiB 1.000x 7" in text
-    assert f"{PLAN} {PLANNED} 80.0 GiB 0.0%" in text
+    assert f"{PLAN} {PROVED} 80.0 GiB 0.0%" in text
+    greedy = replace(comparison(), results=(result(PLAN, False, 81, 81),))
+    assert f"{PLAN} {PLANNED} 81.0 GiB" in text_of(compare_view([greedy]))
     assert "the least capacity is found to 32.0 MiB" in text
 
 

@@ -8,9 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from farspan.memory.caching import OutOfMemory
+from farspan.memory.check import sweep_placement
 from farspan.memory.costs import ACCESS, CREATE, MAP, RESERVE
 from farspan.memory.costs import seconds as cost_of
-from farspan.memory.place import place
+from farspan.memory.exact import place_exactly
+from farspan.memory.plan_file import rounded
 from farspan.memory.rivals import EXPANDABLE, STITCHING, Contender, Served
 from farspan.memory.settings import MIB, UNLIMITED
 from farspan.memory.trace import Free, Malloc, Mark, Trace
@@ -18,6 +20,8 @@ from farspan.memory.trace import Free, Malloc, Mark, Trace
 STEP, LEAST_STEP = 32 * MIB, 2 * MIB  # to which the least capacity is found
 FINE = 1000  # steps in a live peak, where it is small
 ARENA_CHUNK = 32 * MIB  # handles that a plan's arena is made of
+ALIGNMENT = 512  # of a plan's addresses, as PyTorch's
+PLAN_SECONDS = 20.0  # that a plan may be searched for
 SAMPLES = 1000  # points of a curve
 AS_GOOD = 0.01  # share of the live peak that counts as no difference
 FREED = -1  # the size in the step of a free
@@ -49,6 +53,7 @@ class Result:
     unlimited: Run  # on a device that is never full
     smallest: Run  # with the least capacity found
     given: Run | None  # with the capacity that was asked about
+    proved: bool = False  # that no allocator needs less, up to rounding
 
     def fragmentation(self, live: int) -> float:
         """1 - live peak / reserved peak, without a limit."""
@@ -105,6 +110,7 @@ class Comparison:
         return {
             "name": result.name,
             "modelled": result.modelled,
+            "proved": result.proved,
             "reserved_peak": result.unlimited.reserved_peak,
             "fragmentation": result.fragmentation(self.live_peak),
             "smallest_capacity": result.smallest.capacity,
@@ -249,7 +255,10 @@ def least(rival: Contender, steps: Sequence[Step], low: int, high: int, step: in
 
 def planned(trace: Trace, samples: int, capacity: int | None) -> Result:
     """The static plan: one arena, mapped once, in which nothing is ever searched."""
-    height = place(trace.requests()).height
+    requests = rounded(trace.requests(), ALIGNMENT)
+    solution = place_exactly(requests, PLAN_SECONDS)
+    sweep_placement(requests, solution.placement)
+    height = solution.placement.height
     handles = -(-height // ARENA_CHUNK)
     calls = {(RESERVE, 0): 1} | {(call, ARENA_CHUNK): handles for call in (CREATE, MAP, ACCESS)}
     by_name = {call: count for (call, _), count in calls.items()}
@@ -259,4 +268,4 @@ def planned(trace: Trace, samples: int, capacity: int | None) -> Result:
         return Run(limit, fits, height, 0, by_name, cost_of(calls), (height,) * samples)
 
     given = None if capacity is None else arena(capacity)
-    return Result(PLAN, False, arena(None), arena(height), given)
+    return Result(PLAN, False, arena(None), arena(height), given, solution.optimal)

@@ -12,7 +12,7 @@ from farspan.memory.rivals import EXPANDABLE, STITCHING
 from farspan.plan.units import write_bytes, write_seconds
 from farspan.report.tables import lines_table
 
-MODELLED, REAL, PLANNED = "modelled", "real code", "a plan"
+MODELLED, REAL, PLANNED, PROVED = "modelled", "real code", "a plan", "a plan, proved"
 CALLS = {
     "cudaMalloc": MALLOC,
     "cudaFree": FREE,
@@ -51,7 +51,7 @@ def subject(found: Comparison) -> Text:
 def memory_table(found: Comparison) -> Table:
     """What each reserves without a limit, and the least capacity it completes with."""
     title = f"memory; the least capacity is found to {write_bytes(found.step)}"
-    columns = ("allocator", "known by", "reserved", "fragments", "least", "over live", "retries")
+    columns = ("allocator", "known by", "reserved", "fragmented", "least", "over live", "retries")
     table = lines_table(title, *columns)
     for result in found.results:
         table.add_row(
@@ -94,7 +94,7 @@ def given_runs(found: Comparison) -> list[tuple[str, Run]]:
 def known_by(result: Result) -> str:
     """Whether the numbers are a model's or those of the code that runs on a GPU."""
     if result.name == PLAN:
-        return PLANNED
+        return PROVED if result.proved else PLANNED
     return MODELLED if result.modelled else REAL
 
 
