@@ -64,11 +64,11 @@ def install(
 ) -> Installed:
     """Makes the native allocator PyTorch's CUDA allocator. Call it before CUDA starts.
 
-    `mode`: "record" passes requests through and records them; "stitch" is GMLake's stitching;
-    "replay" serves each tensor of `plan` at its address and stitches the others. Without a plan a
-    replay records its second iteration and plans for itself. `chunk`: bytes of a physical chunk,
-    a multiple of 2 MiB. `capacity`: bytes to be reserved on a device at most, 0 for all it has.
-    `options` has the rest. Raises Refused, and then nothing has changed.
+    `mode`: "record" stitches and records what is asked for; "stitch" is GMLake's stitching;
+    "replay" serves each tensor of `plan` at its address, from the second iteration on, and stitches
+    the others; without a plan it records its second iteration and plans for itself. `chunk`: bytes
+    of a physical chunk, a multiple of 2 MiB. `capacity`: bytes to be reserved on a device at most,
+    0 for all it has. `options` has the rest. Raises Refused, and then nothing has changed.
     """
     _refuse_unwanted(mode, plan)
     wanted = replace(options or Options(), backend=Backend.CUDA, chunk=chunk, capacity=capacity)
@@ -76,9 +76,6 @@ def install(
     library(LIBRARY)
     refuse_without_virtual_memory(wanted.library or DRIVER)
     memory = NativeMemory(mode, wanted)
-    if plan is not None:
-        for device in range(torch.cuda.device_count()):
-            memory.follow(device, plan)
     raiser = out_of_memory_raiser()
     if raiser.address is not None:
         memory.raise_out_of_memory_by(raiser.address)
@@ -87,8 +84,7 @@ def install(
     limit_free_memory(plugged, memory.headroom)
     error = f"RuntimeError ({raiser.reason})" if raiser.reason else "torch.OutOfMemoryError"
     installed = Installed(mode, wanted, LIBRARY, error)
-    session = Session(memory, learning=mode == "replay" and plan is None)
-    _CURRENT.append(Current(installed, session, plugged))
+    _CURRENT.append(Current(installed, Session(memory, plan), plugged))
     return installed
 
 
@@ -110,8 +106,8 @@ def begin_iteration(device: int | None = None) -> None:
 
 
 def forget(device: int | None = None) -> None:
-    """The steps that follow are of another kind: a plan that was learned is dropped, and the next
-    one is learned from them. Raises Refused without an installed allocator."""
+    """The steps that follow are of another kind: the plan is dropped, its arena is given back and
+    a new one is begun with as at first. Raises Refused without an installed allocator."""
     _current().session.forget(_index(device))
 
 
@@ -126,8 +122,8 @@ def recorded(device: int | None = None, iteration: int | None = None) -> Trace:
     return _current().session.recorded(_index(device), iteration)
 
 
-def learned(device: int | None = None) -> ReplayPlan | None:
-    """The plan that a replay made for itself; None before that."""
+def followed(device: int | None = None) -> ReplayPlan | None:
+    """The plan that the device follows; None before its second iteration."""
     return _current().session.plans.get(_index(device))
 
 

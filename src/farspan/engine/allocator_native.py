@@ -53,10 +53,14 @@ class NativeMemory:
 
     def __init__(self, mode: str, options: Options, path: Path = LIBRARY) -> None:
         """Raises NativeError when the library is absent or refuses the options."""
+        if mode not in MODES:
+            raise NativeError(f"mode: expected {', '.join(MODES)}, got {mode!r}")
+        self.mode = mode
         self.options = options
         self._path = path
         self._library = library(path)
-        verify(self._library, self._library.farspan_torch_configure(options.struct(), MODES[mode]))
+        self._made_by = options.struct()  # the library keeps its pointer to a driver's name
+        verify(self._library, self._library.farspan_torch_configure(self._made_by, MODES[mode]))
         self._counted: dict[int, Statistics] = {}  # by device, when its counts were reset
 
     def entries(self) -> EntryPoints:

@@ -21,11 +21,23 @@ BEGIN = "iteration"
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """One iteration's mallocs in order, each with its place or without one."""
+    """One iteration's mallocs in order, each with its place or without one.
+
+    Raises Refused for a place that the arena does not have or that is not aligned.
+    """
 
     rows: tuple[Row, ...]
     arena: int  # bytes
     lower_bound: int  # most bytes of planned tensors alive at one time
+
+    def __post_init__(self) -> None:
+        for number, row in enumerate(self.rows):
+            beyond = row.address + _rounded(row.size) > self.arena
+            if row.address != UNPLANNED and (beyond or row.address % UNIT):
+                raise Refused(
+                    f"plan: malloc {number}, {row.size:,} bytes at {row.address:,}, lies beyond "
+                    f"the arena of {self.arena:,} bytes or not at a multiple of {UNIT}"
+                )
 
     @property
     def planned(self) -> int:

@@ -9,10 +9,10 @@ __getattr__, __dir__ = attributes(
     __name__,
     {
         "begin_iteration": "farspan.engine.allocator",
+        "followed": "farspan.engine.allocator",
         "forget": "farspan.engine.allocator",
         "install": "farspan.engine.allocator",
         "installed": "farspan.engine.allocator",
-        "learned": "farspan.engine.allocator",
         "recorded": "farspan.engine.allocator",
         "statistics": "farspan.engine.allocator",
         "uninstall": "farspan.engine.allocator",
@@ -21,10 +21,10 @@ __getattr__, __dir__ = attributes(
 
 __all__ = [
     "begin_iteration",
+    "followed",
     "forget",
     "install",
     "installed",
-    "learned",
     "recorded",
     "statistics",
     "uninstall",

@@ -1,9 +1,9 @@
 from farspan.engine.allocator import (
     begin_iteration,
+    followed,
     forget,
     install,
     installed,
-    learned,
     recorded,
     statistics,
     uninstall,
@@ -11,10 +11,10 @@ from farspan.engine.allocator import (
 
 __all__ = [
     "begin_iteration",
+    "followed",
     "forget",
     "install",
     "installed",
-    "learned",
     "recorded",
     "statistics",
     "uninstall",

@@ -1,0 +1,68 @@
+"""Builds what routes torch's CPU memory through the native library, and runs a program on it."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from farspan.engine.allocator_error import COMPILERS, flags, links
+from farspan.memory.library import LIBRARY
+
+ROOT = Path(__file__).resolve().parents[2]
+NATIVE = ROOT / "native"
+PROGRAM = Path(__file__).with_name("allocator_program.py")
+BUILD_SECONDS, RUN_SECONDS = 300.0, 300.0
+
+
+def compiler() -> str:
+    """Skips the test where there is none."""
+    found = next((path for path in map(shutil.which, COMPILERS) if path), None)
+    if found is None:
+        pytest.skip(f"none of {', '.join(COMPILERS)} is on PATH")
+    return found
+
+
+def build_shim(folder: Path) -> Path:
+    """native/torch/cpu_allocator.cpp against this torch."""
+    root, made = Path(torch.__file__).parent, folder / "libcpu_allocator.so"
+    source = NATIVE / "torch/cpu_allocator.cpp"
+    command = [compiler(), *flags(root), str(source), "-o", str(made), *links(root)]
+    subprocess.run(command, check=True, timeout=BUILD_SECONDS)
+    return made
+
+
+def build_broken(folder: Path) -> Path:
+    """The native library with a fault that it is built to have: one chunk assigned twice."""
+    sources = sorted(map(str, (NATIVE / "src").glob("*.cpp")))
+    made = folder / "libfarspan_broken.so"
+    options = ["-std=c++17", "-O0", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread"]
+    include = [f"-I{NATIVE / 'include'}", "-DFARSPAN_DOUBLE_ASSIGN"]
+    command = [compiler(), *options, *include, *sources, "-o", str(made), "-ldl"]
+    subprocess.run(command, check=True, timeout=BUILD_SECONDS)
+    return made
+
+
+def run(folder: Path, **settings: Any) -> Any:
+    """What the program prints; its last words when it fails."""
+    path = folder / "settings.json"
+    path.write_text(json.dumps({"library": str(LIBRARY), "capacity": 0, **settings}))
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), str(path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=None,
+        timeout=RUN_SECONDS,
+    )
+    if done.returncode:
+        raise ProgramFailed(done.stderr[-4000:])
+    return json.loads(done.stdout)
+
+
+class ProgramFailed(Exception):
+    """The program did not come to its end."""

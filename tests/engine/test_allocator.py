@@ -1,0 +1,205 @@
+"""Installing: what PyTorch is told, what it lacks and gets, and every refusal before that.
+
+A PyTorch without CUDA has none of the names, so they are put there: what they are called with and
+what they return is what torch.cuda.memory of 2.13 does with them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from farspan import memory
+from farspan.engine import allocator, allocator_pytorch
+from farspan.engine.allocator_error import Raiser
+from farspan.engine.allocator_plan import ReplayPlan
+from farspan.memory.library import Backend, Options, Row
+from farspan.spec import Refused
+
+MIB = 2**20
+
+
+@dataclass
+class FakeAllocator:
+    """torch._C._cuda_CUDAAllocator with the setters of a pluggable one."""
+
+    functions: tuple[int, int] = (0, 0)
+    hooks: dict[str, int] = field(default_factory=dict)
+
+    def set_record_stream_fn(self, address: int) -> None:
+        self.hooks["record_stream"] = address
+
+    def set_reset_fn(self, address: int) -> None:
+        self.hooks["reset"] = address
+
+    def set_memory_fraction_fn(self, address: int) -> None:
+        self.hooks["memory_fraction"] = address
+
+
+class FakeCuda:
+    """The part of PyTorch with CUDA that an allocator meets."""
+
+    def __init__(self) -> None:
+        self.own = FakeAllocator()
+        self.current = self.own
+        self.started = False
+
+    def names(self) -> dict[str, Any]:
+        return {
+            "_cuda_customAllocator": lambda alloc, free: FakeAllocator((alloc, free)),
+            "_cuda_getAllocator": lambda: self.current,
+            "_cuda_changeCurrentAllocator": self.change,
+            "_cuda_memoryStats": self.unsupported,
+            "_cuda_resetPeakMemoryStats": self.unsupported,
+            "_cuda_resetAccumulatedMemoryStats": self.unsupported,
+        }
+
+    def change(self, other: FakeAllocator) -> None:
+        if self.started:
+            raise RuntimeError("Can't swap an already initialized allocator")
+        self.current = other
+
+    def unsupported(self, device: int) -> Any:
+        raise RuntimeError(f"device {device}: getDeviceStats is not yet supported")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """A PyTorch with CUDA and one device that maps virtual memory."""
+    fake = FakeCuda()
+    for name, function in fake.names().items():
+        monkeypatch.setattr(torch._C, name, function, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: fake.started)
+    monkeypatch.setattr(torch.cuda.memory, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for owner in (torch.cuda, torch.cuda.memory):
+        monkeypatch.setattr(owner, "mem_get_info", lambda _=None: (900 * MIB, 1000 * MIB))
+    monkeypatch.setattr(allocator, "refuse_without_virtual_memory", lambda _: None)
+    monkeypatch.setattr(allocator, "out_of_memory_raiser", lambda: Raiser(None, "not compiled"))
+    yield fake
+    fake.started = False
+    if allocator.installed() is not None:
+        allocator.uninstall()
+
+
+def test_pytorch_gets_the_functions_of_the_library(cuda: FakeCuda) -> None:
+    made = memory.install("stitch", chunk=32 * MIB, capacity=512 * MIB)
+    assert made == memory.installed()
+    assert made.options.backend is Backend.CUDA
+    assert (made.options.chunk, made.options.capacity) == (32 * MIB, 512 * MIB)
+    assert made.out_of_memory == "RuntimeError (not compiled)"
+    assert all(cuda.current.functions)
+    assert set(cuda.current.hooks) == {"record_stream", "reset", "memory_fraction"}
+    assert all(cuda.current.hooks.values())
+
+
+def test_an_older_pytorch_without_a_hook_does_without(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(FakeAllocator, "set_memory_fraction_fn")
+    memory.install("stitch")
+    assert set(cuda.current.hooks) == {"record_stream", "reset"}
+
+
+def test_uninstalled_pytorch_is_as_it_was(cuda: FakeCuda) -> None:
+    names = {name: getattr(torch._C, name) for name in cuda.names()}
+    ask = torch.cuda.mem_get_info
+    memory.install("record")
+    assert torch._C._cuda_memoryStats is not names["_cuda_memoryStats"]
+    assert torch.cuda.mem_get_info is not ask
+    memory.uninstall()
+    assert {name: getattr(torch._C, name) for name in cuda.names()} == names
+    assert torch.cuda.mem_get_info is ask
+    assert cuda.current is cuda.own
+    assert memory.installed() is None
+    memory.install("stitch")
+
+
+def test_once_cuda_has_started_it_stays(cuda: FakeCuda) -> None:
+    memory.install("stitch")
+    cuda.started = True
+    with pytest.raises(Refused, match=r"cannot change its allocator.*start a new process"):
+        memory.uninstall()
+    assert memory.installed() is not None
+
+
+@pytest.mark.usefixtures("cuda")
+def test_there_is_one() -> None:
+    memory.install("record")
+    with pytest.raises(Refused, match="record is installed in this process"):
+        memory.install("stitch")
+
+
+def test_cuda_that_has_started_is_refused(cuda: FakeCuda) -> None:
+    cuda.started = True
+    with pytest.raises(Refused, match=r"already started.*install first"):
+        memory.install("stitch")
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_pytorch_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(_: FakeAllocator) -> None:
+        raise RuntimeError("Can't swap an already initialized allocator")
+
+    monkeypatch.setattr(torch._C, "_cuda_changeCurrentAllocator", change)
+    with pytest.raises(Refused, match="PyTorch refuses another one: Can't swap"):
+        memory.install("stitch")
+    assert memory.installed() is None
+
+
+@pytest.mark.skipif(hasattr(torch._C, "_cuda_customAllocator"), reason="this torch has CUDA")
+def test_a_pytorch_without_cuda_is_refused() -> None:
+    with pytest.raises(Refused, match=r"built without CUDA.*install a CUDA build"):
+        memory.install("stitch")
+
+
+def test_a_missing_library_says_how_to_build_it(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(allocator, "LIBRARY", tmp_path / "none.so")
+    with pytest.raises(Refused, match=r"none.so is missing; build it with"):
+        memory.install("stitch")
+    assert cuda.current is cuda.own
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(Refused, match="mode: expected record, stitch, replay, got 'magic'"):
+        memory.install("magic")
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_plan_is_for_replay() -> None:
+    with pytest.raises(Refused, match="plan: only replay follows one, and the mode is stitch"):
+        memory.install("stitch", ReplayPlan((), 0, 0))
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_plan_beyond_its_arena_is_refused() -> None:
+    with pytest.raises(Refused, match=r"malloc 1, 1 bytes at 1,048,576, lies beyond the arena"):
+        memory.install("replay", ReplayPlan((Row(MIB, 0, 0), Row(1, 0, MIB)), MIB, MIB))
+
+
+@pytest.mark.parametrize(
+    "call", [memory.uninstall, memory.statistics, memory.recorded, memory.begin_iteration]
+)
+def test_what_needs_an_allocator_says_so(call: Any) -> None:
+    with pytest.raises(Refused, match=r"none is installed; call farspan\.memory\.install"):
+        call()
+
+
+def test_names_that_this_torch_lacks_stay_absent() -> None:
+    plugged = allocator_pytorch.Plugged(None, None)
+    plugged.replace(torch._C, "_cuda_no_such_name", print)
+    assert not hasattr(torch._C, "_cuda_no_such_name")
+    assert plugged.kept == []
+
+
+@pytest.mark.usefixtures("cuda")
+def test_options_keep_what_is_given() -> None:
+    made = memory.install("stitch", options=Options(Backend.NULL, fragment_limit=7, peers=2))
+    assert made.options.backend is Backend.CUDA
+    assert (made.options.fragment_limit, made.options.peers) == (7, 2)

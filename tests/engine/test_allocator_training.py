@@ -1,0 +1,138 @@
+"""A model trained in memory that is stitched from random chunks, or replayed from a plan, computes
+the same bits as in torch's own: losses of every step, and the weights at the end.
+
+Each run is a process: torch's allocator of main memory is there once.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farspan.engine.allocator_plan import iteration, plan_iteration, trace_of
+from farspan.memory.check import check_placement
+from farspan.memory.library import LIBRARY, UNPLANNED, Event, Kind, library
+from farspan.memory.place import Placement, Request
+from farspan.spec import Refused
+from tests.engine.cpu_allocator import build_broken, build_shim, run
+
+MIB = 2**20
+CAPACITY = 96 * MIB
+ALL = ["fixed", "varying", "checkpointing"]
+
+try:
+    library(LIBRARY)
+except Refused as reason:
+    pytestmark = pytest.mark.skip(reason=str(reason))
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_shim(tmp_path_factory.mktemp("shim"))
+
+
+@pytest.fixture(scope="module")
+def recording(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The fixed scenario in mode record, and its events."""
+    folder = tmp_path_factory.mktemp("record")
+    return run(folder, shim=str(shim), mode="record", scenarios=ALL, capacity=CAPACITY)
+
+
+def same_bits(result: Any) -> None:
+    for name, expected in result["expected"].items():
+        assert result["found"][name] == expected, name
+    assert result["broken"] == ""
+
+
+def test_recorded_training_computes_the_same_bits(recording: Any) -> None:
+    same_bits(recording)
+    assert len(recording["expected"]) == len(ALL)
+
+
+def test_a_recording_has_every_tensor(recording: Any) -> None:
+    trace = trace_of(Event(Kind(k), *rest) for k, *rest in recording["events"])
+    counted = recording["statistics"][ALL[-1]]
+    requests = trace.requests()
+    assert len(requests) == counted["mallocs"]
+    assert trace.live_peak() == counted["requested_peak"]
+
+
+def test_stitched_training_computes_the_same_bits(shim: Path, tmp_path: Path) -> None:
+    result = run(tmp_path, shim=str(shim), mode="stitch", scenarios=ALL, capacity=CAPACITY)
+    same_bits(result)
+    counted = result["statistics"][ALL[-1]]
+    # What makes this a proof: most large tensors lay on chunks from all over the memory.
+    large = counted["mallocs"] - counted["small_mallocs"]
+    assert counted["s1_stitched"] + counted["stitches"] > large / 2
+    assert large > 3000
+
+
+def test_replayed_training_computes_the_same_bits(
+    recording: Any, shim: Path, tmp_path: Path
+) -> None:
+    """The plan is of one step of the fixed scenario; the others deviate from it in every step."""
+    trace = trace_of(Event(Kind(k), *rest) for k, *rest in recording["events"])
+    plan = plan_iteration(iteration(trace, 2))
+    rows = [list(row) for row in plan.rows]
+    written = {"rows": rows, "arena": plan.arena, "lower_bound": plan.lower_bound}
+    result = run(
+        tmp_path, shim=str(shim), mode="replay", scenarios=ALL, capacity=CAPACITY, plan=written
+    )
+    same_bits(result)
+    fixed, varying, last = (result["statistics"][name] for name in ALL)
+    # Steps 2 to 5 are the recorded one; the first also makes optimizer states, and has no plan.
+    assert fixed["replay_hits"] >= 4 * plan.planned
+    assert fixed["replay_misses"] == fixed["replay_overlaps"] == 0
+    assert varying["replay_misses"] > fixed["replay_misses"]
+    assert varying["replay_resyncs"] + varying["replay_give_ups"] > 0
+    assert last["iterations"] == 3 * (5 + 1)
+
+
+def test_a_replay_learns_its_plan_from_the_second_step(shim: Path, tmp_path: Path) -> None:
+    result = run(tmp_path, shim=str(shim), mode="replay", scenarios=ALL, capacity=CAPACITY)
+    same_bits(result)
+    counted = result["statistics"]["fixed"]
+    assert result["planned"] > 100
+    assert counted["replay_hits"] >= 3 * result["planned"]
+
+
+@pytest.mark.slow
+def test_a_library_that_assigns_a_chunk_twice_fails(shim: Path, tmp_path: Path) -> None:
+    """The bits differ, and the allocator's own checker names the chunk."""
+    broken = build_broken(tmp_path)
+    result = run(
+        tmp_path,
+        shim=str(shim),
+        library=str(broken),
+        mode="stitch",
+        scenarios=["fixed"],
+        capacity=CAPACITY,
+    )
+    assert result["found"] != result["expected"]
+    assert "chunk" in result["broken"]
+
+
+@pytest.mark.parametrize("companion", [True, False])
+def test_out_of_memory_is_pytorchs(shim: Path, tmp_path: Path, companion: bool) -> None:
+    """With torch's own exception where a compiler made it, else a RuntimeError that says so."""
+    cache = {"companion": str(tmp_path / "cache")} if companion else {}
+    result = run(tmp_path, shim=str(shim), mode="stitch", capacity=4 * MIB, exhaust=True, **cache)
+    own, words = result["caught"]
+    assert own is companion
+    assert words.startswith("CUDA out of memory. Tried to allocate 0.25 MiB")
+    assert result["count"] == 16
+    assert result["again"] == 15 * 65536  # of a single tensor
+
+
+def test_a_plan_of_a_real_step_lies_within_its_lower_bound(recording: Any) -> None:
+    trace = trace_of(Event(Kind(k), *rest) for k, *rest in recording["events"])
+    step = iteration(trace, 2)
+    plan = plan_iteration(step)
+    placed = [
+        (Request(-(-row.size // 512) * 512, r.born, r.dies), row.address)
+        for row, r in zip(plan.rows, step.requests(), strict=True)
+        if row.address != UNPLANNED
+    ]
+    requests, addresses = zip(*placed, strict=True)
+    check_placement(requests, Placement(addresses, plan.arena, plan.lower_bound))
+    assert plan.arena <= 1.05 * plan.lower_bound
