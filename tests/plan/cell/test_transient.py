@@ -13,8 +13,9 @@ from farspan.engine.step import Step
 from farspan.plan.build import build_program
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.cell.transient import Walk, assumed, transient_bytes
+from farspan.plan.model.architecture import Block
 from farspan.plan.model.families import architecture_from
-from farspan.plan.program import Instruction, Program
+from farspan.plan.program import Forward, Instruction, Program
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.spec import RunSpec, Schedule, Tier
 
@@ -186,6 +187,26 @@ def test_it_does_not_grow_with_the_sequence() -> None:
 
 def _program(model: Any, tokens: int, schedule: Schedule) -> Program:
     return build_program(model, RunSpec(1, tokens), schedule)
+
+
+def test_layers_that_differ_are_told_apart() -> None:
+    architecture = architecture_from(make("llama", torch.bfloat16).config)
+    narrow = architecture.blocks[0]
+    wide = replace(narrow, feed_forward=replace(narrow.feed_forward, width=500))
+    program = _program(model_spec(architecture), 200, BASE)
+
+    def graphs(*blocks: Block) -> dict[tuple[int, int], int]:
+        """Bytes by layer and chunk."""
+        walk, found = Walk(program, replace(architecture, blocks=blocks)), {}
+        for i in program.instructions:
+            walk.issue(i)
+            if isinstance(i, Forward) and i.graph:
+                found[i.layer, i.chunk] = walk.graphs[i.layer, i.chunk].bytes
+        return found
+
+    small, large = graphs(narrow, narrow), graphs(wide, wide)
+    assert all(small[cell] < large[cell] for cell in small)
+    assert graphs(narrow, wide) == {cell: (small, large)[cell[0]][cell] for cell in small}
 
 
 def test_wide_gradients_need_no_accumulators() -> None:
