@@ -1,0 +1,351 @@
+"""The trace of plain training, made without memory, is what torch's allocator is really asked for.
+
+Compared with torch's profiler on a CPU, event for event, in order and by size. What differs is
+named: KERNELS take scratch memory that no tensor shows, and checkpointing keeps the state of the
+CPU's random numbers, which is on host on any machine.
+"""
+
+import gc
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from farspan.engine.tracing.model import add_adapters, cpu_attention, meta_model, shortened
+from farspan.engine.tracing.recorder import Recorder
+from farspan.engine.tracing.temporaries import ALL, CUBLAS_WORKSPACE, NONE, Temporaries, Temporary
+from farspan.engine.tracing.training import (
+    Kept,
+    Recording,
+    adamw,
+    run_training,
+    trace_training,
+)
+from farspan.memory.trace import Free, Malloc, Mark, Trace
+from farspan.spec import Refused
+
+SMALLEST = 64  # bytes; Python's numbers are tensors of 4 or 8 on a CPU, and arguments on a GPU
+KERNELS = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "a tile of scores for each thread",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "the same, and row sums",
+    "aten::native_layer_norm_backward": "sums of each thread",
+}
+RANDOM_STATE = torch.get_rng_state().nbytes
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+}
+QWEN = {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 512,
+    "vocab_size": 512,
+    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+}
+NEOX = {**LLAMA, "model_type": "gpt_neox", "use_parallel_residual": False}
+BARE = Recording(NONE)
+
+
+def real_sizes(
+    config: dict[str, Any], contexts: tuple[int, ...], kept: Kept, rank: int
+) -> list[int]:
+    """+bytes of each malloc and -bytes of each free of a real run, without the exceptions."""
+    fields = {name: value for name, value in config.items() if name != "model_type"}
+    made = AutoConfig.for_model(config["model_type"], **fields)
+    model = AutoModelForCausalLM.from_config(made, dtype=torch.float32).train()
+    if rank:
+        add_adapters(model, rank)
+    optimizer = adamw(model)
+    gc.collect()
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            run_training(model, optimizer, contexts, kept, (1, cpu_attention), lambda _: None)
+    finally:
+        gc.enable()
+    events: list[tuple[Any, int | None]] = []
+    tree = profiled.profiler.kineto_results.experimental_event_tree()
+    ahead: list[tuple[Any, int | None]] = [(event, None) for event in tree]
+    while ahead:
+        event, kernel = ahead.pop()
+        if event.tag == _EventType.Allocation:
+            events.append((event, kernel))
+        inside = event.id if event.name in KERNELS else kernel
+        ahead.extend((child, inside) for child in event.children)
+    events.sort(key=lambda found: found[0].start_time_ns)
+    sizes = without_scratch(events)
+    return [size for size in sizes if abs(size) >= SMALLEST and abs(size) != RANDOM_STATE]
+
+
+def without_scratch(events: list[tuple[Any, int | None]]) -> list[int]:
+    """Sizes, without what was born and died within one call of a kernel that is named."""
+    born: dict[int, int] = {}  # address to index
+    scratch = set()
+    for index, (event, kernel) in enumerate(events):
+        address = event.extra_fields.ptr
+        if event.extra_fields.alloc_size > 0:
+            born[address] = index
+        elif address in born:
+            start = born.pop(address)
+            if kernel is not None and kernel == events[start][1]:
+                scratch |= {start, index}
+    return [
+        event.extra_fields.alloc_size
+        for index, (event, _) in enumerate(events)
+        if index not in scratch
+    ]
+
+
+def traced_sizes(trace: Trace) -> list[int]:
+    """The same of a trace, from its first step on."""
+    sizes: dict[int, int] = {}
+    found = []
+    for event in trace.events:
+        if isinstance(event, Malloc):
+            sizes[event.tensor] = event.size
+            found.append(event.size)
+        elif isinstance(event, Free):
+            found.append(-sizes[event.tensor])
+        elif event.name == "step 0":
+            found = []
+    return [size for size in found if abs(size) >= SMALLEST]
+
+
+@pytest.mark.parametrize(
+    ("config", "kept", "rank", "contexts"),
+    [
+        (LLAMA, Kept.PLAIN, 0, (128,)),
+        (LLAMA, Kept.PLAIN, 4, (128, 96)),
+        (LLAMA, Kept.RECOMPUTE, 0, (128, 96)),
+        (QWEN, Kept.RECOMPUTE, 4, (128,)),
+        (QWEN, Kept.PLAIN, 0, (96,)),
+        (GPT2, Kept.RECOMPUTE, 0, (128, 96)),
+        (NEOX, Kept.PLAIN, 0, (128,)),
+    ],
+    ids=lambda value: value.get("model_type") if isinstance(value, dict) else str(value),
+)
+def test_the_trace_is_what_torch_asks_for(
+    config: dict[str, Any], kept: Kept, rank: int, contexts: tuple[int, ...]
+) -> None:
+    model = meta_model(config, torch.float32, rank)
+    found = trace_training(model, contexts, kept, attention=cpu_attention, recording=BARE)
+    expected = real_sizes(config, contexts, kept, rank)
+    assert len(expected) > 200
+    assert traced_sizes(found) == expected
+
+
+@cache
+def llama(contexts: tuple[int, ...] = (4096,), kept: Kept = Kept.PLAIN, **options: Any) -> Trace:
+    recording = Recording(**{"temporaries": NONE, **options})
+    return trace_training(meta_model(LLAMA, torch.bfloat16), contexts, kept, recording=recording)
+
+
+def test_additions_out_of_place_would_be_events_that_are_not() -> None:
+    assert len(llama(in_place=False).events) > len(llama().events)
+
+
+def test_what_is_left_is_weights_and_moments() -> None:
+    """No cycle of references keeps a tensor; states are born with the first step."""
+    for kept in Kept:
+        trace = llama((64, 64, 64), kept)
+        alive = {event.tensor for event in trace.events if isinstance(event, Malloc)}
+        alive -= {event.tensor for event in trace.events if isinstance(event, Free)}
+        model = meta_model(LLAMA, torch.bfloat16)
+        parameters = list(model.parameters())
+        buffers = {b.untyped_storage()._cdata for b in model.buffers()}
+        assert len(alive) == 3 * len(parameters) + len(buffers)
+        without = llama((64, 64, 64), kept, lasting=False)
+        ends = without.requests()
+        assert all(r.dies < len(without.events) for r in ends)
+        weights = sum(p.nbytes for p in parameters)
+        assert 3 * weights <= trace.live_peak() - without.live_peak() + 2 * weights
+
+
+def steps(trace: Trace) -> list[list[int | str]]:
+    """Sizes and marks of each step."""
+    found: list[list[int | str]] = []
+    sizes: dict[int, int] = {}
+    for event in trace.events:
+        if isinstance(event, Mark) and event.name.startswith("step"):
+            found.append([])
+        elif isinstance(event, Malloc):
+            sizes[event.tensor] = event.size
+        if found and not (isinstance(event, Mark) and event.name.startswith("step")):
+            match event:
+                case Malloc(_, size):
+                    found[-1].append(size)
+                case Free(tensor):
+                    found[-1].append(-sizes[tensor])
+                case Mark(name):
+                    found[-1].append(name)
+    return found
+
+
+def test_from_the_second_step_on_all_steps_are_alike() -> None:
+    first, second, third, other = steps(llama((64, 64, 64, 96)))
+    assert second == third
+    assert first != second  # moments are born in the first
+    assert [x for x in second if isinstance(x, str)] == [x for x in other if isinstance(x, str)]
+    assert second != other
+
+
+def test_two_traces_are_the_same() -> None:
+    assert llama.__wrapped__() == llama()
+
+
+@pytest.mark.parametrize("kept", Kept)
+def test_marks_follow_the_layers(kept: Kept) -> None:
+    names = [event.name for event in llama((64,), kept).events if isinstance(event, Mark)]
+    assert names == [
+        "step 0",
+        "layer 0 forward",
+        "layer 1 forward",
+        "head",
+        "layer 1 backward",
+        "layer 0 backward",
+        "embedding backward",
+        "optimizer",
+    ]
+
+
+def test_less_is_kept_from_strategy_to_strategy() -> None:
+    peaks = [llama((1 << 16,), kept).live_peak() for kept in Kept]
+    assert peaks == sorted(peaks, reverse=True)
+    # What offloading saves is the input of every layer, once the forward holds it no more.
+    later = [_alive_at(llama((1 << 16,), kept), "layer 1 backward") for kept in Kept]
+    assert later[1] - later[2] == 2 * 2**16 * 64 * 2
+
+
+def _alive_at(trace: Trace, mark: str) -> int:
+    place = trace.events.index(Mark(mark))
+    return sum(r.size for r in trace.requests() if r.born < place < r.dies)
+
+
+# -- what no tensor shows ----------------------------------------------------------------------
+
+
+def extra(*kinds: Temporary, tokens: int = 4096) -> list[int]:
+    """Sizes that these kinds add to the trace, in order."""
+    bare, more = (
+        [e.size for e in llama((tokens,), temporaries=t).events if isinstance(e, Malloc)]
+        for t in (NONE, Temporaries(frozenset(kinds)))
+    )
+    added = []
+    for size in more:
+        if bare and size == bare[0]:
+            del bare[0]
+        else:
+            added.append(size)
+    assert not bare
+    return added
+
+
+def test_each_temporary_is_what_its_kernel_takes() -> None:
+    tokens, heads, head_dim, layers = 4096, 4, 16, 2
+    assert extra(Temporary.CUBLAS) == [CUBLAS_WORKSPACE] * 2  # of the forward's and backward's
+    rows, wide, each = heads * tokens * 4, heads * tokens * 32 * 4, heads * tokens * head_dim * 2
+    assert extra(Temporary.FLASH) == [rows, wide, each, each] * layers
+    assert extra(Temporary.EMBEDDING) == [tokens * 8] * 2
+    assert extra(Temporary.EMBEDDING, tokens=3072) == []
+
+
+def test_lengths_are_rounded_up_where_the_kernel_does() -> None:
+    rows = 4 * 256 * 4  # 129 tokens take two blocks of 128
+    assert extra(Temporary.FLASH, tokens=129)[:2] == [rows, rows * 32]
+
+
+def test_all_temporaries_are_on_by_default() -> None:
+    model = meta_model(LLAMA, torch.bfloat16)
+    assert trace_training(model, (64,)) == llama((64,), temporaries=ALL)
+
+
+# -- the recorder ------------------------------------------------------------------------------
+
+
+class _Adds(torch.autograd.Function):
+    """Its backward adds, as anybody's may: that is not autograd's own addition."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        own = gradient * 2
+        return (own + gradient) + torch.add(own * 3, gradient)
+
+
+def test_an_addition_in_somebodys_backward_stays_out_of_place() -> None:
+    x = torch.empty(1024, device="meta", requires_grad=True)
+    found = {}
+    for in_place in (True, False):
+        recorder = Recorder(torch.device("meta"), in_place=in_place)
+        with recorder:
+            (gradient,) = torch.autograd.grad(_Adds.apply(x), x, torch.empty_like(x))
+            del gradient
+        found[in_place] = recorder.events
+    assert found[True] == found[False]
+    # The output, its gradient, own, own * 3, three sums.
+    assert sum(isinstance(event, Malloc) for event in found[True]) == 7
+
+
+def test_views_of_what_was_there_before_are_no_memory() -> None:
+    x = torch.empty(64, 64, device="meta")
+    recorder = Recorder(torch.device("meta"), in_place=True)
+    with recorder:
+        y = x.t()[3:]
+        z = y + 1
+        w = z[1:]
+        del z, w
+        torch.empty(0, device="meta")
+        torch.empty(5)
+    assert recorder.events == [Malloc(0, 61 * 64 * 4), Free(0)]
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+
+def test_sinks_are_refused() -> None:
+    config = {
+        **LLAMA,
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+    }
+    with pytest.raises(Refused, match="sinks"):
+        trace_training(meta_model(config, torch.bfloat16), (64,))
+
+
+def test_layers_are_the_first_of_the_model() -> None:
+    config = {**LLAMA, "layer_types": ["full_attention", "sliding_attention"]}
+    assert shortened(config, None) is config
+    assert shortened(config, 1) == {
+        **LLAMA,
+        "num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+    }
+    assert shortened(GPT2, 1)["n_layer"] == 1
+    for layers in (0, 3):
+        with pytest.raises(Refused, match="expected 1 to 2"):
+            shortened(config, layers)
+
+
+def test_what_transformers_cannot_make_is_refused() -> None:
+    with pytest.raises(Refused, match="transformers cannot make one"):
+        meta_model({"model_type": "no_such_model"}, torch.bfloat16)
