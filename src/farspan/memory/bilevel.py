@@ -53,7 +53,7 @@ def segments(trace: Trace) -> tuple[Segment, ...]:
     births = [at for at, event in enumerate(trace.events) if isinstance(event, Malloc)]
     position = {at: index for index, at in enumerate(births)}
     found = []
-    for (start, name), stop in zip(marks, stops, strict=bool(marks)):
+    for (start, name), stop in zip(marks, stops, strict=True):
         if LAYER.match(name):
             inside = (position[at] for at in range(start, stop) if at in position)
             # A tensor that is never freed has its death at the end of the trace, where the last
