@@ -38,6 +38,9 @@ def test_small_requests_share_a_segment_of_two_mib() -> None:
     ]
     allocator.malloc(2, MIB)  # 512 bytes too little are left
     assert allocator.reserved == 4 * MIB
+    allocator.malloc(3, MIB - 1024)  # 512 bytes are left, and stay of use
+    allocator.malloc(4, 512)
+    assert allocator.listed() == 1
     assert allocator.calls[MALLOC, 0] == 2
 
 
@@ -146,9 +149,22 @@ def test_with_max_split_size_a_full_device_first_gives_back_a_large_block() -> N
     allocator.malloc(3, 30 * MIB)  # the smallest of at least 64 MiB goes; the rest is kept
     assert allocator.retries == 0
     assert sorted(allocator.segments.values()) == [20 * MIB, 30 * MIB, 100 * MIB]
-    allocator.malloc(4, 170 * MIB)  # none is large enough: all of them, then all that is unused
+    allocator.malloc(4, 115 * MIB)  # 100 of the large ones are too few: all that is unused
     assert allocator.retries == 1
-    assert sorted(allocator.segments.values()) == [30 * MIB, 170 * MIB]
+    assert sorted(allocator.segments.values()) == [30 * MIB, 116 * MIB]
+
+
+def test_a_segment_in_use_at_either_end_is_not_given_back() -> None:
+    for used, unused in ((0, 1), (1, 0)):
+        allocator = CachingAllocator()
+        allocator.malloc(0, 10 * MIB - 512)
+        allocator.malloc(1, 9 * MIB)
+        allocator.free(unused)
+        allocator.empty_cache()
+        assert allocator.reserved == 20 * MIB
+        allocator.free(used)
+        allocator.empty_cache()
+        assert allocator.reserved == 0
 
 
 def test_old_segments_are_collected_before_the_device_is_full() -> None:
@@ -172,6 +188,26 @@ def test_old_segments_are_collected_before_the_device_is_full() -> None:
     assert unlimited.reserved == 100 * MIB
 
 
+def test_age_is_counted_in_searches_of_large_pools_and_the_average_age_goes_too() -> None:
+    """Three blocks of 30 MiB, of ages 3, 2 and 1, and 24 MiB too many: the two of at least average
+    age go, though one would do, and however many small requests lie between."""
+    allocator = CachingAllocator(200 * MIB, Settings(collect_at=0.5))
+    for tensor in range(3):
+        allocator.malloc(tensor, 30 * MIB)
+    allocator.free(0)
+    for tensor in range(100, 140):
+        allocator.malloc(tensor, 512)
+    allocator.malloc(3, 32 * MIB, stream=1)
+    allocator.free(1)
+    allocator.free(3)
+    allocator.malloc(4, 32 * MIB, stream=1)  # found: nothing is collected
+    allocator.free(2)
+    assert (allocator.reserved, allocator.calls[FREE, 0]) == (124 * MIB, 0)
+    allocator.malloc(5, 12 * MIB, stream=2)
+    assert {row.address for row in allocator.rows() if row.size == 30 * MIB} == {60 * MIB}
+    assert allocator.calls[FREE, 0] == 2
+
+
 def test_a_block_that_another_stream_uses_comes_back_late() -> None:
     allocator = CachingAllocator(settings=Settings(event_delay=2))
     allocator.malloc(0, 20 * MIB)
@@ -182,6 +218,8 @@ def test_a_block_that_another_stream_uses_comes_back_late() -> None:
     assert allocator.reserved == 40 * MIB
     allocator.malloc(2, 20 * MIB)  # the second malloc after the free
     assert allocator.reserved == 40 * MIB
+    allocator.free(2)
+    assert layout(allocator)[0] == (0, 20 * KIB, "free")  # that use is over
 
 
 def test_its_own_stream_delays_nothing_and_a_full_device_waits_for_the_others() -> None:
@@ -246,13 +284,15 @@ def test_settings_that_make_no_sense_are_refused(text: str, message: str) -> Non
 
 Program = Sequence[tuple[str, int, int]]  # what, which size or tensor, stream
 
+# Without a least length most programs have five events, and memory never fills.
 PROGRAMS = st.lists(
     st.tuples(
         st.sampled_from(("malloc", "malloc", "free", "record", "empty")),
         st.integers(0, 10**6),
         st.integers(0, 1),
     ),
-    max_size=60,
+    min_size=25,
+    max_size=75,
 )
 SETTINGS = st.builds(
     Settings,

@@ -145,3 +145,17 @@ def test_a_page_is_as_large_as_the_settings_say_and_splitting_knows_no_limit() -
     allocator.malloc(1, 2 * MIB)
     assert allocator.reserved == 128 * MIB
     assert len(mapped(allocator)) == 2
+
+
+def test_addresses_end_at_nine_eighths_of_the_device() -> None:
+    """Of 120 MiB of addresses 80 have memory: the 8 free MiB at their end can grow to 48, and are
+    taken before the 53 at the beginning. On an endless device they could grow further."""
+    for capacity, taken in ((100 * MIB, 72 * MIB), (2**40, 0)):
+        allocator = Expandable(capacity)
+        allocator.malloc(0, 12 * MIB)
+        allocator.malloc(1, 41 * MIB)
+        allocator.free(0)
+        allocator.malloc(2, 19 * MIB)
+        allocator.free(1)
+        allocator.malloc(3, 3 * MIB)
+        assert {row.address for row in allocator.rows() if row.size == 3 * MIB} == {taken}

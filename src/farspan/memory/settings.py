@@ -57,8 +57,6 @@ class Settings:
         """Bytes of the block for a request of `size` > 0 bytes."""
         if self.divisions > 1 and size > MIN_BLOCK * self.divisions:
             power = 1 << (size.bit_length() - 1)
-            if size == power:
-                return size
             part = power // self.divisions
             return -(-size // part) * part
         return -(-size // MIN_BLOCK) * MIN_BLOCK
