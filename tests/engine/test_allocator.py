@@ -172,6 +172,13 @@ def test_an_unknown_mode_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("given", [{"plan": "plan.json"}, {"trace": "trace"}])
+def test_a_plan_file_comes_with_its_trace(given: dict[str, Any]) -> None:
+    with pytest.raises(Refused, match="trace: a plan's file and the trace it was made of"):
+        memory.install("replay", **given)
+
+
+@pytest.mark.usefixtures("cuda")
 def test_a_plan_is_for_replay() -> None:
     with pytest.raises(Refused, match="plan: only replay follows one, and the mode is stitch"):
         memory.install("stitch", ReplayPlan((), 0, 0))

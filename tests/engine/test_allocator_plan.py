@@ -1,11 +1,25 @@
 """A plan of a step: what has a place lies beside what lives with it, and what stays has none."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.engine.allocator_plan import BEGIN, UNIT, iteration, plan_iteration, trace_of
-from farspan.memory.library import UNPLANNED, Event, Kind
+from farspan.engine.allocator_plan import (
+    BEGIN,
+    UNIT,
+    ReplayPlan,
+    iteration,
+    load_plan,
+    plan_iteration,
+    replay_plan,
+    trace_of,
+)
+from farspan.memory.formats import write_trace
+from farspan.memory.library import UNPLANNED, Event, Kind, Row
+from farspan.memory.place import place
+from farspan.memory.plan_file import Plan, make_plan, rounded, write_plan
 from farspan.memory.trace import Free, Malloc, Mark, Trace
 from farspan.spec import Refused
 from tests.memory.traces import traces
@@ -49,7 +63,51 @@ def test_what_outlives_the_step_or_is_small_has_no_place() -> None:
 
 @given(traces(), st.sampled_from([1, 600, 5000]))
 def test_planned_tensors_alive_together_lie_apart(trace: Trace, smallest: int) -> None:
-    plan = plan_iteration(trace, smallest)
+    plan = plan_iteration(trace, smallest, seconds=0.01)
+    assert all(row.size >= smallest for row in plan.rows if row.address != UNPLANNED)
+    lie_apart(trace, plan)
+
+
+@given(traces())
+def test_a_plan_of_a_whole_trace_is_one_for_replay(trace: Trace) -> None:
+    lie_apart(trace, replay_plan(placed(trace), trace))
+
+
+def test_of_a_trace_with_iterations_the_last_is_replayed() -> None:
+    """What was made before, or outlives it, is in the plan's way but not in the arena."""
+    step = (Malloc(1, 2048), Malloc(2, 1024, 3), Free(1), Malloc(3, 700), Free(3))
+    trace = Trace((Malloc(9, 4096), START, Malloc(8, 512), Free(8), START, *step, START, Free(2)))
+    plan = replay_plan(placed(trace), trace)
+    assert [(row.size, row.stream) for row in plan.rows] == [(2048, 0), (1024, 3), (700, 0)]
+    assert plan.rows[1].address == UNPLANNED
+    assert plan.arena == plan.lower_bound == 2048
+    lie_apart(iteration(trace), plan)
+
+
+def test_a_plan_of_another_program_is_refused(tmp_path: Path) -> None:
+    trace, other = Trace((Malloc(1, 100), Free(1))), Trace((Malloc(1, 100), Malloc(2, 100)))
+    write_plan(placed(trace), tmp_path / "plan")
+    write_trace(trace, tmp_path / "trace")
+    write_trace(other, tmp_path / "other")
+    assert load_plan(tmp_path / "plan", tmp_path / "trace").rows == (Row(100, 0, 0),)
+    with pytest.raises(Refused, match="a plan of another program"):
+        load_plan(tmp_path / "plan", tmp_path / "other")
+
+
+@pytest.mark.parametrize("row", [Row(513, 0, 512), Row(1, 0, 1024), Row(1, 0, 100)])
+def test_a_place_that_the_arena_does_not_have_is_refused(row: Row) -> None:
+    ReplayPlan((Row(512, 0, 512), Row(9, 0, UNPLANNED)), 1024, 512)
+    with pytest.raises(Refused, match=r"malloc 0, .* lies beyond the arena of 1,024 bytes"):
+        ReplayPlan((row,), 1024, 512)
+
+
+def placed(trace: Trace) -> Plan:
+    """As `farspan memory place` does."""
+    return make_plan(trace, place(rounded(trace.requests(), UNIT)), UNIT, False, "flat")
+
+
+def lie_apart(trace: Trace, plan: ReplayPlan) -> None:
+    """The rows are the trace's mallocs, and no two that live together share an address."""
     mallocs = [event for event in trace.events if isinstance(event, Malloc)]
     assert [(row.size, row.stream) for row in plan.rows] == [(m.size, m.stream) for m in mallocs]
     planned = [
@@ -58,9 +116,8 @@ def test_planned_tensors_alive_together_lie_apart(trace: Trace, smallest: int) -
         if row.address != UNPLANNED
     ]
     assert len(planned) == plan.planned
-    for place, (low, high, one) in enumerate(planned):
-        assert low % UNIT == 0
-        assert high <= plan.arena
-        for other_low, other_high, other in planned[:place]:
+    for number, (low, high, one) in enumerate(planned):
+        assert one.dies < len(trace.events)
+        for other_low, other_high, other in planned[:number]:
             together = one.born < other.dies and other.born < one.dies
             assert not (together and low < other_high and other_low < high)

@@ -16,7 +16,7 @@ import torch
 from farspan.engine.allocator_driver import DRIVER, refuse_without_virtual_memory
 from farspan.engine.allocator_error import out_of_memory_raiser
 from farspan.engine.allocator_native import MODES, NativeMemory
-from farspan.engine.allocator_plan import ReplayPlan
+from farspan.engine.allocator_plan import ReplayPlan, load_plan
 from farspan.engine.allocator_pytorch import (
     Plugged,
     lend_statistics,
@@ -56,8 +56,9 @@ _CURRENT: list[Current] = []  # at most one: PyTorch has one allocator
 
 def install(
     mode: str,
-    plan: ReplayPlan | None = None,
+    plan: ReplayPlan | Path | str | None = None,
     *,
+    trace: Path | str | None = None,
     chunk: int = CHUNK,
     capacity: int = 0,
     options: Options | None = None,
@@ -66,11 +67,14 @@ def install(
 
     `mode`: "record" stitches and records what is asked for; "stitch" is GMLake's stitching;
     "replay" serves each tensor of `plan` at its address, from the second iteration on, and stitches
-    the others; without a plan it records its second iteration and plans for itself. `chunk`: bytes
-    of a physical chunk, a multiple of 2 MiB. `capacity`: bytes to be reserved on a device at most,
-    0 for all it has. `options` has the rest. Raises Refused, and then nothing has changed.
+    the others; without a plan it records its second iteration and plans for itself. A plan is a
+    value of plan_iteration(), or a file of `farspan memory place` with the `trace` it was made of.
+    `chunk`: bytes of a physical chunk, a multiple of 2 MiB. `capacity`: bytes to be reserved on a
+    device at most, 0 for all it has. `options` has the rest. Raises Refused, and then nothing has
+    changed.
     """
-    _refuse_unwanted(mode, plan)
+    _refuse_unwanted(mode, plan, trace)
+    given = load_plan(Path(plan), Path(trace or "")) if isinstance(plan, Path | str) else plan
     wanted = replace(options or Options(), backend=Backend.CUDA, chunk=chunk, capacity=capacity)
     refuse_unready()
     library(LIBRARY)
@@ -84,7 +88,7 @@ def install(
     limit_free_memory(plugged, memory.headroom)
     error = f"RuntimeError ({raiser.reason})" if raiser.reason else "torch.OutOfMemoryError"
     installed = Installed(mode, wanted, LIBRARY, error)
-    _CURRENT.append(Current(installed, Session(memory, plan), plugged))
+    _CURRENT.append(Current(installed, Session(memory, given), plugged))
     return installed
 
 
@@ -147,11 +151,13 @@ def record_script(script: Path, arguments: Sequence[str] = ()) -> Trace:
     return recorded()
 
 
-def _refuse_unwanted(mode: str, plan: ReplayPlan | None) -> None:
+def _refuse_unwanted(mode: str, plan: object, trace: object) -> None:
     if mode not in MODES:
         raise Refused(f"mode: expected {', '.join(MODES)}, got {mode!r}")
     if plan is not None and mode != "replay":
         raise Refused(f"plan: only replay follows one, and the mode is {mode}")
+    if isinstance(plan, Path | str) != (trace is not None):
+        raise Refused("trace: a plan's file and the trace it was made of are given together")
     if _CURRENT:
         raise Refused(
             f"allocator: {_CURRENT[0].installed.mode} is installed in this process; there can be "

@@ -9,14 +9,22 @@ older    -----|--------------|                           |    no request of this
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
+from farspan.memory.exact import place_exactly, place_flat
+from farspan.memory.formats import read_trace
 from farspan.memory.library import UNPLANNED, Event, Kind, Row
-from farspan.memory.place import Request, place
+from farspan.memory.place import Placement, Request, live_peak
+from farspan.memory.plan_file import Plan, read_plan
+from farspan.memory.solver import available
+from farspan.memory.trace import Event as TraceEvent
 from farspan.memory.trace import Free, Malloc, Mark, Trace
 from farspan.spec import Refused
 
 UNIT = 512  # bytes; the native allocator rounds requests up to a multiple
 BEGIN = "iteration"
+# Of a search while a program waits; whole steps of large models take less than one.
+SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +74,7 @@ def iteration(trace: Trace, number: int = -1) -> Trace:
 
     Frees of older tensors are left out. Raises Refused when the trace has no such iteration.
     """
-    marks = [i for i, event in enumerate(trace.events) if event == Mark(BEGIN)]
-    whole = list(pairwise(marks))
-    try:
-        first, last = whole[number]
-    except IndexError as error:
-        raise Refused(
-            f"trace {trace.name or 'without a name'}: it has {len(whole)} whole iterations, each "
-            f"from one mark '{BEGIN}' to the next; call begin_iteration() before every step, and "
-            "once more after the last"
-        ) from error
+    first, last = _borders(trace, number)
     alive: set[int] = set()
     kept: list[Malloc | Free | Mark] = []
     for event in trace.events[first:last]:
@@ -87,30 +86,89 @@ def iteration(trace: Trace, number: int = -1) -> Trace:
     return Trace(tuple(kept), trace.name)
 
 
-def plan_iteration(trace: Trace, smallest: int = 1) -> ReplayPlan:
-    """Places what an iteration both makes and frees, from `smallest` bytes on.
+def plan_iteration(trace: Trace, smallest: int = 1, seconds: float = SECONDS) -> ReplayPlan:
+    """Places what an iteration both makes and frees, from `smallest` bytes on, as low as a search
+    of so many seconds finds.
 
     A tensor that outlives the iteration would be in the way of the next one's.
     """
-    end = len(trace.events)
-    mallocs = [event for event in trace.events if isinstance(event, Malloc)]
-    requests = [Request(_rounded(r.size), r.born, r.dies) for r in trace.requests()]
-    chosen = [
-        place_of
-        for place_of, (malloc, request) in enumerate(zip(mallocs, requests, strict=True))
-        if malloc.size >= max(1, smallest) and request.dies < end
-    ]
-    return _rows(mallocs, [requests[i] for i in chosen], chosen)
-
-
-def _rows(mallocs: Sequence[Malloc], requests: Sequence[Request], chosen: list[int]) -> ReplayPlan:
-    placement = place(requests)
+    chosen = {
+        number: Request(_rounded(request.size), request.born, request.dies)
+        for number, request in enumerate(trace.requests())
+        if request.size >= max(1, smallest) and request.dies < len(trace.events)
+    }
+    placement = _place(list(chosen.values()), seconds)
     addresses = dict(zip(chosen, placement.addresses, strict=True))
-    made = tuple(
-        Row(malloc.size, malloc.stream, addresses.get(i, UNPLANNED))
-        for i, malloc in enumerate(mallocs)
+    rows = tuple(
+        Row(malloc.size, malloc.stream, addresses.get(number, UNPLANNED))
+        for number, malloc in enumerate(_mallocs(trace.events))
     )
-    return ReplayPlan(made, placement.height, placement.lower_bound)
+    return ReplayPlan(rows, placement.height, placement.lower_bound)
+
+
+def load_plan(plan: Path, trace: Path) -> ReplayPlan:
+    """A file of `farspan memory place` for replay, with the trace that it was made of: that says
+    which tensors outlive a step, and whether the plan is of this program at all.
+
+    Where the trace has marks of iterations, the rows are those of its last whole one. Raises
+    Refused, also for a plan of another program.
+    """
+    of = read_trace(trace)
+    return replay_plan(read_plan(plan, of), of)
+
+
+def replay_plan(plan: Plan, trace: Trace) -> ReplayPlan:
+    """The last iteration of a plan for the whole trace; the whole when it has no marks of any."""
+    marked = Mark(BEGIN) in trace.events
+    first, last = _borders(trace) if marked else (0, len(trace.events))
+    before = len(_mallocs(trace.events[:first]))
+    requests = trace.requests()[before : before + len(_mallocs(trace.events[first:last]))]
+    rows = tuple(
+        row._replace(address=row.address if row.size and request.dies < last else UNPLANNED)
+        for row, request in zip(plan.tensors[before:], requests, strict=False)
+    )
+    return _lowered(rows, requests)
+
+
+def _lowered(rows: Sequence[Row], requests: Sequence[Request]) -> ReplayPlan:
+    """The rows in an arena no larger than they need."""
+    placed = [row for row in rows if row.address != UNPLANNED]
+    base = min((row.address for row in placed), default=0)
+    lowered = tuple(
+        row if row.address == UNPLANNED else row._replace(address=row.address - base)
+        for row in rows
+    )
+    arena = max((row.address + _rounded(row.size) - base for row in placed), default=0)
+    alive = [
+        Request(_rounded(r.size), r.born, r.dies)
+        for row, r in zip(rows, requests, strict=True)
+        if row.address != UNPLANNED
+    ]
+    return ReplayPlan(lowered, arena, live_peak(alive))
+
+
+def _place(requests: Sequence[Request], seconds: float) -> Placement:
+    if not requests:
+        return Placement((), 0, 0)
+    found = place_exactly(requests, seconds) if available() else place_flat(requests)
+    return found.placement
+
+
+def _borders(trace: Trace, number: int = -1) -> tuple[int, int]:
+    marks = [i for i, event in enumerate(trace.events) if event == Mark(BEGIN)]
+    whole = list(pairwise(marks))
+    try:
+        return whole[number]
+    except IndexError as error:
+        raise Refused(
+            f"trace {trace.name or 'without a name'}: it has {len(whole)} whole iterations, each "
+            f"from one mark '{BEGIN}' to the next; call begin_iteration() before every step, and "
+            "once more after the last"
+        ) from error
+
+
+def _mallocs(events: Iterable[TraceEvent]) -> list[Malloc]:
+    return [event for event in events if isinstance(event, Malloc)]
 
 
 def _rounded(size: int) -> int:
