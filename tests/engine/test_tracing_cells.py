@@ -1,0 +1,150 @@
+"""The trace of farspan's own step holds what plans say a step holds, to the byte."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from farspan.engine.tracing.cells import trace_cells
+from farspan.engine.tracing.model import meta_model
+from farspan.engine.tracing.request import TraceRequest, own_strategy
+from farspan.engine.tracing.temporaries import NONE
+from farspan.engine.tracing.training import Recording
+from farspan.memory.trace import Free, Malloc, Mark, Trace
+from farspan.plan.ask import Request
+from farspan.plan.price.evaluate import Sized, size
+from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.spec import Refused, Tier
+
+LAYERS, TOKENS, RANK = 3, 500, 4
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+}
+# As plans count: without what kernels take for themselves, every addition out of place.
+AS_PLANNED = Recording(NONE, in_place=False)
+NOT_OF_A_STEP = ("reserve", "exchange")  # the driver's, and other devices'
+
+
+def sized(name: str, rank: int = 0, optimizer: str = "none") -> Sized:
+    request = Request(
+        LLAMA,
+        TOKENS,
+        "h200",
+        trainable=f"lora:{rank}" if rank else "full",
+        optimizer=optimizer,
+    )
+    question = request.question()
+    assert question.architecture is not None
+    architecture = replace(question.architecture, adapter_rank=rank)
+    question = replace(question, architecture=architecture)
+    return size(question, strategy(name, LAYERS, TOKENS))
+
+
+@cache
+def traced(
+    name: str, rank: int = 0, optimizer: str = "none", recording: Recording = AS_PLANNED
+) -> Trace:
+    """Two steps: from the second on nothing is new."""
+    program = sized(name, rank, optimizer).program
+    model = meta_model(LLAMA, torch.bfloat16, rank)
+    return trace_cells(model, [program] * 2, optimizer=optimizer == "adamw", recording=recording)
+
+
+def buffers() -> int:
+    """Bytes of rotary frequencies, which plans leave out."""
+    model = meta_model(LLAMA, torch.bfloat16)
+    storages = {b.untyped_storage()._cdata: b.untyped_storage() for b in model.buffers()}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def predicted(found: Sized) -> int:
+    parts = found.device.parts
+    return sum(parts[part] for part in parts if part not in NOT_OF_A_STEP) + buffers()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_peak_is_what_plans_say(name: str) -> None:
+    assert traced(name).live_peak() == predicted(sized(name))
+
+
+@pytest.mark.parametrize("name", ["recompute", "grouped"])
+def test_so_it_is_with_adapters(name: str) -> None:
+    assert traced(name, RANK).live_peak() == predicted(sized(name, RANK))
+
+
+@pytest.mark.parametrize("name", ["plain", "recompute", "fpdt"])
+def test_so_it_is_with_states_of_an_optimizer(name: str) -> None:
+    """Where the head is fullest: torch hands out weight gradients in the dtype of `.grad`, which
+    plans count in the model's."""
+    found = sized(name, optimizer="adamw")
+    assert traced(name, optimizer="adamw").live_peak() == predicted(found)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_nothing_of_a_step_outlives_it_but_the_arena(name: str) -> None:
+    trace = traced(name)
+    alive = {event.tensor: event.size for event in trace.events if isinstance(event, Malloc)}
+    for event in trace.events:
+        if isinstance(event, Free):
+            del alive[event.tensor]
+    model = meta_model(LLAMA, torch.bfloat16)
+    arena = sized(name).program.arena_bytes[Tier.DEVICE]
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert sum(alive.values()) == arena + weights + buffers()
+
+
+def test_marks_follow_the_program() -> None:
+    names = [event.name for event in traced("oomb").events if isinstance(event, Mark)]
+    chunks = len(sized("oomb").program.chunks)
+    assert names[:2] == ["step 0", "layer 0 forward"]
+    assert names[-2:] == ["embedding backward", "optimizer"]
+    for layer in range(LAYERS):
+        assert names.count(f"layer {layer} backward") == 2 * chunks
+
+
+def test_gradients_are_added_in_place_unless_plans_are_compared() -> None:
+    in_place = traced("recompute", recording=Recording(NONE))
+    assert len(in_place.events) < len(traced("recompute").events)
+    assert in_place.live_peak() <= traced("recompute").live_peak()
+
+
+def test_what_belongs_to_no_step_is_left_out_on_request() -> None:
+    whole = traced("recompute", optimizer="adamw")
+    step = traced("recompute", optimizer="adamw", recording=replace(AS_PLANNED, lasting=False))
+    model = meta_model(LLAMA, torch.bfloat16)
+    held = sum(p.nbytes + 3 * 4 * p.numel() for p in model.parameters())  # moments and masters
+    assert whole.live_peak() - step.live_peak() == held + buffers()
+
+
+# -- by names ----------------------------------------------------------------------------------
+
+
+def test_a_request_is_of_plain_training_or_of_cells() -> None:
+    plain, own = (
+        TraceRequest("Qwen2.5-0.5B", (256,), layers=2, strategy=name, recording=Recording(NONE))
+        for name in ("plain", "farspan:plain")
+    )
+    assert plain.trace().live_peak() != own.trace().live_peak()
+    assert own.trace().name == "Qwen2.5-0.5B farspan:plain 256, 2 layers"
+    adapted = replace(plain, rank=8, contexts=(256, 128))
+    assert adapted.trace().name == "Qwen2.5-0.5B plain 256+128, 2 layers, lora 8"
+    assert adapted.trace().live_peak() < plain.trace().live_peak()
+
+
+def test_strategies_are_told_apart() -> None:
+    assert [own_strategy(name) for name in ("plain", "recompute", "offload")] == [None] * 3
+    assert own_strategy("farspan:plain") == "plain"
+    assert own_strategy("grouped") == own_strategy("farspan:grouped") == "grouped"
+    with pytest.raises(Refused, match="strategy: 'none' is not known"):
+        own_strategy("none")
+    with pytest.raises(Refused, match="context: give"):
+        TraceRequest("Qwen2.5-0.5B", ()).trace()
