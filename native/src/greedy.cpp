@@ -59,9 +59,8 @@ int32_t farspan_greedy(int64_t n, const int64_t *size, const int64_t *born, cons
                                  : lowest_gap(placed, size[i], born[i], dies[i]);
         address[i] = low;
         const Placed entry{low, low + size[i], born[i], dies[i]};
-        placed.insert(std::upper_bound(placed.begin(), placed.end(), entry,
-                                       [](const Placed &a, const Placed &b) { return a.low < b.low; }),
-                      entry);
+        const auto above = [](const Placed &a, const Placed &b) { return a.low < b.low; };
+        placed.insert(std::upper_bound(placed.begin(), placed.end(), entry, above), entry);
     }
     return FARSPAN_PLACE_FITS;
 }

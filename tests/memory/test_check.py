@@ -1,28 +1,35 @@
 """The checker of placements catches what makes one wrong."""
 
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 
-from farspan.memory.check import PlacementError, check_placement
-from farspan.memory.place import Placement, Request, place
+from farspan.memory.check import PlacementError, check_placement, sweep_placement
+from farspan.memory.place import Placement, Request, live_peak, place, placed_at
+from tests.memory.instances import requests
 
 #   24 +----+
 #   16 |  b +----+     b and c meet in time only where nothing of c is below 16
 #    8 +----+-c--+
 #    0 | a       |
+Check = Callable[[Sequence[Request], Placement], None]
+CHECKERS = pytest.mark.parametrize("check", [check_placement, sweep_placement])
 REQUESTS = (Request(8, 0, 4), Request(16, 0, 2), Request(16, 2, 4))
 RIGHT = Placement((0, 8, 8), 24, 24)
 
 
-def test_a_right_placement_passes() -> None:
-    check_placement(REQUESTS, RIGHT)
-    check_placement([], Placement((), 0, 0))
+@CHECKERS
+def test_a_right_placement_passes(check: Check) -> None:
+    check(REQUESTS, RIGHT)
+    check([], Placement((), 0, 0))
 
 
+@CHECKERS
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -38,14 +45,15 @@ def test_a_right_placement_passes() -> None:
         ({"lower_bound": 25}, "lower bound 25, but 24 bytes"),
     ],
 )
-def test_a_wrong_placement_is_caught(change: dict[str, Any], message: str) -> None:
+def test_a_wrong_placement_is_caught(check: Check, change: dict[str, Any], message: str) -> None:
     with pytest.raises(PlacementError, match=message):
-        check_placement(REQUESTS, replace(RIGHT, **change))
+        check(REQUESTS, replace(RIGHT, **change))
 
 
-def test_lifetimes_that_run_backwards_are_caught() -> None:
+@CHECKERS
+def test_lifetimes_that_run_backwards_are_caught(check: Check) -> None:
     with pytest.raises(PlacementError, match="is no range"):
-        check_placement([Request(8, 4, 2)], Placement((0,), 8, 0))
+        check([Request(8, 4, 2)], Placement((0,), 8, 0))
 
 
 @given(st.data())
@@ -60,3 +68,19 @@ def test_two_that_share_a_byte_are_caught(data: st.DataObject) -> None:
     addresses[moved] = max(0, addresses[onto] + shift)
     with pytest.raises(PlacementError):
         check_placement(requests, replace(found, addresses=tuple(addresses)))
+
+
+@given(requests(most=8, sizes=4, times=8), st.data())
+def test_the_sweep_agrees_with_every_pair(problem: list[Request], data: st.DataObject) -> None:
+    """Addresses drawn at random: either both let them pass or both refuse."""
+    low = st.integers(0, 12)
+    addresses = data.draw(st.lists(low, min_size=len(problem), max_size=len(problem)))
+    found = placed_at(problem, addresses, live_peak(problem))
+    verdicts = []
+    for check in (check_placement, sweep_placement):
+        verdicts.append("refused")
+        with suppress(PlacementError):
+            check(problem, found)
+            verdicts[-1] = "passed"
+    event(verdicts[0])
+    assert verdicts[0] == verdicts[1]

@@ -1,0 +1,110 @@
+"""MEMO's program, as an open solver answers it, certifies the search on small cases."""
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farspan.memory import mip, solver
+from farspan.memory.check import check_placement
+from farspan.memory.exact import place_exactly
+from farspan.memory.mip import overlapping, place_by_mip, write_program
+from farspan.memory.place import Placement, Request, live_peak
+from farspan.spec import Refused
+from tests.memory.instances import above_bound, least_height, requests, tight
+
+pytest.importorskip("scipy")
+
+library = pytest.mark.skipif(not solver.available(), reason="the native library is not built")
+
+
+def satisfies(problem: list[Request], addresses: list[int], height: int, cap: int) -> bool:
+    """Is there a z with which the program's rows hold for these addresses and this M?"""
+    program = write_program(problem, 1, cap)
+    for z in product((0, 1), repeat=len(program.pairs)):
+        x = [*addresses, height, *z]
+        left = [0.0] * len(program.limits)
+        for row, column, value in program.rows:
+            left[row] += value * x[column]
+        if all(a <= b for a, b in zip(left, program.limits, strict=True)):
+            return height <= cap
+    return False
+
+
+@given(requests(most=4, sizes=3, times=5), st.data())
+def test_the_rows_admit_placements_and_nothing_else(
+    problem: list[Request], data: st.DataObject
+) -> None:
+    problem = [r for r in problem if r.size < 10**12]
+    low = st.integers(0, 6)
+    addresses = data.draw(st.lists(low, min_size=len(problem), max_size=len(problem)))
+    reached = max((a + r.size for a, r in zip(addresses, problem, strict=True)), default=0)
+    height = data.draw(st.integers(max(0, reached - 1), reached + 1))
+    found = Placement(tuple(addresses), reached, live_peak(problem))
+    try:
+        check_placement(problem, found)
+        right = height >= reached
+    except ValueError:
+        right = False
+    if any(problem[i].size == 0 or problem[j].size == 0 for i, j in overlapping(problem)):
+        return  # the program gives an order to what takes no room too; the checker does not
+    assert satisfies(problem, addresses, height, 20) == right
+
+
+@given(requests(most=6, sizes=9, times=8))
+@settings(deadline=None, max_examples=40)
+def test_its_optimum_is_that_of_brute_force(problem: list[Request]) -> None:
+    problem = [r for r in problem if r.size < 10**12]
+    found = place_by_mip(problem)
+    check_placement(problem, found.placement)
+    assert found.optimal
+    assert found.placement.height == least_height(problem)
+
+
+@library
+@given(tight(cuts=9) | requests(most=14, sizes=9).map(lambda r: (r, 0)))
+@settings(deadline=None, max_examples=25)
+def test_the_search_finds_its_optimum(case: tuple[list[Request], int]) -> None:
+    problem = [r for r in case[0] if r.size < 10**12]
+    found = place_by_mip(problem)
+    assert found.optimal
+    assert found.placement.height == place_exactly(problem).placement.height
+
+
+@library
+def test_it_certifies_an_optimum_above_the_bound() -> None:
+    found = place_by_mip(above_bound())
+    assert found.optimal
+    assert found.placement.height == 9 == place_exactly(above_bound()).placement.height
+
+
+@library
+def test_forty_transients_of_a_layer() -> None:
+    """A chain of activations, two alive at a time, with a workspace in each: as in a layer."""
+    problem = [Request(3 + i % 5, 2 * i, 2 * i + 4) for i in range(27)]
+    problem += [Request(1 + i % 7, 4 * i, 4 * i + 1) for i in range(13)]
+    found = place_by_mip(problem)
+    assert len(problem) == 40
+    assert found.optimal
+    assert found.placement.height == place_exactly(problem).placement.height
+
+
+def test_a_capacity_below_the_optimum_has_no_solution() -> None:
+    with pytest.raises(Refused, match="mip: no placement found"):
+        place_by_mip(above_bound(), 60.0, 8)
+
+
+def test_too_many_pairs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mip, "MOST_PAIRS", 3)
+    with pytest.raises(Refused, match="pairs live together, at most 3"):
+        place_by_mip(above_bound())
+
+
+def test_without_scipy_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(module: str, name: str) -> None:
+        raise ImportError(f"{module}.{name}")
+
+    monkeypatch.setattr(mip, "load", absent)
+    with pytest.raises(Refused, match=r"pip install farspan\[mip\]"):
+        place_by_mip(above_bound())

@@ -1,0 +1,98 @@
+"""Plans as files: what is written is read, for the same program only."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from farspan.memory.place import place
+from farspan.memory.plan_file import Plan, digest, make_plan, read_plan, rounded, write_plan
+from farspan.memory.trace import Free, Malloc, Mark, Trace
+from farspan.spec import Refused
+from tests.memory.traces import traces
+
+TRACE = Trace((Malloc(7, 100), Malloc(8, 600, 2), Free(7), Malloc(9, 5), Free(8)))
+
+
+def plan_of(trace: Trace, alignment: int = 512) -> Plan:
+    return make_plan(trace, place(rounded(trace.requests(), alignment)), alignment, False, "greedy")
+
+
+@given(traces())
+def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, trace: Trace) -> None:
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    plan = plan_of(trace)
+    write_plan(plan, path)
+    assert read_plan(path, trace) == plan
+    assert all(row.address % 512 == 0 for row in plan.tensors)
+    assert plan.peak % 512 == 0
+
+
+def test_names_and_marks_do_not_matter(tmp_path: Path) -> None:
+    renamed = Trace(
+        (Mark("a"), Malloc(1, 100), Malloc(2, 600, 2), Free(1), Malloc(1, 5), Mark("b"), Free(2))
+    )
+    write_plan(plan_of(TRACE), tmp_path / "plan")
+    assert digest(renamed) == digest(TRACE)
+    assert read_plan(tmp_path / "plan", renamed) == plan_of(TRACE)
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        (Malloc(7, 101), Malloc(8, 600, 2), Free(7), Malloc(9, 5), Free(8)),
+        (Malloc(7, 100), Malloc(8, 600, 1), Free(7), Malloc(9, 5), Free(8)),
+        (Malloc(7, 100), Malloc(8, 600, 2), Free(8), Malloc(9, 5), Free(7)),
+        (Malloc(7, 100), Malloc(8, 600, 2), Free(7), Malloc(9, 5)),
+        (Malloc(7, 100), Malloc(8, 600, 2), Malloc(9, 5), Free(7), Free(8)),
+    ],
+)
+def test_another_program_is_refused(tmp_path: Path, events: tuple[Any, ...]) -> None:
+    write_plan(plan_of(TRACE), tmp_path / "plan")
+    with pytest.raises(Refused, match="plan: a plan of another program: it has 3 tensors"):
+        read_plan(tmp_path / "plan", Trace(events))
+
+
+def damage(**changes: Any) -> dict[str, Any]:
+    return changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (damage(version=2), "a plan of version 2, expected 1"),
+        (damage(format="other"), "no plan: expected the format 'farspan memory plan'"),
+        (damage(tensors=[[100, 0, 0], [600, 2, 0], [5, 0, 0]]), "damaged: 0 and 1 live together"),
+        (damage(tensors=[[100, 0, 0]]), "damaged: 1 addresses for 3 requests"),
+        (damage(tensors=[[100, 0]]), "damaged"),
+        (damage(tensors=[[100, 0, -512]]), "damaged.*expected a count, got -512"),
+        (damage(tensors=None), "damaged"),
+        (damage(peak=99999), "damaged: height 99999"),
+        (damage(peak="1"), "damaged.*expected a count, got '1'"),
+        (damage(alignment=0), "damaged.*alignment 0"),
+        (damage(optimal=1), "damaged.*optimal 1"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = tmp_path / "plan"
+    write_plan(plan_of(TRACE), path)
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | changes))
+    with pytest.raises(Refused, match=message):
+        read_plan(path, TRACE)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "malloc 1 2"])
+def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "plan").write_text(text)
+    with pytest.raises(Refused, match="no plan"):
+        read_plan(tmp_path / "plan", TRACE)
+
+
+def test_files_that_cannot_be_reached(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="cannot be read"):
+        read_plan(tmp_path / "absent", TRACE)
+    with pytest.raises(Refused, match="cannot be written"):
+        write_plan(plan_of(TRACE), tmp_path / "absent" / "plan")
