@@ -47,16 +47,30 @@ def build_broken(folder: Path) -> Path:
     return made
 
 
-def run(folder: Path, **settings: Any) -> Any:
+def build_driver(folder: Path) -> Path:
+    """A libcuda.so.1 over memory of the machine, with the one device that it is asked to count."""
+    made, source = folder / "libcuda.so.1", NATIVE / "tests/fake_cuda.cpp"
+    counting = folder / "count.cpp"
+    counting.write_text(
+        'extern "C" __attribute__((visibility("default"))) int cuDeviceGetCount(int* count) {'
+        " *count = 1; return 0; }"
+    )
+    options = ["-std=c++17", "-O1", "-fPIC", "-shared", f"-I{NATIVE / 'include'}"]
+    command = [compiler(), *options, str(source), str(counting), "-o", str(made)]
+    subprocess.run(command, check=True, timeout=BUILD_SECONDS)
+    return made
+
+
+def run(folder: Path, program: Path = PROGRAM, **settings: Any) -> Any:
     """What the program prints; its last words when it fails."""
     path = folder / "settings.json"
     path.write_text(json.dumps({"library": str(LIBRARY), "capacity": 0, **settings}))
+    module = f"tests.engine.{program.stem}"
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(path)],
+        [sys.executable, "-m", module, str(path)],
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=None,
         timeout=RUN_SECONDS,
     )
     if done.returncode:

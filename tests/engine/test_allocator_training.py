@@ -14,7 +14,7 @@ from farspan.memory.check import check_placement
 from farspan.memory.library import LIBRARY, UNPLANNED, Event, Kind, library
 from farspan.memory.place import Placement, Request
 from farspan.spec import Refused
-from tests.engine.cpu_allocator import build_broken, build_shim, run
+from tests.engine.cpu_allocator import PROGRAM, build_broken, build_driver, build_shim, run
 
 MIB = 2**20
 CAPACITY = 96 * MIB
@@ -36,6 +36,31 @@ def recording(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The fixed scenario in mode record, and its events."""
     folder = tmp_path_factory.mktemp("record")
     return run(folder, shim=str(shim), mode="record", scenarios=ALL, capacity=CAPACITY)
+
+
+@pytest.mark.parametrize("mode", ["stitch", "replay"])
+def test_installed_over_a_driver_everything_goes_its_way(
+    shim: Path, tmp_path: Path, mode: str
+) -> None:
+    """farspan.memory.install itself, with the calls of the CUDA backend answered by a fake driver:
+    the same bits, PyTorch's statistics, and its exception."""
+    program = PROGRAM.with_name("install_program.py")
+    driver = str(build_driver(tmp_path))
+    result = run(tmp_path, program, shim=str(shim), mode=mode, driver=driver)
+    assert result["found"] == result["expected"]
+    assert result["error"] == "torch.OutOfMemoryError"
+    holding, after, end = (result[name] for name in ("holding", "after", "end"))
+    held = 256 * MIB
+    assert held <= holding["allocated"] <= holding["max_allocated"] <= holding["reserved"]
+    assert holding["reserved"] <= 1024 * MIB
+    assert after["allocated"] == holding["allocated"] - held
+    assert after["max_allocated"] == after["allocated"]
+    assert after["ooms"] == 0
+    assert result["caught"].startswith("CUDA out of memory. Tried to allocate 4096.00 MiB")
+    assert end["ooms"] == 1
+    assert end["summary"] > 1000
+    if mode == "replay":
+        assert result["hits"] == 3 * result["planned"] > 1000
 
 
 def same_bits(result: Any) -> None:
@@ -115,7 +140,7 @@ def test_a_library_that_assigns_a_chunk_twice_fails(shim: Path, tmp_path: Path) 
 @pytest.mark.parametrize("companion", [True, False])
 def test_out_of_memory_is_pytorchs(shim: Path, tmp_path: Path, companion: bool) -> None:
     """With torch's own exception where a compiler made it, else a RuntimeError that says so."""
-    cache = {"companion": str(tmp_path / "cache")} if companion else {}
+    cache: dict[str, Any] = {"companion": str(tmp_path / "cache")} if companion else {}
     result = run(tmp_path, shim=str(shim), mode="stitch", capacity=4 * MIB, exhaust=True, **cache)
     own, words = result["caught"]
     assert own is companion
