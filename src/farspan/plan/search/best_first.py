@@ -64,7 +64,7 @@ def search(
             break
         _, count, frontier = heapq.heappop(heap)
         if frontier.choices is None:
-            frontier.open(_to_beat(best))
+            frontier.open(_to_beat(best), cells)
         else:
             schedule = frontier.step(cells)
             if schedule is not None:

@@ -3,6 +3,7 @@
 Bounds know a cell's graphs, not what else it holds for a moment. That depends on the cut and on
 which chunks there are (kept or not), so choices that are alike in these share it: a kind. It is
 found (quick.transient) when the fastest choice of a kind has its turn, and then counts for all.
+What lies outside the layers is the same for all kinds: that is known when a family is opened.
 """
 
 from dataclasses import dataclass, replace
@@ -59,9 +60,10 @@ class Frontier:
         fits = room(question, found.device, found.host) >= 0
         self.lowest = float(np.min(seconds(frames), where=fits, initial=INFINITE))
 
-    def open(self, best: float) -> None:
+    def open(self, best: float, cells: "Cells") -> None:
         """Write down all choices that may fit and may be faster than `best` seconds."""
         times, found = seconds(self.frames), taken(self.frames)
+        found.device += cells.least(self.frames)[..., None]
         fits = (room(self.question, found.device, found.host) >= 0) & (times < best)
         index = np.flatnonzero(fits)
         cut, choice = np.divmod(index // len(TIERS), len(self.frames.kept.graphs))
@@ -97,7 +99,8 @@ class Frontier:
         self.known.add(kind)
         cut, alike = divmod(kind, KINDS)
         of = choices.kind == kind
-        choices.device[of] += cells.beyond(self.frames, cut, alike)
+        least = cells.least(self.frames)[cut, self.frames.kept.alike == alike][0]
+        choices.device[of] += max(0.0, cells.beyond(self.frames, cut, alike) - least)
         self._keep(choices.only(room(self.question, choices.device, choices.host) >= 0))
 
     def _schedule(self, index: int) -> Schedule:
@@ -121,6 +124,16 @@ class Cells:
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], int] = {}
+        self._outside: dict[int, int] = {}  # by chunk
+
+    def least(self, frames: Frames) -> Array:
+        """[K, F]: bytes that every choice takes at least beyond its bounds, by what lies outside
+        the layers."""
+        chunk = frames.schedule.chunk
+        if chunk not in self._outside:
+            plain = Schedule(chunk, kv_block=frames.schedule.kv_block, kv_kept=True)
+            self._outside[chunk] = quick.outside(frames.ruler.question, plain)
+        return np.asarray(np.maximum(0.0, self._outside[chunk] - momentary(frames)))
 
     def beyond(self, frames: Frames, cut: int, alike: int) -> float:
         """Bytes that the choices of a kind take at least beyond their bounds."""

@@ -15,6 +15,7 @@ from farspan.plan.grid import chunk_ranges
 from farspan.plan.price.collectives import fsdp_ranks
 from farspan.plan.price.local import local_run
 from farspan.plan.price.states import gradient_bytes
+from farspan.plan.program import Close, EmbedBackward
 from farspan.plan.question import Question
 from farspan.plan.search.bound import Frames, frames_of, tiers_of
 from farspan.plan.search.peaks import momentary
@@ -22,6 +23,7 @@ from farspan.plan.search.room import limits, room, taken
 from farspan.spec import Schedule, Tier
 
 Chunks = tuple[tuple[int, int], ...]
+Telling = tuple[tuple[int, bool, bool], ...]  # chunk; are O and LSE kept; are activations
 
 
 def left(question: Question, schedule: Schedule) -> tuple[int, int]:
@@ -53,9 +55,9 @@ def cells(frames: Frames) -> int:
     return transient(frames.ruler.question, frames.schedule, telling)
 
 
-def latest(chunks: int, attention: int, graphs: int) -> tuple[tuple[int, bool, bool], ...]:
-    """The chunks that tell, as (chunk, O and LSE kept, activations kept): the latest of those kept
-    alike, and of the earliest kind one more, which runs backward when all layers have gradients."""
+def latest(chunks: int, attention: int, graphs: int) -> Telling:
+    """The chunks that tell: the latest of those kept alike, and of the earliest kind one more,
+    which runs backward when all layers have gradients."""
     borders = sorted({0, chunks - attention, chunks - graphs, chunks})
     found: set[int] = set()
     for start, stop in pairwise(borders):
@@ -65,11 +67,29 @@ def latest(chunks: int, attention: int, graphs: int) -> tuple[tuple[int, bool, b
     return tuple((c, c >= chunks - attention, c >= chunks - graphs) for c in sorted(found))
 
 
-def transient(
-    question: Question, schedule: Schedule, telling: tuple[tuple[int, bool, bool], ...]
-) -> int:
+def transient(question: Question, schedule: Schedule, telling: Telling) -> int:
     """Bytes that cells hold for a moment, as `transient_bytes`, in these chunks of a schedule; both
-    of one device. Tiers make no difference: what is held is on the device."""
+    of one device."""
+    return _walk(question, schedule, telling).run().transient
+
+
+def outside(question: Question, schedule: Schedule) -> int:
+    """Bytes of gradients, their sums and what the last backward of the embedding holds, at least,
+    whatever the schedule but for its chunk. All layers have gradients then; of the layers of the
+    first group, of which there is one at least, there are still the sums."""
+    layers, chunks = len(question.model.layers), -(-local_run(question).tokens // schedule.chunk)
+    walk = _walk(question, replace(schedule, groups=(1,) * layers), latest(chunks, 0, 0))
+    for instruction in walk.program.instructions:
+        if isinstance(instruction, EmbedBackward):
+            walk.peak = 0
+        if not isinstance(instruction, Close) or instruction.group > 0:
+            walk.issue(instruction)
+    return walk.peak
+
+
+def _walk(question: Question, schedule: Schedule, telling: Telling) -> Walk:
+    """Through a program of these chunks alone. Tiers make no difference: what is held is on the
+    device."""
     run = local_run(question)
     every = chunk_ranges(run.tokens, schedule.chunk)
     chunks = tuple(every[chunk] for chunk, _, _ in telling)
@@ -86,14 +106,13 @@ def transient(
         activations_kept=latest_fraction(few, sum(graph for _, _, graph in telling)),
     )
     program = build_program(question.model, replace(run, tokens=tokens), short)
-    walk = Walk(
+    return Walk(
         # At their places in the sequence: what they hold depends on the keys before them.
         replace(program, chunks=chunks),
         question.architecture,
         gradient_bytes=gradient_bytes(question),
         ranks=fsdp_ranks(question),
     )
-    return walk.run().transient
 
 
 def latest_fraction(chunks: Chunks, count: int) -> float:
