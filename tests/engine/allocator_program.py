@@ -23,9 +23,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from farspan.engine.allocator_error import out_of_memory_raiser
 from farspan.engine.allocator_native import NativeMemory
-from farspan.engine.allocator_plan import ReplayPlan
 from farspan.engine.allocator_session import Session
 from farspan.memory.library import Backend, Broken, Options, Policy, Row
+from farspan.memory.replay import ReplayPlan
 
 STEPS = 5
 VOCAB = 256

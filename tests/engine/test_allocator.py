@@ -15,8 +15,8 @@ import torch
 from farspan import memory
 from farspan.engine import allocator, allocator_pytorch
 from farspan.engine.allocator_error import Raiser
-from farspan.engine.allocator_plan import ReplayPlan
 from farspan.memory.library import Backend, Options, Row
+from farspan.memory.replay import ReplayPlan
 from farspan.spec import Refused
 
 MIB = 2**20

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from farspan.engine.allocator_plan import iteration, plan_iteration, trace_of
 from farspan.memory.check import check_placement
 from farspan.memory.library import LIBRARY, UNPLANNED, Event, Kind, library
 from farspan.memory.place import Placement, Request
+from farspan.memory.replay import iteration, plan_iteration, trace_of
 from farspan.spec import Refused
 from tests.engine.cpu_allocator import PROGRAM, build_broken, build_driver, build_shim, run
 

@@ -16,7 +16,6 @@ import torch
 from farspan.engine.allocator_driver import DRIVER, refuse_without_virtual_memory
 from farspan.engine.allocator_error import out_of_memory_raiser
 from farspan.engine.allocator_native import MODES, NativeMemory
-from farspan.engine.allocator_plan import ReplayPlan, load_plan
 from farspan.engine.allocator_pytorch import (
     Plugged,
     lend_statistics,
@@ -26,6 +25,7 @@ from farspan.engine.allocator_pytorch import (
 )
 from farspan.engine.allocator_session import Session
 from farspan.memory.library import LIBRARY, Backend, Options, Statistics, library
+from farspan.memory.replay import ReplayPlan, load_plan
 from farspan.memory.trace import Trace
 from farspan.spec import Refused
 

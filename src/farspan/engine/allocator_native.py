@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from farspan.engine.allocator_plan import BEGIN, ReplayPlan, trace_of
 from farspan.engine.allocator_pytorch import EntryPoints
 from farspan.memory.library import LIBRARY, NativeError, Options, Statistics, library, rows, verify
 from farspan.memory.native import Allocator
+from farspan.memory.replay import ReplayPlan, trace_of
 from farspan.memory.trace import Trace
 
 MODES = {"record": 0, "stitch": 1, "replay": 2}  # farspan_mode
@@ -148,6 +148,3 @@ class NativeMemory:
 
 def _zeros(values: Iterable[str]) -> dict[str, int]:
     return dict.fromkeys(values, 0)
-
-
-__all__ = ["BEGIN", "MODES", "NativeMemory"]

@@ -5,8 +5,8 @@ import warnings
 from dataclasses import dataclass, field
 
 from farspan.engine.allocator_native import NativeMemory
-from farspan.engine.allocator_plan import ReplayPlan, iteration, plan_iteration
 from farspan.memory.library import NativeError
+from farspan.memory.replay import ReplayPlan, iteration, plan_iteration
 from farspan.memory.trace import Trace
 
 # Counted from 1. The first iteration also makes what stays, such as optimizer states: a plan of

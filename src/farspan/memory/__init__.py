@@ -13,9 +13,12 @@ __getattr__, __dir__ = attributes(
         "forget": "farspan.engine.allocator",
         "install": "farspan.engine.allocator",
         "installed": "farspan.engine.allocator",
+        "plan_iteration": "farspan.memory.replay",
+        "read_trace": "farspan.memory.formats",
         "recorded": "farspan.engine.allocator",
         "statistics": "farspan.engine.allocator",
         "uninstall": "farspan.engine.allocator",
+        "write_trace": "farspan.memory.formats",
     },
 )
 
@@ -25,7 +28,10 @@ __all__ = [
     "forget",
     "install",
     "installed",
+    "plan_iteration",
+    "read_trace",
     "recorded",
     "statistics",
     "uninstall",
+    "write_trace",
 ]

@@ -8,6 +8,8 @@ from farspan.engine.allocator import (
     statistics,
     uninstall,
 )
+from farspan.memory.formats import read_trace, write_trace
+from farspan.memory.replay import plan_iteration
 
 __all__ = [
     "begin_iteration",
@@ -15,7 +17,10 @@ __all__ = [
     "forget",
     "install",
     "installed",
+    "plan_iteration",
+    "read_trace",
     "recorded",
     "statistics",
     "uninstall",
+    "write_trace",
 ]

@@ -6,7 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.engine.allocator_plan import (
+from farspan.memory.formats import write_trace
+from farspan.memory.library import UNPLANNED, Event, Kind, Row
+from farspan.memory.place import place
+from farspan.memory.plan_file import Plan, make_plan, rounded, write_plan
+from farspan.memory.replay import (
     BEGIN,
     UNIT,
     ReplayPlan,
@@ -16,10 +20,6 @@ from farspan.engine.allocator_plan import (
     replay_plan,
     trace_of,
 )
-from farspan.memory.formats import write_trace
-from farspan.memory.library import UNPLANNED, Event, Kind, Row
-from farspan.memory.place import place
-from farspan.memory.plan_file import Plan, make_plan, rounded, write_plan
 from farspan.memory.trace import Free, Malloc, Mark, Trace
 from farspan.spec import Refused
 from tests.memory.traces import traces
