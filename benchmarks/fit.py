@@ -60,8 +60,8 @@ def one_device(name: str) -> MachineSpec:
 
 
 def ask(model: str, way: Way, on: MachineSpec, tokens: int) -> Question:
-    architecture = find_architecture(model)
-    spec = model_spec(architecture, adapter_rank=way.adapter_rank)
+    architecture = replace(find_architecture(model), adapter_rank=way.adapter_rank)
+    spec = model_spec(architecture)
     return Question(
         spec, RunSpec(1, tokens), on, optimizer=way.optimizer, architecture=architecture
     )

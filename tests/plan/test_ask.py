@@ -9,9 +9,12 @@ import pytest
 import farspan
 from farspan.plan import ask
 from farspan.plan.ask import Options, Request
+from farspan.plan.build import build_program
+from farspan.plan.cell.transient import Walk
 from farspan.plan.price.machines import machine
+from farspan.plan.price.states import gradient_bytes, states
 from farspan.plan.question import Layout, Optimizer
-from farspan.spec import Refused, RunSpec
+from farspan.spec import Refused, RunSpec, Schedule
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen2",
@@ -103,6 +106,15 @@ def test_adapters_alone_are_trained() -> None:
     adapted = Request(CONFIG, 64, "h200", trainable="lora:4").question().model
     assert adapted.parameters - adapted.trainable == full.parameters
     assert 0 < adapted.trainable < full.parameters
+
+
+@pytest.mark.parametrize("trainable", ["full", "lora:4", "lora:16"])
+def test_cells_have_the_gradients_of_what_is_trained(trainable: str) -> None:
+    """A walk takes off its bytes what the states count: both must mean the same weights."""
+    question = Request(CONFIG, 64, "h200", trainable=trainable).question()
+    program = build_program(question.model, question.run, Schedule(chunk=16))
+    found = Walk(program, question.architecture, gradient_bytes=gradient_bytes(question)).run()
+    assert found.gradients == states(question, program.groups).gradients
 
 
 def test_an_adapter_is_narrower_than_what_it_adapts() -> None:

@@ -56,7 +56,9 @@ class Request:
         """The question for the planner. Raises Refused naming the field."""
         architecture = _architecture(self.config)
         rank = _adapter_rank(self.trainable, architecture)
-        model = model_spec(architecture, self.dtype, rank)
+        # What a cell holds is asked of the architecture: it must have the adapters too.
+        architecture = replace(architecture, adapter_rank=rank)
+        model = model_spec(architecture, self.dtype)
         return Question(
             model=model,
             run=RunSpec(self.batch, read_tokens(self.context, "context")),

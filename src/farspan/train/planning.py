@@ -87,15 +87,17 @@ def planned_model(model: nn.Module, dtype: str) -> tuple[ModelSpec, Architecture
     except Refused:
         architecture, known = None, []
     active = getattr(boundary.model.config.get_text_config(), "num_experts_per_tok", None) or 1
-    layers = []
+    layers, as_known = [], True
     for index, layer in enumerate(spec.layers):
         module = boundary.layers[index]
         guess = _estimate(module, active, layer.activation_bytes)
         work = known[index] if len(known) == len(spec.layers) else guess
         if work.parameters != guess.parameters:  # such as adapters, or a family of its own making
             work = guess
+        as_known = as_known and work.trainable == guess.trainable and work is not guess
         layers.append(replace(layer, work=replace(work, trainable=guess.trainable)))
-    return replace(spec, layers=tuple(layers)), architecture
+    # What an architecture's cells hold is that of a model whose every weight is trained.
+    return replace(spec, layers=tuple(layers)), architecture if as_known else None
 
 
 def _estimate(layer: nn.Module, active: int, saved: int) -> LayerWork:
