@@ -16,7 +16,13 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from farspan.engine.tracing.model import add_adapters, cpu_attention, meta_model, shortened
+from farspan.engine.tracing.model import (
+    add_adapters,
+    cpu_attention,
+    meta_model,
+    numbers_unread,
+    shortened,
+)
 from farspan.engine.tracing.recorder import Recorder
 from farspan.engine.tracing.temporaries import ALL, CUBLAS_WORKSPACE, NONE, Temporaries, Temporary
 from farspan.engine.tracing.training import (
@@ -330,6 +336,13 @@ def test_sinks_are_refused() -> None:
     }
     with pytest.raises(Refused, match="sinks"):
         trace_training(meta_model(config, torch.bfloat16), (64,))
+
+
+def test_a_step_that_looks_at_numbers_is_refused() -> None:
+    with pytest.raises(Refused, match="looks at numbers"), numbers_unread():
+        torch.empty(1, device="meta").item()
+    with pytest.raises(Refused, match="^as it is$"), numbers_unread():
+        raise Refused("as it is")
 
 
 def test_layers_are_the_first_of_the_model() -> None:

@@ -51,11 +51,10 @@ def test_what_no_allocator_can_serve_is_refused(events: tuple[Event, ...], words
 
 @given(traces(), st.data())
 def test_a_free_less_is_a_tensor_that_lives_to_the_end(trace: Trace, data: st.DataObject) -> None:
-    frees = [index for index, event in enumerate(trace.events) if isinstance(event, Free)]
+    frees = [(i, event.tensor) for i, event in enumerate(trace.events) if isinstance(event, Free)]
     if not frees:
         return
-    gone = data.draw(st.sampled_from(frees))
-    tensor = trace.events[gone].tensor
+    gone, tensor = data.draw(st.sampled_from(frees))
     later = trace.events[gone + 1 :]
     if any(isinstance(event, Malloc) and event.tensor == tensor for event in later):
         return
