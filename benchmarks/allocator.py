@@ -60,8 +60,14 @@ SUITE = (
         TraceRequest(LLAMA, VARIED, strategy="recompute", rank=16),
         gathered=LAYER_BYTES,
     ),
-    Case("farspan's cells, grouped, 256K", TraceRequest(QWEN, (256 * KILO,), strategy="grouped")),
-    Case("farspan's cells, memo, 128K", TraceRequest(QWEN, (128 * KILO,), strategy="memo")),
+    Case(
+        "farspan's cells, grouped, 8 layers, 64K",
+        TraceRequest(QWEN, (64 * KILO,), layers=8, strategy="grouped"),
+    ),
+    Case(
+        "farspan's cells, memo, 8 layers, 64K",
+        TraceRequest(QWEN, (64 * KILO,), layers=8, strategy="memo"),
+    ),
 )
 
 
