@@ -21,7 +21,7 @@ Problem draw(std::mt19937 &random, int count) {
         const int64_t born = static_cast<int64_t>(random() % 8);
         p.size.push_back(static_cast<int64_t>(random() % 5));
         p.born.push_back(born);
-        p.dies.push_back(born + static_cast<int64_t>(random() % 6));
+        p.dies.push_back(born + 1 + static_cast<int64_t>(random() % 5));
     }
     return p;
 }
@@ -76,6 +76,52 @@ void answers_are_right() {
     }
 }
 
+// A square of time and memory, cut again and again, mostly into pinwheels, which no straight cut
+// undoes: its pieces fit into its height and nothing less, and a greedy order seldom finds how.
+Problem cut_square(std::mt19937 &random, size_t count, int64_t side) {
+    struct Piece {
+        int64_t born, dies, low, high;
+    };
+    std::vector<Piece> pieces = {{0, side, 0, side}};
+    for (int tries = 0; tries < 1000 && pieces.size() < count; ++tries) {
+        const size_t at = random() % pieces.size();
+        const Piece p = pieces[at];
+        if (p.dies - p.born < 4 || p.high - p.low < 4) continue;
+        const int64_t third = (p.dies - p.born) / 3, quarter = (p.high - p.low) / 3;
+        const int64_t b = p.born + 1 + static_cast<int64_t>(random()) % third;
+        const int64_t d = p.dies - 1 - static_cast<int64_t>(random()) % third;
+        const int64_t l = p.low + 1 + static_cast<int64_t>(random()) % quarter;
+        const int64_t h = p.high - 1 - static_cast<int64_t>(random()) % quarter;
+        pieces[at] = {p.born, d, p.low, l};
+        pieces.push_back({d, p.dies, p.low, h});
+        pieces.push_back({b, p.dies, h, p.high});
+        pieces.push_back({p.born, b, l, p.high});
+        pieces.push_back({b, d, l, h});
+    }
+    std::shuffle(pieces.begin(), pieces.end(), random);
+    Problem problem;
+    for (const Piece &p : pieces) {
+        problem.size.push_back(p.high - p.low);
+        problem.born.push_back(p.born);
+        problem.dies.push_back(p.dies);
+    }
+    return problem;
+}
+
+void a_cut_square_is_put_together() {
+    std::mt19937 random(2);
+    std::vector<int64_t> address;
+    // Small squares give pieces of equal size, large ones pieces that are all different.
+    for (const int64_t side : {12, 24, 1000})
+        for (int trial = 0; trial < 300; ++trial) {
+            const Problem p = cut_square(random, 5 + trial % 40, side);
+            EXPECT(fit(p, side, address) == FARSPAN_PLACE_FITS);
+            EXPECT(!overlaps(p, address));
+            EXPECT(reach(p, address) == side);
+            EXPECT(fit(p, side - 1, address) == FARSPAN_PLACE_NO_FIT);
+        }
+}
+
 // 20,000 buffers, a chain of two alive at a time over a stack: no deep recursion, little memory.
 void a_long_step_is_placed() {
     Problem p;
@@ -105,6 +151,7 @@ void wrong_input_is_refused() {
 
 int main() {
     RUN(answers_are_right);
+    RUN(a_cut_square_is_put_together);
     RUN(a_long_step_is_placed);
     RUN(wrong_input_is_refused);
 }
