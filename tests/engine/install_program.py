@@ -42,6 +42,8 @@ def pretend_cuda(shim: ctypes.CDLL) -> None:
     for name in NAMES:
         setattr(core, f"_cuda_{name}", unsupported)
     cuda, utils = torch.cuda, torch._utils
+    for owner in (cuda, cuda.memory):
+        vars(owner)["mem_get_info"] = lambda _=None: (500 * GIB, 500 * GIB)
     vars(cuda)["current_device"] = vars(utils)["_get_current_device_index"] = lambda: 0
 
 
@@ -51,6 +53,7 @@ def counted() -> dict[str, int]:
         "allocated": torch.cuda.memory_allocated(),
         "reserved": torch.cuda.memory_reserved(),
         "max_allocated": torch.cuda.max_memory_allocated(),
+        "free": torch.cuda.mem_get_info()[0],
         "ooms": torch.cuda.memory_stats()["num_ooms"],
         "summary": len(torch.cuda.memory_summary()),
     }

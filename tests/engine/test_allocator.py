@@ -106,13 +106,15 @@ def test_an_older_pytorch_without_a_hook_does_without(
 
 
 def test_uninstalled_pytorch_is_as_it_was(cuda: FakeCuda) -> None:
-    names = {name: getattr(torch._C, name) for name in cuda.names()}
+    shared = "_accelerator_getDeviceStats"  # of torch.accelerator.memory_stats
+    names = {name: getattr(torch._C, name) for name in (*cuda.names(), shared)}
     ask = torch.cuda.mem_get_info
     memory.install("record")
     assert torch._C._cuda_memoryStats is not names["_cuda_memoryStats"]
+    assert getattr(torch._C, shared) is not names[shared]
     assert torch.cuda.mem_get_info is not ask
     memory.uninstall()
-    assert {name: getattr(torch._C, name) for name in cuda.names()} == names
+    assert {name: getattr(torch._C, name) for name in names} == names
     assert torch.cuda.mem_get_info is ask
     assert cuda.current is cuda.own
     assert memory.installed() is None
