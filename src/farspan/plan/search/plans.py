@@ -1,5 +1,6 @@
 """What to run: the best plan of all strategies, and the longest context of each."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -128,9 +129,10 @@ def _searched(question: Question, others: Sequence[Plan], seconds: float) -> Pla
         # Where copies run beside the computation many schedules have nearly one bound. What is
         # fastest without that is close to what is fastest with it, and soon found.
         in_line = replace(question, overlap=False)
-        first = search(in_line, whole_space(in_line), seconds / 2).best
+        began = time.process_time()
+        first = search(in_line, whole_space(in_line), seconds).best
         fitting += [plan_of(question, GROUPED, first.schedule)] if first else []
-        seconds /= 2
+        seconds = max(seconds / 4, seconds - (time.process_time() - began))
     known = min(fitting, key=_order, default=None)
     outcome = search(question, whole_space(question), seconds, known)
     best = outcome.best or plan_of(question, GROUPED, _thrifty(question, GROUPED))
