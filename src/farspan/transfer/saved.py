@@ -52,7 +52,7 @@ class SavedCell:
     """
 
     def __init__(self, parameters: Iterable[Tensor], named: dict[str, Tensor]) -> None:
-        self._parameters = {p.untyped_storage().data_ptr() for p in parameters}
+        self._parameters = {_storage(p) for p in parameters}
         self._named = named
         self._spans: dict[int, _Span] = {}
         self._places: dict[int, tuple[int, int]] = {}  # storage: low, place
@@ -60,15 +60,14 @@ class SavedCell:
         self.references: set[str] = set()  # named tensors the graph saved
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
-        if tensor.untyped_storage().data_ptr() in self._parameters:
+        if _storage(tensor) in self._parameters:
             return tensor
         for name, base in self._named.items():
             if _within(tensor, base):
                 self.references.add(name)
-                offset = tensor.data_ptr() - base.data_ptr()
+                offset = _start(tensor) - _start(base)
                 return _View(name, offset, tensor.shape, tensor.stride(), tensor.dtype)
-        address = tensor.untyped_storage().data_ptr()
-        offset = int(tensor.storage_offset()) * tensor.element_size()
+        address, offset = _storage(tensor), _start(tensor)
         low, high = offset // ALIGNMENT * ALIGNMENT, offset + _reach(tensor)
         span = self._spans.setdefault(address, _Span(tensor.detach(), low, high))
         span.low, span.high = min(span.low, low), max(span.high, high)
@@ -119,8 +118,20 @@ class SavedCell:
 def _within(tensor: Tensor, base: Tensor) -> bool:
     if tensor.dtype is not base.dtype or tensor.numel() == 0:
         return False
-    low, high = base.data_ptr(), base.data_ptr() + _reach(base)
-    return low <= tensor.data_ptr() and tensor.data_ptr() + _reach(tensor) <= high
+    low, high = _start(base), _start(base) + _reach(base)
+    start = _start(tensor)
+    same = _storage(tensor) == _storage(base)
+    return same and low <= start and start + _reach(tensor) <= high
+
+
+def _storage(tensor: Tensor) -> int:
+    """Which storage it is a view of: on the meta device, too, where all lie at address 0."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _start(tensor: Tensor) -> int:
+    """Bytes from its storage's first to its own."""
+    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _reach(tensor: Tensor) -> int:

@@ -5,10 +5,8 @@ are CUDA's flash attention, whose allocations are those that plans count, and th
 memory of no interest here.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +15,6 @@ from transformers import PreTrainedModel
 from farspan.attention.backends import CudaFlash
 from farspan.attention.cell import AttentionCall
 from farspan.attention.merge import accumulate_dtype
-from farspan.engine import run
 from farspan.engine.batch import Batch
 from farspan.engine.gradients import Gradients
 from farspan.engine.head import Head
@@ -31,11 +28,9 @@ from farspan.models.boundary import Boundary
 from farspan.models.route import routed
 from farspan.plan.program import Backward, EmbedBackward, Forward, Instruction, Program
 from farspan.plan.program import Head as HeadInstruction
-from farspan.plan.sizes import ALIGNMENT
 from farspan.spec import Tier
 from farspan.transfer.arena import Arena
 from farspan.transfer.copies import CopyEngine
-from farspan.transfer.saved import SavedCell, _reach, _Span, _View
 
 META = torch.device("meta")
 
@@ -47,46 +42,6 @@ class MetaInterpreter(Interpreter):
         call = super()._attention_call(layer, chunk, scale)
         # The meta device has no kernels and got the plain one; soft caps have no other anywhere.
         return call if call.softcap is not None else replace(call, kernel=CudaFlash())
-
-
-class MetaSaved(SavedCell):
-    """Tells storages apart by what they are: on the meta device all of them lie at address 0."""
-
-    def __init__(self, parameters: Iterable[Tensor], named: dict[str, Tensor]) -> None:
-        super().__init__((), named)
-        self._parameters = {p.untyped_storage()._cdata for p in parameters}
-
-    def pack(self, tensor: Tensor) -> Any:
-        key = tensor.untyped_storage()._cdata
-        if key in self._parameters:
-            return tensor
-        low, high = _span(tensor)
-        for name, base in self._named.items():
-            start, stop = _span(base)
-            if base.untyped_storage()._cdata == key and start <= low and high <= stop:
-                self.references.add(name)
-                return _View(name, low - start, tensor.shape, tensor.stride(), tensor.dtype)
-        line = low // ALIGNMENT * ALIGNMENT
-        span = self._spans.setdefault(key, _Span(tensor.detach(), line, high))
-        span.low, span.high = min(span.low, line), max(span.high, high)
-        return _View(key, low, tensor.shape, tensor.stride(), tensor.dtype)
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Bytes of the storage from a tensor's first element to the end of its last."""
-    low = int(tensor.storage_offset()) * tensor.element_size()
-    return low, low + _reach(tensor)
-
-
-@contextmanager
-def saved_by_storage() -> Iterator[None]:
-    """Kept graphs of the interpreter save into MetaSaved."""
-    own = run.SavedCell  # type: ignore[attr-defined]
-    run.SavedCell = MetaSaved  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        run.SavedCell = own  # type: ignore[attr-defined]
 
 
 def trace_cells(
@@ -112,7 +67,7 @@ def trace_cells(
     host = Arena(Tier.DEVICE, META)  # on the meta device too: nothing is to be copied for real
     host.reserve(max(program.arena_bytes[Tier.HOST] for program in programs))
     arenas = {Tier.DEVICE: Arena(Tier.DEVICE, META), Tier.HOST: host}
-    with collected_before(), numbers_unread(), saved_by_storage(), recorder:
+    with collected_before(), numbers_unread(), recorder:
         for step, program in enumerate(programs):
             recorder.mark(f"step {step}")
             arenas[Tier.DEVICE].reserve(program.arena_bytes[Tier.DEVICE])
