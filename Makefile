@@ -4,6 +4,7 @@
 #   make test WORKERS=8          more test processes
 #   make PYTHON=python3.12 ...   another interpreter for .venv
 #   make check                   style, types and gates only
+#   make native-test             the native allocator's own tests, plain and with sanitizers
 #   make format                  rewrite the sources in the project's style
 
 PYTHON  ?= python3
@@ -15,7 +16,14 @@ STAMP   := .venv/.installed
 NATIVE  := setup.py native/CMakeLists.txt $(wildcard native/include/*.h native/src/*)
 GATES   := tests/test_layering.py tests/test_size.py
 
-.PHONY: train test check format clean
+# Builds of the native tests: their sanitizers, and which tests (all, or a pattern).
+NATIVE_TESTS      := plain address thread
+SANITIZE_address  := address,undefined
+SANITIZE_thread   := thread
+# One thread has no races.
+ONLY_thread       := test_threads
+
+.PHONY: train test check format clean native-test $(NATIVE_TESTS:%=native-test-%)
 
 # OpenMP threads that wait without spinning: beside another process on two cores a step of the
 # default run took 3.5 to 4.4 s with this and 5 to 30 s without.
@@ -32,6 +40,13 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -s $(GATES)
+
+native-test: $(NATIVE_TESTS:%=native-test-%)
+
+$(NATIVE_TESTS:%=native-test-%): native-test-%:
+	cmake -S native -B build/native-$* -DTESTS=ON -DSANITIZE=$(SANITIZE_$*)
+	cmake --build build/native-$* --parallel $(WORKERS) $(addprefix --target ,$(ONLY_$*))
+	ctest --test-dir build/native-$* --output-on-failure --parallel $(WORKERS) $(addprefix -R ,$(ONLY_$*))
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

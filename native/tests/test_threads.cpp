@@ -9,7 +9,7 @@ namespace {
 void churn(farspan_allocator* a, unsigned seed, std::atomic<uint64_t>* made) {
     std::mt19937 random(seed);
     std::vector<std::pair<char*, uint64_t>> live;
-    for (int i = 0; i < 1500; ++i) {
+    for (int i = 0; i < 6000; ++i) {
         if (random() % 2 && live.size() < 8) {
             const uint64_t size = 1 + random() % (random() % 2 ? 4 * CHUNK : 2000);
             void* p = nullptr;
