@@ -1,5 +1,6 @@
 """A plan of a step: what has a place lies beside what lives with it, and what stays has none."""
 
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from farspan.spec import Refused
 from tests.memory.traces import traces
 
 START = Mark(BEGIN)
+size_of = attrgetter("size")
 
 
 def test_a_recording_becomes_a_trace() -> None:
@@ -41,9 +43,9 @@ def test_a_recording_becomes_a_trace() -> None:
 def test_an_iteration_goes_from_its_mark_to_the_next() -> None:
     first, second = (Malloc(1, 10), Malloc(2, 20), Free(2)), (Free(1), Malloc(1, 30), Free(1))
     trace = Trace((Malloc(9, 5), START, *first, START, *second, START, Malloc(4, 4)))
-    assert iteration(trace, 0).events == (START, *first)
+    assert iteration(trace, 0).events == first
     # Free(1) is of what the first iteration made.
-    assert iteration(trace).events == (START, *second[1:])
+    assert iteration(trace).events == second[1:]
 
 
 def test_an_iteration_that_did_not_end_is_refused() -> None:
@@ -101,6 +103,16 @@ def test_a_place_that_the_arena_does_not_have_is_refused(row: Row) -> None:
         ReplayPlan((row,), 1024, 512)
 
 
+def test_a_recorded_step_goes_through_files_into_replay(tmp_path: Path) -> None:
+    step = (Malloc(1, 2048), Malloc(2, 1024), Malloc(3, 0), Free(1), Free(2))
+    recording = Trace((Malloc(9, 4096), START, *step, START, Free(9)))
+    write_trace(iteration(recording), tmp_path / "trace")
+    write_plan(placed(iteration(recording)), tmp_path / "plan")
+    plan = load_plan(tmp_path / "plan", tmp_path / "trace")
+    assert plan.planned == 2
+    assert plan.arena == plan.lower_bound == 3072
+
+
 def placed(trace: Trace) -> Plan:
     """As `farspan memory place` does."""
     return make_plan(trace, place(rounded(trace.requests(), UNIT)), UNIT, False, "flat")
@@ -108,11 +120,11 @@ def placed(trace: Trace) -> Plan:
 
 def lie_apart(trace: Trace, plan: ReplayPlan) -> None:
     """The rows are the trace's mallocs, and no two that live together share an address."""
-    mallocs = [event for event in trace.events if isinstance(event, Malloc)]
+    mallocs = [event for event in trace.events if isinstance(event, Malloc) and event.size]
     assert [(row.size, row.stream) for row in plan.rows] == [(m.size, m.stream) for m in mallocs]
     planned = [
         (row.address, row.address + row.size, request)
-        for row, request in zip(plan.rows, trace.requests(), strict=True)
+        for row, request in zip(plan.rows, filter(size_of, trace.requests()), strict=True)
         if row.address != UNPLANNED
     ]
     assert len(planned) == plan.planned

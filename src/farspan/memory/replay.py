@@ -29,7 +29,8 @@ SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """One iteration's mallocs in order, each with its place or without one.
+    """One iteration's mallocs in order, each with its place or without one; those of no bytes,
+    which no allocator is asked for, left out.
 
     Raises Refused for a place that the arena does not have or that is not aligned.
     """
@@ -70,14 +71,14 @@ def trace_of(events: Iterable[Event], name: str = "") -> Trace:
 
 
 def iteration(trace: Trace, number: int = -1) -> Trace:
-    """One whole iteration of several, from its mark up to the next one's; by default the last.
+    """One whole iteration of several, from behind its mark to the next one; by default the last.
 
     Frees of older tensors are left out. Raises Refused when the trace has no such iteration.
     """
     first, last = _borders(trace, number)
     alive: set[int] = set()
     kept: list[Malloc | Free | Mark] = []
-    for event in trace.events[first:last]:
+    for event in trace.events[first + 1 : last]:
         if isinstance(event, Malloc):
             alive.add(event.tensor)
         elif isinstance(event, Free) and event.tensor not in alive:
@@ -102,6 +103,7 @@ def plan_iteration(trace: Trace, smallest: int = 1, seconds: float = SECONDS) ->
     rows = tuple(
         Row(malloc.size, malloc.stream, addresses.get(number, UNPLANNED))
         for number, malloc in enumerate(_mallocs(trace.events))
+        if malloc.size
     )
     return ReplayPlan(rows, placement.height, placement.lower_bound)
 
@@ -123,11 +125,9 @@ def replay_plan(plan: Plan, trace: Trace) -> ReplayPlan:
     first, last = _borders(trace) if marked else (0, len(trace.events))
     before = len(_mallocs(trace.events[:first]))
     requests = trace.requests()[before : before + len(_mallocs(trace.events[first:last]))]
-    rows = tuple(
-        row._replace(address=row.address if row.size and request.dies < last else UNPLANNED)
-        for row, request in zip(plan.tensors[before:], requests, strict=False)
-    )
-    return _lowered(rows, requests)
+    pairs = [pair for pair in zip(plan.tensors[before:], requests, strict=False) if pair[0].size]
+    rows = [row if r.dies < last else row._replace(address=UNPLANNED) for row, r in pairs]
+    return _lowered(rows, [request for _, request in pairs])
 
 
 def _lowered(rows: Sequence[Row], requests: Sequence[Request]) -> ReplayPlan:
