@@ -121,6 +121,8 @@ def compare(settings: dict[str, Any], shim: ctypes.CDLL, session: Session) -> di
     for name in settings["scenarios"]:
         found[name] = list(train(SCENARIOS[name], lambda: session.begin_iteration(DEVICE)))
         gc.collect()
+        if settings.get("forget"):
+            session.forget(DEVICE)
         try:
             session.memory.of(DEVICE).check()
         except Broken as error:

@@ -122,6 +122,19 @@ def test_a_replay_learns_its_plan_from_the_second_step(shim: Path, tmp_path: Pat
     assert counted["replay_hits"] >= 3 * result["planned"]
 
 
+def test_a_replay_that_forgets_learns_the_next_kind_of_step(shim: Path, tmp_path: Path) -> None:
+    names = ["varying", "fixed"]
+    result = run(
+        tmp_path, shim=str(shim), mode="replay", scenarios=names, capacity=CAPACITY, forget=True
+    )
+    same_bits(result)
+    varying, fixed = (result["statistics"][name] for name in names)
+    # Of five fixed steps the second is recorded, and three follow it without a miss.
+    assert fixed["replay_hits"] - varying["replay_hits"] > 3 * 500
+    assert fixed["replay_misses"] == varying["replay_misses"]
+    assert result["planned"] is None
+
+
 @pytest.mark.slow
 def test_a_library_that_assigns_a_chunk_twice_fails(shim: Path, tmp_path: Path) -> None:
     """The bits differ, and the allocator's own checker names the chunk."""
