@@ -141,8 +141,8 @@ def test_no_optimum_is_lost(
     device = between([plan.device.total for plan in plans])
     host = between([plan.host.total for plan in plans])
     both = between([plan.device.total + plan.host.total for plan in plans])
-    limits = {"device_bytes": device, "host_bytes": both if unified else host}
-    asked = replace(asked, machine=replace(asked.machine, unified=unified, **limits))
+    limited = replace(asked.machine, device_bytes=device, host_bytes=both if unified else host)
+    asked = replace(asked, machine=replace(limited, unified=unified))
     fitting = [
         plan.seconds.total
         for plan in plans

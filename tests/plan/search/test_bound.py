@@ -106,7 +106,8 @@ def test_cells_of_a_kind_are_never_overestimated(
     question, schedule, frames = framed(step, optimizer=optimizer, layout=layout)
     chunks, own = frames.kept.chunks, frames.kept
     pairs = np.array([[own.attention[0], own.graphs[0]], [attention, graphs]])
-    both = replace(frames, kept=Kept(*np.minimum(pairs, chunks).T, chunks))
+    counts = np.minimum(pairs, chunks)
+    both = replace(frames, kept=Kept(counts[:, 0], counts[:, 1], chunks))
     assume(both.kept.alike[0] == both.kept.alike[1])
     device = peaks(both).device[0, 0, tiers_of(schedule)]
     beyond = Cells().beyond(both, 0, int(both.kept.alike[0]))
@@ -125,7 +126,7 @@ def test_choices_and_cuts_do_not_disturb_each_other(
     counts = np.minimum(np.array(pairs, dtype=np.int64), chunks)
     sizes = dict.fromkeys([frames.cuts.sizes[0], (layers,), (1,) * layers])
     cuts = replace(frames.cuts, sizes=tuple(sizes))
-    together = replace(frames, cuts=cuts, kept=Kept(*counts.T, chunks))
+    together = replace(frames, cuts=cuts, kept=Kept(counts[:, 0], counts[:, 1], chunks))
     each = seconds(together), peaks(together)
     for k, cut in enumerate(cuts.sizes):
         for f in range(len(counts)):
@@ -133,7 +134,7 @@ def test_choices_and_cuts_do_not_disturb_each_other(
                 frames,
                 ruler=frames_of(frames.ruler.question, frames.schedule).ruler,
                 cuts=replace(cuts, sizes=(cut,)),
-                kept=Kept(*counts[f : f + 1].T, chunks),
+                kept=Kept(counts[f : f + 1, 0], counts[f : f + 1, 1], chunks),
             )
             assert np.allclose(each[0][k, f], seconds(alone)[0, 0], CLOSE, 0.0)
             assert (each[1].device[k, f] == peaks(alone).device[0, 0]).all()
