@@ -87,8 +87,10 @@ def _column(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
 
 def _verify(status: int) -> None:
     if status:
-        raise ValueError("placement: a negative size, a lifetime that runs backwards, or an order "
-                         "that is no permutation")  # fmt: skip
+        raise ValueError(
+            "placement: a negative size, a lifetime that runs backwards, or an order that is no "
+            "permutation"
+        )
 
 
 @cache
