@@ -1,5 +1,5 @@
-// A libcuda.so.1 over a memfd: what the driver refuses, it refuses, and counts as a violation. Memory
-// is touchable only after cuMemSetAccess. The structures are the driver's, declared anew.
+// A libcuda.so.1 over a memfd: what the driver refuses, it refuses, and counts as a violation.
+// Memory is touchable only after cuMemSetAccess. The structures are the driver's, declared anew.
 #include <sys/mman.h>
 #include <unistd.h>
 

@@ -188,63 +188,71 @@ class Clocks : public farspan::HostBackend {
 struct Tensor {
     uint64_t address, size;
     Stream stream;
-    std::vector<Stream> users;
 };
 
-// Random programs on four streams: whoever gets bytes knows that all earlier work on them is done.
+// Who worked on which physical bytes, in pieces of 512, and when.
+struct History {
+    Clocks& clocks;
+    std::map<uint64_t, std::map<Stream, uint64_t>> last;
+
+    std::map<Stream, uint64_t>& at(uint64_t address) {
+        return last[clocks.mapped_at(address) * CHUNK + address % CHUNK];
+    }
+    // Whoever gets bytes knows that all earlier work on them is done.
+    void given(const Tensor& t) {
+        const uint64_t now = clocks.work(t.stream, t.address, t.size);
+        for (uint64_t byte = t.address; byte < t.address + t.size; byte += 512) {
+            for (const auto& [stream, time] : at(byte)) {
+                EXPECT(clocks.knows(t.stream, stream, time));
+            }
+            at(byte) = {{t.stream, now}};
+        }
+    }
+    void used(const Tensor& t, Stream stream) {
+        const uint64_t now = clocks.work(stream, t.address, t.size);
+        for (uint64_t byte = t.address; byte < t.address + t.size; byte += 512) {
+            at(byte)[stream] = now;
+        }
+    }
+};
+
+// Random programs on four streams.
 void every_reuse_is_ordered(uint64_t policy, unsigned seed, bool planned) {
     farspan_options o = options(FARSPAN_NULL, 12, policy);
     o.replay_window = 16;
     o.replay_misses = 64;
-    o.virtual_limit = (20 + seed % 3 * 20) * CHUNK;
+    o.virtual_limit = (13 + seed % 3 * 15) * CHUNK;
     auto owned = std::make_unique<Clocks>(CHUNK);
-    Clocks& clocks = *owned;
+    History history{*owned, {}};
     farspan::Allocator a(std::move(owned), o);
-    std::map<uint64_t, std::map<Stream, uint64_t>> last;  // physical 512 bytes: work by stream
     std::mt19937 random(seed);
     std::vector<farspan_row> rows;
     for (int i = 0; i < 200; ++i) {
-        rows.push_back({512 * (1 + random() % 200), random() % 4, 512 * (random() % 100)});
+        rows.push_back({512 * (1 + random() % 300), random() % 4, 512 * (random() % 100)});
     }
-    if (planned) a.set_plan(rows.data(), rows.size(), 300 * 512);
+    if (planned) a.set_plan(rows.data(), rows.size(), 400 * 512);
     std::vector<Tensor> live;
-    a.hold_events(true);
     for (size_t i = 0; i < 600; ++i) {
         if (i % 200 == 0) a.begin_iteration();
         a.hold_events(random() % 4 > 0);
-        const farspan_row& row = rows[i % 200];
-        Tensor t{0, row.size, row.stream, {}};
+        Tensor made{0, rows[i % 200].size, rows[i % 200].stream};
         try {
-            t.address = a.malloc(t.size, t.stream);
+            made.address = a.malloc(made.size, made.stream);
+            history.given(made);
+            live.push_back(made);
         } catch (const farspan::Refusal&) {
         }
-        if (t.address) {
-            const uint64_t now = clocks.work(t.stream, t.address, t.size);
-            for (uint64_t at = t.address; at < t.address + t.size; at += 512) {
-                auto& users = last[clocks.mapped_at(at) * CHUNK + at % CHUNK];
-                for (const auto& [stream, time] : users) {
-                    EXPECT(clocks.knows(t.stream, stream, time));
-                }
-                users = {{t.stream, now}};
-            }
-            live.push_back(t);
-        }
         while (!live.empty() && random() % 7 < 3) {
-            const size_t at = random() % live.size();
+            std::swap(live[random() % live.size()], live.back());
+            const Tensor& t = live.back();
             if (random() % 3 == 0) {
                 const Stream user = random() % 4;
-                a.record_stream(live[at].address, user);
-                live[at].users.push_back(user);
+                a.record_stream(t.address, user);
+                history.used(t, user);
             }
-            live[at].users.push_back(live[at].stream);
-            for (Stream user : live[at].users) {
-                const uint64_t now = clocks.work(user, live[at].address, live[at].size);
-                for (uint64_t b = live[at].address; b < live[at].address + live[at].size; b += 512) {
-                    last[clocks.mapped_at(b) * CHUNK + b % CHUNK][user] = now;
-                }
-            }
-            a.free(live[at].address);
-            live.erase(live.begin() + static_cast<ptrdiff_t>(at));
+            history.used(t, t.stream);
+            a.free(t.address);
+            live.pop_back();
         }
         if (random() % 50 == 0) a.release(0);
         a.check();
