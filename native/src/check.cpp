@@ -169,6 +169,10 @@ void Checker::segments() {
         }
         expect(address == segment->block->address + a_.options_.chunk, "pieces leave a gap");
         expect(used == segment->used, "the number of used pieces is wrong");
+        const auto& shelves = a_.small_.shelves_;
+        const auto shelf = shelves.find(segment->block->stream);
+        expect(shelf != shelves.end() && (used == 0) == (shelf->second.spare == segment),
+               "the spare segment is not the empty one");
     }
     for (const auto& [stream, shelf] : a_.small_.shelves_) {
         for (const Piece* piece : shelf.pieces) {

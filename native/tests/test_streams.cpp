@@ -232,7 +232,16 @@ void every_reuse_is_ordered(uint64_t policy, unsigned seed, bool planned) {
     }
     if (planned) a.set_plan(rows.data(), rows.size(), 400 * 512);
     std::vector<Tensor> live;
+    const auto free_last = [&] {
+        history.used(live.back(), live.back().stream);
+        a.free(live.back().address);
+        live.pop_back();
+    };
     for (size_t i = 0; i < 600; ++i) {
+        if (i == 450) {
+            while (!live.empty()) free_last();
+            a.set_plan(nullptr, 0, 0);
+        }
         if (i % 200 == 0) a.begin_iteration();
         a.hold_events(random() % 4 > 0);
         Tensor made{0, rows[i % 200].size, rows[i % 200].stream};
@@ -244,20 +253,17 @@ void every_reuse_is_ordered(uint64_t policy, unsigned seed, bool planned) {
         }
         while (!live.empty() && random() % 7 < 3) {
             std::swap(live[random() % live.size()], live.back());
-            const Tensor& t = live.back();
             if (random() % 3 == 0) {
                 const Stream user = random() % 4;
-                a.record_stream(t.address, user);
-                history.used(t, user);
+                a.record_stream(live.back().address, user);
+                history.used(live.back(), user);
             }
-            history.used(t, t.stream);
-            a.free(t.address);
-            live.pop_back();
+            free_last();
         }
         if (random() % 50 == 0) a.release(0);
         a.check();
     }
-    for (const Tensor& t : live) a.free(t.address);
+    while (!live.empty()) free_last();
 }
 
 void reuse_is_ordered_in_random_programs() {
