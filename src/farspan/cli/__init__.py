@@ -3,13 +3,12 @@ planning need no torch."""
 
 import os
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
-from farspan.cli.ending import USAGE, typer_app
-from farspan.lazy import load
+from farspan.cli.ending import USAGE
+from farspan.cli.group import lazy_group
 from farspan.spec import Refused
 from farspan.version import VERSION
 
@@ -37,30 +36,11 @@ COMMANDS = {
     ),
 }
 
-
-class LazyGroup(TyperGroup):
-    """Commands registered by name and help only, until one is called."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The called command as its module declares it, with what is left of the arguments."""
-        name, _, rest = super().resolve_command(ctx, args)
-        return name, typer.main.get_command(load(COMMANDS[str(name)][0], "app")), rest
-
-
-app = typer_app(
-    cls=LazyGroup,
+app = lazy_group(
+    COMMANDS,
     help="Train Hugging Face language models on sequences far longer than memory, exactly.",
     no_args_is_help=True,
 )
-
-
-def register(name: str, words: str) -> None:
-    """Show the command in the help of the group."""
-    app.command(name, help=words)(lambda: None)
-
-
-for command, (_, first_line) in COMMANDS.items():
-    register(command, first_line)
 
 
 def print_version(wanted: bool) -> None:
