@@ -168,6 +168,10 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
         read_trace(tmp_path / "t")
 
 
-def test_an_empty_file_is_an_empty_trace(tmp_path: Path) -> None:
-    (tmp_path / "t").write_bytes(b"")
-    assert read_trace(tmp_path / "t").events == ()
+@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf"])
+def test_an_empty_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    """Of a trace that was cut off before its first line nothing is left."""
+    path = tmp_path / "t"
+    path.write_bytes(content)
+    with pytest.raises(Refused, match="t: is empty"):
+        read_trace(path)

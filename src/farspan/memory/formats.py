@@ -44,6 +44,8 @@ def read_trace(path: str | Path) -> Trace:
             f"{path}: neither text nor a memory snapshot of PyTorch: byte {error.start} is not "
             "UTF-8"
         ) from error
+    if not text.strip("\ufeff \t\r\n"):
+        raise Refused(f"{path}: is empty; a trace has at least one line, such as `malloc 0 512`")
     return _reader(text)(text, path.name)
 
 
