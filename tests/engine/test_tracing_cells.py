@@ -81,10 +81,9 @@ def test_so_it_is_with_adapters(name: str) -> None:
     assert traced(name, RANK).live_peak() == predicted(sized(name, RANK))
 
 
-@pytest.mark.parametrize("name", ["plain", "recompute", "fpdt"])
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_so_it_is_with_states_of_an_optimizer(name: str) -> None:
-    """Where the head is fullest: torch hands out weight gradients in the dtype of `.grad`, which
-    plans count in the model's."""
+    """Autograd hands out weight gradients in the dtype of `.grad`, twice as wide as the model's."""
     found = sized(name, optimizer="adamw")
     assert traced(name, optimizer="adamw").live_peak() == predicted(found)
 

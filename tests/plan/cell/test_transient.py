@@ -52,10 +52,24 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(name: str, dtype: torch.dtype, **changes: Any) -> PreTrainedModel:
+WIDE = "bfloat16 with float32 gradients"  # what an optimizer with master weights asks for
+
+
+def make(name: str, dtype: torch.dtype | str, **changes: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **{**SIZES, **changes})
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    if dtype != WIDE:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    return model
+
+
+def gradient_bytes(step: Step) -> int:
+    """Bytes of an element of `.grad`."""
+    parameter = next(step.boundary.model.parameters())
+    return (getattr(parameter, "grad_dtype", None) or parameter.dtype).itemsize
 
 
 def measured(step: Step, batch: int, tokens: int) -> int:
@@ -71,7 +85,8 @@ def measured(step: Step, batch: int, tokens: int) -> int:
 
 def predicted(step: Step, batch: int, tokens: int) -> int:
     program = step.program(batch, tokens)
-    found = Walk(program, architecture_from(step.boundary.model.config)).run()
+    architecture = architecture_from(step.boundary.model.config)
+    found = Walk(program, architecture, gradient_bytes=gradient_bytes(step)).run()
     inputs = INDEX * (batch * tokens + tokens)  # what the step itself makes of them
     return sum(program.arena_bytes.values()) + inputs + found.bytes
 
@@ -81,20 +96,24 @@ def agree(step: Step, batch: int, tokens: int, limit: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "batch", "tokens"), [(torch.float32, 2, 118), (torch.bfloat16, 1, 192)], ids=str
+    ("dtype", "batch", "tokens"),
+    [(torch.float32, 2, 118), (torch.bfloat16, 1, 192), (WIDE, 1, 192)],
+    ids=str,
 )
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_is_predicted(
-    name: str, dtype: torch.dtype, batch: int, tokens: int
+    name: str, dtype: torch.dtype | str, batch: int, tokens: int
 ) -> None:
     agree(Step(make("llama", dtype), strategy(name, LAYERS, tokens)), batch, tokens, EXACT)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "name"), [(torch.float32, "grouped"), (torch.bfloat16, "oomb")], ids=str
+    ("dtype", "name"),
+    [(torch.float32, "grouped"), (torch.bfloat16, "oomb"), (WIDE, "memo")],
+    ids=str,
 )
 @pytest.mark.parametrize("family", OTHERS)
-def test_every_family_is_predicted(family: str, dtype: torch.dtype, name: str) -> None:
+def test_every_family_is_predicted(family: str, dtype: torch.dtype | str, name: str) -> None:
     model = make(family, dtype, **OTHERS[family])
     agree(Step(model, strategy(name, LAYERS, 230)), 1, 230, CLOSE)
 
@@ -112,10 +131,10 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, WIDE], ids=str)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_instruction_is_predicted(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: torch.dtype | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The peak of each and what it leaves, not only the highest of all."""
     model = make("qwen2", dtype, tie_word_embeddings=True)
@@ -123,7 +142,7 @@ def test_every_instruction_is_predicted(
     program = step.program(2, 250)
     found = by_instruction(step, 2, 250, monkeypatch)
     start = found[0][1]  # nothing is alive yet but arenas and inputs
-    walk = Walk(program, architecture_from(model.config))
+    walk = Walk(program, architecture_from(model.config), gradient_bytes=gradient_bytes(step))
     for instruction, (peak, left) in zip(program.instructions, found, strict=True):
         walk.peak = walk.live
         walk.issue(instruction)

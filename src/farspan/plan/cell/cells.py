@@ -43,7 +43,8 @@ class Cells:
 
     architecture: Architecture
     batch: int
-    width: int
+    width: int  # bytes of an element
+    gradient_width: int  # of an element of a weight's gradient
     kv_block: int
     in_place: bool
     found: dict[CellKind, CellBytes] = field(default_factory=dict)
@@ -56,7 +57,9 @@ class Cells:
     def _run(self, kind: CellKind) -> CellBytes:
         memory = Memory(in_place=self.in_place)
         attention = kind.block.attention
-        weights = given_weights(memory, self.architecture, kind.block, self.width)
+        weights = given_weights(
+            memory, self.architecture, kind.block, self.width, self.gradient_width
+        )
         tables = given_tables(memory, self.architecture, attention, kind.tokens, self.width)
         shape = (self.batch, kind.tokens, self.architecture.hidden)
         x = memory.given(shape, self.width, trained=kind.graph)

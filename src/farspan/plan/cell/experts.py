@@ -24,6 +24,7 @@ from farspan.plan.cell.operations import (
     shifted,
     split,
     sum_over,
+    transpose,
     unsqueeze,
 )
 from farspan.plan.cell.phantom import Phantom, Shape, pointwise
@@ -124,8 +125,8 @@ def _bias(weights: Weights, name: str, by_expert: Phantom) -> Phantom | None:
 
 
 def _product(x: Phantom, weight: Phantom, ends: Phantom, bias: Phantom | None) -> Phantom:
-    outer = weight.shape[2] if weight.shape[1] == x.shape[1] else weight.shape[1]
-    out = grouped_product(x, weight, ends, outer)
+    across = weight if weight.shape[1] == x.shape[1] else transpose(weight, 1, 2)
+    out = grouped_product(x, across, ends)
     return out if bias is None else added_in_place(out, bias)
 
 

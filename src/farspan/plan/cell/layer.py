@@ -123,11 +123,21 @@ def trained(architecture: Architecture, name: str) -> bool:
 
 
 def given_weights(
-    memory: Memory, architecture: Architecture, block: Block, element_bytes: int
+    memory: Memory,
+    architecture: Architecture,
+    block: Block,
+    element_bytes: int,
+    gradient_bytes: int | None = None,
 ) -> Weights:
-    """A layer's parameters, whose bytes are counted elsewhere."""
+    """A layer's parameters, whose bytes are counted elsewhere, with gradients of elements of
+    `gradient_bytes`, their own by default."""
     return {
-        name: memory.given(shape, element_bytes, trained=trained(architecture, name))
+        name: memory.given(
+            shape,
+            element_bytes,
+            trained=trained(architecture, name),
+            gradient_width=gradient_bytes,
+        )
         for name, shape in layer_weights(architecture, block).items()
     }
 

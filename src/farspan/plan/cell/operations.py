@@ -362,9 +362,9 @@ def clamped(x: Phantom, *, sides: int) -> Phantom:
     return record(pointwise(x), [x], backward, [x])
 
 
-def grouped_product(x: Phantom, weight: Phantom, ends: Phantom, outer: int) -> Phantom:
-    """Rows x [S, in], each by the weight of its expert, [E, out, in] or [E, in, out]: [S, out].
-    `ends` [E] tells where each expert's rows end."""
+def grouped_product(x: Phantom, weight: Phantom, ends: Phantom) -> Phantom:
+    """Rows x [S, in], each by the weight of its expert, [E, in, out]: [S, out]. `ends` [E] tells
+    where each expert's rows end."""
     needs, shape, before = (wants(x), wants(weight)), weight.shape, x.shape
 
     def backward(gradients: Gradients, _: Saved) -> Found:
@@ -373,7 +373,7 @@ def grouped_product(x: Phantom, weight: Phantom, ends: Phantom, outer: int) -> P
         dweight = new(shape, width) if needs[1] else None
         return [new(before, width) if needs[0] else None, dweight]
 
-    out = x.memory.new((x.shape[0], outer), x.width)
+    out = x.memory.new((x.shape[0], shape[2]), x.width)
     saved = [x if needs[1] else None, weight if needs[0] else None, ends]
     return record(out, [x, weight], backward, saved)
 

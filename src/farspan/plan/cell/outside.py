@@ -51,12 +51,15 @@ class Outside:
     memory: Memory
     batch: int
     width: int  # bytes of an element
+    gradient_width: int  # of an element of a weight's gradient
     weights: dict[str, Phantom] = field(init=False)
 
     def __post_init__(self) -> None:
         trained = not self.architecture.adapter_rank
         self.weights = {
-            name: self.memory.given(shape, self.width, trained=trained)
+            name: self.memory.given(
+                shape, self.width, trained=trained, gradient_width=self.gradient_width
+            )
             for name, shape in outer_weights(self.architecture).items()
         }
 
@@ -212,6 +215,7 @@ class Stages:
     architecture: Architecture
     batch: int
     width: int
+    gradient_width: int
     sums: int  # bytes of an element of a sum of weight gradients
     head_tokens: int
     in_place: bool
@@ -225,7 +229,7 @@ class Stages:
 
     def _run(self, what: str, tokens: int, known: frozenset[str]) -> StageBytes:
         memory = Memory(in_place=self.in_place)
-        stages = Outside(self.architecture, memory, self.batch, self.width)
+        stages = Outside(self.architecture, memory, self.batch, self.width, self.gradient_width)
         sums = Sums(self.sums, known)
         if what == "tables":
             tables = stages.tables(tokens)

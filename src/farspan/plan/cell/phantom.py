@@ -35,11 +35,15 @@ class Memory:
         self.grad = False  # operations record nodes
         self.in_place = in_place
 
-    def given(self, shape: Shape, width: int, *, trained: bool = False) -> "Phantom":
-        """A tensor that somebody else counts: a parameter, or a view of an arena."""
+    def given(
+        self, shape: Shape, width: int, *, trained: bool = False, gradient_width: int | None = None
+    ) -> "Phantom":
+        """A tensor that somebody else counts: a parameter, or a view of an arena. Autograd hands
+        out a trained one's gradient in elements of `gradient_width`, its own width by default, as
+        for a parameter with a `grad_dtype`."""
         found = Phantom(Storage(self, 0), shape, dense(shape), 0, width)
         if trained:
-            found.node = Node(0, None, (), ())
+            found.node = Node(0, None, (), (), gradient_width or width)
         return found
 
     def new(self, shape: Shape, width: int, strides: Strides | None = None) -> "Phantom":
@@ -105,13 +109,14 @@ class Phantom:
         return start // LINE * LINE, start + length
 
 
-Edge = tuple["Node", int, Shape, int]  # below, its slot, shape and width of what came from there
+Edge = tuple["Node", int, Shape, int]  # below, its slot, shape and width of the gradient there
 
 
 class Node:
-    """One operation's backward. A node without `apply` is a leaf: its gradient is wanted."""
+    """One operation's backward. A node without `apply` is a leaf: its gradient is wanted, in
+    elements of `width` bytes."""
 
-    __slots__ = ("apply", "edges", "order", "saved")
+    __slots__ = ("apply", "edges", "order", "saved", "width")
 
     def __init__(
         self,
@@ -119,8 +124,10 @@ class Node:
         apply: Apply | None,
         saved: tuple[Phantom | None, ...],
         edges: tuple["Edge | None", ...],
+        width: int,
     ) -> None:
         self.order, self.apply, self.saved, self.edges = order, apply, saved, edges
+        self.width = width
 
     def nodes(self) -> set["Node"]:
         """This node and all that gradients reach from it."""
@@ -150,10 +157,11 @@ def record(
     if memory.grad and any(x is not None and x.node is not None for x in inputs):
         memory.nodes += 1
         edges = tuple(
-            (x.node, x.slot, x.shape, x.width) if x is not None and x.node else None for x in inputs
+            (x.node, x.slot, x.shape, x.node.width) if x is not None and x.node else None
+            for x in inputs
         )
         kept = tuple(x.bare() if x is not None else None for x in saved)
-        out.node = Node(memory.nodes, apply, kept, edges)
+        out.node = Node(memory.nodes, apply, kept, edges, out.width)
     return out
 
 
@@ -192,7 +200,8 @@ def differentiate(root: Node, gradient: Phantom) -> dict[Node, Phantom]:
 
 
 def _results(node: Node, apply: Apply, gradients: list[Phantom | None]) -> list[Phantom | None]:
-    """What a node computes, cut to the shape and the width of what its inputs were."""
+    """What a node computes, cut to the shape of what its inputs were and to the width that is
+    wanted there."""
     results = list(apply(gradients, node.saved))
     for index, edge in enumerate(node.edges):
         found = results[index]

@@ -71,16 +71,20 @@ class Peak:
 # Programs of one model have most of their cells in common; a search walks hundreds of them.
 @lru_cache(maxsize=8)
 def _cells(
-    architecture: Architecture, batch: int, width: int, kv_block: int, in_place: bool
+    architecture: Architecture, batch: int, widths: tuple[int, int], kv_block: int, in_place: bool
 ) -> Cells:
-    return Cells(architecture, batch, width, kv_block, in_place)
+    return Cells(architecture, batch, *widths, kv_block, in_place)
 
 
 @lru_cache(maxsize=8)
 def _stages(
-    architecture: Architecture, batch: int, width: int, sizes: tuple[int, int], in_place: bool
+    architecture: Architecture,
+    batch: int,
+    widths: tuple[int, int],
+    sizes: tuple[int, int],
+    in_place: bool,
 ) -> Stages:
-    return Stages(architecture, batch, width, *sizes, in_place)
+    return Stages(architecture, batch, *widths, *sizes, in_place)
 
 
 @dataclass(slots=True)
@@ -118,10 +122,10 @@ class Walk:
         self.final = gradient_bytes or width
         self.ranks = ranks
         self.sums_apart = self.final != self.wide or ranks > 1
-        batch = program.run.batch
-        self.cells = _cells(architecture, batch, width, schedule.kv_block, in_place)
+        batch, widths = program.run.batch, (width, self.final)
+        self.cells = _cells(architecture, batch, widths, schedule.kv_block, in_place)
         sizes = self.wide, schedule.head_tokens
-        self.stages = _stages(architecture, batch, width, sizes, in_place)
+        self.stages = _stages(architecture, batch, widths, sizes, in_place)
         self.live = self.peak = self.loss = 0
         self.hidden: dict[int, int] = {}
         self.gradient: dict[int, int] = {}
