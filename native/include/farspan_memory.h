@@ -13,7 +13,7 @@ extern "C" {
 
 #define FARSPAN_API __attribute__((visibility("default")))
 
-enum { FARSPAN_ABI = 2 };
+enum { FARSPAN_ABI = 3 };
 
 typedef struct farspan_allocator farspan_allocator;
 
@@ -45,6 +45,7 @@ typedef struct farspan_options {
     int32_t device;
     uint64_t capacity;        // physical bytes at most; 0: all the device has
     uint64_t chunk;           // size of a physical chunk; 0: 2 MiB
+    uint64_t tail;            // of a chunk at a block's end; 0: 2 MiB if it divides chunk, or chunk
     uint64_t small;           // smaller requests go to the splitting pool; at most, and 0: a chunk
     uint64_t fragment_limit;  // splits leave no piece below it where they can choose; 0: any
     uint64_t virtual_limit;   // address space of sBlocks; 0: 32 TiB
@@ -67,6 +68,7 @@ typedef struct farspan_statistics {
     uint64_t allocs, splits, stitches, stitch_frees, merges, steals, retries, out_of_memory;
     uint64_t pblocks, sblocks, virtual_bytes, mappings;  // now
     uint64_t reserves, range_frees, creates, destroys, maps, unmaps, accesses;  // backend calls
+    uint64_t tail_creates, tail_destroys, tail_maps;  // those of them for tail chunks
     uint64_t event_records, event_queries, event_waits, event_syncs;
     uint64_t iterations, replay_hits, replay_misses, replay_overlaps, replay_resyncs,
         replay_give_ups;

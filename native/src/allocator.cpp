@@ -7,10 +7,10 @@ namespace farspan {
 namespace {
 
 Limits limits_of(const farspan_options& o, const Backend& backend) {
-    const auto chunks = [&o](uint64_t bytes) { return static_cast<size_t>(bytes / o.chunk); };
-    const size_t fragment = static_cast<size_t>((o.fragment_limit + o.chunk - 1) / o.chunk);
+    const auto units = [&o](uint64_t bytes) { return static_cast<size_t>(bytes / o.tail); };
+    const size_t fragment = units((o.fragment_limit + o.chunk - 1) / o.chunk * o.chunk);
     const size_t mappings = o.mapping_limit ? o.mapping_limit : backend.default_mappings();
-    return {chunks(o.capacity), fragment, chunks(o.virtual_limit), mappings, o.policy, o.seed};
+    return {units(o.capacity), fragment, units(o.virtual_limit), mappings, o.policy, o.seed};
 }
 
 bool order(void* stitcher, Stream from, Stream to) {
@@ -27,8 +27,8 @@ std::string mebibytes(uint64_t bytes) {
 
 Allocator::Allocator(std::unique_ptr<Backend> backend, const farspan_options& options)
     : options_(options), backend_(std::move(backend)),
-      stitcher_(*backend_, options.chunk, limits_of(options, *backend_)), waiting_(*backend_),
-      replay_(options.replay_window, options.replay_misses) {}
+      stitcher_(*backend_, options.tail, options.chunk, limits_of(options, *backend_)),
+      waiting_(*backend_), replay_(options.replay_window, options.replay_misses) {}
 
 // Work may still be queued; what cannot be waited for is the caller's, as with cudaFree.
 Allocator::~Allocator() {
@@ -60,6 +60,13 @@ uint64_t Allocator::malloc(uint64_t bytes, Stream stream) {
     return address;
 }
 
+// Up to whole chunks where that costs a 64th at most, else up to a unit.
+size_t Allocator::units(uint64_t bytes) const {
+    const uint64_t whole = (bytes + options_.chunk - 1) / options_.chunk * options_.chunk;
+    const uint64_t size = whole - bytes <= whole / 64 ? whole : bytes;
+    return static_cast<size_t>((size + options_.tail - 1) / options_.tail);
+}
+
 Live Allocator::place(uint64_t bytes, Stream stream) {
     Live live;
     live.captured = backend_->capturing(stream);
@@ -68,17 +75,23 @@ Live Allocator::place(uint64_t bytes, Stream stream) {
     live.stream = stream;
     if (replay_.active() && plan(live)) return live;
     if (bytes >= options_.small) {
-        const size_t count = (bytes + options_.chunk - 1) / options_.chunk;
-        live.block = large(count, stream, Use::live, live.captured);
-        live.size = count * options_.chunk;
+        live.block = large(units(bytes), stream, Use::live, live.captured);
+        live.size = live.block->count * options_.tail;
         live.address = live.block->address;
         return live;
     }
     live.kind = Live::Kind::small;
     live.piece = small_.malloc(live.size, stream);
     if (!live.piece) {
-        small_.add(large(1, stream, Use::small, live.captured), options_.chunk);
+        Block* segment = large(units(options_.chunk), stream, Use::small, live.captured);
+        // Pieces that were waited for may fit by now.
         live.piece = small_.malloc(live.size, stream);
+        if (live.piece) {
+            stitcher_.update(segment);
+        } else {
+            small_.add(segment, options_.chunk);
+            live.piece = small_.malloc(live.size, stream);
+        }
     }
     ++statistics_.small_mallocs;
     live.address = live.piece->address;
@@ -102,7 +115,7 @@ Block* Allocator::large(size_t count, Stream stream, Use use, bool capturing) {
     if (capturing) {
         throw Refusal{FARSPAN_CAPTURE,
                       "a graph is captured on the stream and no mapped memory of " +
-                          mebibytes(count * options_.chunk) +
+                          mebibytes(count * options_.tail) +
                           " is idle there: run the same work once before the capture"};
     }
     const bool steals = options_.policy & FARSPAN_STEAL;
@@ -119,19 +132,19 @@ Block* Allocator::large(size_t count, Stream stream, Use use, bool capturing) {
     if (room + idle >= count && stitcher_.release(wanted)) {
         if ((block = stitcher_.fresh(count, stream, use))) return block;
     }
-    out_of_memory(count * options_.chunk);
+    out_of_memory(count * options_.tail);
 }
 
 void Allocator::out_of_memory(uint64_t bytes) {
     ++statistics_.out_of_memory;
-    const uint64_t chunk = options_.chunk;
-    const uint64_t capacity = (stitcher_.reserved() + stitcher_.room()) * chunk;
+    const uint64_t unit = options_.tail;
+    const uint64_t capacity = (stitcher_.reserved() + stitcher_.room()) * unit;
     std::string words = "out of memory. Tried to allocate " + mebibytes(bytes) + ". Device " +
                         std::to_string(options_.device) + " has a capacity of " +
                         mebibytes(capacity) + " for this process, of which " +
-                        mebibytes(stitcher_.reserved() * chunk) + " are reserved, " +
+                        mebibytes(stitcher_.reserved() * unit) + " are reserved, " +
                         mebibytes(statistics_.allocated) + " allocated and " +
-                        mebibytes(stitcher_.idle() * chunk) + " idle.";
+                        mebibytes(stitcher_.idle() * unit) + " idle.";
     if (!backend_->trouble.empty()) words += " Last failure: " + backend_->trouble + ".";
     throw Refusal{FARSPAN_OUT_OF_MEMORY, words};
 }
@@ -212,7 +225,7 @@ void Allocator::record_stream(uint64_t address, Stream stream) {
 void Allocator::release(uint64_t keep) {
     const Lock lock(mutex_);
     settle();
-    const size_t kept = (keep + options_.chunk - 1) / options_.chunk;
+    const size_t kept = (keep + options_.tail - 1) / options_.tail;
     if (stitcher_.reserved() <= kept) return;
     const size_t wanted = std::min(stitcher_.idle(), stitcher_.reserved() - kept);
     if (wanted == 0) return;
@@ -224,7 +237,7 @@ void Allocator::release(uint64_t keep) {
 
 void Allocator::set_capacity(uint64_t bytes) {
     const Lock lock(mutex_);
-    stitcher_.set_capacity(bytes / options_.chunk);
+    stitcher_.set_capacity(bytes / options_.tail);
 }
 
 bool Allocator::owns(uint64_t address) {

@@ -52,6 +52,7 @@ class Allocator {
     friend class Checker;
     using Lock = std::lock_guard<std::mutex>;
 
+    size_t units(uint64_t bytes) const;
     Live place(uint64_t bytes, Stream stream);
     bool plan(Live& live);
     Block* large(size_t count, Stream stream, Use use, bool capturing);

@@ -11,9 +11,12 @@ namespace {
 
 thread_local std::string words;
 
+constexpr uint64_t TAIL = 2 << 20;  // the granularity of devices, GMLake's chunk
+
 farspan_options filled(const farspan_options& given) {
     farspan_options o = given;
-    if (o.chunk == 0) o.chunk = 2 << 20;
+    if (o.chunk == 0) o.chunk = TAIL;
+    if (o.tail == 0) o.tail = o.chunk % TAIL ? o.chunk : TAIL;
     if (o.small == 0) o.small = o.chunk;
     if (o.virtual_limit == 0) o.virtual_limit = uint64_t{32} << 40;
     if (o.replay_window == 0) o.replay_window = 16;
@@ -24,6 +27,9 @@ farspan_options filled(const farspan_options& given) {
 void validate(const farspan_options& o) {
     const auto refuse = [](const char* text) { throw Refusal{FARSPAN_INVALID, text}; };
     if (o.chunk % 4096 || o.chunk > uint64_t{1} << 40) refuse("chunk: a multiple of 4096 bytes");
+    if (o.tail % 4096 || o.chunk % o.tail) {
+        refuse("tail: a multiple of 4096 bytes that divides the chunk");
+    }
     if (o.small > o.chunk) refuse("small: at most a chunk");
     if (o.policy > 63) refuse("policy: an unknown switch");
     if (o.device < 0 || o.device > 63) refuse("device: expected 0 to 63");
@@ -45,6 +51,7 @@ std::unique_ptr<Allocator> make(const farspan_options& given) {
     farspan_options o = filled(given);
     validate(o);
     auto backend = backend_of(o);
+    o.library = nullptr;  // the caller's, and loaded: an allocator keeps no pointer to it
     if (o.capacity == 0) o.capacity = backend->total();
     return std::make_unique<Allocator>(std::move(backend), o);
 }

@@ -2,6 +2,12 @@
 
 namespace farspan {
 
+size_t width(const Chunk* chunks, size_t count) {
+    size_t sum = 0;
+    for (size_t i = 0; i < count; ++i) sum += chunks[i].width;
+    return sum;
+}
+
 bool Backend::refused(int call) {
     Failure& failure = failures_[call];
     if (failure.nth > 1) {
@@ -18,17 +24,18 @@ void Backend::fail_at(int call, uint64_t nth, uint64_t times) { failures_[call] 
 
 bool Backend::reserve(size_t count, uint64_t* address) {
     ++counts_.reserves;
-    return !refused(FARSPAN_CALL_RESERVE) && do_reserve(count * chunk_, address);
+    return !refused(FARSPAN_CALL_RESERVE) && do_reserve(count * unit_, address);
 }
 
 void Backend::free_range(uint64_t address, size_t count) {
     ++counts_.range_frees;
-    do_free_range(address, count * chunk_);
+    do_free_range(address, count * unit_);
 }
 
 bool Backend::create(std::vector<Chunk>& chunks) {
     for (size_t i = 0; i < chunks.size(); ++i) {
         ++counts_.creates;
+        counts_.tail_creates += tail(chunks[i]);
         if (!refused(FARSPAN_CALL_CREATE) && do_create(&chunks[i])) continue;
         while (i > 0) destroy(chunks[--i]);
         return false;
@@ -38,6 +45,7 @@ bool Backend::create(std::vector<Chunk>& chunks) {
 
 void Backend::destroy(Chunk chunk) {
     ++counts_.destroys;
+    counts_.tail_destroys += tail(chunk);
     do_destroy(chunk);
 }
 
@@ -55,56 +63,65 @@ size_t Backend::mappings(const Chunk* chunks, size_t count) const {
 
 // All or nothing: what is mapped before a failure is unmapped again.
 bool Backend::map(uint64_t address, const std::vector<Chunk>& chunks) {
-    const size_t count = chunks.size();
-    std::vector<uint64_t> handles(count);
-    for (size_t i = 0; i < count; ++i) handles[i] = chunks[i].handle;
-    size_t done = 0;
+    std::vector<Page> pages;
+    for (const Chunk chunk : chunks) {
+        for (size_t part = 0; part < chunk.width; ++part) pages.push_back({chunk.handle, part});
+    }
+    size_t done = 0, at = 0;
     bool mapped = true;
-    while (mapped && done < count) {
-        const size_t length = run(&chunks[done], count - done);
+    while (mapped && done < chunks.size()) {
+        const Chunk* next = &chunks[done];
+        const size_t length = run(next, chunks.size() - done);
         ++counts_.maps;
-        mapped = !refused(FARSPAN_CALL_MAP) &&
-                 do_map(address + done * chunk_, &chunks[done], length);
-        if (mapped) done += length;
+        counts_.tail_maps += tail(*next);
+        mapped = !refused(FARSPAN_CALL_MAP) && do_map(address + at * unit_, next, length);
+        if (!mapped) break;
+        done += length;
+        at += width(next, length);
     }
     if (mapped) {
         ++counts_.accesses;
-        mapped = !refused(FARSPAN_CALL_ACCESS) && do_access(address, count * chunk_);
+        mapped = !refused(FARSPAN_CALL_ACCESS) && do_access(address, at * unit_);
     }
     if (mapped) {
-        pages_[address] = std::move(handles);
+        pages_[address] = std::move(pages);
     } else if (done > 0) {
         ++counts_.unmaps;
-        do_unmap(address, done);
+        do_unmap(address, chunks.data(), done);
     }
     return mapped;
 }
 
 void Backend::unmap(uint64_t address, size_t count) {
-    ++counts_.unmaps;
-    do_unmap(address, count);
-    auto page = std::prev(pages_.upper_bound(address));
-    const size_t first = (address - page->first) / chunk_;
-    std::vector<uint64_t>& handles = page->second;
-    for (size_t i = 0; i < count; ++i) handles.at(first + i) = Chunk::NONE;
-    for (uint64_t handle : handles) {
-        if (handle != Chunk::NONE) return;
+    auto found = std::prev(pages_.upper_bound(address));
+    std::vector<Page>& pages = found->second;
+    const size_t first = (address - found->first) / unit_;
+    std::vector<Chunk> chunks;
+    for (size_t i = first; i < first + count; ++i) {
+        if (pages.at(i).part == 0) chunks.push_back({pages[i].handle, 0});
+        ++chunks.back().width;
+        pages[i] = Page{};
     }
-    pages_.erase(page);
+    ++counts_.unmaps;
+    do_unmap(address, chunks.data(), chunks.size());
+    for (const Page& page : pages) {
+        if (page.handle != Chunk::NONE) return;
+    }
+    pages_.erase(found);
 }
 
-uint64_t Backend::mapped_at(uint64_t address) const {
-    auto page = pages_.upper_bound(address);
-    if (page == pages_.begin()) return Chunk::NONE;
-    --page;
-    const size_t slot = (address - page->first) / chunk_;
-    return slot < page->second.size() ? page->second[slot] : Chunk::NONE;
+Backend::Page Backend::mapped_at(uint64_t address) const {
+    auto found = pages_.upper_bound(address);
+    if (found == pages_.begin()) return {};
+    --found;
+    const size_t slot = (address - found->first) / unit_;
+    return slot < found->second.size() ? found->second[slot] : Page{};
 }
 
 size_t Backend::mapped_pages() const {
     size_t found = 0;
-    for (const auto& [address, handles] : pages_) {
-        for (uint64_t handle : handles) found += handle != Chunk::NONE;
+    for (const auto& [address, pages] : pages_) {
+        for (const Page& page : pages) found += page.handle != Chunk::NONE;
     }
     return found;
 }

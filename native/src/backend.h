@@ -13,24 +13,30 @@ namespace farspan {
 
 using Event = uint64_t;
 
+// Units of chunks in a row.
+size_t width(const Chunk* chunks, size_t count);
+
+// Sizes and widths are in units, the width of a tail chunk.
+//
 // Counts calls, lets tests fail them, and keeps what is mapped where for the checker; a subclass
 // does the work. A false is a failure that left nothing behind; `trouble` has its words.
-// Invariant: pages_ has, for each mapped address, the handle of the chunk the machine has there.
+// Invariant: pages_ has, for each mapped address, the piece of a chunk that the machine has there.
 class Backend {
    public:
     struct Counts {
         uint64_t reserves = 0, range_frees = 0, creates = 0, destroys = 0, maps = 0, unmaps = 0;
+        uint64_t tail_creates = 0, tail_destroys = 0, tail_maps = 0;  // of them
         uint64_t accesses = 0, records = 0, queries = 0, waits = 0, syncs = 0;
     };
 
-    explicit Backend(size_t chunk) : chunk_(chunk) {}
+    explicit Backend(const farspan_options& o) : unit_(o.tail), whole_(o.chunk / o.tail) {}
     virtual ~Backend() = default;
     Backend(const Backend&) = delete;
     Backend& operator=(const Backend&) = delete;
 
     bool reserve(size_t count, uint64_t* address);
     void free_range(uint64_t address, size_t count);
-    // Fills all of chunks, or none.
+    // Fills all of chunks, each of its width, or none.
     bool create(std::vector<Chunk>& chunks);
     void destroy(Chunk chunk);
     bool map(uint64_t address, const std::vector<Chunk>& chunks);
@@ -52,8 +58,13 @@ class Backend {
 
     void fail_at(int call, uint64_t nth, uint64_t times);
     const Counts& counts() const { return counts_; }
-    // What the machine has at an address of a chunk; NONE where nothing is mapped.
-    uint64_t mapped_at(uint64_t address) const;
+    // What the machine has at an address of a unit; Chunk::NONE where nothing is mapped.
+    struct Page {
+        uint64_t handle = Chunk::NONE;
+        size_t part = 0;  // of a whole chunk
+        bool operator==(const Page& o) const { return handle == o.handle && part == o.part; }
+    };
+    Page mapped_at(uint64_t address) const;
     size_t mapped_pages() const;
 
     std::string trouble;
@@ -66,7 +77,7 @@ class Backend {
     // One mapping of `count` chunks that mappable() joined.
     virtual bool do_map(uint64_t address, const Chunk* chunks, size_t count) = 0;
     virtual bool do_access(uint64_t address, size_t bytes) = 0;
-    virtual void do_unmap(uint64_t address, size_t count) = 0;
+    virtual void do_unmap(uint64_t address, const Chunk* chunks, size_t count) = 0;
     virtual bool do_record(Stream stream, Event* event) = 0;
     virtual bool do_done(Event event) = 0;
     virtual bool do_wait(Stream stream, Event event) = 0;
@@ -74,18 +85,20 @@ class Backend {
     // Whether b is mapped with a in one call when it follows it.
     virtual bool joined(Chunk, Chunk) const { return false; }
 
-    const size_t chunk_;
+    const size_t unit_;   // bytes
+    const size_t whole_;  // width of a whole chunk
 
    private:
     bool refused(int call);
     size_t run(const Chunk* chunks, size_t count) const;
+    bool tail(Chunk chunk) const { return chunk.width < whole_; }
 
     struct Failure {
         uint64_t nth = 0, times = 0;
     };
     Counts counts_;
     Failure failures_[5];
-    std::map<uint64_t, std::vector<uint64_t>> pages_;
+    std::map<uint64_t, std::vector<Page>> pages_;
 };
 
 // Streams of a machine without them: work is done when it is queued, and an event at once, unless

@@ -117,7 +117,7 @@ void* pointer(uint64_t number) { return reinterpret_cast<void*>(number); }
 class CudaBackend : public Backend {
    public:
     explicit CudaBackend(const farspan_options& options)
-        : Backend(options.chunk), d_(load(options.library ? options.library : "libcuda.so.1")) {
+        : Backend(options), d_(load(options.library ? options.library : "libcuda.so.1")) {
         need(d_.cuInit(0), "cuInit");
         need(d_.cuDeviceGet(&device_, options.device), "cuDeviceGet");
         int supported = 0, rdma = 0;
@@ -129,8 +129,8 @@ class CudaBackend : public Backend {
         size_t granularity = 0;
         need(d_.cuMemGetAllocationGranularity(&granularity, &properties_, MINIMUM),
              "cuMemGetAllocationGranularity");
-        if (options.chunk % granularity) {
-            throw std::runtime_error("chunk: the device needs a multiple of " +
+        if (options.chunk % granularity || options.tail % granularity) {
+            throw std::runtime_error("chunk and tail: the device needs multiples of " +
                                      std::to_string(granularity) + " bytes");
         }
         accesses_.resize(1);
@@ -171,7 +171,7 @@ class CudaBackend : public Backend {
    protected:
     bool do_reserve(size_t bytes, uint64_t* address) override {
         const Here here(d_, context_);
-        return fine(d_.cuMemAddressReserve(address, bytes, chunk_, 0, 0), "cuMemAddressReserve");
+        return fine(d_.cuMemAddressReserve(address, bytes, unit_, 0, 0), "cuMemAddressReserve");
     }
     void do_free_range(uint64_t address, size_t bytes) override {
         const Here here(d_, context_);
@@ -179,7 +179,8 @@ class CudaBackend : public Backend {
     }
     bool do_create(Chunk* chunk) override {
         const Here here(d_, context_);
-        return fine(d_.cuMemCreate(&chunk->handle, chunk_, &properties_, 0), "cuMemCreate");
+        const size_t bytes = chunk->width * unit_;
+        return fine(d_.cuMemCreate(&chunk->handle, bytes, &properties_, 0), "cuMemCreate");
     }
     void do_destroy(Chunk chunk) override {
         const Here here(d_, context_);
@@ -187,7 +188,8 @@ class CudaBackend : public Backend {
     }
     bool do_map(uint64_t address, const Chunk* chunks, size_t) override {
         const Here here(d_, context_);
-        return fine(d_.cuMemMap(address, chunk_, 0, chunks->handle, 0), "cuMemMap");
+        const size_t bytes = chunks->width * unit_;
+        return fine(d_.cuMemMap(address, bytes, 0, chunks->handle, 0), "cuMemMap");
     }
     bool do_access(uint64_t address, size_t bytes) override {
         const Here here(d_, context_);
@@ -195,10 +197,12 @@ class CudaBackend : public Backend {
                     "cuMemSetAccess");
     }
     // Whole mappings only, and each chunk was one.
-    void do_unmap(uint64_t address, size_t count) override {
+    void do_unmap(uint64_t address, const Chunk* chunks, size_t count) override {
         const Here here(d_, context_);
         for (size_t i = 0; i < count; ++i) {
-            fine(d_.cuMemUnmap(address + i * chunk_, chunk_), "cuMemUnmap");
+            const size_t bytes = chunks[i].width * unit_;
+            fine(d_.cuMemUnmap(address, bytes), "cuMemUnmap");
+            address += bytes;
         }
     }
 

@@ -23,7 +23,7 @@ class NullBackend : public HostBackend {
     void do_destroy(Chunk) override {}
     bool do_map(uint64_t, const Chunk*, size_t) override { return true; }
     bool do_access(uint64_t, size_t) override { return true; }
-    void do_unmap(uint64_t, size_t) override {}
+    void do_unmap(uint64_t, const Chunk*, size_t) override {}
 
    private:
     uint64_t next_address_ = uint64_t{1} << 40;
@@ -33,7 +33,7 @@ class NullBackend : public HostBackend {
 }  // namespace
 
 std::unique_ptr<Backend> null_backend(const farspan_options& options) {
-    return std::make_unique<NullBackend>(options.chunk);
+    return std::make_unique<NullBackend>(options);
 }
 
 }  // namespace farspan

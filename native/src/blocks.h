@@ -1,8 +1,11 @@
 // Chunk, PBlock and SBlock: the nouns of GMLake, section 3.
 //
-//   Range    |  c0  c1  c2  c3  c4  |        one reservation, a chunk a slot
-//   pBlocks  |  p0 (2)  |  p1 (3)   |        cut at chunks: Split and merge need no driver call
+//   Range    |  c0  c1  c2  c3  c4 |t0 t1|   one reservation, a chunk a slot, tail chunks last
+//   pBlocks  |  p0 (2)  |  p1 (3)  |  p2 |   cut at chunks: Split and merge need no driver call
 //   sBlock   |  p1  |  p7  |  p3    |        own addresses over the chunks of its parts
+//
+// Sizes are in units. A whole chunk is one or more units wide; where it is more, the end of a block
+// that fills no whole chunk is of tail chunks, one unit wide.
 #pragma once
 
 #include <cstddef>
@@ -14,9 +17,10 @@ namespace farspan {
 
 using Stream = uint64_t;
 
-// One physical piece: the smallest unit that is mapped.
+// One physical piece: what is mapped, whole.
 struct Chunk {
     uint64_t handle = NONE;
+    size_t width = 1;
     static constexpr uint64_t NONE = UINT64_MAX;
 };
 
@@ -34,11 +38,12 @@ enum class Use : uint8_t {
 // One reservation of addresses with the chunks mapped there; a slot without one is NONE.
 struct Range {
     uint64_t address = 0;
+    size_t count = 0;
     std::vector<Chunk> chunks;
-    size_t mapped = 0;  // slots with a chunk
+    size_t mapped = 0;  // units with a chunk
 };
 
-// `stream` is the one whose work is ordered before a next use; `count` is in chunks.
+// `stream` is the one whose work is ordered before a next use; `count` is in units.
 struct Block {
     uint64_t address = 0;
     size_t count = 0;
@@ -52,12 +57,15 @@ struct Block {
 
 struct SBlock;
 
-// Invariant: slots [first, first + count) of its range have chunks, and no other pBlock has them.
+// Invariant: slots [first, first + slots()) of its range have chunks of its width, and no other
+// pBlock has them.
 // Invariant: `before` and `after` are the pBlocks of adjacent slots, null where there is none.
 struct PBlock : Block {
     PBlock() : Block(false) {}
     Range* range = nullptr;
     size_t first = 0;
+    size_t width = 1;  // of each chunk
+    size_t slots() const { return count / width; }
     PBlock* before = nullptr;
     PBlock* after = nullptr;
     std::vector<SBlock*> users;     // sBlocks with this part, oldest first
@@ -71,6 +79,7 @@ struct SBlock : Block {
     SBlock() : Block(true) {}
     std::vector<PBlock*> parts;
     PBlock* watched = nullptr;
+    bool own = true;   // addresses of its own; else those of its parts, which are adjacent
     size_t place = 0;  // in its bucket of the sPool
     SBlock* older = nullptr;
     SBlock* newer = nullptr;

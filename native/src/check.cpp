@@ -1,6 +1,7 @@
 // The dumb checker. It walks the lists of all blocks and asks the backend what is mapped where; it
 // uses none of the look-ups by which the allocator finds blocks, but to compare them.
 #include <algorithm>
+#include <tuple>
 
 #include "allocator.h"
 
@@ -22,29 +23,41 @@ void Checker::expect(bool holds, const char* words) {
     if (!holds && broken_.empty()) broken_ = words;
 }
 
+// What belongs at unit i of a pBlock.
+static Backend::Page page(const PBlock* p, size_t i) {
+    return {p->range->chunks.at(p->first + i / p->width).handle, i % p->width};
+}
+
 // Each chunk is in one pBlock, and mapped where the pBlock says.
 void Checker::chunks() {
     const Stitcher& s = a_.stitcher_;
     std::set<uint64_t> seen;
+    size_t units = 0;
     for (const PBlock* p : s.all_) {
         expect(p->count > 0, "a pBlock is empty");
-        expect(p->address == p->range->address + p->first * s.chunk_, "a pBlock is elsewhere");
-        for (size_t i = 0; i < p->count; ++i) {
-            const uint64_t handle = p->range->chunks.at(p->first + i).handle;
+        const size_t before = width(p->range->chunks.data(), p->first);
+        expect(p->address == p->range->address + before * s.unit_, "a pBlock is elsewhere");
+        expect(p->count % p->width == 0, "a pBlock has a part of a chunk");
+        for (size_t i = 0; i < p->slots(); ++i) {
+            const auto [handle, wide] = p->range->chunks.at(p->first + i);
+            expect(wide == p->width, "a pBlock has a chunk of another width");
             expect(handle != Chunk::NONE, "a pBlock has a slot without a chunk");
             expect(seen.insert(handle).second, "a chunk is in two pBlocks");
-            expect(a_.backend_->mapped_at(p->address + i * s.chunk_) == handle,
+        }
+        for (size_t i = 0; i < p->count; ++i) {
+            expect(a_.backend_->mapped_at(p->address + i * s.unit_) == page(p, i),
                    "a pBlock's chunk is not mapped at its address");
         }
+        units += p->count;
         neighbours(p);
         pages_ += p->count;
     }
-    expect(seen.size() == s.reserved_, "reserved is not the number of chunks");
+    expect(units == s.reserved_, "reserved is not what the chunks have");
 }
 
 void Checker::neighbours(const PBlock* p) {
     if (const PBlock* b = p->after) {
-        expect(b->before == p && b->range == p->range && b->first == p->first + p->count,
+        expect(b->before == p && b->range == p->range && b->first == p->first + p->slots(),
                "a pBlock's neighbour is not adjacent");
     }
     if (const PBlock* b = p->before) expect(b->after == p, "a pBlock's neighbour has another");
@@ -56,19 +69,19 @@ void Checker::sblocks() {
     size_t count = 0, space = 0;
     for (const SBlock* s = stitcher.spool_.oldest(); s; s = s->newer) {
         ++count;
-        space += s->count;
+        space += s->own ? s->count : 0;
         uint64_t address = s->address;
         bool idle = true;
         for (const PBlock* p : s->parts) {
             expect(std::count(p->users.begin(), p->users.end(), s) == 1,
                    "a part does not know its sBlock");
             idle = idle && p->use == Use::idle;
-            for (size_t i = 0; i < p->count; ++i, address += stitcher.chunk_) {
-                expect(a_.backend_->mapped_at(address) == p->range->chunks[p->first + i].handle,
+            for (size_t i = 0; i < p->count; ++i, address += stitcher.unit_) {
+                expect(a_.backend_->mapped_at(address) == page(p, i),
                        "an sBlock's address has another chunk than its part");
             }
         }
-        expect(address == s->address + s->count * stitcher.chunk_, "parts do not fill an sBlock");
+        expect(address == s->address + s->count * stitcher.unit_, "parts do not fill an sBlock");
         if (s->use != Use::idle) continue;
         const auto* watched = s->watched;
         const bool waits =
@@ -101,11 +114,12 @@ void Checker::parts() {
 void Checker::pools() {
     size_t idle = 0, shelved = 0;
     for (const PBlock* p : a_.stitcher_.all_) idle += p->use == Use::idle;
-    for (const auto& [stream, shelf] : a_.stitcher_.ppool_.shelves()) {
+    for (const auto& [key, shelf] : a_.stitcher_.ppool_.shelves()) {
         size_t total = 0;
         const PBlock* before = nullptr;
         for (const PBlock* p : shelf.blocks) {
-            expect(p->use == Use::idle && p->stream == stream, "the pPool has a block in use");
+            expect(p->use == Use::idle && p->stream == key.stream && p->width == key.width,
+                   "the pPool has a block in use");
             expect(!before || BySize()(before, p), "the pPool is not sorted");
             before = p;
             total += p->count;
@@ -186,17 +200,17 @@ void Checker::segments() {
 // No two tensors share a physical byte.
 void Checker::tensors() {
     struct Bytes {
-        uint64_t handle, begin, end;
+        uint64_t handle, part, begin, end;
     };
     std::vector<Bytes> all;
-    const uint64_t chunk = a_.options_.chunk;
+    const uint64_t unit = a_.options_.tail;
     for (const Live* live : all_live()) {
         for (uint64_t at = live->address; at < live->address + live->size;) {
-            const uint64_t begin = at % chunk;
-            const uint64_t end = std::min(chunk, begin + live->address + live->size - at);
-            const uint64_t handle = a_.backend_->mapped_at(at);
+            const uint64_t begin = at % unit;
+            const uint64_t end = std::min(unit, begin + live->address + live->size - at);
+            const auto [handle, part] = a_.backend_->mapped_at(at);
             expect(handle != Chunk::NONE, "a tensor has an address that is not mapped");
-            all.push_back({handle, begin, end});
+            all.push_back({handle, part, begin, end});
             at += end - begin;
         }
         if (live->kind != Live::Kind::planned) continue;
@@ -206,10 +220,11 @@ void Checker::tensors() {
                "a planned tensor is not among the planned bytes in use");
     }
     std::sort(all.begin(), all.end(), [](const Bytes& a, const Bytes& b) {
-        return a.handle != b.handle ? a.handle < b.handle : a.begin < b.begin;
+        return std::tie(a.handle, a.part, a.begin) < std::tie(b.handle, b.part, b.begin);
     });
     for (size_t i = 1; i < all.size(); ++i) {
-        expect(all[i - 1].handle != all[i].handle || all[i - 1].end <= all[i].begin,
+        const bool same = all[i - 1].handle == all[i].handle && all[i - 1].part == all[i].part;
+        expect(!same || all[i - 1].end <= all[i].begin,
                "two tensors share memory");
     }
 }
@@ -223,7 +238,7 @@ void Checker::totals() {
     const farspan_statistics& s = a_.statistics_;
     expect(s.requested == requested && s.allocated == allocated, "allocated bytes are wrong");
     expect(s.held == held && s.pinned == pinned, "held bytes are wrong");
-    expect(a_.stitcher_.virtual_ <= a_.stitcher_.limits_.virtual_chunks, "too many sBlocks");
+    expect(a_.stitcher_.virtual_ <= a_.stitcher_.limits_.virtual_units, "too many sBlocks");
     expect(a_.stitcher_.mappings_ <= a_.stitcher_.limits_.mappings, "too many mappings");
     size_t mappings = 0;
     std::set<const Range*> ranges;

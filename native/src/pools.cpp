@@ -5,19 +5,19 @@
 namespace farspan {
 
 void PPool::insert(PBlock* p) {
-    Shelf& shelf = shelves_[p->stream];
+    Shelf& shelf = shelves_[{p->stream, p->width}];
     shelf.blocks.insert(p);
     shelf.total += p->count;
 }
 
 void PPool::erase(PBlock* p) {
-    Shelf& shelf = shelves_[p->stream];
+    Shelf& shelf = shelves_[{p->stream, p->width}];
     shelf.blocks.erase(p);
     shelf.total -= p->count;
 }
 
-PBlock* PPool::at_least(size_t count, Stream stream) const {
-    const auto shelf = shelves_.find(stream);
+PBlock* PPool::at_least(size_t count, Key key) const {
+    const auto shelf = shelves_.find(key);
     if (shelf == shelves_.end()) return nullptr;
     const auto found = shelf->second.blocks.lower_bound(count);
     return found == shelf->second.blocks.end() ? nullptr : *found;

@@ -7,8 +7,8 @@
 
 namespace farspan {
 
-// Idle pBlocks, a sorted set a stream.
-// Invariant: holds the idle pBlocks and no others; total is the sum of their chunks.
+// Idle pBlocks, a sorted set a stream and width.
+// Invariant: holds the idle pBlocks and no others; total is the sum of their units.
 class PPool {
    public:
     struct Shelf {
@@ -18,13 +18,26 @@ class PPool {
 
     void insert(PBlock* p);
     void erase(PBlock* p);
-    // The smallest of the stream with at least this many chunks, or null. O(log n).
-    PBlock* at_least(size_t count, Stream stream) const;
-    const Shelf& shelf(Stream stream) { return shelves_[stream]; }
-    const std::unordered_map<Stream, Shelf>& shelves() const { return shelves_; }
+    // Of what a shelf has.
+    struct Key {
+        Stream stream;
+        size_t width;
+        bool operator==(const Key& o) const { return stream == o.stream && width == o.width; }
+    };
+    struct Hash {
+        size_t operator()(const Key& k) const {
+            return (k.stream * 0x9E3779B97F4A7C15u) ^ (k.width * 0xC2B2AE3D27D4EB4Fu);
+        }
+    };
+    using Shelves = std::unordered_map<Key, Shelf, Hash>;
+
+    // The smallest with at least this many units, or null. O(log n).
+    PBlock* at_least(size_t count, Key key) const;
+    const Shelf& shelf(Key key) { return shelves_[key]; }
+    const Shelves& shelves() const { return shelves_; }
 
    private:
-    std::unordered_map<Stream, Shelf> shelves_;
+    Shelves shelves_;
 };
 
 // sBlocks by exact size and stream, and all of them by last use.

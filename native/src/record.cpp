@@ -76,9 +76,9 @@ void Allocator::set_plan(const farspan_row* rows, uint64_t n, uint64_t arena) {
     drop_plan();
     if (n == 0) return;
     const Stream stream = taken.front().stream;
-    const size_t count = (arena + options_.chunk - 1) / options_.chunk;
+    const size_t count = units(arena);
     if (count > 0) arena_ = large(count, stream, Use::arena, backend_->capturing(stream));
-    replay_.set(std::move(taken), count * options_.chunk, stream);
+    replay_.set(std::move(taken), count * options_.tail, stream);
 }
 
 void Allocator::reset_peaks() {
@@ -91,19 +91,20 @@ void Allocator::reset_peaks() {
 farspan_statistics Allocator::statistics() {
     const Lock lock(mutex_);
     farspan_statistics s = statistics_;
-    s.reserved = stitcher_.reserved() * options_.chunk;
-    s.reserved_peak = stitcher_.peak() * options_.chunk;
+    s.reserved = stitcher_.reserved() * options_.tail;
+    s.reserved_peak = stitcher_.peak() * options_.tail;
     const Stitcher::Counts& c = stitcher_.counts();
     s.s1_primitive = c.s1_primitive, s.s1_stitched = c.s1_stitched;
     s.s2 = c.s2, s.s3 = c.s3, s.s4 = c.s4, s.s5 = s.out_of_memory;
     s.allocs = c.allocs, s.splits = c.splits, s.stitches = c.stitches;
     s.stitch_frees = c.stitch_frees, s.merges = c.merges, s.steals = c.steals;
     s.pblocks = stitcher_.pblocks(), s.sblocks = stitcher_.sblocks();
-    s.virtual_bytes = stitcher_.virtual_chunks() * options_.chunk;
+    s.virtual_bytes = stitcher_.virtual_units() * options_.tail;
     s.mappings = stitcher_.mappings();
     const Backend::Counts& b = backend_->counts();
     s.reserves = b.reserves, s.range_frees = b.range_frees, s.creates = b.creates;
     s.destroys = b.destroys, s.maps = b.maps, s.unmaps = b.unmaps, s.accesses = b.accesses;
+    s.tail_creates = b.tail_creates, s.tail_destroys = b.tail_destroys, s.tail_maps = b.tail_maps;
     s.event_records = b.records, s.event_queries = b.queries;
     s.event_waits = b.waits, s.event_syncs = b.syncs;
     const Replay::Counts& r = replay_.counts();

@@ -9,24 +9,24 @@
 
 namespace farspan {
 
-// States of BestFit, Algorithm 1; S5, out of memory, is its caller's.
-enum class State { s1_exact, s2_single, s3_multiple, s4_insufficient };
-
-// exact is set in S1; blocks are the candidates otherwise.
-struct Fit {
-    State state;
-    Block* exact = nullptr;
-    std::vector<PBlock*> blocks;
-};
-
-// In chunks; policy holds farspan_policy flags.
+// In units; policy holds farspan_policy flags.
 struct Limits {
-    size_t capacity, fragment, virtual_chunks, mappings;
+    size_t capacity, fragment, virtual_units, mappings;
     uint64_t policy, seed;
 };
 
-// Blocks of whole chunks. Not thread-safe; nothing here throws or waits, but release, StitchFree
-// (they wait for the work through the addresses that they unmap) and what runs out of host memory.
+// What a block is made of, in units: idle and new whole chunks, idle and new tail chunks.
+struct Mix {
+    size_t body = 0, new_body = 0, tail = 0, new_tail = 0;
+    bool idle() const { return new_body + new_tail == 0; }
+};
+
+// Blocks of whole chunks, and of tail chunks where they end. Whatever is idle serves: but for calls
+// that fail, malloc finds memory if and only if the stream's idle units and those below the
+// capacity are enough. The states of BestFit, Algorithm 1, are branches of malloc; S5 is its caller's.
+//
+// Not thread-safe; nothing here throws or waits, but release, StitchFree (they wait for the work
+// through the addresses that they unmap) and what runs out of host memory.
 //
 // Invariant: a chunk belongs to one pBlock and is in at most one assigned block.
 // Invariant: a call that fails leaves pools, capacity and addresses as they were, but for splits
@@ -38,7 +38,8 @@ class Stitcher {
         uint64_t allocs = 0, splits = 0, stitches = 0, stitch_frees = 0, merges = 0, steals = 0;
     };
 
-    Stitcher(Backend& backend, size_t chunk, const Limits& limits);
+    // Sizes in bytes: of a tail chunk, the unit, and of a whole one.
+    Stitcher(Backend& backend, size_t unit, size_t chunk, const Limits& limits);
     ~Stitcher();
 
     // S1 to S4, or null. may_map false: S1 and S2 alone, which need no call of the backend.
@@ -51,8 +52,8 @@ class Stitcher {
     // Moves idle chunks of other streams to this one, so that malloc has enough of them; its work
     // waits for theirs on the device. False when nothing was moved.
     bool steal(size_t count, Stream stream);
-    // Gives `count` idle chunks back, the largest blocks first. False when it cannot wait for
-    // their streams; then nothing has changed.
+    // Gives `count` idle units back, up to whole chunks, the largest blocks first. False when it
+    // cannot wait for their streams; then nothing has changed.
     bool release(size_t count);
     // Work queued later on `to` runs after what is queued on `from` now. False when it cannot.
     bool order(Stream from, Stream to);
@@ -61,14 +62,14 @@ class Stitcher {
     // All that blocks were ever made for, or moved to.
     std::set<Stream> streams() const;
 
-    size_t room() const;  // chunks below the capacity
+    size_t room() const;  // units below the capacity
     size_t reserved() const { return reserved_; }
     size_t peak() const { return peak_; }  // most reserved since reset_peak()
     void reset_peak() { peak_ = reserved_; }
     size_t idle() const;
-    void set_capacity(size_t chunks) { limits_.capacity = chunks; }
+    void set_capacity(size_t units) { limits_.capacity = units; }
     const Counts& counts() const { return counts_; }
-    size_t virtual_chunks() const { return virtual_; }
+    size_t virtual_units() const { return virtual_; }
     size_t mappings() const { return mappings_; }
     size_t pblocks() const { return all_.size(); }
     size_t sblocks() const { return sblocks_; }
@@ -76,38 +77,51 @@ class Stitcher {
    private:
     friend class Checker;
 
-    Fit best_fit(size_t count, Stream stream);
-    std::vector<PBlock*> gather(size_t count, Stream stream);
-    PBlock* single(size_t count, Stream stream) const;
-    PBlock* alloc(size_t count, Stream stream);
-    bool scatter(size_t count, Stream stream);
+    using Parts = std::vector<PBlock*>;
+
+    Block* exact(size_t count, Stream stream);
+    Block* mixed(size_t count, Stream stream, Use use);
+    bool mix(size_t count, Stream stream, bool fresh, Mix* m);
+    Block* build(Parts parts, Stream stream);
+    void gather(size_t count, PPool::Key key, Parts* to);
+    PBlock* single(size_t count, PPool::Key key) const;
+    PBlock* cut(PBlock* p, size_t count);
+    Parts alloc(size_t body, size_t tail, Stream stream);
+    bool scatter(size_t count, size_t width, Stream stream);
+    size_t up(size_t count, size_t width) const { return (count + width - 1) / width * width; }
+    PPool::Key bodies(Stream stream) const { return {stream, width_}; }
+    PPool::Key tails(Stream stream) const { return {stream, 1}; }
+    size_t idle(Stream stream);
     void split(PBlock* p, size_t count);
-    SBlock* stitch(std::vector<PBlock*> parts, size_t count, Stream stream);
-    bool stitch_free(size_t virtual_chunks, size_t mappings);
+    SBlock* stitch(Parts parts, size_t count, Stream stream);
+    SBlock* join(PBlock* body, PBlock* tail);
+    void enlist(SBlock* s);
+    bool stitch_free(size_t virtual_units, size_t mappings);
     Block* assign(Block* block, Use use);
 
     bool can_merge(const PBlock* a, const PBlock* b) const;
     void merge(PBlock* a);
     PBlock* merge_around(PBlock* p);
 
-    PBlock* add(Range* range, size_t first, size_t count, Stream stream);
+    PBlock* add(Range* range, size_t first, size_t count, uint64_t address, Stream stream);
     void remove(PBlock* p);
     void move(PBlock* p, Stream stream);
     void drop(SBlock* s);
     void drop(PBlock* p);
     size_t mappings_of(const Range& range) const;
-    bool over(size_t virtual_chunks, size_t mappings, size_t slack) const;
+    bool over(size_t virtual_units, size_t mappings, size_t slack) const;
 
     Backend& backend_;
-    const size_t chunk_;
+    const size_t unit_;   // bytes
+    const size_t width_;  // of a whole chunk
     Limits limits_;
     PPool ppool_;
     SPool spool_;
     std::vector<PBlock*> all_;
     size_t sblocks_ = 0;
-    size_t reserved_ = 0;  // chunks created
+    size_t reserved_ = 0;  // units created
     size_t peak_ = 0;
-    size_t virtual_ = 0;   // chunks of address space of all sBlocks
+    size_t virtual_ = 0;   // units of address space of all sBlocks
     size_t mappings_ = 0;
     Counts counts_;
     std::minstd_rand random_;

@@ -5,10 +5,11 @@
 
 namespace farspan {
 
-PBlock* Stitcher::add(Range* range, size_t first, size_t count, Stream stream) {
+PBlock* Stitcher::add(Range* range, size_t first, size_t count, uint64_t address, Stream stream) {
     auto* p = new PBlock;
-    p->address = range->address + first * chunk_;
+    p->address = address;
     p->count = count;
+    p->width = range->chunks[first].width;
     p->stream = stream;
     p->range = range;
     p->first = first;
@@ -27,7 +28,8 @@ void Stitcher::remove(PBlock* p) {
 // Both are parts of the same sBlocks, one right after the other in each.
 bool Stitcher::can_merge(const PBlock* a, const PBlock* b) const {
     if (!a || !b || a->use != Use::idle || b->use != Use::idle) return false;
-    if (a->stream != b->stream || a->users != b->users) return false;
+    if (a->stream != b->stream || a->width != b->width) return false;
+    if (a->users != b->users) return false;
     return std::all_of(a->users.begin(), a->users.end(), [a, b](const SBlock* s) {
         const auto part = std::find(s->parts.begin(), s->parts.end(), a);
         return part + 1 != s->parts.end() && *(part + 1) == b;
@@ -90,18 +92,18 @@ bool Stitcher::quiesce(const std::set<Stream>& streams) {
 
 std::set<Stream> Stitcher::streams() const {
     std::set<Stream> found;
-    for (const auto& [stream, shelf] : ppool_.shelves()) found.insert(stream);
+    for (const auto& [key, shelf] : ppool_.shelves()) found.insert(key.stream);
     return found;
 }
 
 bool Stitcher::steal(size_t count, Stream stream) {
-    const size_t idle_here = ppool_.shelf(stream).total;
+    const size_t idle_here = idle(stream);
     if (idle_here >= count) return false;
     const size_t own = idle_here + room();
     size_t others = 0;
     std::vector<PBlock*> blocks;
-    for (const auto& [from, shelf] : ppool_.shelves()) {
-        if (from == stream) continue;
+    for (const auto& [key, shelf] : ppool_.shelves()) {
+        if (key.stream == stream) continue;
         others += shelf.total;
         blocks.insert(blocks.end(), shelf.blocks.rbegin(), shelf.blocks.rend());
     }
@@ -125,38 +127,39 @@ bool Stitcher::steal(size_t count, Stream stream) {
         const Stream from = p->stream;
         if (!ordered.count(from) && !order(from, stream)) continue;
         ordered.insert(from);
-        if (p->count > missing) split(p, missing);
-        missing -= p->count;
+        cut(p, missing);
+        missing -= std::min(missing, p->count);
         move(p, stream);
         moved = true;
     }
     return moved;
 }
 
-bool Stitcher::over(size_t virtual_chunks, size_t mappings, size_t slack) const {
-    const size_t space = limits_.virtual_chunks, maps = limits_.mappings;
-    return virtual_ + virtual_chunks > space - (slack ? space / slack : 0) ||
+bool Stitcher::over(size_t virtual_units, size_t mappings, size_t slack) const {
+    const size_t space = limits_.virtual_units, maps = limits_.mappings;
+    return virtual_ + virtual_units > space - (slack ? space / slack : 0) ||
            mappings_ + mappings > maps - (slack ? maps / slack : 0);
 }
 
-// StitchFree: the least recently used sBlocks go, until there is address space for virtual_chunks
+// StitchFree: the least recently used sBlocks go, until there is address space for virtual_units
 // and room for the mappings. Those that are assigned stay; an idle one goes even when a part of it
-// is in use through another block, whose addresses are its own. One sixteenth more than needed
-// goes, since each round waits for the streams. False when it cannot.
-bool Stitcher::stitch_free(size_t virtual_chunks, size_t mappings) {
-    if (!over(virtual_chunks, mappings, 0)) return true;
+// is in use through another block, whose addresses are its own; one without own addresses has none
+// to give. One sixteenth more than needed goes, since each round waits for the streams. False when
+// it cannot.
+bool Stitcher::stitch_free(size_t virtual_units, size_t mappings) {
+    if (!over(virtual_units, mappings, 0)) return true;
     std::vector<SBlock*> victims;
     std::set<Stream> streams;
     const size_t space = virtual_, maps = mappings_;
     bool enough = false;
     for (SBlock* s = spool_.oldest(); s; s = s->newer) {
-        if (s->use != Use::idle) continue;
+        if (s->use != Use::idle || !s->own) continue;
         victims.push_back(s);
         streams.insert(s->stream);
         virtual_ -= s->count;
         mappings_ -= s->mappings;
-        enough = !over(virtual_chunks, mappings, 0);
-        if (!over(virtual_chunks, mappings, 16)) break;
+        enough = !over(virtual_units, mappings, 0);
+        if (!over(virtual_units, mappings, 16)) break;
     }
     virtual_ = space;
     mappings_ = maps;
@@ -168,15 +171,15 @@ bool Stitcher::stitch_free(size_t virtual_chunks, size_t mappings) {
 
 bool Stitcher::release(size_t count) {
     std::vector<PBlock*> blocks;
-    for (const auto& [stream, shelf] : ppool_.shelves()) {
+    for (const auto& [key, shelf] : ppool_.shelves()) {
         blocks.insert(blocks.end(), shelf.blocks.begin(), shelf.blocks.end());
     }
     if (count > 0 && !quiesce(streams())) return false;
     std::sort(blocks.begin(), blocks.end(), BySize());
     for (; count > 0 && !blocks.empty(); blocks.pop_back()) {
         PBlock* p = blocks.back();
-        if (p->count > count) split(p, count);
-        count -= p->count;
+        cut(p, count);
+        count -= std::min(count, p->count);
         while (!p->users.empty()) drop(p->users.back());
         drop(p);
     }
@@ -184,12 +187,14 @@ bool Stitcher::release(size_t count) {
 }
 
 void Stitcher::drop(SBlock* s) {
-    backend_.unmap(s->address, s->count);
-    backend_.free_range(s->address, s->count);
+    if (s->own) {
+        backend_.unmap(s->address, s->count);
+        backend_.free_range(s->address, s->count);
+        virtual_ -= s->count;
+    }
     if (s->use == Use::idle) spool_.erase(s);
     spool_.unlink(s);
     for (PBlock* p : s->parts) p->users.erase(std::find(p->users.begin(), p->users.end(), s));
-    virtual_ -= s->count;
     mappings_ -= s->mappings;
     --sblocks_;
     delete s;
@@ -201,9 +206,9 @@ void Stitcher::drop(PBlock* p) {
     if (p->use == Use::idle) ppool_.erase(p);
     mappings_ -= mappings_of(*range);
     backend_.unmap(p->address, p->count);
-    for (size_t i = p->first; i < p->first + p->count; ++i) {
+    for (size_t i = p->first; i < p->first + p->slots(); ++i) {
         backend_.destroy(range->chunks[i]);
-        range->chunks[i] = Chunk{};
+        range->chunks[i].handle = Chunk::NONE;
     }
     reserved_ -= p->count;
     range->mapped -= p->count;
@@ -213,7 +218,7 @@ void Stitcher::drop(PBlock* p) {
     if (range->mapped > 0) {
         mappings_ += mappings_of(*range);
     } else {
-        backend_.free_range(range->address, range->chunks.size());
+        backend_.free_range(range->address, range->count);
         delete range;
     }
 }

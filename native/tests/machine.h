@@ -14,12 +14,14 @@
 constexpr uint64_t CHUNK = 64 << 10;
 constexpr uint64_t PAPER = 0;
 
-inline farspan_options options(int backend, uint64_t chunks, uint64_t policy) {
+// `chunks` tail chunks of memory; a whole chunk is `width` of them.
+inline farspan_options options(int backend, uint64_t chunks, uint64_t policy, uint64_t width = 1) {
     farspan_options o;
     farspan_default_options(&o);
     o.backend = backend;
     o.capacity = chunks * CHUNK;
-    o.chunk = o.small = CHUNK;
+    o.tail = CHUNK;
+    o.chunk = o.small = width * CHUNK;
     o.policy = policy;
     o.library = FAKE_CUDA;
     return o;

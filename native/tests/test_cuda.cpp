@@ -83,7 +83,7 @@ void a_capture_sees_no_forbidden_call() {
 
 void a_chunk_below_the_granularity_is_refused() {
     farspan_options o = options(FARSPAN_CUDA, 8, PAPER);
-    o.chunk = o.small = 4096;
+    o.chunk = o.small = o.tail = 4096;
     farspan_allocator* a = nullptr;
     EXPECT(farspan_create(&o, &a) == FARSPAN_BACKEND && std::strstr(farspan_error(), "65536"));
     o = options(FARSPAN_CUDA, 8, PAPER);

@@ -66,10 +66,10 @@ void program(const farspan_options& o, int call, uint64_t nth, uint64_t times) {
     EXPECT(m.now().creates - m.now().destroys <= times && m.now().mappings == 0);
 }
 
-void fail(int backend) {
+void fail(int backend, uint64_t width) {
     for (uint64_t policy : {uint64_t{FARSPAN_DEFAULT_POLICY}, PAPER,
                             uint64_t{FARSPAN_SHUFFLE | FARSPAN_STEAL | FARSPAN_QUARANTINE}}) {
-        farspan_options o = options(backend, 9, policy);
+        farspan_options o = options(backend, 9, policy, width);
         o.virtual_limit = 8 * CHUNK;
         for (int call = 0; call < CALLS; ++call) {
             for (uint64_t nth = 1; nth <= 45; ++nth) {
@@ -80,11 +80,14 @@ void fail(int backend) {
     }
 }
 
-void null_fails_anywhere() { fail(FARSPAN_NULL); }
-void posix_fails_anywhere() { fail(FARSPAN_POSIX); }
+void null_fails_anywhere() { fail(FARSPAN_NULL, 1); }
+void null_fails_anywhere_with_tails() { fail(FARSPAN_NULL, 3); }
+void posix_fails_anywhere() { fail(FARSPAN_POSIX, 1); }
+void posix_fails_anywhere_with_tails() { fail(FARSPAN_POSIX, 3); }
 
 void cuda_fails_anywhere_and_gives_all_back() {
-    fail(FARSPAN_CUDA);
+    fail(FARSPAN_CUDA, 1);
+    fail(FARSPAN_CUDA, 3);
     const fake_cuda_state left = look();
     EXPECT(left.violations == 0);
     EXPECT(left.reserved + left.handles + left.mapped + left.events + left.contexts == 0);
@@ -94,6 +97,8 @@ void cuda_fails_anywhere_and_gives_all_back() {
 
 int main() {
     RUN(null_fails_anywhere);
+    RUN(null_fails_anywhere_with_tails);
     RUN(posix_fails_anywhere);
+    RUN(posix_fails_anywhere_with_tails);
     RUN(cuda_fails_anywhere_and_gives_all_back);
 }

@@ -56,22 +56,24 @@ void random_program(const farspan_options& o, unsigned seed, int steps) {
     for (const Tensor& t : live) m.put(t.p);
 }
 
-void every_policy(int backend) {
+void every_policy(int backend, uint64_t width) {
     for (uint64_t policy = 0; policy < 64; ++policy) {
-        farspan_options o = options(backend, 48, policy);
+        farspan_options o = options(backend, 48, policy, width);
         o.seed = policy;
         o.virtual_limit = policy % 2 ? 0 : 64 * CHUNK;
         if (!o.virtual_limit) o.virtual_limit = UINT64_C(1) << 40;
         o.fragment_limit = policy % 3 * CHUNK;
-        o.small = policy % 5 ? CHUNK : CHUNK / 4;
+        o.small = policy % 5 ? width * CHUNK : CHUNK / 4;
         random_program(o, static_cast<unsigned>(policy) + 100, 250);
     }
 }
 
-void posix_keeps_bytes() { every_policy(FARSPAN_POSIX); }
+void posix_keeps_bytes() { every_policy(FARSPAN_POSIX, 1); }
+void posix_keeps_bytes_with_tails() { every_policy(FARSPAN_POSIX, 4); }
 
 void cuda_keeps_bytes() {
-    every_policy(FARSPAN_CUDA);
+    every_policy(FARSPAN_CUDA, 1);
+    every_policy(FARSPAN_CUDA, 4);
     EXPECT(look().violations == 0 && look().handles == 0 && look().reserved == 0);
 }
 
@@ -79,5 +81,6 @@ void cuda_keeps_bytes() {
 
 int main() {
     RUN(posix_keeps_bytes);
+    RUN(posix_keeps_bytes_with_tails);
     RUN(cuda_keeps_bytes);
 }

@@ -149,7 +149,8 @@ class Clocks : public farspan::HostBackend {
     bool do_map(uint64_t, const farspan::Chunk*, size_t) override { return true; }
     bool do_access(uint64_t, size_t) override { return true; }
     // The host knows that the work through these addresses is done.
-    void do_unmap(uint64_t address, size_t count) override {
+    void do_unmap(uint64_t address, const farspan::Chunk* chunks, size_t n) override {
+        const size_t count = farspan::width(chunks, n);
         for (uint64_t at = address / CHUNK; at < address / CHUNK + count; ++at) {
             for (const auto& [stream, time] : through_[at]) EXPECT(host_[stream] >= time);
             through_.erase(at);
@@ -196,7 +197,8 @@ struct History {
     std::map<uint64_t, std::map<Stream, uint64_t>> last;
 
     std::map<Stream, uint64_t>& at(uint64_t address) {
-        return last[clocks.mapped_at(address) * CHUNK + address % CHUNK];
+        const auto [handle, part] = clocks.mapped_at(address);
+        return last[(handle * 16 + part) * CHUNK + address % CHUNK];
     }
     // Whoever gets bytes knows that all earlier work on them is done.
     void given(const Tensor& t) {
@@ -217,12 +219,12 @@ struct History {
 };
 
 // Random programs on four streams.
-void every_reuse_is_ordered(uint64_t policy, unsigned seed, bool planned) {
-    farspan_options o = options(FARSPAN_NULL, 12, policy);
+void every_reuse_is_ordered(uint64_t policy, unsigned seed, bool planned, uint64_t width) {
+    farspan_options o = options(FARSPAN_NULL, 12, policy, width);
     o.replay_window = 16;
     o.replay_misses = 64;
     o.virtual_limit = (13 + seed % 3 * 15) * CHUNK;
-    auto owned = std::make_unique<Clocks>(CHUNK);
+    auto owned = std::make_unique<Clocks>(o);
     History history{*owned, {}};
     farspan::Allocator a(std::move(owned), o);
     std::mt19937 random(seed);
@@ -270,7 +272,8 @@ void reuse_is_ordered_in_random_programs() {
     for (unsigned seed = 0; seed < 12; ++seed) {
         for (uint64_t policy : {PAPER, uint64_t{FARSPAN_DEFAULT_POLICY},
                                 uint64_t{FARSPAN_STEAL | FARSPAN_SHUFFLE}}) {
-            every_reuse_is_ordered(policy, seed, seed % 2);
+            every_reuse_is_ordered(policy, seed, seed % 2, 1);
+            every_reuse_is_ordered(policy, seed, seed % 2, 4);
         }
     }
 }

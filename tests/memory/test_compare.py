@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from random import Random
 
 import pytest
 
@@ -23,6 +24,7 @@ from farspan.memory.costs import ACCESS, CREATE, MAP, PUBLISHED, STITCH_SECONDS,
 from farspan.memory.native import Allocator, NativeError, Options
 from farspan.memory.place import live_peak
 from farspan.memory.rivals import CACHING, EXPANDABLE, STITCHING, Contender, Served, contenders
+from farspan.memory.settings import UNLIMITED
 from farspan.memory.trace import Event, Free, Malloc, Mark, Trace
 
 MIB = 2**20
@@ -187,6 +189,42 @@ def test_stitching_is_the_native_code_and_fills_its_memory() -> None:
     assert coarse.smallest.capacity is not None
     assert coarse.smallest.capacity <= (32 + 160) * MIB
     assert found.expandable_as_good() is False  # 200 MiB against 190
+
+
+def uneven(rounds: int = 400) -> Trace:
+    """Tensors of farspan's own cells, 49 to 259 MiB, which chunks of 32 MiB fill badly: rounded up
+    to whole ones they take 1.12 of what is alive."""
+    random = Random(1)
+    alive: list[tuple[int, int]] = []
+    events: list[Event] = []
+    for number in range(rounds):
+        size = random.choice((259 * MIB, 49 * MIB, 129 * MIB + MIB // 2))
+        while sum(other for _, other in alive) + size > 8192 * MIB:
+            tensor, _ = alive.pop(random.randrange(len(alive)))
+            events.append(Free(tensor))
+        events.append(Malloc(number, size))
+        alive.append((number, size))
+    return Trace(tuple(events), "uneven")
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize(("chunk", "most"), [(2 * MIB, 1.01), (32 * MIB, 1.04)])
+def test_stitching_needs_little_more_than_what_is_alive(chunk: int, most: float) -> None:
+    found = compare(uneven(), contenders((chunk,))[2:], step=2 * MIB)
+    stitching = found.results[0]
+    assert stitching.smallest.capacity is not None
+    assert stitching.smallest.capacity <= most * found.live_peak
+    assert stitching.unlimited.reserved_peak <= most * found.live_peak
+
+
+@pytest.mark.usefixtures("native")
+def test_calls_for_tails_are_priced_as_calls_for_their_size() -> None:
+    (rival,) = contenders((32 * MIB,))[2:]
+    with rival.make(UNLIMITED) as served:
+        served.malloc(0, 65 * MIB)
+        calls = dict(served.calls)
+    assert calls[CREATE, 32 * MIB] == calls[MAP, 32 * MIB] == calls[ACCESS, 32 * MIB] == 2
+    assert calls[CREATE, 2 * MIB] == calls[MAP, 2 * MIB] == calls[ACCESS, 2 * MIB] == 1
 
 
 @pytest.mark.usefixtures("native")

@@ -37,10 +37,11 @@ OPTIONS = st.builds(
     backend=st.just(Backend.POSIX),
     capacity=st.just(CAPACITY),
     chunk=st.just(CHUNK),
+    tail=st.sampled_from([0, CHUNK // 4]),
     small=st.sampled_from([0, 512, CHUNK // 4]),
     fragment_limit=st.sampled_from([0, 2 * CHUNK]),
     virtual_limit=st.sampled_from([0, 8 * CHUNK, 30 * CHUNK]),
-    mapping_limit=st.sampled_from([0, 120]),
+    mapping_limit=st.sampled_from([0, 480]),
     policy=POLICIES,
     seed=st.integers(0, 3),
 )

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from farspan.spec import Refused
 
 LIBRARY = Path(__file__).with_name("libfarspan_memory.so")
-ABI = 2
+ABI = 3
 UNPLANNED = 2**64 - 1
 
 
@@ -86,6 +86,7 @@ class Options:
     device: int = 0
     capacity: int = 0
     chunk: int = 2 << 20
+    tail: int = 0
     small: int = 0
     fragment_limit: int = 0
     virtual_limit: int = 0
@@ -147,6 +148,9 @@ class Statistics:
     maps: int
     unmaps: int
     accesses: int
+    tail_creates: int
+    tail_destroys: int
+    tail_maps: int
     event_records: int
     event_queries: int
     event_waits: int

@@ -13,6 +13,7 @@ from farspan.memory.expandable import ExpandableAllocator
 from farspan.memory.settings import MIB, UNLIMITED, Settings
 
 CHUNKS = (2 * MIB, 32 * MIB)  # of stitching: the paper's, and one for long contexts
+TAIL = 2 * MIB  # of a block that fills no whole chunk; the default of native.Options
 
 CACHING, EXPANDABLE, STITCHING = "caching allocator", "expandable segments", "stitching"
 
@@ -81,15 +82,24 @@ class Stitching:
     @property
     def calls(self) -> Mapping[tuple[str, int], int]:
         found = self._allocator.statistics()
-        return {
+        whole = {
             (RESERVE, 0): found.reserves,
             (VACATE, 0): found.range_frees,
-            (CREATE, self._chunk): found.creates,
-            (MAP, self._chunk): found.maps,
-            (ACCESS, self._chunk): found.maps,
+            (CREATE, self._chunk): found.creates - found.tail_creates,
+            (MAP, self._chunk): found.maps - found.tail_maps,
+            (ACCESS, self._chunk): found.maps - found.tail_maps,
             (UNMAP, self._chunk): found.unmaps,
-            (RELEASE, self._chunk): found.destroys,
+            (RELEASE, self._chunk): found.destroys - found.tail_destroys,
         }
+        if found.tail_creates == 0:
+            return whole
+        tails = {
+            (CREATE, TAIL): found.tail_creates,
+            (MAP, TAIL): found.tail_maps,
+            (ACCESS, TAIL): found.tail_maps,
+            (RELEASE, TAIL): found.tail_destroys,
+        }
+        return whole | tails
 
     def __enter__(self) -> Self:
         return self
