@@ -7,8 +7,9 @@ from xml.etree import ElementTree
 import pytest
 
 from farspan.memory.compare import PLAN, Comparison, Result, Run
-from farspan.memory.costs import PUBLISHED
+from farspan.memory.costs import CREATE, MAP, PUBLISHED, RELEASE, UNMAP
 from farspan.memory.rivals import CACHING, EXPANDABLE, STITCHING
+from farspan.plan.units import write_seconds
 from farspan.report.memory import MODELLED, PLANNED, PROVED, REAL, compare_view, remark
 from farspan.report.memory_picture import LIVE, page, picture
 from tests.report.cases import GIB, text_of
@@ -93,7 +94,17 @@ def test_a_capacity_asked_about_has_its_own_table() -> None:
 
 
 def test_nothing_is_cut_in_a_narrow_terminal() -> None:
-    assert "…" not in text_of(compare_view([asked_about(comparison())]), width=100)
+    """Nor on 80 columns, with a terabyte alive and millions of calls."""
+    found = asked_about(comparison())
+    calls = dict.fromkeys((CREATE, MAP, UNMAP, RELEASE), 1234567)
+    run = replace(served(1000, 1234, calls), seconds=1234.5)
+    large = replace(found.results[1], unlimited=run, smallest=run, given=run)
+    found = replace(found, results=(*found.results, large))
+    narrow = text_of(compare_view([found]), width=80)
+    assert "…" not in narrow
+    assert narrow == text_of(compare_view([found]), width=200)
+    assert f"{EXPANDABLE} 1,234,567 1,234,567 1,234,567 1,234,567 {write_seconds(1234.5)}" in narrow
+    assert f"{EXPANDABLE} {MODELLED} 1,000.0 GiB 92.0% 1,000.0 GiB 12.500x 1,234" in narrow
 
 
 def test_it_is_said_plainly_where_expandable_segments_are_as_good() -> None:

@@ -12,14 +12,13 @@ from farspan.memory.rivals import EXPANDABLE, STITCHING
 from farspan.plan.units import write_bytes, write_seconds
 from farspan.report.tables import lines_table
 
-MODELLED, REAL, PLANNED, PROVED = "modelled", "real code", "a plan", "a plan, proved"
+MODELLED, REAL, PLANNED, PROVED = "modelled", "real code", "a plan", "proved"
+# An allocator calls one of a pair: that of segments, or that of chunks.
 CALLS = {
-    "cudaMalloc": MALLOC,
-    "cudaFree": FREE,
-    "creates": CREATE,
-    "maps": MAP,
-    "unmaps": UNMAP,
-    "releases": RELEASE,
+    "creates": (MALLOC, CREATE),
+    "maps": (MAP,),
+    "unmaps": (UNMAP,),
+    "releases": (FREE, RELEASE),
 }
 
 
@@ -51,8 +50,9 @@ def subject(found: Comparison) -> Text:
 def memory_table(found: Comparison) -> Table:
     """What each reserves without a limit, and the least capacity it completes with."""
     title = f"memory; the least capacity is found to {write_bytes(found.step)}"
-    columns = ("allocator", "known by", "reserved", "fragmented", "least", "over live", "retries")
+    columns = ("allocator", "known by", "reserved", "unused", "least", "x live", "retries")
     table = lines_table(title, *columns)
+    table.collapse_padding = True  # a terabyte of it fits 80 columns
     for result in found.results:
         table.add_row(
             result.name,
@@ -70,8 +70,9 @@ def calls_table(title: str, runs: Sequence[tuple[str, Run]]) -> Table:
     """Calls of the driver over the whole trace, and what they cost."""
     table = lines_table(title, "allocator", *CALLS, "cost")
     for name, run in runs:
-        counts = [f"{run.calls[call]:,}" if call in run.calls else "" for call in CALLS.values()]
-        table.add_row(name, *counts, write_seconds(run.seconds))
+        counts = [sum(run.calls.get(call, 0) for call in calls) for calls in CALLS.values()]
+        shown = [f"{count:,}" if count else "" for count in counts]
+        table.add_row(name, *shown, write_seconds(run.seconds))
     return table
 
 
@@ -134,6 +135,7 @@ def pricing() -> str:
         if not cost.source.startswith(ASSUMED)
     )
     return (
-        "Costs are modelled: calls counted, times published ones. Waiting for the device is not in "
-        f"them. {known}. Assumed as costly as what they undo: {assumed}.\n"
+        f"Creates are calls of {MALLOC} or {CREATE}, releases of {FREE} or {RELEASE}. Costs are "
+        "modelled: calls counted, times published ones. Waiting for the device is not in them. "
+        f"{known}. Assumed as costly as what they undo: {assumed}.\n"
     )
