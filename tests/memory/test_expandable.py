@@ -137,14 +137,50 @@ def test_what_the_caching_allocator_fragments_expandable_segments_serve() -> Non
         assert allocator.reserved == expected
 
 
-def test_a_page_is_as_large_as_the_settings_say_and_splitting_knows_no_limit() -> None:
-    settings = Settings(large_segment=32 * MIB, max_split=40 * MIB, max_rounding=32 * MIB)
-    allocator = Expandable(settings=settings)
+def test_a_page_is_as_large_as_the_settings_say() -> None:
+    allocator = Expandable(settings=Settings(large_segment=32 * MIB))
     allocator.malloc(0, 100 * MIB)
-    allocator.free(0)
-    allocator.malloc(1, 2 * MIB)
     assert allocator.reserved == 128 * MIB
-    assert len(mapped(allocator)) == 2
+
+
+def test_max_split_size_limits_reuse_and_not_splitting() -> None:
+    """get_free_block refuses after it has looked at expandable sizes; should_split asks nothing.
+    60 free MiB behind which something lies serve 50 MiB, and are cut, but neither 10, below the
+    limit, nor 40, which would leave 20 unused: those get pages at the border."""
+    settings = Settings(max_split=40 * MIB)
+    for size, refused in ((10, True), (39, True), (40, True), (41, False), (50, False)):
+        allocator = Expandable(settings=settings)
+        allocator.malloc(0, 60 * MIB)
+        allocator.malloc(1, 20 * MIB)
+        allocator.free(0)
+        allocator.malloc(2, size * MIB)
+        held = (80 * KIB if refused else 0, size * KIB, "held")
+        assert held in mapped(allocator)
+        assert (allocator.reserved > 4 * PAGE) is refused
+        check_blocks(allocator)
+
+
+def test_a_refused_block_at_the_border_is_grown_all_the_same() -> None:
+    """find_expandable_block begins with the free block before what is not mapped, and asks for no
+    limit: what best fit refused serves the request, and is cut."""
+    allocator = Expandable(settings=Settings(max_split=200 * MIB))
+    allocator.malloc(0, 400 * MIB)
+    allocator.free(0)
+    allocator.malloc(1, 100 * MIB)
+    assert allocator.reserved == 400 * MIB
+    assert mapped(allocator) == [(0, 100 * KIB, "held"), (100 * KIB, 300 * KIB, "free")]
+
+
+def test_a_full_device_gives_back_no_large_block_first() -> None:
+    """release_available_cached_blocks passes expandable blocks over: all free pages go at once."""
+    allocator = Expandable(capacity=10 * PAGE, settings=Settings(max_split=40 * MIB))
+    for tensor, (size, stream) in enumerate(((100, 0), (20, 0), (60, 1))):
+        allocator.malloc(tensor, size * MIB, stream)
+    allocator.free(0)
+    allocator.malloc(3, 30 * MIB)  # the 100 are refused, and of two pages one is left
+    assert (allocator.retries, allocator.reserved) == (1, 6 * PAGE)
+    assert mapped(allocator)[0] == (0, 30 * KIB, "held")
+    check_blocks(allocator)
 
 
 def test_addresses_end_at_nine_eighths_of_the_device() -> None:

@@ -155,16 +155,18 @@ class CachingAllocator:
         return sum(len(pool.free) + len(pool.unmapped) for pool in self._pools.values())
 
     def _find(self, pool: Pool, size: int) -> Block | None:
-        """Best fit. With a max_split_size, a block of that size serves no smaller request and
-        no larger one that would leave too much of it unused."""
+        """Best fit, unless that block is refused."""
         self._searches += not pool.small
         index = bisect_left(pool.free, (size, 0))
-        if index == len(pool.free):
-            return None
-        limit, fits = self.settings.max_split, pool.free[index][0]
-        if size < limit <= fits or limit <= size <= fits - self.settings.max_rounding:
+        if index == len(pool.free) or self._refused(size, pool.free[index][0]):
             return None
         return self._take(pool, index)
+
+    def _refused(self, size: int, fits: int) -> bool:
+        """With a max_split_size, a block from there on serves no smaller request and no larger one
+        that would leave too much of it unused."""
+        limit = self.settings.max_split
+        return size < limit <= fits or limit <= size <= fits - self.settings.max_rounding
 
     def _grow(self, pool: Pool, size: int) -> Block:
         """A new segment; where the device is full, after giving back what is unused."""

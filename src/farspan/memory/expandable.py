@@ -7,7 +7,8 @@
     pages: 2 MiB for requests to 1 MiB, 20 MiB for all others
 
 A request that no free block holds has pages mapped at the lowest address where free and unmapped
-blocks make room for it. Memory goes back to the device only when it is full: then every page that
+blocks make room for it. A max_split_size limits which free block serves a request, as in the caching
+allocator, but neither the splitting nor the blocks that pages are mapped behind. Memory goes back to the device only when it is full: then every page that
 is free as a whole is unmapped, and the request tried once more. The rules are those of
 c10/cuda/CUDACachingAllocator.cpp in PyTorch 2.11 to 2.13. The capacity is what the driver has, not
 a memory fraction, which PyTorch compares in steps of 2 MiB before it maps pages of 20.
@@ -26,8 +27,8 @@ class ExpandableAllocator(CachingAllocator):
     and no two of them stay apart."""
 
     def __init__(self, capacity: int = UNLIMITED, settings: Settings | None = None) -> None:
-        # Expandable blocks are split at any size, and are never collected for their age.
-        given = replace(settings or Settings(), max_split=UNLIMITED, collect_at=0.0)
+        # Expandable blocks are never collected for their age.
+        given = replace(settings or Settings(), collect_at=0.0)
         super().__init__(capacity, given)
 
     def page(self, pool: Pool) -> int:
@@ -35,14 +36,15 @@ class ExpandableAllocator(CachingAllocator):
         return SMALL_SEGMENT if pool.small else self.settings.large_segment
 
     def _find(self, pool: Pool, size: int) -> Block | None:
-        """Best fit, where a block before unmapped addresses counts as large as it can grow."""
+        """Best fit, where a block before unmapped addresses counts as large as it can grow; nothing
+        where the one found is refused."""
         free = pool.free
         index = bisect_left(free, (size, 0))
         if index == len(free):
             return None
         while index + 1 < len(free) and self._room(free[index + 1]) < self._room(free[index]):
             index += 1
-        return self._take(pool, index)
+        return None if self._refused(size, free[index][0]) else self._take(pool, index)
 
     def _room(self, entry: tuple[int, int]) -> int:
         after = self.blocks[entry[1]].after
@@ -51,6 +53,11 @@ class ExpandableAllocator(CachingAllocator):
     def _splits(self, pool: Pool, size: int, rest: int) -> bool:
         del pool, size
         return rest >= MIN_BLOCK
+
+    def _release_oversize(self, pool: Pool, size: int) -> bool:
+        """Blocks of expandable segments are passed over."""
+        del pool, size
+        return False
 
     def _new_block(self, pool: Pool, size: int) -> Block | None:
         """Free and unmapped blocks that are together large enough, mapped and made one; what was
