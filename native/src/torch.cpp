@@ -86,11 +86,10 @@ int farspan_torch_configure(const farspan_options* options, int mode) {
         if (mode < FARSPAN_MODE_RECORD || mode > FARSPAN_MODE_REPLAY) {
             throw Refusal{FARSPAN_INVALID, "mode: expected record, stitch or replay"};
         }
+        // The caller's words may be gone at the first use of a device.
+        table().library = options->library ? options->library : "";
         table().options = *options;
-        if (options->library) {
-            table().library = options->library;
-            table().options.library = table().library.c_str();
-        }
+        table().options.library = options->library ? table().library.c_str() : nullptr;
         table().mode = mode;
         table().configured = true;
     });

@@ -1,5 +1,6 @@
 """The driver is asked before anything is installed; each answer that ends it names its cause."""
 
+import ctypes
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,7 +17,9 @@ int cuDeviceGetCount(int* count) { *count = DEVICES; return 0; }
 int cuDeviceGet(int* device, int ordinal) { *device = ordinal + 40; return 0; }
 """
 ATTRIBUTE = """
+int asked = 0;
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
+    asked += 1 << (device - 40);
     *value = device < 40 + ABLE;
     return attribute == 102 ? 0 : 1;
 }
@@ -38,6 +41,8 @@ def driver(folder: Path, source: str, **values: int) -> str:
 def test_devices_that_map_virtual_memory_pass(tmp_path: Path) -> None:
     library = driver(tmp_path, DRIVER + ATTRIBUTE, INIT=0, DEVICES=2, ABLE=2)
     refuse_without_virtual_memory(library)
+    asked = ctypes.c_int.in_dll(ctypes.CDLL(library), "asked")
+    assert asked.value == 0b11  # each device once
 
 
 def test_a_device_without_it_is_named(tmp_path: Path) -> None:

@@ -108,7 +108,9 @@ def test_a_record_that_cannot_be_read_is_named(tmp_path: Path, content: bytes) -
 
 def test_without_a_checkpoint_there_is_nothing_to_protect(tmp_path: Path) -> None:
     prepare(tiny_run(tmp_path))
-    prepare(tiny_run(tmp_path, optimizer=OptimizerConfig(lr=0.5)))
+    assert prepare(tiny_run(tmp_path, optimizer=OptimizerConfig(lr=0.5))) == []
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert config["optimizer"]["lr"] == 0.5
 
 
 def test_metrics_end_at_the_resumed_step(tmp_path: Path) -> None:

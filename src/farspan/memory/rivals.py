@@ -1,10 +1,9 @@
 """The allocators that serve a trace event by event: two models of PyTorch's, and the native one."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 from farspan.memory import native
 from farspan.memory.caching import CachingAllocator, OutOfMemory
@@ -101,15 +100,7 @@ class Stitching:
         }
         return whole | tails
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._allocator.close()
 
 
@@ -120,7 +111,7 @@ def contenders(
 
     def stitching(chunk: int) -> Contender:
         name = f"{STITCHING}, {chunk / MIB:g} MiB"
-        return Contender(name, False, lambda capacity: Stitching(capacity, chunk))
+        return Contender(name, False, lambda capacity: closing(Stitching(capacity, chunk)))
 
     return (
         Contender(CACHING, True, lambda c: nullcontext(CachingAllocator(c, settings))),

@@ -242,7 +242,9 @@ def test_rates_that_contradict_each_other_are_refused(
 def test_rates_may_fall_as_far_as_caches_make_them() -> None:
     given = values() | {"fetch_together": 1e11}
     given["rates"]["bfloat16"]["matmul"] = [[1e9, 5e14], [1e10, 5e13], [1e11, 9.89e14]]
-    from_json(given, "m")
+    read_back = to_json(from_json(given, "m"))
+    assert read_back["fetch_together"] == 1e11
+    assert read_back["rates"]["bfloat16"]["matmul"] == given["rates"]["bfloat16"]["matmul"]
 
 
 def test_the_spread_is_read_and_shown_to_be_one() -> None:
