@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from farspan.memory import exact, solver
 from farspan.memory.check import check_placement
 from farspan.memory.exact import place_exactly, place_flat
-from farspan.memory.place import Request
+from farspan.memory.place import Placement, Request, place
 from farspan.memory.solver import Answer, Columns, Fit, fit
 from tests.memory.instances import HARD_CAPACITY, above_bound, hard, least_height, requests, tight
 
@@ -53,6 +53,18 @@ def test_a_capacity_below_the_bound_takes_no_search() -> None:
     found = place_exactly(hard("C"), 60.0, 1000)
     assert found.nodes == 0
     assert found.proved_bound > 1000
+
+
+def test_greedy_orders_leave_time_for_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def orders(problem: list[Request], seconds: float) -> Placement:
+        given.append(seconds)
+        return place(problem)
+
+    monkeypatch.setattr(exact, "place_greedily", orders)
+    place_exactly(above_bound(), 8.0)
+    assert given == [4.0]
 
 
 def test_what_was_not_proved_is_not_called_optimal(monkeypatch: pytest.MonkeyPatch) -> None:

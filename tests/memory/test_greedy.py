@@ -1,15 +1,19 @@
 """Greedy placements are placements, and more orders never make them higher."""
 
 import time
+from collections.abc import Sequence
 from random import Random
 
 import pytest
 from hypothesis import given
 
+from farspan.memory import greedy as greedy_module
+from farspan.memory import place as place_module
 from farspan.memory import solver
 from farspan.memory.check import check_placement, sweep_placement
 from farspan.memory.greedy import ORDERS, place_greedily
 from farspan.memory.place import Request, lowest_of, place
+from farspan.memory.solver import Columns
 from tests.memory.instances import hard, requests
 
 
@@ -39,6 +43,27 @@ def test_best_fit_is_lower_where_first_fit_splits_the_larger_gap() -> None:
 
 def test_several_orders_are_worth_their_time() -> None:
     assert place_greedily(hard("K")).height < place(hard("K")).height
+
+
+def test_time_ends_the_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each order takes 4 s of a clock: of 10 s two are taken, of none one all the same."""
+    now = [0.0]
+    tried: list[bool] = []
+
+    def slow(columns: Columns, order: Sequence[int], best: bool = False) -> list[int]:
+        now[0] += 4.0
+        tried.append(best)
+        return solver.greedy(columns, order, best)
+
+    for module in (place_module, greedy_module):
+        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(place_module, "greedy", slow)
+    for seconds, orders in ((10.0, 2), (0.0, 1), (1e9, 2 * len(ORDERS))):
+        tried.clear()
+        found = place_greedily(hard("K"), seconds)
+        check_placement(hard("K"), found)
+        assert len(tried) == orders
+    assert found == place_greedily(hard("K"))
 
 
 @pytest.mark.skipif(not solver.available(), reason="the native library is not built")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from farspan.memory import mip, solver
 from farspan.memory.check import check_placement
 from farspan.memory.exact import place_exactly
-from farspan.memory.mip import overlapping, place_by_mip, write_program
+from farspan.memory.mip import count_overlapping, overlapping, place_by_mip, write_program
 from farspan.memory.place import Placement, Request, live_peak
 from farspan.spec import Refused
 from tests.memory.instances import above_bound, least_height, requests, tight
@@ -60,6 +60,60 @@ def test_its_optimum_is_that_of_brute_force(problem: list[Request]) -> None:
     check_placement(problem, found.placement)
     assert found.optimal
     assert found.placement.height == least_height(problem)
+
+
+@st.composite
+def one_huge(draw: st.DrawFn, most: int = 40) -> list[Request]:
+    """A few bytes beside one request of up to 2^most."""
+    problem = [r for r in draw(requests(most=5, sizes=9, times=8)) if r.size < 10**12]
+    huge = Request(2 ** draw(st.integers(10, most)) + draw(st.integers(-1, 1)), 0, 9)
+    return [*problem, huge]
+
+
+@given(one_huge())
+@settings(deadline=None, max_examples=60)
+def test_beside_a_huge_request_no_proof_is_wrong(problem: list[Request]) -> None:
+    """HiGHS is right to a millionth of the arena: below that it decides nothing."""
+    found = place_by_mip(problem)
+    check_placement(problem, found.placement)
+    least = least_height(problem)
+    assert found.proved_bound <= least
+    assert not found.optimal or found.placement.height == least
+
+
+@given(one_huge(most=15), st.sampled_from([1, 512, 2**30]))
+@settings(deadline=None, max_examples=20)
+def test_what_is_far_above_its_tolerance_is_proved(problem: list[Request], unit: int) -> None:
+    problem = [Request(r.size * unit, r.born, r.dies) for r in problem]
+    found = place_by_mip(problem)
+    assert found.optimal
+    assert found.placement.height == least_height(problem)
+
+
+def test_a_million_bytes_beside_one() -> None:
+    """The bound is reached by greedy placement; HiGHS ends one byte above it, at its tolerance."""
+    lives = [(1, 1, 3), (8, 0, 4), (10**6, 3, 4), (1, 0, 4), (8, 2, 4), (7, 0, 2)]
+    problem = [Request(*life) for life in lives]
+    assert place_by_mip(problem).placement.height == 1_000_017 == live_peak(problem)
+
+
+def test_a_solver_that_ends_wrongly_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says infeasible of what the greedy orders place, or optimal of a height that is not."""
+
+    class Wrong:
+        x, message, mip_dual_bound = None, "The problem is infeasible.", None
+
+    monkeypatch.setattr(mip, "_solve", lambda *_: Wrong)
+    found = place_by_mip(above_bound())
+    check_placement(above_bound(), found.placement)
+    assert found.proved_bound == 8
+    with pytest.raises(Refused, match=r"no placement found .* The problem is infeasible"):
+        place_by_mip(above_bound(), capacity=8)
+
+
+@given(requests(times=6))
+def test_pairs_are_counted_before_they_are_written(problem: list[Request]) -> None:
+    assert count_overlapping(problem) == len(overlapping(problem))
 
 
 @library

@@ -65,7 +65,7 @@ def place_command(
             "bilevel where that proves nothing."
         ),
     ] = Method.AUTO,
-    time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds of search.")] = 60.0,
+    time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds of placing.")] = 60.0,
     alignment: Annotated[
         int | None,
         typer.Option(min=1, help=f"Of addresses, bytes; default {ALIGNMENT}, of a CSV 1."),
@@ -98,7 +98,7 @@ def place_command(
 
 
 def flat(question: Question) -> tuple[Solution, str]:
-    return place_flat(question.requests), Method.FLAT
+    return place_flat(question.requests, question.seconds), Method.FLAT
 
 
 def exact(question: Question) -> tuple[Solution, str]:

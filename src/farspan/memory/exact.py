@@ -17,6 +17,8 @@ from farspan.memory.greedy import place_greedily
 from farspan.memory.place import Placement, Request, placed_at, to_columns
 from farspan.memory.solver import Answer, Columns, fit
 
+# Of the time, what greedy orders may take before the search: 20,000 requests need a few seconds.
+GREEDY_SHARE = 0.5
 # Of the time left, what one height between the bound and the lowest found may take.
 SHARE = 0.25
 
@@ -36,10 +38,10 @@ class Solution:
         return self.placement.height == self.proved_bound
 
 
-def place_flat(requests: Sequence[Request]) -> Solution:
+def place_flat(requests: Sequence[Request], seconds: float = math.inf) -> Solution:
     """All requests at once, greedily."""
     begin = perf_counter()
-    found = place_greedily(requests)
+    found = place_greedily(requests, seconds)
     return Solution(found, least_height(requests, found), perf_counter() - begin)
 
 
@@ -57,7 +59,7 @@ def place_exactly(
 
     Raises NativeError where the native library is absent."""
     begin = perf_counter()
-    flat = place_flat(requests)
+    flat = place_flat(requests, seconds * GREEDY_SHARE)
     search = _Search(requests, flat, begin + seconds)
     if capacity is None:
         search.ask(flat.proved_bound, 0.5)

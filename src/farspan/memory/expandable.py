@@ -7,11 +7,12 @@
     pages: 2 MiB for requests to 1 MiB, 20 MiB for all others
 
 A request that no free block holds has pages mapped at the lowest address where free and unmapped
-blocks make room for it. A max_split_size limits which free block serves a request, as in the caching
-allocator, but neither the splitting nor the blocks that pages are mapped behind. Memory goes back to the device only when it is full: then every page that
-is free as a whole is unmapped, and the request tried once more. The rules are those of
-c10/cuda/CUDACachingAllocator.cpp in PyTorch 2.11 to 2.13. The capacity is what the driver has, not
-a memory fraction, which PyTorch compares in steps of 2 MiB before it maps pages of 20.
+blocks make room for it. A max_split_size limits which free block serves a request, as in the
+caching allocator, but neither the splitting nor what pages are mapped behind. Memory goes back to
+the device only when it is full: then every page that is free as a whole is unmapped, and the
+request tried once more. The rules are those of c10/cuda/CUDACachingAllocator.cpp in PyTorch 2.11 to
+2.13. The capacity is what the driver has, not a memory fraction, which PyTorch compares in steps of
+2 MiB before it maps pages of 20.
 """
 
 from bisect import bisect_left, insort

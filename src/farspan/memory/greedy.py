@@ -5,6 +5,8 @@ lifetime, some by birth, and what is left between them and the bound is for `exa
 """
 
 from collections.abc import Sequence
+from math import inf
+from time import perf_counter
 
 from farspan.memory.place import (
     Order,
@@ -50,9 +52,15 @@ ORDERS: tuple[Order, ...] = (
 )
 
 
-def place_greedily(requests: Sequence[Request]) -> Placement:
-    """The lowest of first fit over all orders and, for small problems, of best fit."""
-    found = lowest_of(requests, ORDERS)
-    if found.height == found.lower_bound or len(requests) > BEST_FIT_REQUESTS:
+def place_greedily(requests: Sequence[Request], seconds: float = inf) -> Placement:
+    """The lowest of first fit over all orders and, for small problems, of best fit. At least one
+    order is tried, the others while there is time."""
+    begin = perf_counter()
+    end = begin + seconds
+    found = lowest_of(requests, ORDERS, end=end)
+    now = perf_counter()
+    late = now + (now - begin) > end
+    if found.height == found.lower_bound or len(requests) > BEST_FIT_REQUESTS or late:
         return found
-    return min(found, lowest_of(requests, ORDERS, best_fit=True), key=lambda p: p.height)
+    best = lowest_of(requests, ORDERS, best_fit=True, end=end)
+    return min(found, best, key=lambda placement: placement.height)

@@ -8,8 +8,14 @@
 E are the pairs that live at one time. (The paper prints A_j in the first line; nothing else there
 has a j, so A_i is meant.) M_cap switches a row off, and what it leaves of the bound is nothing
 until z is decided: the program certifies small cases, some 40 requests, and is there for that.
+
+Sizes are whole numbers, in units of their greatest common divisor, so that heights differ by a unit
+at least. The solver's numbers are right up to a tolerance; what it says of the optimum counts where
+the tolerance is below a unit, which is for arenas of less than a million units.
 """
 
+import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -17,7 +23,7 @@ from time import perf_counter
 from typing import Any
 
 from farspan.lazy import load
-from farspan.memory.exact import Solution
+from farspan.memory.exact import GREEDY_SHARE, Solution, least_height
 from farspan.memory.greedy import place_greedily
 from farspan.memory.place import Placement, Request, live_peak, placed_at
 from farspan.spec import Refused
@@ -25,6 +31,9 @@ from farspan.spec import Refused
 Pairs = list[tuple[int, int]]
 # More makes rows by the million, of which no solver makes anything in a useful time.
 MOST_PAIRS = 50_000
+# HiGHS takes a z for whole and a row for kept that are off by so much, and stops that close to the
+# optimum (primal_feasibility_tolerance, mip_feasibility_tolerance, mip_abs_gap).
+TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +44,7 @@ class Program:
     rows: list[tuple[int, int, float]]  # row, column, coefficient
     limits: list[float]
     variables: int
-    cap: float  # M_cap
+    cap: int  # M_cap
 
 
 def overlapping(requests: Sequence[Request]) -> Pairs:
@@ -48,11 +57,20 @@ def overlapping(requests: Sequence[Request]) -> Pairs:
     ]
 
 
+def count_overlapping(requests: Sequence[Request]) -> int:
+    """How many pairs E has, in n log n: all but those where one dies before the other is born."""
+    alive = [r for r in requests if r.born < r.dies]
+    deaths = sorted(r.dies for r in alive)
+    apart = sum(bisect_right(deaths, r.born) for r in alive)
+    return len(alive) * (len(alive) - 1) // 2 - apart
+
+
 def write_program(requests: Sequence[Request], unit: int, capacity: int) -> Program:
-    """The rows of the program; sizes and M_cap in units of `unit` bytes."""
+    """The rows of the program; sizes and M_cap in units of `unit` bytes, of which every size is a
+    multiple."""
     count, pairs = len(requests), overlapping(requests)
-    sizes = [r.size / unit for r in requests]
-    cap = capacity / unit
+    sizes = [r.size // unit for r in requests]
+    cap = capacity // unit
     rows: list[tuple[int, int, float]] = []
     limits: list[float] = []
     for i, size in enumerate(sizes):
@@ -69,26 +87,44 @@ def write_program(requests: Sequence[Request], unit: int, capacity: int) -> Prog
 def place_by_mip(
     requests: Sequence[Request], seconds: float = 60.0, capacity: int | None = None
 ) -> Solution:
-    """The program's optimum; M_cap is the capacity, or what greedy placement needs, which is
-    tighter than any device. Raises Refused without scipy, for a capacity below the optimum, and
-    when nothing is found in time."""
+    """The program's solution, or the greedy one where that is lower or the only one in time; it is
+    proved only where the solver's bound reaches it beyond its tolerance, or the most bytes alive
+    do. M_cap is what greedy placement needs, which is tighter than any device, or the capacity.
+
+    Raises Refused without scipy, for too many pairs, and when no placement within the capacity was
+    found, which does not say that there is none."""
     begin = perf_counter()
-    greedy = place_greedily(requests)
+    pairs = count_overlapping(requests)
+    if pairs > MOST_PAIRS:
+        raise Refused(f"mip: {pairs} pairs live together, at most {MOST_PAIRS} are tried")
+    greedy = place_greedily(requests, seconds * GREEDY_SHARE)
     if not requests or greedy.height == 0:
         return Solution(greedy, greedy.height, perf_counter() - begin)
-    program = write_program(
-        requests, greedy.height, greedy.height if capacity is None else capacity
-    )
-    if len(program.pairs) > MOST_PAIRS:
+    unit = math.gcd(*(r.size for r in requests))
+    cap = greedy.height if capacity is None else min(capacity, greedy.height)
+    program = write_program(requests, unit, cap)
+    left = max(0.0, seconds - (perf_counter() - begin))
+    answer = _solve(program, len(requests), left)
+    found = None if answer.x is None else _exact_addresses(requests, program, answer.x)
+    kept = [p for p in (greedy, found) if p and (capacity is None or p.height <= capacity)]
+    if not kept:
         raise Refused(
-            f"mip: {len(program.pairs)} pairs live together, at most {MOST_PAIRS} are tried"
+            f"mip: no placement found of at most {cap:,} bytes in {seconds:g} s, which proves "
+            f"nothing: {answer.message}"
         )
-    answer = _solve(program, len(requests), seconds)
-    if answer.x is None:
-        raise Refused(f"mip: no placement found in {seconds:g} s or none exists: {answer.message}")
-    placement = _exact_addresses(requests, program, answer.x)
-    proved = placement.height if answer.status == 0 else live_peak(requests)
-    return Solution(placement, proved, perf_counter() - begin)
+    best = min(kept, key=lambda placement: placement.height)
+    bound = _proved(answer.mip_dual_bound, program.cap) * unit
+    least = least_height(requests, greedy)
+    proved = best.height if bound == best.height else least
+    return Solution(best, proved, perf_counter() - begin)
+
+
+def _proved(bound: float | None, cap: int) -> int:
+    """Units that every placement needs after the solver's bound: no less of it than its rows and
+    its z, which count M_cap times, may be off."""
+    if bound is None or not math.isfinite(bound):
+        return 0
+    return math.ceil(bound - TOLERANCE * (2 + cap))
 
 
 def _solve(program: Program, count: int, seconds: float) -> Any:
@@ -102,7 +138,7 @@ def _solve(program: Program, count: int, seconds: float) -> Any:
         raise Refused("mip: needs scipy; install it with `pip install farspan[mip]`") from error
     rows, columns, values = zip(*program.rows, strict=True)
     whole = [0] * (count + 1) + [1] * len(program.pairs)
-    upper = [float("inf")] * count + [program.cap] + [1.0] * len(program.pairs)
+    upper = [float("inf")] * count + [float(program.cap)] + [1.0] * len(program.pairs)
     shape = (len(program.limits), program.variables)
     return milp(
         [0.0] * count + [1.0] + [0.0] * len(program.pairs),
@@ -115,9 +151,10 @@ def _solve(program: Program, count: int, seconds: float) -> Any:
 
 def _exact_addresses(
     requests: Sequence[Request], program: Program, x: Sequence[float]
-) -> Placement:
-    """Whole bytes: the order that z decides, each buffer as low as what lies below it allows. The
-    solver's own addresses are right up to its tolerance only, a millionth of M_cap."""
+) -> Placement | None:
+    """Whole bytes: the order that z decides, each buffer as low as what lies below it allows;
+    nothing where that is no order, since sizes below the tolerance decide none. The solver's own
+    addresses are right up to a millionth of M_cap only."""
     below: dict[int, list[int]] = {i: [] for i in range(len(requests))}
     for z, (i, j) in enumerate(program.pairs, len(requests) + 1):
         low, high = (i, j) if x[z] < 0.5 else (j, i)
@@ -126,8 +163,6 @@ def _exact_addresses(
     try:
         for i in TopologicalSorter(below).static_order():
             addresses[i] = max((addresses[j] + requests[j].size for j in below[i]), default=0)
-    except CycleError as error:
-        raise Refused(
-            "mip: the sizes are too different for the solver's tolerance; use the method exact"
-        ) from error
+    except CycleError:
+        return None
     return placed_at(requests, addresses, live_peak(requests))

@@ -150,8 +150,8 @@ def _lowered(rows: Sequence[Row], requests: Sequence[Request]) -> ReplayPlan:
 def _place(requests: Sequence[Request], seconds: float) -> Placement:
     if not requests:
         return Placement((), 0, 0)
-    found = place_exactly(requests, seconds) if available() else place_flat(requests)
-    return found.placement
+    placer = place_exactly if available() else place_flat
+    return placer(requests, seconds).placement
 
 
 def _borders(trace: Trace, number: int = -1) -> tuple[int, int]:
