@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from benchmarks.gpu_allocator.children import Clock, Outcome, read_rows, run_chi
 from benchmarks.gpu_allocator.mapping import CHUNKS
 from benchmarks.gpu_allocator.prepared import Prepared, mallocs
 from benchmarks.gpu_allocator.replayed import COMPLETED, OUT_OF_MEMORY, Pass, serve, smallest
-from benchmarks.gpu_allocator.served import CONTENDERS, Modelled
+from benchmarks.gpu_allocator.served import CONTENDERS, Modelled, limit_pytorch
 from benchmarks.gpu_allocator.traces import divided
 from farspan.memory.caching import CachingAllocator
 from farspan.memory.compare import FREED
@@ -74,8 +75,7 @@ def check_replay(found: dict[str, Any]) -> None:
 def check_finetune(found: dict[str, Any]) -> None:
     runs = {run["contender"]: run for run in found["runs"]}
     assert runs["caching allocator"]["steps"] == found["work"]["steps"]
-    assert found["completed"] == 2
-    assert found["losses_equal"] is True
+    assert (found["completed"], found["losses_equal"]) == (1, True)
     # A contender that cannot be is recorded as failed, with the reason.
     assert runs["stitching, 2 MiB"]["ended"] == "failed"
     assert "built without CUDA" in runs["stitching, 2 MiB"]["words"]
@@ -198,6 +198,20 @@ def test_what_is_alive_when_memory_is_out_is_freed() -> None:
     for _ in range(2):
         assert serve(served, steps, Clock.of(60)) == (OUT_OF_MEMORY, 1)
     assert serve(served, steps[:1], Clock.of(60)) == (COMPLETED, 1)
+
+
+def test_a_limit_is_a_share_that_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    total = 150_109_880_320
+    shares: list[float] = []
+    properties = SimpleNamespace(total_memory=total)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
+    wanted = [chunks * 2 * MIB for chunks in range(1, 70_000, 37)]
+    for capacity in (*wanted, 2 * total):
+        limit_pytorch(capacity)
+    # What PyTorch makes of a share, in whole segments of 2 MiB.
+    assert [int(share * total) // (2 * MIB) * (2 * MIB) for share in shares[:-1]] == wanted
+    assert shares[-1] == 1.0
 
 
 def test_losses_that_differ_are_told() -> None:

@@ -82,6 +82,7 @@ def measured(place: parts.Place, seconds: float, save: Callable[[Any], None]) ->
     clock = Clock.of(seconds)
     record: dict[str, Any] = {
         "machine": machine() if place.device == "cpu" else None,
+        "cuda": torch.version.cuda,
         "device": place.device,
         "tiny": place.tiny,
         "driver": "fake" if place.driver else "real" if place.device == "cuda" else None,

@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.gpu_allocator.children import Clock, Row, add_row, settings_of
-from benchmarks.gpu_allocator.served import SLACK, Contender, out_of_memory
+from benchmarks.gpu_allocator.served import Contender, limit_pytorch, out_of_memory
 from benchmarks.gpu_allocator.work import FULL, TINY, Work
 from farspan import memory
 
@@ -59,8 +59,7 @@ def limit_memory(contender: Contender, device: str, limit: int) -> None:
     if contender.mode:
         memory.install(contender.mode, chunk=contender.chunk, capacity=limit)
     elif device == "cuda" and limit:
-        total = torch.cuda.mem_get_info()[1]
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (limit + SLACK) / total))
+        limit_pytorch(limit)
 
 
 def train(work: Work, device: str, contender: Contender, settings: Mapping[str, Any]) -> str:

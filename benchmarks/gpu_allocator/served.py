@@ -69,6 +69,13 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, kinds) or "out of memory" in str(error)
 
 
+def limit_pytorch(capacity: int) -> None:
+    """PyTorch's own allocator reserves so many bytes at most; it takes them as a share of what the
+    device's properties have, which the driver may count otherwise than its free memory."""
+    total = torch.cuda.get_device_properties(DEVICE).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (capacity + SLACK) / total))
+
+
 class OfTorch:
     """Whatever allocator this process's PyTorch has on its GPU."""
 
@@ -77,16 +84,14 @@ class OfTorch:
     def __init__(self) -> None:
         torch.cuda.init()
         torch.cuda.set_device(DEVICE)
-        free, self._total = torch.cuda.mem_get_info()
-        self.capacity = free - MARGIN
+        self.capacity = torch.cuda.mem_get_info()[0] - MARGIN
         core: Any = torch._C
         alloc: Callable[[int, int], int] = core._cuda_cudaCachingAllocator_raw_alloc
         self.alloc: Callable[[int], int] = lambda size: alloc(size, 0)
         self.free: Callable[[int], None] = core._cuda_cudaCachingAllocator_raw_delete
 
     def limit(self, capacity: int) -> None:
-        share = min(1.0, (capacity + SLACK) / self._total)
-        torch.cuda.set_per_process_memory_fraction(share)
+        limit_pytorch(capacity)
 
     def clear(self) -> None:
         torch.cuda.synchronize()
