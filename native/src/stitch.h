@@ -23,7 +23,8 @@ struct Mix {
 
 // Blocks of whole chunks, and of tail chunks where they end. Whatever is idle serves: but for calls
 // that fail, malloc finds memory if and only if the stream's idle units and those below the
-// capacity are enough. The states of BestFit, Algorithm 1, are branches of malloc; S5 is its caller's.
+// capacity are enough. The states of BestFit, Algorithm 1, are branches of malloc; S5 is its
+// caller's.
 //
 // Not thread-safe; nothing here throws or waits, but release, StitchFree (they wait for the work
 // through the addresses that they unmap) and what runs out of host memory.
