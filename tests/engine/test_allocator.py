@@ -4,6 +4,7 @@ A PyTorch without CUDA has none of the names, so they are put there: what they a
 what they return is what torch.cuda.memory of 2.13 does with them.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -212,3 +213,51 @@ def test_options_keep_what_is_given() -> None:
     made = memory.install("stitch", options=Options(Backend.NULL, fragment_limit=7, peers=2))
     assert made.options.backend is Backend.CUDA
     assert (made.options.fragment_limit, made.options.peers) == (7, 2)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_chunk_and_capacity_may_stand_in_the_options() -> None:
+    wanted = Options(chunk=32 * MIB, capacity=512 * MIB)
+    made = memory.install("stitch", options=wanted)
+    assert (made.options.chunk, made.options.capacity) == (32 * MIB, 512 * MIB)
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(
+    "given", [{"chunk": 4 * MIB}, {"chunk": 32 * MIB}, {"capacity": 1}, {"capacity": 0}]
+)
+def test_what_both_say_is_refused(given: dict[str, Any]) -> None:
+    """Also what is equal: which one counts would be a guess when one of them changes."""
+    ((name, value),) = given.items()
+    with pytest.raises(Refused, match=f"{name}: {value} is given, and [0-9]+ in options"):
+        memory.install("stitch", **given, options=Options(chunk=32 * MIB, capacity=512 * MIB))
+    assert memory.installed() is None
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from farspan_sibling import WORD
+sys.path.append("left behind")
+Path(sys.argv[1]).write_text(f"{WORD} {sys.path[0]}")
+"""
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_recorded_program_imports_what_lies_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `python train.py` does; a link to it is followed. Afterwards the path is as it was."""
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    for folder in (home, elsewhere):
+        folder.mkdir()
+    (home / "farspan_sibling.py").write_text("WORD = 'found'")
+    (home / "train.py").write_text(SCRIPT)
+    (elsewhere / "link.py").symlink_to(home / "train.py")
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.delitem(sys.modules, "farspan_sibling", raising=False)
+    path, arguments = sys.path[:], sys.argv
+    with pytest.raises(Refused, match="did not use the GPU"):
+        allocator.record_script(Path("link.py"), ["witness"])
+    assert (elsewhere / "witness").read_text() == f"found {home.resolve()}"
+    assert (sys.path, sys.argv) == (path, arguments)

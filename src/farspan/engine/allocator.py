@@ -29,8 +29,6 @@ from farspan.memory.replay import ReplayPlan, load_plan
 from farspan.memory.trace import Trace
 from farspan.spec import Refused
 
-CHUNK = 2 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class Installed:
@@ -59,8 +57,8 @@ def install(
     plan: ReplayPlan | Path | str | None = None,
     *,
     trace: Path | str | None = None,
-    chunk: int = CHUNK,
-    capacity: int = 0,
+    chunk: int | None = None,
+    capacity: int | None = None,
     options: Options | None = None,
 ) -> Installed:
     """Makes the native allocator PyTorch's CUDA allocator. Call it before CUDA starts.
@@ -69,13 +67,15 @@ def install(
     "replay" serves each tensor of `plan` at its address, from the second iteration on, and stitches
     the others; without a plan it records its second iteration and plans for itself. A plan is a
     value of plan_iteration(), or a file of `farspan memory place` with the `trace` it was made of.
-    `chunk`: bytes of a physical chunk, a multiple of 2 MiB. `capacity`: bytes to be reserved on a
-    device at most, 0 for all it has. `options` has the rest. Raises Refused, and then nothing has
-    changed.
+    `chunk`: bytes of a physical chunk, a multiple of 2 MiB, which is the default. `capacity`: bytes
+    to be reserved on a device at most; by default all it has. `options` has the rest, and may have
+    these two in their place. Raises Refused, and then nothing has changed.
     """
     _refuse_unwanted(mode, plan, trace)
+    base = options or Options()
+    chunk, capacity = _once("chunk", chunk, base), _once("capacity", capacity, base)
+    wanted = replace(base, backend=Backend.CUDA, chunk=chunk, capacity=capacity)
     given = load_plan(Path(plan), Path(trace or "")) if isinstance(plan, Path | str) else plan
-    wanted = replace(options or Options(), backend=Backend.CUDA, chunk=chunk, capacity=capacity)
     refuse_unready()
     library(LIBRARY)
     refuse_without_virtual_memory(wanted.library or DRIVER)
@@ -132,23 +132,35 @@ def followed(device: int | None = None) -> ReplayPlan | None:
 
 
 def record_script(script: Path, arguments: Sequence[str] = ()) -> Trace:
-    """Runs a Python program in this process under the recording allocator; what its first GPU
-    was asked for. Raises Refused, or what the program raises."""
+    """Runs a Python program in this process under the recording allocator, as `python SCRIPT`
+    would: it imports what lies beside it. Returns what the GPU that is current at its end was asked
+    for. Raises Refused, or what the program raises."""
     if not script.is_file():
         raise Refused(f"record: {script} is no file")
     install("record")
-    before = sys.argv
+    before, path = sys.argv, sys.path[:]
     sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as error:
         if error.code:
             raise
     finally:
-        sys.argv = before
+        sys.argv, sys.path[:] = before, path
     if not torch.cuda.is_initialized():
         raise Refused(f"record: {script} did not use the GPU")
     return recorded()
+
+
+def _once(name: str, given: int | None, options: Options) -> int:
+    """A keyword's value, or that in the options. Raises Refused for what both say."""
+    value: int = getattr(options, name)
+    if given is None:
+        return value
+    if value != getattr(Options(), name):
+        raise Refused(f"{name}: {given} is given, and {value} in options; give it once")
+    return given
 
 
 def _refuse_unwanted(mode: str, plan: object, trace: object) -> None:

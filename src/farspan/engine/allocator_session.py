@@ -46,10 +46,11 @@ class Session:
             self._follow(device, plan_iteration(iteration(self.memory.recorded(device))))
 
     def _follow(self, device: int, plan: ReplayPlan) -> None:
-        """From the iteration on that begins next. Where there is no room for the arena, or tensors
-        of the plan before are still there, stitching goes on as it was, and a warning says so."""
-        self.memory.of(device).release()  # the arena needs the chunks that served without it
+        """From the iteration on that begins next. Where there is no room for the arena, a stream
+        cannot be waited for, or tensors of the plan before are still there, stitching goes on as it
+        was, and a warning says so."""
         try:
+            self.memory.of(device).release()  # the arena needs the chunks that served without it
             self.memory.follow(device, plan)
         except NativeError as error:
             warnings.warn(f"replay: the plan cannot be followed: {error}", stacklevel=4)
