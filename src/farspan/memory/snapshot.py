@@ -78,29 +78,47 @@ class _Reading:
         self.freed: set[int] = set()  # addresses whose last tensor was freed
         self.streams: dict[int, int] = {0: 0}  # the allocator's number of a stream to ours
         self.before: list[Event] = []
+        self.told: list[str] = []  # of each of these, where
         self.events: list[Event] = []
         self.next = 0
 
     def trace(self, entries: list[Any], segments: Any) -> Trace:
         places = [self._read(number, entry) for number, entry in enumerate(entries)]
-        self._add_older(segments)
+        if not isinstance(segments, list):
+            raise Refused(f"{self.name}: segments: expected a list, got {_shown(segments)}")
+        for number, segment in enumerate(segments):
+            self._add_older(f"{self.name}: segment {number}", segment)
         events = (*self.before, *self.events)
-        entry_of = [0] * len(self.before) + [n for n, read in enumerate(places) if read]
+        where = self.told + [self._where(n) for n, read in enumerate(places) if read]
         for index, words in faults(events):
-            raise Refused(f"{self._where(entry_of[index])}: {words}")
+            raise Refused(f"{where[index]}: {words}")
         return Trace(events, self.name)
 
-    def _add_older(self, segments: Any) -> None:
+    def _add_older(self, where: str, segment: Any) -> None:
         """What was there before the first entry and still is: only the segments know of it."""
-        for segment in segments if isinstance(segments, list) else ():
-            if not isinstance(segment, dict) or segment.get("device", 0) != self.device:
-                continue
-            address = segment.get("address", 0)
-            for block in segment.get("blocks", ()):
-                if block.get("state") == IN_USE and address not in self.tensors:
-                    size = block.get("requested_size", block["size"])
-                    self.before.append(self._malloc(address, size, segment.get("stream", 0)))
-                address += block["size"]
+        if not isinstance(segment, dict):
+            raise Refused(f"{where}: expected a segment, got {_shown(segment)}")
+        if _number(segment, "device", where, 0) != self.device:
+            return
+        address, stream = (_number(segment, field, where, 0) for field in ("address", "stream"))
+        blocks = segment.get("blocks", [])
+        if not isinstance(blocks, list):
+            raise Refused(f"{where}: blocks: expected a list, got {_shown(blocks)}")
+        for number, block in enumerate(blocks):
+            within = f"{where}: block {number}"
+            if not isinstance(block, dict):
+                raise Refused(f"{within}: expected a block, got {_shown(block)}")
+            size = _number(block, "size", within)
+            if size < 0:
+                raise Refused(f"{within}: size {size}, expected at least 0 bytes")
+            if block.get("state") == IN_USE and address not in self.tensors:
+                asked = _number(block, "requested_size", within, size)
+                self._add_before(within, address, asked, stream)
+            address += size
+
+    def _add_before(self, where: str, address: int, size: int, stream: int) -> None:
+        self.before.append(self._malloc(address, size, stream))
+        self.told.append(where)
 
     def _where(self, number: int) -> str:
         return f"{self.name}: device {self.device}: entry {number}"
@@ -108,16 +126,17 @@ class _Reading:
     def _read(self, number: int, entry: Any) -> bool:
         """Whether the entry is an event."""
         if not isinstance(entry, dict) or not isinstance(entry.get("action"), str):
-            shown = repr(entry)[:SHOWN]
-            raise Refused(f"{self._where(number)}: expected an entry with an action, got {shown}")
+            raise Refused(
+                f"{self._where(number)}: expected an entry with an action, got {_shown(entry)}"
+            )
         action = entry["action"]
         if action in OTHERS:
             return False
         if action not in (ALLOC, FREED):
             raise Refused(f"{self._where(number)}: the action {action[:SHOWN]!r} is not known")
-        address, size, stream = (
-            self._number(number, entry, field) for field in ("addr", "size", "stream")
-        )
+        where = self._where(number)
+        address, size = (_number(entry, field, where) for field in ("addr", "size"))
+        stream = _number(entry, "stream", where, 0)
         if action == ALLOC:
             if address in self.tensors:
                 raise Refused(f"{self._where(number)}: alloc at an address that was not freed")
@@ -127,7 +146,7 @@ class _Reading:
         if address in self.freed:
             raise Refused(f"{self._where(number)}: free of {address:#x} a second time")
         if address not in self.tensors:
-            self.before.append(self._malloc(address, size, stream))
+            self._add_before(where, address, size, stream)
         self.freed.add(address)
         self.events.append(Free(self.tensors.pop(address)))
         return True
@@ -137,11 +156,16 @@ class _Reading:
         self.tensors[address] = tensor
         return Malloc(tensor, size, self.streams.setdefault(stream, len(self.streams)))
 
-    def _number(self, number: int, entry: dict[str, Any], field: str) -> int:
-        value = entry.get(field, 0 if field == "stream" else None)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise Refused(f"{self._where(number)}: {field}: expected a number, got {value!r}")
-        return value
+
+def _number(values: dict[Any, Any], field: str, where: str, default: int | None = None) -> int:
+    value = values.get(field, default)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise Refused(f"{where}: {field}: expected a number, got {_shown(value)}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:SHOWN]
 
 
 def _values(content: bytes, name: str) -> Any:
