@@ -12,7 +12,7 @@ from farspan.cli import memory_place
 from farspan.memory import solver
 from farspan.memory.check import PlacementError, check_placement
 from farspan.memory.exact import Solution, place_flat
-from farspan.memory.formats import write_trace
+from farspan.memory.formats import to_csv, to_text, write_trace
 from farspan.memory.place import Placement
 from farspan.memory.plan_file import read_plan, rounded
 from farspan.memory.trace import Malloc, Trace
@@ -68,6 +68,14 @@ def test_a_hard_instance_fits_into_its_capacity() -> None:
     assert answer["fits"] is True
     assert answer["alignment"] == 1
     assert answer["lower_bound"] < answer["peak"] <= HARD_CAPACITY
+
+
+@pytest.mark.parametrize("csv", [False, True])
+def test_the_content_decides_the_alignment(tmp_path: Path, csv: bool) -> None:
+    """A CSV's sizes are placed as they are, also in A.txt, and a trace's aligned, also in A.csv."""
+    path = tmp_path / ("step.txt" if csv else "step.csv")
+    path.write_text((to_csv if csv else to_text)(step(4)))
+    assert json.loads(call(path, "--json").output)["alignment"] == (1 if csv else 512)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.memory.formats import from_csv, from_text, read_trace, to_csv, to_text, write_trace
+from farspan.memory.formats import (
+    Format,
+    from_csv,
+    from_text,
+    read_format,
+    read_trace,
+    to_csv,
+    to_text,
+    write_trace,
+)
 from farspan.memory.place import Request
 from farspan.memory.trace import LARGEST, Free, Malloc, Mark, Trace
 from farspan.spec import Refused
@@ -68,6 +77,8 @@ def test_a_bare_file_that_ends_within_a_line_is_refused() -> None:
         ("malloc 5 -1\n", "f:1: size -1"),
         (f"malloc 5 {LARGEST + 1}\n", f"f:1: size {LARGEST + 1}"),
         (f"malloc 5 {'9' * 5000}\n", "f:1: expected"),
+        (f"free 5\nmalloc 6 1 stream {2**64}\n", "f:1: free of tensor 5"),
+        (f"malloc 5 1\nmalloc 6 1 stream {2**64}\n", f"f:2: stream {2**64}, expected 0 to"),
         ("# trace x\nmalloc 5 1\n# end 2\n", "f:3: 1 events came before"),
         ("# trace x\n# end 0\nmalloc 5 1\n", "f:3: the trace ended in line 2"),
         ("# trace x\nmalloc 5 1\n", "cut off"),
@@ -125,6 +136,21 @@ def test_lifetimes_of_any_csv_meet_as_they_did(rows: list[tuple[int, int, int]])
         assert met == (low < other + m and other < low + n)
 
 
+@given(traces(marks=False), st.data())
+def test_a_csv_that_was_cut_within_a_line_is_refused(trace: Trace, data: st.DataObject) -> None:
+    text = to_csv(trace)
+    cut = text[: data.draw(st.integers(1, len(text) - 1))]
+    if not cut.endswith("\n"):
+        with pytest.raises(Refused, match=r"^f:\d+: "):
+            from_csv(cut, "f")
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_any_line_break_ends_a_csv(end: str) -> None:
+    text = end.join(("id,lower,upper,size", "0,0,3,5", ""))
+    assert from_csv(text, "f").events == (Malloc(0, 5), Free(0))
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -134,6 +160,8 @@ def test_lifetimes_of_any_csv_meet_as_they_did(rows: list[tuple[int, int, int]])
         ("id,lower,upper,size\n1,3,3,4\n", "f:2: alive in"),
         ("id,lower,upper,size\n1,2,3,4\n1,5,6,4\n", "f:3: id 1 was given before"),
         ("id,lower,upper,size\n1,2,3,-4\n", "f:2: size -4"),
+        ("id,lower,upper,size\n1,2,3,512\n2,2,3,51", "f:3: cut off"),
+        ("id,lower,upper,size", "f:1: cut off"),
     ],
 )
 def test_broken_csv_is_refused_by_its_line(text: str, words: str) -> None:
@@ -148,12 +176,15 @@ def test_the_format_is_told_by_the_content(tmp_path: Path) -> None:
     place = tmp_path / "trace.bin"
     write_trace(SMALL, place)
     assert read_trace(place) == SMALL
+    assert read_format(place)[1] is Format.TEXT
     place.write_text("\ufeff" + to_csv(SMALL))
     assert read_trace(place).requests()[0] == Request(10, 0, 2)
+    assert read_format(place)[1] is Format.CSV
     snapshot = {"device_traces": [[{"action": "alloc", "addr": 16, "size": 3, "stream": 0}]]}
     for content in (pickle.dumps(snapshot), json.dumps(snapshot).encode()):
         place.write_bytes(content)
         assert read_trace(place).events == (Malloc(0, 3),)
+        assert read_format(place)[1] is Format.SNAPSHOT
 
 
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:

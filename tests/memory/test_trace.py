@@ -42,6 +42,8 @@ def test_the_peak_is_that_of_counting_along(trace: Trace) -> None:
         ((Malloc(3, 1), Malloc(3, 1)), "event 1: malloc of tensor 3, which was not freed"),
         ((Malloc(3, -1),), "event 0: size -1"),
         ((Malloc(3, LARGEST + 1),), f"event 0: size {LARGEST + 1}"),
+        ((Malloc(3, 1, -1),), "event 0: stream -1"),
+        ((Malloc(3, 1, 2**64),), f"event 0: stream {2**64}"),
     ],
 )
 def test_what_no_allocator_can_serve_is_refused(events: tuple[Event, ...], words: str) -> None:

@@ -14,7 +14,7 @@ from farspan.cli.ending import FAILED, typer_app
 from farspan.memory.bilevel import place_bilevel, segments
 from farspan.memory.check import sweep_placement
 from farspan.memory.exact import Solution, place_exactly, place_flat
-from farspan.memory.formats import read_trace
+from farspan.memory.formats import Format, read_format
 from farspan.memory.mip import place_by_mip
 from farspan.memory.place import Request
 from farspan.memory.plan_file import make_plan, rounded, write_plan
@@ -78,9 +78,9 @@ def place_command(
     """Plan an address for each tensor of a trace, as low as can be."""
     if not time_limit > 0:
         raise Refused(f"time-limit: expected more than 0 seconds, got {time_limit:g}")
-    read = read_trace(trace)
+    read, found = read_format(trace)
     if alignment is None:
-        alignment = 1 if trace.suffix == ".csv" else ALIGNMENT
+        alignment = 1 if found is Format.CSV else ALIGNMENT
     limit = None if capacity is None else read_bytes(capacity, "capacity")
     question = Question(read, rounded(read.requests(), alignment), time_limit, limit)
     solution, used = METHODS[method](question)

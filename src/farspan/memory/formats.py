@@ -9,13 +9,15 @@
 Text (MEMO 4.3.2) is what farspan writes: a line an event; `stream` is left out where it is 0; a
 free may name the size again, as MEMO's does; other lines with # are comments. What begins with
 `# trace` ends with `# end` and the number of its events. A CSV has one line a tensor, alive in
-[lower, upper). Snapshots: see `snapshot`. Which of these a file is, its content says, not its name.
+[lower, upper), and ends with a line break. Snapshots: see `snapshot`. Which of these a file is, its
+content says, not its name.
 """
 
 import csv
 import io
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from enum import Enum
 from pathlib import Path
 
 from farspan.memory.snapshot import is_snapshot, read_snapshot
@@ -28,15 +30,28 @@ _MALLOC = re.compile(r"malloc\s+(\d{1,30})\s+(-?\d{1,30})(?:\s+stream\s+(\d{1,30
 _FREE = re.compile(r"free\s+(\d{1,30})(?:\s+\d{1,30})?", re.ASCII)
 
 
+class Format(Enum):
+    """What a file with a trace is."""
+
+    TEXT = "MEMO's text"
+    CSV = "MiniMalloc's CSV"
+    SNAPSHOT = "PyTorch's memory snapshot"
+
+
 def read_trace(path: str | Path) -> Trace:
     """The trace in a file of any of the formats. Raises Refused naming the file and the line."""
+    return read_format(path)[0]
+
+
+def read_format(path: str | Path) -> tuple[Trace, Format]:
+    """The same, and which format it is in."""
     path = Path(path)
     try:
         content = path.read_bytes()
     except OSError as error:
         raise Refused(f"trace: {path} cannot be read: {error}") from error
     if is_snapshot(content):
-        return read_snapshot(content, path.name)
+        return read_snapshot(content, path.name), Format.SNAPSHOT
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -46,7 +61,9 @@ def read_trace(path: str | Path) -> Trace:
         ) from error
     if not text.strip("\ufeff \t\r\n"):
         raise Refused(f"{path}: is empty; a trace has at least one line, such as `malloc 0 512`")
-    return _reader(text)(text, path.name)
+    if _is_csv(text):
+        return from_csv(text, path.name), Format.CSV
+    return from_text(text, path.name), Format.TEXT
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
@@ -57,9 +74,9 @@ def write_trace(trace: Trace, path: str | Path) -> None:
         raise Refused(f"trace: {path} cannot be written: {error}") from error
 
 
-def _reader(text: str) -> Callable[[str, str], Trace]:
+def _is_csv(text: str) -> bool:
     first = next((line for line in text.splitlines() if line.strip("\ufeff \t")), "")
-    return from_csv if "," in first and not first.startswith("#") else from_text
+    return "," in first and not first.startswith("#")
 
 
 # -- MEMO's text -------------------------------------------------------------------------------
@@ -175,6 +192,8 @@ def from_csv(text: str, name: str) -> Trace:
         ]
     except csv.Error as error:
         raise Refused(f"{name}:{rows.line_num}: {error}") from error
+    if not text.endswith(("\n", "\r")):  # of the last number some digits may be missing
+        raise Refused(f"{name}:{rows.line_num}: cut off: a last line ends with a line break")
     changes: list[tuple[int, int, int, int, Event]] = []
     known: set[int] = set()
     for order, (number, (tensor, lower, upper, size)) in enumerate(found):

@@ -15,6 +15,7 @@ from farspan.memory.place import Request, live_peak
 from farspan.spec import Refused
 
 LARGEST = 2**50  # bytes of one request; more is a broken trace: no machine has a pebibyte
+LAST_STREAM = 2**64 - 1  # a stream is an address to CUDA
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ class Trace:
     """Events that an allocator can serve.
 
     Invariant: a tensor is freed only while it is alive, and asked for only while it is not; each
-    size is in [0, LARGEST]. Raises Refused with the number of the first event that breaks it.
+    size is in [0, LARGEST], each stream in [0, LAST_STREAM]. Raises Refused with the number of the
+    first event that breaks it.
     """
 
     events: tuple[Event, ...]
@@ -90,6 +92,8 @@ def faults(events: Iterable[Event]) -> Iterator[tuple[int, str]]:
                 yield index, f"malloc of tensor {event.tensor}, which was not freed"
             if not 0 <= event.size <= LARGEST:
                 yield index, f"size {event.size}, expected 0 to {LARGEST} bytes"
+            if not 0 <= event.stream <= LAST_STREAM:
+                yield index, f"stream {event.stream}, expected 0 to {LAST_STREAM}"
             alive.add(event.tensor)
         elif isinstance(event, Free):
             if event.tensor not in alive:
