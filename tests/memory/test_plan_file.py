@@ -9,7 +9,7 @@ from hypothesis import given
 
 from farspan.memory.place import place
 from farspan.memory.plan_file import Plan, digest, make_plan, read_plan, rounded, write_plan
-from farspan.memory.trace import Free, Malloc, Mark, Trace
+from farspan.memory.trace import LAST_STREAM, Free, Malloc, Mark, Trace
 from farspan.spec import Refused
 from tests.memory.traces import traces
 
@@ -55,6 +55,15 @@ def test_another_program_is_refused(tmp_path: Path, events: tuple[Any, ...]) -> 
         read_plan(tmp_path / "plan", Trace(events))
 
 
+def test_a_stream_is_any_address(tmp_path: Path) -> None:
+    trace = Trace((Malloc(0, 1, LAST_STREAM),))
+    write_plan(plan_of(trace), tmp_path / "plan")
+    assert read_plan(tmp_path / "plan", trace) == plan_of(trace)
+
+
+SHIFTED = [[100, 0, 2048], [600, 2, 1024], [5, 0, 2048]]
+
+
 def damage(**changes: Any) -> dict[str, Any]:
     return changes
 
@@ -73,6 +82,14 @@ def damage(**changes: Any) -> dict[str, Any]:
         (damage(peak="1"), "damaged.*expected a count, got '1'"),
         (damage(alignment=0), "damaged.*alignment 0"),
         (damage(optimal=1), "damaged.*optimal 1"),
+        (damage(tensors=[[1, 0, 0], [1, 2, 512], [1, 0, 0]]), "damaged: tensor 0 has 1 bytes"),
+        (damage(tensors=[[100, 0, 1024], [600, 3, 0], [5, 0, 1024]]), "tensor 1 .* on stream 3"),
+        (damage(tensors=[[100, 0, 1025], [600, 2, 0], [5, 0, 1024]], peak=1537), "no multiple"),
+        (damage(tensors=SHIFTED, peak=2560, optimal=True), "called optimal, and nothing lies"),
+        (damage(lower_bound=1), "damaged: lower bound 1, but 1536 bytes are alive"),
+        (damage(tensors=[[100, 0, 2**70]]), "damaged.*expected at most"),
+        (damage(tensors=[[100, 2**64, 0]]), "damaged.*expected at most"),
+        (damage(alignment=2**70), "damaged.*expected at most"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -84,7 +101,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, changes: dict[str, Any], mess
         read_plan(path, TRACE)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "malloc 1 2"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "malloc 1 2", "[" * 10**5])
 def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "plan").write_text(text)
     with pytest.raises(Refused, match="no plan"):

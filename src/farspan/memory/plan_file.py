@@ -18,11 +18,12 @@ from typing import Any
 
 from farspan.memory.check import PlacementError, sweep_placement
 from farspan.memory.library import Row
-from farspan.memory.place import Placement, Request, live_peak
-from farspan.memory.trace import Malloc, Mark, Trace
+from farspan.memory.place import Placement, Request
+from farspan.memory.trace import LAST_STREAM, Malloc, Mark, Trace
 from farspan.spec import Refused
 
 FORMAT, VERSION = "farspan memory plan", 1
+MOST = 2**63 - 1  # bytes that the native allocator can count
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +85,9 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 
 def read_plan(path: Path, trace: Trace) -> Plan:
-    """The plan, checked against the trace. Raises Refused for what is no plan, a plan of another
-    version or another program, and for one whose tensors overlap."""
+    """The plan, checked against the trace. That one above the lower bound is optimal took a search
+    to prove, and is believed unless nothing lies at address 0. Raises Refused for what is no plan,
+    a plan of another version or another program, and for one that does not hold together."""
     plan = _parse(path)
     if plan.program != digest(trace):
         raise Refused(
@@ -93,13 +95,32 @@ def read_plan(path: Path, trace: Trace) -> Plan:
             f"{plan.program[:12]}, the trace {trace.name or 'given'} has {len(trace.requests())} "
             f"and {digest(trace)[:12]}; place the trace again"
         )
-    requests = rounded(trace.requests(), plan.alignment)
-    addresses = tuple(row.address for row in plan.tensors)
     try:
-        sweep_placement(requests, Placement(addresses, plan.peak, live_peak(requests)))
+        _check(plan, trace)
     except PlacementError as error:
         raise Refused(f"{path}: the plan is damaged: {error}") from error
     return plan
+
+
+def _check(plan: Plan, trace: Trace) -> None:
+    """Raises PlacementError for rows that are not the trace's or not at the plan's alignment, for
+    tensors that overlap, and for a peak or a lower bound that is another."""
+    requests = rounded(trace.requests(), plan.alignment)
+    addresses = tuple(row.address for row in plan.tensors)
+    sweep_placement(requests, Placement(addresses, plan.peak, plan.lower_bound))
+    if plan.optimal and min(addresses, default=0) > 0:
+        raise PlacementError(f"called optimal, and nothing lies below {min(addresses)}")
+    mallocs = (event for event in trace.events if isinstance(event, Malloc))
+    for number, (row, malloc) in enumerate(zip(plan.tensors, mallocs, strict=True)):
+        if (row.size, row.stream) != (malloc.size, malloc.stream):
+            raise PlacementError(
+                f"tensor {number} has {row.size} bytes on stream {row.stream}, the trace's "
+                f"{malloc.size} on {malloc.stream}"
+            )
+        if row.address % plan.alignment:
+            raise PlacementError(
+                f"tensor {number} at {row.address}, no multiple of {plan.alignment}"
+            )
 
 
 def _parse(path: Path) -> Plan:
@@ -107,7 +128,7 @@ def _parse(path: Path) -> Plan:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise Refused(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refused(f"{path}: no plan: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise Refused(f"{path}: no plan: expected the format {FORMAT!r}")
@@ -120,7 +141,10 @@ def _parse(path: Path) -> Plan:
 
 
 def _plan(content: dict[str, Any]) -> Plan:
-    rows = tuple(Row(*map(_count, row)) for row in content["tensors"])
+    rows = tuple(
+        Row(_count(size), _count(stream, LAST_STREAM), _count(address))
+        for size, stream, address in content["tensors"]
+    )
     numbers = (_count(content[name]) for name in ("alignment", "peak", "lower_bound"))
     alignment, peak, lower_bound = numbers
     if alignment < 1:
@@ -131,7 +155,9 @@ def _plan(content: dict[str, Any]) -> Plan:
     return Plan(program, alignment, peak, lower_bound, content["optimal"], method, rows)
 
 
-def _count(value: Any) -> int:
+def _count(value: Any, most: int = MOST) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"expected a count, got {value!r}")
+    if value > most:
+        raise ValueError(f"expected at most {most}, got {value}")
     return value
