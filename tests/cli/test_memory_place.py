@@ -1,6 +1,7 @@
 """`farspan memory place` from end to end: what it prints, writes and refuses, and how it ends."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from farspan.memory import solver
 from farspan.memory.check import PlacementError, check_placement
 from farspan.memory.exact import Solution, place_flat
 from farspan.memory.formats import to_csv, to_text, write_trace
-from farspan.memory.place import Placement
+from farspan.memory.place import Placement, Request
 from farspan.memory.plan_file import read_plan, rounded
 from farspan.memory.trace import Malloc, Trace
 from farspan.spec import Refused
@@ -113,6 +114,20 @@ def test_no_time_is_refused(trace: Path) -> None:
     result = call(trace, "--time-limit", "0")
     assert isinstance(result.exception, Refused)
     assert "time-limit: expected more than 0 seconds" in str(result.exception)
+
+
+def test_the_time_limit_is_that_of_the_greedy_orders_too(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+
+    def timed(problem: Sequence[Request], seconds: float) -> Solution:
+        given.append(seconds)
+        return place_flat(problem)
+
+    monkeypatch.setattr(memory_place, "place_flat", timed)
+    assert call(trace, "--method", "flat", "--time-limit", 7).exit_code == 0
+    assert given == [7.0]
 
 
 def test_a_broken_trace_is_named(tmp_path: Path) -> None:
