@@ -1,5 +1,6 @@
 """`farspan memory place` from end to end: what it prints, writes and refuses, and how it ends."""
 
+import ctypes
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,6 +99,21 @@ def test_the_program_of_the_paper(tmp_path: Path) -> None:
     write_trace(step(1), path)
     result = call(path, "--method", "mip", "--json")
     assert json.loads(result.output)["optimal"] is True
+
+
+def test_what_the_solver_prints_is_not_among_the_answer(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def loud(problem: Sequence[Request], *_: object) -> Solution:
+        ctypes.CDLL(None).puts(b"a line of C")
+        return place_flat(problem)
+
+    monkeypatch.setattr(memory_place, "place_by_mip", loud)
+    result = call(trace, "--method", "mip", "--json")
+    assert json.loads(result.output)["method"] == "mip"
+    ctypes.CDLL(None).fflush(None)
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err) == ("", "a line of C\n")
 
 
 def test_bilevel_needs_layers(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """`farspan memory place`: a static plan for a trace."""
 
+import ctypes
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -29,6 +32,7 @@ app = typer_app()
 ALIGNMENT = 512
 # Of the time, when `auto` has layers to fall back on.
 EXACT_SHARE = 0.75
+STDOUT, STDERR = 1, 2
 
 
 class Method(StrEnum):
@@ -118,8 +122,23 @@ def bilevel(question: Question) -> tuple[Solution, str]:
 
 
 def mip(question: Question) -> tuple[Solution, str]:
-    found = place_by_mip(question.requests, question.seconds, question.capacity)
+    with _c_output_aside():
+        found = place_by_mip(question.requests, question.seconds, question.capacity)
     return found, Method.MIP
+
+
+@contextmanager
+def _c_output_aside() -> Iterator[None]:
+    """What C prints goes to stderr: HiGHS prints a line of its own where sizes are far apart, and
+    stdout may be the JSON."""
+    kept = os.dup(STDOUT)
+    os.dup2(STDERR, STDOUT)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(kept, STDOUT)
+        os.close(kept)
 
 
 def auto(question: Question) -> tuple[Solution, str]:
