@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import children
+from benchmarks.children import Clock, Outcome, read_rows, run_child
 from benchmarks.gpu_allocator import __main__ as program
-from benchmarks.gpu_allocator import children, parts
-from benchmarks.gpu_allocator.children import Clock, Outcome, read_rows, run_child
+from benchmarks.gpu_allocator import parts
 from benchmarks.gpu_allocator.mapping import CHUNKS
 from benchmarks.gpu_allocator.prepared import Prepared, mallocs
 from benchmarks.gpu_allocator.replayed import COMPLETED, OUT_OF_MEMORY, Pass, serve, smallest

@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.children import ROOT, Clock, words_of
 from benchmarks.gpu_allocator import parts
-from benchmarks.gpu_allocator.children import ROOT, Clock, words_of
 from farspan.engine.machine import machine
 from farspan.memory.library import library
 from farspan.memory.settings import MIB

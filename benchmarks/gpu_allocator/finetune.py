@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.gpu_allocator.children import Clock, Row, add_row, settings_of
+from benchmarks.children import Clock, Row, add_row, settings_of
 from benchmarks.gpu_allocator.served import Contender, limit_pytorch, out_of_memory
 from benchmarks.gpu_allocator.work import FULL, TINY, Work
 from farspan import memory

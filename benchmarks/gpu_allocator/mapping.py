@@ -13,7 +13,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from benchmarks.gpu_allocator.children import Row, add_row, settings_of, words_of
+from benchmarks.children import Row, add_row, settings_of, words_of
 from farspan.engine.allocator_driver import DRIVER
 from farspan.memory.library import Backend, Options
 from farspan.memory.native import Allocator

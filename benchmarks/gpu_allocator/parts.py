@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.gpu_allocator.children import Clock, Outcome, Row, run_child
+from benchmarks.children import Clock, Outcome, Row, run_child
 from benchmarks.gpu_allocator.served import CONTENDERS, MARGIN, Contender
 from benchmarks.gpu_allocator.work import FULL, TINY, WARM
 from farspan.memory.settings import MIB

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_allocator.children import Clock, Row, add_row, settings_of, words_of
+from benchmarks.children import Clock, Row, add_row, settings_of, words_of
 from benchmarks.gpu_allocator.prepared import Prepared, mallocs
 from benchmarks.gpu_allocator.served import (
     Contender,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.allocator import QWEN, SUITE, Case
-from benchmarks.gpu_allocator.children import Row, add_row, settings_of, words_of
+from benchmarks.children import Row, add_row, settings_of, words_of
 from benchmarks.gpu_allocator.prepared import Prepared
 from farspan.engine.tracing.request import TraceRequest
 from farspan.memory.check import sweep_placement
