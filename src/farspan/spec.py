@@ -26,8 +26,8 @@ class Tier(StrEnum):
 BACKWARD_PRODUCTS = 2.5  # attention's backward makes five matrix products, its forward two
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _is_count(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +197,55 @@ class RunSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Sparse:
+    """Attention that is sparse by page, an approximation of dense attention (OOMB 4.2).
+
+    Page p is tokens [p * page, (p + 1) * page); a chunk begins on a page. Of the tokens that dense
+    attention would show it, a query sees its own chunk, `recent` tokens before the chunk, the first
+    `sink_pages` pages, and pages that are chosen for its page of queries among all the others.
+    A budget no smaller than what lies between sinks and recent tokens gives dense attention.
+    """
+
+    page: int = 128  # tokens
+    budget: int = 8192  # tokens of chosen pages; 0: only sinks and recent tokens
+    recent: int = 4096  # tokens, rounded up to a page border
+    sink_pages: int = 1
+
+    def __post_init__(self) -> None:
+        if not _is_count(self.page):
+            raise Refused(f"page: expected a whole number of tokens >= 1, got {self.page!r}")
+        for field in ("budget", "recent", "sink_pages"):
+            value = getattr(self, field)
+            if not _is_count(value, least=0):
+                unit = "pages" if field == "sink_pages" else "tokens"
+                raise Refused(f"{field}: expected a whole number of {unit} >= 0, got {value!r}")
+        if self.budget % self.page:
+            below = self.budget // self.page * self.page
+            raise Refused(
+                f"budget: expected a multiple of page ({self.page} tokens), got {self.budget}; "
+                f"make it {below} or {below + self.page}"
+            )
+
+    def check_chunk(self, chunk: int) -> None:
+        """Raise Refused unless chunks of so many tokens begin on pages."""
+        if chunk % self.page:
+            above = -(-chunk // self.page) * self.page
+            raise Refused(
+                f"chunk: expected a multiple of page ({self.page} tokens) with sparse attention, "
+                f"got {chunk}; make it {above}, or choose a page that divides it"
+            )
+
+    def near_start(self, q_start: int) -> int:
+        """First of the recent tokens that the chunk at `q_start` sees; a page border."""
+        return max(0, q_start - self.recent) // self.page * self.page
+
+    def candidates(self, q_start: int) -> range:
+        """Pages that the chunk at `q_start` chooses from."""
+        stop = self.near_start(q_start) // self.page
+        return range(min(self.sink_pages, stop), stop)
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
     """Every choice that a step leaves open: the order of the grid and what lives where.
 
@@ -218,11 +267,12 @@ class Schedule:
     layer_checkpoint: bool = False  # backward holds one layer's activations, not one group's
     kv_block: int = 16384  # keys an attention call sees at most, on a fixed grid
     head_tokens: int = 1024  # tokens whose logits exist at one time
+    mlp_tokens: int | None = None  # tokens whose MLP activations do; None: all of a chunk
 
     def __post_init__(self) -> None:
-        for field in ("chunk", "kv_block", "head_tokens"):
+        for field in ("chunk", "kv_block", "head_tokens", "mlp_tokens"):
             value = getattr(self, field)
-            if not _is_count(value):
+            if not _is_count(value) and (field, value) != ("mlp_tokens", None):
                 raise Refused(f"{field}: expected a whole number of tokens >= 1, got {value!r}")
         for field in ("attention_kept", "activations_kept"):
             value = getattr(self, field)
