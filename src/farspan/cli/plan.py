@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +16,7 @@ from farspan.plan.question import Optimizer, Plan, Question
 from farspan.plan.search.plans import best_plan, longest_contexts
 from farspan.plan.strategies import STRATEGIES
 from farspan.report.plan import contexts_view, plan_view
+from farspan.report.timeline import timeline_json
 from farspan.spec import Refused
 
 app = typer_app()
@@ -55,6 +57,10 @@ Trainable = Annotated[
 LongestToo = Annotated[
     bool, typer.Option("--max-context", help="Find the longest context of each strategy.")
 ]
+Timeline = Annotated[
+    Path | None,
+    typer.Option(help="Write the planned step here as a trace that ui.perfetto.dev draws."),
+]
 
 
 @app.command("plan")
@@ -71,6 +77,7 @@ def plan_command(
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     max_context: LongestToo = False,
+    timeline: Timeline = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Will it fit, how long is a step, what is the best schedule; exit 1 if it does not fit."""
@@ -95,11 +102,13 @@ def plan_command(
     if max_context:
         found = longest_contexts(question, strategies)
         longest = Longest(tuple(strategies or STRATEGIES), found)
+    shown = plan or (longest and longest.best())
+    if timeline is not None:
+        write_timeline(timeline, shown)
     if as_json:
         print(json.dumps(answer_json(plan, longest)))
     else:
         show(question, plan, longest)
-    shown = plan or (longest and longest.best())
     raise typer.Exit(0 if shown and shown.fits else FAILED)
 
 
@@ -126,6 +135,16 @@ class Longest:
             each[name] = plan.to_json() | {"max_context": plan.question.run.tokens}
         tokens = 0 if best is None else best.question.run.tokens
         return {"max_context": tokens, "max_context_by_strategy": each}
+
+
+def write_timeline(path: Path, plan: Plan | None) -> None:
+    """The plan's step as a trace. Raises Refused where there is no plan, or no such place."""
+    if plan is None:
+        raise Refused("timeline: no strategy fits at any context, so there is no step to draw")
+    try:
+        path.write_text(json.dumps(timeline_json(plan)) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise Refused(f"timeline: {path} cannot be written: {error}") from error
 
 
 def show(question: Question, plan: Plan | None, longest: Longest | None) -> None:
