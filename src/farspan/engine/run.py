@@ -14,6 +14,7 @@ from farspan.engine.batch import Batch
 from farspan.engine.cell import Cell, CellDone, Entry, Rows
 from farspan.engine.gradients import Gradients
 from farspan.engine.head import Head as HeadStage
+from farspan.engine.layers import Layers
 from farspan.engine.prefix import Prefix
 from farspan.engine.storage import Storage
 from farspan.models.boundary import Boundary, LayerCall
@@ -65,6 +66,7 @@ class Interpreter:
     head: HeadStage
     gradients: Gradients
     after: Callable[[Instruction], None]  # called when an instruction was issued
+    layers: Layers
     hidden: dict[int, Tensor] = field(default_factory=dict)
     gradient: dict[int, Tensor] = field(default_factory=dict)
     held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -175,7 +177,7 @@ class Interpreter:
             return
         try:
             with torch.no_grad(), answering(cell):
-                out = self.boundary.run_layer(i.layer, hidden, self._call(i.layer, i.chunk))
+                out = self.layers.run(i, hidden, self._call(i.layer, i.chunk))
         except CellDone:
             return
         self.hidden[i.layer + 1] = out
@@ -189,7 +191,7 @@ class Interpreter:
         call = self._call(i.layer, i.chunk)
         with torch.enable_grad(), answering(cell):
             if not i.kept:
-                out = self.boundary.run_layer(i.layer, Entry.apply(anchor, hidden, sink), call)
+                out = self.layers.run(i, Entry.apply(anchor, hidden, sink), call)
                 saved = None
             else:
                 layer = self.boundary.layers[i.layer]
@@ -197,7 +199,7 @@ class Interpreter:
                     (*layer.parameters(), *layer.buffers()), self._named(i.layer, hidden, cell)
                 )
                 with saved_tensors_hooks(saved.pack, saved.unpack):
-                    out = self.boundary.run_layer(i.layer, Entry.apply(anchor, hidden, sink), call)
+                    out = self.layers.run(i, Entry.apply(anchor, hidden, sink), call)
                 saved.seal(self._planned_cell(i))
         cell.write_kv = cell.held = None
         self.graphs[i.layer, i.chunk] = _Graph(get_gradient_edge(out), anchor, sink, cell, saved)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from farspan.engine.batch import Batch, make_batch
 from farspan.engine.gradients import Gradients
 from farspan.engine.head import Head
+from farspan.engine.layers import Layers, TiledLayers
 from farspan.engine.run import Interpreter
 from farspan.engine.storage import Storage
 from farspan.memory.host import refuse_beyond
@@ -16,10 +17,13 @@ from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
 from farspan.models.refuse import refuse_context, refuse_dropout, refuse_model
 from farspan.models.route import routed
+from farspan.models.tiles import Tokenwise
+from farspan.models.tokenwise import tokenwise
 from farspan.plan.build import build_evaluation, build_program
 from farspan.plan.costs import work_of
 from farspan.plan.program import Backward, Forward, Instruction, Program
 from farspan.plan.program import Head as HeadInstruction
+from farspan.plan.reads import unread_outputs
 from farspan.spec import ModelSpec, Refused, RunSpec, Schedule, Tier
 from farspan.transfer.arena import Arena
 from farspan.transfer.copies import CopyEngine
@@ -80,6 +84,7 @@ class Step:
         self.arenas = {tier: Arena(tier, device) for tier in Tier}
         self._programs: dict[tuple[RunSpec, bool], Program] = {}
         self._running = False
+        self._tokenwise: tuple[tuple[Tokenwise, ...], ...] = ()
         self._described = self._state()
         self.model_spec: ModelSpec = self._describe()
 
@@ -169,6 +174,8 @@ class Step:
         spec = describe(self.boundary)
         self.schedule.group_sizes(len(spec.layers))
         self._refuse_wide_chunks(spec)
+        if self.schedule.mlp_tokens is not None:
+            self._tokenwise = tokenwise(self.boundary)
         self._programs.clear()
         return spec
 
@@ -207,6 +214,7 @@ class Step:
     def _interpret(self, program: Program, batch: Batch, count: int) -> Tensor:
         self._reserve(program)
         storage = Storage(program, self.arenas, self.boundary.dtype, self.copies)
+        gradients = Gradients()
         interpreter = Interpreter(
             self.boundary,
             program,
@@ -218,12 +226,20 @@ class Step:
                 self.schedule.head_tokens,
                 tuple(self.boundary.outer_parameters()),
             ),
-            Gradients(),
+            gradients,
             _Counter(program, self.progress),
+            self._layers(program, gradients),
         )
         with routed(self.boundary.model):
             loss = interpreter.run()
         return loss.to(storage.accumulate_dtype)
+
+    def _layers(self, program: Program, gradients: Gradients) -> Layers:
+        tokens = self.schedule.mlp_tokens
+        if tokens is None:
+            return Layers(self.boundary)
+        unread = unread_outputs(program)
+        return TiledLayers(self.boundary, self._tokenwise, tokens, unread, gradients.add)
 
 
 def _count(batch: Batch, given: int | None) -> int:

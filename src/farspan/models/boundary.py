@@ -74,7 +74,8 @@ class _Inject(nn.Module):
         return self._hidden
 
 
-def _copy_module(module: Module) -> Module:
+def copy_module(module: Module) -> Module:
+    """A module whose children may be replaced; they and its parameters are the module's own."""
     twin = copy.copy(module)
     twin.__dict__["_modules"] = dict(module._modules)
     return twin
@@ -162,7 +163,7 @@ class Boundary:
         first: list[Tensor] = []
         last = len(self.layers) - 1
         recorders = [_Recorder(layer, log, first, i == last) for i, layer in enumerate(self.layers)]
-        shell = _copy_module(self.decoder)
+        shell = copy_module(self.decoder)
         shell._modules[self._layers_name] = nn.ModuleList(recorders)
         try:
             shell(use_cache=False, **inputs)
@@ -174,17 +175,16 @@ class Boundary:
 
     def run_layer(self, index: int, hidden: Tensor, call: LayerCall) -> Tensor:
         """One decoder layer on a chunk, [B, C, hidden] in and out."""
-        out = self.layers[index](hidden, *call.arguments, **call.keywords)
-        return out[0] if isinstance(out, tuple) else out
+        return run_layer(self.layers[index], hidden, call)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head on the output of the top layer: [B, T, hidden] to [B, T, vocab]."""
-        decoder = _copy_module(self.decoder)
+        decoder = copy_module(self.decoder)
         decoder._modules[self._layers_name] = nn.ModuleList([_Inject(self.layers[0], hidden)])
-        root = _copy_module(self.model)
+        root = copy_module(self.model)
         shell: nn.Module = root
         for name in self._path[:-1]:
-            child = _copy_module(cast(nn.Module, shell._modules[name]))
+            child = copy_module(cast(nn.Module, shell._modules[name]))
             shell._modules[name] = child
             shell = child
         shell._modules[self._path[-1]] = decoder
@@ -197,6 +197,12 @@ class Boundary:
             use_cache=False,
         )
         return out.logits
+
+
+def run_layer(layer: nn.Module, hidden: Tensor, call: LayerCall) -> Tensor:
+    """A decoder layer, or its shell, called as the model calls it."""
+    out = layer(hidden, *call.arguments, **call.keywords)
+    return out[0] if isinstance(out, tuple) else out
 
 
 def _layers_name(decoder: nn.Module) -> str:

@@ -186,7 +186,7 @@ def _run_layers_in_chunks(boundary: Boundary, hidden: Tensor, seen: list[LayerSp
     known = set()
     for index, layer in enumerate(boundary.layers):
         shapes = tuple(tuple(p.shape) for p in layer.parameters())
-        kind = type(layer), seen[index], shapes, index if _customised(layer) else None
+        kind = type(layer), seen[index], shapes, index if customised(layer) else None
         if kind in known:
             continue
         known.add(kind)
@@ -195,11 +195,11 @@ def _run_layers_in_chunks(boundary: Boundary, hidden: Tensor, seen: list[LayerSp
         with eager_experts(wide):
             for dense, (start, stop) in zip(_pair(), cuts, strict=True):
                 positions = torch.arange(start, stop, device=hidden.device)[None]
-                call = _cast(boundary.calls(1, positions)[index], dtype)
+                call = cast_call(boundary.calls(1, positions)[index], dtype)
                 with answering(dense):
                     out = wide(hidden[:, start:stop].to(dtype), *call.arguments, **call.keywords)
                 outs.append(out[0] if isinstance(out, tuple) else out)
-        error = _error(torch.cat(outs[1:], dim=1), outs[0])
+        error = distance(torch.cat(outs[1:], dim=1), outs[0])
         if not error <= MIXING[dtype]:
             raise Refused(
                 f"model: layer {index} of {type(boundary.model).__name__} run in chunks differs "
@@ -208,7 +208,7 @@ def _run_layers_in_chunks(boundary: Boundary, hidden: Tensor, seen: list[LayerSp
             )
 
 
-def _customised(layer: nn.Module) -> bool:
+def customised(layer: nn.Module) -> bool:
     """Does somebody's hook or replaced forward make this layer one of its own?"""
     return any(
         bool(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m))
@@ -222,7 +222,9 @@ def _pair() -> tuple[_Dense, _Dense, _Dense]:
     return _Dense(layer=0), remembers, remembers
 
 
-def _cast(call: LayerCall, dtype: torch.dtype) -> LayerCall:
+def cast_call(call: LayerCall, dtype: torch.dtype) -> LayerCall:
+    """The call with its floating-point tensors in another dtype."""
+
     def widen(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
@@ -230,7 +232,7 @@ def _cast(call: LayerCall, dtype: torch.dtype) -> LayerCall:
 
 
 def _refuse_mixing(boundary: Boundary, how: str, found: Tensor, whole: Tensor) -> None:
-    error = _error(found, whole)
+    error = distance(found, whole)
     # Half of the dtype's digits, or of float32's where a model rounds to it inside.
     limit = max(torch.finfo(whole.dtype).eps ** 0.5, MIXING[torch.float64])
     if not error <= limit:
@@ -240,6 +242,7 @@ def _refuse_mixing(boundary: Boundary, how: str, found: Tensor, whole: Tensor) -
         )
 
 
-def _error(found: Tensor, expected: Tensor) -> float:
+def distance(found: Tensor, expected: Tensor) -> float:
+    """|found - expected| / |expected|."""
     found, expected = found.double(), expected.double()
     return float((found - expected).norm() / expected.norm().clamp_min(1e-30))

@@ -85,6 +85,7 @@ class ScheduleConfig:
     layer_checkpoint: bool | None = None
     kv_block: int | None = None
     head_tokens: int | None = None
+    mlp_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self.apply(Schedule())

@@ -18,6 +18,7 @@ from farspan.attention.merge import accumulate_dtype
 from farspan.engine.batch import Batch
 from farspan.engine.gradients import Gradients
 from farspan.engine.head import Head
+from farspan.engine.layers import Layers
 from farspan.engine.run import Interpreter
 from farspan.engine.storage import Storage
 from farspan.engine.tracing.model import numbers_unread
@@ -101,7 +102,9 @@ def _run(
             last = name
             recorder.mark(name)
 
-    interpreter = MetaInterpreter(boundary, program, storage, batch, head, Gradients(), mark)
+    interpreter = MetaInterpreter(
+        boundary, program, storage, batch, head, Gradients(), mark, Layers(boundary)
+    )
     mark()
     with routed(boundary.model):
         interpreter.run()

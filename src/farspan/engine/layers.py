@@ -1,0 +1,45 @@
+"""Decoder layers as cells run them: the model's own, or in shells whose token-wise modules run on
+tiles."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from farspan.models.boundary import Boundary, LayerCall, run_layer
+from farspan.models.tiles import Add, Tokenwise, tiled
+from farspan.plan.program import Forward
+from farspan.plan.reads import Cell
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """The model's layers as they are."""
+
+    boundary: Boundary
+
+    def run(self, i: Forward, hidden: Tensor, call: LayerCall) -> Tensor:
+        """The layer of a cell on its chunk, [B, C, hidden] in and out."""
+        return self.boundary.run_layer(i.layer, hidden, call)
+
+
+@dataclass(frozen=True, slots=True)
+class TiledLayers(Layers):
+    """Layers in shells, for one step. A kept graph keeps all that autograd saves, which is what it
+    is for: its layer runs as it is."""
+
+    children: Sequence[Sequence[Tokenwise]]  # of each layer
+    tokens: int
+    unread: frozenset[Cell]  # outputs that only autograd asks for
+    add: Add
+    shells: dict[tuple[int, bool], nn.Module] = field(default_factory=dict)
+
+    def run(self, i: Forward, hidden: Tensor, call: LayerCall) -> Tensor:
+        if i.kept:
+            return self.boundary.run_layer(i.layer, hidden, call)
+        key = i.layer, not (i.graph and (i.layer, i.chunk) in self.unread)
+        if key not in self.shells:
+            layer = self.boundary.layers[i.layer]
+            children = self.children[i.layer]
+            self.shells[key] = tiled(layer, children, self.tokens, self.add, value=key[1])
+        return run_layer(self.shells[key], hidden, call)

@@ -1,0 +1,292 @@
+"""Layers whose token-wise modules run on tiles: the same gradients, in less memory."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import farspan.models.tiles as mechanism
+from farspan.engine.step import Step
+from farspan.models.boundary import Boundary
+from farspan.models.tokenwise import tokenwise
+from farspan.plan.build import build_program
+from farspan.plan.program import Forward
+from farspan.plan.reads import unread_outputs
+from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.spec import Refused, RunSpec, Schedule, Tier
+from tests.engine.checks import (
+    Outcome,
+    assert_close,
+    assert_same_bits,
+    draw,
+    gradients,
+    run_oracle,
+    run_step,
+)
+from tests.models.test_families import limits
+from tests.zoo import FAMILIES, LAYERS, make_model, shared_model
+
+TILED = Schedule(chunk=16, groups=2, mlp_tokens=5)
+APART = "opt"  # its feed-forward is no module of its own
+NORMS = "input_layernorm", "post_attention_layernorm"
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != APART])
+def test_every_family_is_exact(name: str) -> None:
+    """Twice: the second step finds the first one's memory, poisoned."""
+    model = shared_model(name)
+    step = Step(model, TILED, poison=True)
+    for tokens, seed in ((37, 0), (29, 1)):
+        data = draw(tokens, batch=2, documents=3 * seed, seed=seed)
+        assert_close(run_step(model, step, data), run_oracle(model, data), limits(name))
+
+
+@pytest.mark.parametrize("tile", [1, 7, 16])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_is_exact(name: str, tile: int) -> None:
+    model, data = shared_model("qwen2"), draw(53, batch=2, documents=3)
+    schedule = replace(strategy(name, LAYERS, 53), mlp_tokens=tile)
+    step = Step(model, schedule, poison=True)
+    expected = run_oracle(model, data)
+    assert_close(run_step(model, step, data), expected)
+    assert float((step.evaluate(*data) - expected.loss).abs()) <= 1e-12 * float(expected.loss)
+
+
+SAME = {
+    "grouped": replace(TILED, groups=2),
+    "one group": replace(TILED, groups=4),
+    "K, V on the host": replace(TILED, groups=4, kv=Tier.HOST),
+    "attention kept": replace(TILED, groups=1, attention_kept=1.0),
+    "checkpoints of layers": replace(TILED, groups=4, layer_checkpoint=True),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_place_and_order_do_not_change_a_bit(name: str) -> None:
+    """With an embedding of its own: a tied one's gradient is added to in another order."""
+    model, data = make_model("gemma2", tie_word_embeddings=False), draw(53, batch=2)
+    assert_same_bits(run_step(model, SAME[name], data), run_step(model, TILED, data))
+
+
+def test_values_that_nothing_needs_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = shared_model("gemma2"), draw(53)
+    skipped = run_step(model, TILED, data)
+    monkeypatch.setattr("farspan.engine.step.unread_outputs", lambda _: frozenset())
+    assert_same_bits(run_step(model, TILED, data), skipped)
+
+
+def count_rows(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens that go through the first layer's MLP, call by call."""
+    rows: list[int] = []
+    mlp = Boundary(model).layers[0].get_submodule("mlp")
+    forward = mlp.forward
+
+    def counted(x: Tensor) -> Tensor:
+        rows.append(x.shape[1])
+        return forward(x)
+
+    monkeypatch.setattr(mlp, "forward", counted)
+    return rows
+
+
+def test_tiles_cost_no_pass_where_values_are_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward, and a recomputation of each chunk but the last, which is turned around: there
+    the value is read and the tiles recompute. With tiles and without, apart from that chunk."""
+    model, data = make_model("qwen2"), draw(48)
+    rows = count_rows(model, monkeypatch)
+    plain = Step(model, Schedule(chunk=16, groups=1))
+    tiled = Step(model, Schedule(chunk=16, groups=1, mlp_tokens=5))
+    rows.clear()
+    run_step(model, plain, data)
+    whole = sum(rows)
+    rows.clear()
+    run_step(model, tiled, data)
+    assert max(rows) == 5
+    assert sum(rows) == whole
+
+
+def test_a_value_that_is_read_is_computed() -> None:
+    """Of layers below the top of an open group, and where the graph goes on into the loss."""
+    model_spec = Step(shared_model("qwen2"), TILED).model_spec
+    program = build_program(model_spec, RunSpec(1, 53), replace(TILED, groups=2))
+    unread = unread_outputs(program)
+    graphs = {
+        (i.layer, i.chunk) for i in program.instructions if isinstance(i, Forward) and i.graph
+    }
+    last = len(program.chunks) - 1
+    tops = {layers[1] - 1 for layers in program.groups}
+    assert unread == {
+        (layer, chunk) for layer, chunk in graphs if layer in tops and layer != LAYERS - 1
+    }
+    checkpoints = build_program(
+        model_spec, RunSpec(1, 53), replace(TILED, groups=4, layer_checkpoint=True)
+    )
+    assert {layer for layer, _ in unread_outputs(checkpoints)} == set(range(LAYERS - 1))
+    assert (LAYERS - 1, last) not in unread
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("after", [1, 12, 30])
+def test_the_model_is_itself_whatever_happens(after: int) -> None:
+    """A step that ends early leaves modules as they were, and the next is exact."""
+    model, data = make_model("qwen2"), draw(53)
+    before = {name: (module, dict(vars(module))) for name, module in model.named_modules()}
+    cells = 0
+
+    def stop(_: Any) -> None:
+        nonlocal cells
+        cells += 1
+        if cells == after:
+            raise Broken
+
+    step = Step(model, TILED, progress=stop)
+    with pytest.raises(Broken):
+        step(*data)
+    for name, module in model.named_modules():
+        assert before[name] == (module, vars(module))
+    assert_close(run_step(model, step, data), run_oracle(model, data))
+
+
+def test_kept_activations_are_kept_whole() -> None:
+    model, data = shared_model("qwen2"), draw(53, batch=2)
+    schedule = replace(TILED, activations_kept=0.6)
+    assert_close(run_step(model, schedule, data), run_oracle(model, data))
+
+
+def test_frozen_weights_and_adapters_beside_them() -> None:
+    model, data = make_model("qwen2"), draw(37)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("up_proj" in name or "q_proj" in name)
+    assert_close(run_step(model, TILED, data), run_oracle(model, data))
+
+
+def test_tiles_add_up_in_fp32() -> None:
+    """In bf16 the weight gradients of 64 tiles lose no more than those of one tile lose, once."""
+    model = make_model("qwen2", torch.float64)
+    exact = run_oracle(model, draw(128)).gradients
+    narrow = make_model("qwen2", torch.bfloat16)
+    narrow.load_state_dict(model.state_dict())
+    for parameter in narrow.parameters():
+        parameter.grad_dtype = torch.float32
+    errors = {}
+    for tile in (None, 2):
+        found = run_step(narrow, Schedule(chunk=128, mlp_tokens=tile), draw(128)).gradients
+        errors[tile] = max(
+            float((found[name].double() - exact[name]).norm() / exact[name].norm())
+            for name in exact
+            if "mlp" in name
+        )
+    assert errors[2] <= 1.2 * errors[None]
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """An MLP with a state."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.mlp(x)
+
+
+class Twice(nn.Module):
+    """Another output at every other call."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp, self.calls = mlp, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.mlp(x) * (1 + self.calls % 2)
+
+
+class Mixing(nn.Module):
+    """Each token's output knows the one before it."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x + 0.1 * nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [(Counting, "a state that changes"), (Twice, "a state that changes"), (Mixing, "mixes tokens")],
+)
+def test_what_is_not_token_by_token_is_refused(kind: type[nn.Module], why: str) -> None:
+    model = make_model("qwen2")
+    layer = Boundary(model).layers[2]
+    layer.mlp = kind(layer.mlp)
+    with pytest.raises(Refused, match=rf"mlp_tokens: layer 2\.mlp of Qwen2ForCausalLM .*{why}"):
+        tokenwise(Boundary(model))
+
+
+def test_a_feed_forward_in_pieces_is_refused() -> None:
+    with pytest.raises(Refused, match=r"mlp_tokens: layer 0.*leave mlp_tokens out"):
+        Step(shared_model(APART), TILED)
+
+
+def test_a_layer_that_does_not_call_its_children_is_refused() -> None:
+    """Its own forward was replaced by one that knows the layer, not its shell."""
+    model = make_model("qwen2")
+    layer = Boundary(model).layers[1]
+    vars(layer)["forward"] = layer.forward
+    with pytest.raises(Refused, match=r"mlp_tokens: layer 1 of Qwen2.* has no module"):
+        tokenwise(Boundary(model))
+
+
+@pytest.mark.parametrize("value", [0, 2.5, True, "4"])
+def test_only_whole_numbers_of_tokens(value: Any) -> None:
+    with pytest.raises(Refused, match="mlp_tokens: expected a whole number of tokens"):
+        Schedule(mlp_tokens=value)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("qwen2", {**dict.fromkeys(NORMS, True), "mlp": False}),
+        ("gpt2", {"mlp": False}),
+        ("gpt_oss", {**dict.fromkeys(NORMS, True), "mlp": False}),
+        (
+            "gemma2",
+            {
+                **dict.fromkeys((*NORMS, "pre_feedforward_layernorm", "mlp"), True),
+                "post_feedforward_layernorm": False,
+            },
+        ),
+    ],
+)
+def test_what_is_found(name: str, found: dict[str, bool]) -> None:
+    """Which children, and whether a gradient needs their value: of a norm after the MLP, its
+    input."""
+    children = tokenwise(Boundary(shared_model(name)))
+    assert all({c.name: c.needed for c in layer} == found for layer in children)
+
+
+def test_a_gradient_that_needs_the_value_is_noticed() -> None:
+    """Were the probe to take the MLP of a sandwich for one that no gradient needs, steps would
+    give NaN, not wrong numbers."""
+    model, data = make_model("gemma2"), draw(37)
+    step = Step(model, TILED)
+    step._tokenwise = tuple(
+        tuple(replace(child, needed=False) for child in layer) for layer in step._tokenwise
+    )
+    found: Outcome = run_step(model, step, data)
+    assert any(bool(g.isnan().any()) for g in gradients(model).values())
+    assert bool(found.loss.isfinite())
+    assert mechanism.blank(torch.zeros(2, 3)).isnan().all()
