@@ -1,0 +1,164 @@
+"""Page-sparse attention of one cell, beside attention/cell.py and with its conventions.
+
+    keys      sinks | candidates: some pages for each page of queries | recent | the chunk's own
+    computed  near  | far                                             | near   | near
+
+Near keys are the same for all queries: dense attention (attention/cell.py) over fewer blocks. Far
+ones are the chosen pages (far.py). The two join by their LSEs, and the backward of each part takes
+out and LSE of the whole, so that gradients are exact for the function that the choice makes.
+
+A cell's first forward calls `choose`, right after its queries are known, and keeps the choice;
+rebuild and backward get it back. Layers with a window are exact as they are: not for here.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from farspan.attention.cell import AttentionCall, attend, attend_backward
+from farspan.attention.merge import accumulate_dtype, add_sinks, merge_
+from farspan.attention.sparse.far import FarCall, FarKernel
+from farspan.attention.sparse.pages import Pages
+from farspan.attention.sparse.select import Candidates, Selector, vote
+from farspan.plan.blocks import Block, Run
+from farspan.spec import Sparse
+
+Attended = tuple[Tensor, Tensor, Tensor]  # out, lse, choice
+
+
+@dataclass(frozen=True, slots=True)
+class SparseCall:
+    """What sparse attention of one chunk is, besides its tensors. One serves all dense layers that
+    have the same scale and heads."""
+
+    near: AttentionCall
+    far: FarCall
+    candidates: Candidates
+    select: Selector
+    kernel: FarKernel  # from select_far, with the soft cap of the near part
+
+    def __post_init__(self) -> None:
+        assert self.kernel.softcap == self.near.softcap, (self.kernel, self.near.softcap)
+        assert all(block.window is None for block in self.near.blocks)
+
+
+def near_blocks(blocks: tuple[Block, ...], sparse: Sparse, q_start: int) -> tuple[Block, ...]:
+    """Those of a chunk's blocks, cut to sinks, recent tokens and the chunk's own."""
+    near, pages = sparse.near_start(q_start), sparse.candidates(q_start)
+    sinks = pages.start * sparse.page
+    ranges = ((0, sinks), (near, q_start)) if pages else ((0, q_start),)
+    return tuple(_cut(blocks, ranges, q_start))
+
+
+def _cut(
+    blocks: tuple[Block, ...], ranges: tuple[tuple[int, int], ...], q_start: int
+) -> Iterator[Block]:
+    for block in blocks:
+        if block.k_start >= q_start:
+            yield block
+            continue
+        for start, stop in ranges:
+            start, stop = max(start, block.k_start), min(stop, block.k_stop)
+            if start < stop:
+                yield replace(block, k_start=start, k_stop=stop)
+
+
+def sparse_call(
+    sparse: Sparse,
+    dense: AttentionCall,
+    select: Selector,
+    kernel: FarKernel,
+    runs: Sequence[tuple[Run, ...]] | None = None,
+    device: torch.device | str = "cpu",
+) -> SparseCall:
+    """The sparse form of a chunk's dense call. `runs` are those `dense.blocks` were planned with
+    (plan_blocks), None if each row is one document; `device` is that of the queries."""
+    assert dense.q_start % sparse.page == 0, (dense.q_start, sparse.page)
+    blocks = near_blocks(dense.blocks, sparse, dense.q_start)
+    pages = sparse.candidates(dense.q_start)
+    documents = first = None
+    if runs is not None and pages:
+        documents = document_starts(runs).to(device)
+        # Documents ascend: the first query of a page sees the most.
+        first = (documents[:, :: sparse.page] // sparse.page).clamp(pages.start, pages.stop)
+    return SparseCall(
+        replace(dense, blocks=blocks),
+        FarCall(dense.scale, sparse.page, documents),
+        Candidates(pages, first),
+        select,
+        kernel,
+    )
+
+
+def document_starts(runs: Sequence[tuple[Run, ...]]) -> Tensor:
+    """First token of the document of each of a chunk's tokens [B, C], from its rows' runs."""
+    starts = [[run.document_start for run in row] for row in runs]
+    lengths = [[run.stop - run.start for run in row] for row in runs]
+    return torch.stack(
+        [
+            torch.tensor(start).repeat_interleave(torch.tensor(length))
+            for start, length in zip(starts, lengths, strict=True)
+        ]
+    )
+
+
+@torch.no_grad()
+def choose(call: SparseCall, q: Tensor, pages: Pages) -> Tensor:
+    """The choice [B, Hk, M, k] of a chunk's queries q [B, H, C, D]."""
+    candidates = call.candidates
+    representatives = pages.representatives(candidates.pages)
+    if not candidates.pages:
+        page_count = -(-q.shape[2] // call.far.page)
+        shape = *representatives.shape[:2], page_count, 0
+        return torch.empty(shape, dtype=torch.int32, device=q.device)
+    votes = vote(
+        *(q, representatives, call.far.page, call.far.scale, call.far.documents),
+        candidates.pages.start,
+    )
+    return call.select(votes, candidates)
+
+
+@torch.no_grad()
+def attend_sparse(
+    call: SparseCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    choice: Tensor,
+    pages: Pages,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out, in the dtype of q, and lse, in the accumulate dtype, over all that is seen and sinks."""
+    out, lse = attend(call.near, q, k, v, pages)
+    if choice.shape[3]:
+        out = out.to(lse.dtype)
+        merge_(out, lse, *call.kernel.forward(call.far, q, choice, pages))
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
+    return out.to(q.dtype), lse
+
+
+@torch.no_grad()
+def attend_sparse_backward(
+    call: SparseCall,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attended: Attended,
+    pages: Pages,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv and d sinks of the chunk, all in the accumulate dtype.
+
+    `attended` is what `attend_sparse` returned, and the choice it was given. What the chunk's
+    queries give to earlier keys goes to `pages`: `add_gradient` for near ones, `add` for far ones.
+    """
+    out, lse, choice = attended
+    dq, dk, dv, dsinks = attend_backward(call.near, dout, q, k, v, (out, lse), pages, sinks)
+    if choice.shape[3]:
+        part = call.kernel.backward(call.far, dout, q, (out, lse), choice, pages)
+        dq = dq.to(accumulate_dtype(q.dtype)).add_(part)
+    return dq, dk, dv, dsinks

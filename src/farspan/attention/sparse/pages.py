@@ -1,0 +1,121 @@
+"""Pages of keys and values as sparse attention asks for them, and a storage in memory.
+
+Legend: T tokens, B batch, Hk key-value heads, P tokens a page, D head dim, Dv value dim. A unit is
+one page of one batch row and one key-value head, K [P, D] and V [P, Dv]: the least that is chosen
+alone. Units are asked for once each, however many pages of queries chose them, so that a storage on
+host moves them in one batched gather and back in one write without collisions.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from farspan.attention.cell import KeyValues
+from farspan.attention.merge import accumulate_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """The units of a choice: distinct, ordered by row, head, page."""
+
+    rows: Tensor  # [U] int64
+    heads: Tensor  # [U]
+    pages: Tensor  # [U]
+    index: Tensor  # [B, Hk, M, k]: which unit each entry of the choice is, -1 where it is -1
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+
+def units_of(choice: Tensor) -> Units:
+    """choice [B, Hk, M, k] -> its units."""
+    batch, heads = choice.shape[:2]
+    if choice.numel() == 0:
+        nothing = torch.empty(0, dtype=torch.int64, device=choice.device)
+        return Units(nothing, nothing, nothing, choice.long())
+    pages = max(1, int(choice.max()) + 1)
+    owner = torch.arange(batch * heads, device=choice.device).view(batch, heads, 1, 1)
+    number = torch.where(choice < 0, -1, owner * pages + choice)
+    units, index = number.unique(return_inverse=True)
+    if units[0] < 0:
+        units, index = units[1:], index - 1
+    owner = units // pages
+    return Units(owner // heads, owner % heads, units % pages, index)
+
+
+class Pages(KeyValues, Protocol):
+    """K, V of the tokens before a chunk, block by block and page by page, and their gradients."""
+
+    def representatives(self, pages: range) -> Tensor:
+        """The mean key of each of these pages [B, Hk, n, D], in the accumulate dtype."""
+
+    def gather(self, units: Units) -> tuple[Tensor, Tensor]:
+        """K [U, P, D] and V [U, P, Dv] of the units; fresh, or valid until the next call."""
+
+    def add(self, units: Units, dk: Tensor, dv: Tensor) -> None:
+        """Add dk [U, P, D] and dv [U, P, Dv], in the accumulate dtype, to the units' sums."""
+
+
+def page_means(k: Tensor, page: int) -> Tensor:
+    """Mean keys [n, B, Hk, D] of the whole pages of k [T, B, Hk, D], in the accumulate dtype."""
+    whole = k.shape[0] // page
+    return k[: whole * page].unflatten(0, (whole, page)).mean(1, dtype=accumulate_dtype(k.dtype))
+
+
+@dataclass(slots=True)
+class MemoryPages:
+    """Pages over plain tensors k [T, B, Hk, D] and v [T, B, Hk, Dv], which may be uninitialised.
+
+    Invariant: `means` are those of the whole pages written last; dk, dv are sums since `clear`.
+    """
+
+    k: Tensor
+    v: Tensor
+    page: int
+    means: Tensor = field(init=False)
+    dk: Tensor = field(init=False)
+    dv: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        dtype = accumulate_dtype(self.k.dtype)
+        self.means = self.k.new_empty(len(self.k) // self.page, *self.k.shape[1:], dtype=dtype)
+        self.dk, self.dv = (torch.zeros_like(x, dtype=dtype) for x in (self.k, self.v))
+
+    def write(self, start: int, k: Tensor, v: Tensor) -> None:
+        """Keep a chunk's k [B, Hk, C, D] and v [B, Hk, C, Dv]; it begins on a page."""
+        assert start % self.page == 0, (start, self.page)
+        stop = start + k.shape[2]
+        self.k[start:stop], self.v[start:stop] = k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)
+        whole = slice(start // self.page, stop // self.page)
+        self.means[whole] = page_means(self.k[start:stop], self.page)
+
+    def clear(self) -> None:
+        """Forget the sums of gradients: a new step begins."""
+        self.dk.zero_()
+        self.dv.zero_()
+
+    def keys(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        return self.k[start:stop].permute(1, 2, 0, 3), self.v[start:stop].permute(1, 2, 0, 3)
+
+    def add_gradient(self, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
+        self.dk[start:stop, rows] += dk.permute(2, 0, 1, 3)
+        self.dv[start:stop, rows] += dv.permute(2, 0, 1, 3)
+
+    def representatives(self, pages: range) -> Tensor:
+        return self.means[pages.start : pages.stop].permute(1, 2, 0, 3)
+
+    def gather(self, units: Units) -> tuple[Tensor, Tensor]:
+        k, v = (self._by_page(x)[units.pages, :, units.rows, units.heads] for x in (self.k, self.v))
+        return k, v
+
+    def add(self, units: Units, dk: Tensor, dv: Tensor) -> None:
+        for total, gradient in ((self.dk, dk), (self.dv, dv)):
+            # Units are distinct: nothing is added twice to one place, so no order matters.
+            self._by_page(total)[units.pages, :, units.rows, units.heads] += gradient
+
+    def _by_page(self, x: Tensor) -> Tensor:
+        """x [T, B, Hk, D] as [n, P, B, Hk, D], whole pages only; a view."""
+        whole = x.shape[0] // self.page
+        return x[: whole * self.page].unflatten(0, (whole, self.page))
