@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farspan.attention.cell import AttentionCall, KeyValues, attend, attend_backward
+from farspan.attention.cell import AttentionCall, attend, attend_backward
+from farspan.engine.prefix import Prefix
 from farspan.plan.program import AttentionMode
 from farspan.spec import Refused
 
@@ -29,7 +30,7 @@ class Cell:
 
     mode: AttentionMode
     call: Callable[[float], AttentionCall]  # from the scale the model asks for
-    key_values: KeyValues  # of earlier chunks
+    key_values: Prefix  # of earlier chunks
     write_kv: Rows | None = None
     attention: Rows | None = None  # where O, LSE go (COMPUTE) or are (GIVEN)
     held: tuple[Tensor, Tensor] | None = None  # O, LSE [B, H, C, Dv], [B, H, C]
@@ -65,6 +66,7 @@ class Cell:
             self.held = _heads_first(self.attention)
             return self.held
         out, lse = attend(call, q, k, v, self.key_values, sinks)
+        self.key_values.done()
         if self.attention is None:
             self.held = out, lse
             return out, lse
@@ -116,6 +118,7 @@ class _Attend(torch.autograd.Function):
         dq, dk, dv, dsinks = attend_backward(
             ctx.call, dout.transpose(1, 2), q, k, v, (out, lse), cell.key_values, sinks
         )
+        cell.key_values.done()
         assert cell.own_dkv is not None
         later = (cell.own_dkv[name].permute(1, 2, 0, 3) for name in ("k", "v"))
         dk, dv = (

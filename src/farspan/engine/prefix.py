@@ -2,15 +2,68 @@
 
 Two places: on the device, where a range of keys is a view; or on host, from where blocks are
 streamed through two slots (FPDT 4.2). Both are asked the same questions and give the same bits.
+
+    fetch     kv 0, dkv 0 | kv 1, dkv 1 |              kv 2, dkv 2 |
+    compute                 attend 0, add | attend 1, add            | attend 2, add
+    evict                                 | dkv 0         | dkv 1
+
+Blocks 0 and 1 are fetched when the cell begins, before it asks; block b + 1 as soon as block b - 1
+is done with; a block's totals of dK, dV go back behind the computation. A slot is taken again and
+again: each taking is a generation, with its own events.
 """
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from farspan.engine.storage import Storage
 from farspan.plan import names
+from farspan.plan.blocks import Block
+from farspan.plan.footprints import Lane
+from farspan.plan.waits import Hazard
 from farspan.spec import Tier
+from farspan.transfer.copies import CopyEngine
+
+Span = tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One slot; its events are of the present generation."""
+
+    name: str
+    arrived: Any = None  # its fetch
+    done: Any = None  # the last use of what was fetched: the next generation may be
+
+
+class Slots:
+    """The slots for blocks, which the cells of a step take in turn."""
+
+    def __init__(self, copies: CopyEngine) -> None:
+        self.copies = copies
+        self._rings: dict[tuple[str, ...], deque[_Slot]] = {
+            ring: deque(map(_Slot, ring)) for ring in (names.KV_BLOCKS, names.DKV_BLOCKS)
+        }
+
+    def take(self, ring: tuple[str, ...], hazard: Hazard) -> _Slot:
+        """The slot whose turn it is; what is fetched from now on comes after its last use."""
+        slots = self._rings[ring]
+        slots.rotate(-1)
+        slot = slots[-1]
+        self.copies.wait(Lane.FETCH, slot.done, hazard)
+        return slot
+
+
+@dataclass(slots=True)
+class _Coming:
+    """A block on its way to the device."""
+
+    span: Span
+    keys: _Slot
+    totals: _Slot | None  # of dK, dV, in a backward
 
 
 @dataclass(slots=True)
@@ -18,36 +71,98 @@ class Prefix:
     """Implements `attention.cell.KeyValues` over a program's buffers."""
 
     storage: Storage
+    slots: Slots
     layer: int
     keys_in: str
     gradients_in: str | None = None
-    turn: int = 0  # which slot the next block goes to
+    spans: Iterator[Span] = field(default_factory=lambda: iter(()))  # still to be fetched
+    coming: deque[_Coming] = field(default_factory=deque)
+    here: _Coming | None = None  # the block at hand
+
+    def begin(self, spans: Iterable[Span]) -> None:
+        """The cell will ask for these blocks in this order: fetch the first of them."""
+        if self._on_host(self.keys_in):
+            self.spans = iter(spans)
+            for _ in names.KV_BLOCKS:
+                self._fetch_next()
 
     def keys(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """K [B, Hk, T, D] and V [B, Hk, T, Dv] of tokens [start, stop)."""
-        rows = self.storage.rows(self.keys_in, (start, stop), self.layer)
-        if self.storage.program.buffers[self.keys_in].tier is Tier.HOST:
-            slot = names.KV_BLOCKS[self.turn]
-            self.turn = 1 - self.turn
-            here = self.storage.rows(slot, (0, stop - start), self.layer, at_start=True)
-            for name, tensor in here.items():
-                self.storage.copies.fetch(tensor, rows[name])
-            rows = here
+        if self._on_host(self.keys_in):
+            self.done()
+            self.here = self.coming.popleft()
+            assert self.here.span == (start, stop), (self.here.span, start, stop)
+            self.storage.copies.wait(Lane.COMPUTE, self.here.keys.arrived, Hazard.NOT_ARRIVED)
+            rows = self._in_slot(self.here.keys)
+        else:
+            rows = self.storage.rows(self.keys_in, (start, stop), self.layer)
         return rows["k"].permute(1, 2, 0, 3), rows["v"].permute(1, 2, 0, 3)
 
     def add_gradient(self, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
         """Add dK [b, Hk, T, D] and dV of batch `rows` for tokens [start, stop)."""
         assert self.gradients_in is not None
-        total = self.storage.rows(self.gradients_in, (start, stop), self.layer)
-        on_host = self.storage.program.buffers[self.gradients_in].tier is Tier.HOST
-        here = total
-        if on_host:
-            span = (0, stop - start)
-            here = self.storage.rows(names.DKV_BLOCK, span, self.layer, at_start=True)
-            for name, tensor in here.items():
-                self.storage.copies.fetch(tensor, total[name])
-        for name, gradient in (("k", dk), ("v", dv)):
-            here[name][:, rows].add_(gradient.permute(2, 0, 1, 3))
-        if on_host:
-            for name, tensor in here.items():
-                self.storage.copies.evict(total[name], tensor)
+        home = self.storage.rows(self.gradients_in, (start, stop), self.layer)
+        slot = None if self.here is None else self.here.totals
+        if slot is None:
+            _add(home, rows, dk, dv)
+            return
+        copies, total = self.storage.copies, self._in_slot(slot)
+        copies.wait(Lane.COMPUTE, slot.arrived, Hazard.NOT_ARRIVED)
+        _add(total, rows, dk, dv)
+        copies.wait(Lane.EVICT, copies.record(Lane.COMPUTE), Hazard.NOT_WRITTEN)
+        for name, tensor in total.items():
+            copies.evict(home[name], tensor)
+        slot.done = copies.record(Lane.EVICT)
+
+    def done(self) -> None:
+        """The block at hand is no longer needed: another one may come."""
+        if self.here is not None:
+            self.here.keys.done = self.storage.copies.record(Lane.COMPUTE)
+            self.here = None
+            self._fetch_next()
+
+    def _fetch_next(self) -> None:
+        span = next(self.spans, None)
+        if span is None:
+            return
+        keys = self._fetch(span, self.keys_in, names.KV_BLOCKS, Hazard.STILL_READ)
+        totals = None
+        if self.gradients_in is not None:
+            totals = self._fetch(span, self.gradients_in, names.DKV_BLOCKS, Hazard.STILL_LEAVING)
+        self.coming.append(_Coming(span, keys, totals))
+
+    def _fetch(self, span: Span, home: str, ring: tuple[str, ...], hazard: Hazard) -> _Slot:
+        slot = self.slots.take(ring, hazard)
+        rows = self.storage.rows(home, span, self.layer)
+        here = self.storage.rows(slot.name, (0, span[1] - span[0]), self.layer, at_start=True)
+        for name, tensor in here.items():
+            self.storage.copies.fetch(tensor, rows[name])
+        slot.arrived = self.storage.copies.record(Lane.FETCH)
+        return slot
+
+    def _in_slot(self, slot: _Slot) -> dict[str, Tensor]:
+        assert self.here is not None
+        start, stop = self.here.span
+        return self.storage.rows(slot.name, (0, stop - start), self.layer, at_start=True)
+
+    def _on_host(self, name: str) -> bool:
+        return self.storage.program.buffers[name].tier is Tier.HOST
+
+
+def _add(total: dict[str, Tensor], rows: slice, dk: Tensor, dv: Tensor) -> None:
+    for name, gradient in (("k", dk), ("v", dv)):
+        total[name][:, rows].add_(gradient.permute(2, 0, 1, 3))
+
+
+def streamed_spans(blocks: tuple[Block, ...], q_start: int) -> list[Span]:
+    """Ranges of earlier keys in the order in which attention asks for them: blocks that overlap are
+    asked for together."""
+    spans: list[Span] = []
+    for block in sorted(blocks, key=lambda block: (block.k_start, block.k_stop)):
+        if block.k_start >= q_start:
+            continue
+        if spans and block.k_start < spans[-1][1]:
+            spans[-1] = spans[-1][0], max(spans[-1][1], block.k_stop)
+        else:
+            spans.append((block.k_start, block.k_stop))
+    return spans

@@ -15,7 +15,7 @@ from farspan.engine.cell import Cell, CellDone, Entry, Rows
 from farspan.engine.gradients import Gradients
 from farspan.engine.head import Head as HeadStage
 from farspan.engine.layers import Layers
-from farspan.engine.prefix import Prefix
+from farspan.engine.prefix import Prefix, Slots, streamed_spans
 from farspan.engine.storage import Storage
 from farspan.models.boundary import Boundary, LayerCall
 from farspan.models.route import answering
@@ -41,6 +41,8 @@ from farspan.plan.program import (
     Store,
     StoreGradient,
 )
+from farspan.plan.waits import Order
+from farspan.transfer.copies import Followed
 from farspan.transfer.saved import SavedCell
 
 
@@ -67,6 +69,7 @@ class Interpreter:
     gradients: Gradients
     after: Callable[[Instruction], None]  # called when an instruction was issued
     layers: Layers
+    slots: Slots = field(init=False)
     hidden: dict[int, Tensor] = field(default_factory=dict)
     gradient: dict[int, Tensor] = field(default_factory=dict)
     held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -75,10 +78,19 @@ class Interpreter:
     blocks: dict[tuple[int, int | None], tuple[Block, ...]] = field(default_factory=dict)
     loss: Tensor | None = None
 
-    def run(self) -> Tensor:
-        """The mean loss, a float64 scalar."""
-        for instruction in self.program.instructions:
+    def __post_init__(self) -> None:
+        self.slots = Slots(self.storage.copies)
+
+    def run(self, orders: tuple[Order, ...] | None = None) -> Tensor:
+        """The mean loss, a float64 scalar. `orders` are the waits when copies run beside the
+        computation."""
+        followed = None if orders is None else Followed(self.storage.copies, orders)
+        for index, instruction in enumerate(self.program.instructions):
+            if followed is not None:
+                followed.before(index)
             self._issue(instruction)
+            if followed is not None:
+                followed.after(index)
             self.after(instruction)
         assert self.loss is not None
         return self.loss
@@ -166,12 +178,14 @@ class Interpreter:
         cell = Cell(
             i.mode,
             partial(self._attention_call, i.layer, i.chunk),
-            Prefix(self.storage, i.layer, i.prefix),
+            Prefix(self.storage, self.slots, i.layer, i.prefix),
             write_kv=self._rows(i.write_kv, i.chunk, i.layer),
             attention=self._rows(i.attention, i.chunk, i.layer),
             held=self.held.pop(i.layer) if i.mode is AttentionMode.HELD else None,
             kept=i.kept,
         )
+        if i.mode is AttentionMode.COMPUTE:
+            self._begin(cell, i.layer, i.chunk)
         if i.graph:
             self.hidden[i.layer + 1] = self._forward_with_graph(i, cell, hidden)
             return
@@ -215,7 +229,8 @@ class Interpreter:
         graph = self.graphs.pop((i.layer, i.chunk))
         self.hidden.pop(i.layer + 1, None)
         cell = graph.cell
-        cell.key_values = Prefix(self.storage, i.layer, i.prefix, i.accumulator)
+        cell.key_values = Prefix(self.storage, self.slots, i.layer, i.prefix, i.accumulator)
+        self._begin(cell, i.layer, i.chunk)
         cell.own_dkv = self._rows(i.own_dkv, i.chunk, i.layer)
         if graph.saved is not None:
             cell.own_kv = self._rows(i.own_kv, i.chunk, i.layer)
@@ -253,7 +268,12 @@ class Interpreter:
     def _rows(self, name: str | None, chunk: int, layer: int) -> Rows | None:
         return None if name is None else self.storage.chunk(name, chunk, layer)
 
-    def _attention_call(self, layer: int, chunk: int, scale: float) -> AttentionCall:
+    def _begin(self, cell: Cell, layer: int, chunk: int) -> None:
+        """Keys of earlier chunks may be on their way before the cell asks for them."""
+        start = self.program.chunks[chunk][0]
+        cell.key_values.begin(streamed_spans(self._blocks(layer, chunk), start))
+
+    def _blocks(self, layer: int, chunk: int) -> tuple[Block, ...]:
         spec = self.program.model.layers[layer]
         start, stop = self.program.chunks[chunk]
         key = chunk, spec.window
@@ -263,6 +283,11 @@ class Interpreter:
             runs = None if rows is None else [document_runs(row, start, stop) for row in rows]
             block = self.program.schedule.kv_block
             self.blocks[key] = plan_blocks(start, stop, block, spec.window, runs)
+        return self.blocks[key]
+
+    def _attention_call(self, layer: int, chunk: int, scale: float) -> AttentionCall:
+        spec = self.program.model.layers[layer]
+        start = self.program.chunks[chunk][0]
         device = self.boundary.device
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         kernel = select_kernel(
@@ -273,4 +298,4 @@ class Interpreter:
             spec.softcap,
             capability,
         )
-        return AttentionCall(scale, spec.softcap, self.blocks[key], start, kernel)
+        return AttentionCall(scale, spec.softcap, self._blocks(layer, chunk), start, kernel)

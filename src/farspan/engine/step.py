@@ -24,6 +24,7 @@ from farspan.plan.costs import work_of
 from farspan.plan.program import Backward, Forward, Instruction, Program
 from farspan.plan.program import Head as HeadInstruction
 from farspan.plan.reads import unread_outputs
+from farspan.plan.waits import Order, waits
 from farspan.spec import ModelSpec, Refused, RunSpec, Schedule, Tier
 from farspan.transfer.arena import Arena
 from farspan.transfer.copies import CopyEngine
@@ -67,9 +68,12 @@ class Step:
         *,
         progress: Callable[[Progress], None] | None = None,
         poison: bool = False,
+        overlap: bool | None = None,
     ) -> None:
         """`progress` is called after every cell and may raise to abandon the step. `poison` fills
-        the arenas with NaN before every step: nothing may depend on what they held."""
+        the arenas with NaN before every step: nothing may depend on what they held. With `overlap`
+        copies run beside the computation, which is what they do on CUDA unless it is False; the
+        results are the same bits."""
         if not isinstance(schedule, Schedule):
             raise Refused(
                 f"schedule: expected a farspan.Schedule, got {schedule!r}; for a strategy's, call "
@@ -80,9 +84,11 @@ class Step:
         self.progress = progress
         self.poison = poison
         device = self.boundary.device
-        self.copies = CopyEngine(device)
+        on_cuda = device.type == "cuda"
+        self.copies = CopyEngine(device, overlap=on_cuda if overlap is None else overlap)
         self.arenas = {tier: Arena(tier, device) for tier in Tier}
         self._programs: dict[tuple[RunSpec, bool], Program] = {}
+        self._orders: list[tuple[Program, tuple[Order, ...]]] = []
         self._running = False
         self._tokenwise: tuple[tuple[Tokenwise, ...], ...] = ()
         self._described = self._state()
@@ -146,7 +152,7 @@ class Step:
         for tier, arena in self.arenas.items():
             arena.reserve(program.arena_bytes[tier])
             if self.poison:
-                self.copies.wait()
+                self.copies.synchronize()
                 arena.poison()
 
     def arena_bytes(self) -> dict[Tier, int]:
@@ -230,9 +236,21 @@ class Step:
             _Counter(program, self.progress),
             self._layers(program, gradients),
         )
-        with routed(self.boundary.model):
-            loss = interpreter.run()
+        orders = self._orders_of(program) if self.copies.overlap else None
+        self.copies.begin()
+        try:
+            with routed(self.boundary.model):
+                loss = interpreter.run(orders)
+        finally:
+            self.copies.end()
         return loss.to(storage.accumulate_dtype)
+
+    def _orders_of(self, program: Program) -> tuple[Order, ...]:
+        for known, orders in self._orders:
+            if known is program:
+                return orders
+        self._orders = [*self._orders[1 - PROGRAMS_KEPT :], (program, waits(program))]
+        return self._orders[-1][1]
 
     def _layers(self, program: Program, gradients: Gradients) -> Layers:
         tokens = self.schedule.mlp_tokens

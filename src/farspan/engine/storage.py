@@ -89,10 +89,10 @@ class Storage:
             move(rows, here[name])
 
     def clear(self, name: str) -> None:
-        """Zero a whole buffer."""
+        """Zero a whole buffer of the device."""
         buffer = self.program.buffers[name]
-        for rows in self.rows(name, (buffer.start, buffer.stop), buffer.layer).values():
-            self.copies.clear(rows)
+        assert buffer.tier is Tier.DEVICE, f"{name}: the CPU would not wait for copies"
+        self.arenas[buffer.tier].view(buffer.address, (buffer.bytes,), torch.uint8).zero_()
 
 
 def _chunk_view(part: str, rows: Tensor) -> Tensor:

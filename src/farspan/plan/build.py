@@ -64,21 +64,22 @@ def _open_slots(ledger: Ledger, passes: list[GroupPasses]) -> None:
     slot = ledger.allocate_slot
     kept = any(group.graphs for group in passes)
     if schedule.x is Tier.HOST and (len(passes) > 1 or kept):
-        for parity in range(min(2, len(ledger.chunks))):
-            slot(names.x_in(parity), Kind.X, chunk)
-            slot(names.x_out(parity), Kind.X, chunk)
+        for name in (*ledger.few(names.X_IN), *ledger.few(names.X_OUT)):
+            slot(name, Kind.X, chunk)
     if schedule.kv is Tier.HOST:
         block = min(schedule.kv_block, ledger.run.tokens)
-        slot(names.KV_OWN, Kind.KV, chunk)
-        slot(names.DKV_OWN, Kind.DKV, chunk)
-        for name in names.KV_BLOCKS:
-            slot(name, Kind.KV, block)
-        slot(names.DKV_BLOCK, Kind.DKV, block)
+        for ring, kind, tokens in (
+            (names.KV_OWN, Kind.KV, chunk),
+            (names.DKV_OWN, Kind.DKV, chunk),
+            (names.KV_BLOCKS, Kind.KV, block),
+            (names.DKV_BLOCKS, Kind.DKV, block),
+        ):
+            for name in ring:
+                slot(name, kind, tokens)
     if schedule.attention is Tier.HOST and (schedule.attention_kept or schedule.attention_open):
-        for place in range(max(len(group.layers) for group in passes)):
-            slot(names.attention_slot(place), Kind.ATTENTION, chunk)
+        for name in ledger.attention_slots():
+            slot(name, Kind.ATTENTION, chunk)
     if kept and schedule.activations is Tier.HOST:
         largest = max(group.cell_bytes(layer) for group in passes for layer in group.layers)
-        for parity in range(2):
-            name = names.activations_slot(parity)
+        for name in names.ACTIVATIONS:
             ledger.allocate_cells(name, Tier.DEVICE, -1, range(1), largest)

@@ -268,7 +268,7 @@ class _Replay:
             added = total.added | {i.chunk}
             memory.write(i.accumulator, Content("dkv", i.layer, earlier, added))
         if i.chunk and tier is Tier.HOST:
-            memory.stream((names.DKV_BLOCK,), Kind.DKV)
+            memory.stream(names.DKV_BLOCKS, Kind.DKV)
 
     # -- the end ---------------------------------------------------------------------------------
 

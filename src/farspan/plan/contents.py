@@ -122,8 +122,12 @@ class Contents:
             self.need(stands, f"{reader} refers to {pin.content} in {pin.buffer}: overwritten")
 
     def clear(self, name: str) -> None:
+        """Zero an accumulator, or a slot that zeros are then copied from."""
         buffer = self.alive(name)
-        self.need(buffer.kind is Kind.DKV and buffer.layer != SLOT, f"{name} is no accumulator")
+        self.need(buffer.kind is Kind.DKV, f"{name} is no accumulator")
+        if buffer.layer == SLOT:
+            self.content[name][SLOT] = Content("dkv", SLOT, SLOT)
+            return
         for chunk in self._chunks_of(buffer):
             self.content[name][chunk] = Content("dkv", buffer.layer, chunk)
 
@@ -138,11 +142,12 @@ class Contents:
         self.need(slot.cell_bytes >= home.cell_bytes, f"{slot.name} truncates {home.name}")
         content = self.content[source].get(place)
         self.need(
-            content is not None and content.chunk == chunk,
+            content is not None and content.chunk in (chunk, SLOT),
             f"{source} holds {content}, not chunk {chunk}",
         )
         assert content is not None
-        self.write(target, Content(content.what, content.layer, chunk, content.added))
+        layer = home.layer if content.chunk == SLOT else content.layer  # zeros are of any
+        self.write(target, Content(content.what, layer, chunk, content.added))
 
     def stream(self, blocks: tuple[str, ...], kind: Kind) -> None:
         """Slots that an instruction streams host blocks through."""

@@ -12,6 +12,7 @@ from farspan.plan.program import (
     Backward,
     Buffer,
     Clear,
+    Evict,
     Forward,
     Free,
     Instruction,
@@ -39,6 +40,7 @@ class Ledger:
     instructions: list[Instruction] = field(default_factory=list)
     buffers: dict[str, Buffer] = field(default_factory=dict)
     written: dict[str, set[int]] = field(default_factory=dict)
+    turns: dict[tuple[str, ...], int] = field(default_factory=dict)  # of rings of slots
 
     def emit(self, *instructions: Instruction) -> None:
         self.instructions.extend(instructions)
@@ -78,7 +80,25 @@ class Ledger:
         self.instructions.append(Allocate(buffer.name))
 
     def clear(self, name: str) -> None:
-        self.instructions.append(Clear(name))
+        """Zero dK, dV. What is on host gets its zeros from a slot, so that the link's lane orders
+        them with all other copies of these bytes."""
+        if self.buffers[name].tier is Tier.DEVICE:
+            self.emit(Clear(name))
+            return
+        zeros = self.turn(names.DKV_OWN)
+        self.emit(Clear(zeros), *(Evict(zeros, name, c) for c in range(len(self.chunks))))
+
+    def turn(self, ring: tuple[str, ...]) -> str:
+        """The slot of a ring whose turn it is."""
+        turn = self.turns[ring] = self.turns.get(ring, -1) + 1
+        return ring[turn % len(ring)]
+
+    def few(self, ring: tuple[str, ...]) -> tuple[str, ...]:
+        """The slots of a ring that a single chunk, or several, need."""
+        return ring[: len(self.chunks)]
+
+    def attention_slots(self) -> tuple[str, ...]:
+        return names.attention_slots(max(stop - first for first, stop in self.groups))
 
     def free(self, name: str) -> None:
         """Close the buffer if it is open."""
@@ -125,7 +145,7 @@ class Ledger:
         if self.schedule.kv is Tier.HOST and any(map(_has_prefix, self.instructions)):
             used.update(names.KV_BLOCKS)
             if Backward in kinds:
-                used.add(names.DKV_BLOCK)
+                used.update(names.DKV_BLOCKS)
         return used
 
     def finish(self) -> Program:

@@ -1,23 +1,20 @@
-"""Names of buffers. A slot serves any layer or chunk and lives for the whole program."""
+"""Names of buffers. A slot serves any layer or chunk and lives for the whole program.
 
-KV_OWN = "kv.own"  # the chunk's own K, V on their way to or from host
-DKV_OWN = "dkv.own"
+Slots come in rings, whose members take turns: while one is worked with, the next is filled, or the
+last one emptied.
+"""
+
+X_IN = ("x.in.0", "x.in.1")  # a group's input, then the gradient that replaces it
+X_OUT = ("x.out.0", "x.out.1")  # a group's output, or the gradient that comes back
+KV_OWN = ("kv.own.0", "kv.own.1")  # the chunk's own K, V on their way to or from host
+DKV_OWN = ("dkv.own.0", "dkv.own.1")
 KV_BLOCKS = ("kv.block.0", "kv.block.1")  # blocks of the prefix streamed from host (FPDT 4.2)
-DKV_BLOCK = "dkv.block"  # read, added to and written back within one instruction
+DKV_BLOCKS = ("dkv.block.0", "dkv.block.1")  # read, added to and written back by one instruction
+ACTIVATIONS = ("activations.slot.0", "activations.slot.1")  # rounding buffers (MEMO 4.1)
 
 
 def x(boundary: int) -> str:
     return f"x.{boundary}"
-
-
-def x_in(chunk: int) -> str:
-    """Slot of a group's input; two, so that the next chunk's fetch need not wait."""
-    return f"x.in.{chunk % 2}"
-
-
-def x_out(chunk: int) -> str:
-    """Slot of a group's output, or of the gradient that comes back."""
-    return f"x.out.{chunk % 2}"
 
 
 def kv(layer: int) -> str:
@@ -47,15 +44,11 @@ def attention_open(layer: int) -> str:
     return f"attention.{layer}.open"
 
 
-def attention_slot(place: int) -> str:
-    """Slot of O, LSE of the layer at this place in its group."""
-    return f"attention.slot.{place}"
+def attention_slots(widest: int) -> tuple[str, ...]:
+    """Slots of O, LSE. The graphs of a chunk refer to one a layer of the group, of which the widest
+    has this many; one more is for the next chunk."""
+    return tuple(f"attention.slot.{place}" for place in range(widest + 1))
 
 
 def activations(layer: int) -> str:
     return f"activations.{layer}"
-
-
-def activations_slot(layer: int) -> str:
-    """Rounding buffer (MEMO 4.1): two, taken in turn by the layers."""
-    return f"activations.slot.{layer % 2}"

@@ -12,7 +12,7 @@ with them. And the top layer of a group has no reader before its backward, so a 
 there for K, V ends in it with AttentionMode.NONE.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from farspan.plan import names
 from farspan.plan.group import Group
@@ -25,7 +25,6 @@ from farspan.plan.program import (
     Fetch,
     Forward,
     Head,
-    Instruction,
     Kind,
     Load,
     LoadGradient,
@@ -39,28 +38,24 @@ from farspan.spec import Tier
 class GroupPasses(Group):
     """Writes the passes of a group into its ledger."""
 
-    entries: dict[int, tuple[Instruction, ...]] = field(default_factory=dict)  # by chunk
+    entered: str = ""  # where the chunk's input is
 
     # -- the group's input and output ---
 
     def enter(self, chunk: int) -> None:
-        """hidden[first layer] of the chunk, by the same instructions in every pass."""
-        if chunk not in self.entries:
-            self.entries[chunk] = self._entry(chunk)
-        self.ledger.emit(*self.entries[chunk])
-
-    def _entry(self, chunk: int) -> tuple[Instruction, ...]:
+        """hidden[first layer] of the chunk."""
         if self.index == 0:
-            return (Embed(chunk),)
+            self.ledger.emit(Embed(chunk))
+            return
         boundary = names.x(self.index)
-        place = self._x_place(boundary, names.x_in(chunk))
-        load = Load(self.layers[0], chunk, place)
-        return (load,) if place == boundary else (Fetch(boundary, place, chunk), load)
+        self.entered = self._x_place(boundary, names.X_IN)
+        self._fetch(boundary, self.entered, chunk)
+        self.ledger.emit(Load(self.layers[0], chunk, self.entered))
 
     def leave(self, chunk: int) -> None:
         """Keep hidden[top + 1] of the chunk."""
         boundary = names.x(self.index + 1)
-        place = self._x_place(boundary, names.x_out(chunk))
+        place = self._x_place(boundary, names.X_OUT)
         self.ledger.emit(Store(self.top + 1, chunk, place))
         self._evict(place, boundary, chunk)
 
@@ -70,7 +65,7 @@ class GroupPasses(Group):
             self.ledger.emit(Head(chunk))
             return
         boundary = names.x(self.index + 1)
-        place = self._x_place(boundary, names.x_out(chunk))
+        place = self._x_place(boundary, names.X_OUT)
         self._fetch(boundary, place, chunk)
         if self.is_last:
             self.ledger.emit(Load(self.top + 1, chunk, place), Head(chunk))
@@ -83,12 +78,12 @@ class GroupPasses(Group):
             self.ledger.emit(EmbedBackward(chunk))
             return
         boundary = names.x(self.index)
-        place = self._x_place(boundary, names.x_in(chunk))
-        self.ledger.emit(StoreGradient(self.layers[0], chunk, place))
-        self._evict(place, boundary, chunk)
+        self.ledger.emit(StoreGradient(self.layers[0], chunk, self.entered))
+        self._evict(self.entered, boundary, chunk)
 
-    def _x_place(self, boundary: str, slot: str) -> str:
-        return slot if self.ledger.schedule.x is Tier.HOST else boundary
+    def _x_place(self, boundary: str, ring: tuple[str, ...]) -> str:
+        ledger = self.ledger
+        return ledger.turn(ledger.few(ring)) if ledger.schedule.x is Tier.HOST else boundary
 
     # -- passes ---
 
@@ -154,7 +149,7 @@ class GroupPasses(Group):
         for layer in self.layers:
             span = (0, ledger.run.tokens)
             ledger.allocate(names.dkv(layer), Kind.DKV, ledger.schedule.kv, layer, span)
-            ledger.clear(names.dkv(layer))
+        ledger.clear(names.dkv(self.top))
         for chunk in reversed(self.chunks):
             self.enter(chunk)
             if chunk in self.graphs:
@@ -207,7 +202,7 @@ class GroupPasses(Group):
             mode = AttentionMode.GIVEN
         elif graph or hold:
             home = None  # the backward follows at once: nothing to keep
-        attention = None if home is None else self._attention_place(layer, home)
+        attention = None if home is None else self._attention_place(home)
         if home is not None and attention is not None and mode is AttentionMode.GIVEN:
             self._fetch(home, attention, chunk)
         write = self._kv_place(prefix, chunk)
@@ -248,17 +243,20 @@ class GroupPasses(Group):
         prefix, dkv = self.prefix(layer), names.dkv(layer)
         attention = cells = own_kv = None
         if kept:
-            own_kv = names.KV_OWN if on_host else prefix
+            own_kv = ledger.turn(names.KV_OWN) if on_host else prefix
             self._fetch(prefix, own_kv, chunk)
             home = self.attention_home(layer, chunk)
             # What is kept only while the group is open was not there when the first pass ran.
             was_open = self.is_last or home == names.attention(layer)
             if home is not None and was_open and chunk in ledger.written[home]:
-                attention = self._attention_place(layer, home)
+                attention = self._attention_place(home)
                 self._fetch(home, attention, chunk)
             cells = self._activations_place(layer)
             self._fetch(names.activations(layer), cells, chunk)
-        own_dkv = names.DKV_OWN if on_host else dkv
+        if chunk == self.chunks[-1] and layer > self.layers[0]:
+            # While this cell computes, the zeros for the next one's sums go to host.
+            ledger.clear(names.dkv(layer - 1))
+        own_dkv = ledger.turn(names.DKV_OWN) if on_host else dkv
         self._fetch(dkv, own_dkv, chunk)
         ledger.emit(
             Backward(
@@ -273,19 +271,20 @@ class GroupPasses(Group):
             )
         )
 
-    def _attention_place(self, layer: int, home: str) -> str:
+    def _attention_place(self, home: str) -> str:
         if self.ledger.schedule.attention is Tier.HOST:
-            return names.attention_slot(layer - self.layers[0])
+            return self.ledger.turn(self.ledger.attention_slots())
         return home
 
     def _activations_place(self, layer: int) -> str:
         on_host = self.ledger.schedule.activations is Tier.HOST
-        return names.activations_slot(layer) if on_host else names.activations(layer)
+        return self.ledger.turn(names.ACTIVATIONS) if on_host else names.activations(layer)
 
     def _kv_place(self, prefix: str, chunk: int) -> str | None:
         if chunk in self.ledger.written[prefix]:
             return None
-        return names.KV_OWN if self.ledger.schedule.kv is Tier.HOST else prefix
+        on_host = self.ledger.schedule.kv is Tier.HOST
+        return self.ledger.turn(names.KV_OWN) if on_host else prefix
 
     def _evict_kv(self, layer: int, chunk: int, write: str, prefix: str) -> None:
         if write != prefix:

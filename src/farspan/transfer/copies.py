@@ -1,46 +1,131 @@
-"""The one owner of copies between the tiers.
+"""The one owner of copies between the tiers, and of the streams they run on.
 
-Copies run in program order on the stream that computes, so a slot is free for reuse as soon as
-the instruction that read it was issued.
+Three lanes: the stream that computes, one that fetches, one that evicts. Work of a lane happens in
+the order it is issued; lanes are held together by events alone, one for each instruction, or slot
+and generation, that another lane waits for. The CPU never waits inside a step.
 
-Note: [The CPU runs ahead of the copies]. On CUDA a copy is issued and happens later, while what the
-CPU does to host memory happens now. Bytes of a host buffer that the CPU is about to write may still
-have to be read, or be about to be written, by copies that were issued for their earlier owner. So
-`clear` is the only way for the CPU to write an arena, and it waits for what was issued.
+    compute   F(0,0) --o        F(0,1)          o: an event recorded, v: waited for
+    evict              v-- kv ----o
+    fetch                         v-- kv.block
+
+Note: [Who waits for what]. The hazards and their names are in `farspan.plan.waits`. Waits between
+instructions are derived there; those of blocks that a cell streams are in `farspan.engine.prefix`.
+
+Note: [Lanes fork and join at a step's ends]. When a step begins, both copy lanes wait for what was
+computed before, and when it ends, computing waits for both. So whoever works on the computing
+stream after a step (the optimizer, the next step, an allocator that hands out a released slab)
+comes after every copy, and only the CPU, should it touch an arena, has to call `wait`.
+
+In line, when copies do not run beside the computation, all three lanes are the computing stream.
 """
 
-from dataclasses import dataclass
+from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from farspan.plan.footprints import Lane
+from farspan.plan.waits import Hazard, Order, Wait
+from farspan.spec import Refused
 
-@dataclass(slots=True)
+
 class CopyEngine:
     """Moves tensors between device and host, and counts the bytes of each direction."""
 
-    device: torch.device
-    fetched: int = 0  # bytes host to device
-    evicted: int = 0  # bytes device to host
+    def __init__(self, device: torch.device, *, overlap: bool = False) -> None:
+        """With `overlap` copies run on streams of their own. Raises Refused but on CUDA."""
+        if overlap and device.type != "cuda":
+            raise Refused(f"overlap: copies run beside the computation on CUDA, not on {device}")
+        self.device = device
+        self.overlap = overlap
+        self.fetched = 0  # bytes host to device
+        self.evicted = 0  # bytes device to host
+        self._streams: dict[Lane, torch.cuda.Stream] = {}
+        if overlap:
+            self._streams = {lane: torch.cuda.Stream(device) for lane in (Lane.FETCH, Lane.EVICT)}
+
+    # -- copies ----------------------------------------------------------------------------------
 
     def fetch(self, target: Tensor, source: Tensor) -> None:
         """Host to device."""
-        target.copy_(source, non_blocking=True)
+        with self._on(Lane.FETCH):
+            target.copy_(source, non_blocking=True)
         self.fetched += source.nbytes
 
     def evict(self, target: Tensor, source: Tensor) -> None:
-        """Device to host. On CUDA the copy is asynchronous to the CPU but ordered with every
-        later fetch of the same bytes, because both run on one stream."""
-        target.copy_(source, non_blocking=True)
+        """Device to host."""
+        with self._on(Lane.EVICT):
+            target.copy_(source, non_blocking=True)
         self.evicted += source.nbytes
 
-    def clear(self, target: Tensor) -> None:
-        """Fill with zeros. See Note: [The CPU runs ahead of the copies]."""
-        if target.device.type == "cpu":
-            self.wait()
-        target.zero_()
+    def _on(self, lane: Lane) -> AbstractContextManager[Any]:
+        stream = self._streams.get(lane)
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
 
-    def wait(self) -> None:
-        """Until every copy that was issued has happened."""
+    # -- order -----------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A step begins. See Note: [Lanes fork and join at a step's ends]."""
+        computed = self.record(Lane.COMPUTE)
+        for lane in self._streams:
+            self.wait(lane, computed)
+
+    def end(self) -> None:
+        """A step is issued."""
+        for lane in self._streams:
+            self.wait(Lane.COMPUTE, self.record(lane))
+
+    def record(self, lane: Lane) -> Any:
+        """The event of all that was issued on a lane so far."""
+        if not self.overlap:
+            return None
+        event = torch.cuda.Event()
+        event.record(self._stream(lane))
+        return event
+
+    def wait(self, lane: Lane, event: Any, _hazard: Hazard | None = None) -> None:
+        """What is issued on the lane from now on comes after the event, or there would be the
+        hazard. An event of None is of what nobody ever used."""
+        if self.overlap and event is not None:
+            self._stream(lane).wait_event(event)
+
+    def _stream(self, lane: Lane) -> torch.cuda.Stream:
+        return self._streams.get(lane) or torch.cuda.current_stream(self.device)
+
+    def synchronize(self) -> None:
+        """The CPU waits until every copy of the steps so far has happened."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+
+
+class Followed:
+    """A program's order on the lanes of a copy engine.
+
+    Invariant: an event is held from its instruction to the last that waits for it.
+    """
+
+    def __init__(self, copies: CopyEngine, orders: tuple[Order, ...]) -> None:
+        self.copies = copies
+        self.orders = orders
+        self.to_come = Counter(
+            wait for order in orders for after in order.values() for wait in after
+        )
+        self.events: dict[Wait, Any] = {}
+
+    def before(self, index: int) -> None:
+        """Its lanes wait for what instruction `index` must follow."""
+        for lane, after in self.orders[index].items():
+            for wait in after:
+                self.copies.wait(lane, self.events[wait])
+                self.to_come[wait] -= 1
+                if not self.to_come[wait]:
+                    del self.events[wait]
+
+    def after(self, index: int) -> None:
+        """Instruction `index` was issued."""
+        for lane in self.orders[index]:
+            wait = Wait(lane, index)
+            if self.to_come[wait]:
+                self.events[wait] = self.copies.record(lane)

@@ -12,6 +12,7 @@ from farspan.plan.price.seconds import Prices
 from farspan.plan.price.timeline import run_time, spans
 from farspan.plan.program import (
     Allocate,
+    AttentionMode,
     Backward,
     Clear,
     Close,
@@ -65,7 +66,8 @@ def touched(program: Program, i: Instruction) -> tuple[set[Place], set[Place]]:
     if isinstance(i, Load | LoadGradient):
         return places, set()
     if isinstance(i, Forward | Backward):
-        prefix = {(i.prefix, c) for c in range(i.chunk)}
+        attends = isinstance(i, Backward) or i.mode is AttentionMode.COMPUTE
+        prefix = {(i.prefix, c) for c in range(i.chunk * attends)}
         own = {p for p in places if p[0] not in (i.prefix, getattr(i, "accumulator", ""))}
         return prefix | own, own if isinstance(i, Forward) else set()
     return set(), places
@@ -107,7 +109,7 @@ def check_addresses(prices: Prices) -> None:
         i = program.instructions[span.index]
         reads, writes = touched(program, i)
         names = {name for name, _ in reads | writes}
-        names |= {i.prefix} if isinstance(i, Forward | Backward) else set()
+        names |= {i.prefix} if isinstance(i, Forward | Backward) and i.chunk else set()
         for name in names:
             first, last = used.get(name, (span.start, span.end))
             used[name] = min(first, span.start), max(last, span.end)

@@ -27,7 +27,7 @@ from farspan.plan.program import (
 )
 from farspan.plan.question import Question
 from farspan.plan.simulate import copied_bytes, seen_pairs, streamed_bytes
-from farspan.spec import LayerSpec, Rates, Refused, Tier
+from farspan.spec import LayerSpec, Rates, Refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,12 +277,7 @@ class Prices:
         return Cost(compute=self._moved(moved))
 
     def _clear(self, i: Clear) -> Cost:
-        buffer = self.program.buffers[i.buffer]
-        if buffer.tier is Tier.DEVICE:
-            return Cost(compute=self._moved(buffer.bytes))
-        machine = self.question.machine
-        ranks = min(machine.devices, self.question.layout.devices())
-        return Cost(host=buffer.bytes * ranks / machine.host_memory)
+        return Cost(compute=self._moved(self.program.buffers[i.buffer].bytes))
 
     # -- devices together --------------------------------------------------------------------------
 

@@ -5,40 +5,24 @@
     evict               kv.0   x.1
     collective  all-gather of layer 1, while layer 0 computes
 
-Instructions are issued in the program's order, each on its lane. One starts when its lane is free,
-when what it reads has been written, and when what it overwrites has been read: a slot is free for
-the next chunk only then, and a new buffer's addresses only when nobody uses the old one's. A cell
+Instructions are issued in the program's order, each on its lane. One starts when its lane is free
+and what it waits for is done: the plan's waits, which are the engine's (farspan.plan.waits). A cell
 that streams its prefix from host (FPDT 4.2) keeps the links busy while it computes: it begins with
-the first block and cannot end before the last has come.
+the first block and cannot end before the last has come. Blocks pass through two slots, so that a
+block is fetched while the one before is computed with, and none sooner.
 
 With `overlap=False` there is one lane: that is what a copy on the computing stream does.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
 
+from farspan.plan.footprints import Lane, lane_of
 from farspan.plan.price.seconds import Cost, Prices
-from farspan.plan.program import (
-    Allocate,
-    Backward,
-    Buffer,
-    Clear,
-    Close,
-    Evict,
-    Fetch,
-    Forward,
-    Free,
-    Instruction,
-    Load,
-    LoadGradient,
-    Store,
-    StoreGradient,
-)
+from farspan.plan.program import Allocate, Backward, Close, Forward, Free
+from farspan.plan.waits import Order, waits
 
-SLOT = -1  # the one place of a slot
-PREFETCHED = 2  # blocks of the prefix that slots can hold ahead of the computation
+BLOCK_SLOTS = 2  # blocks of the prefix on the device at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,127 +48,50 @@ class Span:
 
 
 @dataclass(slots=True)
-class _Lanes:
-    """Until when each lane is taken."""
-
-    compute: float = 0.0
-    fetch: float = 0.0
-    evict: float = 0.0
-    collective: float = 0.0
-
-
-@dataclass(slots=True)
-class _Held:
-    """A buffer from its Allocate on."""
-
-    buffer: Buffer
-    is_slot: bool
-    free: float  # since when its addresses are
-    used: float = 0.0  # until when somebody reads or writes it
-    whole: float = 0.0  # when any chunk of it was last written
-    places: dict[int, "_Place"] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Place:
-    """Where a buffer holds a chunk; a slot is one place, whatever it holds."""
-
-    held: _Held
-    written: float = 0.0  # when its content was last written
-    read: float = 0.0  # when that was last read
-
-    def write(self, end: float) -> None:
-        held = self.held
-        self.written = end
-        if end > held.whole:
-            held.whole = end
-        if end > held.used:
-            held.used = end
-
-    def keep(self, end: float) -> None:
-        """The content is read until then."""
-        held = self.held
-        if end > self.read:
-            self.read = end
-        if end > held.used:
-            held.used = end
-
-
-@dataclass(slots=True)
 class _Clock:
     """Walks a program, whose instructions have these costs."""
 
     prices: Prices
     costs: list[Cost]
-    lanes: _Lanes = field(default_factory=_Lanes)
-    held: dict[str, _Held] = field(default_factory=dict)
-    freed: list[_Held] = field(default_factory=list)
+    free: list[float] = field(default_factory=lambda: [0.0] * len(Lane))  # since when a lane is
+    ends: list[dict[int, float]] = field(default_factory=lambda: [{} for _ in Lane])
+    collective: float = 0.0  # since when that lane is free
     gathered: tuple[int, ...] = ()
     last_start: float = 0.0
     ready: dict[int, float] = field(default_factory=dict)
+    block_slot: float = 0.0  # since when a slot for streamed blocks is free
     spans: list[Span] | None = None  # filled when somebody wants to look
     index: int = 0
 
     def run(self) -> float:
-        steps: dict[type[Instruction], Callable[[Any, Cost], None]] = {
-            Allocate: self._allocate,
-            Free: self._free,
-            Clear: self._clear,
-            Fetch: self._fetch,
-            Evict: self._evict,
-            Load: self._load,
-            LoadGradient: self._load,
-            Store: self._store,
-            StoreGradient: self._store,
-            Forward: self._forward,
-            Backward: self._backward,
-            Close: self._close,
-        }
-        instructions = self.prices.program.instructions
-        for index, (i, cost) in enumerate(zip(instructions, self.costs, strict=True)):
+        program = self.prices.program
+        orders = waits(program)
+        for index, (i, cost, order) in enumerate(
+            zip(program.instructions, self.costs, orders, strict=True)
+        ):
             self.index = index
-            steps.get(type(i), self._stage)(i, cost)
-        lanes = self.lanes
-        return max(lanes.compute, lanes.fetch, lanes.evict, lanes.collective)
+            if isinstance(i, Forward | Backward):
+                self._cell(i, cost, order)
+            elif isinstance(i, Close):
+                self._close(i)
+            elif not isinstance(i, Allocate | Free):
+                lane = lane_of(i)
+                start = self._start(lane, order)
+                self._do(lane, start, start + cost.in_line())
+        return max(self.collective, *self.free)
 
-    # -- buffers and copies ---
+    def _start(self, lane: Lane, order: Order) -> float:
+        """When the lane is free and what it waits for is done."""
+        start = self.free[lane]
+        for other, awaited in order.get(lane, ()):
+            start = max(start, self.ends[other][awaited])
+        return start
 
-    def _allocate(self, i: Allocate, _: Cost) -> None:
-        """The buffer's addresses are free when their last owner was used for the last time."""
-        buffer = self.prices.program.buffers[i.buffer]
-        owners = (old.used for old in self.freed if _overlap(old.buffer, buffer))
-        self.held[i.buffer] = _Held(buffer, buffer.layer < 0, max(owners, default=0.0))
-
-    def _free(self, i: Free, _: Cost) -> None:
-        self.freed.append(self.held[i.buffer])
-
-    def _clear(self, i: Clear, cost: Cost) -> None:
-        self._compute(cost, (), (), self.held[i.buffer].free)
-        self._place(i.buffer, SLOT).write(self.lanes.compute)
-
-    def _fetch(self, i: Fetch, cost: Cost) -> None:
-        self.lanes.fetch = self._copy("fetch", self.lanes.fetch, cost.fetch, i)
-
-    def _evict(self, i: Evict, cost: Cost) -> None:
-        self.lanes.evict = self._copy("evict", self.lanes.evict, cost.evict, i)
-
-    def _copy(self, lane: str, free: float, seconds: float, i: Fetch | Evict) -> float:
-        """When the copy ends; its lane is free from `free` on."""
-        here, there = self._place(i.source, i.chunk), self._place(i.target, i.chunk)
-        start = max(free, here.written, there.written, there.read, there.held.free)
-        end = start + seconds
-        here.keep(end)
-        there.write(end)
-        self._note(lane, start, end)
-        return end
-
-    def _place(self, name: str, chunk: int) -> _Place:
-        held = self.held[name]
-        where = SLOT if held.is_slot else chunk
-        place = held.places.get(where)
-        if place is None:
-            place = held.places[where] = _Place(held)
-        return place
+    def _do(self, lane: Lane, start: float, end: float) -> None:
+        self.free[lane] = self.ends[lane][self.index] = end
+        if lane is Lane.COMPUTE:
+            self.last_start = start
+        self._note(lane.name.lower(), start, end)
 
     def _note(self, lane: str, start: float, end: float) -> None:
         if self.spans is not None and end > start:
@@ -192,45 +99,37 @@ class _Clock:
 
     # -- cells ---
 
-    def _forward(self, i: Forward, cost: Cost) -> None:
-        self._cell(i, cost, (i.prefix,), (i.write_kv, i.attention, i.activations))
-
-    def _backward(self, i: Backward, cost: Cost) -> None:
-        touched = i.own_kv, i.own_dkv, i.attention, i.activations
-        self._cell(i, cost, (i.prefix, i.accumulator), touched)
-
-    def _cell(
-        self,
-        i: Forward | Backward,
-        cost: Cost,
-        names: tuple[str, ...],
-        touched: tuple[str | None, ...],
-    ) -> None:
-        """A cell reads its prefixes of these names, and reads or writes its own places."""
+    def _cell(self, i: Forward | Backward, cost: Cost, order: Order) -> None:
         self._gather(i.layer)
-        prefixes = [self.held[name] for name in names]
-        start = max(self.ready.get(i.layer, 0.0), *[prefix.whole for prefix in prefixes])
-        places = [self._place(name, i.chunk) for name in touched if name is not None]
-        if cost.fetch or cost.evict:
-            start = max(start, self._stream(i.chunk, cost, start))
-        self._compute(cost, places, places, start)
-        for prefix in prefixes:
-            prefix.used = max(self.lanes.compute, self.lanes.evict)
+        start = max(self._start(Lane.COMPUTE, order), self.ready.get(i.layer, 0.0))
+        busy = cost.compute + cost.collective + cost.host
+        if Lane.FETCH in order:
+            self._stream(i.chunk, cost, order, start, busy)
+        else:
+            self._do(Lane.COMPUTE, start, start + busy)
 
-    def _stream(self, chunk: int, cost: Cost, earliest: float) -> float:
-        """Earliest start of a cell whose prefix crosses the link block by block while it runs."""
+    def _stream(self, chunk: int, cost: Cost, order: Order, start: float, busy: float) -> None:
+        """A cell whose prefix crosses the link block by block while it runs."""
         program = self.prices.program
         blocks = max(1, -(-program.chunks[chunk][0] // program.schedule.kv_block))
-        one = cost.fetch / blocks
-        lanes = self.lanes
-        begin = max(lanes.fetch, earliest, lanes.compute - PREFETCHED * one)
-        lanes.fetch = begin + cost.fetch
-        self._note("fetch", begin, lanes.fetch)
-        last_needed = lanes.fetch + cost.compute / blocks
-        evicting = max(lanes.evict, begin + one)
-        written = lanes.evict = evicting + cost.evict
-        self._note("evict", evicting, written)
-        return max(begin + one, last_needed - cost.compute, written - cost.compute)
+        fetch, evict, compute = cost.fetch / blocks, cost.evict / blocks, busy / blocks
+        first = max(self._start(Lane.FETCH, order), self.block_slot)
+        start = max(start, first + fetch)
+        fetched = first + cost.fetch
+        if blocks > BLOCK_SLOTS:
+            # The last comes when the one that had its slot is done with.
+            fetched = max(fetched, start + (blocks - BLOCK_SLOTS) * compute + fetch)
+        end = max(start + busy, fetched + compute)
+        self._do(Lane.FETCH, fetched - cost.fetch, fetched)
+        if cost.evict:
+            begin = max(self._start(Lane.EVICT, order), start + compute)
+            evicted = max(begin + cost.evict, end + evict)
+            end = max(end, evicted - BLOCK_SLOTS * evict)
+            self._do(Lane.EVICT, evicted - cost.evict, evicted)
+        elif Lane.EVICT in order:
+            self.ends[Lane.EVICT][self.index] = self._start(Lane.EVICT, order)
+        self._do(Lane.COMPUTE, start, end)
+        self.block_slot = end - compute
 
     # -- collectives of a group ---
 
@@ -243,51 +142,14 @@ class _Clock:
         if not any(first <= other < stop for other in self.gathered):
             self.gathered = ()
         self.gathered = (*self.gathered, layer)
-        start = max(self.lanes.collective, self.last_start)
-        self.lanes.collective = start + self.prices.gather(layer)
-        self._note("collective", start, self.lanes.collective)
-        self.ready[layer] = self.lanes.collective
+        start = max(self.collective, self.last_start)
+        self.collective = start + self.prices.gather(layer)
+        self._note("collective", start, self.collective)
+        self.ready[layer] = self.collective
 
-    def _close(self, i: Close, _: Cost) -> None:
-        start = max(self.lanes.collective, self.lanes.compute)
-        self.lanes.collective = start + self.prices.reduce(i.group)
-
-    # -- the computing lane ---
-
-    def _load(self, i: Load | LoadGradient, cost: Cost) -> None:
-        self._compute(cost, (self._place(i.buffer, i.chunk),), ())
-
-    def _store(self, i: Store | StoreGradient, cost: Cost) -> None:
-        self._compute(cost, (), (self._place(i.buffer, i.chunk),))
-
-    def _stage(self, _: Instruction, cost: Cost) -> None:
-        self._compute(cost, (), ())
-
-    def _compute(
-        self,
-        cost: Cost,
-        reads: Sequence[_Place],
-        writes: Sequence[_Place],
-        earliest: float = 0.0,
-    ) -> None:
-        start = max(self.lanes.compute, earliest)
-        for place in reads:
-            if place.written > start:
-                start = place.written
-        for place in writes:
-            start = max(start, place.read, place.held.free)
-        end = start + cost.compute + cost.collective + cost.host
-        for place in reads:
-            place.keep(end)
-        for place in writes:
-            place.write(end)
-        self.last_start, self.lanes.compute = start, end
-        self._note("compute", start, end)
-
-
-def _overlap(one: Buffer, other: Buffer) -> bool:
-    apart = one.address + one.bytes <= other.address or other.address + other.bytes <= one.address
-    return one.tier is other.tier and not apart
+    def _close(self, i: Close) -> None:
+        start = max(self.collective, self.free[Lane.COMPUTE])
+        self.collective = start + self.prices.reduce(i.group)
 
 
 def run_time(prices: Prices, *, overlap: bool) -> Timeline:

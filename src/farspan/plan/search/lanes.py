@@ -41,8 +41,9 @@ def lanes(frames: Frames) -> tuple[Array, Array]:
     work = counts @ np.stack([work for work, _ in each]).reshape(len(parts), -1)
     work = work.reshape(size, LANES, choices)
     work[:, COMPUTE] += ruler.once(("outside", cuts, kv_kept), lambda: _outside(frames))
-    # The host itself zeroes dK, dV that it has.
-    work[:, HOST if frames.schedule.kv is Tier.HOST else COMPUTE] += ruler.clear
+    work[:, COMPUTE] += ruler.clear
+    if frames.schedule.kv is Tier.HOST:
+        work[:, EVICT] += ruler.zeros
     work[:, COLLECTIVE] += cuts.gathers(ruler.prices)
     moved = counts @ np.stack([moved for _, moved in each]).reshape(len(parts), -1)
     moved = moved.reshape(size, LINK, 3, choices)

@@ -1,6 +1,7 @@
 """Bytes of many schedules when each tier is fullest: the fullest of a few phases (formulas has them
 all), without padding. P phases' groups of all K cuts are looked at together."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from farspan.plan.price.evaluate import INPUT_BYTES
 from farspan.plan.program import Kind
 from farspan.plan.search.bound import ON_HOST, Frames, spread
-from farspan.plan.search.roles import Role
+from farspan.plan.search.roles import Cells, Counts, Role, cells
 from farspan.plan.search.ruler import Array
 from farspan.spec import Tier
 
@@ -178,7 +179,7 @@ def device_slots(frames: Frames) -> Array:
     ruler, chunk = frames.ruler, frames.ruler.sizes[0]
     layers, many = ruler.model.layers, frames.cuts.counts > 1
     pair = min(2, len(ruler.chunks))
-    x = np.where(many, 2 * pair, np.minimum(pair, frames.last_graphs)) * ruler.x_row() * chunk
+    x = np.where(many, 2 * pair, pair * (frames.last_graphs > 0)) * ruler.x_row() * chunk
     row = max(ruler.attention_row(spec) for spec in layers)
     attention = _attention_slots(frames) * row * chunk
     free = np.stack([x, attention, _cell_slots(frames)], axis=1)
@@ -186,7 +187,8 @@ def device_slots(frames: Frames) -> Array:
     if frames.schedule.kv is Tier.HOST:
         block = min(frames.schedule.kv_block, ruler.run.tokens) * (len(ruler.chunks) > 1)
         kv, dkv = max(map(ruler.kv_row, layers)), max(map(ruler.dkv_row, layers))
-        size = size + (chunk + 2 * block) * kv + (chunk + block) * dkv
+        own = np.minimum(2, _crossings(frames, lambda found: found.kv_written + found.graph))
+        size = size + ((own * chunk + 2 * block) * kv + 2 * (chunk + block) * dkv)[..., None]
     return np.asarray(size)
 
 
@@ -198,17 +200,23 @@ def _cell_slots(frames: Frames) -> Array:
     narrow[-1] = wide[-1]
     largest = [(cell + frames.cell_inputs).max(axis=1, keepdims=True) for cell in (narrow, wide)]
     keeping = layers - frames.cuts.last * (frames.last_graphs == 0)
-    slots = np.minimum(2, keeping) * (kept.graphs > 0)
+    slots = 2 * (keeping > 0) * (kept.graphs > 0)
     return np.asarray(slots * np.where(kept.attention >= kept.graphs, *largest))
 
 
 def _attention_slots(frames: Frames) -> Array:
-    """[K, F]: one for each place in a group whose O and LSE cross the link."""
-    kept, graphs, cuts = frames.kept.attention, frames.last_graphs, frames.cuts
-    is_open = frames.schedule.attention_open and len(frames.ruler.chunks) > 1
-    written = (kept > 1) | ((kept > 0) & (graphs > 0)) | is_open
-    last = (cuts.last - 1) * written
-    earlier = cuts.widest_earlier * (kept > 0)
-    opened = np.maximum(0, cuts.widest_earlier - 1)
-    opened = opened * (is_open and not frames.schedule.kv_kept)
-    return np.asarray(np.maximum(np.maximum(last, earlier), opened), dtype=np.float64)
+    """[K, F]: one more than the layers of the widest group, unless O and LSE cross less often."""
+    widest = np.maximum(frames.cuts.last, frames.cuts.widest_earlier)
+    crossings = _crossings(frames, lambda found: found.attention_out + found.attention_in)
+    return np.asarray(np.minimum(widest + 1, crossings), dtype=np.float64)
+
+
+def _crossings(frames: Frames, of: Callable[[Cells], Counts]) -> Array:
+    """[K, F]: how many of these copies a step makes."""
+    parts, counts = frames.cuts.parts
+    each = np.ones(len(frames.ruler.chunks))
+    found = []
+    for role, _, alone in parts:
+        choices = frames.kept.without_graphs if alone else frames.kept
+        found.append(of(cells(role, frames.schedule, choices)) @ choices.over(each))
+    return np.asarray(counts @ np.stack(found))

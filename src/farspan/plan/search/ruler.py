@@ -117,6 +117,12 @@ class Ruler:
         return self._clear_seconds()
 
     @cached_property
+    def zeros(self) -> float:
+        """Copying them to host, for every layer."""
+        row = sum(self.dkv_row(spec) for spec in self.model.layers)
+        return row * self.run.tokens / self.prices.evict_rate()
+
+    @cached_property
     def update(self) -> float:
         return update_seconds(self.question)
 
@@ -190,15 +196,23 @@ class Ruler:
         return activation_cell_bytes(self.model, spec, batch, tokens, with_attention)
 
     def _clear_seconds(self) -> float:
-        """Zeroing dK, dV of every layer."""
-        total = 0.0
-        for spec in self.model.layers:
-            found = regions(Kind.DKV, self.model, spec, self.run.batch, self.run.tokens)
-            size = regions_bytes(found, self.run.tokens)
-            buffer = replace(self.prices.program.buffers["dkv"], bytes=size)
-            self.prices.program.buffers["dkv"] = buffer
-            total += self.prices.of(Clear("dkv")).in_line()
-        return total
+        """Zeroing dK, dV of every layer, or the slot that the zeros on host come from."""
+        on_host, tokens = self.schedule.kv is Tier.HOST, self.run.tokens
+        if on_host:
+            tokens = self.chunks[0][1]
+        sizes = [self._sums_bytes(spec, tokens) for spec in self.model.layers]
+        if on_host:
+            sizes = [max(sizes)] * len(sizes)
+        return sum(self._cleared(size) for size in sizes)
+
+    def _sums_bytes(self, spec: LayerSpec, tokens: int) -> int:
+        found = regions(Kind.DKV, self.model, spec, self.run.batch, tokens)
+        return regions_bytes(found, tokens)
+
+    def _cleared(self, size: int) -> float:
+        buffers = self.prices.program.buffers
+        buffers["slot"] = replace(buffers["dkv"], tier=Tier.DEVICE, bytes=size)
+        return self.prices.of(Clear("slot")).in_line()
 
 
 def _lane(costs: list[Cost]) -> Lane:
