@@ -79,7 +79,7 @@ def sparse_call(
     blocks = near_blocks(dense.blocks, sparse, dense.q_start)
     pages = sparse.candidates(dense.q_start)
     documents = first = None
-    if runs is not None and pages:
+    if runs is not None:
         documents = document_starts(runs).to(device)
         # Documents ascend: the first query of a page sees the most.
         first = (documents[:, :: sparse.page] // sparse.page).clamp(pages.start, pages.stop)
