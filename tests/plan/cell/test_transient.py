@@ -14,6 +14,7 @@ from farspan.plan.build import build_program
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.cell.transient import Walk, assumed, transient_bytes
 from farspan.plan.model.architecture import Block
+from farspan.plan.model.catalog import find_architecture
 from farspan.plan.model.families import architecture_from
 from farspan.plan.program import Forward, Instruction, Program
 from farspan.plan.strategies import STRATEGIES, strategy
@@ -118,6 +119,18 @@ def test_every_family_is_predicted(family: str, dtype: torch.dtype | str, name: 
     agree(Step(model, strategy(name, LAYERS, 230)), 1, 230, CLOSE)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", OTHERS)
+def test_every_family_is_predicted_on_tiles(family: str, dtype: torch.dtype) -> None:
+    schedule = replace(strategy("grouped", LAYERS, 230), chunk=64, mlp_tokens=24)
+    agree(Step(make(family, dtype, **OTHERS[family]), schedule), 1, 230, CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_evaluation_on_tiles_is_predicted(dtype: torch.dtype) -> None:
+    evaluation_agrees(dtype, replace(BASE, mlp_tokens=10))
+
+
 BASE = Schedule(chunk=64, kv_block=48, head_tokens=20)
 SCHEDULES = {
     "kept on the device": replace(BASE, attention_kept=1.0, attention=Tier.DEVICE),
@@ -128,6 +141,11 @@ SCHEDULES = {
     ),
     "weights above all": replace(BASE, chunk=20, layer_checkpoint=True),
     "streamed": replace(BASE, groups=2, kv=Tier.HOST, kv_block=100),
+    "tiles": replace(BASE, mlp_tokens=24),
+    "tiles of one token": replace(BASE, chunk=20, groups=2, mlp_tokens=1),
+    "tiles beside kept graphs": replace(
+        BASE, groups=2, mlp_tokens=24, activations_kept=0.5, layer_checkpoint=True
+    ),
 }
 
 
@@ -182,8 +200,12 @@ def test_a_frozen_model_has_no_weight_gradients() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_evaluation_is_predicted(dtype: torch.dtype) -> None:
+    evaluation_agrees(dtype, BASE)
+
+
+def evaluation_agrees(dtype: torch.dtype, schedule: Schedule) -> None:
     model = make("llama", dtype)
-    step = Step(model, BASE)
+    step = Step(model, schedule)
     program = step.program(1, 200, evaluation=True)
     found = Walk(program, architecture_from(model.config)).run()
     planned = sum(program.arena_bytes.values()) + INDEX * 2 * 200 + found.bytes
@@ -202,6 +224,23 @@ def test_it_does_not_grow_with_the_sequence() -> None:
     short, long = (walk.run() for walk in walks)
     assert short == long
     assert len(walks[1].cells.found) < 40
+
+
+def test_tiles_bound_what_an_mlp_takes() -> None:
+    """Of layers of Qwen2.5-7B in bf16, of chunks four times as long: without tiles transients grow
+    by 151,552 bytes a token for the MLP and 43,008 for two norms, with them by neither."""
+    architecture = find_architecture("qwen2.5-7b")
+    architecture = replace(architecture, blocks=architecture.blocks[:2])
+    model = model_spec(architecture)
+    grown = {}
+    for tile in (None, 2048):
+        peaks = []
+        for chunk in (8192, 32768):
+            schedule = Schedule(chunk=chunk, kv_block=8192, mlp_tokens=tile)
+            program = _program(model, 2 * chunk, schedule)
+            peaks.append(Walk(program, architecture, gradient_bytes=4, in_place=True).run().bytes)
+        grown[tile] = (peaks[1] - peaks[0]) / (32768 - 8192)
+    assert grown[None] - grown[2048] >= 151_552 + 43_008
 
 
 def _program(model: Any, tokens: int, schedule: Schedule) -> Program:

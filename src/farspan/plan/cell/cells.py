@@ -1,10 +1,11 @@
 """Cells run on phantoms, each kind once."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from farspan.plan.cell.attending import Attending, CellDone, chunk_call
 from farspan.plan.cell.layer import given_tables, given_weights, run_layer
 from farspan.plan.cell.phantom import Memory, Phantom, differentiate
+from farspan.plan.cell.tiles import Tiles, whole
 from farspan.plan.model.architecture import Architecture, Block
 from farspan.plan.program import AttentionMode
 
@@ -21,6 +22,9 @@ class CellKind:
     graph: bool
     kept: bool
     hold: bool
+    tiled: bool = False  # its token-wise modules run on tiles
+    value: bool = True  # then: its output is read
+    fresh: bool = False  # then: its backward makes the sums of their weights' gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,7 @@ class CellBytes:
     backward_rise: int
     weight_gradients: int  # alive together when autograd returns
     gradient: int  # of the layer's input
+    sums: int = 0  # of weight gradients, made while autograd runs
 
 
 @dataclass(slots=True)
@@ -47,6 +52,8 @@ class Cells:
     gradient_width: int  # of an element of a weight's gradient
     kv_block: int
     in_place: bool
+    tile: int = 0  # tokens, of cells that run on tiles
+    wide: int = 4  # bytes of an element of a sum of weight gradients
     found: dict[CellKind, CellBytes] = field(default_factory=dict)
 
     def get(self, kind: CellKind) -> CellBytes:
@@ -68,8 +75,11 @@ class Cells:
         if kind.mode is AttentionMode.HELD:
             cell.held = self._held(memory, kind)
         memory.grad = kind.graph
+        tiles = None
+        if kind.tiled:
+            tiles = Tiles(memory, weights, self.tile, kind.value, self.wide, kind.fresh)
         try:
-            out = run_layer(self.architecture, kind.block, weights, x, tables, cell)
+            out = run_layer(self.architecture, kind.block, weights, x, tables, cell, tiles or whole)
         except CellDone:
             return CellBytes(memory.peak, 0, 0, 0, False, 0, 0, 0)
         memory.grad = False
@@ -80,7 +90,11 @@ class Cells:
             del cell
             return CellBytes(rise, out_bytes, memory.live if held else 0, 0, False, 0, 0, 0)
         cell.held = None
-        return self._backward(kind, memory, rise, x, out)
+        made = self._backward(kind, memory, rise, x, out)
+        if tiles is None:
+            return made
+        sums = sum(total.storage.size for total in tiles.sums.values())
+        return replace(made, sums=sums, weight_gradients=made.weight_gradients - sums)
 
     def _held(self, memory: Memory, kind: CellKind) -> tuple[Phantom, Phantom]:
         attention = kind.block.attention

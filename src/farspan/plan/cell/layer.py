@@ -5,6 +5,7 @@ Everything follows the layers of transformers 5.23 in eager mode, statement by s
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from farspan.plan.cell.experts import expert_weights, experts
 from farspan.plan.cell.modules import Tables, Weights, mlp, norm, project, rotate
@@ -27,8 +28,10 @@ from farspan.plan.cell.phantom import (
     differentiate,
     record,
 )
+from farspan.plan.cell.tiles import Module, whole
 from farspan.plan.model.architecture import Architecture, Attention, Block, FeedForward
 
+Run = Callable[[Module, Phantom, bool], Phantom]  # a token-wise module: see `tiles`
 Attend = Callable[[Phantom, Phantom, Phantom, Phantom | None], Phantom]
 
 HALF_TABLES = ("gpt_oss",)  # families whose rotary tables are half a head wide
@@ -167,24 +170,28 @@ def run_layer(
     x: Phantom,
     tables: Tables | None,
     attend: Attend,
+    run: Run = whole,
 ) -> Phantom:
-    """x [B, C, hidden] through the layer; `attend` answers its attention."""
-    family = architecture.family
+    """x [B, C, hidden] through the layer; `attend` answers its attention, `run` runs norms and
+    the feed-forward."""
     if block.parallel:
-        return _parallel(architecture, block, weights, x, tables, attend)
+        return _parallel(architecture, block, weights, x, tables, attend, run)
     if architecture.norm == "layer":
-        return _with_layer_norms(architecture, block, weights, x, tables, attend)
+        return _with_layer_norms(architecture, block, weights, x, tables, attend, run)
+    norms = [partial(norm, architecture.family, weights, f"norm{i}") for i in range(block.norms)]
+    forward = partial(_feed_forward, architecture, block.feed_forward, weights)
+    sandwich = block.norms > 2
     residual = x
-    x = norm(family, weights, "norm0", x)
+    x = run(norms[0], x, True)
     x = _attention(architecture, block.attention, weights, x, tables, attend)
-    if block.norms > 2:
-        x = norm(family, weights, "norm1", x)
+    if sandwich:
+        x = run(norms[1], x, True)
     x = add(residual, x)
     residual = x
-    x = norm(family, weights, f"norm{block.norms // 2}", x)
-    x = _feed_forward(architecture, block.feed_forward, weights, x)
-    if block.norms > 2:
-        x = norm(family, weights, "norm3", x)
+    x = run(norms[block.norms // 2], x, True)
+    x = run(forward, x, sandwich)
+    if sandwich:
+        x = run(norms[3], x, False)
     return add(residual, x)
 
 
@@ -195,15 +202,17 @@ def _with_layer_norms(
     x: Phantom,
     tables: Tables | None,
     attend: Attend,
+    run: Run,
 ) -> Phantom:
     """GPT-2, which keeps attention's output to the end."""
     residual = x
+    feed = partial(_feed_forward, architecture, block.feed_forward, weights)
     x = norm(architecture.family, weights, "norm0", x)
     attended = _attention(architecture, block.attention, weights, x, tables, attend)
     x = add(attended, residual)
     residual = x
     x = norm(architecture.family, weights, "norm1", x)
-    forward = _feed_forward(architecture, block.feed_forward, weights, x)
+    forward = run(feed, x, False)
     return add(residual, forward)
 
 
@@ -214,8 +223,10 @@ def _parallel(
     x: Phantom,
     tables: Tables | None,
     attend: Attend,
+    run: Run,
 ) -> Phantom:
     """GPT-NeoX: x + attention(norm(x)) + mlp(norm(x))."""
+    feed = partial(_feed_forward, architecture, block.feed_forward, weights)
     attended = _attention(
         architecture,
         block.attention,
@@ -224,9 +235,7 @@ def _parallel(
         tables,
         attend,
     )
-    forward = _feed_forward(
-        architecture, block.feed_forward, weights, norm(architecture.family, weights, "norm1", x)
-    )
+    forward = run(feed, norm(architecture.family, weights, "norm1", x), False)
     return add(add(forward, attended), x)
 
 

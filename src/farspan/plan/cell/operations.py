@@ -226,8 +226,8 @@ def activation(x: Phantom, *, saves_output: bool = False) -> Phantom:
 
 
 def product(x: Phantom, weight: Phantom, bias: Phantom | None = None) -> Phantom:
-    """x [rows, in] by a weight of in * out elements: [rows, out]."""
-    outer = weight.shape[0] if weight.shape[1] == x.shape[1] else weight.shape[1]
+    """x [rows, in] by a weight [in, out]: [rows, out]."""
+    outer = weight.shape[1]
     shape, needs = weight.shape, (wants(x), wants(weight), wants(bias))
     rows, inner = x.shape
 
@@ -248,8 +248,10 @@ def linear(x: Phantom, weight: Phantom, bias: Phantom | None = None) -> Phantom:
     rows = 1
     for extent in x.shape[:-1]:
         rows *= extent
+    # Turned first: its gradient leaves autograd, in the width of `.grad`, after that of x.
+    turned = transpose(weight, 0, 1)
     flat = reshape(x, (rows, x.shape[-1]))
-    out = product(flat, weight, bias)
+    out = product(flat, turned, bias)
     return reshape(out, (*x.shape[:-1], out.shape[-1]))
 
 

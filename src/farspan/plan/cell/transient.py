@@ -29,6 +29,7 @@ from farspan.plan.program import (
     Store,
     StoreGradient,
 )
+from farspan.plan.reads import unread_outputs
 from farspan.spec import LayerSpec, ModelSpec
 
 # Chunks whose prefixes are told apart to the token; of more, prefixes are rounded up to 1 / STARTS
@@ -71,9 +72,14 @@ class Peak:
 # Programs of one model have most of their cells in common; a search walks hundreds of them.
 @lru_cache(maxsize=8)
 def _cells(
-    architecture: Architecture, batch: int, widths: tuple[int, int], kv_block: int, in_place: bool
+    architecture: Architecture,
+    batch: int,
+    widths: tuple[int, int],
+    kv_block: int,
+    in_place: bool,
+    tiles: tuple[int, int],
 ) -> Cells:
-    return Cells(architecture, batch, *widths, kv_block, in_place)
+    return Cells(architecture, batch, *widths, kv_block, in_place, *tiles)
 
 
 @lru_cache(maxsize=8)
@@ -123,7 +129,10 @@ class Walk:
         self.ranks = ranks
         self.sums_apart = self.final != self.wide or ranks > 1
         batch, widths = program.run.batch, (width, self.final)
-        self.cells = _cells(architecture, batch, widths, schedule.kv_block, in_place)
+        self.tile = schedule.mlp_tokens
+        self.unread = unread_outputs(program) if self.tile is not None else frozenset()
+        tiles = self.tile or 0, self.wide
+        self.cells = _cells(architecture, batch, widths, schedule.kv_block, in_place, tiles)
         sizes = self.wide, schedule.head_tokens
         self.stages = _stages(architecture, batch, widths, sizes, in_place)
         self.live = self.peak = self.loss = 0
@@ -283,11 +292,11 @@ class Walk:
         cell = graph.cell
         self.live -= self.hidden.pop(i.layer + 1, 0)
         self._rise(cell.backward_rise)
-        self.live += cell.gradient + cell.weight_gradients - graph.bytes
+        self.live += cell.gradient + cell.weight_gradients + cell.sums - graph.bytes
         self.live -= self.gradient.pop(i.layer + 1)
         if i.layer not in self.begun:
             self.begun.add(i.layer)
-            self._take(self.wide * sum(self.weights[i.layer]))
+            self._take(self.wide * sum(self.weights[i.layer]) - cell.sums)
         self.live -= cell.weight_gradients
         if graph.kept:
             self.live -= self.hidden.pop(i.layer, 0)
@@ -295,7 +304,8 @@ class Walk:
 
     def _cell(self, i: Forward) -> CellBytes:
         buffered = i.attention is not None
-        key = self.classes[i.layer], i.chunk, i.mode, buffered, i.graph, i.kept, i.hold
+        tiled = self._tiled(i)
+        key = self.classes[i.layer], i.chunk, i.mode, buffered, i.graph, i.kept, i.hold, *tiled
         if key not in self.kinds:
             start, stop = self.program.chunks[i.chunk]
             block = self.blocks[i.layer]
@@ -309,9 +319,17 @@ class Walk:
                 i.graph,
                 i.kept,
                 i.hold,
+                *tiled,
             )
             self.kinds[key] = self.cells.get(kind)
         return self.kinds[key]
+
+    def _tiled(self, i: Forward) -> tuple[bool, bool, bool]:
+        """Whether the cell runs on tiles, its output is read, and it makes the sums."""
+        if self.tile is None or i.kept or self._tokens(i.chunk) <= self.tile:
+            return False, True, False
+        value = not i.graph or (i.layer, i.chunk) not in self.unread
+        return True, value, i.graph and i.layer not in self.begun
 
     def _start(self, start: int, block: Block) -> int:
         """An earlier start of a chunk that asks for the same sizes of blocks, but for how many of
