@@ -57,6 +57,14 @@ def test_a_run_file_becomes_a_run(tmp_path: Path) -> None:
         (RUN.replace("bfloat16", "float16"), r"model\.dtype: expected one of .*bfloat16\?"),
         (RUN.replace("0.01", "1.5"), r"data\.held_out: expected a fraction from 0 up to 1"),
         (RUN + "steps: 5\noptimizer: {warmup: 5}", r"optimizer: given twice"),
+        (
+            RUN.replace("clip: null", "states: disk"),
+            r"optimizer\.states: expected one of auto, device, host, 8bit, got text 'disk'",
+        ),
+        (
+            RUN.replace("clip: null", "states: 8bit").replace("bfloat16", "float64"),
+            r"optimizer\.states: 8bit updates in float32, .* set states to auto, device or host",
+        ),
     ],
 )
 def test_a_wrong_run_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:

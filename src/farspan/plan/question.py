@@ -13,7 +13,7 @@ class Optimizer(StrEnum):
     """Where the states of the update live, and how wide they are."""
 
     ADAMW = "adamw"  # fp32 moments, and an fp32 master where weights are narrower, on the device
-    ADAMW8BIT = "adamw8bit"  # moments of one byte an element
+    ADAMW8BIT = "adamw8bit"  # moments of one byte an element, no master: not AdamW's results
     HOST = "host"  # fp32 moments and master in main memory
     NONE = "none"  # only gradients
 

@@ -111,9 +111,12 @@ class PlannedChooser:
         return Choice(plan.strategy, plan.schedule, plan.reason, plan)
 
 
-def free_now(machine: MachineSpec, device: torch.device, held: int) -> MachineSpec:
+def free_now(
+    machine: MachineSpec, device: torch.device, held: int, on_host: int = 0
+) -> MachineSpec:
     """The machine with no more memory than this process can have now. `held` bytes are what the
-    run has of the tier where its weights live already, and may keep."""
+    run has of the tier where its weights live already, and may keep; `on_host` what a GPU's run
+    has in main memory."""
     host = available_host_bytes()
     if machine.unified:
         return replace(machine, host_bytes=min(machine.host_bytes, host + held))
@@ -123,7 +126,7 @@ def free_now(machine: MachineSpec, device: torch.device, held: int) -> MachineSp
     return replace(
         machine,
         device_bytes=min(machine.device_bytes, mine),
-        host_bytes=min(machine.host_bytes, host),
+        host_bytes=min(machine.host_bytes, host + on_host),
     )
 
 

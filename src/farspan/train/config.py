@@ -42,6 +42,15 @@ class DeviceAllocator(StrEnum):
     REPLAY = "replay"  # and the tensors of a step where a plan made of an earlier step has them
 
 
+class StatesPlace(StrEnum):
+    """Where AdamW's states live, and how wide they are."""
+
+    AUTO = "auto"  # the device where they fit beside the step, else the host
+    DEVICE = "device"  # fp32 masters and moments beside the weights
+    HOST = "host"  # the same in main memory, where the update then happens: the same results
+    EIGHT_BIT = "8bit"  # moments of one byte an element (torchao), no masters: other results
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Weights to start from (`path`) or an architecture with random weights (`config`)."""
@@ -117,6 +126,7 @@ class OptimizerConfig:
     warmup: int = 0  # steps over which the rate rises in a line
     decay: Decay = Decay.COSINE
     final: float = 0.1  # the cosine ends at this fraction of lr
+    states: StatesPlace = StatesPlace.AUTO
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "clip"):
@@ -186,6 +196,12 @@ class RunConfig:
             raise Refused(
                 f"optimizer.warmup: expected fewer than steps ({self.steps}), "
                 f"got {self.optimizer.warmup}"
+            )
+        eight_bit = self.optimizer.states is StatesPlace.EIGHT_BIT
+        if eight_bit and self.model.dtype is DType.FLOAT64:
+            raise Refused(
+                "optimizer.states: 8bit updates in float32, less than model.dtype float64; set "
+                "states to auto, device or host, or dtype to bfloat16 or float32"
             )
 
     def tokens_per_step(self) -> int:

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 import yaml
 
 from farspan.spec import Refused
-from farspan.train.config import RunConfig
+from farspan.train.config import RunConfig, StatesPlace
 from farspan.train.durable import append_line, remove_leftovers, write_whole
 from farspan.train.strict import flatten, read_mapping, to_mapping
 
@@ -32,11 +32,16 @@ FREE = (
 )
 # Of these, the ones that change roundings: the run goes on, but not to the same bits.
 ROUNDING = ("device", "schedule.")
+# Free between the device and the host, which hold the same tensors; of other folders: not given.
+STATES = "optimizer.states"
+SAME_STATES = (None, StatesPlace.AUTO, StatesPlace.DEVICE, StatesPlace.HOST)
 
 
 def identity(run: RunConfig) -> str:
     """SHA-256 of everything that decides what a run computes."""
     values = {k: v for k, v in flatten(to_mapping(run)).items() if not k.startswith(FREE)}
+    if values[STATES] in SAME_STATES:
+        del values[STATES]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode("utf-8")).hexdigest()
 
 
@@ -131,6 +136,8 @@ def _read(config: Path) -> dict[str, Any]:
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The leaves that differ, each by its path and with both values."""
     old, new = flatten(before), flatten(now)
+    if old.get(STATES) in SAME_STATES and new.get(STATES) in SAME_STATES:
+        old, new = ({k: v for k, v in of.items() if k != STATES} for of in (old, new))
     return [
         f"{key} was {old.get(key)!r}, is now {new.get(key)!r}"
         for key in sorted(old.keys() | new.keys())

@@ -8,13 +8,16 @@ from pathlib import Path
 from rich.console import Console
 
 from farspan.train.config import RunConfig
+from farspan.train.durable import read_json
 from farspan.train.folder import RunFolder
 from farspan.train.interrupt import Interrupt, Interrupted
-from farspan.train.parts import Parts
+from farspan.train.optimizer_place import STATES
+from farspan.train.parts import Parts, remembered
+from farspan.train.planning import place_states
 from farspan.train.progress import Reporter, make_reporter
 from farspan.train.runner import Comparison
 from farspan.train.setup import equip, introduce, resolve
-from farspan.train.trainer import Trainer
+from farspan.train.trainer import ABOUT, Trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +90,18 @@ def _prepare(
         interrupt.check()
         reporter.preparing(documents, tokens)
 
-    equipment = equip(run, parts, watch)
+    def measuring(what: str) -> None:
+        interrupt.check()
+        reporter.measuring(what)
+
+    before = (read_json(folder.path / ABOUT) or {}).get(STATES)
+    parts = replace(parts, machine=remembered(parts.machine))
+    equipment = equip(run, parts, watch, place_states(run, parts, before, measuring))
     reporter.note(introduce(run, equipment))
     trainer = Trainer(run, equipment, parts, folder, reporter, interrupt)
     trainer.resume()
+    if trainer.at.step and before not in (None, equipment.placed.states):
+        reporter.note(f"optimizer states: were on the {before}; the same tensors go on elsewhere")
     return trainer
 
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from farspan.engine.memory import forecast, refuse_too_large
+from farspan.train.optimizer_parts import Held
 
 MIB, GIB = 2**20, 2**30
 
@@ -27,7 +26,7 @@ def expect_memory(
     step: Any,
     batch: int,
     tokens: int,
-    optimizer: Mapping[str, Tensor],
+    optimizer: Held,
     watch: Callable[[Any], None],
     accumulate: bool,
 ) -> Expected:
@@ -35,15 +34,15 @@ def expect_memory(
     called after each cell of the rehearsal that this takes. Raises TooLarge when main memory cannot
     hold it and the optimizer's states."""
     found = forecast(step, batch, tokens, watch, accumulate=accumulate)
-    states = sum(tensor.nbytes for tensor in optimizer.values())
     # Counted although they exist: memory of zeros is taken from the machine when first written.
-    refuse_too_large(step, found, states)
+    refuse_too_large(step, found, optimizer.untouched)
     on_cpu = step.boundary.device.type == "cpu"
     return Expected(
         new=found.new_device + (found.host_arena if on_cpu else 0),
-        device=found.device + states,
-        host=found.host_arena,
-        parts=found.to_json() | {"optimizer": states},
+        device=found.device + optimizer.device,
+        host=found.host_arena + optimizer.host,
+        parts=found.to_json()
+        | {"optimizer": optimizer.device, "optimizer_on_host": optimizer.host},
     )
 
 
@@ -63,7 +62,12 @@ def describe(expected: Expected) -> str:
         if name in expected.parts
     ]
     inside = f" ({', '.join(parts)})" if parts else ""
-    return f"expected memory: device {shown(expected.device)}{inside}; host {shown(expected.host)}"
+    states = expected.parts.get("optimizer_on_host", 0)
+    there = f" (optimizer {shown(states)})" if states else ""
+    return (
+        f"expected memory: device {shown(expected.device)}{inside}; "
+        f"host {shown(expected.host)}{there}"
+    )
 
 
 def compare(predicted: int, measured: int) -> str:

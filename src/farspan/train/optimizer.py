@@ -1,15 +1,17 @@
-"""AdamW on fp32 master weights, with everything that a checkpoint must hold named and in place."""
+"""AdamW, its states where the run wants them, with everything that a checkpoint must hold named
+and in place."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
-from farspan.train.config import Decay, OptimizerConfig
-
-# Below 32 bits, adding a small update to a weight may change nothing at all.
-LOW_PRECISION = (torch.bfloat16, torch.float16)
+from farspan.train.config import Decay, OptimizerConfig, StatesPlace
+from farspan.train.optimizer_8bit import EightBitStates
+from farspan.train.optimizer_device import DeviceStates
+from farspan.train.optimizer_host import HostStates
+from farspan.train.optimizer_parts import LOW_PRECISION, Held, Parameters, Rule, States
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -48,51 +50,28 @@ def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 class Optimizer:
     """Updates the trainable parameters of a model from their `.grad`.
 
-    A bfloat16 or float16 parameter has an fp32 master here, and its `.grad` is set to accumulate
-    in fp32. Invariant: such a parameter equals its master rounded.
+    `config.states` says where the states are; `auto`, which is decided before, stands for the
+    device here.
     """
 
     def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
+        """Takes the memory of all states. Raises Refused, TooLarge."""
         self._config = config
         self.parameters: dict[str, nn.Parameter] = dict(trainable(model))
-        self._masters: dict[str, Tensor] = {}
-        for name, parameter in self.parameters.items():
-            if parameter.dtype in LOW_PRECISION:
-                parameter.grad_dtype = torch.float32
-                self._masters[name] = parameter.detach().to(torch.float32, copy=True)
-        self._adam = self._make_adam(decays(model))
-
-    def _weight(self, name: str) -> Tensor:
-        return self._masters.get(name, self.parameters[name])
-
-    def _make_adam(self, decay: dict[str, bool]) -> torch.optim.AdamW:
-        config = self._config
-        names = {chosen: [n for n in decay if decay[n] is chosen] for chosen in (True, False)}
-        groups = [
-            {
-                "params": [self._weight(n) for n in names[chosen]],
-                "weight_decay": config.weight_decay if chosen else 0.0,
-            }
-            for chosen in (True, False)
-        ]
-        adam = torch.optim.AdamW(groups, config.lr, config.betas, config.eps, fused=True)
-        # AdamW makes its state at the first step; made now, it has one form from the start.
-        for name in decay:
-            weight = self._weight(name)
-            adam.state[weight] = {
-                "step": torch.zeros((), dtype=torch.float32, device=weight.device),
-                "exp_avg": torch.zeros_like(weight),
-                "exp_avg_sq": torch.zeros_like(weight),
-            }
-        return adam
+        kinds: dict[StatesPlace, Callable[[Parameters, Rule], States]] = {
+            StatesPlace.HOST: HostStates,
+            StatesPlace.EIGHT_BIT: EightBitStates,
+        }
+        make = kinds.get(config.states, DeviceStates)
+        self._states = make(self.parameters, Rule(config, decays(model)))
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that changes besides the parameters, live: restored by copying into it."""
-        live = {f"master/{name}": master for name, master in self._masters.items()}
-        for name in self.parameters:
-            for key, value in self._adam.state[self._weight(name)].items():
-                live[f"{key}/{name}"] = value
-        return live
+        return self._states.tensors()
+
+    def held(self) -> Held:
+        """Bytes of the states."""
+        return self._states.held()
 
     def clear(self) -> None:
         """Drops all gradients."""
@@ -102,21 +81,15 @@ class Optimizer:
     def gradient_norm(self) -> Tensor:
         """L2 norm of all gradients together, a scalar in fp32 or better; not finite if one of
         them is not."""
-        return torch.nn.utils.get_total_norm(
-            [p.grad for p in self.parameters.values() if p.grad is not None]
-        )
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if all(gradient.dtype not in LOW_PRECISION for gradient in gradients):
+            return torch.nn.utils.get_total_norm(gradients)
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+        return torch.linalg.vector_norm(torch.stack(norms))
 
     def step(self, lr: float, norm: Tensor) -> None:
         """One update from the gradients, whose norm is `norm`, and drops them."""
         if self._config.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self._config.clip, norm)
-        for name, master in self._masters.items():
-            master.grad = self.parameters[name].grad
-        for group in self._adam.param_groups:
-            group["lr"] = lr
-        self._adam.step()
-        with torch.no_grad():
-            for name, master in self._masters.items():
-                self.parameters[name].copy_(master)
-                master.grad = None
+        self._states.update(lr)
         self.clear()

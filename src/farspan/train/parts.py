@@ -1,6 +1,6 @@
 """What training is made of besides the data: passed in, so that each can be another one."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from farspan.spec import MachineSpec, Schedule
 from farspan.train.allocator import DeviceMemory, choose_allocator
 from farspan.train.config import DeviceAllocator
 from farspan.train.memory import Expected, expect_memory
+from farspan.train.optimizer_parts import Held
 
 
 class CellsDone(Protocol):
@@ -73,6 +74,22 @@ def machine_of(
     return calibrate(device, [dtype], progress, quick=True).spec
 
 
+def remembered(
+    machine: Callable[[torch.device, torch.dtype, Callable[[str], None]], MachineSpec],
+) -> Callable[[torch.device, torch.dtype, Callable[[str], None]], MachineSpec]:
+    """`machine`, measured once for a device and a dtype, by whoever asks first."""
+    known: dict[tuple[torch.device, torch.dtype], MachineSpec] = {}
+
+    def ask(
+        device: torch.device, dtype: torch.dtype, progress: Callable[[str], None]
+    ) -> MachineSpec:
+        if (device, dtype) not in known:
+            known[device, dtype] = machine(device, dtype, progress)
+        return known[device, dtype]
+
+    return ask
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """The model's loader, the engine, the strategies and the planner; by default farspan's own."""
@@ -82,11 +99,11 @@ class Parts:
     make_step: Callable[[Any, Schedule], StepLike] = Step
     strategy: Callable[[str, int, int], Schedule] = strategy  # name, layers, tokens
     count_trained: Callable[[Tensor, Tensor | None], int] = trained_token_count
-    # step, batch, tokens, the optimizer's tensors, called after each cell, whether gradients are
+    # step, batch, tokens, the optimizer's bytes, called after each cell, whether gradients are
     # there before -> bytes, or Refused
-    expect_memory: Callable[
-        [Any, int, int, Mapping[str, Tensor], Callable[[Any], None], bool], Expected
-    ] = expect_memory
+    expect_memory: Callable[[Any, int, int, Held, Callable[[Any], None], bool], Expected] = (
+        expect_memory
+    )
     choose_allocator: Callable[[DeviceAllocator, torch.device], DeviceMemory] = choose_allocator
     # For strategy auto.
     machine: Callable[[torch.device, torch.dtype, Callable[[str], None]], MachineSpec] = machine_of

@@ -13,16 +13,23 @@ from farspan.models.describe import describe
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.architecture import Architecture
 from farspan.plan.model.families import architecture_from
-from farspan.plan.question import Plan, Question
-from farspan.spec import LayerWork, ModelSpec, Refused, RunSpec, Schedule
+from farspan.plan.price.evaluate import size
+from farspan.plan.question import Optimizer, Plan, Question
+from farspan.spec import LayerWork, MachineSpec, ModelSpec, Refused, RunSpec, Schedule
 from farspan.train.choice import Choice, Chooser, NamedChooser, PlannedChooser, free_now
-from farspan.train.config import AUTO, RunConfig
+from farspan.train.config import AUTO, RunConfig, StatesPlace
 from farspan.train.durable import read_json
+from farspan.train.optimizer_place import DEFAULT, Placed, bare_machine, choose_place
 from farspan.train.parts import Parts
-from farspan.train.setup import Equipment
+from farspan.train.setup import Equipment, Place
 from farspan.train.strict import build, to_mapping
 
 PROJECTIONS = 3  # q, k and v, where nothing better is known
+PLANNED = {
+    StatesPlace.DEVICE: Optimizer.ADAMW,
+    StatesPlace.HOST: Optimizer.HOST,
+    StatesPlace.EIGHT_BIT: Optimizer.ADAMW8BIT,
+}
 
 
 def make_chooser(
@@ -40,16 +47,12 @@ def make_chooser(
         return PlannedChooser(
             ask=lambda: ask(run, use, parts, progress),
             best_plan=parts.best_plan,
-            free=lambda machine: free_now(machine, use.device, use.touched_bytes()),
+            free=lambda machine: _free(machine, use),
             recall=recall,
         )
-    base = Schedule()
-    if named is not None:
-        layers = use.model.config.get_text_config().num_hidden_layers
-        base = parts.strategy(named, layers, run.context)
     return NamedChooser(
         strategy=named or "the run's own",
-        schedule=run.schedule.apply(base),
+        schedule=_named(run, use.model, parts),
         run=shape,
         model=lambda: describe(Boundary(use.model)),
         unified=use.device.type == "cpu",
@@ -58,16 +61,66 @@ def make_chooser(
 
 def ask(run: RunConfig, use: Equipment, parts: Parts, progress: Callable[[str], None]) -> Question:
     """One batch of the run on the machine at hand."""
-    model, architecture = planned_model(use.model, run.model.dtype.value)
     machine = parts.machine(use.device, getattr(torch, run.model.dtype.value), progress)
+    return question_of(run, use.model, machine, use.placed.states)
+
+
+def question_of(
+    run: RunConfig, module: nn.Module, machine: MachineSpec, states: StatesPlace
+) -> Question:
+    """One batch of the run, with its optimizer's states in a place."""
+    model, architecture = planned_model(module, run.model.dtype.value)
     return Question(
         model=model,
         run=RunSpec(run.batch, run.context),
         # One device, to which its link and all main memory belong.
         machine=replace(machine, devices=1, reserve=machine.reserve + gradients_before(run, model)),
+        optimizer=PLANNED[states],
         dtype=run.model.dtype.value,
         architecture=architecture,
     )
+
+
+def place_states(
+    run: RunConfig, parts: Parts, before: str | None, progress: Callable[[str], None]
+) -> Place:
+    """Where the optimizer's states go, for a model on a device. `before` is where they were in an
+    earlier part of the run."""
+
+    def place(model: Any, device: torch.device) -> Placed:
+        if run.optimizer.states is not StatesPlace.AUTO:
+            return Placed(run.optimizer.states, "as the run file says")
+        if device.type == "cpu":
+            return DEFAULT
+        machine = bare_machine(device)
+        if run.schedule.strategy == AUTO:
+            machine = parts.machine(device, getattr(torch, run.model.dtype.value), progress)
+        held = sum(parameter.nbytes for parameter in model.parameters())
+        machine = free_now(machine, device, held)
+
+        def fits(states: StatesPlace) -> bool:
+            question = question_of(run, model, machine, states)
+            if run.schedule.strategy == AUTO:
+                return parts.best_plan(question).fits
+            return size(question, _named(run, model, parts)).fits
+
+        return choose_place(fits, before)
+
+    return place
+
+
+def _named(run: RunConfig, model: Any, parts: Parts) -> Schedule:
+    """The schedule of a strategy by name, or of fields alone, as the run wants it."""
+    base, named = Schedule(), run.schedule.strategy
+    if named is not None:
+        layers = model.config.get_text_config().num_hidden_layers
+        base = parts.strategy(named, layers, run.context)
+    return run.schedule.apply(base)
+
+
+def _free(machine: MachineSpec, use: Equipment) -> MachineSpec:
+    held = use.touched_bytes()
+    return free_now(machine, use.device, held.device, held.host)
 
 
 def gradients_before(run: RunConfig, model: ModelSpec) -> int:

@@ -152,7 +152,7 @@ class Runner:
                 self._step,
                 self._run.batch,
                 self._run.context,
-                self._use.optimizer.tensors(),
+                self._use.optimizer.held(),
                 self._tell.watch,
                 self._run.accumulate > 1,
             )

@@ -15,12 +15,17 @@ from farspan.models.refuse import refuse_context
 from farspan.spec import Refused
 from farspan.train.allocator import DeviceMemory
 from farspan.train.choice import Choice
-from farspan.train.config import RunConfig
+from farspan.train.config import RunConfig, StatesPlace
 from farspan.train.memory import Expected
 from farspan.train.optimizer import Optimizer
+from farspan.train.optimizer_8bit import load_adamw
+from farspan.train.optimizer_parts import Held
+from farspan.train.optimizer_place import DEFAULT, STATES, Placed
 from farspan.train.parts import Parts
 
 AUTO = "auto"
+
+Place = Callable[[Any, torch.device], Placed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +39,20 @@ class Equipment:
     device: torch.device
     count_trained: Callable[[Tensor, Tensor | None], int]
     memory: DeviceMemory = field(default_factory=DeviceMemory)
+    placed: Placed = DEFAULT
 
     def held_bytes(self) -> int:
-        """Weights and optimizer."""
-        return self._weights() + sum(t.nbytes for t in self.optimizer.tensors().values())
+        """Weights and optimizer states on the device; on a CPU both tiers are that."""
+        held = self.optimizer.held()
+        return self._weights() + held.device + (held.host if self.device.type == "cpu" else 0)
 
-    def touched_bytes(self) -> int:
-        """What of it has been written: memory of zeros is taken from the machine only then."""
-        states = self.optimizer.tensors()
-        began = any(float(value) > 0 for name, value in states.items() if name.startswith("step/"))
-        written = (t.nbytes for name, t in states.items() if began or name.startswith("master/"))
-        return self._weights() + sum(written)
+    def touched_bytes(self) -> Held:
+        """What is held and has been written: memory of zeros is taken from the machine then."""
+        held = self.optimizer.held()
+        if self.device.type == "cpu":
+            written = held.device + held.host - held.untouched
+            return Held(self._weights() + written, 0, 0)
+        return Held(self._weights() + held.device, held.host, 0)
 
     def _weights(self) -> int:
         return sum(parameter.nbytes for parameter in self.model.parameters())
@@ -56,11 +64,14 @@ def resolve(run: RunConfig) -> RunConfig:
     return replace(run, data=replace(run.data, tokenizer=tokenizer))
 
 
-def equip(run: RunConfig, parts: Parts, watch: Watch) -> Equipment:
+def equip(run: RunConfig, parts: Parts, watch: Watch, place: Place) -> Equipment:
     """Everything loaded and made but the engine.
 
-    `watch(documents, tokens)` is called while text becomes tokens. Raises Refused.
+    `watch(documents, tokens)` is called while text becomes tokens, and `place(model, device)` says
+    where the optimizer's states go. Raises Refused.
     """
+    if run.optimizer.states is StatesPlace.EIGHT_BIT:
+        load_adamw()  # now, rather than when the model is there
     device = choose_device(run.device)
     memory = parts.choose_allocator(run.allocator, device)
     tokenizer = load_tokenizer(str(run.data.tokenizer))
@@ -69,8 +80,11 @@ def equip(run: RunConfig, parts: Parts, watch: Watch) -> Equipment:
     _check_vocabulary(corpus, model)
     # Now, rather than at the first step that meets a document too long for the model.
     refuse_context(model.config, min(run.context, corpus.longest))
-    optimizer = Optimizer(model, run.optimizer)
-    return Equipment(model, optimizer, corpus, tokenizer, device, parts.count_trained, memory)
+    placed = place(model, device)
+    optimizer = Optimizer(model, replace(run.optimizer, states=placed.states))
+    return Equipment(
+        model, optimizer, corpus, tokenizer, device, parts.count_trained, memory, placed
+    )
 
 
 def choose_device(name: str) -> torch.device:
@@ -94,6 +108,7 @@ def introduce(run: RunConfig, equipment: Equipment) -> str:
         f"data: {packing.tokens_per_epoch:,} tokens, {packing.sequences_per_epoch():,} sequences "
         f"of {run.context:,} an epoch; "
         + (f"{held_out.tokens_per_epoch:,} tokens held out" if held_out else "none held out"),
+        f"optimizer states: {equipment.placed.describe()}",
     ]
     if packing.tokens_per_epoch < run.context:
         lines.append(
@@ -142,6 +157,7 @@ def about(equipment: Equipment, choice: Choice, expected: Expected) -> dict[str,
         "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "strategy": choice.strategy,
         "schedule": asdict(choice.schedule),
+        STATES: equipment.placed.states.value,
         "memory": dict(expected.parts),
         "data": equipment.corpus.identity,
         "tokens_per_epoch": packing.tokens_per_epoch,

@@ -32,6 +32,7 @@ from farspan.train.setup import Equipment, about
 from farspan.train.shortage import OutOfMemory, Shortage
 
 PLAN = "plan.json"
+ABOUT = "about.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +339,7 @@ class Trainer:
         return recall_plan(self._folder.path / PLAN, question, self._parts.evaluate)
 
     def _ready(self, choice: Choice, expected: Expected) -> None:
-        self._folder.write_json("about.json", about(self._use, choice, expected))
+        self._folder.write_json(ABOUT, about(self._use, choice, expected))
         if choice.plan is not None:
             self._folder.write_json(PLAN, plan_json(choice))
 

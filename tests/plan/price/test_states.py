@@ -33,9 +33,11 @@ def question(optimizer: Optimizer, width: int = 2, **fields: object) -> Question
         # `.grad` is bf16; fp32 sums of two layers and what lies outside.
         (Optimizer.NONE, 2, 2 * ALL, 4 * (2 * LAYER + OUTER), 0, 0),
         (Optimizer.NONE, 4, 4 * ALL, 0, 0, 0),
-        (Optimizer.ADAMW8BIT, 2, 2 * ALL, 4 * (2 * LAYER + OUTER), 2 * ALL, 0),
-        # Moments, master and the gradients that arrived.
-        (Optimizer.HOST, 2, 2 * ALL, 4 * (2 * LAYER + OUTER), 0, 14 * ALL),
+        # A scale of four bytes for 256 elements of each moment; no master.
+        (Optimizer.ADAMW8BIT, 2, 2 * ALL, 4 * (2 * LAYER + OUTER), 2 * ALL + ALL // 32, 0),
+        # As on the device, and two slots for fp32 gradients and bf16 weights on their way.
+        (Optimizer.HOST, 2, 4 * ALL, 0, 0, 12 * ALL + 2 * 6 * ALL),
+        (Optimizer.HOST, 4, 4 * ALL, 0, 0, 8 * ALL + 2 * 8 * ALL),
     ],
 )
 def test_bytes(
@@ -71,5 +73,34 @@ def test_seconds_of_an_update() -> None:
     # Gradient twice, 12 bytes of states there and back, the weight written.
     assert adamw == pytest.approx(ALL * (8 + 24 + 2) / machine.memory)
     assert update_seconds(question(Optimizer.NONE)) == 0.0
-    slower = update_seconds(question(Optimizer.HOST))
-    assert slower > ALL * 2 / machine.evict + ALL * 2 / machine.fetch
+
+
+def test_slots_do_not_grow_with_the_model() -> None:
+    small, large = (question(Optimizer.HOST) for _ in range(2))
+    large = replace(large, model=replace(large.model, trainable=2**30))
+    held = states(large, CUT)
+    assert held.optimizer_on_host == 12 * 2**30 + 2 * 6 * 2**24
+    cut = states(replace(large, layout=Layout(data=8)), CUT)  # each rank has slots of its own
+    assert cut.optimizer_on_host == 12 * 2**27 + 2 * 6 * 2**24
+    assert states(small, CUT).optimizer_on_host == 24 * ALL
+
+
+def test_copies_and_the_update_on_the_host_run_side_by_side() -> None:
+    machine = slow_machine()
+    gradient, states_, weight = 4, 12, 2
+    device = 3 * gradient / machine.memory
+    shared = machine.host_memory
+    touched = 2 * states_ + 2 * gradient + 2 * weight
+    lanes = [
+        gradient / min(machine.evict, shared),
+        touched / shared,
+        weight / min(machine.fetch, shared),
+    ]
+    found = update_seconds(question(Optimizer.HOST))
+    assert found == pytest.approx(ALL * (device + max(lanes)))
+    one = replace(machine, unified=True)
+    found = update_seconds(question(Optimizer.HOST, machine=one))
+    assert found == pytest.approx(ALL * (device + sum(lanes)))
+    # Without a master the weight goes there, too.
+    wide = update_seconds(question(Optimizer.HOST, width=4))
+    assert wide >= ALL * 8 / machine.evict

@@ -1,0 +1,277 @@
+"""States in main memory: the same tensors, the same bits, whatever the copies do in between."""
+
+import copy
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from farspan.engine.meter import PeakMeter
+from farspan.memory.host import TooLarge
+from farspan.plan.price.evaluate import evaluate
+from farspan.plan.price.states import SLOTS, states
+from farspan.plan.search.plans import best_plan
+from farspan.spec import Refused
+from farspan.train.config import DType, ModelConfig, OptimizerConfig, ScheduleConfig, StatesPlace
+from farspan.train.loop import train
+from farspan.train.optimizer import Optimizer, decays
+from farspan.train.optimizer_host import HostStates
+from farspan.train.optimizer_parts import Rule
+from farspan.train.planning import question_of
+from tests.numerics import assert_exact
+from tests.train.late import LateCopies
+from tests.train.planner import one_memory, planned_parts
+from tests.train.test_interrupt import same_weights
+from tests.train.test_optimizer import set_gradients
+from tests.train.tiny import MODEL, Quiet, TinyStep, fit, load_tiny, tiny_run
+
+HOST, DEVICE = StatesPlace.HOST, StatesPlace.DEVICE
+LRS = [0.1, 0.05, 0.2]
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+PIECE = 128  # elements: a matrix of the tiny model is two to 33 pieces, some of them ragged
+
+
+@pytest.fixture
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farspan.plan.price.states.STAGED", PIECE)
+
+
+def update(model: nn.Module, config: OptimizerConfig, skip: str = "none") -> Optimizer:
+    optimizer = Optimizer(model, config)
+    for step, lr in enumerate(LRS):
+        set_gradients(model, step)
+        for name, parameter in model.named_parameters():
+            if skip in name and step == 1:
+                parameter.grad = None
+        optimizer.step(lr, optimizer.gradient_norm())
+    return optimizer
+
+
+def same(model: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+@pytest.mark.usefixtures("in_pieces")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("skip", ["none", "layers.1.mlp"])
+def test_the_bits_are_those_of_states_on_the_device(
+    dtype: torch.dtype, clip: float | None, skip: str
+) -> None:
+    config = OptimizerConfig(clip=clip, weight_decay=0.3)
+    models = [load_tiny(config=MODEL, dtype=dtype, seed=1) for _ in range(2)]
+    begun = copy.deepcopy(models[0])
+    device = update(models[0], replace(config, states=DEVICE), skip)
+    host = update(models[1], replace(config, states=HOST), skip)
+    assert same(*models)
+    assert not same(models[0], begun)
+    ours, theirs = host.tensors(), device.tensors()
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+@pytest.mark.usefixtures("in_pieces")
+def test_in_float64_the_update_is_adamw_by_its_formula() -> None:
+    """Decoupled decay, moments, both corrections (arXiv 1711.05101), from the third step back."""
+    config = OptimizerConfig(clip=0.5, weight_decay=0.3, states=HOST)
+    model = load_tiny(config=MODEL, dtype=torch.float64, seed=1)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    update(model, config)
+    (b1, b2), decay = config.betas, decays(model)
+    first = {name: torch.zeros_like(p) for name, p in expected.items()}
+    second = {name: torch.zeros_like(p) for name, p in expected.items()}
+    for step, lr in enumerate(LRS):
+        set_gradients(model, step)
+        gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        norm = torch.cat(gradients).norm()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            gradient = parameter.grad * min(1.0, 0.5 / (float(norm) + 1e-6))
+            first[name] = b1 * first[name] + (1 - b1) * gradient
+            second[name] = b2 * second[name] + (1 - b2) * gradient**2
+            mean = first[name] / (1 - b1 ** (step + 1))
+            spread = (second[name] / (1 - b2 ** (step + 1))).sqrt()
+            weight = expected[name] * (1 - lr * (0.3 if decay[name] else 0.0))
+            expected[name] = weight - lr * mean / (spread + config.eps)
+    for name, parameter in model.named_parameters():
+        assert_exact(parameter, expected[name])
+
+
+def run_late(dtype: torch.dtype) -> tuple[nn.Module, LateCopies]:
+    """Two steps whose copies happen as late as they may."""
+    model = load_tiny(config=MODEL, dtype=dtype, seed=1)
+    config, copies = OptimizerConfig(clip=None), LateCopies()
+    optimizer = Optimizer(model, config)
+    optimizer._states = HostStates(optimizer.parameters, Rule(config, decays(model)), copies)
+    for step, lr in enumerate(LRS):
+        set_gradients(model, step)
+        optimizer.step(lr, optimizer.gradient_norm())
+    return model, copies
+
+
+def expected_late(dtype: torch.dtype) -> nn.Module:
+    model = load_tiny(config=MODEL, dtype=dtype, seed=1)
+    update(model, OptimizerConfig(clip=None, states=DEVICE))
+    return model
+
+
+@pytest.mark.usefixtures("in_pieces")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_copies_may_be_as_late_as_events_allow(dtype: torch.dtype) -> None:
+    model, copies = run_late(dtype)
+    assert same(model, expected_late(dtype))
+    pieces = sum(-(-p.numel() // PIECE) for p in model.parameters())
+    assert copies.late >= 2 * len(LRS) * pieces
+
+
+@pytest.mark.usefixtures("in_pieces")
+@pytest.mark.parametrize("hazard", ["arrived", "sent"])
+def test_each_hazard_is_seen_when_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch, hazard: str
+) -> None:
+    """A gradient that has not arrived; a weight that has not left, with masters and without."""
+
+    class Blind(LateCopies):
+        """Nobody waits for the fetches, or for the evicts."""
+
+        def record(self, lane: Any) -> Any:
+            blind = (lane.name == "EVICT") == (hazard == "arrived")
+            return None if blind else super().record(lane)
+
+    monkeypatch.setattr("tests.train.test_optimizer_host.LateCopies", Blind)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert not same(run_late(dtype)[0], expected_late(dtype))
+
+
+@pytest.mark.parametrize("place", [DEVICE, HOST])
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16, DType.FLOAT64])
+@pytest.mark.parametrize("staged", [PIECE, 2**24])
+def test_planned_bytes_are_those_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: StatesPlace, dtype: DType, staged: int
+) -> None:
+    """To the byte: planned, held, and allocated, counters of four bytes a parameter aside."""
+    monkeypatch.setattr("farspan.plan.price.states.STAGED", staged)
+    model = load_tiny(config=MODEL, dtype=getattr(torch, dtype.value), seed=1)
+    run = tiny_run(tmp_path, model=ModelConfig(config=MODEL, dtype=dtype))
+    planned = states(question_of(run, model, one_memory(), place), ((0, 1), (1, 2)))
+    with PeakMeter(torch.device("cpu")) as meter:
+        optimizer = Optimizer(model, OptimizerConfig(states=place))
+    counters = 4 * len(optimizer.parameters)
+    held = optimizer.held()
+    on_device, on_host = (counters, 0) if place is DEVICE else (0, counters)
+    assert held.device == planned.optimizer + on_device
+    assert held.host == planned.optimizer_on_host + on_host
+    assert meter.peak == held.device + held.host
+    gradients = sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in model.parameters())
+    assert planned.gradients == gradients
+    assert planned.accumulators == 0
+    width = next(model.parameters()).itemsize
+    slots = SLOTS * min(staged, 8976) * (max(4, width) + width)
+    assert held.untouched == (slots if place is HOST else held.device - masters(optimizer))
+
+
+def masters(optimizer: Optimizer) -> int:
+    return sum(t.nbytes for name, t in optimizer.tensors().items() if name.startswith("master/"))
+
+
+def test_nothing_is_untouched_after_an_update() -> None:
+    for place in (DEVICE, HOST):
+        model = load_tiny(config=MODEL, dtype=torch.bfloat16, seed=1)
+        assert update(model, OptimizerConfig(states=place)).held().untouched == 0
+
+
+def test_too_little_main_memory_is_refused_before_it_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: 100_000)
+    model = load_tiny(config=MODEL, dtype=torch.bfloat16, seed=1)
+    with pytest.raises(TooLarge, match=r"states in main memory needs .* set optimizer\.states to"):
+        Optimizer(model, OptimizerConfig(states=HOST))
+
+
+def test_strided_parameters_are_refused_by_name() -> None:
+    model = nn.Linear(3, 4)
+    model.weight = nn.Parameter(torch.zeros(3, 4).t())
+    with pytest.raises(Refused, match=r"optimizer\.states: host takes contig.* weight has strides"):
+        Optimizer(model, OptimizerConfig(states=HOST))
+
+
+@pytest.mark.usefixtures("in_pieces")
+def test_strided_gradients_are_taken_in_the_order_of_the_parameter() -> None:
+    models = [load_tiny(config=MODEL, dtype=torch.float32, seed=1) for _ in range(2)]
+    for model, place in zip(models, (DEVICE, HOST), strict=True):
+        optimizer = Optimizer(model, OptimizerConfig(states=place))
+        set_gradients(model, 0)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            if place is HOST and parameter.ndim == 2:
+                parameter.grad = parameter.grad.t().contiguous().t()
+        optimizer.step(0.1, optimizer.gradient_norm())
+    assert same(*models)
+
+
+def test_a_run_goes_on_to_the_same_bits_and_may_change_the_place(tmp_path: Path) -> None:
+    """Interrupted in its fourth step, and gone on with from the host, the device and the host."""
+    start = tiny_run(tmp_path)
+    optimizer = replace(start.optimizer, states=DEVICE)
+    model = ModelConfig(config=MODEL, dtype=DType.BFLOAT16)
+    reference = replace(start, optimizer=optimizer, model=model, folder=str(tmp_path / "reference"))
+    fit(reference)
+
+    def interrupt(calls: int) -> Any:
+        def hook(step: TinyStep, done: int) -> None:
+            if done == calls and step.progress is not None:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        return hook
+
+    told: list[str] = []
+    for place, calls in ((HOST, 3), (DEVICE, 2), (HOST, 5), (HOST, 99)):
+        run = replace(start, model=model, optimizer=replace(optimizer, states=place))
+        quiet = Quiet()
+        fit(run, interrupt(calls), quiet)
+        told += [note for note in quiet.notes if "optimizer states: were" in note]
+    same_weights(tmp_path / "reference", tmp_path / "run")
+    assert told == [
+        f"optimizer states: were on the {before}; the same tensors go on elsewhere"
+        for before in ("host", "device")
+    ]
+
+
+def test_what_a_run_expects_is_what_it_takes(tmp_path: Path) -> None:
+    """`strategy: auto` on the engine itself: planned, forecast and measured."""
+    run = tiny_run(
+        tmp_path,
+        steps=3,
+        schedule=ScheduleConfig(strategy="auto"),
+        model=ModelConfig(config=MODEL, dtype=DType.BFLOAT16),
+        optimizer=replace(tiny_run(tmp_path).optimizer, states=HOST),
+    )
+    parts = replace(planned_parts(()), best_plan=best_plan, evaluate=evaluate)
+    quiet = Quiet()
+    found = train(run, parts=parts, reporter=quiet).comparison
+    assert found is not None
+    assert abs(found.predicted_bytes / found.measured_bytes - 1) < 0.02
+    folder = Path(run.folder)
+    plan = json.loads((folder / "plan.json").read_text())
+    about = json.loads((folder / "about.json").read_text())
+    assert plan["optimizer"] == "host"
+    assert about["states"] == "host"
+    counters = 4 * len(load_file(folder / "model" / "model.safetensors"))
+    expected = plan["host_bytes"]["parts"]["optimizer"] + counters
+    assert about["memory"]["optimizer_on_host"] == expected
+    assert about["memory"]["optimizer"] == 0
+    assert "optimizer states: in main memory, updated there (as the run file says)" in "\n".join(
+        quiet.notes
+    )
+    line = next(note for note in quiet.notes if note.startswith("expected memory"))
+    assert line.endswith(f"(optimizer {expected / 2**20:.1f} MiB)")

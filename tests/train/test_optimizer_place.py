@@ -1,0 +1,166 @@
+"""Where the states of a run go that leaves it open: a GPU of so many bytes, made up."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from farspan.plan.price.evaluate import size
+from farspan.plan.question import Optimizer, Question
+from farspan.spec import MachineSpec
+from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig, StatesPlace
+from farspan.train.optimizer_place import Placed, bare_machine, choose_place
+from farspan.train.parts import Parts, remembered
+from farspan.train.planning import place_states, question_of
+from tests.train.planner import GIB, one_memory, planned_parts
+from tests.train.tiny import MODEL, Quiet, fit, load_tiny, tiny_run
+
+CUDA = torch.device("cuda")
+MODEL_BYTES = 2 * 8976
+RESERVE = 500_000
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, total: int, host: int) -> None:
+    """Its context takes RESERVE; the weights are on it."""
+    free = total - RESERVE - MODEL_BYTES
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (free, total))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: MODEL_BYTES)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "made up")
+    monkeypatch.setattr("farspan.train.choice.available_host_bytes", lambda: host)
+    monkeypatch.setattr("farspan.train.optimizer_place.available_host_bytes", lambda: host)
+
+
+def run_of(tmp_path: Path, **changes: Any) -> RunConfig:
+    model = ModelConfig(config=MODEL, dtype=DType.BFLOAT16)
+    schedule = ScheduleConfig(strategy="grouped", chunk=16)
+    return tiny_run(tmp_path, model=model, accumulate=1, **({"schedule": schedule} | changes))
+
+
+def place(run: RunConfig, parts: Parts | None = None, before: str | None = None) -> Placed:
+    model = load_tiny(config=MODEL, dtype=torch.bfloat16, seed=0)
+    chosen = replace(Parts(), machine=never) if parts is None else parts
+    return place_states(run, chosen, before, lambda _: None)(model, CUDA)
+
+
+def never(*_: Any) -> Any:
+    pytest.fail("a named schedule needs no rates")
+
+
+def needed(run: RunConfig, states: StatesPlace) -> tuple[int, int]:
+    """Bytes of the step on both tiers, states included."""
+    model = load_tiny(config=MODEL, dtype=torch.bfloat16, seed=0)
+    question = question_of(run, model, replace(bare_machine(CUDA), reserve=RESERVE), states)
+    sized = size(question, run.schedule.apply(Parts().strategy("grouped", 2, run.context)))
+    return sized.device.total, sized.host.total
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_the_device_is_taken_when_the_step_fits_beside_to_the_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: int
+) -> None:
+    run = run_of(tmp_path)
+    gpu(monkeypatch, GIB, GIB)
+    device, _ = needed(run, StatesPlace.DEVICE)
+    gpu(monkeypatch, device - short, GIB)
+    expected = StatesPlace.HOST if short else StatesPlace.DEVICE
+    assert place(run).states is expected
+
+
+def test_the_device_is_taken_when_the_host_has_no_room_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is then planned around, or refused with what is missing."""
+    run = run_of(tmp_path)
+    gpu(monkeypatch, GIB, GIB)
+    device, _ = needed(run, StatesPlace.DEVICE)
+    _, host = needed(run, StatesPlace.HOST)
+    for room, expected in ((host, StatesPlace.HOST), (host - 1, StatesPlace.DEVICE)):
+        gpu(monkeypatch, device - 1, room)
+        assert place(run).states is expected
+
+
+def test_states_move_as_many_bytes_as_they_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path)
+    gpu(monkeypatch, GIB, GIB)
+    device, host = needed(run, StatesPlace.DEVICE), needed(run, StatesPlace.HOST)
+    assert device[0] - host[0] == 12 * 8976
+    assert 12 * 8976 < host[1] - device[1] < 24 * 8976 + 4096  # slots, and whole pages
+
+
+def test_the_planner_is_asked_for_both_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(monkeypatch, GIB, GIB)
+    asked: list[Question] = []
+    parts = planned_parts((), asked=asked)
+
+    def best_plan(question: Question) -> Any:
+        asked.append(question)
+        from_device = question.optimizer is Optimizer.ADAMW
+        return type("Plan", (), {"fits": not from_device})()
+
+    def machine(*_: Any) -> MachineSpec:
+        return replace(one_memory(), unified=False, device_bytes=GIB, host_bytes=GIB)
+
+    parts = replace(parts, best_plan=best_plan, machine=machine)
+    run = run_of(tmp_path, schedule=ScheduleConfig(strategy="auto"))
+    assert place(run, parts).states is StatesPlace.HOST
+    assert [question.optimizer for question in asked] == [Optimizer.ADAMW, Optimizer.HOST]
+    assert asked[0].machine.device_bytes <= GIB
+    assert asked[0].run.tokens == run.context
+
+
+def test_eight_bits_are_never_chosen() -> None:
+    tried: list[StatesPlace] = []
+
+    def fits(states: StatesPlace) -> bool:
+        tried.append(states)
+        return False
+
+    assert choose_place(fits, None).states is StatesPlace.DEVICE
+    assert tried == [StatesPlace.DEVICE, StatesPlace.HOST]
+
+
+def test_states_that_were_on_the_host_stay_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(monkeypatch, GIB, GIB)
+    run = run_of(tmp_path)
+    assert place(run, before="host") == Placed(StatesPlace.HOST, "as before")
+    assert place(run, before="device").states is StatesPlace.DEVICE
+    assert place(run).states is StatesPlace.DEVICE
+
+
+@pytest.mark.parametrize("states", [StatesPlace.DEVICE, StatesPlace.HOST, StatesPlace.EIGHT_BIT])
+def test_what_a_run_file_says_is_not_planned(tmp_path: Path, states: StatesPlace) -> None:
+    run = run_of(tmp_path)
+    run = replace(run, optimizer=replace(run.optimizer, states=states))
+    assert place(run).describe().endswith("(as the run file says)")
+    assert place(run).states is states
+
+
+def test_on_a_cpu_the_choice_is_said_and_costs_nothing(tmp_path: Path) -> None:
+    quiet = Quiet()
+    run = run_of(tmp_path, steps=1, optimizer=replace(tiny_run(tmp_path).optimizer, warmup=0))
+    fit(run, reporter=quiet)
+    opening = "\n".join(quiet.notes)
+    assert "optimizer states: on the device (both tiers lie in main memory)" in opening
+    assert json.loads((Path(run.folder) / "about.json").read_text())["states"] == "device"
+
+
+def test_a_machine_is_measured_once() -> None:
+    measured: list[str] = []
+
+    def machine(device: torch.device, dtype: torch.dtype, _: Any) -> MachineSpec:
+        measured.append(f"{device} {dtype}")
+        return one_memory()
+
+    ask = remembered(machine)
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        ask(CUDA, dtype, lambda _: None)
+    assert measured == ["cuda torch.float32", "cuda torch.bfloat16"]
