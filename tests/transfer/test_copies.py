@@ -1,8 +1,17 @@
-"""Copies between tiers move bytes and count them by direction."""
+"""Copies between tiers move bytes, count them by direction, and say the right things to CUDA."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
 import torch
 
-from farspan.transfer.copies import CopyEngine
+from farspan.plan.footprints import Lane
+from farspan.plan.waits import Order, Wait
+from farspan.transfer.copies import CopyEngine, Followed
+
+CUDA = torch.device("cuda", 0)
 
 
 def test_copies_are_counted_by_direction() -> None:
@@ -14,3 +23,128 @@ def test_copies_are_counted_by_direction() -> None:
     copies.evict(host[:1], device[:1])
     assert host.tolist() == [[0.0, 2.0, 4.0], [3.0, 4.0, 5.0]]
     assert (copies.fetched, copies.evicted) == (24, 12)
+
+
+@dataclass
+class FakeCuda:
+    """Streams and events that write down what they are told, `said`, by their order of making;
+    stream 0 is the one that computes."""
+
+    said: list[str] = field(default_factory=list)
+    streams: int = 0
+    events: int = 0
+    at: int = 0  # the current stream
+
+    def make_stream(self, device: torch.device) -> "FakeStream":
+        assert device == CUDA
+        self.streams += 1
+        return FakeStream(self, self.streams)
+
+    def make_event(self) -> "FakeEvent":
+        self.events += 1
+        return FakeEvent(self, self.events)
+
+    @contextmanager
+    def on(self, stream: "FakeStream") -> Iterator[None]:
+        before, self.at = self.at, stream.number
+        yield
+        self.at = before
+
+    def current(self, device: torch.device) -> "FakeStream":
+        assert device == CUDA
+        return FakeStream(self, self.at)
+
+
+@dataclass
+class FakeStream:
+    cuda: FakeCuda
+    number: int
+
+    def wait_event(self, event: "FakeEvent") -> None:
+        self.cuda.said.append(f"{self.number} waits {event.number}")
+
+    def synchronize(self) -> None:
+        self.cuda.said.append("the CPU waits")
+
+
+@dataclass
+class FakeEvent:
+    cuda: FakeCuda
+    number: int
+
+    def record(self, stream: FakeStream) -> None:
+        self.cuda.said.append(f"{stream.number} records {self.number}")
+
+
+class Watched:
+    """Stands for a tensor that is copied to."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+        self.nbytes = 8
+
+    def copy_(self, source: object, *, non_blocking: bool) -> None:
+        assert isinstance(source, Watched)
+        assert non_blocking
+        self.cuda.said.append(f"{self.cuda.at} copies")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    monkeypatch.setattr(torch.cuda, "Stream", fake.make_stream)
+    monkeypatch.setattr(torch.cuda, "Event", fake.make_event)
+    monkeypatch.setattr(torch.cuda, "stream", fake.on)
+    monkeypatch.setattr(torch.cuda, "current_stream", fake.current)
+    return fake
+
+
+def step(cuda: FakeCuda, copies: CopyEngine) -> None:
+    """Fetch, compute with it, evict the result; the next fetch is told to wait for both."""
+    orders: tuple[Order, ...] = (
+        {Lane.FETCH: ()},
+        {Lane.COMPUTE: (Wait(Lane.FETCH, 0),)},
+        {Lane.EVICT: (Wait(Lane.COMPUTE, 1),)},
+        {Lane.FETCH: (Wait(Lane.COMPUTE, 1), Wait(Lane.EVICT, 2))},
+    )
+    followed = Followed(copies, orders)
+    move = [copies.fetch, None, copies.evict, copies.fetch]
+    copies.begin()
+    for index, copy in enumerate(move):
+        followed.before(index)
+        if copy is None:
+            cuda.said.append("0 computes")
+        else:
+            copy(Watched(cuda), Watched(cuda))  # type: ignore[arg-type]
+        followed.after(index)
+    copies.end()
+    assert not followed.events, "events are held that nobody waits for"
+
+
+def test_what_cuda_is_told(cuda: FakeCuda) -> None:
+    step(cuda, CopyEngine(CUDA, overlap=True))
+    assert cuda.said == [
+        "0 records 1",
+        "1 waits 1",
+        "2 waits 1",
+        "1 copies",
+        "1 records 2",
+        "0 waits 2",
+        "0 computes",
+        "0 records 3",
+        "2 waits 3",
+        "2 copies",
+        "2 records 4",
+        "1 waits 3",
+        "1 waits 4",
+        "1 copies",
+        "1 records 5",
+        "0 waits 5",
+        "2 records 6",
+        "0 waits 6",
+    ]
+
+
+def test_in_line_there_is_one_stream(cuda: FakeCuda) -> None:
+    step(cuda, CopyEngine(CUDA))
+    assert cuda.said == ["0 copies", "0 computes", "0 copies", "0 copies"]
