@@ -1,8 +1,7 @@
 """Programs of their own for what a process can do once: choose PyTorch's allocator, or fail.
 
 A child reads its settings from a file, appends each row that it has to another, and so leaves
-what it measured behind even where it is stopped. It may be started before its settings are known:
-it imports what it needs, some seconds, and waits for them.
+what it measured behind even where it is stopped.
 """
 
 import contextlib
@@ -13,8 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from multiprocessing import forkserver, get_context
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,6 @@ EXPANDABLE = "expandable_segments:True"
 # cuBLAS is deterministic on one stream only with workspaces of a fixed size.
 FIXED = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TOKENIZERS_PARALLELISM": "false"}
 LEAST_SECONDS = 15.0  # of a child: importing torch and starting CUDA take most of it
-POLL_SECONDS = 0.02
-GIVEN, ROWS, SAID = "settings.json", "rows", "said"  # files of a child
 WORDS = 600  # characters kept of what a child said last
 
 Row = dict[str, Any]
@@ -73,73 +71,92 @@ def environment(configuration: str) -> dict[str, str]:
     return kept | ({CONFIGURATION: configuration} if configuration else {})
 
 
-@dataclass(slots=True)
-class Child:
-    """A process that waits for its settings, from `begin` until it is given them or ended."""
-
-    process: "subprocess.Popen[bytes]"
-    folder: "tempfile.TemporaryDirectory[str]"
-    given: float = 0.0  # when it was given its settings, of time.monotonic()
-
-    @classmethod
-    def begin(cls, module: str, configuration: str = "") -> "Child":
-        """Starts `python -m MODULE SETTINGS`."""
-        folder = tempfile.TemporaryDirectory()
-        with (Path(folder.name) / SAID).open("w", encoding="utf-8") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, str(Path(folder.name) / GIVEN)],
-                cwd=ROOT,
-                env=environment(configuration),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that its own children can be ended with it
-            )
-        return cls(process, folder)
-
-    def give(self, settings: Mapping[str, Any], seconds: float) -> None:
-        """It begins its work, for which it has so long."""
-        place = Path(self.folder.name)
-        whole = {**settings, "rows": str(place / ROWS), "seconds": seconds}
-        (place / "unfinished").write_text(json.dumps(whole), "utf-8")
-        self.given = time.monotonic()
-        (place / "unfinished").rename(place / GIVEN)
-
-    def outcome(self, seconds: float) -> Outcome:
-        """Waits for at most so long, and ends it. Raises nothing of the child's."""
-        place = Path(self.folder.name)
-        try:
-            ended = "failed" if self.process.wait(seconds) else "completed"
-        except subprocess.TimeoutExpired:
-            ended = "timed out"
-        finally:
-            end_group(self.process)
-        words = "" if ended == "completed" else last_words(place / SAID)
-        found = Outcome(ended, words, time.monotonic() - self.given, read_rows(place / ROWS))
-        self.folder.cleanup()
-        return found
-
-    def end(self) -> None:
-        """It is not needed."""
-        end_group(self.process)
-        self.folder.cleanup()
-
-
 def run_child(
     module: str, settings: Mapping[str, Any], seconds: float, configuration: str = ""
 ) -> Outcome:
     """Runs `python -m MODULE SETTINGS` for at most so long. Raises nothing of the child's."""
     if seconds < LEAST_SECONDS:
         return Outcome("not run", "out of time", 0.0)
-    child = Child.begin(module, configuration)
-    child.give(settings, seconds)
-    return child.outcome(seconds)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        rows, given = Path(folder) / "rows", Path(folder) / "settings.json"
+        said = Path(folder) / "said"
+        given.write_text(json.dumps({**settings, "rows": str(rows), "seconds": seconds}), "utf-8")
+        with said.open("w", encoding="utf-8") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, str(given)],
+                cwd=ROOT,
+                env=environment(configuration),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that its own children can be ended with it
+            )
+            try:
+                ended = "failed" if process.wait(seconds) else "completed"
+            except subprocess.TimeoutExpired:
+                ended = "timed out"
+            finally:
+                end_group(process.pid)
+                process.wait()
+        words = "" if ended == "completed" else last_words(said)
+        return Outcome(ended, words, time.monotonic() - began, read_rows(rows))
 
 
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ends what is left of a child that leads its group."""
+class Nursery:
+    """Children that are forked from a process which has imported `preloaded`, so that imports of
+    several seconds are made once. That process must leave CUDA alone: whoever starts CUDA cannot
+    be forked from."""
+
+    def __init__(self, preloaded: str, configuration: str = "") -> None:
+        self._context = get_context("forkserver")
+        self._context.set_forkserver_preload([preloaded])
+        before = dict(os.environ)
+        os.environ.clear()
+        # Whether there is a GPU is asked of NVML, not of CUDA.
+        os.environ.update(environment(configuration) | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
+        try:
+            forkserver.ensure_running()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+    def run(
+        self, work: Callable[[dict[str, Any]], None], settings: Mapping[str, Any], seconds: float
+    ) -> Outcome:
+        """Runs work(settings) for at most so long. Raises nothing of the child's."""
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            rows, said = Path(folder) / "rows", Path(folder) / "said"
+            said.touch()
+            given = {**settings, "rows": str(rows), "seconds": seconds}
+            process = self._context.Process(target=_work, args=(work, given, str(said)))
+            process.start()
+            try:
+                process.join(max(0.0, seconds))
+                code = process.exitcode
+            finally:
+                assert process.pid is not None
+                end_group(process.pid)
+                process.kill()  # it may not lead a group yet
+                process.join()
+            ended = "timed out" if code is None else "failed" if code else "completed"
+            words = "" if ended == "completed" else last_words(said)
+            return Outcome(ended, words, time.monotonic() - began, read_rows(rows))
+
+
+def _work(work: Callable[[dict[str, Any]], None], settings: dict[str, Any], said: str) -> None:
+    """In a forked child: all that it says goes to a file."""
+    os.setsid()
+    with Path(said).open("w", encoding="utf-8") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+    work(settings)
+
+
+def end_group(leader: int) -> None:
+    """Ends what is left of a process that leads its group."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        os.killpg(leader, signal.SIGKILL)
 
 
 def last_words(path: Path) -> str:
@@ -162,13 +179,8 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def settings_of(arguments: list[str]) -> dict[str, Any]:
-    """What the child was given, in the child, once it was; it exits when nobody is left to."""
-    given, parent = Path(arguments[1]), os.getppid()
-    while not given.exists():
-        if os.getppid() != parent:
-            sys.exit("nobody gave it settings")
-        time.sleep(POLL_SECONDS)
-    found: dict[str, Any] = json.loads(given.read_text("utf-8"))
+    """What run_child gave, in the child."""
+    found: dict[str, Any] = json.loads(Path(arguments[1]).read_text("utf-8"))
     return found
 
 

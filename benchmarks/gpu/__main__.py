@@ -1,0 +1,130 @@
+"""farspan on one GPU beside the best of Hugging Face, in under nine minutes, with what bounds them.
+
+    python -m benchmarks.gpu --out FILE
+
+In this order, each measurement by a process of its own with a time limit: the machine's ceilings;
+Qwen2.5-7B of random weights in bf16 at 32K to 256K tokens, by the planner's own choice (`auto`) at
+full depth; Hugging Face's path in the same run; the gradients of a small model against fp64; a step
+taken apart; the longest context of Hugging Face's path; the other strategies, 512K and 1M tokens,
+on as many layers as the time allows, which each row says. FILE is written after each of them. What
+there is no time for is skipped and named; `--resume` goes on with it in another run.
+
+`--tiny` runs the same on a CPU with a tiny model: nothing is to be learned about speed.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.children import EXPANDABLE, Clock, Nursery, Row, environment
+from benchmarks.gpu import show
+from benchmarks.gpu.session import CHILD, Session
+from benchmarks.gpu.work import Work, full, tiny
+from farspan.report.plan import MFU_CONVENTION
+from farspan.spec import Refused
+
+MINUTES = 8.6
+CONVENTIONS = {
+    "seconds": "forward and backward of one step with all gradients, no update; the last of "
+    "`runs`, after a shorter step of `warm` tokens",
+    "mfu": MFU_CONVENTION,
+    "layers": "measured on so many of `of_layers`; `scaled_to_full_depth` is not measured",
+    "bytes": "allocated, reserved: PyTorch's allocator at the fullest moment of the step; outside: "
+    "the context and libraries; host: most resident memory of the process",
+    "allocator": "expandable_segments for every contender",
+    "huggingface": "gradient checkpointing, SDPA with cuDNN before flash, inputs of layers on host "
+    "(save_on_cpu, pinned) unless it says otherwise, loss in pieces or by Liger (`loss_by`)",
+    "floor_seconds": "products and attention of one forward and one backward at the ceilings",
+}
+
+
+def device_of(is_tiny: bool) -> str:
+    """Raises Refused where there is nothing to measure on."""
+    if is_tiny:
+        return "cpu"
+    # Asked in a process of its own: this one takes no part of the device.
+    asked = [sys.executable, "-c", "import torch; torch.empty(1, device='cuda')"]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=120, env=environment(""))
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:]
+        raise Refused(
+            f"gpu: this PyTorch ({torch.__version__}) reaches no CUDA device, and all that is "
+            f"measured is measured on one ({''.join(last)}); --tiny runs the script without"
+        )
+    return "cuda"
+
+
+def begun(work: Work, path: Path | None, resume: bool) -> Row:
+    """A record to go on with, or a new one. Raises Refused for one of something else."""
+    new = {
+        "benchmark": "gpu",
+        "tiny": work.tiny,
+        "model": work.config,
+        "dtype": work.dtype,
+        "conventions": CONVENTIONS,
+        "runs": [],
+        "measurements": [],
+    }
+    if not (resume and path is not None and path.exists()):
+        return new
+    found: Row = json.loads(path.read_text("utf-8"))
+    if any(found.get(name) != new[name] for name in ("benchmark", "tiny", "model", "dtype")):
+        raise Refused(f"out: {path} is a record of something else; write another file")
+    return found
+
+
+def saving(path: Path | None) -> Callable[[Any], None]:
+    """Writes a record at once or not at all."""
+
+    def save(record: Any) -> None:
+        if path is not None:
+            unfinished = path.with_suffix(".unfinished")
+            unfinished.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            unfinished.replace(path)
+
+    return save
+
+
+def say(words: str) -> None:
+    print(words, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, help="result file to write")
+    parser.add_argument("--tiny", action="store_true", help="on a CPU, to see the script run")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="of all of it, at most")
+    parser.add_argument("--resume", action="store_true", help="measure what FILE lacks")
+    parser.add_argument("--traces", type=Path, help="folder for the profile, which Perfetto draws")
+    parser.add_argument("--show", type=Path, help="print a result file and measure nothing")
+    given = parser.parse_args()
+    if given.show is not None:
+        print(show.text(json.loads(given.show.read_text("utf-8"))))
+        return
+    clock = Clock.of(60 * given.minutes)
+    try:
+        device = device_of(given.tiny)
+        work = tiny() if given.tiny else full()
+        record = begun(work, given.out, given.resume)
+        if given.traces is not None:
+            given.traces.mkdir(parents=True, exist_ok=True)
+        save = saving(given.out)
+        nursery = Nursery(CHILD, EXPANDABLE if device == "cuda" else "")
+        Session(work, device, clock, record, save, say, given.traces, nursery=nursery).run()
+    except Refused as error:
+        sys.exit(f"farspan: {error}")
+    print(show.text(record))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""What every child of this benchmark runs.
+
+python -m benchmarks.gpu.child SETTINGS
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from benchmarks.children import add_row, settings_of, words_of
+from benchmarks.gpu import ceilings, exact, huggingface, split, steps
+from farspan.engine.machine import machine
+
+WORKS: dict[str, Callable[[Mapping[str, Any]], None]] = {
+    "ceilings": ceilings.run,
+    "step": steps.run,
+    "huggingface": huggingface.run,
+    "longest": huggingface.run_longest,
+    "split": split.run,
+    "exact": exact.run,
+}
+
+
+def run(settings: dict[str, Any]) -> None:
+    """In a process of its own. What it is measured on is its first row."""
+    if settings["device"] == "cpu":
+        torch.set_num_threads(1)  # tiny tensors: a second thread waits for the first
+    add_row(settings, {"machine": machine(), "cuda": torch.version.cuda})
+    try:
+        WORKS[settings["work"]](settings)
+    except torch.OutOfMemoryError as error:
+        add_row(settings, {"out_of_memory": words_of(error)})
+        sys.exit(f"out of memory: {error}")
+
+
+if __name__ == "__main__":
+    run(settings_of(sys.argv))

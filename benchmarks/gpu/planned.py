@@ -1,0 +1,132 @@
+"""What planning says of each measurement, on the machine whose ceilings were measured first.
+
+It decides which schedule `auto` is, how many layers fit into the time that is left, and stands
+beside every number that was measured.
+"""
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from benchmarks.children import Row
+from benchmarks.gpu.work import AUTO, Item, Work
+from farspan.plan.cell.describe import model_spec
+from farspan.plan.model.families import architecture_from
+from farspan.plan.price.evaluate import evaluate, useful_flop
+from farspan.plan.price.seconds import rates_of
+from farspan.plan.question import Optimizer, Plan, Question
+from farspan.plan.search.plans import best_plan
+from farspan.plan.strategies import strategy
+from farspan.spec import MachineSpec, RunSpec, Schedule
+
+GROUPED = "grouped"  # its own defaults: a search for it would be auto's
+OFFLOAD = "offload"  # the strategy that is the baseline's
+SEARCH_SECONDS = 3.0
+
+
+@dataclass(slots=True)
+class Planner:
+    """Plans of full depth, made on a thread while something is measured, and of fewer layers."""
+
+    work: Work
+    machine: MachineSpec
+    _pool: ThreadPoolExecutor = field(init=False)
+    _plans: dict[tuple[str, int], "Future[Plan]"] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.machine = replace(self.machine, devices=1)
+        self._pool = ThreadPoolExecutor(1)
+
+    def prepare(self, items: Iterable[Item]) -> None:
+        """Begins to plan what these items need, in their order."""
+        for item in items:
+            if item.tokens and item.work != "longest":
+                self._begin(name_of(item), item.tokens)
+
+    def plan(self, item: Item) -> Plan:
+        """At full depth."""
+        return self._begin(name_of(item), item.tokens).result()
+
+    def cut(self, plan: Plan, layers: int) -> Plan:
+        """The same on fewer layers."""
+        schedule = cut_schedule(plan.schedule, self.work.layers, layers)
+        question = self.question(plan.question.run.tokens, layers)
+        return evaluate(question, plan.strategy, schedule)
+
+    def share(self, layers: int) -> float:
+        """Seconds of so many layers over those of all, about."""
+        spec = model_spec(architecture_from(self.work.config), self.work.dtype)
+        layer = sum(inner * outer for inner, outer in spec.layers[0].work.products)
+        head = spec.hidden * spec.vocab / layer
+        return (layers + head) / (self.work.layers + head)
+
+    def question(self, tokens: int, layers: int) -> Question:
+        config = self.work.config | {"num_hidden_layers": layers}
+        architecture = architecture_from(config)
+        return Question(
+            model=model_spec(architecture, self.work.dtype),
+            run=RunSpec(1, tokens),
+            machine=self.machine,
+            optimizer=Optimizer.NONE,
+            dtype=self.work.dtype,
+            architecture=architecture,
+        )
+
+    def mfu(self, tokens: int, layers: int, seconds: float) -> float:
+        """Of a step that took so long."""
+        question = self.question(tokens, layers)
+        return useful_flop(question) / (rates_of(question).peak * seconds)
+
+    def _begin(self, name: str, tokens: int) -> "Future[Plan]":
+        if (name, tokens) not in self._plans:
+            self._plans[name, tokens] = self._pool.submit(self._make, name, tokens)
+        return self._plans[name, tokens]
+
+    def _make(self, name: str, tokens: int) -> Plan:
+        question = self.question(tokens, self.work.layers)
+        if name in (GROUPED, OFFLOAD):
+            return evaluate(question, name, strategy(name, self.work.layers, tokens))
+        names = None if name == AUTO else [name]
+        return best_plan(question, names, seconds=SEARCH_SECONDS)
+
+
+def name_of(item: Item) -> str:
+    """The strategy whose plan is the item's."""
+    return OFFLOAD if item.work == "huggingface" else item.strategy
+
+
+def cut_schedule(schedule: Schedule, full: int, layers: int) -> Schedule:
+    """The schedule for a model of the last `layers` of `full` layers."""
+    return replace(schedule, groups=cut_sizes(schedule.group_sizes(full), layers))
+
+
+def cut_sizes(sizes: Sequence[int], layers: int) -> tuple[int, ...]:
+    """Groups of so many layers: as many of the last ones as they are, what is left in one before
+    them. There are two at least where there were: a last group is passed once less than others."""
+    kept: list[int] = []
+    for size in reversed(sizes):
+        kept.insert(0, min(size, layers - sum(kept)))
+        if sum(kept) == layers:
+            break
+    if len(kept) == 1 and len(sizes) > 1 and layers > 1:
+        return layers - layers // 2, layers // 2
+    return tuple(kept)
+
+
+def plan_json(plan: Plan) -> Row:
+    """What is predicted. Device bytes are those of tensors: the context is left out."""
+    device = {name: size for name, size in plan.device.parts.items() if name != "reserve"}
+    found: dict[str, Any] = plan.to_json()
+    return {
+        "strategy": plan.strategy,
+        "schedule": found["schedule"],
+        "fits": plan.fits,
+        "reason": plan.reason,
+        "seconds": plan.seconds.total,
+        "exposed_seconds": plan.seconds.exposed(),
+        "overlap": plan.question.overlap,
+        "device_bytes": sum(device.values()),
+        "host_bytes": plan.host.total,
+        "device_parts": device,
+    }

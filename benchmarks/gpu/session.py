@@ -1,0 +1,311 @@
+"""One run of the benchmark: what is measured next, on how many layers, for how long."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.children import EXPANDABLE, LEAST_SECONDS, Clock, Nursery, Outcome, Row, run_child
+from benchmarks.gpu import child
+from benchmarks.gpu.floor import Floor, ceilings_of, floor, gap
+from benchmarks.gpu.planned import Planner, plan_json
+from benchmarks.gpu.work import Item, Work, items
+from farspan.plan.price.machines import from_json, machine
+from farspan.plan.question import Plan
+from farspan.spec import Refused, Schedule
+
+CHILD = "benchmarks.gpu.child"
+PRESET = "h200"  # what is planned with where nothing was calibrated
+# What a process says that cannot start CUDA because it was forked.
+FORKED = ("forked subprocess", "initialization error")
+START_SECONDS = 8.0  # of a child: CUDA and the weights; its imports are the nursery's
+EXACT_SECONDS, CEILING_SECONDS, LONGEST_SECONDS = 40.0, 45.0, 25.0  # guesses
+SLACK_SECONDS = 20.0  # beyond what a child is planned to take
+SLACK = 1.6
+SHORT = 1024  # tokens that load kernels
+PINNED = 3e9  # bytes a second, where it was not measured
+
+
+@dataclass(frozen=True, slots=True)
+class Arranged:
+    """What a child is told, and what it is expected to take."""
+
+    settings: Row
+    seconds: float
+    plan: Plan | None = None  # of what it runs
+    full: Plan | None = None  # of all layers
+
+
+@dataclass(slots=True)
+class Session:
+    """Measures until nothing is left, or no time."""
+
+    work: Work
+    device: str
+    clock: Clock
+    record: Row
+    save: Callable[[Row], None]
+    say: Callable[[str], None]
+    traces: Path | None = None
+    planner: Planner | None = None
+    nursery: Nursery | None = None
+    start_seconds: float = START_SECONDS
+    slower: dict[str, float] = field(default_factory=dict)  # measured over planned, by work
+
+    def run(self) -> None:
+        """Everything that the record has not yet."""
+        made = {row["name"] for row in self.record["measurements"] if is_done(row)}
+        todo = [item for item in items(self.work) if item.name not in made]
+        run = {"date": datetime.now(UTC).isoformat(timespec="minutes"), "seconds": self.clock.left}
+        run["skipped"] = skipped = []
+        self.record["runs"].append(run)
+        if "ceilings" in made:
+            self._plan_with(todo)
+        for item in todo:
+            arranged = self.arranged(item)
+            if isinstance(arranged, str):
+                skipped.append({"name": item.name, "why": arranged})
+                self.say(f"{item.name}: skipped, {arranged}")
+            else:
+                self._add(self.measured(item, arranged))
+                if item.work == "ceilings":
+                    self._plan_with(todo)
+            self.save(self.record)
+
+    def _add(self, row: Row) -> None:
+        found = self.record["measurements"]
+        found[:] = [other for other in found if other["name"] != row["name"]]
+        found.append(row)
+
+    def _plan_with(self, todo: Iterable[Item]) -> None:
+        """Plans are made with the ceilings from here on."""
+        rows = self._ceilings()
+        files = [row["machine_file"] for row in rows if "machine_file" in row]
+        self.record["planned_with"] = "this machine's ceilings" if files else f"preset {PRESET}"
+        spec = from_json(files[-1], "ceilings").spec if files else machine(PRESET)
+        self.planner = Planner(self.work, spec)
+        self.planner.prepare(todo)
+
+    def _ceilings(self) -> list[Row]:
+        made = (row for row in self.record["measurements"] if row["name"] == "ceilings")
+        return [found for row in made for found in row["rows"]]
+
+    # -- what comes next -------------------------------------------------------------------------
+
+    def arranged(self, item: Item) -> Arranged | str:
+        """What to tell the child, or why there is none."""
+        match item.work:
+            case "ceilings":
+                return self._fixed({}, CEILING_SECONDS)
+            case "exact":
+                return self._fixed({"lengths": self.work.exact}, EXACT_SECONDS)
+            case "longest":
+                seconds = max(LONGEST_SECONDS, item.share * self.clock.left)
+                settings: Row = {"tokens": self.work.first, "of_layers": self.work.layers}
+                if self.work.tiny:
+                    settings["pretended_most"] = 3 * self.work.first
+                return self._fixed(settings, seconds)
+            case _:
+                return self._of_layers(item)
+
+    def _fixed(self, settings: Row, seconds: float) -> Arranged | str:
+        if self.work.tiny:
+            seconds = 0.0
+        if seconds > self.clock.left:
+            return f"{self.clock.left:.0f} s are left and it takes about {seconds:.0f}"
+        return Arranged(settings, seconds)
+
+    def _of_layers(self, item: Item) -> Arranged | str:
+        """As many layers as its share of the time allows; a second step where that allows one."""
+        assert self.planner is not None
+        try:
+            full = self.planner.plan(item)
+        except Refused as error:
+            return str(error)
+        short, why = float("inf"), ""
+        for layers in self._depths(item):
+            fixed, one = self._expected(item, full, layers)
+            short = fixed + one
+            allowed = item.share * self.clock.left
+            if short > allowed and (layers > self.work.depths[-1] or short > self.clock.left):
+                continue
+            plan = full if layers == self.work.layers else self.planner.cut(full, layers)
+            if not plan.fits and item.work != "huggingface":
+                why = plan.reason or "does not fit"
+                continue
+            steps = 2 if fixed + 2 * one <= allowed else 1
+            settings = self._settings(item, plan, layers) | {"steps": steps}
+            return Arranged(settings, fixed + steps * one, plan, full)
+        return why or f"{self.clock.left:.0f} s are left and one layer takes about {short:.0f}"
+
+    def _depths(self, item: Item) -> tuple[int, ...]:
+        """A profile of few layers says as much as one of all, and can be read."""
+        depths = self.work.depths
+        return depths[-2:-1] if item.work == "split" else depths
+
+    def _expected(self, item: Item, full: Plan, layers: int) -> tuple[float, float]:
+        """Seconds before the steps, and of one."""
+        assert self.planner is not None
+        one = full.seconds.total * self.planner.share(layers) * self.slower.get(item.work, 1.1)
+        fixed = 0.0 if self.work.tiny else self.start_seconds
+        if item.work == "huggingface":
+            return fixed, one
+        fixed += full.host.total * layers / self.work.layers / self._pinned()
+        warm = one if item.work == "split" else one * warm_tokens(full) / item.tokens
+        return fixed + warm, one
+
+    def _pinned(self) -> float:
+        """Bytes of host memory that a second makes ready for copies."""
+        files = [row["machine_file"] for row in self._ceilings() if "machine_file" in row]
+        found = files[-1]["measured_on"]["pinned_bytes_a_second"] if files else PINNED
+        return float(found)
+
+    def _settings(self, item: Item, plan: Plan, layers: int) -> Row:
+        found: Row = {"tokens": item.tokens, "layers": layers, "offload": item.offload}
+        if item.work == "huggingface":
+            return found | {"warm": min(SHORT, item.tokens // 2)}
+        if item.work == "split" and self.traces is not None:
+            found["trace"] = str(self.traces / f"step-{item.tokens}-{layers}-layers.json")
+        return found | {"schedule": as_row(plan.schedule), "warm": warm_tokens(plan)}
+
+    # -- measuring -------------------------------------------------------------------------------
+
+    def measured(self, item: Item, arranged: Arranged) -> Row:
+        """The row of one child."""
+        limit = min(self.clock.left, SLACK * arranged.seconds + SLACK_SECONDS)
+        if self.work.tiny:
+            limit = self.clock.left
+        made = self._child(item, arranged.settings, limit)
+        row: Row = {"name": item.name, "work": item.work, "child": made.to_json()}
+        for found in made.rows:
+            if "machine" in found:
+                self._same_machine(found)
+        rows = [found for found in made.rows if "machine" not in found]
+        if arranged.plan is None:
+            row["rows"] = rows
+        else:
+            row |= self._with_plans(item, arranged, rows)
+        row["out_of_memory"] = any("out_of_memory" in found for found in rows)
+        self.say(f"{item.name}: {made.ended}, {words_of(row)}, {self.clock.left:.0f} s left")
+        return row
+
+    def _child(self, item: Item, settings: Row, limit: float) -> Outcome:
+        configuration = EXPANDABLE if self.device == "cuda" else ""
+        common = {
+            "work": item.work,
+            "config": self.work.config,
+            "dtype": self.work.dtype,
+            "device": self.device,
+            "tiny": self.work.tiny,
+        }
+        given = {**common, **settings}
+        if self.nursery is not None:
+            made = self.nursery.run(child.run, given, limit)
+            if not any(words in made.words for words in FORKED):
+                return made
+            self.say("CUDA is not to be had in a forked process: each one starts afresh")
+            self.nursery = None
+        return run_child(CHILD, given, max(limit, LEAST_SECONDS), configuration)
+
+    def _same_machine(self, found: Row) -> None:
+        """A record is of one machine. Raises Refused for another one."""
+        known = self.record.setdefault("machine", found["machine"] | {"cuda": found["cuda"]})
+        for name in ("gpu", "versions"):
+            if known[name] != found["machine"][name]:
+                raise Refused(
+                    f"out: the record is of {name} {known[name]}, here is {found['machine'][name]}"
+                    "; write another file"
+                )
+
+    def _with_plans(self, item: Item, arranged: Arranged, rows: list[Row]) -> Row:
+        assert self.planner is not None
+        assert arranged.plan is not None
+        assert arranged.full is not None
+        settings = arranged.settings
+        row = merged(rows)
+        row |= {key: settings[key] for key in ("tokens", "layers", "warm")}
+        row |= {"of_layers": self.work.layers, "planned": plan_json(arranged.plan)}
+        row |= {"strategy": item.strategy} if item.strategy else {"offload": item.offload}
+        if "ready_seconds" in row and self.device == "cuda":
+            self.start_seconds = max(START_SECONDS / 2, row["ready_seconds"])
+        seconds = row["runs"][-1]["seconds"] if row["runs"] else None
+        row["seconds"] = seconds
+        if seconds is not None:
+            self._add_rates(item, arranged, row, seconds)
+        if "lines" in row:
+            row["gap"] = self._gap(arranged.plan, row["lines"])
+        return row
+
+    def _add_rates(self, item: Item, arranged: Arranged, row: Row, seconds: float) -> None:
+        assert self.planner is not None
+        assert arranged.plan is not None
+        assert arranged.full is not None
+        plan, full, layers = arranged.plan, arranged.full, arranged.settings["layers"]
+        self.slower[item.work] = max(1.0, seconds / plan.seconds.total)
+        row["tokens_a_second"] = item.tokens / seconds
+        row["mfu"] = self.planner.mfu(item.tokens, layers, seconds)
+        bound = self._floor(plan)
+        row["floor_seconds"] = bound and bound.total
+        if layers < self.work.layers:
+            row["scaled_to_full_depth"] = {
+                "seconds": seconds * full.seconds.total / plan.seconds.total,
+                "how": f"measured on {layers} layers, times the planned seconds of all "
+                f"{self.work.layers} over those of {layers}",
+            }
+        if item.work == "step" and row["runs"][-1]["reserved"] is not None:
+            peak = row["runs"][-1]["allocated"]
+            row["device_bytes_over_planned"] = peak / row["planned"]["device_bytes"]
+            row["reserved_over_planned"] = (
+                row["runs"][-1]["reserved"] / row["planned"]["device_bytes"]
+            )
+
+    def _floor(self, plan: Plan, schedule: Schedule | None = None) -> Floor | None:
+        """From the ceilings of the schedule's own calls."""
+        tokens = plan.question.run.tokens
+        ceilings = ceilings_of(self._ceilings(), plan.schedule, tokens)
+        return floor(plan.question, ceilings, schedule) if ceilings is not None else None
+
+    def _gap(self, plan: Plan, lines: Mapping[str, float]) -> list[dict[str, Any]] | None:
+        bound = self._floor(plan, plan.schedule)
+        return gap(lines, bound) if bound is not None else None
+
+
+def warm_tokens(plan: Plan) -> int:
+    """Of a short step that meets every shape of attention but ragged ones; where it would be half a
+    step, of one that loads kernels only."""
+    schedule, tokens = plan.schedule, plan.question.run.tokens
+    whole = 2 * max(min(schedule.chunk, tokens), schedule.kv_block)
+    return whole if 2 * whole <= tokens else min(SHORT, tokens // 2)
+
+
+def as_row(schedule: Schedule) -> Row:
+    """Fields of a schedule, as JSON has them."""
+    names = schedule.__dataclass_fields__
+    found = {name: getattr(schedule, name) for name in names}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in found.items()}
+
+
+def merged(rows: Iterable[Row]) -> Row:
+    """One row of a child's rows: steps under `runs`."""
+    found: Row = {"runs": []}
+    for row in rows:
+        if "step" in row:
+            found["runs"].append(row)
+        else:
+            found |= row
+    return found
+
+
+def is_done(row: Mapping[str, Any]) -> bool:
+    """Whether measuring it again would tell anything new."""
+    return bool(row["child"]["ended"] == "completed" or row["out_of_memory"])
+
+
+def words_of(row: Mapping[str, Any]) -> str:
+    """What a row says in a line."""
+    if row.get("seconds") is not None:
+        depth = "" if row["layers"] == row["of_layers"] else f" on {row['layers']} layers"
+        return f"{row['seconds']:.2f} s a step{depth}"
+    last = row["child"]["words"].splitlines()[-1:]
+    return last[0] if last else f"{row['child']['seconds']:.0f} s"

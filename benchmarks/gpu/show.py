@@ -1,0 +1,185 @@
+"""A record as tables of text. What was not measured is an empty place."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+
+GIB = 2**30
+TERA = 1e12
+# OOMB, Table 2: 4K chunks, checkpoints and offload, one H200, batch 1, the best of three runs.
+PUBLISHED = {131072: 260.4, 262144: 985.8}
+
+
+def text(record: Row) -> str:
+    """Everything that a record says."""
+    rows = record["measurements"]
+    parts = [
+        ("ceilings", ceilings(rows)),
+        ("steps", steps(rows)),
+        ("beside Hugging Face's best and the published record", beside(rows)),
+        ("Hugging Face's longest context", longest(rows)),
+        ("where the time of a step goes", gaps(rows)),
+        ("gradients in bf16: error against fp64 over plain PyTorch's", exact(rows)),
+        ("not completed", failures(rows)),
+        ("skipped", skipped(record)),
+    ]
+    return "\n\n".join(f"{title}\n{body}" for title, body in parts if body)
+
+
+def steps(rows: Iterable[Row]) -> str:
+    seconds = ("s", "planned s", "floor s", "tokens/s", "MFU")
+    head = ("step", "layers", *seconds, "GiB", "planned GiB", "reserved GiB", "host GiB")
+    body = []
+    for row in rows:
+        if "planned" not in row or row.get("seconds") is None:
+            continue
+        last, planned = row["runs"][-1], row["planned"]
+        body.append(
+            (
+                row["name"],
+                f"{row['layers']} of {row['of_layers']}",
+                f"{row['seconds']:.2f}",
+                f"{planned['seconds']:.2f}",
+                number(row["floor_seconds"], 2),
+                f"{row['tokens_a_second']:.0f}",
+                f"{row['mfu']:.1%}",
+                number(last["allocated"], 1, GIB),
+                number(planned["device_bytes"], 1, GIB) if row["work"] == "step" else "",
+                number(last["reserved"], 1, GIB),
+                number(last["host"], 1, GIB),
+            )
+        )
+    return table(head, body)
+
+
+def beside(rows: Sequence[Row]) -> str:
+    """Only steps of all layers: what was scaled is compared with nothing."""
+    whole = [r for r in rows if r.get("seconds") is not None and r["layers"] == r["of_layers"]]
+    lengths = sorted({row["tokens"] for row in whole})
+    body = []
+    for tokens in lengths:
+        at = [row for row in whole if row["tokens"] == tokens]
+        own = best(row for row in at if row["work"] == "step")
+        other = best(row for row in at if row["work"] == "huggingface")
+        published = PUBLISHED.get(tokens)
+        body.append(
+            (
+                str(tokens),
+                number(own, 2),
+                number(other, 2),
+                ratio(own, other),
+                number(published, 1),
+                ratio(published, own),
+            )
+        )
+    head = ("tokens", "farspan s", "Hugging Face s", "ratio", "OOMB s (published)", "times faster")
+    return table(head, body)
+
+
+def best(rows: Iterable[Row]) -> float | None:
+    return min((row["seconds"] for row in rows), default=None)
+
+
+def longest(rows: Iterable[Row]) -> str:
+    for row in rows:
+        if row["work"] == "longest":
+            found: dict[str, Any] = {}
+            tried = [r for r in row["rows"] if "tokens" in r]
+            for one in row["rows"]:
+                found |= one
+            if "longest" not in found:
+                most = max((r["tokens"] for r in tried if r["ended"] == "fits"), default=0)
+                return f"at least {most} tokens; the search did not end"
+            fails = found["fails_at"]
+            end = f"{fails} fail: {found['why']}" if fails else "the time ended before one failed"
+            return f"{found['longest']} tokens; {end}"
+    return ""
+
+
+def gaps(rows: Iterable[Row]) -> str:
+    for row in rows:
+        if row.get("gap"):
+            where = f"{row['tokens']} tokens, {row['layers']} layers"
+            keys = ("measured", "floor", "again", "slower")
+            sums = {key: sum(line[key] for line in row["gap"]) for key in keys}
+            body = [
+                (line["part"], *(f"{line[key]:.3f}" for key in keys))
+                for line in (*row["gap"], {"part": "all", **sums})
+            ]
+            return table((where, "s", "floor", "computed again", "slower"), body)
+    return ""
+
+
+def exact(rows: Iterable[Row]) -> str:
+    body = []
+    for row in rows:
+        if row["work"] == "exact":
+            for one in row["rows"]:
+                ended = f"{one['ratio']:.2f}" if "ratio" in one else one["words"]
+                worst = f"{one['worst_ratio']:.2f}" if "worst_ratio" in one else ""
+                within = "yes" if one["within"] else "NO"
+                body.append((one["strategy"], str(one["tokens"]), ended, worst, within))
+    return table(("strategy", "tokens", "all", "worst parameter", "within 2"), body)
+
+
+def ceilings(rows: Iterable[Row]) -> str:
+    body = []
+    for row in rows:
+        if row["work"] != "ceilings":
+            continue
+        for one in row["rows"]:
+            if "product" in one:
+                p = one["product"]
+                rates = [f"{p['flop'] / s / TERA:.0f}" for s in p["seconds"].values()]
+                shape = f"{p['tokens']} x {p['inner']} x {p['outer']}"
+                body.append((f"product {shape}", "TFLOP/s y, dx, dW", " ".join(rates)))
+            if "attention" in one:
+                a = one["attention"]
+                words = "causal" if a["causal"] else "whole"
+                found = [a[w]["flop_a_second"] / TERA for w in ("forward", "backward") if w in a]
+                shown = " ".join(f"{rate:.0f}" for rate in found) or a["words"][:60]
+                name = f"attention {a['queries']} x {a['keys']} {words}, {a['backend']}"
+                body.append((name, "TFLOP/s forward, backward", shown))
+            if "machine_file" in one:
+                m = one["machine_file"]
+                for name in ("fetch", "evict", "fetch_together", "evict_together"):
+                    body.append((name, "GB/s", f"{m[name] / 1e9:.1f}"))
+    return table(("", "unit", "measured"), body)
+
+
+def failures(rows: Iterable[Row]) -> str:
+    body = [
+        (row["name"], row["child"]["ended"], row["child"]["words"].splitlines()[-1][:100])
+        for row in rows
+        if row["child"]["ended"] != "completed" and row["child"]["words"]
+    ]
+    return table(("measurement", "ended", "last words"), body)
+
+
+def skipped(record: Row) -> str:
+    runs = record["runs"]
+    return (
+        "\n".join(f"  {one['name']}: {one['why']}" for one in runs[-1]["skipped"]) if runs else ""
+    )
+
+
+def number(value: float | None, digits: int, unit: float = 1.0) -> str:
+    return "" if value is None else f"{value / unit:.{digits}f}"
+
+
+def ratio(above: float | None, below: float | None) -> str:
+    return "" if above is None or below is None else f"{above / below:.2f}"
+
+
+def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they need; empty without rows."""
+    if not body:
+        return ""
+    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
+    lines = []
+    for row in (head, *body):
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,129 @@
+"""What is measured, in order of importance."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from farspan.plan.model.catalog import find_config
+
+AUTO = "auto"
+KILO = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A model of random weights and the lengths it is trained on."""
+
+    config: dict[str, Any]
+    dtype: str
+    lengths: tuple[int, ...]  # tokens, ascending; the last one is the headline
+    longer: tuple[int, ...]  # with as many layers as the time allows
+    strategies: tuple[str, ...]  # beside auto
+    depths: tuple[int, ...]  # layers that a model may be cut to, deepest first
+    exact: tuple[int, ...]  # lengths of the small model whose gradients are checked
+    split: int  # tokens of the step that is taken apart
+    first: int  # tokens that the search for the baseline's longest context begins with
+    tiny: bool = False
+
+    @property
+    def layers(self) -> int:
+        return int(self.config["num_hidden_layers"])
+
+    @property
+    def middle(self) -> int:
+        """The length that tells most for its seconds: half of the headline's."""
+        return self.lengths[-2]
+
+
+def full() -> Work:
+    """Qwen2.5-7B, as the published records have it."""
+    config = find_config("Qwen2.5-7B") | {"max_position_embeddings": KILO * KILO}
+    return Work(
+        config=config,
+        dtype="bfloat16",
+        lengths=(32 * KILO, 64 * KILO, 128 * KILO, 256 * KILO),
+        longer=(512 * KILO, 1024 * KILO),
+        strategies=("grouped", "memo", "fpdt", "oomb"),
+        depths=(28, 20, 14, 10, 7, 4, 2, 1),
+        exact=(4096, 5000, 8192),
+        split=128 * KILO,
+        first=64 * KILO,
+    )
+
+
+def tiny() -> Work:
+    """The same script in seconds on a CPU."""
+    config = {
+        "model_type": "qwen2",
+        "vocab_size": 256,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4 * KILO,
+    }
+    return Work(
+        config=config,
+        dtype="float32",
+        lengths=(128, 256),
+        longer=(512,),
+        strategies=("oomb",),
+        depths=(4, 2, 1),
+        exact=(70,),
+        split=128,
+        first=64,
+        tiny=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One measurement, made by one child."""
+
+    work: str  # ceilings, step, huggingface, longest, split or exact
+    share: float  # of the time that is left, what it is planned to take at most
+    tokens: int = 0
+    strategy: str = ""
+    offload: bool = True  # of the baseline: inputs of its layers on host
+
+    @property
+    def name(self) -> str:
+        if self.work == "step":
+            return f"{self.strategy} at {self.tokens}"
+        if self.work == "huggingface":
+            kept = "" if self.offload else ", inputs on the device"
+            return f"huggingface at {self.tokens}{kept}"
+        return f"{self.work} at {self.tokens}" if self.tokens else self.work
+
+
+def items(work: Work) -> Iterator[Item]:
+    """Everything, the most important first: what comes last is skipped where time is short."""
+    small, middle, headline = work.lengths[:-2], work.middle, work.lengths[-1]
+    yield Item("ceilings", 0.2)
+    yield Item("step", 0.15, middle, AUTO)
+    for tokens in reversed(small):
+        yield from _both(tokens)
+    yield Item("step", 0.6, headline, AUTO)
+    if not small:
+        yield Item("huggingface", 0.25, middle)
+    yield Item("exact", 0.3)
+    yield Item("split", 0.2, work.split, AUTO)
+    for name in work.strategies:
+        yield Item("step", 0.12, middle, name)
+    yield Item("longest", 0.4)
+    if small:
+        yield Item("huggingface", 0.12, middle)
+    for tokens in (headline, *reversed(small)):
+        for name in work.strategies:
+            yield Item("step", 0.15, tokens, name)
+    for tokens in work.longer:
+        yield Item("step", 0.4, tokens, AUTO)
+    yield Item("huggingface", 0.3, headline)
+    for tokens in (*small, middle):
+        yield Item("huggingface", 0.3, tokens, offload=False)
+
+
+def _both(tokens: int) -> Iterator[Item]:
+    yield Item("huggingface", 0.25, tokens)
+    yield Item("step", 0.25, tokens, AUTO)
