@@ -60,7 +60,7 @@ def dumb_votes(
 def test_votes_equal_those_counted_one_by_one(
     documents: tuple[tuple[int, ...], ...] | None, scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selecting, "SCORES", scores)
+    monkeypatch.setitem(selecting.SCORES, "cpu", scores)
     dense = Case(tokens=61, chunk=13, kv_block=100, batch=2, documents=documents)
     inputs = make_inputs(dense)
     q, keys = inputs.q[:, :, 48:], inputs.k[:, :, :44]
@@ -185,6 +185,26 @@ def test_a_choice_of_a_sequence_keeps_its_promise(select: Selector) -> None:
 def _rows(choice: Tensor) -> list[tuple[int, int, int]]:
     batch, heads, pages, _ = choice.shape
     return [(b, h, m) for b in range(batch) for h in range(heads) for m in range(pages)]
+
+
+@pytest.mark.parametrize("documents", [None, MIXED], ids=["one", "documents"])
+def test_a_chunk_chooses_by_its_votes(documents: tuple[tuple[int, ...], ...] | None) -> None:
+    dense = Case(tokens=93, chunk=16, kv_block=24, batch=2, documents=documents)
+    case = SparseCase(dense, Sparse(page=4, budget=12, recent=6, sink_pages=2))
+    inputs, sequence = make_inputs(dense), Sequence(case)
+    sequence.forward(inputs)
+    for start in (48, 64, 80):
+        _, span = case.call(start)
+        pages = case.sparse.candidates(start)
+        starts = None
+        if documents is not None:
+            own = [[max(s for s in row if s <= i) for i in range(93)[span]] for row in documents]
+            starts = torch.tensor(own)
+        q, keys = inputs.q[:, :, span], inputs.k[:, :, : 4 * pages.stop]
+        votes = dumb_votes(q, keys, 4, dense.scale, starts, pages.start)
+        first = None if starts is None else starts[:, ::4] // 4
+        wanted = TopK(3)(votes, Candidates(pages, first))
+        assert torch.equal(sequence.choices[start], wanted)
 
 
 def test_the_page_that_answers_a_query_is_chosen() -> None:

@@ -82,7 +82,7 @@ def sparse_call(
     if runs is not None:
         documents = document_starts(runs).to(device)
         # Documents ascend: the first query of a page sees the most.
-        first = (documents[:, :: sparse.page] // sparse.page).clamp(pages.start, pages.stop)
+        first = documents[:, :: sparse.page] // sparse.page
     return SparseCall(
         replace(dense, blocks=blocks),
         FarCall(dense.scale, sparse.page, documents),

