@@ -68,7 +68,7 @@ class Question:
     optimizer: Optimizer = Optimizer.ADAMW
     dtype: str = "bfloat16"
     architecture: Architecture | None = None  # for what a cell holds for a moment
-    overlap: bool = False  # copies run beside the computation; the engine still has them in line
+    overlap: bool = False  # copies run beside the computation, as on a GPU
 
     def host_share(self) -> int:
         """Bytes of a node's main memory that one device may fill. Where both tiers lie there

@@ -16,7 +16,7 @@ MFU_CONVENTION = (
     "FLOP of one forward and twice that for the backward, attention over the keys a query sees, "
     "recomputation counted as no work, over the datasheet's dense rate"
 )
-IN_LINE = "copies are priced in line with the computation, as the engine issues them today\n"
+IN_LINE = "copies are priced in line with the computation, as the engine issues them on a CPU\n"
 EIGHT_BIT = (
     "moments of 8 bits give other results than AdamW's; farspan train has them with "
     "optimizer.states: 8bit, by farspan[8bit]"
