@@ -41,6 +41,8 @@ class LayerWork:
     projections: int = 0  # how many of the products, the first ones, come before attention
     forward_traffic: int = 0  # bytes that operations other than products read and write
     backward_traffic: int = 0
+    feed_forward: int = 0  # how many of the products, the last ones, are of the feed-forward
+    skippable: bool = True  # no gradient depends on the value of the feed-forward's output
 
 
 @dataclass(frozen=True, slots=True)

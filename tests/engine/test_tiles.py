@@ -1,6 +1,7 @@
 """Layers whose token-wise modules run on tiles: the same gradients, in less memory."""
 
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ from farspan.engine.step import Step
 from farspan.models.boundary import Boundary
 from farspan.models.tokenwise import tokenwise
 from farspan.plan.build import build_program
+from farspan.plan.cell.describe import model_spec
+from farspan.plan.model.families import architecture_from
 from farspan.plan.program import Forward
 from farspan.plan.reads import unread_outputs
 from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.plan.tiled import feed_forward_passes
 from farspan.spec import Refused, RunSpec, Schedule, Tier
 from tests.engine.checks import (
     Outcome,
@@ -77,40 +81,41 @@ def test_values_that_nothing_needs_change_no_bit(monkeypatch: pytest.MonkeyPatch
     assert_same_bits(run_step(model, TILED, data), skipped)
 
 
-def count_rows(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens that go through the first layer's MLP, call by call."""
+PASSES = {
+    "grouped": Schedule(chunk=16, groups=1),
+    "open": Schedule(chunk=16, groups=2),
+    "checkpoints": Schedule(chunk=16, groups=4, layer_checkpoint=True),
+    "kept": Schedule(chunk=16, groups=2, activations_kept=0.5),
+}
+
+
+@pytest.mark.parametrize("tile", [5, None])
+@pytest.mark.parametrize("name", PASSES)
+def test_feed_forwards_run_as_often_as_planned(name: str, tile: int | None) -> None:
+    model = make_model("qwen2")
+    step = Step(model, replace(PASSES[name], mlp_tokens=tile))
     rows: list[int] = []
-    mlp = Boundary(model).layers[0].get_submodule("mlp")
-    forward = mlp.forward
-
-    def counted(x: Tensor) -> Tensor:
-        rows.append(x.shape[1])
-        return forward(x)
-
-    monkeypatch.setattr(mlp, "forward", counted)
-    return rows
+    for layer in Boundary(model).layers:
+        mlp = layer.get_submodule("mlp")
+        mlp.register_forward_hook(lambda *call: rows.append(call[1][0].shape[1]))
+    run_step(model, step, draw(53))
+    assert sum(rows) == feed_forward_passes(step.program(1, 53)) * LAYERS * 53
 
 
-def test_tiles_cost_no_pass_where_values_are_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward, and a recomputation of each chunk but the last, which is turned around: there
-    the value is read and the tiles recompute. With tiles and without, apart from that chunk."""
-    model, data = make_model("qwen2"), draw(48)
-    rows = count_rows(model, monkeypatch)
-    plain = Step(model, Schedule(chunk=16, groups=1))
-    tiled = Step(model, Schedule(chunk=16, groups=1, mlp_tokens=5))
-    rows.clear()
-    run_step(model, plain, data)
-    whole = sum(rows)
-    rows.clear()
-    run_step(model, tiled, data)
-    assert max(rows) == 5
-    assert sum(rows) == whole
+def test_tiles_cost_no_pass_where_values_are_not_needed() -> None:
+    """Groups of one layer: only what is turned around into the loss runs once more."""
+    spec = Step(shared_model("qwen2"), TILED).model_spec
+    passes = [
+        feed_forward_passes(build_program(spec, RunSpec(1, 48), schedule))
+        for schedule in (PASSES["grouped"], replace(PASSES["grouped"], mlp_tokens=5))
+    ]
+    assert passes[1] == passes[0] + Fraction(1, LAYERS)
 
 
 def test_a_value_that_is_read_is_computed() -> None:
     """Of layers below the top of an open group, and where the graph goes on into the loss."""
-    model_spec = Step(shared_model("qwen2"), TILED).model_spec
-    program = build_program(model_spec, RunSpec(1, 53), replace(TILED, groups=2))
+    spec = Step(shared_model("qwen2"), TILED).model_spec
+    program = build_program(spec, RunSpec(1, 53), replace(TILED, groups=2))
     unread = unread_outputs(program)
     graphs = {
         (i.layer, i.chunk) for i in program.instructions if isinstance(i, Forward) and i.graph
@@ -121,7 +126,7 @@ def test_a_value_that_is_read_is_computed() -> None:
         (layer, chunk) for layer, chunk in graphs if layer in tops and layer != LAYERS - 1
     }
     checkpoints = build_program(
-        model_spec, RunSpec(1, 53), replace(TILED, groups=4, layer_checkpoint=True)
+        spec, RunSpec(1, 53), replace(TILED, groups=4, layer_checkpoint=True)
     )
     assert {layer for layer, _ in unread_outputs(checkpoints)} == set(range(LAYERS - 1))
     assert (LAYERS - 1, last) not in unread
@@ -276,6 +281,15 @@ def test_what_is_found(name: str, found: dict[str, bool]) -> None:
     input."""
     children = tokenwise(Boundary(shared_model(name)))
     assert all({c.name: c.needed for c in layer} == found for layer in children)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "gpt_neox", "gemma2", "mixtral"])
+def test_plans_know_whose_value_is_needed(name: str) -> None:
+    model = shared_model(name)
+    layers = model_spec(architecture_from(model.config)).layers
+    for layer, children in zip(layers, tokenwise(Boundary(model)), strict=True):
+        (mlp,) = (child for child in children if child.name == "mlp")
+        assert layer.work.skippable is not mlp.needed
 
 
 def test_a_gradient_that_needs_the_value_is_noticed() -> None:

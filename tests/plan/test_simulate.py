@@ -1,15 +1,18 @@
 """The simulation counts what the closed forms say, to the byte and to the pair."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from farspan.plan import formulas
 from farspan.plan.build import build_evaluation, build_program
 from farspan.plan.program import Kind
 from farspan.plan.simulate import seen_pairs, simulate
-from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
+from farspan.plan.tiled import feed_forward_passes
+from farspan.spec import LayerWork, ModelSpec, RunSpec, Schedule, Tier
 from tests.plan import cases
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
@@ -25,6 +28,18 @@ def test_simulation_equals_the_formulas(step: tuple[ModelSpec, RunSpec, Schedule
     assert found.peak == live
     assert found.attention_passes == formulas.attention_passes(*step)
     assert found.linear_passes == formulas.linear_passes(*step)
+
+
+@given(cases.steps(), st.integers(1, 40), st.booleans())
+def test_feed_forwards_run_as_the_formulas_say(
+    step: tuple[ModelSpec, RunSpec, Schedule], tile: int, skippable: bool
+) -> None:
+    model, run, schedule = step
+    layers = tuple(replace(layer, work=LayerWork(skippable=skippable)) for layer in model.layers)
+    tiled = replace(model, layers=layers), run, replace(schedule, mlp_tokens=tile)
+    assert feed_forward_passes(build_program(*tiled)) == formulas.feed_forward_passes(*tiled)
+    plain = formulas.linear_passes(*step)
+    assert feed_forward_passes(build_program(*step)) == plain
 
 
 @given(cases.steps())

@@ -80,6 +80,17 @@ def linear_passes(model: ModelSpec, run: RunSpec, schedule: Schedule) -> Fractio
     return sum(runs, Fraction(0)) / len(model.layers)
 
 
+def feed_forward_passes(model: ModelSpec, run: RunSpec, schedule: Schedule) -> Fraction:
+    """The same through the feed-forwards alone, which tiles recompute in the backward: once more
+    for each graph that is not kept and whose output is read, by the next layer's or the loss."""
+    case = _Case(model, run, schedule)
+    total = linear_passes(model, run, schedule) * len(model.layers)
+    for group in range(len(case.sizes)):
+        for layer in case.layers(group):
+            total += case.tiled_again(group, layer)
+    return total / len(model.layers)
+
+
 def latest_start(fraction: float, tokens: int, chunk: int) -> int:
     """First token of the chunks whose middle lies in the last `fraction` of the tokens."""
     for start in range(0, tokens, chunk):
@@ -177,6 +188,19 @@ class _Case:
         if group == self.last:
             return 1 - left_out + backward
         return 1 + (1 - left_out) * (self.rebuilt and not top) + backward
+
+    def tiled_again(self, group: int, layer: int) -> Fraction:
+        """Share of the tokens whose feed-forward runs once more on tiles than in a graph."""
+        schedule, tile, tokens = self.schedule, self.schedule.mlp_tokens, self.run.tokens
+        if tile is None or min(schedule.chunk, tokens) <= tile:
+            return Fraction(0)
+        # The top layer's output is read where it is turned around into the loss.
+        read = group == self.last if self.is_top(layer) else not schedule.layer_checkpoint
+        if not read and self.model.layers[layer].work.skippable:
+            return Fraction(0)
+        graphs, ragged = self.graph_start(group), tokens % schedule.chunk
+        whole = ragged if graphs == tokens and ragged <= tile else 0
+        return Fraction(graphs - whole, tokens)
 
     # -- memory ------------------------------------------------------------------------------------
 

@@ -78,6 +78,8 @@ def _layer(architecture: Architecture, block: Block, element_bytes: int) -> Laye
             trainable=adapters if rank else weights,
             products=(*projected, *_adapted(after, rank), *routed),
             projections=len(projected),
+            feed_forward=len(_adapted(after[1:], rank)) + len(routed),
+            skippable=block.norms <= 2,
             forward_traffic=costs.forward_traffic,
             backward_traffic=costs.backward_traffic,
         ),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from farspan.plan.price.collectives import Collectives
+from farspan.plan.price.tiles import TiledPrices
 from farspan.plan.program import (
     AttentionMode,
     Backward,
@@ -83,6 +84,7 @@ class Prices:
     collectives: Collectives = field(init=False)
     _classes: list[int] = field(init=False)
     _sizes: list[int] = field(init=False)
+    _tiled: TiledPrices = field(init=False)
     _tariffs: dict[type[Instruction], _Tariff] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,6 +93,8 @@ class Prices:
         seen: dict[LayerSpec, int] = {}
         self._classes = [seen.setdefault(spec, len(seen)) for spec in self.program.model.layers]
         self._sizes = [stop - start for start, stop in self.program.chunks]
+        traffic = self._gradient_traffic()
+        self._tiled = TiledPrices(self.program, self._products, self._moved, traffic)
         self._tariffs = self._all_tariffs()
 
     def _all_tariffs(self) -> dict[type[Instruction], _Tariff]:
@@ -98,7 +102,10 @@ class Prices:
 
         def forward(i: Forward) -> Hashable:
             put_away = i.kept, i.write_kv is not None, i.attention is not None
-            return classes[i.layer], i.chunk, i.mode, put_away
+            return classes[i.layer], i.chunk, i.mode, put_away, self._tiled.cells.skips(i)
+
+        def backward(i: Backward) -> Hashable:
+            return classes[i.layer], i.chunk, self._tiled.cells.has_tiles(i)
 
         def copy(i: Fetch | Evict) -> Hashable:
             return i.source, i.target, sizes[i.chunk]
@@ -109,7 +116,7 @@ class Prices:
 
         return {
             Forward: _Tariff(forward, self._forward),
-            Backward: _Tariff(lambda i: (classes[i.layer], i.chunk), self._backward),
+            Backward: _Tariff(backward, self._backward),
             Fetch: _Tariff(copy, self._fetch),
             Evict: _Tariff(copy, self._evict),
             Head: _Tariff(lambda i: (sizes[i.chunk], i.gradient), self._head),
@@ -152,7 +159,7 @@ class Prices:
                 share * spec.work.forward_traffic * tokens * self.program.run.batch
             )
             return Cost(compute=compute, host=self.question.machine.overhead)
-        compute = self._products(spec.work.products, tokens) + self._put_away(i)
+        compute = self._tiled.forward(i) + self._put_away(i)
         compute += self._moved(spec.work.forward_traffic * tokens * self.program.run.batch)
         fetch = 0.0
         moved = self.collectives.forward(spec, tokens, i.mode)
@@ -174,6 +181,7 @@ class Prices:
         compute += trained * self._products(work.products, tokens, weights=True)
         compute += self._moved(work.backward_traffic * tokens * self.program.run.batch)
         compute += self._moved(work.trainable * self._gradient_traffic())
+        compute += self._tiled.again(i)
         attention = self._attention(i.layer, i.chunk, backward=True)
         ring = self.collectives.ring(spec, self._span(i.chunk)[1], backward=True)
         moved = self.collectives.backward(spec, tokens) + max(0.0, ring - attention)
