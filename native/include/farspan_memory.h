@@ -13,7 +13,7 @@ extern "C" {
 
 #define FARSPAN_API __attribute__((visibility("default")))
 
-enum { FARSPAN_ABI = 3 };
+enum { FARSPAN_ABI = 4 };
 
 typedef struct farspan_allocator farspan_allocator;
 
@@ -21,7 +21,6 @@ typedef struct farspan_allocator farspan_allocator;
 enum farspan_status {
     FARSPAN_OK = 0,
     FARSPAN_OUT_OF_MEMORY = 1,
-    FARSPAN_CAPTURE = 2,  // new memory or a wait is needed while the stream captures a graph
     FARSPAN_UNKNOWN = 3,  // a pointer that is not live here: never given out, or freed before
     FARSPAN_INVALID = 4,  // an argument out of range
     FARSPAN_BACKEND = 5,  // the backend failed, or is not there
@@ -44,11 +43,11 @@ typedef struct farspan_options {
     int32_t backend;
     int32_t device;
     uint64_t capacity;        // physical bytes at most; 0: all the device has
-    uint64_t chunk;           // size of a physical chunk; 0: 2 MiB
-    uint64_t tail;            // of a chunk at a block's end; 0: 2 MiB if it divides chunk, or chunk
+    uint64_t chunk;           // size of a physical chunk, a multiple of tail; 0: 2 MiB
+    uint64_t tail;            // of a chunk at a block's end: a power of two; 0: 2 MiB, or chunk
     uint64_t small;           // smaller requests go to the splitting pool; at most, and 0: a chunk
     uint64_t fragment_limit;  // splits leave no piece below it where they can choose; 0: any
-    uint64_t virtual_limit;   // address space of sBlocks; 0: 32 TiB
+    uint64_t virtual_limit;   // address space of sBlocks and of holes in ranges; 0: 32 TiB
     uint64_t mapping_limit;   // mappings of the backend; 0: 30,000 for POSIX, else unlimited
     uint64_t policy;          // farspan_policy flags
     uint64_t peers;           // CUDA: bit d set: device d may access the memory too
@@ -62,7 +61,7 @@ typedef struct farspan_options {
 typedef struct farspan_statistics {
     uint64_t requested, allocated, reserved;  // as asked; as given, rounded up; physical chunks
     uint64_t requested_peak, allocated_peak, reserved_peak;
-    uint64_t held, pinned;  // freed, but an event is pending; freed, but a graph may use it
+    uint64_t held, pinned;  // freed, but an event is pending; free, but graphs may use it
     uint64_t mallocs, frees, small_mallocs;
     uint64_t s1_primitive, s1_stitched, s2, s3, s4, s5;  // states of BestFit; S5: out of memory
     uint64_t allocs, splits, stitches, stitch_frees, merges, steals, retries, out_of_memory;
@@ -137,6 +136,16 @@ FARSPAN_API int farspan_set_plan(farspan_allocator* a, const farspan_row* rows, 
                                  uint64_t arena);
 FARSPAN_API void farspan_begin_iteration(farspan_allocator* a);
 
+// Captured graphs. What a capture takes stays with the graphs of its pool, and serves later
+// requests of their captures on the same stream. When as many graphs were released as captures
+// began, it is anybody's. A capture that nobody announced keeps its memory for good.
+typedef struct farspan_pool {
+    uint64_t owner, number;  // owner UINT64_MAX: reserved
+} farspan_pool;
+FARSPAN_API int farspan_begin_pool(farspan_allocator* a, farspan_pool pool);
+FARSPAN_API int farspan_end_pool(farspan_allocator* a, farspan_pool pool);
+FARSPAN_API int farspan_release_pool(farspan_allocator* a, farspan_pool pool);
+
 // For tests. The nth next call of a kind (1: the next) and `times - 1` more after it fail.
 FARSPAN_API int farspan_fail_at(farspan_allocator* a, int call, uint64_t nth, uint64_t times);
 // For tests, null and POSIX only: events stay pending while held; a stream captures or not.
@@ -157,7 +166,13 @@ FARSPAN_API void* farspan_torch_alloc(size_t size, int device, void* stream);
 FARSPAN_API void farspan_torch_free(void* pointer, size_t size, int device, void* stream);
 FARSPAN_API void farspan_torch_record_stream(void* pointer, void* stream);
 FARSPAN_API void farspan_torch_reset(void);
+// At most what farspan_torch_configure allows.
 FARSPAN_API void farspan_torch_memory_fraction(double fraction, int device);
+// set_begin_allocate_to_pool, set_end_allocate_to_pool_fn and set_release_pool. `filter` is the
+// address of a std::function<bool(cudaStream_t)>, or NULL.
+FARSPAN_API void farspan_torch_begin_pool(int device, farspan_pool pool, const void* filter);
+FARSPAN_API void farspan_torch_end_pool(int device, farspan_pool pool);
+FARSPAN_API void farspan_torch_release_pool(int device, farspan_pool pool);
 
 #ifdef __cplusplus
 }

@@ -19,9 +19,14 @@ bool order(void* stitcher, Stream from, Stream to) {
 
 }  // namespace
 
-std::string mebibytes(uint64_t bytes) {
+std::string readable(uint64_t bytes) {
+    if (bytes < 1024) return std::to_string(bytes) + " bytes";
+    const char* const units[] = {"KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
+    double size = static_cast<double>(bytes) / 1024;
+    size_t unit = 0;
+    for (; size >= 1024 && unit < 5; ++unit) size /= 1024;
     char text[40];
-    std::snprintf(text, sizeof text, "%.2f MiB", static_cast<double>(bytes) / (1 << 20));
+    std::snprintf(text, sizeof text, "%.2f %s", size, units[unit]);
     return text;
 }
 
@@ -42,7 +47,7 @@ uint64_t Allocator::malloc(uint64_t bytes, Stream stream) {
     const Lock lock(mutex_);
     if (bytes == 0) return 0;
     if (bytes > uint64_t{1} << 50) {
-        throw Refusal{FARSPAN_INVALID, "a request of " + std::to_string(bytes) + " bytes"};
+        out_of_memory(bytes, false);
     }
     Live live = place(bytes, stream);
     live.id = next_id_++;
@@ -69,13 +74,14 @@ size_t Allocator::units(uint64_t bytes) const {
 
 Live Allocator::place(uint64_t bytes, Stream stream) {
     Live live;
-    live.captured = backend_->capturing(stream);
-    if (!live.captured && !waiting_.empty()) retire(waiting_.poll());
+    const uint64_t capture = backend_->capture(stream);
+    if (!capture && !waiting_.empty()) retire(waiting_.poll());
     live.size = SmallPool::rounded(bytes);
     live.stream = stream;
-    if (replay_.active() && plan(live)) return live;
+    if (!capture && replay_.active() && plan(live)) return live;
+    if (capture) stream = captured(live, capture);
     if (bytes >= options_.small) {
-        live.block = large(units(bytes), stream, Use::live, live.captured);
+        live.block = large(units(bytes), stream, Use::live);
         live.size = live.block->count * options_.tail;
         live.address = live.block->address;
         return live;
@@ -83,7 +89,7 @@ Live Allocator::place(uint64_t bytes, Stream stream) {
     live.kind = Live::Kind::small;
     live.piece = small_.malloc(live.size, stream);
     if (!live.piece) {
-        Block* segment = large(units(options_.chunk), stream, Use::small, live.captured);
+        Block* segment = large(units(options_.chunk), stream, Use::small);
         // Pieces that were waited for may fit by now.
         live.piece = small_.malloc(live.size, stream);
         if (live.piece) {
@@ -98,6 +104,17 @@ Live Allocator::place(uint64_t bytes, Stream stream) {
     return live;
 }
 
+// The stream on which the pool of this capture has its blocks.
+Stream Allocator::captured(Live& live, uint64_t capture) {
+    auto& [id, pool] = captures_.of(live.stream, capture);
+    live.captured = true;
+    live.pool = id;
+    bool made = false;
+    const Stream own = captures_.own(pool, live.stream, &made);
+    if (made) stitcher_.set_aside(own, live.stream);
+    return own;
+}
+
 bool Allocator::plan(Live& live) {
     const uint64_t offset = replay_.malloc(live.size, live.stream, order, &stitcher_);
     if (offset == FARSPAN_UNPLANNED) return false;
@@ -108,18 +125,16 @@ bool Allocator::plan(Live& live) {
 
 // S1 to S4; then idle chunks of other streams; then, waiting, what events hold and empty segments;
 // then chunks that cannot be used where they are go back for new ones; then S5.
-Block* Allocator::large(size_t count, Stream stream, Use use, bool capturing) {
+//
+// For a capture as well: the driver creates and maps in one, and waits for streams outside;
+// stealing takes from the captured stream alone, which needs no event.
+Block* Allocator::large(size_t count, Stream stream, Use use) {
     backend_->trouble.clear();
-    Block* block = stitcher_.malloc(count, stream, use, !capturing);
+    Block* block = stitcher_.malloc(count, stream, use);
     if (block) return block;
-    if (capturing) {
-        throw Refusal{FARSPAN_CAPTURE,
-                      "a graph is captured on the stream and no mapped memory of " +
-                          mebibytes(count * options_.tail) +
-                          " is idle there: run the same work once before the capture"};
-    }
-    const bool steals = options_.policy & FARSPAN_STEAL;
-    const auto again = [&]() { return stitcher_.malloc(count, stream, use, true); };
+    const bool captured = stitcher_.is_aside(stream);
+    const bool steals = captured || (options_.policy & FARSPAN_STEAL);
+    const auto again = [&]() { return stitcher_.malloc(count, stream, use); };
     if (steals && stitcher_.steal(count, stream) && (block = again())) return block;
     ++statistics_.retries;
     settle();
@@ -129,22 +144,31 @@ Block* Allocator::large(size_t count, Stream stream, Use use, bool capturing) {
     const size_t idle = stitcher_.idle();
     // With room enough the machine itself had no chunk left.
     const size_t wanted = room < count ? count - room : std::min(idle, count);
-    if (room + idle >= count && stitcher_.release(wanted)) {
+    if (room + idle >= count && stitcher_.release(wanted, true)) {
         if ((block = stitcher_.fresh(count, stream, use))) return block;
     }
-    out_of_memory(count * options_.tail);
+    out_of_memory(count * options_.tail, captured);
 }
 
-void Allocator::out_of_memory(uint64_t bytes) {
+void Allocator::out_of_memory(uint64_t bytes, bool captured) {
     ++statistics_.out_of_memory;
     const uint64_t unit = options_.tail;
     const uint64_t capacity = (stitcher_.reserved() + stitcher_.room()) * unit;
-    std::string words = "out of memory. Tried to allocate " + mebibytes(bytes) + ". Device " +
+    std::string words = "out of memory. Tried to allocate " + readable(bytes) + ". Device " +
                         std::to_string(options_.device) + " has a capacity of " +
-                        mebibytes(capacity) + " for this process, of which " +
-                        mebibytes(stitcher_.reserved() * unit) + " are reserved, " +
-                        mebibytes(statistics_.allocated) + " allocated and " +
-                        mebibytes(stitcher_.idle() * unit) + " idle.";
+                        readable(capacity) + " for this process, of which " +
+                        readable(stitcher_.reserved() * unit) + " are reserved, " +
+                        readable(statistics_.allocated) + " allocated and " +
+                        readable(stitcher_.idle() * unit) + " idle.";
+    const uint64_t pinned = statistics_.pinned + stitcher_.idle_aside() * unit;
+    if (pinned > 0) {
+        words += " " + readable(pinned) +
+                 " are free and stay with captured graphs, until these are deleted.";
+    }
+    if (captured) {
+        words += " A graph is captured on the stream: what is idle on others cannot be ordered "
+                 "before it; synchronize and empty the cache before the capture.";
+    }
     if (!backend_->trouble.empty()) words += " Last failure: " + backend_->trouble + ".";
     throw Refusal{FARSPAN_OUT_OF_MEMORY, words};
 }
@@ -165,10 +189,11 @@ void Allocator::free(uint64_t address) {
     statistics_.requested -= live.bytes;
     statistics_.allocated -= live.size;
     event(FARSPAN_FREE, live.id, live.bytes, live.stream);
-    if (live.captured) {
+    Captures::Pool* pool = live.captured ? captures_.find(live.pool) : nullptr;
+    if (pool && !live.users.empty()) {
         if (live.block) live.block->use = Use::pinned;
         statistics_.pinned += live.size;
-        pinned_.push_back(std::move(live));
+        pool->pinned.push_back(std::move(live));
     } else if (!live.users.empty()) {
         hold(live);
         waiting_.add(std::move(live));
@@ -207,7 +232,40 @@ void Allocator::retire(std::vector<Live> done) {
     }
 }
 
+// Memory of graphs that are gone. They may still run, on any stream.
+void Allocator::return_pools() {
+    if (!captures_.any_ended() || captures_.open() || stitcher_.capturing()) return;
+    if (!backend_->finish()) return;
+    for (Captures::Pool& pool : captures_.take_ended()) {
+        for (Live& live : pool.pinned) {
+            statistics_.pinned -= live.size;
+            retire(live);
+        }
+        for (Block* block : small_.drain()) stitcher_.update(block);
+        for (const auto& [stream, own] : pool.streams) {
+            small_.rename(own, stream);
+            stitcher_.rename(own, stream);
+        }
+    }
+}
+
+void Allocator::begin_pool(PoolId id, Captures::Filter filter) {
+    const Lock lock(mutex_);
+    captures_.begin(id, std::move(filter));
+}
+
+void Allocator::end_pool(PoolId id) {
+    const Lock lock(mutex_);
+    captures_.end(id);
+}
+
+void Allocator::release_pool(PoolId id) {
+    const Lock lock(mutex_);
+    captures_.release(id);
+}
+
 void Allocator::settle() {
+    return_pools();
     retire(waiting_.settle());
     retire(std::move(quarantine_));
     quarantine_.clear();
@@ -227,12 +285,20 @@ void Allocator::release(uint64_t keep) {
     settle();
     const size_t kept = (keep + options_.tail - 1) / options_.tail;
     if (stitcher_.reserved() <= kept) return;
+    backend_->trouble.clear();
     const size_t wanted = std::min(stitcher_.idle(), stitcher_.reserved() - kept);
     if (wanted == 0) return;
-    if (!stitcher_.release(wanted)) {
-        throw Refusal{FARSPAN_BACKEND, "idle memory stays: its streams cannot be waited for now (" +
-                                           backend_->trouble + ")"};
+    if (!stitcher_.release(wanted, false)) {
+        const std::string& trouble = backend_->trouble;
+        const std::string why = trouble.empty() ? "a graph is captured" : trouble;
+        throw Refusal{FARSPAN_BACKEND, "idle memory stays: " + why};
     }
+}
+
+void Allocator::set_share(double fraction) {
+    const double share = fraction > 0 ? std::min(fraction, 1.0) : 0;
+    const auto bytes = static_cast<uint64_t>(share * static_cast<double>(backend_->total()));
+    set_capacity(std::min(bytes, options_.capacity));
 }
 
 void Allocator::set_capacity(uint64_t bytes) {

@@ -4,6 +4,7 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "captures.h"
 #include "replay.h"
 #include "stitch.h"
 
@@ -15,11 +16,12 @@ struct Refusal {
     std::string words;
 };
 
-std::string mebibytes(uint64_t bytes);
+// As PyTorch writes sizes.
+std::string readable(uint64_t bytes);
 
 // Throws Refusal. Every public function holds the mutex.
 // Invariant: each pointer given out and not freed has an entry in live_; what was freed and may
-// not be reused is in waiting_, quarantine_ or pinned_.
+// not be reused is in waiting_, in quarantine_, or in a pool of captures_.
 class Allocator {
    public:
     Allocator(std::unique_ptr<Backend> backend, const farspan_options& options);
@@ -31,6 +33,8 @@ class Allocator {
     // Chunks beyond `keep` bytes, when they are idle.
     void release(uint64_t keep);
     void set_capacity(uint64_t bytes);
+    // Of the device, and never beyond the capacity that was asked for.
+    void set_share(double fraction);
     farspan_statistics statistics();
     void reset_peaks();
     // Throws FARSPAN_BROKEN.
@@ -42,11 +46,15 @@ class Allocator {
     void set_plan(const farspan_row* rows, uint64_t n, uint64_t arena);
     void begin_iteration();
 
+    // As torch tells of captures: one begins for a graph of the pool, ends, and its graph is gone.
+    void begin_pool(PoolId id, Captures::Filter filter);
+    void end_pool(PoolId id);
+    void release_pool(PoolId id);
+
     void fail_at(int call, uint64_t nth, uint64_t times);
     void hold_events(bool on);
     void set_capturing(Stream stream, bool on);
     bool owns(uint64_t address);
-    uint64_t total() const { return backend_->total(); }
 
    private:
     friend class Checker;
@@ -55,11 +63,13 @@ class Allocator {
     size_t units(uint64_t bytes) const;
     Live place(uint64_t bytes, Stream stream);
     bool plan(Live& live);
-    Block* large(size_t count, Stream stream, Use use, bool capturing);
-    [[noreturn]] void out_of_memory(uint64_t bytes);
+    Stream captured(Live& live, uint64_t capture);
+    Block* large(size_t count, Stream stream, Use use);
+    [[noreturn]] void out_of_memory(uint64_t bytes, bool captured);
     void retire(Live& live);
     void retire(std::vector<Live> done);
     void settle();
+    void return_pools();
     void hold(const Live& live);
     void drop_plan();
     void event(int64_t kind, uint64_t id, uint64_t size, Stream stream);
@@ -70,11 +80,11 @@ class Allocator {
     Stitcher stitcher_;
     SmallPool small_;
     Waiting waiting_;
+    Captures captures_;
     Replay replay_;
     Block* arena_ = nullptr;
     std::unordered_map<uint64_t, Live> live_;
     std::vector<Live> quarantine_;  // one at most
-    std::vector<Live> pinned_;
     uint64_t next_id_ = 0;
     bool recording_ = false;
     std::vector<farspan_event> events_;

@@ -30,6 +30,11 @@ void validate(const farspan_options& o) {
     if (o.tail % 4096 || o.chunk % o.tail) {
         refuse("tail: a multiple of 4096 bytes that divides the chunk");
     }
+    if (o.tail & (o.tail - 1)) {
+        refuse(o.tail == o.chunk ? "chunk: a power of two, or a multiple of 2 MiB, whose blocks "
+                                   "end in chunks of that"
+                               : "tail: a power of two, at which addresses are aligned");
+    }
     if (o.small > o.chunk) refuse("small: at most a chunk");
     if (o.policy > 63) refuse("policy: an unknown switch");
     if (o.device < 0 || o.device > 63) refuse("device: expected 0 to 63");
@@ -46,6 +51,16 @@ std::unique_ptr<Backend> backend_of(const farspan_options& o) {
 }
 
 }  // namespace
+
+void verify(const farspan_options& given) {
+    const farspan_options o = filled(given);
+    validate(o);
+    try {
+        if (o.backend == FARSPAN_CUDA) cuda_chunks(o);
+    } catch (const std::runtime_error& error) {
+        throw Refusal{FARSPAN_INVALID, error.what()};
+    }
+}
 
 std::unique_ptr<Allocator> make(const farspan_options& given) {
     farspan_options o = filled(given);
@@ -153,6 +168,18 @@ int farspan_set_plan(farspan_allocator* a, const farspan_row* rows, uint64_t n, 
 }
 
 void farspan_begin_iteration(farspan_allocator* a) { of(a).begin_iteration(); }
+
+int farspan_begin_pool(farspan_allocator* a, farspan_pool pool) {
+    return guarded([&] { of(a).begin_pool({pool.owner, pool.number}, {}); });
+}
+
+int farspan_end_pool(farspan_allocator* a, farspan_pool pool) {
+    return guarded([&] { of(a).end_pool({pool.owner, pool.number}); });
+}
+
+int farspan_release_pool(farspan_allocator* a, farspan_pool pool) {
+    return guarded([&] { of(a).release_pool({pool.owner, pool.number}); });
+}
 
 int farspan_fail_at(farspan_allocator* a, int call, uint64_t nth, uint64_t times) {
     return guarded([&] { of(a).fail_at(call, nth, times); });

@@ -84,7 +84,7 @@ bool Backend::map(uint64_t address, const std::vector<Chunk>& chunks) {
         mapped = !refused(FARSPAN_CALL_ACCESS) && do_access(address, at * unit_);
     }
     if (mapped) {
-        pages_[address] = std::move(pages);
+        pages_[address] = {std::move(pages), at};
     } else if (done > 0) {
         ++counts_.unmaps;
         do_unmap(address, chunks.data(), done);
@@ -94,7 +94,7 @@ bool Backend::map(uint64_t address, const std::vector<Chunk>& chunks) {
 
 void Backend::unmap(uint64_t address, size_t count) {
     auto found = std::prev(pages_.upper_bound(address));
-    std::vector<Page>& pages = found->second;
+    std::vector<Page>& pages = found->second.pages;
     const size_t first = (address - found->first) / unit_;
     std::vector<Chunk> chunks;
     for (size_t i = first; i < first + count; ++i) {
@@ -104,10 +104,8 @@ void Backend::unmap(uint64_t address, size_t count) {
     }
     ++counts_.unmaps;
     do_unmap(address, chunks.data(), chunks.size());
-    for (const Page& page : pages) {
-        if (page.handle != Chunk::NONE) return;
-    }
-    pages_.erase(found);
+    found->second.left -= count;
+    if (found->second.left == 0) pages_.erase(found);
 }
 
 Backend::Page Backend::mapped_at(uint64_t address) const {
@@ -115,13 +113,14 @@ Backend::Page Backend::mapped_at(uint64_t address) const {
     if (found == pages_.begin()) return {};
     --found;
     const size_t slot = (address - found->first) / unit_;
-    return slot < found->second.size() ? found->second[slot] : Page{};
+    const std::vector<Page>& pages = found->second.pages;
+    return slot < pages.size() ? pages[slot] : Page{};
 }
 
 size_t Backend::mapped_pages() const {
     size_t found = 0;
-    for (const auto& [address, pages] : pages_) {
-        for (const Page& page : pages) found += page.handle != Chunk::NONE;
+    for (const auto& [address, mapped] : pages_) {
+        for (const Page& page : mapped.pages) found += page.handle != Chunk::NONE;
     }
     return found;
 }
@@ -146,6 +145,11 @@ bool Backend::synchronize(Event event) {
     return !refused(FARSPAN_CALL_EVENT) && do_synchronize(event);
 }
 
+bool Backend::finish() {
+    ++counts_.syncs;
+    return !refused(FARSPAN_CALL_EVENT) && do_finish();
+}
+
 bool HostBackend::hold(bool on) {
     held_ = on;
     if (!on) {
@@ -156,7 +160,7 @@ bool HostBackend::hold(bool on) {
 
 bool HostBackend::set_capturing(Stream stream, bool on) {
     if (on) {
-        capturing_.insert(stream);
+        capturing_[stream] = ++captures_;
     } else {
         capturing_.erase(stream);
     }
@@ -171,6 +175,11 @@ bool HostBackend::do_record(Stream, Event* event) {
 
 bool HostBackend::do_synchronize(Event event) {
     pending_.at(event) = false;
+    return true;
+}
+
+bool HostBackend::do_finish() {
+    for (auto& [event, pending] : pending_) pending = false;
     return true;
 }
 

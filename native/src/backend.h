@@ -49,7 +49,11 @@ class Backend {
     bool wait(Stream stream, Event event);
     bool synchronize(Event event);
     virtual void drop(Event event) = 0;
-    virtual bool capturing(Stream stream) = 0;
+    // A number of the capture that the stream is in; 0: none.
+    virtual uint64_t capture(Stream stream) = 0;
+    bool capturing(Stream stream) { return capture(stream) != 0; }
+    // All work of the device is done.
+    bool finish();
 
     virtual uint64_t total() = 0;  // bytes of the device
     virtual size_t default_mappings() const { return SIZE_MAX; }
@@ -82,6 +86,7 @@ class Backend {
     virtual bool do_done(Event event) = 0;
     virtual bool do_wait(Stream stream, Event event) = 0;
     virtual bool do_synchronize(Event event) = 0;
+    virtual bool do_finish() = 0;
     // Whether b is mapped with a in one call when it follows it.
     virtual bool joined(Chunk, Chunk) const { return false; }
 
@@ -98,7 +103,11 @@ class Backend {
     };
     Counts counts_;
     Failure failures_[5];
-    std::map<uint64_t, std::vector<Page>> pages_;
+    struct Mapped {
+        std::vector<Page> pages;
+        size_t left;  // of them mapped
+    };
+    std::map<uint64_t, Mapped> pages_;
 };
 
 // Streams of a machine without them: work is done when it is queued, and an event at once, unless
@@ -107,7 +116,10 @@ class HostBackend : public Backend {
    public:
     using Backend::Backend;
     void drop(Event event) override { pending_.erase(event); }
-    bool capturing(Stream stream) override { return capturing_.count(stream) > 0; }
+    uint64_t capture(Stream stream) override {
+        const auto found = capturing_.find(stream);
+        return found == capturing_.end() ? 0 : found->second;
+    }
     bool hold(bool on) override;
     bool set_capturing(Stream stream, bool on) override;
     size_t events() const { return pending_.size(); }
@@ -117,17 +129,21 @@ class HostBackend : public Backend {
     bool do_done(Event event) override { return !held_ || !pending_.at(event); }
     bool do_wait(Stream, Event event) override { return pending_.count(event) > 0; }
     bool do_synchronize(Event event) override;
+    bool do_finish() override;
 
    private:
     bool held_ = false;
     Event last_ = 0;
     std::map<Event, bool> pending_;
-    std::set<Stream> capturing_;
+    std::map<Stream, uint64_t> capturing_;
+    uint64_t captures_ = 0;
 };
 
 // Throws std::runtime_error where the machine is not there.
 std::unique_ptr<Backend> null_backend(const farspan_options& options);
 std::unique_ptr<Backend> posix_backend(const farspan_options& options);
 std::unique_ptr<Backend> cuda_backend(const farspan_options& options);
+// Throws std::runtime_error for chunks that a device cannot have; without a driver, for none.
+void cuda_chunks(const farspan_options& options);
 
 }  // namespace farspan

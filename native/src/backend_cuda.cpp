@@ -11,7 +11,7 @@ namespace {
 // As in cuda.h, which keeps them: a CUdeviceptr and an allocation handle have 64 bits.
 using Status = int;
 enum : Status { SUCCESS = 0, CAPTURE_IMPLICIT = 906 };
-enum { ATTRIBUTE_VMM = 102, ATTRIBUTE_RDMA = 110 };
+enum { ATTRIBUTE_VMM = 102, ATTRIBUTE_RDMA = 110, CAPTURING = 1 };
 enum { PINNED = 1, ON_DEVICE = 1, READ_WRITE = 3, MINIMUM = 0, NO_TIMING = 2, RELAXED = 2 };
 
 struct Location {
@@ -60,7 +60,8 @@ struct Driver {
     Status (*cuEventQuery)(void*);
     Status (*cuEventSynchronize)(void*);
     Status (*cuStreamWaitEvent)(void*, void*, unsigned);
-    Status (*cuStreamIsCapturing)(void*, int*);
+    Status (*cuStreamGetCaptureInfo_v2)(void*, int*, uint64_t*, void**, const void**, size_t*);
+    Status (*cuCtxSynchronize)();
 };
 
 // Never unloaded: the driver outlives us.
@@ -83,7 +84,7 @@ Driver load(const char* path) {
     FIND(cuMemAddressFree), FIND(cuMemCreate), FIND(cuMemRelease), FIND(cuMemMap);
     FIND(cuMemUnmap), FIND(cuMemSetAccess), FIND(cuEventCreate), FIND(cuEventDestroy_v2);
     FIND(cuEventRecord), FIND(cuEventQuery), FIND(cuEventSynchronize), FIND(cuStreamWaitEvent);
-    FIND(cuStreamIsCapturing);
+    FIND(cuStreamGetCaptureInfo_v2), FIND(cuCtxSynchronize);
 #undef FIND
     return d;
 }
@@ -112,6 +113,13 @@ class Here {
     int mode_ = RELAXED;
 };
 
+void refuse_chunks(const farspan_options& options, size_t granularity) {
+    if (options.chunk % granularity || options.tail % granularity) {
+        throw std::runtime_error("chunk and tail: the device needs multiples of " +
+                                 std::to_string(granularity) + " bytes");
+    }
+}
+
 void* pointer(uint64_t number) { return reinterpret_cast<void*>(number); }
 
 class CudaBackend : public Backend {
@@ -129,10 +137,7 @@ class CudaBackend : public Backend {
         size_t granularity = 0;
         need(d_.cuMemGetAllocationGranularity(&granularity, &properties_, MINIMUM),
              "cuMemGetAllocationGranularity");
-        if (options.chunk % granularity || options.tail % granularity) {
-            throw std::runtime_error("chunk and tail: the device needs multiples of " +
-                                     std::to_string(granularity) + " bytes");
-        }
+        refuse_chunks(options, granularity);
         accesses_.resize(1);
         accesses_.front().location.id = device_;
         for (int peer = 0; peer < 64; ++peer) {
@@ -162,10 +167,14 @@ class CudaBackend : public Backend {
     void drop(Event event) override { events_.push_back(pointer(event)); }
 
     // The legacy stream answers with an error when another stream captures.
-    bool capturing(Stream stream) override {
+    uint64_t capture(Stream stream) override {
         int capturing = 0;
-        const Status status = d_.cuStreamIsCapturing(pointer(stream), &capturing);
-        return status == CAPTURE_IMPLICIT || (status == SUCCESS && capturing != 0);
+        uint64_t number = 0;
+        const Status status = d_.cuStreamGetCaptureInfo_v2(pointer(stream), &capturing, &number,
+                                                           nullptr, nullptr, nullptr);
+        if (status == SUCCESS && capturing == 0) return 0;
+        return status == SUCCESS && capturing == CAPTURING ? number + 1
+               : status == SUCCESS || status == CAPTURE_IMPLICIT ? UINT64_MAX : 0;
     }
 
    protected:
@@ -232,6 +241,10 @@ class CudaBackend : public Backend {
         const Here here(d_, context_);
         return fine(d_.cuEventSynchronize(pointer(event)), "cuEventSynchronize");
     }
+    bool do_finish() override {
+        const Here here(d_, context_);
+        return fine(d_.cuCtxSynchronize(), "cuCtxSynchronize");
+    }
 
    private:
     std::string named(Status status, const char* call) {
@@ -256,6 +269,29 @@ class CudaBackend : public Backend {
 };
 
 }  // namespace
+
+void cuda_chunks(const farspan_options& options) {
+    const char* const path = options.library ? options.library : "libcuda.so.1";
+    Driver driver;
+    try {
+        driver = load(path);
+    } catch (const std::runtime_error&) {
+        return;
+    }
+    int device = 0;
+    if (driver.cuInit(0) != SUCCESS) return;
+    for (int i = 0; i < 64 && driver.cuDeviceGet(&device, i) == SUCCESS; ++i) {
+        int rdma = 0;
+        driver.cuDeviceGetAttribute(&rdma, ATTRIBUTE_RDMA, device);
+        Properties properties;
+        properties.location.id = device;
+        properties.rdma = rdma != 0;
+        size_t granularity = 0;
+        const Status status =
+            driver.cuMemGetAllocationGranularity(&granularity, &properties, MINIMUM);
+        if (status == SUCCESS) refuse_chunks(options, granularity);
+    }
+}
 
 std::unique_ptr<Backend> cuda_backend(const farspan_options& options) {
     return std::make_unique<CudaBackend>(options);

@@ -139,7 +139,9 @@ std::vector<const Live*> Checker::all_live() const {
     std::vector<const Live*> all;
     for (const auto& [address, live] : a_.live_) all.push_back(&live);
     for (const Live& live : a_.quarantine_) all.push_back(&live);
-    for (const Live& live : a_.pinned_) all.push_back(&live);
+    for (const auto& [id, pool] : a_.captures_.pools()) {
+        for (const Live& live : pool.pinned) all.push_back(&live);
+    }
     for (const auto& entry : a_.waiting_.entries_) all.push_back(&entry.live);
     return all;
 }
@@ -150,8 +152,13 @@ void Checker::holders() {
         expect(address == live.address, "a tensor is filed under another address");
         if (live.block) hold(live.block, Use::live);
     }
-    for (const Live& live : a_.pinned_) {
-        if (live.block) hold(live.block, Use::pinned);
+    for (const auto& [id, pool] : a_.captures_.pools()) {
+        for (const Live& live : pool.pinned) {
+            if (live.block) hold(live.block, Use::pinned);
+        }
+        for (const auto& [stream, own] : pool.streams) {
+            expect(a_.stitcher_.is_aside(own), "a pool's stream is not aside");
+        }
     }
     for (const Live& live : a_.quarantine_) {
         if (live.block) hold(live.block, Use::held);
@@ -232,18 +239,24 @@ void Checker::tensors() {
 void Checker::totals() {
     uint64_t requested = 0, allocated = 0, held = 0, pinned = 0;
     for (const auto& [address, live] : a_.live_) requested += live.bytes, allocated += live.size;
-    for (const Live& live : a_.pinned_) pinned += live.size;
+    for (const auto& [id, pool] : a_.captures_.pools()) {
+        for (const Live& live : pool.pinned) pinned += live.size;
+    }
     for (const Live& live : a_.quarantine_) held += live.size;
     for (const auto& entry : a_.waiting_.entries_) held += entry.live.size;
     const farspan_statistics& s = a_.statistics_;
     expect(s.requested == requested && s.allocated == allocated, "allocated bytes are wrong");
     expect(s.held == held && s.pinned == pinned, "held bytes are wrong");
-    expect(a_.stitcher_.virtual_ <= a_.stitcher_.limits_.virtual_units, "too many sBlocks");
     expect(a_.stitcher_.mappings_ <= a_.stitcher_.limits_.mappings, "too many mappings");
-    size_t mappings = 0;
+    size_t mappings = 0, holes = 0;
     std::set<const Range*> ranges;
     for (const PBlock* p : a_.stitcher_.all_) ranges.insert(p->range);
-    for (const Range* range : ranges) mappings += a_.stitcher_.mappings_of(*range);
+    for (const Range* range : ranges) {
+        mappings += a_.stitcher_.mappings_of(*range);
+        holes += range->count - range->mapped;
+    }
+    expect(holes == a_.stitcher_.holes_, "the address space without memory is wrong");
+    expect(a_.stitcher_.virtual_ <= a_.stitcher_.limits_.virtual_units, "too many sBlocks");
     for (const SBlock* b = a_.stitcher_.spool_.oldest(); b; b = b->newer) mappings += b->mappings;
     expect(mappings == a_.stitcher_.mappings_, "the number of mappings is wrong");
 }

@@ -59,6 +59,9 @@ void Allocator::drop_plan() {
 
 void Allocator::set_plan(const farspan_row* rows, uint64_t n, uint64_t arena) {
     const Lock lock(mutex_);
+    if (arena > uint64_t{1} << 50) {
+        throw Refusal{FARSPAN_INVALID, "an arena of " + std::to_string(arena) + " bytes"};
+    }
     std::vector<farspan_row> taken(rows, rows + n);
     for (farspan_row& row : taken) {
         const uint64_t at = static_cast<uint64_t>(&row - taken.data());
@@ -77,7 +80,7 @@ void Allocator::set_plan(const farspan_row* rows, uint64_t n, uint64_t arena) {
     if (n == 0) return;
     const Stream stream = taken.front().stream;
     const size_t count = units(arena);
-    if (count > 0) arena_ = large(count, stream, Use::arena, backend_->capturing(stream));
+    if (count > 0) arena_ = large(count, stream, Use::arena);
     replay_.set(std::move(taken), count * options_.tail, stream);
 }
 
@@ -91,6 +94,7 @@ void Allocator::reset_peaks() {
 farspan_statistics Allocator::statistics() {
     const Lock lock(mutex_);
     farspan_statistics s = statistics_;
+    s.pinned += stitcher_.idle_aside() * options_.tail;
     s.reserved = stitcher_.reserved() * options_.tail;
     s.reserved_peak = stitcher_.peak() * options_.tail;
     const Stitcher::Counts& c = stitcher_.counts();

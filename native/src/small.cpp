@@ -83,6 +83,11 @@ Block* SmallPool::retire(Segment* segment) {
     return block;
 }
 
+void SmallPool::rename(Stream from, Stream to) {
+    const auto node = shelves_.extract(from);
+    if (node) shelves_[to].pieces.insert(node.mapped().pieces.begin(), node.mapped().pieces.end());
+}
+
 std::vector<Block*> SmallPool::drain() {
     std::vector<Segment*> empty;
     for (Segment* segment : segments_) {

@@ -42,6 +42,8 @@ class SmallPool {
     Block* free(Piece* piece);
     // Blocks of all empty segments.
     std::vector<Block*> drain();
+    // Segments of one stream are another's, as their blocks will be. None of them is empty.
+    void rename(Stream from, Stream to);
 
    private:
     friend class Checker;

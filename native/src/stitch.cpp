@@ -20,7 +20,17 @@ size_t Stitcher::room() const {
 
 size_t Stitcher::idle() const {
     size_t found = 0;
-    for (const auto& [key, shelf] : ppool_.shelves()) found += shelf.total;
+    for (const auto& [key, shelf] : ppool_.shelves()) {
+        if (!is_aside(key.stream)) found += shelf.total;
+    }
+    return found;
+}
+
+size_t Stitcher::idle_aside() const {
+    size_t found = 0;
+    for (const auto& [key, shelf] : ppool_.shelves()) {
+        if (is_aside(key.stream)) found += shelf.total;
+    }
     return found;
 }
 
@@ -93,7 +103,7 @@ bool Stitcher::mix(size_t count, Stream stream, bool fresh, Mix* m) {
     return m->new_tail <= room() - m->new_body;
 }
 
-Block* Stitcher::malloc(size_t count, Stream stream, Use use, bool may_map) {
+Block* Stitcher::malloc(size_t count, Stream stream, Use use) {
     if (Block* found = exact(count, stream)) {
         ++(found->stitched ? counts_.s1_stitched : counts_.s1_primitive);
         return assign(found, use);
@@ -103,17 +113,15 @@ Block* Stitcher::malloc(size_t count, Stream stream, Use use, bool may_map) {
         if (PBlock* p = single(count, count == whole ? bodies(stream) : tails(stream))) {
             ++counts_.s2;
             split(p, count);
-            if (may_map && (limits_.policy & FARSPAN_HALF_STITCH)) {
+            if (limits_.policy & FARSPAN_HALF_STITCH) {
                 stitch({p, p->after}, p->count + p->after->count, stream);
             }
             return assign(p, use);
         }
     }
-    if (may_map) {
-        if (Block* made = mixed(count, stream, use)) return made;
-    }
-    // A whole chunk for the tail: where nothing may be mapped, or no tail chunk can be had.
-    return count == whole ? nullptr : malloc(whole, stream, use, may_map);
+    if (Block* made = mixed(count, stream, use)) return made;
+    // A whole chunk for the tail, where no tail chunk can be had.
+    return count == whole ? nullptr : malloc(whole, stream, use);
 }
 
 // S2 for a block with a tail, S3 and S4.

@@ -29,6 +29,7 @@ struct Mix {
 // Not thread-safe; nothing here throws or waits, but release, StitchFree (they wait for the work
 // through the addresses that they unmap) and what runs out of host memory.
 //
+// Invariant: virtual_ and mappings_ are within their limits.
 // Invariant: a chunk belongs to one pBlock and is in at most one assigned block.
 // Invariant: a call that fails leaves pools, capacity and addresses as they were, but for splits
 // and for idle pBlocks that are new.
@@ -43,8 +44,8 @@ class Stitcher {
     Stitcher(Backend& backend, size_t unit, size_t chunk, const Limits& limits);
     ~Stitcher();
 
-    // S1 to S4, or null. may_map false: S1 and S2 alone, which need no call of the backend.
-    Block* malloc(size_t count, Stream stream, Use use, bool may_map);
+    // S1 to S4, or null.
+    Block* malloc(size_t count, Stream stream, Use use);
     // New chunks in one piece, whatever is idle, or null.
     Block* fresh(size_t count, Stream stream, Use use);
     // Update: the chunks are idle again, the block stays for an exact match.
@@ -53,14 +54,25 @@ class Stitcher {
     // Moves idle chunks of other streams to this one, so that malloc has enough of them; its work
     // waits for theirs on the device. False when nothing was moved.
     bool steal(size_t count, Stream stream);
-    // Gives `count` idle units back, up to whole chunks, the largest blocks first. False when it
-    // cannot wait for their streams; then nothing has changed.
-    bool release(size_t count);
+    // Gives `count` idle units back, up to whole chunks: whole ranges first, then the largest
+    // blocks. Less where it cannot wait for their streams, or where the mappings beside what goes
+    // are beyond their limit; unless it is needed, also where the addresses that stay without
+    // memory are beyond theirs. False when nothing went for want of waiting.
+    bool release(size_t count, bool needed);
+
+    // Blocks on `own` are kept for requests on it: they are not stolen, unmapped or released. Work
+    // on it is queued on `stream`, whose idle blocks may be stolen.
+    void set_aside(Stream own, Stream stream) { aside_[own] = stream; }
+    bool is_aside(Stream stream) const { return aside_.count(stream) > 0; }
+    // All blocks on one are on the other, and no longer aside. The work through them is done.
+    void rename(Stream from, Stream to);
+    // A stream with blocks captures a graph.
+    bool capturing() const;
     // Work queued later on `to` runs after what is queued on `from` now. False when it cannot.
     bool order(Stream from, Stream to);
     // All work queued now on these streams is done. False when it cannot wait.
     bool quiesce(const std::set<Stream>& streams);
-    // All that blocks were ever made for, or moved to.
+    // Those on which work was queued for blocks.
     std::set<Stream> streams() const;
 
     size_t room() const;  // units below the capacity
@@ -68,9 +80,10 @@ class Stitcher {
     size_t peak() const { return peak_; }  // most reserved since reset_peak()
     void reset_peak() { peak_ = reserved_; }
     size_t idle() const;
+    size_t idle_aside() const;
     void set_capacity(size_t units) { limits_.capacity = units; }
     const Counts& counts() const { return counts_; }
-    size_t virtual_units() const { return virtual_; }
+    size_t virtual_units() const { return virtual_ + holes_; }
     size_t mappings() const { return mappings_; }
     size_t pblocks() const { return all_.size(); }
     size_t sblocks() const { return sblocks_; }
@@ -110,7 +123,12 @@ class Stitcher {
     void drop(SBlock* s);
     void drop(PBlock* p);
     size_t mappings_of(const Range& range) const;
+    ptrdiff_t mappings_after(const PBlock* p) const;
+    bool may_drop(const PBlock* p, bool needed) const;
+    Parts releasable() const;
+    Stream worked(Stream stream) const;
     bool over(size_t virtual_units, size_t mappings, size_t slack) const;
+    std::string limit_words(size_t virtual_units, size_t mappings) const;
 
     Backend& backend_;
     const size_t unit_;   // bytes
@@ -123,7 +141,9 @@ class Stitcher {
     size_t reserved_ = 0;  // units created
     size_t peak_ = 0;
     size_t virtual_ = 0;   // units of address space of all sBlocks
+    size_t holes_ = 0;     // units of pBlocks' ranges without memory
     size_t mappings_ = 0;
+    std::map<Stream, Stream> aside_;
     Counts counts_;
     std::minstd_rand random_;
 #ifdef FARSPAN_DOUBLE_ASSIGN

@@ -1,5 +1,6 @@
 // Where blocks end: merging, stealing, StitchFree and release.
 #include <algorithm>
+#include <tuple>
 
 #include "stitch.h"
 
@@ -69,7 +70,13 @@ void Stitcher::move(PBlock* p, Stream stream) {
     spool_.wake(p);
 }
 
+Stream Stitcher::worked(Stream stream) const {
+    const auto found = aside_.find(stream);
+    return found == aside_.end() ? stream : found->second;
+}
+
 bool Stitcher::order(Stream from, Stream to) {
+    from = worked(from), to = worked(to);
     if (from == to) return true;
     Event event = 0;
     if (backend_.capturing(from) || backend_.capturing(to)) return false;
@@ -92,8 +99,30 @@ bool Stitcher::quiesce(const std::set<Stream>& streams) {
 
 std::set<Stream> Stitcher::streams() const {
     std::set<Stream> found;
-    for (const auto& [key, shelf] : ppool_.shelves()) found.insert(key.stream);
+    for (const auto& [key, shelf] : ppool_.shelves()) found.insert(worked(key.stream));
     return found;
+}
+
+bool Stitcher::capturing() const {
+    const std::set<Stream> all = streams();
+    return std::any_of(all.begin(), all.end(), [this](Stream s) { return backend_.capturing(s); });
+}
+
+void Stitcher::rename(Stream from, Stream to) {
+    aside_.erase(from);
+    for (PBlock* p : all_) {
+        if (p->stream != from) continue;
+        if (p->use == Use::idle) ppool_.erase(p);
+        p->stream = to;
+        if (p->use == Use::idle) ppool_.insert(p);
+        spool_.wake(p);
+    }
+    for (SBlock* s = spool_.oldest(); s; s = s->newer) {
+        if (s->stream != from) continue;
+        if (s->use == Use::idle) spool_.erase(s);
+        s->stream = to;
+        if (s->use == Use::idle) spool_.insert(s);
+    }
 }
 
 bool Stitcher::steal(size_t count, Stream stream) {
@@ -102,8 +131,12 @@ bool Stitcher::steal(size_t count, Stream stream) {
     const size_t own = idle_here + room();
     size_t others = 0;
     std::vector<PBlock*> blocks;
+    const bool captured = backend_.capturing(worked(stream));
     for (const auto& [key, shelf] : ppool_.shelves()) {
-        if (key.stream == stream) continue;
+        if (key.stream == stream || is_aside(key.stream) || shelf.total == 0) continue;
+        // What no event can order.
+        const bool same = key.stream == worked(stream);
+        if (!same && (captured || backend_.capturing(key.stream))) continue;
         others += shelf.total;
         blocks.insert(blocks.end(), shelf.blocks.rbegin(), shelf.blocks.rend());
     }
@@ -153,7 +186,7 @@ bool Stitcher::stitch_free(size_t virtual_units, size_t mappings) {
     const size_t space = virtual_, maps = mappings_;
     bool enough = false;
     for (SBlock* s = spool_.oldest(); s; s = s->newer) {
-        if (s->use != Use::idle || !s->own) continue;
+        if (s->use != Use::idle || !s->own || is_aside(s->stream)) continue;
         victims.push_back(s);
         streams.insert(s->stream);
         virtual_ -= s->count;
@@ -163,27 +196,77 @@ bool Stitcher::stitch_free(size_t virtual_units, size_t mappings) {
     }
     virtual_ = space;
     mappings_ = maps;
+    if (!enough) backend_.trouble = limit_words(virtual_units, mappings);
     if (!enough || !quiesce(streams)) return false;
     for (SBlock* s : victims) drop(s);
     counts_.stitch_frees += victims.size();
     return true;
 }
 
-bool Stitcher::release(size_t count) {
-    std::vector<PBlock*> blocks;
-    for (const auto& [key, shelf] : ppool_.shelves()) {
-        blocks.insert(blocks.end(), shelf.blocks.begin(), shelf.blocks.end());
+std::string Stitcher::limit_words(size_t virtual_units, size_t mappings) const {
+    const auto words = [](const char* limit, size_t used, size_t more, size_t most) {
+        return std::to_string(used) + " of " + std::to_string(most) + " " + limit +
+               " are in use and " + std::to_string(more) + " more were needed";
+    };
+    if (mappings_ + mappings > limits_.mappings) {
+        return words("mappings (mapping_limit)", mappings_, mappings, limits_.mappings);
     }
-    if (count > 0 && !quiesce(streams())) return false;
-    std::sort(blocks.begin(), blocks.end(), BySize());
+    return words("units of address space (virtual_limit)", virtual_, virtual_units,
+                 limits_.virtual_units);
+}
+
+// Idle blocks, those to release first at the end: of ranges that are idle as a whole, whose
+// addresses go too, the largest; then the largest.
+Stitcher::Parts Stitcher::releasable() const {
+    Parts blocks;
+    std::unordered_map<const Range*, size_t> idle;
+    for (const auto& [key, shelf] : ppool_.shelves()) {
+        if (is_aside(key.stream)) continue;
+        blocks.insert(blocks.end(), shelf.blocks.begin(), shelf.blocks.end());
+        for (const PBlock* p : shelf.blocks) idle[p->range] += p->count;
+    }
+    const auto rank = [&idle](const PBlock* p) {
+        const bool whole = idle.at(p->range) == p->range->mapped;
+        return std::make_tuple(whole ? p->range->mapped : 0, whole ? p->range->address : 0,
+                               p->count, p->address);
+    };
+    std::sort(blocks.begin(), blocks.end(),
+              [&rank](const PBlock* a, const PBlock* b) { return rank(a) < rank(b); });
+    return blocks;
+}
+
+bool Stitcher::release(size_t count, bool needed) {
+    Parts blocks = releasable();
+    std::map<Stream, bool> answers;
+    const auto quiet = [this, &answers](const PBlock* p) {
+        const auto [answer, first] = answers.try_emplace(p->stream, false);
+        if (first) answer->second = quiesce({p->stream});
+        return answer->second;
+    };
+    const size_t before = reserved_;
+    const Range* range = nullptr;
+    bool whole = false;  // all blocks of the range go: no limit is in the way
     for (; count > 0 && !blocks.empty(); blocks.pop_back()) {
         PBlock* p = blocks.back();
+        if (p->range != range) {
+            range = p->range;
+            size_t units = 0;
+            auto next = blocks.rbegin();
+            for (; next != blocks.rend() && (*next)->range == range && quiet(*next); ++next) {
+                units += (*next)->count;
+            }
+            whole = units == range->mapped && units <= count;
+        }
+        if (!quiet(p)) continue;
         cut(p, count);
-        count -= std::min(count, p->count);
         while (!p->users.empty()) drop(p->users.back());
+        if (!whole && !may_drop(p, needed)) continue;
+        count -= std::min(count, p->count);
         drop(p);
     }
-    return true;
+    const bool asked = std::all_of(answers.begin(), answers.end(),
+                                   [](const auto& answer) { return answer.second; });
+    return asked || reserved_ < before;
 }
 
 void Stitcher::drop(SBlock* s) {
@@ -204,7 +287,7 @@ void Stitcher::drop(SBlock* s) {
 void Stitcher::drop(PBlock* p) {
     Range* range = p->range;
     if (p->use == Use::idle) ppool_.erase(p);
-    mappings_ -= mappings_of(*range);
+    mappings_ += static_cast<size_t>(mappings_after(p));
     backend_.unmap(p->address, p->count);
     for (size_t i = p->first; i < p->first + p->slots(); ++i) {
         backend_.destroy(range->chunks[i]);
@@ -214,13 +297,38 @@ void Stitcher::drop(PBlock* p) {
     range->mapped -= p->count;
     if (p->before) p->before->after = nullptr;
     if (p->after) p->after->before = nullptr;
+    holes_ += p->count;
     remove(p);
-    if (range->mapped > 0) {
-        mappings_ += mappings_of(*range);
-    } else {
+    if (range->mapped == 0) {
+        holes_ -= range->count;
         backend_.free_range(range->address, range->count);
         delete range;
     }
+}
+
+// What dropping p adds to the mappings, or takes from them: of the three runs that its run is cut
+// into its own goes, and the others are mapped apart. Looks at p's chunks and those beside them.
+ptrdiff_t Stitcher::mappings_after(const PBlock* p) const {
+    const std::vector<Chunk>& chunks = p->range->chunks;
+    const size_t first = p->first, end = first + p->slots();
+    const auto added = [this](const Chunk* pair) {
+        return pair->handle == Chunk::NONE || pair[1].handle == Chunk::NONE
+                   ? 0 : 3 - static_cast<ptrdiff_t>(backend_.mappings(pair, 2));
+    };
+    auto found = -1 - static_cast<ptrdiff_t>(backend_.mappings(&chunks[first], p->slots()));
+    if (first > 0) found += added(&chunks[first - 1]);
+    if (end < chunks.size()) found += added(&chunks[end - 1]);
+    return p->range->mapped == p->count ? found - 1 : found;
+}
+
+// A request that would find no memory is worse than many addresses without.
+bool Stitcher::may_drop(const PBlock* p, bool needed) const {
+    const ptrdiff_t mappings = mappings_after(p);
+    const size_t added = mappings > 0 ? static_cast<size_t>(mappings) : 0;
+    const size_t holes = needed || p->range->mapped == p->count ? 0 : holes_ + p->count;
+    if (!over(holes, added, 0)) return true;
+    backend_.trouble = limit_words(holes, added);
+    return false;
 }
 
 // One for the addresses without a chunk, and those of the runs with.

@@ -1,12 +1,16 @@
 // Memory that is free once work on other streams is done (record_stream).
 #pragma once
 
+#include <deque>
 #include <list>
+#include <unordered_map>
 
 #include "backend.h"
 #include "small.h"
 
 namespace farspan {
+
+using PoolId = std::pair<uint64_t, uint64_t>;
 
 // A tensor: what was asked for, and what it has.
 struct Live {
@@ -17,7 +21,8 @@ struct Live {
     uint64_t size = 0;   // as given
     Stream stream = 0;
     Kind kind = Kind::large;
-    bool captured = false;
+    bool captured = false;  // by a graph of the pool
+    PoolId pool{};
     Block* block = nullptr;
     Piece* piece = nullptr;
     std::vector<Stream> users;  // other streams that were recorded
@@ -26,6 +31,7 @@ struct Live {
 // Freed tensors with an event pending on each recorded stream. An event that could not be recorded,
 // during a capture or after a failure, is recorded at a later poll.
 // Invariant: an entry has an event or an unrecorded stream, and no memory of it is in a pool.
+// Invariant: a queue has a stream's events in the order of the stream, and is not empty.
 class Waiting {
    public:
     explicit Waiting(Backend& backend) : backend_(backend) {}
@@ -42,11 +48,20 @@ class Waiting {
     friend class Checker;
     struct Entry {
         Live live;
-        std::vector<std::pair<Stream, Event>> events;
+        size_t pending;  // events in queues
     };
-    bool record(Entry& entry);
+    using Entries = std::list<Entry>;
+    struct Mark {
+        Event event;
+        Entries::iterator entry;
+    };
+    bool record(Entries::iterator entry);
+    void retry();
+    void pop(std::deque<Mark>* queue, std::vector<Live>* done);
     Backend& backend_;
-    std::list<Entry> entries_;
+    Entries entries_;
+    std::vector<Entries::iterator> unrecorded_;
+    std::unordered_map<Stream, std::deque<Mark>> queues_;
 };
 
 }  // namespace farspan

@@ -3,6 +3,7 @@
 // torch does not look at a null pointer: out of memory must be an exception.
 #include <array>
 #include <atomic>
+#include <functional>
 #include <stdexcept>
 
 #include "made.h"
@@ -86,6 +87,7 @@ int farspan_torch_configure(const farspan_options* options, int mode) {
         if (mode < FARSPAN_MODE_RECORD || mode > FARSPAN_MODE_REPLAY) {
             throw Refusal{FARSPAN_INVALID, "mode: expected record, stitch or replay"};
         }
+        farspan::verify(*options);
         // The caller's words may be gone at the first use of a device.
         table().library = options->library ? options->library : "";
         table().options = *options;
@@ -156,8 +158,28 @@ void farspan_torch_reset(void) {
 
 void farspan_torch_memory_fraction(double fraction, int device) {
     farspan::guarded([&] {
-        farspan::Allocator& found = farspan::at(device);
-        const double share = fraction < 0 ? 0 : fraction > 1 ? 1 : fraction;
-        found.set_capacity(static_cast<uint64_t>(share * static_cast<double>(found.total())));
+        farspan::at(device).set_share(fraction);
     });
+}
+
+// torch passes a std::function<bool(cudaStream_t)> by value, which for a C++ compiler is a pointer.
+void farspan_torch_begin_pool(int device, farspan_pool pool, const void* filter) {
+    farspan::guarded([&] {
+        const auto* asked = static_cast<const std::function<bool(void*)>*>(filter);
+        farspan::Captures::Filter filters;
+        if (asked && *asked) {
+            filters = [owns = *asked](farspan::Stream stream) {
+                return owns(reinterpret_cast<void*>(stream));
+            };
+        }
+        farspan::at(device).begin_pool({pool.owner, pool.number}, std::move(filters));
+    });
+}
+
+void farspan_torch_end_pool(int device, farspan_pool pool) {
+    farspan::guarded([&] { farspan::at(device).end_pool({pool.owner, pool.number}); });
+}
+
+void farspan_torch_release_pool(int device, farspan_pool pool) {
+    farspan::guarded([&] { farspan::at(device).release_pool({pool.owner, pool.number}); });
 }

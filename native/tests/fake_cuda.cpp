@@ -8,7 +8,6 @@
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <set>
 
 #include "fake_cuda.h"
 
@@ -40,7 +39,7 @@ struct Machine {
     std::map<uint64_t, std::pair<uint64_t, uint64_t>> handles;   // handle, (file offset, size)
     std::map<uint64_t, Mapping> mapped;
     std::map<void*, bool> events;  // recorded and pending
-    std::set<void*> capturing;
+    std::map<void*, uint64_t> capturing;  // with the number of the capture
     bool held = false;
     int contexts = 0;
     uint64_t violations = 0, waits = 0;
@@ -276,15 +275,25 @@ EXPORT int cuStreamWaitEvent(void* stream, void* event, unsigned flags) {
     ++machine().waits;
     return OK;
 }
-EXPORT int cuStreamIsCapturing(void* stream, int* status) {
+EXPORT int cuStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* id, void** graph,
+                                     const void** after, size_t* count) {
     const Lock lock(machine().mutex);
-    *status = machine().capturing.count(stream) ? 1 : 0;
+    REQUIRE(!graph && !after && !count, "more than the number of a capture");
+    const auto found = machine().capturing.find(stream);
+    *status = found != machine().capturing.end();
+    if (*status) *id = found->second;
+    return OK;
+}
+EXPORT int cuCtxSynchronize() {
+    GUARD;
+    REQUIRE(machine().capturing.empty(), "a wait for the device during a capture");
+    for (auto& [event, pending] : machine().events) pending = false;
     return OK;
 }
 
 EXPORT void fake_cuda_capture(void* stream, int on) {
     if (on) {
-        machine().capturing.insert(stream);
+        machine().capturing[stream] = machine().next++;
     } else {
         machine().capturing.erase(stream);
     }

@@ -69,14 +69,16 @@ void a_capture_sees_no_forbidden_call() {
         capture(stream, 1);
         m.get(2, 1);
         char* p = nullptr;
-        EXPECT(m.take(CHUNK, 1, &p) == FARSPAN_CAPTURE);
         // Another stream goes on, in relaxed mode, but cannot take from the capturing one.
         p = m.get(3, 2);
         farspan_record_stream(m.a, p, 1);
         m.put(p);
-        m.get(2, 2);
+        m.get(1, 2);
+        EXPECT(m.take(2 * CHUNK, 1, &p) == FARSPAN_OK);
+        m.put(p);
+        EXPECT(m.take(5 * CHUNK, 1, &p) == FARSPAN_OUT_OF_MEMORY);
         capture(stream, 0);
-        m.get(4, 2);
+        m.get(1, 2);
     }
     EXPECT(look().violations == 0 && look().handles == 0);
 }
@@ -92,6 +94,24 @@ void a_chunk_below_the_granularity_is_refused() {
     EXPECT(std::strstr(farspan_error(), "cuDeviceGet"));
 }
 
+// The driver aligns addresses at powers of two.
+void chunks_that_cannot_be_aligned_are_refused() {
+    farspan_options o = options(FARSPAN_CUDA, 8, PAPER);
+    o.chunk = o.small = o.tail = 3 * CHUNK;
+    farspan_allocator* a = nullptr;
+    EXPECT(farspan_create(&o, &a) == FARSPAN_INVALID);
+    EXPECT(std::strstr(farspan_error(), "chunk: a power of two"));
+    o.chunk = o.small = 6 * CHUNK;
+    EXPECT(farspan_create(&o, &a) == FARSPAN_INVALID && std::strstr(farspan_error(), "tail: "));
+    o = options(FARSPAN_CUDA, 12, PAPER, 3);
+    {
+        Machine m(o);
+        m.get(4);
+        m.get(8);
+    }
+    EXPECT(look().violations == 0 && look().handles == 0);
+}
+
 }  // namespace
 
 int main() {
@@ -100,4 +120,5 @@ int main() {
     RUN(events_of_the_device_are_waited_for);
     RUN(a_capture_sees_no_forbidden_call);
     RUN(a_chunk_below_the_granularity_is_refused);
+    RUN(chunks_that_cannot_be_aligned_are_refused);
 }

@@ -58,16 +58,6 @@ void a_whole_chunk_stands_in_for_a_tail_when_memory_is_out() {
     EXPECT(m.now().out_of_memory == 0 && m.now().reserved == 12 * CHUNK);
 }
 
-void a_capture_gets_a_whole_chunk_for_a_tail() {
-    Machine m(wide(FARSPAN_NULL, 40, FARSPAN_DEFAULT_POLICY));
-    m.put(m.get(12));
-    EXPECT(farspan_set_capturing(m.a, 0, 1) == FARSPAN_OK);
-    const uint64_t maps = m.now().maps;
-    m.get(5);
-    EXPECT(m.now().allocated == 8 * CHUNK && m.now().maps == maps);
-    farspan_set_capturing(m.a, 0, 0);
-}
-
 // A block at its range's own addresses goes when a part of it does.
 void given_back_in_parts() {
     Machine m(wide(FARSPAN_CUDA, 40, FARSPAN_DEFAULT_POLICY));
@@ -122,7 +112,6 @@ int main() {
     RUN(an_idle_body_gets_the_tail_it_lacks);
     RUN(tails_of_many_serve_a_body);
     RUN(a_whole_chunk_stands_in_for_a_tail_when_memory_is_out);
-    RUN(a_capture_gets_a_whole_chunk_for_a_tail);
     RUN(given_back_in_parts);
     RUN(all_that_is_idle_can_be_had);
     RUN(a_tail_divides_its_chunk);

@@ -1,4 +1,5 @@
 // The entry points of torch, on POSIX memory.
+#include <functional>
 #include <stdexcept>
 #include <string>
 
@@ -19,6 +20,62 @@ std::string words_of(size_t size, int device) {
 
 void unconfigured_is_refused() {
     EXPECT(words_of(512, 0).find("farspan_torch_configure") != std::string::npos);
+}
+
+// Before CUDA starts, not at its first tensor.
+void bad_options_are_refused_when_they_are_given() {
+    farspan_options o = options(FARSPAN_CUDA, 8, FARSPAN_DEFAULT_POLICY);
+    o.chunk = 1000;
+    EXPECT(farspan_torch_configure(&o, FARSPAN_MODE_STITCH) == FARSPAN_INVALID);
+    EXPECT(std::strstr(farspan_error(), "chunk"));
+    o.chunk = o.tail = o.small = 4096;
+    EXPECT(farspan_torch_configure(&o, FARSPAN_MODE_STITCH) == FARSPAN_INVALID);
+    EXPECT(std::strstr(farspan_error(), "65536"));
+    o.library = "no such driver";
+    EXPECT(farspan_torch_configure(&o, FARSPAN_MODE_STITCH) == FARSPAN_OK);
+}
+
+void absurd_requests_are_out_of_memory() {
+    for (const size_t size : {(size_t{1} << 50) + 1, SIZE_MAX}) {
+        EXPECT(words_of(size, 0).rfind("CUDA out of memory. Tried to allocate ", 0) == 0);
+    }
+}
+
+// torch takes an address as a number, and calls what it expects there.
+template <typename Function>
+Function* hook(void* address) {
+    return reinterpret_cast<Function*>(address);
+}
+
+// The hooks as torch's binding calls them: a std::pair and a std::function by value.
+void a_captured_graph_gives_its_memory_back() {
+    using Id = std::pair<unsigned long long, unsigned long long>;
+    auto* begin = hook<void(int, Id, std::function<bool(void*)>)>(
+        reinterpret_cast<void*>(farspan_torch_begin_pool));
+    auto* end = hook<void(int, Id)>(reinterpret_cast<void*>(farspan_torch_end_pool));
+    auto* release = hook<void(int, Id)>(reinterpret_cast<void*>(farspan_torch_release_pool));
+    void* stream = reinterpret_cast<void*>(64);
+    farspan_allocator* a = nullptr;
+    EXPECT(farspan_torch_allocator(0, &a) == FARSPAN_OK);
+    const auto pinned = [a] {
+        farspan_statistics s;
+        farspan_get_statistics(a, &s);
+        return s.pinned;
+    };
+    const Id id{0, 7};
+    void* asked = nullptr;
+    begin(0, id, [stream, &asked](void* s) { return (asked = s) == stream; });
+    farspan_set_capturing(a, 64, 1);
+    farspan_torch_free(farspan_torch_alloc(8 * CHUNK, 0, stream), 8 * CHUNK, 0, stream);
+    EXPECT(asked == stream && pinned() == 8 * CHUNK);
+    farspan_set_capturing(a, 64, 0);
+    end(0, id);
+    EXPECT(words_of(CHUNK, 0).find("512.00 KiB are free and stay with captured graphs") !=
+           std::string::npos);
+    release(0, id);
+    farspan_torch_free(farspan_torch_alloc(8 * CHUNK, 0, nullptr), 8 * CHUNK, 0, nullptr);
+    EXPECT(pinned() == 0);
+    farspan_torch_reset();
 }
 
 void a_plan_is_followed() {
@@ -43,7 +100,7 @@ void a_plan_is_followed() {
 
 void out_of_memory_is_an_exception() {
     const std::string words = words_of(9 * CHUNK, 0);
-    EXPECT(words.rfind("CUDA out of memory. Tried to allocate 0.56 MiB", 0) == 0);
+    EXPECT(words.rfind("CUDA out of memory. Tried to allocate 576.00 KiB", 0) == 0);
     farspan_torch_set_oom([](const char*) { throw Thrown(); });
     bool thrown = false;
     try {
@@ -66,9 +123,10 @@ void the_fraction_bounds_the_device() {
     farspan_torch_memory_fraction(0.0, 0);
     EXPECT(words_of(CHUNK, 0).find("out of memory") != std::string::npos);
     farspan_torch_memory_fraction(1.0, 0);
-    void* p = farspan_torch_alloc(9 * CHUNK, 0, nullptr);
-    static_cast<char*>(p)[9 * CHUNK - 1] = 1;
-    farspan_torch_free(p, 9 * CHUNK, 0, nullptr);
+    EXPECT(words_of(9 * CHUNK, 0).find("a capacity of 512.00 KiB") != std::string::npos);
+    void* p = farspan_torch_alloc(8 * CHUNK, 0, nullptr);
+    static_cast<char*>(p)[8 * CHUNK - 1] = 1;
+    farspan_torch_free(p, 8 * CHUNK, 0, nullptr);
     farspan_torch_reset();
     farspan_allocator* a = nullptr;
     farspan_torch_allocator(0, &a);
@@ -81,7 +139,10 @@ void the_fraction_bounds_the_device() {
 
 int main() {
     RUN(unconfigured_is_refused);
+    RUN(bad_options_are_refused_when_they_are_given);
     RUN(a_plan_is_followed);
+    RUN(absurd_requests_are_out_of_memory);
+    RUN(a_captured_graph_gives_its_memory_back);
     RUN(out_of_memory_is_an_exception);
     RUN(nothing_for_no_bytes);
     RUN(the_fraction_bounds_the_device);

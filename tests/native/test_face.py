@@ -10,7 +10,6 @@ from farspan.memory.library import COptions, CStatistics, library
 from farspan.memory.native import (
     Allocator,
     Backend,
-    Capturing,
     Event,
     Kind,
     NativeError,
@@ -61,11 +60,15 @@ def test_errors_have_types_and_words() -> None:
             allocator.free(pointer)
         with pytest.raises(NativeError, match="size: expected"):
             allocator.malloc(-1)
-        with pytest.raises(NativeError, match="bytes"):
+        with pytest.raises(OutOfMemory, match=r"Tried to allocate 1\.00 EiB"):
             allocator.malloc(2**60)
+        with pytest.raises(OutOfMemory, match=r"Tried to allocate 4\.00 KiB"):
+            Allocator(Options(capacity=1, chunk=4096)).malloc(512)
         allocator.set_capturing(3)
-        with pytest.raises(Capturing, match="before the capture"):
-            allocator.malloc(CHUNK, stream=3)
+        with pytest.raises(OutOfMemory, match="synchronize and empty the cache before the capture"):
+            allocator.malloc(16 * CHUNK, stream=3)
+        with pytest.raises(NativeError, match="an arena of"):
+            allocator.plan([Row(512, 0, 0)], 2**64 - 1)
     with pytest.raises(NativeError, match="closed"):
         allocator.malloc(1)
 
@@ -77,6 +80,12 @@ def test_bad_options_are_named() -> None:
         Allocator(Options(chunk=CHUNK, small=2 * CHUNK))
     with pytest.raises(NativeError, match="capacity: expected"):
         Allocator(Options(capacity=-1))
+    with pytest.raises(NativeError, match="chunk: a power of two, or a multiple of 2 MiB"):
+        Allocator(Options(chunk=3 << 20))
+    # ctypes would take the low bits of these, which are fine.
+    for name, value in (("device", 2**32 + 1), ("chunk", 2**64 + 4096), ("capacity", 2**64 + 5)):
+        with pytest.raises(NativeError, match=rf"^{name}: expected 0 to 2\*\*"):
+            Allocator(Options(**{name: value}))
     with pytest.raises(NativeError, match="no CUDA driver"):
         Allocator(Options(backend=Backend.CUDA, library="/nowhere/libcuda.so.1"))
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from farspan.spec import Refused
 
 LIBRARY = Path(__file__).with_name("libfarspan_memory.so")
-ABI = 3
+ABI = 4
 UNPLANNED = 2**64 - 1
 
 
@@ -29,10 +29,6 @@ class OutOfMemory(NativeError):
 
 class UnknownPointer(NativeError):
     """A pointer that is not live: never given out by this allocator, or freed before."""
-
-
-class Capturing(NativeError):
-    """A graph is captured on the stream, and the request needs memory that is not mapped yet."""
 
 
 class Broken(NativeError):
@@ -100,12 +96,10 @@ class Options:
 
     def struct(self) -> "COptions":
         """For a call of the library."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        negative = [name for name, value in values.items() if name != "library" and value < 0]
-        if negative:
-            raise NativeError(f"{negative[0]}: expected at least 0, got {values[negative[0]]}")
-        values["library"] = self.library.encode() if self.library else None
-        return COptions(**values)
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "library"}
+        for name, value in values.items():
+            whole(name, value, bits=31 if name in ("backend", "device") else 64)
+        return COptions(**values, library=self.library.encode() if self.library else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +214,6 @@ class CRow(ctypes.Structure):
 
 ERRORS: dict[int, type[NativeError]] = {
     1: OutOfMemory,
-    2: Capturing,
     3: UnknownPointer,
     6: Broken,
 }
@@ -292,8 +285,8 @@ def rows(plan: Sequence[Row]) -> ctypes.Array[CRow]:
     return (CRow * len(plan))(*(CRow(*row) for row in plan))
 
 
-def whole(name: str, value: int) -> int:
-    """The value, when the library's 64 bits hold it; ctypes would take its low bits."""
-    if not 0 <= value < 2**64:
-        raise NativeError(f"{name}: expected 0 to 2**64 - 1, got {value}")
+def whole(name: str, value: int, bits: int = 64) -> int:
+    """The value, when the library's bits hold it; ctypes would take its low bits."""
+    if not 0 <= value < 2**bits:
+        raise NativeError(f"{name}: expected 0 to 2**{bits} - 1, got {value}")
     return value
