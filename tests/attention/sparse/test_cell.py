@@ -82,7 +82,7 @@ def test_equals_the_reference_with_every_selector(
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_equals_the_reference_for_any_geometry(data: st.DataObject) -> None:
     page = data.draw(st.integers(1, 6))
     tokens, batch = data.draw(st.integers(1, 48)), data.draw(st.integers(1, 2))
@@ -163,10 +163,10 @@ class _Whole(torch.autograd.Function):
 def test_gradients_are_those_of_finite_differences(
     documents: tuple[tuple[int, ...], ...] | None,
 ) -> None:
-    """Through five chunks, given the choice."""
-    small = Case(tokens=17, chunk=4, kv_block=5, heads=2, kv_heads=1, sinks=True)
+    """Through four chunks, given the choice."""
+    small = Case(tokens=13, chunk=4, kv_block=5, heads=2, kv_heads=1, sinks=True)
     dense = replace(small, head_dim=2, value_dim=2, documents=documents)
-    case = SparseCase(dense, Sparse(page=2, budget=4, recent=2, sink_pages=1))
+    case = SparseCase(dense, Sparse(page=2, budget=4, recent=0, sink_pages=1))
     inputs, sequence = make_inputs(dense), Sequence(case)
     sequence.forward(inputs)
     assert sequence.choice()[:, :, -1].min() >= 0

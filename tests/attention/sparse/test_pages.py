@@ -78,3 +78,18 @@ def test_a_storage_of_another_kind_gives_the_same_bits(case: SparseCase) -> None
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     once = [len(units_of(c)) for c in sequence.choices.values() if c.shape[3]]
     assert pages.moved == once + [count for count in reversed(once) for _ in range(2)]
+
+
+def test_sums_of_gradients_begin_at_zero_and_again_at_each_step() -> None:
+    k, v = torch.full((8, 1, 2, 4), torch.nan), torch.full((8, 1, 2, 3), torch.nan)
+    pages = MemoryPages(k.bfloat16(), v.bfloat16(), 4)
+    units = units_of(torch.tensor([1, -1]).view(1, 2, 1, 1).int())
+    for _ in range(2):
+        assert pages.dk.eq(0).all()
+        assert pages.dv.eq(0).all()
+        assert pages.dk.dtype == torch.float32
+        pages.add(units, torch.ones(1, 4, 4), torch.ones(1, 4, 3))
+        assert pages.dk[4:, :, 0].eq(1).all()
+        assert pages.dk.sum() == 16
+        assert pages.dv.sum() == 12
+        pages.clear()
