@@ -184,8 +184,10 @@ def test_stitching_is_the_native_code_and_fills_its_memory() -> None:
     ]
     fine, coarse = found.results[2:4]
     assert (fine.modelled, fine.smallest.capacity) == (False, 190 * MIB)
-    assert fine.unlimited.reserved_peak == 190 * MIB
-    assert fine.unlimited.calls[CREATE] == 95
+    assert fine.smallest.reserved_peak == 190 * MIB
+    # As it is installed: without a limit each tensor has new memory, and nothing is stitched.
+    assert fine.unlimited.reserved_peak == (30 + sum(range(110, 161, 10))) * MIB
+    assert fine.unlimited.calls[CREATE] == fine.unlimited.calls[MAP] == 420
     assert fine.smallest.calls[MAP] == fine.smallest.calls[ACCESS]
     assert coarse.smallest.capacity is not None
     assert coarse.smallest.capacity <= (32 + 160) * MIB
@@ -217,7 +219,7 @@ def test_stitching_needs_little_more_than_what_is_alive(chunk: int, most: float)
     found = contend(rival, steps, peak, None, step=2 * MIB)
     assert found.smallest.capacity is not None
     assert found.smallest.capacity <= most * peak
-    assert found.unlimited.reserved_peak <= most * peak
+    assert found.smallest.reserved_peak <= most * peak
 
 
 @pytest.mark.usefixtures("native")

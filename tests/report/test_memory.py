@@ -79,6 +79,7 @@ def test_calls_are_counted_and_priced() -> None:
     for part in (without, with_least):
         assert f"{CACHING} 266 4 250 ms" in part
         assert f"{EXPANDABLE} 6,770 250 ms" in part
+    assert "Stitching is run as it is installed" in text
     for call in PUBLISHED:
         assert call in text
     assert "Waiting for the device is not in them" in text

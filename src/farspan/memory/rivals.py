@@ -43,15 +43,13 @@ class Contender:
 
 
 class Stitching:
-    """The native allocator over its null backend: all of its code, no memory. Without a limit it
-    stitches at once, as GMLake does; with one only when its chunks are all out."""
+    """The native allocator over its null backend: all of its code, no memory; under the policy that
+    install() gives it."""
 
     def __init__(self, capacity: int, chunk: int) -> None:
-        limited = capacity < UNLIMITED
-        policy = native.Policy.DEFAULT if limited else native.Policy.DEFAULT & ~native.Policy.LAZY
         self._chunk = chunk
         self._allocator = native.Allocator(
-            native.Options(capacity=capacity if limited else 0, chunk=chunk, policy=policy)
+            native.Options(capacity=capacity if capacity < UNLIMITED else 0, chunk=chunk)
         )
         self._pointers: dict[int, int] = {}
 

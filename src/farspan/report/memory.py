@@ -13,6 +13,10 @@ from farspan.plan.units import write_bytes, write_seconds
 from farspan.report.tables import lines_table
 
 MODELLED, REAL, PLANNED, PROVED = "modelled", "real code", "a plan", "proved"
+POLICY = (
+    "Stitching is run as it is installed: it takes new memory while there is room, and stitches "
+    "when there is none, so that what it reserves without a limit is no measure of what it needs. "
+)
 # An allocator calls one of a pair: that of segments, or that of chunks.
 CALLS = {
     "creates": (MALLOC, CREATE),
@@ -36,7 +40,7 @@ def compare_view(comparisons: Sequence[Comparison]) -> RenderableType:
             parts.append(Text())
         if found.expandable_as_good() is not None:
             parts.append(Text(f"{remark(found)}\n", "bold"))
-    return Group(*parts, Text(pricing()))
+    return Group(*parts, Text(POLICY + pricing()))
 
 
 def subject(found: Comparison) -> Text:
