@@ -96,9 +96,9 @@ class PageTable:
         )
 
     def _check_types(self) -> None:
-        if self.page < 1 or self.tokens < 1 or self.buffer_tokens < 1:
+        if self.page < 1 or self.tokens < 1 or self.buffer_tokens < 0:
             raise Refused(
-                "page, tokens, buffer_tokens: expected 1 or more, got "
+                "page, tokens: expected 1 or more, buffer_tokens 0 or more, got "
                 f"{(self.page, self.tokens, self.buffer_tokens)}; give the sizes in tokens"
             )
         for name, table in (("choice", self.choice), ("slots", self.places)):

@@ -1,0 +1,188 @@
+"""The Triton kernels against the formula, on a CPU in Triton's interpreter and on a GPU.
+
+The interpreter knows fp32 and fp16, not bf16. Sizes are small: a step of a tile takes 4 ms.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from farspan.attention.sparse.triton_far import TritonFar
+from farspan.attention.sparse.triton_pages import (
+    Gradients,
+    PagedCall,
+    attend_pages,
+    attend_pages_backward,
+    supports,
+)
+from farspan.attention.sparse.triton_table import PageTable
+from farspan.spec import Refused, Sparse
+from tests.attention.cases import Case, Inputs, Results, make_inputs
+from tests.attention.sparse.cases import MIXED, Sequence, SparseCase, expected
+from tests.attention.sparse.triton_cases import (
+    SMALL,
+    FarFromElsewhere,
+    PagedCase,
+    expected_paged,
+    interpreter,
+    make_paged,
+    run_paged,
+    run_paged_twice,
+)
+from tests.numerics import relative_error
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+
+HALF = torch.float16
+PLAIN = PagedCase()
+FULL = replace(PLAIN, first_keys=True, missing=True, tokens=90, queries=41)
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[ProcessPoolExecutor]:
+    with interpreter() as pool:
+        yield pool
+
+
+def assert_no_less_accurate(found: Results, exact: Results, plain: Results) -> None:
+    """Twice the error of PyTorch in the same dtype, and one rounding of the result."""
+    for name, tensor in exact.items():
+        if name == "lse":
+            assert torch.equal(found[name].isinf(), tensor.isinf())
+            found[name], tensor, plain[name] = (
+                x.masked_fill(x == -torch.inf, 0.0) for x in (found[name], tensor, plain[name])
+            )
+        # Results of the kernels that are fp32 are no excuse for more.
+        limit = 2 * relative_error(plain[name], tensor) + torch.finfo(plain[name].dtype).eps
+        error = relative_error(found[name].cpu(), tensor)
+        assert error <= limit, f"{name}: {error:.3g} > {limit:.3g}"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PLAIN,
+        replace(PLAIN, kv_heads=1, group=1, batch=2, dtype=HALF),
+        replace(PLAIN, group=3, page=12, tokens=60, queries=24, kv_heads=1),
+        replace(PLAIN, group=4, kv_heads=1, head_dim=24, queries=16, dtype=HALF),
+        replace(PLAIN, tokens=90, queries=41, missing=True, kv_heads=1),
+        replace(PLAIN, page=40, tokens=90, queries=50, chosen=2, kv_heads=1, dtype=HALF),
+        replace(PLAIN, first_keys=True, batch=2, queries=20),
+        replace(PLAIN, first_keys=True, queries=20, dtype=HALF),
+        replace(FULL, group=3, kv_heads=1, slots=True),
+        replace(FULL, batch=2, group=1, slots=True, queries=20, dtype=HALF),
+        replace(PLAIN, page=32, tiles=None, chosen=1, tokens=64, queries=32, kv_heads=1),
+    ],
+    ids=str,
+)
+def test_kernels_are_no_less_accurate_than_the_formula(
+    case: PagedCase, interpreted: ProcessPoolExecutor
+) -> None:
+    inputs = make_paged(case)
+    exact = expected_paged(case, inputs.to(torch.float64))
+    found = interpreted.submit(run_paged, case, inputs).result()
+    assert_no_less_accurate(found, exact, expected_paged(case, inputs))
+
+
+def test_the_same_inputs_give_the_same_bits_and_totals_add_up(
+    interpreted: ProcessPoolExecutor,
+) -> None:
+    case = replace(FULL, kv_heads=1)
+    first, second, twice = interpreted.submit(run_paged_twice, case, make_paged(case)).result()
+    for name, tensor in first.items():
+        assert torch.equal(second[name], tensor), name
+        # A double is exact in floating point.
+        assert torch.equal(twice[name], 2 * tensor if name in "kv" else tensor), name
+
+
+def steps(case: SparseCase, inputs: Inputs, count: int) -> tuple[list[Results], torch.Tensor]:
+    sequence = Sequence(case)
+    return [sequence.step(inputs) for _ in range(count)], sequence.choice()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "count"),
+    [(TritonFar(SMALL), 2), (FarFromElsewhere(SMALL), 1)],
+    ids=["in place", "gathered"],
+)
+def test_sparse_attention_of_a_sequence(
+    kernel: TritonFar, count: int, interpreted: ProcessPoolExecutor
+) -> None:
+    """Through chunks, with documents, sinks and a second step, as the engine runs it."""
+    dense = Case(tokens=93, chunk=32, kv_block=24, batch=2, documents=MIXED, sinks=True)
+    sparse = Sparse(page=16, budget=16, recent=16, sink_pages=0)
+    case = SparseCase(replace(dense, dtype=torch.float32), sparse, kernel=kernel)
+    inputs = make_inputs(case.dense)
+    found, choice = interpreted.submit(steps, case, inputs, count).result()
+    assert (choice >= 0).any()
+    exact = expected(case, inputs.to(torch.float64), choice)
+    plain = expected(case, inputs, choice)
+    for results in found:
+        assert_no_less_accurate(results, exact, plain)
+
+
+def test_tensors_that_do_not_fit_are_refused(interpreted: ProcessPoolExecutor) -> None:
+    """Each with what was expected."""
+    for changed, message in refusals():
+        with pytest.raises(Refused, match=message):
+            interpreted.submit(attend_changed, changed).result()
+
+
+def refusals() -> list[tuple[dict[str, torch.Tensor], str]]:
+    inputs = make_paged(PLAIN)
+    return [
+        ({"q": inputs.q[:, :, 16:]}, "q: expected .1, a multiple of 2 heads, tokens of 2 pages"),
+        ({"q": inputs.q[:, :3]}, "a multiple of 2 heads"),
+        ({"q": inputs.q.double()}, "q: expected bfloat16, float16 or float32"),
+        ({"q": inputs.q[..., :12]}, "a multiple of 8"),
+        ({"q": inputs.q.mT.contiguous().mT}, "q: expected inner stride 1"),
+        ({"k": inputs.k[:80]}, r"keys: expected \(96, 1, 2, 16\)"),
+        ({"v": inputs.v.half()}, "values: expected .* torch.float32"),
+        ({"v": inputs.v.mT.contiguous().mT}, "values: expected inner stride 1"),
+        ({"first_key": torch.zeros(1, 31, dtype=torch.int32)}, "first_key: expected"),
+        ({"lse": torch.zeros(1, 4, 32).double()}, "lse: expected .* torch.float32"),
+        ({"out": torch.zeros(1, 4, 32, 8)}, "out: expected"),
+        ({"dk": torch.zeros(96, 1, 2, 16).half()}, "dk: expected .* torch.float32"),
+    ]
+
+
+def attend_changed(changed: dict[str, torch.Tensor]) -> None:
+    """Forward and backward, with some tensors in place of right ones."""
+    inputs = make_paged(PLAIN)
+    given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": inputs.q}
+    given |= {"lse": torch.zeros(inputs.q.shape[:3]), "dk": torch.zeros_like(inputs.k)}
+    q, k, v, out, lse, dk = ((given | changed)[name] for name in given)
+    table = PageTable(inputs.choice, 16, 96, 96)
+    call = PagedCall(table, 1.0, changed.get("first_key"), SMALL)
+    if not changed.keys() & {"out", "lse", "dk"}:
+        attend_pages(call, q, k, v)
+    totals = Gradients(dk, torch.zeros_like(inputs.v))
+    attend_pages_backward(call, inputs.dout, q, k, v, (out, lse), totals)
+
+
+def test_without_an_interpreter_a_cpu_is_refused() -> None:
+    inputs = make_paged(PLAIN)
+    assert not supports(torch.device("cpu"), torch.float32, 64, 64, None)
+    with pytest.raises(Refused, match="device: expected CUDA"):
+        attend_pages(
+            PagedCall(PageTable(inputs.choice, 16, 96, 96), 1.0), inputs.q, inputs.k, inputs.v
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_kernels_on_a_gpu(head_dim: int, dtype: torch.dtype) -> None:
+    sizes = replace(FULL, queries=1000, tokens=5000, page=128, chosen=7, batch=2, group=7)
+    case = replace(sizes, head_dim=head_dim, dtype=dtype, slots=True, tiles=None)
+    assert supports(torch.device("cuda"), dtype, head_dim, head_dim, None)
+    inputs = make_paged(case)
+    exact, plain = expected_paged(case, inputs.to(torch.float64)), expected_paged(case, inputs)
+    found, again, _ = run_paged_twice(case, inputs.to("cuda"))
+    for name, tensor in found.items():
+        assert torch.equal(again[name], tensor), name
+    assert_no_less_accurate(found, exact, plain)
