@@ -59,7 +59,7 @@ int64_t least_height(const Problem &p) {
 int32_t fit(const Problem &p, int64_t height, std::vector<int64_t> &address) {
     int64_t nodes = 0;
     address.assign(p.size.size(), -1);
-    return farspan_fit(p.count(), p.size.data(), p.born.data(), p.dies.data(), height, 60.0,
+    return farspan_fit(p.count(), p.size.data(), p.born.data(), p.dies.data(), height, 240.0,
                        address.data(), &nodes);
 }
 
