@@ -88,6 +88,27 @@ void memory_of_a_graph_is_nobody_elses() {
     }
 }
 
+// StitchFree takes what is idle longest, but a graph may be launched with it.
+void addresses_of_a_graph_stay_mapped() {
+    farspan_options tight = options(FARSPAN_NULL, 10, PAPER);
+    tight.virtual_limit = 6 * CHUNK;
+    Machine m(tight);
+    Graph g(m, 1, 1);
+    char* p[4];
+    for (char*& q : p) q = m.get(1, 1);
+    for (char* q : p) m.put(q);
+    char* s = m.get(4, 1);
+    m.put(s);
+    g.end();
+    for (int i = 0; i < 3; ++i) p[i] = m.get(1, 2);
+    for (int i = 0; i < 3; ++i) m.put(p[i]);
+    m.get(3, 2);
+    EXPECT(m.now().stitch_frees == 0);
+    Graph h(m, 1, 1);
+    EXPECT(m.get(4, 1) == s);
+    h.end();
+}
+
 void a_pool_ends_with_its_last_graph() {
     Machine m(FARSPAN_NULL, 4, FARSPAN_DEFAULT_POLICY);
     farspan_hold_events(m.a, 1);
@@ -217,6 +238,7 @@ int main() {
     RUN(a_capture_maps_memory_and_uses_it_again);
     RUN(what_is_idle_on_the_stream_serves_a_capture);
     RUN(memory_of_a_graph_is_nobody_elses);
+    RUN(addresses_of_a_graph_stay_mapped);
     RUN(a_pool_ends_with_its_last_graph);
     RUN(a_capture_that_nobody_announced_keeps_its_memory);
     RUN(a_plan_does_not_serve_a_capture);
