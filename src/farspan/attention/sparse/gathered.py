@@ -6,8 +6,9 @@ one row of a batch, which the copies of its pages make a small dense attention:
 
     q_XRPD [X, r, P, D]    k_XSD, v_XSD [X, 1, k * P, D]    out [X, r, P, Dv], lse [X, r, P]
 
-The copies are r to X times smaller than scores would be; `elements` bounds them. Masks are built
-only for rows that need one: pages of queries that chose fewer pages than others, or where a
+A row's copies have k * P * (D + Dv) elements, its scores, where a kernel or a mask writes them out,
+r * P * k * P; `elements` bounds either, by taking fewer rows at a time. Masks are built only for
+rows that need one: pages of queries that chose fewer pages than others, or where a
 document begins within a chosen page or behind it.
 """
 
