@@ -57,7 +57,7 @@ def test_installed_over_a_driver_everything_goes_its_way(
     assert after["allocated"] == holding["allocated"] - held
     assert after["max_allocated"] == after["allocated"]
     assert after["ooms"] == 0
-    assert result["caught"].startswith("CUDA out of memory. Tried to allocate 4096.00 MiB")
+    assert result["caught"].startswith("CUDA out of memory. Tried to allocate 4.00 GiB")
     assert end["ooms"] == 1
     assert end["summary"] > 1000
     if mode == "replay":
@@ -158,7 +158,7 @@ def test_out_of_memory_is_pytorchs(shim: Path, tmp_path: Path, companion: bool) 
     result = run(tmp_path, shim=str(shim), mode="stitch", capacity=4 * MIB, exhaust=True, **cache)
     own, words = result["caught"]
     assert own is companion
-    assert words.startswith("CUDA out of memory. Tried to allocate 0.25 MiB")
+    assert words.startswith("CUDA out of memory. Tried to allocate 256.00 KiB")
     assert result["count"] == 16
     assert result["again"] == 15 * 65536  # of a single tensor
 
