@@ -49,13 +49,30 @@ class Totals(NamedTuple):
 
 
 class Sizes(NamedTuple):
+    """What changes from chunk to chunk, made by `veiled`; heads and scale, which do not, as they
+    are."""
+
     queries: int  # tokens of the chunk
     tokens: int  # tokens of the sequence so far; no key beyond
-    kv_heads: int
     query_pages: int  # M
     chosen: int  # k
     slots: int  # pages that the buffer of keys and values holds
+    kv_heads: int
     scale: float
+
+
+LARGEST = 2**27 - 1  # of what `veiled` takes: what it gives is an int32
+
+
+def veiled(size: int) -> int:
+    """16 size + 2, for the kernels to shift back.
+
+    Triton compiles a kernel anew for integers that are 1 and for multiples of 16, in tuples even
+    where `do_not_specialize` is asked for. This is never either, so that one kernel serves all
+    chunks of all sequences.
+    """
+    assert 0 <= size <= LARGEST, size
+    return 16 * size + 2
 
 
 class Shape(NamedTuple):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from farspan.attention.sparse.far import FarCall
 from farspan.attention.sparse.pages import Pages, units_of
+from farspan.attention.sparse.triton_arguments import LARGEST
 from farspan.attention.sparse.triton_pages import (
     Gradients,
     PagedCall,
@@ -21,9 +22,6 @@ from farspan.attention.sparse.triton_pages import (
 )
 from farspan.attention.sparse.triton_table import PageTable
 from farspan.attention.sparse.triton_tiles import Tiles
-
-# Chosen pages are whole and lie before the chunk: no key is cut off by the sequence's end.
-WHOLE = 2**31 - 1
 
 
 @runtime_checkable
@@ -81,7 +79,8 @@ class TritonFar:
 
     def _gathered(self, call: FarCall, choice: Tensor, index: Tensor, keys: Tensor) -> PagedCall:
         slots = index.int().contiguous()
-        table = PageTable(choice.contiguous(), call.page, WHOLE, keys.shape[0], slots)
+        # Chosen pages are whole and lie before the chunk: the sequence's end cuts off no key.
+        table = PageTable(choice.contiguous(), call.page, LARGEST, keys.shape[0], slots)
         return self._call(call, table)
 
     def _call(self, call: FarCall, table: PageTable) -> PagedCall:

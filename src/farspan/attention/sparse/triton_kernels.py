@@ -10,7 +10,7 @@ that share it lie one after the other, row = head * page + token. K and V are re
               the order of `Inverse`; adds to the totals once. No atomics: the same bits each time
 
 Written for Triton 3.6 to 3.9: pointers, not block pointers; keyword arguments; arguments in named
-tuples, integers of `Sizes` unspecialised so that a growing sequence compiles nothing new.
+tuples (triton_arguments.py).
 
 Numbers: products are in the inputs' dtype with fp32 sums (`ieee`: no TF32 for fp32 inputs); scores,
 softmax and totals are fp32. Scores are kept in base 2 (exp2 is one instruction); lse is natural.
@@ -25,6 +25,12 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _size(veiled):
+    """An integer of `Sizes`."""
+    return veiled >> 4
 
 
 @triton.jit
@@ -48,7 +54,8 @@ def _query_rows(query_page, tile, sizes, shape: tl.constexpr):
     row = tile * shape.tile_queries + tl.arange(0, shape.tile_queries)
     head = row // shape.page
     token = query_page * shape.page + row % shape.page
-    return head.to(tl.int64), token.to(tl.int64), (head < shape.group) & (token < sizes.queries)
+    fits = (head < shape.group) & (token < _size(sizes.queries))
+    return head.to(tl.int64), token.to(tl.int64), fits
 
 
 @triton.jit
@@ -67,6 +74,13 @@ def _tile_of_program(sizes, shape: tl.constexpr):
 
 
 @triton.jit
+def _entries(query_page, sizes):
+    """Where the choice of a program's query page begins."""
+    row = tl.program_id(1).to(tl.int64) * _size(sizes.query_pages) + query_page
+    return row * _size(sizes.chosen)
+
+
+@triton.jit
 def _chosen_keys(table, entries, step, sizes, shape: tl.constexpr):
     """Token in the sequence, token in the buffer, and whether there is such a key, of one step."""
     tiles: tl.constexpr = (shape.page + shape.tile_keys - 1) // shape.tile_keys
@@ -75,13 +89,14 @@ def _chosen_keys(table, entries, step, sizes, shape: tl.constexpr):
     at = (step % tiles) * shape.tile_keys + tl.arange(0, shape.tile_keys)
     key = page * shape.page + at
     # No page is -1, whose keys are below 0.
-    fits = (key >= 0) & (at < shape.page) & (key < sizes.tokens)
+    fits = (key >= 0) & (at < shape.page) & (key < _size(sizes.tokens))
     return key, slot.to(tl.int64) * shape.page + at, fits
 
 
 @triton.jit
 def _first_keys(first_key, batch, token, fits, sizes):
-    return tl.load(first_key + batch.to(tl.int64) * sizes.queries + token, mask=fits, other=0)
+    row = batch.to(tl.int64) * _size(sizes.queries)
+    return tl.load(first_key + row + token, mask=fits, other=0)
 
 
 @triton.jit
@@ -92,22 +107,22 @@ def _row_values(of_rows, at, fits):
     return lse * LOG2E, tl.load(of_rows.delta + at, mask=fits, other=0.0)
 
 
-@triton.jit(do_not_specialize=["sizes"])
+@triton.jit
 def forward_kernel(q, keys, values, out, lse, table, sizes, shape: tl.constexpr):
     tile, query_page, batch, kv_head = _tile_of_program(sizes, shape)
     head, token, fits = _query_rows(query_page, tile, sizes, shape)
     q_tile = _load(
         q, _place(q, batch, kv_head, shape.group), head * q.head + token * q.token, fits, shape
     )
-    entries = (tl.program_id(1).to(tl.int64) * sizes.query_pages + query_page) * sizes.chosen
+    entries = _entries(query_page, sizes)
     k_place, v_place = _place(keys, batch, kv_head, 1), _place(values, batch, kv_head, 1)
     if table.first_key is not None:
         first = _first_keys(table.first_key, batch, token, fits, sizes)
     most = tl.full([shape.tile_queries], float("-inf"), tl.float32)
-    total = tl.zeros([shape.tile_queries], tl.float32)
-    sums = tl.zeros([shape.tile_queries, shape.padded_dim], tl.float32)
+    total = tl.full([shape.tile_queries], 0.0, tl.float32)
+    sums = tl.full([shape.tile_queries, shape.padded_dim], 0.0, tl.float32)
     tiles: tl.constexpr = (shape.page + shape.tile_keys - 1) // shape.tile_keys
-    for step in tl.range(0, sizes.chosen * tiles, num_stages=shape.stages):
+    for step in tl.range(0, _size(sizes.chosen) * tiles, num_stages=shape.stages):
         key, at, there = _chosen_keys(table, entries, step, sizes, shape)
         k_tile = _load(keys, k_place, at * keys.token, there, shape)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * (sizes.scale * LOG2E)
@@ -133,11 +148,11 @@ def forward_kernel(q, keys, values, out, lse, table, sizes, shape: tl.constexpr)
     natural = tl.where(
         seen_any, (most + tl.log2(tl.where(seen_any, total, 1.0))) * LN2, float("-inf")
     )
-    at_lse = (tl.program_id(1).to(tl.int64) * shape.group + head) * sizes.queries + token
+    at_lse = (tl.program_id(1).to(tl.int64) * shape.group + head) * _size(sizes.queries) + token
     tl.store(lse + at_lse, natural, mask=fits)
 
 
-@triton.jit(do_not_specialize=["sizes"])
+@triton.jit
 def delta_kernel(dout, out, delta, sizes, shape: tl.constexpr):
     """delta = rowsum(dO * O), tile by tile: without the fp32 copies of dO and O."""
     tile, query_page, batch, kv_head = _tile_of_program(sizes, shape)
@@ -146,7 +161,7 @@ def delta_kernel(dout, out, delta, sizes, shape: tl.constexpr):
     dout_tile = _load(dout, place, rows, fits, shape).to(tl.float32)
     place, rows = _place(out, batch, kv_head, shape.group), head * out.head + token * out.token
     out_tile = _load(out, place, rows, fits, shape).to(tl.float32)
-    at = (tl.program_id(1).to(tl.int64) * shape.group + head) * sizes.queries + token
+    at = (tl.program_id(1).to(tl.int64) * shape.group + head) * _size(sizes.queries) + token
     tl.store(delta + at, tl.sum(dout_tile * out_tile, 1), mask=fits)
 
 
@@ -159,11 +174,11 @@ def _load_queries(q, dout, of_rows, batch, kv_head, tile, sizes, shape: tl.const
     rows = head * dout.head + token * dout.token
     dout_tile = _load(dout, _place(dout, batch, kv_head, shape.group), rows, fits, shape)
     first_head = (batch.to(tl.int64) * sizes.kv_heads + kv_head) * shape.group
-    lse, delta = _row_values(of_rows, (first_head + head) * sizes.queries + token, fits)
+    lse, delta = _row_values(of_rows, (first_head + head) * _size(sizes.queries) + token, fits)
     return q_tile, dout_tile, lse, delta
 
 
-@triton.jit(do_not_specialize=["sizes"])
+@triton.jit
 def dq_kernel(q, keys, values, dout, dq, given, sizes, shape: tl.constexpr):
     """`given` is (Softmax, Pages)."""
     of_rows, table = given[0], given[1]
@@ -172,13 +187,13 @@ def dq_kernel(q, keys, values, dout, dq, given, sizes, shape: tl.constexpr):
     q_tile, dout_tile, lse, delta = _load_queries(
         q, dout, of_rows, batch, kv_head, (query_page, tile), sizes, shape
     )
-    entries = (tl.program_id(1).to(tl.int64) * sizes.query_pages + query_page) * sizes.chosen
+    entries = _entries(query_page, sizes)
     k_place, v_place = _place(keys, batch, kv_head, 1), _place(values, batch, kv_head, 1)
     if table.first_key is not None:
         first = _first_keys(table.first_key, batch, token, fits, sizes)
-    sums = tl.zeros([shape.tile_queries, shape.padded_dim], tl.float32)
+    sums = tl.full([shape.tile_queries, shape.padded_dim], 0.0, tl.float32)
     tiles: tl.constexpr = (shape.page + shape.tile_keys - 1) // shape.tile_keys
-    for step in tl.range(0, sizes.chosen * tiles, num_stages=shape.stages):
+    for step in tl.range(0, _size(sizes.chosen) * tiles, num_stages=shape.stages):
         key, at, there = _chosen_keys(table, entries, step, sizes, shape)
         k_tile = _load(keys, k_place, at * keys.token, there, shape)
         v_tile = _load(values, v_place, at * values.token, there, shape)
@@ -194,7 +209,7 @@ def dq_kernel(q, keys, values, dout, dq, given, sizes, shape: tl.constexpr):
     _store(dq, place, rows, fits, sums * sizes.scale, shape)
 
 
-@triton.jit(do_not_specialize=["sizes"])
+@triton.jit
 def dkv_kernel(q, keys, values, dout, totals, given, sizes, shape: tl.constexpr):
     """`given` is (Softmax, Visits). Owns its keys of the totals: nobody else touches them."""
     of_rows, visits = given[0], given[1]
@@ -203,15 +218,16 @@ def dkv_kernel(q, keys, values, dout, totals, given, sizes, shape: tl.constexpr)
     start, stop = tl.load(visits.starts + row), tl.load(visits.starts + row + 1)
     if start == stop:
         return
-    batch, kv_head = row // sizes.slots // sizes.kv_heads, row // sizes.slots % sizes.kv_heads
+    batch_head, slot = row // _size(sizes.slots), row % _size(sizes.slots)
+    batch, kv_head = batch_head // sizes.kv_heads, batch_head % sizes.kv_heads
     at = tl.program_id(0) % tiles * shape.tile_keys + tl.arange(0, shape.tile_keys)
     key = tl.load(visits.pages + start) * shape.page + at
-    there = (at < shape.page) & (key < sizes.tokens)
-    at = row % sizes.slots * shape.page + at
+    there = (at < shape.page) & (key < _size(sizes.tokens))
+    at = slot * shape.page + at
     k_tile = _load(keys, _place(keys, batch, kv_head, 1), at * keys.token, there, shape)
     v_tile = _load(values, _place(values, batch, kv_head, 1), at * values.token, there, shape)
-    dk = tl.zeros([shape.tile_keys, shape.padded_dim], tl.float32)
-    dv = tl.zeros([shape.tile_keys, shape.padded_dim], tl.float32)
+    dk = tl.full([shape.tile_keys, shape.padded_dim], 0.0, tl.float32)
+    dv = tl.full([shape.tile_keys, shape.padded_dim], 0.0, tl.float32)
     parts: tl.constexpr = (shape.group * shape.page + shape.tile_queries - 1) // shape.tile_queries
     for step in tl.range(start * parts, stop * parts, num_stages=shape.stages):
         query_page = tl.load(visits.query_pages + step // parts)

@@ -29,6 +29,7 @@ from farspan.attention.sparse.triton_arguments import (
     Softmax,
     Totals,
     Visits,
+    veiled,
 )
 from farspan.attention.sparse.triton_table import PageTable
 from farspan.attention.sparse.triton_tiles import Tile, Tiles, choose_tiles, padded
@@ -191,7 +192,13 @@ def _launch(
     _, kv_heads, query_pages, chosen = call.table.choice.shape
     table = call.table
     sizes = Sizes(
-        q.shape[2], table.tokens, kv_heads, query_pages, chosen, table.slot_count, call.scale
+        queries=veiled(q.shape[2]),
+        tokens=veiled(table.tokens),
+        query_pages=veiled(query_pages),
+        chosen=veiled(chosen),
+        slots=veiled(table.slot_count),
+        kv_heads=kv_heads,
+        scale=call.scale,
     )
     common = {
         "sizes": sizes,

@@ -15,6 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from farspan.attention.sparse.triton_arguments import LARGEST
 from farspan.spec import Refused
 
 
@@ -96,9 +97,10 @@ class PageTable:
         )
 
     def _check_types(self) -> None:
-        if self.page < 1 or self.tokens < 1 or self.buffer_tokens < 0:
+        counts = self.page >= 1 and self.tokens >= 1 and self.buffer_tokens >= 0
+        if not counts or max(self.tokens, self.buffer_tokens) > LARGEST:
             raise Refused(
-                "page, tokens: expected 1 or more, buffer_tokens 0 or more, got "
+                f"page, tokens: expected 1 to {LARGEST}, buffer_tokens 0 to {LARGEST}, got "
                 f"{(self.page, self.tokens, self.buffer_tokens)}; give the sizes in tokens"
             )
         for name, table in (("choice", self.choice), ("slots", self.places)):

@@ -1,0 +1,130 @@
+"""The Triton kernels compiled for Hopper and Ampere, without a GPU: they compile for real, their
+matrix products are on tensor cores, loads run ahead, and tiles fit shared memory.
+
+Launches are made as on a GPU, by the launchers, and given to Triton's compiler instead of a stream.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from farspan.attention.sparse.triton_arguments import Softmax
+from farspan.attention.sparse.triton_pages import (
+    Gradients,
+    Launch,
+    PagedCall,
+    backward_launches,
+    forward_launch,
+)
+from farspan.attention.sparse.triton_table import PageTable
+from farspan.attention.sparse.triton_tiles import Tiles, choose_tiles
+from farspan.lazy import load
+from tests.attention.sparse.triton_cases import PagedCase, PagedInputs, make_paged
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton"),
+    # Triton's own, on its first use in a process; what it is about is given with each launch.
+    pytest.mark.filterwarnings("default:TRITON_DEFAULT_FP_FUSION"),
+]
+
+KERNELS = ("forward_kernel", "delta_kernel", "dq_kernel", "dkv_kernel")
+SHARED = {(9, 0): 227 * 1024, (8, 0): 163 * 1024}  # bytes a program may have
+PRODUCTS = {(9, 0): "wgmma.mma_async", (8, 0): "mma.sync"}
+BF16 = replace(PagedCase(), page=128, tokens=1024, queries=256, head_dim=128, dtype=torch.bfloat16)
+
+
+class Compiler:
+    """Stands where Triton asks the driver which GPU there is."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self.capability = 10 * capability[0] + capability[1]
+
+    def get_current_target(self) -> Any:
+        return load("triton.backends.compiler", "GPUTarget")("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        """A number for each capability: Triton keeps what it compiled by device."""
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0 * device
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Triton's, to be set; nothing is taken from or left in the user's cache."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = load("farspan.attention.sparse.triton_kernels", "forward_kernel")
+    if not hasattr(kernel, "warmup") or not hasattr(kernel, "device_caches"):
+        pytest.skip("Triton interprets in this process")
+    driver = load("triton.runtime.driver", "driver")
+    before = driver._active
+    yield driver
+    driver.set_active(before)
+
+
+def launches(case: PagedCase, inputs: PagedInputs, tiles: Tiles) -> Iterator[Launch]:
+    table = PageTable(inputs.choice, case.page, case.tokens, case.tokens)
+    call = PagedCall(table, case.scale, inputs.first_key, tiles)
+    q, keys, values, out = inputs.q, inputs.k, inputs.v, inputs.dout
+    lse = torch.empty(q.shape[:3])
+    yield forward_launch(call, q, keys, values, (out, lse))
+    totals = Gradients(keys.float(), values.float())
+    of_rows = Softmax(lse, torch.empty_like(lse))
+    yield from backward_launches(call, (q, keys, values, out), out, of_rows, (q.float(), totals))
+
+
+def compiled(case: PagedCase, capability: tuple[int, int]) -> dict[str, Any]:
+    """Each kernel's name and what the compiler made of its launch."""
+    tiles = choose_tiles(capability, case.head_dim, case.dtype.itemsize)
+    made = {}
+    for launch in launches(case, make_paged(case), tiles):
+        made[launch.kernel.fn.__name__] = launch.kernel.warmup(grid=launch.grid, **launch.arguments)
+    return made
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        BF16,
+        *(
+            pytest.param(replace(BF16, head_dim=d, first_keys=d != 64), marks=pytest.mark.slow)
+            for d in (64, 96, 128, 256)
+        ),
+    ],
+    ids=str,
+)
+def test_kernels_compile(case: PagedCase, capability: tuple[int, int], driver: Any) -> None:
+    driver.set_active(Compiler(capability))
+    made = compiled(case, capability)
+    assert tuple(made) == KERNELS
+    for name, kernel in made.items():
+        ptx = kernel.asm["ptx"]
+        assert f".target sm_{10 * capability[0] + capability[1]}" in ptx
+        assert len(kernel.asm["cubin"]) > 0
+        assert kernel.metadata.shared <= SHARED[capability], name
+        if name != "delta_kernel":
+            assert PRODUCTS[capability] in ptx, name
+            # 16 bytes a load, and more than one tile in flight.
+            assert "cp.async.cg.shared.global" in ptx, name
+        # No sum goes through an atomic, so the order of programs does not matter.
+        assert not re.search(r"\b(atom|red)\.", ptx), name
+
+
+def test_a_longer_sequence_compiles_nothing_new(driver: Any) -> None:
+    """Lengths, counts of pages and the choice change from chunk to chunk."""
+    driver.set_active(Compiler((9, 0)))
+    device = 90
+    compiled(BF16, (9, 0))
+    kernels = [load("farspan.attention.sparse.triton_kernels", name) for name in KERNELS]
+    before = [len(kernel.device_caches[device][0]) for kernel in kernels]
+    for tokens, queries, chosen in ((1025, 255, 1), (3000, 128, 4), (129, 1, 2), (1040, 16, 5)):
+        compiled(replace(BF16, tokens=tokens, queries=queries, chosen=chosen), (9, 0))
+    assert [len(kernel.device_caches[device][0]) for kernel in kernels] == before
