@@ -7,7 +7,8 @@ Qwen2.5-7B of random weights in bf16 at 32K to 256K tokens, by the planner's own
 full depth; Hugging Face's path in the same run; the gradients of a small model against fp64; a step
 taken apart; the longest context of Hugging Face's path; the other strategies, 512K and 1M tokens,
 on as many layers as the time allows, which each row says. FILE is written after each of them. What
-there is no time for is skipped and named; `--resume` goes on with it in another run.
+there is no time for is skipped and named; `--resume` goes on with it in another run, and then
+measures deeper what it has of few layers.
 
 `--tiny` runs the same on a CPU with a tiny model: nothing is to be learned about speed.
 """
@@ -40,6 +41,7 @@ CONVENTIONS = {
     "allocator": "expandable_segments for every contender",
     "huggingface": "gradient checkpointing, SDPA with cuDNN before flash, inputs of layers on host "
     "(save_on_cpu, pinned) unless it says otherwise, loss in pieces or by Liger (`loss_by`)",
+    "lines": "of a profiled step on few layers; optimizer: an update of AdamW by itself after it",
     "floor_seconds": "products and attention of one forward and one backward at the ceilings",
 }
 

@@ -54,12 +54,10 @@ class Planner:
         question = self.question(plan.question.run.tokens, layers)
         return evaluate(question, plan.strategy, schedule)
 
-    def share(self, layers: int) -> float:
-        """Seconds of so many layers over those of all, about."""
-        spec = model_spec(architecture_from(self.work.config), self.work.dtype)
-        layer = sum(inner * outer for inner, outer in spec.layers[0].work.products)
-        head = spec.hidden * spec.vocab / layer
-        return (layers + head) / (self.work.layers + head)
+    def share(self, tokens: int, layers: int) -> float:
+        """Seconds of so many layers over those of all, about: their share of the work."""
+        one, all_ = (useful_flop(self.question(tokens, n)) for n in (layers, self.work.layers))
+        return one / all_
 
     def question(self, tokens: int, layers: int) -> Question:
         config = self.work.config | {"num_hidden_layers": layers}

@@ -1,7 +1,7 @@
 """One run of the benchmark: what is measured next, on how many layers, for how long."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ PRESET = "h200"  # what is planned with where nothing was calibrated
 FORKED = ("forked subprocess", "initialization error")
 START_SECONDS = 8.0  # of a child: CUDA and the weights; its imports are the nursery's
 EXACT_SECONDS, CEILING_SECONDS, LONGEST_SECONDS = 40.0, 45.0, 25.0  # guesses
+END_SECONDS = 5.0  # of the time, that nothing is planned to take
 SLACK_SECONDS = 20.0  # beyond what a child is planned to take
 SLACK = 1.6
 SHORT = 1024  # tokens that load kernels
+DEEPER = 0.7  # of the time left, for what a former run measured on few layers
 PINNED = 3e9  # bytes a second, where it was not measured
 
 
@@ -52,11 +54,15 @@ class Session:
     nursery: Nursery | None = None
     start_seconds: float = START_SECONDS
     slower: dict[str, float] = field(default_factory=dict)  # measured over planned, by work
+    shallow: dict[str, int] = field(default_factory=dict)  # layers of what was measured on few
 
     def run(self) -> None:
-        """Everything that the record has not yet."""
-        made = {row["name"] for row in self.record["measurements"] if is_done(row)}
+        """Everything that the record has not yet, and then deeper what it has of fewer layers."""
+        made = {row["name"]: row for row in self.record["measurements"] if is_done(row)}
+        self.shallow = {name: row["layers"] for name, row in made.items() if is_cut(row)}
         todo = [item for item in items(self.work) if item.name not in made]
+        again = (item for item in items(self.work) if item.name in self.shallow)
+        todo += [replace(item, share=DEEPER) for item in again]
         run = {"date": datetime.now(UTC).isoformat(timespec="minutes"), "seconds": self.clock.left}
         run["skipped"] = skipped = []
         self.record["runs"].append(run)
@@ -75,8 +81,9 @@ class Session:
 
     def _add(self, row: Row) -> None:
         found = self.record["measurements"]
-        found[:] = [other for other in found if other["name"] != row["name"]]
-        found.append(row)
+        if is_done(row) or row["name"] not in self.shallow:
+            found[:] = [other for other in found if other["name"] != row["name"]]
+            found.append(row)
 
     def _plan_with(self, todo: Iterable[Item]) -> None:
         """Plans are made with the ceilings from here on."""
@@ -112,7 +119,7 @@ class Session:
     def _fixed(self, settings: Row, seconds: float) -> Arranged | str:
         if self.work.tiny:
             seconds = 0.0
-        if seconds > self.clock.left:
+        if seconds + END_SECONDS > self.clock.left:
             return f"{self.clock.left:.0f} s are left and it takes about {seconds:.0f}"
         return Arranged(settings, seconds)
 
@@ -124,20 +131,24 @@ class Session:
         except Refused as error:
             return str(error)
         short, why = float("inf"), ""
-        for layers in self._depths(item):
+        depths = self._depths(item)
+        for layers in depths:
+            if layers <= self.shallow.get(item.name, 0):
+                return f"{self.clock.left:.0f} s are left, not enough for more than {layers} layers"
             fixed, one = self._expected(item, full, layers)
             short = fixed + one
-            allowed = item.share * self.clock.left
-            if short > allowed and (layers > self.work.depths[-1] or short > self.clock.left):
+            allowed, most = item.share * self.clock.left, self.clock.left - END_SECONDS
+            if short > min(allowed, most) and (layers > depths[-1] or short > most):
                 continue
             plan = full if layers == self.work.layers else self.planner.cut(full, layers)
             if not plan.fits and item.work != "huggingface":
                 why = plan.reason or "does not fit"
                 continue
-            steps = 2 if fixed + 2 * one <= allowed else 1
+            steps = 2 if fixed + 2 * one <= min(allowed, most) else 1
             settings = self._settings(item, plan, layers) | {"steps": steps}
             return Arranged(settings, fixed + steps * one, plan, full)
-        return why or f"{self.clock.left:.0f} s are left and one layer takes about {short:.0f}"
+        needed = f"{depths[-1]} layers take about {short:.0f}"
+        return why or f"{self.clock.left:.0f} s are left and {needed}"
 
     def _depths(self, item: Item) -> tuple[int, ...]:
         """A profile of few layers says as much as one of all, and can be read."""
@@ -147,7 +158,8 @@ class Session:
     def _expected(self, item: Item, full: Plan, layers: int) -> tuple[float, float]:
         """Seconds before the steps, and of one."""
         assert self.planner is not None
-        one = full.seconds.total * self.planner.share(layers) * self.slower.get(item.work, 1.1)
+        share = self.planner.share(item.tokens, layers)
+        one = full.seconds.total * share * self.slower.get(item.work, 1.1)
         fixed = 0.0 if self.work.tiny else self.start_seconds
         if item.work == "huggingface":
             return fixed, one
@@ -234,6 +246,7 @@ class Session:
         if seconds is not None:
             self._add_rates(item, arranged, row, seconds)
         if "lines" in row:
+            row["lines"]["optimizer"] = row["update"]["seconds"] if "update" in row else 0.0
             row["gap"] = self._gap(arranged.plan, row["lines"])
         return row
 
@@ -300,6 +313,11 @@ def merged(rows: Iterable[Row]) -> Row:
 def is_done(row: Mapping[str, Any]) -> bool:
     """Whether measuring it again would tell anything new."""
     return bool(row["child"]["ended"] == "completed" or row["out_of_memory"])
+
+
+def is_cut(row: Mapping[str, Any]) -> bool:
+    """Whether a step was measured, on fewer layers than there are."""
+    return row.get("seconds") is not None and row["layers"] < row["of_layers"]
 
 
 def words_of(row: Mapping[str, Any]) -> str:

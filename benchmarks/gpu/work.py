@@ -44,7 +44,7 @@ def full() -> Work:
         lengths=(32 * KILO, 64 * KILO, 128 * KILO, 256 * KILO),
         longer=(512 * KILO, 1024 * KILO),
         strategies=("grouped", "memo", "fpdt", "oomb"),
-        depths=(28, 20, 14, 10, 7, 4, 2, 1),
+        depths=(28, 20, 14, 10, 7, 4, 2),
         exact=(4096, 5000, 8192),
         split=128 * KILO,
         first=64 * KILO,
@@ -69,7 +69,7 @@ def tiny() -> Work:
         lengths=(128, 256),
         longer=(512,),
         strategies=("oomb",),
-        depths=(4, 2, 1),
+        depths=(4, 2),
         exact=(70,),
         split=128,
         first=64,
@@ -104,7 +104,7 @@ def items(work: Work) -> Iterator[Item]:
     yield Item("step", 0.15, middle, AUTO)
     for tokens in reversed(small):
         yield from _both(tokens)
-    yield Item("step", 0.6, headline, AUTO)
+    yield Item("step", 0.75, headline, AUTO)
     if not small:
         yield Item("huggingface", 0.25, middle)
     yield Item("exact", 0.3)

@@ -1,0 +1,324 @@
+"""The benchmark on a GPU runs to its end without one; what fails, or has no time, stays alone."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import children
+from benchmarks.children import Nursery, Outcome, Row
+from benchmarks.gpu import __main__ as program
+from benchmarks.gpu import session, show
+from benchmarks.gpu.planned import Planner
+from benchmarks.gpu.session import Session
+from benchmarks.gpu.split import LINES
+from benchmarks.gpu.work import full, items, tiny
+from farspan.plan.price.machines import machine
+from farspan.plan.question import Plan
+from farspan.plan.strategies import STRATEGIES
+from farspan.spec import Refused
+from tests import gpu_benchmark_works as works
+
+GIB = 2**30
+PLANS: dict[tuple[str, int], Plan] = {}  # of the one machine; they are the same in all tests
+MACHINE = {"machine": {"gpu": "a GPU", "versions": {"torch": "2"}}, "cuda": "13"}
+
+
+def run_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *arguments],
+        cwd=children.ROOT,
+        env=children.environment(""),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+# -- all of it -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_tiny_run_goes_through_all_of_it(tmp_path: Path) -> None:
+    out = tmp_path / "record.json"
+    done = run_benchmark("--tiny", "--out", str(out), "--traces", str(tmp_path / "traces"))
+    assert done.returncode == 0, done.stderr
+    record = json.loads(out.read_text())
+    assert record["tiny"] is True
+    assert record["machine"]["versions"]["torch"] == torch.__version__
+    assert record["runs"][0]["skipped"] == []
+    assert record["planned_with"] == "this machine's ceilings"
+    rows = {row["name"]: row for row in record["measurements"]}
+    assert list(rows) == [item.name for item in items(tiny())]
+    for row in rows.values():
+        assert row["child"]["ended"] == "completed", row["child"]["words"]
+        if "planned" in row and row["work"] != "split":
+            check_step(row)
+    check_exact(rows["exact"])
+    check_split(rows["split at 128"])
+    found = {key: value for one in rows["longest"]["rows"] for key, value in one.items()}
+    assert (found["longest"], found["fails_at"]) == (192, 208)  # three times 64 were let be
+    assert "farspan s" in done.stdout
+    (trace,) = (tmp_path / "traces").iterdir()
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def check_step(row: Row) -> None:
+    assert row["seconds"] == row["runs"][-1]["seconds"] > 0
+    assert row["tokens_a_second"] == row["tokens"] / row["seconds"]
+    assert 0 < row["mfu"] < 1
+    assert row["floor_seconds"] > 0
+    assert row["planned"]["seconds"] > 0
+    assert row["planned"]["fits"] is True
+    # Scaled seconds have a field of their own, where not all layers were measured.
+    assert ("scaled_to_full_depth" in row) == (row["layers"] < row["of_layers"])
+    assert {"ready_seconds", "warm_seconds", "warm"} <= row.keys()
+    for run in row["runs"]:
+        assert run["allocated"] > 0
+        assert run["host"] > 0
+
+
+def check_exact(row: Row) -> None:
+    assert [one["strategy"] for one in row["rows"]] == list(STRATEGIES)
+    assert all(one["within"] for one in row["rows"])
+
+
+def check_split(row: Row) -> None:
+    assert row["lines"].keys() == set(LINES)
+    assert row["lines"]["linear"] > 0
+    assert row["lines"]["attention backward"] > 0
+    for line in row["gap"]:
+        parts = line["floor"] + line["again"] + line["slower"]
+        assert parts == pytest.approx(line["measured"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_is_refused(tmp_path: Path) -> None:
+    done = run_benchmark("--out", str(tmp_path / "record.json"))
+    assert done.returncode == 1
+    assert "reaches no CUDA device" in done.stderr
+    assert "--tiny" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- children ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Nursery:
+    return Nursery("tests.gpu_benchmark_works")
+
+
+def test_forked_children_fail_and_stop_alone(nursery: Nursery) -> None:
+    failed = nursery.run(works.fails, {}, 60)
+    assert failed.ended == "failed"
+    assert "ValueError: on purpose" in failed.words
+    assert failed.rows == [{"before": 1}]
+    stopped = nursery.run(works.sleeps, {}, 3.0)
+    assert (stopped.ended, stopped.rows) == ("timed out", [{"before": 1}])
+    killed = nursery.run(works.dies, {}, 60)
+    assert (killed.ended, killed.rows) == ("failed", [{"before": 1}])
+    good = nursery.run(works.succeeds, {"value": 3}, 60)
+    assert (good.ended, good.rows) == ("completed", [{"value": 3}])
+
+
+def test_what_a_child_started_ends_with_it(nursery: Nursery, tmp_path: Path) -> None:
+    made = nursery.run(works.starts_another, {"folder": str(tmp_path)}, 60)
+    assert made.ended == "completed"
+    other = Path(f"/proc/{made.rows[0]['pid']}/stat")
+    until = time.monotonic() + 20  # it is killed at once, and goes when it is scheduled
+    while other.exists() and ") Z" not in other.read_text():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+# -- a session with children that are made up ----------------------------------------------------
+
+
+class Left:
+    """A clock that goes forward when it is told."""
+
+    def __init__(self, left: float) -> None:
+        self.left = left
+
+
+class Simulated(Session):
+    """Children take what they are planned to take on an H200, times a factor."""
+
+    factor = 1.1
+    broken: tuple[str, ...] = ()
+
+    def _child(self, item: Any, settings: Row, limit: float) -> Outcome:
+        seconds, rows = self.outcome(item, settings)
+        ended = "completed" if seconds <= limit else "timed out"
+        seconds = min(seconds, limit)
+        self.clock.left -= seconds  # type: ignore[misc]
+        if item.name in self.broken:
+            return Outcome("failed", "RuntimeError: broken", seconds, [MACHINE])
+        return Outcome(ended, "", seconds, [MACHINE, *rows])
+
+    def outcome(self, item: Any, settings: Row) -> tuple[float, list[Row]]:
+        fixed = {"ceilings": 35.0, "exact": 25.0, "longest": 30.0}
+        if item.work in fixed:
+            return fixed[item.work], []
+        assert self.planner is not None
+        made = self.planner.plan(item)
+        one = self.factor * self.planner.cut(made, settings["layers"]).seconds.total
+        seconds = 6.0 + made.host.total * settings["layers"] / 28 / 3e9
+        if item.work == "split":
+            return seconds + 3 * one, [{"lines": dict.fromkeys(LINES, 1.0)}]
+        peaks = {"allocated": 1, "reserved": 1, "outside": 0, "host": 1}
+        count = settings["steps"]
+        rows = [{"step": n + 1, "seconds": one, "loss": 1.0, **peaks} for n in range(count)]
+        return seconds + count * one, [{"ready_seconds": 5.0}, *rows]
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lent machine: one H200 and 128 GiB, of which 118 are free."""
+    spec = replace(machine("h200"), host_bytes=118 * GIB)
+    monkeypatch.setattr(session, "machine", lambda _: spec)
+    make = Planner._make
+
+    def planned(planner: Planner, name: str, tokens: int) -> Plan:
+        if (name, tokens) not in PLANS:
+            PLANS[name, tokens] = make(planner, name, tokens)
+        return PLANS[name, tokens]
+
+    monkeypatch.setattr(Planner, "_make", planned)
+
+
+def simulate(seconds: float, record: Row | None = None, **fields: Any) -> Row:
+    if record is None:
+        record = {"runs": [], "measurements": []}
+    saved: list[int] = []
+    kind = type("Simulated", (Simulated,), fields)
+    save = lambda found: saved.append(len(found["measurements"]))  # noqa: E731
+    kind(full(), "cuda", Left(seconds), record, save, lambda _: None).run()
+    assert saved == sorted(saved)  # after each
+    return record
+
+
+def names_of(record: Row) -> list[str]:
+    return [row["name"] for row in record["measurements"]]
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("factor", [0.9, 1.1, 1.5])
+def test_nine_minutes_hold_the_headlines_at_full_depth(factor: float) -> None:
+    record = simulate(510, factor=factor)
+    rows = {row["name"]: row for row in record["measurements"]}
+    for tokens in full().lengths:
+        row = rows[f"auto at {tokens}"]
+        assert row["layers"] == 28, row["name"]
+        assert row["planned"]["fits"]
+    for tokens in full().lengths[:2]:
+        assert rows[f"huggingface at {tokens}"]["layers"] == 28
+    assert all(row["child"]["ended"] == "completed" for row in rows.values())
+    spent = sum(row["child"]["seconds"] for row in rows.values())
+    assert spent <= 510
+    left_out = {one["name"] for one in record["runs"][0]["skipped"]}
+    assert left_out | rows.keys() == {item.name for item in items(full())}
+    assert left_out
+    for one in record["runs"][0]["skipped"]:
+        assert one["why"]
+
+
+@pytest.mark.usefixtures("h200")
+def test_what_was_measured_on_few_layers_says_so() -> None:
+    record = simulate(510)
+    cut = [row for row in record["measurements"] if row.get("layers", 28) < 28]
+    steps = [row for row in cut if row["work"] == "step"]
+    assert {row["strategy"] for row in steps} >= {"grouped", "memo", "fpdt", "oomb"}
+    for row in steps:
+        scaled = row["scaled_to_full_depth"]
+        assert scaled["seconds"] > row["seconds"] == row["runs"][-1]["seconds"]
+        assert f"{row['layers']} layers" in scaled["how"]
+    shown = show.text(record)
+    assert "4 of 28" in shown
+    compared = shown[shown.index("beside") :].split("\n\n")[0]
+    assert "985.8" in compared  # of all layers
+    assert "524288" not in compared
+
+
+@pytest.mark.usefixtures("h200")
+def test_another_run_goes_on_and_then_deeper() -> None:
+    first = simulate(300)
+    layers = {row["name"]: row.get("layers") for row in first["measurements"]}
+    known = list(layers)
+    record = simulate(510, json.loads(json.dumps(first)))
+    assert len(record["runs"]) == 2
+    again = {row["name"]: row.get("layers") for row in record["measurements"]}
+    assert set(known) < set(again)
+    assert all(again[name] == n or (n and again[name] > n) for name, n in layers.items())
+    last = simulate(10_000, json.loads(json.dumps(record)))
+    assert {item.name for item in items(full())} == set(names_of(last))
+    final = {row["name"]: row for row in last["measurements"]}
+    assert final["grouped at 131072"]["layers"] == 28
+    assert "scaled_to_full_depth" not in final["grouped at 131072"]
+
+
+@pytest.mark.usefixtures("h200")
+def test_a_child_that_fails_is_recorded_and_repeated_by_the_next_run() -> None:
+    name = "auto at 65536"
+    record = simulate(510, broken=(name,))
+    (row,) = (row for row in record["measurements"] if row["name"] == name)
+    assert row["child"]["ended"] == "failed"
+    assert row["child"]["words"] == "RuntimeError: broken"
+    assert row["seconds"] is None
+    assert "auto at 262144" in names_of(record)
+    assert "RuntimeError: broken" in show.text(record)
+    (row,) = (r for r in simulate(510, record)["measurements"] if r["name"] == name)
+    assert row["seconds"] > 0
+
+
+@pytest.mark.usefixtures("h200")
+def test_a_run_without_ceilings_plans_with_a_preset() -> None:
+    record = simulate(200, broken=("ceilings",))
+    assert record["planned_with"] == "preset h200"
+    assert "auto at 131072" in names_of(record)
+
+
+def test_a_record_of_another_machine_is_not_gone_on_with() -> None:
+    record = {"machine": {"gpu": "another", "versions": {}}, "runs": [], "measurements": []}
+    with pytest.raises(Refused, match="the record is of gpu another"):
+        simulate(100, record)
+
+
+def test_a_record_of_something_else_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    file.write_text(json.dumps({"benchmark": "gpu", "tiny": True}))
+    with pytest.raises(Refused, match="something else"):
+        program.begun(full(), file, True)
+    assert program.begun(full(), file, False)["measurements"] == []
+
+
+class Unforkable:
+    """A nursery whose children cannot start CUDA."""
+
+    def run(self, *_: Any) -> Outcome:
+        words = "RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA with"
+        return Outcome("failed", words, 0.1, [])
+
+
+def test_where_a_fork_has_no_cuda_children_start_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def fresh(_module: str, settings: Row, *_: Any) -> Outcome:
+        asked.append(settings["work"])
+        return Outcome("completed", "", 1.0, [MACHINE])
+
+    monkeypatch.setattr(session, "run_child", fresh)
+    record: Row = {"runs": [], "measurements": []}
+    nursery: Any = Unforkable()
+    clock: Any = Left(60)
+    made = Session(tiny(), "cpu", clock, record, lambda _: None, lambda _: None, nursery=nursery)
+    row = made.measured(next(items(tiny())), session.Arranged({}, 1.0))
+    assert (row["child"]["ended"], asked, made.nursery) == ("completed", ["ceilings"], None)

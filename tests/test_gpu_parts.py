@@ -1,0 +1,238 @@
+"""What a GPU benchmark's record is worked out from, piece by piece."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional
+
+from benchmarks.children import Row
+from benchmarks.gpu import exact, huggingface
+from benchmarks.gpu.floor import Ceilings, ceilings_of, floor, gap
+from benchmarks.gpu.huggingface import FITS, TIME, Baseline, longest, loss_of
+from benchmarks.gpu.planned import Planner, cut_sizes
+from benchmarks.gpu.session import warm_tokens
+from benchmarks.gpu.split import COPIES, HOST, Busy, attributed, kind_of, read
+from benchmarks.gpu.work import Work, full, items, tiny
+from farspan.plan.price.machines import machine
+from farspan.spec import Schedule
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layers", "cut"),
+    [
+        ((28,), 4, (4,)),
+        ((14, 14), 28, (14, 14)),
+        ((14, 14), 20, (6, 14)),
+        ((14, 14), 7, (4, 3)),
+        ((3, 5, 5, 5, 5, 5), 10, (5, 5)),
+        ((1,) * 28, 4, (1, 1, 1, 1)),
+        ((7, 7, 7, 7), 1, (1,)),
+    ],
+)
+def test_schedules_are_cut_by_layers(
+    sizes: tuple[int, ...], layers: int, cut: tuple[int, ...]
+) -> None:
+    assert cut_sizes(sizes, layers) == cut
+
+
+def planner() -> Planner:
+    return Planner(full(), replace(machine("h200"), host_bytes=118 * GIB))
+
+
+@pytest.mark.parametrize("name", ["grouped", "memo", "fpdt", "oomb"])
+def test_plans_of_few_layers_are_those_of_all(name: str) -> None:
+    made = planner()
+    (item,) = (i for i in items(full()) if i.name == f"{name} at 131072")
+    whole = made.plan(item)
+    cut = made.cut(whole, 4)
+    assert len(cut.question.model.layers) == sum(cut.schedule.group_sizes(4)) == 4
+    assert cut.schedule.chunk == whole.schedule.chunk
+    # A share of the time is planned with it.
+    assert cut.seconds.total / whole.seconds.total == pytest.approx(made.share(131072, 4), rel=0.2)
+    assert warm_tokens(whole) <= 131072 // 2
+
+
+def test_time_is_attributed_once() -> None:
+    busy = [
+        Busy(0, 10, "linear"),
+        Busy(4, 6, "loss"),  # on another stream, the latest to begin
+        Busy(8, 14, COPIES[0]),  # exposed from 10 on
+        Busy(12, 13, COPIES[1]),
+        Busy(20, 22, "elementwise"),
+    ]
+    found = attributed(busy, (0.0, 25.0))
+    expected = {"linear": 8, "loss": 2, COPIES[0]: 3, COPIES[1]: 1, "elementwise": 2, HOST: 9}
+    assert {k: v for k, v in found.items() if v} == pytest.approx(
+        {k: v * 1e-6 for k, v in expected.items()}
+    )
+    assert sum(found.values()) == pytest.approx(25e-6)
+    assert sum(attributed(busy, (5.0, 11.0)).values()) == pytest.approx(6e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "category", "kind"),
+    [
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "kernel", "forward"),
+        (
+            "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_3",
+            "kernel",
+            "backward",
+        ),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", "kernel", "forward"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel", "kernel", "backward"),
+        ("void cutlass::device_kernel<flash::FlashAttnFwdSm90<>>", "kernel", "forward"),
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", "kernel", "linear"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "kernel", "linear"),
+        ("void cunn_SoftMaxForward<4, float, float>", "kernel", "loss"),
+        ("nll_loss_forward_reduce_cuda_kernel_2d", "kernel", "loss"),
+        ("void at::native::vectorized_elementwise_kernel<4, silu>", "kernel", "elementwise"),
+        ("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", COPIES[0]),
+        ("Memcpy DtoH (Device -> Pinned)", "gpu_memcpy", COPIES[1]),
+        ("Memcpy DtoD (Device -> Device)", "gpu_memcpy", "elementwise"),
+    ],
+)
+def test_kernels_have_a_line(name: str, category: str, kind: str) -> None:
+    expected = f"attention {kind}" if kind in ("forward", "backward") else kind
+    assert kind_of(name, category) == expected
+
+
+def test_a_profile_is_read() -> None:
+    events = [
+        {"ph": "M", "name": "process_name"},
+        {"ph": "X", "cat": "user_annotation", "name": "farspan step", "ts": 10.0, "dur": 20.0},
+        {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 12.0, "dur": 3.0},
+        {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1.0, "dur": 3.0},  # before it
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 11.0, "dur": 1.0},
+    ]
+    assert read(events, "gpu") == ((10.0, 30.0), [Busy(12.0, 15.0, "linear")])
+    assert read(events, "cpu") == ((10.0, 30.0), [Busy(11.0, 12.0, "linear")])
+
+
+CHUNK = 16384
+
+
+def ceiling_rows() -> list[Row]:
+    product = {"tokens": CHUNK, "head": False, "a_layer": 1, "flop": 2e12}
+    seconds = {"forward": 2e12 / 790e12, "input": 2e12 / 790e12, "weight": 2e12 / 790e12}
+    rows: list[Row] = [{"product": product | {"seconds": seconds}}]
+    for causal, keys in ((True, CHUNK), (False, CHUNK)):
+        for backend, slower in (("flash", 2.0), ("cudnn", 1.0)):
+            rates = {"forward": 690e12 / slower, "backward": 575e12 / slower}
+            found = {way: {"flop_a_second": rate} for way, rate in rates.items()}
+            shape = {"queries": CHUNK, "keys": keys, "causal": causal, "backend": backend}
+            rows.append({"attention": shape | found})
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("tokens", "nothing_again", "linear_again"),
+    # The table of floors: GEMM 790, cuDNN 690 and 575 TFLOP/s.
+    [(65536, 8.5, 9.6), (131072, 27.0, 29.2), (262144, 94.0, 98.4)],
+)
+def test_floors_are_those_worked_out_by_hand(
+    tokens: int, nothing_again: float, linear_again: float
+) -> None:
+    schedule = Schedule(chunk=CHUNK, groups=1, attention_kept=1.0, kv_kept=True)
+    ceilings = ceilings_of(ceiling_rows(), schedule, tokens)
+    assert ceilings is not None
+    assert ceilings.linear == pytest.approx(790e12)
+    assert ceilings.forward == pytest.approx(690e12)
+    assert ceilings.backward == pytest.approx(575e12)
+    question = planner().question(tokens, 28)
+    assert floor(question, ceilings).total == pytest.approx(nothing_again, rel=0.01)
+    found = floor(question, ceilings, schedule)
+    both = found.total + sum(found.again.values())
+    # All but the last layer's products are computed again.
+    assert both == pytest.approx(linear_again, rel=0.02)
+
+
+def test_a_missing_ceiling_is_no_floor() -> None:
+    rows = [row for row in ceiling_rows() if "product" in row]
+    assert ceilings_of(rows, Schedule(chunk=CHUNK), 65536) is None
+
+
+def test_gap_lines_add_up() -> None:
+    found = floor(planner().question(65536, 4), Ceilings(790e12, 690e12, 575e12))
+    lines = gap({"linear": 5.0, "host": 1.0}, found)
+    assert [line["measured"] for line in lines] == [5.0, 1.0]
+    assert lines[1] == {"part": "host", "measured": 1.0, "floor": 0.0, "again": 0.0, "slower": 1.0}
+    assert lines[0]["floor"] + lines[0]["slower"] == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize(("most", "found", "fails"), [(700, 640, 704), (64, 64, 72), (63, 0, 64)])
+def test_the_longest_context_is_found(most: int, found: int, fails: int) -> None:
+    asked: list[int] = []
+
+    def attempt(tokens: int) -> str:
+        asked.append(tokens)
+        return FITS if tokens <= most else "device memory"
+
+    assert longest(attempt, 64, 3) == (found, fails, "device memory")
+    assert len(asked) == len(set(asked))
+
+
+def test_a_search_without_time_says_what_it_has() -> None:
+    left = iter([FITS, FITS, TIME])
+    assert longest(lambda _: next(left), 64, 3) == (128, None, TIME)
+
+
+def tiny_settings() -> Row:
+    work: Work = tiny()
+    return {"config": work.config, "dtype": "float64", "device": "cpu", "tiny": True}
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_the_baseline_is_the_model_itself(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface, "PIECE", 16)
+    baseline = Baseline(tiny_settings(), 2, offload=offload)
+    ids = torch.randint(0, 256, (1, 50), generator=torch.Generator().manual_seed(0))
+    loss = baseline.step(ids)
+    found = {n: p.grad.clone() for n, p in baseline.model.named_parameters() if p.grad is not None}
+    baseline.model.zero_grad()
+    expected = baseline.model(input_ids=ids, labels=ids, use_cache=False).loss
+    expected.backward()
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-6)  # logits are fp32 in both
+    for name, parameter in baseline.model.named_parameters():
+        assert parameter.grad is not None
+        apart = (found[name] - parameter.grad).norm() / parameter.grad.norm()
+        assert apart < 1e-5, name
+
+
+def test_the_baseline_offloads_every_layers_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: packed.append(tuple(x.shape)) or x, lambda x: x
+    ):
+        baseline = Baseline(tiny_settings(), 3, offload=False)
+        monkeypatch.setattr(huggingface, "loss_of", lambda hidden, *_: hidden.sum())
+        baseline.step(torch.zeros(1, 40, dtype=torch.long))
+    # What the hooks of save_on_cpu see: inputs of layers, and little beside them.
+    assert packed.count((1, 40, 32)) >= 3
+    assert not any(40 in shape and 64 in shape for shape in packed)  # nothing of the MLP
+
+
+def test_a_loss_in_pieces_is_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface, "PIECE", 7)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 30, 8, generator=generator)
+    weight = torch.randn(20, 8, generator=generator)
+    targets = torch.randint(0, 20, (1, 30), generator=generator)
+    targets[0, -1] = huggingface.IGNORED
+    expected = functional.cross_entropy((hidden @ weight.T)[0], targets[0])
+    assert float(loss_of(hidden, weight, targets)) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_gradients_that_are_off_are_told() -> None:
+    exactly = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([12.0])}
+    near = {"a": torch.tensor([3.0, 4.1]), "b": torch.tensor([12.1])}
+    own = exact.errors(near, exactly)
+    assert own["a"] == pytest.approx(0.02, rel=1e-5)
+    assert own[""] == pytest.approx(0.02**0.5 / 13, rel=1e-5)
+    assert exact.compared(own, own)["within"]
+    far = exact.errors({"a": near["a"], "b": torch.tensor([12.5])}, exactly)
+    assert not exact.compared(far, own)["within"]
+    broken = exact.errors({"a": near["a"], "b": torch.tensor([float("nan")])}, exactly)
+    assert not exact.compared(broken, own)["within"]
