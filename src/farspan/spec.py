@@ -23,6 +23,32 @@ class Tier(StrEnum):
     HOST = "host"
 
 
+class AttentionKernel(StrEnum):
+    """Who computes attention on a CUDA GPU. Named ones are for comparisons: `auto` is fastest."""
+
+    AUTO = "auto"  # cuDNN where it is right and its plans are few, flash attention elsewhere
+    CUDNN = "cudnn"  # the same, refused where no block could go to cuDNN
+    FLASH = "flash"  # flash attention 2, which PyTorch has
+    FA3 = "fa3"  # flash attention 3, whose package must be installed; Hopper
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Who computes what; the results differ in rounding alone."""
+
+    attention: AttentionKernel = AttentionKernel.AUTO
+    compile: bool = False  # norms and dense MLPs of the layers go through torch.compile
+
+    def __post_init__(self) -> None:
+        if self.attention not in tuple(AttentionKernel):
+            raise Refused(
+                f"attention: expected one of {', '.join(AttentionKernel)}, got {self.attention!r}"
+            )
+        object.__setattr__(self, "attention", AttentionKernel(self.attention))
+        if not isinstance(self.compile, bool):
+            raise Refused(f"compile: expected true or false, got {self.compile!r}")
+
+
 BACKWARD_PRODUCTS = 2.5  # attention's backward makes five matrix products, its forward two
 
 

@@ -1,6 +1,7 @@
 """The kernels: which is chosen, and that each meets its vendor op's contract."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from farspan.attention.backends import (
 from farspan.attention.reference import reference
 from farspan.attention.tiled import Tiled, row_tiles, visible
 from farspan.plan.blocks import Block, plan_blocks
-from farspan.spec import Refused
+from farspan.plan.grid import chunk_ranges
+from farspan.spec import AttentionKernel, Refused
 from tests.attention.cases import Case, cases, expected, make_inputs, run_chunked
 from tests.attention.test_cell import compare
 from tests.attention.vendor import (
@@ -70,6 +72,70 @@ def test_cudnn_gets_few_lengths() -> None:
     with cuda_ops_on_cpu() as calls:
         run_chunked(ALIGNED, make_inputs(ALIGNED), CudaCudnn(CudaFlash()))
     assert set(calls) == {FORWARD_FLASH, BACKWARD_FLASH}
+
+
+LENGTHS = [8192, 16384, 17 * 1024, 128 * 77, 5000, 131072]
+
+
+def cudnn_pairs(tokens: int, chunk: int, kv_block: int, window: int | None) -> set[tuple[int, int]]:
+    """Lengths of queries and keys that cuDNN is asked for in a whole program."""
+    chunks = chunk_ranges(tokens, chunk)
+    lengths = tuple({stop - start for start, stop in (chunks[0], chunks[-1])})
+    kernel = CudaCudnn(CudaFlash(), queries=lengths)
+    pairs = set()
+    for start, stop in chunks:
+        for block in plan_blocks(start, stop, kv_block, window):
+            pieces = kernel.split(block)
+            assert sum(piece.keys for piece in pieces) == block.keys
+            for piece in filter(kernel._fits, pieces):
+                # Elsewhere its gradients may be NaN.
+                assert piece.window is None
+                assert (piece.queries % 128, piece.keys % 128) == (0, 0)
+                pairs.add((piece.queries, piece.keys))
+    return pairs
+
+
+@pytest.mark.parametrize("kv_block", LENGTHS)
+@pytest.mark.parametrize("chunk", LENGTHS)
+def test_a_million_tokens_build_few_plans(chunk: int, kv_block: int) -> None:
+    """Of each length of a chunk, of which there are two: its square, and powers of two up to the
+    block of keys. A plan for every remainder of a block would be up to 1,000."""
+    pairs = cudnn_pairs(10**6, chunk, kv_block, None)
+    assert len(pairs) <= 2 * (1 + (kv_block // 1024).bit_length())
+    assert len({queries for queries, _ in pairs}) <= 2
+    assert not cudnn_pairs(2**16, chunk, kv_block, 1000)
+
+
+def test_what_is_planned_by_default_builds_five_plans_at_most() -> None:
+    """Chunks and blocks of 8K to 64K tokens, as strategies and the search choose them."""
+    for chunk, kv_block in product((8192, 16384, 65536), repeat=2):
+        assert len(cudnn_pairs(2**20, chunk, kv_block, None)) <= 1 + 4
+
+
+def test_most_of_the_work_is_cudnn_s() -> None:
+    """Even of unequal chunks and blocks: what is left goes to flash attention."""
+    chunks = chunk_ranges(10**6, 24 * 1024)
+    kernel = CudaCudnn(CudaFlash(), queries=(24 * 1024, 10**6 % (24 * 1024)))
+    area = {True: 0, False: 0}
+    for start, stop in chunks:
+        for block in plan_blocks(start, stop, 100_000, None):
+            for piece in kernel.split(block):
+                area[kernel._fits(piece)] += piece.queries * piece.keys
+    assert area[True] > 0.95 * sum(area.values())
+
+
+def test_strides_are_as_few_as_lengths() -> None:
+    """A plan is also of strides: those of keys are the buffer's, however many there are."""
+    case = Case(tokens=128 * 13, chunk=256, kv_block=1024, heads=2, kv_heads=1)
+    shapes: set[tuple[Any, ...]] = set()
+    kernel = CudaCudnn(CudaFlash(), grid=128, queries=(256, 128))
+    with cuda_ops_on_cpu(shapes):
+        compare(case, kernel)
+    forwards = [shape for shape in shapes if shape[0] == FORWARD_CUDNN]
+    backwards = [shape for shape in shapes if shape[0] == BACKWARD_CUDNN]
+    # Two lengths of queries: a square, and 128 to 1024 keys.
+    assert len(forwards) <= 2 * 5
+    assert len(backwards) <= 2 * 5
 
 
 def test_cpu_kernel_never_sees_a_window_or_an_empty_block() -> None:
@@ -144,6 +210,34 @@ def test_choices_follow_the_device_and_the_switches_of_torch() -> None:
         assert select_kernel(*ask) == CudaFlash()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+@pytest.mark.parametrize(
+    ("choice", "kernel"),
+    [
+        (AttentionKernel.CUDNN, CudaCudnn(CudaFlash(), queries=(512,))),
+        (AttentionKernel.FLASH, CudaFlash()),
+        (AttentionKernel.FA3, CudaFlash()),
+    ],
+)
+def test_a_kernel_may_be_named(choice: AttentionKernel, kernel: BlockKernel) -> None:
+    found = select_kernel("cuda", BF16, 64, 64, None, choice=choice, queries=(512,))
+    assert found == kernel
+
+
+@pytest.mark.parametrize(
+    ("choice", "ask", "why"),
+    [
+        ("cudnn", ("cpu", BF16, 64, 64, None, (9, 0)), r"cudnn needs a CUDA GPU of compute"),
+        ("flash", ("cuda", FP32, 64, 64, None, (9, 0)), r"flash needs .* bfloat16 or float16"),
+        ("flash", ("cuda", BF16, 64, 64, 30.0, (9, 0)), r"flash needs .* without a soft cap"),
+        ("cudnn", ("cuda", BF16, 256, 256, None, (9, 0)), r"cudnn needs heads of up to 128"),
+        ("fa3", ("cuda", BF16, 64, 64, None, (8, 0)), r"fa3 needs a GPU of .* \(Hopper\)"),
+    ],
+)
+def test_a_kernel_that_cannot_be_had_is_refused(choice: str, ask: Any, why: str) -> None:
+    with pytest.raises(Refused, match=f"attention: {why}.*choose auto"):
+        select_kernel(*ask, AttentionKernel(choice))
 
 
 def test_a_dtype_without_exact_attention_is_refused() -> None:

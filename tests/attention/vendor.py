@@ -113,13 +113,17 @@ def cudnn_backward(*given: Any, **options: Any) -> tuple[Tensor, ...]:
 
 
 @contextmanager
-def cuda_ops_on_cpu() -> Iterator[dict[str, int]]:
-    """Within it the CUDA ops answer for CPU tensors; the value counts the calls of each."""
+def cuda_ops_on_cpu(shapes: set[tuple[Any, ...]] | None = None) -> Iterator[dict[str, int]]:
+    """Within it the CUDA ops answer for CPU tensors; the value counts the calls of each. `shapes`
+    takes what each call is distinguished by: the op, and shapes and strides of its tensors."""
     calls: dict[str, int] = {}
 
     def counted(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any, **options: Any) -> Any:
             calls[name] = calls.get(name, 0) + 1
+            if shapes is not None:
+                tensors = (x for x in given if isinstance(x, Tensor))
+                shapes.add((name, *((x.shape, x.stride()) for x in tensors)))
             return op(*given, **options)
 
         return call

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from farspan.spec import Refused, Schedule, Tier
+from farspan.spec import AttentionKernel, Kernels, Refused, Schedule, Tier
 from farspan.train.config import (
     OptimizerConfig,
     RunConfig,
@@ -30,6 +30,13 @@ def write(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     return path
+
+
+def test_kernels_are_named_in_a_run_file(tmp_path: Path) -> None:
+    run = load_run(write(tmp_path, RUN + "kernels: {attention: fa3, compile: true}"))
+    assert run.kernels == Kernels(AttentionKernel.FA3, compile=True)
+    with pytest.raises(Refused, match=r"kernels\.attention: expected one of auto, cudnn, flash"):
+        load_run(write(tmp_path, RUN + "kernels: {attention: triton}"))
 
 
 def test_a_run_file_becomes_a_run(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from farspan.engine.batch import trained_token_count
 from farspan.engine.step import Step
-from farspan.spec import Schedule
+from farspan.spec import AttentionKernel, Kernels, Refused, Schedule
 from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig
 from farspan.train.default import default_run
 from farspan.train.loop import Result, train
@@ -131,6 +131,13 @@ def test_the_schedule_reaches_the_engine(tmp_path: Path) -> None:
     about = json.loads((tmp_path / "run" / "about.json").read_text())
     assert about["schedule"] == to_mapping(made[0])
     assert about["memory"]["device_arena"] > 0
+
+
+def test_named_kernels_reach_the_engine(tmp_path: Path) -> None:
+    """Here, without a GPU, they are refused by name."""
+    run = replace(tiny_run(tmp_path, schedule=SCHEDULE), kernels=Kernels(AttentionKernel.FLASH))
+    with pytest.raises(Refused, match="attention: flash needs a CUDA GPU"):
+        train(run, reporter=Quiet())
 
 
 def test_memory_is_predicted(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ No aten backward adds into a given tensor: gradients are fresh tensors in the in
 the accumulate dtype (`Tiled`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Protocol
 
@@ -20,9 +20,10 @@ from torch import Tensor
 
 from farspan.attention.tiled import Tiled, visible
 from farspan.plan.blocks import Block, tile_window
-from farspan.spec import Refused
+from farspan.spec import AttentionKernel, Refused
 
 aten = torch.ops.aten
+LENGTHS = 128  # cuDNN's gradients are right where lengths are multiples of this
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
@@ -193,20 +194,35 @@ class CudaCudnn:
 
     bf16, fp16; D == Dv, a multiple of 8 up to 128; GQA inside. Its causal mask is aligned top
     left. Right only without mask and with lengths that are multiples of 128 (dQ can be NaN
-    elsewhere). It builds a plan for each pair of lengths (0.1 to 0.4 s, kept for each thread): on
-    the coarser grid of `grid` tokens, chunks and key blocks have few pairs and documents, of any
-    length, do not come here at all.
+    elsewhere). It builds a plan for each pair of lengths (0.1 to 0.4 s, kept for each thread), so
+    it gets few: queries of whole chunks, whose lengths are `queries` (None: any on the grid), and
+    keys in powers of two times `grid`. Blocks of earlier keys are cut into such pieces; what is
+    left of them goes elsewhere, as documents do, whose lengths are any.
     """
 
     other: BlockKernel
     grid: int = 1024
+    queries: tuple[int, ...] | None = None
     softcap: None = None
 
     def __post_init__(self) -> None:
-        assert self.grid % 128 == 0, self.grid
+        assert self.grid % LENGTHS == 0, self.grid
 
     def split(self, block: Block) -> tuple[Block, ...]:
-        return (block,) if self._fits(block) else self.other.split(block)
+        if not self._takes_queries(block):
+            return self.other.split(block)
+        # Own blocks must not share a query: squares stay whole, whatever their side.
+        if block.causal:
+            return (block,)
+        pieces, start = [], block.k_start
+        while block.k_stop - start >= self.grid:
+            units = (block.k_stop - start) // self.grid
+            stop = start + self.grid * 2 ** (units.bit_length() - 1)
+            pieces.append(replace(block, k_start=start, k_stop=stop))
+            start = stop
+        if start < block.k_stop:
+            pieces.extend(self.other.split(replace(block, k_start=start)))
+        return tuple(pieces)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
@@ -244,8 +260,17 @@ class CudaCudnn:
         )
 
     def _fits(self, block: Block) -> bool:
-        aligned = block.queries % self.grid == 0 and block.keys % self.grid == 0
-        return aligned and block.window is None
+        if not self._takes_queries(block):
+            return False
+        units, rest = divmod(block.keys, self.grid)
+        return block.causal or (rest == 0 and units.bit_count() == 1)
+
+    def _takes_queries(self, block: Block) -> bool:
+        if self.queries is None:
+            known = block.queries % self.grid == 0
+        else:
+            known = block.queries in self.queries and block.queries % LENGTHS == 0
+        return known and block.window is None
 
 
 def select_kernel(
@@ -255,13 +280,16 @@ def select_kernel(
     value_dim: int,
     softcap: float | None,
     capability: tuple[int, int] = (9, 0),
+    choice: AttentionKernel = AttentionKernel.AUTO,
+    queries: tuple[int, ...] | None = None,
 ) -> BlockKernel:
-    """The fastest exact kernel for these heads.
+    """The fastest exact kernel for these heads, or the one that is chosen.
 
     `capability` is the CUDA device's; its flash and cuDNN ops need (8, 0). cuDNN's backward is
     not deterministic, so it is left out under `torch.use_deterministic_algorithms`, and where
-    `torch.backends.cuda.enable_cudnn_sdp(False)` switched it off. Raises Refused for a dtype
-    that is not a floating type of 16 bits or more.
+    `torch.backends.cuda.enable_cudnn_sdp(False)` switched it off. `queries` are the lengths of
+    whole chunks. Raises Refused for a dtype that is not a floating type of 16 bits or more, and
+    where a choice cannot be met.
     """
     half = dtype in (torch.bfloat16, torch.float16)
     if not half and dtype not in (torch.float32, torch.float64):
@@ -269,13 +297,30 @@ def select_kernel(
             f"dtype: expected float64, float32, bfloat16 or float16 for attention, got {dtype}; "
             "load the model in one of these"
         )
-    if softcap is not None or head_dim != value_dim:
-        return Tiled(softcap)
-    if device_type == "cpu":
-        return CpuFlash()
-    if device_type != "cuda" or capability < (8, 0) or not half or head_dim % 8 or head_dim > 256:
-        return Tiled()
+    plain = softcap is None and head_dim == value_dim
+    on_cuda = device_type == "cuda" and capability >= (8, 0)
+    if not (on_cuda and plain and half and head_dim % 8 == 0 and head_dim <= 256):
+        _refuse_choice(
+            choice,
+            "a CUDA GPU of compute capability 8.0 or more, bfloat16 or "
+            "float16, and heads of a multiple of 8 up to 256 elements without a soft cap",
+        )
+        return CpuFlash() if plain and device_type == "cpu" else Tiled(softcap)
+    if choice is AttentionKernel.FA3 and capability[0] != 9:
+        _refuse_choice(choice, "a GPU of compute capability 9 (Hopper)")
+    if choice in (AttentionKernel.FLASH, AttentionKernel.FA3):
+        return CudaFlash()
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     if head_dim > 128 or not cudnn or torch.are_deterministic_algorithms_enabled():
+        _refuse_choice(
+            choice,
+            "heads of up to 128 elements, torch.backends.cuda.enable_cudnn_sdp "
+            "and no torch.use_deterministic_algorithms",
+        )
         return CudaFlash()
-    return CudaCudnn(CudaFlash())
+    return CudaCudnn(CudaFlash(), queries=queries)
+
+
+def _refuse_choice(choice: AttentionKernel, needs: str) -> None:
+    if choice is not AttentionKernel.AUTO:
+        raise Refused(f"attention: {choice.value} needs {needs}; choose auto")

@@ -6,14 +6,14 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from farspan.attention.backends import select_kernel
 from farspan.attention.cell import AttentionCall
 from farspan.engine.batch import Batch
 from farspan.engine.cell import Cell, CellDone, Entry, Rows
 from farspan.engine.gradients import Gradients
 from farspan.engine.head import Head as HeadStage
+from farspan.engine.kernels import AttentionKernels
 from farspan.engine.layers import Layers
 from farspan.engine.prefix import Prefix, Slots, streamed_spans
 from farspan.engine.storage import Storage
@@ -69,6 +69,7 @@ class Interpreter:
     gradients: Gradients
     after: Callable[[Instruction], None]  # called when an instruction was issued
     layers: Layers
+    kernels: AttentionKernels
     slots: Slots = field(init=False)
     hidden: dict[int, Tensor] = field(default_factory=dict)
     gradient: dict[int, Tensor] = field(default_factory=dict)
@@ -212,7 +213,7 @@ class Interpreter:
                 saved = SavedCell(
                     (*layer.parameters(), *layer.buffers()), self._named(i.layer, hidden, cell)
                 )
-                with saved_tensors_hooks(saved.pack, saved.unpack):
+                with saved.hooks():
                     out = self.layers.run(i, Entry.apply(anchor, hidden, sink), call)
                 saved.seal(self._planned_cell(i))
         cell.write_kv = cell.held = None
@@ -288,14 +289,5 @@ class Interpreter:
     def _attention_call(self, layer: int, chunk: int, scale: float) -> AttentionCall:
         spec = self.program.model.layers[layer]
         start = self.program.chunks[chunk][0]
-        device = self.boundary.device
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-        kernel = select_kernel(
-            device.type,
-            self.storage.dtype,
-            spec.head_dim,
-            spec.value_dim,
-            spec.softcap,
-            capability,
-        )
+        kernel = self.kernels.of(spec, self.program)
         return AttentionCall(scale, spec.softcap, self._blocks(layer, chunk), start, kernel)

@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from farspan.engine.batch import Batch, make_batch
 from farspan.engine.gradients import Gradients
 from farspan.engine.head import Head
+from farspan.engine.kernels import AttentionKernels, refuse_wide_calls
 from farspan.engine.layers import Layers, TiledLayers
 from farspan.engine.run import Interpreter
 from farspan.engine.storage import Storage
 from farspan.memory.host import refuse_beyond
 from farspan.models.boundary import Boundary
+from farspan.models.compiled import compile_layers
 from farspan.models.describe import describe
 from farspan.models.refuse import refuse_context, refuse_dropout, refuse_model
 from farspan.models.route import routed
@@ -25,7 +27,7 @@ from farspan.plan.program import Backward, Forward, Instruction, Program
 from farspan.plan.program import Head as HeadInstruction
 from farspan.plan.reads import unread_outputs
 from farspan.plan.waits import Order, waits
-from farspan.spec import ModelSpec, Refused, RunSpec, Schedule, Tier
+from farspan.spec import Kernels, ModelSpec, Refused, RunSpec, Schedule, Tier
 from farspan.transfer.arena import Arena
 from farspan.transfer.copies import CopyEngine
 
@@ -69,11 +71,12 @@ class Step:
         progress: Callable[[Progress], None] | None = None,
         poison: bool = False,
         overlap: bool | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         """`progress` is called after every cell and may raise to abandon the step. `poison` fills
         the arenas with NaN before every step: nothing may depend on what they held. With `overlap`
         copies run beside the computation, which is what they do on CUDA unless it is False; the
-        results are the same bits."""
+        results are the same bits. `kernels` says who computes."""
         if not isinstance(schedule, Schedule):
             raise Refused(
                 f"schedule: expected a farspan.Schedule, got {schedule!r}; for a strategy's, call "
@@ -83,6 +86,12 @@ class Step:
         self.schedule = schedule
         self.progress = progress
         self.poison = poison
+        kernels = kernels or Kernels()
+        self.kernels = AttentionKernels(
+            self.boundary.device, self.boundary.dtype, kernels.attention
+        )
+        if kernels.compile:
+            compile_layers(self.boundary)
         device = self.boundary.device
         on_cuda = device.type == "cuda"
         self.copies = CopyEngine(device, overlap=on_cuda if overlap is None else overlap)
@@ -134,6 +143,8 @@ class Step:
         run = RunSpec(batch, tokens)
         key = run, evaluation
         if key not in self._programs:
+            if self.boundary.device.type == "cuda":
+                refuse_wide_calls(self.model_spec, run, self.schedule)
             build = build_evaluation if evaluation else build_program
             while len(self._programs) >= PROGRAMS_KEPT:
                 del self._programs[next(iter(self._programs))]
@@ -179,20 +190,11 @@ class Step:
         refuse_dropout(model)
         spec = describe(self.boundary)
         self.schedule.group_sizes(len(spec.layers))
-        self._refuse_wide_chunks(spec)
+        self.kernels.refuse(spec)
         if self.schedule.mlp_tokens is not None:
             self._tokenwise = tokenwise(self.boundary)
         self._programs.clear()
         return spec
-
-    def _refuse_wide_chunks(self, spec: ModelSpec) -> None:
-        """CUDA attention kernels index a chunk's queries with 32 bits."""
-        widest = max(layer.query_heads * layer.head_dim for layer in spec.layers)
-        if self.boundary.device.type == "cuda" and self.schedule.chunk * widest >= 2**31:
-            raise Refused(
-                f"chunk: {self.schedule.chunk:,} tokens of {widest:,} query elements are beyond "
-                f"what CUDA attention kernels index; use at most {(2**31 - 1) // widest:,}"
-            )
 
     def _batch(self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None) -> Batch:
         refuse_model(self.boundary.model)
@@ -235,11 +237,12 @@ class Step:
             gradients,
             _Counter(program, self.progress),
             self._layers(program, gradients),
+            self.kernels,
         )
         orders = self._orders_of(program) if self.copies.overlap else None
         self.copies.begin()
         try:
-            with routed(self.boundary.model):
+            with routed(self.boundary.model), self.kernels.ready():
                 loss = interpreter.run(orders)
         finally:
             self.copies.end()

@@ -98,8 +98,7 @@ def _count(
     hidden, call, named, attention = cell
     layer = boundary.layers[index]
     saved = SavedCell((*layer.parameters(), *layer.buffers()), named)
-    hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
-    with torch.enable_grad(), answering(attention), hooks:
+    with torch.enable_grad(), answering(attention), saved.hooks():
         out = boundary.run_layer(index, hidden.requires_grad_(), call)
     # The graph of `out` held the saved tensors while they were counted; nothing outlives this.
     del out

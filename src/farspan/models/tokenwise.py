@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from farspan.attention.reference import reference
 from farspan.models.boundary import Boundary, LayerCall, copy_module, run_layer
@@ -194,7 +193,7 @@ class _Watch(nn.Module):
         named = {str(number): x for number, x in enumerate(given)}
         saved = SavedCell((*child.parameters(), *child.buffers()), named)
         self._inside.append(self._name)
-        with saved_tensors_hooks(saved.pack, saved.unpack):
+        with saved.hooks():
             out = child(*arguments, **keywords)
         self._inside.pop()
         seen.calls += 1

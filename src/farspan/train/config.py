@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from farspan.data.config import DataConfig
-from farspan.spec import Refused, Schedule, Tier
+from farspan.spec import Kernels, Refused, Schedule, Tier
 from farspan.train.strict import build, read_mapping, to_mapping
 
 AUTO = "auto"  # as a strategy: the planner's
@@ -183,6 +183,7 @@ class RunConfig:
     allocator: DeviceAllocator = DeviceAllocator.DEFAULT
     nonfinite: OnNonfinite = OnNonfinite.STOP
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    kernels: Kernels = field(default_factory=Kernels)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)

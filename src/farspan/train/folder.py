@@ -28,10 +28,10 @@ from farspan.train.strict import flatten, read_mapping, to_mapping
 # looks at them, what happens after a failure, and how and where the same gradients are computed.
 FREE = (
     *("folder", "data.cache", "nonfinite", "checkpoints.", "evaluation."),
-    *("device", "allocator", "schedule."),
+    *("device", "allocator", "schedule.", "kernels."),
 )
 # Of these, the ones that change roundings: the run goes on, but not to the same bits.
-ROUNDING = ("device", "schedule.")
+ROUNDING = ("device", "schedule.", "kernels.")
 # Free between the device and the host, which hold the same tensors; of other folders: not given.
 STATES = "optimizer.states"
 SAME_STATES = (None, StatesPlace.AUTO, StatesPlace.DEVICE, StatesPlace.HOST)

@@ -96,7 +96,7 @@ class Parts:
 
     # path, config, dtype, overrides, seed, device, trust_remote_code -> a model
     load_model: Callable[..., Any] = load_model
-    make_step: Callable[[Any, Schedule], StepLike] = Step
+    make_step: Callable[..., StepLike] = Step  # model, schedule, kernels where any is named
     strategy: Callable[[str, int, int], Schedule] = strategy  # name, layers, tokens
     count_trained: Callable[[Tensor, Tensor | None], int] = trained_token_count
     # step, batch, tokens, the optimizer's bytes, called after each cell, whether gradients are

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 from farspan.engine.meter import PeakMeter
-from farspan.spec import Refused, Tier
+from farspan.spec import Kernels, Refused, Tier
 from farspan.train.choice import Choice, Chooser, describe_schedule
 from farspan.train.config import RunConfig
 from farspan.train.memory import Expected, compare, describe, shown
@@ -144,7 +144,11 @@ class Runner:
             self._choice = self._chooser.first()
             self._tell.note(f"schedule: {describe_schedule(self._choice)}{_because(self._choice)}")
         if self._step is None:
-            self._step = self._parts.make_step(self._use.model, self._choice.schedule)
+            # Spelt out only where it says something: other engines need not know of kernels.
+            named = self._run.kernels != Kernels()
+            kernels = {"kernels": self._run.kernels} if named else {}
+            model, schedule = self._use.model, self._choice.schedule
+            self._step = self._parts.make_step(model, schedule, **kernels)
             self._expected = None
         if self._expected is None:
             self._tell.note("rehearsing a short step to see what a cell holds")

@@ -10,11 +10,13 @@ the halves of a fused projection are stored together, and a view comes back with
 alignment it had; kernels choose by them, and the backward must give the same bits.
 """
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from farspan.plan.sizes import ALIGNMENT, aligned
 
@@ -58,6 +60,14 @@ class SavedCell:
         self._places: dict[int, tuple[int, int]] = {}  # storage: low, place
         self._bytes: Tensor | None = None
         self.references: set[str] = set()  # named tensors the graph saved
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Inside them autograd saves here."""
+        pack, unpack = self.pack, self.unpack
+        # Compiled modules save in frames that the compiler watches: it must not trace these.
+        if "torch._dynamo" in sys.modules:
+            pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
+        return saved_tensors_hooks(pack, unpack)
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
         if _storage(tensor) in self._parameters:

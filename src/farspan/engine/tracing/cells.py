@@ -18,6 +18,7 @@ from farspan.attention.merge import accumulate_dtype
 from farspan.engine.batch import Batch
 from farspan.engine.gradients import Gradients
 from farspan.engine.head import Head
+from farspan.engine.kernels import AttentionKernels
 from farspan.engine.layers import Layers
 from farspan.engine.run import Interpreter
 from farspan.engine.storage import Storage
@@ -102,9 +103,8 @@ def _run(
             last = name
             recorder.mark(name)
 
-    interpreter = MetaInterpreter(
-        boundary, program, storage, batch, head, Gradients(), mark, Layers(boundary)
-    )
+    seams = mark, Layers(boundary), AttentionKernels(META, boundary.dtype)
+    interpreter = MetaInterpreter(boundary, program, storage, batch, head, Gradients(), *seams)
     mark()
     with routed(boundary.model):
         interpreter.run()

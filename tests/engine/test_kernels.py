@@ -1,0 +1,166 @@
+"""Who computes: attention kernels, what they cannot index, and compiled modules."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from farspan.attention.backends import CudaCudnn, CudaFlash
+from farspan.engine.kernels import INDEXED, AttentionKernels, chunk_lengths, refuse_wide_calls
+from farspan.engine.step import Step
+from farspan.plan.blocks import plan_blocks
+from farspan.plan.build import build_program
+from farspan.plan.grid import chunk_ranges
+from farspan.spec import (
+    AttentionKernel,
+    Kernels,
+    LayerSpec,
+    ModelSpec,
+    Refused,
+    RunSpec,
+    Schedule,
+)
+from tests.engine.checks import draw, errors, run_oracle, run_step
+from tests.zoo import make_model, shared_model
+
+HEADS, WIDTH = 32, 128
+MODEL = ModelSpec("mha", 4096, 32000, (LayerSpec(HEADS, HEADS, WIDTH, WIDTH),), 2)
+LONG = RunSpec(2, 2**22)
+
+
+def largest_index(run: RunSpec, schedule: Schedule, kv_heads: int = HEADS) -> int:
+    """Of any element that an attention call reaches in its tensors: q, k, v and their gradients in
+    their layouts [B, C, H, D] and [S, B, Hk, D], and dK, dV at query heads, as flash attention
+    holds them."""
+    chunks = chunk_ranges(run.tokens, schedule.chunk)
+    lengths = tuple({stop - start for start, stop in (chunks[0], chunks[-1])})
+    kernel = CudaCudnn(CudaFlash(), queries=lengths)
+    largest = 0
+    # The last chunks see most keys; of the others only the first is alike.
+    for start, stop in (chunks[0], *chunks[-2:]):
+        for block in plan_blocks(start, stop, schedule.kv_block, None):
+            for piece in kernel.split(block):
+                queries = run.batch * piece.queries * HEADS * WIDTH
+                keys = piece.keys * run.batch * kv_heads * WIDTH
+                expanded = run.batch * piece.keys * HEADS * WIDTH
+                largest = max(largest, queries - 1, keys - 1, expanded - 1)
+    return largest
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [Schedule(), Schedule(chunk=131072, kv_block=131072), Schedule(chunk=262143, kv_block=262143)],
+)
+def test_no_index_is_beyond_32_bits(schedule: Schedule) -> None:
+    """At 4M tokens, two sequences, as many key heads as query heads: up to the largest chunk and
+    block that are taken."""
+    refuse_wide_calls(MODEL, LONG, schedule)
+    assert largest_index(LONG, schedule) < 2**31 - 1
+
+
+@pytest.mark.parametrize("field", ["chunk", "kv_block"])
+def test_what_would_be_beyond_is_refused(field: str) -> None:
+    schedule = Schedule(chunk=262144) if field == "chunk" else Schedule(kv_block=262144)
+    assert largest_index(LONG, schedule) + 1 >= INDEXED
+    with pytest.raises(Refused, match=rf"{field}: 262,144 tokens .* use at most 262,143"):
+        refuse_wide_calls(MODEL, LONG, schedule)
+    refuse_wide_calls(MODEL, RunSpec(1, 2**22), schedule)
+    refuse_wide_calls(MODEL, RunSpec(2, 100), schedule)
+
+
+def test_kernels_know_the_chunks_of_a_program() -> None:
+    for tokens, lengths in ((100, (4, 16)), (96, (16,)), (7, (7,))):
+        program = build_program(MODEL, RunSpec(1, tokens), Schedule(chunk=16))
+        assert chunk_lengths(program) == lengths
+
+
+@pytest.mark.parametrize("choice", [c for c in AttentionKernel if c is not AttentionKernel.AUTO])
+def test_a_step_without_a_gpu_refuses_named_kernels(choice: AttentionKernel) -> None:
+    with pytest.raises(Refused, match=f"attention: {choice.value} needs a CUDA GPU.*choose auto"):
+        Step(shared_model("qwen2"), Schedule(chunk=16), kernels=Kernels(choice))
+
+
+def test_kernels_are_checked() -> None:
+    with pytest.raises(Refused, match="attention: expected one of auto, cudnn, flash, fa3, got"):
+        Kernels("triton")  # type: ignore[arg-type]
+    with pytest.raises(Refused, match="compile: expected true or false"):
+        Kernels(compile="yes")  # type: ignore[arg-type]
+
+
+def test_flash_attention_3_is_on_while_a_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only then; nothing else turns it on."""
+    seen: list[bool] = []
+    on = False
+
+    class Watched:
+        def __enter__(self) -> None:
+            nonlocal on
+            on = True
+
+        def __exit__(self, *_: object) -> None:
+            nonlocal on
+            on = False
+
+    monkeypatch.setattr("farspan.engine.kernels.flash_attention_3", Watched)
+    model, data = shared_model("qwen2"), draw(20)
+    step = Step(model, Schedule(chunk=16), progress=lambda _: seen.append(on))
+    run_step(model, step, data)
+    assert not any(seen)
+    seen.clear()
+    step.kernels = ThirdOnCpu(step.boundary.device, step.boundary.dtype, AttentionKernel.FA3)
+    run_step(model, step, data)
+    assert seen
+    assert all(seen)
+    assert not on
+
+
+class ThirdOnCpu(AttentionKernels):
+    """Names flash attention 3, and computes with what is there."""
+
+    def of(self, spec: LayerSpec, program: object = None) -> object:  # type: ignore[override]
+        del program
+        return AttentionKernels(self.device, self.dtype).of(spec)
+
+
+# -- compiled modules --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("changes", [{}, {"mlp_tokens": 5}, {"activations_kept": 1.0}], ids=str)
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of the compiler's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not:UserWarning")
+def test_compiled_modules_are_no_less_accurate(changes: dict[str, Any], tmp_path: Path) -> None:
+    """In float32, against float64: no parameter's gradient is off by more than twice what plain
+    PyTorch's own is, or by one rounding of the whole; and the model is saved as ever."""
+    sizes = {"num_hidden_layers": 2}
+    exact_model = make_model("qwen2", torch.float64, **sizes)
+    model = make_model("qwen2", torch.float32, **sizes)
+    model.load_state_dict(exact_model.state_dict())
+    names = list(model.state_dict())
+    data = draw(37, batch=2)
+    exact, plain = run_oracle(exact_model, data), run_oracle(model, data)
+    step = Step(model, Schedule(chunk=16, **changes), kernels=Kernels(compile=True))
+    compiled = [m for m in model.modules() if m._compiled_call_impl is not None]
+    assert len(compiled) == 2 * 3
+    found = run_step(model, step, data)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2
+    theirs, ours = (errors(x.gradients, exact.gradients) for x in (plain, found))
+    rounding = torch.finfo(torch.float32).eps
+    wrong = {n: e for n, e in ours.items() if not e <= 2 * theirs[n] + rounding}
+    assert not wrong, wrong
+    assert list(model.state_dict()) == names
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(again.get_parameter(name), parameter)
