@@ -64,6 +64,14 @@ class Wait(NamedTuple):
 Order = dict[Lane, tuple[Wait, ...]]
 
 NEVER = -1
+# Programs have up to 300,000 instructions, and a search derives the waits of several: an enum's own
+# iterator and length, asked for each of them, were a third of the time.
+_LANES = tuple(Lane)
+
+
+def _never() -> list[int]:
+    """By lane: nothing so far."""
+    return [NEVER] * len(_LANES)
 
 
 def waits(program: Program, hazards: Collection[Hazard] = EVERY) -> tuple[Order, ...]:
@@ -81,8 +89,8 @@ def waits(program: Program, hazards: Collection[Hazard] = EVERY) -> tuple[Order,
 class _Last:
     """The latest instruction of each lane that wrote a place, and that read it."""
 
-    written: list[int] = field(default_factory=lambda: [NEVER] * len(Lane))
-    read: list[int] = field(default_factory=lambda: [NEVER] * len(Lane))
+    written: list[int] = field(default_factory=_never)
+    read: list[int] = field(default_factory=_never)
 
     def note(self, access: Access, index: int) -> None:
         (self.written if access.writes else self.read)[access.lane] = index
@@ -119,8 +127,8 @@ class _Derivation:
     hazards: frozenset[Hazard]
     held: dict[str, _Held] = field(default_factory=dict)
     freed: list[_Held] = field(default_factory=list)
-    known: list[list[int]] = field(default_factory=lambda: [[NEVER] * len(Lane) for _ in Lane])
-    then: list[dict[int, list[int]]] = field(default_factory=lambda: [{} for _ in Lane])
+    known: list[list[int]] = field(default_factory=lambda: [_never() for _ in _LANES])
+    then: list[dict[int, list[int]]] = field(default_factory=lambda: [{} for _ in _LANES])
 
     def order(self, index: int, i: Instruction, accesses: list[Access]) -> Order:
         if isinstance(i, Allocate):
@@ -129,10 +137,13 @@ class _Derivation:
         if isinstance(i, Free):
             self.freed.append(self.held.pop(i.buffer))
             return {}
-        needed: dict[Lane, list[int]] = {lane_of(i): [NEVER] * len(Lane)}
+        needed: dict[Lane, list[int]] = {lane_of(i): _never()}
+        clears = isinstance(i, Clear)
         for access in accesses:
-            after = needed.setdefault(access.lane, [NEVER] * len(Lane))
-            self._require(access, after, clears=isinstance(i, Clear))
+            after = needed.get(access.lane)
+            if after is None:
+                after = needed[access.lane] = _never()
+            self._require(access, after, clears=clears)
         for access in accesses:
             held = self.held[access.buffer]
             held.place(access.place).note(access, index)
@@ -142,7 +153,7 @@ class _Derivation:
     def _allocate(self, name: str) -> None:
         buffer = self.program.buffers[name]
         old = [held for held in self.freed if overlap(held.buffer, buffer)]
-        owners = [max((held.used(lane) for held in old), default=NEVER) for lane in Lane]
+        owners = [max((held.used(lane) for held in old), default=NEVER) for lane in _LANES]
         self.held[name] = _Held(buffer, owners)
 
     def _require(self, access: Access, after: list[int], *, clears: bool) -> None:
@@ -164,27 +175,31 @@ class _Derivation:
 
     def _follow(self, lane: Lane, index: int, after: list[int]) -> tuple[Wait, ...]:
         known = self.known[lane]
-        new = [other for other in Lane if other is not lane and after[other] > known[other]]
-        found = []
-        for other in new:
-            implied = any(
-                self.then[third][after[third]][other] >= after[other]
-                for third in new
-                if third is not other
-            )
-            if not implied:
-                found.append(Wait(other, after[other]))
+        new = [other for other in _LANES if after[other] > known[other] and other is not lane]
+        found = [Wait(other, after[other]) for other in new if not self._implied(other, after, new)]
         for other in new:
             _raise(known, self.then[other][after[other]])
         known[lane] = index
         self.then[lane][index] = known.copy()
         return tuple(found)
 
+    def _implied(self, other: Lane, after: list[int], new: list[Lane]) -> bool:
+        """Has another lane that is waited for followed this one far enough?"""
+        return any(
+            self.then[third][after[third]][other] >= after[other]
+            for third in new
+            if third is not other
+        )
+
 
 def _raise(after: list[int], to: list[int]) -> None:
-    for lane, index in enumerate(to):
-        if index > after[lane]:
-            after[lane] = index
+    computed, fetched, evicted = to
+    if computed > after[0]:
+        after[0] = computed
+    if fetched > after[1]:
+        after[1] = fetched
+    if evicted > after[2]:
+        after[2] = evicted
 
 
 def overlap(one: Buffer, other: Buffer) -> bool:
