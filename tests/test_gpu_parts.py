@@ -100,7 +100,7 @@ def test_kernels_have_a_line(name: str, category: str, kind: str) -> None:
 
 
 def test_a_profile_is_read() -> None:
-    events = [
+    events: list[Row] = [
         {"ph": "M", "name": "process_name"},
         {"ph": "X", "cat": "user_annotation", "name": "farspan step", "ts": 10.0, "dur": 20.0},
         {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 12.0, "dur": 3.0},
@@ -203,9 +203,12 @@ def test_the_baseline_is_the_model_itself(offload: bool, monkeypatch: pytest.Mon
 
 def test_the_baseline_offloads_every_layers_input(monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[tuple[int, ...]] = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda x: packed.append(tuple(x.shape)) or x, lambda x: x
-    ):
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        packed.append(tuple(x.shape))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         baseline = Baseline(tiny_settings(), 3, offload=False)
         monkeypatch.setattr(huggingface, "loss_of", lambda hidden, *_: hidden.sum())
         baseline.step(torch.zeros(1, 40, dtype=torch.long))

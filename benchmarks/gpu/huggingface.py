@@ -194,7 +194,10 @@ def _one_step(
             synchronize(settings["device"])
             row["seconds"] = time.perf_counter() - began
         row.update(peaks.to_json())
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        # Not only torch's own kind: the driver and the libraries have words for it too.
+        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+            raise
         row["words"] = str(error)[:300]
         return False
     return True
