@@ -99,6 +99,38 @@ def test_the_same_inputs_give_the_same_bits_and_totals_add_up(
         assert torch.equal(twice[name], 2 * tensor if name in "kv" else tensor), name
 
 
+def spread(x: torch.Tensor) -> torch.Tensor:
+    """The same vectors so far apart that the last begin beyond 2**31 elements. Memory between them
+    is never touched, hence never given."""
+    apart = 2**31 // (len(x) - x.shape[3])
+    storage = torch.UntypedStorage(len(x) * apart * x.itemsize)
+    far = x.new_empty(0).set_(storage, 0, x.shape, (apart, *x.stride()[1:]))
+    return far.copy_(x)
+
+
+def run_spread(case: PagedCase) -> list[tuple[torch.Tensor, ...]]:
+    """All results from tensors that are dense and from tensors that are spread."""
+    inputs = make_paged(case)
+    inputs.choice[0, 0, 0, -1] = case.tokens // case.page - 1
+    table = PageTable(inputs.choice, case.page, case.tokens, case.tokens)
+    call = PagedCall(table, case.scale, None, SMALL)
+    results: list[tuple[torch.Tensor, ...]] = []
+    for place in (torch.Tensor.clone, spread):
+        k, v = place(inputs.k), place(inputs.v)
+        totals = Gradients(*(place(torch.zeros_like(x, dtype=torch.float32)) for x in (k, v)))
+        attended = attend_pages(call, inputs.q, k, v)
+        dq = attend_pages_backward(call, inputs.dout, inputs.q, k, v, attended, totals)
+        results.append((*attended, dq, totals.dk.clone(), totals.dv.clone()))
+    return results
+
+
+def test_tensors_of_more_elements_than_an_int32_counts(interpreted: ProcessPoolExecutor) -> None:
+    case = replace(PLAIN, queries=16, tokens=64, kv_heads=1, group=1, dtype=HALF)
+    dense, far = interpreted.submit(run_spread, case).result()
+    for one, other in zip(dense, far, strict=True):
+        assert torch.equal(one, other)
+
+
 def steps(case: SparseCase, inputs: Inputs, count: int) -> tuple[list[Results], torch.Tensor]:
     sequence = Sequence(case)
     return [sequence.step(inputs) for _ in range(count)], sequence.choice()
