@@ -1,6 +1,7 @@
 """The kernels: which is chosen, and that each meets its vendor op's contract."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -236,8 +237,9 @@ def test_a_kernel_may_be_named(choice: AttentionKernel, kernel: BlockKernel) -> 
     ],
 )
 def test_a_kernel_that_cannot_be_had_is_refused(choice: str, ask: Any, why: str) -> None:
+    chosen = partial(select_kernel, choice=AttentionKernel(choice))
     with pytest.raises(Refused, match=f"attention: {why}.*choose auto"):
-        select_kernel(*ask, AttentionKernel(choice))
+        chosen(*ask)
 
 
 def test_a_dtype_without_exact_attention_is_refused() -> None:

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from farspan.models.compiled import uncompiled
+
 
 class LiveStorage(TorchDispatchMode):
     """Counts the bytes of every storage that is born inside the block and still alive.
@@ -61,11 +63,13 @@ class PeakMeter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._storage = LiveStorage() if device.type == "cpu" else None
+        self._uncompiled = uncompiled()
         self._before = 0
         self.peak = 0
 
     def __enter__(self) -> Self:
         if self._storage is not None:
+            self._uncompiled.__enter__()
             self._storage.__enter__()
         else:
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -80,6 +84,7 @@ class PeakMeter:
     ) -> None:
         if self._storage is not None:
             self._storage.__exit__(kind, error, trace)
+            self._uncompiled.__exit__(kind, error, trace)
             self.peak = self._storage.peak
         else:
             self.peak = torch.cuda.max_memory_allocated(self._device) - self._before

@@ -1,10 +1,24 @@
 """Norms and dense MLPs of the layers through torch.compile, which fuses their elementwise work."""
 
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from farspan.models.boundary import Boundary
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside it compiled modules run as they are written. A module that is first called while a
+    dispatch mode looks on would stay uncompiled for good: the compiler gives such code up."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def compile_layers(boundary: Boundary) -> None:
@@ -15,6 +29,11 @@ def compile_layers(boundary: Boundary) -> None:
         for module in _fusible(layer):
             if module._compiled_call_impl is None:
                 module.compile(dynamic=True)
+
+
+def is_compiled(layer: nn.Module) -> bool:
+    """Some module of it goes through the compiler."""
+    return any(module._compiled_call_impl is not None for module in layer.modules())
 
 
 def _fusible(layer: nn.Module) -> Iterator[nn.Module]:

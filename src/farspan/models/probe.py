@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from farspan.attention.reference import reference
 from farspan.models.boundary import Boundary, LayerCall
+from farspan.models.compiled import uncompiled
 from farspan.models.experts import eager_experts
 from farspan.models.route import answering, routed, watching_masks
 from farspan.spec import LayerSpec, Refused
@@ -106,7 +107,7 @@ def probe_layers(boundary: Boundary) -> list[LayerSpec]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, boundary.vocab, (1, TOKENS), generator=generator).to(boundary.device)
     hidden = torch.randn(1, TOKENS, boundary.width, generator=generator).to(boundary.device)
-    with _NoChance():
+    with uncompiled(), _NoChance():
         with watching_masks(boundary.model) as windows:
             whole = _run_whole(boundary, ids)
         with routed(boundary.model):

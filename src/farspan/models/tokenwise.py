@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from farspan.attention.reference import reference
 from farspan.models.boundary import Boundary, LayerCall, copy_module, run_layer
+from farspan.models.compiled import uncompiled
 from farspan.models.experts import eager_experts
 from farspan.models.probe import CUT, MIXING, TOKENS, cast_call, customised, distance
 from farspan.models.route import answering, routed
@@ -46,7 +47,7 @@ def tokenwise(boundary: Boundary) -> tuple[tuple[Tokenwise, ...], ...]:
     not, or a layer has none."""
     known: dict[Any, tuple[Tokenwise, ...]] = {}
     found = []
-    with routed(boundary.model), torch.no_grad():
+    with uncompiled(), routed(boundary.model), torch.no_grad():
         for index, layer in enumerate(boundary.layers):
             shapes = tuple((*p.shape, p.requires_grad) for p in layer.parameters())
             kinds = tuple(type(module) for module in layer.modules())
