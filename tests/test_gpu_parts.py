@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from benchmarks.children import Row
 from benchmarks.gpu import exact, huggingface
+from benchmarks.gpu.device import Peaks
 from benchmarks.gpu.floor import Ceilings, ceilings_of, floor, gap
 from benchmarks.gpu.huggingface import FITS, TIME, Baseline, longest, loss_of
 from benchmarks.gpu.planned import Planner, cut_sizes
@@ -208,13 +209,15 @@ def test_the_baseline_offloads_every_layers_input(monkeypatch: pytest.MonkeyPatc
         packed.append(tuple(x.shape))
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        baseline = Baseline(tiny_settings(), 3, offload=False)
-        monkeypatch.setattr(huggingface, "loss_of", lambda hidden, *_: hidden.sum())
-        baseline.step(torch.zeros(1, 40, dtype=torch.long))
-    # What the hooks of save_on_cpu see: inputs of layers, and little beside them.
-    assert packed.count((1, 40, 32)) >= 3
-    assert not any(40 in shape and 64 in shape for shape in packed)  # nothing of the MLP
+    def save_on_cpu(**_: bool) -> torch.autograd.graph.saved_tensors_hooks:
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+
+    monkeypatch.setattr(huggingface, "save_on_cpu", save_on_cpu)
+    baseline = Baseline(tiny_settings(), 3, offload=True)
+    baseline.step(torch.zeros(1, 40, dtype=torch.long))
+    assert packed.count((1, 40, 32)) >= 3  # inputs of layers
+    assert not any(64 in shape for shape in packed)  # nothing of the MLP
+    assert not any(256 in shape for shape in packed)  # no logits, nor the head
 
 
 def test_a_loss_in_pieces_is_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,3 +242,21 @@ def test_gradients_that_are_off_are_told() -> None:
     assert not exact.compared(far, own)["within"]
     broken = exact.errors({"a": near["a"], "b": torch.tensor([float("nan")])}, exactly)
     assert not exact.compared(broken, own)["within"]
+
+
+def test_peaks_of_a_gpu_are_its_allocators(monkeypatch: pytest.MonkeyPatch) -> None:
+    reset: list[int] = []
+    found = {
+        "reset_peak_memory_stats": lambda: reset.append(1),
+        "max_memory_allocated": lambda: 70,
+        "max_memory_reserved": lambda: 80,
+        "memory_reserved": lambda: 75,
+        "mem_get_info": lambda: (20, 100),
+    }
+    for name, answer in found.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    with Peaks("cuda") as peaks:
+        assert reset == [1]
+    row = peaks.to_json()
+    assert (row["allocated"], row["reserved"], row["outside"]) == (70, 80, 5)
+    assert row["host"] > 2**20
