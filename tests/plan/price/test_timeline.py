@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from farspan.plan.build import build_program
+from farspan.plan.footprints import Lane
 from farspan.plan.price.seconds import Prices
 from farspan.plan.price.timeline import run_time, spans
 from farspan.plan.program import (
@@ -27,6 +28,7 @@ from farspan.plan.program import (
 )
 from farspan.plan.question import Layout, Optimizer, Question
 from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.plan.waits import waits
 from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
 from tests.plan.cases import model_of, steps
 from tests.plan.machines import slow_machine
@@ -183,3 +185,40 @@ def test_gathers_hide_behind_the_layer_before() -> None:
     assert alone.gathers() == 0.0
     total = run_time(many, overlap=True).total
     assert total < run_time(alone, overlap=True).total + many.gathers()
+
+
+def ends_by_waits(prices: Prices) -> dict[tuple[str, int], float]:
+    """When each lane has done its part of each instruction, by the waits of the engine."""
+    program = prices.program
+    free, ends = dict.fromkeys(Lane, 0.0), dict[tuple[str, int], float]()
+    orders = waits(program)
+    for index, (i, order) in enumerate(zip(program.instructions, orders, strict=True)):
+        for lane, after in order.items():
+            earlier = (ends[other.name.lower(), awaited] for other, awaited in after)
+            free[lane] = max([free[lane], *earlier]) + prices.of(i).in_line()
+            ends[lane.name.lower(), index] = free[lane]
+    return ends
+
+
+@pytest.mark.parametrize("tier", Tier)
+@given(step=steps())
+@settings(max_examples=60, deadline=None)
+def test_times_are_those_of_the_engines_waits(
+    tier: Tier, step: tuple[ModelSpec, RunSpec, Schedule]
+) -> None:
+    """Of programs whose cells stream nothing: those use two lanes at a time."""
+    model, run, schedule = step
+    prices = prices_of(model, run, replace(schedule, kv=Tier.DEVICE, x=tier, attention=tier))
+    expected = ends_by_waits(prices)
+    for span in spans(prices):
+        assert span.end == pytest.approx(expected[span.lane, span.index], rel=CLOSE)
+
+
+def test_without_simulation_the_total_is_a_lower_bound() -> None:
+    model, run = model_of(3), RunSpec(1, 64)
+    for name in STRATEGIES:
+        prices = prices_of(model, run, strategy(name, len(model.layers), 64))
+        bound = run_time(prices, overlap=True, simulated=False)
+        found = run_time(prices, overlap=True)
+        assert bound.total <= found.total * (1 + CLOSE)
+        assert replace(bound, total=found.total) == found
