@@ -20,6 +20,10 @@ HOOKS = {
     "set_record_stream_fn": "record_stream",
     "set_reset_fn": "reset",
     "set_memory_fraction_fn": "memory_fraction",
+    # Which capture of a CUDA graph begins, ends and is over.
+    "set_begin_allocate_to_pool": "begin_pool",
+    "set_end_allocate_to_pool_fn": "end_pool",
+    "set_release_pool": "release_pool",
 }
 # Counters of torch.cuda.memory_stats with a meaning here, and ours.
 COUNTERS = {

@@ -15,8 +15,6 @@ import torch
 from farspan.spec import Refused
 
 Function = Callable[..., Any]
-# What CUDAPluggableAllocator may be told beside how to allocate and to free.
-SETTERS = ("set_record_stream_fn", "set_reset_fn", "set_memory_fraction_fn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +23,7 @@ class EntryPoints:
 
     allocate: int  # void* (size_t, int device, cudaStream_t)
     free: int  # void (void*, size_t, int device, cudaStream_t)
-    hooks: Mapping[str, int]  # of SETTERS
+    hooks: Mapping[str, int]  # by CUDAPluggableAllocator's method that sets it
 
 
 @dataclass(slots=True)
