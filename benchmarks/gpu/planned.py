@@ -69,6 +69,7 @@ class Planner:
             optimizer=Optimizer.NONE,
             dtype=self.work.dtype,
             architecture=architecture,
+            overlap=not self.machine.unified,
         )
 
     def mfu(self, tokens: int, layers: int, seconds: float) -> float:

@@ -16,7 +16,7 @@ from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.plan.waits import EVERY, Hazard, waits
 from farspan.spec import Refused, Schedule, Tier
 from farspan.transfer.arena import Arena
-from farspan.transfer.copies import Followed
+from farspan.transfer.copies import CopyEngine, Followed
 from tests.engine.checks import Data, Outcome, assert_same_bits, draw, gradients
 from tests.transfer.lanes import Manner, Recorder, Replay
 from tests.zoo import LAYERS, shared_model
@@ -145,7 +145,10 @@ def bare(hazards: frozenset[Hazard], manner: Manner) -> Tensor:
     step the computation is in between, so that this hazard needs a program of copies alone."""
     model = shared_model("qwen2", torch.float32)
     whole = Step(model, SCHEDULES["offload"]).program(1, 53)
-    copying = Fetch("x.1", "x.in.0", 0), Evict("x.out.0", "x.1", 0)
+    copying: tuple[Fetch | Evict, ...] = (
+        Fetch("x.1", "x.in.0", 0),
+        Evict("x.out.0", "x.1", 0),
+    )
     opened = (Allocate(name) for name in ("x.1", "x.in.0", "x.out.0"))
     program = replace(whole, instructions=(*opened, *copying))
     orders = waits(program, hazards)
@@ -158,8 +161,8 @@ def bare(hazards: frozenset[Hazard], manner: Manner) -> Tensor:
     for tier, arena in arenas.items():
         arena.reserve(program.arena_bytes[tier])
     recorder = Recorder()
-    for copies in (recorder, None):
-        copies = copies or Replay(recorder.told, manner)
+    for replays in (False, True):
+        copies: CopyEngine = Replay(recorder.told, manner) if replays else recorder
         storage = Storage(program, arenas, torch.float32, copies)
         for name, value in (("x.1", 1.0), ("x.in.0", 2.0), ("x.out.0", 3.0)):
             storage.chunk(name, 0, 0)["x"].fill_(value)

@@ -83,9 +83,13 @@ def test_bad_options_are_named() -> None:
     with pytest.raises(NativeError, match="chunk: a power of two, or a multiple of 2 MiB"):
         Allocator(Options(chunk=3 << 20))
     # ctypes would take the low bits of these, which are fine.
-    for name, value in (("device", 2**32 + 1), ("chunk", 2**64 + 4096), ("capacity", 2**64 + 5)):
+    for name, options in (
+        ("device", Options(device=2**32 + 1)),
+        ("chunk", Options(chunk=2**64 + 4096)),
+        ("capacity", Options(capacity=2**64 + 5)),
+    ):
         with pytest.raises(NativeError, match=rf"^{name}: expected 0 to 2\*\*"):
-            Allocator(Options(**{name: value}))
+            Allocator(options)
     with pytest.raises(NativeError, match="no CUDA driver"):
         Allocator(Options(backend=Backend.CUDA, library="/nowhere/libcuda.so.1"))
 

@@ -102,14 +102,14 @@ def plan_command(
     if max_context:
         found = longest_contexts(question, strategies)
         longest = Longest(tuple(strategies or STRATEGIES), found)
-    shown = plan or (longest and longest.best())
+    chosen = _chosen(plan, longest)
     if timeline is not None:
-        write_timeline(timeline, shown)
+        write_timeline(timeline, chosen)
     if as_json:
         print(json.dumps(answer_json(plan, longest)))
     else:
         show(question, plan, longest)
-    raise typer.Exit(0 if shown and shown.fits else FAILED)
+    raise typer.Exit(0 if chosen and chosen.fits else FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +160,13 @@ def show(question: Question, plan: Plan | None, longest: Longest | None) -> None
         console.print(plan_view(best))
 
 
+def _chosen(plan: Plan | None, longest: Longest | None) -> Plan | None:
+    return plan if plan is not None or longest is None else longest.best()
+
+
 def answer_json(plan: Plan | None, longest: Longest | None) -> dict[str, Any]:
     """The plan of the context asked for, or of the longest where none was; beside it, where they
     were asked for, the longest contexts."""
-    shown = plan or (longest and longest.best())
-    answer = {"fits": False} if shown is None else shown.to_json()
+    chosen = _chosen(plan, longest)
+    answer = {"fits": False} if chosen is None else chosen.to_json()
     return answer if longest is None else answer | longest.to_json()

@@ -143,6 +143,6 @@ def span_words(program: Program, span: Span) -> str:
         case Close(group):
             return f"close group {group}"
         case _:
-            chunk = getattr(instruction, "chunk", None)
-            return type(instruction).__name__ + ("" if chunk is None else f" {chunk}")
+            where = getattr(instruction, "chunk", None)
+            return type(instruction).__name__ + ("" if where is None else f" {where}")
     return words if span.lane == "compute" else f"{span.lane} of {words}"
