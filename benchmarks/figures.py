@@ -17,7 +17,7 @@ matplotlib.use("svg")
 from matplotlib import pyplot as plt
 from matplotlib.patches import Rectangle
 
-from benchmarks import fit_figures, fit_page, performance
+from benchmarks import fit_figures, fit_page, performance_figures
 from farspan.plan.build import build_program
 from farspan.plan.program import AttentionMode, Backward, Forward
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule
@@ -130,7 +130,7 @@ def _save(figure: Any, name: str) -> None:
 if __name__ == "__main__":
     draw_grid()
     draw_curves()
-    _save(performance.draw_timeline(), "timeline")
+    _save(performance_figures.draw_timeline(), "timeline")
     for name, (draw, data) in fit_figures.DRAWINGS.items():
         _save(draw(fit_page.load(data)), name)
     fit_page.write()

@@ -1,28 +1,22 @@
-"""The tables and the picture of docs/performance.md: what is planned for an H200, and floors.
+"""The tables of docs/performance.md: what is planned for an H200, and floors.
 
     python -m benchmarks.performance
 
 Everything is computed from the machine's preset, by the planner that `benchmarks.gpu` uses; nothing
-here is measured. The picture needs matplotlib and is drawn by `python -m benchmarks.figures`.
+here is measured. The picture is drawn by `python -m benchmarks.figures` (performance_figures.py).
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from matplotlib import pyplot as plt
 
 from benchmarks.gpu.floor import Ceilings, floor
 from benchmarks.gpu.planned import Planner
 from benchmarks.gpu.show import PUBLISHED
 from benchmarks.gpu.work import AUTO, Item, full
-from farspan.plan.price.evaluate import evaluate
 from farspan.plan.price.machines import machine
 from farspan.plan.question import Plan
 from farspan.plan.units import write_tokens
-from farspan.report.timeline import step_spans
-from farspan.spec import Schedule, Tier
 
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
 OPENING, CLOSING = "<!-- table {} -->", "<!-- end -->"
@@ -31,20 +25,6 @@ HOST_BYTES = 118 * GIB  # what a machine of 128 GiB has free
 # Large products in bf16 measured with PyTorch on an H200; cuDNN 9.19 there, heads of 128, 32K
 # tokens, causal (NVIDIA/cudnn-frontend, benchmark/sdpa_benchmark_training/results).
 CEILINGS = Ceilings(linear=790e12, forward=690e12, backward=575e12)
-DRAWN = (
-    (
-        "layer by layer; inputs and O, LSE on host",
-        Schedule(chunk=16384, groups=1, attention=Tier.HOST, attention_kept=1.0),
-    ),
-    (
-        "K, V on host, streamed in blocks",
-        Schedule(chunk=32768, groups=1, kv=Tier.HOST, kv_block=16384),
-    ),
-)
-DRAWN_LAYERS, DRAWN_TOKENS = 2, 131072
-LANES = ("evict", "fetch", "compute")  # from below
-COLOURS = {"Forward": "#7fb3d5", "Backward": "#e59866", "Head": "#a9d18e"}
-OTHER = "#999999"
 
 
 def planner() -> Planner:
@@ -118,28 +98,6 @@ def filled(text: str, found: dict[str, str]) -> str:
             raise ValueError(f"the page has no place for {opening}")
         text = f"{before}{opening}\n\n{table}\n\n{rest[rest.index(CLOSING) :]}"
     return text
-
-
-def draw_timeline() -> Any:
-    """The lanes of two planned steps of two layers."""
-    figure, axes = plt.subplots(len(DRAWN), 1, figsize=(11, 4.2), layout="constrained")
-    question = replace(planner().question(DRAWN_TOKENS, DRAWN_LAYERS), overlap=True)
-    for axis, (title, schedule) in zip(axes, DRAWN, strict=True):
-        plan = evaluate(question, "drawn", schedule)
-        program, spans = step_spans(plan)
-        for span in spans:
-            if span.lane not in LANES:
-                continue
-            kind = type(program.instructions[span.index]).__name__
-            colour = COLOURS.get(kind, OTHER) if span.lane == "compute" else OTHER
-            place = (span.start, span.end - span.start)
-            axis.broken_barh([place], (LANES.index(span.lane), 0.8), facecolor=colour, lw=0)
-        axis.set_yticks([row + 0.4 for row in range(len(LANES))], LANES)
-        axis.set_title(title, fontsize=10, loc="left")
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.set_xlim(0, plan.seconds.total)
-    axes[-1].set_xlabel("seconds, planned")
-    return figure
 
 
 def main() -> None:

@@ -70,7 +70,7 @@ SELECTORS: list[Selector] = [
 ]
 
 
-@pytest.mark.parametrize("select", SELECTORS, ids=str)
+@pytest.mark.parametrize("select", SELECTORS, ids=lambda select: type(select).__name__)
 @pytest.mark.parametrize("documents", [None, MIXED], ids=["one", "documents"])
 def test_equals_the_reference_with_every_selector(
     select: Selector, documents: tuple[tuple[int, ...], ...] | None
