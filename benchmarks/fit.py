@@ -2,8 +2,8 @@
 
     python -m benchmarks.fit --out benchmarks/results/fit.json
 
-Of each machine one device is used, with its share of the node's main memory, and copies run in line
-with the computation: that is what the engine does today. Rates are those of the presets.
+Of each machine one device is used, with its share of the node's main memory, and copies run beside
+the computation, as in the engine on CUDA. Rates are those of the presets.
 
 Models are trained in the way that is named with them: in full with AdamW's states on the device, or
 by LoRA adapters of rank 16. A longest context is found to within a sixty-fourth of itself.
@@ -30,7 +30,7 @@ from farspan.plan.search.plans import LEAST, longest_contexts, named_schedule
 from farspan.plan.strategies import STRATEGIES
 from farspan.spec import MachineSpec, RunSpec, Schedule
 
-MACHINES = ("rtx4090", "h100", "h200")
+MACHINES = ("rtx4090", "l40s", "a100-80g", "h100", "h200", "b200")
 SLOPES = ("Qwen2.5-7B", "Llama-3-8B", "GPT-7B-MEMO")
 SHORT, LONG = 2**19, 2**20  # tokens between which a token's bytes are counted
 SECONDS = 0.5  # for the search at the longest context
@@ -49,7 +49,11 @@ FULL = Way("full", Optimizer.ADAMW, 0)
 LORA = Way("LoRA, rank 16", Optimizer.ADAMW, 16)
 MODELS = (
     ("Qwen2.5-0.5B", FULL),
+    ("Qwen2.5-1.5B", FULL),
+    ("Qwen2.5-7B", FULL),
     ("Qwen2.5-7B", LORA),
+    ("Llama-3-8B", LORA),
+    ("Qwen2.5-32B", LORA),
 )
 
 
@@ -63,7 +67,12 @@ def ask(model: str, way: Way, on: MachineSpec, tokens: int) -> Question:
     architecture = replace(find_architecture(model), adapter_rank=way.adapter_rank)
     spec = model_spec(architecture)
     return Question(
-        spec, RunSpec(1, tokens), on, optimizer=way.optimizer, architecture=architecture
+        spec,
+        RunSpec(1, tokens),
+        on,
+        optimizer=way.optimizer,
+        architecture=architecture,
+        overlap=True,
     )
 
 
@@ -155,7 +164,7 @@ def main() -> None:
         reach = {k: v and v["tokens"] // 1024 for k, v in row["strategies"].items()}
         print(row["model"], row["machine"], row["way"], reach, flush=True)
     record = {
-        "about": "planned on presets' rates, one device, copies in line with the computation",
+        "about": "planned on presets' rates, one device, copies beside the computation",
         "commands": list(commands()),
         "longest": rows,
         "bytes_a_token": {"between": [SHORT, LONG], "rows": list(slopes())},
