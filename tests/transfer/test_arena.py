@@ -1,11 +1,14 @@
 """Views of an arena: where they are, what they share and what they do not."""
 
+import mmap
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan.spec import Tier
+from farspan.transfer import arena as arena_module
 from farspan.transfer.arena import Arena
 
 CPU = torch.device("cpu")
@@ -99,6 +102,69 @@ def test_tiers_are_separate_memory() -> None:
     one.view(0, (8,), torch.float64).fill_(1)
     other.view(0, (8,), torch.float64).fill_(2)
     assert torch.equal(one.view(0, (8,), torch.float64), torch.ones(8, dtype=torch.float64))
+
+
+class Locks:
+    """What is locked, in place of a driver."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.held: dict[int, int] = {}  # address to bytes
+        monkeypatch.setattr(arena_module, "_pin", self.pin)
+        monkeypatch.setattr(arena_module, "_unpin", self.unpin)
+
+    def pin(self, slab: torch.Tensor, device: torch.device) -> None:
+        assert device == torch.device("cuda:1")
+        self.held[slab.data_ptr()] = slab.numel()
+
+    def unpin(self, slab: torch.Tensor, device: torch.device) -> None:
+        assert device == torch.device("cuda:1")
+        del self.held[slab.data_ptr()]
+
+
+def test_what_is_locked_is_unlocked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it grows, is released, or is dropped without either."""
+    locks = Locks(monkeypatch)
+    made = Arena(Tier.HOST, torch.device("cuda:1"))
+    made.reserve(100)
+    made.reserve(5000)
+    assert list(locks.held.values()) == [2 * mmap.PAGESIZE]
+    made.release()
+    made.release()
+    assert not locks.held
+    made.reserve(300)
+    view = made.view(0, (300,), torch.uint8).fill_(7)
+    del made
+    assert not locks.held
+    assert bool((view == 7).all())
+
+
+def test_locked_slabs_share_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    locks = Locks(monkeypatch)
+    made = [Arena(Tier.HOST, torch.device("cuda:1")) for _ in range(8)]
+    for number, each in enumerate(made):
+        each.reserve(256)
+        each.view(0, (64,), torch.float32).fill_(number)
+    pages = [
+        page for at, size in locks.held.items() for page in range(at, at + size, mmap.PAGESIZE)
+    ]
+    assert len(set(pages)) == len(made)
+    assert all(page % mmap.PAGESIZE == 0 for page in pages)
+    assert [each.nbytes for each in made] == [256] * len(made)
+    for number, each in enumerate(made):
+        assert bool((each.view(0, (64,), torch.float32) == number).all())
+
+
+def test_a_slab_that_cannot_be_locked_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    Locks(monkeypatch)
+    monkeypatch.setattr(arena_module, "_pin", refuse)
+    made = Arena(Tier.HOST, torch.device("cuda:1"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        made.reserve(256)
+    assert made.nbytes == 0
+    made.release()
 
 
 @pytest.mark.gpu

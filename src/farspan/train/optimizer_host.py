@@ -77,6 +77,8 @@ class HostStates:
         self._rule = rule
         device = next((p.device for p in parameters.values()), torch.device("cpu"))
         self._copies = copies or CopyEngine(device, overlap=device.type == "cuda")
+        # In line on CUDA there are no events to wait for before the CPU reads what was evicted.
+        assert self._copies.overlap or device.type != "cuda"
         self._arena = Arena(Tier.HOST, device)
         self._states: dict[str, Tensor] = {}
         self._updates = {name: torch.zeros(()) for name in parameters}
@@ -135,13 +137,15 @@ class HostStates:
             if parameter.grad is not None and not parameter.grad.is_contiguous():
                 parameter.grad = parameter.grad.contiguous()
         self._copies.begin()
-        for index in range(len(pieces) + SLOTS - 1):
-            if index < len(pieces):
-                self._bring(pieces[index], self._slots[index % SLOTS])
-            done = index - SLOTS + 1
-            if done >= 0:
-                self._update(pieces[done], self._slots[done % SLOTS], lr)
-        self._copies.end()
+        try:
+            for index in range(len(pieces) + SLOTS - 1):
+                if index < len(pieces):
+                    self._bring(pieces[index], self._slots[index % SLOTS])
+                done = index - SLOTS + 1
+                if done >= 0:
+                    self._update(pieces[done], self._slots[done % SLOTS], lr)
+        finally:
+            self._copies.end()
         self._began = True
 
     def _pieces(self) -> Iterator[_Piece]:

@@ -1,5 +1,9 @@
 """One slab of memory a tier; every buffer is a view of it at a planned address."""
 
+import mmap
+import weakref
+from contextlib import suppress
+
 import torch
 from torch import Tensor
 
@@ -19,9 +23,10 @@ class Arena:
 
     def __init__(self, tier: Tier, device: torch.device) -> None:
         self.tier = tier
-        self._pinned = tier is Tier.HOST and device.type == "cuda"
+        self._cuda = device if tier is Tier.HOST and device.type == "cuda" else None  # copies to it
         self._device = torch.device("cpu") if tier is Tier.HOST else device
         self._slab = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._unlock: weakref.finalize[..., Arena] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -31,15 +36,21 @@ class Arena:
         """Hold at least `size` bytes; a slab that is large enough stays. Its content is gone."""
         if size > self.nbytes:
             self.release()  # give back first: both would not fit
-            slab = torch.empty(size, dtype=torch.uint8, device=self._device)
-            if self._pinned:
-                _pin(slab)  # may fail: `release` must not unlock what was never locked
-            self._slab = slab
+            if self._cuda is None:
+                self._slab = torch.empty(size, dtype=torch.uint8, device=self._device)
+                return
+            slab = _pages(size)
+            _pin(slab, self._cuda)  # may fail: what was never locked is not to be unlocked
+            # An arena that is dropped ends like one that is released: `slab` lives until then.
+            self._unlock = weakref.finalize(self, _unpin, slab, self._cuda)
+            self._unlock.atexit = False
+            self._slab = slab[:size]
 
     def release(self) -> None:
         """Give the memory back."""
-        if self._pinned and self.nbytes:
-            _unpin(self._slab)
+        if self._unlock is not None:
+            self._unlock()
+            self._unlock = None
         self._slab = torch.empty(0, dtype=torch.uint8, device=self._device)
 
     def poison(self) -> None:
@@ -60,18 +71,33 @@ class Arena:
             step *= extent
         assert 0 <= address <= self.nbytes - step * size, "view outside the arena"
         view = torch.empty(0, dtype=dtype, device=self._device)
-        return view.set_(
-            self._slab.untyped_storage(), address // size, shape, tuple(reversed(strides))
-        )
+        first = (int(self._slab.storage_offset()) + address) // size
+        return view.set_(self._slab.untyped_storage(), first, shape, tuple(reversed(strides)))
 
 
-def _pin(slab: Tensor) -> None:
+def _pages(size: int) -> Tensor:
+    """Whole pages of main memory for so many bytes. Pages are what is locked, and two slabs that
+    share one cannot both be."""
+    page = mmap.PAGESIZE
+    whole = -(-size // page) * page
+    memory = torch.empty(whole + page, dtype=torch.uint8)
+    skipped = -memory.data_ptr() % page
+    return memory[skipped : skipped + whole]
+
+
+def _pin(slab: Tensor, device: torch.device) -> None:
     """Lock pages for copies. torch's own pinned allocator would round the slab up to a power of two
     and keep it when it is freed: 70 GB would take 128."""
-    status = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0)
+    with torch.cuda.device(device):
+        status = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0)
+    if int(status) != 0:
+        # CUDA keeps the error for whoever asks next, which would be the next kernel.
+        with suppress(RuntimeError):
+            torch.ones(1, device=device)
     torch.cuda.check_error(status)
 
 
-def _unpin(slab: Tensor) -> None:
-    torch.cuda.synchronize()  # copies from or to it may still be under way
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(slab.data_ptr()))
+def _unpin(slab: Tensor, device: torch.device) -> None:
+    torch.cuda.synchronize(device)  # copies from or to it may still be under way
+    with torch.cuda.device(device):
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(slab.data_ptr()))
