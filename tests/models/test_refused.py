@@ -333,14 +333,17 @@ class TestModelsOfTheirOwnKind:
     """Whatever a model's code does with a stranger's attention, the user reads one sentence."""
 
     def test_windows_that_only_a_mask_knows(self) -> None:
-        refusal(build("phimoe", num_local_experts=4, sliding_window=8))
+        message = refusal(build("phimoe", num_local_experts=4, sliding_window=8))
+        assert "limits attention to [8] tokens by its mask alone" in message
 
     @pytest.mark.parametrize("alibi", [False, True])
     def test_falcon(self, alibi: bool) -> None:
-        refusal(build("falcon", alibi=alibi))
+        message = refusal(build("falcon", alibi=alibi))
+        assert "FalconForCausalLM cannot be run through the attention interface" in message
 
     def test_mpt(self) -> None:
-        refusal(build("mpt", d_model=32, n_heads=4, n_layers=2))
+        message = refusal(build("mpt", d_model=32, n_heads=4, n_layers=2))
+        assert "MptForCausalLM cannot be run through the attention interface" in message
 
     def test_dropped_layers(self) -> None:
         message = refusal(make_model("opt", layerdrop=1e-6))
@@ -353,7 +356,9 @@ class TestModelsOfTheirOwnKind:
         assert "gradient_checkpointing_disable" in refusal(model)
 
     def test_fewer_positions_than_the_probe(self) -> None:
-        Step(make_model("gpt2", n_positions=32, max_position_embeddings=32), SCHEDULE)
+        model = make_model("gpt2", n_positions=32, max_position_embeddings=32)
+        assert len(Step(model, SCHEDULE).model_spec.layers) == len(model.transformer.h)
 
     def test_a_classifier(self) -> None:
-        refusal(build("llama", AutoModelForSequenceClassification))
+        message = refusal(build("llama", AutoModelForSequenceClassification))
+        assert "gives no logits a token; expected a causal LM" in message

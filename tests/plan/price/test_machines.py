@@ -269,19 +269,19 @@ def test_a_busy_machine_is_named_by_what_varied_most() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    ("given", "message"),
     [
-        [],
-        5,
-        values() | {"rates": {}},
-        values() | {"rates": 5},
-        values() | {"unified": "no"},
-        values() | {"name": 5},
-        values() | {"sources": "nowhere"},
+        ([], "expected the fields of a machine, got list []"),
+        (5, "expected the fields of a machine, got int 5"),
+        (values() | {"rates": {}}, "rates: expected at least one of bfloat16"),
+        (values() | {"rates": 5}, "rates: expected keys and values, got int 5"),
+        (values() | {"unified": "no"}, "unified: expected true or false, got str 'no'"),
+        (values() | {"name": 5}, "name: expected text, got int 5"),
+        (values() | {"sources": "nowhere"}, "sources: expected keys and values"),
     ],
 )
-def test_what_is_no_machine_is_refused(given: object) -> None:
-    refusal(given)
+def test_what_is_no_machine_is_refused(given: object, message: str) -> None:
+    assert f"m.json: {message}" in refusal(given)
 
 
 def test_a_file_that_is_none_is_refused_by_its_name(tmp_path: Path) -> None:
