@@ -357,7 +357,7 @@ class TestModelsOfTheirOwnKind:
 
     def test_fewer_positions_than_the_probe(self) -> None:
         model = make_model("gpt2", n_positions=32, max_position_embeddings=32)
-        assert len(Step(model, SCHEDULE).model_spec.layers) == len(model.transformer.h)
+        assert len(Step(model, SCHEDULE).model_spec.layers) == model.config.n_layer
 
     def test_a_classifier(self) -> None:
         message = refusal(build("llama", AutoModelForSequenceClassification))
