@@ -272,13 +272,18 @@ class Sparse:
         stop = self.near_start(q_start) // self.page
         return range(min(self.sink_pages, stop), stop)
 
+    def width(self, q_start: int) -> int:
+        """The most pages that a page of queries of the chunk at `q_start` can have chosen."""
+        return min(self.budget // self.page, len(self.candidates(q_start)))
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """Every choice that a step leaves open: the order of the grid and what lives where.
 
-    All schedules give the same gradients; they differ in memory and time. Fractions keep the
-    latest tokens first and are rounded to whole chunks.
+    All schedules give the same gradients; they differ in memory and time. The exception is
+    `sparse`, which approximates: all schedules with the same chunk and `sparse` give the same
+    gradients. Fractions keep the latest tokens first and are rounded to whole chunks.
     """
 
     chunk: int = 16384  # tokens a chunk (OOMB 4.1, FPDT 4.1); the last one may be ragged
@@ -296,6 +301,7 @@ class Schedule:
     kv_block: int = 16384  # keys an attention call sees at most, on a fixed grid
     head_tokens: int = 1024  # tokens whose logits exist at one time
     mlp_tokens: int | None = None  # tokens whose MLP activations do; None: all of a chunk
+    sparse: Sparse | None = None  # approximate attention in layers without a window; None: exact
 
     def __post_init__(self) -> None:
         for field in ("chunk", "kv_block", "head_tokens", "mlp_tokens"):
@@ -316,6 +322,10 @@ class Schedule:
             if not isinstance(value, bool):
                 raise Refused(f"{field}: expected true or false, got {value!r}")
         self._check_groups()
+        if self.sparse is not None:
+            if not isinstance(self.sparse, Sparse):
+                raise Refused(f"sparse: expected a farspan.Sparse or None, got {self.sparse!r}")
+            self.sparse.check_chunk(self.chunk)
 
     def _check_groups(self) -> None:
         sizes = self.groups if isinstance(self.groups, tuple | list) else (self.groups,)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from farspan.attention.cell import AttentionCall, attend, attend_backward
 from farspan.engine.prefix import Prefix
+from farspan.engine.sparse import SparseCell
 from farspan.plan.program import AttentionMode
 from farspan.spec import Refused
 
@@ -37,6 +38,7 @@ class Cell:
     kept: bool = False  # the graph outlives the chunk
     own_kv: Rows | None = None  # of a kept graph, at its backward
     own_dkv: Rows | None = None  # complete but for this cell's share, at its backward
+    sparse: SparseCell | None = None  # None: dense
     calls: int = 0
 
     def __call__(
@@ -49,6 +51,8 @@ class Cell:
         if self.write_kv is not None:
             self.write_kv["k"].copy_(k.detach().permute(2, 0, 1, 3))
             self.write_kv["v"].copy_(v.detach().permute(2, 0, 1, 3))
+            if self.sparse is not None:
+                self.sparse.note(self.write_kv["k"])
         if self.mode is AttentionMode.NONE:
             raise CellDone
         sinks = keywords.get("s_aux")
@@ -65,7 +69,10 @@ class Cell:
             assert self.attention is not None
             self.held = _heads_first(self.attention)
             return self.held
-        out, lse = attend(call, q, k, v, self.key_values, sinks)
+        if self.sparse is None:
+            out, lse = attend(call, q, k, v, self.key_values, sinks)
+        else:
+            out, lse = self.sparse.attend(call, q, k, v, self.key_values, sinks)
         self.key_values.done()
         if self.attention is None:
             self.held = out, lse
@@ -75,6 +82,24 @@ class Cell:
         # From here on the kept copy is the output: a graph that saves it saves a reference.
         self.held = _heads_first(self.attention)
         return self.held
+
+    def gradients(
+        self,
+        call: AttentionCall,
+        dout: Tensor,
+        of_keys: tuple[Tensor, Tensor, Tensor],
+        attended: tuple[Tensor, Tensor],
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """dq, dk, dv and d sinks of the chunk; those of earlier keys go to their sums."""
+        if self.sparse is None:
+            found = attend_backward(call, dout, *of_keys, attended, self.key_values, sinks)
+        else:
+            found = self.sparse.attend_backward(
+                call, dout, of_keys, attended, self.key_values, sinks
+            )
+        self.key_values.done()
+        return found
 
 
 def _heads_first(rows: Rows) -> tuple[Tensor, Tensor]:
@@ -115,10 +140,9 @@ class _Attend(torch.autograd.Function):
         if out is None:
             assert cell.attention is not None
             out, lse = _heads_first(cell.attention)
-        dq, dk, dv, dsinks = attend_backward(
-            ctx.call, dout.transpose(1, 2), q, k, v, (out, lse), cell.key_values, sinks
+        dq, dk, dv, dsinks = cell.gradients(
+            ctx.call, dout.transpose(1, 2), (q, k, v), (out, lse), sinks
         )
-        cell.key_values.done()
         assert cell.own_dkv is not None
         later = (cell.own_dkv[name].permute(1, 2, 0, 3) for name in ("k", "v"))
         dk, dv = (

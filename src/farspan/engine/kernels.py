@@ -8,6 +8,10 @@ import torch
 
 from farspan.attention.backends import BlockKernel, select_kernel
 from farspan.attention.flash3 import flash_attention_3, refuse_missing
+from farspan.attention.sparse.far import FarKernel
+from farspan.attention.sparse.gathered import select_far
+from farspan.attention.sparse.triton_far import TritonFar
+from farspan.attention.sparse.triton_pages import supports
 from farspan.plan.program import Program
 from farspan.spec import AttentionKernel, LayerSpec, ModelSpec, Refused, RunSpec, Schedule
 
@@ -36,6 +40,13 @@ class AttentionKernels:
             self.choice,
             None if program is None else chunk_lengths(program),
         )
+
+    def far(self, spec: LayerSpec) -> FarKernel:
+        """What computes a layer's attention to chosen pages."""
+        heads = spec.head_dim, spec.value_dim, spec.softcap
+        if supports(self.device, self.dtype, *heads):
+            return TritonFar()
+        return select_far(self.device.type, *heads)
 
     def refuse(self, model: ModelSpec) -> None:
         """Raises Refused where a layer cannot have the kernel that is chosen."""

@@ -81,14 +81,14 @@ class Prefix:
 
     def begin(self, spans: Iterable[Span]) -> None:
         """The cell will ask for these blocks in this order: fetch the first of them."""
-        if self._on_host(self.keys_in):
+        if self.on_host(self.keys_in):
             self.spans = iter(spans)
             for _ in names.KV_BLOCKS:
                 self._fetch_next()
 
     def keys(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """K [B, Hk, T, D] and V [B, Hk, T, Dv] of tokens [start, stop)."""
-        if self._on_host(self.keys_in):
+        if self.on_host(self.keys_in):
             self.done()
             self.here = self.coming.popleft()
             assert self.here.span == (start, stop), (self.here.span, start, stop)
@@ -145,7 +145,13 @@ class Prefix:
         start, stop = self.here.span
         return self.storage.rows(slot.name, (0, stop - start), self.layer, at_start=True)
 
-    def _on_host(self, name: str) -> bool:
+    def everything(self, name: str) -> dict[str, Tensor]:
+        """All rows of one of the layer's buffers, where they lie."""
+        buffer = self.storage.program.buffers[name]
+        return self.storage.rows(name, (buffer.start, buffer.stop), self.layer)
+
+    def on_host(self, name: str) -> bool:
+        """Is this buffer on host?"""
         return self.storage.program.buffers[name].tier is Tier.HOST
 
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from farspan.attention.cell import AttentionCall
+from farspan.attention.sparse.cell import near_blocks
+from farspan.attention.sparse.select import Selector
 from farspan.engine.batch import Batch
 from farspan.engine.cell import Cell, CellDone, Entry, Rows
 from farspan.engine.gradients import Gradients
@@ -16,11 +18,12 @@ from farspan.engine.head import Head as HeadStage
 from farspan.engine.kernels import AttentionKernels
 from farspan.engine.layers import Layers
 from farspan.engine.prefix import Prefix, Slots, streamed_spans
+from farspan.engine.sparse import SparseRun
 from farspan.engine.storage import Storage
 from farspan.models.boundary import Boundary, LayerCall
 from farspan.models.route import answering
 from farspan.plan import names
-from farspan.plan.blocks import Block, document_runs, plan_blocks
+from farspan.plan.blocks import Block, Run, document_runs, plan_blocks
 from farspan.plan.program import (
     Allocate,
     AttentionMode,
@@ -70,7 +73,10 @@ class Interpreter:
     after: Callable[[Instruction], None]  # called when an instruction was issued
     layers: Layers
     kernels: AttentionKernels
+    select: Selector | None = None  # of pages, where attention is sparse
+    watched: tuple[int, int] | None = None  # the sparse cell whose seen mass is measured
     slots: Slots = field(init=False)
+    sparse: SparseRun | None = None
     hidden: dict[int, Tensor] = field(default_factory=dict)
     gradient: dict[int, Tensor] = field(default_factory=dict)
     held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -81,6 +87,12 @@ class Interpreter:
 
     def __post_init__(self) -> None:
         self.slots = Slots(self.storage.copies)
+        sparse = self.program.schedule.sparse
+        if sparse is not None and self.select is not None:
+            self.sparse = SparseRun(
+                *(self.storage, self.slots, sparse, self.select, self.kernels, self._runs),
+                self.watched,
+            )
 
     def run(self, orders: tuple[Order, ...] | None = None) -> Tensor:
         """The mean loss, a float64 scalar. `orders` are the waits when copies run beside the
@@ -184,6 +196,7 @@ class Interpreter:
             attention=self._rows(i.attention, i.chunk, i.layer),
             held=self.held.pop(i.layer) if i.mode is AttentionMode.HELD else None,
             kept=i.kept,
+            sparse=None if self.sparse is None else self.sparse.cell(i),
         )
         if i.mode is AttentionMode.COMPUTE:
             self._begin(cell, i.layer, i.chunk)
@@ -232,6 +245,8 @@ class Interpreter:
         cell = graph.cell
         cell.key_values = Prefix(self.storage, self.slots, i.layer, i.prefix, i.accumulator)
         self._begin(cell, i.layer, i.chunk)
+        if cell.sparse is not None and self.sparse is not None:
+            cell.sparse.choice = self.sparse.choice(i)
         cell.own_dkv = self._rows(i.own_dkv, i.chunk, i.layer)
         if graph.saved is not None:
             cell.own_kv = self._rows(i.own_kv, i.chunk, i.layer)
@@ -280,11 +295,17 @@ class Interpreter:
         key = chunk, spec.window
         if key not in self.blocks:
             self.blocks = {k: v for k, v in self.blocks.items() if k[0] == chunk}
-            rows = self.batch.documents
-            runs = None if rows is None else [document_runs(row, start, stop) for row in rows]
-            block = self.program.schedule.kv_block
-            self.blocks[key] = plan_blocks(start, stop, block, spec.window, runs)
+            block, sparse = self.program.schedule.kv_block, self.program.schedule.sparse
+            blocks = plan_blocks(start, stop, block, spec.window, self._runs(chunk))
+            if sparse is not None and spec.window is None:
+                blocks = near_blocks(blocks, sparse, start)
+            self.blocks[key] = blocks
         return self.blocks[key]
+
+    def _runs(self, chunk: int) -> list[tuple[Run, ...]] | None:
+        """The documents of a chunk's rows; None: each row is one."""
+        rows, span = self.batch.documents, self.program.chunks[chunk]
+        return None if rows is None else [document_runs(row, *span) for row in rows]
 
     def _attention_call(self, layer: int, chunk: int, scale: float) -> AttentionCall:
         spec = self.program.model.layers[layer]

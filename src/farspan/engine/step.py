@@ -6,12 +6,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from farspan.attention.sparse.select import Selector
 from farspan.engine.batch import Batch, make_batch
 from farspan.engine.gradients import Gradients
 from farspan.engine.head import Head
 from farspan.engine.kernels import AttentionKernels, refuse_wide_calls
 from farspan.engine.layers import Layers, TiledLayers
 from farspan.engine.run import Interpreter
+from farspan.engine.sparse import Pages, Seen, selector_of, watched_cell
 from farspan.engine.storage import Storage
 from farspan.memory.host import refuse_beyond
 from farspan.models.boundary import Boundary
@@ -72,11 +74,15 @@ class Step:
         poison: bool = False,
         overlap: bool | None = None,
         kernels: Kernels | None = None,
+        selector: Selector | Pages | None = None,
     ) -> None:
         """`progress` is called after every cell and may raise to abandon the step. `poison` fills
         the arenas with NaN before every step: nothing may depend on what they held. With `overlap`
         copies run beside the computation, which is what they do on CUDA unless it is False; the
-        results are the same bits. `kernels` says who computes."""
+        results are the same bits. `kernels` says who computes. With `schedule.sparse`, `selector`
+        chooses pages in place of the votes: one of `farspan.attention.sparse.select`, or a function
+        from votes [B, Hk, M, n] and the range of their n pages to a choice, int32 [B, Hk, M, k] of
+        pages or -1, k at most `budget // page`, which depends on nothing but its arguments."""
         if not isinstance(schedule, Schedule):
             raise Refused(
                 f"schedule: expected a farspan.Schedule, got {schedule!r}; for a strategy's, call "
@@ -86,6 +92,12 @@ class Step:
         self.schedule = schedule
         self.progress = progress
         self.poison = poison
+        if selector is not None and schedule.sparse is None:
+            raise Refused("selector: dense attention chooses no pages; give schedule.sparse")
+        sparse = schedule.sparse
+        self.selector = None if sparse is None else selector_of(selector, sparse)
+        self.seen: Seen | None = None  # of the latest step's watched cell, where it is sparse
+        self._steps = 0
         kernels = kernels or Kernels()
         self.kernels = AttentionKernels(
             self.boundary.device, self.boundary.dtype, kernels.attention
@@ -238,6 +250,8 @@ class Step:
             _Counter(program, self.progress),
             self._layers(program, gradients),
             self.kernels,
+            self.selector,
+            self._watched(program),
         )
         orders = self._orders_of(program) if self.copies.overlap else None
         self.copies.begin()
@@ -246,7 +260,16 @@ class Step:
                 loss = interpreter.run(orders)
         finally:
             self.copies.end()
+        if interpreter.sparse is not None:
+            self.seen = interpreter.sparse.seen or self.seen
         return loss.to(storage.accumulate_dtype)
+
+    def _watched(self, program: Program) -> tuple[int, int] | None:
+        """The cell whose seen mass this step measures; an evaluation measures none."""
+        if self.selector is None or not program.trains():
+            return None
+        self._steps += 1
+        return watched_cell(program, self._steps - 1)
 
     def _orders_of(self, program: Program) -> tuple[Order, ...]:
         for known, orders in self._orders:

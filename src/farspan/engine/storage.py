@@ -71,6 +71,14 @@ class Storage:
             buffer.address + place * size, (buffer.cell_bytes,), torch.uint8
         )
 
+    def cells(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """All cells of a buffer, each a tensor of this shape: [cells, *shape]."""
+        buffer = self.program.buffers[name]
+        size = aligned(buffer.cell_bytes)
+        row = size // dtype.itemsize
+        whole = self.arenas[buffer.tier].view(buffer.address, (buffer.bytes // size, row), dtype)
+        return whole[:, : buffer.cell_bytes // dtype.itemsize].unflatten(1, shape)
+
     def _first_chunk(self, buffer: Buffer) -> int:
         return buffer.start // self.program.schedule.chunk
 

@@ -96,6 +96,7 @@ class _Replay:
     backwards: set[tuple[int, int]] = field(default_factory=set)
     embeddings: set[int] = field(default_factory=set)  # chunks whose EmbedBackward ran
     closed: set[int] = field(default_factory=set)
+    chosen: set[tuple[int, int]] = field(default_factory=set)  # cells whose pages are chosen
 
     def step(self, instruction: Instruction) -> None:
         memory = self.memory
@@ -178,6 +179,7 @@ class _Replay:
         self._of_layer(i.prefix, Kind.KV, i.layer)
         if i.mode is AttentionMode.COMPUTE:
             self._read_prefix(i.prefix, i.layer, i.chunk)
+        self._choose(i)
         if i.write_kv is not None:
             self.memory.write(i.write_kv, Content("kv", i.layer, i.chunk))
         if i.mode is AttentionMode.NONE:
@@ -191,6 +193,39 @@ class _Replay:
         if i.hold:
             self.held[i.layer] = _Register(i.chunk, output)
         self.hidden[i.layer + 1] = _Register(i.chunk)
+
+    def _choose(self, i: Forward) -> None:
+        """A sparse cell chooses once, from the means of all earlier pages, and asks from then on.
+        Means go with the K, V that they are of."""
+        memory, wanted = self.memory, self._must_choose(i.layer, i.chunk)
+        computes = i.mode is AttentionMode.COMPUTE
+        memory.need((i.choice is not None) == (wanted and computes), f"choice: {i.choice}")
+        memory.need(computes or not i.chooses, "only what attends chooses")
+        if i.means is not None:
+            self._of_layer(i.means, Kind.MEANS, i.layer)
+            if i.write_kv is not None:
+                memory.write(i.means, Content("means", i.layer, i.chunk))
+        if i.choice is None:
+            memory.need(not i.chooses, "what is chosen is kept")
+            return
+        self._of_layer(i.choice, Kind.CHOICE, i.layer)
+        if not i.chooses:
+            memory.read(i.choice, "choice", i.layer, i.chunk)
+            return
+        memory.need((i.layer, i.chunk) not in self.chosen, "the cell chooses twice")
+        memory.need(i.means is not None, "no means to choose by")
+        for earlier in range(i.chunk):
+            memory.read(i.means or "", "means", i.layer, earlier)
+        memory.write(i.choice, Content("choice", i.layer, i.chunk))
+        self.chosen.add((i.layer, i.chunk))
+
+    def _must_choose(self, layer: int, chunk: int) -> bool:
+        """Are there whole pages between sinks and recent tokens, and a budget for them?"""
+        sparse = self.program.schedule.sparse
+        if sparse is None or self.program.model.layers[layer].window is not None:
+            return False
+        recent = max(0, self.program.chunks[chunk][0] - sparse.recent) // sparse.page
+        return sparse.budget > 0 and recent > sparse.sink_pages
 
     def _check_flags(self, i: Forward) -> None:
         need = self.memory.need
@@ -236,6 +271,10 @@ class _Replay:
             self.memory.need(loose, "only a kept graph has its tensors handed to it")
         self._take(self.gradient, "gradient", i.layer + 1, i.chunk)
         self._read_prefix(i.prefix, i.layer, i.chunk)
+        wanted = self._must_choose(i.layer, i.chunk)
+        self.memory.need((i.choice is not None) == wanted, f"choice: {i.choice}")
+        if i.choice is not None:
+            self.memory.read(i.choice, "choice", i.layer, i.chunk)
         self._accumulate(i)
         self.backwards.add(cell)
         self.gradient[i.layer] = _Register(i.chunk)

@@ -150,9 +150,15 @@ class _Uses:
         yield from self._take("hidden", i.layer)
         if i.hold:
             self.views["hidden", i.layer] = seen
-        for name in (i.write_kv, i.activations):
+        noted = i.means if i.write_kv is not None else None
+        for name in (i.write_kv, i.activations, noted):
             if name is not None:
                 yield from _all(Lane.COMPUTE, True, self._chunk(name, i.chunk, i.layer))
+        if i.choice is not None:
+            yield from _all(Lane.COMPUTE, i.chooses, self._chunk(i.choice, i.chunk, i.layer))
+        if i.chooses and i.means is not None:
+            for earlier in range(i.chunk):
+                yield from _all(Lane.COMPUTE, False, self._chunk(i.means, earlier, i.layer))
         if i.mode is AttentionMode.COMPUTE:
             yield from self._prefix(i.prefix, i.chunk, i.layer, adds=False)
         output: list[Range] = []
@@ -172,7 +178,7 @@ class _Uses:
         yield from self._take("gradient", i.layer + 1)
         if i.activations is not None:
             yield from self._take("hidden", i.layer)
-        for name in (i.own_kv, i.own_dkv, i.attention, i.activations):
+        for name in (i.own_kv, i.own_dkv, i.attention, i.activations, i.choice):
             if name is not None:
                 yield from _all(Lane.COMPUTE, False, self._chunk(name, i.chunk, i.layer))
         yield from self._prefix(i.prefix, i.chunk, i.layer, adds=False)
@@ -194,7 +200,7 @@ class _Uses:
         buffer = self.program.buffers[name]
         start, stop = self.program.chunks[chunk]
         first = start if buffer.layer < 0 else buffer.start
-        if buffer.kind is Kind.ACTIVATIONS:
+        if buffer.cell_bytes:
             size = -(-buffer.cell_bytes // LINE) * LINE
             before = -(-(start - first) // self.program.schedule.chunk) * size
             low = buffer.address + before

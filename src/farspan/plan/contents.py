@@ -6,7 +6,7 @@ gradient, O and LSE, dK and dV with the chunks that were added to them, a cell's
 
 from dataclasses import dataclass, field
 
-from farspan.plan.program import Buffer, Kind, Program
+from farspan.plan.program import CELLS, Buffer, Kind, Program
 from farspan.spec import LayerSpec, Tier
 
 SLOT = -1  # the layer of a slot, and the place of what it holds
@@ -19,6 +19,8 @@ KIND_OF = {
     "dkv": Kind.DKV,
     "attention": Kind.ATTENTION,
     "activations": Kind.ACTIVATIONS,
+    "means": Kind.MEANS,
+    "choice": Kind.CHOICE,
 }
 
 
@@ -179,7 +181,7 @@ class Contents:
 
     def _payload(self, buffer: Buffer) -> int:
         """Bytes that the tensors of a buffer take; of the greediest layer, for a slot."""
-        if buffer.kind is Kind.ACTIVATIONS:
+        if buffer.kind in CELLS:
             cells = 1 if buffer.layer == SLOT else len(self._chunks_of(buffer))
             return _padded(buffer.cell_bytes, 1) * cells
         layers = self.program.model.layers
@@ -215,7 +217,7 @@ class Contents:
         self.used.add(name)
         start, stop = self.program.chunks[chunk]
         if buffer.layer == SLOT:
-            fits = buffer.kind is Kind.ACTIVATIONS or stop - start <= buffer.stop - buffer.start
+            fits = buffer.kind in CELLS or stop - start <= buffer.stop - buffer.start
         else:
             fits = buffer.start <= start and stop <= buffer.stop
         self.need(fits, f"{name} has no place for chunk {chunk}")

@@ -116,6 +116,7 @@ class _Walk:
         found = _reads(*taken)
         if i.write_kv is not None:
             found += _writes(self._place(i.write_kv, i.chunk))
+        found += self._pages(i)
         if i.mode is AttentionMode.NONE:
             return found
         if i.mode is AttentionMode.COMPUTE and i.chunk:
@@ -134,12 +135,24 @@ class _Walk:
         self.hidden[i.layer + 1] = ()
         return found
 
+    def _pages(self, i: Forward) -> list[Access]:
+        """What sparse attention notes of keys, and which of them were chosen."""
+        found = []
+        if i.means is not None and i.write_kv is not None:
+            found += _writes(self._place(i.means, i.chunk))
+        if i.means is not None and i.chooses:
+            found += _reads((i.means, WHOLE))
+        if i.choice is not None:
+            place = self._place(i.choice, i.chunk)
+            found += _writes(place) if i.chooses else _reads(place)
+        return found
+
     def _backward(self, i: Backward) -> list[Access]:
         self.hidden.pop(i.layer + 1, None)
         found = _reads(*self.graphs.pop((i.layer, i.chunk), ()))
         found += _reads(*self.gradient.pop(i.layer + 1, ()))
-        given = [n for n in (i.own_kv, i.own_dkv, i.attention, i.activations) if n is not None]
-        found += _reads(*(self._place(name, i.chunk) for name in given))
+        given = i.own_kv, i.own_dkv, i.attention, i.activations, i.choice
+        found += _reads(*(self._place(name, i.chunk) for name in given if name is not None))
         if i.activations is not None:
             found += _reads(*self.hidden.pop(i.layer, ()))
         if i.chunk:

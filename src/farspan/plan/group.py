@@ -6,7 +6,7 @@ from farspan.plan import names
 from farspan.plan.grid import kept_chunks
 from farspan.plan.ledger import Ledger
 from farspan.plan.program import Kind
-from farspan.plan.sizes import activation_cell_bytes
+from farspan.plan.sizes import activation_cell_bytes, choice_cell_bytes, means_cell_bytes
 from farspan.spec import Tier
 
 
@@ -47,6 +47,7 @@ class Group:
                     names.attention(layer), Kind.ATTENTION, schedule.attention, layer, span
                 )
             self._open_activations(layer)
+            self._open_pages(layer)
         if self.is_last:
             self._open_head_input()
             self.open_attention_of_open_group()
@@ -63,6 +64,40 @@ class Group:
                 self.graphs,
                 self.cell_bytes(layer),
             )
+
+    def _open_pages(self, layer: int) -> None:
+        """Where a layer's pages have their mean keys, and what its queries chose is kept."""
+        ledger, sparse = self.ledger, self.ledger.schedule.sparse
+        choosing = self.choosing(layer)
+        if sparse is None or not choosing:
+            return
+        spec, batch = ledger.model.layers[layer], ledger.run.batch
+        tokens = ledger.chunks[0][1]
+        most = sparse.width(ledger.chunks[-1][0])
+        for name, kind, cells, size in (
+            (
+                names.means(layer),
+                Kind.MEANS,
+                self.chunks,
+                means_cell_bytes(ledger.model, spec, batch, tokens, sparse),
+            ),
+            (
+                names.choice(layer),
+                Kind.CHOICE,
+                choosing,
+                choice_cell_bytes(spec, batch, tokens, most, sparse.page),
+            ),
+        ):
+            ledger.allocate_cells(name, Tier.DEVICE, layer, cells, size, kind)
+
+    def choosing(self, layer: int) -> range:
+        """Chunks whose queries choose pages in this layer: those of which some lie between sinks
+        and recent tokens. A layer with a window is exact as it is."""
+        ledger, sparse = self.ledger, self.ledger.schedule.sparse
+        if sparse is None or ledger.model.layers[layer].window is not None:
+            return range(0)
+        first = sum(sparse.width(start) == 0 for start, _ in ledger.chunks)
+        return range(first, len(ledger.chunks))
 
     def _open_head_input(self) -> None:
         if self.graphs:
@@ -103,6 +138,7 @@ class Group:
     def close_first(self) -> None:
         """After the first pass of a group that is not the last: its K, V go."""
         for layer in self.layers:
+            self.ledger.free(names.means(layer))
             if not self.ledger.schedule.kv_kept or self.kv_goes_home():
                 self.ledger.free(names.kv(layer))
 
@@ -117,6 +153,8 @@ class Group:
                 names.attention(layer),
                 names.attention_open(layer),
                 names.activations(layer),
+                names.means(layer),
+                names.choice(layer),
             ):
                 self.ledger.free(name)
         self.ledger.free(names.x(self.index + 1))

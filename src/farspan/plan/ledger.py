@@ -63,15 +63,19 @@ class Ledger:
         return regions_bytes(found, tokens)
 
     def allocate_cells(
-        self, name: str, tier: Tier, layer: int, cells: range, cell_bytes: int
+        self,
+        name: str,
+        tier: Tier,
+        layer: int,
+        cells: range,
+        cell_bytes: int,
+        kind: Kind = Kind.ACTIVATIONS,
     ) -> None:
-        """Open a buffer of raw cells of saved activations, for the chunks of `cells`."""
+        """Open a buffer of raw cells, one for each chunk of `cells`."""
         start = self.chunks[cells[0]][0] if len(cells) else 0
         stop = self.chunks[cells[-1]][1] if len(cells) else 0
         size = aligned(cell_bytes) * len(cells)
-        self._open(
-            Buffer(name, Kind.ACTIVATIONS, layer, tier, start, stop, cell_bytes, size, 0, -1, 0)
-        )
+        self._open(Buffer(name, kind, layer, tier, start, stop, cell_bytes, size, 0, -1, 0))
 
     def _open(self, buffer: Buffer) -> None:
         assert buffer.name not in self.buffers, buffer.name

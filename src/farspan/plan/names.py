@@ -52,3 +52,12 @@ def attention_slots(widest: int) -> tuple[str, ...]:
 
 def activations(layer: int) -> str:
     return f"activations.{layer}"
+
+
+def means(layer: int) -> str:
+    """Mean keys of a layer's pages, until every chunk has chosen."""
+    return f"means.{layer}"
+
+
+def choice(layer: int) -> str:
+    return f"choice.{layer}"

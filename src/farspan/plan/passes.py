@@ -115,7 +115,8 @@ class GroupPasses(Group):
             else:
                 self.leave(chunk)
         for layer in self.layers:
-            self.ledger.free(names.kv(layer))
+            for name in (names.kv(layer), names.means(layer), names.choice(layer)):
+                self.ledger.free(name)
         self.ledger.free(names.x(self.index))
 
     def rebuild(self) -> None:
@@ -207,6 +208,7 @@ class GroupPasses(Group):
             self._fetch(home, attention, chunk)
         write = self._kv_place(prefix, chunk)
         cells = self._activations_place(layer) if kept else None
+        chosen, chooses = self._choice(layer, chunk, mode)
         ledger.emit(
             Forward(
                 layer,
@@ -219,6 +221,9 @@ class GroupPasses(Group):
                 activations=cells,
                 kept=kept,
                 hold=hold,
+                means=self._means(layer, wanted=write is not None or chooses),
+                choice=chosen,
+                chooses=chooses,
             )
         )
         if write is not None:
@@ -228,6 +233,19 @@ class GroupPasses(Group):
             ledger.written[home].add(chunk)
         if cells is not None:
             self._evict(cells, names.activations(layer), chunk)
+
+    def _means(self, layer: int, *, wanted: bool) -> str | None:
+        name = names.means(layer)
+        return name if wanted and self.ledger.is_open(name) else None
+
+    def _choice(self, layer: int, chunk: int, mode: AttentionMode) -> tuple[str | None, bool]:
+        """Where the cell's choice of pages is or goes, and whether it is made here."""
+        if mode is not AttentionMode.COMPUTE or chunk not in self.choosing(layer):
+            return None, False
+        name = names.choice(layer)
+        done = chunk in self.ledger.written[name]
+        self.ledger.written[name].add(chunk)
+        return name, not done
 
     def _fetch(self, home: str, place: str, chunk: int) -> None:
         if home != place:
@@ -268,6 +286,7 @@ class GroupPasses(Group):
                 own_kv=own_kv,
                 attention=attention,
                 activations=cells,
+                choice=names.choice(layer) if chunk in self.choosing(layer) else None,
             )
         )
 

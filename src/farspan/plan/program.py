@@ -23,6 +23,11 @@ class Kind(StrEnum):
     DKV = "dkv"
     ATTENTION = "attention"
     ACTIVATIONS = "activations"
+    MEANS = "means"  # of the keys of each page (OOMB 4.2)
+    CHOICE = "choice"  # the pages that queries chose
+
+
+CELLS = (Kind.ACTIVATIONS, Kind.MEANS, Kind.CHOICE)  # buffers of raw cells, one a chunk
 
 
 class AttentionMode(StrEnum):
@@ -61,7 +66,7 @@ class Buffer:
     tier: Tier
     start: int  # first token held
     stop: int  # one past the last token held
-    cell_bytes: int  # ACTIVATIONS: bytes of a full chunk's cell; else 0
+    cell_bytes: int  # CELLS: bytes of a full chunk's cell; else 0
     bytes: int
     born: int  # index of the instruction that allocates it
     dies: int  # index of the instruction that frees it; alive in [born, dies)
@@ -162,6 +167,9 @@ class Forward:
     activations: str | None = None  # buffer that takes what a kept graph saves
     kept: bool = False  # the graph outlives the chunk: its K, V (and kept O, LSE) stay in buffers
     hold: bool = False  # leave hidden[layer] and O, LSE in registers for a HELD pass
+    means: str | None = None  # buffer of page means: written with K, V, read by what chooses
+    choice: str | None = None  # buffer that takes the chosen pages, or holds them
+    chooses: bool = False  # COMPUTE of sparse attention: the pages are chosen here
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +194,7 @@ class Backward:
     own_kv: str | None = None  # buffer that holds the chunk's own K, V of a kept graph
     attention: str | None = None  # buffer that holds O, LSE of a kept graph
     activations: str | None = None  # buffer that holds what a kept graph saved
+    choice: str | None = None  # buffer that holds the pages that the forward's queries chose
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,3 +242,7 @@ class Program:
     instructions: tuple[Instruction, ...]
     buffers: dict[str, Buffer]
     arena_bytes: dict[Tier, int]
+
+    def trains(self) -> bool:
+        """Does it compute gradients, and not only the loss?"""
+        return any(isinstance(i, Close) for i in reversed(self.instructions))

@@ -1,7 +1,7 @@
 """Sizes of what a buffer holds: which tensors, of which shape a token, in which precision."""
 
 from farspan.plan.program import Kind, Region
-from farspan.spec import LayerSpec, ModelSpec
+from farspan.spec import LayerSpec, ModelSpec, Sparse
 
 # Regions start on cache-line boundaries: vendor kernels want at least 16 bytes, and a packed
 # tensor of any dtype must be viewable at its offset.
@@ -28,7 +28,7 @@ def _parts(
         case Kind.ATTENTION:
             out = (batch, layer.query_heads, layer.value_dim)
             return [("out", out, False), ("lse", out[:2], True)]
-        case Kind.ACTIVATIONS:
+        case Kind.ACTIVATIONS | Kind.MEANS | Kind.CHOICE:
             return []
 
 
@@ -59,3 +59,19 @@ def activation_cell_bytes(
         row += layer.output_elements() * model.element_bytes
         row += layer.query_heads * model.accumulate_bytes()
     return aligned(row * batch * tokens + layer.activation_constant)
+
+
+CHOICE_BYTES = 4  # of the number of a page
+
+
+def means_cell_bytes(
+    model: ModelSpec, layer: LayerSpec, batch: int, tokens: int, sparse: Sparse
+) -> int:
+    """Bytes of the mean keys [n, B, Hk, D] of a chunk's pages, in the accumulate dtype."""
+    row = batch * layer.kv_heads * layer.head_dim * model.accumulate_bytes()
+    return tokens // sparse.page * row
+
+
+def choice_cell_bytes(layer: LayerSpec, batch: int, tokens: int, pages: int, page: int) -> int:
+    """Bytes of a choice [B, Hk, M, k] of a chunk of `tokens`, of k = `pages` pages."""
+    return batch * layer.kv_heads * -(-tokens // page) * pages * CHOICE_BYTES

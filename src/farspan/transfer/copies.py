@@ -60,6 +60,34 @@ class CopyEngine:
             target.copy_(source, non_blocking=True)
         self.evicted += source.nbytes
 
+    def fetch_rows(self, source: Tensor, rows: Tensor) -> Tensor:
+        """Rows [n] of a host tensor, gathered there and copied in one piece to the device.
+
+        The CPU waits for what is under way, for it reads what evicts wrote.
+        """
+        places = rows.to(source.device)
+        self._settle(Lane.FETCH)
+        pinned = self.device.type == "cuda"
+        found = source.new_empty(len(places), *source.shape[1:], pin_memory=pinned)
+        torch.index_select(source, 0, places, out=found)
+        self.fetched += found.nbytes
+        return found.to(self.device, non_blocking=True)
+
+    def add_rows(self, total: Tensor, rows: Tensor, values: Tensor) -> None:
+        """Add values of the device to rows [n], each another one, of a host tensor.
+
+        The CPU waits and adds, so that whatever is issued later comes after it.
+        """
+        here = values.to(total.device)
+        self._settle(Lane.EVICT)
+        total.index_add_(0, rows.to(total.device), here)
+        self.evicted += here.nbytes
+
+    def _settle(self, lane: Lane) -> None:
+        """The CPU waits until a lane has done what was issued on it."""
+        if self.device.type == "cuda":
+            self._stream(lane).synchronize()
+
     def _on(self, lane: Lane) -> AbstractContextManager[Any]:
         stream = self._streams.get(lane)
         return nullcontext() if stream is None else torch.cuda.stream(stream)
