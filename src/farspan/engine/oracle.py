@@ -1,5 +1,11 @@
-"""Plain full-sequence autograd of the same model with a dense attention: what is exact."""
+"""Plain full-sequence autograd of the same model with a dense attention: what is exact.
 
+Page-sparse attention has an oracle too: the same model, whose layers choose pages from their own
+queries and keys and hide all that was not chosen. No gradient flows through the choice.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,18 +14,32 @@ from torch.nn import functional
 
 from farspan.attention.merge import accumulate_dtype
 from farspan.attention.reference import reference
+from farspan.attention.sparse.pages import page_means
+from farspan.attention.sparse.reference import reference as sparse_reference
+from farspan.attention.sparse.reference import seen
+from farspan.attention.sparse.select import Candidates, Selector, vote
 from farspan.engine.batch import IGNORED, make_batch
 from farspan.models.boundary import Boundary
 from farspan.models.route import answering, routed
+from farspan.spec import Sparse
+
+
+Attention = Callable[..., Tensor]  # what `reference` takes and gives
 
 
 def oracle_loss(
-    model: nn.Module, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None
+    model: nn.Module,
+    input_ids: Tensor,
+    labels: Tensor,
+    document_ids: Tensor | None = None,
+    *,
+    attend: Attention = reference,
 ) -> Tensor:
     """The mean loss over trained tokens, with the autograd graph of the whole sequence.
 
     Attention is dense softmax in the model's dtype: Hugging Face's eager attention computes its
-    softmax in float32 and could not tell 1e-8 from 1e-16. Needs memory for N x N scores.
+    softmax in float32 and could not tell 1e-8 from 1e-16. Needs memory for N x N scores. For a
+    sparse schedule's function give `attend=SparseOracle(...)`.
     """
     boundary = Boundary(model)
     batch = make_batch(input_ids, labels, document_ids, boundary.vocab)
@@ -27,7 +47,7 @@ def oracle_loss(
     def attention(
         _: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any
     ) -> Tensor:
-        out = reference(
+        out = attend(
             q,
             k,
             v,
@@ -46,6 +66,58 @@ def oracle_loss(
         logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )
     return total / max(batch.trained, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseOracle:
+    """Attention of a sparse schedule, as its definition says; see `reference` for the arguments.
+
+    The choice is made by the selector from votes over the whole sequence's queries and keys.
+    """
+
+    sparse: Sparse
+    chunk: int
+    select: Selector
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        scale: float,
+    ) -> Tensor:
+        if window is not None:
+            given = {"window": window, "softcap": softcap, "sinks": sinks}
+            return reference(q, k, v, scale=scale, document_ids=document_ids, **given)
+        if document_ids is None:
+            document_ids = torch.zeros(q.shape[0], q.shape[2], dtype=torch.int64, device=q.device)
+        choice = self.choice(q.detach(), k.detach(), scale, document_ids)
+        mask = seen(choice, self.sparse, self.chunk, document_ids)
+        return sparse_reference(q, k, v, mask, scale, softcap or torch.inf, sinks)
+
+    def choice(self, q: Tensor, k: Tensor, scale: float, document_ids: Tensor) -> Tensor:
+        """The choice [B, Hk, M, k] of a whole sequence, -1 where a page of queries has fewer."""
+        sparse, (batch, heads, tokens, _) = self.sparse, k.shape
+        most = max(sparse.width(start) for start in range(0, tokens, self.chunk))
+        means = page_means(k.permute(2, 0, 1, 3), sparse.page).permute(1, 2, 0, 3)
+        starts = torch.searchsorted(document_ids.contiguous(), document_ids.contiguous())
+        choices = []
+        for start in range(0, tokens, self.chunk):
+            stop, pages = min(start + self.chunk, tokens), sparse.candidates(start)
+            own = starts[:, start:stop]
+            chosen = q.new_empty(batch, heads, -(-(stop - start) // sparse.page), 0).int()
+            if sparse.width(start):
+                given = means[:, :, pages.start : pages.stop]
+                votes = vote(q[:, :, start:stop], given, sparse.page, scale, own, pages.start)
+                first = own[:, :: sparse.page] // sparse.page
+                chosen = self.select(votes, Candidates(pages, first))
+            choices.append(functional.pad(chosen, (0, most - chosen.shape[3]), value=-1))
+        return torch.cat(choices, 2)
 
 
 def gradients_of(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
