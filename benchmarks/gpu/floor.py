@@ -11,7 +11,7 @@ from typing import Any
 
 from farspan.plan.formulas import attention_passes, linear_passes
 from farspan.plan.question import Question
-from farspan.plan.simulate import seen_pairs
+from farspan.plan.reach import seen_pairs
 from farspan.spec import BACKWARD_PRODUCTS, Schedule
 
 Row = Mapping[str, Any]

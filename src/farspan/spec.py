@@ -276,6 +276,14 @@ class Sparse:
         """The most pages that a page of queries of the chunk at `q_start` can have chosen."""
         return min(self.budget // self.page, len(self.candidates(q_start)))
 
+    def near(self, q_start: int) -> int:
+        """Tokens before the chunk at `q_start` that all its queries see: sinks and recent ones."""
+        return q_start - len(self.candidates(q_start)) * self.page
+
+    def reach(self, q_start: int) -> int:
+        """The most tokens before the chunk at `q_start` that one of its queries sees."""
+        return self.near(q_start) + self.width(q_start) * self.page
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from farspan.plan.program import Program
-from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Tier
+from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier
 
 FRACTIONS = st.sampled_from([0.0, 0.3, 0.5, 1.0]) | st.floats(0.0, 1.0)
 TIERS = st.sampled_from(Tier)
@@ -49,10 +49,27 @@ def groups(draw: st.DrawFn, layers: int) -> int | tuple[int, ...]:
 
 
 @st.composite
+def sparsities(draw: st.DrawFn) -> Sparse | None:
+    """Dense in half of all cases; otherwise some chunks have pages to choose from, some none."""
+    if draw(st.booleans()):
+        return None
+    page = draw(st.integers(1, 5))
+    return Sparse(
+        page=page,
+        budget=page * draw(st.integers(0, 6)),
+        recent=draw(st.sampled_from([0, 3, 40])),
+        sink_pages=draw(st.integers(0, 2)),
+    )
+
+
+@st.composite
 def schedules(draw: st.DrawFn, layers: int, tokens: int) -> Schedule:
     """At most a dozen chunks; the last is ragged more often than not."""
+    sparse = draw(sparsities())
+    chunk = draw(st.integers(-(-tokens // 12), tokens + 9))
     return Schedule(
-        chunk=draw(st.integers(-(-tokens // 12), tokens + 9)),
+        chunk=chunk if sparse is None else -(-chunk // sparse.page) * sparse.page,
+        sparse=sparse,
         groups=draw(groups(layers)),
         x=draw(TIERS),
         kv=draw(TIERS),

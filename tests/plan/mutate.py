@@ -18,7 +18,7 @@ from farspan.plan.program import (
 Mutant = tuple[str, Program]
 BUFFER_FIELDS = (
     *("buffer", "source", "target", "prefix", "write_kv", "attention", "activations"),
-    *("accumulator", "own_dkv", "own_kv"),
+    *("accumulator", "own_dkv", "own_kv", "means", "choice"),
 )
 
 

@@ -33,7 +33,7 @@ from farspan.plan.program import (
     Store,
     StoreGradient,
 )
-from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
+from farspan.spec import ModelSpec, RunSpec, Schedule, Sparse, Tier
 from tests.plan import cases, mutate
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
@@ -68,6 +68,21 @@ RICH = {
         chunk=10, groups=(2, 3), attention=DEVICE, attention_open=True, layer_checkpoint=True
     ),
     "chunk by chunk": Schedule(chunk=10, groups=5, kv=HOST, layer_checkpoint=True),
+    "sparse": Schedule(
+        chunk=10,
+        groups=(3, 2),
+        attention_kept=0.4,
+        activations_kept=0.3,
+        sparse=Sparse(page=5, budget=10, recent=4),
+    ),
+    "sparse, held": Schedule(
+        chunk=10,
+        groups=(2, 3),
+        kv=HOST,
+        layer_checkpoint=True,
+        attention_open=True,
+        sparse=Sparse(page=2, budget=4, recent=11, sink_pages=0),
+    ),
 }
 
 
@@ -228,7 +243,7 @@ def test_a_forward_flag_turned_is_caught(program: Program) -> None:
         mutate.changed(program, index, name, not getattr(i, name))
         for index, i in enumerate(program.instructions)
         if isinstance(i, Forward)
-        for name in ("graph", "kept", "hold")
+        for name in ("graph", "kept", "hold", "chooses")
         # A hold that nobody asks for keeps a register longer, and changes nothing.
         if name != "hold" or i.hold or i.graph
     )

@@ -12,7 +12,8 @@ from farspan.plan.price.evaluate import useful_flop
 from farspan.plan.price.machines import machine
 from farspan.plan.program import Program
 from farspan.plan.question import Question
-from farspan.plan.simulate import seen_pairs, simulate
+from farspan.plan.reach import seen_pairs
+from farspan.plan.simulate import simulate
 from farspan.spec import LayerWork, ModelSpec, RunSpec, Schedule, Tier
 
 RUN = RunSpec(batch=3, tokens=9000)

@@ -23,7 +23,6 @@ from farspan.models.boundary import Boundary
 from farspan.models.route import answering, routed
 from farspan.spec import Sparse
 
-
 Attention = Callable[..., Tensor]  # what `reference` takes and gives
 
 

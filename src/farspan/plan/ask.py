@@ -16,7 +16,7 @@ from farspan.plan.question import Layout, Optimizer, Plan, Question, sequence_la
 from farspan.plan.search.plans import best_plan
 from farspan.plan.strategies import STRATEGIES
 from farspan.plan.units import read_bytes, read_tokens
-from farspan.spec import MachineSpec, ModelSpec, Refused, RunSpec
+from farspan.spec import MachineSpec, ModelSpec, Refused, RunSpec, Sparse
 
 AUTO, HERE, FULL, LORA = "auto", "here", "full", "lora:"
 
@@ -34,6 +34,7 @@ class Options(TypedDict, total=False):
     dtype: str
     device_memory: str | int | None
     host_memory: str | int | None
+    sparse: Sparse | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class Request:
     dtype: str = "bfloat16"
     device_memory: str | int | None = None  # in place of what the machine's device has
     host_memory: str | int | None = None  # in place of what the machine's node has
+    sparse: Sparse | None = None  # attention that approximates; None: exact
 
     def question(self) -> Question:
         """The question for the planner. Raises Refused naming the field."""
@@ -69,6 +71,7 @@ class Request:
             dtype=dtype_name(self.dtype),
             architecture=architecture,
             overlap=not machine.unified,  # as the engine's copies run on a GPU, and on a CPU
+            sparse=self.sparse,
         )
 
     def strategies(self) -> list[str] | None:

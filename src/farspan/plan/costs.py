@@ -5,7 +5,7 @@ attention: its backward makes five matrix products where MFU counts four.
 """
 
 from farspan.plan.program import AttentionMode, Backward, Forward, Head, Instruction, Program
-from farspan.plan.simulate import seen_pairs
+from farspan.plan.reach import chunk_pairs
 from farspan.spec import BACKWARD_PRODUCTS, LayerSpec
 
 
@@ -62,7 +62,6 @@ def _linear(program: Program, spec: LayerSpec) -> int:
 
 
 def _attention(program: Program, spec: LayerSpec, chunk: int) -> float:
-    start, stop = program.chunks[chunk]
-    pairs = seen_pairs(stop, spec.window) - seen_pairs(start, spec.window)
+    pairs = chunk_pairs(program, spec, chunk)
     width = spec.query_heads * (spec.head_dim + spec.value_dim)
     return 2.0 * width * program.run.batch * pairs

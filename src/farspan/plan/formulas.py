@@ -26,6 +26,9 @@ The program does better than the theory in four places, which the formulas here 
 - A buffer that nothing would be written to is not there: O of the last group when only the left
   out chunk's would be kept, O of an open group when the left out chunk is the only one.
 
+Where attention is sparse, the mean keys of pages live as long as cells run for the first time, and
+the chosen pages until the backward; a query sees its own chunk, sinks, recent tokens and the pages.
+
 The theory's phi is a fraction of tokens; here it is the chunks whose middle lies in the last phi
 of the sequence.
 """
@@ -35,7 +38,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Tier
+from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier
 
 
 class Term(NamedTuple):
@@ -61,7 +64,7 @@ def attention_passes(model: ModelSpec, run: RunSpec, schedule: Schedule) -> Frac
     for group in range(len(case.sizes)):
         for layer in case.layers(group):
             spec = model.layers[layer]
-            weight = _triangle(run.tokens, spec.window)
+            weight = case.pairs(run.tokens, layer)
             weight *= spec.query_heads * (spec.head_dim + spec.value_dim)
             done += weight * case.attention_runs(group, layer)
             total += weight
@@ -105,6 +108,20 @@ def _triangle(queries: int, window: int | None) -> int:
     if window is None or queries <= window:
         return queries * (queries + 1) // 2
     return queries * window - window * (window - 1) // 2
+
+
+class _Before(NamedTuple):
+    """Tokens before a chunk that a query of it sees."""
+
+    sinks: int
+    chosen: int  # at most
+    recent: int
+
+
+def _seen_before(sparse: Sparse, start: int) -> _Before:
+    border = max(0, start - sparse.recent) // sparse.page * sparse.page
+    sinks = min(border, sparse.sink_pages * sparse.page)
+    return _Before(sinks, min(sparse.budget, border - sinks), start - border)
 
 
 def _padded(size: int) -> int:
@@ -153,14 +170,29 @@ class _Case:
     def rebuilt(self) -> bool:
         return not self.schedule.kv_kept
 
+    def sparse(self, layer: int) -> Sparse | None:
+        """How a layer's attention is sparse. One with a window is not."""
+        return None if self.model.layers[layer].window else self.schedule.sparse
+
+    def pairs(self, queries: int, layer: int) -> int:
+        """Query-key pairs of the first `queries` tokens."""
+        sparse = self.sparse(layer)
+        if sparse is None:
+            return _triangle(queries, self.model.layers[layer].window)
+        chunk = self.schedule.chunk
+        return sum(
+            query % chunk + 1 + sum(_seen_before(sparse, query // chunk * chunk))
+            for query in range(queries)
+        )
+
     # -- work --------------------------------------------------------------------------------------
 
     def attention_runs(self, group: int, layer: int) -> Fraction:
         """Times that the pairs of a layer are computed."""
-        tokens, window = self.run.tokens, self.model.layers[layer].window
+        tokens = self.run.tokens
 
         def share(start: int) -> Fraction:
-            return 1 - Fraction(_triangle(start, window), _triangle(tokens, window))
+            return 1 - Fraction(self.pairs(start, layer), self.pairs(tokens, layer))
 
         if group == self.last and self.is_top(layer):
             return Fraction(1)
@@ -218,6 +250,7 @@ class _Case:
     def _first(self, group: int) -> list[Term]:
         """Own buffers of a group's first pass."""
         terms = [*self._to_backward(group), *self._kv(group, self.schedule.kv)]
+        terms += self._means(group)
         if self._goes_home(group):
             terms += self._kv(group, Tier.HOST)
         return terms + (self._open(group) if group == self.last else [])
@@ -225,6 +258,8 @@ class _Case:
     def _again(self, group: int) -> Iterator[list[Term]]:
         """Own buffers of the rebuild, and of the backward, where dK, dV join K, V."""
         kept = [*self._to_backward(group), *self._kv(group, self.schedule.kv)]
+        # Only the last group has cells that run for the first time after its first pass.
+        kept += self._means(group) if group == self.last else []
         if self._goes_home(group):
             yield [*kept, *self._kv(group, Tier.HOST)]
         is_open = group == self.last or self.rebuilt
@@ -251,7 +286,7 @@ class _Case:
                 terms.append(Term(schedule.attention, self._attention(layer, tokens - kept)))
             cell = _padded(self._activations(group, layer))
             terms.append(Term(schedule.activations, cell * cells))
-        return terms
+        return terms + self._choices(group)
 
     def _open(self, group: int) -> list[Term]:
         """O and LSE of the layers below the top, for the tokens whose O is not kept anyway."""
@@ -267,6 +302,34 @@ class _Case:
         schedule = self.schedule
         there = schedule.kv is Tier.DEVICE and schedule.kv_home is Tier.HOST
         return schedule.kv_kept and group < self.last and there
+
+    def _means(self, group: int) -> list[Term]:
+        """The mean keys of every page, where some chunk chooses among them."""
+        width, terms = max(4, self.model.element_bytes), []
+        for layer in self.layers(group):
+            sparse, spec = self.sparse(layer), self.model.layers[layer]
+            if sparse is None or not _seen_before(sparse, self.last_start).chosen:
+                continue
+            pages = min(self.schedule.chunk, self.run.tokens) // sparse.page
+            cell = pages * self.run.batch * spec.kv_heads * spec.head_dim * width
+            chunks = self.last_start // self.schedule.chunk + 1
+            terms.append(Term(Tier.DEVICE, _padded(cell) * chunks))
+        return terms
+
+    def _choices(self, group: int) -> list[Term]:
+        """Four bytes a chosen page, for each page of queries and K, V head, in chunks that choose."""
+        terms, chunk = [], self.schedule.chunk
+        for layer in self.layers(group):
+            sparse, heads = self.sparse(layer), self.model.layers[layer].kv_heads
+            if sparse is None:
+                continue
+            most = _seen_before(sparse, self.last_start).chosen // sparse.page
+            starts = range(0, self.run.tokens, chunk)
+            chunks = sum(_seen_before(sparse, start).chosen > 0 for start in starts)
+            pages = -(-min(chunk, self.run.tokens) // sparse.page)
+            cell = 4 * self.run.batch * heads * pages * most
+            terms.append(Term(Tier.DEVICE, _padded(cell) * chunks))
+        return terms
 
     # -- one tensor --------------------------------------------------------------------------------
 

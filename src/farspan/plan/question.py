@@ -6,7 +6,7 @@ from math import gcd
 from typing import Any
 
 from farspan.plan.model.architecture import Architecture
-from farspan.spec import MachineSpec, ModelSpec, Refused, RunSpec, Schedule
+from farspan.spec import MachineSpec, ModelSpec, Refused, RunSpec, Schedule, Sparse
 
 
 class Optimizer(StrEnum):
@@ -69,6 +69,7 @@ class Question:
     dtype: str = "bfloat16"
     architecture: Architecture | None = None  # for what a cell holds for a moment
     overlap: bool = False  # copies run beside the computation, as on a GPU
+    sparse: Sparse | None = None  # attention that approximates; None: exact
 
     def host_share(self) -> int:
         """Bytes of a node's main memory that one device may fill. Where both tiers lie there
@@ -135,6 +136,11 @@ class Plan:
     def fits(self) -> bool:
         return self.device.left >= 0 and self.host.left >= 0
 
+    def rank(self) -> tuple[bool, float]:
+        """Sorts plans: those that fit, the fastest first, then the others by what they miss."""
+        over = -min(0, self.device.left) - min(0, self.host.left)
+        return not self.fits, self.seconds.total if self.fits else over
+
     @property
     def tokens_per_second(self) -> float:
         run, layout = self.question.run, self.question.layout
@@ -164,6 +170,7 @@ class Plan:
                 "layer_checkpoint": schedule.layer_checkpoint,
                 "kv_block": schedule.kv_block,
                 "head_tokens": schedule.head_tokens,
+                "sparse": None if schedule.sparse is None else asdict(schedule.sparse),
                 "tiers": {
                     "x": schedule.x.value,
                     "kv": schedule.kv.value,

@@ -20,6 +20,7 @@ from farspan.plan.program import (
     Kind,
     Program,
 )
+from farspan.plan.reach import chunk_pairs, earlier_rows, near_rows
 from farspan.plan.sizes import regions
 from farspan.spec import LayerSpec, Tier
 
@@ -65,12 +66,6 @@ def simulate(program: Program) -> Simulation:
     )
 
 
-def seen_pairs(stop: int, window: int | None) -> int:
-    """Query-key pairs of the queries [0, stop): query i sees min(i + 1, window) keys."""
-    ramp = stop if window is None else min(stop, window)
-    return ramp * (ramp + 1) // 2 + (stop - ramp) * (window or 0)
-
-
 def _live(program: Program, tier: Tier) -> Iterator[Change]:
     alive = 0
     for index, instruction in enumerate(program.instructions):
@@ -93,9 +88,8 @@ def _transfers(program: Program) -> Iterator[Transfer]:
                 yield True, Kind.KV, size
             case Backward(layer, chunk, prefix, accumulator):
                 yield True, Kind.KV, streamed_bytes(program, layer, chunk, prefix)
-                size = streamed_bytes(program, layer, chunk, accumulator)
-                yield True, Kind.DKV, size
-                yield False, Kind.DKV, size
+                yield True, Kind.DKV, totals_bytes(program, layer, chunk, accumulator)
+                yield False, Kind.DKV, streamed_bytes(program, layer, chunk, accumulator)
             case _:
                 pass
 
@@ -117,14 +111,20 @@ def _row_bytes(program: Program, kind: Kind, layer: LayerSpec) -> int:
 
 def streamed_bytes(program: Program, layer: int, chunk: int, name: str) -> int:
     """Bytes of a host buffer that the chunk's queries reach among the earlier rows, each once; 0 on
-    the device. With a window, the few rows that two blocks share at its edge cross twice and are
-    counted once."""
+    the device."""
     buffer, spec = program.buffers[name], program.model.layers[layer]
-    start = program.chunks[chunk][0]
-    first = 0 if spec.window is None else max(0, start - spec.window + 1)
     if buffer.tier is not Tier.HOST:
         return 0
-    return (start - first) * _row_bytes(program, buffer.kind, spec)
+    return earlier_rows(program, spec, chunk) * _row_bytes(program, buffer.kind, spec)
+
+
+def totals_bytes(program: Program, layer: int, chunk: int, name: str) -> int:
+    """Bytes of dK, dV on host that a backward fetches to add to. Those of chosen pages are added on
+    host."""
+    buffer, spec = program.buffers[name], program.model.layers[layer]
+    if buffer.tier is not Tier.HOST:
+        return 0
+    return near_rows(program, spec, chunk) * _row_bytes(program, buffer.kind, spec)
 
 
 def _passes(program: Program) -> tuple[Fraction, Fraction, Fraction]:
@@ -134,11 +134,12 @@ def _passes(program: Program) -> tuple[Fraction, Fraction, Fraction]:
         if isinstance(instruction, Forward):
             start, stop = program.chunks[instruction.chunk]
             if instruction.mode is AttentionMode.COMPUTE:
-                done["attention"] += _pairs(program, instruction.layer, start, stop)
+                done["attention"] += _pairs(program, instruction.layer, instruction.chunk)
             only_kv = instruction.mode is AttentionMode.NONE
             done["projection" if only_kv else "linear"] += stop - start
     layers, tokens = len(program.model.layers), program.run.tokens
-    once = sum(_pairs(program, layer, 0, tokens) for layer in range(layers))
+    chunks = range(len(program.chunks))
+    once = sum(_pairs(program, layer, chunk) for layer in range(layers) for chunk in chunks)
     return (
         Fraction(done["attention"], once),
         Fraction(done["linear"], layers * tokens),
@@ -146,7 +147,7 @@ def _passes(program: Program) -> tuple[Fraction, Fraction, Fraction]:
     )
 
 
-def _pairs(program: Program, layer: int, start: int, stop: int) -> int:
+def _pairs(program: Program, layer: int, chunk: int) -> int:
     spec = program.model.layers[layer]
-    pairs = seen_pairs(stop, spec.window) - seen_pairs(start, spec.window)
+    pairs = chunk_pairs(program, spec, chunk)
     return pairs * spec.query_heads * (spec.head_dim + spec.value_dim)

@@ -11,11 +11,12 @@ from farspan.plan.price.states import States, gradient_bytes, states, update_sec
 from farspan.plan.price.timeline import Timeline, run_time
 from farspan.plan.program import Allocate, Clear, Close, Free, Kind, Program
 from farspan.plan.question import Budget, Plan, Question, Seconds
-from farspan.plan.simulate import seen_pairs
+from farspan.plan.reach import sequence_pairs
 from farspan.spec import Schedule, Tier
 
 PAGE = 4096  # pinned memory is locked by whole pages
 INPUT_BYTES = 3 * 8  # tokens, targets and positions, a token
+DENSE = Schedule()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,8 @@ def evaluate(
         device=sized.device,
         host=sized.host,
         seconds=seconds,
-        mfu=useful_flop(question) / (rates_of(question).peak * _devices(question) * seconds.total),
+        mfu=useful_flop(question, schedule)
+        / (rates_of(question).peak * _devices(question) * seconds.total),
     )
 
 
@@ -197,7 +199,7 @@ def _bound(line: Timeline) -> str:
     return max(lanes, key=lambda lane: lanes[lane])
 
 
-def useful_flop(question: Question) -> float:
+def useful_flop(question: Question, schedule: Schedule = DENSE) -> float:
     """FLOP of a step that MFU counts: three times a forward, recompute left out, and twice where
     weights are frozen and have no gradient; attention over the keys a query sees (causal halves are
     no work); embeddings are looked up, not multiplied."""
@@ -209,7 +211,7 @@ def useful_flop(question: Question) -> float:
         work = layer.work
         passes = 2.0 + (work.trainable / work.parameters if work.parameters else 1.0)
         flop += passes * 2.0 * tokens * sum(inner * outer for inner, outer in work.products)
-        pairs = run.batch * seen_pairs(run.tokens, layer.window)
+        pairs = run.batch * sequence_pairs(run.tokens, layer, schedule)
         flop += 3.0 * 2.0 * pairs * layer.query_heads * (layer.head_dim + layer.value_dim)
     return flop * question.layout.data
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from farspan.plan.price.collectives import Collectives
+from farspan.plan.price.sparse import SparsePrices
 from farspan.plan.price.tiles import TiledPrices
 from farspan.plan.program import (
     AttentionMode,
@@ -27,7 +28,8 @@ from farspan.plan.program import (
     Program,
 )
 from farspan.plan.question import Question
-from farspan.plan.simulate import copied_bytes, seen_pairs, streamed_bytes
+from farspan.plan.reach import seen_pairs, sparse_of
+from farspan.plan.simulate import copied_bytes, streamed_bytes, totals_bytes
 from farspan.spec import LayerSpec, Rates, Refused
 
 
@@ -82,6 +84,7 @@ class Prices:
     together: bool = True
     rates: Rates = field(init=False)
     collectives: Collectives = field(init=False)
+    sparse: SparsePrices = field(init=False)
     _classes: list[int] = field(init=False)
     _sizes: list[int] = field(init=False)
     _tiled: TiledPrices = field(init=False)
@@ -90,6 +93,7 @@ class Prices:
     def __post_init__(self) -> None:
         self.rates = rates_of(self.question)
         self.collectives = Collectives(self.question)
+        self.sparse = SparsePrices(self.program, self.rates, self._moved)
         seen: dict[LayerSpec, int] = {}
         self._classes = [seen.setdefault(spec, len(seen)) for spec in self.program.model.layers]
         self._sizes = [stop - start for start, stop in self.program.chunks]
@@ -101,7 +105,7 @@ class Prices:
         classes, sizes, buffers = self._classes, self._sizes, self.program.buffers
 
         def forward(i: Forward) -> Hashable:
-            put_away = i.kept, i.write_kv is not None, i.attention is not None
+            put_away = i.kept, i.write_kv is not None, i.attention is not None, i.chooses
             return classes[i.layer], i.chunk, i.mode, put_away, self._tiled.cells.skips(i)
 
         def backward(i: Backward) -> Hashable:
@@ -167,6 +171,8 @@ class Prices:
             attention = self._attention(i.layer, i.chunk, backward=False)
             ring = self.collectives.ring(spec, self._span(i.chunk)[1], backward=False)
             compute += attention
+            if i.chooses:
+                compute += self.sparse.votes(spec, i.chunk)
             moved += max(0.0, ring - attention)
             fetch = streamed_bytes(self.program, i.layer, i.chunk, i.prefix) / self.fetch_rate()
         return Cost(
@@ -187,9 +193,10 @@ class Prices:
         moved = self.collectives.backward(spec, tokens) + max(0.0, ring - attention)
         kv = streamed_bytes(self.program, i.layer, i.chunk, i.prefix)
         dkv = streamed_bytes(self.program, i.layer, i.chunk, i.accumulator)
+        totals = totals_bytes(self.program, i.layer, i.chunk, i.accumulator)
         return Cost(
             compute=compute + attention,
-            fetch=(kv + dkv) / self.fetch_rate(),
+            fetch=(kv + totals) / self.fetch_rate(),
             evict=dkv / self.evict_rate(),
             collective=moved,
             host=self.question.machine.overhead,
@@ -215,7 +222,8 @@ class Prices:
         )
 
     def _attention(self, layer: int, chunk: int, *, backward: bool) -> float:
-        """Calls on blocks of earlier keys, then the square on the diagonal."""
+        """Calls on blocks of earlier keys, then the square on the diagonal; where attention is
+        sparse, chosen pages beside them."""
         spec = self.program.model.layers[layer]
         ranks = self.question.layout.sequence()
         start, stop = self._span(chunk)
@@ -223,9 +231,16 @@ class Prices:
         earlier = seen_pairs(stop, spec.window) - seen_pairs(start, spec.window) - diagonal
         block = self.program.schedule.kv_block * ranks
         prefix = start if spec.window is None else min(start, spec.window)
+        sparse = sparse_of(self.program.schedule, spec)
+        chosen = 0.0
+        if sparse is not None:
+            prefix = sparse.near(start)
+            earlier = (stop - start) * prefix
+            chosen = self.sparse.chosen(spec, chunk, backward=backward)
         calls = -(-prefix // block)
         rows = self.program.run.batch / ranks
         seconds = self.rates.attention(diagonal, spec, rows=rows, causal=True, backward=backward)
+        seconds += chosen
         if calls:
             one = self.rates.attention(earlier / calls, spec, rows=rows, backward=backward)
             seconds += calls * one

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from farspan.plan.price.evaluate import evaluate
 from farspan.plan.price.local import local_model, refuse_layout
@@ -14,6 +15,7 @@ from farspan.plan.search.best_first import gap, search
 from farspan.plan.search.estimate import plan_of
 from farspan.plan.search.room import roomiest, states_do_not_fit
 from farspan.plan.search.space import MOST_CELLS, thriftiest, whole_space
+from farspan.plan.search.sparse import best_sparse, longest_sparse
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.spec import Refused, RunSpec, Schedule
 
@@ -32,7 +34,8 @@ def best_plan(
 
     `strategies` are the names to choose from, None for all; `grouped` stands for the whole space
     of schedules, searched for about `seconds` of this process's time. If nothing fits, the plan
-    that misses by the least, with what breaks first and a change that would help. Raises Refused.
+    that misses by the least, with what breaks first and a change that would help. With
+    `question.sparse` see `search.sparse`. Raises Refused.
     """
     refuse_layout(question)
     if question.run.tokens > MOST_TOKENS:
@@ -40,8 +43,10 @@ def best_plan(
             f"context: {question.run.tokens:,} tokens are more than are planned; use at most "
             f"{MOST_TOKENS:,}"
         )
+    if question.sparse is not None:
+        return best_sparse(question, partial(best_plan, strategies=strategies, seconds=seconds))
     plans = _plans(question, strategies or list(STRATEGIES), seconds)
-    plans.sort(key=_order)
+    plans.sort(key=Plan.rank)
     best, others = plans[0], tuple(plans[1:])
     if not best.fits:
         best = evaluate(question, best.strategy, best.schedule)
@@ -62,6 +67,9 @@ def longest_contexts(
     """By strategy, the plan at the longest context that fits; a strategy that fits none is left
     out. Contexts are found to within 1 / 64 of themselves."""
     refuse_layout(question)
+    if question.sparse is not None:
+        dense = partial(longest_contexts, strategies=strategies, seconds=seconds)
+        return longest_sparse(question, dense, LEAST, FINEST)
     found: dict[str, Plan] = {}
     for name in strategies or STRATEGIES:
         tokens = _longest(question, name)
@@ -133,15 +141,10 @@ def _searched(question: Question, others: Sequence[Plan], seconds: float) -> Pla
         first = search(in_line, whole_space(in_line), seconds).best
         fitting += [plan_of(question, GROUPED, first.schedule)] if first else []
         seconds = max(seconds / 4, seconds - (time.process_time() - began))
-    known = min(fitting, key=_order, default=None)
+    known = min(fitting, key=Plan.rank, default=None)
     outcome = search(question, whole_space(question), seconds, known)
     best = outcome.best or plan_of(question, GROUPED, _thrifty(question, GROUPED))
     return replace(best, strategy=GROUPED, gap=gap(best, outcome.lowest) if best.fits else 0.0)
-
-
-def _order(plan: Plan) -> tuple[bool, float]:
-    over = -min(0, plan.device.left) - min(0, plan.host.left)
-    return not plan.fits, plan.seconds.total if plan.fits else over
 
 
 def _at(question: Question, tokens: int) -> Question:
