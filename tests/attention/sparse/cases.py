@@ -24,6 +24,7 @@ from farspan.attention.sparse.pages import MemoryPages
 from farspan.attention.sparse.reference import reference, seen
 from farspan.attention.sparse.select import Selector, TopK
 from farspan.plan.blocks import Run, document_runs, plan_blocks
+from farspan.plan.cell.sparse import MOST_UNITS
 from farspan.spec import Sparse
 from tests.attention.cases import Case, Inputs, Results
 
@@ -36,6 +37,7 @@ class SparseCase:
     sparse: Sparse = SPARSE
     select: Selector | None = None
     kernel: FarKernel | None = None
+    most_units: int = MOST_UNITS
 
     @property
     def starts(self) -> range:
@@ -60,7 +62,8 @@ class SparseCase:
         )
         select = self.select or TopK(self.sparse.budget // self.sparse.page)
         kernel = self.kernel or select_far("cpu", *sizes)
-        return sparse_call(self.sparse, dense, select, kernel, runs), slice(start, stop)
+        call = sparse_call(*(self.sparse, dense, select, kernel, runs), most_units=self.most_units)
+        return call, slice(start, stop)
 
 
 @dataclass

@@ -46,9 +46,9 @@ def test_equals_the_reference_in_float64(case: SparseCase) -> None:
 @pytest.mark.parametrize("case", [cases()[0], cases()[15], cases()[16]], ids=str)
 def test_in_parts_and_without_vendor_kernel_equals_the_reference(case: SparseCase) -> None:
     compare(replace(case, kernel=Gathered(PlainPages())))
-    for elements in (1, 300, 5000):
-        compare(replace(case, kernel=Gathered(FlashPages(), elements)))
-        compare(replace(case, kernel=Gathered(PlainPages(), elements)))
+    for part_bytes in (1, 3_000, 50_000):
+        compare(replace(case, kernel=Gathered(FlashPages(), part_bytes)))
+        compare(replace(case, kernel=Gathered(PlainPages(), part_bytes)))
 
 
 def every_third(votes: Tensor, pages: range) -> Tensor:

@@ -137,17 +137,18 @@ def steps(case: SparseCase, inputs: Inputs, count: int) -> tuple[list[Results], 
 
 
 @pytest.mark.parametrize(
-    ("kernel", "count"),
-    [(TritonFar(SMALL), 2), (FarFromElsewhere(SMALL), 1)],
-    ids=["in place", "gathered"],
+    ("kernel", "count", "most_units"),
+    [(TritonFar(SMALL), 2, 1), (FarFromElsewhere(SMALL), 1, 99), (FarFromElsewhere(SMALL), 1, 4)],
+    ids=["in place", "gathered", "in slabs"],
 )
 def test_sparse_attention_of_a_sequence(
-    kernel: TritonFar, count: int, interpreted: ProcessPoolExecutor
+    kernel: TritonFar, count: int, most_units: int, interpreted: ProcessPoolExecutor
 ) -> None:
     """Through chunks, with documents, sinks and a second step, as the engine runs it."""
     dense = Case(tokens=93, chunk=32, kv_block=24, batch=2, documents=MIXED, sinks=True)
     sparse = Sparse(page=16, budget=16, recent=16, sink_pages=0)
-    case = SparseCase(replace(dense, dtype=torch.float32), sparse, kernel=kernel)
+    dense = replace(dense, dtype=torch.float32)
+    case = SparseCase(dense, sparse, kernel=kernel, most_units=most_units)
     inputs = make_inputs(case.dense)
     found, choice = interpreted.submit(steps, case, inputs, count).result()
     assert (choice >= 0).any()

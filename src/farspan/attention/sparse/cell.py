@@ -23,6 +23,7 @@ from farspan.attention.sparse.far import FarCall, FarKernel
 from farspan.attention.sparse.pages import Pages
 from farspan.attention.sparse.select import Candidates, Selector, vote
 from farspan.plan.blocks import Block, Run
+from farspan.plan.cell.sparse import MOST_UNITS
 from farspan.spec import Sparse
 
 Attended = tuple[Tensor, Tensor, Tensor]  # out, lse, choice
@@ -72,9 +73,11 @@ def sparse_call(
     kernel: FarKernel,
     runs: Sequence[tuple[Run, ...]] | None = None,
     device: torch.device | str = "cpu",
+    most_units: int = MOST_UNITS,
 ) -> SparseCall:
     """The sparse form of a chunk's dense call. `runs` are those `dense.blocks` were planned with
-    (plan_blocks), None if each row is one document; `device` is that of the queries."""
+    (plan_blocks), None if each row is one document; `device` is that of the queries; for
+    `most_units` see `FarCall`."""
     assert dense.q_start % sparse.page == 0, (dense.q_start, sparse.page)
     blocks = near_blocks(dense.blocks, sparse, dense.q_start)
     pages = sparse.candidates(dense.q_start)
@@ -85,7 +88,7 @@ def sparse_call(
         first = documents[:, :: sparse.page] // sparse.page
     return SparseCall(
         replace(dense, blocks=blocks),
-        FarCall(dense.scale, sparse.page, documents),
+        FarCall(dense.scale, sparse.page, documents, most_units),
         Candidates(pages, first),
         select,
         kernel,
@@ -132,6 +135,7 @@ def attend_sparse(
 ) -> tuple[Tensor, Tensor]:
     """out, in the dtype of q, and lse, in the accumulate dtype, over all that is seen and sinks."""
     out, lse = attend(call.near, q, k, v, pages)
+    choice = _possible(call, choice)
     if choice.shape[3]:
         out = out.to(lse.dtype)
         merge_(out, lse, *call.kernel.forward(call.far, q, choice, pages))
@@ -157,8 +161,15 @@ def attend_sparse_backward(
     queries give to earlier keys goes to `pages`: `add_gradient` for near ones, `add` for far ones.
     """
     out, lse, choice = attended
+    choice = _possible(call, choice)
     dq, dk, dv, dsinks = attend_backward(call.near, dout, q, k, v, (out, lse), pages, sinks)
     if choice.shape[3]:
         part = call.kernel.backward(call.far, dout, q, (out, lse), choice, pages)
         dq = dq.to(accumulate_dtype(q.dtype)).add_(part)
     return dq, dk, dv, dsinks
+
+
+def _possible(call: SparseCall, choice: Tensor) -> Tensor:
+    """Without the -1 at the ends of all rows of a choice that is wider than there are candidates:
+    rows with -1 need masks."""
+    return choice[..., : len(call.candidates.pages)]

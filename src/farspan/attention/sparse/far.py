@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from farspan.attention.sparse.pages import Pages
+from farspan.plan.cell.sparse import MOST_UNITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,9 @@ class FarCall:
     scale: float
     page: int
     documents: Tensor | None = None  # [B, C]: first token of each query's document
+    # Pages of a row and key-value head that are gathered at one time, unless one page of queries
+    # chose more; so that memory does not grow with the prefix (plan.cell.sparse.slab_units).
+    most_units: int = MOST_UNITS
 
 
 class FarKernel(Protocol):

@@ -1,14 +1,13 @@
 """Attention to chosen pages by copying them: any device, every feature, trains without Triton.
 
 Legend: B batch, H query heads, Hk key-value heads, r = H / Hk, M pages of queries of P tokens, k
-chosen pages, U units (pages.py), X = B * Hk * M. Every page of queries of a key-value head becomes
-one row of a batch, which the copies of its pages make a small dense attention:
+chosen pages, U units (pages.py). A row is a page of queries of one key-value head; the copies of
+its pages make it a small dense attention, and some rows x are attended at a time:
 
-    q_XRPD [X, r, P, D]    k_XSD, v_XSD [X, 1, k * P, D]    out [X, r, P, Dv], lse [X, r, P]
+    q_xRPD [x, r, P, D]    k_xSD, v_xSD [x, 1, k * P, D]    out [x, r, P, Dv], lse [x, r, P]
 
-A row's copies have k * P * (D + Dv) elements, its scores, where a kernel or a mask writes them out,
-r * P * k * P; `elements` bounds either, by taking fewer rows at a time. Masks are built only for
-rows that need one: pages of queries that chose fewer pages than others, or where a
+`part_bytes` bounds what such a part holds; units are gathered slab by slab (slabs_of). Masks are
+built only for rows that need one: pages of queries that chose fewer pages than others, or where a
 document begins within a chosen page or behind it.
 """
 
@@ -22,14 +21,14 @@ from torch.nn.functional import pad
 
 from farspan.attention.merge import accumulate_dtype
 from farspan.attention.sparse.far import FarCall, FarKernel
-from farspan.attention.sparse.pages import Pages, Units, units_of
+from farspan.attention.sparse.pages import Pages, Units, slabs_of
+from farspan.plan.cell.sparse import PART_BYTES, FarRow
 
 aten = torch.ops.aten
-Rows = slice | Tensor  # of X
 
 
 class PageKernel(Protocol):
-    """Dense attention of rows X, each with its own keys; `mask` is bool [X, 1, P, S], true where a
+    """Dense attention of rows x, each with its own keys; `mask` is bool [x, 1, P, S], true where a
     query sees a key. A query that sees none gives lse -inf, out zero and gradients zero."""
 
     @property
@@ -89,7 +88,7 @@ class FlashPages:
     def _float(self, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         if mask is None:
             return None
-        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+        return torch.where(mask, mask.new_zeros((), dtype=dtype), -torch.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +138,86 @@ class PlainPages:
 
 
 @dataclass(frozen=True, slots=True)
+class _Part:
+    """Some rows of a slab."""
+
+    places: tuple[Tensor, Tensor, Tensor]  # where they are in [B, Hk, M, ...], each [x]
+    index: Tensor  # [x, k]: their units; any unit where there is none
+    mask: Tensor | None  # [x, 1, P, k * P]
+
+    def queries(self, x: Tensor) -> Tensor:
+        """[B, Hk, M, r, P, ...] -> [x, r, P, ...]. A kernel takes any strides but the innermost."""
+        rows = x[self.places]
+        return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+    def copies(self, of_units: Tensor) -> Tensor:
+        """[U, P, D] -> [x, 1, k * P, D]."""
+        copies = of_units.index_select(0, self.index.flatten())
+        return copies.view(len(self.index), 1, -1, of_units.shape[2])
+
+    def add(self, total: Tensor, part: Tensor) -> None:
+        """Add part [x, 1, k * P, D] to total [U, P, D] by unit, in the order of the entries. It is
+        zero where an entry has no unit: no query sees those keys.
+
+        Deterministic on either device: index_add_ is so on CPUs, where it is 15 times as fast as a
+        sort and sums of segments, and index_put_, which sorts, on CUDA.
+        """
+        gradients = part.to(total.dtype).reshape(-1, *total.shape[1:])
+        if total.device.type == "cpu":
+            total.index_add_(0, self.index.flatten(), gradients)
+        else:
+            total.index_put_((self.index.flatten(),), gradients, accumulate=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slab:
+    """Pages of queries whose units were gathered together; m of them."""
+
+    page: int
+    run: slice  # of M
+    units: Units
+    starts: Tensor | None  # [B, M, P]: first token of each query's document
+    keys: Tensor  # [U, P, D]
+    values: Tensor  # [U, P, Dv]
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Those of [B, Hk, m], flat, that have pages: they need no mask, or they do."""
+        index = self.units.index
+        latest = 0 if self.starts is None else self.starts[:, None, self.run].amax(3)
+        masked = self._first_tokens(index).amin(3) < latest
+        some = (index >= 0).any(3)
+        without, with_mask = (some & kind for kind in (~masked, masked))
+        return without.flatten().nonzero().squeeze(1), with_mask.flatten().nonzero().squeeze(1)
+
+    def part(self, rows: Tensor, masked: bool) -> _Part:
+        _, heads, pages, _ = self.units.index.shape
+        owner, page = rows // pages, rows % pages
+        places = owner // heads, owner % heads, page + self.run.start
+        index = self.units.index.flatten(0, 2)[rows]
+        mask = self._mask(places, index) if masked else None
+        return _Part(places, index.clamp_(min=0), mask)
+
+    def _mask(self, places: tuple[Tensor, Tensor, Tensor], index: Tensor) -> Tensor:
+        within = torch.arange(self.page, device=index.device)
+        token = (self._first_tokens(index).unsqueeze(2) + within).flatten(1)
+        if self.starts is None:
+            starts = index.new_zeros(1, 1).expand(len(index), self.page)
+        else:
+            starts = self.starts[places[0], places[2]]
+        return (token[:, None] >= starts.unsqueeze(2)).unsqueeze(1)
+
+    def _first_tokens(self, index: Tensor) -> Tensor:
+        """Of the units; where there is none, before the sequence, where no query looks."""
+        return torch.where(index < 0, -self.page, self.units.pages[index] * self.page)
+
+
+@dataclass(frozen=True, slots=True)
 class Gathered:
-    """Implements `FarKernel`. Runs rows in as few calls as `elements` allows."""
+    """Implements `FarKernel`. Gathers a slab's units once, and attends as many of its rows at a
+    time as `part_bytes` allow."""
 
     kernel: PageKernel
-    elements: int = 2**26  # of copied keys and values, or of scores, at one time
+    part_bytes: int = PART_BYTES["cpu"]
 
     @property
     def softcap(self) -> float | None:
@@ -152,16 +226,25 @@ class Gathered:
     def forward(
         self, call: FarCall, q: Tensor, choice: Tensor, pages: Pages
     ) -> tuple[Tensor, Tensor]:
-        units = units_of(choice)
-        keys, values = pages.gather(units)
-        q_XRPD = _by_page(q, choice, call.page)
-        out = q_XRPD.new_zeros(*q_XRPD.shape[:3], values.shape[2])
-        dtype = accumulate_dtype(q.dtype)
-        lse = q_XRPD.new_full(q_XRPD.shape[:3], -torch.inf, dtype=dtype)
-        for rows, index, mask in self._parts(call, units, q_XRPD, keys, values):
-            k, v = (_copies(x, index) for x in (keys, values))
-            out[rows], lse[rows] = self.kernel.forward(q_XRPD[rows], k, v, mask, call.scale)
-        return _by_head(out, q), _by_head(lse.unsqueeze(3), q).squeeze(3)
+        (batch, heads, tokens, _), padded = q.shape, choice.shape[2] * call.page
+        queries = _by_page(q, choice, call.page)
+        lse = q.new_full((batch, heads, padded), -torch.inf, dtype=accumulate_dtype(q.dtype))
+        out: Tensor | None = None
+        for run, units in slabs_of(choice, call.most_units):
+            slab = _gather(call, run, units, pages, choice)
+            if out is None:
+                shape = batch, padded, heads, slab.values.shape[2]
+                out = q.new_zeros(shape).transpose(1, 2)
+            results = tuple(_by_page(x, choice, call.page) for x in (out, lse))
+            for rows, masked in self._parts(slab, queries, backward=False):
+                part = slab.part(rows, masked)
+                found = self._attend(slab, part, queries, call.scale)
+                for result, x in zip(results, found, strict=True):
+                    result[part.places] = x
+                del part, found, x
+            del slab
+        assert out is not None
+        return out[:, :, :tokens], lse[:, :, :tokens]
 
     def backward(
         self,
@@ -172,104 +255,76 @@ class Gathered:
         choice: Tensor,
         pages: Pages,
     ) -> Tensor:
-        units, dtype = units_of(choice), accumulate_dtype(q.dtype)
-        keys, values = pages.gather(units)
-        out, lse = attended
-        of_queries = dout, q, out, lse.unsqueeze(3)
-        dout, q_XRPD, out, lse = (_by_page(x, choice, call.page) for x in of_queries)
-        lse = lse.squeeze(3)
-        dq = torch.zeros_like(q_XRPD, dtype=dtype)
-        dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (keys, values))
-        for rows, index, mask in self._parts(call, units, q_XRPD, keys, values):
-            k, v = (_copies(x, index) for x in (keys, values))
-            given = q_XRPD[rows], out[rows], lse[rows]
-            parts = self.kernel.backward(dout[rows], given, k, v, mask, call.scale)
-            dq[rows] = parts[0].to(dtype)
-            _add_by_unit(dk, index, parts[1])
-            _add_by_unit(dv, index, parts[2])
-        pages.add(units, dk, dv)
-        return _by_head(dq, q)
+        (batch, heads, tokens, dim), padded = q.shape, choice.shape[2] * call.page
+        dtype = accumulate_dtype(q.dtype)
+        given = [_by_page(x, choice, call.page) for x in (dout, q, *attended)]
+        dq = q.new_zeros(batch, padded, heads, dim, dtype=dtype).transpose(1, 2)
+        result = _by_page(dq, choice, call.page)
+        for run, units in slabs_of(choice, call.most_units):
+            slab = _gather(call, run, units, pages, choice)
+            dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (slab.keys, slab.values))
+            for rows, masked in self._parts(slab, given[1], backward=True):
+                part = slab.part(rows, masked)
+                found = self._differentiate(slab, part, given, call.scale)
+                result[part.places] = found[0].to(dtype)
+                part.add(dk, found[1])
+                part.add(dv, found[2])
+                del part, found
+            del slab
+            pages.add(units, dk, dv)
+            del dk, dv
+        return dq[:, :, :tokens]
+
+    def _attend(self, slab: _Slab, part: _Part, q: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        k, v = (part.copies(x) for x in (slab.keys, slab.values))
+        return self.kernel.forward(part.queries(q), k, v, part.mask, scale)
+
+    def _differentiate(
+        self, slab: _Slab, part: _Part, given: list[Tensor], scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, out, lse = (part.queries(x) for x in given)
+        k, v = (part.copies(x) for x in (slab.keys, slab.values))
+        return self.kernel.backward(dout, (q, out, lse), k, v, part.mask, scale)
 
     def _parts(
-        self, call: FarCall, units: Units, q_XRPD: Tensor, keys: Tensor, values: Tensor
-    ) -> Iterator[tuple[Rows, Tensor, Tensor | None]]:
-        """Rows of X that have pages, with their units [x, k] and the mask that they need."""
-        index = units.index.flatten(0, 2)
-        if len(units) == 0:
+        self, slab: _Slab, queries: Tensor, *, backward: bool
+    ) -> Iterator[tuple[Tensor, bool]]:
+        """Rows that are attended together, and whether they need a mask."""
+        if len(slab.units) == 0:
             return
-        # No page lies before the sequence, where no query looks.
-        first_token = torch.where(index < 0, -call.page, units.pages[index] * call.page)
-        starts = _document_starts(call, units.index)
-        masked = (first_token < starts.amax(1, keepdim=True)).any(1)
-        _, heads, page, _ = q_XRPD.shape
-        copied = index.shape[1] * page * (keys.shape[2] + values.shape[2])
-        scores = heads * page * index.shape[1] * page
-        plain = isinstance(self.kernel, PlainPages)
-        with_mask = max(1, self.elements // max(copied, scores))
-        without = with_mask if plain else max(1, self.elements // copied)
-        if not masked.any():
-            for start in range(0, len(index), without):
-                rows = slice(start, start + without)
-                yield rows, index[rows], None
-            return
-        some = (index >= 0).any(1)
-        for rows in (~masked & some).nonzero().squeeze(1).split(without):
-            yield rows, index[rows], None
-        within = torch.arange(page, device=index.device)
-        for rows in (masked & some).nonzero().squeeze(1).split(with_mask):
-            token = (first_token[rows].unsqueeze(2) + within).flatten(1)
-            seen = token[:, None] >= starts[rows].unsqueeze(2)
-            yield rows, index[rows], seen.unsqueeze(1)
+        dims = slab.keys.shape[2], slab.values.shape[2]
+        row = FarRow(
+            *(queries.shape[3], slab.page, slab.units.index.shape[3], *dims),
+            *(queries.element_size(), isinstance(self.kernel, PlainPages)),
+        )
+        for rows, masked in zip(slab.rows(), (False, True), strict=True):
+            count = max(1, self.part_bytes // row.bytes(masked=masked, backward=backward))
+            for start in range(0, len(rows), count):
+                yield rows[start : start + count], masked
 
 
 def select_far(device_type: str, head_dim: int, value_dim: int, softcap: float | None) -> FarKernel:
     """A kernel for these heads that every machine has."""
+    most = PART_BYTES.get(device_type, PART_BYTES["cuda"])
     if device_type == "cpu" and head_dim == value_dim and softcap is None:
-        return Gathered(FlashPages())
-    return Gathered(PlainPages(softcap))
+        return Gathered(FlashPages(), most)
+    return Gathered(PlainPages(softcap), most)
+
+
+def _gather(call: FarCall, run: slice, units: Units, pages: Pages, choice: Tensor) -> _Slab:
+    starts = call.documents
+    if starts is not None:
+        count = choice.shape[2]
+        ragged = count * call.page - starts.shape[1]
+        starts = (pad(starts, (0, ragged)) if ragged else starts).unflatten(1, (count, call.page))
+    return _Slab(call.page, run, units, starts, *pages.gather(units))
 
 
 def _by_page(x: Tensor, choice: Tensor, page: int) -> Tensor:
-    """[B, H, C, D] -> [X, r, P, D]; queries that a ragged last page lacks are zeros."""
+    """[B, H, C, ...] -> [B, Hk, M, r, P, ...], a view; queries that a ragged last page lacks are
+    zeros, and then it is none."""
     kv_heads, pages = choice.shape[1:3]
-    whole = pad(x, (0, 0, 0, pages * page - x.shape[2])).unflatten(2, (pages, page))
-    return whole.unflatten(1, (kv_heads, -1)).transpose(2, 3).flatten(0, 2)
-
-
-def _by_head(x: Tensor, like: Tensor) -> Tensor:
-    """[X, r, P, D] -> [B, H, C, D] with B, H and C of `like`."""
-    batch, heads, tokens, _ = like.shape
-    by_head = x.unflatten(0, (batch, heads // x.shape[1], -1)).transpose(2, 3)
-    return by_head.flatten(3, 4).flatten(1, 2)[:, :, :tokens]
-
-
-def _copies(of_units: Tensor, index: Tensor) -> Tensor:
-    """[U, P, D], units [x, k] -> [x, 1, k * P, D]; a copy of some unit where there is none."""
-    return of_units[index.clamp(min=0)].flatten(1, 2).unsqueeze(1)
-
-
-def _add_by_unit(total: Tensor, index: Tensor, part: Tensor) -> None:
-    """Add part [x, 1, k * P, D] to total [U, P, D] by its units [x, k], in their order.
-
-    Deterministic on either device: index_add_ is so on CPUs, where it is 15 times as fast as a sort
-    and sums of segments, and index_put_, which sorts, on CUDA.
-    """
-    by_page = part.to(total.dtype).reshape(*index.shape, *total.shape[1:])
-    some = index >= 0
-    units, gradients = index.flatten(), by_page.flatten(0, 1)
-    if not some.all():
-        units, gradients = index[some], by_page[some]
-    if total.device.type == "cpu":
-        total.index_add_(0, units, gradients)
-    else:
-        total.index_put_((units,), gradients, accumulate=True)
-
-
-def _document_starts(call: FarCall, choice: Tensor) -> Tensor:
-    """First token of each query's document [X, P]; 0 for queries that a ragged page lacks."""
-    batch, kv_heads, pages = choice.shape[:3]
-    if call.documents is None:
-        return choice.new_zeros(batch * kv_heads * pages, call.page)
-    ragged = pages * call.page - call.documents.shape[1]
-    starts = pad(call.documents, (0, ragged)).view(batch, 1, pages, call.page)
-    return starts.expand(batch, kv_heads, pages, call.page).flatten(0, 2)
+    ragged = pages * page - x.shape[2]
+    if ragged:
+        x = pad(x, (0, 0) * (x.ndim - 3) + (0, ragged))
+    return x.unflatten(2, (pages, page)).unflatten(1, (kv_heads, -1)).transpose(2, 3)

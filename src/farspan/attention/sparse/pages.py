@@ -3,10 +3,13 @@
 Legend: T tokens, B batch, Hk key-value heads, P tokens a page, D head dim, Dv value dim. A unit is
 one page of one batch row and one key-value head, K [P, D] and V [P, Dv]: the least that is chosen
 alone. Units are asked for once each, however many pages of queries chose them, so that a storage on
-host moves them in one batched gather and back in one write without collisions.
+host moves them in one batched gather and back in one write without collisions. Where there are more
+than memory is to hold, the pages of queries are taken in slabs, consecutive runs of them.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -32,7 +35,8 @@ class Units:
         """The rows [U * P] that hold the units in a buffer [T, B, Hk, D] seen as [T * B * Hk, D]:
         what one `index_select` gathers, 2.5 times as fast as indexing three dimensions."""
         token = self.pages[:, None] * page + torch.arange(page, device=self.pages.device)
-        return ((token * batch + self.rows[:, None]) * heads + self.heads[:, None]).flatten()
+        token.mul_(batch).add_(self.rows[:, None]).mul_(heads).add_(self.heads[:, None])
+        return token.flatten()
 
 
 def units_of(choice: Tensor) -> Units:
@@ -49,6 +53,51 @@ def units_of(choice: Tensor) -> Units:
         units, index = units[1:], index - 1
     owner = units // pages
     return Units(owner // heads, owner % heads, units % pages, index)
+
+
+def slabs_of(choice: Tensor, most_units: int) -> Iterator[tuple[slice, Units]]:
+    """Slabs of a choice [B, Hk, M, k], in order: slices of M that cover it, and their units.
+
+    A slab has at most `most_units`, or is one page of queries that chose more; each is as long as
+    it may be. Where all units fit, which is the usual case, there is one slab.
+    """
+    units = units_of(choice)
+    if len(units) <= most_units or choice.shape[2] == 1:
+        yield slice(0, choice.shape[2]), units
+        return
+    stops = _slab_stops(units.index, most_units)
+    del units
+    for start, stop in pairwise([0, *stops]):
+        yield slice(start, stop), units_of(choice[:, :, start:stop])
+
+
+def _slab_stops(index: Tensor, most_units: int) -> list[int]:
+    """Where slabs end, from the units [B, Hk, M, k] of a choice.
+
+    A page of queries brings a slab those of its units that no page of it before chose: those that
+    were last chosen, if at all, before the slab began.
+    """
+    index = index.cpu()  # once; some hundred KB, then nothing waits for a device
+    last = _last_chosen(index).transpose(0, 1).flatten(1)  # [M, B * Hk * k]
+    stops, start = [], 0
+    while start < len(last):
+        held = (last[start:] < start).sum(1).cumsum(0)
+        start += max(1, int((held <= most_units).sum()))
+        stops.append(start)
+    return stops
+
+
+def _last_chosen(index: Tensor) -> Tensor:
+    """Which page of queries before chose the unit of each entry, [B * Hk, M, k]; -1 if none did,
+    M where the entry is no page."""
+    pages, chosen = index.shape[2:]
+    unit, order = index.flatten().sort(stable=True)  # of equals, pages of queries ascend
+    by = order // chosen % pages
+    again = unit[1:] == unit[:-1]
+    last = torch.full_like(by, -1)
+    last[1:][again] = by[:-1][again]
+    last[unit < 0] = pages
+    return torch.empty_like(last).scatter_(0, order, last).view(-1, pages, chosen)
 
 
 class Pages(KeyValues, Protocol):

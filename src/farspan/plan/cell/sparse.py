@@ -1,0 +1,166 @@
+"""Bytes that attention to chosen pages holds at one time where it copies them, without torch.
+
+A chunk's pages of queries are taken in slabs that chose so many units at most (a unit is K, V of
+one page of one batch row and key-value head). A slab's units are gathered once; then rows (a row is
+one page of queries of one key-value head) are attended in parts, for which each row's pages are
+copied side by side. Neither slabs nor parts grow with the prefix or the chunk.
+"""
+
+from dataclasses import dataclass
+
+# K, V gathered at one time; a backward holds their sums of gradients too, twice to thrice as much.
+# No smaller on a GPU: a gather from host must be long beside its start (256 MiB take 5 ms at
+# 50 GB/s), and pages that two slabs chose move twice.
+SLAB_BYTES = {"cpu": 2**26, "cuda": 2**28}
+# 256 MiB of pages of 128 tokens with 128 + 128 dims of 2 bytes: for callers that pass nothing.
+MOST_UNITS = 2**12
+# A part's copies, gradients and masks. On a CPU 8 MiB and 64 MiB are as fast; a GPU is filled.
+PART_BYTES = {"cpu": 2**25, "cuda": 2**28}
+
+INDEX = 8  # bytes of an index
+# Numbers that finding units and borders of slabs takes an entry of the choice at most: held while
+# pages are gathered and attended, and only before.
+HELD, FOUND = 10, 16
+
+
+def slab_units(slab_bytes: int, page: int, dims: int, width: int) -> int:
+    """`most_units` for so many bytes of K, V; `dims` are those of a key and a value together,
+    `width` the bytes of an element."""
+    return max(1, slab_bytes // (page * dims * width))
+
+
+@dataclass(frozen=True, slots=True)
+class FarRow:
+    """One page of queries of a key-value head and the pages it chose."""
+
+    group: int  # query heads of the key-value head
+    page: int  # tokens
+    chosen: int  # pages
+    head_dim: int
+    value_dim: int
+    width: int  # bytes of an element
+    plain: bool = False  # scores are written out (PlainPages)
+
+    @property
+    def wide(self) -> int:
+        """Bytes of an element of the accumulate dtype."""
+        return max(4, self.width)
+
+    @property
+    def keys(self) -> int:
+        return self.chosen * self.page
+
+    @property
+    def queries(self) -> int:
+        return self.group * self.page
+
+    def bytes(self, *, masked: bool, backward: bool) -> int:
+        """What a row holds of its part at the fullest moment."""
+        return self._backward(masked) if backward else self._forward(masked)
+
+    def _forward(self, masked: bool) -> int:
+        out = self.queries * (self.value_dim * self.width + self.wide)
+        given = self.queries * self.head_dim * self.width + self._copies(masked)
+        # A mask gives rows without keys their LSE in a copy.
+        return given + out + self._plain() + masked * self.queries * self.wide
+
+    def _backward(self, masked: bool) -> int:
+        of_queries = (self.head_dim + 2 * self.value_dim) * self.width + self.wide
+        gradients = self.queries * self.head_dim * self.width
+        gradients += self.keys * (self.head_dim + self.value_dim) * self.width
+        computed = self.queries * of_queries + self._copies(masked) + gradients + self._plain()
+        if self.plain or self.width == self.wide:
+            return computed
+        widest = max(self.keys, self.queries) * max(self.head_dim, self.value_dim) * self.wide
+        return max(computed, self._index() + gradients + widest)
+
+    def _index(self) -> int:
+        return INDEX * (3 + 1 + 2 * self.chosen)
+
+    def _copies(self, masked: bool) -> int:
+        copies = self._index() + self.keys * (self.head_dim + self.value_dim) * self.width
+        if masked:
+            # A bool and a float a score, and where each query's document begins.
+            copies += self.page * (self.keys * (1 + self.width) + INDEX)
+        return copies
+
+    def _plain(self) -> int:
+        """Six matrices of scores at most, keys and values or their gradients of each head of a
+        group, twice, and what comes in, in the accumulate dtype."""
+        if not self.plain:
+            return 0
+        dims = self.head_dim + self.value_dim
+        each = 6 * self.queries * self.keys + 2 * self.group * self.keys * dims
+        return self.wide * (each + self.keys * dims + 2 * self.queries * dims)
+
+
+@dataclass(frozen=True, slots=True)
+class Far:
+    """Attention of a chunk to chosen pages, as memory sees it."""
+
+    batch: int
+    heads: int  # of queries
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    width: int  # bytes of an element
+    page: int  # tokens
+    chosen: int  # pages that a page of queries of a key-value head chooses at most
+    tokens: int  # of the chunk
+    candidates: int  # pages to choose from
+    plain: bool = False  # PlainPages: soft caps, or values not as wide as keys
+
+    @property
+    def row(self) -> FarRow:
+        group, dims = self.heads // self.kv_heads, (self.head_dim, self.value_dim)
+        return FarRow(group, self.page, self.chosen, *dims, self.width, self.plain)
+
+    @property
+    def query_pages(self) -> int:
+        return -(-self.tokens // self.page)
+
+    def units(self, most_units: int) -> int:
+        """Units of a slab at most: of one page of queries there may be more than `most_units`."""
+        owners = self.batch * self.kv_heads
+        distinct = owners * min(self.candidates, self.query_pages * self.chosen)
+        return min(distinct, max(most_units, owners * self.chosen))
+
+
+def far_bytes(
+    far: Far, most_units: int = MOST_UNITS, part: int = PART_BYTES["cpu"], *, backward: bool
+) -> int:
+    """Bytes that the far part of a chunk's forward or backward holds at most at one time, results
+    included, on a CPU and where pages are gathered from the memory of the device.
+
+    Reached where all pages of a slab are distinct and it is as large as may be. What an operator
+    takes and gives back within itself is not counted: aten's flash attention takes under 3 MB a
+    thread.
+    """
+    if not far.chosen or not far.candidates:
+        return 0
+    row, units = far.row, far.units(most_units)
+    owners = far.batch * far.kv_heads
+    rows = owners * far.query_pages
+    entries = rows * far.chosen
+    unit = far.page * (far.head_dim + far.value_dim)
+    slab = units * unit * (far.width + backward * row.wide)
+    most = max(
+        min(rows, max(1, part // size)) * size
+        for size in (row.bytes(masked=masked, backward=backward) for masked in (False, True))
+    )
+    # A place for each token of a unit, while pages are gathered and while gradients are added.
+    moving = INDEX * units * far.page
+    attended = _chunk_bytes(far, backward) + INDEX * HELD * entries + slab + max(most, moving)
+    return max(attended, _chunk_bytes(far, backward) + INDEX * FOUND * entries)
+
+
+def _chunk_bytes(far: Far, backward: bool) -> int:
+    """What is as long as the chunk: results, and what comes in where its last page is ragged."""
+    tokens, wide = far.batch * far.query_pages * far.page, far.row.wide
+    if backward:
+        given = (far.head_dim + 2 * far.value_dim) * far.width + wide
+        results = far.head_dim * wide
+    else:
+        given, results = far.head_dim * far.width, far.value_dim * far.width + wide
+    ragged = far.tokens % far.page > 0
+    return tokens * (far.heads * (results + ragged * given) + ragged * INDEX)
