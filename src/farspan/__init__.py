@@ -3,7 +3,7 @@
 from farspan import plan
 from farspan.lazy import attributes
 from farspan.plan.strategies import strategy
-from farspan.spec import Refused, Schedule, Tier
+from farspan.spec import Refused, Schedule, Sparse, Tier
 from farspan.version import VERSION as __version__
 
 # What needs torch is imported when it is first read; `__init__.pyi` tells type checkers its types.
@@ -22,6 +22,7 @@ __all__ = [
     "Progress",
     "Refused",
     "Schedule",
+    "Sparse",
     "Step",
     "Tier",
     "Verification",

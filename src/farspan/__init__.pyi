@@ -2,13 +2,14 @@ from farspan.engine.step import Progress, Step
 from farspan.engine.verify import Verification, VerificationRun, verify
 from farspan.plan.ask import plan
 from farspan.plan.strategies import strategy
-from farspan.spec import Refused, Schedule, Tier
+from farspan.spec import Refused, Schedule, Sparse, Tier
 from farspan.version import VERSION as __version__
 
 __all__ = [
     "Progress",
     "Refused",
     "Schedule",
+    "Sparse",
     "Step",
     "Tier",
     "Verification",
