@@ -91,8 +91,14 @@ class SparseOracle:
         scale: float,
     ) -> Tensor:
         if window is not None:
-            given = {"window": window, "softcap": softcap, "sinks": sinks}
-            return reference(q, k, v, scale=scale, document_ids=document_ids, **given)
+            return reference(
+                *(q, k, v),
+                scale=scale,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+                document_ids=document_ids,
+            )
         if document_ids is None:
             document_ids = torch.zeros(q.shape[0], q.shape[2], dtype=torch.int64, device=q.device)
         choice = self.choice(q.detach(), k.detach(), scale, document_ids)

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from farspan.attention.cell import AttentionCall
-from farspan.attention.sparse.cell import near_blocks
 from farspan.attention.sparse.select import Selector
 from farspan.engine.batch import Batch
 from farspan.engine.cell import Cell, CellDone, Entry, Rows
@@ -23,7 +22,7 @@ from farspan.engine.storage import Storage
 from farspan.models.boundary import Boundary, LayerCall
 from farspan.models.route import answering
 from farspan.plan import names
-from farspan.plan.blocks import Block, Run, document_runs, plan_blocks
+from farspan.plan.blocks import Block, Run, document_runs, near_blocks, plan_blocks
 from farspan.plan.program import (
     Allocate,
     AttentionMode,

@@ -36,13 +36,14 @@ from farspan.engine.kernels import AttentionKernels
 from farspan.engine.prefix import Prefix, Slots
 from farspan.engine.storage import Storage
 from farspan.plan.blocks import Run
+from farspan.plan.cell.choosing import SAMPLES, WATCHED_KEYS
+from farspan.plan.cell.sparse import SLAB_BYTES, slab_units
 from farspan.plan.program import Backward, Forward, Program
 from farspan.plan.sizes import CHOICE_BYTES
 from farspan.spec import LayerSpec, Refused, Sparse
 
 Pages = Callable[[Tensor, range], Tensor]  # votes [B, Hk, M, n] and their pages, to a choice
 OWN_SELECTORS = (TopK, Fraction, RandomPages, Checked)
-SAMPLES = 16  # queries of one cell a step, of which the seen mass is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +251,10 @@ class SparseRun:
         key = spec, dense.scale
         if key not in self.calls:
             kernel, device = self.kernels.far(spec), self.kernels.device
+            dims, width = spec.head_dim + spec.value_dim, self.storage.dtype.itemsize
+            most = slab_units(SLAB_BYTES[device.type], self.sparse.page, dims, width)
             self.calls[key] = sparse_call(
-                self.sparse, dense, self.select, kernel, self.runs(chunk), device
+                self.sparse, dense, self.select, kernel, self.runs(chunk), device, most
             )
         return self.calls[key]
 
@@ -260,7 +263,8 @@ class SparseRun:
     ) -> None:
         """Measure what the cell sees of a few of its queries. It reads all keys before the chunk,
         of one cell a step."""
-        block, start = self.storage.program.schedule.kv_block, call.near.q_start
+        start = call.near.q_start
+        block = min(self.storage.program.schedule.kv_block, WATCHED_KEYS)
         spans = [(first, min(first + block, start)) for first in range(0, start, block)]
         prefix = Prefix(self.storage, self.slots, i.layer, i.prefix)
         prefix.begin(spans)

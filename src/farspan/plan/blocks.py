@@ -18,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from farspan.spec import Sparse
+
 # A windowed tile on a kernel without windows computes up to tile / window more than it must.
 TILE_LEAST, TILE_MOST = 64, 256
 MASK_ELEMENTS = 2**22  # 16 MB in fp32; the most that a mask takes, unless the tile is the least
@@ -196,3 +198,24 @@ def _cut_at_window(block: Block, window: int) -> Iterator[Block]:
         yield replace(
             block, q_start=whole, q_stop=q_stop, k_start=k_start, window=window if hides else None
         )
+
+
+def near_blocks(blocks: tuple[Block, ...], sparse: Sparse, q_start: int) -> tuple[Block, ...]:
+    """Those of a chunk's blocks, cut to sinks, recent tokens and the chunk's own."""
+    near, pages = sparse.near_start(q_start), sparse.candidates(q_start)
+    sinks = pages.start * sparse.page
+    ranges = ((0, sinks), (near, q_start)) if pages else ((0, q_start),)
+    return tuple(_between(blocks, ranges, q_start))
+
+
+def _between(
+    blocks: tuple[Block, ...], ranges: tuple[tuple[int, int], ...], q_start: int
+) -> Iterator[Block]:
+    for block in blocks:
+        if block.k_start >= q_start:
+            yield block
+            continue
+        for start, stop in ranges:
+            start, stop = max(start, block.k_start), min(stop, block.k_stop)
+            if start < stop:
+                yield replace(block, k_start=start, k_stop=stop)

@@ -317,7 +317,7 @@ class _Case:
         return terms
 
     def _choices(self, group: int) -> list[Term]:
-        """Four bytes a chosen page, for each page of queries and K, V head, in chunks that choose."""
+        """Four bytes a chosen page, for each page of queries and K, V head of chunks that do."""
         terms, chunk = [], self.schedule.chunk
         for layer in self.layers(group):
             sparse, heads = self.sparse(layer), self.model.layers[layer].kv_heads

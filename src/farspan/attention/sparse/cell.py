@@ -11,7 +11,7 @@ A cell's first forward calls `choose`, right after its queries are known, and ke
 rebuild and backward get it back. Layers with a window are exact as they are: not for here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +22,7 @@ from farspan.attention.merge import accumulate_dtype, add_sinks, merge_
 from farspan.attention.sparse.far import FarCall, FarKernel
 from farspan.attention.sparse.pages import Pages
 from farspan.attention.sparse.select import Candidates, Selector, vote
-from farspan.plan.blocks import Block, Run
+from farspan.plan.blocks import Run, near_blocks
 from farspan.plan.cell.sparse import MOST_UNITS
 from farspan.spec import Sparse
 
@@ -43,27 +43,6 @@ class SparseCall:
     def __post_init__(self) -> None:
         assert self.kernel.softcap == self.near.softcap, (self.kernel, self.near.softcap)
         assert all(block.window is None for block in self.near.blocks)
-
-
-def near_blocks(blocks: tuple[Block, ...], sparse: Sparse, q_start: int) -> tuple[Block, ...]:
-    """Those of a chunk's blocks, cut to sinks, recent tokens and the chunk's own."""
-    near, pages = sparse.near_start(q_start), sparse.candidates(q_start)
-    sinks = pages.start * sparse.page
-    ranges = ((0, sinks), (near, q_start)) if pages else ((0, q_start),)
-    return tuple(_cut(blocks, ranges, q_start))
-
-
-def _cut(
-    blocks: tuple[Block, ...], ranges: tuple[tuple[int, int], ...], q_start: int
-) -> Iterator[Block]:
-    for block in blocks:
-        if block.k_start >= q_start:
-            yield block
-            continue
-        for start, stop in ranges:
-            start, stop = max(start, block.k_start), min(stop, block.k_stop)
-            if start < stop:
-                yield replace(block, k_start=start, k_stop=stop)
 
 
 def sparse_call(

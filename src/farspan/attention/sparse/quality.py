@@ -59,14 +59,15 @@ def seen_mass(
     own = call.near.q_start, call.near.q_start + k.shape[2]
     for start, stop in (*spans, own):
         keys = k if start == own[0] else key_values.keys(start, stop)[0]
-        scores = few.unflatten(1, (keys.shape[1], -1)) @ keys.to(dtype).mT.unsqueeze(2)
-        scores = scores.flatten(1, 2) * call.near.scale
+        # The heads of a group stacked: their keys are read once, not copied for each.
+        stacked = few.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
+        scores = (stacked @ keys.to(dtype).mT).mul_(call.near.scale).view(*few.shape[:3], -1)
         if call.near.softcap is not None:
             scores = call.near.softcap * torch.tanh(scores / call.near.softcap)
         key = torch.arange(start, stop, device=q.device)
         hidden = (key > position[:, None]) | (key < first[..., None])
         everything = everything.logaddexp(
-            scores.masked_fill(hidden.unsqueeze(1), -torch.inf).logsumexp(3)
+            scores.masked_fill_(hidden.unsqueeze(1), -torch.inf).logsumexp(3)
         )
     mass = (lse[:, :, sample] - everything).exp()
     return Mass(float(mass.mean()), float(mass.min()))

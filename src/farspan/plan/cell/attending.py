@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from farspan.plan.blocks import Block, plan_blocks
+from farspan.plan.cell.choosing import choice_bytes, watch_bytes
 from farspan.plan.cell.kernels import (
     SEEN_TILES,
     CpuFlash,
@@ -20,7 +21,8 @@ from farspan.plan.cell.kernels import (
     wide,
 )
 from farspan.plan.cell.operations import Gradients, Saved, as_width, contiguous, permute, transpose
-from farspan.plan.cell.phantom import Found, Phantom, pointwise, record, reduced
+from farspan.plan.cell.phantom import Found, Memory, Phantom, pointwise, record, reduced
+from farspan.plan.cell.sparse import Far, far_bytes
 from farspan.plan.model.architecture import Attention
 from farspan.plan.program import AttentionMode
 
@@ -36,6 +38,8 @@ class Call:
     kernel: Kernel
     blocks: tuple[Block, ...]
     q_start: int
+    far: Far | None = None  # where attention is sparse and there are pages to choose from
+    most_units: int = 0  # that are gathered at one time
 
 
 @dataclass(slots=True)
@@ -44,6 +48,7 @@ class Attending:
 
     mode: AttentionMode
     call: Call
+    chooses: bool = False  # pages are chosen here
     buffered: bool = False  # O, LSE are in a buffer: kept there (COMPUTE) or read from it (GIVEN)
     held: tuple[Phantom, Phantom] | None = None
     kept: bool = False
@@ -75,7 +80,11 @@ class Attending:
         if self.mode is AttentionMode.GIVEN:
             self.held = in_buffer(q, v)
             return self.held
+        if self.chooses and self.call.far is not None:
+            _pass(q.memory, choice_bytes(self.call.far))
         out, lse = attend(self.call, q, k, v, sinks)
+        if self.chooses and self.call.far is not None:
+            _pass(q.memory, watch_bytes(self.call.far, self.call.q_start))
         self.held = in_buffer(q, v) if self.buffered else (out, lse)
         return self.held
 
@@ -123,8 +132,13 @@ def in_buffer(q: Phantom, v: Phantom) -> tuple[Phantom, Phantom]:
     return transpose(out, 1, 2), memory.given((batch, heads, tokens), wide(q.width))
 
 
+def _pass(memory: Memory, size: int) -> None:
+    """So many bytes that come and go."""
+    memory.new((size,), 1)
+
+
 def chunk_call(attention: Attention, start: int, stop: int, kv_block: int) -> Call:
-    """The attention of tokens [start, stop)."""
+    """The dense attention of tokens [start, stop)."""
     plain = attention.softcap is None and attention.head_dim == attention.value_dim
     return Call(
         CpuFlash() if plain else Tiled(attention.softcap is not None),
@@ -146,6 +160,11 @@ def attend(
         for block in visit:
             own = call.kernel.forward(_queries(q, block), keys, values, block)
             merge(_queries(out, block), _queries(lse, block), *own)
+    if call.far is not None:
+        # What attends near keys gives out in the width of q, and what merges takes it wide.
+        out = as_width(as_width(out, q.width), lse.width)
+        _pass(q.memory, far_bytes(call.far, call.most_units, backward=False))
+        merge(out, lse, q.memory.new(out.shape, q.width), q.memory.new(lse.shape, lse.width))
     if sinks is not None:
         out, lse = _add_sinks(out, lse)
     return as_width(out, q.width), lse
@@ -189,7 +208,11 @@ def _attend_backward(
     dsinks = None
     if sinks is not None:
         dsinks = _sink_gradient(dout, attended[0], attended[1], sinks)
-    return as_width(dq.total(), width), as_width(dk, width), as_width(dv, width), dsinks
+    whole = as_width(dq.total(), width)
+    dk, dv = as_width(dk, width), as_width(dv, width)
+    if call.far is not None:
+        _pass(q.memory, far_bytes(call.far, call.most_units, backward=True))
+    return whole, dk, dv, dsinks
 
 
 def _sink_gradient(dout: Phantom, out: Phantom, lse: Phantom, sinks: Phantom) -> Phantom:

@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass, field, replace
 
-from farspan.plan.cell.attending import Attending, CellDone, chunk_call
+from farspan.plan.blocks import near_blocks
+from farspan.plan.cell.attending import Attending, Call, CellDone, chunk_call
 from farspan.plan.cell.layer import given_tables, given_weights, run_layer
 from farspan.plan.cell.phantom import Memory, Phantom, differentiate
+from farspan.plan.cell.sparse import SLAB_BYTES, Far, slab_units
 from farspan.plan.cell.tiles import Tiles, whole
 from farspan.plan.model.architecture import Architecture, Block
 from farspan.plan.program import AttentionMode
+from farspan.spec import Sparse
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,7 @@ class CellKind:
     tiled: bool = False  # its token-wise modules run on tiles
     value: bool = True  # then: its output is read
     fresh: bool = False  # then: its backward makes the sums of their weights' gradients
+    chooses: bool = False  # pages are chosen in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,8 @@ class Cells:
     in_place: bool
     tile: int = 0  # tokens, of cells that run on tiles
     wide: int = 4  # bytes of an element of a sum of weight gradients
+    sparse: Sparse | None = None
+    slab_bytes: int = SLAB_BYTES["cpu"]  # of chosen pages that are gathered at one time
     found: dict[CellKind, CellBytes] = field(default_factory=dict)
 
     def get(self, kind: CellKind) -> CellBytes:
@@ -71,7 +77,9 @@ class Cells:
         shape = (self.batch, kind.tokens, self.architecture.hidden)
         x = memory.given(shape, self.width, trained=kind.graph)
         call = chunk_call(attention, kind.q_start, kind.q_start + kind.tokens, self.kv_block)
-        cell = Attending(kind.mode, call, kind.buffered, None, kind.kept)
+        if self.sparse is not None and attention.window is None:
+            call = self._sparse(call, self.sparse, kind)
+        cell = Attending(kind.mode, call, kind.chooses, kind.buffered, None, kind.kept)
         if kind.mode is AttentionMode.HELD:
             cell.held = self._held(memory, kind)
         memory.grad = kind.graph
@@ -95,6 +103,29 @@ class Cells:
             return made
         sums = sum(total.storage.size for total in tiles.sums.values())
         return replace(made, sums=sums, weight_gradients=made.weight_gradients - sums)
+
+    def _sparse(self, call: Call, sparse: Sparse, kind: CellKind) -> Call:
+        """The sparse form of a dense call."""
+        start, attention, far = kind.q_start, kind.block.attention, None
+        dims = attention.head_dim + attention.value_dim
+        units = slab_units(self.slab_bytes, sparse.page, dims, self.width)
+        if sparse.width(start):
+            far = Far(
+                self.batch,
+                attention.query_heads,
+                attention.kv_heads,
+                attention.head_dim,
+                attention.value_dim,
+                self.width,
+                sparse.page,
+                sparse.width(start),
+                kind.tokens,
+                len(sparse.candidates(start)),
+                plain=attention.softcap is not None or attention.head_dim != attention.value_dim,
+            )
+        return replace(
+            call, blocks=near_blocks(call.blocks, sparse, start), far=far, most_units=units
+        )
 
     def _held(self, memory: Memory, kind: CellKind) -> tuple[Phantom, Phantom]:
         attention = kind.block.attention

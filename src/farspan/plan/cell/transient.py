@@ -13,6 +13,7 @@ from typing import Any
 from farspan.plan.cell.cells import CellBytes, CellKind, Cells
 from farspan.plan.cell.layer import layer_costs, layer_weights, trained
 from farspan.plan.cell.outside import Stages, outer_weights
+from farspan.plan.cell.sparse import SLAB_BYTES
 from farspan.plan.model.architecture import Architecture, Attention, Block, FeedForward
 from farspan.plan.program import (
     AttentionMode,
@@ -30,7 +31,7 @@ from farspan.plan.program import (
     StoreGradient,
 )
 from farspan.plan.reads import unread_outputs
-from farspan.spec import LayerSpec, ModelSpec
+from farspan.spec import LayerSpec, ModelSpec, Sparse
 
 # Chunks whose prefixes are told apart to the token; of more, prefixes are rounded up to 1 / STARTS
 # of a block of keys.
@@ -78,8 +79,9 @@ def _cells(
     kv_block: int,
     in_place: bool,
     tiles: tuple[int, int],
+    sparse: tuple[Sparse | None, int],
 ) -> Cells:
-    return Cells(architecture, batch, *widths, kv_block, in_place, *tiles)
+    return Cells(architecture, batch, *widths, kv_block, in_place, *tiles, *sparse)
 
 
 @lru_cache(maxsize=8)
@@ -111,10 +113,12 @@ class Walk:
         gradient_bytes: int | None = None,
         ranks: int = 1,
         in_place: bool = False,
+        slab_bytes: int = SLAB_BYTES["cpu"],
     ) -> None:
         """Without an architecture one is assumed, but for its weights where the model counts them.
         `gradient_bytes` is the width of an element of `.grad`, the model's own by default;
-        `ranks` devices share what is in `.grad`. For `in_place` see `phantom.Memory`."""
+        `ranks` devices share what is in `.grad`. For `in_place` see `phantom.Memory`, for
+        `slab_bytes` `plan.cell.sparse`."""
         model, schedule = program.model, program.schedule
         counted = architecture is None and any(layer.work.trainable for layer in model.layers)
         architecture = architecture or assumed(model)
@@ -132,7 +136,8 @@ class Walk:
         self.tile = schedule.mlp_tokens
         self.unread = unread_outputs(program) if self.tile is not None else frozenset()
         tiles = self.tile or 0, self.wide
-        self.cells = _cells(architecture, batch, widths, schedule.kv_block, in_place, tiles)
+        fixed = schedule.kv_block, in_place, tiles, (schedule.sparse, slab_bytes)
+        self.cells = _cells(architecture, batch, widths, *fixed)
         sizes = self.wide, schedule.head_tokens
         self.stages = _stages(architecture, batch, widths, sizes, in_place)
         self.live = self.peak = self.loss = 0
@@ -305,7 +310,8 @@ class Walk:
     def _cell(self, i: Forward) -> CellBytes:
         buffered = i.attention is not None
         tiled = self._tiled(i)
-        key = self.classes[i.layer], i.chunk, i.mode, buffered, i.graph, i.kept, i.hold, *tiled
+        run = i.mode, buffered, i.graph, i.kept, i.hold, *tiled, i.chooses
+        key = self.classes[i.layer], i.chunk, *run
         if key not in self.kinds:
             start, stop = self.program.chunks[i.chunk]
             block = self.blocks[i.layer]
@@ -314,12 +320,7 @@ class Walk:
                 block,
                 stop - start,
                 self._start(start, block) if reads else 0,
-                i.mode,
-                buffered,
-                i.graph,
-                i.kept,
-                i.hold,
-                *tiled,
+                *run,
             )
             self.kinds[key] = self.cells.get(kind)
         return self.kinds[key]
@@ -338,6 +339,8 @@ class Walk:
         size, chunks = schedule.kv_block, len(self.program.chunks)
         step = 1 if chunks <= EXACT_CHUNKS else max(1, size // STARTS)
         start = -(-start // step) * step
+        if schedule.sparse is not None and window is None:
+            return start  # how many pages there are to choose from is in it
         first = 0 if window is None else start - min(start, window + size)
         return start - max(0, first // size if window is not None else start // size - 2) * size
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from farspan.plan.build import build_program
+from farspan.plan.cell.sparse import SLAB_BYTES
 from farspan.plan.cell.transient import Walk
 from farspan.plan.price.collectives import Collectives, exchange_bytes, fsdp_ranks
 from farspan.plan.price.local import local_model, local_run, local_schedule
@@ -33,8 +34,14 @@ def walk(question: Question, schedule: Schedule) -> Walked:
     run, own = local_run(part), local_schedule(schedule, part.layout)
     program = build_program(part.model, run, own)
     ranks = fsdp_ranks(part)
-    held = Walk(program, part.architecture, gradient_bytes=gradient_bytes(part), ranks=ranks).run()
-    return Walked(program, held.transient)
+    held = Walk(
+        program,
+        part.architecture,
+        gradient_bytes=gradient_bytes(part),
+        ranks=ranks,
+        slab_bytes=SLAB_BYTES["cpu" if question.machine.unified else "cuda"],
+    )
+    return Walked(program, held.run().transient)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,33 @@
+"""Bytes that choosing pages takes, and measuring what the choice sees; see `plan.cell.sparse`."""
+
+from farspan.plan.cell.sparse import INDEX, Far
+
+# Elements of scores that votes hold at one time, or one page of queries' if that is more. A GPU's
+# are more; a cell's backward, which comes later, holds more than either.
+SCORES = 2**18
+SAMPLES = 16  # queries of a cell whose seen mass is measured
+WATCHED_KEYS = 1024  # that they are compared with at one time
+MASKS = 3  # bytes of masks, a sample and key
+
+
+def choice_bytes(far: Far) -> int:
+    """Bytes that choosing a chunk's pages holds at most: while queries vote, the means in the
+    accumulate dtype and parts of the scores; then votes, sorted, and masks of them."""
+    wide, candidates = far.row.wide, far.candidates
+    of_page = far.batch * far.heads * far.page * candidates
+    at_once = min(far.query_pages, max(1, SCORES // of_page))
+    means = far.batch * far.kv_heads * far.head_dim * candidates
+    queries = far.batch * far.heads * far.page * at_once * far.head_dim
+    votes = far.batch * far.kv_heads * far.query_pages * candidates
+    voting = means + queries + 3 * at_once * of_page + 8 * votes
+    return max(wide * voting, votes * (2 * wide + 3 * INDEX))
+
+
+def watch_bytes(far: Far, q_start: int) -> int:
+    """Bytes that measuring the seen mass holds at most: scores of a few queries, and keys, in the
+    accumulate dtype."""
+    keys = far.batch * min(q_start, WATCHED_KEYS)
+    scores = far.heads * SAMPLES
+    queries = far.batch * scores * far.head_dim
+    compared = keys * (2 * scores + far.kv_heads * far.head_dim) + 2 * queries
+    return far.row.wide * compared + MASKS * SAMPLES * keys

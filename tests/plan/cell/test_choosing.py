@@ -1,0 +1,69 @@
+"""What choosing and watching hold for a moment is no more than is said, and not much less."""
+
+import pytest
+import torch
+
+from farspan.attention.backends import select_kernel
+from farspan.attention.cell import AttentionCall
+from farspan.attention.sparse.cell import SparseCall, choose, sparse_call
+from farspan.attention.sparse.gathered import select_far
+from farspan.attention.sparse.pages import MemoryPages
+from farspan.attention.sparse.quality import sampled, seen_mass
+from farspan.attention.sparse.select import TopK
+from farspan.engine.meter import PeakMeter
+from farspan.plan.blocks import plan_blocks
+from farspan.plan.cell.choosing import SAMPLES, WATCHED_KEYS, choice_bytes, watch_bytes
+from farspan.plan.cell.sparse import Far
+from farspan.spec import Sparse
+
+# batch, query heads, K, V heads, head dim, chunk, first token, page, chosen pages
+SHAPES = [
+    (2, 8, 2, 64, 1024, 8192, 64, 16),
+    (1, 8, 8, 32, 512, 32768, 64, 16),
+    (1, 28, 4, 128, 256, 16384, 128, 64),
+]
+NEARLY = 2.0  # a bound is at most so much above what is measured
+Shape = tuple[int, int, int, int, int, int, int, int]
+
+
+@pytest.fixture(params=SHAPES, ids=str)
+def shape(request: pytest.FixtureRequest) -> Shape:
+    return request.param
+
+
+def case(
+    shape: Shape, dtype: torch.dtype
+) -> tuple[SparseCall, Far, MemoryPages, tuple[torch.Tensor, torch.Tensor]]:
+    batch, heads, kv_heads, dim, tokens, start, page, chosen = shape
+    sparse = Sparse(page, chosen * page, recent=page)
+    kernel = select_kernel("cpu", dtype, dim, dim, None, (0, 0))
+    blocks = plan_blocks(start, start + tokens, 1024, None, None)
+    dense = AttentionCall(dim**-0.5, None, blocks, start, kernel)
+    call = sparse_call(sparse, dense, TopK(chosen), select_far("cpu", dim, dim, None))
+    candidates = len(sparse.candidates(start))
+    dims, width = (dim, dim), dtype.itemsize
+    far = Far(batch, heads, kv_heads, *dims, width, page, sparse.width(start), tokens, candidates)
+    earlier = torch.zeros(start, batch, kv_heads, dim, dtype=dtype)
+    pages = MemoryPages(earlier, earlier, page)
+    pages.means.normal_()
+    q = torch.randn(batch, heads, tokens, dim).to(dtype)
+    return call, far, pages, (q, torch.zeros(batch, kv_heads, tokens, dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_choosing(shape: Shape, dtype: torch.dtype) -> None:
+    call, far, pages, (q, _) = case(shape, dtype)
+    with PeakMeter(torch.device("cpu")) as meter:
+        choose(call, q, pages)
+    assert meter.peak <= choice_bytes(far) <= NEARLY * meter.peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_watching(shape: Shape, dtype: torch.dtype) -> None:
+    call, far, pages, (q, k) = case(shape, dtype)
+    start = call.near.q_start
+    spans = [(s, min(s + WATCHED_KEYS, start)) for s in range(0, start, WATCHED_KEYS)]
+    lse = torch.zeros(q.shape[:3], dtype=pages.means.dtype)
+    with PeakMeter(torch.device("cpu")) as meter:
+        seen_mass(call, q, k, lse, pages, sampled(q.shape[2], SAMPLES), spans)
+    assert meter.peak <= watch_bytes(far, start) <= NEARLY * meter.peak
