@@ -11,6 +11,7 @@ from rich.console import Console
 from farspan.cli.ending import FAILED, typer_app
 from farspan.plan.ask import AUTO, FULL, HERE, Request
 from farspan.plan.model.catalog import presets
+from farspan.plan.pages import EXAMPLE, read_sparse
 from farspan.plan.price.machines import names as machine_names
 from farspan.plan.question import Optimizer, Plan, Question
 from farspan.plan.search.plans import best_plan, longest_contexts
@@ -54,6 +55,14 @@ HostMemory = Annotated[
 Trainable = Annotated[
     str, typer.Option(help="full, or lora:R for adapters of rank R on every linear module.")
 ]
+SparseText = Annotated[
+    str | None,
+    typer.Option(
+        "--sparse",
+        help="Page-sparse attention, which approximates: on (8K tokens of chosen pages and 4K "
+        f"recent ones), off, or fields such as {EXAMPLE}.",
+    ),
+]
 LongestToo = Annotated[
     bool, typer.Option("--max-context", help="Find the longest context of each strategy.")
 ]
@@ -76,6 +85,7 @@ def plan_command(
     dtype: Annotated[str, typer.Option(help="bf16, fp32 or fp64.")] = "bf16",
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
+    sparse: SparseText = None,
     max_context: LongestToo = False,
     timeline: Timeline = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
@@ -95,6 +105,7 @@ def plan_command(
         dtype=dtype,
         device_memory=device_memory,
         host_memory=host_memory,
+        sparse=None if sparse is None else read_sparse(sparse),
     )
     question, strategies = request.question(), request.strategies()
     plan = None if context is None else best_plan(question, strategies)

@@ -12,6 +12,8 @@ PARTS = {
     "dkv": "dK, dV",
     "attention": "attention outputs, O and LSE",
     "activations": "other activations",
+    "means": "mean keys of pages",
+    "choice": "chosen pages, their numbers",
     "slots": "slots of streamed K, V",
     "placement": "gaps between addresses",
     "cells": "transients of a cell",

@@ -21,6 +21,10 @@ EIGHT_BIT = (
     "moments of 8 bits give other results than AdamW's; farspan train has them with "
     "optimizer.states: 8bit, by farspan[8bit]"
 )
+SPARSE = (
+    "sparse attention approximates; what the approximation costs farspan verify --sparse measures, "
+    "and training logs how much attention it sees"
+)
 LANES = {
     "compute": "compute",
     "fetch": "host to device",
@@ -79,6 +83,8 @@ def notes(plan: Plan) -> Iterator[str]:
         yield "farspan train has these with optimizer.states: host, and with auto where it has to"
     if f"--optimizer {Optimizer.ADAMW8BIT}" in asked:
         yield EIGHT_BIT
+    if question.sparse is not None:
+        yield SPARSE
     if question.layout.devices() > 1 or plan.remedy.startswith("--gpus"):
         yield "planned; farspan train runs on one device"
 
@@ -87,9 +93,10 @@ def subject(question: Question) -> str:
     """What was asked, in a line."""
     run = question.run
     sequences = f"{run.batch} sequences of " if run.batch > 1 else ""
+    attention = ", sparse attention (approximate)" if question.sparse is not None else ""
     return (
         f"{question.model.name}, {sequences}{write_tokens(run.tokens)} tokens, "
-        f"{devices_words(question)}, {question.dtype}, optimizer {question.optimizer}"
+        f"{devices_words(question)}, {question.dtype}, optimizer {question.optimizer}{attention}"
     )
 
 

@@ -1,5 +1,6 @@
 """A schedule and a layout in words."""
 
+from farspan.plan.pages import sparse_words
 from farspan.plan.question import Layout
 from farspan.plan.units import write_tokens
 from farspan.spec import Schedule, Tier
@@ -14,6 +15,8 @@ def schedule_words(schedule: Schedule, layers: int, tokens: int) -> list[str]:
         _attention(schedule),
         _kept("other activations", schedule.activations_kept, schedule.activations),
     ]
+    if schedule.sparse is not None:
+        lines.append(sparse_words(schedule.sparse))
     if schedule.attention_open:
         lines.append("attention outputs of the open group kept while it is rebuilt")
     if schedule.layer_checkpoint:
