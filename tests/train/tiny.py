@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from farspan.data.config import DataConfig, SourceKind
+from farspan.engine.sparse import Seen
 from farspan.spec import Schedule
 from farspan.train.config import (
     CheckpointConfig,
@@ -63,6 +64,7 @@ class TinyStep:
         self.hook = hook
         self.calls = 0
         self.progress: Callable[[CellsDone], None] | None = None
+        self.seen: Seen | None = None
 
     def __call__(
         self,
@@ -196,7 +198,7 @@ class Quiet:
 
     def rehearsing(self, done: float, progress: CellsDone) -> None: ...
 
-    def start(self, steps: int, tokens_per_step: int, step: int) -> None: ...
+    def start(self, steps: int, tokens_per_step: int, step: int, how: str = "") -> None: ...
 
     def begin(self, step: int) -> None: ...
 

@@ -10,8 +10,9 @@ import typer
 from rich.console import Console
 
 from farspan.cli.ending import FAILED, typer_app
+from farspan.plan.pages import EXAMPLE, OFF, ON, read_sparse
 from farspan.plan.strategies import STRATEGIES
-from farspan.train.config import AUTO, RunConfig, load_run, with_strategy
+from farspan.train.config import AUTO, RunConfig, load_run, with_sparse, with_strategy
 from farspan.train.default import default_run
 from farspan.train.diagnosis import Diverged, as_json
 from farspan.train.durable import WriteFailed
@@ -35,6 +36,13 @@ def train_command(
             "in place of the whole schedule of the run file.",
         ),
     ] = None,
+    sparse: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Page-sparse attention, an approximation: {ON}, {OFF} or fields such as "
+            f"{EXAMPLE}; in place of the run file's."
+        ),
+    ] = None,
     folder: Annotated[Path | None, typer.Option(help="Run folder; the same resumes.")] = None,
     steps: Annotated[int | None, typer.Option(help="Updates to do in all.")] = None,
     json_wanted: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -42,6 +50,9 @@ def train_command(
     """Train; the same command again goes on from the latest checkpoint."""
     chosen = default_run() if run is None else load_run(run)
     chosen, notes = override(chosen, strategy_name, folder, steps)
+    if sparse is not None:
+        chosen, note = with_sparse(chosen, read_sparse(sparse))
+        notes += [] if note is None else [note]
     try:
         result = train(chosen, reporter=make_reporter(Console(stderr=json_wanted)), notes=notes)
     except (WriteFailed, Diverged) as error:
@@ -75,6 +86,7 @@ def result_json(result: Result) -> dict[str, Any]:
     """A training result for a program to read."""
     heldout, comparison = result.heldout_loss, result.comparison
     return {
+        **({"attention": "sparse"} if result.sparse else {}),
         "folder": str(result.folder),
         "step": result.step,
         "steps": result.steps,

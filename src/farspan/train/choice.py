@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from farspan.memory.host import available_host_bytes
+from farspan.plan.pages import sparse_words
 from farspan.plan.question import Budget, Plan, Question
 from farspan.spec import MachineSpec, ModelSpec, Refused, RunSpec, Schedule, Tier
 from farspan.train.lighter import lighter
@@ -146,6 +147,8 @@ def describe_schedule(choice: Choice) -> str:
     ]
     if schedule.layer_checkpoint:
         parts.append("backward layer by layer")
+    if schedule.sparse is not None:
+        parts.append(sparse_words(schedule.sparse))
     return f"{choice.strategy}: {'; '.join(parts)}"
 
 

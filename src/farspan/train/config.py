@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from farspan.data.config import DataConfig
-from farspan.spec import Kernels, Refused, Schedule, Tier
+from farspan.spec import Kernels, Refused, Schedule, Sparse, Tier
 from farspan.train.strict import build, read_mapping, to_mapping
 
 AUTO = "auto"  # as a strategy: the planner's
+_PAGES = Sparse()  # whose defaults a run has
 
 
 class DType(StrEnum):
@@ -115,6 +116,40 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SparseConfig:
+    """Page-sparse attention in place of dense, an approximation: what of earlier tokens is seen
+    (see `farspan.Sparse`), by which rule pages are chosen, and when their share is too small.
+
+    An attention output that gives weight m to what is seen is off by 1 - m of the way from that to
+    what is hidden: below a `warn_below` of 0.9, by more than a tenth of it.
+    """
+
+    page: int = _PAGES.page
+    budget: int = _PAGES.budget
+    recent: int = _PAGES.recent
+    sink_pages: int = _PAGES.sink_pages
+    # Of the pages to choose from, the share left out (FPDT 5.6); null: as many as `budget` allows.
+    sparsity: float | None = None
+    warn_below: float = 0.9  # mean attention mass that is seen; 0: never
+
+    def __post_init__(self) -> None:
+        self.spec()
+        if self.sparsity is not None and not 0.0 < self.sparsity < 1.0:
+            raise Refused(
+                "sparsity: expected a fraction above 0 and below 1, or null, got "
+                f"{self.sparsity!r}; dense attention is `sparse: null`, no chosen pages `budget: 0`"
+            )
+        if not 0.0 <= self.warn_below <= 1.0:
+            raise Refused(
+                f"warn_below: expected a share of attention from 0 to 1, got {self.warn_below!r}"
+            )
+
+    def spec(self) -> Sparse:
+        """As a schedule has it."""
+        return Sparse(self.page, self.budget, self.recent, self.sink_pages)
+
+
+@dataclass(frozen=True, slots=True)
 class OptimizerConfig:
     """AdamW, its learning rate over time, and the limit on the gradient's norm."""
 
@@ -183,6 +218,7 @@ class RunConfig:
     allocator: DeviceAllocator = DeviceAllocator.DEFAULT
     nonfinite: OnNonfinite = OnNonfinite.STOP
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    sparse: SparseConfig | None = None  # null: dense attention, exact
     kernels: Kernels = field(default_factory=Kernels)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -198,6 +234,7 @@ class RunConfig:
                 f"optimizer.warmup: expected fewer than steps ({self.steps}), "
                 f"got {self.optimizer.warmup}"
             )
+        self._check_chunk()
         eight_bit = self.optimizer.states is StatesPlace.EIGHT_BIT
         if eight_bit and self.model.dtype is DType.FLOAT64:
             raise Refused(
@@ -207,6 +244,19 @@ class RunConfig:
 
     def tokens_per_step(self) -> int:
         return self.context * self.batch * self.accumulate
+
+    def pages(self) -> Sparse | None:
+        """Sparse attention as its schedules have it; None: dense."""
+        return None if self.sparse is None else self.sparse.spec()
+
+    def _check_chunk(self) -> None:
+        """A chunk that is written out begins on pages; others are made to."""
+        if self.sparse is None or self.schedule.chunk is None:
+            return
+        try:
+            self.sparse.spec().check_chunk(self.schedule.chunk)
+        except Refused as error:
+            raise Refused(f"schedule.{error} (sparse.page)") from error
 
 
 def with_strategy(run: RunConfig, name: str) -> tuple[RunConfig, str | None]:
@@ -221,6 +271,21 @@ def with_strategy(run: RunConfig, name: str) -> tuple[RunConfig, str | None]:
             f"without {fields_text}, which belonged to it"
         )
     return replace(run, schedule=ScheduleConfig(strategy=name)), note
+
+
+def with_sparse(run: RunConfig, sparse: Sparse | None) -> tuple[RunConfig, str | None]:
+    """The run with this attention in place of its own, of which the threshold of its warning stays.
+    Also a sentence that says what went, if anything did."""
+    before, note = run.sparse, None
+    if sparse is None:
+        if before is not None:
+            note = "sparse: dense attention in place of the run file's sparse one"
+        return replace(run, sparse=None), note
+    before = before or SparseConfig()
+    if before.sparsity is not None:
+        note = f"sparse: without sparsity: {before.sparsity}, which belonged to the run file's"
+    pages = {f.name: getattr(sparse, f.name) for f in fields(Sparse)}
+    return replace(run, sparse=SparseConfig(**pages, warn_below=before.warn_below)), note
 
 
 def load_run(path: Path) -> RunConfig:

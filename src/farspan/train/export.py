@@ -1,7 +1,7 @@
 """The trained model as a folder, and which checkpoint it was made of."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,19 +11,23 @@ from transformers.utils import logging
 from farspan.data.tokenizers import Tokenizer, reads_back
 from farspan.train.durable import PARTIAL, digest, publish, read_json, write_bytes, writing
 
-# Beside the weights: the SHA-256 of the manifest, and so of every file, of a checkpoint. A folder
-# without it, or with another one, is not the result of this run and is replaced.
+# Beside the weights: the SHA-256 of the manifest, and so of every file, of a checkpoint, and how it
+# was trained. A folder without it, or with another one, is not the result of this run: replaced.
 SOURCE = "farspan.json"
 
 
 def export(
-    model: Any, tokenizer: Tokenizer, checkpoint: Path, folder: Path, note: Callable[[str], None]
+    model: Any,
+    tokenizer: Tokenizer,
+    checkpoint: Path,
+    folder: Path,
+    note: Callable[[str], None],
+    marks: Mapping[str, str],
 ) -> None:
     """Writes `folder`, which `from_pretrained` reads, unless it was made of this very checkpoint.
-
-    Raises WriteFailed.
-    """
+    `marks` are what a reader is to know of how it was trained. Raises WriteFailed."""
     source = {
+        **marks,
         "checkpoint": checkpoint.name,
         "manifest_sha256": digest(checkpoint / "manifest.json"),
     }

@@ -28,7 +28,7 @@ from farspan.train.strict import flatten, read_mapping, to_mapping
 # looks at them, what happens after a failure, and how and where the same gradients are computed.
 FREE = (
     *("folder", "data.cache", "nonfinite", "checkpoints.", "evaluation."),
-    *("device", "allocator", "schedule.", "kernels."),
+    *("device", "allocator", "schedule.", "kernels.", "sparse.warn_below"),
 )
 # Of these, the ones that change roundings: the run goes on, but not to the same bits.
 ROUNDING = ("device", "schedule.", "kernels.")
@@ -42,6 +42,8 @@ def identity(run: RunConfig) -> str:
     values = {k: v for k, v in flatten(to_mapping(run)).items() if not k.startswith(FREE)}
     if values[STATES] in SAME_STATES:
         del values[STATES]
+    if run.sparse is None:
+        del values["sparse"]  # of other folders, from before there was any: not given
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode("utf-8")).hexdigest()
 
 

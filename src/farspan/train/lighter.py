@@ -22,7 +22,7 @@ def lighter(
     # The same program, in numbers that can be halved.
     schedule = replace(
         schedule,
-        chunk=min(schedule.chunk, run.tokens),
+        chunk=_whole_pages(schedule, min(schedule.chunk, run.tokens)),
         kv_block=min(schedule.kv_block, run.tokens),
         head_tokens=min(schedule.head_tokens, run.tokens),
     )
@@ -67,14 +67,18 @@ def _changes(tiers: tuple[Tier, ...]) -> list[Change]:
     return found
 
 
-def _efficient_chunk(schedule: Schedule, _: int) -> Schedule:
+def _efficient_chunk(schedule: Schedule, layers: int) -> Schedule:
     """Half, unless cells become so short that everything else is tried first."""
-    half = schedule.chunk // 2
-    return replace(schedule, chunk=half) if half >= SMALLEST_CHUNK else schedule
+    halved = _smaller_chunk(schedule, layers)
+    return halved if halved.chunk >= SMALLEST_CHUNK else schedule
 
 
 def _smaller_chunk(schedule: Schedule, _: int) -> Schedule:
-    return replace(schedule, chunk=max(1, schedule.chunk // 2))
+    half = max(1, schedule.chunk // 2)
+    if schedule.sparse is not None:
+        page = schedule.sparse.page
+        half = max(page, half // page * page)
+    return replace(schedule, chunk=half)
 
 
 def _smaller_blocks(schedule: Schedule, _: int) -> Schedule:
@@ -117,6 +121,12 @@ def _larger_groups(schedule: Schedule, layers: int) -> Schedule:
 
 def _layer_by_layer(schedule: Schedule, _: int) -> Schedule:
     return replace(schedule, layer_checkpoint=True)
+
+
+def _whole_pages(schedule: Schedule, tokens: int) -> int:
+    """So many tokens, or as many more as sparse attention needs of a chunk."""
+    page = 1 if schedule.sparse is None else schedule.sparse.page
+    return -(-tokens // page) * page
 
 
 def _half(fraction: float) -> float:

@@ -17,6 +17,7 @@ from farspan.train.planning import place_states
 from farspan.train.progress import Reporter, make_reporter
 from farspan.train.runner import Comparison
 from farspan.train.setup import equip, introduce, resolve
+from farspan.train.sparse import SPARSELY, what_changes
 from farspan.train.trainer import ABOUT, Trainer
 
 
@@ -32,6 +33,7 @@ class Result:
     skipped: int  # steps without an update, because something was not finite
     signum: int | None  # the signal that ended it early
     comparison: Comparison | None = None  # of the planner's plan with what happened
+    sparse: bool = False  # by sparse attention, an approximation; the held-out losses too
 
     @property
     def exit_code(self) -> int:
@@ -41,12 +43,13 @@ class Result:
     @property
     def message(self) -> str:
         """One sentence for the user."""
+        how = f" {SPARSELY}" if self.sparse else ""
         if self.signum is not None:
             return (
                 f"{signal.Signals(self.signum).name}: stopped after step {self.step} of "
-                f"{self.steps}; run the same command again to go on from there"
+                f"{self.steps}{how}; run the same command again to go on from there"
             )
-        return f"{self.steps} steps done; the model is in {self.folder / 'model'}"
+        return f"{self.steps} steps done{how}; the model is in {self.folder / 'model'}"
 
 
 def train(
@@ -68,11 +71,11 @@ def train(
         for text in notes:
             shown.note(text)
         for change in folder.prepare():
-            shown.note(f"{change}: the gradients are the same up to rounding, the bits are not")
+            shown.note(f"{change}: {what_changes(run, change)}")
         try:
             trainer = _prepare(run, parts or Parts(), folder, shown, interrupt)
         except Interrupted as stop:
-            return Result(folder.path, 0, run.steps, None, None, 0, stop.signum)
+            return replace(_nothing(run, folder), signum=stop.signum)
         try:
             trainer.fit()
         except Interrupted as stop:
@@ -105,12 +108,17 @@ def _prepare(
     return trainer
 
 
+def _nothing(run: RunConfig, folder: RunFolder) -> Result:
+    """Of a run that ended before it began."""
+    sparse = run.sparse is not None
+    return Result(folder.path, 0, run.steps, None, None, 0, None, sparse=sparse)
+
+
 def _result(run: RunConfig, folder: RunFolder, trainer: Trainer, signum: int | None) -> Result:
     held_out = trainer.held_out
-    return Result(
-        folder=folder.path,
+    return replace(
+        _nothing(run, folder),
         step=trainer.at.step,
-        steps=run.steps,
         loss=trainer.loss,
         heldout_loss=held_out[max(held_out)] if held_out else None,
         skipped=trainer.at.skipped,

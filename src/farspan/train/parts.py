@@ -9,6 +9,7 @@ from torch import Tensor
 
 from farspan.engine.batch import trained_token_count
 from farspan.engine.calibrate import calibrate, here
+from farspan.engine.sparse import Seen
 from farspan.engine.step import Step
 from farspan.models.load import load_model
 from farspan.plan.price.evaluate import evaluate
@@ -40,6 +41,7 @@ class StepLike(Protocol):
     """Forward and backward over a batch; gradients are added to `.grad`."""
 
     progress: Callable[[Any], None] | None
+    seen: Seen | None  # of the latest step's watched cell, where attention is sparse
 
     def __call__(
         self,
@@ -96,7 +98,9 @@ class Parts:
 
     # path, config, dtype, overrides, seed, device, trust_remote_code -> a model
     load_model: Callable[..., Any] = load_model
-    make_step: Callable[..., StepLike] = Step  # model, schedule, kernels where any is named
+    make_step: Callable[..., StepLike] = (
+        Step  # model, schedule, kernels and selector where any is named
+    )
     strategy: Callable[[str, int, int], Schedule] = strategy  # name, layers, tokens
     count_trained: Callable[[Tensor, Tensor | None], int] = trained_token_count
     # step, batch, tokens, the optimizer's bytes, called after each cell, whether gradients are

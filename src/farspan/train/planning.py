@@ -22,6 +22,7 @@ from farspan.train.durable import read_json
 from farspan.train.optimizer_place import DEFAULT, Placed, bare_machine, choose_place
 from farspan.train.parts import Parts
 from farspan.train.setup import Equipment, Place
+from farspan.train.sparse import on_pages
 from farspan.train.strict import build, to_mapping
 
 PROJECTIONS = 3  # q, k and v, where nothing better is known
@@ -78,6 +79,7 @@ def question_of(
         optimizer=PLANNED[states],
         dtype=run.model.dtype.value,
         architecture=architecture,
+        sparse=run.pages(),
     )
 
 
@@ -115,7 +117,7 @@ def _named(run: RunConfig, model: Any, parts: Parts) -> Schedule:
     if named is not None:
         layers = model.config.get_text_config().num_hidden_layers
         base = parts.strategy(named, layers, run.context)
-    return run.schedule.apply(base)
+    return on_pages(run.schedule.apply(base), run.pages())
 
 
 def _free(machine: MachineSpec, use: Equipment) -> MachineSpec:
@@ -189,6 +191,8 @@ def recall_plan(
         return None
     try:
         schedule = build(Schedule, known["fields"])
+        if schedule.sparse != question.sparse:
+            return None
         plan = evaluate(question, str(known["strategy"]), schedule)
     except (Refused, KeyError, TypeError):
         return None

@@ -64,8 +64,8 @@ class Reporter(Protocol):
     def rehearsing(self, done: float, progress: CellsDone) -> None:
         """`done` of the short step that shows what memory a cell takes is behind us."""
 
-    def start(self, steps: int, tokens_per_step: int, step: int) -> None:
-        """Training begins after `step` of `steps`."""
+    def start(self, steps: int, tokens_per_step: int, step: int, how: str = "") -> None:
+        """Training begins after `step` of `steps`. `how` stands beside each step."""
 
     def begin(self, step: int) -> None:
         """Step `step`, from 1, begins."""
@@ -95,6 +95,7 @@ class LineReporter:
         self._spoke = clock()
         self._pace = Pace(1, 1, clock)
         self._steps = 0
+        self._how = ""
 
     def __enter__(self) -> "LineReporter":
         return self
@@ -117,8 +118,14 @@ class LineReporter:
         if self._silent():
             self.note(f"rehearsing: {done:.0%}, cell {progress.cells_done}/{progress.cells}")
 
-    def start(self, steps: int, tokens_per_step: int, step: int) -> None:  # noqa: ARG002
-        self._steps = steps
+    def start(
+        self,
+        steps: int,
+        tokens_per_step: int,
+        step: int,  # noqa: ARG002
+        how: str = "",
+    ) -> None:
+        self._steps, self._how = steps, how
         self._pace = Pace(steps, tokens_per_step, self._clock)
 
     def begin(self, step: int) -> None:  # noqa: ARG002
@@ -129,7 +136,7 @@ class LineReporter:
         if self._silent():
             rate = self._pace.tokens_per_second(done)
             self.note(
-                f"step {step}/{self._steps}  cell {progress.cells_done}/{progress.cells}"
+                f"step {step}/{self._steps}{self._how}  cell {progress.cells_done}/{progress.cells}"
                 f"{'' if rate is None else f'  {rate:,.0f} tokens/s'}"
                 f"  {_eta(self._pace.remaining(step - 1, done))}"
             )
@@ -144,7 +151,7 @@ class LineReporter:
             self.note(f"evaluating: {done:.0%}, cell {progress.cells_done}/{progress.cells}")
 
     def evaluated(self, values: Mapping[str, Any]) -> None:
-        self.note(f"step {values['step']}  held-out loss {values['heldout_loss']:.4f}")
+        self.note(f"step {values['step']}  {describe_heldout(values)}")
 
     def _silent(self) -> bool:
         return self._clock() - self._spoke >= self._patience
@@ -164,7 +171,7 @@ class BarReporter:
         self._step = self._bars.add_task("step", total=1.0, text="", visible=False)
         self._pace = Pace(1, 1)
         self._steps = 0
-        self._last = ""
+        self._how = self._last = ""
 
     def __enter__(self) -> "BarReporter":
         self._bars.start()
@@ -189,14 +196,14 @@ class BarReporter:
             self._step, description="rehearsing", completed=done, text=text, visible=True
         )
 
-    def start(self, steps: int, tokens_per_step: int, step: int) -> None:
-        self._steps = steps
+    def start(self, steps: int, tokens_per_step: int, step: int, how: str = "") -> None:
+        self._steps, self._how = steps, how
         self._pace = Pace(steps, tokens_per_step)
         self._bars.update(self._run, total=steps, completed=step, visible=True)
 
     def begin(self, step: int) -> None:
         self._pace.begin()
-        name = f"step {step}"
+        name = f"step {step}{self._how}"
         self._bars.update(self._step, description=name, completed=0.0, text="", visible=True)
 
     def cells(self, step: int, done: float, progress: CellsDone) -> None:
@@ -211,7 +218,8 @@ class BarReporter:
     def end(self, values: Mapping[str, Any]) -> None:
         self._pace.end()
         if "loss" in values:
-            self._last = f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tokens/s"
+            rate = f"{values['tokens_per_second']:,.0f} tokens/s"
+            self._last = f"loss {values['loss']:.4f}{_attention(values)}  {rate}"
         step = int(values["step"])
         text = f"{step}/{self._steps}  {self._last}  {_eta(self._pace.remaining(step, 0.0))}"
         self._bars.update(self._run, completed=step, text=text)
@@ -223,9 +231,7 @@ class BarReporter:
         )
 
     def evaluated(self, values: Mapping[str, Any]) -> None:
-        self.note(
-            f"step {values['step']}  held-out loss {values['heldout_loss']:.4f}  {self._last}"
-        )
+        self.note(f"step {values['step']}  {describe_heldout(values)}  {self._last}")
         self._bars.update(self._step, visible=False)
 
 
@@ -239,9 +245,26 @@ def describe(values: Mapping[str, Any]) -> str:
     if values.get("nonfinite"):
         return f"skipped: {values['nonfinite']} is not finite"
     return (
-        f"loss {values['loss']:.4f}  lr {values['lr']:.2e}  |grad| {values['grad_norm']:.3f}  "
-        f"{values['tokens_per_second']:,.0f} tokens/s"
+        f"loss {values['loss']:.4f}{_attention(values)}  lr {values['lr']:.2e}  "
+        f"|grad| {values['grad_norm']:.3f}  {values['tokens_per_second']:,.0f} tokens/s"
     )
+
+
+def describe_heldout(values: Mapping[str, Any]) -> str:
+    """The metrics of one evaluation on one line."""
+    return f"held-out loss {values['heldout_loss']:.4f}{_attention(values)}"
+
+
+def _attention(values: Mapping[str, Any]) -> str:
+    """By which attention a loss came about, where that is not the exact one."""
+    mass = values.get("attention_mass")
+    seen = f", mass {mass:.3f}" if isinstance(mass, float) else ""
+    return describe_attention(values, seen)
+
+
+def describe_attention(marks: Mapping[str, Any], more: str = "") -> str:
+    """What stands beside whatever these marks are on; nothing where attention is exact."""
+    return f" ({marks['attention']} attention{more})" if "attention" in marks else ""
 
 
 def _eta(seconds: float | None) -> str:

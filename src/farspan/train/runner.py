@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 from farspan.engine.meter import PeakMeter
-from farspan.spec import Kernels, Refused, Tier
+from farspan.spec import Kernels, Refused, Schedule, Tier
 from farspan.train.choice import Choice, Chooser, describe_schedule
 from farspan.train.config import RunConfig
 from farspan.train.memory import Expected, compare, describe, shown
@@ -15,6 +15,7 @@ from farspan.train.parts import CellsDone, Parts, StepLike
 from farspan.train.planning import gradients_before
 from farspan.train.setup import Equipment
 from farspan.train.shortage import OutOfMemory, Shortage, clear_up, find_shortage
+from farspan.train.sparse import selector_of
 from farspan.train.strict import to_mapping
 
 T = TypeVar("T")
@@ -144,11 +145,7 @@ class Runner:
             self._choice = self._chooser.first()
             self._tell.note(f"schedule: {describe_schedule(self._choice)}{_because(self._choice)}")
         if self._step is None:
-            # Spelt out only where it says something: other engines need not know of kernels.
-            named = self._run.kernels != Kernels()
-            kernels = {"kernels": self._run.kernels} if named else {}
-            model, schedule = self._use.model, self._choice.schedule
-            self._step = self._parts.make_step(model, schedule, **kernels)
+            self._step = self._make_step(self._choice.schedule)
             self._expected = None
         if self._expected is None:
             self._tell.note("rehearsing a short step to see what a cell holds")
@@ -163,6 +160,16 @@ class Runner:
             self._tell.note(describe(self._expected))
             self._tell.ready(self._choice, self._expected)
         return self._step
+
+    def _make_step(self, schedule: Schedule) -> StepLike:
+        # Spelt out only where it says something: other engines need not know of these.
+        named: dict[str, Any] = {}
+        if self._run.kernels != Kernels():
+            named["kernels"] = self._run.kernels
+        selector = selector_of(self._run, schedule)
+        if selector is not None:
+            named["selector"] = selector
+        return self._parts.make_step(self._use.model, schedule, **named)
 
     def _give_up(self, shortage: Shortage, tried: list[str]) -> None:
         """Clears away what failed and chooses what comes next. Raises OutOfMemory."""
@@ -183,7 +190,7 @@ class Runner:
         self._tell.note(
             f"out of memory ({_place(shortage.tier, self._use)}): {shortage.message}\n"
             f"trying the same again, {len(tried)} of {REPLANS}: {describe_schedule(choice)}"
-            f"{_because(choice)}"
+            f"{_because(choice)}{_sees_otherwise(self._choice, choice)}"
         )
         self._tell.replanned(shortage, choice)
         self._choice = choice
@@ -200,6 +207,13 @@ def shortage_json(shortage: Shortage, choice: Choice) -> dict[str, Any]:
 
 def _because(choice: Choice) -> str:
     return f" ({choice.reason})" if choice.reason else ""
+
+
+def _sees_otherwise(before: Choice, now: Choice) -> str:
+    """With sparse attention a query sees its own chunk whole: another one shows it other tokens."""
+    if now.schedule.sparse is None or before.schedule.chunk == now.schedule.chunk:
+        return ""
+    return "; sparse attention sees other tokens by another chunk: not the same gradients"
 
 
 def _place(tier: Tier, use: Equipment) -> str:

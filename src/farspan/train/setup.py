@@ -12,6 +12,7 @@ from farspan.data.store import Watch
 from farspan.data.tokenizers import BYTES, Tokenizer, load_tokenizer
 from farspan.engine.machine import machine
 from farspan.models.refuse import refuse_context
+from farspan.plan.pages import sparse_words
 from farspan.spec import Refused
 from farspan.train.allocator import DeviceMemory
 from farspan.train.choice import Choice
@@ -22,6 +23,7 @@ from farspan.train.optimizer_8bit import load_adamw
 from farspan.train.optimizer_parts import Held
 from farspan.train.optimizer_place import DEFAULT, STATES, Placed
 from farspan.train.parts import Parts
+from farspan.train.sparse import NOT_DENSE, marks, sparsity_words
 
 AUTO = "auto"
 
@@ -110,6 +112,9 @@ def introduce(run: RunConfig, equipment: Equipment) -> str:
         + (f"{held_out.tokens_per_epoch:,} tokens held out" if held_out else "none held out"),
         f"optimizer states: {equipment.placed.describe()}",
     ]
+    pages = run.pages()
+    if pages is not None:
+        lines.append(f"{sparse_words(pages)}{sparsity_words(run)}; {NOT_DENSE}")
     if packing.tokens_per_epoch < run.context:
         lines.append(
             "warning: all documents together are shorter than one sequence, so each sequence "
@@ -148,10 +153,14 @@ def _check_vocabulary(corpus: Corpus, model: Any) -> None:
         )
 
 
-def about(equipment: Equipment, choice: Choice, expected: Expected) -> dict[str, Any]:
+def about(
+    run: RunConfig, equipment: Equipment, choice: Choice, expected: Expected
+) -> dict[str, Any]:
     """The content of about.json."""
     model, packing = equipment.model, equipment.corpus.train
     return {
+        **marks(run),
+        **({} if run.sparse is None else {"sparse": asdict(run.sparse)}),
         "model": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
         "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),

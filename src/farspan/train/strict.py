@@ -129,6 +129,9 @@ def _options(hint: Any) -> tuple[Any, ...]:
 def _match(option: Any, value: Any, path: str) -> tuple[bool, Any]:
     """Whether `value` is of the type `option`, and the value to use."""
     origin = typing.get_origin(option) or option
+    if is_dataclass(option) and isinstance(option, type):
+        is_mapping = isinstance(value, Mapping)
+        return is_mapping, build(option, value, path) if is_mapping else None
     if origin is tuple:
         return _match_tuple(typing.get_args(option), value, path)
     if origin is dict:

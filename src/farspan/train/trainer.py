@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from farspan.data.packing import Batch
+from farspan.engine.sparse import Seen
 from farspan.plan.question import Question
 from farspan.spec import Refused
 from farspan.train import checkpoint
@@ -26,10 +27,11 @@ from farspan.train.memory import Expected, peak_process_bytes
 from farspan.train.optimizer import learning_rate
 from farspan.train.parts import CellsDone, Parts, StepLike
 from farspan.train.planning import make_chooser, plan_json, recall_plan
-from farspan.train.progress import Reporter
+from farspan.train.progress import Reporter, describe_attention
 from farspan.train.runner import Callbacks, Comparison, Runner, shortage_json
 from farspan.train.setup import Equipment, about
 from farspan.train.shortage import OutOfMemory, Shortage
+from farspan.train.sparse import MassWatch, marks, mass_json
 
 PLAN = "plan.json"
 ABOUT = "about.json"
@@ -83,6 +85,8 @@ class Trainer:
         self.at = Position()
         self.loss: float | None = None
         self.held_out: dict[int, float] = {}  # loss by step
+        self._marks = marks(run)
+        self._watch = None if run.sparse is None else MassWatch(run.sparse.warn_below)
         self._parts = parts
         self._runner = Runner(
             run,
@@ -138,7 +142,7 @@ class Trainer:
         found = self._runner.compare()
         if found is not None:
             self._reporter.note(found.describe())
-            self._folder.write_json("comparison.json", found.to_json())
+            self._folder.write_json("comparison.json", self._marks | found.to_json())
         return found
 
     def _fit(self) -> None:
@@ -146,7 +150,8 @@ class Trainer:
         if self.at.step < run.steps:
             self._interrupt.check()
             self._runner.make_ready()
-        self._reporter.start(run.steps, run.tokens_per_step(), self.at.step)
+        how = describe_attention(self._marks)
+        self._reporter.start(run.steps, run.tokens_per_step(), self.at.step, how)
         while True:
             self._interrupt.check()
             self._evaluate_if_due()
@@ -173,7 +178,10 @@ class Trainer:
     def export(self) -> None:
         """The model as a folder that `from_pretrained` reads, with its tokenizer."""
         path = self._folder.checkpoints / checkpoint.folder_name(self.at.step)
-        export(self._use.model, self._use.tokenizer, path, self._folder.model, self._reporter.note)
+        export(
+            *(self._use.model, self._use.tokenizer, path, self._folder.model),
+            *(self._reporter.note, self._marks),
+        )
 
     def _advance(self) -> None:
         began = time.perf_counter()
@@ -181,11 +189,11 @@ class Trainer:
         self._reporter.begin(step + 1)
         self._use.memory.begin_step()
         batches = [self._micro(step * run.accumulate + i) for i in range(run.accumulate)]
-        loss, memory = self._runner.measured(partial(self._gradients, batches))
+        (loss, seen), memory = self._runner.measured(partial(self._gradients, batches))
         gradient_norm = self._use.optimizer.gradient_norm()
         norm = float(gradient_norm)
         lr = learning_rate(run.optimizer, step, run.steps)
-        values: dict[str, Any] = {"step": step + 1, "lr": lr, **memory}
+        values: dict[str, Any] = {"step": step + 1, "lr": lr, **memory, **mass_json(seen)}
         if math.isfinite(loss) and math.isfinite(norm):
             self._use.optimizer.step(lr, gradient_norm)
             self.loss = loss
@@ -200,6 +208,9 @@ class Trainer:
         seconds = time.perf_counter() - began
         self._runner.took(seconds, metered=bool(memory))
         self._record(values, batches, seconds)
+        warning = self._watch.warning(step + 1, seen) if self._watch else None
+        if warning is not None:
+            self._reporter.note(warning)
 
     def _record(self, values: dict[str, Any], batches: list[Micro], seconds: float) -> None:
         read = sum(m.input_ids.numel() for m in batches)
@@ -209,14 +220,16 @@ class Trainer:
             "tokens_per_second": read / seconds,
             "seconds": seconds,
             "peak_process_bytes": peak_process_bytes(),
+            **self._marks,
         }
         self._folder.record(values)
         self._reporter.end(values)
 
-    def _gradients(self, batches: list[Micro], step: StepLike) -> float:
-        """Adds the gradient of the mean loss over all trained tokens of the batches; that loss."""
+    def _gradients(self, batches: list[Micro], step: StepLike) -> tuple[float, list[Seen]]:
+        """Adds the gradient of the mean loss over all trained tokens of the batches; that loss,
+        and what sparse attention saw."""
         total = sum(m.trained for m in batches)
-        losses = []
+        losses, seen = [], []
         for place, micro in enumerate(batches):
             step.progress = partial(self._cells, place)
             losses.append(
@@ -227,8 +240,10 @@ class Trainer:
                     trained_tokens=max(1, total),
                 )
             )
+            if self._watch is not None and step.seen is not None:
+                seen.append(step.seen)
         step.progress = None
-        return float(torch.stack([loss.detach() for loss in losses]).sum())
+        return float(torch.stack([loss.detach() for loss in losses]).sum()), seen
 
     def _cells(self, place: int, progress: CellsDone) -> None:
         self._interrupt.check()
@@ -284,7 +299,8 @@ class Trainer:
             for micro in batches
             for index, names in zip(micro.indices, micro.batch.names, strict=True)
         ]
-        return self._folder.write_json("diagnosis.json", values | {"batches": described})
+        values = self._marks | values | {"batches": described}
+        return self._folder.write_json("diagnosis.json", values)
 
     def _evaluate_if_due(self) -> None:
         step, packing = self.at.step, self._use.corpus.held_out
@@ -301,7 +317,7 @@ class Trainer:
             self._nonfinite_heldout(batches, loss)
         self.held_out[step] = loss
         total = sum(m.trained for m in batches)
-        values = {"step": step, "heldout_loss": loss, "heldout_tokens": total}
+        values = {"step": step, "heldout_loss": loss, "heldout_tokens": total, **self._marks}
         self._folder.record(values | {"heldout_loss": as_json(loss)})
         self._reporter.evaluated(values)
 
@@ -339,13 +355,14 @@ class Trainer:
         return recall_plan(self._folder.path / PLAN, question, self._parts.evaluate)
 
     def _ready(self, choice: Choice, expected: Expected) -> None:
-        self._folder.write_json(ABOUT, about(self._use, choice, expected))
+        self._folder.write_json(ABOUT, about(self._run, self._use, choice, expected))
         if choice.plan is not None:
             self._folder.write_json(PLAN, plan_json(choice))
 
     def _replanned(self, shortage: Shortage, choice: Choice) -> None:
         self._use.memory.forget()
-        self._folder.record({"step": self.at.step + 1, **shortage_json(shortage, choice)})
+        line = {"step": self.at.step + 1, **self._marks, **shortage_json(shortage, choice)}
+        self._folder.record(line)
 
     def _rewind(self) -> None:
         self._use.optimizer.clear()
