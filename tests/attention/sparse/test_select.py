@@ -55,12 +55,18 @@ def dumb_votes(
     return votes
 
 
-@pytest.mark.parametrize("scores", [1, 1000, 2**25])
+@pytest.mark.parametrize("least", [1, 3, 16])
+@pytest.mark.parametrize("scores", [1, 50, 100, 1000, 2**25])
 @pytest.mark.parametrize("documents", [None, MIXED])
 def test_votes_equal_those_counted_one_by_one(
-    documents: tuple[tuple[int, ...], ...] | None, scores: int, monkeypatch: pytest.MonkeyPatch
+    documents: tuple[tuple[int, ...], ...] | None,
+    scores: int,
+    least: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """However few of a chunk's queries and heads vote at a time."""
     monkeypatch.setitem(selecting.SCORES, "cpu", scores)
+    monkeypatch.setattr(selecting, "LEAST", least)
     dense = Case(tokens=61, chunk=13, kv_block=100, batch=2, documents=documents)
     inputs = make_inputs(dense)
     q, keys = inputs.q[:, :, 48:], inputs.k[:, :, :44]

@@ -11,7 +11,7 @@ from farspan.attention.sparse.far import FarCall
 from farspan.attention.sparse.gathered import FlashPages, Gathered, PlainPages
 from farspan.attention.sparse.pages import MemoryPages
 from farspan.engine.meter import LiveStorage
-from farspan.plan.cell.sparse import MOST_UNITS, Far, far_bytes, slab_units
+from farspan.plan.cell.sparse import MOST_UNITS, PART_BYTES, Far, far_bytes, slab_units
 
 LARGE = Far(1, 8, 2, 64, 64, 4, page=64, chosen=16, tokens=1024, candidates=600)
 REACHED = 0.95  # of the bound, by the worst choice of real sizes
@@ -105,8 +105,8 @@ def test_what_is_held_does_not_grow_with_the_prefix(backward: bool) -> None:
     longer = far_bytes(replace(LARGE, tokens=2 * LARGE.tokens), 256, backward=backward)
     entries = LARGE.kv_heads * LARGE.query_pages * LARGE.chosen
     rows = LARGE.tokens * LARGE.heads * (LARGE.head_dim + 1) * LARGE.width
-    assert longer - sizes[0] <= rows + 80 * entries + 2**25
-    assert sizes[0] < 256 * unit * 2 + rows + 80 * entries + 2**25 + unit
+    assert longer - sizes[0] <= rows + 80 * entries + PART_BYTES["cpu"]
+    assert sizes[0] < 256 * unit * 2 + rows + 80 * entries + PART_BYTES["cpu"] + unit
 
 
 def test_units_of_a_number_of_bytes() -> None:

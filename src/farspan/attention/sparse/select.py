@@ -7,7 +7,7 @@ A choice is int32 [B, Hk, M, k]: numbers of pages of the sequence, ascending, th
 are fewer than k. It is made once, in a chunk's first forward; rebuild and backward get the same.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction as Ratio
 from math import ceil
@@ -24,6 +24,9 @@ from farspan.spec import Refused
 # elsewhere 128 MB.
 SCORES = {"cpu": 2**18}
 SCORES_ELSEWHERE = 2**25
+# A page of queries may have so many times more before it is divided: it is as fast, and matrix
+# products of fewer than 16 queries are not.
+UNDIVIDED, LEAST = 4, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,29 +66,51 @@ def vote(
     exp(scale q . representative) (OOMB equation 4; the scale is that of attention); one that sees
     none of them does not vote.
     """
-    dtype = accumulate_dtype(q.dtype)
     batch, heads, tokens, _ = q.shape
     kv_heads, pages = representatives.shape[1:3]
-    keys = representatives.to(dtype).mT * scale
+    keys = representatives.to(accumulate_dtype(q.dtype)).mT * scale
     number = torch.arange(first, first + pages, device=q.device)
+    votes = keys.new_zeros(batch, kv_heads, -(-tokens // page), pages)
     most = SCORES.get(q.device.type, SCORES_ELSEWHERE)
-    at_once = page * max(1, most // max(1, batch * heads * page * pages))
-    votes = []
-    for start in range(0, tokens, at_once):
-        part = q[:, :, start : start + at_once].to(dtype).unflatten(1, (kv_heads, -1))
-        # The heads of a group stacked: their keys are read once, not copied for each.
-        scores = (part.flatten(2, 3) @ keys).unflatten(2, part.shape[2:4])
-        if documents is None:
-            weights = scores.softmax(-1)
-        else:
-            before = documents[:, start : start + at_once, None] // page > number
-            before = before[:, None, None]
-            # A row that is hidden as a whole is nan for a moment.
-            weights = scores.masked_fill(before, -torch.inf).softmax(-1).masked_fill(before, 0.0)
-        ragged = -part.shape[3] % page
-        weights = pad(weights, (0, 0, 0, ragged)) if ragged else weights
-        votes.append(weights.unflatten(3, (-1, page)).sum((2, 4)))
-    return torch.cat(votes, 2)
+    each = batch * (heads // kv_heads) * max(1, pages)
+    heads_at_once = min(kv_heads, max(1, UNDIVIDED * most // (each * page)))
+    for start, stop in _spans(tokens, page, most // (each * heads_at_once)):
+        hidden = None
+        if documents is not None:
+            hidden = (documents[:, start:stop, None] // page > number)[:, None, None]
+        of_pages = slice(start // page, -(-stop // page))
+        for head in range(0, kv_heads, heads_at_once):
+            some = slice(head, head + heads_at_once)
+            part = q[:, :, start:stop].unflatten(1, (kv_heads, -1))[:, some]
+            votes[:, some, of_pages] += _vote(part, keys[:, some], hidden, page)
+    return votes
+
+
+def _spans(tokens: int, page: int, most: int) -> Iterator[tuple[int, int]]:
+    """Tokens of a chunk that vote together, about `most`: whole pages, or parts of one."""
+    whole = max(1, most // page) * page
+    step = whole if UNDIVIDED * most >= page else max(LEAST, most)
+    for first in range(0, tokens, whole):
+        last = min(first + whole, tokens)
+        for start in range(first, last, step):
+            yield start, min(start + step, last)
+
+
+def _vote(q: Tensor, keys: Tensor, hidden: Tensor | None, page: int) -> Tensor:
+    """Votes [B, h, m, n] of q [B, h, r, t, D] for keys [B, h, D, n]: of m pages of queries, or of a
+    part of one. `hidden` is bool [B, 1, 1, t, n]."""
+    # The heads of a group stacked: their keys are read once, not copied for each.
+    scores = (q.to(keys.dtype).flatten(2, 3) @ keys).unflatten(2, q.shape[2:4])
+    if hidden is None:
+        weights = scores.softmax(-1)
+    else:
+        # A row that is hidden as a whole is nan for a moment.
+        weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1).masked_fill_(hidden, 0.0)
+    if q.shape[3] <= page:
+        return weights.sum((2, 3)).unsqueeze(2)
+    ragged = -q.shape[3] % page
+    weights = pad(weights, (0, 0, 0, ragged)) if ragged else weights
+    return weights.unflatten(3, (-1, page)).sum((2, 4))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 SLAB_BYTES = {"cpu": 2**26, "cuda": 2**28}
 # 256 MiB of pages of 128 tokens with 128 + 128 dims of 2 bytes: for callers that pass nothing.
 MOST_UNITS = 2**12
-# A part's copies, gradients and masks. On a CPU 8 MiB and 64 MiB are as fast; a GPU is filled.
-PART_BYTES = {"cpu": 2**25, "cuda": 2**28}
+# A part's copies, gradients and masks. On a CPU 2 MiB and 128 MiB are as fast; a GPU is filled.
+PART_BYTES = {"cpu": 2**24, "cuda": 2**28}
 
 INDEX = 8  # bytes of an index
 # Numbers that finding units and borders of slabs takes an entry of the choice at most: held while
