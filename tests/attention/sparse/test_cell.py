@@ -1,6 +1,6 @@
 """Page-sparse attention is, given its choice, what the reference says: output and gradients."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from farspan.attention.sparse.far import FarCall
 from farspan.attention.sparse.gathered import FlashPages, Gathered, PlainPages
+from farspan.attention.sparse.pages import Pages
 from farspan.attention.sparse.select import Checked, Fraction, RandomPages, Selector, TopK
 from farspan.spec import Sparse
 from tests.attention import cases as dense_cases
@@ -234,6 +236,32 @@ def test_expanded_gradients_and_transposed_heads_are_accepted() -> None:
     q, k, v = (x.mT.contiguous().mT for x in (inputs.q, inputs.k, inputs.v))
     sequence, strange = Sequence(case), Inputs(q, k, v, ones)
     assert_same(sequence.step(strange), expected(case, strange, sequence.choice()))
+
+
+@dataclass(frozen=True)
+class Watched(Gathered):
+    """Notes how many pages a page of queries is said to choose."""
+
+    widths: list[int] = field(default_factory=list)
+
+    def forward(
+        self, call: FarCall, q: Tensor, choice: Tensor, pages: Pages
+    ) -> tuple[Tensor, Tensor]:
+        self.widths.append(choice.shape[3])
+        return Gathered.forward(self, call, q, choice, pages)
+
+
+def test_a_choice_wider_than_there_are_candidates_needs_no_masks_for_it() -> None:
+    """As the engine keeps it: as wide in every chunk as in the last."""
+    kernel = Watched(FlashPages())
+    case = replace(cases()[0], kernel=kernel)
+    inputs, sequence = make_inputs(case.dense), Sequence(case)
+    wanted = sequence.step(inputs)
+    widths, whole = kernel.widths.copy(), sequence.choice()
+    assert 0 < widths[0] < widths[-1] == whole.shape[3]
+    found = sequence.step(inputs, whole)
+    assert kernel.widths == widths * 2
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
