@@ -11,9 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from farspan.attention.reference import reference
+from farspan.attention.sparse.select import Selector
 from farspan.engine.batch import IGNORED
-from farspan.engine.oracle import gradients_of, oracle_loss
+from farspan.engine.oracle import Attention, gradients_of, oracle_loss
+from farspan.engine.sparse import Pages
 from farspan.engine.step import Step
+from farspan.engine.verify_sparse import Approximation, Function, Gradients, approximation
 from farspan.models.boundary import Boundary
 from farspan.models.experts import eager_experts
 from farspan.spec import Refused, Schedule
@@ -27,6 +31,8 @@ NOISE = 1e-14
 # The reference reads windows and caps where the engine does. The model's own attention does not,
 # but computes its softmax in float32 and in the weights' dtype: this far may it be off.
 OWN = 1e-4
+
+Data = tuple[Tensor, Tensor, Tensor | None]  # input_ids, labels, document_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,7 @@ class Verification:
     checked_parameters: int
     dtype: str
     rule: str  # what the limit is
+    sparse: Approximation | None = None  # of a sparse schedule; plays no part in `passed`
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -83,81 +90,116 @@ class VerificationRun:
 
 
 def verify(
-    model: nn.Module, schedule: Schedule, run: VerificationRun, *, worst: int = 10
+    model: nn.Module,
+    schedule: Schedule,
+    run: VerificationRun,
+    *,
+    worst: int = 10,
+    selector: Selector | Pages | None = None,
 ) -> Verification:
     """Compare loss and every gradient of one step with plain full-sequence autograd.
 
     A float64 model must agree to 1e-12 in relative L2 norm for every parameter (1e-6 where the
     model's own code rounds to float32). In a lower precision the error against a float64 copy may
     be at most twice that of plain autograd in the same precision. The model's `.grad` is kept.
+
+    With `schedule.sparse` (and a `selector` as for `Step`) that is asked of sparse attention's own
+    function, in float64 with pages chosen by each side for itself, in lower precision with the
+    pages that float64 chooses. How far it is from dense attention is told in `sparse`.
     """
     boundary = Boundary(model)
     data = run.draw(boundary.vocab, boundary.device)
     if not any(p.requires_grad for p in model.parameters()):
         raise Refused("model: no parameter is trained, so there is no gradient to verify")
+    Step(model, schedule, selector=selector)  # refuses now, not after the references
+    function = Function(schedule, selector, next(model.parameters()).dtype)
     with eager_experts(model):
-        return _verify(model, schedule, data, worst)
+        return _verify(model, function, data, worst)
 
 
-def _verify(
-    model: nn.Module,
-    schedule: Schedule,
-    data: tuple[Tensor, Tensor, Tensor | None],
-    worst: int,
-) -> Verification:
-    dtype = next(model.parameters()).dtype
-    with _own_gradients(model):
-        loss = Step(model, schedule, poison=True)(*data)
-        found = {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            for name, p in model.named_parameters()
-            if p.requires_grad
-        }
-    plain_loss = oracle_loss(model, *data)
-    plain = gradients_of(model, plain_loss)
-    if dtype is torch.float64:
-        exact_loss, exact = plain_loss, plain
-        limits, loss_limit, rule = _exact_limits(model, data)
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    parameters: dict[str, float]
+    loss: float
+    rule: str
+
+
+def _verify(model: nn.Module, function: Function, data: Data, worst: int) -> Verification:
+    in_double = function.dtype is torch.float64
+    twin = model if in_double else copy.deepcopy(model).double()
+    with eager_experts(twin):
+        exact = _plain(twin, data, function.exact())
+        is_sparse = function.schedule.sparse is not None
+        dense = _plain(twin, data, reference) if is_sparse else None
+    if in_double:
+        plain, limits = exact, _exact_limits(model, data)
     else:
-        twin = copy.deepcopy(model).double()
-        with eager_experts(twin):
-            exact_loss = oracle_loss(twin, *data)
-            exact = gradients_of(twin, exact_loss)
-        own = _errors(plain, exact)
-        # Twice what plain autograd is off by; a short vector may be lucky there, so at least
-        # twice what is typical of the model.
-        typical = sorted(own.values())[len(own) // 2]
-        rule = f"error against float64 <= 2x that of plain autograd in {dtype} + {FLOOR:g}"
-        if _computation(model, data).chooses:
-            # A choice of experts that rounding tips differs by more than rounding, in plain
-            # autograd as here, and in other parameters.
-            typical = max(own.values())
-            rule += ", of its worst parameter, because the model chooses experts"
-        limits = {name: 2 * max(error, typical) + FLOOR for name, error in own.items()}
-        loss_limit = 2 * max(_error(plain_loss, exact_loss), typical) + FLOOR
+        plain = _plain(model, data, function.again())
+        limits = _rounded_limits(model, data, plain, exact)
+    loss, found = _stepped(model, function, data)
     errors = [
-        ParameterError(name, error, limits[name]) for name, error in _errors(found, exact).items()
+        ParameterError(name, error, limits.parameters[name])
+        for name, error in _errors(found, exact[1]).items()
     ]
     errors.sort(key=lambda e: e.error / e.limit, reverse=True)
-    loss_error = _error(loss, exact_loss)
-    own_error = _own_loss_error(model, data, plain_loss)
+    loss_error = _error(loss, exact[0])
+    own_error = _own_loss_error(model, data, plain[0] if dense is None else dense[0])
     within = all(e.error <= e.limit for e in errors) and (own_error or 0.0) <= OWN
+    told = None
+    if dense is not None:
+        told = approximation(function, model, data[0].shape[1], (loss, found), dense)
     return Verification(
-        passed=bool(within and loss_error <= loss_limit),
+        passed=bool(within and loss_error <= limits.loss),
         loss_error=loss_error,
         max_relative_error=max((e.error for e in errors), default=0.0),
         own_loss_error=own_error,
         worst=tuple(errors[:worst]),
         checked_parameters=len(errors),
-        dtype=str(dtype).removeprefix("torch."),
-        rule=rule,
+        dtype=str(function.dtype).removeprefix("torch."),
+        rule=limits.rule + function.rule(),
+        sparse=told,
     )
 
 
+def _plain(model: nn.Module, data: Data, attend: Attention) -> tuple[Tensor, Gradients]:
+    """Loss and gradients by plain autograd."""
+    loss = oracle_loss(model, *data, attend=attend)
+    return loss.detach(), gradients_of(model, loss)
+
+
+def _stepped(model: nn.Module, function: Function, data: Data) -> tuple[Tensor, Gradients]:
+    """Loss and gradients by the step."""
+    selector = function.selector(model, *data[0].shape)
+    with _own_gradients(model):
+        loss = Step(model, function.schedule, poison=True, selector=selector)(*data)
+        return loss, {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        }
+
+
+def _rounded_limits(
+    model: nn.Module, data: Data, plain: tuple[Tensor, Gradients], exact: tuple[Tensor, Gradients]
+) -> _Limits:
+    """For a model of less than float64, whose plain autograd is off as well."""
+    own = _errors(plain[1], exact[1])
+    # Twice what plain autograd is off by; a short vector may be lucky there, so at least
+    # twice what is typical of the model.
+    typical = sorted(own.values())[len(own) // 2]
+    dtype = next(model.parameters()).dtype
+    rule = f"error against float64 <= 2x that of plain autograd in {dtype} + {FLOOR:g}"
+    if _computation(model, data).chooses:
+        # A choice of experts that rounding tips differs by more than rounding, in plain
+        # autograd as here, and in other parameters.
+        typical = max(own.values())
+        rule += ", of its worst parameter, because the model chooses experts"
+    limits = {name: 2 * max(error, typical) + FLOOR for name, error in own.items()}
+    return _Limits(limits, 2 * max(_error(plain[0], exact[0]), typical) + FLOOR, rule)
+
+
 @torch.no_grad()
-def _own_loss_error(
-    model: nn.Module, data: tuple[Tensor, Tensor, Tensor | None], reference: Tensor
-) -> float | None:
+def _own_loss_error(model: nn.Module, data: Data, reference: Tensor) -> float | None:
     """How far the loss by the model's own attention and masks is from the reference's. Not asked of
     packed documents, which not every attention keeps apart, nor below float32."""
     input_ids, labels, documents = data
@@ -170,10 +212,8 @@ def _own_loss_error(
     return _error(total, reference)
 
 
-def _exact_limits(
-    model: nn.Module, data: tuple[Tensor, Tensor, Tensor | None]
-) -> tuple[dict[str, float], float, str]:
-    """Limits a parameter, of the loss, and the rule in words, for a float64 model."""
+def _exact_limits(model: nn.Module, data: Data) -> _Limits:
+    """For a float64 model."""
     seen = _computation(model, data)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     rounded = set(names) if seen.product else seen.parameters & set(names)
@@ -184,10 +224,10 @@ def _exact_limits(
             f"; <= {ROUNDED:g} for {len(rounded)} parameters that the model's own code multiplies "
             "in float32"
         )
-    return limits, ROUNDED if seen.product else EXACT, rule
+    return _Limits(limits, ROUNDED if seen.product else EXACT, rule)
 
 
-def _computation(model: nn.Module, data: tuple[Tensor, Tensor, Tensor | None]) -> "_Computation":
+def _computation(model: nn.Module, data: Data) -> "_Computation":
     seen = _Computation(model)
     with torch.no_grad(), seen:
         oracle_loss(model, *data)
