@@ -128,6 +128,33 @@ def test_no_text_at_all_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []
 
 
+@pytest.mark.parametrize("rows", [[[], []], [[256], [256]], [[0, 0, 256], [0]]])
+def test_text_of_which_nothing_is_known_is_refused_and_leaves_nothing(
+    tmp_path: Path, rows: list[list[int]]
+) -> None:
+    class Deaf(ByteTokenizer):
+        def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+            return [np.array(row, dtype=np.int64) for row, _ in zip(rows, texts, strict=True)]
+
+        def signs(self) -> frozenset[int]:
+            return frozenset({0, 256})
+
+    with pytest.raises(Refused, match=r"data\.tokenizer: it knows nothing of the text in memory"):
+        open_store(Texts(["one", "two"]), Deaf(), tmp_path, lambda *_: None)
+    assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []
+
+
+def test_one_word_that_is_known_is_text(tmp_path: Path) -> None:
+    """Of the first document alone no token stands for text."""
+
+    class Hard(ByteTokenizer):
+        def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+            return [np.array([256] if text == "one" else [256, 7, 256]) for text in texts]
+
+    store = open_store(Texts(["one", "two"]), Hard(), tmp_path, lambda *_: None)
+    assert store.tokens.tolist() == [256, 256, 7, 256]
+
+
 def test_an_abandoned_writing_leaves_nothing(tmp_path: Path) -> None:
     def abandon(*_: int) -> None:
         raise KeyboardInterrupt

@@ -8,9 +8,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from farspan.data.tokenizers import load_tokenizer
+from farspan.data.tokenizers import load_tokenizer, reads_back
 from farspan.spec import Refused
 
 WORDS = {"<unk>": 0, "<s>": 1, "</s>": 2, "one": 3, "two": 4}
@@ -75,3 +75,36 @@ def test_a_saved_tokenizer_loads_again(tmp_path: Path) -> None:
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"data\.tokenizer: cannot load .*give 'bytes', a folder"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gpt2", "gemma2", "llama"])
+def test_a_models_folder_without_tokenizer_is_refused(tmp_path: Path, family: str) -> None:
+    """As after a run on bytes. Of some types transformers makes a tokenizer without words, whose
+    text is nothing, or one unknown token."""
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
+    with pytest.raises(Refused, match=r"data\.tokenizer: .*give 'bytes'.* or a name on the hub"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_ends_and_what_is_not_known_are_no_text(tmp_path: Path, told: bool) -> None:
+    """Also where only the files inside know which token is the unknown one."""
+    backend = Backend(WordLevel(WORDS, unk_token="<unk>"))
+    backend.pre_tokenizer = Whitespace()
+    unknown = {"unk_token": "<unk>"} if told else {}
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", **unknown)
+    made.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.signs() == {0, 2}
+    (row,) = tokenizer.encode(["neither of these"])
+    assert tokenizer.signs().issuperset(row.tolist())
+    (row,) = tokenizer.encode(["neither one"])
+    assert not tokenizer.signs().issuperset(row.tolist())
+
+
+def test_a_folder_that_transformers_misreads_does_not_read_back(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(save_words(tmp_path / "a")))
+    AutoConfig.for_model("qwen2").save_pretrained(tmp_path / "b")
+    assert reads_back(tokenizer, tmp_path / "a")
+    assert not reads_back(tokenizer, tmp_path / "b")
+    assert reads_back(load_tokenizer("bytes"), tmp_path / "b")

@@ -26,7 +26,7 @@ from farspan.data.sources import Source
 from farspan.data.tokenizers import Tokenizer
 from farspan.spec import Refused
 
-_FORMAT = 1
+_FORMAT = 2  # of the first, tokens could be of no text at all
 _BATCH_CHARACTERS = 1 << 20  # text handed to a tokenizer at once: enough to fill its threads
 
 Watch = Callable[[int, int], None]  # documents and tokens written so far
@@ -112,12 +112,15 @@ def _fill(folder: Path, source: Source, tokenizer: Tokenizer, watch: Watch) -> N
     starts, origins = array("q", [0]), array("q")
     dtype = np.dtype(np.uint16 if tokenizer.size() <= 1 << 16 else np.uint32)
     digest, largest = hashlib.sha256(), 0
+    signs, read, understood = list(tokenizer.signs()), False, False
     with (folder / "tokens.npy").open("wb") as file:
         _header(file, dtype, 0)
         for batch in _batches(source.documents()):
+            read = True
             for document, ids in zip(batch, tokenizer.encode([d.text for d in batch]), strict=True):
                 if len(ids) == 0:
                     continue
+                understood = understood or not np.isin(ids, signs).all()
                 data = ids.astype(dtype).tobytes()
                 file.write(data)
                 digest.update(data)
@@ -127,8 +130,15 @@ def _fill(folder: Path, source: Source, tokenizer: Tokenizer, watch: Watch) -> N
             watch(len(starts) - 1, starts[-1])
         file.seek(0)
         _header(file, dtype, starts[-1])
-    if len(starts) == 1:
+    if not read:
         raise Refused(f"data.path: {_few(source.names())}: no text in it; give data with text")
+    if not understood:
+        # A model would learn to repeat the one sign, and its loss be 0.
+        raise Refused(
+            f"data.tokenizer: it knows nothing of the text in {_few(source.names())}: it gives no "
+            "tokens, or special ones only; give 'bytes', or the folder or hub name of a tokenizer "
+            "for this text"
+        )
     digest.update(starts.tobytes())
     np.save(folder / "starts.npy", np.frombuffer(starts, dtype=np.int64))
     np.save(folder / "origins.npy", np.frombuffer(origins, dtype=np.int64).reshape(-1, 2))

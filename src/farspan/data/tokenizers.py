@@ -28,6 +28,9 @@ class Tokenizer(Protocol):
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """One array of ids, int64, for each text."""
 
+    def signs(self) -> frozenset[int]:
+        """Ids that stand for no text: of ends, beginnings, and what is not known."""
+
     def save(self, folder: Path) -> None:
         """Writes what loads this tokenizer again, where there is such a thing."""
 
@@ -44,6 +47,9 @@ class ByteTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [self._encode(text) for text in texts]
+
+    def signs(self) -> frozenset[int]:
+        return frozenset({END_OF_DOCUMENT})
 
     def _encode(self, text: str) -> np.ndarray:
         data = np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
@@ -76,6 +82,14 @@ class HubTokenizer:
         rows = self.inner(list(texts), verbose=False, return_attention_mask=False)["input_ids"]
         return [self._close(row) for row in rows]
 
+    def signs(self) -> frozenset[int]:
+        found = set(self.inner.all_special_ids)
+        # A tokenizer may have an unknown token and not be told which it is.
+        backend = getattr(self.inner, "backend_tokenizer", None)
+        if backend is not None and getattr(backend.model, "unk_token", None) is not None:
+            found.add(backend.token_to_id(backend.model.unk_token))
+        return frozenset(found - {None})
+
     def _close(self, row: list[int]) -> np.ndarray:
         end = self.inner.eos_token_id
         open_ended = end is not None and (not row or row[-1] != end)
@@ -96,12 +110,17 @@ def reads_back(tokenizer: Tokenizer, folder: Path) -> bool:
     """
     if isinstance(tokenizer, ByteTokenizer):
         return True
-    ours, theirs = (t.encode([_PROBE])[0] for t in (tokenizer, load_tokenizer(str(folder))))
+    try:
+        found = load_tokenizer(str(folder))
+    except Refused:
+        return False
+    ours, theirs = (t.encode([_PROBE])[0] for t in (tokenizer, found))
     return np.array_equal(ours, theirs)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, a local folder or a hub name. Raises Refused with the library's own words."""
+    """`bytes`, a local folder or a hub name. Raises Refused with the library's own words, or when
+    the tokenizer has no words."""
     if name == BYTES:
         return ByteTokenizer()
     place = Path(name).expanduser()
@@ -112,4 +131,13 @@ def load_tokenizer(name: str) -> Tokenizer:
             f"data.tokenizer: cannot load {name!r}: {' '.join(str(error).split())}; "
             "give 'bytes', a folder with tokenizer files or a name on the hub"
         ) from error
-    return HubTokenizer(inner)
+    found = HubTokenizer(inner)
+    # Of a model's folder without tokenizer files transformers 5 makes one with special tokens only
+    # (of types qwen2, qwen3 and gpt2 with a single one, of gemma2 with five), and no error.
+    if found.signs().issuperset(inner.get_vocab().values()):
+        raise Refused(
+            f"data.tokenizer: {name!r} has no tokenizer files, or none with words in them; give "
+            "'bytes' for a model that was trained on bytes, otherwise a folder with tokenizer "
+            "files or a name on the hub"
+        )
+    return found
