@@ -14,7 +14,9 @@ from farspan.engine.meter import LiveStorage
 from farspan.plan.cell.sparse import MOST_UNITS, PART_BYTES, Far, far_bytes, slab_units
 
 LARGE = Far(1, 8, 2, 64, 64, 4, page=64, chosen=16, tokens=1024, candidates=600)
-REACHED = 0.95  # of the bound, by the worst choice of real sizes
+# Of the bound, by the worst choice of real sizes: forward and backward. What aten takes and gives
+# back within itself is in the bound, but not measured: packed keys and values of 16 bits.
+REACHED = {2: (0.75, 0.95), 4: (0.95, 0.95), 8: (0.95, 0.95)}
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
@@ -69,8 +71,9 @@ def test_the_worst_choice_reaches_the_bound(width: int, most_units: int, part: i
     worst = Worst(replace(LARGE, width=width), most_units, part)
     whole = worst.measure()
     masked = replace(worst, hidden=True).measure()
-    for found, bound in zip(map(max, whole, masked), worst.bounds(), strict=True):
-        assert REACHED * bound <= found <= bound
+    most = map(max, whole, masked)
+    for found, bound, reached in zip(most, worst.bounds(), REACHED[width], strict=True):
+        assert reached * bound <= found <= bound
 
 
 SMALL = [

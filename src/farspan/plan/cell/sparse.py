@@ -61,14 +61,18 @@ class FarRow:
     def _forward(self, masked: bool) -> int:
         out = self.queries * (self.value_dim * self.width + self.wide)
         given = self.queries * self.head_dim * self.width + self._copies(masked)
-        # A mask gives rows without keys their LSE in a copy.
-        return given + out + self._plain() + masked * self.queries * self.wide
+        # aten packs keys and values of 16 bits once more; a mask gives rows without keys their LSE
+        # in a copy.
+        packed = 0 if self.plain or self.width == self.wide else self._keys_and_values()
+        return given + packed + out + self._plain() + masked * self.queries * self.wide
 
     def _backward(self, masked: bool) -> int:
         of_queries = (self.head_dim + 2 * self.value_dim) * self.width + self.wide
         gradients = self.queries * self.head_dim * self.width
-        gradients += self.keys * (self.head_dim + self.value_dim) * self.width
+        gradients += self._keys_and_values()
         computed = self.queries * of_queries + self._copies(masked) + gradients + self._plain()
+        if not self.plain:
+            computed += self.queries * self.value_dim * self.width  # within aten
         if self.plain or self.width == self.wide:
             return computed
         widest = max(self.keys, self.queries) * max(self.head_dim, self.value_dim) * self.wide
@@ -77,8 +81,11 @@ class FarRow:
     def _index(self) -> int:
         return INDEX * (3 + 1 + 2 * self.chosen)
 
+    def _keys_and_values(self) -> int:
+        return self.keys * (self.head_dim + self.value_dim) * self.width
+
     def _copies(self, masked: bool) -> int:
-        copies = self._index() + self.keys * (self.head_dim + self.value_dim) * self.width
+        copies = self._index() + self._keys_and_values()
         if masked:
             # A bool and a float a score, and where each query's document begins.
             copies += self.page * (self.keys * (1 + self.width) + INDEX)
@@ -132,9 +139,8 @@ def far_bytes(
     """Bytes that the far part of a chunk's forward or backward holds at most at one time, results
     included, on a CPU and where pages are gathered from the memory of the device.
 
-    Reached where all pages of a slab are distinct and it is as large as may be. What an operator
-    takes and gives back within itself is not counted: aten's flash attention takes under 3 MB a
-    thread.
+    Reached where all pages of a slab are distinct and it is as large as may be. Besides, aten's
+    flash attention takes up to 0.3 MB a thread.
     """
     if not far.chosen or not far.candidates:
         return 0
