@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.children import Row
-from benchmarks.gpu.work import AUTO, Item, Work
+from benchmarks.gpu.work import AUTO, SPARSE, Item, Work
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.families import architecture_from
 from farspan.plan.price.evaluate import evaluate, useful_flop
@@ -52,7 +52,7 @@ class Planner:
         """The same on fewer layers."""
         schedule = cut_schedule(plan.schedule, self.work.layers, layers)
         question = self.question(plan.question.run.tokens, layers)
-        return evaluate(question, plan.strategy, schedule)
+        return evaluate(replace(question, sparse=schedule.sparse), plan.strategy, schedule)
 
     def share(self, tokens: int, layers: int) -> float:
         """Seconds of so many layers over those of all, about: their share of the work."""
@@ -72,10 +72,10 @@ class Planner:
             overlap=not self.machine.unified,
         )
 
-    def mfu(self, tokens: int, layers: int, seconds: float) -> float:
+    def mfu(self, schedule: Schedule, tokens: int, layers: int, seconds: float) -> float:
         """Of a step that took so long."""
         question = self.question(tokens, layers)
-        return useful_flop(question) / (rates_of(question).peak * seconds)
+        return useful_flop(question, schedule) / (rates_of(question).peak * seconds)
 
     def _begin(self, name: str, tokens: int) -> "Future[Plan]":
         if (name, tokens) not in self._plans:
@@ -86,7 +86,9 @@ class Planner:
         question = self.question(tokens, self.work.layers)
         if name in (GROUPED, OFFLOAD):
             return evaluate(question, name, strategy(name, self.work.layers, tokens))
-        names = None if name == AUTO else [name]
+        if name == SPARSE:
+            question = replace(question, sparse=self.work.sparse)
+        names = None if name in (AUTO, SPARSE) else [name]
         return best_plan(question, names, seconds=SEARCH_SECONDS)
 
 

@@ -1,7 +1,7 @@
 """One run of the benchmark: what is measured next, on how many layers, for how long."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -257,7 +257,7 @@ class Session:
         plan, full, layers = arranged.plan, arranged.full, arranged.settings["layers"]
         self.slower[item.work] = max(1.0, seconds / plan.seconds.total)
         row["tokens_a_second"] = item.tokens / seconds
-        row["mfu"] = self.planner.mfu(item.tokens, layers, seconds)
+        row["mfu"] = self.planner.mfu(plan.schedule, item.tokens, layers, seconds)
         bound = self._floor(plan)
         row["floor_seconds"] = bound and bound.total
         if layers < self.work.layers:
@@ -274,7 +274,10 @@ class Session:
             )
 
     def _floor(self, plan: Plan, schedule: Schedule | None = None) -> Floor | None:
-        """From the ceilings of the schedule's own calls."""
+        """From the ceilings of the schedule's own calls; None where attention is sparse, whose
+        calls are no ceiling's."""
+        if plan.schedule.sparse is not None:
+            return None
         tokens = plan.question.run.tokens
         ceilings = ceilings_of(self._ceilings(), plan.schedule, tokens)
         return floor(plan.question, ceilings, schedule) if ceilings is not None else None
@@ -296,6 +299,7 @@ def as_row(schedule: Schedule) -> Row:
     """Fields of a schedule, as JSON has them."""
     names = schedule.__dataclass_fields__
     found = {name: getattr(schedule, name) for name in names}
+    found["sparse"] = None if schedule.sparse is None else asdict(schedule.sparse)
     return {k: list(v) if isinstance(v, tuple) else v for k, v in found.items()}
 
 

@@ -20,7 +20,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.children import add_row
 from benchmarks.gpu.device import draw, make_model, synchronize
-from farspan import Schedule, Step
+from benchmarks.gpu.steps import schedule_of
+from farspan import Step
 
 STEP = "farspan step"  # what the profile calls it
 HOST = "host"
@@ -51,7 +52,7 @@ def run(settings: Mapping[str, Any]) -> None:
     """A step as a profile sees it, and an update of AdamW."""
     began = time.perf_counter()
     model = make_model(settings, settings["layers"])
-    step = Step(model, Schedule(**settings["schedule"]))
+    step = Step(model, schedule_of(settings["schedule"]))
     ids = draw(settings, settings["tokens"])
     add_row(settings, {"ready_seconds": time.perf_counter() - began})
     step(ids, ids)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from benchmarks.children import add_row
 from benchmarks.gpu.device import Peaks, draw, make_model, synchronize
-from farspan import Schedule, Step
+from farspan import Schedule, Sparse, Step
 
 OneStep = Callable[[Tensor], float]  # input_ids [1, tokens] to the loss; gradients are in .grad
 
@@ -17,7 +17,7 @@ def run(settings: Mapping[str, Any]) -> None:
     """The arenas, a short step that builds attention's plans, then one step or two."""
     began = time.perf_counter()
     model = make_model(settings, settings["layers"])
-    step = Step(model, Schedule(**settings["schedule"]))
+    step = Step(model, schedule_of(settings["schedule"]))
     synchronize(settings["device"])
     add_row(settings, {"ready_seconds": time.perf_counter() - began})
     began = time.perf_counter()
@@ -28,6 +28,12 @@ def run(settings: Mapping[str, Any]) -> None:
     sizes = {tier.value: size for tier, size in step.arena_bytes().items()}
     add_row(settings, {"reserve_seconds": time.perf_counter() - began, "arenas": sizes})
     time_steps(settings, model, lambda ids: float(step(ids, ids)))
+
+
+def schedule_of(row: Mapping[str, Any]) -> Schedule:
+    """The schedule of a row that was JSON."""
+    sparse = row.get("sparse")
+    return Schedule(**{**row, "sparse": None if sparse is None else Sparse(**sparse)})
 
 
 def time_steps(settings: Mapping[str, Any], model: nn.Module, one_step: OneStep) -> None:

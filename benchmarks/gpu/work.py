@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from farspan.plan.model.catalog import find_config
+from farspan.spec import Sparse
 
 AUTO = "auto"
+SPARSE = "sparse"  # auto's choice with page-sparse attention, which approximates
 KILO = 1024
 
 
@@ -23,6 +25,7 @@ class Work:
     exact: tuple[int, ...]  # lengths of the small model whose gradients are checked
     split: int  # tokens of the step that is taken apart
     first: int  # tokens that the search for the baseline's longest context begins with
+    sparse: Sparse
     tiny: bool = False
 
     @property
@@ -48,6 +51,7 @@ def full() -> Work:
         exact=(4096, 5000, 8192),
         split=128 * KILO,
         first=64 * KILO,
+        sparse=Sparse(page=128, budget=8192, recent=4096),
     )
 
 
@@ -73,6 +77,7 @@ def tiny() -> Work:
         exact=(70,),
         split=128,
         first=64,
+        sparse=Sparse(page=8, budget=32, recent=16),
         tiny=True,
     )
 
@@ -111,6 +116,8 @@ def items(work: Work) -> Iterator[Item]:
     yield Item("split", 0.2, work.split, AUTO)
     for name in work.strategies:
         yield Item("step", 0.12, middle, name)
+    for tokens in (middle, headline, *small[-1:]):
+        yield Item("step", 0.3, tokens, SPARSE)
     yield Item("longest", 0.4)
     if small:
         yield Item("huggingface", 0.12, middle)

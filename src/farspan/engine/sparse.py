@@ -252,7 +252,7 @@ class SparseRun:
         if key not in self.calls:
             kernel, device = self.kernels.far(spec), self.kernels.device
             dims, width = spec.head_dim + spec.value_dim, self.storage.dtype.itemsize
-            most = slab_units(SLAB_BYTES[device.type], self.sparse.page, dims, width)
+            most = slab_units(SLAB_BYTES, self.sparse.page, dims, width)
             self.calls[key] = sparse_call(
                 self.sparse, dense, self.select, kernel, self.runs(chunk), device, most
             )

@@ -59,7 +59,6 @@ class Cells:
     tile: int = 0  # tokens, of cells that run on tiles
     wide: int = 4  # bytes of an element of a sum of weight gradients
     sparse: Sparse | None = None
-    slab_bytes: int = SLAB_BYTES["cpu"]  # of chosen pages that are gathered at one time
     found: dict[CellKind, CellBytes] = field(default_factory=dict)
 
     def get(self, kind: CellKind) -> CellBytes:
@@ -108,7 +107,7 @@ class Cells:
         """The sparse form of a dense call."""
         start, attention, far = kind.q_start, kind.block.attention, None
         dims = attention.head_dim + attention.value_dim
-        units = slab_units(self.slab_bytes, sparse.page, dims, self.width)
+        units = slab_units(SLAB_BYTES, sparse.page, dims, self.width)
         if sparse.width(start):
             far = Far(
                 self.batch,

@@ -13,7 +13,6 @@ from typing import Any
 from farspan.plan.cell.cells import CellBytes, CellKind, Cells
 from farspan.plan.cell.layer import layer_costs, layer_weights, trained
 from farspan.plan.cell.outside import Stages, outer_weights
-from farspan.plan.cell.sparse import SLAB_BYTES
 from farspan.plan.model.architecture import Architecture, Attention, Block, FeedForward
 from farspan.plan.program import (
     AttentionMode,
@@ -79,9 +78,9 @@ def _cells(
     kv_block: int,
     in_place: bool,
     tiles: tuple[int, int],
-    sparse: tuple[Sparse | None, int],
+    sparse: Sparse | None,
 ) -> Cells:
-    return Cells(architecture, batch, *widths, kv_block, in_place, *tiles, *sparse)
+    return Cells(architecture, batch, *widths, kv_block, in_place, *tiles, sparse)
 
 
 @lru_cache(maxsize=8)
@@ -113,12 +112,10 @@ class Walk:
         gradient_bytes: int | None = None,
         ranks: int = 1,
         in_place: bool = False,
-        slab_bytes: int = SLAB_BYTES["cpu"],
     ) -> None:
         """Without an architecture one is assumed, but for its weights where the model counts them.
         `gradient_bytes` is the width of an element of `.grad`, the model's own by default;
-        `ranks` devices share what is in `.grad`. For `in_place` see `phantom.Memory`, for
-        `slab_bytes` `plan.cell.sparse`."""
+        `ranks` devices share what is in `.grad`. For `in_place` see `phantom.Memory`."""
         model, schedule = program.model, program.schedule
         counted = architecture is None and any(layer.work.trainable for layer in model.layers)
         architecture = architecture or assumed(model)
@@ -136,7 +133,7 @@ class Walk:
         self.tile = schedule.mlp_tokens
         self.unread = unread_outputs(program) if self.tile is not None else frozenset()
         tiles = self.tile or 0, self.wide
-        fixed = schedule.kv_block, in_place, tiles, (schedule.sparse, slab_bytes)
+        fixed = schedule.kv_block, in_place, tiles, schedule.sparse
         self.cells = _cells(architecture, batch, widths, *fixed)
         sizes = self.wide, schedule.head_tokens
         self.stages = _stages(architecture, batch, widths, sizes, in_place)

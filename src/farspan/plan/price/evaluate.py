@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 
 from farspan.plan.build import build_program
-from farspan.plan.cell.sparse import SLAB_BYTES
 from farspan.plan.cell.transient import Walk
 from farspan.plan.price.collectives import Collectives, exchange_bytes, fsdp_ranks
 from farspan.plan.price.local import local_model, local_run, local_schedule
@@ -34,14 +33,8 @@ def walk(question: Question, schedule: Schedule) -> Walked:
     run, own = local_run(part), local_schedule(schedule, part.layout)
     program = build_program(part.model, run, own)
     ranks = fsdp_ranks(part)
-    held = Walk(
-        program,
-        part.architecture,
-        gradient_bytes=gradient_bytes(part),
-        ranks=ranks,
-        slab_bytes=SLAB_BYTES["cpu" if question.machine.unified else "cuda"],
-    )
-    return Walked(program, held.run().transient)
+    held = Walk(program, part.architecture, gradient_bytes=gradient_bytes(part), ranks=ranks).run()
+    return Walked(program, held.transient)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,91 @@
+"""Plans with sparse attention: declared, cheaper at long contexts, flat in memory."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from farspan.plan.ask import Request
+from farspan.plan.price.evaluate import evaluate, size
+from farspan.plan.question import Layout, Plan
+from farspan.plan.search.plans import best_plan, longest_contexts
+from farspan.spec import Refused, Schedule, Sparse, Tier
+from tests.plan.search.test_plans import question
+
+SPARSE = Sparse(page=128, budget=2048, recent=1024)
+NAMES = ["grouped", "oomb"]
+MIB = 2**20
+
+
+def planned(tokens: int, sparse: Sparse = SPARSE) -> Plan:
+    return best_plan(question(tokens, sparse=sparse), NAMES, seconds=1.0)
+
+
+def test_every_plan_is_sparse() -> None:
+    plan = planned(128 * 1024)
+    assert plan.fits
+    for one in (plan, *plan.alternatives):
+        assert one.schedule.sparse == SPARSE
+        assert one.schedule.chunk % SPARSE.page == 0
+        assert one.to_json()["schedule"]["sparse"]["budget"] == 2048
+    ranks = [one.rank() for one in (plan, *plan.alternatives)]
+    assert ranks == sorted(ranks)
+
+
+def test_a_chunk_is_rounded_up_to_pages() -> None:
+    plan = planned(64 * 1024, Sparse(page=100, budget=2000, recent=1000))
+    assert plan.schedule.chunk % 100 == 0
+
+
+def test_long_contexts_are_faster_than_with_dense_attention() -> None:
+    for tokens, least in ((128 * 1024, 1.5), (512 * 1024, 4.0)):
+        dense = best_plan(question(tokens), NAMES, seconds=1.0)
+        assert dense.schedule.sparse is None
+        assert dense.seconds.total > least * planned(tokens).seconds.total
+
+
+def test_what_does_not_fit_says_so() -> None:
+    small = replace(question(1024).machine, device_bytes=3 * 2**30)
+    plan = best_plan(question(128 * 1024, machine=small, sparse=SPARSE), NAMES, seconds=1.0)
+    assert not plan.fits
+    assert "breaks first" in plan.reason
+    assert plan.remedy
+
+
+def test_the_longest_context() -> None:
+    asked = question(1, host=4 * 2**30, sparse=SPARSE)
+    sparse = longest_contexts(asked, ["grouped"], seconds=0.5)["grouped"]
+    dense = longest_contexts(replace(asked, sparse=None), ["grouped"], seconds=0.5)["grouped"]
+    assert sparse.fits
+    assert sparse.schedule.sparse == SPARSE
+    assert 0.9 < sparse.question.run.tokens / dense.question.run.tokens <= 1
+
+
+def test_several_devices_are_refused() -> None:
+    with pytest.raises(Refused, match=r"sparse: planned for one device so far; give --gpus 1"):
+        best_plan(question(1024, sparse=SPARSE, layout=Layout(ulysses=2)))
+
+
+def test_a_7b_model_on_one_h200() -> None:
+    """8,192 chosen and 4,096 recent tokens, K, V on host: planned in 30 s at 128K and 60 s at 256K,
+    on memory that is flat within 200 MiB from 64K to 256K."""
+    schedule = Schedule(
+        chunk=8192,
+        groups=1,
+        kv=Tier.HOST,
+        attention_kept=1.0,
+        layer_checkpoint=True,
+        sparse=Sparse(),
+    )
+    seconds, held = [], []
+    for tokens in (64 * 1024, 128 * 1024, 256 * 1024):
+        asked = Request("Qwen2.5-7B", tokens, "h200", sparse=Sparse()).question()
+        sized = size(asked, schedule)
+        plan = evaluate(asked, "grouped", schedule, sized)
+        assert plan.fits
+        seconds.append(plan.seconds.total)
+        held.append(plan.device.total)
+    assert seconds[1] <= 30
+    assert seconds[2] <= 60
+    assert all(longer <= 2.2 * shorter for shorter, longer in pairwise(seconds))
+    assert max(held) - min(held) <= 200 * MIB
