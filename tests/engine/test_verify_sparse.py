@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from farspan.engine.sparse import BufferPages, Means, SparseCell
 from farspan.engine.step import Step
 from farspan.engine.verify import VerificationRun, verify
 from farspan.engine.verify_sparse import distance, linear_modules
+from farspan.models.boundary import Boundary
 from farspan.spec import Refused, Schedule, Sparse
 from tests.engine.checks import Data, run_oracle
 from tests.engine.test_sparse import run_sparse_oracle
@@ -117,10 +119,10 @@ def test_what_is_told_is_the_distance_from_dense_attention() -> None:
             expected = relative_error(sparse.gradients[name], dense.gradients[name])
             assert error == pytest.approx(expected, rel=1e-6)
             assert error > 1e-6
-    whole = [
+    ours, theirs = (
         torch.cat([g.flatten() for g in outcome.gradients.values()]) for outcome in (sparse, dense)
-    ]
-    assert found.gradient_error == pytest.approx(relative_error(*whole), rel=1e-6)
+    )
+    assert found.gradient_error == pytest.approx(relative_error(ours, theirs), rel=1e-6)
 
 
 def test_a_larger_budget_is_nearer_and_one_for_everything_is_dense() -> None:
@@ -163,7 +165,7 @@ class TestModules:
     """What the linear modules of a layer are called."""
 
     def test_by_family(self) -> None:
-        assert list(linear_modules(shared_model("gpt2").transformer.h[0])) == [
+        assert list(linear_modules(Boundary(shared_model("gpt2")).layers[0])) == [
             *("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj")
         ]
 
@@ -215,7 +217,7 @@ def with_selector(choose: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The oracle's own choice, by another selector than the step's."""
     own = SparseOracle.choice
 
-    def choice(self: SparseOracle, *rest: Tensor) -> Tensor:
+    def choice(self: SparseOracle, *rest: Any) -> Tensor:
         other = replace(self, select=lambda votes, pages: choose(self.select, votes, pages))
         return own(other, *rest)
 

@@ -236,7 +236,7 @@ class TestSelector:
     def test_without_one_it_is_the_votes(self, tmp_path: Path, watched: type[Watched]) -> None:
         run = sparse_run(tmp_path, steps=3)
         train(run, parts=replace(Parts(), make_step=watched), reporter=Quiet())
-        assert selector_of(run, watched.made[0].schedule) is None
+        assert selector_of(run.sparse, watched.made[0].schedule, run.context) is None
 
     def test_more_than_the_budget_is_refused_before_the_first_step(self, tmp_path: Path) -> None:
         """Of 8 pages a quarter is left out: 6 are not within a budget of one."""

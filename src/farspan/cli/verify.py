@@ -1,23 +1,26 @@
 """`farspan verify`: are the gradients exact?"""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeGuard
 
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from transformers import PreTrainedModel
 
 from farspan.cli.ending import FAILED, typer_app
 from farspan.engine.verify import Verification, VerificationRun, verify
+from farspan.engine.verify_sparse import Approximation
 from farspan.models.load import load_model
+from farspan.plan.pages import EXAMPLE, OFF, ON, read_sparse, sparse_words
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.spec import Refused, Schedule
-from farspan.train.config import AUTO, load_run
+from farspan.train.config import AUTO, SparseConfig, load_run
 from farspan.train.default import default_run
+from farspan.train.sparse import on_pages, selector_of
 
 app = typer_app()
 RUN_FILES = (".yaml", ".yml")
@@ -48,6 +51,13 @@ def verify_command(
             f"{AUTO}.",
         ),
     ] = None,
+    sparse: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Page-sparse attention: {ON}, {OFF} or fields such as {EXAMPLE}; default: the "
+            "run's. Also tells how far it is from dense attention."
+        ),
+    ] = None,
     documents: Annotated[int, typer.Option(min=1, help="Documents packed into a row.")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     random_weights: Annotated[
@@ -56,15 +66,24 @@ def verify_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:
     """Compare loss and every gradient with plain full-sequence autograd; exit 1 if they differ."""
+    attention = attention_for(model, sparse)
     loaded = model_for(model, dtype, seed, random_weights)
     layers = loaded.config.get_text_config().num_hidden_layers
     base, note = base_schedule(model, strategy_name, layers, context)
     schedule = replace_cuts(base, chunk, groups)
+    written = chunk is not None or (strategy_name is None and has_chunk(model))
+    schedule = replace_attention(schedule, attention, written)
     if documents > context:
         raise Refused(f"documents: at most one a token, so at most {context}, got {documents}")
     if note is not None:
         Console(stderr=as_json).print(note)
-    outcome = verify(loaded, schedule, VerificationRun(batch, context, documents, seed), worst=10)
+    outcome = verify(
+        loaded,
+        schedule,
+        VerificationRun(batch, context, documents, seed),
+        worst=10,
+        selector=selector_of(attention, schedule, context),
+    )
     if as_json:
         print(json.dumps(outcome.to_json()))
     else:
@@ -78,7 +97,7 @@ def base_schedule(
     """The strategy of the command line; else the schedule of the run file; else grouped. Also what
     the user is to know of it."""
     written = None
-    if name is None and model is not None and model.endswith(RUN_FILES):
+    if name is None and is_run_file(model):
         written = load_run(Path(model)).schedule
         name = written.strategy
     elif name is None:
@@ -105,12 +124,42 @@ def replace_cuts(schedule: Schedule, chunk: int | None, groups: str | None) -> S
     return schedule
 
 
+def attention_for(model: str | None, text: str | None) -> SparseConfig | None:
+    """Sparse attention as the command line has it, else the run file; None: dense."""
+    if text is not None:
+        pages = read_sparse(text)
+        return None if pages is None else SparseConfig(**asdict(pages))
+    return load_run(Path(model)).sparse if is_run_file(model) else None
+
+
+def has_chunk(model: str | None) -> bool:
+    """Does a run file say itself how long chunks are?"""
+    return is_run_file(model) and load_run(Path(model)).schedule.chunk is not None
+
+
+def is_run_file(model: str | None) -> TypeGuard[str]:
+    """By its name."""
+    return model is not None and model.endswith(RUN_FILES)
+
+
+def replace_attention(
+    schedule: Schedule, attention: SparseConfig | None, written: bool
+) -> Schedule:
+    """The schedule with this attention. A chunk that is `written` out is refused unless it is of
+    whole pages; others are rounded up. Raises Refused."""
+    if attention is None:
+        return schedule
+    if written:
+        return replace(schedule, sparse=attention.spec())
+    return on_pages(schedule, attention.spec())
+
+
 def model_for(model: str | None, dtype: str, seed: int, random_weights: bool) -> PreTrainedModel:
     """The model to verify, in evaluation mode: dropout plays no part in exactness."""
     if dtype not in ("float64", "float32", "bfloat16"):
         raise Refused(f"dtype: expected float64, float32 or bfloat16, got {dtype!r}")
     source: dict[str, Any]
-    if model is None or model.endswith(RUN_FILES):
+    if model is None or is_run_file(model):
         run = default_run() if model is None else load_run(Path(model))
         source = {
             "path": run.model.path,
@@ -136,7 +185,31 @@ def show(outcome: Verification) -> None:
         table.add_row(entry.name, f"{entry.error:.2e}", f"{entry.limit:.2e}")
     console.print(table)
     verdict = "[green]exact[/green]" if outcome.passed else "[red]NOT exact[/red]"
+    own = "" if outcome.sparse is None else " for sparse attention's own function"
     console.print(
-        f"{verdict}: {outcome.checked_parameters} parameters in {outcome.dtype}, worst relative "
-        f"error {outcome.max_relative_error:.2e}, loss {outcome.loss_error:.2e}\n{outcome.rule}"
+        f"{verdict}{own}: {outcome.checked_parameters} parameters in {outcome.dtype}, worst "
+        f"relative error {outcome.max_relative_error:.2e}, loss {outcome.loss_error:.2e}\n"
+        f"{outcome.rule}"
     )
+    if outcome.sparse is not None:
+        show_approximation(outcome.sparse, console)
+
+
+def show_approximation(found: Approximation, console: Console) -> None:
+    """Print how far a sparse step is from dense attention, layer by layer (OOMB's figure 7)."""
+    modules = list(dict.fromkeys(name for errors in found.dense_error.values() for name in errors))
+    title = "APPROXIMATE: relative error of gradients against dense attention"
+    table = Table("layer", *(Column(name, overflow="fold") for name in modules), title=title)
+    for layer, errors in found.dense_error.items():
+        table.add_row(layer, *(f"{errors[m]:.1e}" if m in errors else "" for m in modules))
+    console.print(table)
+    console.print(
+        f"{sparse_words(found.pages)}; {found.selector}\nagainst dense attention: all gradients "
+        f"{found.gradient_error:.2e}, loss {found.loss_error:.2e}",
+        highlight=False,
+    )
+    if not found.hides:
+        console.print(
+            "nothing is hidden at this length, so this is dense attention: give a longer --context "
+            "or a smaller budget to see what it costs"
+        )

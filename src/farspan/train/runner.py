@@ -166,7 +166,7 @@ class Runner:
         named: dict[str, Any] = {}
         if self._run.kernels != Kernels():
             named["kernels"] = self._run.kernels
-        selector = selector_of(self._run, schedule)
+        selector = selector_of(self._run.sparse, schedule, self._run.context)
         if selector is not None:
             named["selector"] = selector
         return self._parts.make_step(self._use.model, schedule, **named)

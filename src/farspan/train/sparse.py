@@ -9,7 +9,7 @@ from typing import Any
 from farspan.attention.sparse.select import Fraction
 from farspan.engine.sparse import Seen
 from farspan.spec import Refused, Schedule, Sparse
-from farspan.train.config import RunConfig
+from farspan.train.config import RunConfig, SparseConfig
 from farspan.train.diagnosis import as_json
 
 SPARSELY = "with sparse attention, an approximation"
@@ -44,14 +44,13 @@ def on_pages(schedule: Schedule, sparse: Sparse | None) -> Schedule:
     return replace(schedule, chunk=chunk, sparse=sparse)
 
 
-def selector_of(run: RunConfig, schedule: Schedule) -> Fraction | None:
-    """What chooses pages in place of the votes' best. Raises Refused where the share that a run
-    asks for is more than its budget: cut to that, it would be another share."""
-    sparse, given = schedule.sparse, run.sparse
+def selector_of(given: SparseConfig | None, schedule: Schedule, context: int) -> Fraction | None:
+    """What chooses pages in place of the votes' best. Raises Refused where the share that is asked
+    for is more than the budget: cut to that, it would be another share."""
+    sparse, chunk = schedule.sparse, schedule.chunk
     if sparse is None or given is None or given.sparsity is None:
         return None
-    chunk = schedule.chunk
-    pages = len(sparse.candidates((run.context - 1) // chunk * chunk))
+    pages = len(sparse.candidates((context - 1) // chunk * chunk))
     kept, most = ceil((1 - Ratio(str(given.sparsity))) * pages), sparse.budget // sparse.page
     if kept > most:
         raise Refused(

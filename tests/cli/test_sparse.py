@@ -1,0 +1,216 @@
+"""`--sparse` of `farspan train` and `farspan verify`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from farspan.cli.train import result_json
+from farspan.train.config import RunConfig, SparseConfig
+from farspan.train.loop import Result
+from tests.cli.test_cli import CONFIG, RESULT, folder, run, trained
+
+__all__ = ["folder", "trained"]  # fixtures
+
+SMALL = "page=8,budget=16,recent=8,sink_pages=1"
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    """A run with sparse attention."""
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 40)
+    (tmp_path / "held.txt").write_text("whether 'tis nobler in the mind to suffer " * 5)
+    values: dict[str, Any] = {
+        "model": {"config": CONFIG},
+        "data": {
+            "source": "text",
+            "path": str(tmp_path / "text.txt"),
+            "held_out_path": str(tmp_path / "held.txt"),
+            "cache": str(tmp_path / "cache"),
+            "tokenizer": "bytes",
+        },
+        "folder": str(tmp_path / "out"),
+        "steps": 3,
+        "context": 96,
+        "schedule": {"strategy": "grouped", "chunk": 16},
+        "sparse": {"page": 8, "budget": 16, "recent": 8, "warn_below": 0.5},
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+class TestTrain:
+    def test_every_word_says_so(
+        self, run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run(monkeypatch, "train", str(run_file)) == 0
+        said = capsys.readouterr().out.splitlines()
+        assert said[-1].startswith("3 steps done with sparse attention, an approximation; ")
+        losses = [line for line in said if " loss " in line and line.startswith("step ")]
+        assert len(losses) >= 4
+        assert all("(sparse attention" in line for line in losses)
+        steps = [line for line in losses if "held-out" not in line]
+        assert len(steps) == 3
+        assert all(", mass 0." in line or ", mass 1." in line for line in steps)
+
+    def test_json(
+        self, run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run(monkeypatch, "train", str(run_file), "--json") == 0
+        assert json.loads(capsys.readouterr().out)["attention"] == "sparse"
+        assert "attention" not in result_json(RESULT)
+
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            ("on", SparseConfig(warn_below=0.5)),
+            ("page=16,budget=1K", SparseConfig(page=16, budget=1024, warn_below=0.5)),
+            ("off", None),
+        ],
+    )
+    def test_in_place_of_the_run_file_s(
+        self,
+        run_file: Path,
+        trained: list[tuple[RunConfig, list[str]]],
+        monkeypatch: pytest.MonkeyPatch,
+        text: str,
+        expected: SparseConfig | None,
+    ) -> None:
+        """All of it but the threshold of the warning. The chunk of 16 is no whole page of 128."""
+        values = yaml.safe_load(run_file.read_text())
+        del values["schedule"]["chunk"]
+        run_file.write_text(yaml.safe_dump(values))
+        assert run(monkeypatch, "train", str(run_file), "--sparse", text) == 0
+        ((asked, notes),) = trained
+        assert asked.sparse == expected
+        dense = "sparse: dense attention in place of the run file's sparse one"
+        assert notes == ([] if expected else [dense])
+
+    def test_a_sparsity_that_goes_is_told(
+        self,
+        run_file: Path,
+        trained: list[tuple[RunConfig, list[str]]],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        values = yaml.safe_load(run_file.read_text())
+        values["sparse"]["sparsity"] = 0.9
+        run_file.write_text(yaml.safe_dump(values))
+        assert run(monkeypatch, "train", str(run_file), "--sparse", SMALL) == 0
+        ((asked, notes),) = trained
+        assert asked.sparse == SparseConfig(8, 16, 8, 1, warn_below=0.5)
+        assert notes == ["sparse: without sparsity: 0.9, which belonged to the run file's"]
+
+    def test_without_a_run_file(
+        self, trained: list[tuple[RunConfig, list[str]]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert run(monkeypatch, "train", "--sparse", "on") == 0
+        assert run(monkeypatch, "train") == 0
+        assert [asked.sparse for asked, _ in trained] == [SparseConfig(), None]
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("maybe", "sparse: expected on, off or fields such as"),
+            ("page=48", "sparse.budget: expected a multiple of page (48 tokens)"),
+            ("page=24,budget=48", "schedule.chunk: expected a multiple of page (24 tokens)"),
+        ],
+    )
+    def test_what_is_refused(
+        self,
+        run_file: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        text: str,
+        message: str,
+    ) -> None:
+        assert run(monkeypatch, "train", str(run_file), "--sparse", text) == 2
+        assert message in capsys.readouterr().err
+
+    def test_an_interrupted_run_says_so_too(self) -> None:
+        ended = Result(Path("out"), 2, 3, 1.0, None, 0, 2, sparse=True)
+        assert "after step 2 of 3 with sparse attention" in ended.message
+
+
+class TestVerify:
+    def test_exact_and_how_far_from_dense(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        shape = ["--context", "100", "--chunk", "16", "--documents", "2", "--sparse", SMALL]
+        assert run(monkeypatch, "verify", str(folder), *shape, "--json") == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["passed"]
+        assert found["max_relative_error"] <= 1e-12
+        errors = found["sparse"]["dense_error"]
+        assert list(errors) == ["0", "1", "2"]
+        assert {"q_proj", "k_proj", "v_proj", "o_proj", "down_proj"} <= errors["0"].keys()
+        assert found["sparse"]["gradient_error"] > 1e-6
+        assert run(monkeypatch, "verify", str(folder), *shape) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert "exact for sparse attention's own function" in said
+        assert "APPROXIMATE: relative error of gradients against dense attention" in said
+        assert "nothing is hidden" not in said
+
+    def test_what_is_broken_fails(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr("farspan.engine.sparse.BufferPages.add", lambda *_: None)
+        shape = ["--context", "100", "--chunk", "16", "--sparse", SMALL]
+        assert run(monkeypatch, "verify", str(folder), *shape) == 1
+        assert "NOT exact for sparse attention's own function" in capsys.readouterr().out
+
+    def test_where_nothing_is_hidden_it_says_so(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run(monkeypatch, "verify", str(folder), "--context", "64", "--sparse", "on") == 0
+        assert "nothing is hidden at this length" in " ".join(capsys.readouterr().out.split())
+
+    @pytest.mark.parametrize(
+        ("arguments", "is_sparse"),
+        [([], True), (["--sparse", "off"], False), (["--chunk", "24"], True)],
+    )
+    def test_the_run_file_s(
+        self,
+        run_file: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        arguments: list[str],
+        is_sparse: bool,
+    ) -> None:
+        shape = ["--context", "100", "--json"]
+        assert run(monkeypatch, "verify", str(run_file), *shape, *arguments) == 0
+        found = json.loads(capsys.readouterr().out)["sparse"]
+        assert (found is not None) == is_sparse
+        if is_sparse:
+            assert found["pages"] == {"page": 8, "budget": 16, "recent": 8, "sink_pages": 1}
+            assert found["selector"] == "TopK(pages=2)"
+
+    def test_the_run_file_s_sparsity(
+        self, run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        values = yaml.safe_load(run_file.read_text())
+        values["sparse"]["sparsity"] = 0.9
+        run_file.write_text(yaml.safe_dump(values))
+        assert run(monkeypatch, "verify", str(run_file), "--context", "100", "--json") == 0
+        selector = json.loads(capsys.readouterr().out)["sparse"]["selector"]
+        assert selector == "Fraction(sparsity=0.9)"
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--chunk", "20"], "chunk: expected a multiple of page (8 tokens)"),
+            (["--sparse", "page=24,budget=48"], "make it 24, or choose a page that divides it"),
+        ],
+    )
+    def test_a_chunk_that_is_given_is_of_whole_pages(
+        self,
+        run_file: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        arguments: list[str],
+        message: str,
+    ) -> None:
+        assert run(monkeypatch, "verify", str(run_file), "--context", "100", *arguments) == 2
+        assert message in capsys.readouterr().err
