@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from farspan.plan.price.machines import machine
-from farspan.plan.question import Layout, Question, sequence_layout
+from farspan.plan.question import Layout, Question, Seconds, sequence_layout
 from farspan.spec import Refused, RunSpec
 from tests.plan.cases import model_of
 
@@ -56,3 +56,13 @@ def test_one_memory_is_not_shared() -> None:
     spec = replace(machine("h200"), unified=True, devices=2)
     question = Question(model_of(2), RunSpec(1, 64), spec, Layout(ulysses=2))
     assert question.host_share() == spec.host_bytes
+
+
+@pytest.mark.parametrize(
+    ("beside", "exposed"),
+    [(0.0, 0.0), (1e-13, 0.0), (-1e-12, 0.0), (2e-8, 0.0), (0.25, 0.25), (1e-6, 1e-6)],
+)
+def test_what_rounding_leaves_is_no_waiting(beside: float, exposed: float) -> None:
+    """A step of 231 s, of whose times the sum is off by parts in 10 billion at most."""
+    seconds = Seconds(231.0 + beside, 228.0, 198.0, 43.0, 0.0, 0.5, 2.5, "compute")
+    assert seconds.exposed() == pytest.approx(exposed, rel=1e-6)

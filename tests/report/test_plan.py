@@ -49,6 +49,14 @@ def test_seconds_name_what_bounds_them_and_mfu_its_convention() -> None:
     assert "recomputation counted as no work" in text
 
 
+def test_no_waiting_has_no_line() -> None:
+    plan = fitting()
+    lanes = plan.seconds.compute + plan.seconds.optimizer + plan.seconds.host
+    for noise in (0.0, 1e-13):
+        busy = replace(plan, seconds=replace(plan.seconds, total=lanes + noise))
+        assert "waiting" not in text_of(plan_view(busy))
+
+
 def test_one_memory_has_one_margin() -> None:
     plan = fitting()
     machine = replace(plan.question.machine, unified=True)

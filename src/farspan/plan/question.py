@@ -98,6 +98,11 @@ class Budget:
         return self.limit - self.total
 
 
+# Of a step: both sides of a difference are sums of up to a million times, each of which is off by
+# up to 1e6 * 2**-53 = 1.1e-10 of itself.
+ROUNDING = 1e-9
+
+
 @dataclass(frozen=True, slots=True)
 class Seconds:
     """One step's time, and what each lane of the machine is busy with in it."""
@@ -112,8 +117,10 @@ class Seconds:
     bound: str  # compute, link, network or host: what the step would be faster without
 
     def exposed(self) -> float:
-        """Time in which nothing is computed because something else is awaited."""
-        return max(0.0, self.total - self.compute - self.optimizer - self.host)
+        """Time in which nothing is computed because something else is awaited. 0 where it is no
+        more than rounding."""
+        found = self.total - self.compute - self.optimizer - self.host
+        return found if found > ROUNDING * self.total else 0.0
 
 
 @dataclass(frozen=True, slots=True)
