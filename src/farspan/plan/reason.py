@@ -64,10 +64,12 @@ def _halves(count: int) -> Iterator[int]:
 
 
 def _changes(question: Question) -> Iterator[tuple[str, Question]]:
-    """What could be changed, the cheapest first: software, memory, devices, then the task."""
-    for optimizer in (Optimizer.ADAMW8BIT, Optimizer.HOST):
-        if optimizer is not question.optimizer and question.optimizer is Optimizer.ADAMW:
-            yield f"--optimizer {optimizer}", replace(question, optimizer=optimizer)
+    """What could be changed, the cheapest first: software, memory, the batch, devices. All of these
+    give the results that were asked for, the batch with more of them an update; what does not, an
+    optimizer with moments of 8 bits, comes after them."""
+    whole = question.optimizer is Optimizer.ADAMW
+    if whole:
+        yield _optimizer(question, Optimizer.HOST)
     machine = question.machine
     for times in (2, 4, 8):
         larger = replace(machine, host_bytes=times * machine.host_bytes)
@@ -82,6 +84,12 @@ def _changes(question: Question) -> Iterator[tuple[str, Question]]:
         layout = sequence_layout(question.model, devices)
         yield f"--gpus {devices}", replace(question, layout=layout)
         devices *= 2
+    if whole:
+        yield _optimizer(question, Optimizer.ADAMW8BIT)
+
+
+def _optimizer(question: Question, optimizer: Optimizer) -> tuple[str, Question]:
+    return f"--optimizer {optimizer}", replace(question, optimizer=optimizer)
 
 
 def _fuller(plan: Plan) -> tuple[Tier, Budget]:

@@ -1,0 +1,59 @@
+"""What is said to help: what gives the results that were asked for first, of that the cheapest."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from farspan.plan.price.machines import machine
+from farspan.plan.question import Layout, Optimizer, Question
+from farspan.plan.reason import remedy_of
+from farspan.spec import RunSpec
+from tests.plan.cases import model_of
+from tests.report.cases import overrun
+
+Helps = Callable[[Question], bool]
+
+
+def asked(optimizer: Optimizer = Optimizer.ADAMW) -> Question:
+    return Question(model_of(2), RunSpec(4, 64), machine("h200"), Layout(), optimizer)
+
+
+def remedy(question: Question, helps: Helps) -> str:
+    plan = replace(overrun(), question=question)
+    return remedy_of(plan, lambda changed, _=None: helps(changed), lambda: 32, is_named=False)
+
+
+def eight_bit(question: Question) -> bool:
+    return question.optimizer is Optimizer.ADAMW8BIT
+
+
+@pytest.mark.parametrize(
+    ("helps", "expected"),
+    [
+        (lambda q: q.optimizer is Optimizer.HOST, "--optimizer host"),
+        (lambda q: q.machine.host_bytes > machine("h200").host_bytes, "--host-memory "),
+        (lambda q: q.run.batch == 2, "--batch 2"),
+        (lambda q: q.layout.devices() == 8, "--gpus 8"),
+    ],
+    ids=["host", "memory", "batch", "devices"],
+)
+def test_an_exact_change_comes_before_moments_of_8_bits(helps: Helps, expected: str) -> None:
+    assert remedy(asked(), lambda q: helps(q) or eight_bit(q)).startswith(expected)
+
+
+def test_moments_of_8_bits_come_before_a_shorter_context() -> None:
+    assert remedy(asked(), eight_bit) == "--optimizer adamw8bit"
+    assert remedy(asked(), lambda _: False) == "--context 32"
+
+
+@pytest.mark.parametrize("optimizer", [o for o in Optimizer if o is not Optimizer.ADAMW])
+def test_an_optimizer_that_was_chosen_is_not_exchanged(optimizer: Optimizer) -> None:
+    seen = set()
+
+    def look(question: Question) -> bool:
+        seen.add(question.optimizer)
+        return False
+
+    remedy(asked(optimizer), look)
+    assert seen == {optimizer}
