@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from farspan.spec import AttentionKernel, Kernels, Refused, Schedule, Tier
+from farspan.spec import AttentionKernel, Kernels, Refused, Schedule, Sparse, Tier
 from farspan.train.config import (
     OptimizerConfig,
     RunConfig,
     ScheduleConfig,
+    SparseConfig,
     load_run,
     with_strategy,
 )
@@ -64,6 +65,25 @@ def test_a_run_file_becomes_a_run(tmp_path: Path) -> None:
         (RUN.replace("bfloat16", "float16"), r"model\.dtype: expected one of .*bfloat16\?"),
         (RUN.replace("0.01", "1.5"), r"data\.held_out: expected a fraction from 0 up to 1"),
         (RUN + "steps: 5\noptimizer: {warmup: 5}", r"optimizer: given twice"),
+        (RUN + "sparse: {pages: 4}", r"sparse\.pages: no such key \(did you mean page\?\)"),
+        (RUN + "sparse: {page: 0}", r"sparse\.page: expected a whole number of tokens >= 1, got 0"),
+        (RUN + "sparse: {page: 96}", r"sparse\.budget: expected a multiple of page \(96 tokens\)"),
+        (RUN + "sparse: {recent: 1.5}", r"sparse\.recent: expected a whole number, got float 1\.5"),
+        (RUN + "sparse: true", r"mine\.yaml: sparse: expected keys and values or null, got bool"),
+        (
+            RUN + "sparse: {sparsity: 0}",
+            r"sparse\.sparsity: expected a fraction above 0 and below 1",
+        ),
+        (RUN + "sparse: {sparsity: 1}", r"sparse\.sparsity: .*no chosen pages `budget: 0`"),
+        (
+            RUN + "sparse: {warn_below: 90}",
+            r"sparse\.warn_below: expected a share of attention from",
+        ),
+        (
+            RUN + "sparse: {page: 96, budget: 960}",
+            r"schedule\.chunk: expected a multiple of page \(96 tokens\) with sparse attention, "
+            r"got 32768; make it 32832, or choose a page that divides it \(sparse\.page\)",
+        ),
         (
             RUN.replace("clip: null", "states: disk"),
             r"optimizer\.states: expected one of auto, device, host, 8bit, got text 'disk'",
@@ -118,7 +138,23 @@ def test_every_field_of_a_schedule_can_be_given() -> None:
     assert ScheduleConfig().apply(Schedule(chunk=7)) == Schedule(chunk=7)
 
 
-def test_a_resolved_run_reads_back_as_itself() -> None:
-    run = default_run()
+def test_sparse_attention_in_a_run_file(tmp_path: Path) -> None:
+    run = load_run(write(tmp_path, RUN + "sparse: {budget: 4096, sparsity: 0.95}"))
+    assert run.sparse == SparseConfig(budget=4096, sparsity=0.95)
+    assert run.pages() == Sparse(budget=4096)
+    assert load_run(write(tmp_path, RUN + "sparse: {}")).pages() == Sparse()
+    assert load_run(write(tmp_path, RUN + "sparse: null")).pages() is None
+    assert load_run(write(tmp_path, RUN)).sparse is None
+
+
+def test_every_field_of_sparse_attention_can_be_given() -> None:
+    names = {field.name for field in fields(SparseConfig)} - {"sparsity", "warn_below"}
+    assert names == {field.name for field in fields(Sparse)}
+    assert SparseConfig().spec() == Sparse()
+
+
+@pytest.mark.parametrize("sparse", [None, SparseConfig(page=64, sparsity=0.5)])
+def test_a_resolved_run_reads_back_as_itself(sparse: SparseConfig | None) -> None:
+    run = replace(default_run(), sparse=sparse)
     text = yaml.safe_dump(to_mapping(run), sort_keys=False)
     assert build(RunConfig, yaml.safe_load(text)) == run

@@ -1,5 +1,6 @@
 """The run folder: one owner, one run, and metrics that end where the weights stand."""
 
+import hashlib
 import json
 import resource
 from dataclasses import replace
@@ -16,9 +17,11 @@ from farspan.train.config import (
     OptimizerConfig,
     RunConfig,
     ScheduleConfig,
+    SparseConfig,
 )
 from farspan.train.durable import WriteFailed
-from farspan.train.folder import RunFolder, identity
+from farspan.train.folder import FREE, RunFolder, identity
+from farspan.train.strict import flatten
 from tests.train.tiny import tiny_run
 
 
@@ -84,6 +87,32 @@ def test_what_decides_nothing_may_change(tmp_path: Path) -> None:
     assert prepare(free) == []
     assert identity(free) == identity(run)
     assert identity(replace(run, seed=1)) != identity(run)
+
+
+def test_a_dense_run_is_what_it_was_before_there_was_sparse_attention(tmp_path: Path) -> None:
+    """The identity that checkpoints have, and a record that does not name it."""
+    run = saved(tiny_run(tmp_path))
+    config = tmp_path / "run" / "config.yaml"
+    values = yaml.safe_load(config.read_text())
+    assert values.pop("sparse") is None
+    config.write_text(yaml.safe_dump(values))
+    assert prepare(run) == []
+    decides = {k: v for k, v in flatten(values).items() if not k.startswith(FREE)}
+    del decides["optimizer.states"]
+    text = json.dumps(decides, sort_keys=True)
+    assert identity(run) == hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_sparse_attention_decides_what_a_run_computes(tmp_path: Path) -> None:
+    run = saved(tiny_run(tmp_path, sparse=SparseConfig()))
+    warned = replace(run, sparse=SparseConfig(warn_below=0.5))
+    assert prepare(warned) == []
+    assert identity(warned) == identity(run)
+    others = [None, SparseConfig(page=64), SparseConfig(sparsity=0.5), SparseConfig(recent=0)]
+    for sparse in others:
+        assert identity(replace(run, sparse=sparse)) != identity(run)
+        with pytest.raises(Refused, match=r"holds another run: sparse\."):
+            prepare(replace(run, sparse=sparse))
 
 
 def test_what_changes_roundings_may_change_and_is_told(tmp_path: Path) -> None:

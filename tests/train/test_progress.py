@@ -65,6 +65,39 @@ def test_lines_where_there_is_no_terminal() -> None:
     ]
 
 
+SPARSE = {"attention": "sparse", "attention_mass": 0.9234}
+
+
+def test_sparse_attention_stands_beside_every_loss() -> None:
+    clock, (made, out) = Clock(), console(False)
+    with LineReporter(made, patience=1.0, clock=clock) as reporter:
+        reporter.start(4, 1000, 0, " (sparse)")
+        reporter.begin(1)
+        clock.now += 2.0
+        reporter.cells(1, 0.5, Cells(1, 2))
+        reporter.end(VALUES | SPARSE)
+        reporter.evaluated({"step": 1, "heldout_loss": 2.75, "attention": "sparse"})
+    assert out.getvalue().splitlines() == [
+        "step 1/4 (sparse)  cell 1/2  250 tokens/s  eta 0:14",
+        "step 1/4  loss 2.5000 (sparse attention, mass 0.923)  lr 1.00e-03  |grad| 0.500  "
+        "1,234 tokens/s  eta 0:06",
+        "step 1  held-out loss 2.7500 (sparse attention)",
+    ]
+
+
+def test_sparse_attention_on_bars() -> None:
+    made, out = console(True)
+    with make_reporter(made) as reporter:
+        reporter.start(4, 1000, 0, " (sparse)")
+        reporter.begin(1)
+        reporter.cells(1, 0.5, Cells(1, 2))
+        reporter.end(VALUES | SPARSE)
+        reporter.evaluated({"step": 1, "heldout_loss": 2.75, "attention": "sparse"})
+    assert "run (sparse)" in out.getvalue()
+    assert "held-out loss 2.7500 (sparse attention)" in out.getvalue()
+    assert "…" not in out.getvalue()
+
+
 def test_a_slow_tokenizer_is_heard_of() -> None:
     clock, (made, out) = Clock(), console(False)
     reporter = LineReporter(made, patience=10.0, clock=clock)

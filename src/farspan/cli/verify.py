@@ -70,9 +70,8 @@ def verify_command(
     loaded = model_for(model, dtype, seed, random_weights)
     layers = loaded.config.get_text_config().num_hidden_layers
     base, note = base_schedule(model, strategy_name, layers, context)
-    schedule = replace_cuts(base, chunk, groups)
     written = chunk is not None or (strategy_name is None and has_chunk(model))
-    schedule = replace_attention(schedule, attention, written)
+    schedule = replace_attention(replace_cuts(base, chunk, groups), attention, written)
     if documents > context:
         raise Refused(f"documents: at most one a token, so at most {context}, got {documents}")
     if note is not None:

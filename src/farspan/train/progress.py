@@ -65,7 +65,7 @@ class Reporter(Protocol):
         """`done` of the short step that shows what memory a cell takes is behind us."""
 
     def start(self, steps: int, tokens_per_step: int, step: int, how: str = "") -> None:
-        """Training begins after `step` of `steps`. `how` stands beside each step."""
+        """Training begins after `step` of `steps`; `how` stands beside progress."""
 
     def begin(self, step: int) -> None:
         """Step `step`, from 1, begins."""
@@ -171,7 +171,7 @@ class BarReporter:
         self._step = self._bars.add_task("step", total=1.0, text="", visible=False)
         self._pace = Pace(1, 1)
         self._steps = 0
-        self._how = self._last = ""
+        self._last = ""
 
     def __enter__(self) -> "BarReporter":
         self._bars.start()
@@ -197,13 +197,15 @@ class BarReporter:
         )
 
     def start(self, steps: int, tokens_per_step: int, step: int, how: str = "") -> None:
-        self._steps, self._how = steps, how
+        self._steps = steps
         self._pace = Pace(steps, tokens_per_step)
-        self._bars.update(self._run, total=steps, completed=step, visible=True)
+        self._bars.update(
+            self._run, description=f"run{how}", total=steps, completed=step, visible=True
+        )
 
     def begin(self, step: int) -> None:
         self._pace.begin()
-        name = f"step {step}{self._how}"
+        name = f"step {step}"
         self._bars.update(self._step, description=name, completed=0.0, text="", visible=True)
 
     def cells(self, step: int, done: float, progress: CellsDone) -> None:
@@ -218,8 +220,7 @@ class BarReporter:
     def end(self, values: Mapping[str, Any]) -> None:
         self._pace.end()
         if "loss" in values:
-            rate = f"{values['tokens_per_second']:,.0f} tokens/s"
-            self._last = f"loss {values['loss']:.4f}{_attention(values)}  {rate}"
+            self._last = f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tokens/s"
         step = int(values["step"])
         text = f"{step}/{self._steps}  {self._last}  {_eta(self._pace.remaining(step, 0.0))}"
         self._bars.update(self._run, completed=step, text=text)
@@ -257,14 +258,11 @@ def describe_heldout(values: Mapping[str, Any]) -> str:
 
 def _attention(values: Mapping[str, Any]) -> str:
     """By which attention a loss came about, where that is not the exact one."""
+    if "attention" not in values:
+        return ""
     mass = values.get("attention_mass")
     seen = f", mass {mass:.3f}" if isinstance(mass, float) else ""
-    return describe_attention(values, seen)
-
-
-def describe_attention(marks: Mapping[str, Any], more: str = "") -> str:
-    """What stands beside whatever these marks are on; nothing where attention is exact."""
-    return f" ({marks['attention']} attention{more})" if "attention" in marks else ""
+    return f" ({values['attention']} attention{seen})"
 
 
 def _eta(seconds: float | None) -> str:

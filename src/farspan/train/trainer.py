@@ -27,7 +27,7 @@ from farspan.train.memory import Expected, peak_process_bytes
 from farspan.train.optimizer import learning_rate
 from farspan.train.parts import CellsDone, Parts, StepLike
 from farspan.train.planning import make_chooser, plan_json, recall_plan
-from farspan.train.progress import Reporter, describe_attention
+from farspan.train.progress import Reporter
 from farspan.train.runner import Callbacks, Comparison, Runner, shortage_json
 from farspan.train.setup import Equipment, about
 from farspan.train.shortage import OutOfMemory, Shortage
@@ -150,7 +150,7 @@ class Trainer:
         if self.at.step < run.steps:
             self._interrupt.check()
             self._runner.make_ready()
-        how = describe_attention(self._marks)
+        how = f" ({self._marks['attention']})" if self._marks else ""
         self._reporter.start(run.steps, run.tokens_per_step(), self.at.step, how)
         while True:
             self._interrupt.check()
