@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import farspan
-from farspan.attention.sparse.select import Fraction, RandomPages, TopK, take_most
+from farspan.attention.sparse.select import Candidates, Fraction, RandomPages, TopK, take_most
 from farspan.engine.oracle import SparseOracle
 from farspan.engine.sparse import BufferPages, Means, SparseCell
 from farspan.engine.step import Step
@@ -206,9 +206,9 @@ def choose_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def least_votes(patch: pytest.MonkeyPatch) -> None:
-    def choose(self: TopK, votes: Tensor, candidates: object) -> Tensor:
+    def choose(self: TopK, votes: Tensor, candidates: Candidates) -> Tensor:
         counts = torch.tensor(min(self.pages, votes.shape[3]))
-        return take_most(votes.max() - votes, candidates, counts, int(counts))  # type: ignore[arg-type]
+        return take_most(votes.max() - votes, candidates, counts, int(counts))
 
     patch.setattr(SparseOracle, "choice", with_selector(choose))
 
