@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import farspan
 from farspan import cli
 from farspan.plan.question import Plan, Question
 from farspan.plan.strategies import STRATEGIES
-from farspan.spec import Refused, RunSpec
+from farspan.spec import Refused, RunSpec, Sparse
 from tests.report.cases import fitting, overrun
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,6 +92,34 @@ def test_every_option_reaches_the_question(
     assert question.optimizer == "host"
     assert question.dtype == "bfloat16"
     assert 0 < question.model.trainable < question.model.parameters / 50
+
+
+@pytest.mark.parametrize(
+    ("text", "sparse"),
+    [
+        ("on", Sparse()),
+        ("page=64,budget=2K,recent=1K", Sparse(64, 2048, 1024)),
+        ("off", None),
+    ],
+)
+def test_sparse_attention_is_asked_for(
+    asked: list[tuple[Question, Sequence[str] | None]], text: str, sparse: Sparse | None
+) -> None:
+    outcome = call(*SMALL, "--context", "1M", "--sparse", text)
+    assert outcome.exit_code == 0, outcome.output
+    assert asked[0][0].sparse == sparse
+
+
+def test_a_sparse_plan_says_that_it_approximates() -> None:
+    arguments = (*SMALL, "--context", "64K", "--strategy", "oomb", "--sparse", "budget=1K")
+    words = " ".join(call(*arguments).output.split())
+    assert "sparse attention (approximate)" in words
+    assert "sparse attention, approximate: of earlier tokens 1K in chosen pages" in words
+    assert "farspan verify --sparse measures" in words
+    found = json.loads(call(*arguments, "--json").stdout)
+    assert found["schedule"]["sparse"] == asdict(Sparse(budget=1024))
+    dense = json.loads(call(*SMALL, "--context", "64K", "--strategy", "oomb", "--json").stdout)
+    assert dense["schedule"]["sparse"] is None
 
 
 def test_exit_code_says_whether_it_fits(asked: object) -> None:
@@ -180,6 +208,9 @@ def test_no_context_fits(monkeypatch: pytest.MonkeyPatch, asked: object) -> None
         (["--context", "1M", "--dtype", "int8"], "dtype: expected one of"),
         (["--context", "1M", "--machine", "h2000"], "machine: 'h2000' is neither a preset nor"),
         (["--context", "1M", "--model", "Qwen9-7X"], "model: 'Qwen9-7X' is no preset"),
+        (["--context", "1M", "--sparse", "maybe"], "sparse: expected on, off or fields such as"),
+        (["--context", "1M", "--sparse", "budget=100"], "sparse.budget: expected a multiple"),
+        (["--context", "1M", "--gpus", "2", "--sparse", "on"], "sparse: planned for one device"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_the_name_of_its_option(

@@ -1,5 +1,6 @@
 """Copies beside the computation: the same bits, whatever happens when, and each hazard is real."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from farspan.plan.contents import ProgramError
 from farspan.plan.program import Allocate, Evict, Fetch
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.plan.waits import EVERY, Hazard, waits
-from farspan.spec import Refused, Schedule, Tier
+from farspan.spec import Refused, Schedule, Sparse, Tier
 from farspan.transfer.arena import Arena
 from farspan.transfer.copies import CopyEngine, Followed
 from tests.engine.checks import Data, Outcome, assert_same_bits, draw, gradients
@@ -37,6 +38,12 @@ SCHEDULES = {
         BASE, groups=(3, 1), x=Tier.DEVICE, kv_kept=True, activations_kept=0.3
     ),
     "layer by layer": replace(BASE, layer_checkpoint=True, attention_kept=1.0, groups=4),
+}
+SPARSE = Sparse(page=4, budget=8, recent=6)
+# 53 tokens in chunks of 12: three of them choose pages.
+SPARSE_SCHEDULES = {
+    name: replace(SCHEDULES[name], chunk=12, sparse=SPARSE)
+    for name in ("streamed", "streamed, kept", "streamed, alpha", "kv home", "layer by layer")
 }
 MANNERS = [(manner, 0) for manner in Manner] + [(Manner.RANDOM, seed) for seed in (1, 2)]
 
@@ -64,6 +71,32 @@ def test_the_same_bits_in_any_order(name: str) -> None:
     for manner, seed in MANNERS:
         step.copies = Replay(told, manner, seed)
         assert_same_bits(two_steps(model, step, DATA), expected)
+
+
+@pytest.mark.parametrize("name", SPARSE_SCHEDULES)
+def test_chosen_pages_are_gathered_in_the_same_order(name: str) -> None:
+    """What computing reads and writes on host itself takes the place of copies."""
+    model = shared_model("qwen2", torch.float32)
+    schedule = SPARSE_SCHEDULES[name]
+    expected = two_steps(model, Step(model, schedule, poison=True), DATA)
+    step = Step(model, schedule, poison=True)
+    step.watches = False  # another cell every step, so that no two are told the same
+    told = recorded(step, DATA).told
+    for manner, seed in MANNERS:
+        step.copies = Replay(told, manner, seed)
+        assert_same_bits(two_steps(model, step, DATA), expected)
+
+
+def test_gathers_that_keep_no_order_go_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all earlier keys are candidates: blocks of near ones would keep some order for them."""
+    model, far = shared_model("qwen2", torch.float32), Sparse(4, 8, recent=0, sink_pages=0)
+    schedule = replace(SPARSE_SCHEDULES["streamed"], groups=1, sparse=far)
+    expected = two_steps(model, Step(model, schedule, poison=True), DATA)
+    step = Step(model, schedule, poison=True)
+    step.watches = False
+    assert not goes_wrong(step, DATA, expected)
+    monkeypatch.setattr(CopyEngine, "_computing_as_fetch", lambda _: nullcontext())
+    assert goes_wrong(step, DATA, expected)
 
 
 def test_windows_and_sinks() -> None:

@@ -146,9 +146,10 @@ class Prefix:
         return self.storage.rows(slot.name, (0, stop - start), self.layer, at_start=True)
 
     def everything(self, name: str) -> dict[str, Tensor]:
-        """All rows of one of the layer's buffers, where they lie."""
+        """All rows of one of the layer's buffers, where they lie, as tensors of the device."""
         buffer = self.storage.program.buffers[name]
-        return self.storage.rows(name, (buffer.start, buffer.stop), self.layer)
+        span, mapped = (buffer.start, buffer.stop), self.on_host(name)
+        return self.storage.rows(name, span, self.layer, mapped=mapped)
 
     def on_host(self, name: str) -> bool:
         """Is this buffer on host?"""

@@ -2,8 +2,8 @@
 
 Legend: B batch, C tokens of the chunk, H query heads, Hk key-value heads, D head dim, M pages of
 queries, k chosen pages. Near keys stream in through the prefix as in dense attention, only fewer of
-them; chosen pages are gathered where they lie. The gathers and the sums of what comes back to host
-run in line with the computation, and the CPU waits for them (transfer.copies).
+them; chosen pages are gathered where they lie, on the device or across the link from mapped host
+memory, in line with the computation (transfer.copies).
 """
 
 from collections.abc import Callable, Sequence
@@ -109,7 +109,7 @@ class BufferPages:
         found = []
         for name in ("k", "v"):
             rows = home[name].flatten(0, 2)
-            part = copies.fetch_rows(rows, places) if on_host else rows.index_select(0, places)
+            part = copies.gather(rows, places) if on_host else rows.index_select(0, places)
             found.append(part.unflatten(0, (len(units), self.page)))
         return found[0], found[1]
 

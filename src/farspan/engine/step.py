@@ -96,7 +96,8 @@ class Step:
             raise Refused("selector: dense attention chooses no pages; give schedule.sparse")
         sparse = schedule.sparse
         self.selector = None if sparse is None else selector_of(selector, sparse)
-        self.seen: Seen | None = None  # of the latest step's watched cell, where it is sparse
+        self.watches = sparse is not None  # what one cell a step sees is measured
+        self.seen: Seen | None = None  # the latest that was
         self._steps = 0
         kernels = kernels or Kernels()
         self.kernels = AttentionKernels(
@@ -266,7 +267,7 @@ class Step:
 
     def _watched(self, program: Program) -> tuple[int, int] | None:
         """The cell whose seen mass this step measures; an evaluation measures none."""
-        if self.selector is None or not program.trains():
+        if not self.watches or not program.trains():
             return None
         self._steps += 1
         return watched_cell(program, self._steps - 1)

@@ -31,11 +31,18 @@ class Storage:
         self.copies = copies
 
     def rows(
-        self, name: str, span: tuple[int, int], layer: int, *, at_start: bool = False
+        self,
+        name: str,
+        span: tuple[int, int],
+        layer: int,
+        *,
+        at_start: bool = False,
+        mapped: bool = False,
     ) -> dict[str, Tensor]:
         """The tensors of `buffer` for the tokens of `span`, each [T, B, ...].
 
-        A slot holds whatever chunk was put there last, from its first row on: `at_start`.
+        A slot holds whatever chunk was put there last, from its first row on: `at_start`. For
+        `mapped` see `Arena.view`.
         """
         buffer = self.program.buffers[name]
         arena = self.arenas[buffer.tier]
@@ -49,7 +56,8 @@ class Storage:
         for region in regions(buffer.kind, self.program.model, spec, run.batch, held):
             dtype = self.accumulate_dtype if region.accumulate else self.dtype
             address = buffer.address + region.offset + start * region.row_bytes()
-            views[region.name] = arena.view(address, (count, *region.shape), dtype)
+            shape = count, *region.shape
+            views[region.name] = arena.view(address, shape, dtype, mapped=mapped)
         return views
 
     def chunk(self, name: str, chunk: int, layer: int) -> dict[str, Tensor]:

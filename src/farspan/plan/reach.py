@@ -31,12 +31,13 @@ def chunk_pairs(program: Program, layer: LayerSpec, chunk: int) -> int:
 
 
 def earlier_rows(program: Program, layer: LayerSpec, chunk: int) -> int:
-    """Rows before a chunk that its queries need, each once."""
+    """Rows before a chunk that its queries need, each once. With a window, the few that two blocks
+    share at its edge are counted once though they are read twice."""
+    start, stop = program.chunks[chunk]
     sparse = sparse_of(program.schedule, layer)
-    near = near_rows(program, layer, chunk)
     if sparse is None:
-        return near
-    return near + chosen_pages(sparse, *program.chunks[chunk]) * sparse.page
+        return start if layer.window is None else min(start, layer.window - 1)
+    return sparse.near(start) + chosen_pages(sparse, start, stop) * sparse.page
 
 
 def sequence_pairs(tokens: int, layer: LayerSpec, schedule: Schedule) -> int:
@@ -48,16 +49,6 @@ def sequence_pairs(tokens: int, layer: LayerSpec, schedule: Schedule) -> int:
         seen_pairs(stop - start, None) + (stop - start) * sparse.reach(start)
         for start, stop in chunk_ranges(tokens, schedule.chunk)
     )
-
-
-def near_rows(program: Program, layer: LayerSpec, chunk: int) -> int:
-    """Those of them that come block by block, not page by page. With a window, the few that two
-    blocks share at its edge are counted once though they are read twice."""
-    start = program.chunks[chunk][0]
-    sparse = sparse_of(program.schedule, layer)
-    if sparse is not None:
-        return sparse.near(start)
-    return start if layer.window is None else min(start, layer.window - 1)
 
 
 def chosen_pages(sparse: Sparse, start: int, stop: int) -> int:

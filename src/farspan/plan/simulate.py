@@ -20,7 +20,7 @@ from farspan.plan.program import (
     Kind,
     Program,
 )
-from farspan.plan.reach import chunk_pairs, earlier_rows, near_rows
+from farspan.plan.reach import chunk_pairs, earlier_rows
 from farspan.plan.sizes import regions
 from farspan.spec import LayerSpec, Tier
 
@@ -88,8 +88,9 @@ def _transfers(program: Program) -> Iterator[Transfer]:
                 yield True, Kind.KV, size
             case Backward(layer, chunk, prefix, accumulator):
                 yield True, Kind.KV, streamed_bytes(program, layer, chunk, prefix)
-                yield True, Kind.DKV, totals_bytes(program, layer, chunk, accumulator)
-                yield False, Kind.DKV, streamed_bytes(program, layer, chunk, accumulator)
+                size = streamed_bytes(program, layer, chunk, accumulator)
+                yield True, Kind.DKV, size
+                yield False, Kind.DKV, size
             case _:
                 pass
 
@@ -116,15 +117,6 @@ def streamed_bytes(program: Program, layer: int, chunk: int, name: str) -> int:
     if buffer.tier is not Tier.HOST:
         return 0
     return earlier_rows(program, spec, chunk) * _row_bytes(program, buffer.kind, spec)
-
-
-def totals_bytes(program: Program, layer: int, chunk: int, name: str) -> int:
-    """Bytes of dK, dV on host that a backward fetches to add to. Those of chosen pages are added on
-    host."""
-    buffer, spec = program.buffers[name], program.model.layers[layer]
-    if buffer.tier is not Tier.HOST:
-        return 0
-    return near_rows(program, spec, chunk) * _row_bytes(program, buffer.kind, spec)
 
 
 def _passes(program: Program) -> tuple[Fraction, Fraction, Fraction]:

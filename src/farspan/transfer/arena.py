@@ -26,6 +26,7 @@ class Arena:
         self._cuda = device if tier is Tier.HOST and device.type == "cuda" else None  # copies to it
         self._device = torch.device("cpu") if tier is Tier.HOST else device
         self._slab = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._mapped: Tensor | None = None  # the slab as the device sees it
         self._unlock: weakref.finalize[..., Arena] | None = None
 
     @property
@@ -48,6 +49,7 @@ class Arena:
 
     def release(self) -> None:
         """Give the memory back."""
+        self._mapped = None
         if self._unlock is not None:
             self._unlock()
             self._unlock = None
@@ -57,8 +59,11 @@ class Arena:
         """Fill with NaN: nothing may depend on what an earlier step left behind."""
         self._slab.fill_(POISON)
 
-    def view(self, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor at `address` bytes.
+    def view(
+        self, address: int, shape: tuple[int, ...], dtype: torch.dtype, *, mapped: bool = False
+    ) -> Tensor:
+        """A contiguous tensor at `address` bytes; `mapped`: of a host arena, as a tensor of the
+        device, whose kernels read and write it across the link.
 
         Each view has a version counter of its own: autograd may save a view, and writing another
         buffer of the same slab must not make it look modified.
@@ -70,9 +75,31 @@ class Arena:
             strides.append(step)
             step *= extent
         assert 0 <= address <= self.nbytes - step * size, "view outside the arena"
-        view = torch.empty(0, dtype=dtype, device=self._device)
-        first = (int(self._slab.storage_offset()) + address) // size
-        return view.set_(self._slab.untyped_storage(), first, shape, tuple(reversed(strides)))
+        slab = self._as_device() if mapped else self._slab
+        view = torch.empty(0, dtype=dtype, device=slab.device)
+        first = (int(slab.storage_offset()) + address) // size
+        return view.set_(slab.untyped_storage(), first, shape, tuple(reversed(strides)))
+
+    def _as_device(self) -> Tensor:
+        if self._cuda is None:
+            return self._slab
+        if self._mapped is None:
+            self._mapped = torch.as_tensor(_Locked(self._slab), device=self._cuda)
+        return self._mapped
+
+
+class _Locked:
+    """Locked pages as a CUDA array: addresses are unified, and a device reaches them where they
+    lie."""
+
+    def __init__(self, slab: Tensor) -> None:
+        self.slab = slab
+        self.__cuda_array_interface__ = {
+            "data": (slab.data_ptr(), False),
+            "shape": (slab.numel(),),
+            "typestr": "|u1",
+            "version": 3,
+        }
 
 
 def _pages(size: int) -> Tensor:

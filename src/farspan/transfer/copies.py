@@ -20,7 +20,8 @@ In line, when copies do not run beside the computation, all three lanes are the 
 """
 
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -60,33 +61,30 @@ class CopyEngine:
             target.copy_(source, non_blocking=True)
         self.evicted += source.nbytes
 
-    def fetch_rows(self, source: Tensor, rows: Tensor) -> Tensor:
-        """Rows [n] of a host tensor, gathered there and copied in one piece to the device.
+    # -- rows of host memory that the device reads and writes where they lie ---------------------
 
-        The CPU waits for what is under way, for it reads what evicts wrote.
-        """
-        places = rows.to(source.device)
-        self._settle(Lane.FETCH)
-        pinned = self.device.type == "cuda"
-        found = source.new_empty(len(places), *source.shape[1:], pin_memory=pinned)
-        torch.index_select(source, 0, places, out=found)
+    def gather(self, source: Tensor, rows: Tensor) -> Tensor:
+        """Rows [n] of a mapped host tensor (`Arena.view`), on the device."""
+        with self._computing_as_fetch():
+            found = source.index_select(0, rows)
         self.fetched += found.nbytes
-        return found.to(self.device, non_blocking=True)
+        return found
 
     def add_rows(self, total: Tensor, rows: Tensor, values: Tensor) -> None:
-        """Add values of the device to rows [n], each another one, of a host tensor.
+        """Add values of the device to rows [n], each another one, of a mapped host tensor."""
+        with self._computing_as_fetch():
+            # Read, added to and written: stores cross the link, atomic additions would not all.
+            total.index_copy_(0, rows, total.index_select(0, rows).add_(values))
+        self.fetched += values.nbytes
+        self.evicted += values.nbytes
 
-        The CPU waits and adds, so that whatever is issued later comes after it.
-        """
-        here = values.to(total.device)
-        self._settle(Lane.EVICT)
-        total.index_add_(0, rows.to(total.device), here)
-        self.evicted += here.nbytes
-
-    def _settle(self, lane: Lane) -> None:
-        """The CPU waits until a lane has done what was issued on it."""
-        if self.device.type == "cuda":
-            self._stream(lane).synchronize()
+    @contextmanager
+    def _computing_as_fetch(self) -> Iterator[None]:
+        """What is computed inside has the place of a fetch: after what was issued on that lane, so
+        after the evicts that it waited for, and before what will be."""
+        self.wait(Lane.COMPUTE, self.record(Lane.FETCH))
+        yield
+        self.wait(Lane.FETCH, self.record(Lane.COMPUTE))
 
     def _on(self, lane: Lane) -> AbstractContextManager[Any]:
         stream = self._streams.get(lane)

@@ -29,7 +29,7 @@ from farspan.plan.program import (
 )
 from farspan.plan.question import Question
 from farspan.plan.reach import seen_pairs, sparse_of
-from farspan.plan.simulate import copied_bytes, streamed_bytes, totals_bytes
+from farspan.plan.simulate import copied_bytes, streamed_bytes
 from farspan.spec import LayerSpec, Rates, Refused
 
 
@@ -193,10 +193,9 @@ class Prices:
         moved = self.collectives.backward(spec, tokens) + max(0.0, ring - attention)
         kv = streamed_bytes(self.program, i.layer, i.chunk, i.prefix)
         dkv = streamed_bytes(self.program, i.layer, i.chunk, i.accumulator)
-        totals = totals_bytes(self.program, i.layer, i.chunk, i.accumulator)
         return Cost(
             compute=compute + attention,
-            fetch=(kv + totals) / self.fetch_rate(),
+            fetch=(kv + dkv) / self.fetch_rate(),
             evict=dkv / self.evict_rate(),
             collective=moved,
             host=self.question.machine.overhead,
