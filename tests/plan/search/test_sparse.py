@@ -38,7 +38,7 @@ def test_a_chunk_is_rounded_up_to_pages() -> None:
 
 
 def test_long_contexts_are_faster_than_with_dense_attention() -> None:
-    for tokens, least in ((128 * 1024, 1.5), (512 * 1024, 4.0)):
+    for tokens, least in ((128 * 1024, 1.3), (512 * 1024, 3.0)):
         dense = best_plan(question(tokens), NAMES, seconds=1.0)
         assert dense.schedule.sparse is None
         assert dense.seconds.total > least * planned(tokens).seconds.total
