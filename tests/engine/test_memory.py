@@ -4,10 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
+from farspan.engine.batch import make_batch
 from farspan.engine.memory import forecast, refuse_too_large
 from farspan.engine.meter import LiveStorage, PeakMeter
 from farspan.engine.step import Step
+from farspan.plan.price.evaluate import INPUT_BYTES
+from farspan.plan.sizes import made_bytes
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.spec import Refused, Schedule, Tier
 from tests.zoo import make_model
@@ -29,14 +33,16 @@ SCHEDULES = {
 }
 
 
-def measure(step: Step, batch: int, tokens: int, steps: int = 1) -> int:
+def measure(
+    step: Step, batch: int, tokens: int, steps: int = 1, documents: Tensor | None = None
+) -> int:
     """Peak bytes of new tensors in steps that add to the same gradients, both tiers."""
     ids = torch.arange(tokens).repeat(batch, 1) % step.model_spec.vocab
     step.boundary.model.zero_grad(set_to_none=True)
     step.release()
     with PeakMeter(torch.device("cpu")) as meter:
         for _ in range(steps):
-            step(ids, ids)
+            step(ids, ids, documents)
     return meter.peak
 
 
@@ -57,6 +63,34 @@ def test_predicted_is_measured(name: str, dtype: torch.dtype) -> None:
         assert measure(step, 1, tokens) == pytest.approx(planned, rel=0.02)
         rest.add(expected.transient)
     assert max(rest) == min(rest)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("several", [False, True])
+def test_what_is_made_of_a_batch_is_known(batch: int, several: bool) -> None:
+    ids = torch.arange(50).repeat(batch, 1)
+    documents = ids // 20 if several else None
+    with LiveStorage() as meter:
+        made = make_batch(ids, ids, documents, vocab=50)
+        assert meter.live == made_bytes(batch, 50, documents=several)
+    assert made.input_ids is ids
+    if batch == 1 or several:  # what is planned for a batch, whose labels are its ids
+        assert ids.nbytes + made_bytes(batch, 50, documents=several) == INPUT_BYTES * batch * 50
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", ["g = 1", "g = 2", "g = L", "phi on device"])
+def test_what_a_longer_step_takes_is_predicted_to_the_byte(name: str, batch: int) -> None:
+    """With documents, as a run has them. What no program sizes is the same at every length."""
+    model = make_model("qwen2", torch.float32, max_position_embeddings=4096)
+    step = Step(model, SCHEDULES[name])
+    grown = []
+    for tokens in (256, 512):
+        expected = forecast(step, batch, tokens)
+        found = measure(step, batch, tokens, documents=torch.zeros(batch, tokens).long())
+        grown.append((expected.new_device + expected.host_arena, found))
+    (few, before), (many, after) = grown
+    assert many - few == after - before
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -13,9 +13,8 @@ from farspan.engine.step import ADVICE, Progress, Step
 from farspan.memory.host import GIB, refuse_beyond
 from farspan.models.refuse import context_limit
 from farspan.plan.program import Program
+from farspan.plan.sizes import made_bytes
 from farspan.spec import Refused, Tier
-
-INPUT_BYTES = 3 * 8  # a token, whatever the schedule
 
 
 class DeviceTooSmall(Refused):
@@ -29,7 +28,7 @@ class Forecast:
 
     device_arena: int
     host_arena: int
-    inputs: int  # tokens, targets and positions, int64 each
+    inputs: int  # targets and positions; the batch they are made of is there before
     weights: int
     gradients: int
     accumulators: int  # fp32 sums of the widest open group, where `.grad` is narrower
@@ -37,7 +36,7 @@ class Forecast:
 
     @property
     def device(self) -> int:
-        """Device bytes at the peak, optimizer states aside."""
+        """Device bytes at the peak, optimizer states and the batch aside."""
         return self.new_device + self.weights
 
     @property
@@ -64,14 +63,15 @@ def forecast(
     all but the first batch of an update do. Raises TooLarge when main memory could not hold it.
     """
     program = step.program(batch, tokens)
-    static = _static(step, program)
+    static = _static(step, program, documents=True)
     # The rehearsal may be as long as the step: do not start what is known not to fit.
     refuse_too_large(step, replace(static, transient=least_transient(program)), optimizer=0)
     schedule = step.schedule
     # One whole block of earlier keys, so that attention's own temporaries are seen in full.
     short = min(tokens, schedule.chunk + max(schedule.chunk, schedule.kv_block))
-    rehearsed = _static(step, step.program(batch, short))
-    peak = _rehearse(step, (batch, short), progress, accumulate)
+    limit = context_limit(step.boundary.model.config) or short
+    rehearsed = _static(step, step.program(batch, short), documents=limit < short)
+    peak = _rehearse(step, (batch, short, limit), progress, accumulate)
     on_cpu = step.boundary.device.type == "cpu"
     known = rehearsed.new_device + (rehearsed.host_arena if on_cpu else 0)
     return Forecast(**{**asdict(static), "transient": max(0, peak - known)})
@@ -116,13 +116,13 @@ def least_transient(program: Program) -> int:
     return tokens * max(saved)
 
 
-def _static(step: Step, program: Program) -> Forecast:
+def _static(step: Step, program: Program, *, documents: bool) -> Forecast:
     model = step.boundary.model
     trained = [p for p in model.parameters() if p.requires_grad]
     return Forecast(
         device_arena=program.arena_bytes[Tier.DEVICE],
         host_arena=program.arena_bytes[Tier.HOST],
-        inputs=INPUT_BYTES * program.run.batch * program.run.tokens,
+        inputs=made_bytes(program.run.batch, program.run.tokens, documents=documents),
         weights=sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values()),
         gradients=sum(p.numel() * gradient_dtype(p).itemsize for p in trained),
         accumulators=_accumulators(step, program),
@@ -148,19 +148,19 @@ def _accumulators(step: Step, program: Program) -> int:
 
 def _rehearse(
     step: Step,
-    shape: tuple[int, int],
+    shape: tuple[int, int, int],
     progress: Callable[[Progress], None] | None,
     accumulate: bool,
 ) -> int:
-    """Peak bytes of a step on `shape` tokens, gradients not kept."""
-    boundary, (batch, tokens) = step.boundary, shape
+    """Peak bytes of a step on a batch of so many tokens, cut into documents of at most so many;
+    gradients are not kept."""
+    boundary, (batch, tokens, limit) = step.boundary, shape
     before = {p: p.grad for p in boundary.model.parameters()}
     for parameter in before:
         parameter.grad = None
     ids = torch.zeros(batch, tokens, dtype=torch.long, device=boundary.device)
     ids += torch.arange(tokens, device=boundary.device) % step.model_spec.vocab
     own, step.progress = step.progress, progress
-    limit = context_limit(boundary.model.config) or tokens
     documents = torch.arange(tokens, device=boundary.device).repeat(batch, 1) // limit
     step.release()
     try:

@@ -1,4 +1,5 @@
-"""Sizes of what a buffer holds: which tensors, of which shape a token, in which precision."""
+"""Sizes of what a buffer holds: which tensors, of which shape a token, in which precision. And of
+what a step reads."""
 
 from farspan.plan.program import Kind, Region
 from farspan.spec import LayerSpec, ModelSpec, Sparse
@@ -6,6 +7,15 @@ from farspan.spec import LayerSpec, ModelSpec, Sparse
 # Regions start on cache-line boundaries: vendor kernels want at least 16 bytes, and a packed
 # tensor of any dtype must be viewable at its offset.
 ALIGNMENT = 64
+
+
+INDEX_BYTES = 8  # int64: of a token's number, of its target, of its position
+
+
+def made_bytes(batch: int, tokens: int, *, documents: bool) -> int:
+    """What a step makes of a batch: targets, and positions, which are one row for all sequences
+    where no documents are told apart. Ids, labels and documents are the caller's."""
+    return INDEX_BYTES * tokens * (batch + (batch if documents else 1))
 
 
 def aligned(size: int) -> int:

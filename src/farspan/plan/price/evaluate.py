@@ -12,10 +12,12 @@ from farspan.plan.price.timeline import Timeline, run_time
 from farspan.plan.program import Allocate, Clear, Close, Free, Kind, Program
 from farspan.plan.question import Budget, Plan, Question, Seconds
 from farspan.plan.reach import sequence_pairs
+from farspan.plan.sizes import INDEX_BYTES
 from farspan.spec import Schedule, Tier
 
 PAGE = 4096  # pinned memory is locked by whole pages
-INPUT_BYTES = 3 * 8  # tokens, targets and positions, a token
+# A token: its number, which is its label as well, and the target and position made of it.
+INPUT_BYTES = 3 * INDEX_BYTES
 DENSE = Schedule()
 
 
