@@ -1,5 +1,6 @@
 """Benchmarks run, at sizes that say nothing about speed."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks import curves, memory, step
+from farspan import Step, Tier
 from farspan.plan.strategies import STRATEGIES
 
 ROOT = Path(__file__).parent.parent
@@ -20,11 +22,27 @@ def test_step_trains_the_same_on_both_sides() -> None:
         assert loss == pytest.approx(record["loss"]["huggingface"], rel=1e-5)
 
 
-def test_memory_is_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "LENGTHS", (384, 768))
-    row = memory.measure(memory.SCHEDULES["g = 2, phi = 1"])
-    assert row["device_bytes_a_token"] == pytest.approx(row["device_formula"], rel=0.02)
-    assert row["host_bytes_a_token"] == pytest.approx(row["host_formula"], rel=0.02)
+# Of each kind one: x, K, V, O with LSE and whole cells, on either tier.
+@pytest.mark.parametrize(
+    "name", ["g = 1", "g = 2, phi = 1", "g = 2, K,V kept on device", "g = 1, alpha = 0.5"]
+)
+def test_memory_is_what_the_formula_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte: lengths are whole chunks, of which an even number is there."""
+    monkeypatch.setattr(memory, "LENGTHS", (256, 512))
+    row = memory.measure(memory.SCHEDULES[name])
+    assert row["device_bytes_a_token"] == row["device_formula"]
+    assert row["host_bytes_a_token"] == row["host_formula"]
+
+
+def test_measured_memory_is_what_the_formula_says() -> None:
+    """The result file, whose formula is that of today."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "memory.json").read_text())["rows"]
+    spec = Step(memory.make_model(), memory.BASE).model_spec
+    assert rows.keys() == memory.SCHEDULES.keys()
+    for name, row in rows.items():
+        expected = memory.formula(spec, memory.SCHEDULES[name])
+        for tier in Tier:
+            assert row[f"{tier}_bytes_a_token"] == row[f"{tier}_formula"] == expected[tier], name
 
 
 @pytest.mark.parametrize("name", ["autograd", *STRATEGIES])
