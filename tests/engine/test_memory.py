@@ -13,7 +13,7 @@ from farspan.engine.step import Step
 from farspan.plan.price.evaluate import INPUT_BYTES
 from farspan.plan.sizes import made_bytes
 from farspan.plan.strategies import STRATEGIES, strategy
-from farspan.spec import Refused, Schedule, Tier
+from farspan.spec import Refused, Schedule, Sparse, Tier
 from tests.zoo import make_model
 
 BASE = Schedule(chunk=64, kv_block=64)
@@ -44,6 +44,18 @@ def measure(
         for _ in range(steps):
             step(ids, ids, documents)
     return meter.peak
+
+
+@pytest.mark.parametrize("kv", Tier)
+def test_sparse_steps_take_no_more_than_predicted(kv: Tier) -> None:
+    """How many pages are gathered is only known when they are chosen: at most so much less."""
+    model = make_model("qwen2", torch.float32, max_position_embeddings=4096)
+    sparse = Sparse(page=16, budget=256, recent=64)
+    schedule = Schedule(chunk=128, kv_block=128, groups=2, kv=kv, sparse=sparse)
+    for tokens in (600, 2048):
+        predicted = forecast(Step(model, schedule), 1, tokens)
+        found = measure(Step(model, schedule), 1, tokens)
+        assert found <= predicted.new_device + predicted.host_arena <= 1.3 * found
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from farspan.engine.meter import PeakMeter
 from farspan.engine.step import ADVICE, Progress, Step
 from farspan.memory.host import GIB, refuse_beyond
 from farspan.models.refuse import context_limit
+from farspan.plan.cell.sparse import grown_bytes
 from farspan.plan.program import Program
 from farspan.plan.sizes import made_bytes
 from farspan.spec import Refused, Tier
@@ -74,7 +75,9 @@ def forecast(
     peak = _rehearse(step, (batch, short, limit), progress, accumulate)
     on_cpu = step.boundary.device.type == "cpu"
     known = rehearsed.new_device + (rehearsed.host_arena if on_cpu else 0)
-    return Forecast(**{**asdict(static), "transient": max(0, peak - known)})
+    # Of a longer prefix more pages are chosen, until gathers are as large as they come.
+    grown = grown_bytes(step.model_spec, schedule, batch, (short, tokens))
+    return Forecast(**{**asdict(static), "transient": max(0, peak - known) + grown})
 
 
 def refuse_too_large(step: Step, expected: Forecast, optimizer: int) -> None:

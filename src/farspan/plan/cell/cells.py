@@ -6,7 +6,7 @@ from farspan.plan.blocks import near_blocks
 from farspan.plan.cell.attending import Attending, Call, CellDone, chunk_call
 from farspan.plan.cell.layer import given_tables, given_weights, run_layer
 from farspan.plan.cell.phantom import Memory, Phantom, differentiate
-from farspan.plan.cell.sparse import SLAB_BYTES, Far, slab_units
+from farspan.plan.cell.sparse import far_of, most_units_of
 from farspan.plan.cell.tiles import Tiles, whole
 from farspan.plan.model.architecture import Architecture, Block
 from farspan.plan.program import AttentionMode
@@ -105,26 +105,11 @@ class Cells:
 
     def _sparse(self, call: Call, sparse: Sparse, kind: CellKind) -> Call:
         """The sparse form of a dense call."""
-        start, attention, far = kind.q_start, kind.block.attention, None
-        dims = attention.head_dim + attention.value_dim
-        units = slab_units(SLAB_BYTES, sparse.page, dims, self.width)
-        if sparse.width(start):
-            far = Far(
-                self.batch,
-                attention.query_heads,
-                attention.kv_heads,
-                attention.head_dim,
-                attention.value_dim,
-                self.width,
-                sparse.page,
-                sparse.width(start),
-                kind.tokens,
-                len(sparse.candidates(start)),
-                plain=attention.softcap is not None or attention.head_dim != attention.value_dim,
-            )
-        return replace(
-            call, blocks=near_blocks(call.blocks, sparse, start), far=far, most_units=units
-        )
+        start, run = kind.q_start, (self.batch, self.width)
+        far = far_of(kind.block.attention, sparse, run, start, kind.tokens)
+        units = 0 if far is None else most_units_of(far)
+        blocks = near_blocks(call.blocks, sparse, start)
+        return replace(call, blocks=blocks, far=far, most_units=units)
 
     def _held(self, memory: Memory, kind: CellKind) -> tuple[Phantom, Phantom]:
         attention = kind.block.attention
