@@ -72,6 +72,7 @@ def test_a_choice_that_rounding_tips_is_no_failure() -> None:
     expected = run_sparse_oracle(exact, SCHEDULE, data).gradients
     off = max(relative_error(own[name], expected[name]) for name in own)
     assert off > 2 * found.max_relative_error
+    assert off > 2 * max(error.limit for error in found.worst)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -23,9 +23,10 @@ from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig, 
 from farspan.train.lighter import lighter
 from farspan.train.loop import train
 from farspan.train.parts import Parts
+from farspan.train.planning import plan_json, recall_plan
 from farspan.train.sparse import REMIND, MassWatch, mass_json, on_pages, selector_of
 from tests.numerics import assert_exact
-from tests.train.planner import planned_parts
+from tests.train.planner import one_memory, plan_for, planned_parts
 from tests.train.tiny import MODEL, STEPS, Quiet, tiny_run
 
 # Of 48 tokens in chunks of 8 the last chunk sees 4 + 4 + 4 of 40 before it.
@@ -182,6 +183,43 @@ class TestRun:
         other = replace(chosen, chunk=16)
         train(run, parts=planned_parts((other,)), reporter=quiet)
         assert any("chunk 8;" in note and "(as planned before)" in note for note in quiet.notes)
+
+    def test_a_plan_of_other_attention_is_not_kept(self, tmp_path: Path) -> None:
+        sparse = Sparse(4, 4, 4, 1)
+        question = Question(
+            describe_tiny(), RunSpec(1, 48), one_memory(), dtype="float32", sparse=sparse
+        )
+        for kept in (sparse, Sparse(4, 8, 4, 1), None):
+            plan = plan_for(question, "mine", Schedule(chunk=8, sparse=kept))
+            path = tmp_path / "plan.json"
+            path.write_text(json.dumps(plan_json(Choice("mine", plan.schedule, plan=plan))))
+            found = recall_plan(path, question, plan_for)
+            assert (found is not None) == (kept == sparse)
+
+    def test_a_smaller_chunk_after_a_shortage_is_told_to_see_otherwise(
+        self, tmp_path: Path
+    ) -> None:
+        made: list[int] = []
+
+        class Failing(Step):
+            def __call__(self, *args: Any, **keywords: Any) -> torch.Tensor:
+                if keywords and self.schedule.chunk == 16:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+                made.append(self.schedule.chunk)
+                return super().__call__(*args, **keywords)
+
+        parts, said = replace(Parts(), make_step=Failing), []
+        for name, sparse in (("sparse", SPARSE), ("dense", None)):
+            folder, schedule = str(tmp_path / name), replace(SCHEDULE, chunk=16)
+            run = sparse_run(tmp_path, sparse=sparse, folder=folder, schedule=schedule, steps=3)
+            quiet = Quiet()
+            assert train(run, parts=parts, reporter=quiet).step == 3
+            (note,) = (note for note in quiet.notes if note.startswith("out of memory"))
+            said.append("not the same gradients" in note)
+            (line,) = (line for line in lines(run) if "out_of_memory" in line)
+            assert ("attention" in line) == (name == "sparse")
+        assert said == [True, False]
+        assert set(made) == {16, 8}  # the first is rehearsed and no more
 
 
 class TestResuming:
