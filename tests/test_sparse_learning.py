@@ -1,0 +1,147 @@
+"""Sparse attention learns far retrieval and random pages do not: in small here, in the result file
+at length."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Generator
+
+from benchmarks.sparse import haystack, learning, reading, retrieval
+from benchmarks.sparse.arms import ARMS, DENSE, RANDOM, SPARSE, Attention
+from benchmarks.sparse.haystack import Haystack
+from benchmarks.sparse.retrieval import LESSON, Lesson, Stage
+from farspan.spec import Sparse
+
+ROOT = Path(__file__).parent.parent
+RESULT = ROOT / "benchmarks" / "results" / "sparse_learning.json"
+GAP = 0.02  # of accuracy that sparse may lack of dense
+# What random pages may reach: a question's page is among a tenth by chance, or its value guessed.
+CHANCE = 0.2
+SMALL_LEARNT, SMALL_CHANCE = 0.75, 0.3  # 0.93 and 0.07 were found
+
+# Keys and values of 16 kinds, 256 pages.
+SMALL = Lesson(
+    Attention(128, Sparse(page=4, budget=64, recent=16, sink_pages=1)),
+    (Stage(256, 16, 10), Stage(1024, 16, 40)),
+    classes=16,
+    warm_batch=16,
+    step_tokens=1024,
+    warm_steps=600,
+    examined=8,
+)
+
+
+@pytest.fixture(scope="module")
+def result() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """What the result file was made with."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_votes_find_far_pages_and_chance_does_not() -> None:
+    model, losses = retrieval.warm_up(SMALL, seed=0)
+    assert retrieval.learnt(losses)
+    sparse = retrieval.learn(SMALL, SPARSE, model, seed=0)
+    # Learnt, not brought along from the warm-up.
+    assert sparse["accuracy"] >= SMALL_LEARNT > sparse["accuracy_before"]
+    assert retrieval.learn(SMALL, RANDOM, model, seed=0)["accuracy"] <= SMALL_CHANCE
+
+
+def test_questions_are_far_and_pairs_within_reach_of_a_choice() -> None:
+    shares = retrieval.budget_shares(LESSON)
+    assert 0.05 <= shares["budget_of_prefix"]["least"] <= shares["budget_of_prefix"]["most"] <= 0.1
+    assert shares["pages_back"]["least"] >= 100
+    assert shares["questions"] == LESSON.examined * LESSON.last.pairs
+
+
+def test_a_question_is_answered_by_its_pair_alone() -> None:
+    sequence = Haystack(512, 32).draw(Generator().manual_seed(0))
+    ids = sequence.ids.tolist()
+    pairs = {ids[i]: ids[i + 1] for i in sequence.said.tolist()}
+    assert len(pairs) == 32
+    for asked in sequence.asked.tolist():
+        assert pairs[ids[asked]] == ids[asked + 1] == int(sequence.labels[asked + 1])
+        # Once said and once asked: nothing later tells the value.
+        assert ids.count(ids[asked]) == 2
+    assert int((sequence.labels >= 0).sum()) == 32
+
+
+def test_the_same_seed_draws_the_same_batch() -> None:
+    hay = Haystack(256, 16)
+    first, again, other = (hay.batch(2, Generator().manual_seed(seed)) for seed in (3, 3, 4))
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
+    assert not torch.equal(first[0], other[0])
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_accuracy_counts_what_the_arm_answers(arm: str) -> None:
+    """A model that always answers one value is right as often as that is the value."""
+    model = retrieval.make_model(0)
+    head = model.get_output_embeddings()
+    answer = haystack.FIRST_VALUE + 1
+    torch.nn.init.zeros_(head.weight)
+    head.bias = torch.nn.Parameter(torch.zeros(256).index_fill(0, torch.tensor(answer), 1.0))
+    sequences = [Haystack(512, 4, 4).draw(Generator().manual_seed(seed)) for seed in range(6)]
+    step = SMALL.attention.step(arm, model, 0)
+    right = sum(int((s.labels == answer).sum()) for s in sequences)
+    assert right > 0
+    assert haystack.accuracy(model, step, iter(sequences)) == right / 24
+
+
+def test_arms_are_one_function_where_a_chunk_is_all() -> None:
+    """So that they may share a warm-up."""
+    model = retrieval.make_model(0)
+    batch = Haystack(SMALL.warm_tokens, 8, 16).batch(2, Generator().manual_seed(0))
+    losses = {float(SMALL.attention.step(arm, model, 0)(*batch)) for arm in ARMS}
+    assert len(losses) == 1
+
+
+def test_reading_trains_every_arm() -> None:
+    short = replace(reading.READING, tokens=2048, steps=2, held_out=1)
+    found = {arm: reading.read(short, arm, 0) for arm in ARMS}
+    for row in found.values():
+        assert len(row["loss"]) == 2
+        assert row["loss"][1] < row["loss"][0]
+    # The same weights and text; only far keys differ.
+    assert len({row["held_out_loss"] for row in found.values()}) == 3
+
+
+def test_the_result_is_of_this_benchmark(result: dict[str, Any]) -> None:
+    again, kept = json.loads(json.dumps(asdict(LESSON))), result["retrieval"]["lesson"]
+    assert {key: kept[key] for key in again} == again
+    assert {row["arm"] for row in result["retrieval"]["arms"]} == set(ARMS)
+    seeds = {(row["arm"], row["seed"]) for row in result["retrieval"]["arms"]}
+    assert seeds == {(arm, seed) for arm in ARMS for seed in learning.SEEDS}
+
+
+def test_the_result_learns(result: dict[str, Any]) -> None:
+    rows = {(row["arm"], row["seed"]): row["accuracy"] for row in result["retrieval"]["arms"]}
+    for seed in learning.SEEDS:
+        assert rows[SPARSE, seed] >= rows[DENSE, seed] - GAP
+        assert rows[RANDOM, seed] <= CHANCE
+    assert result["retrieval"]["accuracy"] == retrieval.gap(result["retrieval"]["arms"])
+
+
+@pytest.mark.slow
+def test_the_script_runs() -> None:
+    command = [sys.executable, "-m", "benchmarks.sparse.learning", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "--out" in done.stdout
