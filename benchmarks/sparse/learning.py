@@ -2,8 +2,8 @@
 
     python -m benchmarks.sparse.learning --out benchmarks/results/sparse_learning.json
 
-On a CPU, one thread a process; a quarter of an hour of a processor. Seconds are those that a process
-computes. With `--workers` arms train beside one another, with the same results.
+On a CPU, one thread a process; a quarter of an hour of a processor. Seconds are those that a
+process computes. With `--workers` arms train beside one another, with the same results.
 """
 
 import argparse
