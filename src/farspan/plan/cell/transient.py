@@ -132,8 +132,7 @@ class Walk:
         batch, widths = program.run.batch, (width, self.final)
         self.tile = schedule.mlp_tokens
         self.unread = unread_outputs(program) if self.tile is not None else frozenset()
-        tiles = self.tile or 0, self.wide
-        fixed = schedule.kv_block, in_place, tiles, schedule.sparse
+        fixed = schedule.kv_block, in_place, (self.tile or 0, self.wide), schedule.sparse
         self.cells = _cells(architecture, batch, widths, *fixed)
         sizes = self.wide, schedule.head_tokens
         self.stages = _stages(architecture, batch, widths, sizes, in_place)
