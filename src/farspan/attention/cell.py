@@ -75,6 +75,18 @@ def attend(
 
     out is [B, C, H, Dv] in memory, so that out.transpose(1, 2) is contiguous.
     """
+    out, lse = attend_blocks(call, q, k, v, key_values)
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
+    return out.to(q.dtype), lse
+
+
+@torch.no_grad()
+def attend_blocks(
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, key_values: KeyValues
+) -> tuple[Tensor, Tensor]:
+    """The same without sinks, before it is rounded: out of several blocks is in the accumulate
+    dtype."""
     out, lse = _attend_own(call, q, k, v)
     for visit in _visits(call):
         # A chunk of one block needs no sum, hence no wider output.
@@ -83,9 +95,7 @@ def attend(
         for block in visit.blocks:
             part = _forward(call, q, keys, values, block, visit.start)
             merge_(_queries(call, out, block), _queries(call, lse, block), *part)
-    if sinks is not None:
-        out, lse = add_sinks(out, lse, sinks)
-    return out.to(q.dtype), lse
+    return out, lse
 
 
 @torch.no_grad()

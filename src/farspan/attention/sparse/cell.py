@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from farspan.attention.cell import AttentionCall, attend, attend_backward
+from farspan.attention.cell import AttentionCall, attend_backward, attend_blocks
 from farspan.attention.merge import accumulate_dtype, add_sinks, merge_
 from farspan.attention.sparse.far import FarCall, FarKernel
 from farspan.attention.sparse.pages import Pages
@@ -113,7 +113,7 @@ def attend_sparse(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out, in the dtype of q, and lse, in the accumulate dtype, over all that is seen and sinks."""
-    out, lse = attend(call.near, q, k, v, pages)
+    out, lse = attend_blocks(call.near, q, k, v, pages)
     choice = _possible(call, choice)
     if choice.shape[3]:
         out = out.to(lse.dtype)

@@ -161,8 +161,7 @@ def attend(
             own = call.kernel.forward(_queries(q, block), keys, values, block)
             merge(_queries(out, block), _queries(lse, block), *own)
     if call.far is not None:
-        # What attends near keys gives out in the width of q, and what merges takes it wide.
-        out = as_width(as_width(out, q.width), lse.width)
+        out = as_width(out, lse.width)
         _pass(q.memory, far_bytes(call.far, call.most_units, backward=False))
         merge(out, lse, q.memory.new(out.shape, q.width), q.memory.new(lse.shape, lse.width))
     if sinks is not None:
