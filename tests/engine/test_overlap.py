@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from farspan.engine.sparse import watched_cell
 from farspan.engine.step import Step
 from farspan.engine.storage import Storage
 from farspan.plan.check_order import check_order
@@ -74,13 +75,17 @@ def test_the_same_bits_in_any_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPARSE_SCHEDULES)
-def test_chosen_pages_are_gathered_in_the_same_order(name: str) -> None:
-    """What computing reads and writes on host itself takes the place of copies."""
+def test_chosen_pages_are_gathered_in_the_same_order(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What computing reads and writes on host itself takes the place of copies. One cell is
+    watched, which reads all keys before it: the same in every step, so that all are told the same.
+    """
+    monkeypatch.setattr("farspan.engine.step.watched_cell", lambda i, _: watched_cell(i, 0))
     model = shared_model("qwen2", torch.float32)
     schedule = SPARSE_SCHEDULES[name]
     expected = two_steps(model, Step(model, schedule, poison=True), DATA)
     step = Step(model, schedule, poison=True)
-    step.watches = False  # another cell every step, so that no two are told the same
     told = recorded(step, DATA).told
     for manner, seed in MANNERS:
         step.copies = Replay(told, manner, seed)

@@ -59,7 +59,7 @@ def test_in_lower_precision_for_the_pages_that_float64_chooses(
 
 def test_a_choice_that_rounding_tips_is_no_failure() -> None:
     """Float64 and bfloat16 choose apart, here of votes that are nearly even: a step that chooses
-    for itself is far from the reference."""
+    for itself is further from the reference than any limit."""
     model = make_model("qwen2", torch.bfloat16)
     found = verify(model, SCHEDULE, RUN)
     assert found.passed, found
@@ -72,7 +72,7 @@ def test_a_choice_that_rounding_tips_is_no_failure() -> None:
     expected = run_sparse_oracle(exact, SCHEDULE, data).gradients
     off = max(relative_error(own[name], expected[name]) for name in own)
     assert off > 2 * found.max_relative_error
-    assert off > 2 * max(error.limit for error in found.worst)
+    assert off > max(error.limit for error in found.worst)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

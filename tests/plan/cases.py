@@ -1,5 +1,6 @@
 """Models, runs and schedules for tests of planning: drawn at random, or picked for a purpose."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import strategies as st
@@ -91,6 +92,12 @@ def steps(draw: st.DrawFn) -> tuple[ModelSpec, RunSpec, Schedule]:
     model = draw(models())
     run = RunSpec(draw(st.integers(1, 2)), draw(st.integers(1, 200)))
     return model, run, draw(schedules(len(model.layers), run.tokens))
+
+
+def dense(step: tuple[ModelSpec, RunSpec, Schedule]) -> tuple[ModelSpec, RunSpec, Schedule]:
+    """The same with exact attention: what searches and bounds are about."""
+    model, run, schedule = step
+    return model, run, replace(schedule, sparse=None)
 
 
 def model_of(layers: int, element_bytes: int = 4, window: int | None = None) -> ModelSpec:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from farspan.plan import formulas
@@ -13,7 +13,7 @@ from farspan.plan.program import Kind
 from farspan.plan.reach import seen_pairs
 from farspan.plan.simulate import simulate
 from farspan.plan.tiled import feed_forward_passes
-from farspan.spec import LayerWork, ModelSpec, RunSpec, Schedule, Tier
+from farspan.spec import LayerWork, ModelSpec, RunSpec, Schedule, Sparse, Tier
 from tests.plan import cases
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
@@ -21,6 +21,13 @@ X, KV, DKV = 64 * 4, 2 * 4 * 16 * 4, 2 * 4 * 16 * 4  # bytes a token of `cases.m
 
 
 @given(cases.steps())
+@example(
+    (
+        cases.model_of(4),
+        RunSpec(1, 512),
+        Schedule(chunk=64, groups=1, sparse=Sparse(page=8, budget=16, recent=16)),
+    )
+)
 def test_simulation_equals_the_formulas(step: tuple[ModelSpec, RunSpec, Schedule]) -> None:
     program = build_program(*step)
     found = simulate(program)
@@ -57,6 +64,15 @@ def test_live_bytes_begin_and_end_with_nothing(
         assert not held or found.live[tier][-1][1] == 0
         addressed = [b for b in held if b.address >= 0]
         assert len(addressed) < len(held) or program.arena_bytes[tier] >= found.peak[tier]
+
+
+def test_an_evaluation_holds_the_pages_of_one_group() -> None:
+    schedule = Schedule(chunk=64, groups=1, sparse=Sparse(page=8, budget=16, recent=16))
+    program = build_evaluation(cases.model_of(4), RunSpec(1, 512), schedule)
+    for kind in (Kind.MEANS, Kind.CHOICE):
+        held = [buffer for buffer in program.buffers.values() if buffer.kind is kind]
+        assert len(held) == 4
+        assert all(one.dies <= other.born for one, other in pairwise(held))
 
 
 @given(cases.steps())

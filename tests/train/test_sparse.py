@@ -1,6 +1,7 @@
 """A run with sparse attention: it learns by the engine's step, says so everywhere, and warns."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from farspan.attention.sparse.quality import Mass
 from farspan.attention.sparse.select import Fraction
-from farspan.engine.sparse import Seen
 from farspan.engine.step import Step
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
@@ -19,12 +18,19 @@ from farspan.models.load import load_model
 from farspan.plan.question import Question
 from farspan.spec import ModelSpec, Refused, RunSpec, Schedule, Sparse, Tier
 from farspan.train.choice import KEPT, Choice, describe_schedule
-from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig, SparseConfig
+from farspan.train.config import (
+    CheckpointConfig,
+    DType,
+    ModelConfig,
+    RunConfig,
+    ScheduleConfig,
+    SparseConfig,
+)
 from farspan.train.lighter import lighter
 from farspan.train.loop import train
 from farspan.train.parts import Parts
 from farspan.train.planning import plan_json, recall_plan
-from farspan.train.sparse import REMIND, MassWatch, mass_json, on_pages, selector_of
+from farspan.train.sparse import on_pages, other_chunk, selector_of
 from tests.numerics import assert_exact
 from tests.train.planner import one_memory, plan_for, planned_parts
 from tests.train.tiny import MODEL, STEPS, Quiet, tiny_run
@@ -277,77 +283,49 @@ class TestSelector:
         assert selector_of(run.sparse, watched.made[0].schedule, run.context) is None
 
     def test_more_than_the_budget_is_refused_before_the_first_step(self, tmp_path: Path) -> None:
-        """Of 8 pages a quarter is left out: 6 are not within a budget of one."""
+        """Of 9 pages, which the smallest chunk chooses from, a quarter is left out: 7 are not
+        within a budget of one."""
         run = sparse_run(tmp_path, sparse=replace(SPARSE, sparsity=0.25))
         message = (
-            r"sparse\.sparsity: 0\.25 leaves 6 of 8 pages, more than the budget of 1; "
-            r"raise sparse\.budget to 24, or sparse\.sparsity to 0\.875$"
+            r"sparse\.sparsity: 0\.25 leaves 7 of 9 pages, more than the budget of 1; "
+            r"raise sparse\.budget to 28, or sparse\.sparsity to 0\.8889$"
         )
         with pytest.raises(Refused, match=message):
             train(run, reporter=Quiet())
         assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
-    @pytest.mark.parametrize("change", [{"budget": 24}, {"sparsity": 0.875}])
+    @pytest.mark.parametrize("change", [{"budget": 28}, {"sparsity": 0.8889}])
     def test_what_the_refusal_says_helps(self, tmp_path: Path, change: dict[str, Any]) -> None:
         sparse = replace(SPARSE, **{"sparsity": 0.25, **change})
         run = sparse_run(tmp_path, sparse=sparse, steps=3)
         assert train(run, reporter=Quiet()).step == 3
 
 
-def cell(layer: int, mean: float, minimum: float) -> Seen:
-    return Seen(layer, 5, Mass(mean, minimum))
+class TestAnotherChunk:
+    """A query sees its own chunk whole, so that another chunk is another function."""
 
-
-class TestQuality:
-    def test_each_step_has_it(self, tmp_path: Path) -> None:
-        run = sparse_run(tmp_path, accumulate=1)
+    def test_is_said_when_a_run_goes_on(self, tmp_path: Path) -> None:
+        checkpoints = CheckpointConfig(every=2, keep=5)
+        run = sparse_run(tmp_path, steps=5, checkpoints=checkpoints)
         train(run, reporter=Quiet())
-        steps = [line for line in lines(run) if "loss" in line]
-        assert all(0 < s["attention_mass_min"] <= s["attention_mass"] < 1.001 for s in steps)
-        assert min(s["attention_mass"] for s in steps) < 0.9
-        layers = [line["attention_mass_layer"] for line in steps]
-        assert layers in ([0, 1, 0, 1, 0], [1, 0, 1, 0, 1])
-        assert not any("attention_mass" in line for line in lines(run) if "heldout_loss" in line)
+        notes = []
+        for chunk in (4, None):  # as after a shortage; as it is
+            about = read(run, "about.json")
+            about["schedule"]["chunk"] = chunk or about["schedule"]["chunk"]
+            (Path(run.folder) / "about.json").write_text(json.dumps(about))
+            latest = max((Path(run.folder) / "checkpoints").iterdir())
+            shutil.rmtree(latest)
+            quiet = Quiet()
+            train(run, reporter=quiet)
+            notes.append([note for note in quiet.notes if "in place of" in note])
+        assert notes[0][0].startswith(
+            "schedule: chunk 8 in place of 4: sparse attention sees other tokens"
+        )
+        assert notes[1] == []
 
-    def test_a_budget_for_everything_sees_everything(self, tmp_path: Path) -> None:
-        run, quiet = sparse_run(tmp_path, sparse=replace(SPARSE, budget=48)), Quiet()
-        train(run, reporter=quiet)
-        steps = [line for line in lines(run) if "loss" in line]
-        assert all(line["attention_mass_min"] > 0.9999 for line in steps)
-        assert not any("warning" in note for note in quiet.notes)
-
-    def test_the_mean_of_all_batches_and_the_least_of_all_queries(self) -> None:
-        seen = [cell(3, 0.9, 0.2), cell(1, 0.7, 0.5)]
-        assert mass_json(seen) == {
-            "attention_mass": pytest.approx(0.8),
-            "attention_mass_min": 0.2,
-            "attention_mass_layer": 3,
-        }
-        assert mass_json([]) == {}
-        assert mass_json([cell(0, float("nan"), float("nan"))])["attention_mass"] == "nan"
-
-    def test_little_is_warned_of_once(self, tmp_path: Path) -> None:
-        """Attention of random weights is nearly even, and 12 of 40 earlier tokens are seen."""
-        run, quiet = sparse_run(tmp_path), Quiet()
-        train(run, reporter=quiet)
-        (warning,) = (note for note in quiet.notes if note.startswith("warning: step 1: sparse"))
-        assert "less than sparse.warn_below of 90%" in warning
-        assert "raise sparse.budget or sparse.recent, or make sparse.page smaller" in warning
-        silent = Quiet()
-        sparse = replace(SPARSE, warn_below=0.0)
-        train(sparse_run(tmp_path, sparse=sparse, folder=str(tmp_path / "b")), reporter=silent)
-        assert not any("warning: step" in note for note in silent.notes)
-
-    def test_it_is_warned_of_again_after_a_while(self) -> None:
-        watch, low, high = MassWatch(0.9), [cell(2, 0.8, 0.1)], [cell(2, 0.95, 0.1)]
-        assert watch.warning(1, high) is None
-        first = watch.warning(2, [*high, *low])
-        assert first is not None
-        assert "80.0% of the attention mass in layer 2 (of one query 10.0%)" in first
-        said = [step for step in range(3, 3 * REMIND) if watch.warning(step, low)]
-        assert said == [2 + REMIND, 2 + 2 * REMIND]
-        assert watch.warning(3 * REMIND + 3, high) is None
-        assert watch.warning(3 * REMIND + 3, []) is None
+    def test_is_nothing_to_dense_attention(self) -> None:
+        assert other_chunk(4, Schedule(chunk=8)) == ""
+        assert other_chunk(None, Schedule(chunk=8, sparse=Sparse(page=4, budget=4))) == ""
 
 
 class TestSchedules:

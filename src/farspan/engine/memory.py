@@ -12,7 +12,7 @@ from farspan.engine.meter import PeakMeter
 from farspan.engine.step import ADVICE, Progress, Step
 from farspan.memory.host import GIB, refuse_beyond
 from farspan.models.refuse import context_limit
-from farspan.plan.cell.sparse import grown_bytes
+from farspan.plan.cell.choosing import grown_bytes
 from farspan.plan.program import Program
 from farspan.plan.sizes import made_bytes
 from farspan.spec import Refused, Tier

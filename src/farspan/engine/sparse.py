@@ -274,8 +274,8 @@ class SparseRun:
 
 
 def watched_cell(program: Program, step: int) -> tuple[int, int] | None:
-    """The cell that a step measures: of the last chunk, which sees most, and of one layer after the
-    other. None where nothing is chosen."""
+    """The cell that a step measures: of the last chunk, which misses most, and of one layer after
+    the other. None where nothing is chosen."""
     chosen = [i for i in program.instructions if isinstance(i, Forward) and i.chooses]
     if not chosen:
         return None

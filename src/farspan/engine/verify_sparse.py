@@ -116,7 +116,11 @@ def approximation(
     return Approximation(
         pages=sparse,
         selector=_name(selector_of(function.given, sparse)),
-        hides=any(sparse.reach(start) < start for start in range(0, tokens, chunk)),
+        hides=any(
+            layer.window is None and sparse.reach(start) < start
+            for layer in set(describe(Boundary(model)).layers)
+            for start in range(0, tokens, chunk)
+        ),
         loss_error=float((loss - dense_loss).abs() / dense_loss.abs()),
         gradient_error=distance(gradients, expected, expected),
         dense_error={

@@ -193,7 +193,8 @@ class Plan:
             "bound": self.seconds.bound,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
-            "gap": self.gap,
+            # No bound is derived for sparse attention (search.sparse).
+            "gap": self.gap if self.schedule.sparse is None else None,
             "reason": self.reason,
             "remedy": self.remedy,
             "alternatives": [plan.to_json() for plan in self.alternatives],

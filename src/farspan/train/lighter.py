@@ -1,4 +1,5 @@
-"""A schedule that needs less memory than another and gives the same gradients."""
+"""A schedule that needs less memory than another and gives the same gradients, unless attention is
+sparse: then a smaller chunk sees less."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace

@@ -15,7 +15,7 @@ from farspan.train.parts import CellsDone, Parts, StepLike
 from farspan.train.planning import gradients_before
 from farspan.train.setup import Equipment
 from farspan.train.shortage import OutOfMemory, Shortage, clear_up, find_shortage
-from farspan.train.sparse import selector_of
+from farspan.train.sparse import other_chunk, selector_of
 from farspan.train.strict import to_mapping
 
 T = TypeVar("T")
@@ -210,10 +210,8 @@ def _because(choice: Choice) -> str:
 
 
 def _sees_otherwise(before: Choice, now: Choice) -> str:
-    """With sparse attention a query sees its own chunk whole: another one shows it other tokens."""
-    if now.schedule.sparse is None or before.schedule.chunk == now.schedule.chunk:
-        return ""
-    return "; sparse attention sees other tokens by another chunk: not the same gradients"
+    words = other_chunk(before.schedule.chunk, now.schedule)
+    return f"; {words}" if words else ""
 
 
 def _place(tier: Tier, use: Equipment) -> str:

@@ -44,13 +44,24 @@ def on_pages(schedule: Schedule, sparse: Sparse | None) -> Schedule:
     return replace(schedule, chunk=chunk, sparse=sparse)
 
 
+def other_chunk(before: int | None, now: Schedule) -> str:
+    """What another chunk means where a query sees all of its own; empty where it is the same."""
+    if now.sparse is None or before in (None, now.chunk):
+        return ""
+    return (
+        f"chunk {now.chunk:,} in place of {before:,}: sparse attention sees other tokens, not the "
+        "same gradients"
+    )
+
+
 def selector_of(given: SparseConfig | None, schedule: Schedule, context: int) -> Fraction | None:
     """What chooses pages in place of the votes' best. Raises Refused where the share that is asked
-    for is more than the budget: cut to that, it would be another share."""
-    sparse, chunk = schedule.sparse, schedule.chunk
+    for is more than the budget: cut to that, it would be another share. Asked of the smallest
+    chunk there is, since a run that is short of memory may come to it."""
+    sparse = schedule.sparse
     if sparse is None or given is None or given.sparsity is None:
         return None
-    pages = len(sparse.candidates((context - 1) // chunk * chunk))
+    pages = len(sparse.candidates((context - 1) // sparse.page * sparse.page))
     kept, most = ceil((1 - Ratio(str(given.sparsity))) * pages), sparse.budget // sparse.page
     if kept > most:
         raise Refused(

@@ -20,6 +20,7 @@ from farspan.train.checkpoint import Live, Restored, capture_rng, restore_rng
 from farspan.train.choice import Choice
 from farspan.train.config import OnNonfinite, RunConfig
 from farspan.train.diagnosis import Diverged, as_json, find_nonfinite, report
+from farspan.train.durable import read_json
 from farspan.train.export import export
 from farspan.train.folder import RunFolder, identity
 from farspan.train.interrupt import Interrupt
@@ -31,7 +32,7 @@ from farspan.train.progress import Reporter
 from farspan.train.runner import Callbacks, Comparison, Runner, shortage_json
 from farspan.train.setup import Equipment, about
 from farspan.train.shortage import OutOfMemory, Shortage
-from farspan.train.sparse import MassWatch, marks, mass_json
+from farspan.train.sparse import MassWatch, marks, mass_json, other_chunk
 
 PLAN = "plan.json"
 ABOUT = "about.json"
@@ -355,6 +356,9 @@ class Trainer:
         return recall_plan(self._folder.path / PLAN, question, self._parts.evaluate)
 
     def _ready(self, choice: Choice, expected: Expected) -> None:
+        known = (read_json(self._folder.path / ABOUT) or {}) if self.at.step else {}
+        if words := other_chunk(known.get("schedule", {}).get("chunk"), choice.schedule):
+            self._reporter.note(f"schedule: {words}")
         self._folder.write_json(ABOUT, about(self._run, self._use, choice, expected))
         if choice.plan is not None:
             self._folder.write_json(PLAN, plan_json(choice))
@@ -363,6 +367,8 @@ class Trainer:
         self._use.memory.forget()
         line = {"step": self.at.step + 1, **self._marks, **shortage_json(shortage, choice)}
         self._folder.record(line)
+        known = read_json(self._folder.path / ABOUT) or {}
+        self._folder.write_json(ABOUT, known | {"schedule": asdict(choice.schedule)})
 
     def _rewind(self) -> None:
         self._use.optimizer.clear()

@@ -18,7 +18,7 @@ from farspan.plan.search.peaks import device_slots, fixed, peaks
 from farspan.plan.search.quick import latest_fraction
 from farspan.plan.search.roles import Kept
 from farspan.spec import LayerWork, ModelSpec, RunSpec, Schedule, Tier
-from tests.plan.cases import steps
+from tests.plan.cases import dense, steps
 from tests.plan.machines import slow_machine
 
 CLOSE = 1e-9  # sums of the same numbers in another order
@@ -62,8 +62,11 @@ def framed(step: Step, **fields: object) -> tuple[Question, Schedule, Frames]:
     return asked, schedule, frames_of(asked, schedule)
 
 
+STEPS = steps().map(dense)
+
+
 @settings(max_examples=300)
-@given(steps(), st.booleans())
+@given(STEPS, st.booleans())
 def test_bounds_hold(step: Step, overlap: bool) -> None:
     question, schedule, frames = framed(step, overlap=overlap)
     found, tiers = peaks(frames), tiers_of(schedule)
@@ -81,7 +84,7 @@ def test_bounds_hold(step: Step, overlap: bool) -> None:
 
 
 @settings(max_examples=100)
-@given(steps(), st.sampled_from(Optimizer))
+@given(STEPS, st.sampled_from(Optimizer))
 def test_memory_is_never_overestimated(step: Step, optimizer: Optimizer) -> None:
     """The whole of it: gradients and the graphs of a chunk need not be there together."""
     question, schedule, frames = framed(step, optimizer=optimizer)
@@ -93,7 +96,7 @@ def test_memory_is_never_overestimated(step: Step, optimizer: Optimizer) -> None
 
 @settings(max_examples=100)
 @given(
-    steps(),
+    STEPS,
     st.sampled_from(Optimizer),
     st.sampled_from([Layout(), Layout(shards=2)]),
     st.integers(0, 12),
@@ -116,7 +119,7 @@ def test_cells_of_a_kind_are_never_overestimated(
 
 
 @settings(max_examples=50)
-@given(steps(), st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=2))
+@given(STEPS, st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=2))
 def test_choices_and_cuts_do_not_disturb_each_other(
     step: Step, pairs: list[tuple[int, int]]
 ) -> None:

@@ -1,6 +1,7 @@
 """Bytes that choosing pages takes, and measuring what the choice sees; see `plan.cell.sparse`."""
 
-from farspan.plan.cell.sparse import INDEX, Far
+from farspan.plan.cell.sparse import INDEX, Far, far_bytes, far_of, most_units_of
+from farspan.spec import ModelSpec, Schedule
 
 # Elements of scores that votes hold at one time, or one page of queries' if that is more. A GPU's
 # are more; a cell's backward, which comes later, holds more than either.
@@ -31,3 +32,25 @@ def watch_bytes(far: Far, q_start: int) -> int:
     queries = far.batch * scores * far.head_dim
     compared = keys * (2 * scores + far.kv_heads * far.head_dim) + 2 * queries
     return far.row.wide * compared + MASKS * SAMPLES * keys
+
+
+def grown_bytes(model: ModelSpec, schedule: Schedule, batch: int, lengths: tuple[int, int]) -> int:
+    """Bytes by which a last chunk's far part, in its backward, or its choice may take more at the
+    second of two lengths than at the first."""
+    found = [0]
+    for layer in set(model.layers):
+        sizes: list[tuple[int, int]] = []
+        for tokens in lengths:
+            start = (tokens - 1) // schedule.chunk * schedule.chunk
+            # A last chunk that is ragged takes less than those before it.
+            full, run = min(schedule.chunk, tokens), (batch, model.element_bytes)
+            far = None
+            if schedule.sparse is not None:
+                far = far_of(layer, schedule.sparse, run, start, full)
+            if far is None:
+                sizes.append((0, 0))
+                continue
+            attended = far_bytes(far, most_units_of(far), backward=True)
+            sizes.append((attended, choice_bytes(far)))
+        found += [long - short for short, long in zip(*sizes, strict=True)]
+    return max(found)

@@ -9,7 +9,7 @@ copied side by side. Neither slabs nor parts grow with the prefix or the chunk.
 from dataclasses import dataclass
 
 from farspan.plan.model.architecture import Attention
-from farspan.spec import LayerSpec, ModelSpec, Schedule, Sparse
+from farspan.spec import LayerSpec, Sparse
 
 # K, V gathered at one time; a backward holds their sums of gradients too, twice to thrice as much.
 # 64K tokens of a 7B model fill it, so that memory is flat from there on; from host it takes 1.3 ms
@@ -161,24 +161,6 @@ def far_of(
 def most_units_of(far: Far) -> int:
     """Units that a step gathers at one time."""
     return slab_units(SLAB_BYTES, far.page, far.head_dim + far.value_dim, far.width)
-
-
-def grown_bytes(model: ModelSpec, schedule: Schedule, batch: int, lengths: tuple[int, int]) -> int:
-    """Bytes by which the far part of a backward's last chunk may be larger at the second of two
-    lengths than at the first."""
-    found = [0]
-    for layer in set(model.layers):
-        sizes = []
-        for tokens in lengths:
-            start = (tokens - 1) // schedule.chunk * schedule.chunk
-            # A last chunk that is ragged takes less than those before it.
-            full, run = min(schedule.chunk, tokens), (batch, model.element_bytes)
-            far = None
-            if schedule.sparse is not None:
-                far = far_of(layer, schedule.sparse, run, start, full)
-            sizes.append(0 if far is None else far_bytes(far, most_units_of(far), backward=True))
-        found.append(sizes[1] - sizes[0])
-    return max(found)
 
 
 def far_bytes(
