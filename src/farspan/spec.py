@@ -6,7 +6,7 @@ sizes are bytes unless a name says otherwise, and `0 <= fraction <= 1`.
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -254,10 +254,14 @@ class Sparse:
                 f"make it {below} or {below + self.page}"
             )
 
+    def whole_pages(self, tokens: int) -> int:
+        """So many tokens, rounded up to whole pages."""
+        return -(-tokens // self.page) * self.page
+
     def check_chunk(self, chunk: int) -> None:
         """Raise Refused unless chunks of so many tokens begin on pages."""
-        if chunk % self.page:
-            above = -(-chunk // self.page) * self.page
+        above = self.whole_pages(chunk)
+        if chunk != above:
             raise Refused(
                 f"chunk: expected a multiple of page ({self.page} tokens) with sparse attention, "
                 f"got {chunk}; make it {above}, or choose a page that divides it"
@@ -344,6 +348,11 @@ class Schedule:
             )
         if not isinstance(self.groups, int):
             object.__setattr__(self, "groups", tuple(sizes))
+
+    def with_sparse(self, sparse: Sparse | None) -> "Schedule":
+        """The schedule with this attention, its chunk rounded up to whole pages."""
+        chunk = self.chunk if sparse is None else sparse.whole_pages(self.chunk)
+        return replace(self, chunk=chunk, sparse=sparse)
 
     def group_sizes(self, layers: int) -> tuple[int, ...]:
         """Layers in each group, first group first. Raises Refused when they do not add up."""

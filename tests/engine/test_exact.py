@@ -43,21 +43,30 @@ def group_sizes(layers: int) -> st.SearchStrategy[int | tuple[int, ...]]:
 
 tiers = st.sampled_from(Tier)
 fractions = st.sampled_from([0.0, 0.3, 0.6, 1.0])
+
+
+def any_schedule(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Schedule]:
+    """Every order of the grid and every place, with these fields."""
+    return st.builds(
+        Schedule,
+        groups=group_sizes(LAYERS),
+        x=tiers,
+        kv=tiers,
+        kv_kept=st.booleans(),
+        kv_home=tiers,
+        attention_kept=fractions,
+        attention_open=st.booleans(),
+        attention=tiers,
+        activations_kept=fractions,
+        activations=tiers,
+        layer_checkpoint=st.booleans(),
+        **fields,
+    )
+
+
 # Five tokens a chunk is below some lengths and above others; 200 is beyond all of them.
-schedules = st.builds(
-    Schedule,
+schedules = any_schedule(
     chunk=st.sampled_from([1, 5, 16, 23, 200]),
-    groups=group_sizes(LAYERS),
-    x=tiers,
-    kv=tiers,
-    kv_kept=st.booleans(),
-    kv_home=tiers,
-    attention_kept=fractions,
-    attention_open=st.booleans(),
-    attention=tiers,
-    activations_kept=fractions,
-    activations=tiers,
-    layer_checkpoint=st.booleans(),
     kv_block=st.sampled_from([1, 7, 16, 1000]),
     head_tokens=st.sampled_from([1, 6, 1000]),
 )

@@ -24,7 +24,7 @@ from tests.engine.checks import (
     run_oracle,
     run_step,
 )
-from tests.engine.test_exact import LAYERS, fractions, group_sizes, tiers
+from tests.engine.test_exact import LAYERS, any_schedule
 from tests.models.test_families import limits
 from tests.numerics import EXACT, relative_error
 from tests.zoo import FAMILIES, make_model, shared_model
@@ -47,20 +47,8 @@ sparsities = st.builds(
     recent=st.sampled_from([0, 1, 7, 30]),
     sink_pages=st.integers(0, 3),
 )
-schedules = st.builds(
-    Schedule,
+schedules = any_schedule(
     chunk=st.sampled_from([4, 8, 20, 200]),
-    groups=group_sizes(LAYERS),
-    x=tiers,
-    kv=tiers,
-    kv_kept=st.booleans(),
-    kv_home=tiers,
-    attention_kept=fractions,
-    attention_open=st.booleans(),
-    attention=tiers,
-    activations_kept=fractions,
-    activations=tiers,
-    layer_checkpoint=st.booleans(),
     kv_block=st.sampled_from([5, 16, 1000]),
     sparse=sparsities,
 )

@@ -246,3 +246,12 @@ def test_fails_what_is_broken_in_lower_precision(
 ) -> None:
     broken(monkeypatch)
     assert not verify(shared_model("qwen2", dtype), SCHEDULE, RUN).passed
+
+
+def test_nothing_is_hidden_where_every_layer_has_a_window() -> None:
+    """Windows are exact as they are."""
+    found = verify(shared_model("mistral"), SCHEDULE, RUN)
+    assert found.passed
+    assert found.sparse is not None
+    assert not found.sparse.hides
+    assert found.sparse.gradient_error <= EXACT

@@ -24,7 +24,14 @@ from farspan.transfer.arena import Arena
 from tests.numerics import assert_exact
 from tests.train.planner import one_memory, planned_parts
 from tests.train.test_interrupt import same_weights
-from tests.train.tiny import MODEL, STEPS, Quiet, tiny_run
+from tests.train.tiny import (
+    MODEL,
+    STEPS,
+    Quiet,
+    Stopped,
+    Stopping,
+    tiny_run,
+)
 
 AUTO = ScheduleConfig(strategy="auto")
 LARGE = Schedule(chunk=48, groups=2, activations_kept=1.0, attention_kept=1.0)
@@ -264,16 +271,8 @@ def test_a_run_that_goes_on_keeps_its_plan(tmp_path: Path) -> None:
     train(whole, parts=planned_parts((MIDDLE,)), reporter=Quiet())
     run = tiny_run(tmp_path, schedule=AUTO)
 
-    class Stopped(Exception):
-        pass
-
-    class Stopping(Quiet):
-        def begin(self, step: int) -> None:
-            if step == 4:
-                raise Stopped
-
     with pytest.raises(Stopped):
-        train(run, parts=planned_parts((MIDDLE,)), reporter=Stopping())
+        train(run, parts=planned_parts((MIDDLE,)), reporter=Stopping(4))
     quiet = Quiet()
     train(run, parts=planned_parts((SMALL,)), reporter=quiet)
     assert any("chunk 16" in note and "(as planned before)" in note for note in quiet.notes)

@@ -30,10 +30,10 @@ from farspan.train.lighter import lighter
 from farspan.train.loop import train
 from farspan.train.parts import Parts
 from farspan.train.planning import plan_json, recall_plan
-from farspan.train.sparse import on_pages, other_chunk, selector_of
+from farspan.train.sparse import fraction_of, other_chunk
 from tests.numerics import assert_exact
 from tests.train.planner import one_memory, plan_for, planned_parts
-from tests.train.tiny import MODEL, STEPS, Quiet, tiny_run
+from tests.train.tiny import MODEL, STEPS, Quiet, Stopped, Stopping, tiny_run
 
 # Of 48 tokens in chunks of 8 the last chunk sees 4 + 4 + 4 of 40 before it.
 SPARSE = SparseConfig(page=4, budget=4, recent=4, sink_pages=1)
@@ -175,16 +175,8 @@ class TestRun:
         chosen = Schedule(chunk=8, groups=1, sparse=Sparse(4, 4, 4, 1))
         run = sparse_run(tmp_path, schedule=ScheduleConfig(strategy="auto"))
 
-        class Stopped(Exception):
-            pass
-
-        class Stopping(Quiet):
-            def begin(self, step: int) -> None:
-                if step == 4:
-                    raise Stopped
-
         with pytest.raises(Stopped):
-            train(run, parts=planned_parts((chosen,)), reporter=Stopping())
+            train(run, parts=planned_parts((chosen,)), reporter=Stopping(4))
         quiet = Quiet()
         other = replace(chosen, chunk=16)
         train(run, parts=planned_parts((other,)), reporter=quiet)
@@ -224,6 +216,7 @@ class TestRun:
             said.append("not the same gradients" in note)
             (line,) = (line for line in lines(run) if "out_of_memory" in line)
             assert ("attention" in line) == (name == "sparse")
+            assert read(run, "about.json")["schedule"]["chunk"] == 8
         assert said == [True, False]
         assert set(made) == {16, 8}  # the first is rehearsed and no more
 
@@ -280,7 +273,7 @@ class TestSelector:
     def test_without_one_it_is_the_votes(self, tmp_path: Path, watched: type[Watched]) -> None:
         run = sparse_run(tmp_path, steps=3)
         train(run, parts=replace(Parts(), make_step=watched), reporter=Quiet())
-        assert selector_of(run.sparse, watched.made[0].schedule, run.context) is None
+        assert fraction_of(run.sparse, watched.made[0].schedule, run.context) is None
 
     def test_more_than_the_budget_is_refused_before_the_first_step(self, tmp_path: Path) -> None:
         """Of 9 pages, which the smallest chunk chooses from, a quarter is left out: 7 are not
@@ -348,12 +341,12 @@ class TestSchedules:
 
     def test_on_pages(self) -> None:
         sparse = Sparse(page=48, budget=480)
-        assert on_pages(Schedule(chunk=100), sparse) == Schedule(chunk=144, sparse=sparse)
-        assert on_pages(Schedule(chunk=96), sparse).chunk == 96
-        assert on_pages(Schedule(chunk=100), None) == Schedule(chunk=100)
+        assert Schedule(chunk=100).with_sparse(sparse) == Schedule(chunk=144, sparse=sparse)
+        assert Schedule(chunk=96).with_sparse(sparse).chunk == 96
+        assert Schedule(chunk=100).with_sparse(None) == Schedule(chunk=100)
 
     def test_in_words(self) -> None:
-        words = describe_schedule(Choice("mine", on_pages(Schedule(), Sparse())))
+        words = describe_schedule(Choice("mine", Schedule().with_sparse(Sparse())))
         assert words.endswith("4K recent, 1 first page")
         assert "sparse" not in describe_schedule(Choice("mine", Schedule()))
 

@@ -215,3 +215,19 @@ class Quiet:
 
 def fit(run: RunConfig, hook: Hook | None = None, reporter: Reporter | None = None) -> Result:
     return train(run, parts=tiny_parts(hook), reporter=reporter or Quiet())
+
+
+class Stopped(Exception):
+    """Raised by `Stopping`."""
+
+
+class Stopping(Quiet):
+    """Ends a run where a step begins."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def begin(self, step: int) -> None:
+        if step == self.step:
+            raise Stopped

@@ -20,7 +20,7 @@ from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.spec import Refused, Schedule
 from farspan.train.config import AUTO, SparseConfig, load_run
 from farspan.train.default import default_run
-from farspan.train.sparse import on_pages, selector_of
+from farspan.train.sparse import fraction_of
 
 app = typer_app()
 RUN_FILES = (".yaml", ".yml")
@@ -81,7 +81,7 @@ def verify_command(
         schedule,
         VerificationRun(batch, context, documents, seed),
         worst=10,
-        selector=selector_of(attention, schedule, context),
+        selector=fraction_of(attention, schedule, context),
     )
     if as_json:
         print(json.dumps(outcome.to_json()))
@@ -150,7 +150,7 @@ def replace_attention(
         return schedule
     if written:
         return replace(schedule, sparse=attention.spec())
-    return on_pages(schedule, attention.spec())
+    return schedule.with_sparse(attention.spec())
 
 
 def model_for(model: str | None, dtype: str, seed: int, random_weights: bool) -> PreTrainedModel:

@@ -42,7 +42,7 @@ from farspan.plan.program import Backward, Forward, Program
 from farspan.plan.sizes import CHOICE_BYTES
 from farspan.spec import LayerSpec, Refused, Sparse
 
-Pages = Callable[[Tensor, range], Tensor]  # votes [B, Hk, M, n] and their pages, to a choice
+PageFunction = Callable[[Tensor, range], Tensor]  # votes [B, Hk, M, n] and their pages, to a choice
 OWN_SELECTORS = (TopK, Fraction, RandomPages, Checked)
 
 
@@ -55,7 +55,7 @@ class Seen:
     mass: Mass
 
 
-def selector_of(given: Selector | Pages | None, sparse: Sparse) -> Selector:
+def selector_of(given: Selector | PageFunction | None, sparse: Sparse) -> Selector:
     """The selector of a step: by votes (OOMB 4.2), unless the user has another."""
     if given is None:
         return TopK(sparse.budget // sparse.page)

@@ -13,7 +13,7 @@ from farspan.engine.head import Head
 from farspan.engine.kernels import AttentionKernels, refuse_wide_calls
 from farspan.engine.layers import Layers, TiledLayers
 from farspan.engine.run import Interpreter
-from farspan.engine.sparse import Pages, Seen, selector_of, watched_cell
+from farspan.engine.sparse import PageFunction, Seen, selector_of, watched_cell
 from farspan.engine.storage import Storage
 from farspan.memory.host import refuse_beyond
 from farspan.models.boundary import Boundary
@@ -74,7 +74,7 @@ class Step:
         poison: bool = False,
         overlap: bool | None = None,
         kernels: Kernels | None = None,
-        selector: Selector | Pages | None = None,
+        selector: Selector | PageFunction | None = None,
     ) -> None:
         """`progress` is called after every cell and may raise to abandon the step. `poison` fills
         the arenas with NaN before every step: nothing may depend on what they held. With `overlap`

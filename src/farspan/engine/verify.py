@@ -15,7 +15,7 @@ from farspan.attention.reference import reference
 from farspan.attention.sparse.select import Selector
 from farspan.engine.batch import IGNORED
 from farspan.engine.oracle import Attention, gradients_of, oracle_loss
-from farspan.engine.sparse import Pages
+from farspan.engine.sparse import PageFunction
 from farspan.engine.step import Step
 from farspan.engine.verify_sparse import Approximation, Function, Gradients, approximation
 from farspan.models.boundary import Boundary
@@ -95,7 +95,7 @@ def verify(
     run: VerificationRun,
     *,
     worst: int = 10,
-    selector: Selector | Pages | None = None,
+    selector: Selector | PageFunction | None = None,
 ) -> Verification:
     """Compare loss and every gradient of one step with plain full-sequence autograd.
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from farspan.attention.reference import reference
 from farspan.attention.sparse.select import Candidates, Checked, Selector
 from farspan.engine.oracle import Attention, SparseOracle
-from farspan.engine.sparse import Pages, selector_of
+from farspan.engine.sparse import PageFunction, selector_of
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
 from farspan.plan.build import build_program
@@ -47,7 +47,7 @@ class Function:
     """
 
     schedule: Schedule
-    given: Selector | Pages | None
+    given: Selector | PageFunction | None
     dtype: torch.dtype  # of the step
     choices: list[Tensor] | None = None  # layers upwards, in each of them the chunks
 
@@ -74,7 +74,7 @@ class Function:
         left = iter(self.choices)
         return SparseOracle(self.schedule.sparse, self.schedule.chunk, lambda *_: next(left))
 
-    def selector(self, model: nn.Module, batch: int, tokens: int) -> Selector | Pages | None:
+    def selector(self, model: nn.Module, batch: int, tokens: int) -> Selector | PageFunction | None:
         """What chooses in the step."""
         if self.choices is None:
             return self.given

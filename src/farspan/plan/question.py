@@ -193,6 +193,7 @@ class Plan:
             "bound": self.seconds.bound,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
+            "attention": "exact" if self.schedule.sparse is None else "sparse",
             # No bound is derived for sparse attention (search.sparse).
             "gap": self.gap if self.schedule.sparse is None else None,
             "reason": self.reason,

@@ -126,8 +126,7 @@ def _layer_by_layer(schedule: Schedule, _: int) -> Schedule:
 
 def _whole_pages(schedule: Schedule, tokens: int) -> int:
     """So many tokens, or as many more as sparse attention needs of a chunk."""
-    page = 1 if schedule.sparse is None else schedule.sparse.page
-    return -(-tokens // page) * page
+    return tokens if schedule.sparse is None else schedule.sparse.whole_pages(tokens)
 
 
 def _half(fraction: float) -> float:

@@ -22,7 +22,6 @@ from farspan.train.durable import read_json
 from farspan.train.optimizer_place import DEFAULT, Placed, bare_machine, choose_place
 from farspan.train.parts import Parts
 from farspan.train.setup import Equipment, Place
-from farspan.train.sparse import on_pages
 from farspan.train.strict import build, to_mapping
 
 PROJECTIONS = 3  # q, k and v, where nothing better is known
@@ -117,7 +116,7 @@ def _named(run: RunConfig, model: Any, parts: Parts) -> Schedule:
     if named is not None:
         layers = model.config.get_text_config().num_hidden_layers
         base = parts.strategy(named, layers, run.context)
-    return on_pages(run.schedule.apply(base), run.pages())
+    return run.schedule.apply(base).with_sparse(run.pages())
 
 
 def _free(machine: MachineSpec, use: Equipment) -> MachineSpec:

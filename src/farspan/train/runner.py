@@ -15,7 +15,7 @@ from farspan.train.parts import CellsDone, Parts, StepLike
 from farspan.train.planning import gradients_before
 from farspan.train.setup import Equipment
 from farspan.train.shortage import OutOfMemory, Shortage, clear_up, find_shortage
-from farspan.train.sparse import other_chunk, selector_of
+from farspan.train.sparse import fraction_of, other_chunk
 from farspan.train.strict import to_mapping
 
 T = TypeVar("T")
@@ -166,7 +166,7 @@ class Runner:
         named: dict[str, Any] = {}
         if self._run.kernels != Kernels():
             named["kernels"] = self._run.kernels
-        selector = selector_of(self._run.sparse, schedule, self._run.context)
+        selector = fraction_of(self._run.sparse, schedule, self._run.context)
         if selector is not None:
             named["selector"] = selector
         return self._parts.make_step(self._use.model, schedule, **named)

@@ -1,14 +1,14 @@
 """Sparse attention in a run: its schedule and selector, the mark on its outputs, the warning."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction as Ratio
 from math import ceil
 from typing import Any
 
 from farspan.attention.sparse.select import Fraction
 from farspan.engine.sparse import Seen
-from farspan.spec import Refused, Schedule, Sparse
+from farspan.spec import Refused, Schedule
 from farspan.train.config import RunConfig, SparseConfig
 from farspan.train.diagnosis import as_json
 
@@ -36,14 +36,6 @@ def what_changes(run: RunConfig, change: str) -> str:
     return "the gradients are the same up to rounding, the bits are not"
 
 
-def on_pages(schedule: Schedule, sparse: Sparse | None) -> Schedule:
-    """The schedule with this attention, its chunk rounded up to whole pages."""
-    if sparse is None:
-        return schedule
-    chunk = -(-schedule.chunk // sparse.page) * sparse.page
-    return replace(schedule, chunk=chunk, sparse=sparse)
-
-
 def other_chunk(before: int | None, now: Schedule) -> str:
     """What another chunk means where a query sees all of its own; empty where it is the same."""
     if now.sparse is None or before in (None, now.chunk):
@@ -54,7 +46,7 @@ def other_chunk(before: int | None, now: Schedule) -> str:
     )
 
 
-def selector_of(given: SparseConfig | None, schedule: Schedule, context: int) -> Fraction | None:
+def fraction_of(given: SparseConfig | None, schedule: Schedule, context: int) -> Fraction | None:
     """What chooses pages in place of the votes' best. Raises Refused where the share that is asked
     for is more than the budget: cut to that, it would be another share. Asked of the smallest
     chunk there is, since a run that is short of memory may come to it."""

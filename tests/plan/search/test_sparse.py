@@ -27,7 +27,10 @@ def test_every_plan_is_sparse() -> None:
     for one in (plan, *plan.alternatives):
         assert one.schedule.sparse == SPARSE
         assert one.schedule.chunk % SPARSE.page == 0
-        assert one.to_json()["schedule"]["sparse"]["budget"] == 2048
+        found = one.to_json()
+        assert found["attention"] == "sparse"
+        assert found["schedule"]["sparse"]["budget"] == 2048
+        assert found["gap"] is None  # no bound is derived
     ranks = [one.rank() for one in (plan, *plan.alternatives)]
     assert ranks == sorted(ranks)
 

@@ -3,8 +3,8 @@
 from farspan.plan.cell.sparse import INDEX, Far, far_bytes, far_of, most_units_of
 from farspan.spec import ModelSpec, Schedule
 
-# Elements of scores that votes hold at one time, or one page of queries' if that is more. A GPU's
-# are more; a cell's backward, which comes later, holds more than either.
+# Elements of scores that votes hold at one time on a CPU, or one page of queries' if that is more.
+# On a GPU they are more (attention.sparse.select), which no plan counts.
 SCORES = 2**18
 SAMPLES = 16  # queries of a cell whose seen mass is measured
 WATCHED_KEYS = 1024  # that they are compared with at one time

@@ -64,8 +64,7 @@ def _sparse_of(question: Question) -> Sparse:
 def _forms(schedule: Schedule, sparse: Sparse) -> Iterator[Schedule]:
     """A dense schedule with sparse attention: as it is, its chunk rounded up to pages, and with
     attention computed again, which costs less than it did."""
-    chunk = -(-schedule.chunk // sparse.page) * sparse.page
-    form = replace(schedule, chunk=chunk, sparse=sparse)
+    form = schedule.with_sparse(sparse)
     yield form
     if schedule.attention_kept and not schedule.activations_kept:
         yield replace(form, attention_kept=0.0)
