@@ -30,12 +30,13 @@ from typing import Any
 
 from benchmarks.coarse import Coarse, even_cuts
 from farspan.plan.cell.describe import model_spec
+from farspan.plan.layout import Layout
 from farspan.plan.model.architecture import Architecture
 from farspan.plan.model.catalog import find_architecture
 from farspan.plan.price.evaluate import evaluate
 from farspan.plan.price.local import local_model
 from farspan.plan.price.machines import machine
-from farspan.plan.question import Budget, Layout, Plan, Question
+from farspan.plan.question import Budget, Plan, Question
 from farspan.plan.search.best_first import search, something_fits
 from farspan.plan.search.plans import best_plan, named_schedule
 from farspan.spec import ModelSpec, RunSpec

@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks import cluster, fit, fit_page
 from benchmarks.coarse import Coarse, even_cuts
+from farspan.plan.layout import Layout
 from farspan.plan.price.evaluate import evaluate
 from farspan.plan.price.local import refuse_layout
-from farspan.plan.question import Layout
 from farspan.plan.search.best_first import search
 from farspan.plan.search.plans import named_schedule
 from farspan.plan.strategies import STRATEGIES

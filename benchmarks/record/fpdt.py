@@ -37,8 +37,8 @@ from benchmarks.record.models import (
     program_of,
     with_rates,
 )
+from farspan.plan.layout import Layout
 from farspan.plan.price.machines import machine
-from farspan.plan.question import Layout
 from farspan.plan.simulate import simulate
 from farspan.plan.strategies import strategy
 from farspan.spec import MachineSpec, ModelSpec, Tier

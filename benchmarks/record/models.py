@@ -4,12 +4,13 @@ from dataclasses import replace
 from functools import lru_cache
 
 from farspan.plan.build import build_program
+from farspan.plan.layout import Layout
 from farspan.plan.price.collectives import Collectives
 from farspan.plan.price.local import local_model, local_run, local_schedule
 from farspan.plan.price.machines import machine
 from farspan.plan.price.seconds import Prices
 from farspan.plan.program import AttentionMode, Backward, Forward, Head, Program
-from farspan.plan.question import Layout, Optimizer, Question
+from farspan.plan.question import Optimizer, Question
 from farspan.spec import (
     Curve,
     LayerSpec,

@@ -11,9 +11,10 @@ from farspan.plan import ask
 from farspan.plan.ask import Options, Request
 from farspan.plan.build import build_program
 from farspan.plan.cell.transient import Walk
+from farspan.plan.layout import Layout
 from farspan.plan.price.machines import machine
 from farspan.plan.price.states import gradient_bytes, states
-from farspan.plan.question import Layout, Optimizer
+from farspan.plan.question import Optimizer
 from farspan.spec import Refused, RunSpec, Schedule
 
 CONFIG: dict[str, Any] = {

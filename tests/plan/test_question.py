@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from farspan.plan.layout import Layout, sequence_layout
 from farspan.plan.price.machines import machine
-from farspan.plan.question import Layout, Question, Seconds, sequence_layout
+from farspan.plan.question import Question, Seconds
 from farspan.spec import Refused, RunSpec
 from tests.plan.cases import model_of
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from farspan.plan.layout import Layout
 from farspan.plan.price.machines import machine
-from farspan.plan.question import Layout, Optimizer, Question
+from farspan.plan.question import Optimizer, Question
 from farspan.plan.reason import remedy_of
 from farspan.spec import RunSpec
 from tests.plan.cases import model_of

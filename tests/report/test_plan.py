@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from farspan.plan.layout import Layout
 from farspan.plan.model.architecture import Architecture
 from farspan.plan.program import Kind
-from farspan.plan.question import Budget, Layout, Optimizer
+from farspan.plan.question import Budget, Optimizer
 from farspan.plan.reason import breaks_first, reason_of
 from farspan.plan.words import PARTS
 from farspan.report.plan import contexts_view, plan_view

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from farspan.plan.layout import Layout
 from farspan.plan.price.evaluate import evaluate
-from farspan.plan.question import Layout, Optimizer, Plan, Question
+from farspan.plan.question import Optimizer, Plan, Question
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.report.timeline import LANES, timeline_json
 from farspan.spec import RunSpec

@@ -8,11 +8,12 @@ from typing import Any, TypedDict, Unpack
 from farspan.lazy import load
 from farspan.plan.cell.describe import dtype_name, model_spec
 from farspan.plan.cell.layer import layer_weights
+from farspan.plan.layout import Layout, sequence_layout
 from farspan.plan.model.architecture import Architecture
 from farspan.plan.model.catalog import find_architecture
 from farspan.plan.model.families import Configuration, architecture_from
 from farspan.plan.price.machines import machine as find_machine
-from farspan.plan.question import Layout, Optimizer, Plan, Question, sequence_layout
+from farspan.plan.question import Optimizer, Plan, Question
 from farspan.plan.search.plans import best_plan
 from farspan.plan.strategies import STRATEGIES
 from farspan.plan.units import read_bytes, read_tokens

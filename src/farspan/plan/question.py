@@ -2,11 +2,11 @@
 
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from math import gcd
 from typing import Any
 
+from farspan.plan.layout import ALONE, Layout
 from farspan.plan.model.architecture import Architecture
-from farspan.spec import MachineSpec, ModelSpec, Refused, RunSpec, Schedule, Sparse
+from farspan.spec import MachineSpec, ModelSpec, RunSpec, Schedule, Sparse
 
 
 class Optimizer(StrEnum):
@@ -19,52 +19,13 @@ class Optimizer(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """How the devices share one step; each field is a number of devices.
-
-    Their product is the number of devices. With `fsdp`, weights, gradients and optimizer states
-    are cut over all devices but those of `tensor` and `pipeline`, which hold their own part anyway.
-    """
-
-    ulysses: int = 1  # tokens outside attention, heads inside (FPDT 4.1)
-    shards: int = 1  # K, V of each chunk stay cut by tokens; queries travel
-    ring: int = 1  # K, V of the whole prefix travel round
-    tensor: int = 1  # weights and heads; tokens outside (sequence parallelism)
-    pipeline: int = 1  # groups of layers
-    data: int = 1  # replicas with their own sequences
-    fsdp: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("ulysses", "shards", "ring", "tensor", "pipeline", "data"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise Refused(f"{name}: expected a whole number of devices >= 1, got {value!r}")
-        if not isinstance(self.fsdp, bool):
-            raise Refused(f"fsdp: expected true or false, got {self.fsdp!r}")
-
-    def sequence(self) -> int:
-        """Devices that share the tokens of one sequence outside attention."""
-        return self.ulysses * self.shards * self.ring * self.tensor
-
-    def devices(self) -> int:
-        return self.sequence() * self.pipeline * self.data
-
-
-def sequence_layout(model: ModelSpec, devices: int) -> Layout:
-    """The layout in which `devices` share every sequence: as many as the K, V heads allow share the
-    heads, the rest share each chunk's K, V."""
-    ulysses = gcd(devices, *(layer.kv_heads for layer in model.layers))
-    return Layout(ulysses=ulysses, shards=devices // ulysses)
-
-
-@dataclass(frozen=True, slots=True)
 class Question:
     """One step of a model on a machine."""
 
     model: ModelSpec
     run: RunSpec  # of one sequence group: `tokens` is the whole context, not a device's share
     machine: MachineSpec
-    layout: Layout = Layout()
+    layout: Layout = ALONE
     optimizer: Optimizer = Optimizer.ADAMW
     dtype: str = "bfloat16"
     architecture: Architecture | None = None  # for what a cell holds for a moment

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from farspan.plan.question import Budget, Optimizer, Plan, Question, sequence_layout
+from farspan.plan.layout import sequence_layout
+from farspan.plan.question import Budget, Optimizer, Plan, Question
 from farspan.plan.units import write_bytes
 from farspan.plan.words import part_words
 from farspan.spec import RunSpec, Tier

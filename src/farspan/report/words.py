@@ -1,7 +1,7 @@
 """A schedule and a layout in words."""
 
+from farspan.plan.layout import Layout
 from farspan.plan.pages import sparse_words
-from farspan.plan.question import Layout
 from farspan.plan.units import write_tokens
 from farspan.spec import Schedule, Tier
 

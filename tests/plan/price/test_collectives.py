@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from farspan.plan.layout import Layout
 from farspan.plan.price.collectives import Collectives, exchange_bytes, fsdp_ranks
 from farspan.plan.price.evaluate import evaluate
 from farspan.plan.program import AttentionMode
-from farspan.plan.question import Layout, Optimizer, Question
+from farspan.plan.question import Optimizer, Question
 from farspan.spec import LayerSpec, LayerWork, ModelSpec, RunSpec, Schedule, Tier
 from tests.plan.machines import slow_machine
 

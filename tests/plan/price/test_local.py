@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from farspan.plan.cell.describe import model_spec
+from farspan.plan.layout import Layout
 from farspan.plan.model.catalog import find_architecture
 from farspan.plan.price.local import local_model, local_run, local_schedule, refuse_layout
 from farspan.plan.price.machines import machine
 from farspan.plan.price.states import states
-from farspan.plan.question import Layout, Optimizer, Question
+from farspan.plan.question import Optimizer, Question
 from farspan.spec import ModelSpec, Refused, RunSpec, Schedule
 
 MODEL = model_spec(find_architecture("Llama-3-8B"))

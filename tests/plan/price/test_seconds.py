@@ -6,10 +6,11 @@ import pytest
 from hypothesis import example, given
 
 from farspan.plan.build import build_program
+from farspan.plan.layout import Layout
 from farspan.plan.price.evaluate import evaluate, useful_flop
 from farspan.plan.price.seconds import Prices
 from farspan.plan.program import Backward, Embed, EmbedBackward, Forward, Head
-from farspan.plan.question import Layout, Optimizer, Question
+from farspan.plan.question import Optimizer, Question
 from farspan.plan.search.plans import best_plan
 from farspan.spec import LayerWork, ModelSpec, RunSpec, Schedule, Tier
 from tests.plan.cases import model_of, steps

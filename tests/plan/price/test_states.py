@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from farspan.plan.layout import Layout
 from farspan.plan.price.states import states, update_seconds
-from farspan.plan.question import Layout, Optimizer, Question
+from farspan.plan.question import Optimizer, Question
 from farspan.spec import LayerWork, ModelSpec, RunSpec
 from tests.plan.cases import model_of
 from tests.plan.machines import slow_machine

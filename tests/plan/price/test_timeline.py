@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from farspan.plan.ask import Request
 from farspan.plan.build import build_program
 from farspan.plan.footprints import Lane
+from farspan.plan.layout import Layout
 from farspan.plan.price.seconds import Prices
 from farspan.plan.price.timeline import run_time, spans
 from farspan.plan.program import (
@@ -27,7 +28,7 @@ from farspan.plan.program import (
     LoadGradient,
     Program,
 )
-from farspan.plan.question import Layout, Optimizer, Question
+from farspan.plan.question import Optimizer, Question
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.plan.waits import waits
 from farspan.spec import ModelSpec, RunSpec, Schedule, Tier

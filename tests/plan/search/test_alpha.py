@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from farspan.plan.layout import Layout
 from farspan.plan.price.evaluate import evaluate
-from farspan.plan.question import Layout, Optimizer, Plan, Question
+from farspan.plan.question import Optimizer, Plan, Question
 from farspan.plan.search.alpha import solve_alpha, with_alpha
 from farspan.plan.strategies import strategy
 from farspan.spec import RunSpec, Schedule

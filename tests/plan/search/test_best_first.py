@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farspan.plan.grid import chunk_ranges
+from farspan.plan.layout import Layout
 from farspan.plan.price.evaluate import evaluate
-from farspan.plan.question import Layout, Optimizer, Plan, Question
+from farspan.plan.question import Optimizer, Plan, Question
 from farspan.plan.search.best_first import search, something_fits
 from farspan.plan.search.bound import TIERS
 from farspan.plan.search.quick import latest_fraction

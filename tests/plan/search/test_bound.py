@@ -7,10 +7,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from farspan.plan.build import build_program
+from farspan.plan.layout import Layout
 from farspan.plan.price.evaluate import size
 from farspan.plan.price.seconds import Prices
 from farspan.plan.price.timeline import run_time
-from farspan.plan.question import Layout, Optimizer, Question
+from farspan.plan.question import Optimizer, Question
 from farspan.plan.search.bound import Frames, frames_of, tiers_of
 from farspan.plan.search.frontier import Cells
 from farspan.plan.search.lanes import seconds

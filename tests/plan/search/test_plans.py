@@ -5,10 +5,11 @@ from dataclasses import asdict, replace
 import pytest
 
 from farspan.plan.cell.describe import model_spec
+from farspan.plan.layout import Layout
 from farspan.plan.model.catalog import find_architecture
 from farspan.plan.price.evaluate import evaluate
 from farspan.plan.price.machines import machine
-from farspan.plan.question import Layout, Optimizer, Question
+from farspan.plan.question import Optimizer, Question
 from farspan.plan.search import quick
 from farspan.plan.search.estimate import estimate
 from farspan.plan.search.plans import best_plan, longest_contexts, named_schedule

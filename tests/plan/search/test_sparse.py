@@ -6,8 +6,9 @@ from itertools import pairwise
 import pytest
 
 from farspan.plan.ask import Request
+from farspan.plan.layout import Layout
 from farspan.plan.price.evaluate import evaluate, size
-from farspan.plan.question import Layout, Plan
+from farspan.plan.question import Plan
 from farspan.plan.search.plans import best_plan, longest_contexts
 from farspan.spec import Refused, Schedule, Sparse, Tier
 from tests.plan.search.test_plans import question

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from farspan.plan.question import Layout, Question
+from farspan.plan.layout import Layout
+from farspan.plan.question import Question
 from farspan.spec import ModelSpec, Refused, RunSpec, Schedule
 
 

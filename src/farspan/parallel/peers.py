@@ -1,0 +1,91 @@
+"""The ranks along an axis of a layout, and what they send each other.
+
+Rows lie along dimension 0, of any further shape and dtype, contiguous; how many rows each peer has
+may differ and may be none. Sums are of parts in the order of ranks, so that they are the same bits
+every time and on every number of nodes. `sent` counts the bytes that this rank gives to others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Counts = Sequence[int]  # rows of each peer
+
+
+@dataclass(slots=True)
+class Peers:
+    """This rank among its peers along one axis."""
+
+    group: dist.ProcessGroup
+    sent: int = 0  # bytes, since the start
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
+
+    @property
+    def index(self) -> int:
+        """Which of them this rank is."""
+        return self.group.rank()
+
+    def exchange(self, rows: Tensor, out: Counts, back: Counts) -> Tensor:
+        """All-to-all: `out[i]` rows, one peer after the other, go to peer i; `back[i]` rows come
+        from it and stand in the order of peers."""
+        received = rows.new_empty(sum(back), *rows.shape[1:])
+        # Rows of bytes, so that counts mean the same for every backend and dtype.
+        dist.all_to_all_single(received, rows, list(back), list(out), group=self.group)
+        self._count(rows, sum(out) - out[self.index])
+        return received
+
+    def gather(self, rows: Tensor, counts: Counts) -> Tensor:
+        """All-gather: the rows of all peers in their order, `counts[i]` of peer i."""
+        assert rows.shape[0] == counts[self.index], (rows.shape, counts)
+        most = max(counts)
+        # Backends gather equal parts only; shares of a chunk differ by a row at most.
+        padded = rows.new_zeros(most, *rows.shape[1:])
+        padded[: rows.shape[0]] = rows
+        whole = rows.new_empty(self.size * most, *rows.shape[1:])
+        dist.all_gather_into_tensor(whole, padded, group=self.group)
+        self._count(rows, most * (self.size - 1))
+        if min(counts) == most:
+            return whole
+        return torch.cat([whole[i * most : i * most + n] for i, n in enumerate(counts)])
+
+    def scatter_sum(self, rows: Tensor, counts: Counts) -> Tensor:
+        """Reduce-scatter: of the rows of all peers' tensors, summed, the `counts[i]` that follow
+        those of peers before i go to peer i. In the dtype of `rows`."""
+        own = counts[self.index]
+        parts = self.exchange(rows, counts, [own] * self.size).unflatten(0, (self.size, own))
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """All-reduce, in place."""
+        dist.all_reduce(tensor, group=self.group)
+        self._count(
+            tensor, 2 * tensor.shape[0] * (self.size - 1) // self.size if tensor.ndim else 0
+        )
+        return tensor
+
+    def pass_on(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What the peer before this one has of the same shapes, as this one's go to the next."""
+        ahead = dist.get_global_rank(self.group, (self.index + 1) % self.size)
+        behind = dist.get_global_rank(self.group, (self.index - 1) % self.size)
+        received = [torch.empty_like(tensor) for tensor in tensors]
+        works = []
+        for tensor, place in zip(tensors, received, strict=True):
+            works.append(dist.P2POp(dist.isend, tensor.contiguous(), ahead, self.group))
+            works.append(dist.P2POp(dist.irecv, place, behind, self.group))
+            self._count(tensor, tensor.shape[0])
+        for work in dist.batch_isend_irecv(works):
+            work.wait()
+        return received
+
+    def _count(self, like: Tensor, rows: int) -> None:
+        row = like[0].nbytes if like.ndim and like.shape[0] else 0
+        self.sent += rows * row
