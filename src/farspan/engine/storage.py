@@ -39,7 +39,7 @@ class Storage:
         at_start: bool = False,
         mapped: bool = False,
     ) -> dict[str, Tensor]:
-        """The tensors of `buffer` for the tokens of `span`, each [T, B, ...].
+        """The tensors of `buffer` for these rows (plan.share), each [T, B, ...].
 
         A slot holds whatever chunk was put there last, from its first row on: `at_start`. For
         `mapped` see `Arena.view`.
@@ -49,7 +49,7 @@ class Storage:
         start = 0 if at_start else span[0] - buffer.start
         count = span[1] - span[0]
         held = buffer.stop - buffer.start
-        assert 0 <= start <= held - count, f"{name} does not hold tokens {span}"
+        assert 0 <= start <= held - count, f"{name} does not hold rows {span}"
         spec = self.program.model.layers[layer]
         views = {}
         run = self.program.run
@@ -62,8 +62,8 @@ class Storage:
 
     def chunk(self, name: str, chunk: int, layer: int) -> dict[str, Tensor]:
         """The tensors of a chunk in a buffer or a slot: K, V [C, B, Hk, D], others as above."""
-        span = self.program.chunks[chunk]
         buffer = self.program.buffers[name]
+        span = self.program.rows(buffer.kind, chunk)
         rows = self.rows(name, span, layer, at_start=is_slot(buffer))
         if buffer.kind in (Kind.KV, Kind.DKV):
             return rows
@@ -88,7 +88,8 @@ class Storage:
         return whole[:, : buffer.cell_bytes // dtype.itemsize].unflatten(1, shape)
 
     def _first_chunk(self, buffer: Buffer) -> int:
-        return buffer.start // self.program.schedule.chunk
+        starts = [start for start, _ in self.program.chunks]
+        return starts.index(buffer.start)
 
     def copy_chunk(self, source: str, target: str, chunk: int) -> None:
         """Copy a chunk between two buffers of different tiers."""

@@ -42,6 +42,10 @@ class Block:
     Invariant: every query sees a key and every key is seen. `causal` hides the keys after the
     query, and then q_stop == k_stop; `window` hides the keys before query - window + 1. A causal
     block without window is a square; a block that is neither causal nor windowed needs no mask.
+
+    Queries and keys count in token positions. Of keys that a rank holds in part (`held`) they count
+    in coordinates: keys are rows of what is held, and queries are positions less `shift`, so that
+    differences of what a mask compares are those of positions.
     """
 
     row_start: int
@@ -52,6 +56,7 @@ class Block:
     k_stop: int
     causal: bool
     window: int | None = None
+    shift: int = 0
 
     @property
     def rows(self) -> slice:
@@ -116,7 +121,7 @@ def plan_blocks(
             own = Block(row_start, row_stop, run.start, run.stop, run.start, run.stop, True)
             for k_start, k_stop in _earlier_keys(run, q_start, kv_block, window):
                 earlier = replace(own, k_start=k_start, k_stop=k_stop, causal=False)
-                blocks.extend([earlier] if window is None else _cut_at_window(earlier, window))
+                blocks.extend([earlier] if window is None else cut_at_window(earlier, window))
             narrow = window is not None and run.stop - run.start > window
             blocks.append(replace(own, window=window) if narrow else own)
     for block in blocks:
@@ -177,7 +182,7 @@ def _earlier_keys(
             yield k_start, k_stop
 
 
-def _cut_at_window(block: Block, window: int) -> Iterator[Block]:
+def cut_at_window(block: Block, window: int) -> Iterator[Block]:
     """The queries whose window holds all keys of the block, then those who see the last of them.
 
     In the second part there are at least as many keys as queries, which flash attention needs;

@@ -4,20 +4,22 @@ from dataclasses import replace
 
 from farspan.plan import names
 from farspan.plan.grid import chunk_ranges, group_ranges
+from farspan.plan.layout import ONLY, Rank
 from farspan.plan.ledger import Ledger
 from farspan.plan.passes import GroupPasses
 from farspan.plan.program import Close, Kind, Program
+from farspan.plan.share import local_heads, share_of
 from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
 
 
-def build_program(model: ModelSpec, run: RunSpec, schedule: Schedule) -> Program:
+def build_program(model: ModelSpec, run: RunSpec, schedule: Schedule, rank: Rank = ONLY) -> Program:
     """The program of one training step.
 
     Every linear extension of the grid's order gives the same gradients; this one walks group by
     group, forward and then back (DESIGN section 1). Raises Refused when the schedule's groups do
     not fit the model.
     """
-    ledger = _ledger(model, run, schedule)
+    ledger = _ledger(model, run, schedule, rank)
     passes = [GroupPasses(ledger, index) for index in range(len(ledger.groups))]
     _open_slots(ledger, passes)
     for group in passes:
@@ -29,7 +31,9 @@ def build_program(model: ModelSpec, run: RunSpec, schedule: Schedule) -> Program
     return ledger.finish()
 
 
-def build_evaluation(model: ModelSpec, run: RunSpec, schedule: Schedule) -> Program:
+def build_evaluation(
+    model: ModelSpec, run: RunSpec, schedule: Schedule, rank: Rank = ONLY
+) -> Program:
     """The program that computes the loss and no gradients: one pass of every group, K, V of the
     open group only."""
     plain = replace(
@@ -39,7 +43,7 @@ def build_evaluation(model: ModelSpec, run: RunSpec, schedule: Schedule) -> Prog
         attention_open=False,
         activations_kept=0.0,
     )
-    ledger = _ledger(model, run, plain)
+    ledger = _ledger(model, run, plain, rank)
     passes = [GroupPasses(ledger, index) for index in range(len(ledger.groups))]
     _open_slots(ledger, passes)
     for group in passes:
@@ -47,30 +51,33 @@ def build_evaluation(model: ModelSpec, run: RunSpec, schedule: Schedule) -> Prog
     return ledger.finish()
 
 
-def _ledger(model: ModelSpec, run: RunSpec, schedule: Schedule) -> Ledger:
+def _ledger(model: ModelSpec, run: RunSpec, schedule: Schedule, rank: Rank) -> Ledger:
+    chunks = chunk_ranges(run.tokens, schedule.chunk)
     return Ledger(
-        model,
+        local_heads(model, rank.layout),
         run,
         schedule,
-        chunk_ranges(run.tokens, schedule.chunk),
+        chunks,
         group_ranges(schedule, len(model.layers)),
+        share_of(chunks, rank),
     )
 
 
 def _open_slots(ledger: Ledger, passes: list[GroupPasses]) -> None:
     """Slots for everything that crosses the link: on the device, for the whole program."""
     schedule = ledger.schedule
-    chunk = ledger.chunks[0][1]
+    share = ledger.share
+    own, keys = share.tokens.most, share.keys.most
     slot = ledger.allocate_slot
     kept = any(group.graphs for group in passes)
     if schedule.x is Tier.HOST and (len(passes) > 1 or kept):
         for name in (*ledger.few(names.X_IN), *ledger.few(names.X_OUT)):
-            slot(name, Kind.X, chunk)
+            slot(name, Kind.X, own)
     if schedule.kv is Tier.HOST:
-        block = min(schedule.kv_block, ledger.run.tokens)
+        block = min(schedule.kv_block, share.keys.total)
         for ring, kind, tokens in (
-            (names.KV_OWN, Kind.KV, chunk),
-            (names.DKV_OWN, Kind.DKV, chunk),
+            (names.KV_OWN, Kind.KV, keys),
+            (names.DKV_OWN, Kind.DKV, keys),
             (names.KV_BLOCKS, Kind.KV, block),
             (names.DKV_BLOCKS, Kind.DKV, block),
         ):
@@ -78,7 +85,7 @@ def _open_slots(ledger: Ledger, passes: list[GroupPasses]) -> None:
                 slot(name, kind, tokens)
     if schedule.attention is Tier.HOST and (schedule.attention_kept or schedule.attention_open):
         for name in ledger.attention_slots():
-            slot(name, Kind.ATTENTION, chunk)
+            slot(name, Kind.ATTENTION, keys)
     if kept and schedule.activations is Tier.HOST:
         largest = max(group.cell_bytes(layer) for group in passes for layer in group.layers)
         for name in names.ACTIVATIONS:

@@ -198,7 +198,7 @@ class _Uses:
     def _chunk(self, name: str, chunk: int, layer: int) -> list[Range]:
         """Where a buffer holds a chunk; a slot holds any at its start."""
         buffer = self.program.buffers[name]
-        start, stop = self.program.chunks[chunk]
+        start, stop = self.program.rows(buffer.kind, chunk)
         first = start if buffer.layer < 0 else buffer.start
         if buffer.cell_bytes:
             size = -(-buffer.cell_bytes // LINE) * LINE

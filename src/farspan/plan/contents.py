@@ -153,7 +153,7 @@ class Contents:
 
     def stream(self, blocks: tuple[str, ...], kind: Kind) -> None:
         """Slots that an instruction streams host blocks through."""
-        wanted = min(self.program.schedule.kv_block, self.program.run.tokens)
+        wanted = min(self.program.schedule.kv_block, self.program.share.keys.total)
         for name in blocks:
             buffer = self.alive(name)
             fits = buffer.kind is kind and buffer.stop - buffer.start >= wanted
@@ -204,24 +204,24 @@ class Contents:
         return sum(_padded(row, tokens) for row in rows[kind])
 
     def _chunks_of(self, buffer: Buffer) -> list[int]:
-        return [
-            chunk
-            for chunk, (start, stop) in enumerate(self.program.chunks)
-            if buffer.start <= start and stop <= buffer.stop
-        ]
+        return [chunk for chunk in range(len(self.program.chunks)) if self._holds(buffer, chunk)]
 
     def _place(self, name: str, chunk: int) -> int:
         """Where in an allocated buffer a chunk is; using it is a use of the buffer."""
         buffer = self.alive(name)
         self.need(0 <= chunk < len(self.program.chunks), f"there is no chunk {chunk}")
         self.used.add(name)
-        start, stop = self.program.chunks[chunk]
+        start, stop = self.program.rows(buffer.kind, chunk)
         if buffer.layer == SLOT:
             fits = buffer.kind in CELLS or stop - start <= buffer.stop - buffer.start
         else:
-            fits = buffer.start <= start and stop <= buffer.stop
+            fits = self._holds(buffer, chunk)
         self.need(fits, f"{name} has no place for chunk {chunk}")
         return SLOT if buffer.layer == SLOT else chunk
+
+    def _holds(self, buffer: Buffer, chunk: int) -> bool:
+        start, stop = self.program.rows(buffer.kind, chunk)
+        return buffer.start <= start and stop <= buffer.stop
 
     def _layer_of(self, buffer: Buffer) -> int:
         """The layer whose tensor a buffer holds; boundary b is the input of group b."""

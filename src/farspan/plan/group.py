@@ -35,16 +35,14 @@ class Group:
     def open_first(self) -> None:
         """Buffers that the first pass writes."""
         ledger, schedule = self.ledger, self.ledger.schedule
-        everything = (0, ledger.run.tokens)
         kept = kept_chunks(schedule.attention_kept, ledger.chunks)
         for layer in self.layers:
-            ledger.allocate(names.kv(layer), Kind.KV, schedule.kv, layer, everything)
+            ledger.allocate(names.kv(layer), Kind.KV, schedule.kv, layer)
             if self.kv_goes_home():
-                ledger.allocate(names.kv_home(layer), Kind.KV, Tier.HOST, layer, everything)
+                ledger.allocate(names.kv_home(layer), Kind.KV, Tier.HOST, layer)
             if kept and not (self.is_last and layer == self.top):
-                span = (ledger.chunks[kept[0]][0], ledger.run.tokens)
                 ledger.allocate(
-                    names.attention(layer), Kind.ATTENTION, schedule.attention, layer, span
+                    names.attention(layer), Kind.ATTENTION, schedule.attention, layer, kept
                 )
             self._open_activations(layer)
             self._open_pages(layer)
@@ -53,7 +51,7 @@ class Group:
             self.open_attention_of_open_group()
         else:
             boundary = self.index + 1
-            ledger.allocate(names.x(boundary), Kind.X, schedule.x, boundary, everything)
+            ledger.allocate(names.x(boundary), Kind.X, schedule.x, boundary)
 
     def _open_activations(self, layer: int) -> None:
         if self.graphs:
@@ -102,18 +100,17 @@ class Group:
     def _open_head_input(self) -> None:
         if self.graphs:
             ledger = self.ledger
-            span = (ledger.chunks[self.graphs[0]][0], ledger.run.tokens)
             boundary = self.index + 1
-            ledger.allocate(names.x(boundary), Kind.X, ledger.schedule.x, boundary, span)
+            ledger.allocate(names.x(boundary), Kind.X, ledger.schedule.x, boundary, self.graphs)
 
     def open_attention_of_open_group(self) -> None:
         ledger, schedule = self.ledger, self.ledger.schedule
         kept = kept_chunks(schedule.attention_kept, ledger.chunks)
-        stop = ledger.chunks[kept[0]][0] if kept else ledger.run.tokens
-        if schedule.attention_open and stop > 0:
+        others = range(kept[0]) if kept else self.chunks
+        if schedule.attention_open and others:
             for layer in self.layers[:-1]:
                 name = names.attention_open(layer)
-                ledger.allocate(name, Kind.ATTENTION, schedule.attention, layer, (0, stop))
+                ledger.allocate(name, Kind.ATTENTION, schedule.attention, layer, others)
 
     def cell_bytes(self, layer: int) -> int:
         """Bytes of a full chunk's cell of kept activations. O and LSE are counted where no
@@ -167,9 +164,6 @@ class Group:
     def attention_home(self, layer: int, chunk: int) -> str | None:
         """The buffer that keeps O, LSE of this cell, if one does."""
         for name in (names.attention(layer), names.attention_open(layer)):
-            if self.ledger.is_open(name):
-                buffer = self.ledger.buffers[name]
-                start, stop = self.ledger.chunks[chunk]
-                if buffer.start <= start and stop <= buffer.stop:
-                    return name
+            if self.ledger.is_open(name) and chunk in self.ledger.covered[name]:
+                return name
         return None

@@ -101,6 +101,9 @@ class Rank:
         )
 
 
+ONLY = Rank()  # where there is one device
+
+
 def part(span: Range, index: int, count: int) -> Range:
     """The `index`-th of `count` parts of a range, as equal as whole tokens allow."""
     start, stop = span

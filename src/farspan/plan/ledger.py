@@ -7,6 +7,7 @@ from typing import get_args
 
 from farspan.memory.place import Request, place
 from farspan.plan import names
+from farspan.plan.layout import Range
 from farspan.plan.program import (
     Allocate,
     Backward,
@@ -18,7 +19,9 @@ from farspan.plan.program import (
     Instruction,
     Kind,
     Program,
+    rows_of,
 )
+from farspan.plan.share import Share
 from farspan.plan.sizes import aligned, regions, regions_bytes
 from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
 
@@ -35,26 +38,31 @@ class Ledger:
     model: ModelSpec
     run: RunSpec
     schedule: Schedule
-    chunks: tuple[tuple[int, int], ...]
-    groups: tuple[tuple[int, int], ...]
+    chunks: tuple[Range, ...]
+    groups: tuple[Range, ...]
+    share: Share
     instructions: list[Instruction] = field(default_factory=list)
     buffers: dict[str, Buffer] = field(default_factory=dict)
     written: dict[str, set[int]] = field(default_factory=dict)
+    covered: dict[str, range] = field(default_factory=dict)  # chunks a buffer has room for
     turns: dict[tuple[str, ...], int] = field(default_factory=dict)  # of rings of slots
 
     def emit(self, *instructions: Instruction) -> None:
         self.instructions.extend(instructions)
 
     def allocate(
-        self, name: str, kind: Kind, tier: Tier, layer: int, span: tuple[int, int]
+        self, name: str, kind: Kind, tier: Tier, layer: int, chunks: range | None = None
     ) -> None:
-        """Open a buffer of the layer's tensors for the tokens of `span`."""
-        start, stop = span
+        """Open a buffer of the layer's tensors for these chunks, or all."""
+        chunks = range(len(self.chunks)) if chunks is None else chunks
+        rows = rows_of(self.chunks, self.share, kind)
+        start, stop = rows[chunks[0]][0], rows[chunks[-1]][1]
+        self.covered[name] = chunks
         size = self._size(kind, min(layer, len(self.model.layers) - 1), stop - start)
         self._open(Buffer(name, kind, layer, tier, start, stop, 0, size, 0, -1, 0))
 
     def allocate_slot(self, name: str, kind: Kind, tokens: int) -> None:
-        """Open a device buffer that can hold `tokens` tokens of any layer."""
+        """Open a device buffer that can hold `tokens` rows of any layer."""
         size = max(self._size(kind, layer, tokens) for layer in range(len(self.model.layers)))
         self._open(Buffer(name, kind, -1, Tier.DEVICE, 0, tokens, 0, size, 0, -1, 0))
 
@@ -173,6 +181,7 @@ class Ledger:
             tuple(self.instructions),
             dict(self.buffers),
             arena_bytes,
+            self.share,
         )
 
 

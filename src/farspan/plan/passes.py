@@ -126,9 +126,7 @@ class GroupPasses(Group):
         if self.is_last or not missing:
             return
         for layer in self.layers:
-            ledger.allocate(
-                names.kv_again(layer), Kind.KV, schedule.kv, layer, (0, ledger.run.tokens)
-            )
+            ledger.allocate(names.kv_again(layer), Kind.KV, schedule.kv, layer)
         if self.kv_goes_home():
             for layer in self.layers:
                 for chunk in self.chunks:
@@ -148,8 +146,7 @@ class GroupPasses(Group):
     def backward(self) -> None:
         ledger = self.ledger
         for layer in self.layers:
-            span = (0, ledger.run.tokens)
-            ledger.allocate(names.dkv(layer), Kind.DKV, ledger.schedule.kv, layer, span)
+            ledger.allocate(names.dkv(layer), Kind.DKV, ledger.schedule.kv, layer)
         ledger.clear(names.dkv(self.top))
         for chunk in reversed(self.chunks):
             self.enter(chunk)

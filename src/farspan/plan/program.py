@@ -12,6 +12,8 @@ boundary gradients need no memory of their own.
 from dataclasses import dataclass
 from enum import StrEnum
 
+from farspan.plan.layout import Range
+from farspan.plan.share import Share
 from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
 
 
@@ -28,6 +30,13 @@ class Kind(StrEnum):
 
 
 CELLS = (Kind.ACTIVATIONS, Kind.MEANS, Kind.CHOICE)  # buffers of raw cells, one a chunk
+
+
+def rows_of(chunks: tuple[Range, ...], share: Share, kind: Kind) -> tuple[Range, ...]:
+    """The rows of every chunk in buffers of this kind; of CELLS, the chunks' tokens."""
+    if kind in CELLS:
+        return chunks
+    return share.tokens.rows if kind is Kind.X else share.keys.rows
 
 
 class AttentionMode(StrEnum):
@@ -64,8 +73,8 @@ class Buffer:
     kind: Kind
     layer: int  # the layer, or the boundary of `x`; -1 for slots, which serve any
     tier: Tier
-    start: int  # first token held
-    stop: int  # one past the last token held
+    start: int  # first row held (plan.share), or first token of the chunks of CELLS
+    stop: int  # one past the last
     cell_bytes: int  # CELLS: bytes of a full chunk's cell; else 0
     bytes: int
     born: int  # index of the instruction that allocates it
@@ -237,11 +246,16 @@ class Program:
     model: ModelSpec
     run: RunSpec
     schedule: Schedule
-    chunks: tuple[tuple[int, int], ...]  # token range of each chunk
+    chunks: tuple[tuple[int, int], ...]  # token range of each chunk, all ranks together
     groups: tuple[tuple[int, int], ...]  # layer range of each group
     instructions: tuple[Instruction, ...]
     buffers: dict[str, Buffer]
     arena_bytes: dict[Tier, int]
+    share: Share  # what of each chunk the rank has whose program this is
+
+    def rows(self, kind: Kind, chunk: int) -> Range:
+        """Where in buffers of this kind a chunk's rows are; of CELLS, the chunk's tokens."""
+        return rows_of(self.chunks, self.share, kind)[chunk]
 
     def trains(self) -> bool:
         """Does it compute gradients, and not only the loss?"""

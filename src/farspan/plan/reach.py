@@ -6,6 +6,7 @@ the most that can be is counted.
 """
 
 from farspan.plan.grid import chunk_ranges
+from farspan.plan.layout import Range
 from farspan.plan.program import Program
 from farspan.spec import LayerSpec, Schedule, Sparse
 
@@ -36,8 +37,16 @@ def earlier_rows(program: Program, layer: LayerSpec, chunk: int) -> int:
     start, stop = program.chunks[chunk]
     sparse = sparse_of(program.schedule, layer)
     if sparse is None:
-        return start if layer.window is None else min(start, layer.window - 1)
+        before = start if layer.window is None else min(start, layer.window - 1)
+        if program.share.keys.ranges == program.chunks:
+            return before
+        first = start - before
+        return sum(_within(held, (first, start)) for held in program.share.keys.ranges)
     return sparse.near(start) + chosen_pages(sparse, start, stop) * sparse.page
+
+
+def _within(span: Range, other: Range) -> int:
+    return max(0, min(span[1], other[1]) - max(span[0], other[0]))
 
 
 def sequence_pairs(tokens: int, layer: LayerSpec, schedule: Schedule) -> int:

@@ -100,7 +100,7 @@ def copied_bytes(program: Program, source: str, target: str, chunk: int) -> int:
     ends = program.buffers[source], program.buffers[target]
     if ends[0].kind is Kind.ACTIVATIONS:
         return min(end.cell_bytes for end in ends)
-    start, stop = program.chunks[chunk]
+    start, stop = program.rows(ends[0].kind, chunk)
     layer = min(max(end.layer for end in ends), len(program.model.layers) - 1)
     return _row_bytes(program, ends[0].kind, program.model.layers[layer]) * (stop - start)
 

@@ -25,6 +25,7 @@ from farspan.plan.program import (
 )
 from farspan.plan.question import Question
 from farspan.plan.search.roles import Kept
+from farspan.plan.share import share_of
 from farspan.plan.sizes import activation_cell_bytes, regions, regions_bytes
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Tier
 
@@ -136,8 +137,9 @@ class Ruler:
         }
         groups = group_ranges(self.schedule, len(self.model.layers))
         arenas = dict.fromkeys(Tier, 0)
+        share = share_of(self.chunks)
         return Program(
-            self.model, self.run, self.schedule, self.chunks, groups, (), buffers, arenas
+            self.model, self.run, self.schedule, self.chunks, groups, (), buffers, arenas, share
         )
 
     def _cell(self, spec: LayerSpec, mode: AttentionMode) -> Lane:

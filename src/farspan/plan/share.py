@@ -1,0 +1,77 @@
+"""What one rank has of every chunk: tokens outside attention, and keys inside.
+
+Two sets of rows. A rank's tokens are its part of each chunk: x, activations and the loss are of
+them. Its keys are the tokens whose K, V, dK, dV, O and LSE it keeps, for its part of the heads: all
+of a chunk's with Ulysses alone, a shard's or a ring member's part of each chunk otherwise. Buffers
+hold the rows of all chunks one after the other, so a row is not a position in the sequence.
+
+Every rank of a sequence runs the same instructions; only the rows differ. Parts may be empty.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from farspan.plan.layout import ONLY, SEQUENCE, Layout, Range, Rank
+from farspan.spec import LayerSpec, ModelSpec, Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """A part of every chunk."""
+
+    ranges: tuple[Range, ...]  # positions in the sequence
+    rows: tuple[Range, ...]  # where they stand in a buffer that holds all of them
+
+    @property
+    def total(self) -> int:
+        """Rows of a buffer that holds every chunk's part."""
+        return self.rows[-1][1]
+
+    @property
+    def most(self) -> int:
+        """Rows of the longest part."""
+        return max(stop - start for start, stop in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A rank's tokens and keys."""
+
+    rank: Rank
+    tokens: Spans
+    keys: Spans
+
+
+def share_of(chunks: tuple[Range, ...], rank: Rank = ONLY) -> Share:
+    """The share of one rank."""
+    if rank.layout.sequence() == 1:
+        whole = Spans(chunks, chunks)
+        return Share(rank, whole, whole)
+    return Share(rank, _spans(chunks, rank), _spans(chunks, rank, *AMONG_HEADS))
+
+
+AMONG_HEADS = SEQUENCE[:2]  # these share heads; the other axes of a sequence share keys
+
+
+def _spans(chunks: tuple[Range, ...], rank: Rank, *axes: str) -> Spans:
+    ranges = tuple(rank.tokens(chunk, *axes) for chunk in chunks)
+    sizes = (stop - start for start, stop in ranges)
+    return Spans(ranges, tuple(pairwise(accumulate(sizes, initial=0))))
+
+
+def local_heads(model: ModelSpec, layout: Layout) -> ModelSpec:
+    """The model as attention on one rank sees it. Raises Refused where heads cannot be shared as
+    the layout says."""
+    ranks = layout.ulysses * layout.tensor
+    if ranks == 1:
+        return model
+    return replace(model, layers=tuple(_local(layer, ranks) for layer in model.layers))
+
+
+def _local(layer: LayerSpec, ranks: int) -> LayerSpec:
+    if layer.kv_heads % ranks:
+        raise Refused(
+            f"ulysses: {layer.kv_heads} K, V heads cannot be shared by {ranks} devices; use a "
+            f"divisor of {layer.kv_heads}, and shards for the rest"
+        )
+    return replace(layer, kv_heads=layer.kv_heads // ranks, query_heads=layer.query_heads // ranks)
