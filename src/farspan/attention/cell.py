@@ -6,6 +6,9 @@ deterministic as far as the kernel is: blocks are visited in one fixed order.
 
 Shapes: q [B, H, C, D]; k [B, Hk, C, D], v [B, Hk, C, Dv] the chunk's own; out [B, H, C, Dv];
 lse [B, H, C]; sinks [H]. "Accumulate dtype" is fp32, or fp64 for fp64.
+
+Where keys are spread over ranks (plan/held.py), keys are those that this rank holds: k, v have
+fewer tokens than q, and what is said of tokens of keys holds of rows of held keys.
 """
 
 from collections.abc import Iterator
@@ -47,9 +50,15 @@ class AttentionCall:
     blocks: tuple[Block, ...]  # from plan_blocks
     q_start: int  # first token of the chunk
     kernel: BlockKernel  # from select_kernel, with the same softcap
+    k_start: int | None = None  # first row of the chunk's own keys; None: all are held, q_start
 
     def __post_init__(self) -> None:
         assert self.kernel.softcap == self.softcap, (self.kernel, self.softcap)
+
+    @property
+    def own_start(self) -> int:
+        """Where the chunk's own keys begin."""
+        return self.q_start if self.k_start is None else self.k_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +95,16 @@ def attend_blocks(
     call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, key_values: KeyValues
 ) -> tuple[Tensor, Tensor]:
     """The same without sinks, before it is rounded: out of several blocks is in the accumulate
-    dtype."""
-    out, lse = _attend_own(call, q, k, v)
+    dtype. A query that sees no held key has out = 0 and lse = -inf."""
+    return attend_earlier(call, q, _attend_own(call, q, k, v), key_values)
+
+
+@torch.no_grad()
+def attend_earlier(
+    call: AttentionCall, q: Tensor, attended: tuple[Tensor, Tensor], key_values: KeyValues
+) -> tuple[Tensor, Tensor]:
+    """`attended`, joined by what the queries see of earlier keys; it may be changed in place."""
+    out, lse = attended
     for visit in _visits(call):
         # A chunk of one block needs no sum, hence no wider output.
         out = out.to(lse.dtype)
@@ -117,14 +134,26 @@ def attend_backward(
     dtype = accumulate_dtype(q.dtype)
     of_queries = dout, q, *attended
     dq = _Sum(q, dtype)
-    own = _Visit(call.q_start, call.q_start + q.shape[2], slice(0, None), _own_blocks(call))
+    own = _Visit(call.own_start, call.own_start + k.shape[2], slice(0, None), _own_blocks(call))
     dk, dv = _gradients(call, of_queries, k, v, own, dq)
-    for visit in _visits(call):
-        keys, values = key_values.keys(visit.start, visit.stop)
-        parts = _gradients(call, of_queries, keys, values, visit, dq)
-        key_values.add_gradient(visit.start, visit.stop, visit.rows, *parts)
+    _earlier_gradients(call, of_queries, key_values, dq)
     dsinks = None if sinks is None else sink_gradient(dout, *attended, sinks)
     return dq.total().to(dtype), dk.to(dtype), dv.to(dtype), dsinks
+
+
+@torch.no_grad()
+def attend_earlier_backward(
+    call: AttentionCall,
+    dout: Tensor,
+    q: Tensor,
+    attended: tuple[Tensor, Tensor],
+    key_values: KeyValues,
+) -> Tensor:
+    """What earlier keys alone give to dq, in the accumulate dtype; their own gradients go to
+    `key_values.add_gradient`. `attended` is that of all keys."""
+    dq = _Sum(q, accumulate_dtype(q.dtype))
+    _earlier_gradients(call, (dout, q, *attended), key_values, dq)
+    return dq.total().to(dq.dtype)
 
 
 class _Sum:
@@ -148,8 +177,19 @@ class _Sum:
         self.sum[rows, :, start : start + part.shape[2]].add_(part)
 
     def total(self) -> Tensor:
-        assert self.sum is not None
+        """The sum; of no parts, zeros."""
+        if self.sum is None:
+            return torch.zeros_like(self.like, dtype=self.dtype)
         return self.sum
+
+
+def _earlier_gradients(
+    call: AttentionCall, of_queries: tuple[Tensor, ...], key_values: KeyValues, dq: _Sum
+) -> None:
+    for visit in _visits(call):
+        keys, values = key_values.keys(visit.start, visit.stop)
+        parts = _gradients(call, of_queries, keys, values, visit, dq)
+        key_values.add_gradient(visit.start, visit.stop, visit.rows, *parts)
 
 
 def _gradients(
@@ -171,24 +211,32 @@ def _gradients(
         dout, q, out, lse = (_queries(call, x, block) for x in of_queries)
         k, v = (_keys(x, block, visit.start) for x in (keys, values))
         parts = call.kernel.backward(dout, q, k, v, out, lse, block, call.scale)
-        dq.add(parts[0], block.rows, block.q_start - call.q_start)
+        dq.add(parts[0], block.rows, block.q_start + block.shift - call.q_start)
         dk.add(parts[1], rows, block.k_start - visit.start)
         dv.add(parts[2], rows, block.k_start - visit.start)
     return dk.total(), dv.total()
 
 
 def _attend_own(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse over the chunk's own keys. Its blocks share no query, so nothing is merged."""
+    """out and lse over the chunk's own keys."""
     blocks = _own_blocks(call)
-    if len(blocks) == 1:
-        return _forward(call, q, k, v, blocks[0], call.q_start)
+    if len(blocks) == 1 and _queries(call, q, blocks[0]).shape == q.shape:
+        return _forward(call, q, k, v, blocks[0], call.own_start)
     dtype = accumulate_dtype(q.dtype)
     out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
     lse = q.new_empty(q.shape[:3], dtype=dtype)
+    if call.k_start is not None:
+        out.zero_()
+        lse.fill_(-torch.inf)
     for block in blocks:
-        part_out, part_lse = _forward(call, q, k, v, block, call.q_start)
-        _queries(call, out, block).copy_(part_out)
-        _queries(call, lse, block).copy_(part_lse)
+        part_out, part_lse = _forward(call, q, k, v, block, call.own_start)
+        if block.causal:
+            # Causal blocks share no query with any other, so there is nothing to merge.
+            _queries(call, out, block).copy_(part_out)
+            _queries(call, lse, block).copy_(part_lse)
+        else:
+            out = out.to(dtype)
+            merge_(_queries(call, out, block), _queries(call, lse, block), part_out, part_lse)
     return out, lse
 
 
@@ -201,7 +249,8 @@ def _forward(
 
 def _queries(call: AttentionCall, x: Tensor, block: Block) -> Tensor:
     """The block's part of a tensor [B, H, C, ...] of the chunk's queries."""
-    return x[block.rows, :, block.q_start - call.q_start : block.q_stop - call.q_start]
+    first = call.q_start - block.shift
+    return x[block.rows, :, block.q_start - first : block.q_stop - first]
 
 
 def _keys(x: Tensor, block: Block, first_key: int) -> Tensor:
@@ -210,7 +259,7 @@ def _keys(x: Tensor, block: Block, first_key: int) -> Tensor:
 
 
 def _own_blocks(call: AttentionCall) -> tuple[Block, ...]:
-    own = (block for block in call.blocks if block.k_start >= call.q_start)
+    own = (block for block in call.blocks if block.k_start >= call.own_start)
     return tuple(tile for block in own for tile in call.kernel.split(block))
 
 
@@ -220,7 +269,7 @@ def _visits(call: AttentionCall) -> Iterator[_Visit]:
     Blocks are cut on the grid of kv_block, so no visit crosses it and each range is asked for
     once, however many documents and tiles of windows share it.
     """
-    earlier = (block for block in call.blocks if block.k_start < call.q_start)
+    earlier = (block for block in call.blocks if block.k_start < call.own_start)
     together: list[Block] = []
     stop = 0
     for block in sorted(earlier, key=lambda b: (b.k_start, b.k_stop, b.row_start, b.q_start)):
