@@ -91,6 +91,8 @@ def document_runs(starts: Sequence[int], q_start: int, q_stop: int) -> tuple[Run
     `starts` holds the first token of every document of the row, ascending, the first one 0.
     """
     assert starts[0] == 0, starts[0]
+    if q_start == q_stop:
+        return ()
     first = bisect_right(starts, q_start) - 1
     last = bisect_right(starts, q_stop - 1)
     ends = [*starts[first + 1 : last], q_stop]

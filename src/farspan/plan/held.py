@@ -76,11 +76,13 @@ def plan_held_blocks(
     """The blocks of queries [q_start, q_stop) against the held keys, in coordinates (`Block`):
     every visible (row, query, held key) in exactly one, and no query that sees no held key.
 
-    Rows before q_start's are cut on the grid of multiples of `kv_block`. For the other arguments,
-    and without `held`, see `plan_blocks`.
+    Rows before q_start's are cut on the grid of multiples of `kv_block`. There may be no queries.
+    For the other arguments, and without `held`, see `plan_blocks`.
     """
     if held is None:
         return plan_blocks(q_start, q_stop, kv_block, window, document_starts)
+    if q_start == q_stop:
+        return ()
     whole = plan_blocks(q_start, q_stop, q_stop, window, document_starts)
     return held_blocks(whole, held, kv_block)
 
