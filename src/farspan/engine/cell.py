@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from farspan.attention.cell import AttentionCall, attend, attend_backward
+from farspan.engine.exchange import ALONE, Exchange
 from farspan.engine.prefix import Prefix
 from farspan.engine.sparse import SparseCell
 from farspan.plan.program import AttentionMode
@@ -39,6 +40,9 @@ class Cell:
     own_kv: Rows | None = None  # of a kept graph, at its backward
     own_dkv: Rows | None = None  # complete but for this cell's share, at its backward
     sparse: SparseCell | None = None  # None: dense
+    exchange: Exchange = ALONE  # of tokens for heads, among ranks
+    graph: bool = False  # a backward will follow
+    at_hand: Rows | None = None  # the chunk's K, V, where its buffer has them on the device
     calls: int = 0
 
     def __call__(
@@ -48,15 +52,36 @@ class Cell:
         self.calls += 1
         if (keywords.get("dropout") or 0.0) > 0:
             raise Refused("model: attention dropout was switched on in the middle of a step")
-        if self.write_kv is not None:
-            self.write_kv["k"].copy_(k.detach().permute(2, 0, 1, 3))
-            self.write_kv["v"].copy_(v.detach().permute(2, 0, 1, 3))
-            if self.sparse is not None:
-                self.sparse.note(self.write_kv["k"])
         if self.mode is AttentionMode.NONE:
+            self._write(*self.exchange.to_heads(k, v))
             raise CellDone
         sinks = keywords.get("s_aux")
         return _Attend.apply(q, k, v, sinks, self, self.call(scale))
+
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of the heads that attention is of here; K, V go to their buffer."""
+        if self.exchange is ALONE:
+            self._write(k, v)
+            return q, k, v
+        if self.mode is not AttentionMode.COMPUTE and not self.graph:
+            if self.write_kv is not None:
+                self._write(*self.exchange.to_heads(k, v))
+            return q, k, v  # nobody reads them
+        if self.at_hand is not None:
+            (q,) = self.exchange.to_heads(q)
+            k, v = (self.at_hand[name].permute(1, 2, 0, 3) for name in ("k", "v"))
+            return q, k, v
+        q, k, v = self.exchange.to_heads(q, k, v)
+        self._write(k, v)
+        return q, k, v
+
+    def _write(self, k: Tensor, v: Tensor) -> None:
+        if self.write_kv is None:
+            return
+        self.write_kv["k"].copy_(k.detach().permute(2, 0, 1, 3))
+        self.write_kv["v"].copy_(v.detach().permute(2, 0, 1, 3))
+        if self.sparse is not None:
+            self.sparse.note(self.write_kv["k"])
 
     def output(
         self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
@@ -119,15 +144,18 @@ class _Attend(torch.autograd.Function):
         cell: Cell,
         call: AttentionCall,
     ) -> Tensor:
+        q, k, v = cell.to_heads(q, k, v)
         # A kept graph reads K, V from their buffer: one layout for both, or kernels round apart.
         k, v = k.contiguous(), v.contiguous()
-        out, lse = cell.output(call, q, k, v, sinks)
+        own_sinks = None if sinks is None else cell.exchange.heads_of(sinks)
+        out, lse = cell.output(call, q, k, v, own_sinks)
         ctx.cell, ctx.call = cell, call
         # A kept graph leaves what buffers hold to them: K, V always, O and LSE when they are kept.
         own = (None, None) if cell.kept else (k, v)
         output = (None, None) if cell.kept and cell.attention is not None else (out, lse)
         ctx.dtypes = k.dtype, v.dtype
         ctx.save_for_backward(q, sinks, *own, *output)
+        (out,) = cell.exchange.to_tokens(out)
         return out.transpose(1, 2)
 
     @staticmethod
@@ -140,9 +168,9 @@ class _Attend(torch.autograd.Function):
         if out is None:
             assert cell.attention is not None
             out, lse = _heads_first(cell.attention)
-        dq, dk, dv, dsinks = cell.gradients(
-            ctx.call, dout.transpose(1, 2), (q, k, v), (out, lse), sinks
-        )
+        own_sinks = None if sinks is None else cell.exchange.heads_of(sinks)
+        (dout,) = cell.exchange.to_heads(dout.transpose(1, 2))
+        dq, dk, dv, dsinks = cell.gradients(ctx.call, dout, (q, k, v), (out, lse), own_sinks)
         assert cell.own_dkv is not None
         later = (cell.own_dkv[name].permute(1, 2, 0, 3) for name in ("k", "v"))
         dk, dv = (
@@ -150,8 +178,9 @@ class _Attend(torch.autograd.Function):
             for own, rest, dtype in zip((dk, dv), later, ctx.dtypes, strict=True)
         )
         if dsinks is not None and sinks is not None:
-            dsinks = dsinks.to(sinks.dtype)
-        return dq.to(q.dtype), dk, dv, dsinks, None, None
+            dsinks = cell.exchange.of_all_heads(dsinks.to(sinks.dtype), sinks)
+        dq, dk, dv = cell.exchange.to_tokens(dq.to(q.dtype), dk, dv)
+        return dq, dk, dv, dsinks, None, None
 
 
 class Entry(torch.autograd.Function):

@@ -10,8 +10,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from farspan.attention.cell import AttentionCall
 from farspan.attention.sparse.select import Selector
-from farspan.engine.batch import Batch
+from farspan.engine.batch import IGNORED, Batch
 from farspan.engine.cell import Cell, CellDone, Entry, Rows
+from farspan.engine.exchange import ALONE, Exchange
 from farspan.engine.gradients import Gradients
 from farspan.engine.head import Head as HeadStage
 from farspan.engine.kernels import AttentionKernels
@@ -21,6 +22,8 @@ from farspan.engine.sparse import SparseRun
 from farspan.engine.storage import Storage
 from farspan.models.boundary import Boundary, LayerCall
 from farspan.models.route import answering
+from farspan.parallel.ranks import Ranks
+from farspan.parallel.ulysses import Ulysses
 from farspan.plan import names
 from farspan.plan.blocks import Block, Run, document_runs, near_blocks, plan_blocks
 from farspan.plan.program import (
@@ -43,7 +46,9 @@ from farspan.plan.program import (
     Store,
     StoreGradient,
 )
+from farspan.plan.share import among_heads
 from farspan.plan.waits import Order
+from farspan.spec import Tier
 from farspan.transfer.copies import Followed
 from farspan.transfer.saved import SavedCell
 
@@ -74,6 +79,7 @@ class Interpreter:
     kernels: AttentionKernels
     select: Selector | None = None  # of pages, where attention is sparse
     watched: tuple[int, int] | None = None  # the sparse cell whose seen mass is measured
+    ranks: Ranks | None = None  # None: this process is alone
     slots: Slots = field(init=False)
     sparse: SparseRun | None = None
     hidden: dict[int, Tensor] = field(default_factory=dict)
@@ -118,13 +124,13 @@ class Interpreter:
             case Embed(chunk):
                 self.hidden[0] = self._embed(chunk)
             case Load(layer, chunk, buffer):
-                self.hidden[layer] = self._x(buffer, chunk)
+                self.hidden[layer] = self._load(buffer, chunk)
             case Store(layer, chunk, buffer):
-                self._x(buffer, chunk).copy_(self.hidden.pop(layer))
+                self._store(buffer, chunk, self.hidden.pop(layer))
             case LoadGradient(layer, chunk, buffer):
-                self.gradient[layer] = self._x(buffer, chunk)
+                self.gradient[layer] = self._load(buffer, chunk)
             case StoreGradient(layer, chunk, buffer):
-                self._x(buffer, chunk).copy_(self.gradient.pop(layer))
+                self._store(buffer, chunk, self.gradient.pop(layer))
             case Forward():
                 self._forward(instruction)
             case Head(chunk, gradient):
@@ -139,7 +145,16 @@ class Interpreter:
     # -- stages outside the layers -------------------------------------------------------------
 
     def _span(self, chunk: int) -> slice:
-        return slice(*self.program.chunks[chunk])
+        """The tokens of a chunk that this rank runs: its own, or a filler."""
+        start, stop = self.program.share.tokens.ranges[chunk]
+        start = min(start, self.program.run.tokens - 1)
+        return slice(start, max(stop, start + 1))
+
+    def _is_filler(self, chunk: int) -> bool:
+        """Has it no token of the chunk? Modules cannot run on none, so it runs one of no effect:
+        attention and buffers leave it out, and its gradient is zero."""
+        start, stop = self.program.share.tokens.ranges[chunk]
+        return start == stop
 
     def _embed(self, chunk: int) -> Tensor:
         span = self._span(chunk)
@@ -165,6 +180,8 @@ class Interpreter:
     def _head(self, chunk: int, gradient: bool) -> None:
         layer = len(self.boundary.layers)
         hidden, targets = self.hidden.pop(layer), self.batch.targets[:, self._span(chunk)]
+        if self._is_filler(chunk):
+            targets = torch.full_like(targets, IGNORED)
         if gradient:
             loss, self.gradient[layer] = self.head.loss_and_gradient(
                 hidden, targets, self.gradients
@@ -183,6 +200,14 @@ class Interpreter:
         """[B, C, hidden] of a chunk in a buffer or slot of x."""
         return self.storage.chunk(buffer, chunk, 0)["x"]
 
+    def _load(self, buffer: str, chunk: int) -> Tensor:
+        rows = self._x(buffer, chunk)
+        return rows.new_zeros(len(rows), 1, rows.shape[2]) if self._is_filler(chunk) else rows
+
+    def _store(self, buffer: str, chunk: int, rows: Tensor) -> None:
+        place = self._x(buffer, chunk)
+        place.copy_(rows[:, : place.shape[1]])
+
     # -- cells -----------------------------------------------------------------------------------
 
     def _forward(self, i: Forward) -> None:
@@ -196,6 +221,9 @@ class Interpreter:
             held=self.held.pop(i.layer) if i.mode is AttentionMode.HELD else None,
             kept=i.kept,
             sparse=None if self.sparse is None else self.sparse.cell(i),
+            exchange=self._exchange(i.chunk),
+            graph=i.graph,
+            at_hand=self._at_hand(i),
         )
         if i.mode is AttentionMode.COMPUTE:
             self._begin(cell, i.layer, i.chunk)
@@ -231,6 +259,18 @@ class Interpreter:
         cell.write_kv = cell.held = None
         self.graphs[i.layer, i.chunk] = _Graph(get_gradient_edge(out), anchor, sink, cell, saved)
         return out.detach()
+
+    def _exchange(self, chunk: int) -> Exchange:
+        layout = self.program.share.rank.layout
+        if self.ranks is None or layout.ulysses == 1:
+            return ALONE
+        parts = among_heads(self.program.share.rank, self.program.chunks[chunk])
+        return Exchange(Ulysses(self.ranks.among("ulysses"), parts), self._is_filler(chunk))
+
+    def _at_hand(self, i: Forward) -> Rows | None:
+        """The chunk's own K, V, where an earlier pass left them on the device."""
+        there = i.write_kv is None and self.program.buffers[i.prefix].tier is Tier.DEVICE
+        return self._rows(i.prefix, i.chunk, i.layer) if there else None
 
     def _planned_cell(self, i: Forward) -> Tensor:
         """The bytes planned for this layer's cell: a slot may be wider than its home."""
@@ -285,7 +325,7 @@ class Interpreter:
 
     def _begin(self, cell: Cell, layer: int, chunk: int) -> None:
         """Keys of earlier chunks may be on their way before the cell asks for them."""
-        start = self.program.chunks[chunk][0]
+        start = self.program.share.keys.rows[chunk][0]
         cell.key_values.begin(streamed_spans(self._blocks(layer, chunk), start))
 
     def _blocks(self, layer: int, chunk: int) -> tuple[Block, ...]:

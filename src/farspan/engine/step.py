@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from farspan.attention.sparse.select import Selector
 from farspan.engine.batch import Batch, make_batch
-from farspan.engine.gradients import Gradients
+from farspan.engine.gradients import Gradients, Reduce
 from farspan.engine.head import Head
 from farspan.engine.kernels import AttentionKernels, refuse_wide_calls
 from farspan.engine.layers import Layers, TiledLayers
@@ -23,11 +23,15 @@ from farspan.models.refuse import refuse_context, refuse_dropout, refuse_model
 from farspan.models.route import routed
 from farspan.models.tiles import Tokenwise
 from farspan.models.tokenwise import tokenwise
+from farspan.parallel.ranks import TOKENS, Ranks, refuse_unlike_models
+from farspan.parallel.replicas import Replicas
 from farspan.plan.build import build_evaluation, build_program
 from farspan.plan.costs import work_of
+from farspan.plan.layout import AXES, ONLY, SEQUENCE
 from farspan.plan.program import Backward, Forward, Instruction, Program
 from farspan.plan.program import Head as HeadInstruction
 from farspan.plan.reads import unread_outputs
+from farspan.plan.share import local_heads
 from farspan.plan.waits import Order, waits
 from farspan.spec import Kernels, ModelSpec, Refused, RunSpec, Schedule, Tier
 from farspan.transfer.arena import Arena
@@ -75,6 +79,7 @@ class Step:
         overlap: bool | None = None,
         kernels: Kernels | None = None,
         selector: Selector | PageFunction | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """`progress` is called after every cell and may raise to abandon the step. `poison` fills
         the arenas with NaN before every step: nothing may depend on what they held. With `overlap`
@@ -82,13 +87,16 @@ class Step:
         results are the same bits. `kernels` says who computes. With `schedule.sparse`, `selector`
         chooses pages in place of the votes: one of `farspan.attention.sparse.select`, or a function
         from votes [B, Hk, M, n] and the range of their n pages to a choice, int32 [B, Hk, M, k] of
-        pages or -1, k at most `budget // page`, which depends on nothing but its arguments."""
+        pages or -1, k at most `budget // page`, which depends on nothing but its arguments. With
+        `ranks` all of them make the same call with the same sequences (but for replicas along
+        `data`, which bring their own), and have the same loss and gradients after it."""
         if not isinstance(schedule, Schedule):
             raise Refused(
                 f"schedule: expected a farspan.Schedule, got {schedule!r}; for a strategy's, call "
                 "farspan.strategy(name, layers, tokens)"
             )
         self.boundary = Boundary(model)
+        self.ranks = ranks
         self.schedule = schedule
         self.progress = progress
         self.poison = poison
@@ -115,6 +123,10 @@ class Step:
         self._tokenwise: tuple[tuple[Tokenwise, ...], ...] = ()
         self._described = self._state()
         self.model_spec: ModelSpec = self._describe()
+        if ranks is not None:
+            refuse_unlike_models(ranks, model)
+            ranks.refuse_unlike("schedule", repr((schedule, kernels)), *AXES)
+            local_heads(self.model_spec, ranks.layout)
 
     def __call__(
         self,
@@ -135,7 +147,7 @@ class Step:
         if torch.is_inference_mode_enabled():
             raise Refused("inference_mode: a step computes gradients; use evaluate inside it")
         batch = self._batch(input_ids, labels, document_ids)
-        count = _count(batch, trained_tokens)
+        count = self._count(batch, trained_tokens)
         return self._run(self.program(*input_ids.shape), batch, count)
 
     def evaluate(
@@ -148,7 +160,7 @@ class Step:
     ) -> Tensor:
         """The same loss without gradients."""
         batch = self._batch(input_ids, labels, document_ids)
-        count = _count(batch, trained_tokens)
+        count = self._count(batch, trained_tokens)
         return self._run(self.program(*input_ids.shape, evaluation=True), batch, count)
 
     def program(self, batch: int, tokens: int, *, evaluation: bool = False) -> Program:
@@ -161,7 +173,8 @@ class Step:
             build = build_evaluation if evaluation else build_program
             while len(self._programs) >= PROGRAMS_KEPT:
                 del self._programs[next(iter(self._programs))]
-            self._programs[key] = build(self.model_spec, run, self.schedule)
+            rank = ONLY if self.ranks is None else self.ranks.rank
+            self._programs[key] = build(self.model_spec, run, self.schedule, rank)
         return self._programs[key]
 
     def _reserve(self, program: Program) -> None:
@@ -220,8 +233,22 @@ class Step:
                 "and load the model in the dtype to compute in"
             )
         batch = make_batch(input_ids, labels, document_ids, self.model_spec.vocab)
+        if self.ranks is not None:
+            for name, given in zip(_INPUTS, (input_ids, labels, document_ids), strict=True):
+                self.ranks.refuse_unlike(name, "" if given is None else given, *SEQUENCE)
         refuse_context(self.boundary.model.config, int(batch.position_ids.max()) + 1)
         return batch
+
+    def _count(self, batch: Batch, given: int | None) -> int:
+        """What the sum of losses is divided by. Without a trained token the loss is 0."""
+        if given is not None:
+            if given < 1:
+                raise Refused(f"trained_tokens: expected at least 1, got {given}")
+            return given
+        trained = batch.trained
+        if self.ranks is not None:
+            trained = int(self.ranks.among("data").sum(torch.tensor([trained])))
+        return max(1, trained)
 
     def _run(self, program: Program, batch: Batch, count: int) -> Tensor:
         if self._running:
@@ -235,7 +262,7 @@ class Step:
     def _interpret(self, program: Program, batch: Batch, count: int) -> Tensor:
         self._reserve(program)
         storage = Storage(program, self.arenas, self.boundary.dtype, self.copies)
-        gradients = Gradients()
+        gradients = Gradients(self._reduce())
         interpreter = Interpreter(
             self.boundary,
             program,
@@ -253,6 +280,7 @@ class Step:
             self.kernels,
             self.selector,
             self._watched(program),
+            self.ranks,
         )
         orders = self._orders_of(program) if self.copies.overlap else None
         self.copies.begin()
@@ -263,7 +291,12 @@ class Step:
             self.copies.end()
         if interpreter.sparse is not None:
             self.seen = interpreter.sparse.seen or self.seen
+        if self.ranks is not None:
+            self.ranks.among(*TOKENS).sum(loss)
         return loss.to(storage.accumulate_dtype)
+
+    def _reduce(self) -> Reduce | None:
+        return None if self.ranks is None else Replicas(self.ranks.among(*TOKENS)).reduce
 
     def _watched(self, program: Program) -> tuple[int, int] | None:
         """The cell whose seen mass this step measures; an evaluation measures none."""
@@ -287,15 +320,6 @@ class Step:
         return TiledLayers(self.boundary, self._tokenwise, tokens, unread, gradients.add)
 
 
-def _count(batch: Batch, given: int | None) -> int:
-    """What the sum of losses is divided by. Without a trained token the loss is 0, not 0 / 0."""
-    if given is None:
-        return max(1, batch.trained)
-    if given < 1:
-        raise Refused(f"trained_tokens: expected at least 1, got {given}")
-    return given
-
-
 class _Counter:
     """Turns instructions into progress."""
 
@@ -315,4 +339,5 @@ class _Counter:
         self._progress(Progress(int(self._cells), cells, self._work, work))
 
 
+_INPUTS = ("input_ids", "labels", "document_ids")
 _CELLS = (Forward, Backward, HeadInstruction)

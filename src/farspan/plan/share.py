@@ -59,6 +59,13 @@ def _spans(chunks: tuple[Range, ...], rank: Rank, *axes: str) -> Spans:
     return Spans(ranges, tuple(pairwise(accumulate(sizes, initial=0))))
 
 
+def among_heads(rank: Rank, chunk: Range) -> tuple[int, ...]:
+    """How many of a chunk's tokens each of the rank's Ulysses peers brings, with those of their
+    tensor peers."""
+    held = [Rank(rank.layout, n).tokens(chunk, "tensor") for n in rank.peers("ulysses")]
+    return tuple(stop - start for start, stop in held)
+
+
 def local_heads(model: ModelSpec, layout: Layout) -> ModelSpec:
     """The model as attention on one rank sees it. Raises Refused where heads cannot be shared as
     the layout says."""

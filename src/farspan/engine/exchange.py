@@ -1,0 +1,46 @@
+"""Tokens for heads: what a cell's attention does with its ranks before and after it attends."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from farspan.parallel.ulysses import Ulysses
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Turns a cell's tensors [B, H, tokens, D] into the heads of this rank and back. Without
+    Ulysses they are that already."""
+
+    ulysses: Ulysses | None = None
+    filler: bool = False  # the cell runs one token that is none of the chunk's
+
+    def to_heads(self, *tensors: Tensor) -> Sequence[Tensor]:
+        if self.filler:
+            tensors = tuple(x[:, :, :0] for x in tensors)
+        return tensors if self.ulysses is None else self.ulysses.to_heads(tensors)
+
+    def to_tokens(self, *tensors: Tensor) -> Sequence[Tensor]:
+        own = tensors if self.ulysses is None else self.ulysses.to_tokens(tensors)
+        return [_zero_token(x) for x in own] if self.filler else own
+
+    def heads_of(self, values: Tensor) -> Tensor:
+        """This rank's of [H]."""
+        return values if self.ulysses is None else self.ulysses.heads_of(values)
+
+    def of_all_heads(self, values: Tensor, like: Tensor) -> Tensor:
+        """[H] with this rank's values in their places, and zeros."""
+        if self.ulysses is None:
+            return values
+        whole = like.new_zeros(like.shape)
+        self.ulysses.heads_of(whole).copy_(values)
+        return whole
+
+
+def _zero_token(x: Tensor) -> Tensor:
+    batch, heads, _, width = x.shape
+    return x.new_zeros(batch, heads, 1, width)
+
+
+ALONE = Exchange()

@@ -1,0 +1,93 @@
+"""This process among the ranks of a layout, and the groups it talks in."""
+
+import hashlib
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from farspan.parallel.peers import Peers
+from farspan.plan.layout import AXES, SEQUENCE, Layout, Rank
+from farspan.spec import Refused
+
+TOKENS = (*SEQUENCE, "data")  # ranks that run the same layers on different tokens
+
+
+@dataclass(slots=True)
+class Ranks:
+    """Invariant: every rank makes the same groups in the same order, which torch asks for."""
+
+    layout: Layout
+    device: torch.device
+    rank: Rank = field(init=False)
+    groups: dict[tuple[str, ...], Peers] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not dist.is_initialized():
+            raise Refused(
+                "layout: no process group is there; start with torchrun, or call "
+                "torch.distributed.init_process_group first"
+            )
+        ranks = dist.get_world_size()
+        if ranks != self.layout.devices():
+            raise Refused(
+                f"layout: {self.layout.devices()} devices, but {ranks} ranks were started; start "
+                f"as many, or make the product of {', '.join(reversed(AXES))} {ranks}"
+            )
+        self.rank = Rank(self.layout, dist.get_rank())
+        for axis in AXES:
+            self.among(axis)
+        for axes in (SEQUENCE, TOKENS, AXES):
+            self.among(*axes)
+
+    def among(self, *axes: str) -> Peers:
+        """The ranks that differ from this one in these axes alone. The first call for them is a
+        collective of all ranks."""
+        axes = tuple(axis for axis in AXES if axis in axes)
+        if axes not in self.groups:
+            numbers = range(self.layout.devices())
+            members = sorted({Rank(self.layout, n).peers(*axes) for n in numbers})
+            made = {ranks: dist.new_group(list(ranks)) for ranks in members}
+            self.groups[axes] = Peers(made[self.rank.peers(*axes)])
+        return self.groups[axes]
+
+    def refuse_unlike(self, what: str, value: str | Tensor, *axes: str) -> None:
+        """Raises Refused, on all of them, where a value is not the same on all peers."""
+        digest = hashlib.blake2b(_bytes(value), digest_size=8).digest()
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(self.device)
+        peers = self.among(*axes)
+        found = peers.gather(mine, [1] * peers.size).tolist()
+        if len(set(found)) == 1:
+            return
+        numbers = self.rank.peers(*axes)
+        kinds = [
+            [n for n, f in zip(numbers, found, strict=True) if f == kind] for kind in set(found)
+        ]
+        words = " and ".join(f"ranks {sorted(kind)}" for kind in sorted(kinds))
+        raise Refused(f"{what}: not the same on {words}; every rank must be given the same")
+
+
+def refuse_unlike_models(ranks: Ranks, model: nn.Module) -> None:
+    """Raises Refused where the weights of ranks that run the same layers differ.
+
+    What is compared is a sum over the bits of each parameter: it costs one pass over the weights.
+    """
+    lines = [
+        f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad} {_bits(p)}"
+        for name, p in model.named_parameters()
+    ]
+    ranks.refuse_unlike("weights", "\n".join(lines), *TOKENS)
+
+
+def _bits(parameter: Tensor) -> int:
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    whole = parameter.detach().contiguous().view(kinds[parameter.element_size()])
+    return int(whole.sum(dtype=torch.int64))
+
+
+def _bytes(value: str | Tensor) -> bytes:
+    if isinstance(value, str):
+        return value.encode()
+    shape = repr((tuple(value.shape), value.dtype)).encode()
+    return shape + value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,112 @@
+"""Several ranks: the loss and every gradient of one process, to 1e-12 in float64."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from farspan.engine.step import Step
+from farspan.parallel.ranks import Ranks
+from farspan.plan.layout import Layout
+from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.spec import Schedule, Tier
+from tests.engine.checks import Data, Outcome, assert_close, draw, run_oracle, run_step
+from tests.models.test_families import limits
+from tests.ranks import run_ranks
+from tests.zoo import FAMILIES, make_model
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model by one schedule, on two inputs one after the other."""
+
+    name: str
+    schedule: Schedule
+    inputs: tuple[Data, Data]
+    family: str = "qwen2"
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+def outcomes_of(layout: Layout, cases: list[Case]) -> list[str]:
+    """On each rank: what is wrong, case by case."""
+    ranks = Ranks(layout, CPU)
+    wrong = []
+    for case in cases:
+        model = make_model(case.family, **case.fields)
+        step = Step(model, case.schedule, poison=True, ranks=ranks)
+        for number, data in enumerate(case.inputs):
+            try:
+                check(model, step, data, limits(case.family))
+            except AssertionError as error:
+                wrong.append(f"{case.name}, step {number}: {error}")
+    return wrong
+
+
+def check(model: Any, step: Step, data: Data, limits: dict[str, float]) -> None:
+    expected = run_oracle(model, data)
+    own = rows_of(step.ranks, data)
+    assert_close(run_step(model, step, own), expected, limits)
+    assert_close(Outcome(step.evaluate(*own), {}), Outcome(expected.loss, {}), limits)
+
+
+def rows_of(ranks: Ranks | None, data: Data) -> Data:
+    """The sequences of a replica."""
+    assert ranks is not None
+    index, count = ranks.rank.along["data"], ranks.layout.data
+    documents = data.document_ids
+    return Data(
+        data.input_ids[index::count],
+        data.labels[index::count],
+        None if documents is None else documents[index::count],
+    )
+
+
+def two(tokens: int, **options: Any) -> tuple[Data, Data]:
+    return draw(tokens, **options), draw(tokens + 3, **options, seed=1)
+
+
+SCHEDULES = {
+    "layers": Schedule(chunk=16),
+    "groups": Schedule(chunk=7, groups=2, kv_block=8),
+    "kept": Schedule(
+        chunk=16, groups=2, attention_kept=0.5, attention_open=True, activations_kept=0.4
+    ),
+    "host": Schedule(chunk=9, groups=(1, 3), kv=Tier.HOST, kv_kept=True, kv_block=5),
+    "home": Schedule(chunk=16, groups=2, kv_kept=True, layer_checkpoint=True, x=Tier.DEVICE),
+    "tiny": Schedule(chunk=1, groups=4, kv_block=3),
+}
+CASES = [
+    *(Case(name, schedule, two(37)) for name, schedule in SCHEDULES.items()),
+    Case("documents", SCHEDULES["groups"], two(41, batch=2, documents=5)),
+    *(Case(name, strategy(name, 4, 45), two(45)) for name in STRATEGIES),
+]
+HEADS = {"num_key_value_heads": 4}
+ON_TWO = [
+    *CASES,
+    *(
+        Case(family, SCHEDULES["groups"], two(33, batch=2, documents=4), family)
+        for family in FAMILIES
+    ),
+]
+FEW = [
+    Case("groups", SCHEDULES["groups"], two(41, batch=2, documents=5), fields=HEADS),
+    Case("kept", SCHEDULES["kept"], two(37, batch=2), fields=HEADS),
+    Case("host", SCHEDULES["host"], two(37, batch=2), fields=HEADS),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "cases"),
+    [
+        (Layout(ulysses=2), ON_TWO),
+        (Layout(ulysses=4), FEW),
+        (Layout(ulysses=2, data=2), FEW),
+    ],
+    ids=["ulysses", "four", "data"],
+)
+def test_every_layout_is_exact(layout: Layout, cases: list[Case]) -> None:
+    wrong = run_ranks(layout.devices(), outcomes_of, layout, cases)
+    assert not any(wrong), "\n".join(line for rank in wrong for line in rank)
