@@ -1,0 +1,339 @@
+"""Weights, gradients and optimizer states cut over ranks as FSDP2 cuts them (ZeRO, arXiv
+1910.02054), and gathered and reduced when the program says so.
+
+A unit is a decoder layer, or everything outside the layers. Each of its parameters becomes a
+DTensor cut along dimension 0: rank r of P holds rows [r * c, (r + 1) * c), c = ceil(rows / P), as
+`fully_shard` leaves it, with fewer rows or none on the last ranks. See docs/decisions/023.
+
+Note: [One parameter at a time]. Gathered rows of all ranks, padded to c each, are the parameter and
+then padding. So each is gathered straight into its place, and summed from where it was added up: a
+unit needs no second copy of its weights or of its gradients.
+
+Note: [Wholes keep their storage]. A unit's whole parameters are views of one storage, which is
+emptied when the unit is released and has the same bytes when it is gathered again. Whole
+parameters are the same objects for good: accumulators are found by them, and graphs that saved
+them run backward in a later pass. Their version counters are their own, so that filling the storage
+is no change of theirs.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from farspan.attention.merge import accumulate_dtype
+from farspan.parallel.cuts import (
+    Found,
+    Slot,
+    dealt,
+    find_parameters,
+    lined,
+    refuse_uncut,
+    shard_bytes,
+)
+from farspan.parallel.peers import Peers
+from farspan.parallel.places import Place, everything
+from farspan.spec import Refused
+
+SLICE = 2**26  # bytes of a sum that are on their way at once
+
+Totals = MutableMapping[nn.Parameter, Tensor]
+
+
+class Stage(StrEnum):
+    """What is cut, in ZeRO's names and FSDP2's terms. Results are the same bits in every stage.
+
+    Optimizer states are cut from ZERO_1 on, as the parameters that an optimizer is given."""
+
+    ZERO_0 = "zero-0"  # nothing: replicas whose gradients are summed, as in DDP
+    # Weights lie cut between steps and whole within one, and gradients are whole and summed once
+    # for all micro-batches: set_requires_gradient_sync(False) until the last. The paper's ZeRO-1
+    # keeps weights whole between steps too; of FSDP2 nobody gets that.
+    ZERO_1 = "zero-1"
+    ZERO_2 = "zero-2"  # the same, gradients reduced each step: reshard_after_forward=False
+    ZERO_3 = "zero-3"  # weights whole during a pass over their group: reshard_after_forward=True
+
+
+@dataclass(slots=True, eq=False)
+class _Cut:
+    """A parameter of a unit."""
+
+    name: str
+    slots: list[Slot]
+    own: nn.Parameter  # what an optimizer is given: the shard, or the whole in ZERO_0
+    whole: nn.Parameter
+    rows: tuple[int, int]  # of the whole, that are this rank's
+    shard: Tensor  # uint8: these rows, padded
+    place: Tensor  # uint8 [ranks * shard]: the whole, padded
+
+
+@dataclass(slots=True)
+class _Unit:
+    cuts: list[_Cut] = field(default_factory=list)
+    memory: Tensor | None = None  # uint8, of wholes; its storage is empty unless gathered
+    gathered: bool = False
+    held: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # totals of ZERO_1
+
+    def put(self, gathered: bool) -> None:
+        for cut in self.cuts:
+            for module, name in cut.slots:
+                module._parameters[name] = cut.whole if gathered else cut.own
+        self.gathered = gathered
+
+
+class Sharded:
+    """The parameters of a model, cut over the ranks of `peers`.
+
+    Unit l is `layers[l]`; unit `outer` is everything else. Parameters on the meta device are not
+    here and left alone: those of a pipeline's other stages. Parameters without requires_grad are
+    cut and gathered too, buffers stay. Every rank makes the same calls in the same order.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        peers: Peers,
+        device: torch.device,
+        *,
+        stage: Stage = Stage.ZERO_3,
+        offload: bool = False,
+    ) -> None:
+        """Cuts the model in place, unit by unit. `device` is where whole parameters are; with
+        `offload` the cut ones, their gradients and so the optimizer's states are in main memory.
+
+        Raises Refused for a parameter that cannot be cut.
+        """
+        self.peers, self.device, self.stage = peers, device, stage
+        self.outer = len(layers)
+        self._home = torch.device("cpu") if offload else device
+        self._units = [_Unit() for _ in range(len(layers) + 1)]
+        if stage is Stage.ZERO_0 and offload:
+            raise Refused("fsdp: zero-0 cuts nothing that could be offloaded; choose another stage")
+        # Shards that live in main memory are of a mesh of CPUs: their operations stay there.
+        self._mesh = DeviceMesh.from_group(peers.group, self._home.type, mesh_dim_names=("fsdp",))
+        for unit, found in zip(self._units, find_parameters(model, layers), strict=True):
+            self._cut(unit, found)
+
+    # -- the program ----------------------------------------------------------------------------
+
+    def gathered(self, unit: int) -> bool:
+        """Whether the modules of a unit have whole parameters now."""
+        return self.stage is Stage.ZERO_0 or self._units[unit].gathered
+
+    @torch.no_grad()
+    def gather(self, unit: int) -> None:
+        """All-gather: the modules of a unit have whole parameters, by the same bits. See Note:
+        [One parameter at a time]."""
+        one = self._units[unit]
+        if self.gathered(unit) or one.memory is None:
+            return
+        one.memory.untyped_storage().resize_(one.memory.nbytes)
+        for cut in one.cuts:
+            cut.whole.requires_grad_(cut.own.requires_grad)
+            # The host writes here behind its reading of gradients, which waits for this copy.
+            mine = cut.shard.to(self.device, non_blocking=True)
+            dist.all_gather_into_tensor(cut.place, mine, group=self.peers.group)
+            self.peers.sent += mine.nbytes * (self.peers.size - 1)
+        one.put(True)
+
+    def release(self, unit: int) -> None:
+        """The modules have cut parameters again; in stages that keep wholes, at the step's end."""
+        if self.stage is Stage.ZERO_3:
+            self._release(self._units[unit])
+
+    @torch.no_grad()
+    def reduce(self, unit: int, totals: Totals) -> None:
+        """Reduce-scatter: adds to `.grad` of cut parameters the sums over ranks of these gradients
+        of whole ones, in their dtype, in the order of ranks. Takes them out of `totals`.
+
+        A rank that has none of a parameter gives zeros; where no rank has one, `.grad` stays as it
+        is. In ZERO_1 they add up until the step's end.
+        """
+        one = self._units[unit]
+        found = {cut.whole: totals.pop(cut.whole) for cut in one.cuts if cut.whole in totals}
+        if self.stage is not Stage.ZERO_1:
+            self._reduce(one, found)
+            return
+        for parameter, total in found.items():
+            if parameter in one.held:
+                one.held[parameter] += total
+            else:
+                one.held[parameter] = total
+
+    @torch.no_grad()
+    def end(self, *, sync: bool = True) -> None:
+        """A step is over: every unit is released. In ZERO_1 gradients are reduced if `sync`: give
+        False after all but the last of the micro-batches of an update."""
+        for unit in self._units:
+            self._release(unit)
+            if self.stage is Stage.ZERO_1 and sync:
+                self._reduce(unit, unit.held)
+
+    def abandon(self) -> None:
+        """A step was not finished: every unit is released, held gradients are dropped."""
+        for unit in self._units:
+            self._release(unit)
+            unit.held.clear()
+
+    # -- what is held ---------------------------------------------------------------------------
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What an optimizer is given, by the names of the model: DTensors, but in ZERO_0."""
+        return {cut.name: cut.own for unit in self._units for cut in unit.cuts}
+
+    def places(self, before: Mapping[str, Place] | None = None) -> dict[str, Place]:
+        """Where this rank's part of each parameter lies in the whole; `before` are the places of
+        parameters that were parts already when they came here."""
+        found = {}
+        for cut in (cut for unit in self._units for cut in unit.cuts):
+            place = (before or {}).get(cut.name) or everything(cut.whole.shape)
+            found[cut.name] = place if self.stage is Stage.ZERO_0 else place.rows(*cut.rows)
+        return found
+
+    def wholes(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter whole, one unit at a time; valid until the next is asked for. Every rank
+        goes through it to the end, whatever it does with them."""
+        for index, unit in enumerate(self._units):
+            before = unit.gathered
+            self.gather(index)
+            yield from ((cut.name, cut.whole.detach()) for cut in unit.cuts)
+            if not before:
+                self._release(unit)
+
+    # -- how ------------------------------------------------------------------------------------
+
+    def _cut(self, unit: _Unit, found: Found) -> None:
+        if self.stage is Stage.ZERO_0:
+            empty = torch.empty(0, dtype=torch.uint8)
+            for p, (name, slots) in found.items():
+                rows = (0, p.shape[0] if p.ndim else 1)
+                unit.cuts.append(_Cut(name, slots, p, p, rows, empty, empty))
+            return
+        for parameter, (name, _) in found.items():
+            refuse_uncut(parameter, name)
+        sizes = [shard_bytes(p.shape, p.itemsize, self.peers.size) for p in found]
+        wholes = [lined(size * self.peers.size) for size in sizes]
+        unit.memory = torch.empty(sum(wholes), dtype=torch.uint8, device=self.device)
+        pinned = self._home.type == "cpu" and self.device.type == "cuda"
+        shards = torch.zeros(
+            sum(map(lined, sizes)), dtype=torch.uint8, device=self._home, pin_memory=pinned
+        )
+        here = there = 0
+        for (p, (name, slots)), size, whole in zip(found.items(), sizes, wholes, strict=True):
+            shard = shards[here : here + size]
+            place = _typed(unit.memory, there, (size * self.peers.size,), torch.uint8)
+            kept = nn.Parameter(_typed(unit.memory, there, p.shape, p.dtype), p.requires_grad)
+            rows = dealt(p.shape[0], self.peers.index, self.peers.size)
+            own = self._own(p, shards, here, rows)
+            unit.cuts.append(_Cut(name, slots, own, kept, rows, shard, place))
+            here, there = here + lined(size), there + whole
+        unit.memory.untyped_storage().resize_(0)
+        unit.put(False)
+
+    @torch.no_grad()
+    def _own(
+        self, parameter: nn.Parameter, shards: Tensor, start: int, rows: tuple[int, int]
+    ) -> nn.Parameter:
+        first, last = rows
+        shape = (last - first, *parameter.shape[1:])
+        local = _typed(shards, start, shape, parameter.dtype)
+        local.copy_(parameter[first:last])
+        own = nn.Parameter(self._dtensor(local, parameter), parameter.requires_grad)
+        if gradient_dtype(parameter) != parameter.dtype:
+            own.grad_dtype = gradient_dtype(parameter)
+        return own
+
+    def _dtensor(self, local: Tensor, like: Tensor) -> DTensor:
+        return DTensor.from_local(
+            local,
+            self._mesh,
+            (Shard(0),),
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+
+    def _release(self, unit: _Unit) -> None:
+        if unit.gathered and unit.memory is not None:
+            unit.put(False)
+            unit.memory.untyped_storage().resize_(0)
+
+    def _reduce(self, unit: _Unit, totals: Totals) -> None:
+        cuts = [cut for cut in unit.cuts if cut.own.requires_grad]
+        if not cuts:
+            totals.clear()
+            return
+        have = [cut.whole in totals for cut in cuts]
+        counts = self.peers.sum(torch.tensor(have, dtype=torch.int32, device=self.device))
+        # Who has them all needs not wait for a device to say so.
+        for cut, count in zip(cuts, have if all(have) else counts.tolist(), strict=True):
+            if count:
+                self._add(cut, self._sum(cut, totals.pop(cut.whole, None)))
+
+    def _sum(self, cut: _Cut, total: Tensor | None) -> Tensor:
+        """This rank's rows of the sum over ranks; all rows in ZERO_0."""
+        ranks, shape = self.peers.size, cut.whole.shape
+        rows = shape[0] if shape else 1
+        width = cut.whole.numel() // max(rows, 1)
+        share = -(-rows // ranks) * width
+        dtype = accumulate_dtype(cut.whole.dtype) if total is None else total.dtype
+        if total is None or total.numel() != ranks * share:
+            padded = torch.zeros(ranks * share, dtype=dtype, device=self.device)
+            if total is not None:
+                padded[: total.numel()] = total.reshape(-1)
+            total = padded
+        parts = total.reshape(ranks, share)
+        own = parts.new_empty(share)
+        step = max(1, SLICE // (ranks * own.itemsize))
+        for start in range(0, share, step):
+            part = parts[:, start : start + step].contiguous()
+            own[start : start + step] = self.peers.scatter_sum(part, [1] * ranks)[0]
+        if self.stage is Stage.ZERO_0:
+            return self.peers.gather(own, [share] * ranks)[: rows * width].view(shape)
+        count = cut.rows[1] - cut.rows[0]
+        return own[: count * width].view(count, *shape[1:])
+
+    def _add(self, cut: _Cut, total: Tensor) -> None:
+        """In the dtype of the total, rounded once."""
+        total = total.to(self._home)
+        if cut.own.grad is not None:
+            total += local(cut.own.grad)
+        total = total.to(gradient_dtype(cut.own))
+        cut.own.grad = (
+            total if self.stage is Stage.ZERO_0 else self._dtensor(total, cut.own.detach())
+        )
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds, sharing its memory; outside of autograd."""
+    with torch.no_grad():
+        return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype `.grad` is to have."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def square_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The sum of squares of this rank's part of gradients, a float64 scalar on `device`. Sums over
+    the ranks that hold other parts are the caller's, as are parts that several ranks hold."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in gradients:
+        norm = torch.linalg.vector_norm(local(gradient), dtype=torch.float64)
+        total += norm.to(device).square()
+    return total
+
+
+def _typed(memory: Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A view of `memory` from byte `start` on, with a version counter of its own."""
+    shape = torch.Size(shape)
+    view = torch.empty(0, dtype=dtype, device=memory.device)
+    strides = torch.empty(shape, device="meta").stride()
+    return view.set_(memory.untyped_storage(), start // view.itemsize, shape, strides)

@@ -1,0 +1,147 @@
+"""Plans of torch.distributed.checkpoint for tensors that are cut into boxes over ranks.
+
+Its own plans know DTensors and whole tensors. A rank's part of a fused projection that is cut over
+`tensor` is several boxes of the whole, of which FSDP has cut off some rows: a `Place`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from farspan.parallel.places import Box, Place
+from farspan.spec import Refused
+
+# A rank's tensor, live, and where it lies in the whole.
+Entries = Mapping[str, tuple[Tensor, Place]]
+
+
+class Saving(DefaultSavePlanner):
+    """Each box is written once, by one of the ranks that have it; together they fill every tensor
+    and do not overlap."""
+
+    def __init__(self, entries: Entries) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._entries = entries
+        self._boxes = boxes_of(entries)
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan([self._item(index) for index in self._boxes])
+
+    def _item(self, index: MetadataIndex) -> WriteItem:
+        tensor, place = self._entries[index.fqn]
+        properties = TensorProperties(dtype=tensor.dtype)
+        data = TensorWriteData(_chunk(self._boxes[index]), properties, torch.Size(place.shape))
+        return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        # Torch has looked for overlaps, but at what is filled only where there are several ranks.
+        for name, saved in metadata.state_dict_metadata.items():
+            assert isinstance(saved, TensorStorageMetadata)
+            if sum(chunk.sizes.numel() for chunk in saved.chunks) != saved.size.numel():
+                raise ValueError(f"the ranks' parts of {name} do not make the whole of it")
+        return plans, metadata
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        tensor, _ = self._entries[write_item.index.fqn]
+        return self._boxes[write_item.index].of(tensor.detach())
+
+
+class Loading(LoadPlanner):
+    """Reads, into live tensors, the parts of saved boxes that overlap theirs."""
+
+    def __init__(self, entries: Entries, unread: tuple[str, ...]) -> None:
+        """Saved names that start with one of `unread` need not be anybody's."""
+        self._entries = entries
+        self._unread = unread
+        self._boxes = boxes_of(entries)
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],  # noqa: ARG002
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,  # noqa: ARG002
+    ) -> None:
+        assert metadata is not None
+        self._saved = metadata.state_dict_metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        for name, (tensor, place) in self._entries.items():
+            self._refuse(name, tensor, place)
+        for index, box in self._boxes.items():
+            saved = self._saved[index.fqn]
+            assert isinstance(saved, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(index.fqn, saved, [_chunk(box)])
+        return LoadPlan(items, planner_data=sorted(self._entries))
+
+    def _refuse(self, name: str, tensor: Tensor, place: Place) -> None:
+        saved = self._saved.get(name)
+        if 0 in place.shape:
+            return  # nothing of it was saved
+        if not isinstance(saved, TensorStorageMetadata):
+            raise Refused(f"of another model: only the model has {name}")
+        there = saved.properties.dtype, tuple(saved.size)
+        if there != (tensor.dtype, place.shape):
+            raise Refused(
+                f"of another model: {name} is {_form(*there)}, here "
+                f"{_form(tensor.dtype, place.shape)}"
+            )
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        wanted = {name for plan in global_plan for name in plan.planner_data}
+        for name in sorted(self._saved.keys() - wanted):
+            if not name.startswith(self._unread):
+                raise Refused(f"of another model: only the checkpoint has {name}")
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, *_: Any) -> None:
+        raise AssertionError("a checkpoint holds tensors only")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        index = read_item.dest_index
+        tensor = self._boxes[index].of(self._entries[index.fqn][0].detach())
+        zeros = (0,) * tensor.ndim
+        return Box(tuple(read_item.dest_offsets), zeros, tuple(read_item.lengths)).of(tensor)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """It was read into place."""
+
+
+def boxes_of(entries: Entries) -> dict[MetadataIndex, Box]:
+    return {
+        MetadataIndex(name, box.there): box
+        for name, (_, place) in entries.items()
+        for box in place.boxes
+    }
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.there), torch.Size(box.sizes))
+
+
+def _form(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
