@@ -1,0 +1,51 @@
+"""A decoder layer of a family, how it is called, and torch's attention for it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farspan.models.boundary import Boundary, LayerCall, run_layer
+from farspan.models.probe import cast_call
+from farspan.models.route import answering, routed
+from tests.zoo import make_model
+
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}  # enough for four ranks
+
+
+def make_boundary(family: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Boundary:
+    layers = {"num_hidden_layers": 2, **HEADS, **changes}
+    if family in ("gemma3_text", "cohere2"):
+        layers["layer_types"] = ["sliding_attention", "full_attention"]
+    return Boundary(make_model(family, dtype, **layers))
+
+
+def attention(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **__: Any) -> Tensor:
+    """Causal, and different for every head. The families' windows and caps are not its matter."""
+    out = nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scale, enable_gqa=True
+    )
+    return out.transpose(1, 2)
+
+
+def call_of(boundary: Boundary, index: int, batch: int, tokens: int) -> LayerCall:
+    with routed(boundary.model):
+        return boundary.calls(batch, torch.arange(tokens)[None])[index]
+
+
+def run(boundary: Boundary, layer: nn.Module, hidden: Tensor, call: LayerCall) -> Tensor:
+    """The layer, or a shell of it, as the model's own attention would run it."""
+    with routed(boundary.model), answering(attention):
+        return run_layer(layer, hidden, call)
+
+
+def random_run(boundary: Boundary) -> Any:
+    """Runs a layer on random tokens, for a probe."""
+
+    def run_one(index: int, layer: nn.Module) -> Tensor:
+        dtype = next(layer.parameters()).dtype
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(2, 5, boundary.width, generator=generator, dtype=dtype)
+        return run(boundary, layer, hidden, cast_call(call_of(boundary, index, 2, 5), dtype))
+
+    return run_one
