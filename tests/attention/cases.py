@@ -12,6 +12,7 @@ from farspan.attention.cell import AttentionCall, attend, attend_backward
 from farspan.attention.merge import accumulate_dtype
 from farspan.attention.reference import reference
 from farspan.plan.blocks import document_runs, plan_blocks
+from tests.numerics import relative_error
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,17 @@ def expected(case: Case, inputs: Inputs) -> Results:
     )
     gradients = torch.autograd.grad(out, list(leaves.values()), inputs.dout)
     return {"out": out.detach()} | dict(zip(leaves, gradients, strict=True))
+
+
+def limits(case: Case, inputs: Inputs) -> dict[str, float]:
+    """Relative errors that results may have: twice those of dense attention in the same dtype, and
+    what exp(score - lse) loses when both are rounded to the accumulate dtype, which a dense
+    softmax, normalised after exp(score - max), does not."""
+    exact, plain = expected(case, inputs.to(torch.float64)), expected(case, inputs)
+    keys = inputs.k.repeat_interleave(case.heads // case.kv_heads, 1)
+    largest = float((inputs.q.double() @ keys.double().mT).abs().max()) * case.scale
+    floor = torch.finfo(torch.float32).eps / 2 * min(largest, case.softcap or largest)
+    return {name: 2 * relative_error(plain[name], x) + floor for name, x in exact.items()}
 
 
 @dataclass

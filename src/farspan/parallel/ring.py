@@ -45,8 +45,8 @@ class WholeRows(KeyValues, Protocol):
     """Keys and values of earlier chunks that can be had whole, as they travel."""
 
     def prefix_rows(self) -> tuple[Tensor, Tensor]:
-        """K [T, B, Hk, D] and V [T, B, Hk, Dv] of all rows before the chunk's own, valid until the
-        cell is done."""
+        """K [T, B, Hk, D] and V [T, B, Hk, Dv] of all rows before the chunk's own, where there are
+        any; valid until the cell is done."""
 
     def add_rows(self, dk: Tensor, dv: Tensor) -> None:
         """Add to dK, dV of the same rows, in the accumulate dtype. Called once in a backward, after
@@ -118,7 +118,8 @@ class Ring:
             for_earlier, for_own = zip(
                 *(x.tensor_split([earlier]) for x in sums.wait()), strict=True
             )
-            key_values.add_rows(*for_earlier)
+            if earlier:
+                key_values.add_rows(*for_earlier)
             dk, dv = (
                 x + part.permute(1, 2, 0, 3) for x, part in zip((dk, dv), for_own, strict=True)
             )
@@ -134,9 +135,12 @@ class Ring:
         when this returns, and so are those of the next peer while one's are used."""
         if self.peers.size == 1:
             return iter(())
+        index = self.peers.index
         own = [x.permute(2, 0, 1, 3).contiguous() for x in (k, v)]
-        earlier = [x.contiguous() for x in key_values.prefix_rows()]
-        return self._arrivals(self._pass_rows([*earlier, *own], self.peers.index))
+        earlier = [x[:0] for x in own]
+        if self.rows[index][0]:
+            earlier = [x.contiguous() for x in key_values.prefix_rows()]
+        return self._arrivals(self._pass_rows([*earlier, *own], index))
 
     def _arrivals(self, coming: "_Pass") -> Iterator[tuple[int, "_Rows"]]:
         for step in range(1, self.peers.size):
