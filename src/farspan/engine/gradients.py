@@ -13,7 +13,7 @@ from farspan.attention.merge import accumulate_dtype
 
 # Sums of this rank in, of all ranks out; None where there is none.
 Totals = list[Tensor | None]
-Reduce = Callable[[Sequence[nn.Parameter], Totals], Totals]
+Reduce = Callable[[Sequence[nn.Parameter], Totals, bool], Totals]  # True: outside the layers
 
 
 class Gradients:
@@ -47,12 +47,13 @@ class Gradients:
             wide = accumulate_dtype(parameter.dtype)
             self._open[parameter] = torch.empty_like(parameter, dtype=wide).copy_(gradient)
 
-    def close(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Round the accumulators of these parameters into `.grad`, once."""
+    def close(self, parameters: Iterable[nn.Parameter], *, outer: bool = False) -> None:
+        """Round the accumulators of these parameters, which are of a group's layers or outside all
+        of them, into `.grad`, once."""
         parameters = [p for p in parameters if p.requires_grad]
         totals = [self._open.pop(parameter, None) for parameter in parameters]
         if self._reduce is not None:
-            totals = self._reduce(parameters, totals)
+            totals = self._reduce(parameters, totals, outer)
         for parameter, total in zip(parameters, totals, strict=True):
             if total is None:
                 continue

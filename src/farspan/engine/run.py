@@ -22,6 +22,7 @@ from farspan.engine.sparse import SparseRun
 from farspan.engine.storage import Storage
 from farspan.models.boundary import Boundary, LayerCall
 from farspan.models.route import answering
+from farspan.parallel.pipeline import Pipeline
 from farspan.parallel.ranks import Ranks
 from farspan.parallel.ulysses import Ulysses
 from farspan.plan import names
@@ -43,6 +44,8 @@ from farspan.plan.program import (
     Load,
     LoadGradient,
     Program,
+    Receive,
+    Send,
     Store,
     StoreGradient,
 )
@@ -89,9 +92,12 @@ class Interpreter:
     calls: tuple[int, list[LayerCall]] = (-1, [])  # of the chunk at hand
     blocks: dict[tuple[int, int | None], tuple[Block, ...]] = field(default_factory=dict)
     loss: Tensor | None = None
+    pipeline: Pipeline | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.slots = Slots(self.storage.copies)
+        if self.ranks is not None and self.ranks.layout.pipeline > 1:
+            self.pipeline = Pipeline(self.ranks.among("pipeline"))
         sparse = self.program.schedule.sparse
         if sparse is not None and self.select is not None:
             self.sparse = SparseRun(
@@ -110,7 +116,10 @@ class Interpreter:
             if followed is not None:
                 followed.after(index)
             self.after(instruction)
-        assert self.loss is not None
+        if self.pipeline is not None:
+            self.pipeline.finish()
+        if self.loss is None:  # another stage has the head
+            return torch.zeros((), dtype=torch.float64, device=self.boundary.device)
         return self.loss
 
     def _issue(self, instruction: Instruction) -> None:
@@ -141,6 +150,12 @@ class Interpreter:
                 self._embed_backward(chunk)
             case Close(group):
                 self._close(group)
+            case Receive(layer, chunk, gradient):
+                bank = self.gradient if gradient else self.hidden
+                bank[layer] = self._pipeline().receive(self._passing(chunk), up=not gradient)
+            case Send(layer, chunk, gradient):
+                tensor = (self.gradient if gradient else self.hidden).pop(layer)
+                self._pipeline().send(tensor, up=not gradient)
 
     # -- stages outside the layers -------------------------------------------------------------
 
@@ -193,8 +208,18 @@ class Interpreter:
     def _close(self, group: int) -> None:
         for layer in range(*self.program.groups[group]):
             self.gradients.close(self.boundary.layers[layer].parameters())
-        if group == 0:
-            self.gradients.close(self.head.parameters)
+        if group == 0 or self.pipeline is not None:
+            self.gradients.close(self.head.parameters, outer=True)
+
+    def _pipeline(self) -> Pipeline:
+        assert self.pipeline is not None
+        return self.pipeline
+
+    def _passing(self, chunk: int) -> Tensor:
+        """Memory for the rank's tokens of a chunk between layers, [B, C, hidden]."""
+        span, run = self._span(chunk), self.program.run
+        shape = run.batch, span.stop - span.start, self.program.model.hidden
+        return torch.empty(shape, dtype=self.storage.dtype, device=self.boundary.device)
 
     def _x(self, buffer: str, chunk: int) -> Tensor:
         """[B, C, hidden] of a chunk in a buffer or slot of x."""

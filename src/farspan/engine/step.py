@@ -292,11 +292,16 @@ class Step:
         if interpreter.sparse is not None:
             self.seen = interpreter.sparse.seen or self.seen
         if self.ranks is not None:
-            self.ranks.among(*TOKENS).sum(loss)
+            self.ranks.among(*AXES).sum(loss)
         return loss.to(storage.accumulate_dtype)
 
     def _reduce(self) -> Reduce | None:
-        return None if self.ranks is None else Replicas(self.ranks.among(*TOKENS)).reduce
+        if self.ranks is None:
+            return None
+        layers, outer = (Replicas(self.ranks.among(*axes)) for axes in (TOKENS, AXES))
+        return lambda parameters, totals, is_outer: (outer if is_outer else layers).reduce(
+            parameters, totals
+        )
 
     def _watched(self, program: Program) -> tuple[int, int] | None:
         """The cell whose seen mass this step measures; an evaluation measures none."""

@@ -8,7 +8,7 @@ from farspan.plan.layout import ONLY, Rank
 from farspan.plan.ledger import Ledger
 from farspan.plan.passes import GroupPasses
 from farspan.plan.program import Close, Kind, Program
-from farspan.plan.share import local_heads, share_of
+from farspan.plan.share import local_heads, own_groups, share_of
 from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
 
 
@@ -20,7 +20,7 @@ def build_program(model: ModelSpec, run: RunSpec, schedule: Schedule, rank: Rank
     not fit the model.
     """
     ledger = _ledger(model, run, schedule, rank)
-    passes = [GroupPasses(ledger, index) for index in range(len(ledger.groups))]
+    passes = [GroupPasses(ledger, index) for index in own_groups(rank, len(ledger.groups))]
     _open_slots(ledger, passes)
     for group in passes:
         group.first()
@@ -44,7 +44,7 @@ def build_evaluation(
         activations_kept=0.0,
     )
     ledger = _ledger(model, run, plain, rank)
-    passes = [GroupPasses(ledger, index) for index in range(len(ledger.groups))]
+    passes = [GroupPasses(ledger, index) for index in own_groups(rank, len(ledger.groups))]
     _open_slots(ledger, passes)
     for group in passes:
         group.evaluate()
@@ -58,7 +58,7 @@ def _ledger(model: ModelSpec, run: RunSpec, schedule: Schedule, rank: Rank) -> L
         run,
         schedule,
         chunks,
-        group_ranges(schedule, len(model.layers)),
+        group_ranges(schedule, len(model.layers), rank.layout.pipeline),
         share_of(chunks, rank),
     )
 
@@ -70,7 +70,7 @@ def _open_slots(ledger: Ledger, passes: list[GroupPasses]) -> None:
     own, keys = share.tokens.most, share.keys.most
     slot = ledger.allocate_slot
     kept = any(group.graphs for group in passes)
-    if schedule.x is Tier.HOST and (len(passes) > 1 or kept):
+    if schedule.x is Tier.HOST and (len(ledger.groups) > 1 or kept):
         for name in (*ledger.few(names.X_IN), *ledger.few(names.X_OUT)):
             slot(name, Kind.X, own)
     if schedule.kv is Tier.HOST:

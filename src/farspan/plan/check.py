@@ -29,6 +29,8 @@ from farspan.plan.program import (
     Load,
     LoadGradient,
     Program,
+    Receive,
+    Send,
     Store,
     StoreGradient,
 )
@@ -96,6 +98,7 @@ class _Replay:
     backwards: set[tuple[int, int]] = field(default_factory=set)
     embeddings: set[int] = field(default_factory=set)  # chunks whose EmbedBackward ran
     closed: set[int] = field(default_factory=set)
+    passed: set[Receive | Send] = field(default_factory=set)
     chosen: set[tuple[int, int]] = field(default_factory=set)  # cells whose pages are chosen
 
     def step(self, instruction: Instruction) -> None:
@@ -126,6 +129,8 @@ class _Replay:
             case StoreGradient(layer, chunk, buffer):
                 self._take(self.gradient, "gradient", layer, chunk)
                 memory.write(buffer, Content("gradient", layer, chunk))
+            case Receive() | Send():
+                self._pass_on(instruction)
             case Forward():
                 self._forward(instruction)
             case Head(chunk, gradient):
@@ -146,6 +151,22 @@ class _Replay:
         assert register is not None
         self.memory.standing(register.pins, f"{name}[{layer}]")
         return register
+
+    def _pass_on(self, i: Receive | Send) -> None:
+        """A stage is given each chunk's input, and the gradient of its output, once, and gives the
+        others once."""
+        first, stop = self.program.groups[self.program.own_groups()[0]]
+        outer = stop if i.gradient is isinstance(i, Receive) else first
+        ends = 0, len(self.program.model.layers)
+        need = self.memory.need
+        need(i.layer == outer and outer not in ends, f"no stage is beyond layer {i.layer}")
+        need(i not in self.passed, f"{i} twice")
+        self.passed.add(i)
+        bank, name = (self.gradient, "gradient") if i.gradient else (self.hidden, "hidden")
+        if isinstance(i, Send):
+            self._take(bank, name, i.layer, i.chunk)
+        else:
+            bank[i.layer] = _Register(i.chunk)
 
     def _head(self, chunk: int, gradient: bool) -> None:
         layer = len(self.program.model.layers)
@@ -326,13 +347,21 @@ class _Replay:
     def finish(self) -> None:
         """Everything ran that makes a step, or an evaluation."""
         need, chunks = self.memory.need, len(self.program.chunks)
-        need(len(self.heads) == chunks, f"heads of {sorted(self.heads)}, of {chunks} chunks")
+        groups, training = self.program.own_groups(), bool(self.closed)
+        first, last = 0 in groups, len(self.program.groups) - 1 in groups
+        need(len(self.heads) == chunks * last, f"heads of {sorted(self.heads)}, of {chunks} chunks")
         need(not self.graphs, f"no backward for the graphs of {sorted(self.graphs)}")
-        training = any(self.heads.values())
-        need(training == all(self.heads.values()), "some heads give a gradient, others do not")
-        cells = chunks * len(self.program.model.layers) * training
+        gradients = {training} if last else set()
+        need(set(self.heads.values()) == gradients, "some heads give a gradient, others do not")
+        layers = sum(stop - start for start, stop in map(self.program.groups.__getitem__, groups))
+        cells = chunks * layers * training
         need(len(self.backwards) == cells, f"{len(self.backwards)} backward cells of {cells}")
-        ends = len(self.embeddings), len(self.closed)
-        wanted = (chunks * training, len(self.program.groups) * training)
-        need(ends == wanted, f"{ends} embeddings and closed groups, not {wanted}")
+        ends = len(self.embeddings), len(self.closed), len(self.passed)
+        beyond = (not first) + (not last)
+        wanted = (
+            chunks * training * first,
+            len(groups) * training,
+            beyond * chunks * (1 + training),
+        )
+        need(ends == wanted, f"{ends} embeddings, closed groups and passages, not {wanted}")
         self.memory.finish()

@@ -30,6 +30,7 @@ from farspan.plan.program import (
     Load,
     LoadGradient,
     Program,
+    Send,
     Store,
     StoreGradient,
 )
@@ -141,6 +142,8 @@ class _Uses:
             yield from self._take("hidden", len(self.program.model.layers))
         elif isinstance(i, EmbedBackward):
             yield from self._take("gradient", 0)
+        elif isinstance(i, Send):
+            yield from self._take("gradient" if i.gradient else "hidden", i.layer)
 
     def _take(self, bank: str, layer: int) -> Iterator[Use]:
         yield from _all(Lane.COMPUTE, False, self.views.pop((bank, layer), []))

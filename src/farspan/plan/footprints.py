@@ -30,6 +30,8 @@ from farspan.plan.program import (
     Load,
     LoadGradient,
     Program,
+    Receive,
+    Send,
     Store,
     StoreGradient,
 )
@@ -96,6 +98,10 @@ class _Walk:
                 return _reads(*self.hidden.pop(len(self.program.model.layers), ()))
             case EmbedBackward():
                 return _reads(*self.gradient.pop(0, ()))
+            case Receive(layer, _, gradient):
+                (self.gradient if gradient else self.hidden)[layer] = ()
+            case Send(layer, _, gradient):
+                return _reads(*(self.gradient if gradient else self.hidden).pop(layer, ()))
         return []
 
     def _place(self, name: str, chunk: int) -> Place:

@@ -19,6 +19,8 @@ class Group:
     layers: range = field(init=False)
     top: int = field(init=False)  # the last of the layers
     is_last: bool = field(init=False)
+    is_stage: bool = field(init=False)  # of a pipeline
+    stays_open: bool = field(init=False)  # its K, V are there from the first pass to the backward
     chunks: range = field(init=False)
     graphs: range = field(init=False)  # chunks whose graphs the first pass keeps
 
@@ -27,6 +29,8 @@ class Group:
         self.layers = range(*ledger.groups[self.index])
         self.top = self.layers[-1]
         self.is_last = self.index == len(ledger.groups) - 1
+        self.is_stage = ledger.share.rank.layout.pipeline > 1
+        self.stays_open = self.is_last or self.is_stage
         self.chunks = range(len(ledger.chunks))
         self.graphs = kept_chunks(ledger.schedule.activations_kept, ledger.chunks)
         if self.is_last and len(self.layers) == 1:
@@ -46,8 +50,11 @@ class Group:
                 )
             self._open_activations(layer)
             self._open_pages(layer)
+        if self.is_stage and self.index > 0:
+            ledger.allocate(names.x(self.index), Kind.X, schedule.x, self.index)
         if self.is_last:
             self._open_head_input()
+        if self.stays_open:
             self.open_attention_of_open_group()
         else:
             boundary = self.index + 1
@@ -129,7 +136,7 @@ class Group:
 
     def kv_goes_home(self) -> bool:
         schedule = self.ledger.schedule
-        kept = schedule.kv_kept and not self.is_last
+        kept = schedule.kv_kept and not self.stays_open
         return kept and schedule.kv is Tier.DEVICE and schedule.kv_home is Tier.HOST
 
     def close_first(self) -> None:
@@ -155,6 +162,8 @@ class Group:
             ):
                 self.ledger.free(name)
         self.ledger.free(names.x(self.index + 1))
+        if self.is_stage:
+            self.ledger.free(names.x(self.index))
 
     def prefix(self, layer: int) -> str:
         """The buffer K, V of this layer are in now."""

@@ -28,6 +28,8 @@ from farspan.plan.program import (
     Kind,
     Load,
     LoadGradient,
+    Receive,
+    Send,
     Store,
     StoreGradient,
 )
@@ -49,11 +51,21 @@ class GroupPasses(Group):
             return
         boundary = names.x(self.index)
         self.entered = self._x_place(boundary, names.X_IN)
-        self._fetch(boundary, self.entered, chunk)
+        if self.is_stage and chunk not in self.ledger.written[boundary]:
+            self.ledger.emit(
+                Receive(self.layers[0], chunk), Store(self.layers[0], chunk, self.entered)
+            )
+            self._evict(self.entered, boundary, chunk)
+            self.ledger.written[boundary].add(chunk)
+        else:
+            self._fetch(boundary, self.entered, chunk)
         self.ledger.emit(Load(self.layers[0], chunk, self.entered))
 
     def leave(self, chunk: int) -> None:
-        """Keep hidden[top + 1] of the chunk."""
+        """Keep hidden[top + 1] of the chunk, or hand it on."""
+        if self.is_stage and not self.is_last:
+            self.ledger.emit(Send(self.top + 1, chunk))
+            return
         boundary = names.x(self.index + 1)
         place = self._x_place(boundary, names.X_OUT)
         self.ledger.emit(Store(self.top + 1, chunk, place))
@@ -63,6 +75,9 @@ class GroupPasses(Group):
         """gradient[top + 1] of the chunk: from the head, or from the group above."""
         if self.is_last and chunk not in self.graphs:
             self.ledger.emit(Head(chunk))
+            return
+        if self.is_stage and not self.is_last:
+            self.ledger.emit(Receive(self.top + 1, chunk, gradient=True))
             return
         boundary = names.x(self.index + 1)
         place = self._x_place(boundary, names.X_OUT)
@@ -76,6 +91,9 @@ class GroupPasses(Group):
         """gradient[first layer] of the chunk takes the place of the group's input."""
         if self.index == 0:
             self.ledger.emit(EmbedBackward(chunk))
+            return
+        if self.is_stage:
+            self.ledger.emit(Send(self.layers[0], chunk, gradient=True))
             return
         boundary = names.x(self.index)
         self.ledger.emit(StoreGradient(self.layers[0], chunk, self.entered))
@@ -100,7 +118,7 @@ class GroupPasses(Group):
                 self.forward(layer, chunk, only_kv=only_kv, kept=kept)
             if is_read:
                 self.leave(chunk)
-        if not self.is_last:
+        if not self.stays_open:
             self.close_first()
 
     def evaluate(self) -> None:
@@ -123,7 +141,7 @@ class GroupPasses(Group):
         """Have the group's K, V at hand again."""
         ledger, schedule = self.ledger, self.ledger.schedule
         missing = not schedule.kv_kept or self.kv_goes_home()
-        if self.is_last or not missing:
+        if self.stays_open or not missing:
             return
         for layer in self.layers:
             ledger.allocate(names.kv_again(layer), Kind.KV, schedule.kv, layer)
@@ -262,7 +280,7 @@ class GroupPasses(Group):
             self._fetch(prefix, own_kv, chunk)
             home = self.attention_home(layer, chunk)
             # What is kept only while the group is open was not there when the first pass ran.
-            was_open = self.is_last or home == names.attention(layer)
+            was_open = self.stays_open or home == names.attention(layer)
             if home is not None and was_open and chunk in ledger.written[home]:
                 attention = self._attention_place(home)
                 self._fetch(home, attention, chunk)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from farspan.plan.layout import Range
-from farspan.plan.share import Share
+from farspan.plan.share import Share, own_groups
 from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
 
 
@@ -220,6 +220,24 @@ class Close:
     group: int
 
 
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """hidden[layer], or its gradient, comes from the pipeline stage before, or after."""
+
+    layer: int
+    chunk: int
+    gradient: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """hidden[layer], or its gradient, goes to the pipeline stage after, or before."""
+
+    layer: int
+    chunk: int
+    gradient: bool = False
+
+
 Instruction = (
     Allocate
     | Free
@@ -236,6 +254,8 @@ Instruction = (
     | Backward
     | EmbedBackward
     | Close
+    | Receive
+    | Send
 )
 
 
@@ -256,6 +276,10 @@ class Program:
     def rows(self, kind: Kind, chunk: int) -> Range:
         """Where in buffers of this kind a chunk's rows are; of CELLS, the chunk's tokens."""
         return rows_of(self.chunks, self.share, kind)[chunk]
+
+    def own_groups(self) -> range:
+        """The groups that the rank runs: all, or its pipeline stage's one."""
+        return own_groups(self.share.rank, len(self.groups))
 
     def trains(self) -> bool:
         """Does it compute gradients, and not only the loss?"""

@@ -1,6 +1,6 @@
 """Which outputs of layers nothing reads: those of cells rebuilt for their backward alone."""
 
-from farspan.plan.program import Backward, Embed, Forward, Head, Load, Program, Store
+from farspan.plan.program import Backward, Embed, Forward, Head, Load, Program, Receive, Send, Store
 
 Cell = tuple[int, int]  # layer, chunk
 
@@ -23,9 +23,9 @@ def unread_outputs(program: Program) -> frozenset[Cell]:
         match i:
             case Embed():
                 written.pop(0, None)
-            case Load(layer):
+            case Load(layer) | Receive(layer, gradient=False):
                 written.pop(layer, None)
-            case Store(layer):
+            case Store(layer) | Send(layer, gradient=False):
                 read(layer)
             case Head():
                 read(len(program.model.layers))

@@ -50,6 +50,14 @@ def share_of(chunks: tuple[Range, ...], rank: Rank = ONLY) -> Share:
     return Share(rank, _spans(chunks, rank), _spans(chunks, rank, *AMONG_HEADS))
 
 
+def own_groups(rank: Rank, groups: int) -> range:
+    """The groups of layers that a rank runs. Those of a pipeline are its stages."""
+    if rank.layout.pipeline == 1:
+        return range(groups)
+    stage = rank.along["pipeline"]
+    return range(stage, stage + 1)
+
+
 AMONG_HEADS = SEQUENCE[:2]  # these share heads; the other axes of a sequence share keys
 
 

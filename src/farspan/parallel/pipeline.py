@@ -1,0 +1,44 @@
+"""The stages of a pipeline, each a group of layers: chunks stream up, their gradients down.
+
+Nobody waits for a send. A stage receives in the order in which its neighbour sends: inputs in the
+order of chunks, gradients in the reverse one.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import Tensor
+
+from farspan.parallel.peers import Peers
+
+
+@dataclass(slots=True)
+class Pipeline:
+    """This stage among the others, for one step."""
+
+    peers: Peers
+    sending: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)  # kept until it left
+
+    def send(self, tensor: Tensor, *, up: bool) -> None:
+        """To the stage after this one, or before it."""
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, self._other(up), group=self.peers.group)
+        assert work is not None
+        self.peers.sent += tensor.nbytes
+        self.sending.append((work, tensor))
+        while self.sending and self.sending[0][0].is_completed():
+            self.sending.popleft()
+
+    def receive(self, place: Tensor, *, up: bool) -> Tensor:
+        """What the stage before this one sent up, or the one after it sent down."""
+        dist.recv(place, self._other(not up), group=self.peers.group)
+        return place
+
+    def finish(self) -> None:
+        """All that was sent has left."""
+        while self.sending:
+            self.sending.popleft()[0].wait()
+
+    def _other(self, after: bool) -> int:
+        return dist.get_global_rank(self.peers.group, self.peers.index + (1 if after else -1))
