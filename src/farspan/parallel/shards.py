@@ -6,9 +6,9 @@ A shard holds K, V of its part of every chunk (plan/held.py) and dK, dV of them,
     backward    gather q, O, dO, LSE | dQ of all queries, dK, dV of own keys | sum dQ at its owner
 
 Partial O and LSE and sums of dQ are in the accumulate dtype, and are taken in the order of ranks.
-What a rank sends, with P shards, C tokens of the chunk, n of them its own and m those of the
-largest part (a gather pads to it), a token having q, O and LSE bytes, O' of them in the accumulate
-dtype (`forward_bytes`, `backward_bytes`):
+What a rank sends (`forward_bytes`, `backward_bytes`), with P shards and C tokens of the chunk, n of
+them its own and m those of the largest part, to which a gather pads; q, O and LSE are bytes of a
+token, q' and O' those in the accumulate dtype:
 
     forward     (P - 1) m q + (C - n) (O' + LSE)
     backward    (P - 1) m (q + 2 O + LSE) + (C - n) q'
