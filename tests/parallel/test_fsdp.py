@@ -12,56 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from farspan.parallel import fsdp
 from farspan.parallel.cuts import dealt, gather_bytes, reduce_bytes
-from farspan.parallel.fsdp import Sharded, Stage, local, square_norm
-from farspan.parallel.peers import Peers
+from farspan.parallel.fsdp import Sharded, Stage, local
 from farspan.spec import Refused
-from tests.numerics import assert_exact
+from tests.parallel.cut import Model, sharded, values
 from tests.ranks import run_ranks
-
-CPU = torch.device("cpu")
-
-
-class Layer(nn.Module):
-    """Rows that no number of ranks divides, fewer rows than ranks, two dtypes, one frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 7)
-        self.one = nn.Parameter(torch.randn(1))
-        self.down = nn.Linear(7, 6, bias=False)
-        self.frozen = nn.Parameter(torch.randn(5, 2), requires_grad=False)
-        self.unused = nn.Parameter(torch.randn(3, 3))
-        self.register_buffer("scale", torch.full((), 0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale: Any = self.scale
-        bend = (self.frozen * self.frozen).sum().to(x.dtype)
-        return x + self.down(torch.tanh(self.up(x))) * self.one * scale + bend
-
-
-class Model(nn.Module):
-    """Two layers between an embedding and a head that are tied."""
-
-    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.embedding = nn.Embedding(11, 6)
-        self.layers = nn.ModuleList([Layer(), Layer()])
-        self.norm = nn.LayerNorm(6)
-        self.head = nn.Linear(6, 11, bias=False)
-        self.to(dtype)
-        self.layers[1].frozen = nn.Parameter(torch.randn(5, 2, dtype=torch.float32), False)
-        self.head.weight = self.embedding.weight
-
-
-def sharded(model: Model, stage: Stage = Stage.ZERO_3, *, offload: bool = False) -> Sharded:
-    peers = Peers(dist.group.WORLD)  # type: ignore[arg-type]
-    return Sharded(model, list(model.layers), peers, CPU, stage=stage, offload=offload)
-
-
-def values(named: Any) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in named}
-
 
 # -- cut and gathered ---------------------------------------------------------------------------
 
@@ -256,95 +210,49 @@ def stages() -> None:
         assert stage is Stage.ZERO_0 or (weight.grad is None) == (stage is Stage.ZERO_1)
 
 
+def micro_batches() -> None:
+    """Of ZERO_1: gradients of two steps add up whole, and are reduced once."""
+    model = Model()
+    cut = sharded(model, Stage.ZERO_1)
+    first, second = (totals_of(cut, model, 0, turn) for turn in range(2))
+    mine = {p: first[p] + second[p] for p in first}
+    shares = {p: [torch.empty_like(g) for _ in range(2)] for p, g in mine.items()}
+    for p, share in shares.items():
+        dist.all_gather(share, mine[p])
+    cut.reduce(0, first)
+    cut.end(sync=False)
+    before = cut.peers.sent
+    cut.reduce(0, second)
+    assert cut.peers.sent == before
+    cut.end()
+    cut.gather(0)
+    named = {p: name for name, p in model.named_parameters()}
+    for p, (one, two) in shares.items():
+        grad = cut.parameters()[named[p]].grad
+        assert grad is not None
+        rows = slice(*dealt(p.shape[0], cut.peers.index, 2))
+        assert torch.equal(local(grad), (one + two)[rows])
+
+
+def freeze() -> None:
+    """What an optimizer's parameter says of itself is so of the whole one, from the next time."""
+    model = Model()
+    cut = sharded(model)
+    cut.parameters()["layers.0.up.weight"].requires_grad_(False)
+    cut.gather(0)
+    layer: Any = model.layers[0]
+    assert not layer.up.weight.requires_grad
+    assert layer.down.weight.requires_grad
+
+
+def stages_and_states() -> None:
+    stages()
+    micro_batches()
+    freeze()
+
+
 def test_stages_differ_in_what_they_keep() -> None:
-    run_ranks(2, stages)
-
-
-# -- in a step ----------------------------------------------------------------------------------
-
-
-def batch(rank: int) -> Tensor:
-    torch.manual_seed(rank + 50)
-    return torch.randn(4, 6, dtype=torch.float64)
-
-
-def loss_of(model: Model, rank: int) -> Tensor:
-    x = batch(rank)
-    for layer in model.layers:
-        x = layer(x)
-    return (model.head(model.norm(x)) ** 2).sum()
-
-
-def plain_steps(ranks: int) -> tuple[dict[str, Tensor], list[float]]:
-    model = Model()
-    adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
-    norms = []
-    for _ in range(2):
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        for rank in range(ranks):
-            found = torch.autograd.grad(loss_of(model, rank), parameters, allow_unused=True)
-            for p, g in zip(parameters, found, strict=True):
-                if g is not None:
-                    p.grad = g.clone() if p.grad is None else p.grad + g
-        grads = [p.grad for p in parameters if p.grad is not None]
-        norms.append(float(torch.nn.utils.get_total_norm(grads)))
-        adam.step()
-        adam.zero_grad()
-    return values(model.named_parameters()), norms
-
-
-def cut_steps(
-    stage: Stage, offload: bool, as_locals: bool
-) -> tuple[dict[str, Tensor], list[float]]:
-    model = Model()
-    cut = sharded(model, stage, offload=offload)
-    trained = [p for p in cut.parameters().values() if p.requires_grad]
-    given = [nn.Parameter(local(p)) for p in trained] if as_locals else trained
-    adam = torch.optim.AdamW(given, 1e-2)
-    norms = []
-    for _ in range(2):
-        for unit in range(3):
-            cut.gather(unit)
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        # The graph outlives the weights: it goes on with what is gathered again.
-        loss = loss_of(model, dist.get_rank())
-        for unit in range(3):
-            cut.release(unit)
-            cut.gather(unit)
-        found = torch.autograd.grad(loss, parameters, allow_unused=True)
-        totals = {p: g for p, g in zip(parameters, found, strict=True) if g is not None}
-        for unit in range(3):
-            cut.reduce(unit, totals)
-            cut.release(unit)
-        cut.end()
-        square = square_norm([p.grad for p in trained if p.grad is not None], CPU)
-        if stage is not Stage.ZERO_0:
-            cut.peers.sum(square)
-        norms.append(float(square.sqrt()))
-        for own, p in zip(trained, given, strict=True):
-            if as_locals and own.grad is not None:
-                p.grad = local(own.grad)
-        adam.step()
-        for p in (*trained, *given):
-            p.grad = None
-    return {name: whole.clone() for name, whole in cut.wholes()}, norms
-
-
-def train_all() -> None:
-    cases = [(stage, False, False) for stage in Stage]
-    cases += [(Stage.ZERO_3, True, False), (Stage.ZERO_3, False, True)]
-    should, norms = plain_steps(dist.get_world_size())
-    for stage, offload, as_locals in cases:
-        found, measured = cut_steps(stage, offload, as_locals)
-        assert found.keys() == should.keys()
-        for name in should:
-            assert torch.equal(found[name], should[name]), (stage, name)
-        assert_exact(torch.tensor(measured), torch.tensor(norms))
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_two_updates_are_those_of_one_process(ranks: int) -> None:
-    run_ranks(ranks, train_all)
+    run_ranks(2, stages_and_states)
 
 
 # -- refused ------------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farspan.parallel import states
-from farspan.parallel.fsdp import Sharded, Stage, local
-from farspan.parallel.peers import Peers
+from farspan.parallel.fsdp import Stage, local
 from farspan.parallel.places import Box, Place, along, everything
 from farspan.parallel.states import (
     SaveFailed,
@@ -23,16 +22,17 @@ from farspan.parallel.states import (
 )
 from farspan.parallel.states_plan import Entries
 from farspan.spec import Refused
-from tests.parallel.test_fsdp import CPU, Model
+from tests.parallel.cut import Model, sharded
 from tests.ranks import RankError, run_ranks
 
 STATE = {"step": 7, "loss": 1.25}
 
 
-def entries_of(model: Model, stage: Stage, adam: Any = None) -> Entries:
+def entries_of(model: Model, stage: Stage) -> Entries:
     """Of a model that is cut, and of AdamW on its parameters."""
-    cut = Sharded(model, list(model.layers), Peers(dist.group.WORLD), CPU, stage=stage)  # type: ignore[arg-type]
-    places, found = cut.places(), {}
+    cut = sharded(model, stage)
+    places = cut.places()
+    found: dict[str, tuple[Tensor, Place]] = {}
     adam = torch.optim.AdamW([p for p in cut.parameters().values() if p.requires_grad], 1e-2)
     for name, parameter in cut.parameters().items():
         found[f"model/{name}"] = local(parameter), places[name]

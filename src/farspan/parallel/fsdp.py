@@ -46,9 +46,11 @@ Totals = MutableMapping[nn.Parameter, Tensor]
 
 
 class Stage(StrEnum):
-    """What is cut, in ZeRO's names and FSDP2's terms. Results are the same bits in every stage.
+    """What is cut, in ZeRO's names and FSDP2's terms. Gradients are the same bits in every stage,
+    but those of several micro-batches in ZERO_1, which adds in another order.
 
-    Optimizer states are cut from ZERO_1 on, as the parameters that an optimizer is given."""
+    Optimizer states are cut from ZERO_1 on, as the parameters that an optimizer is given.
+    """
 
     ZERO_0 = "zero-0"  # nothing: replicas whose gradients are summed, as in DDP
     # Weights lie cut between steps and whole within one, and gradients are whole and summed once

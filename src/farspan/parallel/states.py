@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -166,7 +167,11 @@ class _Writer(StorageWriter):
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         path = self._partial / f"rank-{plan.storage_data:05d}.safetensors"
         keys = {item.index: _key(item.index) for item in plan.items}
-        tensors = {keys[i.index]: planner.resolve_data(i).contiguous() for i in plan.items}  # type: ignore[union-attr]
+        tensors = {}
+        for item in plan.items:
+            data = planner.resolve_data(item)
+            assert isinstance(data, Tensor)
+            tensors[keys[item.index]] = data.contiguous()
         save_file(tensors, path)
         _sync(path)
         size, digest = path.stat().st_size, _digest(path)

@@ -54,13 +54,17 @@ class Saving(DefaultSavePlanner):
         return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = super().create_global_plan(all_plans)
-        # Torch has looked for overlaps, but at what is filled only where there are several ranks.
-        for name, saved in metadata.state_dict_metadata.items():
-            assert isinstance(saved, TensorStorageMetadata)
-            if sum(chunk.sizes.numel() for chunk in saved.chunks) != saved.size.numel():
+        # Torch looks for overlaps, but not always at what is filled.
+        written = {item.index: item.tensor_data for plan in all_plans for item in plan.items}
+        volumes: dict[str, int] = {}
+        for index, data in written.items():
+            assert data is not None
+            volumes.setdefault(index.fqn, data.size.numel())
+            volumes[index.fqn] -= data.chunk.sizes.numel()
+        for name, missing in volumes.items():
+            if missing:
                 raise ValueError(f"the ranks' parts of {name} do not make the whole of it")
-        return plans, metadata
+        return super().create_global_plan(all_plans)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         tensor, _ = self._entries[write_item.index.fqn]
