@@ -51,6 +51,9 @@ def outcome(boundary: Boundary, layer: nn.Module, x: Tensor, dout: Tensor, token
     return Outcome(out.detach(), x.grad, gradients)
 
 
+halved_tokens: list[int] = []
+
+
 class Halves(nn.Module):
     """Runs a block on one half of the tokens after the other, as tiles do."""
 
@@ -59,6 +62,7 @@ class Halves(nn.Module):
         self.block = block
 
     def forward(self, x: Tensor) -> Tensor:
+        halved_tokens.append(x.shape[1])
         half = x.shape[1] // 2
         return torch.cat([self.block(x[:, :half]), self.block(x[:, half:])], 1)
 
@@ -136,8 +140,10 @@ def check_families(families: list[str], shares: list[list[int]]) -> dict[str, li
 
 
 def check_special(shares: list[list[int]]) -> dict[str, list[Errors]]:
+    llama = check_family("llama", shares, halved, attention_bias=True, mlp_bias=True)
+    assert halved_tokens == [sum(counts) for counts in shares]
     return {
-        "llama": check_family("llama", shares, halved, attention_bias=True, mlp_bias=True),
+        "llama": llama,
         "cohere": check_family("cohere", shares, use_qk_norm=True),
         "phi": check_family("phi", shares, qk_layernorm=True, head_dim=4),
     }

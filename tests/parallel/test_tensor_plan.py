@@ -44,6 +44,17 @@ def test_what_is_cut(family: str) -> None:
     assert not outside
 
 
+def test_parameters_of_attention_s_own_are_cut() -> None:
+    """Sinks, a number a head, as the plan of some families and here of an instance names them."""
+    boundary = make_boundary("llama")
+    for layer in boundary.layers:
+        layer.get_submodule("self_attn").register_parameter("sinks", nn.Parameter(torch.zeros(8)))
+    boundary.decoder._tp_plan = {"layers.*.self_attn.sinks": "colwise"}
+    plan = plan_tensor(boundary.model, boundary.layers, 4)
+    assert plan.layers[1].cuts["self_attn.sinks"] == Cut((8,), 0, (8,))
+    assert "mlp.down_proj.weight" in plan.layers[1].cuts
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize(("dim", "parts"), [(0, (16,)), (1, (8,)), (0, (8, 4, 4))])
 def test_slices_are_the_whole_again(dim: int, parts: tuple[int, ...], ranks: int) -> None:
@@ -146,11 +157,23 @@ class _Fixed(_Later):
         return self.down_proj((self.gate_proj(x) * self.up_proj(x)).view(*x.shape[:2], 48))
 
 
+class _Offset(_Later):
+    """A bias after the rowwise module, which shows only when it is not the zero it begins with."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__(mlp)
+        self.offset = nn.Parameter(torch.zeros(32, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.gate_proj(x) * self.up_proj(x)) + self.offset
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
         (_Later, r"layers.1 \(LlamaDecoderLayer\), cut over 2 devices.*differs from itself"),
         (_Between, "differs from itself"),
+        (_Offset, "differs from itself"),
         (_Fixed, r"layers.1 \(LlamaDecoderLayer\) does not run when it is cut.*invalid for input"),
     ],
 )
