@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -80,7 +81,7 @@ def _collect(started: list[Started], seconds: float) -> list[Any]:
 
 def _answer(end: Any, rank: int) -> Any:
     try:
-        failed, value = end.recv()
+        failed, value = pickle.loads(end.recv_bytes())
     except EOFError:
         raise RankError(f"rank {rank} died") from None
     if failed:
@@ -106,9 +107,10 @@ def _work(
             world_size=ranks,
             timeout=timedelta(seconds=60),
         )
-        end.send((False, function(*arguments)))
+        # By value: what torch would share is gone when this process ends.
+        end.send_bytes(pickle.dumps((False, function(*arguments))))
     except Exception:
-        end.send((True, traceback.format_exc()))
+        end.send_bytes(pickle.dumps((True, traceback.format_exc())))
     finally:
         end.close()
     if dist.is_initialized():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from farspan.engine.step import Step
 from farspan.parallel.ranks import Ranks
-from farspan.plan.layout import Layout
+from farspan.plan.layout import AXES, Layout
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.spec import Schedule, Tier
 from tests.engine.checks import Data, Outcome, assert_close, draw, run_oracle, run_step
@@ -117,6 +117,20 @@ FEW = [
 ]
 
 
+SPREAD = [
+    Case(family, SCHEDULES["groups"], two(33, batch=2, documents=4), family)
+    for family in ("mistral", "gemma2", "gpt_oss", "deepseek_v3")
+]
+ON_DEVICE = [case for case in CASES if case.schedule.kv is Tier.DEVICE]
+
+
+def words(value: object) -> str:
+    """The axes of a layout that have several ranks."""
+    if not isinstance(value, Layout):
+        return ""
+    return "-".join(f"{axis}{getattr(value, axis)}" for axis in AXES if getattr(value, axis) > 1)
+
+
 @pytest.mark.parametrize(
     ("layout", "cases"),
     [
@@ -126,8 +140,14 @@ FEW = [
         (Layout(pipeline=2), [*CASES, *FEW]),
         (Layout(pipeline=4), FEW[:2]),
         (Layout(pipeline=2, ulysses=2), FEW),
+        (Layout(shards=2), [*CASES, *SPREAD]),
+        (Layout(shards=4), FEW),
+        (Layout(ulysses=2, shards=2), FEW),
+        (Layout(ring=2), [*ON_DEVICE, *SPREAD]),
+        (Layout(ring=2, shards=2), FEW[:2]),
+        (Layout(ulysses=2, ring=2), FEW[:2]),
     ],
-    ids=["ulysses", "four", "data", "stages", "four stages", "ulysses and stages"],
+    ids=words,
 )
 def test_every_layout_is_exact(layout: Layout, cases: list[Case]) -> None:
     wrong = run_ranks(layout.devices(), outcomes_of, layout, cases)

@@ -24,8 +24,7 @@ def counts_of(spread: Spread, chunk: int) -> list[int]:
 def way(peers: Peers, spread: Spread, chunk: int, rank: int) -> Way:
     call = spread.call(spread.chunks[chunk], chunk, rank, fastest(spread.case))
     counts = counts_of(spread, chunk)
-    # `Peers.gather` counts nothing for a rank without rows, which sends padding all the same.
-    sent = bytes_of(spread.case, counts, rank) if counts[rank] else None
+    sent = bytes_of(spread.case, counts, rank)
     return Way(Shards(peers, counts), call, sent)
 
 

@@ -16,6 +16,8 @@ from farspan.attention.cell import AttentionCall, attend, attend_backward
 from farspan.engine.exchange import ALONE, Exchange
 from farspan.engine.prefix import Prefix
 from farspan.engine.sparse import SparseCell
+from farspan.parallel.ring import Ring
+from farspan.parallel.shards import Shards
 from farspan.plan.program import AttentionMode
 from farspan.spec import Refused
 
@@ -40,6 +42,7 @@ class Cell:
     own_kv: Rows | None = None  # of a kept graph, at its backward
     own_dkv: Rows | None = None  # complete but for this cell's share, at its backward
     sparse: SparseCell | None = None  # None: dense
+    spread: Shards | Ring | None = None  # where keys are spread over ranks
     exchange: Exchange = ALONE  # of tokens for heads, among ranks
     graph: bool = False  # a backward will follow
     at_hand: Rows | None = None  # the chunk's K, V, where its buffer has them on the device
@@ -94,7 +97,9 @@ class Cell:
             assert self.attention is not None
             self.held = _heads_first(self.attention)
             return self.held
-        if self.sparse is None:
+        if self.spread is not None:
+            out, lse = self.spread.attend(call, q, k, v, self.key_values, sinks)
+        elif self.sparse is None:
             out, lse = attend(call, q, k, v, self.key_values, sinks)
         else:
             out, lse = self.sparse.attend(call, q, k, v, self.key_values, sinks)
@@ -117,7 +122,11 @@ class Cell:
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """dq, dk, dv and d sinks of the chunk; those of earlier keys go to their sums."""
-        if self.sparse is None:
+        if self.spread is not None:
+            found = self.spread.attend_backward(
+                call, dout, of_keys, attended, self.key_values, sinks
+            )
+        elif self.sparse is None:
             found = attend_backward(call, dout, *of_keys, attended, self.key_values, sinks)
         else:
             found = self.sparse.attend_backward(

@@ -14,16 +14,16 @@ class Exchange:
     Ulysses they are that already."""
 
     ulysses: Ulysses | None = None
-    filler: bool = False  # the cell runs one token that is none of the chunk's
+    fillers: int = 0  # tokens that the cell runs though they are none of the chunk's
 
     def to_heads(self, *tensors: Tensor) -> Sequence[Tensor]:
-        if self.filler:
+        if self.fillers:
             tensors = tuple(x[:, :, :0] for x in tensors)
         return tensors if self.ulysses is None else self.ulysses.to_heads(tensors)
 
     def to_tokens(self, *tensors: Tensor) -> Sequence[Tensor]:
         own = tensors if self.ulysses is None else self.ulysses.to_tokens(tensors)
-        return [_zero_token(x) for x in own] if self.filler else own
+        return [_zeros(x, self.fillers) for x in own] if self.fillers else own
 
     def heads_of(self, values: Tensor) -> Tensor:
         """This rank's of [H]."""
@@ -38,9 +38,9 @@ class Exchange:
         return whole
 
 
-def _zero_token(x: Tensor) -> Tensor:
-    batch, heads, _, width = x.shape
-    return x.new_zeros(batch, heads, 1, width)
+def _zeros(like: Tensor, tokens: int) -> Tensor:
+    batch, heads, _, width = like.shape
+    return like.new_zeros(batch, heads, tokens, width)
 
 
 ALONE = Exchange()

@@ -75,6 +75,7 @@ class Prefix:
     layer: int
     keys_in: str
     gradients_in: str | None = None
+    before: int = 0  # rows before the chunk's own
     spans: Iterator[Span] = field(default_factory=lambda: iter(()))  # still to be fetched
     coming: deque[_Coming] = field(default_factory=deque)
     here: _Coming | None = None  # the block at hand
@@ -113,6 +114,19 @@ class Prefix:
         for name, tensor in total.items():
             copies.evict(home[name], tensor)
         slot.done = copies.record(Lane.EVICT)
+
+    def prefix_rows(self) -> tuple[Tensor, Tensor]:
+        """K [T, B, Hk, D] and V [T, B, Hk, Dv] of all rows before the chunk's own, where they
+        lie."""
+        rows = self.storage.rows(self.keys_in, (0, self.before), self.layer)
+        return rows["k"], rows["v"]
+
+    def add_rows(self, dk: Tensor, dv: Tensor) -> None:
+        """Add to dK, dV of the same rows."""
+        assert self.gradients_in is not None
+        home = self.storage.rows(self.gradients_in, (0, self.before), self.layer)
+        home["k"].add_(dk)
+        home["v"].add_(dv)
 
     def done(self) -> None:
         """The block at hand is no longer needed: another one may come."""

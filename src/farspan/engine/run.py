@@ -10,23 +10,21 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from farspan.attention.cell import AttentionCall
 from farspan.attention.sparse.select import Selector
+from farspan.engine.attending import Attending
 from farspan.engine.batch import IGNORED, Batch
 from farspan.engine.cell import Cell, CellDone, Entry, Rows
-from farspan.engine.exchange import ALONE, Exchange
 from farspan.engine.gradients import Gradients
 from farspan.engine.head import Head as HeadStage
 from farspan.engine.kernels import AttentionKernels
 from farspan.engine.layers import Layers
-from farspan.engine.prefix import Prefix, Slots, streamed_spans
+from farspan.engine.prefix import Prefix, Slots
 from farspan.engine.sparse import SparseRun
 from farspan.engine.storage import Storage
 from farspan.models.boundary import Boundary, LayerCall
 from farspan.models.route import answering
 from farspan.parallel.pipeline import Pipeline
 from farspan.parallel.ranks import Ranks
-from farspan.parallel.ulysses import Ulysses
 from farspan.plan import names
-from farspan.plan.blocks import Block, Run, document_runs, near_blocks, plan_blocks
 from farspan.plan.program import (
     Allocate,
     AttentionMode,
@@ -49,7 +47,6 @@ from farspan.plan.program import (
     Store,
     StoreGradient,
 )
-from farspan.plan.share import among_heads
 from farspan.plan.waits import Order
 from farspan.spec import Tier
 from farspan.transfer.copies import Followed
@@ -84,24 +81,25 @@ class Interpreter:
     watched: tuple[int, int] | None = None  # the sparse cell whose seen mass is measured
     ranks: Ranks | None = None  # None: this process is alone
     slots: Slots = field(init=False)
+    attending: Attending = field(init=False)
     sparse: SparseRun | None = None
     hidden: dict[int, Tensor] = field(default_factory=dict)
     gradient: dict[int, Tensor] = field(default_factory=dict)
     held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     graphs: dict[tuple[int, int], _Graph] = field(default_factory=dict)
     calls: tuple[int, list[LayerCall]] = (-1, [])  # of the chunk at hand
-    blocks: dict[tuple[int, int | None], tuple[Block, ...]] = field(default_factory=dict)
     loss: Tensor | None = None
     pipeline: Pipeline | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.slots = Slots(self.storage.copies)
+        self.attending = Attending(self.program, self.batch, self.kernels, self.ranks)
         if self.ranks is not None and self.ranks.layout.pipeline > 1:
             self.pipeline = Pipeline(self.ranks.among("pipeline"))
         sparse = self.program.schedule.sparse
         if sparse is not None and self.select is not None:
             self.sparse = SparseRun(
-                *(self.storage, self.slots, sparse, self.select, self.kernels, self._runs),
+                *(self.storage, self.slots, sparse, self.select, self.kernels, self.attending.runs),
                 self.watched,
             )
 
@@ -162,14 +160,10 @@ class Interpreter:
     def _span(self, chunk: int) -> slice:
         """The tokens of a chunk that this rank runs: its own, or a filler."""
         start, stop = self.program.share.tokens.ranges[chunk]
+        if not self.attending.is_filler(chunk):
+            return slice(start, stop)
         start = min(start, self.program.run.tokens - 1)
-        return slice(start, max(stop, start + 1))
-
-    def _is_filler(self, chunk: int) -> bool:
-        """Has it no token of the chunk? Modules cannot run on none, so it runs one of no effect:
-        attention and buffers leave it out, and its gradient is zero."""
-        start, stop = self.program.share.tokens.ranges[chunk]
-        return start == stop
+        return slice(start, start + 1)
 
     def _embed(self, chunk: int) -> Tensor:
         span = self._span(chunk)
@@ -195,7 +189,7 @@ class Interpreter:
     def _head(self, chunk: int, gradient: bool) -> None:
         layer = len(self.boundary.layers)
         hidden, targets = self.hidden.pop(layer), self.batch.targets[:, self._span(chunk)]
-        if self._is_filler(chunk):
+        if self.attending.is_filler(chunk):
             targets = torch.full_like(targets, IGNORED)
         if gradient:
             loss, self.gradient[layer] = self.head.loss_and_gradient(
@@ -227,7 +221,9 @@ class Interpreter:
 
     def _load(self, buffer: str, chunk: int) -> Tensor:
         rows = self._x(buffer, chunk)
-        return rows.new_zeros(len(rows), 1, rows.shape[2]) if self._is_filler(chunk) else rows
+        if self.attending.is_filler(chunk):
+            return rows.new_zeros(len(rows), 1, rows.shape[2])
+        return rows
 
     def _store(self, buffer: str, chunk: int, rows: Tensor) -> None:
         place = self._x(buffer, chunk)
@@ -240,13 +236,14 @@ class Interpreter:
         cell = Cell(
             i.mode,
             partial(self._attention_call, i.layer, i.chunk),
-            Prefix(self.storage, self.slots, i.layer, i.prefix),
+            self._prefix(i.layer, i.chunk, i.prefix),
             write_kv=self._rows(i.write_kv, i.chunk, i.layer),
             attention=self._rows(i.attention, i.chunk, i.layer),
             held=self.held.pop(i.layer) if i.mode is AttentionMode.HELD else None,
             kept=i.kept,
             sparse=None if self.sparse is None else self.sparse.cell(i),
-            exchange=self._exchange(i.chunk),
+            exchange=self.attending.exchange(i.chunk),
+            spread=self.attending.spread(i.layer, i.chunk),
             graph=i.graph,
             at_hand=self._at_hand(i),
         )
@@ -285,13 +282,6 @@ class Interpreter:
         self.graphs[i.layer, i.chunk] = _Graph(get_gradient_edge(out), anchor, sink, cell, saved)
         return out.detach()
 
-    def _exchange(self, chunk: int) -> Exchange:
-        layout = self.program.share.rank.layout
-        if self.ranks is None or layout.ulysses == 1:
-            return ALONE
-        parts = among_heads(self.program.share.rank, self.program.chunks[chunk])
-        return Exchange(Ulysses(self.ranks.among("ulysses"), parts), self._is_filler(chunk))
-
     def _at_hand(self, i: Forward) -> Rows | None:
         """The chunk's own K, V, where an earlier pass left them on the device."""
         there = i.write_kv is None and self.program.buffers[i.prefix].tier is Tier.DEVICE
@@ -307,7 +297,7 @@ class Interpreter:
         graph = self.graphs.pop((i.layer, i.chunk))
         self.hidden.pop(i.layer + 1, None)
         cell = graph.cell
-        cell.key_values = Prefix(self.storage, self.slots, i.layer, i.prefix, i.accumulator)
+        cell.key_values = self._prefix(i.layer, i.chunk, i.prefix, i.accumulator)
         self._begin(cell, i.layer, i.chunk)
         if cell.sparse is not None and self.sparse is not None:
             cell.sparse.choice = self.sparse.choice(i)
@@ -350,29 +340,11 @@ class Interpreter:
 
     def _begin(self, cell: Cell, layer: int, chunk: int) -> None:
         """Keys of earlier chunks may be on their way before the cell asks for them."""
-        start = self.program.share.keys.rows[chunk][0]
-        cell.key_values.begin(streamed_spans(self._blocks(layer, chunk), start))
-
-    def _blocks(self, layer: int, chunk: int) -> tuple[Block, ...]:
-        spec = self.program.model.layers[layer]
-        start, stop = self.program.chunks[chunk]
-        key = chunk, spec.window
-        if key not in self.blocks:
-            self.blocks = {k: v for k, v in self.blocks.items() if k[0] == chunk}
-            block, sparse = self.program.schedule.kv_block, self.program.schedule.sparse
-            blocks = plan_blocks(start, stop, block, spec.window, self._runs(chunk))
-            if sparse is not None and spec.window is None:
-                blocks = near_blocks(blocks, sparse, start)
-            self.blocks[key] = blocks
-        return self.blocks[key]
-
-    def _runs(self, chunk: int) -> list[tuple[Run, ...]] | None:
-        """The documents of a chunk's rows; None: each row is one."""
-        rows, span = self.batch.documents, self.program.chunks[chunk]
-        return None if rows is None else [document_runs(row, *span) for row in rows]
+        cell.key_values.begin(self.attending.streamed(layer, chunk))
 
     def _attention_call(self, layer: int, chunk: int, scale: float) -> AttentionCall:
-        spec = self.program.model.layers[layer]
-        start = self.program.chunks[chunk][0]
-        kernel = self.kernels.of(spec, self.program)
-        return AttentionCall(scale, spec.softcap, self._blocks(layer, chunk), start, kernel)
+        return self.attending.call(layer, chunk, scale)
+
+    def _prefix(self, layer: int, chunk: int, name: str, gradients: str | None = None) -> Prefix:
+        before = self.program.share.keys.rows[chunk][0]
+        return Prefix(self.storage, self.slots, layer, name, gradients, before)

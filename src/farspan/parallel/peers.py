@@ -38,7 +38,6 @@ class Peers:
         """All-to-all: `out[i]` rows, one peer after the other, go to peer i; `back[i]` rows come
         from it and stand in the order of peers."""
         received = rows.new_empty(sum(back), *rows.shape[1:])
-        # Rows of bytes, so that counts mean the same for every backend and dtype.
         dist.all_to_all_single(received, rows, list(back), list(out), group=self.group)
         self._count(rows, sum(out) - out[self.index])
         return received
@@ -70,25 +69,8 @@ class Peers:
     def sum(self, tensor: Tensor) -> Tensor:
         """All-reduce, in place."""
         dist.all_reduce(tensor, group=self.group)
-        self._count(
-            tensor, 2 * tensor.shape[0] * (self.size - 1) // self.size if tensor.ndim else 0
-        )
+        self.sent += 2 * tensor.nbytes * (self.size - 1) // self.size
         return tensor
 
-    def pass_on(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What the peer before this one has of the same shapes, as this one's go to the next."""
-        ahead = dist.get_global_rank(self.group, (self.index + 1) % self.size)
-        behind = dist.get_global_rank(self.group, (self.index - 1) % self.size)
-        received = [torch.empty_like(tensor) for tensor in tensors]
-        works = []
-        for tensor, place in zip(tensors, received, strict=True):
-            works.append(dist.P2POp(dist.isend, tensor.contiguous(), ahead, self.group))
-            works.append(dist.P2POp(dist.irecv, place, behind, self.group))
-            self._count(tensor, tensor.shape[0])
-        for work in dist.batch_isend_irecv(works):
-            work.wait()
-        return received
-
     def _count(self, like: Tensor, rows: int) -> None:
-        row = like[0].nbytes if like.ndim and like.shape[0] else 0
-        self.sent += rows * row
+        self.sent += rows * like.shape[1:].numel() * like.element_size()
