@@ -7,18 +7,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from farspan.engine.deal import Dealt, deal
 from farspan.engine.step import Step
+from farspan.parallel.fsdp import Stage
 from farspan.parallel.ranks import Ranks
 from farspan.plan.layout import AXES, Layout
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.spec import Schedule, Tier
-from tests.engine.checks import Data, Outcome, assert_close, draw, run_oracle, run_step
+from tests.engine.checks import Data, Outcome, assert_close, draw, run_oracle
 from tests.models.test_families import limits
 from tests.ranks import run_ranks
 from tests.zoo import FAMILIES, make_model
 
 CPU = torch.device("cpu")
+Dealing = dict[str, Any]  # options of `deal`
 
 
 @dataclass(frozen=True)
@@ -32,48 +36,64 @@ class Case:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-def outcomes_of(layout: Layout, cases: list[Case]) -> list[str]:
-    """On each rank: what is wrong, case by case."""
+def outcomes_of(layout: Layout, cases: list[Case], dealing: Dealing | None = None) -> list[str]:
+    """On each rank: what is wrong, case by case. Without a dealing weights stay whole."""
     ranks = Ranks(layout, CPU)
     wrong = []
     for case in cases:
-        model = make_model(case.family, **case.fields)
-        step = Step(model, case.schedule, poison=True, ranks=ranks)
+        model, whole = (make_model(case.family, **case.fields) for _ in range(2))
+        team: Ranks | Dealt = ranks
+        if dealing is not None:
+            team = deal(model, case.schedule, ranks, **dealing)
+        step = Step(model, case.schedule, poison=True, ranks=team)
         for number, data in enumerate(case.inputs):
             try:
-                check(model, step, data, limits(case.family))
+                check(model, step, data, run_oracle(whole, data), limits(case.family))
             except AssertionError as error:
                 wrong.append(f"{case.name}, step {number}: {error}"[:400])
     return wrong
 
 
-def check(model: Any, step: Step, data: Data, limits: dict[str, float]) -> None:
-    expected = run_oracle(model, data)
-    own = rows_of(step.ranks, data)
-    found = run_step(model, step, own)
-    others = stage_of_others(step, found)
-    assert not any(found.gradients[name].any() for name in others), others
+def check(model: Any, step: Step, data: Data, expected: Outcome, limits: dict[str, float]) -> None:
+    assert step.dealt is not None
+    own, others = rows_of(step.dealt.ranks, data), stage_of_others(step, expected)
+    model.zero_grad(set_to_none=True)
+    loss = step(*own)
+    found = Outcome(loss, whole_gradients(model, step.dealt, others))
     expected = replace(expected, gradients=without(expected.gradients, others))
-    assert_close(replace(found, gradients=without(found.gradients, others)), expected, limits)
+    assert_close(found, expected, limits)
     assert_close(Outcome(step.evaluate(*own), {}), Outcome(expected.loss, {}), limits)
+
+
+def whole_gradients(model: Any, dealt: Dealt, others: set[str]) -> dict[str, Tensor]:
+    """Of the layers that run here, put together from all ranks. Others have none."""
+    found = {}
+    for name, p in model.named_parameters():
+        if name in others:
+            assert p.grad is None, name
+            continue
+        gradient = torch.zeros_like(p) if p.grad is None else p.grad
+        if isinstance(gradient, DTensor):
+            gradient = gradient.full_tensor()
+        found[name] = gradient if dealt.tensor is None else dealt.tensor.whole(name, gradient)
+    return found
 
 
 def without(gradients: dict[str, Tensor], names: set[str]) -> dict[str, Tensor]:
     return {name: gradient for name, gradient in gradients.items() if name not in names}
 
 
-def stage_of_others(step: Step, found: Outcome) -> set[str]:
+def stage_of_others(step: Step, expected: Outcome) -> set[str]:
     """Parameters of layers that other pipeline stages run."""
     program = step.program(1, 8)
     groups = [program.groups[index] for index in program.own_groups()]
     own = {layer for start, stop in groups for layer in range(start, stop)}
-    layers = {name: re.search(r"(?:layers|h)\.(\d+)\.", name) for name in found.gradients}
+    layers = {name: re.search(r"(?:layers|h)\.(\d+)\.", name) for name in expected.gradients}
     return {name for name, match in layers.items() if match and int(match[1]) not in own}
 
 
-def rows_of(ranks: Ranks | None, data: Data) -> Data:
+def rows_of(ranks: Ranks, data: Data) -> Data:
     """The sequences of a replica."""
-    assert ranks is not None
     index, count = ranks.rank.along["data"], ranks.layout.data
     documents = data.document_ids
     return Data(
@@ -124,6 +144,15 @@ SPREAD = [
 ON_DEVICE = [case for case in CASES if case.schedule.kv is Tier.DEVICE]
 
 
+FLAT = [case for case in CASES if not case.schedule.activations_kept]
+FEW_FLAT = [case for case in FEW if not case.schedule.activations_kept]
+FEW_FLAT.append(Case("grouped", strategy("grouped", 4, 45), two(45, batch=2), fields=HEADS))
+TENSOR = [
+    Case(family, SCHEDULES["groups"], two(33, batch=2, documents=4), family)
+    for family in ("llama", "gemma2", "phi3", "olmo2")
+]
+
+
 def words(value: object) -> str:
     """The axes of a layout that have several ranks."""
     if not isinstance(value, Layout):
@@ -151,4 +180,24 @@ def words(value: object) -> str:
 )
 def test_every_layout_is_exact(layout: Layout, cases: list[Case]) -> None:
     wrong = run_ranks(layout.devices(), outcomes_of, layout, cases)
+    assert not any(wrong), "\n".join(line for rank in wrong for line in rank)
+
+
+@pytest.mark.parametrize(
+    ("layout", "cases", "dealing"),
+    [
+        (Layout(ulysses=2), [*CASES, *SPREAD], {}),
+        (Layout(data=2), FEW, {"stage": Stage.ZERO_2, "offload": True}),
+        (Layout(ulysses=2, shards=2), FEW, {}),
+        (Layout(pipeline=2, ulysses=2), FEW, {}),
+        (Layout(pipeline=2, data=2), FEW[:2], {}),
+        (Layout(tensor=2), [*FLAT, *TENSOR], {}),
+        (Layout(tensor=2, ulysses=2), FEW_FLAT, {}),
+        (Layout(tensor=2, data=2, fsdp=False), FEW_FLAT[:2], {}),
+        (Layout(tensor=2, pipeline=2), FEW_FLAT[:2], {}),
+    ],
+    ids=words,
+)
+def test_dealt_models_are_exact(layout: Layout, cases: list[Case], dealing: Dealing) -> None:
+    wrong = run_ranks(layout.devices(), outcomes_of, layout, cases, dealing)
     assert not any(wrong), "\n".join(line for rank in wrong for line in rank)

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from farspan.attention.merge import accumulate_dtype
 
-# Sums of this rank in, of all ranks out; None where there is none.
-Totals = list[Tensor | None]
-Reduce = Callable[[Sequence[nn.Parameter], Totals, bool], Totals]  # True: outside the layers
+# Adds to `.grad` of a unit's parameters what all ranks have of them, and takes theirs out.
+Reduce = Callable[[int, dict[nn.Parameter, Tensor]], None]
 
 
 class Gradients:
@@ -21,7 +20,7 @@ class Gradients:
 
     A parameter whose gradient dtype (`grad_dtype`, or its own) is fp32 or wider accumulates in
     `.grad` itself; any other gets an fp32 accumulator that lives until its group is closed. Where
-    several ranks have a part of each gradient every one does, and `reduce` adds the parts.
+    several ranks have a part of each gradient every one does, and `reduce` adds them up.
     """
 
     def __init__(self, reduce: Reduce | None = None) -> None:
@@ -47,19 +46,20 @@ class Gradients:
             wide = accumulate_dtype(parameter.dtype)
             self._open[parameter] = torch.empty_like(parameter, dtype=wide).copy_(gradient)
 
-    def close(self, parameters: Iterable[nn.Parameter], *, outer: bool = False) -> None:
-        """Round the accumulators of these parameters, which are of a group's layers or outside all
-        of them, into `.grad`, once."""
-        parameters = [p for p in parameters if p.requires_grad]
-        totals = [self._open.pop(parameter, None) for parameter in parameters]
-        if self._reduce is not None:
-            totals = self._reduce(parameters, totals, outer)
-        for parameter, total in zip(parameters, totals, strict=True):
+    def close(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Round the accumulators of these parameters into `.grad`, once."""
+        for parameter in parameters:
+            total = self._open.pop(parameter, None)
             if total is None:
                 continue
             if parameter.grad is not None:
                 total.add_(parameter.grad)
             parameter.grad = total.to(gradient_dtype(parameter))
+
+    def reduce(self, unit: int) -> None:
+        """The same with the accumulators of all ranks."""
+        assert self._reduce is not None
+        self._reduce(unit, self._open)
 
 
 def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from farspan.models.boundary import Boundary, LayerCall, run_layer
 from farspan.models.tiles import Add, Tokenwise, tiled
-from farspan.plan.program import Forward
+from farspan.parallel.tensor import TensorParallel
+from farspan.plan.layout import Rank
+from farspan.plan.program import Forward, Program
 from farspan.plan.reads import Cell
 
 
@@ -21,6 +23,23 @@ class Layers:
     def run(self, i: Forward, hidden: Tensor, call: LayerCall) -> Tensor:
         """The layer of a cell on its chunk, [B, C, hidden] in and out."""
         return self.boundary.run_layer(i.layer, hidden, call)
+
+
+@dataclass(frozen=True, slots=True)
+class CutLayers(Layers):
+    """Layers whose weights are cut over ranks, each on its own tokens."""
+
+    tensor: TensorParallel
+    program: Program
+
+    def run(self, i: Forward, hidden: Tensor, call: LayerCall) -> Tensor:
+        rank, chunk = self.program.share.rank, self.program.chunks[i.chunk]
+        peers = [Rank(rank.layout, number) for number in rank.peers("tensor")]
+        counts = [stop - start for start, stop in (peer.tokens(chunk) for peer in peers)]
+        if not any(counts):  # each runs a filler (engine.attending)
+            counts = [1] * len(counts)
+        shell = self.tensor.shell(i.layer, self.boundary.layers[i.layer], counts)
+        return run_layer(shell, hidden, call)
 
 
 @dataclass(frozen=True, slots=True)

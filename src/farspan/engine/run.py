@@ -13,6 +13,7 @@ from farspan.attention.sparse.select import Selector
 from farspan.engine.attending import Attending
 from farspan.engine.batch import IGNORED, Batch
 from farspan.engine.cell import Cell, CellDone, Entry, Rows
+from farspan.engine.deal import Dealt
 from farspan.engine.gradients import Gradients
 from farspan.engine.head import Head as HeadStage
 from farspan.engine.kernels import AttentionKernels
@@ -23,7 +24,6 @@ from farspan.engine.storage import Storage
 from farspan.models.boundary import Boundary, LayerCall
 from farspan.models.route import answering
 from farspan.parallel.pipeline import Pipeline
-from farspan.parallel.ranks import Ranks
 from farspan.plan import names
 from farspan.plan.program import (
     Allocate,
@@ -37,12 +37,14 @@ from farspan.plan.program import (
     Fetch,
     Forward,
     Free,
+    Gather,
     Head,
     Instruction,
     Load,
     LoadGradient,
     Program,
     Receive,
+    Release,
     Send,
     Store,
     StoreGradient,
@@ -79,7 +81,7 @@ class Interpreter:
     kernels: AttentionKernels
     select: Selector | None = None  # of pages, where attention is sparse
     watched: tuple[int, int] | None = None  # the sparse cell whose seen mass is measured
-    ranks: Ranks | None = None  # None: this process is alone
+    dealt: Dealt | None = None  # None: this process is alone
     slots: Slots = field(init=False)
     attending: Attending = field(init=False)
     sparse: SparseRun | None = None
@@ -93,9 +95,10 @@ class Interpreter:
 
     def __post_init__(self) -> None:
         self.slots = Slots(self.storage.copies)
-        self.attending = Attending(self.program, self.batch, self.kernels, self.ranks)
-        if self.ranks is not None and self.ranks.layout.pipeline > 1:
-            self.pipeline = Pipeline(self.ranks.among("pipeline"))
+        ranks = None if self.dealt is None else self.dealt.ranks
+        self.attending = Attending(self.program, self.batch, self.kernels, ranks)
+        if ranks is not None and ranks.layout.pipeline > 1:
+            self.pipeline = Pipeline(ranks.among("pipeline"))
         sparse = self.program.schedule.sparse
         if sparse is not None and self.select is not None:
             self.sparse = SparseRun(
@@ -148,6 +151,8 @@ class Interpreter:
                 self._embed_backward(chunk)
             case Close(group):
                 self._close(group)
+            case Gather() | Release():
+                self._weights(instruction)
             case Receive(layer, chunk, gradient):
                 bank = self.gradient if gradient else self.hidden
                 bank[layer] = self._pipeline().receive(self._passing(chunk), up=not gradient)
@@ -171,7 +176,8 @@ class Interpreter:
             hidden, calls = self.boundary.embed(
                 self.batch.input_ids[:, span], self.batch.position_ids[:, span]
             )
-        self.calls = chunk, calls
+        if self.program.share.rank.layout.tensor == 1:
+            self.calls = chunk, calls
         return hidden
 
     def _embed_backward(self, chunk: int) -> None:
@@ -200,10 +206,22 @@ class Interpreter:
         self.loss = loss if self.loss is None else self.loss + loss
 
     def _close(self, group: int) -> None:
-        for layer in range(*self.program.groups[group]):
+        layers = range(*self.program.groups[group])
+        # Ranks of a pipeline close what is outside the layers together.
+        outer = group == 0 or self.pipeline is not None
+        if self.dealt is not None:
+            for unit in [*layers, *[self.dealt.sharded.outer] * outer]:
+                self.gradients.reduce(unit)
+            return
+        for layer in layers:
             self.gradients.close(self.boundary.layers[layer].parameters())
-        if group == 0 or self.pipeline is not None:
-            self.gradients.close(self.head.parameters, outer=True)
+        if outer:
+            self.gradients.close(self.head.parameters)
+
+    def _weights(self, i: Gather | Release) -> None:
+        assert self.dealt is not None
+        move = self.dealt.gather if isinstance(i, Gather) else self.dealt.release
+        move(self.program, i.group, outer=i.outer)
 
     def _pipeline(self) -> Pipeline:
         assert self.pipeline is not None
@@ -330,10 +348,17 @@ class Interpreter:
 
     def _call(self, layer: int, chunk: int) -> LayerCall:
         if self.calls[0] != chunk:
-            positions = self.batch.position_ids[:, self._span(chunk)]
             with torch.no_grad():
-                self.calls = chunk, self.boundary.calls(self.program.run.batch, positions)
+                batch, positions = self.program.run.batch, self._positions(chunk)
+                self.calls = chunk, self.boundary.calls(batch, positions)
         return self.calls[1][layer]
+
+    def _positions(self, chunk: int) -> Tensor:
+        """Of the tokens that a layer's attention is called with: those of all tensor peers."""
+        positions, rank = self.batch.position_ids, self.program.share.rank
+        if self.attending.is_filler(chunk):
+            return positions[:, self._span(chunk)].expand(-1, rank.layout.tensor)
+        return positions[:, slice(*rank.tokens(self.program.chunks[chunk], "tensor"))]
 
     def _rows(self, name: str | None, chunk: int, layer: int) -> Rows | None:
         return None if name is None else self.storage.chunk(name, chunk, layer)

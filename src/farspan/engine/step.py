@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from farspan.attention.sparse.select import Selector
 from farspan.engine.batch import Batch, make_batch
-from farspan.engine.gradients import Gradients, Reduce
+from farspan.engine.deal import Dealt, deal, refuse_schedule
+from farspan.engine.gradients import Gradients
 from farspan.engine.head import Head
 from farspan.engine.kernels import AttentionKernels, refuse_wide_calls
-from farspan.engine.layers import Layers, TiledLayers
+from farspan.engine.layers import CutLayers, Layers, TiledLayers
 from farspan.engine.run import Interpreter
 from farspan.engine.sparse import PageFunction, Seen, selector_of, watched_cell
 from farspan.engine.storage import Storage
@@ -23,15 +24,14 @@ from farspan.models.refuse import refuse_context, refuse_dropout, refuse_model
 from farspan.models.route import routed
 from farspan.models.tiles import Tokenwise
 from farspan.models.tokenwise import tokenwise
-from farspan.parallel.ranks import TOKENS, Ranks, refuse_unlike_models
-from farspan.parallel.replicas import Replicas
+from farspan.parallel.fsdp import Stage
+from farspan.parallel.ranks import Ranks
 from farspan.plan.build import build_evaluation, build_program
 from farspan.plan.costs import work_of
 from farspan.plan.layout import AXES, ONLY, SEQUENCE
 from farspan.plan.program import Backward, Forward, Instruction, Program
 from farspan.plan.program import Head as HeadInstruction
 from farspan.plan.reads import unread_outputs
-from farspan.plan.share import local_heads
 from farspan.plan.waits import Order, waits
 from farspan.spec import Kernels, ModelSpec, Refused, RunSpec, Schedule, Tier
 from farspan.transfer.arena import Arena
@@ -79,7 +79,7 @@ class Step:
         overlap: bool | None = None,
         kernels: Kernels | None = None,
         selector: Selector | PageFunction | None = None,
-        ranks: Ranks | None = None,
+        ranks: Ranks | Dealt | None = None,
     ) -> None:
         """`progress` is called after every cell and may raise to abandon the step. `poison` fills
         the arenas with NaN before every step: nothing may depend on what they held. With `overlap`
@@ -89,14 +89,19 @@ class Step:
         from votes [B, Hk, M, n] and the range of their n pages to a choice, int32 [B, Hk, M, k] of
         pages or -1, k at most `budget // page`, which depends on nothing but its arguments. With
         `ranks` all of them make the same call with the same sequences (but for replicas along
-        `data`, which bring their own), and have the same loss and gradients after it."""
+        `data`, which bring their own) and have the same loss after it; weights stay whole on each,
+        and so are their gradients, unless `engine.deal.deal` has dealt the model over them."""
         if not isinstance(schedule, Schedule):
             raise Refused(
                 f"schedule: expected a farspan.Schedule, got {schedule!r}; for a strategy's, call "
                 "farspan.strategy(name, layers, tokens)"
             )
-        self.boundary = Boundary(model)
-        self.ranks = ranks
+        if isinstance(ranks, Ranks):
+            ranks = deal(model, schedule, ranks, stage=Stage.ZERO_0, keep=True)
+        elif ranks is not None:
+            refuse_schedule(schedule, ranks.ranks)
+        self.dealt = ranks
+        self.boundary = Boundary(model, None if ranks is None else ranks.sharded.device)
         self.schedule = schedule
         self.progress = progress
         self.poison = poison
@@ -123,10 +128,6 @@ class Step:
         self._tokenwise: tuple[tuple[Tokenwise, ...], ...] = ()
         self._described = self._state()
         self.model_spec: ModelSpec = self._describe()
-        if ranks is not None:
-            refuse_unlike_models(ranks, model)
-            ranks.refuse_unlike("schedule", repr((schedule, kernels)), *AXES)
-            local_heads(self.model_spec, ranks.layout)
 
     def __call__(
         self,
@@ -173,7 +174,7 @@ class Step:
             build = build_evaluation if evaluation else build_program
             while len(self._programs) >= PROGRAMS_KEPT:
                 del self._programs[next(iter(self._programs))]
-            rank = ONLY if self.ranks is None else self.ranks.rank
+            rank = ONLY if self.dealt is None else self.dealt.ranks.rank
             self._programs[key] = build(self.model_spec, run, self.schedule, rank)
         return self._programs[key]
 
@@ -214,16 +215,28 @@ class Step:
                 "scaling; load the model in bfloat16 or float32"
             )
         refuse_dropout(model)
-        spec = describe(self.boundary)
+        spec = describe(self.boundary) if self.dealt is None else self.dealt.spec
         self.schedule.group_sizes(len(spec.layers))
         self.kernels.refuse(spec)
         if self.schedule.mlp_tokens is not None:
-            self._tokenwise = tokenwise(self.boundary)
+            self._tokenwise = self._tiles()
         self._programs.clear()
         return spec
 
+    def _tiles(self) -> tuple[tuple[Tokenwise, ...], ...]:
+        if self.dealt is None:
+            return tokenwise(self.boundary)
+        if not self.dealt.tiles:
+            raise Refused("mlp_tokens: the model was dealt for a schedule without; deal it again")
+        return self.dealt.tiles
+
     def _batch(self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None) -> Batch:
         refuse_model(self.boundary.model)
+        if self._state() != self._described and self.dealt is not None:
+            raise Refused(
+                "model: what is trained, or its mode, has changed since it was dealt over ranks; "
+                "set both before"
+            )
         if self._state() != self._described:
             self.model_spec = self._describe()
             self._described = self._state()
@@ -233,9 +246,9 @@ class Step:
                 "and load the model in the dtype to compute in"
             )
         batch = make_batch(input_ids, labels, document_ids, self.model_spec.vocab)
-        if self.ranks is not None:
+        if self.dealt is not None:
             for name, given in zip(_INPUTS, (input_ids, labels, document_ids), strict=True):
-                self.ranks.refuse_unlike(name, "" if given is None else given, *SEQUENCE)
+                self.dealt.ranks.refuse_unlike(name, "" if given is None else given, *SEQUENCE)
         refuse_context(self.boundary.model.config, int(batch.position_ids.max()) + 1)
         return batch
 
@@ -246,8 +259,8 @@ class Step:
                 raise Refused(f"trained_tokens: expected at least 1, got {given}")
             return given
         trained = batch.trained
-        if self.ranks is not None:
-            trained = int(self.ranks.among("data").sum(torch.tensor([trained])))
+        if self.dealt is not None:
+            trained = int(self.dealt.ranks.among("data").sum(torch.tensor([trained])))
         return max(1, trained)
 
     def _run(self, program: Program, batch: Batch, count: int) -> Tensor:
@@ -262,7 +275,8 @@ class Step:
     def _interpret(self, program: Program, batch: Batch, count: int) -> Tensor:
         self._reserve(program)
         storage = Storage(program, self.arenas, self.boundary.dtype, self.copies)
-        gradients = Gradients(self._reduce())
+        dealt = self.dealt
+        gradients = Gradients(None if dealt is None else dealt.reduce)
         interpreter = Interpreter(
             self.boundary,
             program,
@@ -272,7 +286,7 @@ class Step:
                 self.boundary,
                 count,
                 self.schedule.head_tokens,
-                tuple(self.boundary.outer_parameters()),
+                self._outer_parameters(),
             ),
             gradients,
             _Counter(program, self.progress),
@@ -280,28 +294,30 @@ class Step:
             self.kernels,
             self.selector,
             self._watched(program),
-            self.ranks,
+            dealt,
         )
         orders = self._orders_of(program) if self.copies.overlap else None
         self.copies.begin()
         try:
             with routed(self.boundary.model), self.kernels.ready():
                 loss = interpreter.run(orders)
+            if dealt is not None:
+                dealt.sharded.end()
+                dealt.ranks.among(*AXES).sum(loss)
+        except BaseException:
+            if dealt is not None:
+                dealt.sharded.abandon()
+            raise
         finally:
             self.copies.end()
         if interpreter.sparse is not None:
             self.seen = interpreter.sparse.seen or self.seen
-        if self.ranks is not None:
-            self.ranks.among(*AXES).sum(loss)
         return loss.to(storage.accumulate_dtype)
 
-    def _reduce(self) -> Reduce | None:
-        if self.ranks is None:
-            return None
-        layers, outer = (Replicas(self.ranks.among(*axes)) for axes in (TOKENS, AXES))
-        return lambda parameters, totals, is_outer: (outer if is_outer else layers).reduce(
-            parameters, totals
-        )
+    def _outer_parameters(self) -> tuple[nn.Parameter, ...]:
+        if self.dealt is not None:
+            return self.dealt.outer_parameters()
+        return tuple(self.boundary.outer_parameters())
 
     def _watched(self, program: Program) -> tuple[int, int] | None:
         """The cell whose seen mass this step measures; an evaluation measures none."""
@@ -319,6 +335,8 @@ class Step:
 
     def _layers(self, program: Program, gradients: Gradients) -> Layers:
         tokens = self.schedule.mlp_tokens
+        if self.dealt is not None and self.dealt.tensor is not None:
+            return CutLayers(self.boundary, self.dealt.tensor, program)
         if tokens is None:
             return Layers(self.boundary)
         unread = unread_outputs(program)

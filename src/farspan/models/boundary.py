@@ -84,7 +84,8 @@ def copy_module(module: Module) -> Module:
 class Boundary:
     """A causal LM as three stages: embed, layers, logits."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
+        """`device` is where the model computes, if its parameters may lie elsewhere."""
         unwrap = getattr(model, "get_base_model", None)  # of a PEFT model
         inner = unwrap() if callable(unwrap) else model
         if not isinstance(inner, PreTrainedModel):
@@ -101,6 +102,7 @@ class Boundary:
                 "are exact"
             )
         self.model = inner
+        self._device = device
         self.decoder = inner.get_decoder()
         if self.decoder is None or not isinstance(self.decoder, nn.Module):
             raise Refused(f"model: {type(inner).__name__} has no decoder stack to run in chunks")
@@ -110,7 +112,7 @@ class Boundary:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return self._device or next(self.model.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:

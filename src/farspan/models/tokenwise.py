@@ -109,7 +109,7 @@ class _Probe:
         def attend(*arguments: Any, **keywords: Any) -> Tensor:
             for name in inside:
                 log[name].attends = True
-            return _attend(*arguments, **keywords)
+            return dense(*arguments, **keywords)
 
         with torch.enable_grad(), answering(attend):
             run_layer(shell, self.hidden.detach().requires_grad_(), self.call)
@@ -144,7 +144,7 @@ class _Probe:
         dtype = next(layer.parameters()).dtype
         hidden = self.hidden.to(dtype).detach().requires_grad_()
         parameters = [p for p in layer.parameters() if p.requires_grad]
-        with answering(_attend):
+        with answering(dense):
             out = run_layer(shell, hidden, cast_call(self.call, dtype))
         towards = torch.sin(torch.arange(out.numel(), device=out.device)).to(out.dtype)
         inputs = [hidden, *parameters]
@@ -283,7 +283,8 @@ def _adder(total: dict[nn.Parameter, Tensor]) -> Any:
     return add
 
 
-def _attend(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any) -> Tensor:
+def dense(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any) -> Tensor:
+    """Answers an attention call over the keys that come with it."""
     out = reference(
         *(q, k, v),
         scale=scale,

@@ -76,6 +76,8 @@ class _Cut:
 
 @dataclass(slots=True)
 class _Unit:
+    peers: Peers
+    mesh: DeviceMesh
     cuts: list[_Cut] = field(default_factory=list)
     memory: Tensor | None = None  # uint8, of wholes; its storage is empty unless gathered
     gathered: bool = False
@@ -105,20 +107,24 @@ class Sharded:
         *,
         stage: Stage = Stage.ZERO_3,
         offload: bool = False,
+        outer: Peers | None = None,
     ) -> None:
         """Cuts the model in place, unit by unit. `device` is where whole parameters are; with
         `offload` the cut ones, their gradients and so the optimizer's states are in main memory.
+        `outer` are the ranks that share what is outside the layers, where that is more of them: of
+        all stages of a pipeline.
 
         Raises Refused for a parameter that cannot be cut.
         """
         self.peers, self.device, self.stage = peers, device, stage
         self.outer = len(layers)
         self._home = torch.device("cpu") if offload else device
-        self._units = [_Unit() for _ in range(len(layers) + 1)]
         if stage is Stage.ZERO_0 and offload:
             raise Refused("fsdp: zero-0 cuts nothing that could be offloaded; choose another stage")
         # Shards that live in main memory are of a mesh of CPUs: their operations stay there.
-        self._mesh = DeviceMesh.from_group(peers.group, self._home.type, mesh_dim_names=("fsdp",))
+        inner = peers, self._mesh(peers)
+        beyond = inner if outer is None else (outer, self._mesh(outer))
+        self._units = [*(_Unit(*inner) for _ in layers), _Unit(*beyond)]
         for unit, found in zip(self._units, find_parameters(model, layers), strict=True):
             self._cut(unit, found)
 
@@ -140,8 +146,8 @@ class Sharded:
             cut.whole.requires_grad_(cut.own.requires_grad)
             # The host writes here behind its reading of gradients, which waits for this copy.
             mine = cut.shard.to(self.device, non_blocking=True)
-            dist.all_gather_into_tensor(cut.place, mine, group=self.peers.group)
-            self.peers.sent += mine.nbytes * (self.peers.size - 1)
+            dist.all_gather_into_tensor(cut.place, mine, group=one.peers.group)
+            one.peers.sent += mine.nbytes * (one.peers.size - 1)
         one.put(True)
 
     def release(self, unit: int) -> None:
@@ -185,6 +191,10 @@ class Sharded:
 
     # -- what is held ---------------------------------------------------------------------------
 
+    def whole(self, unit: int) -> dict[str, nn.Parameter]:
+        """The whole parameters of a unit by the names of the model, the same objects for good."""
+        return {cut.name: cut.whole for cut in self._units[unit].cuts}
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """What an optimizer is given, by the names of the model: DTensors, but in ZERO_0."""
         return {cut.name: cut.own for unit in self._units for cut in unit.cuts}
@@ -219,8 +229,8 @@ class Sharded:
             return
         for parameter, (name, _) in found.items():
             refuse_uncut(parameter, name)
-        sizes = [shard_bytes(p.shape, p.itemsize, self.peers.size) for p in found]
-        wholes = [lined(size * self.peers.size) for size in sizes]
+        sizes = [shard_bytes(p.shape, p.itemsize, unit.peers.size) for p in found]
+        wholes = [lined(size * unit.peers.size) for size in sizes]
         unit.memory = torch.empty(sum(wholes), dtype=torch.uint8, device=self.device)
         pinned = self._home.type == "cpu" and self.device.type == "cuda"
         shards = torch.zeros(
@@ -229,32 +239,40 @@ class Sharded:
         here = there = 0
         for (p, (name, slots)), size, whole in zip(found.items(), sizes, wholes, strict=True):
             shard = shards[here : here + size]
-            place = _typed(unit.memory, there, (size * self.peers.size,), torch.uint8)
+            place = _typed(unit.memory, there, (size * unit.peers.size,), torch.uint8)
             kept = nn.Parameter(_typed(unit.memory, there, p.shape, p.dtype), p.requires_grad)
-            rows = dealt(p.shape[0], self.peers.index, self.peers.size)
-            own = self._own(p, shards, here, rows)
+            rows = dealt(p.shape[0], unit.peers.index, unit.peers.size)
+            own = self._own(unit, p, shards, here, rows)
             unit.cuts.append(_Cut(name, slots, own, kept, rows, shard, place))
             here, there = here + lined(size), there + whole
         unit.memory.untyped_storage().resize_(0)
         unit.put(False)
 
+    def _mesh(self, peers: Peers) -> DeviceMesh:
+        return DeviceMesh.from_group(peers.group, self._home.type, mesh_dim_names=("fsdp",))
+
     @torch.no_grad()
     def _own(
-        self, parameter: nn.Parameter, shards: Tensor, start: int, rows: tuple[int, int]
+        self,
+        unit: _Unit,
+        parameter: nn.Parameter,
+        shards: Tensor,
+        start: int,
+        rows: tuple[int, int],
     ) -> nn.Parameter:
         first, last = rows
         shape = (last - first, *parameter.shape[1:])
         local = _typed(shards, start, shape, parameter.dtype)
         local.copy_(parameter[first:last])
-        own = nn.Parameter(self._dtensor(local, parameter), parameter.requires_grad)
+        own = nn.Parameter(self._dtensor(unit, local, parameter), parameter.requires_grad)
         if gradient_dtype(parameter) != parameter.dtype:
             own.grad_dtype = gradient_dtype(parameter)
         return own
 
-    def _dtensor(self, local: Tensor, like: Tensor) -> DTensor:
+    def _dtensor(self, unit: _Unit, local: Tensor, like: Tensor) -> DTensor:
         return DTensor.from_local(
             local,
-            self._mesh,
+            unit.mesh,
             (Shard(0),),
             run_check=False,
             shape=like.shape,
@@ -272,15 +290,15 @@ class Sharded:
             totals.clear()
             return
         have = [cut.whole in totals for cut in cuts]
-        counts = self.peers.sum(torch.tensor(have, dtype=torch.int32, device=self.device))
+        counts = unit.peers.sum(torch.tensor(have, dtype=torch.int32, device=self.device))
         # Who has them all needs not wait for a device to say so.
         for cut, count in zip(cuts, have if all(have) else counts.tolist(), strict=True):
             if count:
-                self._add(cut, self._sum(cut, totals.pop(cut.whole, None)))
+                self._add(unit, cut, self._sum(unit, cut, totals.pop(cut.whole, None)))
 
-    def _sum(self, cut: _Cut, total: Tensor | None) -> Tensor:
+    def _sum(self, unit: _Unit, cut: _Cut, total: Tensor | None) -> Tensor:
         """This rank's rows of the sum over ranks; all rows in ZERO_0."""
-        ranks, shape = self.peers.size, cut.whole.shape
+        ranks, shape = unit.peers.size, cut.whole.shape
         rows = shape[0] if shape else 1
         width = cut.whole.numel() // max(rows, 1)
         share = -(-rows // ranks) * width
@@ -295,20 +313,20 @@ class Sharded:
         step = max(1, SLICE // (ranks * own.itemsize))
         for start in range(0, share, step):
             part = parts[:, start : start + step].contiguous()
-            own[start : start + step] = self.peers.scatter_sum(part, [1] * ranks)[0]
+            own[start : start + step] = unit.peers.scatter_sum(part, [1] * ranks)[0]
         if self.stage is Stage.ZERO_0:
-            return self.peers.gather(own, [share] * ranks)[: rows * width].view(shape)
+            return unit.peers.gather(own, [share] * ranks)[: rows * width].view(shape)
         count = cut.rows[1] - cut.rows[0]
         return own[: count * width].view(count, *shape[1:])
 
-    def _add(self, cut: _Cut, total: Tensor) -> None:
+    def _add(self, unit: _Unit, cut: _Cut, total: Tensor) -> None:
         """In the dtype of the total, rounded once."""
         total = total.to(self._home)
         if cut.own.grad is not None:
             total += local(cut.own.grad)
         total = total.to(gradient_dtype(cut.own))
         cut.own.grad = (
-            total if self.stage is Stage.ZERO_0 else self._dtensor(total, cut.own.detach())
+            total if self.stage is Stage.ZERO_0 else self._dtensor(unit, total, cut.own.detach())
         )
 
 

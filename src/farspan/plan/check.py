@@ -23,6 +23,7 @@ from farspan.plan.program import (
     Fetch,
     Forward,
     Free,
+    Gather,
     Head,
     Instruction,
     Kind,
@@ -30,11 +31,14 @@ from farspan.plan.program import (
     LoadGradient,
     Program,
     Receive,
+    Release,
     Send,
     Store,
     StoreGradient,
 )
 from farspan.spec import Tier
+
+OUTER = -1  # the weights outside the layers, among groups
 
 
 def check_program(program: Program, capacities: dict[Tier, int] | None = None) -> None:
@@ -98,6 +102,7 @@ class _Replay:
     backwards: set[tuple[int, int]] = field(default_factory=set)
     embeddings: set[int] = field(default_factory=set)  # chunks whose EmbedBackward ran
     closed: set[int] = field(default_factory=set)
+    gathered: set[int] = field(default_factory=set)  # groups, and OUTER
     passed: set[Receive | Send] = field(default_factory=set)
     chosen: set[tuple[int, int]] = field(default_factory=set)  # cells whose pages are chosen
 
@@ -116,6 +121,7 @@ class _Replay:
                 memory.copy(source, target, chunk, Tier.DEVICE)
             case Embed(chunk):
                 memory.need(chunk in range(len(self.program.chunks)), f"there is no chunk {chunk}")
+                self._need_weights(OUTER)
                 self.hidden[0] = _Register(chunk)
             case Load(layer, chunk, buffer):
                 pin = memory.read(buffer, "x", layer, chunk)
@@ -129,6 +135,8 @@ class _Replay:
             case StoreGradient(layer, chunk, buffer):
                 self._take(self.gradient, "gradient", layer, chunk)
                 memory.write(buffer, Content("gradient", layer, chunk))
+            case Gather() | Release():
+                self._weights(instruction)
             case Receive() | Send():
                 self._pass_on(instruction)
             case Forward():
@@ -140,6 +148,7 @@ class _Replay:
             case EmbedBackward(chunk):
                 self._take(self.gradient, "gradient", 0, chunk)
                 memory.need(chunk not in self.embeddings, f"chunk {chunk} twice")
+                self._need_weights(OUTER)
                 self.embeddings.add(chunk)
             case Close(group):
                 self._close(group)
@@ -151,6 +160,17 @@ class _Replay:
         assert register is not None
         self.memory.standing(register.pins, f"{name}[{layer}]")
         return register
+
+    def _weights(self, i: Gather | Release) -> None:
+        is_gather, units = isinstance(i, Gather), {i.group, *[OUTER] * i.outer}
+        there = units & self.gathered
+        self.memory.need(there == (set() if is_gather else units), f"{i}: {there} are whole")
+        self.gathered = self.gathered | units if is_gather else self.gathered - units
+
+    def _need_weights(self, unit: int) -> None:
+        layout = self.program.share.rank.layout
+        whole = layout.devices() == 1 or not layout.fsdp or unit in self.gathered
+        self.memory.need(whole, f"the weights of {unit} are cut")
 
     def _pass_on(self, i: Receive | Send) -> None:
         """A stage is given each chunk's input, and the gradient of its output, once, and gives the
@@ -170,6 +190,7 @@ class _Replay:
 
     def _head(self, chunk: int, gradient: bool) -> None:
         layer = len(self.program.model.layers)
+        self._need_weights(OUTER)
         self._take(self.hidden, "hidden", layer, chunk)
         self.memory.need(chunk not in self.heads, f"chunk {chunk} twice")
         self.heads[chunk] = gradient
@@ -194,6 +215,7 @@ class _Replay:
 
     def _forward(self, i: Forward) -> None:
         self._check_flags(i)
+        self._need_weights(self._group_of(i.layer))
         taken = self._take(self.hidden, "hidden", i.layer, i.chunk)
         if i.hold:
             self.hidden[i.layer] = taken
@@ -279,6 +301,7 @@ class _Replay:
     # -- backward --------------------------------------------------------------------------------
 
     def _backward(self, i: Backward) -> None:
+        self._need_weights(self._group_of(i.layer))
         cell = i.layer, i.chunk
         graph = self.graphs.pop(cell, None)
         self.memory.need(graph is not None, "the cell has no graph")
@@ -299,6 +322,11 @@ class _Replay:
         self._accumulate(i)
         self.backwards.add(cell)
         self.gradient[i.layer] = _Register(i.chunk)
+
+    def _group_of(self, layer: int) -> int:
+        return next(
+            g for g, (start, stop) in enumerate(self.program.groups) if start <= layer < stop
+        )
 
     def _restore(self, i: Backward, forward: Forward) -> None:
         """What a kept graph left to buffers is at hand, and nothing else is asked for."""
@@ -364,4 +392,5 @@ class _Replay:
             beyond * chunks * (1 + training),
         )
         need(ends == wanted, f"{ends} embeddings, closed groups and passages, not {wanted}")
+        need(not self.gathered, f"weights of {self.gathered} are never cut again")
         self.memory.finish()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from farspan.plan import names
 from farspan.plan.grid import kept_chunks
 from farspan.plan.ledger import Ledger
-from farspan.plan.program import Kind
+from farspan.plan.program import Gather, Kind, Release
 from farspan.plan.sizes import activation_cell_bytes, choice_cell_bytes, means_cell_bytes
 from farspan.spec import Tier
 
@@ -23,6 +23,7 @@ class Group:
     stays_open: bool = field(init=False)  # its K, V are there from the first pass to the backward
     chunks: range = field(init=False)
     graphs: range = field(init=False)  # chunks whose graphs the first pass keeps
+    gathered: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         ledger = self.ledger
@@ -35,6 +36,19 @@ class Group:
         self.graphs = kept_chunks(ledger.schedule.activations_kept, ledger.chunks)
         if self.is_last and len(self.layers) == 1:
             self.graphs = range(0)  # the backward follows at once: there is nothing to save
+
+    def gather(self) -> None:
+        """Have the weights whole, unless they are: once for each pass, or once for two that follow
+        each other."""
+        layout = self.ledger.share.rank.layout
+        if layout.fsdp and layout.devices() > 1 and not self.gathered:
+            self.ledger.emit(Gather(self.index, self.index == 0 or self.is_last))
+            self.gathered = True
+
+    def release(self) -> None:
+        if self.gathered:
+            self.ledger.emit(Release(self.index, self.index == 0 or self.is_last))
+            self.gathered = False
 
     def open_first(self) -> None:
         """Buffers that the first pass writes."""
@@ -141,6 +155,7 @@ class Group:
 
     def close_first(self) -> None:
         """After the first pass of a group that is not the last: its K, V go."""
+        self.release()
         for layer in self.layers:
             self.ledger.free(names.means(layer))
             if not self.ledger.schedule.kv_kept or self.kv_goes_home():
@@ -148,6 +163,7 @@ class Group:
 
     def close(self) -> None:
         """After the backward."""
+        self.release()
         for layer in self.layers:
             for name in (
                 names.kv(layer),

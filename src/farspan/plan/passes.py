@@ -106,6 +106,7 @@ class GroupPasses(Group):
     # -- passes ---
 
     def first(self) -> None:
+        self.gather()
         self.open_first()
         for chunk in self.chunks:
             kept = chunk in self.graphs
@@ -123,6 +124,7 @@ class GroupPasses(Group):
 
     def evaluate(self) -> None:
         """Forward only."""
+        self.gather()
         self.open_first()
         for chunk in self.chunks:
             self.enter(chunk)
@@ -136,6 +138,7 @@ class GroupPasses(Group):
             for name in (names.kv(layer), names.means(layer), names.choice(layer)):
                 self.ledger.free(name)
         self.ledger.free(names.x(self.index))
+        self.release()
 
     def rebuild(self) -> None:
         """Have the group's K, V at hand again."""
@@ -152,6 +155,7 @@ class GroupPasses(Group):
                     ledger.written[names.kv_again(layer)].add(chunk)
                 ledger.free(names.kv_home(layer))
             return
+        self.gather()
         self.open_attention_of_open_group()
         for chunk in self.chunks:
             if chunk == self.chunks[-1] and chunk not in self.graphs:
@@ -163,6 +167,7 @@ class GroupPasses(Group):
 
     def backward(self) -> None:
         ledger = self.ledger
+        self.gather()
         for layer in self.layers:
             ledger.allocate(names.dkv(layer), Kind.DKV, ledger.schedule.kv, layer)
         ledger.clear(names.dkv(self.top))

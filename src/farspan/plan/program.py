@@ -221,6 +221,23 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
+class Gather:
+    """The weights of a group's layers are whole from here on, and those outside the layers if
+    `outer`."""
+
+    group: int
+    outer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """They are cut over the ranks again."""
+
+    group: int
+    outer: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Receive:
     """hidden[layer], or its gradient, comes from the pipeline stage before, or after."""
 
@@ -254,6 +271,8 @@ Instruction = (
     | Backward
     | EmbedBackward
     | Close
+    | Gather
+    | Release
     | Receive
     | Send
 )

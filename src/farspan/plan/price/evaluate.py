@@ -9,7 +9,7 @@ from farspan.plan.price.local import local_model, local_run, local_schedule
 from farspan.plan.price.seconds import Prices, rates_of
 from farspan.plan.price.states import States, gradient_bytes, states, update_seconds
 from farspan.plan.price.timeline import Timeline, run_time
-from farspan.plan.program import Allocate, Clear, Close, Free, Kind, Program
+from farspan.plan.program import Allocate, Clear, Close, Free, Gather, Kind, Program, Release
 from farspan.plan.question import Budget, Plan, Question, Seconds
 from farspan.plan.reach import sequence_pairs
 from farspan.plan.sizes import INDEX_BYTES
@@ -185,7 +185,7 @@ def _waiting(question: Question, program: Program) -> float:
     prices = Prices(question, program, together=question.overlap)
     busy = [0.0] * len(program.chunks)
     for instruction in program.instructions:
-        if not isinstance(instruction, Allocate | Free | Clear | Close):
+        if not isinstance(instruction, Allocate | Free | Clear | Close | Gather | Release):
             busy[instruction.chunk] += prices.of(instruction).in_line()
     pace = max(busy) / sum(busy)
     return 1.0 + (stages - 1) * (groups - 1 + pace) / groups
