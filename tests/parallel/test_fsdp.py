@@ -158,7 +158,7 @@ def reduce_twice(dtype: torch.dtype, stage: Stage) -> None:
             if unit == 2 and stage is not Stage.ZERO_1:
                 factor = 2 if stage is Stage.ZERO_0 else 1
                 whole = reduce_bytes(sizes, 4 if dtype != torch.float64 else 8, ranks)
-                said = 4 * (2 * len(sizes) * (ranks - 1) // ranks)
+                said = 2 * 4 * len(sizes) * (ranks - 1) // ranks
                 assert cut.peers.sent - sent == factor * (whole - said) + said
         cut.end()
         assert stage is Stage.ZERO_0 or all(isinstance(p, DTensor) for p in model.parameters())

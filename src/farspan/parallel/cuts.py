@@ -36,7 +36,7 @@ def reduce_bytes(shapes: Sequence[Sequence[int]], itemsize: int, ranks: int) -> 
     """That a rank gives to others when the gradients of a unit's trainable parameters are reduced,
     `itemsize` bytes an element: (P - 1)/P of them, and 4 bytes a parameter that say whether there
     is one, there and back. Where they are replicated, twice the gradients."""
-    said = 4 * (2 * len(shapes) * (ranks - 1) // ranks)
+    said = 2 * 4 * len(shapes) * (ranks - 1) // ranks
     return said + (ranks - 1) * sum(shard_bytes(shape, itemsize, ranks) for shape in shapes)
 
 

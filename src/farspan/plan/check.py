@@ -324,9 +324,11 @@ class _Replay:
         self.gradient[i.layer] = _Register(i.chunk)
 
     def _group_of(self, layer: int) -> int:
-        return next(
-            g for g, (start, stop) in enumerate(self.program.groups) if start <= layer < stop
-        )
+        found = (g for g, (start, stop) in enumerate(self.program.groups) if start <= layer < stop)
+        group = next(found, None)
+        self.memory.need(group is not None, f"there is no layer {layer}")
+        assert group is not None
+        return group
 
     def _restore(self, i: Backward, forward: Forward) -> None:
         """What a kept graph left to buffers is at hand, and nothing else is asked for."""
