@@ -15,6 +15,7 @@ from farspan.parallel.fsdp import Stage
 from farspan.parallel.ranks import Ranks
 from farspan.plan.layout import AXES, Layout
 from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.plan.traffic import sent_bytes
 from farspan.spec import Schedule, Tier
 from tests.engine.checks import Data, Outcome, assert_close, draw, run_oracle
 from tests.models.test_families import limits
@@ -58,11 +59,27 @@ def check(model: Any, step: Step, data: Data, expected: Outcome, limits: dict[st
     assert step.dealt is not None
     own, others = rows_of(step.dealt.ranks, data), stage_of_others(step, expected)
     model.zero_grad(set_to_none=True)
+    before = sent(step.dealt.ranks)
     loss = step(*own)
+    assert_sent(step, own, {axis: n - before[axis] for axis, n in sent(step.dealt.ranks).items()})
     found = Outcome(loss, whole_gradients(model, step.dealt, others))
     expected = replace(expected, gradients=without(expected.gradients, others))
     assert_close(found, expected, limits)
     assert_close(Outcome(step.evaluate(*own), {}), Outcome(expected.loss, {}), limits)
+
+
+def sent(ranks: Ranks) -> dict[str, int]:
+    return {axis: ranks.among(axis).sent for axis in ("ulysses", "shards", "ring", "pipeline")}
+
+
+def assert_sent(step: Step, data: Data, found: dict[str, int]) -> None:
+    """What was counted as it left is what the program says, instruction by instruction."""
+    program = step.program(*data.input_ids.shape)
+    expected = dict.fromkeys(found, 0)
+    for instruction in program.instructions:
+        for axis, size in sent_bytes(program, instruction).items():
+            expected[axis] += size
+    assert found == expected
 
 
 def whole_gradients(model: Any, dealt: Dealt, others: set[str]) -> dict[str, Tensor]:

@@ -5,8 +5,9 @@ from functools import partial
 import pytest
 
 from farspan.parallel.peers import Peers
-from farspan.parallel.ring import Ring, backward_bytes, forward_bytes
+from farspan.parallel.ring import Ring
 from farspan.plan.held import Held
+from farspan.plan.traffic import ring_backward, ring_forward
 from tests.attention.held import Spread, fastest
 from tests.parallel.spread import Done, Sizes, Way, attend_everywhere, compare, everyone, spreads
 from tests.ranks import run_ranks
@@ -22,7 +23,7 @@ def way(peers: Peers, spread: Spread, chunk: int, rank: int) -> Way:
         sizes.of(case.kv_heads, case.head_dim + case.value_dim, wide=w) for w in (False, True)
     )
     totals = [sum(pair) for pair in rows]
-    sent = forward_bytes(totals, rank, row), backward_bytes(totals, rank, row, gradient)
+    sent = ring_forward(totals, rank, row), ring_backward(totals, rank, row, gradient)
     call = spread.call(own, chunk, rank, fastest(case))
     return Way(Ring(peers, rows, partial(spread.blocks, own, chunk)), call, sent)
 
@@ -47,6 +48,6 @@ def test_equals_attention_of_one_rank(ranks: int) -> None:
 
 def test_bytes_in_numbers() -> None:
     """Three members with 5, 4 and 3 rows, of 10 bytes of K, V and 20 of dK, dV."""
-    assert forward_bytes([5, 4, 3], 0, 10) == (5 + 3) * 10
-    assert forward_bytes([5, 4, 3], 2, 10) == (3 + 4) * 10
-    assert backward_bytes([5, 4, 3], 0, 10, 20) == (5 + 3) * 10 + (4 + 3) * 20
+    assert ring_forward([5, 4, 3], 0, 10) == (5 + 3) * 10
+    assert ring_forward([5, 4, 3], 2, 10) == (3 + 4) * 10
+    assert ring_backward([5, 4, 3], 0, 10, 20) == (5 + 3) * 10 + (4 + 3) * 20

@@ -7,9 +7,10 @@ import torch.distributed as dist
 
 from farspan.parallel.peers import Peers
 from farspan.parallel.ring import Ring
-from farspan.parallel.shards import Shards, backward_bytes, forward_bytes
+from farspan.parallel.shards import Shards
 from farspan.plan.held import Held
 from farspan.plan.layout import Range
+from farspan.plan.traffic import shards_backward, shards_forward
 from tests.attention.cases import Case
 from tests.attention.held import Spread, fastest
 from tests.parallel.spread import Done, Sizes, Way, attend_everywhere, compare, everyone, spreads
@@ -34,8 +35,8 @@ def bytes_of(case: Case, counts: list[int], rank: int) -> tuple[int, int]:
     sums, lse = sizes.of(case.heads, case.value_dim, wide=True), sizes.of(case.heads, 1, wide=True)
     gradient = sizes.of(case.heads, case.head_dim, wide=True)
     return (
-        forward_bytes(counts, rank, q, sums + lse),
-        backward_bytes(counts, rank, q + 2 * out + lse, gradient),
+        shards_forward(counts, rank, q, sums + lse),
+        shards_backward(counts, rank, q + 2 * out + lse, gradient),
     )
 
 
@@ -59,9 +60,9 @@ def test_equals_attention_of_one_rank(ranks: int) -> None:
 
 def test_bytes_in_numbers() -> None:
     """Two shards of a chunk of 5, a token having 10 bytes of q and 7 of partial results."""
-    assert forward_bytes([3, 2], 0, 10, 7) == 30 + 14
-    assert forward_bytes([3, 2], 1, 10, 7) == 30 + 21
-    assert backward_bytes([3, 2, 1], 1, 40, 20) == 2 * 3 * 40 + 4 * 20
+    assert shards_forward([3, 2], 0, 10, 7) == 30 + 14
+    assert shards_forward([3, 2], 1, 10, 7) == 30 + 21
+    assert shards_backward([3, 2, 1], 1, 40, 20) == 2 * 3 * 40 + 4 * 20
 
 
 def way_of_both(shards: Peers, ring: Peers, spread: Spread, chunk: int, rank: int) -> Way:

@@ -18,6 +18,7 @@ from farspan.plan.held import Held, plan_held_blocks
 from farspan.plan.layout import Range, Rank
 from farspan.plan.program import Program
 from farspan.plan.share import Share, among_heads, share_of
+from farspan.plan.traffic import parts_of
 
 QUERIES = ("tensor", "ulysses", "shards")  # ranks that bring queries to the keys of one
 
@@ -74,7 +75,8 @@ class Attending:
             ring = Ring(self.ranks.among("ring"), rows, partial(self.blocks_of, layer, chunk))
         if layout.shards == 1:
             return ring
-        return Shards(self.ranks.among("shards"), self._shards(chunk), ring)
+        counts = parts_of(self.rank, self.program.chunks[chunk])
+        return Shards(self.ranks.among("shards"), counts, ring)
 
     def is_filler(self, chunk: int) -> bool:
         """Has it, with its tensor peers, no token of the chunk? Modules cannot run on none, so it
@@ -119,9 +121,3 @@ class Attending:
         """Of the rank at this place of the ring."""
         number = self.rank.peers("ring")[ring]
         return share_of(self.program.chunks, Rank(self.rank.layout, number))
-
-    def _shards(self, chunk: int) -> list[int]:
-        span = self.program.chunks[chunk]
-        peers = [Rank(self.rank.layout, number) for number in self.rank.peers("shards")]
-        ranges = [peer.tokens(span, "tensor", "ulysses") for peer in peers]
-        return [stop - start for start, stop in ranges]

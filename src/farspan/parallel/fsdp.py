@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -36,7 +35,7 @@ from farspan.parallel.cuts import (
     refuse_uncut,
     shard_bytes,
 )
-from farspan.parallel.peers import Peers
+from farspan.parallel.peers import Peers, all_gather
 from farspan.parallel.places import Place, everything
 from farspan.spec import Refused
 
@@ -146,7 +145,7 @@ class Sharded:
             cut.whole.requires_grad_(cut.own.requires_grad)
             # The host writes here behind its reading of gradients, which waits for this copy.
             mine = cut.shard.to(self.device, non_blocking=True)
-            dist.all_gather_into_tensor(cut.place, mine, group=one.peers.group)
+            all_gather(cut.place, mine, group=one.peers.group)
             one.peers.sent += mine.nbytes * (one.peers.size - 1)
         one.put(True)
 

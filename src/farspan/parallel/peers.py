@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 # Since torch 2.13 under another name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Counts = Sequence[int]  # rows of each peer
 
@@ -50,7 +50,7 @@ class Peers:
         padded = rows.new_zeros(most, *rows.shape[1:])
         padded[: rows.shape[0]] = rows
         whole = rows.new_empty(self.size * most, *rows.shape[1:])
-        _all_gather(whole, padded, group=self.group)
+        all_gather(whole, padded, group=self.group)
         self._count(rows, most * (self.size - 1))
         if min(counts) == most:
             return whole

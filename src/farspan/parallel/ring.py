@@ -10,13 +10,8 @@ order of the ring, one hop further, to the rank that holds them:
     K, V        own sent      those sent                  |
     dK, dV      |             | those sent, made in 1     | theirs added and sent     |
 
-What a rank sends, if T[j] rows are held by rank j, a row being K and V of all batch rows and heads
-(`forward_bytes`, `backward_bytes`):
-
-    forward     K, V of the ranks but the next one: sum of T[j], j != rank + 1
-    backward    the same, and dK, dV of the ranks but itself: sum of T[j], j != rank
-
-Both grow with the prefix. Legend: B batch, Hk key-value heads, D head dim, T rows, n queries.
+What a rank sends grows with the prefix (plan/traffic.py). Legend: B batch, Hk
+key-value heads, D head dim, T rows, n queries.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -221,15 +216,3 @@ def _pass_on(
     peers.sent += sum(x.nbytes for x in sent)
     works = dist.batch_isend_irecv([*gone, *come]) if gone or come else []
     return _Pass(works, sent, received)
-
-
-def forward_bytes(rows: Sequence[int], index: int, row: int) -> int:
-    """What the rank `index` sends in `attend`, from the rows that each holds, the chunk's own with
-    them, and the bytes of K and V of one."""
-    return (sum(rows) - rows[(index + 1) % len(rows)]) * row
-
-
-def backward_bytes(rows: Sequence[int], index: int, row: int, gradient: int) -> int:
-    """What it sends in `attend_backward`; `gradient` are the bytes of dK and dV of a row in the
-    accumulate dtype."""
-    return forward_bytes(rows, index, row) + (sum(rows) - rows[index]) * gradient

@@ -6,15 +6,10 @@ A shard holds K, V of its part of every chunk (plan/held.py) and dK, dV of them,
     backward    gather q, O, dO, LSE | dQ of all queries, dK, dV of own keys | sum dQ at its owner
 
 Partial O and LSE and sums of dQ are in the accumulate dtype, and are taken in the order of ranks.
-What a rank sends (`forward_bytes`, `backward_bytes`), with P shards and C tokens of the chunk, n of
-them its own and m those of the largest part, to which a gather pads; q, O and LSE are bytes of a
-token, q' and O' those in the accumulate dtype:
+What a rank sends does not grow with the prefix (plan/traffic.py).
 
-    forward     (P - 1) m q + (C - n) (O' + LSE)
-    backward    (P - 1) m (q + 2 O + LSE) + (C - n) q'
-
-Neither grows with the prefix. Legend: B batch, C tokens of the chunk, H query heads, Hk key-value
-heads, D head dim; rows of tokens are [tokens, B, heads, D].
+Legend: B batch, C tokens of the chunk, H query heads, Hk key-value heads, D head dim; rows of
+tokens are [tokens, B, heads, D].
 """
 
 from dataclasses import dataclass
@@ -105,22 +100,6 @@ class Shards:
         for part in parts[1:]:
             merge_(out, lse, *part)
         return out, lse
-
-
-def forward_bytes(counts: Counts, index: int, query: int, output: int) -> int:
-    """What the rank `index` sends in `attend`, from the bytes of a token's q and of its O and LSE
-    in the accumulate dtype, all batch rows and heads."""
-    return _gathered(counts, query) + (sum(counts) - counts[index]) * output
-
-
-def backward_bytes(counts: Counts, index: int, saved: int, gradient: int) -> int:
-    """What it sends in `attend_backward`, from the bytes of a token's q, O, dO and LSE as they are,
-    and of its dQ in the accumulate dtype."""
-    return _gathered(counts, saved) + (sum(counts) - counts[index]) * gradient
-
-
-def _gathered(counts: Counts, row: int) -> int:
-    return (len(counts) - 1) * max(counts) * row
 
 
 def _whole(key_values: KeyValues) -> WholeRows:
