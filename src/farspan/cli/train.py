@@ -9,9 +9,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from farspan.cli.ending import FAILED, typer_app
+from farspan.cli.ending import FAILED, USAGE, typer_app
+from farspan.parallel.faults import RankFailed, is_shared
 from farspan.plan.pages import EXAMPLE, OFF, ON, read_sparse
 from farspan.plan.strategies import STRATEGIES
+from farspan.spec import Refused
 from farspan.train.config import AUTO, RunConfig, load_run, with_sparse, with_strategy
 from farspan.train.default import default_run
 from farspan.train.diagnosis import Diverged, as_json
@@ -55,10 +57,17 @@ def train_command(
         notes += [] if note is None else [note]
     try:
         result = train(chosen, reporter=make_reporter(Console(stderr=json_wanted)), notes=notes)
-    except (WriteFailed, Diverged) as error:
-        print(f"farspan: {error}", file=sys.stderr)
+    except (WriteFailed, Diverged, RankFailed) as error:
+        if not is_shared(error):
+            print(f"farspan: {error}", file=sys.stderr)
         raise typer.Exit(FAILED) from error
-    if json_wanted:
+    except Refused as error:
+        if is_shared(error):
+            raise typer.Exit(USAGE) from error
+        raise
+    if not result.leads:
+        pass
+    elif json_wanted:
         print(json.dumps(result_json(result)))
     else:
         print(result.message)

@@ -126,13 +126,16 @@ def capture_rng() -> dict[str, Tensor]:
     return states
 
 
-def restore_rng(states: Tensors) -> None:
-    """Sets what `capture_rng` returned, for the devices that are here."""
+def restore_rng(states: Tensors, own: torch.device | None = None) -> None:
+    """Sets what `capture_rng` returned, for the devices that are here. `own` is the GPU of a rank:
+    the states are those of rank 0, which computes on the first."""
     torch.set_rng_state(states["cpu"])
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for index in range(count):
         if f"cuda:{index}" in states:
             torch.cuda.set_rng_state(states[f"cuda:{index}"], index)
+    if own is not None and (own.index or 0) > 0 and "cuda:0" in states and count > 0:
+        torch.cuda.set_rng_state(states["cuda:0"], own)
 
 
 def _checkpoints(folder: Path) -> list[Path]:

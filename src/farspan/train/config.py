@@ -7,6 +7,7 @@ from typing import Any
 
 from farspan.data.config import DataConfig
 from farspan.spec import Kernels, Refused, Schedule, Sparse, Tier
+from farspan.train.layout import Auto, Parallel, replicas
 from farspan.train.strict import build, read_mapping, to_mapping
 
 AUTO = "auto"  # as a strategy: the planner's
@@ -215,6 +216,7 @@ class RunConfig:
     accumulate: int = 1  # such batches an update
     seed: int = 0
     device: str = "auto"  # auto, cpu, cuda, cuda:1
+    parallel: Parallel | Auto | None = None  # how the ranks that torchrun started share it
     allocator: DeviceAllocator = DeviceAllocator.DEFAULT
     nonfinite: OnNonfinite = OnNonfinite.STOP
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -243,7 +245,7 @@ class RunConfig:
             )
 
     def tokens_per_step(self) -> int:
-        return self.context * self.batch * self.accumulate
+        return self.context * self.batch * self.accumulate * replicas(self.parallel)
 
     def pages(self) -> Sparse | None:
         """Sparse attention as its schedules have it; None: dense."""

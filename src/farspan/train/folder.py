@@ -22,16 +22,19 @@ import yaml
 from farspan.spec import Refused
 from farspan.train.config import RunConfig, StatesPlace
 from farspan.train.durable import append_line, remove_leftovers, write_whole
+from farspan.train.layout import replicas
 from farspan.train.strict import flatten, read_mapping, to_mapping
 
 # Keys that may change between an interruption and its resumption: where things are, how often one
 # looks at them, what happens after a failure, and how and where the same gradients are computed.
 FREE = (
     *("folder", "data.cache", "nonfinite", "checkpoints.", "evaluation."),
-    *("device", "allocator", "schedule.", "kernels.", "sparse.warn_below"),
+    *("device", "allocator", "schedule.", "kernels.", "sparse.warn_below", "parallel"),
 )
+DATA = "parallel.data"
 # Of these, the ones that change roundings: the run goes on, but not to the same bits.
-ROUNDING = ("device", "schedule.", "kernels.")
+ROUNDING = ("device", "schedule.", "kernels.", "parallel")
+TIMEOUT = "parallel.timeout"  # and this one does not
 # Free between the device and the host, which hold the same tensors; of other folders: not given.
 STATES = "optimizer.states"
 SAME_STATES = (None, StatesPlace.AUTO, StatesPlace.DEVICE, StatesPlace.HOST)
@@ -40,6 +43,8 @@ SAME_STATES = (None, StatesPlace.AUTO, StatesPlace.DEVICE, StatesPlace.HOST)
 def identity(run: RunConfig) -> str:
     """SHA-256 of everything that decides what a run computes."""
     values = {k: v for k, v in flatten(to_mapping(run)).items() if not k.startswith(FREE)}
+    # Two replicas of one sequence are a batch of two.
+    values["batch"] = run.batch * replicas(run.parallel)
     if values[STATES] in SAME_STATES:
         del values[STATES]
     if run.sparse is None:
@@ -102,7 +107,8 @@ class RunFolder:
                 "it, or give another folder"
             )
         write_whole(config, yaml.safe_dump(values, sort_keys=False).encode("utf-8"))
-        return [text for text in changed if text.startswith(ROUNDING)]
+        rounding = [text for text in changed if text.startswith(ROUNDING)]
+        return [text for text in rounding if not text.startswith(TIMEOUT)]
 
     def record(self, values: Mapping[str, Any]) -> None:
         """Appends one line to metrics.jsonl. Raises WriteFailed."""
@@ -125,6 +131,19 @@ class RunFolder:
         return path
 
 
+class OthersFolder(RunFolder):
+    """The folder of a rank whose run another rank writes down."""
+
+    def __enter__(self) -> "OthersFolder":
+        return self
+
+    def record(self, values: Mapping[str, Any]) -> None:
+        """Rank 0 does."""
+
+    def write_json(self, name: str, values: Mapping[str, Any]) -> Path:  # noqa: ARG002
+        return self.path / name
+
+
 def _read(config: Path) -> dict[str, Any]:
     try:
         return read_mapping(config.read_text("utf-8"), str(config))
@@ -138,6 +157,8 @@ def _read(config: Path) -> dict[str, Any]:
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The leaves that differ, each by its path and with both values."""
     old, new = flatten(before), flatten(now)
+    if {old.get(DATA), new.get(DATA)} - {None, 1}:
+        old, new = _whole_batch(old), _whole_batch(new)
     if old.get(STATES) in SAME_STATES and new.get(STATES) in SAME_STATES:
         old, new = ({k: v for k, v in of.items() if k != STATES} for of in (old, new))
     return [
@@ -145,6 +166,12 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
+
+
+def _whole_batch(leaves: dict[str, Any]) -> dict[str, Any]:
+    """With the batch of all replicas in place of one's."""
+    batch = leaves["batch"] * (leaves.get(DATA) or 1)
+    return {k: v for k, v in leaves.items() if k != "batch"} | {"batch of all replicas": batch}
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

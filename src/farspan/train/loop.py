@@ -7,16 +7,18 @@ from pathlib import Path
 
 from rich.console import Console
 
+from farspan.parallel.launch import launched
 from farspan.train.config import RunConfig
+from farspan.train.crew import Crew, crew_of
 from farspan.train.durable import read_json
-from farspan.train.folder import RunFolder
+from farspan.train.folder import OthersFolder, RunFolder
 from farspan.train.interrupt import Interrupt, Interrupted
 from farspan.train.optimizer_place import STATES
 from farspan.train.parts import Parts, remembered
 from farspan.train.planning import place_states
-from farspan.train.progress import Reporter, make_reporter
+from farspan.train.progress import NoReporter, Reporter, make_reporter
 from farspan.train.runner import Comparison
-from farspan.train.setup import equip, introduce, resolve
+from farspan.train.setup import choose_device, equip, introduce, resolve
 from farspan.train.sparse import SPARSELY, what_changes
 from farspan.train.trainer import ABOUT, Trainer
 
@@ -34,6 +36,7 @@ class Result:
     signum: int | None  # the signal that ended it early
     comparison: Comparison | None = None  # of the planner's plan with what happened
     sparse: bool = False  # by sparse attention, an approximation; the held-out losses too
+    leads: bool = True  # this process is the one that tells of it
 
     @property
     def exit_code(self) -> int:
@@ -63,31 +66,57 @@ def train(
 
     `notes` are said first. Raises Refused for what cannot be done as asked, OutOfMemory (which is
     one) when no schedule fits, WriteFailed when the disk is full, Diverged when a loss or gradient
-    is not finite; all of them leave the last good checkpoint.
+    is not finite; all of them leave the last good checkpoint. Where torchrun started several
+    processes, or in a process group, all of them call this and have the same result; then also
+    RankFailed, which names another rank that failed.
     """
-    run = resolve(run)
-    shown = make_reporter(Console()) if reporter is None else reporter
-    with RunFolder(run) as folder, Interrupt() as interrupt, shown:
-        for text in notes:
-            shown.note(text)
-        for change in folder.prepare():
-            shown.note(f"{change}: {what_changes(run, change)}")
-        try:
-            trainer = _prepare(run, parts or Parts(), folder, shown, interrupt)
-        except Interrupted as stop:
-            return replace(_nothing(run, folder), signum=stop.signum)
-        try:
-            trainer.fit()
-        except Interrupted as stop:
-            trainer.save()
-            return _result(run, folder, trainer, stop.signum)
-        comparison = trainer.compare()
-        trainer.export()
-        return replace(_result(run, folder, trainer, None), comparison=comparison)
+    place = launched()
+    run = resolve(run, None if place is None else place.ranks)
+    with crew_of(run, place, choose_device(run.device)) as crew:
+        if crew.leads:
+            shown = make_reporter(Console()) if reporter is None else reporter
+            with RunFolder(run) as folder, Interrupt() as interrupt, shown:
+                return _train(run, parts or Parts(), folder, (shown, interrupt), crew, notes)
+        with OthersFolder(run) as folder, Interrupt() as interrupt:
+            told = NoReporter(), interrupt
+            return _train(run, parts or Parts(), folder, told, crew, notes)
+
+
+def _train(
+    run: RunConfig,
+    parts: Parts,
+    folder: RunFolder,
+    person: tuple[Reporter, Interrupt],
+    crew: Crew,
+    notes: Sequence[str],
+) -> Result:
+    shown, interrupt = person
+    interrupt.agree = crew.agree if crew.count > 1 else None
+    for text in notes:
+        shown.note(text)
+    for change in crew.by_first(folder.prepare):
+        shown.note(f"{change}: {what_changes(run, change)}")
+    try:
+        trainer = _prepare(run, parts, folder, shown, interrupt, crew)
+    except Interrupted as stop:
+        return replace(_nothing(run, folder), signum=stop.signum)
+    try:
+        trainer.fit()
+    except Interrupted as stop:
+        trainer.save()
+        return _result(run, folder, trainer, stop.signum)
+    comparison = trainer.compare()
+    trainer.export()
+    return replace(_result(run, folder, trainer, None), comparison=comparison)
 
 
 def _prepare(
-    run: RunConfig, parts: Parts, folder: RunFolder, reporter: Reporter, interrupt: Interrupt
+    run: RunConfig,
+    parts: Parts,
+    folder: RunFolder,
+    reporter: Reporter,
+    interrupt: Interrupt,
+    crew: Crew,
 ) -> Trainer:
     def watch(documents: int, tokens: int) -> None:
         interrupt.check()
@@ -97,9 +126,9 @@ def _prepare(
         interrupt.check()
         reporter.measuring(what)
 
-    before = (read_json(folder.path / ABOUT) or {}).get(STATES)
+    before = crew.by_first(lambda: read_json(folder.path / ABOUT) or {}).get(STATES)
     parts = replace(parts, machine=remembered(parts.machine))
-    equipment = equip(run, parts, watch, place_states(run, parts, before, measuring))
+    equipment = equip(run, parts, watch, place_states(run, parts, before, measuring), crew)
     reporter.note(introduce(run, equipment))
     trainer = Trainer(run, equipment, parts, folder, reporter, interrupt)
     trainer.resume()
@@ -110,8 +139,8 @@ def _prepare(
 
 def _nothing(run: RunConfig, folder: RunFolder) -> Result:
     """Of a run that ended before it began."""
-    sparse = run.sparse is not None
-    return Result(folder.path, 0, run.steps, None, None, 0, None, sparse=sparse)
+    sparse, leads = run.sparse is not None, not isinstance(folder, OthersFolder)
+    return Result(folder.path, 0, run.steps, None, None, 0, None, sparse=sparse, leads=leads)
 
 
 def _result(run: RunConfig, folder: RunFolder, trainer: Trainer, signum: int | None) -> Result:

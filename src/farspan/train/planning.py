@@ -1,7 +1,7 @@
 """What a run asks the planner: its own model, looked at, on the machine at hand."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from farspan.plan.question import Optimizer, Plan, Question
 from farspan.spec import LayerWork, MachineSpec, ModelSpec, Refused, RunSpec, Schedule
 from farspan.train.choice import Choice, Chooser, NamedChooser, PlannedChooser, free_now
 from farspan.train.config import AUTO, RunConfig, StatesPlace
+from farspan.train.crew import Crew
 from farspan.train.durable import read_json
 from farspan.train.optimizer_place import DEFAULT, Placed, bare_machine, choose_place
 from farspan.train.parts import Parts
 from farspan.train.setup import Equipment, Place
+from farspan.train.shortage import Shortage
 from farspan.train.strict import build, to_mapping
 
 PROJECTIONS = 3  # q, k and v, where nothing better is known
@@ -44,12 +46,13 @@ def make_chooser(
     shape = RunSpec(run.batch, run.context)
     named = run.schedule.strategy
     if named == AUTO:
-        return PlannedChooser(
+        planned = PlannedChooser(
             ask=lambda: ask(run, use, parts, progress),
             best_plan=parts.best_plan,
             free=lambda machine: _free(machine, use),
             recall=recall,
         )
+        return planned if use.crew.count == 1 else OneForAll(planned, use.crew)
     return NamedChooser(
         strategy=named or "the run's own",
         schedule=_named(run, use.model, parts),
@@ -57,6 +60,20 @@ def make_chooser(
         model=lambda: describe(Boundary(use.model)),
         unified=use.device.type == "cpu",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class OneForAll:
+    """Every rank has the schedule that rank 0 chooses: what each measures differs."""
+
+    chooser: Chooser
+    crew: Crew
+
+    def first(self) -> Choice:
+        return self.crew.by_first(self.chooser.first)
+
+    def again(self, before: Choice, shortage: Shortage) -> Choice:
+        return self.crew.by_first(lambda: self.chooser.again(before, shortage))
 
 
 def ask(run: RunConfig, use: Equipment, parts: Parts, progress: Callable[[str], None]) -> Question:

@@ -21,6 +21,10 @@ from farspan.train.strict import to_mapping
 T = TypeVar("T")
 
 REPLANS = 4  # for the same work
+LIGHTER = (
+    "give a smaller chunk or smaller groups, or start more ranks; the same command goes on from "
+    "the latest checkpoint, also with another schedule"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,12 @@ class Runner:
         self._peak: int | None = None  # bytes of a step beside weights and optimizer
         self._seconds: list[float] = []  # of whole steps after the metered one
 
+    @property
+    def schedule(self) -> Schedule:
+        """The one that is in use."""
+        assert self._choice is not None, "there is work for it"
+        return self._choice.schedule
+
     def make_ready(self) -> None:
         """Chooses and rehearses now. Raises Refused, or what `watch` raises."""
         self.attempt(lambda _: None)
@@ -92,6 +102,12 @@ class Runner:
                 shortage = find_shortage(error)
                 if shortage is None:
                     raise
+                if self._use.crew.count > 1:
+                    # The others are within the step, and cannot take it again.
+                    raise OutOfMemory(
+                        f"memory: out of it ({_place(shortage.tier, self._use)}): "
+                        f"{shortage.message}; {LIGHTER}"
+                    ) from error
             # Outside the handler: the exception holds the step's frames, and they its tensors.
             self._give_up(shortage, tried)
 
@@ -169,6 +185,8 @@ class Runner:
         selector = fraction_of(self._run.sparse, schedule, self._run.context)
         if selector is not None:
             named["selector"] = selector
+        if self._use.crew.ranks is not None:
+            named["ranks"] = self._use.crew.ranks
         return self._parts.make_step(self._use.model, schedule, **named)
 
     def _give_up(self, shortage: Shortage, tried: list[str]) -> None:

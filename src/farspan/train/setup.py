@@ -11,12 +11,17 @@ from farspan.data.corpus import Corpus, open_corpus
 from farspan.data.store import Watch
 from farspan.data.tokenizers import BYTES, Tokenizer, load_tokenizer
 from farspan.engine.machine import machine
+from farspan.models.boundary import Boundary
+from farspan.models.describe import describe
 from farspan.models.refuse import refuse_context
+from farspan.plan.layout import AXES
 from farspan.plan.pages import sparse_words
 from farspan.spec import Refused
 from farspan.train.allocator import DeviceMemory
 from farspan.train.choice import Choice
 from farspan.train.config import RunConfig, StatesPlace
+from farspan.train.crew import Crew
+from farspan.train.layout import check_ranks, layout_of
 from farspan.train.memory import Expected
 from farspan.train.optimizer import Optimizer
 from farspan.train.optimizer_8bit import load_adamw
@@ -42,6 +47,7 @@ class Equipment:
     count_trained: Callable[[Tensor, Tensor | None], int]
     memory: DeviceMemory = field(default_factory=DeviceMemory)
     placed: Placed = DEFAULT
+    crew: Crew = field(default_factory=lambda: Crew(torch.device("cpu")))
 
     def held_bytes(self) -> int:
         """Weights and optimizer states on the device; on a CPU both tiers are that."""
@@ -60,32 +66,36 @@ class Equipment:
         return sum(parameter.nbytes for parameter in self.model.parameters())
 
 
-def resolve(run: RunConfig) -> RunConfig:
-    """The run with its tokenizer spelled out: the model's own, or bytes for random weights."""
+def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
+    """The run with its tokenizer spelled out, the model's own, or bytes for random weights; and the
+    replicas that so many ranks make, None being a process that nobody launched. Raises Refused."""
     tokenizer = run.data.tokenizer or run.model.path or BYTES
-    return replace(run, data=replace(run.data, tokenizer=tokenizer))
+    data = replace(run.data, tokenizer=tokenizer)
+    return replace(run, data=data, parallel=check_ranks(run.parallel, ranks))
 
 
-def equip(run: RunConfig, parts: Parts, watch: Watch, place: Place) -> Equipment:
-    """Everything loaded and made but the engine.
+def equip(run: RunConfig, parts: Parts, watch: Watch, place: Place, crew: Crew) -> Equipment:
+    """Everything loaded and made but the engine, and the crew laid out.
 
     `watch(documents, tokens)` is called while text becomes tokens, and `place(model, device)` says
     where the optimizer's states go. Raises Refused.
     """
     if run.optimizer.states is StatesPlace.EIGHT_BIT:
         load_adamw()  # now, rather than when the model is there
-    device = choose_device(run.device)
+    device = crew.device
     memory = parts.choose_allocator(run.allocator, device)
     tokenizer = load_tokenizer(str(run.data.tokenizer))
     corpus = open_corpus(run.data, tokenizer, context=run.context, seed=run.seed, watch=watch)
     model = _load_model(run, parts, device)
+    crew.lay_out(layout_of(run.parallel, crew.count, lambda: describe(Boundary(model))))
+    crew.refuse_unlike("data", corpus.identity)
     _check_vocabulary(corpus, model)
     # Now, rather than at the first step that meets a document too long for the model.
     refuse_context(model.config, min(run.context, corpus.longest))
     placed = place(model, device)
     optimizer = Optimizer(model, replace(run.optimizer, states=placed.states))
     return Equipment(
-        model, optimizer, corpus, tokenizer, device, parts.count_trained, memory, placed
+        model, optimizer, corpus, tokenizer, device, parts.count_trained, memory, placed, crew
     )
 
 
@@ -106,7 +116,7 @@ def introduce(run: RunConfig, equipment: Equipment) -> str:
     lines = [
         f"{run.folder}: {type(equipment.model).__name__} with "
         f"{sum(p.numel() for p in equipment.model.parameters()):,} parameters "
-        f"on {equipment.device}",
+        f"on {equipment.device}{_sharing(equipment.crew)}",
         f"data: {packing.tokens_per_epoch:,} tokens, {packing.sequences_per_epoch():,} sequences "
         f"of {run.context:,} an epoch; "
         + (f"{held_out.tokens_per_epoch:,} tokens held out" if held_out else "none held out"),
@@ -121,6 +131,13 @@ def introduce(run: RunConfig, equipment: Equipment) -> str:
             "holds them several times; give more data or a shorter context"
         )
     return "\n".join(lines)
+
+
+def _sharing(crew: Crew) -> str:
+    """How many ranks there are and what they share."""
+    axes = {axis: getattr(crew.layout, axis) for axis in AXES}
+    named = ", ".join(f"{axis} {extent}" for axis, extent in axes.items() if extent > 1)
+    return f", {crew.count} ranks: {named}" if named else ""
 
 
 def _best() -> str:
@@ -172,5 +189,6 @@ def about(
         "tokens_per_epoch": packing.tokens_per_epoch,
         "sequences_per_epoch": packing.sequences_per_epoch(),
         "device": str(equipment.device),
+        **({} if equipment.crew.place is None else {"layout": asdict(equipment.crew.layout)}),
         "machine": machine(),
     }

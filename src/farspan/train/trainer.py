@@ -2,24 +2,21 @@
 
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from farspan.data.packing import Batch
 from farspan.engine.sparse import Seen
 from farspan.plan.question import Question
-from farspan.spec import Refused
 from farspan.train import checkpoint
-from farspan.train.checkpoint import Live, Restored, capture_rng, restore_rng
+from farspan.train.batches import Batches, Micro
+from farspan.train.checkpoint import Live, capture_rng, restore_rng
 from farspan.train.choice import Choice
 from farspan.train.config import OnNonfinite, RunConfig
-from farspan.train.diagnosis import Diverged, as_json, find_nonfinite, report
+from farspan.train.diagnosis import Diverged, Finding, as_json, find_nonfinite, report
 from farspan.train.durable import read_json
 from farspan.train.export import export
 from farspan.train.folder import RunFolder, identity
@@ -28,34 +25,16 @@ from farspan.train.memory import Expected, peak_process_bytes
 from farspan.train.optimizer import learning_rate
 from farspan.train.parts import CellsDone, Parts, StepLike
 from farspan.train.planning import make_chooser, plan_json, recall_plan
+from farspan.train.position import Position, model_tensors, position_of
 from farspan.train.progress import Reporter
 from farspan.train.runner import Callbacks, Comparison, Runner, shortage_json
 from farspan.train.setup import Equipment, about
 from farspan.train.shortage import OutOfMemory, Shortage
 from farspan.train.sparse import MassWatch, marks, mass_json, other_chunk
+from farspan.train.stages import norm_of_stages, stages
 
 PLAN = "plan.json"
 ABOUT = "about.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """How far the run has come; with the seed it decides every batch that follows."""
-
-    step: int = 0  # updates done, skipped ones included
-    tokens: int = 0  # read in them
-    skipped: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Micro:
-    """One batch on the device and how many of its tokens have a target."""
-
-    batch: Batch
-    indices: tuple[int, ...]
-    input_ids: Tensor  # [batch, tokens] int64
-    document_ids: Tensor  # [batch, tokens] int64
-    trained: int
 
 
 class Trainer:
@@ -76,10 +55,12 @@ class Trainer:
     ) -> None:
         self._run = run
         self._use = equipment
+        self._crew = equipment.crew
+        self._batches = Batches(run, equipment, equipment.crew)
         self._folder = folder
         self._reporter = reporter
         self._interrupt = interrupt
-        self._live = Live(_model_tensors(equipment.model), equipment.optimizer.tensors())
+        self._live = Live(model_tensors(equipment.model), equipment.optimizer.tensors())
         self._identity = {"run": identity(run), "data": equipment.corpus.identity}
         self._rng = capture_rng()
         self._saved: int | None = None  # step of the latest checkpoint
@@ -105,21 +86,24 @@ class Trainer:
 
     def resume(self) -> None:
         """Goes to where the latest checkpoint stands, if there is one."""
-        restored = checkpoint.resume(
-            self._folder.checkpoints, self._live, self._identity, self._reporter.note
+        restored = self._crew.by_first(
+            lambda: checkpoint.resume(
+                self._folder.checkpoints, self._live, self._identity, self._reporter.note
+            )
         )
         if restored is not None:
-            self.at = _position(restored)
+            self._crew.spread([*self._live.model.values(), *self._live.optimizer.values()])
+            self.at = position_of(restored)
             self._saved = self.at.step
             self._rng = restored.rng
-            restore_rng(restored.rng)
+            restore_rng(restored.rng, self._use.device)
             self._reporter.note(f"resuming after step {self.at.step} of {self._run.steps}")
         elif self._folder.model.exists():
             self._reporter.note(
                 f"{self._folder.model} is of an earlier run, whose checkpoints are gone; that of "
                 "this run takes its place at the end"
             )
-        for line in self._folder.rewind(self.at.step):
+        for line in self._crew.by_first(lambda: self._folder.rewind(self.at.step)):
             self.loss = line.get("loss", self.loss)
             if "heldout_loss" in line:
                 self.held_out[line["step"]] = float(line["heldout_loss"])
@@ -130,7 +114,7 @@ class Trainer:
         try:
             self._fit()
         except OutOfMemory as error:
-            if self.at.step == 0:
+            if self.at.step == 0 or self._crew.count > 1:  # whose others are within the step
                 raise
             self.save()
             raise OutOfMemory(
@@ -149,12 +133,12 @@ class Trainer:
     def _fit(self) -> None:
         run = self._run
         if self.at.step < run.steps:
-            self._interrupt.check()
+            self._interrupt.meet()
             self._runner.make_ready()
         how = f" ({self._marks['attention']})" if self._marks else ""
         self._reporter.start(run.steps, run.tokens_per_step(), self.at.step, how)
         while True:
-            self._interrupt.check()
+            self._interrupt.meet()
             self._evaluate_if_due()
             if self.at.step == run.steps or _due(self.at.step, run.checkpoints.every):
                 self.save()
@@ -166,6 +150,11 @@ class Trainer:
         """A checkpoint of the last finished step, unless there is one."""
         if self._saved == self.at.step:
             return
+        self._crew.gather_stages(partial(stages, self._live, self._use, self._runner.schedule))
+        self._crew.by_first(self._write)
+        self._saved = self.at.step
+
+    def _write(self) -> None:
         checkpoint.save(
             self._folder.checkpoints,
             self._live,
@@ -174,14 +163,15 @@ class Trainer:
             step=self.at.step,
             keep=self._run.checkpoints.keep,
         )
-        self._saved = self.at.step
 
     def export(self) -> None:
         """The model as a folder that `from_pretrained` reads, with its tokenizer."""
         path = self._folder.checkpoints / checkpoint.folder_name(self.at.step)
-        export(
-            *(self._use.model, self._use.tokenizer, path, self._folder.model),
-            *(self._reporter.note, self._marks),
+        self._crew.by_first(
+            lambda: export(
+                *(self._use.model, self._use.tokenizer, path, self._folder.model),
+                *(self._reporter.note, self._marks),
+            )
         )
 
     def _advance(self) -> None:
@@ -189,9 +179,9 @@ class Trainer:
         step, run = self.at.step, self._run
         self._reporter.begin(step + 1)
         self._use.memory.begin_step()
-        batches = [self._micro(step * run.accumulate + i) for i in range(run.accumulate)]
+        batches = self._batches.of_step(step)
         (loss, seen), memory = self._runner.measured(partial(self._gradients, batches))
-        gradient_norm = self._use.optimizer.gradient_norm()
+        gradient_norm = norm_of_stages(self._use)
         norm = float(gradient_norm)
         lr = learning_rate(run.optimizer, step, run.steps)
         values: dict[str, Any] = {"step": step + 1, "lr": lr, **memory, **mass_json(seen)}
@@ -203,7 +193,7 @@ class Trainer:
         else:
             values["nonfinite"] = self._nonfinite(batches, loss, norm)
             skipped = 1
-        tokens = self.at.tokens + sum(m.input_ids.numel() for m in batches)
+        tokens = self.at.tokens + self._batches.read(batches)
         self.at = Position(step + 1, tokens, self.at.skipped + skipped)
         self._rng = capture_rng()
         seconds = time.perf_counter() - began
@@ -214,11 +204,10 @@ class Trainer:
             self._reporter.note(warning)
 
     def _record(self, values: dict[str, Any], batches: list[Micro], seconds: float) -> None:
-        read = sum(m.input_ids.numel() for m in batches)
         values |= {
             "tokens": self.at.tokens,
-            "trained_tokens": sum(m.trained for m in batches),
-            "tokens_per_second": read / seconds,
+            "trained_tokens": self._batches.trained(batches),
+            "tokens_per_second": self._batches.read(batches) / seconds,
             "seconds": seconds,
             "peak_process_bytes": peak_process_bytes(),
             **self._marks,
@@ -229,14 +218,14 @@ class Trainer:
     def _gradients(self, batches: list[Micro], step: StepLike) -> tuple[float, list[Seen]]:
         """Adds the gradient of the mean loss over all trained tokens of the batches; that loss,
         and what sparse attention saw."""
-        total = sum(m.trained for m in batches)
+        total = self._batches.trained(batches)
         losses, seen = [], []
         for place, micro in enumerate(batches):
             step.progress = partial(self._cells, place)
             losses.append(
                 step(
                     micro.input_ids,
-                    micro.input_ids,
+                    micro.labels,
                     micro.document_ids,
                     trained_tokens=max(1, total),
                 )
@@ -251,21 +240,9 @@ class Trainer:
         done = (place + progress.work_done / progress.work) / self._run.accumulate
         self._reporter.cells(self.at.step + 1, done, progress)
 
-    def _micro(self, number: int) -> Micro:
-        """Batch `number` since the start of the run."""
-        size = self._run.batch
-        indices = tuple(range(number * size, (number + 1) * size))
-        return self._place(self._use.corpus.train.batch(indices), indices)
-
-    def _place(self, batch: Batch, indices: tuple[int, ...]) -> Micro:
-        input_ids = torch.from_numpy(batch.input_ids).to(self._use.device)
-        document_ids = torch.from_numpy(batch.document_ids).to(self._use.device)
-        trained = self._use.count_trained(input_ids, document_ids)
-        return Micro(batch, indices, input_ids, document_ids, trained)
-
     def _nonfinite(self, batches: list[Micro], loss: float, norm: float) -> str:
         """What is not finite. Raises Diverged, after saving, unless such batches are skipped."""
-        finding = find_nonfinite(loss, self._use.optimizer.parameters)
+        finding = self._find(loss)
         self._use.optimizer.clear()
         number = self.at.step + 1
         if self._run.nonfinite is OnNonfinite.SKIP and finding.weight is None:
@@ -281,7 +258,7 @@ class Trainer:
 
     def _nonfinite_heldout(self, batches: list[Micro], loss: float) -> None:
         """Raises Diverged, after saving, unless the run is to go on."""
-        finding = find_nonfinite(loss, self._use.optimizer.parameters)
+        finding = self._find(loss)
         step = self.at.step
         if self._run.nonfinite is OnNonfinite.SKIP and finding.weight is None:
             self._reporter.note(f"step {step}: the held-out loss is not finite")
@@ -294,12 +271,13 @@ class Trainer:
             "nonfinite to skip and run the same command to go on in spite of it"
         )
 
+    def _find(self, loss: float) -> Finding:
+        """What every rank is to think of it: what the first that found a bad weight does."""
+        return self._crew.agree_on(find_nonfinite(loss, self._use.optimizer.parameters))
+
     def _diagnose(self, values: dict[str, Any], batches: list[Micro]) -> Path:
-        described = [
-            {"sequence": index, "documents": list(names)}
-            for micro in batches
-            for index, names in zip(micro.indices, micro.batch.names, strict=True)
-        ]
+        own = [line for micro in batches for line in micro.describe()]
+        described = self._crew.of_replicas(own)
         values = self._marks | values | {"batches": described}
         return self._folder.write_json("diagnosis.json", values)
 
@@ -308,28 +286,24 @@ class Trainer:
         due = step == self._run.steps or _due(step, self._run.evaluation.every, first=True)
         if packing is None or not due or step in self.held_out:
             return
-        there = packing.sequences_per_epoch()
-        count = min(self._run.evaluation.sequences, there)
-        # Spread over all of them, so that one long document does not stand for the rest.
-        chosen = [place * there // count for place in range(count)]
-        batches = [self._place(packing.once(i), (i,)) for i in chosen]
+        batches = self._batches.held_out()
         loss = self._runner.attempt(partial(self._heldout_loss, batches))
         if not math.isfinite(loss):
             self._nonfinite_heldout(batches, loss)
         self.held_out[step] = loss
-        total = sum(m.trained for m in batches)
+        total = self._batches.trained(batches)
         values = {"step": step, "heldout_loss": loss, "heldout_tokens": total, **self._marks}
         self._folder.record(values | {"heldout_loss": as_json(loss)})
         self._reporter.evaluated(values)
 
     def _heldout_loss(self, batches: list[Micro], step: StepLike) -> float:
-        total, loss = sum(m.trained for m in batches), 0.0
+        total, loss = self._batches.trained(batches), 0.0
         for place, micro in enumerate(batches):
             step.progress = partial(self._evaluating, place, len(batches))
             loss += float(
                 step.evaluate(
                     micro.input_ids,
-                    micro.input_ids,
+                    micro.labels,
                     micro.document_ids,
                     trained_tokens=max(1, total),
                 )
@@ -372,27 +346,8 @@ class Trainer:
 
     def _rewind(self) -> None:
         self._use.optimizer.clear()
-        restore_rng(self._rng)
-
-
-def _position(restored: Restored) -> Position:
-    """Where a checkpoint stands. Raises Refused when it does not say."""
-    given: Any = restored.state.get("position")
-    whole = isinstance(given, dict) and given.keys() == {"step", "tokens", "skipped"}
-    if not whole or any(not isinstance(value, int) for value in given.values()):
-        raise Refused(
-            f"{restored.path / 'state.json'}: position: expected step, tokens and skipped, got "
-            f"{given!r}; move this folder away"
-        )
-    return Position(**given)
+        restore_rng(self._rng, self._use.device)
 
 
 def _due(step: int, every: int, first: bool = False) -> bool:
     return every > 0 and step % every == 0 and (step > 0 or first)
-
-
-def _model_tensors(model: nn.Module) -> Mapping[str, Tensor]:
-    """Parameters, each under its first name, and the buffers that belong to the weights."""
-    kept = model.state_dict().keys()
-    buffers = {name: b for name, b in model.named_buffers() if name in kept}
-    return {**{name: p.detach() for name, p in model.named_parameters()}, **buffers}

@@ -1,0 +1,250 @@
+"""Which rank failed, and why: a board in the store of the process group.
+
+A rank that raises writes its cause before it leaves. The others' collectives then fail, or time
+out; they look at the board and raise an error that names the rank and its cause. A rank that was
+killed writes nothing: it is missed by the ranks of its machine, to which its process is gone, and
+by all others when its pulse stops.
+
+Note: [The thread]. A rank that waits in a collective hears nothing. A thread beside it gives its
+pulse, and ends the process when a fault is known and the collective still waits: one of NCCL does,
+until its timeout.
+"""
+
+import json
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+
+Store = Any  # of torch.distributed, whose stubs lack some of its methods
+
+PULSE = 0.5  # seconds between two signs of life
+PATIENCE = 5.0  # without one, after which a rank is taken for dead: ten of them
+GRACE = 10.0  # from a fault to the end of a process that still waits; torchrun kills after 30
+FAILED = 1
+
+# Of errors that torch raises as a bare RuntimeError when a peer is gone or too late.
+_SIGNS = ("gloo", "Connection closed", "Connection reset", "Broken pipe", "Timed out", "NCCL")
+_SHARED = "the same on all ranks, which rank 0 says"
+
+
+class RankFailed(RuntimeError):
+    """Another rank failed; the message names it and its cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """The first rank that failed."""
+
+    rank: int
+    cause: str
+
+    def error(self) -> RankFailed:
+        return RankFailed(f"rank {self.rank}: {self.cause}")
+
+
+class Board:
+    """What ranks know of each other's end. As a context: an exception that leaves it is written
+    down, or becomes RankFailed where another rank's was first.
+
+    `leave` ends this process when it waits for a rank that failed; None: it goes on waiting until
+    its collective fails.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        ranks: int,
+        leave: Callable[[RankFailed], None] | None = None,
+    ) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._store = store.clone()  # a client of its own: the group's waits within calls
+        self._pulse_store = store.clone()
+        self._leave = leave
+        self._known: Fault | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        self._machine = _machine()
+        self._where: dict[int, tuple[str, int]] = {}
+        self._store.set(f"where/{rank}", json.dumps([self._machine, os.getpid()]))
+
+    def __enter__(self) -> "Board":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            found = None if error is None else self._verdict(error)
+            with suppress(RuntimeError):  # the store may have left first
+                self._store.set(f"left/{self.rank}", "")
+                if error is not None and self.rank == 0:
+                    self._stay()
+        finally:
+            self._stop.set()
+            self._thread.join()
+        if found is not None and found is not error:
+            raise found from error
+
+    def _verdict(self, error: BaseException) -> BaseException:
+        """What this rank is to raise for an error of its own."""
+        words = _words(error)
+        try:
+            fault = self._wait_for_cause() if _of_a_collective(error) else None
+            self._store.set(f"word/{self.rank}", words)
+            fault = fault or self._claim(self._store, Fault(self.rank, words))
+            if fault.rank != self.rank and fault.cause != words:
+                return fault.error()
+            if self.rank and self._is_said(words):
+                error.add_note(_SHARED)
+        except RuntimeError as lost:  # of the store
+            if self._known is not None:
+                return error if self._known.cause == words else self._known.error()
+            return RankFailed(
+                f"rank {self.rank}: {words}; the store that ranks share is gone with its rank or "
+                f"launcher: {_words(lost)}"
+            )
+        return error
+
+    def _wait_for_cause(self) -> Fault | None:
+        """Who failed, where a collective did; None when all others live and say nothing."""
+        before = {rank: self._store.add(f"pulse/{rank}", 0) for rank in self._others()}
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            found = self._fault(self._store) or self._missed(self._store)
+            if found is not None:
+                return found
+            time.sleep(PULSE / 10)
+        for rank, count in before.items():
+            if self._store.add(f"pulse/{rank}", 0) == count:
+                return self._claim(self._store, _silent(rank))
+        return None
+
+    def _is_said(self, words: str) -> bool:
+        """Whether rank 0 has the same to say. It may come to it a little later."""
+        deadline = time.monotonic() + 2 * PULSE
+        while not self._store.check(["word/0"]) and time.monotonic() < deadline:
+            time.sleep(PULSE / 10)
+        return self._store.check(["word/0"]) and self._store.get("word/0").decode() == words
+
+    def _stay(self) -> None:
+        """Rank 0 may have the store, which goes with it: so not before the others have read it."""
+        deadline = time.monotonic() + PATIENCE
+        waiting = self._others()
+        while waiting and time.monotonic() < deadline:
+            dead = {rank for rank in waiting if not self._is_there(rank, self._store)}
+            waiting = [r for r in waiting if not (r in dead or self._has_left(r, self._store))]
+            time.sleep(PULSE / 10)
+
+    def _watch(self) -> None:
+        """See Note: [The thread]."""
+        store, known_for = self._pulse_store, 0.0
+        while not self._stop.wait(PULSE):
+            try:
+                store.add(f"pulse/{self.rank}", 1)
+                self._known = self._known or self._fault(store) or self._missed(store)
+            except RuntimeError:
+                if self._known is None:
+                    return  # with the store: the collectives will tell
+            known_for += PULSE if self._known else 0.0
+            if self._known is not None and self._leave is not None and known_for >= GRACE:
+                self._leave(self._known.error())
+
+    def _missed(self, store: Store) -> Fault | None:
+        """A rank whose process is gone without a word."""
+        for rank in self._others():
+            # In this order: it says so before it is gone.
+            if not self._is_there(rank, store) and not self._has_left(rank, store):
+                return self._claim(store, _silent(rank))
+        return None
+
+    def _is_there(self, rank: int, store: Store) -> bool:
+        """Whether its process lives, as far as can be seen from here."""
+        if rank not in self._where:  # asked once: every rank looks at all others at each pulse
+            if not store.check([f"where/{rank}"]):
+                return True
+            self._where[rank] = json.loads(store.get(f"where/{rank}"))
+        machine, process = self._where[rank]
+        return machine != self._machine or _lives(process)
+
+    def _claim(self, store: Store, fault: Fault) -> Fault:
+        """The first fault of all, which this one is if there was none."""
+        if store.add("faults", 1) == 1:
+            store.set("fault", json.dumps([fault.rank, fault.cause]))
+        return Fault(*json.loads(store.get("fault")))
+
+    def _fault(self, store: Store) -> Fault | None:
+        if not store.check(["fault"]):
+            return None
+        return Fault(*json.loads(store.get("fault")))
+
+    def _has_left(self, rank: int, store: Store) -> bool:
+        return bool(store.check([f"left/{rank}"]))
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.ranks) if rank != self.rank]
+
+
+def is_shared(error: BaseException) -> bool:
+    """Whether every rank has raised the same, so that one of them may say it for all."""
+    return _SHARED in getattr(error, "__notes__", ())
+
+
+def leave(error: RankFailed) -> None:
+    """Ends the process, whatever it waits for."""
+    print(f"farspan: {error}", file=sys.stderr, flush=True)
+    os._exit(FAILED)
+
+
+def _silent(rank: int) -> Fault:
+    return Fault(rank, "died without a word (killed?)")
+
+
+def _words(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else ""
+    return text if _is_plain(error) else f"{type(error).__name__}: {text}".rstrip(": ")
+
+
+def _is_plain(error: BaseException) -> bool:
+    """Whether its message says it all: ours do."""
+    return type(error).__module__.startswith("farspan.")
+
+
+def _of_a_collective(error: BaseException) -> bool:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, dist.DistError):
+            return True
+        if isinstance(cause, RuntimeError) and any(sign in str(cause) for sign in _SIGNS):
+            return True
+        cause = cause.__cause__
+    return False
+
+
+def _machine() -> str:
+    """What ranks that see each other's processes have in common."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    with suppress(OSError):
+        return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return platform.node()
+
+
+def _lives(process: int) -> bool:
+    try:
+        state: Any = psutil.Process(process).status()
+    except psutil.NoSuchProcess:
+        return False
+    return bool(state != psutil.STATUS_ZOMBIE)

@@ -1,0 +1,197 @@
+"""The processes that share one run: what they decide together, and what the first does for all.
+
+A run alone is a crew of one, which asks nobody.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from farspan.parallel.launch import Launched, joined
+from farspan.parallel.ranks import Ranks
+from farspan.plan.layout import ALONE, AXES, Layout, Rank
+from farspan.spec import Refused
+from farspan.train.config import RunConfig
+from farspan.train.diagnosis import Finding
+from farspan.train.durable import WriteFailed
+from farspan.train.layout import Parallel
+from farspan.train.strict import flatten, to_mapping
+from farspan.version import VERSION
+
+T = TypeVar("T")
+
+OWN = ("data.cache",)  # keys that may differ from rank to rank
+
+
+@dataclass(slots=True)
+class Crew:
+    """This process among those of its run. All of them make the same calls in the same order."""
+
+    device: torch.device
+    place: Launched | None = None  # None: alone
+    ranks: Ranks | None = None  # once the layout is known
+    layout: Layout = field(default=ALONE)
+
+    @property
+    def leads(self) -> bool:
+        """Whether it writes the folder and speaks."""
+        return self.place is None or self.place.rank == 0
+
+    @property
+    def count(self) -> int:
+        return 1 if self.place is None else self.place.ranks
+
+    @property
+    def replica(self) -> int:
+        """Which of the `replicas` along `data` it belongs to."""
+        return 0 if self.ranks is None else self.ranks.rank.along["data"]
+
+    @property
+    def replicas(self) -> int:
+        return self.layout.data
+
+    def lay_out(self, layout: Layout) -> None:
+        """From now on ranks have their places in a layout."""
+        if self.place is not None:
+            self.ranks, self.layout = Ranks(layout, self.device), layout
+
+    def agree(self, value: int) -> int:
+        """The largest of what all ranks give, at least 0."""
+        if self.place is None:
+            return value
+        found = torch.tensor([value])
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return int(found)
+
+    def agree_on(self, finding: Finding) -> Finding:
+        """The first rank's that found a bad weight, or a bad gradient, or else rank 0's."""
+        if self.place is None:
+            return finding
+        found: list[Any] = [None] * self.count
+        dist.all_gather_object(found, finding)
+        return max(found, key=lambda f: (f.weight is not None, f.gradient is not None))
+
+    def of_replicas(self, items: list[T]) -> list[T]:
+        """What all replicas have, one after the other."""
+        if self.ranks is None:
+            return items
+        found: list[Any] = [None] * self.count
+        dist.all_gather_object(found, items)
+        firsts = Rank(self.layout, 0).peers("data")
+        return [item for rank in firsts for item in found[rank]]
+
+    def total(self, count: int) -> int:
+        """The sum over replicas."""
+        if self.ranks is None or self.replicas == 1:
+            return count
+        return int(self.ranks.among("data").sum(torch.tensor([count], device=self.ranks.device)))
+
+    def by_first(self, work: Callable[[], T]) -> T:
+        """What `work` returns on rank 0, everywhere; the others wait for it. Refused and
+        WriteFailed are raised everywhere too."""
+        if self.place is None:
+            return work()
+        said: list[Any] = [None, None]
+        if self.leads:
+            try:
+                said = [work(), None]
+            except (Refused, WriteFailed) as error:
+                said = [None, error]
+        dist.broadcast_object_list(said, src=0)
+        if said[1] is not None:
+            raise said[1]
+        return said[0]
+
+    def spread(self, tensors: Iterable[Tensor]) -> None:
+        """Rank 0's tensors, copied into everybody's."""
+        if self.place is None:
+            return
+        for tensor in tensors:
+            _broadcast(tensor, 0, None)
+
+    def gather_stages(self, owned: Callable[[int], Iterable[Tensor]]) -> None:
+        """The tensors that each stage of the pipeline has changed, copied into everybody's."""
+        if self.ranks is None or self.layout.pipeline == 1:
+            return
+        peers = self.ranks.among("pipeline")
+        for stage in range(self.layout.pipeline):
+            source = dist.get_global_rank(peers.group, stage)
+            for tensor in owned(stage):
+                _broadcast(tensor, source, peers.group)
+
+    def sum_stages(self, square: Tensor) -> Tensor:
+        """The sum over the stages of the pipeline, in place."""
+        if self.ranks is None or self.layout.pipeline == 1:
+            return square
+        return self.ranks.among("pipeline").sum(square)
+
+    def refuse_unlike(self, what: str, value: str) -> None:
+        """Raises Refused, on all ranks, where they do not have the same."""
+        if self.ranks is not None:
+            self.ranks.refuse_unlike(what, value, *AXES)
+
+
+@contextmanager
+def crew_of(run: RunConfig, place: Launched | None, device: torch.device) -> Iterator[Crew]:
+    """This process and the others that were started with it, which have been found to want the
+    same. `device` is what the run names. Raises Refused where they do not, and RankFailed where
+    another rank failed."""
+    if place is None:
+        yield Crew(device)
+        return
+    device = _own_device(run, device, place)
+    seconds = run.parallel.timeout if isinstance(run.parallel, Parallel) else Parallel().timeout
+    with joined(place, device, seconds):
+        _refuse_unlike(run)
+        yield Crew(device, place)
+
+
+def _own_device(run: RunConfig, device: torch.device, place: Launched) -> torch.device:
+    """The device of this process. Raises Refused where it is another one's too."""
+    if device.type != "cuda" or (device.index is not None and place.ranks == 1):
+        return device
+    if device.index is not None:
+        raise Refused(
+            f"device: {run.device} is one GPU, and {place.ranks} ranks were started; give cuda or "
+            "auto, and each rank takes its own"
+        )
+    if place.local >= torch.cuda.device_count():
+        raise Refused(
+            f"device: rank {place.rank} is number {place.local} of its machine, which has "
+            f"{torch.cuda.device_count()} GPUs; start as many ranks there"
+        )
+    return torch.device("cuda", place.local)
+
+
+def _refuse_unlike(run: RunConfig) -> None:
+    """The run and the versions of all ranks are those of the first."""
+    given = {k: v for k, v in flatten(to_mapping(run)).items() if k not in OWN}
+    mine = {**given, "farspan": VERSION, "torch": torch.__version__}
+    all_of: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_of, mine)
+    for key in sorted({key for one in all_of for key in one}):
+        values = [one.get(key) for one in all_of]
+        others = [rank for rank, value in enumerate(values) if value != values[0]]
+        if others:
+            raise Refused(
+                f"{key}: {values[0]!r} on rank 0, but {values[others[0]]!r} on "
+                f"{_listed(others)}; every rank must be given the same"
+            )
+
+
+def _listed(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup | None) -> None:
+    # As bytes: every backend knows them, whatever the dtype.
+    there = tensor.detach()
+    flat = there.contiguous().reshape(-1).view(torch.uint8)
+    dist.broadcast(flat, src=source, group=group)
+    if flat.data_ptr() != there.data_ptr():
+        there.copy_(flat.view(there.dtype).view(there.shape))

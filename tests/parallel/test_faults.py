@@ -1,0 +1,140 @@
+"""A rank that fails: the others stop soon, and say which it was and why."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from farspan.parallel import faults
+from farspan.parallel.faults import is_shared
+from farspan.parallel.launch import joined, launched
+from farspan.spec import Refused
+from tests.parallel.launched import Ended, launch
+
+CPU = torch.device("cpu")
+LIMIT = 3.0  # seconds that a collective waits
+# A busy machine starts processes late, and pulses come late there.
+SOON = LIMIT + faults.PATIENCE + 12.0
+
+
+def run(fault: str, culprit: int) -> str:
+    """A rank that computes with others until one of them does something else."""
+    place = launched()
+    assert place is not None
+    if fault == "waits elsewhere":
+        faults.GRACE = 1.0
+    if fault == "stopped":
+        faults.PATIENCE = 2.0
+    with joined(place, CPU, LIMIT):
+        dist.all_reduce(torch.ones(1))
+        if place.rank == culprit:
+            happen(fault)
+        if fault == "waits elsewhere":
+            time.sleep(60.0)
+        if fault == "all refuse":
+            refuse()
+        for _ in range(3):
+            dist.all_reduce(torch.ones(1))
+    return "went on"
+
+
+def happen(fault: str) -> None:
+    if fault in ("raises", "waits elsewhere"):
+        raise ValueError("no such thing\nand a second line")
+    if fault == "out of memory":
+        raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+    if fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "leaves":
+        os._exit(0)
+
+
+def refuse() -> None:
+    """All ranks the same, one after the other."""
+    try:
+        raise Refused("chunk: too large")
+    except Refused as error:
+        place = launched()
+        assert place is not None
+        error.add_note(str(place.rank))
+        raise
+
+
+def others(ended: list[Ended], culprit: int) -> list[Ended]:
+    return [end for rank, end in enumerate(ended) if rank != culprit]
+
+
+@pytest.mark.parametrize(
+    ("fault", "culprit", "cause"),
+    [
+        ("raises", 1, "rank 1: ValueError: no such thing"),
+        ("out of memory", 0, "rank 0: OutOfMemoryError: tried to allocate 3 GiB"),
+        ("killed", 2, "rank 2: died without a word (killed?)"),
+        ("leaves", 1, "rank 1: died without a word (killed?)"),
+        ("stopped", 1, "rank 1: died without a word (killed?)"),
+    ],
+)
+def test_the_others_name_the_rank_and_its_cause(
+    tmp_path: Path, fault: str, culprit: int, cause: str
+) -> None:
+    lost = culprit if fault == "stopped" else None
+    ended = launch(tmp_path, 3, run, fault, culprit, seconds=SOON, lost=lost)
+    for end in others(ended, culprit):
+        assert end.code == 1, end
+        assert end.said == f"RankFailed: {cause}"
+        assert end.seconds < SOON, end
+
+
+def test_a_rank_that_waits_for_no_collective_ends_too(tmp_path: Path) -> None:
+    ended = launch(tmp_path, 2, run, "waits elsewhere", 1, seconds=SOON)
+    assert (ended[0].code, ended[0].said) == (faults.FAILED, "")
+    assert ended[0].errors.endswith("farspan: rank 1: ValueError: no such thing\n")
+    assert ended[0].seconds < SOON
+
+
+def test_the_rank_that_has_the_store(tmp_path: Path) -> None:
+    """Without torchrun, whose agent outlives it."""
+    ended = launch(tmp_path, 2, run, "killed", 0, seconds=SOON)
+    assert ended[1].code == 1
+    assert ended[1].said.startswith("RankFailed: rank "), ended[1]
+    assert ended[1].seconds < SOON
+
+
+def test_what_all_refuse_is_no_fault_of_one(tmp_path: Path) -> None:
+    for end in launch(tmp_path, 3, run, "all refuse", -1, seconds=SOON):
+        assert end.said == "Refused: chunk: too large"
+
+
+def shared() -> str:
+    place = launched()
+    assert place is not None
+    try:
+        with joined(place, CPU, LIMIT):
+            refuse()
+    except Refused as error:
+        return str(is_shared(error))
+    return "nothing was raised"
+
+
+def test_one_rank_says_it_for_all(tmp_path: Path) -> None:
+    assert [end.said for end in launch(tmp_path, 3, shared)] == ["False", "True", "True"]
+
+
+def test_ranks_that_end_well_are_not_missed(tmp_path: Path) -> None:
+    """One leaves long before the others."""
+    assert {end.said for end in launch(tmp_path, 2, linger)} == {"fine"}
+
+
+def linger() -> str:
+    place = launched()
+    assert place is not None
+    with joined(place, CPU, LIMIT):
+        dist.all_reduce(torch.ones(1))
+        time.sleep(4 * faults.PULSE * (1 - place.rank))
+    return "fine"

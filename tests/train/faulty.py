@@ -1,0 +1,75 @@
+"""Ranks that fail at a chosen moment of a run.
+
+`torchrun ... -m tests.train.faulty train RUN.yaml` is `farspan train RUN.yaml` whose rank 1 is
+killed in its third step, at the first attempt.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from farspan.cli import main
+from farspan.train import durable, loop
+from farspan.train.config import RunConfig
+from farspan.train.parts import Parts
+from tests.train.crash import write_half
+from tests.train.fused import Moment, parts_with
+from tests.train.tiny import Quiet
+
+STEP = 3
+ACCUMULATE = 2  # batches an update, of the run that torchrun is given
+
+
+def happen(fault: str) -> None:
+    if fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "out of memory":
+        raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+    if fault == "raises":
+        raise ValueError("no such thing")
+
+
+def faulty_parts(accumulate: int, fault: str) -> Parts:
+    """Something happens to rank 1 in the step."""
+
+    def moment(now: Moment) -> None:
+        if (now.rank, now.step, now.cell) == (1, STEP, 2):
+            happen(fault)
+
+    return parts_with(accumulate, moment)
+
+
+def fit(run: RunConfig, fault: str) -> str:
+    """A rank of a run, and the step that it has come to."""
+    if fault == "killed while saving" and os.environ["RANK"] == "0":
+        vars(durable)["save_file"] = killed_halfway(5)  # of three files a checkpoint
+    return str(loop.train(run, parts=faulty_parts(run.accumulate, fault), reporter=Quiet()).step)
+
+
+def killed_halfway(call: int) -> Callable[..., Any]:
+    """In place of `save_file`: at the `call`-th, half a file is written by a process that dies."""
+    calls = [0]
+
+    def save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        calls[0] += 1
+        if calls[0] == call:
+            write_half(path)
+            happen("killed")
+        save_file(tensors, path)
+
+    return save
+
+
+def first_attempt_fails() -> None:
+    fault = "killed" if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else "nothing"
+    vars(loop)["Parts"] = lambda: faulty_parts(ACCUMULATE, fault)
+    main()
+
+
+if __name__ == "__main__":
+    first_attempt_fails()

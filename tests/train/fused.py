@@ -1,0 +1,53 @@
+"""farspan's engine with something that happens at a chosen moment of a run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from farspan.engine.step import Progress, Step
+from farspan.train.parts import Parts
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A cell of a step, behind which something may happen."""
+
+    rank: int
+    step: int  # from 1; 0 in the rehearsal
+    cell: int  # from 1, in the step's first batch
+
+
+def parts_with(
+    accumulate: int,
+    happen: Callable[[Moment], None] = lambda _: None,
+    spoil: Callable[[Tensor, int], Tensor] = lambda loss, _: loss,
+) -> Parts:
+    """`happen` is called behind every cell of a step's first batch, and `spoil` has the loss of
+    every batch and the number of its step. Steps are counted from where this process begins."""
+
+    class Fused(Step):
+        calls = -1  # the rehearsal is the first
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+            self.calls += 1
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            step = -(-self.calls // accumulate)
+            told = self.progress
+            first = self.calls % accumulate == 1 % accumulate
+
+            def progress(done: Progress) -> None:
+                if first or step == 0:
+                    happen(Moment(rank, step, done.cells_done))
+                if told is not None:
+                    told(done)
+
+            self.progress = progress
+            try:
+                return spoil(super().__call__(*args, **kwargs), step)
+            finally:
+                self.progress = told
+
+    return replace(Parts(), make_step=Fused)

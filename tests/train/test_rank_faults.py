@@ -1,0 +1,89 @@
+"""A rank that fails in mid-run: the others say which, and the same command makes up for it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from farspan.train.config import ModelConfig, RunConfig, ScheduleConfig
+from farspan.train.layout import Parallel
+from farspan.train.strict import to_mapping
+from tests.parallel.launched import launch
+from tests.train.crash import outcome
+from tests.train.faulty import ACCUMULATE, fit
+from tests.train.tiny import MODEL, STEPS, tiny_run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def a_run(root: Path, name: str) -> RunConfig:
+    return tiny_run(
+        root,
+        folder=str(root / name),
+        model=ModelConfig(config=MODEL | {"num_key_value_heads": 2}),
+        schedule=ScheduleConfig(strategy="grouped", chunk=16, groups=1),
+        parallel=Parallel(ulysses=2, timeout=20.0),
+        accumulate=ACCUMULATE,
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Where a run is that nothing happens to, and what it leaves."""
+    root = tmp_path_factory.mktemp("whole")
+    ended = launch(root / "said", 2, fit, a_run(root, "run"), "nothing")
+    assert [end.said for end in ended] == [str(STEPS)] * 2, ended
+    return root, outcome(root / "run")
+
+
+@pytest.mark.parametrize(
+    ("fault", "survivor", "words", "saved"),
+    [
+        ("killed", 0, r"RankFailed: rank 1: died without a word \(killed\?\)", 2),
+        ("raises", 0, "RankFailed: rank 1: ValueError: no such thing", 2),
+        ("out of memory", 0, "RankFailed: rank 1: memory: out of it .*tried to allocate 3 GiB", 2),
+        ("killed while saving", 1, r"RankFailed: rank \d: .*", 2),
+    ],
+)
+def test_a_run_goes_on_after_a_fault(
+    whole: tuple[Path, dict[str, Any]], fault: str, survivor: int, words: str, saved: int
+) -> None:
+    root, expected = whole
+    name = fault.replace(" ", "-")
+    run = a_run(root, name)
+    ended = launch(root / "said", 2, fit, run, fault)
+    assert re.match(words, ended[survivor].said), ended
+    assert max(end.seconds for end in ended) < 40.0
+    there = sorted(p.name for p in (root / name / "checkpoints").glob("step-*"))
+    assert there == [f"step-{saved:08d}"]
+    again = launch(root / "said", 2, fit, run, "nothing")
+    assert [end.said for end in again] == [str(STEPS)] * 2, again
+    assert outcome(root / name) == expected
+
+
+def test_torchrun_starts_it_again(whole: tuple[Path, dict[str, Any]]) -> None:
+    """One command: rank 1 is killed in the third step, and all is as if it had not been."""
+    root, expected = whole
+    run = a_run(root, "torchrun")
+    path = root / "run.yaml"
+    path.write_text(yaml.safe_dump(to_mapping(run)))
+    done = subprocess.run(
+        [
+            *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2"),
+            *("--max-restarts=1", "-m", "tests.train.faulty", "train", str(path)),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "farspan: rank 1: died without a word (killed?)" in done.stderr
+    assert done.stdout.count("resuming after step 2 of 5") == 1
+    assert done.stdout.count(f"{STEPS} steps done") == 1
+    assert outcome(root / "torchrun") == expected
