@@ -313,6 +313,7 @@ class Schedule:
     kv_block: int = 16384  # keys an attention call sees at most, on a fixed grid
     head_tokens: int = 1024  # tokens whose logits exist at one time
     mlp_tokens: int | None = None  # tokens whose MLP activations do; None: all of a chunk
+    exchange_pieces: int = 2  # of heads that ranks exchange: one travels while another is used
     sparse: Sparse | None = None  # approximate attention in layers without a window; None: exact
 
     def __post_init__(self) -> None:
@@ -320,6 +321,10 @@ class Schedule:
             value = getattr(self, field)
             if not _is_count(value) and (field, value) != ("mlp_tokens", None):
                 raise Refused(f"{field}: expected a whole number of tokens >= 1, got {value!r}")
+        if not _is_count(self.exchange_pieces):
+            raise Refused(
+                f"exchange_pieces: expected a whole number >= 1, got {self.exchange_pieces!r}"
+            )
         for field in ("attention_kept", "activations_kept"):
             value = getattr(self, field)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)

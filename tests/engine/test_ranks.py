@@ -1,11 +1,13 @@
 """Several ranks: the loss and every gradient of one process, to 1e-12 in float64."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -16,8 +18,8 @@ from farspan.parallel.ranks import Ranks
 from farspan.plan.layout import AXES, Layout
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.plan.traffic import sent_bytes
-from farspan.spec import Schedule, Tier
-from tests.engine.checks import Data, Outcome, assert_close, draw, run_oracle
+from farspan.spec import Refused, Schedule, Sparse, Tier
+from tests.engine.checks import Data, Outcome, assert_close, draw, run_oracle, run_step
 from tests.models.test_families import limits
 from tests.ranks import run_ranks
 from tests.zoo import FAMILIES, make_model
@@ -174,6 +176,8 @@ def words(value: object) -> str:
     """The axes of a layout that have several ranks."""
     if not isinstance(value, Layout):
         return ""
+    if value.devices() == 1:
+        return "alone"
     return "-".join(f"{axis}{getattr(value, axis)}" for axis in AXES if getattr(value, axis) > 1)
 
 
@@ -203,6 +207,7 @@ def test_every_layout_is_exact(layout: Layout, cases: list[Case]) -> None:
 @pytest.mark.parametrize(
     ("layout", "cases", "dealing"),
     [
+        (Layout(), FEW[:1], {}),
         (Layout(ulysses=2), [*CASES, *SPREAD], {}),
         (Layout(data=2), FEW, {"stage": Stage.ZERO_2, "offload": True}),
         (Layout(ulysses=2, shards=2), FEW, {}),
@@ -218,3 +223,63 @@ def test_every_layout_is_exact(layout: Layout, cases: list[Case]) -> None:
 def test_dealt_models_are_exact(layout: Layout, cases: list[Case], dealing: Dealing) -> None:
     wrong = run_ranks(layout.devices(), outcomes_of, layout, cases, dealing)
     assert not any(wrong), "\n".join(line for rank in wrong for line in rank)
+
+
+def sparse_as_alone() -> None:
+    """Pages are chosen by the heads of one K, V head, which Ulysses keeps together."""
+    schedule = Schedule(chunk=8, groups=2, sparse=Sparse(page=4, budget=8, recent=4))
+    one, several = (make_model("qwen2", num_key_value_heads=4) for _ in range(2))
+    steps = Step(one, schedule), Step(several, schedule, ranks=Ranks(Layout(ulysses=2), CPU))
+    for data in two(45, batch=2, documents=3):
+        expected = run_step(one, steps[0], data)
+        assert_close(run_step(several, steps[1], data), expected)
+
+
+def test_sparse_attention_over_heads() -> None:
+    run_ranks(2, sparse_as_alone)
+
+
+def refused_on_ranks() -> list[str]:
+    """What is refused on two ranks, in words."""
+    found = []
+
+    def refuse(call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except Refused as error:
+            found.append(str(error).split("\n")[0])
+
+    model, number = make_model("qwen2"), dist.get_rank()
+    pages = Schedule(chunk=8, sparse=Sparse(page=4, budget=8, recent=4))
+    layouts = Layout(ulysses=2), Layout(shards=2), Layout(ring=2), Layout(tensor=2)
+    heads, shards, ring, tensor = (Ranks(layout, CPU) for layout in layouts)
+    refuse(lambda: Ranks(Layout(ulysses=3), CPU))
+    refuse(lambda: Step(model, pages, ranks=shards))
+    refuse(lambda: Step(model, Schedule(kv=Tier.HOST), ranks=ring))
+    refuse(lambda: Step(model, Schedule(activations_kept=0.5), ranks=tensor))
+    refuse(lambda: Step(model, Schedule(mlp_tokens=8), ranks=tensor))
+    refuse(lambda: Step(model, Schedule(chunk=8 + number), ranks=shards))
+    refuse(lambda: Step(make_model("qwen2", num_key_value_heads=1), Schedule(), ranks=heads))
+    step = Step(model, Schedule(chunk=8), ranks=shards)
+    data = draw(20, seed=number)
+    refuse(lambda: step(*data))
+    with torch.no_grad():
+        next(model.parameters())[0, 0] += number
+    refuse(lambda: Step(model, Schedule(), ranks=shards))
+    return found
+
+
+def test_what_ranks_refuse() -> None:
+    """On all ranks alike: nobody is left waiting."""
+    first, second = run_ranks(2, refused_on_ranks)
+    assert first == second
+    words = [line.partition(":")[0] for line in first]
+    assert words == [
+        *("layout", "sparse", "kv", "activations_kept", "mlp_tokens", "schedule", "ulysses"),
+        *("input_ids", "weights"),
+    ]
+    assert first[0] == (
+        "layout: 3 devices, but 2 ranks were started; start as many, or make the product of "
+        "pipeline, data, ring, shards, ulysses, tensor 2"
+    )
+    assert "not the same on ranks [0] and ranks [1]" in first[-1]

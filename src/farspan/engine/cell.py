@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from farspan.attention.cell import AttentionCall, attend, attend_backward
 from farspan.engine.exchange import ALONE, Exchange
-from farspan.engine.prefix import Prefix
+from farspan.engine.in_pieces import Attended, Gradients, InPieces, OfKeys
+from farspan.engine.prefix import HeadsOf, Prefix
 from farspan.engine.sparse import SparseCell
 from farspan.parallel.ring import Ring
 from farspan.parallel.shards import Shards
+from farspan.plan.pieces import Piece
 from farspan.plan.program import AttentionMode
 from farspan.spec import Refused
 
@@ -46,6 +48,8 @@ class Cell:
     exchange: Exchange = ALONE  # of tokens for heads, among ranks
     graph: bool = False  # a backward will follow
     at_hand: Rows | None = None  # the chunk's K, V, where its buffer has them on the device
+    pieces: tuple[Piece, ...] = ()  # in which heads are exchanged where it attends
+    dtype: torch.dtype | None = None  # of K, V, and so of their gradients
     calls: int = 0
 
     def __call__(
@@ -56,7 +60,7 @@ class Cell:
         if (keywords.get("dropout") or 0.0) > 0:
             raise Refused("model: attention dropout was switched on in the middle of a step")
         if self.mode is AttentionMode.NONE:
-            self._write(*self.exchange.to_heads(k, v))
+            self.write(*self.exchange.to_heads(k, v))
             raise CellDone
         sinks = keywords.get("s_aux")
         return _Attend.apply(q, k, v, sinks, self, self.call(scale))
@@ -64,21 +68,27 @@ class Cell:
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of the heads that attention is of here; K, V go to their buffer."""
         if self.exchange is ALONE:
-            self._write(k, v)
+            self.write(k, v)
             return q, k, v
         if self.mode is not AttentionMode.COMPUTE and not self.graph:
             if self.write_kv is not None:
-                self._write(*self.exchange.to_heads(k, v))
+                self.write(*self.exchange.to_heads(k, v))
             return q, k, v  # nobody reads them
-        if self.at_hand is not None:
+        at_hand = self.kv_at_hand()
+        if at_hand is not None:
             (q,) = self.exchange.to_heads(q)
-            k, v = (self.at_hand[name].permute(1, 2, 0, 3) for name in ("k", "v"))
-            return q, k, v
+            return q, *at_hand
         q, k, v = self.exchange.to_heads(q, k, v)
-        self._write(k, v)
+        self.write(k, v)
         return q, k, v
 
-    def _write(self, k: Tensor, v: Tensor) -> None:
+    def kv_at_hand(self) -> tuple[Tensor, Tensor] | None:
+        """The chunk's K, V of this rank's heads, where an earlier pass left them."""
+        if self.at_hand is None:
+            return None
+        return self.at_hand["k"].permute(1, 2, 0, 3), self.at_hand["v"].permute(1, 2, 0, 3)
+
+    def write(self, k: Tensor, v: Tensor) -> None:
         if self.write_kv is None:
             return
         self.write_kv["k"].copy_(k.detach().permute(2, 0, 1, 3))
@@ -97,12 +107,22 @@ class Cell:
             assert self.attention is not None
             self.held = _heads_first(self.attention)
             return self.held
+        return self.keep(*self.attend(call, (q, k, v), self.key_values, sinks))
+
+    def attend(
+        self, call: AttentionCall, of_keys: OfKeys, prefix: Prefix | HeadsOf, sinks: Tensor | None
+    ) -> Attended:
+        """O and LSE of these heads, computed."""
+        if isinstance(self.spread, Ring):
+            return self.spread.attend(call, *of_keys, self.key_values, sinks)
         if self.spread is not None:
-            out, lse = self.spread.attend(call, q, k, v, self.key_values, sinks)
-        elif self.sparse is None:
-            out, lse = attend(call, q, k, v, self.key_values, sinks)
-        else:
-            out, lse = self.sparse.attend(call, q, k, v, self.key_values, sinks)
+            return self.spread.attend(call, *of_keys, prefix, sinks)
+        if self.sparse is not None:
+            return self.sparse.attend(call, *of_keys, self.key_values, sinks)
+        return attend(call, *of_keys, prefix, sinks)
+
+    def keep(self, out: Tensor, lse: Tensor) -> Attended:
+        """O and LSE in their buffer, if they have one."""
         self.key_values.done()
         if self.attention is None:
             self.held = out, lse
@@ -113,27 +133,36 @@ class Cell:
         self.held = _heads_first(self.attention)
         return self.held
 
-    def gradients(
+    def attend_backward(
         self,
         call: AttentionCall,
         dout: Tensor,
-        of_keys: tuple[Tensor, Tensor, Tensor],
-        attended: tuple[Tensor, Tensor],
+        of_keys: OfKeys,
+        attended: Attended,
+        prefix: Prefix | HeadsOf,
         sinks: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """dq, dk, dv and d sinks of the chunk; those of earlier keys go to their sums."""
+    ) -> Gradients:
+        """dq, dk, dv and d sinks of these heads; those of earlier keys go to their sums."""
+        whole = self.key_values
+        if isinstance(self.spread, Ring):
+            return self.spread.attend_backward(call, dout, of_keys, attended, whole, sinks)
         if self.spread is not None:
-            found = self.spread.attend_backward(
-                call, dout, of_keys, attended, self.key_values, sinks
-            )
-        elif self.sparse is None:
-            found = attend_backward(call, dout, *of_keys, attended, self.key_values, sinks)
-        else:
-            found = self.sparse.attend_backward(
-                call, dout, of_keys, attended, self.key_values, sinks
-            )
-        self.key_values.done()
-        return found
+            return self.spread.attend_backward(call, dout, of_keys, attended, prefix, sinks)
+        if self.sparse is not None:
+            return self.sparse.attend_backward(call, dout, of_keys, attended, whole, sinks)
+        return attend_backward(call, dout, *of_keys, attended, prefix, sinks)
+
+    def with_later(self, dk: Tensor, dv: Tensor, heads: slice) -> list[Tensor]:
+        """dK, dV of the chunk's own keys, of these heads, with what later chunks gave them."""
+        assert self.own_dkv is not None
+        later = (self.own_dkv[name].permute(1, 2, 0, 3)[:, heads] for name in ("k", "v"))
+        return [(own + rest).to(self.dtype) for own, rest in zip((dk, dv), later, strict=True)]
+
+    def in_pieces(self) -> InPieces | None:
+        """What exchanges its heads while it attends; None: they come and go all at once."""
+        if len(self.pieces) < 2:
+            return None
+        return InPieces(self.pieces, self.exchange, self.key_values)
 
 
 def _heads_first(rows: Rows) -> tuple[Tensor, Tensor]:
@@ -153,19 +182,30 @@ class _Attend(torch.autograd.Function):
         cell: Cell,
         call: AttentionCall,
     ) -> Tensor:
-        q, k, v = cell.to_heads(q, k, v)
-        # A kept graph reads K, V from their buffer: one layout for both, or kernels round apart.
-        k, v = k.contiguous(), v.contiguous()
+        cell.dtype = k.dtype
+        pieces = cell.in_pieces() if cell.mode is AttentionMode.COMPUTE else None
         own_sinks = None if sinks is None else cell.exchange.heads_of(sinks)
-        out, lse = cell.output(call, q, k, v, own_sinks)
+        if pieces is None:
+            q, k, v = cell.to_heads(q, k, v)
+            # A kept graph reads K, V from their buffer: one layout for both, or kernels round
+            # apart.
+            k, v = k.contiguous(), v.contiguous()
+            out, lse = cell.output(call, q, k, v, own_sinks)
+            (own,) = cell.exchange.to_tokens(out)
+        else:
+
+            def attend(of_keys: OfKeys, keys: HeadsOf, heads: slice) -> Attended:
+                return cell.attend(call, of_keys, keys, _of(own_sinks, heads))
+
+            (q, k, v), attended, own = pieces.forward(attend, (q, k, v), cell.kv_at_hand())
+            cell.write(k, v)
+            out, lse = cell.keep(*attended)
         ctx.cell, ctx.call = cell, call
         # A kept graph leaves what buffers hold to them: K, V always, O and LSE when they are kept.
-        own = (None, None) if cell.kept else (k, v)
+        keys = (None, None) if cell.kept else (k, v)
         output = (None, None) if cell.kept and cell.attention is not None else (out, lse)
-        ctx.dtypes = k.dtype, v.dtype
-        ctx.save_for_backward(q, sinks, *own, *output)
-        (out,) = cell.exchange.to_tokens(out)
-        return out.transpose(1, 2)
+        ctx.save_for_backward(q, sinks, *keys, *output)
+        return own.transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -178,18 +218,33 @@ class _Attend(torch.autograd.Function):
             assert cell.attention is not None
             out, lse = _heads_first(cell.attention)
         own_sinks = None if sinks is None else cell.exchange.heads_of(sinks)
-        (dout,) = cell.exchange.to_heads(dout.transpose(1, 2))
-        dq, dk, dv, dsinks = cell.gradients(ctx.call, dout, (q, k, v), (out, lse), own_sinks)
-        assert cell.own_dkv is not None
-        later = (cell.own_dkv[name].permute(1, 2, 0, 3) for name in ("k", "v"))
-        dk, dv = (
-            (own + rest).to(dtype)
-            for own, rest, dtype in zip((dk, dv), later, ctx.dtypes, strict=True)
-        )
+        dout, of_keys, pieces = dout.transpose(1, 2), (q, k, v), cell.in_pieces()
+        if pieces is None:
+            (dout,) = cell.exchange.to_heads(dout)
+            dq, dk, dv, dsinks = cell.attend_backward(
+                ctx.call, dout, of_keys, (out, lse), cell.key_values, own_sinks
+            )
+            own = dq.to(q.dtype), *cell.with_later(dk, dv, slice(None))
+            dq, dk, dv = cell.exchange.to_tokens(*own)
+        else:
+
+            def attend_backward(
+                dout: Tensor, of_keys: OfKeys, attended: Attended, keys: HeadsOf, heads: slice
+            ) -> Gradients:
+                own = _of(own_sinks, heads)
+                return cell.attend_backward(ctx.call, dout, of_keys, attended, keys, own)
+
+            dq, dk, dv, dsinks = pieces.backward(
+                attend_backward, dout, of_keys, (out, lse), cell.with_later
+            )
+        cell.key_values.done()
         if dsinks is not None and sinks is not None:
             dsinks = cell.exchange.of_all_heads(dsinks.to(sinks.dtype), sinks)
-        dq, dk, dv = cell.exchange.to_tokens(dq.to(q.dtype), dk, dv)
         return dq, dk, dv, dsinks, None, None
+
+
+def _of(sinks: Tensor | None, heads: slice) -> Tensor | None:
+    return None if sinks is None else sinks[heads]
 
 
 class Entry(torch.autograd.Function):

@@ -112,7 +112,8 @@ def deal(
     if not keep:
         _leave(boundary, schedule, ranks)
     if stage is None:
-        stage = Stage.ZERO_3 if ranks.layout.fsdp else Stage.ZERO_0
+        several = ranks.layout.devices() > 1  # programs of one rank gather nothing
+        stage = Stage.ZERO_3 if ranks.layout.fsdp and several else Stage.ZERO_0
     sharded = Sharded(
         boundary.model,
         list(boundary.layers),

@@ -170,6 +170,25 @@ class Prefix:
         return self.storage.program.buffers[name].tier is Tier.HOST
 
 
+@dataclass(frozen=True, slots=True)
+class HeadsOf:
+    """Some K, V heads of a prefix on the device."""
+
+    prefix: Prefix
+    heads: slice
+
+    def keys(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        k, v = self.prefix.keys(start, stop)
+        return k[:, self.heads], v[:, self.heads]
+
+    def add_gradient(self, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
+        whole = self.prefix
+        assert whole.gradients_in is not None
+        assert not whole.on_host(whole.gradients_in)
+        home = whole.storage.rows(whole.gradients_in, (start, stop), whole.layer)
+        _add({name: x[:, :, self.heads] for name, x in home.items()}, rows, dk, dv)
+
+
 def _add(total: dict[str, Tensor], rows: slice, dk: Tensor, dv: Tensor) -> None:
     for name, gradient in (("k", dk), ("v", dv)):
         total[name][:, rows].add_(gradient.permute(2, 0, 1, 3))

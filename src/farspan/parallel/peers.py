@@ -18,6 +18,19 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 Counts = Sequence[int]  # rows of each peer
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Rows on their way."""
+
+    rows: Tensor
+    work: dist.Work
+    sent: Tensor  # must live until they are there
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.rows
+
+
 @dataclass(slots=True)
 class Peers:
     """This rank among its peers along one axis."""
@@ -37,10 +50,16 @@ class Peers:
     def exchange(self, rows: Tensor, out: Counts, back: Counts) -> Tensor:
         """All-to-all: `out[i]` rows, one peer after the other, go to peer i; `back[i]` rows come
         from it and stand in the order of peers."""
+        return self.begin_exchange(rows, out, back).wait()
+
+    def begin_exchange(self, rows: Tensor, out: Counts, back: Counts) -> "Arrival":
+        """The same, under way when this returns."""
         received = rows.new_empty(sum(back), *rows.shape[1:])
-        dist.all_to_all_single(received, rows, list(back), list(out), group=self.group)
+        work = dist.all_to_all_single(
+            received, rows, list(back), list(out), group=self.group, async_op=True
+        )
         self._count(rows, sum(out) - out[self.index])
-        return received
+        return Arrival(received, work, rows)
 
     def gather(self, rows: Tensor, counts: Counts) -> Tensor:
         """All-gather: the rows of all peers in their order, `counts[i]` of peer i."""
