@@ -49,6 +49,7 @@ from farspan.plan.program import (
     Store,
     StoreGradient,
 )
+from farspan.plan.sizes import cell_place
 from farspan.plan.waits import Order
 from farspan.spec import Tier
 from farspan.transfer.copies import Followed
@@ -308,8 +309,10 @@ class Interpreter:
     def _planned_cell(self, i: Forward) -> Tensor:
         """The bytes planned for this layer's cell: a slot may be wider than its home."""
         assert i.activations is not None
-        planned = self.program.buffers[names.activations(i.layer)].cell_bytes
-        return self.storage.cell(i.activations, i.chunk)[:planned]
+        start, stop = cell_place(
+            self.program, self.program.buffers[names.activations(i.layer)], i.chunk
+        )
+        return self.storage.cell(i.activations, i.chunk)[: stop - start]
 
     def _backward(self, i: Backward) -> None:
         graph = self.graphs.pop((i.layer, i.chunk))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from farspan.attention.merge import accumulate_dtype
 from farspan.plan.program import Buffer, Kind, Program
-from farspan.plan.sizes import aligned, regions
+from farspan.plan.sizes import aligned, cell_place, regions
 from farspan.spec import Tier
 from farspan.transfer.arena import Arena
 from farspan.transfer.copies import CopyEngine
@@ -70,34 +70,28 @@ class Storage:
         return {part: _chunk_view(part, tensor) for part, tensor in rows.items()}
 
     def cell(self, name: str, chunk: int) -> Tensor:
-        """The raw bytes of a chunk's cell of saved activations."""
+        """The raw bytes of a chunk's cell."""
         buffer = self.program.buffers[name]
-        first = 0 if is_slot(buffer) else self._first_chunk(buffer)
-        place = 0 if is_slot(buffer) else chunk - first
-        size = aligned(buffer.cell_bytes)
-        return self.arenas[buffer.tier].view(
-            buffer.address + place * size, (buffer.cell_bytes,), torch.uint8
-        )
+        start, stop = cell_place(self.program, buffer, chunk)
+        return self.arenas[buffer.tier].view(buffer.address + start, (stop - start,), torch.uint8)
 
     def cells(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """All cells of a buffer, each a tensor of this shape: [cells, *shape]."""
+        """All cells of a buffer, which are alike, each a tensor of this shape: [cells, *shape]."""
         buffer = self.program.buffers[name]
+        assert not buffer.cell_row, name
         size = aligned(buffer.cell_bytes)
         row = size // dtype.itemsize
         whole = self.arenas[buffer.tier].view(buffer.address, (buffer.bytes // size, row), dtype)
         return whole[:, : buffer.cell_bytes // dtype.itemsize].unflatten(1, shape)
-
-    def _first_chunk(self, buffer: Buffer) -> int:
-        starts = [start for start, _ in self.program.chunks]
-        return starts.index(buffer.start)
 
     def copy_chunk(self, source: str, target: str, chunk: int) -> None:
         """Copy a chunk between two buffers of different tiers."""
         ends = [self.program.buffers[name] for name in (source, target)]
         move = self.copies.fetch if ends[0].tier is Tier.HOST else self.copies.evict
         if ends[0].kind is Kind.ACTIVATIONS:
-            used = min(end.cell_bytes for end in ends)
-            move(self.cell(target, chunk)[:used], self.cell(source, chunk)[:used])
+            cells = self.cell(target, chunk), self.cell(source, chunk)
+            used = min(map(len, cells))
+            move(cells[0][:used], cells[1][:used])
             return
         layer = max(end.layer for end in ends if not is_slot(end))
         layer = min(layer, len(self.program.model.layers) - 1)

@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from farspan.plan import names
-from farspan.plan.grid import chunk_ranges, group_ranges
-from farspan.plan.layout import ONLY, Rank
+from farspan.plan.balance import chunks_of
+from farspan.plan.grid import group_ranges
+from farspan.plan.layout import ONLY, Range, Rank
 from farspan.plan.ledger import Ledger
 from farspan.plan.passes import GroupPasses
 from farspan.plan.program import Close, Kind, Program
@@ -12,14 +13,20 @@ from farspan.plan.share import local_heads, own_groups, share_of
 from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
 
 
-def build_program(model: ModelSpec, run: RunSpec, schedule: Schedule, rank: Rank = ONLY) -> Program:
-    """The program of one training step.
+def build_program(
+    model: ModelSpec,
+    run: RunSpec,
+    schedule: Schedule,
+    rank: Rank = ONLY,
+    chunks: tuple[Range, ...] | None = None,
+) -> Program:
+    """The program of one training step; `chunks` where they are cut as somebody else says.
 
     Every linear extension of the grid's order gives the same gradients; this one walks group by
     group, forward and then back (DESIGN section 1). Raises Refused when the schedule's groups do
     not fit the model.
     """
-    ledger = _ledger(model, run, schedule, rank)
+    ledger = _ledger(model, run, schedule, rank, chunks)
     passes = [GroupPasses(ledger, index) for index in own_groups(rank, len(ledger.groups))]
     _open_slots(ledger, passes)
     for group in passes:
@@ -51,8 +58,15 @@ def build_evaluation(
     return ledger.finish()
 
 
-def _ledger(model: ModelSpec, run: RunSpec, schedule: Schedule, rank: Rank) -> Ledger:
-    chunks = chunk_ranges(run.tokens, schedule.chunk)
+def _ledger(
+    model: ModelSpec,
+    run: RunSpec,
+    schedule: Schedule,
+    rank: Rank,
+    chunks: tuple[Range, ...] | None = None,
+) -> Ledger:
+    if chunks is None:
+        chunks = chunks_of(model, run.tokens, schedule, rank.layout)
     return Ledger(
         local_heads(model, rank.layout),
         run,

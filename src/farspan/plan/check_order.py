@@ -204,10 +204,10 @@ class _Uses:
         start, stop = self.program.rows(buffer.kind, chunk)
         first = start if buffer.layer < 0 else buffer.start
         if buffer.cell_bytes:
-            size = -(-buffer.cell_bytes // LINE) * LINE
-            before = -(-(start - first) // self.program.schedule.chunk) * size
-            low = buffer.address + before
-            return [(buffer.tier, low, low + buffer.cell_bytes)]
+            held = [end - begin for begin, end in self.program.chunks if first <= begin <= start]
+            sizes = [buffer.cell_bytes - buffer.cell_row * (held[0] - tokens) for tokens in held]
+            low = buffer.address + sum(-(-size // LINE) * LINE for size in sizes[:-1])
+            return [(buffer.tier, low, low + sizes[-1])]
         found, low = [], buffer.address
         spec = self.program.model.layers[min(max(layer, 0), len(self.program.model.layers) - 1)]
         for row in self._rows(buffer, spec):

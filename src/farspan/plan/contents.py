@@ -182,8 +182,12 @@ class Contents:
     def _payload(self, buffer: Buffer) -> int:
         """Bytes that the tensors of a buffer take; of the greediest layer, for a slot."""
         if buffer.kind in CELLS:
-            cells = 1 if buffer.layer == SLOT else len(self._chunks_of(buffer))
-            return _padded(buffer.cell_bytes, 1) * cells
+            if buffer.layer == SLOT:
+                return _padded(buffer.cell_bytes, 1)
+            ranges = [self.program.chunks[chunk] for chunk in self._chunks_of(buffer)]
+            lengths = [stop - start for start, stop in ranges]
+            spared = [buffer.cell_row * (lengths[0] - length) for length in lengths]
+            return sum(_padded(buffer.cell_bytes - less, 1) for less in spared)
         layers = self.program.model.layers
         if buffer.layer != SLOT and buffer.kind is not Kind.X:
             layers = (layers[buffer.layer],)

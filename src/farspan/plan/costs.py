@@ -6,7 +6,7 @@ attention: its backward makes five matrix products where MFU counts four.
 
 from farspan.plan.program import AttentionMode, Backward, Forward, Head, Instruction, Program
 from farspan.plan.reach import chunk_pairs
-from farspan.spec import BACKWARD_PRODUCTS, LayerSpec
+from farspan.spec import BACKWARD_PRODUCTS, LayerSpec, ModelSpec
 
 
 def work_of(program: Program, instruction: Instruction) -> float:
@@ -16,14 +16,14 @@ def work_of(program: Program, instruction: Instruction) -> float:
             spec = program.model.layers[layer]
             if mode is AttentionMode.NONE:
                 return 2.0 * _rows(program, chunk) * _projections(program, spec)
-            linear = 2.0 * _rows(program, chunk) * _linear(program, spec)
+            linear = 2.0 * _rows(program, chunk) * linear_products(program.model, spec)
             compute = mode is AttentionMode.COMPUTE
             return linear + (_attention(program, spec, chunk) if compute else 0.0)
         case Backward(layer, chunk):
             spec = program.model.layers[layer]
             work = spec.work
             trained = work.trainable / work.parameters if work.parameters else 1.0
-            linear = 2.0 * _rows(program, chunk) * _linear(program, spec)
+            linear = 2.0 * _rows(program, chunk) * linear_products(program.model, spec)
             attention = _attention(program, spec, chunk)
             return (1.0 + trained) * linear + BACKWARD_PRODUCTS * attention
         case Head(chunk, gradient):
@@ -47,7 +47,7 @@ def _projections(program: Program, spec: LayerSpec) -> int:
     return program.model.hidden * (spec.query_heads * spec.head_dim + spec.kv_elements())
 
 
-def _linear(program: Program, spec: LayerSpec) -> int:
+def linear_products(model: ModelSpec, spec: LayerSpec) -> int:
     """Multiplications of a token in a layer, attention aside.
 
     Where nobody counted the layer's weights, an equal share of all but one table: a head of its own
@@ -55,7 +55,6 @@ def _linear(program: Program, spec: LayerSpec) -> int:
     """
     if spec.work.products:
         return sum(inner * outer for inner, outer in spec.work.products)
-    model = program.model
     if spec.work.parameters:
         return spec.work.parameters
     return max(0, model.parameters - model.hidden * model.vocab) // len(model.layers)

@@ -8,6 +8,11 @@ def chunk_ranges(tokens: int, chunk: int) -> tuple[tuple[int, int], ...]:
     return tuple((start, min(start + chunk, tokens)) for start in range(0, tokens, chunk))
 
 
+def are_equal(chunks: tuple[tuple[int, int], ...]) -> bool:
+    """Are chunks as `chunk_ranges` cuts them?"""
+    return chunks == chunk_ranges(chunks[-1][1], chunks[0][1])
+
+
 def group_ranges(schedule: Schedule, layers: int, stages: int = 1) -> tuple[tuple[int, int], ...]:
     """Layer ranges of the groups, first group first. The stages of a pipeline are its groups."""
     ranges, start = [], 0

@@ -3,10 +3,15 @@
 from dataclasses import dataclass, field
 
 from farspan.plan import names
-from farspan.plan.grid import kept_chunks
+from farspan.plan.grid import are_equal, kept_chunks
 from farspan.plan.ledger import Ledger
 from farspan.plan.program import Gather, Kind, Release
-from farspan.plan.sizes import activation_cell_bytes, choice_cell_bytes, means_cell_bytes
+from farspan.plan.sizes import (
+    activation_cell_bytes,
+    activation_row_bytes,
+    choice_cell_bytes,
+    means_cell_bytes,
+)
 from farspan.spec import Tier
 
 
@@ -81,7 +86,8 @@ class Group:
                 self.ledger.schedule.activations,
                 layer,
                 self.graphs,
-                self.cell_bytes(layer),
+                self.cell_bytes(layer, self.graphs[0]),
+                cell_row=self.cell_row(layer),
             )
 
     def _open_pages(self, layer: int) -> None:
@@ -133,20 +139,35 @@ class Group:
                 name = names.attention_open(layer)
                 ledger.allocate(name, Kind.ATTENTION, schedule.attention, layer, others)
 
-    def cell_bytes(self, layer: int) -> int:
-        """Bytes of a full chunk's cell of kept activations. O and LSE are counted where no
-        attention buffer is sure to hold them; the layer's input where no boundary does."""
+    def cell_bytes(self, layer: int, chunk: int = 0) -> int:
+        """Bytes of a chunk's cell of kept activations; of equal chunks a ragged last one has a
+        full one. O and LSE are in it where no attention buffer is sure to hold them; the layer's
+        input where no boundary does."""
         ledger = self.ledger
-        spec = ledger.model.layers[layer]
-        tokens = ledger.chunks[0][1] - ledger.chunks[0][0]
-        schedule = ledger.schedule
-        covered = schedule.attention_kept >= schedule.activations_kept and not (
-            self.is_last and layer == self.top
-        )
-        size = activation_cell_bytes(ledger.model, spec, ledger.run.batch, tokens, not covered)
-        if spec.saves_input and layer != self.layers[0]:
-            size += ledger.run.batch * tokens * ledger.model.hidden * ledger.model.element_bytes
-        return size
+        start, stop = ledger.chunks[0 if are_equal(ledger.chunks) else chunk]
+        spec, batch = ledger.model.layers[layer], ledger.run.batch
+        within = self._with_attention(layer)
+        size = activation_cell_bytes(ledger.model, spec, batch, stop - start, within)
+        return size + batch * (stop - start) * self._input_row(layer)
+
+    def cell_row(self, layer: int) -> int:
+        """By how much it is smaller a token that its chunk is shorter."""
+        ledger = self.ledger
+        if are_equal(ledger.chunks):
+            return 0
+        spec, within = ledger.model.layers[layer], self._with_attention(layer)
+        row = activation_row_bytes(ledger.model, spec, within)
+        return ledger.run.batch * (row + self._input_row(layer))
+
+    def _with_attention(self, layer: int) -> bool:
+        schedule, is_outermost = self.ledger.schedule, self.is_last and layer == self.top
+        return schedule.attention_kept < schedule.activations_kept or is_outermost
+
+    def _input_row(self, layer: int) -> int:
+        """Bytes of the layer's input in its cell, a token of one sequence."""
+        model = self.ledger.model
+        inside = model.layers[layer].saves_input and layer != self.layers[0]
+        return inside * model.hidden * model.element_bytes
 
     def kv_goes_home(self) -> bool:
         schedule = self.ledger.schedule

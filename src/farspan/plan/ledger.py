@@ -22,7 +22,7 @@ from farspan.plan.program import (
     rows_of,
 )
 from farspan.plan.share import Share
-from farspan.plan.sizes import aligned, regions, regions_bytes
+from farspan.plan.sizes import aligned, cell_sizes, regions, regions_bytes
 from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
 
 
@@ -78,12 +78,15 @@ class Ledger:
         cells: range,
         cell_bytes: int,
         kind: Kind = Kind.ACTIVATIONS,
+        cell_row: int = 0,
     ) -> None:
-        """Open a buffer of raw cells, one for each chunk of `cells`."""
-        start = self.chunks[cells[0]][0] if len(cells) else 0
-        stop = self.chunks[cells[-1]][1] if len(cells) else 0
-        size = aligned(cell_bytes) * len(cells)
-        self._open(Buffer(name, kind, layer, tier, start, stop, cell_bytes, size, 0, -1, 0))
+        """Open a buffer of raw cells, one for each chunk of `cells`; for `cell_row` see Buffer."""
+        chunks = self.chunks[cells.start : cells.stop]
+        start, stop = (chunks[0][0], chunks[-1][1]) if chunks else (0, 0)
+        size = sum(map(aligned, cell_sizes(chunks, cell_bytes, cell_row)))
+        self._open(
+            Buffer(name, kind, layer, tier, start, stop, cell_bytes, size, 0, -1, 0, cell_row)
+        )
 
     def _open(self, buffer: Buffer) -> None:
         assert buffer.name not in self.buffers, buffer.name

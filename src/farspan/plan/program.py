@@ -75,11 +75,12 @@ class Buffer:
     tier: Tier
     start: int  # first row held (plan.share), or first token of the chunks of CELLS
     stop: int  # one past the last
-    cell_bytes: int  # CELLS: bytes of a full chunk's cell; else 0
+    cell_bytes: int  # CELLS: bytes of the first cell, the longest; else 0
     bytes: int
     born: int  # index of the instruction that allocates it
     dies: int  # index of the instruction that frees it; alive in [born, dies)
     address: int  # in its tier's arena
+    cell_row: int = 0  # by which a cell is smaller a token that its chunk is shorter
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from farspan.plan.program import (
     Program,
 )
 from farspan.plan.reach import chunk_pairs, earlier_rows
-from farspan.plan.sizes import regions
+from farspan.plan.sizes import cell_place, regions
 from farspan.spec import LayerSpec, Tier
 
 Change = tuple[int, int]  # index of an instruction, bytes alive from then on
@@ -99,7 +99,8 @@ def copied_bytes(program: Program, source: str, target: str, chunk: int) -> int:
     """Bytes that a fetch or evict of one chunk moves."""
     ends = program.buffers[source], program.buffers[target]
     if ends[0].kind is Kind.ACTIVATIONS:
-        return min(end.cell_bytes for end in ends)
+        places = (cell_place(program, end, chunk) for end in ends)
+        return min(stop - start for start, stop in places)
     start, stop = program.rows(ends[0].kind, chunk)
     layer = min(max(end.layer for end in ends), len(program.model.layers) - 1)
     return _row_bytes(program, ends[0].kind, program.model.layers[layer]) * (stop - start)

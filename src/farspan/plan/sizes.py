@@ -1,7 +1,8 @@
 """Sizes of what a buffer holds: which tensors, of which shape a token, in which precision. And of
 what a step reads."""
 
-from farspan.plan.program import Kind, Region
+from farspan.plan.layout import Range
+from farspan.plan.program import Buffer, Kind, Program, Region
 from farspan.spec import LayerSpec, ModelSpec, Sparse
 
 # Regions start on cache-line boundaries: vendor kernels want at least 16 bytes, and a packed
@@ -64,11 +65,35 @@ def activation_cell_bytes(
     model: ModelSpec, layer: LayerSpec, batch: int, tokens: int, with_attention: bool
 ) -> int:
     """Bytes that one cell's saved tensors take, K and V excluded; O and LSE on request."""
+    row = activation_row_bytes(model, layer, with_attention)
+    return aligned(row * batch * tokens + layer.activation_constant)
+
+
+def activation_row_bytes(model: ModelSpec, layer: LayerSpec, with_attention: bool) -> int:
+    """The part of them that grows, a token."""
     row = layer.activation_bytes
     if with_attention:
         row += layer.output_elements() * model.element_bytes
         row += layer.query_heads * model.accumulate_bytes()
-    return aligned(row * batch * tokens + layer.activation_constant)
+    return row
+
+
+def cell_sizes(chunks: tuple[Range, ...], cell_bytes: int, cell_row: int) -> list[int]:
+    """Bytes of the cells of these chunks, the first of which is the longest; see Buffer."""
+    lengths = [stop - start for start, stop in chunks]
+    return [cell_bytes - cell_row * (lengths[0] - length) for length in lengths]
+
+
+def cell_place(program: Program, buffer: Buffer, chunk: int) -> Range:
+    """Where in a buffer of raw cells a chunk's is, in bytes; in a slot at its start."""
+    if buffer.layer < 0:
+        return 0, buffer.cell_bytes
+    first = [start for start, _ in program.chunks].index(buffer.start)
+    *before, size = cell_sizes(
+        program.chunks[first : chunk + 1], buffer.cell_bytes, buffer.cell_row
+    )
+    offset = sum(map(aligned, before))
+    return offset, offset + size
 
 
 CHOICE_BYTES = 4  # of the number of a page

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from farspan.plan.build import build_program
 from farspan.plan.cell.transient import Walk
 from farspan.plan.price.collectives import Collectives, exchange_bytes, fsdp_ranks
-from farspan.plan.price.local import local_model, local_run, local_schedule
+from farspan.plan.price.local import local_chunks, local_model, local_run, local_schedule
 from farspan.plan.price.seconds import Prices, rates_of
 from farspan.plan.price.states import States, gradient_bytes, states, update_seconds
 from farspan.plan.price.timeline import Timeline, run_time
@@ -33,7 +33,7 @@ def walk(question: Question, schedule: Schedule) -> Walked:
     """The program that one device would run. Raises Refused when the groups do not fit."""
     part = replace(question, model=local_model(question))
     run, own = local_run(part), local_schedule(schedule, part.layout)
-    program = build_program(part.model, run, own)
+    program = build_program(part.model, run, own, chunks=local_chunks(question, schedule))
     ranks = fsdp_ranks(part)
     held = Walk(program, part.architecture, gradient_bytes=gradient_bytes(part), ranks=ranks).run()
     return Walked(program, held.transient)

@@ -1,8 +1,11 @@
 """The share of one device: what its own program is built from."""
 
 from dataclasses import replace
+from itertools import pairwise
 
-from farspan.plan.layout import Layout
+from farspan.plan.balance import chunks_of, is_balanced
+from farspan.plan.grid import chunk_ranges
+from farspan.plan.layout import Layout, Range
 from farspan.plan.question import Question
 from farspan.spec import ModelSpec, Refused, RunSpec, Schedule
 
@@ -22,6 +25,18 @@ def local_schedule(schedule: Schedule, layout: Layout) -> Schedule:
         chunk=max(1, -(-schedule.chunk // ranks)),
         kv_block=max(1, -(-schedule.kv_block // ranks)),
     )
+
+
+def local_chunks(question: Question, schedule: Schedule) -> tuple[Range, ...]:
+    """The chunks of one device, in its own tokens. `question` has the whole model; `schedule` is in
+    tokens of the sequence."""
+    layout, tokens = question.layout, question.run.tokens
+    if not is_balanced(schedule, layout):
+        return chunk_ranges(local_run(question).tokens, local_schedule(schedule, layout).chunk)
+    ranges = chunks_of(question.model, tokens, schedule, layout)
+    # A chunk of fewer tokens than devices may leave one without any.
+    borders = sorted({0, *(-(-stop // layout.sequence()) for _, stop in ranges)})
+    return tuple(pairwise(borders))
 
 
 def local_model(question: Question) -> ModelSpec:

@@ -16,7 +16,9 @@ copies are shorter than its recomputation, whichever token it is.
 
 from dataclasses import dataclass, replace
 
-from farspan.plan.price.local import local_schedule
+import numpy as np
+
+from farspan.plan.price.local import local_chunks, local_schedule
 from farspan.plan.price.states import states
 from farspan.plan.question import Question
 from farspan.plan.search.ruler import Ruler
@@ -74,9 +76,11 @@ def solve_alpha(question: Question, schedule: Schedule) -> Alpha:
 
 def with_alpha(question: Question, schedule: Schedule) -> Schedule:
     """The schedule with alpha solved, rounded down to whole chunks."""
-    chunks = -(-question.run.tokens // schedule.chunk)
-    whole = int(solve_alpha(question, schedule).value * chunks)
-    return replace(schedule, activations_kept=whole / chunks)
+    chunks, alpha = local_chunks(question, schedule), solve_alpha(question, schedule).value
+    tokens = chunks[-1][1]
+    kept = (tokens - start for start, _ in chunks)
+    whole = next((size for size in kept if size <= alpha * tokens), 0)
+    return replace(schedule, activations_kept=whole / tokens)
 
 
 def _part(room: float, size: float) -> float:
@@ -85,10 +89,10 @@ def _part(room: float, size: float) -> float:
 
 def _widest(ruler: Ruler) -> _Layer:
     """The layer that swaps most; in a model of equal layers any of them."""
-    tokens = ruler.run.tokens
+    tokens, count = ruler.run.tokens, ruler.cells(np.array(len(ruler.chunks)))
     found = []
     for spec in ruler.classes:
-        cell = ruler.cell_bytes(spec, with_attention=False) * len(ruler.chunks)
+        cell = ruler.cell_bytes(spec, with_attention=False) * count
         found.append(
             _Layer(
                 always=float((ruler.x_row() + ruler.attention_row(spec)) * tokens),

@@ -132,7 +132,7 @@ class Cells:
         chunk = frames.schedule.chunk
         if chunk not in self._outside:
             plain = Schedule(chunk, kv_block=frames.schedule.kv_block, kv_kept=True)
-            self._outside[chunk] = quick.outside(frames.ruler.question, plain)
+            self._outside[chunk] = quick.outside(frames.ruler, plain)
         return np.asarray(np.maximum(0.0, self._outside[chunk] - momentary(frames)))
 
     def beyond(self, frames: Frames, cut: int, alike: int) -> float:
@@ -145,7 +145,7 @@ class Cells:
         key = s.chunk, sizes, s.kv_kept, s.attention_open, s.layer_checkpoint, telling
         if key not in self._known:
             own = replace(s, groups=sizes)
-            self._known[key] = quick.transient(frames.ruler.question, own, telling)
+            self._known[key] = quick.transient(frames.ruler, own, telling)
         held = frames.cuts.held[cut]
         gradients = held.gradients + max(0, held.accumulators + self._known[key])
         return float(gradients - momentary(frames)[cut, np.flatnonzero(of)[0]])

@@ -93,7 +93,8 @@ def _moved(frames: Frames, part: Part, found: Cells) -> Array:
     role, spec, alone = part
     choices = frames.kept.without_graphs if alone else frames.kept
     row = frames.ruler.attention_row(spec) * choices.over(frames.ruler.sizes)
-    cell = (0 if alone else frames.kept.graphs) * frames.covered(spec, role)
+    graphs = frames.ruler.cells(choices.graphs)
+    cell = graphs * frames.covered(spec, role)
     fetched = np.stack([frames.zero, found.attention_in @ row, cell])
     evicted = np.stack([frames.zero, found.attention_out @ row, cell])
     return np.stack([fetched, evicted])
@@ -112,7 +113,8 @@ def _boundaries(frames: Frames) -> Array:
     fetched = graphs + 3 * (groups - 1) * whole - skipped * several
     fetched = fetched + rebuilt * (whole - row[-1] * (frames.kept.graphs == 0))
     evicted = graphs + 2 * (groups - 1) * whole
-    inputs = frames.kept.graphs * frames.cell_inputs.sum(axis=1, keepdims=True)
+    cells = ruler.cells(frames.kept.graphs)
+    inputs = cells * frames.cell_inputs.sum(axis=1, keepdims=True)
     moved = [np.stack([x, np.zeros_like(x), inputs], axis=1) for x in (fetched, evicted)]
     return np.stack(moved, axis=1)
 

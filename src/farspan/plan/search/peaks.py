@@ -126,11 +126,11 @@ def _kept(frames: Frames) -> Array:
     rows = begun + (sums.attention[end] - begun) * written
     attention = rows * ruler.latest(kept.attention)
     covered = kept.attention >= kept.graphs
-    cells = np.where(covered, sums.narrow[end], sums.wide[end]) * kept.graphs
+    cells = np.where(covered, sums.narrow[end], sums.wide[end]) * ruler.cells(kept.graphs)
     # The top layer's cell holds its O; in a last group of one layer none is kept.
-    cells = cells + (sums.wide[layers] - sums.wide[end]) * graphs * is_last
+    cells = cells + (sums.wide[layers] - sums.wide[end]) * ruler.cells(graphs) * is_last
     inputs = np.cumsum(frames.cell_inputs, axis=1)[groups.cut[:, None], groups.stop - 1]
-    return np.stack([x, attention, cells + inputs * kept.graphs], axis=1)
+    return np.stack([x, attention, cells + inputs * ruler.cells(kept.graphs)], axis=1)
 
 
 def _is_open(frames: Frames) -> bool:

@@ -7,19 +7,18 @@ is at least as full.
 """
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from farspan.plan.build import build_program
 from farspan.plan.cell.transient import Walk
-from farspan.plan.grid import chunk_ranges
 from farspan.plan.price.collectives import fsdp_ranks
-from farspan.plan.price.local import local_run
 from farspan.plan.price.states import gradient_bytes
 from farspan.plan.program import Close, EmbedBackward
 from farspan.plan.question import Question
 from farspan.plan.search.bound import Frames, frames_of, tiers_of
 from farspan.plan.search.peaks import momentary
 from farspan.plan.search.room import limits, room, taken
+from farspan.plan.search.ruler import Ruler
 from farspan.spec import Schedule, Tier
 
 Chunks = tuple[tuple[int, int], ...]
@@ -52,7 +51,7 @@ def cells(frames: Frames) -> int:
     """Bytes that cells of a single schedule hold for a moment, as `transient_bytes`."""
     kept = frames.kept
     telling = latest(kept.chunks, int(kept.attention[0]), int(kept.graphs[0]))
-    return transient(frames.ruler.question, frames.schedule, telling)
+    return transient(frames.ruler, frames.schedule, telling)
 
 
 def latest(chunks: int, attention: int, graphs: int) -> Telling:
@@ -67,18 +66,18 @@ def latest(chunks: int, attention: int, graphs: int) -> Telling:
     return tuple((c, c >= chunks - attention, c >= chunks - graphs) for c in sorted(found))
 
 
-def transient(question: Question, schedule: Schedule, telling: Telling) -> int:
-    """Bytes that cells hold for a moment, as `transient_bytes`, in these chunks of a schedule; both
-    of one device."""
-    return _walk(question, schedule, telling).run().transient
+def transient(ruler: Ruler, schedule: Schedule, telling: Telling) -> int:
+    """Bytes that cells hold for a moment, as `transient_bytes`, in these of the ruler's chunks; the
+    schedule is one device's."""
+    return _walk(ruler, schedule, telling).run().transient
 
 
-def outside(question: Question, schedule: Schedule) -> int:
+def outside(ruler: Ruler, schedule: Schedule) -> int:
     """Bytes of gradients, their sums and what the last backward of the embedding holds, at least,
     whatever the schedule but for its chunk. All layers have gradients then; of the layers of the
     first group, of which there is one at least, there are still the sums."""
-    layers, chunks = len(question.model.layers), -(-local_run(question).tokens // schedule.chunk)
-    walk = _walk(question, replace(schedule, groups=(1,) * layers), latest(chunks, 0, 0))
+    layers, chunks = len(ruler.model.layers), len(ruler.chunks)
+    walk = _walk(ruler, replace(schedule, groups=(1,) * layers), latest(chunks, 0, 0))
     for instruction in walk.program.instructions:
         if isinstance(instruction, EmbedBackward):
             walk.peak = 0
@@ -87,14 +86,12 @@ def outside(question: Question, schedule: Schedule) -> int:
     return walk.peak
 
 
-def _walk(question: Question, schedule: Schedule, telling: Telling) -> Walk:
+def _walk(ruler: Ruler, schedule: Schedule, telling: Telling) -> Walk:
     """Through a program of these chunks alone. Tiers make no difference: what is held is on the
     device."""
-    run = local_run(question)
-    every = chunk_ranges(run.tokens, schedule.chunk)
-    chunks = tuple(every[chunk] for chunk, _, _ in telling)
-    tokens = sum(stop - start for start, stop in chunks)
-    few = chunk_ranges(tokens, schedule.chunk)
+    question = ruler.question
+    chunks = tuple(ruler.chunks[chunk] for chunk, _, _ in telling)
+    few = tuple(pairwise(accumulate((stop - start for start, stop in chunks), initial=0)))
     short = replace(
         schedule,
         x=Tier.DEVICE,
@@ -105,7 +102,8 @@ def _walk(question: Question, schedule: Schedule, telling: Telling) -> Walk:
         attention_kept=latest_fraction(few, sum(kept for _, kept, _ in telling)),
         activations_kept=latest_fraction(few, sum(graph for _, _, graph in telling)),
     )
-    program = build_program(question.model, replace(run, tokens=tokens), short)
+    run = replace(ruler.run, tokens=few[-1][1])
+    program = build_program(ruler.model, run, short, chunks=few)
     return Walk(
         # At their places in the sequence: what they hold depends on the keys before them.
         replace(program, chunks=chunks),

@@ -7,8 +7,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from farspan.plan.grid import chunk_ranges, group_ranges
-from farspan.plan.price.local import local_model, local_run, local_schedule
+from farspan.plan.grid import are_equal, group_ranges
+from farspan.plan.price.local import local_chunks, local_model, local_run, local_schedule
 from farspan.plan.price.seconds import Cost, Prices
 from farspan.plan.price.states import update_seconds
 from farspan.plan.program import (
@@ -73,7 +73,8 @@ class Ruler:
         self.run: RunSpec = local_run(self.question)
         own = local_schedule(schedule, question.layout)
         self.schedule = own
-        self.chunks = chunk_ranges(self.run.tokens, own.chunk)
+        self.chunks = local_chunks(question, schedule)
+        self._are_equal = are_equal(self.chunks)
         self.sizes = np.array([stop - start for start, stop in self.chunks], dtype=np.float64)
         self.classes = list(dict.fromkeys(self.model.layers))
         self.prices = Prices(self.question, self._shell(), together=question.overlap)
@@ -163,6 +164,13 @@ class Ruler:
     def latest(self, chunks: NDArray[np.int64]) -> Array:
         """[F]: tokens of the latest `chunks` chunks."""
         return np.asarray(self._latest[chunks])
+
+    def cells(self, chunks: NDArray[np.int64]) -> Array:
+        """How many of the first chunk's cells those of the latest `chunks` are, in bytes that grow
+        where chunks differ; of any shape."""
+        if self._are_equal:
+            return np.asarray(chunks, dtype=np.float64)
+        return np.asarray(self._latest[chunks] / self.sizes[0])
 
     def _sums(self) -> Sums:
         def before(values: list[int]) -> Array:

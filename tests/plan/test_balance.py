@@ -1,0 +1,291 @@
+"""Chunks of a pipeline: exact ranges, of one cost, and less waiting for it."""
+
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farspan.plan.balance import SHORTEST, Costs, balanced_ranges, chunks_of, costs_of
+from farspan.plan.build import build_evaluation, build_program
+from farspan.plan.cell.describe import model_spec
+from farspan.plan.check import check_program
+from farspan.plan.check_order import check_order
+from farspan.plan.costs import work_of
+from farspan.plan.grid import are_equal, chunk_ranges
+from farspan.plan.layout import Layout, Range, Rank
+from farspan.plan.model.catalog import find_architecture
+from farspan.plan.price.evaluate import evaluate, size
+from farspan.plan.price.local import local_chunks, local_model, local_run, local_schedule
+from farspan.plan.price.machines import machine
+from farspan.plan.price.seconds import Prices
+from farspan.plan.price.timeline import run_time
+from farspan.plan.program import Forward, Kind
+from farspan.plan.question import Question
+from farspan.plan.search.bound import frames_of, tiers_of
+from farspan.plan.search.frontier import Cells
+from farspan.plan.search.lanes import seconds
+from farspan.plan.search.peaks import peaks
+from farspan.plan.sizes import cell_place
+from farspan.plan.waits import waits
+from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier
+from tests.plan.machines import slow_machine
+from tests.plan.search.test_bound import CLOSE, with_work
+
+Ranges = tuple[Range, ...]
+
+windows = st.none() | st.integers(1, 60)
+costs = st.builds(
+    Costs,
+    st.sampled_from([0, 1, 7, 100, 10_000]),
+    st.lists(st.tuples(windows, st.integers(1, 9)), min_size=1, max_size=2).map(tuple),
+)
+
+
+def each(costs: Costs, ranges: Ranges) -> list[int]:
+    return [costs.before(stop) - costs.before(start) for start, stop in ranges]
+
+
+@settings(max_examples=300)
+@given(costs, st.integers(1, 400), st.integers(1, 120))
+def test_ranges_are_of_one_cost(costs: Costs, tokens: int, chunk: int) -> None:
+    ranges = balanced_ranges(costs, tokens, chunk)
+    borders = [0, *(stop for _, stop in ranges)]
+    assert [start for start, _ in ranges] == borders[:-1]
+    assert borders[-1] == tokens
+    lengths = [stop - start for start, stop in ranges]
+    assert lengths[-1] >= 1
+    assert lengths[0] <= chunk
+    assert lengths == sorted(lengths, reverse=True)
+    # Those that the limit of `chunk` makes too cheap come first. Of the others a border is off by
+    # less than the last token, the dearest; what one takes too much the n that follow lack, an n-th
+    # each, so the last lacks less than 1 + 1/2 + 1/3 + ... of that token's cost.
+    found, token = each(costs, ranges), costs.before(tokens) - costs.before(tokens - 1)
+    free = [cost for cost, length in zip(found, lengths, strict=True) if length < chunk]
+    if free:
+        mean = Fraction(sum(free), len(free))
+        assert max(free) < mean + token
+        assert min(free) > mean - token * sum(Fraction(1, n + 1) for n in range(len(free)))
+
+
+@settings(max_examples=300)
+@given(costs, st.integers(1, 400), st.integers(1, 120))
+def test_ranges_are_few(costs: Costs, tokens: int, chunk: int) -> None:
+    """No cut into fewer has all chunks as cheap as the first `chunk` tokens, or as the last
+    quarter of so many; and never are there more than four times the equal chunks."""
+    ranges = balanced_ranges(costs, tokens, chunk)
+    equal = chunk_ranges(tokens, chunk)
+    short = -(-chunk // SHORTEST)
+    most = max(
+        costs.before(min(tokens, chunk)),
+        costs.before(tokens) - costs.before(max(0, tokens - short)),
+    )
+    token = costs.before(tokens) - costs.before(tokens - 1)
+    assert max(each(costs, ranges)) < most + token
+    assert len(equal) <= len(ranges) <= SHORTEST * len(equal)
+    fewer = len(ranges) - 1
+    assert (
+        fewer * chunk < tokens
+        or fewer * most < costs.before(tokens)
+        or fewer < greedy(costs, tokens, chunk, most)
+    )
+
+
+def greedy(costs: Costs, tokens: int, chunk: int, most: int) -> int:
+    """Chunks, each as long as may be, token by token."""
+    count, start = 1, 0
+    for stop in range(1, tokens + 1):
+        dear = costs.before(stop) - costs.before(start) > most
+        if (dear or stop - start > chunk) and stop - 1 > start:
+            count, start = count + 1, stop - 1
+    return count
+
+
+def test_by_hand() -> None:
+    # Attention alone, 1 a pair: 136 in all, and 36 in the first eight, so four cannot do.
+    costs = Costs(0, ((None, 1),))
+    found = balanced_ranges(costs, 16, 8)
+    assert found == ((0, 7), (7, 10), (10, 13), (13, 15), (15, 16))
+    assert each(costs, found) == [28, 27, 36, 29, 16]
+    # Twice as long it takes 528 / 63: two tokens are the shortest, and the last two cost 63.
+    found = balanced_ranges(costs, 32, 8)
+    assert found[0] == (0, 8)
+    assert len(found) == 9
+    assert min(stop - start for start, stop in found) == 2
+    # Tokens alone: as equal as they can be, where equal chunks leave a ragged one.
+    assert balanced_ranges(Costs(1, ((1, 0),)), 37, 16) == ((0, 13), (13, 25), (25, 37))
+
+
+# -- programs ------------------------------------------------------------------------------------
+
+LAYERS = tuple(LayerSpec(4, 4, 2, 2, w, activation_bytes=64) for w in (None, None, 9, None))
+MODEL = ModelSpec("m", 8, 16, LAYERS, 2)
+
+
+def test_ranks_of_a_pipeline_cut_alike_and_others_as_before() -> None:
+    schedule = Schedule(chunk=16, kv_block=5)
+    for model in (MODEL, with_work(MODEL)):
+        wanted = balanced_ranges(costs_of(model), 200, 16)
+        assert not are_equal(wanted)
+        layout = Layout(tensor=2, shards=2, pipeline=2, data=2)
+        programs = [
+            build(model, RunSpec(1, 200), schedule, Rank(layout, number))
+            for number in range(layout.devices())
+            for build in (build_program, build_evaluation)
+        ]
+        assert {program.chunks for program in programs} == {wanted}
+        alone = build_program(model, RunSpec(1, 200), schedule, Rank(replace(layout, pipeline=1)))
+        assert alone.chunks == chunk_ranges(200, 16)
+
+
+def test_sparse_attention_sees_what_one_process_does() -> None:
+    schedule = Schedule(chunk=16, sparse=Sparse(page=4, budget=8, recent=8))
+    assert chunks_of(MODEL, 200, schedule, Layout(pipeline=2)) == chunk_ranges(200, 16)
+
+
+@settings(max_examples=20)
+@given(
+    st.builds(
+        Schedule,
+        chunk=st.sampled_from([7, 16]),
+        x=st.sampled_from(Tier),
+        kv=st.sampled_from(Tier),
+        kv_block=st.sampled_from([3, 1000]),
+        attention_kept=st.sampled_from([0.0, 0.5, 1.0]),
+        attention_open=st.booleans(),
+        activations_kept=st.sampled_from([0.3, 0.5, 1.0]),
+        activations=st.sampled_from(Tier),
+        layer_checkpoint=st.booleans(),
+    ),
+    st.integers(20, 50),
+)
+def test_programs_are_right_and_cells_as_long_as_their_chunks(
+    schedule: Schedule, tokens: int
+) -> None:
+    layout = Layout(pipeline=2)
+    for number in range(2):
+        program = build_program(MODEL, RunSpec(2, tokens), schedule, Rank(layout, number))
+        check_program(program)
+        check_order(program, waits(program))
+        for buffer in program.buffers.values():
+            if buffer.kind is not Kind.ACTIVATIONS or buffer.layer < 0:
+                continue
+            held = [c for c, (start, _) in enumerate(program.chunks) if start >= buffer.start]
+            places = [cell_place(program, buffer, chunk) for chunk in held]
+            assert places[0][0] == 0
+            assert all(0 <= low[1] <= high[0] < low[1] + 64 for low, high in pairwise(places))
+            assert 0 <= buffer.bytes - places[-1][1] < 64
+            if are_equal(program.chunks):
+                continue
+            lengths = [program.chunks[c][1] - program.chunks[c][0] for c in held]
+            sizes = [stop - start for start, stop in places]
+            # 64 bytes of what a layer saves, batch 2, a token more.
+            for size_, length in zip(sizes, lengths, strict=True):
+                assert sizes[0] - size_ == buffer.cell_row * (lengths[0] - length)
+            assert buffer.cell_row >= 2 * 64
+
+
+# -- time ----------------------------------------------------------------------------------------
+
+
+def pipelined(stages: list[list[float]]) -> float:
+    """When the last stage is done: a chunk begins when it came through the stage before and the
+    stage is done with the chunk before. [stages][chunks] seconds."""
+    ends = [0.0] * len(stages[0])  # of each chunk in the stage before
+    for seconds_ in stages:
+        free = 0.0
+        for chunk, second in enumerate(seconds_):
+            free = ends[chunk] = max(ends[chunk], free) + second
+    return ends[-1]
+
+
+def idle(model: ModelSpec, chunks: Ranges, stages: int) -> float:
+    """The share of a step that a stage of the forwards waits, in FLOP of the program's cells."""
+    program = build_program(model, RunSpec(1, chunks[-1][1]), Schedule(), chunks=chunks)
+    layers = len(model.layers) // stages
+    work = [[0.0] * len(chunks) for _ in range(stages)]
+    seen = set()
+    for i in program.instructions:
+        if isinstance(i, Forward) and i.mode == "compute" and (i.layer, i.chunk) not in seen:
+            seen.add((i.layer, i.chunk))
+            work[i.layer // layers][i.chunk] += work_of(program, i)
+    assert len(seen) == len(model.layers) * len(chunks)
+    return 1 - sum(work[0]) / pipelined(work)
+
+
+def test_stages_wait_less() -> None:
+    """A 7B model at 256K in chunks of 16K on four stages: a stage waits 25% of the forwards where
+    chunks are equal, 13% with as many equal ones as there are balanced ones, and 8% so."""
+    model = model_spec(find_architecture("Qwen2.5-7B"))
+    balanced = balanced_ranges(costs_of(model), 2**18, 2**14)
+    equal = chunk_ranges(2**18, 2**14)
+    many = chunk_ranges(2**18, -(-(2**18) // len(balanced)))
+    assert (len(equal), len(balanced), len(many)) == (16, 37, 37)
+    assert balanced[0] == (0, 2**14)
+    found = [idle(model, chunks, 4) for chunks in (equal, many, balanced)]
+    assert found == pytest.approx([0.247, 0.126, 0.076], abs=0.0005)
+
+
+def asked(layout: Layout, tokens: int, model: ModelSpec = MODEL) -> Question:
+    return Question(with_work(model), RunSpec(1, tokens), slow_machine(), layout)
+
+
+def test_a_plan_waits_as_the_stages_do() -> None:
+    """What its price adds for three stages that wait: three times the dearest of its chunks."""
+    model = model_spec(find_architecture("Qwen2.5-7B"))
+    question = Question(model, RunSpec(1, 2**18), machine("h200"), Layout(pipeline=4))
+    schedule = Schedule(chunk=2**14, groups=28)
+    chunks = local_chunks(question, schedule)
+    assert chunks == balanced_ranges(costs_of(model), 2**18, 2**14)
+    plan = evaluate(question, "grouped", schedule)
+    # Of one stage, which waits for nobody.
+    own = replace(question, model=local_model(question), layout=Layout())
+    prices = Prices(own, build_program(own.model, own.run, schedule, chunks=chunks))
+    alone = run_time(prices, overlap=True).total
+    waits = (plan.seconds.total - alone) / alone
+    assert 3 / len(chunks) < waits < 3 * 1.3 / len(chunks)
+
+
+@settings(max_examples=60)
+@given(
+    st.builds(
+        Schedule,
+        chunk=st.sampled_from([16, 40]),
+        groups=st.integers(1, 2),
+        kv=st.sampled_from(Tier),
+        kv_kept=st.booleans(),
+        attention_kept=st.sampled_from([0.0, 0.5]),
+        activations_kept=st.sampled_from([0.0, 0.3, 1.0]),
+        activations=st.sampled_from(Tier),
+        layer_checkpoint=st.booleans(),
+    ),
+    st.integers(40, 200),
+    st.sampled_from([Layout(pipeline=2), Layout(pipeline=2, shards=2)]),
+)
+def test_the_search_bounds_stages(schedule: Schedule, tokens: int, layout: Layout) -> None:
+    question = asked(layout, tokens)
+    frames, tiers = frames_of(question, schedule), tiers_of(schedule)
+    assert frames.ruler.chunks == local_chunks(question, schedule)
+    sized, held = size(question, schedule), peaks(frames)
+    assert sized.program.chunks == frames.ruler.chunks
+    beyond = max(Cells().beyond(frames, 0, int(frames.kept.alike[0])), Cells().least(frames)[0, 0])
+    assert held.device[0, 0, tiers] + beyond <= sized.device.total
+    assert held.host[0, 0, tiers] <= sized.host.total
+    total = evaluate(question, "grouped", schedule, sized).seconds.total
+    assert seconds(frames)[0, 0, tiers] <= total * (1 + CLOSE)
+
+
+@given(st.integers(1, 300), st.integers(1, 90), st.integers(1, 3))
+def test_a_device_cuts_its_tokens_as_all_together_do(tokens: int, chunk: int, shards: int) -> None:
+    question = asked(Layout(shards=shards, pipeline=2), tokens)
+    schedule = Schedule(chunk=chunk)
+    own = local_chunks(question, schedule)
+    lengths = [stop - start for start, stop in own]
+    assert [start for start, _ in own] == [0, *(stop for _, stop in own[:-1])]
+    assert own[-1][1] == local_run(question).tokens
+    assert min(lengths) > 0
+    assert max(lengths) == lengths[0] <= local_schedule(schedule, question.layout).chunk
+    if shards == 1:
+        assert own == chunks_of(question.model, tokens, schedule, question.layout)
