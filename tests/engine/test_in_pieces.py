@@ -11,7 +11,7 @@ from farspan.engine.step import Step
 from farspan.parallel.peers import Arrival, Peers
 from farspan.parallel.ranks import Ranks
 from farspan.plan.layout import Layout
-from farspan.plan.pieces import Piece, cut_heads
+from farspan.plan.pieces import Piece, cut_heads, exposed
 from farspan.spec import LayerSpec, Refused, Schedule
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
 from tests.ranks import run_ranks
@@ -109,3 +109,13 @@ def test_pieces_share_heads_out() -> None:
     assert cut_heads(heads(1, 1), 2) == (Piece((0, 1), (0, 1)),)
     with pytest.raises(Refused, match="exchange_pieces: expected a whole number >= 1, got 0"):
         Schedule(exchange_pieces=0)
+
+
+def test_what_is_exposed_of_an_exchange() -> None:
+    """As the order above has it: the first piece in and the last one out, and what is longer than
+    the attention beside it."""
+    assert exposed(3.0, 10.0, 1.0, 1) == 4.0
+    assert exposed(2.0, 10.0, 2.0, 2) == 2.0
+    assert exposed(2.0, 10.0, 2.0, 4) == 1.0
+    assert exposed(8.0, 0.0, 2.0, 2) == 10.0
+    assert exposed(8.0, 2.0, 2.0, 2) == 4.0 + 4.0 + 1.0 + 1.0 - 2.0

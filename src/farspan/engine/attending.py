@@ -16,6 +16,7 @@ from farspan.parallel.ulysses import Ulysses
 from farspan.plan.blocks import Block, Run, document_runs, near_blocks
 from farspan.plan.held import Held, plan_held_blocks
 from farspan.plan.layout import Range, Rank
+from farspan.plan.pieces import Piece, pieces_of
 from farspan.plan.program import Program
 from farspan.plan.share import Share, among_heads, share_of
 from farspan.plan.traffic import parts_of
@@ -63,6 +64,11 @@ class Attending:
             parts = among_heads(self.rank, self.program.chunks[chunk])
             ulysses = Ulysses(self.ranks.among("ulysses"), parts)
         return Exchange(ulysses, self.rank.layout.tensor * self.is_filler(chunk))
+
+    def pieces(self, layer: int) -> tuple[Piece, ...]:
+        """In which a layer's heads are exchanged."""
+        program = self.program
+        return pieces_of(program.schedule, self.rank.layout, program.model.layers[layer])
 
     def spread(self, layer: int, chunk: int) -> Shards | Ring | None:
         """What attends where keys are spread over ranks; None: this rank has all of its heads'."""

@@ -265,6 +265,7 @@ class Interpreter:
             spread=self.attending.spread(i.layer, i.chunk),
             graph=i.graph,
             at_hand=self._at_hand(i),
+            pieces=self.attending.pieces(i.layer),
         )
         if i.mode is AttentionMode.COMPUTE:
             self._begin(cell, i.layer, i.chunk)

@@ -12,10 +12,9 @@ attention work on all heads too.
 
 from dataclasses import dataclass
 
-from farspan.plan.layout import Range, part
-from farspan.plan.program import Program
+from farspan.plan.layout import Layout, Range, part
 from farspan.plan.reach import sparse_of
-from farspan.spec import LayerSpec, Tier
+from farspan.spec import LayerSpec, Schedule, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +27,26 @@ class Piece:
     last: bool = True  # dK, dV leave with it
 
 
-def pieces_of(program: Program, layer: int) -> tuple[Piece, ...]:
-    """The pieces of a layer's cells that attend, in order; one where nothing is exchanged."""
-    spec, layout = program.model.layers[layer], program.share.rank.layout
+def pieces_of(schedule: Schedule, layout: Layout, spec: LayerSpec) -> tuple[Piece, ...]:
+    """The pieces of a layer's cells that attend, in order; one where nothing is exchanged. `spec`
+    has the heads of one rank."""
     together = (
         layout.ulysses == 1
         or layout.ring > 1
-        or program.schedule.kv is Tier.HOST
-        or sparse_of(program.schedule, spec) is not None
+        or schedule.kv is Tier.HOST
+        or sparse_of(schedule, spec) is not None
     )
-    return cut_heads(spec, 1 if together else program.schedule.exchange_pieces)
+    return cut_heads(spec, 1 if together else schedule.exchange_pieces)
+
+
+def exposed(into: float, work: float, out: float, count: int) -> float:
+    """Seconds that an exchange of `into` before and `out` after takes beyond the `work` that it
+    goes on beside, in `count` equal pieces: what comes first goes first."""
+    done, link = 0.0, into
+    for place in range(1, count + 1):
+        done = max(done, place * into / count) + work / count
+        link = max(link, done) + out / count
+    return link - work
 
 
 def cut_heads(layer: LayerSpec, count: int) -> tuple[Piece, ...]:

@@ -77,13 +77,14 @@ def among_heads(rank: Rank, chunk: Range) -> tuple[int, ...]:
 def local_heads(model: ModelSpec, layout: Layout) -> ModelSpec:
     """The model as attention on one rank sees it. Raises Refused where heads cannot be shared as
     the layout says."""
-    ranks = layout.ulysses * layout.tensor
-    if ranks == 1:
+    if layout.ulysses * layout.tensor == 1:
         return model
-    return replace(model, layers=tuple(_local(layer, ranks) for layer in model.layers))
+    return replace(model, layers=tuple(local_layer(layer, layout) for layer in model.layers))
 
 
-def _local(layer: LayerSpec, ranks: int) -> LayerSpec:
+def local_layer(layer: LayerSpec, layout: Layout) -> LayerSpec:
+    """A layer with the heads of one rank."""
+    ranks = layout.ulysses * layout.tensor
     if layer.kv_heads % ranks:
         raise Refused(
             f"ulysses: {layer.kv_heads} K, V heads cannot be shared by {ranks} devices; use a "

@@ -5,8 +5,8 @@ The communication model. A device sends `peer` bytes a second to devices of its 
 the slower of the two counts. Ranks lie in the order tensor, ulysses, shards, ring, data, pipeline:
 neighbours in the first are neighbours in a node. Every collective costs `latency` on top. A device
 of an all-to-all or all-gather over P keeps 1 / P of the bytes and moves (P - 1) / P. Collectives
-inside a cell stand in the way of its attention and are not overlapped, but for the ring's, which
-goes on beside the attention; FSDP's are issued one layer ahead. A latency does not grow with P.
+inside a cell stand in the way of its attention, but for the ring's, which goes on beside it, and
+for heads that are exchanged in pieces (plan/pieces.py); FSDP's are issued one layer ahead. A latency does not grow with P.
 
 Where the tensors live decides who sends what. Ulysses keeps K, V, dK, dV, O and LSE by heads and
 everything else by tokens; shards keep K, V of a chunk where they are and send queries to them; a
@@ -17,6 +17,7 @@ Korthikanti et al. 2022, 4.2.2). What a device holds for messages under way is `
 
 from dataclasses import dataclass
 
+from farspan.plan.pieces import exposed
 from farspan.plan.price.local import local_run
 from farspan.plan.program import AttentionMode
 from farspan.plan.question import Question
@@ -29,8 +30,11 @@ class Collectives:
 
     question: Question
 
-    def forward(self, spec: LayerSpec, tokens: int, mode: AttentionMode) -> float:
-        """Of a forward cell, the ring's left out; `tokens` is the device's share of the chunk."""
+    def forward(
+        self, spec: LayerSpec, tokens: int, mode: AttentionMode, pieces: int = 1, work: float = 0.0
+    ) -> float:
+        """Of a forward cell, the ring's left out; `tokens` is the device's share of the chunk. In
+        `pieces` the exchange of heads goes on beside attention, which takes `work` seconds."""
         query, kv, out = _elements(spec)
         if mode is AttentionMode.NONE:
             # Only K, V are made, from gathered tokens, and become heads.
@@ -39,14 +43,15 @@ class Collectives:
         if mode is not AttentionMode.COMPUTE:
             # O comes back as tokens; K, V of a rebuild or q of a backward become heads.
             return self._ulysses(tokens, max(query, kv), out) + tensor
-        return self._ulysses(tokens, query + kv, out) + self._shards_forward(spec, tokens) + tensor
+        heads = self._beside(tokens, query + kv, out, pieces, work)
+        return heads + self._shards_forward(spec, tokens) + tensor
 
-    def backward(self, spec: LayerSpec, tokens: int) -> float:
+    def backward(self, spec: LayerSpec, tokens: int, pieces: int = 1, work: float = 0.0) -> float:
         """Of a backward cell, the ring's left out."""
         query, kv, out = _elements(spec)
         # The two inputs that are gathered once more for weight gradients travel beside a product.
-        seconds = self._ulysses(tokens, out, query + kv) + self._tensor(tokens, passes=4)
-        return seconds + self._shards_backward(spec, tokens)
+        heads = self._beside(tokens, out, query + kv, pieces, work)
+        return heads + self._tensor(tokens, passes=4) + self._shards_backward(spec, tokens)
 
     def ring(self, spec: LayerSpec, stop: int, *, backward: bool) -> float:
         """K, V of the tokens before `stop`, all but the device's own, past every device; in the
@@ -91,6 +96,14 @@ class Collectives:
         return 2 * self._over(layout.data, size, layout.sequence())
 
     # -- one kind each ---------------------------------------------------------------------------
+
+    def _beside(self, tokens: int, into: int, out: int, pieces: int, work: float) -> float:
+        """What is left of all-to-alls of so many elements a token, before and after attention."""
+        if self.question.layout.ulysses == 1:
+            return 0.0
+        later = (pieces - 1) * self.question.machine.latency  # each piece has one of its own
+        before, after = (self._ulysses(tokens, elements) + later for elements in (into, out))
+        return exposed(before, work, after, pieces)
 
     def _ulysses(self, tokens: int, *elements: int) -> float:
         """All-to-alls of so many elements a token each: tokens of all heads become heads of all

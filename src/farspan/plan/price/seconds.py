@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+from farspan.plan.pieces import pieces_of
 from farspan.plan.price.collectives import Collectives
 from farspan.plan.price.sparse import SparsePrices
 from farspan.plan.price.tiles import TiledPrices
@@ -29,6 +30,7 @@ from farspan.plan.program import (
 )
 from farspan.plan.question import Question
 from farspan.plan.reach import seen_pairs, sparse_of
+from farspan.plan.share import local_layer
 from farspan.plan.simulate import copied_bytes, streamed_bytes
 from farspan.spec import LayerSpec, Rates, Refused
 
@@ -166,9 +168,10 @@ class Prices:
         compute = self._tiled.forward(i) + self._put_away(i)
         compute += self._moved(spec.work.forward_traffic * tokens * self.program.run.batch)
         fetch = 0.0
-        moved = self.collectives.forward(spec, tokens, i.mode)
-        if i.mode is AttentionMode.COMPUTE:
-            attention = self._attention(i.layer, i.chunk, backward=False)
+        attends = i.mode is AttentionMode.COMPUTE
+        attention = self._attention(i.layer, i.chunk, backward=False) if attends else 0.0
+        moved = self.collectives.forward(spec, tokens, i.mode, self._pieces(spec), attention)
+        if attends:
             ring = self.collectives.ring(spec, self._span(i.chunk)[1], backward=False)
             compute += attention
             if i.chooses:
@@ -178,6 +181,11 @@ class Prices:
         return Cost(
             compute=compute, fetch=fetch, collective=moved, host=self.question.machine.overhead
         )
+
+    def _pieces(self, spec: LayerSpec) -> int:
+        """In which a cell's heads are exchanged."""
+        layout = self.question.layout
+        return len(pieces_of(self.program.schedule, layout, local_layer(spec, layout)))
 
     def _backward(self, i: Backward) -> Cost:
         spec = self.program.model.layers[i.layer]
@@ -190,7 +198,8 @@ class Prices:
         compute += self._tiled.again(i)
         attention = self._attention(i.layer, i.chunk, backward=True)
         ring = self.collectives.ring(spec, self._span(i.chunk)[1], backward=True)
-        moved = self.collectives.backward(spec, tokens) + max(0.0, ring - attention)
+        moved = self.collectives.backward(spec, tokens, self._pieces(spec), attention)
+        moved += max(0.0, ring - attention)
         kv = streamed_bytes(self.program, i.layer, i.chunk, i.prefix)
         dkv = streamed_bytes(self.program, i.layer, i.chunk, i.accumulator)
         return Cost(
