@@ -21,8 +21,8 @@ from farspan.plan.reach import seen_pairs
 from farspan.spec import ModelSpec, Schedule
 
 # Costs are evened out until the last chunk is a quarter of the longest, or a long sequence would be
-# cut into thousands: Qwen2.5-7B at 4M tokens in chunks of 16K into 13,423 in place of 547, for which
-# a stage of four would wait 0.6% of a pass less.
+# cut into thousands: Qwen2.5-7B at 4M tokens in chunks of 16K into 13,423 in place of 547, for a
+# stage of four to wait 0.6% of a pass less.
 SHORTEST = 4
 
 
