@@ -151,6 +151,7 @@ def schedule_of(tokens: int, alpha: float) -> Schedule:
         attention_kept=1.0,
         activations=Tier.HOST,
         activations_kept=alpha,
+        exchange_pieces=1,
     )
 
 

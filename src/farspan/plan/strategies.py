@@ -1,7 +1,7 @@
 """Published systems as schedules: points of one space, each runnable by name (DESIGN section 2)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from farspan.spec import Refused, Schedule, Tier
 
@@ -103,7 +103,9 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def strategy(name: str, layers: int, tokens: int) -> Schedule:
-    """The schedule of a strategy with its own defaults. Raises Refused for an unknown name."""
+    """The schedule of a strategy with its own defaults; what is published exchanges all heads at
+    once. Raises Refused for an unknown name."""
     if name not in STRATEGIES:
         raise Refused(f"strategy: {name!r} is not known; expected one of {', '.join(STRATEGIES)}")
-    return STRATEGIES[name].schedule(layers, tokens)
+    schedule = STRATEGIES[name].schedule(layers, tokens)
+    return schedule if name == "grouped" else replace(schedule, exchange_pieces=1)

@@ -6,7 +6,8 @@ the slower of the two counts. Ranks lie in the order tensor, ulysses, shards, ri
 neighbours in the first are neighbours in a node. Every collective costs `latency` on top. A device
 of an all-to-all or all-gather over P keeps 1 / P of the bytes and moves (P - 1) / P. Collectives
 inside a cell stand in the way of its attention, but for the ring's, which goes on beside it, and
-for heads that are exchanged in pieces (plan/pieces.py); FSDP's are issued one layer ahead. A latency does not grow with P.
+for heads that are exchanged in pieces (plan/pieces.py); FSDP's are issued one layer ahead. A
+latency does not grow with P.
 
 Where the tensors live decides who sends what. Ulysses keeps K, V, dK, dV, O and LSE by heads and
 everything else by tokens; shards keep K, V of a chunk where they are and send queries to them; a
