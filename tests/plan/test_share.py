@@ -86,7 +86,7 @@ few = st.builds(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(few, schedules, st.integers(1, 40), st.booleans())
 def test_programs_of_all_ranks_are_right(
     layout: Layout, schedule: Schedule, tokens: int, training: bool
