@@ -245,10 +245,11 @@ class Step:
                 "autocast: the program is planned for one dtype; call the step outside autocast, "
                 "and load the model in the dtype to compute in"
             )
-        batch = make_batch(input_ids, labels, document_ids, self.model_spec.vocab)
-        if self.dealt is not None:
+        if self.dealt is not None:  # before anything that only some ranks may refuse
             for name, given in zip(_INPUTS, (input_ids, labels, document_ids), strict=True):
-                self.dealt.ranks.refuse_unlike(name, "" if given is None else given, *SEQUENCE)
+                value = given if isinstance(given, Tensor) else repr(given)
+                self.dealt.ranks.refuse_unlike(name, value, *SEQUENCE)
+        batch = make_batch(input_ids, labels, document_ids, self.model_spec.vocab)
         refuse_context(self.boundary.model.config, int(batch.position_ids.max()) + 1)
         return batch
 
