@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from farspan.plan.ask import Request
 from farspan.plan.layout import Layout
 from farspan.plan.model.architecture import Architecture
 from farspan.plan.program import Kind
 from farspan.plan.question import Budget, Optimizer
 from farspan.plan.reason import breaks_first, reason_of
+from farspan.plan.search.plans import best_plan
 from farspan.plan.words import PARTS
 from farspan.report.plan import contexts_view, plan_view
 from farspan.report.tables import BAR, bar
@@ -212,7 +214,7 @@ def test_a_small_share_is_an_eighth_of_a_column() -> None:
     ],
 )
 def test_a_schedule_in_words(schedule: Schedule, words: str) -> None:
-    assert words in "\n".join(schedule_words(schedule, 28, 2**20))
+    assert words in "\n".join(schedule_words(schedule, 28, -(-(2**20) // schedule.chunk)))
 
 
 def test_a_layout_in_words() -> None:
@@ -227,3 +229,12 @@ def test_a_layout_in_words() -> None:
 
 def test_every_kind_of_buffer_has_a_name() -> None:
     assert {kind.value for kind in Kind} <= set(PARTS)
+
+
+def test_a_pipeline_has_words() -> None:
+    """A stage's layers are what its schedule is of."""
+    request = Request("Qwen2.5-7B", "256K", "h200")
+    asked = replace(request.question(), layout=Layout(pipeline=4))
+    text = text_of(plan_view(best_plan(asked, ["oomb"])))
+    assert "pipeline 4" in text
+    assert "through all 7 layers" in text

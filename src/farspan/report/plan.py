@@ -6,6 +6,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from farspan.plan.balance import chunks_of
+from farspan.plan.price.local import local_model
 from farspan.plan.question import Budget, Optimizer, Plan, Question
 from farspan.plan.units import write_bytes, write_seconds, write_tokens
 from farspan.plan.words import part_words
@@ -137,11 +139,12 @@ def seconds_table(plan: Plan) -> RenderableType:
 
 def schedule_text(plan: Plan) -> Text:
     """The schedule in words and, where it fits, why it was chosen."""
-    run, layers = plan.question.run, len(plan.question.model.layers)
+    question, layers = plan.question, len(local_model(plan.question).layers)
+    of_all = question.model, question.run.tokens, plan.schedule, question.layout
     text = Text("schedule: ")
     text.append(plan.strategy, "bold")
     text.append("\n")
-    for line in schedule_words(plan.schedule, layers, run.tokens):
+    for line in schedule_words(plan.schedule, layers, len(chunks_of(*of_all))):
         text.append(f"  {line}\n")
     if plan.fits and plan.reason:
         text.append(f"  why: {plan.reason}\n")
@@ -156,7 +159,7 @@ def alternatives_table(plan: Plan) -> Table:
     table = lines_table("the choice and its runners-up", *columns, "O kept", "rest kept")
     for other in (plan, *plan.alternatives):
         schedule = other.schedule
-        groups = schedule.group_sizes(len(other.question.model.layers))
+        groups = schedule.group_sizes(len(local_model(other.question).layers))
         table.add_row(
             other.strategy,
             "yes" if other.fits else "no",

@@ -6,10 +6,10 @@ from farspan.plan.units import write_tokens
 from farspan.spec import Schedule, Tier
 
 
-def schedule_words(schedule: Schedule, layers: int, tokens: int) -> list[str]:
-    """One line for each of its choices."""
+def schedule_words(schedule: Schedule, layers: int, chunks: int) -> list[str]:
+    """One line for each of its choices, for so many layers and chunks."""
     lines = [
-        _walk(schedule, layers, tokens),
+        _walk(schedule, layers, chunks),
         f"inputs of each group on the {schedule.x}",
         _prefix(schedule),
         _attention(schedule),
@@ -33,8 +33,7 @@ def layout_words(layout: Layout) -> str:
     return " x ".join(used) + (", weights cut over the devices" if layout.fsdp else "")
 
 
-def _walk(schedule: Schedule, layers: int, tokens: int) -> str:
-    chunks = -(-tokens // schedule.chunk)
+def _walk(schedule: Schedule, layers: int, chunks: int) -> str:
     sizes = schedule.group_sizes(layers)
     if chunks == 1:
         cut = "the whole sequence at once"
