@@ -117,11 +117,11 @@ def deal(
     sharded = Sharded(
         boundary.model,
         list(boundary.layers),
-        ranks.among(*WHOLE),
+        ranks.among(*WHOLE, alone=False),
         device,
         stage=stage,
         offload=offload,
-        outer=ranks.among(*WHOLE, "pipeline"),
+        outer=ranks.among(*WHOLE, "pipeline", alone=False),
     )
     return Dealt(ranks, spec, dtype, sharded, tensor, tiles)
 

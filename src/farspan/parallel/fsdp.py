@@ -248,6 +248,7 @@ class Sharded:
         unit.put(False)
 
     def _mesh(self, peers: Peers) -> DeviceMesh:
+        assert peers.group is not None, "DTensors are of a mesh, and a mesh of a group"
         return DeviceMesh.from_group(peers.group, self._home.type, mesh_dim_names=("fsdp",))
 
     @torch.no_grad()

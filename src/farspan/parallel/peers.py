@@ -23,29 +23,35 @@ class Arrival:
     """Rows on their way."""
 
     rows: Tensor
-    work: dist.Work
+    work: dist.Work | None  # None: nobody else was to send any
     sent: Tensor  # must live until they are there
 
     def wait(self) -> Tensor:
-        self.work.wait()
+        if self.work is not None:
+            self.work.wait()
         return self.rows
 
 
 @dataclass(slots=True)
 class Peers:
-    """This rank among its peers along one axis."""
+    """This rank among its peers along one axis; None: it has none, and sends nothing."""
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     sent: int = 0  # bytes, since the start
 
     @property
     def size(self) -> int:
-        return self.group.size()
+        return 1 if self.group is None else self.group.size()
 
     @property
     def index(self) -> int:
         """Which of them this rank is."""
-        return self.group.rank()
+        return 0 if self.group is None else self.group.rank()
+
+    def number(self, index: int) -> int:
+        """Of a peer, among all ranks."""
+        assert self.group is not None
+        return dist.get_global_rank(self.group, index)
 
     def exchange(self, rows: Tensor, out: Counts, back: Counts) -> Tensor:
         """All-to-all: `out[i]` rows, one peer after the other, go to peer i; `back[i]` rows come
@@ -54,6 +60,8 @@ class Peers:
 
     def begin_exchange(self, rows: Tensor, out: Counts, back: Counts) -> "Arrival":
         """The same, under way when this returns."""
+        if self.size == 1:
+            return Arrival(rows, None, rows)
         received = rows.new_empty(sum(back), *rows.shape[1:])
         work = dist.all_to_all_single(
             received, rows, list(back), list(out), group=self.group, async_op=True
@@ -64,6 +72,8 @@ class Peers:
     def gather(self, rows: Tensor, counts: Counts) -> Tensor:
         """All-gather: the rows of all peers in their order, `counts[i]` of peer i."""
         assert rows.shape[0] == counts[self.index], (rows.shape, counts)
+        if self.size == 1:
+            return rows
         most = max(counts)
         # Backends gather equal parts only; shares of a chunk differ by a row at most.
         padded = rows.new_zeros(most, *rows.shape[1:])
@@ -87,6 +97,8 @@ class Peers:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """All-reduce, in place."""
+        if self.size == 1:
+            return tensor
         dist.all_reduce(tensor, group=self.group)
         self.sent += 2 * tensor.nbytes * (self.size - 1) // self.size
         return tensor

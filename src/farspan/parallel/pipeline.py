@@ -41,4 +41,4 @@ class Pipeline:
             self.sending.popleft()[0].wait()
 
     def _other(self, after: bool) -> int:
-        return dist.get_global_rank(self.peers.group, self.peers.index + (1 if after else -1))
+        return self.peers.number(self.peers.index + (1 if after else -1))

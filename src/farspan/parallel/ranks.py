@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ class Ranks:
     device: torch.device
     rank: Rank = field(init=False)
     groups: dict[tuple[str, ...], Peers] = field(default_factory=dict)
+    made: dict[tuple[str, ...], Any] = field(default_factory=dict)  # by axes of several ranks
 
     def __post_init__(self) -> None:
         if not dist.is_initialized():
@@ -41,16 +43,33 @@ class Ranks:
         for axes in (SEQUENCE, TOKENS, AXES):
             self.among(*axes)
 
-    def among(self, *axes: str) -> Peers:
-        """The ranks that differ from this one in these axes alone. The first call for them is a
-        collective of all ranks."""
+    def among(self, *axes: str, alone: bool = True) -> Peers:
+        """The ranks that differ from this one in these axes alone, by what was sent among them.
+        The first call for them is a collective of all ranks. With `alone` there may be no process
+        group where this rank is the only one."""
         axes = tuple(axis for axis in AXES if axis in axes)
         if axes not in self.groups:
+            self.groups[axes] = Peers(None)
+        peers = self.groups[axes]
+        if peers.group is None:
+            peers.group = self._group(axes, alone)
+        return peers
+
+    def _group(self, axes: tuple[str, ...], alone: bool) -> dist.ProcessGroup | None:
+        """One process group for all axes that have the same ranks: a group of gloo's takes threads
+        and half a second, and five axes of most layouts have one rank."""
+        several = tuple(axis for axis in axes if getattr(self.layout, axis) > 1)
+        if not several and alone:
+            return None
+        if several not in self.made:
             numbers = range(self.layout.devices())
-            members = sorted({Rank(self.layout, n).peers(*axes) for n in numbers})
-            made = {ranks: dist.new_group(list(ranks)) for ranks in members}
-            self.groups[axes] = Peers(made[self.rank.peers(*axes)])
-        return self.groups[axes]
+            members = sorted({Rank(self.layout, n).peers(*several) for n in numbers})
+            if len(members) == 1:
+                self.made[several] = dist.group.WORLD
+            else:
+                groups = {ranks: dist.new_group(list(ranks)) for ranks in members}
+                self.made[several] = groups[self.rank.peers(*several)]
+        return self.made[several]
 
     def refuse_unlike(self, what: str, value: str | Tensor, *axes: str) -> None:
         """Raises Refused, on all of them, where a value is not the same on all peers."""

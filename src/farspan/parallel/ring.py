@@ -208,8 +208,8 @@ def _pass_on(
     peers: Peers, sent: Sequence[Tensor], places: Sequence[Tensor], received: tuple[Tensor, Tensor]
 ) -> _Pass:
     """Start it. `places` are parts of `received`, of the shapes that the peer before sends."""
-    ahead = dist.get_global_rank(peers.group, (peers.index + 1) % peers.size)
-    behind = dist.get_global_rank(peers.group, (peers.index - 1) % peers.size)
+    ahead = peers.number((peers.index + 1) % peers.size)
+    behind = peers.number((peers.index - 1) % peers.size)
     # Neither side posts what has no rows; both know how many there are.
     gone = [dist.P2POp(dist.isend, x, ahead, peers.group) for x in sent if x.numel()]
     come = [dist.P2POp(dist.irecv, x, behind, peers.group) for x in places if x.numel()]

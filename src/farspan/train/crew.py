@@ -120,7 +120,7 @@ class Crew:
             return
         peers = self.ranks.among("pipeline")
         for stage in range(self.layout.pipeline):
-            source = dist.get_global_rank(peers.group, stage)
+            source = peers.number(stage)
             for tensor in owned(stage):
                 _broadcast(tensor, source, peers.group)
 
