@@ -46,7 +46,7 @@ class Model(nn.Module):
 
 
 def sharded(model: Model, stage: Stage = Stage.ZERO_3, *, offload: bool = False) -> Sharded:
-    peers = Peers(dist.group.WORLD)  # type: ignore[arg-type]
+    peers = Peers(dist.group.WORLD)
     return Sharded(model, list(model.layers), peers, CPU, stage=stage, offload=offload)
 
 
