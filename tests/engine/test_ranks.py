@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from farspan.engine.batch import trained_token_count
 from farspan.engine.deal import Dealt, deal
+from farspan.engine.oracle import gradients_of, oracle_loss
 from farspan.engine.step import Step
 from farspan.parallel.fsdp import Stage
 from farspan.parallel.ranks import Ranks
@@ -134,7 +136,7 @@ SCHEDULES = {
     ),
     "host": Schedule(chunk=9, groups=(1, 3), kv=Tier.HOST, kv_kept=True, kv_block=5),
     "home": Schedule(chunk=16, groups=2, kv_kept=True, layer_checkpoint=True, x=Tier.DEVICE),
-    "tiny": Schedule(chunk=1, groups=4, kv_block=3),
+    "tiny": Schedule(chunk=1, groups=1, kv_block=3),
 }
 CASES = [
     *(Case(name, schedule, two(37)) for name, schedule in SCHEDULES.items()),
@@ -263,9 +265,16 @@ def refused_on_ranks() -> list[str]:
     step = Step(model, Schedule(chunk=8), ranks=shards)
     data = draw(20, seed=number)
     refuse(lambda: step(*data))
+    refuse(lambda: step(*draw(20), trained_tokens=10 + number))
+    weight = model.model.layers[0].self_attn.q_proj.weight
     with torch.no_grad():
-        next(model.parameters())[0, 0] += number
+        if number:
+            weight.copy_(weight.flip(0))  # the same numbers elsewhere
     refuse(lambda: Step(model, Schedule(), ranks=shards))
+    stages = Ranks(Layout(pipeline=2), CPU)
+    refuse(lambda: Step(model, Schedule(), ranks=stages))
+    same = Step(make_model("qwen2"), Schedule(chunk=8), ranks=stages)
+    refuse(lambda: same(*draw(20 + number)))
     return found
 
 
@@ -276,10 +285,45 @@ def test_what_ranks_refuse() -> None:
     words = [line.partition(":")[0] for line in first]
     assert words == [
         *("layout", "sparse", "kv", "activations_kept", "mlp_tokens", "schedule", "ulysses"),
-        *("input_ids", "weights"),
+        *("input_ids", "trained_tokens", "weights", "weights", "input_ids"),
     ]
     assert first[0] == (
         "layout: 3 devices, but 2 ranks were started; start as many, or make the product of "
         "pipeline, data, ring, shards, ulysses, tensor 2"
     )
     assert "not the same on ranks [0] and ranks [1]" in first[-1]
+
+
+def replicas_of_unlike_length() -> None:
+    """One replica has more tokens than the other, then none that is trained; what is frozen stays
+    so, and gradients add up over steps that do not clear them."""
+    ranks = Ranks(Layout(data=2), CPU)
+    model, whole = (make_model("qwen2") for _ in range(2))
+    for one in (model, whole):
+        one.get_input_embeddings().requires_grad_(False)
+        one.model.layers[1].requires_grad_(False)
+    schedule = Schedule(chunk=8, groups=2)
+    step = Step(model, schedule, ranks=deal(model, schedule, ranks))
+    total: dict[str, Tensor] = {}
+    for number, lengths in enumerate(((5, 31), (17, 9))):
+        datas = [draw(tokens, seed=10 * number + i) for i, tokens in enumerate(lengths)]
+        if number:
+            datas[1] = replace(datas[1], labels=torch.full_like(datas[1].labels, -100))
+        counts = [trained_token_count(data.labels) for data in datas]
+        # Scaled before the backward: norms round gradients to fp32.
+        shares = [count / sum(counts) for count in counts]
+        losses = [oracle_loss(whole, *data) * n for data, n in zip(datas, shares, strict=True)]
+        for share in losses:
+            for name, gradient in gradients_of(whole, share).items():
+                total[name] = total.get(name, torch.zeros(())) + gradient
+        found = step(*datas[dist.get_rank()])
+        assert step.dealt is not None
+        gradients = whole_gradients(model, step.dealt, set())
+        gradients = {name: g for name, g in gradients.items() if name in total}
+        loss = torch.stack(losses).sum().detach()
+        assert_close(Outcome(found, gradients), Outcome(loss, total))
+    assert model.get_input_embeddings().weight.grad is None
+
+
+def test_replicas_of_unlike_length_are_exact() -> None:
+    run_ranks(2, replicas_of_unlike_length)

@@ -202,10 +202,10 @@ class Step:
         for arena in self.arenas.values():
             arena.release()
 
-    def _state(self) -> tuple[bool, int]:
+    def _state(self) -> tuple[bool, ...]:
         """What may change between steps and decides what a cell saves and draws."""
         parameters = self.boundary.model.parameters()
-        return self.boundary.model.training, sum(p.requires_grad for p in parameters)
+        return self.boundary.model.training, *(p.requires_grad for p in parameters)
 
     def _describe(self) -> ModelSpec:
         model = self.boundary.model
@@ -248,20 +248,26 @@ class Step:
         if self.dealt is not None:  # before anything that only some ranks may refuse
             for name, given in zip(_INPUTS, (input_ids, labels, document_ids), strict=True):
                 value = given if isinstance(given, Tensor) else repr(given)
-                self.dealt.ranks.refuse_unlike(name, value, *SEQUENCE)
+                self.dealt.ranks.refuse_unlike(name, value, *SEQUENCE, "pipeline")
         batch = make_batch(input_ids, labels, document_ids, self.model_spec.vocab)
         refuse_context(self.boundary.model.config, int(batch.position_ids.max()) + 1)
         return batch
 
     def _count(self, batch: Batch, given: int | None) -> int:
         """What the sum of losses is divided by. Without a trained token the loss is 0."""
+        if self.dealt is not None:
+            self.dealt.ranks.refuse_unlike("trained_tokens", repr(given), *AXES)
         if given is not None:
             if given < 1:
                 raise Refused(f"trained_tokens: expected at least 1, got {given}")
             return given
         trained = batch.trained
         if self.dealt is not None:
-            trained = int(self.dealt.ranks.among("data").sum(torch.tensor([trained])))
+            trained = int(
+                self.dealt.ranks.among("data").sum(
+                    torch.tensor([trained], device=self.boundary.device)
+                )
+            )
         return max(1, trained)
 
     def _run(self, program: Program, batch: Batch, count: int) -> Tensor:

@@ -1,8 +1,9 @@
 """The ranks along an axis of a layout, and what they send each other.
 
 Rows lie along dimension 0, of any further shape and dtype, contiguous; how many rows each peer has
-may differ and may be none. Sums are of parts in the order of ranks, so that they are the same bits
-every time and on every number of nodes. `sent` counts the bytes that this rank gives to others.
+may differ and may be none. `scatter_sum` adds parts in the order of ranks, so that sums are the
+same bits every time and on every number of nodes; `sum` leaves the order to the backend. `sent`
+counts the bytes that this rank gives to others.
 """
 
 from collections.abc import Sequence

@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ class Ranks:
 
     layout: Layout
     device: torch.device
+    timeout: timedelta | None = None  # of collectives along an axis; None: torch's default
     rank: Rank = field(init=False)
     groups: dict[tuple[str, ...], Peers] = field(default_factory=dict)
     made: dict[tuple[str, ...], Any] = field(default_factory=dict)  # by axes of several ranks
@@ -67,7 +69,7 @@ class Ranks:
             if len(members) == 1:
                 self.made[several] = dist.group.WORLD
             else:
-                groups = {ranks: dist.new_group(list(ranks)) for ranks in members}
+                groups = {ranks: dist.new_group(list(ranks), self.timeout) for ranks in members}
                 self.made[several] = groups[self.rank.peers(*several)]
         return self.made[several]
 
@@ -88,21 +90,27 @@ class Ranks:
 
 
 def refuse_unlike_models(ranks: Ranks, model: nn.Module) -> None:
-    """Raises Refused where the weights of ranks that run the same layers differ.
+    """Raises Refused where the ranks' weights, which all of them have whole, differ.
 
-    What is compared is a sum over the bits of each parameter: it costs one pass over the weights.
+    What is compared are sums over the bits of each parameter, weighted by their place along each
+    dimension: a pass over the weights for each of them.
     """
     lines = [
         f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad} {_bits(p)}"
         for name, p in model.named_parameters()
     ]
-    ranks.refuse_unlike("weights", "\n".join(lines), *TOKENS)
+    ranks.refuse_unlike("weights", "\n".join(lines), *AXES)
 
 
 def _bits(parameter: Tensor) -> int:
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     whole = parameter.detach().contiguous().view(kinds[parameter.element_size()])
-    return int(whole.sum(dtype=torch.int64))
+    total = int(whole.sum(dtype=torch.int64))
+    for dim, extent in enumerate(whole.shape):
+        others = [d for d in range(whole.ndim) if d != dim]
+        along = whole.sum(others, dtype=torch.int64) if others else whole.long()
+        total = total * 31 + int((along * torch.arange(1, extent + 1, device=along.device)).sum())
+    return total
 
 
 def _bytes(value: str | Tensor) -> bytes:

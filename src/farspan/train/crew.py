@@ -6,6 +6,7 @@ A run alone is a crew of one, which asks nobody.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +35,7 @@ class Crew:
 
     device: torch.device
     place: Launched | None = None  # None: alone
+    timeout: float = Parallel().timeout  # seconds that ranks wait for each other
     ranks: Ranks | None = None  # once the layout is known
     layout: Layout = field(default=ALONE)
 
@@ -58,7 +60,8 @@ class Crew:
     def lay_out(self, layout: Layout) -> None:
         """From now on ranks have their places in a layout."""
         if self.place is not None:
-            self.ranks, self.layout = Ranks(layout, self.device), layout
+            timeout = timedelta(seconds=self.timeout)
+            self.ranks, self.layout = Ranks(layout, self.device, timeout), layout
 
     def agree(self, value: int) -> int:
         """The largest of what all ranks give, at least 0."""
@@ -148,7 +151,7 @@ def crew_of(run: RunConfig, place: Launched | None, device: torch.device) -> Ite
     seconds = run.parallel.timeout if isinstance(run.parallel, Parallel) else Parallel().timeout
     with joined(place, device, seconds):
         _refuse_unlike(run)
-        yield Crew(device, place)
+        yield Crew(device, place, seconds)
 
 
 def _own_device(run: RunConfig, device: torch.device, place: Launched) -> torch.device:
