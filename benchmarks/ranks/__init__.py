@@ -1,0 +1,1 @@
+"""One step on several ranks: what each holds, computes and sends."""
