@@ -26,13 +26,13 @@ def every_number_of_pieces(kv_heads: int) -> None:
     model = make_model("gpt_oss", num_key_value_heads=kv_heads, num_attention_heads=8)
     data = draw(37, batch=2, documents=3)
     expected = run_oracle(model, data)
-    for count in (1, 2, 3, 5):
+    for count in (1, 2, 3):
         schedule = replace(SCHEDULE, exchange_pieces=count)
         step = Step(model, schedule, ranks=ranks, poison=True)
         assert_close(run_step(model, step, data), expected)
 
 
-@pytest.mark.parametrize("kv_heads", [8, 4, 2])
+@pytest.mark.parametrize("kv_heads", [8, 2])
 def test_any_number_of_pieces_is_exact(kv_heads: int) -> None:
     """Of whole K, V heads, some more than others, and of query heads of one."""
     run_ranks(2, every_number_of_pieces, kv_heads)

@@ -24,7 +24,7 @@ from farspan.spec import Refused, Schedule, Sparse, Tier
 from tests.engine.checks import Data, Outcome, assert_close, draw, run_oracle, run_step
 from tests.models.test_families import limits
 from tests.ranks import run_ranks
-from tests.zoo import FAMILIES, make_model
+from tests.zoo import make_model
 
 CPU = torch.device("cpu")
 Dealing = dict[str, Any]  # options of `deal`
@@ -139,18 +139,20 @@ SCHEDULES = {
     "tiny": Schedule(chunk=1, groups=1, kv_block=3),
 }
 CASES = [
-    *(Case(name, schedule, two(37)) for name, schedule in SCHEDULES.items()),
+    *(Case(name, schedule, two(37)) for name, schedule in SCHEDULES.items() if name != "tiny"),
+    Case("tiny", SCHEDULES["tiny"], two(9)),  # a thousand messages for each ten tokens
     Case("documents", SCHEDULES["groups"], two(41, batch=2, documents=5)),
     *(Case(name, strategy(name, 4, 45), two(45)) for name in STRATEGIES),
 ]
 HEADS = {"num_key_value_heads": 4}
+# Of each kind one: what a family is does not reach the ranks beyond its attention call.
+KINDS = ("mistral", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_moe", "phi3", "gpt2", "olmo2")
 ON_TWO = [
     *CASES,
-    *(
-        Case(family, SCHEDULES["groups"], two(33, batch=2, documents=4), family)
-        for family in FAMILIES
-    ),
+    *(Case(kind, SCHEDULES["groups"], two(33, batch=2, documents=4), kind) for kind in KINDS),
 ]
+# A strategy of each kind, where all eight run along another axis.
+SOME = [case for case in CASES if case.name not in ("plain", "recompute", "offload", "swap")]
 FEW = [
     Case("groups", SCHEDULES["groups"], two(41, batch=2, documents=5), fields=HEADS),
     Case("kept", SCHEDULES["kept"], two(37, batch=2), fields=HEADS),
@@ -160,17 +162,17 @@ FEW = [
 
 SPREAD = [
     Case(family, SCHEDULES["groups"], two(33, batch=2, documents=4), family)
-    for family in ("mistral", "gemma2", "gpt_oss", "deepseek_v3")
+    for family in ("mistral", "gpt_oss", "deepseek_v3")
 ]
-ON_DEVICE = [case for case in CASES if case.schedule.kv is Tier.DEVICE]
+ON_DEVICE = [case for case in SOME if case.schedule.kv is Tier.DEVICE]
 
 
-FLAT = [case for case in CASES if not case.schedule.activations_kept]
+FLAT = [case for case in SOME if not case.schedule.activations_kept]
 FEW_FLAT = [case for case in FEW if not case.schedule.activations_kept]
 FEW_FLAT.append(Case("grouped", strategy("grouped", 4, 45), two(45, batch=2), fields=HEADS))
 TENSOR = [
     Case(family, SCHEDULES["groups"], two(33, batch=2, documents=4), family)
-    for family in ("llama", "gemma2", "phi3", "olmo2")
+    for family in ("gemma2", "phi3", "olmo2")
 ]
 
 
@@ -189,12 +191,12 @@ def words(value: object) -> str:
         (Layout(ulysses=2), ON_TWO),
         (Layout(ulysses=4), FEW),
         (Layout(ulysses=2, data=2), FEW),
-        (Layout(pipeline=2), [*CASES, *FEW]),
+        (Layout(pipeline=2), SOME),
         (Layout(pipeline=4), FEW[:2]),
-        (Layout(pipeline=2, ulysses=2), FEW),
-        (Layout(shards=2), [*CASES, *SPREAD]),
-        (Layout(shards=4), FEW),
-        (Layout(ulysses=2, shards=2), FEW),
+        (Layout(pipeline=2, ulysses=2), FEW[1:]),
+        (Layout(shards=2), [*SOME, *SPREAD]),
+        (Layout(shards=4), FEW[:2]),
+        (Layout(ulysses=2, shards=2), FEW[:2]),
         (Layout(ring=2), [*ON_DEVICE, *SPREAD]),
         (Layout(ring=2, shards=2), FEW[:2]),
         (Layout(ulysses=2, ring=2), FEW[:2]),
@@ -210,10 +212,10 @@ def test_every_layout_is_exact(layout: Layout, cases: list[Case]) -> None:
     ("layout", "cases", "dealing"),
     [
         (Layout(), FEW[:1], {}),
-        (Layout(ulysses=2), [*CASES, *SPREAD], {}),
+        (Layout(ulysses=2), [*CASES[:5], *SPREAD[:1]], {}),
         (Layout(data=2), FEW, {"stage": Stage.ZERO_2, "offload": True}),
-        (Layout(ulysses=2, shards=2), FEW, {}),
-        (Layout(pipeline=2, ulysses=2), FEW, {}),
+        (Layout(ulysses=2, shards=2), FEW[:2], {}),
+        (Layout(pipeline=2, ulysses=2), FEW[:2], {}),
         (Layout(pipeline=2, data=2), FEW[:2], {}),
         (Layout(tensor=2), [*FLAT, *TENSOR], {}),
         (Layout(tensor=2, ulysses=2), FEW_FLAT, {}),

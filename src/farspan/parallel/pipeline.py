@@ -1,7 +1,8 @@
 """The stages of a pipeline, each a group of layers: chunks stream up, their gradients down.
 
-Nobody waits for a send. A stage receives in the order in which its neighbour sends: inputs in the
-order of chunks, gradients in the reverse one.
+A stage waits for a send only when it is `AHEAD` chunks further, so that what it holds of what it
+sent does not grow with the sequence. It receives in the order in which its neighbour sends: inputs
+in the order of chunks, gradients in the reverse one.
 """
 
 from collections import deque
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farspan.parallel.peers import Peers
+
+AHEAD = 2  # chunks on their way
 
 
 @dataclass(slots=True)
@@ -27,8 +30,8 @@ class Pipeline:
         assert work is not None
         self.peers.sent += tensor.nbytes
         self.sending.append((work, tensor))
-        while self.sending and self.sending[0][0].is_completed():
-            self.sending.popleft()
+        while len(self.sending) > AHEAD:
+            self.sending.popleft()[0].wait()
 
     def receive(self, place: Tensor, *, up: bool) -> Tensor:
         """What the stage before this one sent up, or the one after it sent down."""
