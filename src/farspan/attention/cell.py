@@ -96,17 +96,23 @@ def attend_blocks(
 ) -> tuple[Tensor, Tensor]:
     """The same without sinks, before it is rounded: out of several blocks is in the accumulate
     dtype. A query that sees no held key has out = 0 and lse = -inf."""
-    return attend_earlier(call, q, _attend_own(call, q, k, v), key_values)
+    out, lse = _attend_own(call, q, k, v)
+    if any(_visits(call)):
+        # A chunk of one block needs no sum, hence no wider output; the narrow one dies here.
+        out = out.to(lse.dtype)
+    return attend_earlier(call, q, (out, lse), key_values)
 
 
 @torch.no_grad()
 def attend_earlier(
     call: AttentionCall, q: Tensor, attended: tuple[Tensor, Tensor], key_values: KeyValues
 ) -> tuple[Tensor, Tensor]:
-    """`attended`, joined by what the queries see of earlier keys; it may be changed in place."""
+    """`attended`, joined by what the queries see of earlier keys; it may be changed in place.
+
+    Given in the accumulate dtype, out needs no wider copy beside it.
+    """
     out, lse = attended
     for visit in _visits(call):
-        # A chunk of one block needs no sum, hence no wider output.
         out = out.to(lse.dtype)
         keys, values = key_values.keys(visit.start, visit.stop)
         for block in visit.blocks:

@@ -80,10 +80,11 @@ class Ring:
     ) -> tuple[Tensor, Tensor]:
         """The same without sinks, before it is rounded."""
         others = self._others(k, v, key_values)
-        attended = attend_blocks(call, q, k, v, key_values)
+        out, lse = attend_blocks(call, q, k, v, key_values)
+        out = out.to(lse.dtype)
         for source, rows in others:
-            attended = attend_earlier(self._call(call, source), q, attended, rows)
-        return attended
+            out, lse = attend_earlier(self._call(call, source), q, (out, lse), rows)
+        return out, lse
 
     @torch.no_grad()
     def attend_backward(

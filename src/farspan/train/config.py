@@ -97,6 +97,7 @@ class ScheduleConfig:
     kv_block: int | None = None
     head_tokens: int | None = None
     mlp_tokens: int | None = None
+    exchange_pieces: int | None = None
 
     def __post_init__(self) -> None:
         self.apply(Schedule())
