@@ -12,7 +12,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from farspan.parallel.places import everything
+from farspan.parallel.states import load, read_shapes
 from farspan.spec import Refused, Schedule
+from farspan.train.checkpoint_ranks import is_of_ranks
 from farspan.train.config import (
     AUTO,
     CheckpointConfig,
@@ -64,7 +67,15 @@ def model_of(run: RunConfig) -> dict[str, torch.Tensor]:
 
 
 def states_of(run: RunConfig, step: int = STEPS) -> dict[str, torch.Tensor]:
-    return load_file(Path(run.folder) / f"checkpoints/step-{step:08d}/optimizer.safetensors")
+    """Whole, by whichever kind of run they were written."""
+    path = Path(run.folder) / f"checkpoints/step-{step:08d}"
+    if not is_of_ranks(path):
+        return load_file(path / "optimizer.safetensors")
+    forms = {name: form for name, form in read_shapes(path).items() if "optimizer/" in name}
+    found = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in forms.items()}
+    entries = {name: (tensor, everything(tensor.shape)) for name, tensor in found.items()}
+    load(path, entries, unread=("model/", "rng/"))
+    return {name.removeprefix("optimizer/"): tensor for name, tensor in found.items()}
 
 
 def same_run(run: RunConfig, other: RunConfig, limit: float) -> None:

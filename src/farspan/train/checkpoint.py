@@ -7,11 +7,12 @@
                               manifest.json           size and SHA-256 of the files above
 
 The folder is written under another name, synced and renamed, so the name never stands for less
-than all of it. Only safetensors and JSON are read back.
+than all of it. Only safetensors and JSON are read back. Ranks that hold parts of the weights write
+another form, `checkpoint_ranks`; either kind of run reads both.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from farspan.spec import Refused
+from farspan.train import checkpoint_ranks
+from farspan.train.checkpoint_ranks import Forms, entries_of, refuse_other
+from farspan.train.crew import Crew
 from farspan.train.durable import (
     PARTIAL,
     digest,
@@ -34,6 +38,7 @@ from farspan.train.durable import (
 _FORMAT = 1
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 _RNG = "rng.safetensors"
 _STEP = "step-"
 _ADVICE = "move this folder away to resume from an older checkpoint, or start in another run folder"
@@ -50,7 +55,13 @@ class Live:
     optimizer: Tensors
 
     def files(self) -> dict[str, Tensors]:
-        return {"model.safetensors": self.model, "optimizer.safetensors": self.optimizer}
+        return {MODEL: self.model, OPTIMIZER: self.optimizer}
+
+    def forms(self) -> dict[str, Forms]:
+        return {
+            file: {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+            for file, tensors in self.files().items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +94,7 @@ def save(
     except BaseException:
         remove_leftovers(folder)  # the space is wanted: the disk may be full
         raise
-    _prune(folder, step, keep)
+    prune(folder, step, keep)
     return path
 
 
@@ -101,21 +112,44 @@ def resume(
     checkpoint that cannot be used is passed over with a warning where an older one can;
     otherwise Refused says why, naming the file.
     """
+    return latest(checkpoints(folder), lambda path: _read(path, live, expected), warn)
+
+
+def latest(
+    paths: Sequence[Path], read: Callable[[Path], Restored], warn: Callable[[str], None]
+) -> Restored | None:
+    """What `read` makes of the latest of these that it does not refuse. Raises Refused."""
     problems: list[str] = []
-    for path in reversed(_checkpoints(folder)):
+    for path in reversed(paths):
         try:
-            state = _verify(path, live, expected)
+            restored = read(path)
         except Refused as problem:
             problems.append(str(problem))
             continue
         for problem_text in problems:
             warn(f"{problem_text}; resuming from {path} instead")
-        for name, tensors in live.files().items():
-            _copy(path / name, tensors)
-        return Restored(path, state, _read_rng(path / _RNG))
+        return restored
     if problems:
         raise Refused(f"{problems[0]}; {_ADVICE}")
     return None
+
+
+def _read(path: Path, live: Live, expected: Mapping[str, Any]) -> Restored:
+    if checkpoint_ranks.is_of_ranks(path):
+        entries = entries_of(live.model, live.optimizer)
+        device = next((t.device for t in live.model.values()), torch.device("cpu"))
+        state, rng = checkpoint_ranks.read(path, entries, expected, Crew(device))
+        return Restored(path, state, rng)
+    state = verify(path, live.forms(), expected)
+    for name, tensors in live.files().items():
+        _copy(path / name, tensors)
+    return Restored(path, state, read_rng(path))
+
+
+def manifest(path: Path) -> Path:
+    """The file of a checkpoint that says what all others hold."""
+    of_ranks = checkpoint_ranks.is_of_ranks(path)
+    return path / (checkpoint_ranks.LISTED if of_ranks else _MANIFEST)
 
 
 def capture_rng() -> dict[str, Tensor]:
@@ -138,14 +172,15 @@ def restore_rng(states: Tensors, own: torch.device | None = None) -> None:
         torch.cuda.set_rng_state(states["cuda:0"], own)
 
 
-def _checkpoints(folder: Path) -> list[Path]:
+def checkpoints(folder: Path) -> list[Path]:
+    """All under a folder, the oldest first."""
     return sorted(p for p in folder.glob(f"{_STEP}*") if p.is_dir())
 
 
-def _prune(folder: Path, step: int, keep: int) -> None:
+def prune(folder: Path, step: int, keep: int) -> None:
     """Keeps the latest `keep`. A later step than the one just saved is of no use any more: it
     could not be read when this run resumed from before it."""
-    saved = _checkpoints(folder)
+    saved = checkpoints(folder)
     later = [p for p in saved if p.name > folder_name(step)]
     for path in later + saved[: len(saved) - len(later)][:-keep]:
         discard(path)
@@ -159,10 +194,11 @@ def _entry(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": digest(path)}
 
 
-def _verify(path: Path, live: Live, expected: Mapping[str, Any]) -> dict[str, Any]:
-    """The state, after every byte and every name has been looked at. Raises Refused."""
+def verify(path: Path, forms: Mapping[str, Forms], expected: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a checkpoint whose files hold tensors of these forms, after every byte and every
+    name has been looked at. Raises Refused."""
     listed = _read_json(path / _MANIFEST).get("files")
-    wanted = {*live.files(), _RNG, _STATE}
+    wanted = {*forms, _RNG, _STATE}
     if not isinstance(listed, dict) or not wanted <= listed.keys():
         raise Refused(f"{path / _MANIFEST}: does not list {', '.join(sorted(wanted))}")
     for name in sorted(wanted):
@@ -170,14 +206,9 @@ def _verify(path: Path, live: Live, expected: Mapping[str, Any]) -> dict[str, An
     state = _read_json(path / _STATE)
     if state.get("format") != _FORMAT:
         raise Refused(f"{path / _STATE}: format {state.get('format')!r}, expected {_FORMAT}")
-    for key, value in expected.items():
-        if state.get(key) != value:
-            raise Refused(
-                f"{path / _STATE}: belongs to another run: its {key} is {state.get(key)!r}, "
-                f"that of this run is {value!r}"
-            )
-    for name, tensors in live.files().items():
-        _verify_tensors(path / name, tensors)
+    refuse_other(path / _STATE, state, expected)
+    for name, of_tensors in forms.items():
+        _verify_tensors(path / name, of_tensors)
     return state
 
 
@@ -193,22 +224,23 @@ def _verify_file(path: Path, entry: Any) -> None:
         raise Refused(f"{path}: its SHA-256 is not the one in {_MANIFEST}: damaged or changed")
 
 
-def _verify_tensors(path: Path, live: Tensors) -> None:
+def _verify_tensors(path: Path, forms: Forms) -> None:
     with _open(path) as file:
         names = set(file.keys())
-        for name in sorted(names ^ live.keys()):
+        for name in sorted(names ^ forms.keys()):
             where = "the checkpoint" if name in names else "the model"
             raise Refused(f"{path}: of another model: only {where} has {name}")
-        for name, tensor in live.items():
-            saved = file.get_tensor(name)
-            if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
+        for name, form in forms.items():
+            tensor = file.get_tensor(name)
+            saved = tensor.dtype, tuple(tensor.shape)
+            if saved != form:
                 raise Refused(
-                    f"{path}: of another model: {name} is {_form(saved)}, here {_form(tensor)}"
+                    f"{path}: of another model: {name} is {_form(*saved)}, here {_form(*form)}"
                 )
 
 
-def _form(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+def _form(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def _copy(path: Path, live: Tensors) -> None:
@@ -217,8 +249,9 @@ def _copy(path: Path, live: Tensors) -> None:
             tensor.copy_(file.get_tensor(name))
 
 
-def _read_rng(path: Path) -> dict[str, Tensor]:
-    with _open(path) as file:
+def read_rng(path: Path) -> dict[str, Tensor]:
+    """The generators of one process's checkpoint."""
+    with _open(path / _RNG) as file:
         return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
 
 

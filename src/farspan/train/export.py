@@ -6,14 +6,30 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers.utils import logging
 
 from farspan.data.tokenizers import Tokenizer, reads_back
+from farspan.train.checkpoint import manifest
 from farspan.train.durable import PARTIAL, digest, publish, read_json, write_bytes, writing
 
 # Beside the weights: the SHA-256 of the manifest, and so of every file, of a checkpoint, and how it
 # was trained. A folder without it, or with another one, is not the result of this run: replaced.
 SOURCE = "farspan.json"
+
+
+def source_of(checkpoint: Path, marks: Mapping[str, str]) -> dict[str, str]:
+    """What a folder says that was made of a checkpoint."""
+    return {
+        **marks,
+        "checkpoint": checkpoint.name,
+        "manifest_sha256": digest(manifest(checkpoint)),
+    }
+
+
+def is_exported(checkpoint: Path, folder: Path, marks: Mapping[str, str]) -> bool:
+    """Whether `folder` was made of this very checkpoint."""
+    return read_json(folder / SOURCE) == source_of(checkpoint, marks)
 
 
 def export(
@@ -23,19 +39,17 @@ def export(
     folder: Path,
     note: Callable[[str], None],
     marks: Mapping[str, str],
+    weights: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Writes `folder`, which `from_pretrained` reads, unless it was made of this very checkpoint.
-    `marks` are what a reader is to know of how it was trained. Raises WriteFailed."""
-    source = {
-        **marks,
-        "checkpoint": checkpoint.name,
-        "manifest_sha256": digest(checkpoint / "manifest.json"),
-    }
-    if read_json(folder / SOURCE) == source:
+    `marks` are what a reader is to know of how it was trained; `weights` are the whole ones of a
+    model that is dealt over ranks. Raises WriteFailed."""
+    if is_exported(checkpoint, folder, marks):
         return
+    source = source_of(checkpoint, marks)
     partial = folder.with_name(f"{PARTIAL}{folder.name}")
     with writing(partial), _without_bars():
-        model.save_pretrained(partial)
+        model.save_pretrained(partial, **({} if weights is None else {"state_dict": weights}))
         tokenizer.save(partial)
         write_bytes(partial / SOURCE, json.dumps(source).encode("utf-8"))
     publish(partial, folder)

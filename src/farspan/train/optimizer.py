@@ -12,6 +12,7 @@ from farspan.train.optimizer_8bit import EightBitStates
 from farspan.train.optimizer_device import DeviceStates
 from farspan.train.optimizer_host import HostStates
 from farspan.train.optimizer_parts import LOW_PRECISION, Held, Parameters, Rule, States
+from farspan.train.pieces import Pieces
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -51,19 +52,26 @@ class Optimizer:
     """Updates the trainable parameters of a model from their `.grad`.
 
     `config.states` says where the states are; `auto`, which is decided before, stands for the
-    device here.
+    device here. Of a model that is dealt over ranks, each updates its pieces.
     """
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
+    def __init__(
+        self, model: nn.Module, config: OptimizerConfig, pieces: Pieces | None = None
+    ) -> None:
         """Takes the memory of all states. Raises Refused, TooLarge."""
         self._config = config
-        self.parameters: dict[str, nn.Parameter] = dict(trainable(model))
+        self._pieces = pieces
+        self.parameters: dict[str, nn.Parameter] = dict(
+            trainable(model) if pieces is None else pieces.trained
+        )
         kinds: dict[StatesPlace, Callable[[Parameters, Rule], States]] = {
             StatesPlace.HOST: HostStates,
             StatesPlace.EIGHT_BIT: EightBitStates,
         }
         make = kinds.get(config.states, DeviceStates)
         self._states = make(self.parameters, Rule(config, decays(model)))
+        if pieces is not None:
+            pieces.widen()
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that changes besides the parameters, live: restored by copying into it."""
@@ -75,12 +83,18 @@ class Optimizer:
 
     def clear(self) -> None:
         """Drops all gradients."""
+        if self._pieces is not None:
+            self._pieces.clear()
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def gradient_norm(self) -> Tensor:
         """L2 norm of all gradients together, a scalar in fp32 or better; not finite if one of
-        them is not."""
+        them is not. Of a model that is dealt over ranks, all of them ask for it before an update.
+        """
+        if self._pieces is not None:
+            self._pieces.take()
+            return self._pieces.norm()
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         if all(gradient.dtype not in LOW_PRECISION for gradient in gradients):
             return torch.nn.utils.get_total_norm(gradients)

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from farspan.engine.meter import PeakMeter
 from farspan.spec import Kernels, Refused, Schedule, Tier
 from farspan.train.choice import Choice, Chooser, describe_schedule
-from farspan.train.config import RunConfig
+from farspan.train.config import AUTO, RunConfig
+from farspan.train.dealt import whole_for_now
 from farspan.train.memory import Expected, compare, describe, shown
 from farspan.train.parts import CellsDone, Parts, StepLike
 from farspan.train.planning import gradients_before
@@ -158,7 +159,8 @@ class Runner:
     def _ready(self) -> StepLike:
         """The engine, rehearsed."""
         if self._choice is None:
-            self._choice = self._chooser.first()
+            with whole_for_now(self._use.dealt if self._run.schedule.strategy == AUTO else None):
+                self._choice = self._chooser.first()
             self._tell.note(f"schedule: {describe_schedule(self._choice)}{_because(self._choice)}")
         if self._step is None:
             self._step = self._make_step(self._choice.schedule)
@@ -186,7 +188,7 @@ class Runner:
         if selector is not None:
             named["selector"] = selector
         if self._use.crew.ranks is not None:
-            named["ranks"] = self._use.crew.ranks
+            named["ranks"] = self._use.dealt or self._use.crew.ranks
         return self._parts.make_step(self._use.model, schedule, **named)
 
     def _give_up(self, shortage: Shortage, tried: list[str]) -> None:

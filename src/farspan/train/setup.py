@@ -10,6 +10,7 @@ from torch import Tensor
 from farspan.data.corpus import Corpus, open_corpus
 from farspan.data.store import Watch
 from farspan.data.tokenizers import BYTES, Tokenizer, load_tokenizer
+from farspan.engine.deal import Dealt
 from farspan.engine.machine import machine
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
@@ -21,6 +22,7 @@ from farspan.train.allocator import DeviceMemory
 from farspan.train.choice import Choice
 from farspan.train.config import RunConfig, StatesPlace
 from farspan.train.crew import Crew
+from farspan.train.dealt import deal_model
 from farspan.train.layout import check_ranks, layout_of
 from farspan.train.memory import Expected
 from farspan.train.optimizer import Optimizer
@@ -28,6 +30,7 @@ from farspan.train.optimizer_8bit import load_adamw
 from farspan.train.optimizer_parts import Held
 from farspan.train.optimizer_place import DEFAULT, STATES, Placed
 from farspan.train.parts import Parts
+from farspan.train.pieces import Pieces, pieces_of
 from farspan.train.sparse import NOT_DENSE, marks, sparsity_words
 
 AUTO = "auto"
@@ -48,6 +51,12 @@ class Equipment:
     memory: DeviceMemory = field(default_factory=DeviceMemory)
     placed: Placed = DEFAULT
     crew: Crew = field(default_factory=lambda: Crew(torch.device("cpu")))
+    pieces: Pieces | None = None  # of a model that is dealt over ranks
+    elements: tuple[int, int] = (0, 0)  # of all parameters, and of the trainable ones
+
+    @property
+    def dealt(self) -> Dealt | None:
+        return None if self.pieces is None else self.pieces.dealt
 
     def held_bytes(self) -> int:
         """Weights and optimizer states on the device; on a CPU both tiers are that."""
@@ -63,6 +72,8 @@ class Equipment:
         return Held(self._weights() + held.device, held.host, 0)
 
     def _weights(self) -> int:
+        if self.pieces is not None:
+            return self.pieces.held_bytes()
         return sum(parameter.nbytes for parameter in self.model.parameters())
 
 
@@ -93,9 +104,22 @@ def equip(run: RunConfig, parts: Parts, watch: Watch, place: Place, crew: Crew) 
     # Now, rather than at the first step that meets a document too long for the model.
     refuse_context(model.config, min(run.context, corpus.longest))
     placed = place(model, device)
-    optimizer = Optimizer(model, replace(run.optimizer, states=placed.states))
+    elements = _elements(model)
+    dealt = deal_model(run, parts, model, crew)
+    pieces = None if dealt is None else pieces_of(dealt)
+    optimizer = Optimizer(model, replace(run.optimizer, states=placed.states), pieces)
     return Equipment(
-        model, optimizer, corpus, tokenizer, device, parts.count_trained, memory, placed, crew
+        model=model,
+        optimizer=optimizer,
+        corpus=corpus,
+        tokenizer=tokenizer,
+        device=device,
+        count_trained=parts.count_trained,
+        memory=memory,
+        placed=placed,
+        crew=crew,
+        pieces=pieces,
+        elements=elements,
     )
 
 
@@ -115,7 +139,7 @@ def introduce(run: RunConfig, equipment: Equipment) -> str:
     packing, held_out = equipment.corpus.train, equipment.corpus.held_out
     lines = [
         f"{run.folder}: {type(equipment.model).__name__} with "
-        f"{sum(p.numel() for p in equipment.model.parameters()):,} parameters "
+        f"{equipment.elements[0]:,} parameters "
         f"on {equipment.device}{_sharing(equipment.crew)}",
         f"data: {packing.tokens_per_epoch:,} tokens, {packing.sequences_per_epoch():,} sequences "
         f"of {run.context:,} an epoch; "
@@ -138,6 +162,12 @@ def _sharing(crew: Crew) -> str:
     axes = {axis: getattr(crew.layout, axis) for axis in AXES}
     named = ", ".join(f"{axis} {extent}" for axis, extent in axes.items() if extent > 1)
     return f", {crew.count} ranks: {named}" if named else ""
+
+
+def _elements(model: Any) -> tuple[int, int]:
+    """Of all parameters, and of the trainable ones, while they are whole."""
+    counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return sum(n for n, _ in counts), sum(n for n, trained in counts if trained)
 
 
 def _best() -> str:
@@ -179,8 +209,8 @@ def about(
         **marks(run),
         **({} if run.sparse is None else {"sparse": asdict(run.sparse)}),
         "model": type(model).__name__,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "parameters": equipment.elements[0],
+        "trainable": equipment.elements[1],
         "strategy": choice.strategy,
         "schedule": asdict(choice.schedule),
         STATES: equipment.placed.states.value,

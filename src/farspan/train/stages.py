@@ -17,7 +17,7 @@ def norm_of_stages(use: Equipment) -> Tensor:
     """L2 norm of the gradient of all stages, a scalar. What lies outside the layers has the same
     gradient on all of them and counts once."""
     crew = use.crew
-    if crew.layout.pipeline == 1:
+    if crew.layout.pipeline == 1 or use.pieces is not None:
         return use.optimizer.gradient_norm()
     assert crew.ranks is not None, "a pipeline has ranks"
     own = use.optimizer.parameters

@@ -13,25 +13,26 @@ from farspan.engine.sparse import Seen
 from farspan.plan.question import Question
 from farspan.train import checkpoint
 from farspan.train.batches import Batches, Micro
-from farspan.train.checkpoint import Live, capture_rng, restore_rng
+from farspan.train.checkpoint import capture_rng, restore_rng
 from farspan.train.choice import Choice
 from farspan.train.config import OnNonfinite, RunConfig
 from farspan.train.diagnosis import Diverged, Finding, as_json, find_nonfinite, report
 from farspan.train.durable import read_json
-from farspan.train.export import export
+from farspan.train.export import export, is_exported
 from farspan.train.folder import RunFolder, identity
 from farspan.train.interrupt import Interrupt
 from farspan.train.memory import Expected, peak_process_bytes
 from farspan.train.optimizer import learning_rate
 from farspan.train.parts import CellsDone, Parts, StepLike
 from farspan.train.planning import make_chooser, plan_json, recall_plan
-from farspan.train.position import Position, model_tensors, position_of
+from farspan.train.position import Position, position_of
 from farspan.train.progress import Reporter
 from farspan.train.runner import Callbacks, Comparison, Runner, shortage_json
+from farspan.train.saver import saver_of
 from farspan.train.setup import Equipment, about
 from farspan.train.shortage import OutOfMemory, Shortage
 from farspan.train.sparse import MassWatch, marks, mass_json, other_chunk
-from farspan.train.stages import norm_of_stages, stages
+from farspan.train.stages import norm_of_stages
 
 PLAN = "plan.json"
 ABOUT = "about.json"
@@ -40,8 +41,8 @@ ABOUT = "about.json"
 class Trainer:
     """Takes the steps of a run, and saves and measures between them.
 
-    Invariant: between steps, `at`, the tensors of `live` and the random generators are those of
-    an uninterrupted run after `at.step` steps.
+    Invariant: between steps, `at`, weights, optimizer states and the random generators are those
+    of an uninterrupted run after `at.step` steps.
     """
 
     def __init__(
@@ -60,7 +61,6 @@ class Trainer:
         self._folder = folder
         self._reporter = reporter
         self._interrupt = interrupt
-        self._live = Live(model_tensors(equipment.model), equipment.optimizer.tensors())
         self._identity = {"run": identity(run), "data": equipment.corpus.identity}
         self._rng = capture_rng()
         self._saved: int | None = None  # step of the latest checkpoint
@@ -83,16 +83,12 @@ class Trainer:
                 rewind=self._rewind,
             ),
         )
+        self._saver = saver_of(equipment, lambda: self._runner.schedule)
 
     def resume(self) -> None:
         """Goes to where the latest checkpoint stands, if there is one."""
-        restored = self._crew.by_first(
-            lambda: checkpoint.resume(
-                self._folder.checkpoints, self._live, self._identity, self._reporter.note
-            )
-        )
+        restored = self._saver.resume(self._folder.checkpoints, self._identity, self._reporter.note)
         if restored is not None:
-            self._crew.spread([*self._live.model.values(), *self._live.optimizer.values()])
             self.at = position_of(restored)
             self._saved = self.at.step
             self._rng = restored.rng
@@ -150,27 +146,25 @@ class Trainer:
         """A checkpoint of the last finished step, unless there is one."""
         if self._saved == self.at.step:
             return
-        self._crew.gather_stages(partial(stages, self._live, self._use, self._runner.schedule))
-        self._crew.by_first(self._write)
-        self._saved = self.at.step
-
-    def _write(self) -> None:
-        checkpoint.save(
+        self._saver.save(
             self._folder.checkpoints,
-            self._live,
             self._rng,
             {**self._identity, "position": asdict(self.at)},
             step=self.at.step,
             keep=self._run.checkpoints.keep,
         )
+        self._saved = self.at.step
 
     def export(self) -> None:
         """The model as a folder that `from_pretrained` reads, with its tokenizer."""
         path = self._folder.checkpoints / checkpoint.folder_name(self.at.step)
+        folder, use = self._folder.model, self._use
+        if self._crew.by_first(lambda: is_exported(path, folder, self._marks)):
+            return
+        weights = self._saver.weights()
         self._crew.by_first(
             lambda: export(
-                *(self._use.model, self._use.tokenizer, path, self._folder.model),
-                *(self._reporter.note, self._marks),
+                use.model, use.tokenizer, path, folder, self._reporter.note, self._marks, weights
             )
         )
 

@@ -1,0 +1,131 @@
+"""A run whose model is dealt over its ranks: whether it is, and its weights whole again."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from farspan.engine.deal import Dealt, deal
+from farspan.plan.layout import Layout, Rank
+from farspan.spec import Refused, Schedule
+from farspan.train.config import AUTO, RunConfig, StatesPlace
+from farspan.train.crew import Crew
+from farspan.train.parts import Parts
+from farspan.train.pieces import first_of_stage, gather_wholes
+
+
+# Whether ranks hold parts of the weights wherever fsdp or stages let them, and write checkpoints in
+# the files of `checkpoint_ranks`; otherwise only where tensor leaves no whole weights to train.
+FSDP = True
+
+
+def is_dealt(run: RunConfig, layout: Layout) -> bool:
+    """Whether ranks hold parts of the weights, rather than all of them each. Raises Refused."""
+    cut = layout.tensor > 1 or (FSDP and (layout.fsdp or layout.pipeline > 1))
+    if layout.devices() == 1 or not cut:
+        return False
+    if run.optimizer.states is StatesPlace.EIGHT_BIT:
+        raise Refused(
+            "optimizer.states: 8bit rounds blocks of 256 neighbours, which depend on how weights "
+            "are cut over ranks; use device or host, or parallel.fsdp: false without tensor and "
+            "pipeline"
+        )
+    planned = run.schedule.strategy == AUTO
+    if planned and layout.tensor > 1:
+        raise Refused(
+            "schedule.strategy: auto looks at whole layers, which tensor leaves on no rank; name a "
+            "strategy or write a schedule out, or use ulysses for tensor"
+        )
+    # The planner looks at all layers, and stages depend on what it finds.
+    return not (planned and layout.pipeline > 1)
+
+
+def deal_model(run: RunConfig, parts: Parts, model: Any, crew: Crew) -> Dealt | None:
+    """Deals a model that all ranks have whole, in place; None where they keep it so."""
+    if crew.ranks is None or not is_dealt(run, crew.layout):
+        return None
+    return deal(model, _schedule(run, parts, model), crew.ranks)
+
+
+def _schedule(run: RunConfig, parts: Parts, model: Any) -> Schedule:
+    """What the run file says of it; stages and tiles follow from that."""
+    base, named = Schedule(), run.schedule.strategy
+    if named is not None and named != AUTO:
+        layers = model.config.get_text_config().num_hidden_layers
+        base = parts.strategy(named, layers, run.context)
+    return run.schedule.apply(base).with_sparse(run.pages())
+
+
+@contextmanager
+def whole_for_now(dealt: Dealt | None) -> Iterator[None]:
+    """All weights are there, for whoever looks at the layers. All ranks enter and leave it."""
+    units = range(0 if dealt is None else dealt.sharded.outer + 1)
+    try:
+        for unit in units:
+            assert dealt is not None
+            dealt.sharded.gather(unit)
+        yield
+    finally:
+        if dealt is not None:
+            dealt.sharded.abandon()
+
+
+def whole_weights(dealt: Dealt, model: Any) -> dict[str, Tensor] | None:
+    """What `model.state_dict()` would be of the whole model, in main memory of rank 0; None on
+    others. All ranks call it."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str, whole: Tensor) -> None:
+        found[name] = whole.to("cpu", copy=True)
+
+    gather_wholes(dealt, keep)
+    names = model.state_dict(keep_vars=True).keys()
+    found |= {
+        name: buffer.to("cpu", copy=True)
+        for name, buffer in model.named_buffers()
+        if name in names and not buffer.is_meta
+    }
+    if not first_of_stage(dealt):
+        return None
+    number = dealt.ranks.rank.number
+    for stage in Rank(dealt.ranks.layout, 0).peers("pipeline")[1:]:
+        if number == 0:
+            found |= _receive(stage)
+        elif number == stage:
+            _send({n: t for n, t in found.items() if n not in _outer(dealt)}, 0)
+    return _in_order(model, found) if number == 0 else None
+
+
+def _in_order(model: Any, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Under every name: tied weights have several, and are one tensor."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    named = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
+    return {name: found[named.get(name, name)] for name in model.state_dict(keep_vars=True)}
+
+
+def _outer(dealt: Dealt) -> set[str]:
+    return set(dealt.sharded.whole(dealt.sharded.outer))
+
+
+def _send(tensors: Mapping[str, Tensor], to: int) -> None:
+    forms = [(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]
+    dist.send_object_list([forms], dst=to)
+    for tensor in tensors.values():
+        if tensor.numel():
+            # As bytes: every backend knows them, whatever the dtype.
+            dist.send(tensor.contiguous().reshape(-1).view(torch.uint8), dst=to)
+
+
+def _receive(source: int) -> dict[str, Tensor]:
+    said: list[Any] = [None]
+    dist.recv_object_list(said, src=source)
+    found = {}
+    for name, shape, dtype in said[0]:
+        tensor = torch.empty(shape, dtype=dtype)
+        if tensor.numel():
+            dist.recv(tensor.view(-1).view(torch.uint8), src=source)
+        found[name] = tensor
+    return found

@@ -1,0 +1,290 @@
+"""A run whose weights are dealt over ranks: the losses and weights of one process, and its files
+read by any other number of ranks."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from farspan.parallel.fsdp import gradient_dtype, local
+from farspan.spec import Refused, Schedule
+from farspan.train import loop, trainer
+from farspan.train.config import (
+    AUTO,
+    CheckpointConfig,
+    DType,
+    EvaluationConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    StatesPlace,
+)
+from farspan.train.layout import Parallel
+from farspan.train.setup import Equipment
+from tests.numerics import EXACT, relative_error
+from tests.ranks import run_ranks
+from tests.train.fused import Moment, parts_with
+from tests.train.planner import planned_parts
+from tests.train.tiny import MODEL, Quiet, tiny_run
+
+STEPS = 3
+CLIP = 0.5  # less than any norm here: all pieces are clipped alike
+ADAMW = OptimizerConfig(lr=1e-2, warmup=1, clip=CLIP)
+HOST = replace(ADAMW, states=StatesPlace.HOST)
+WIDE = MODEL | {
+    "model_type": "qwen2",
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def a_run(root: Path, name: str, **changes: Any) -> RunConfig:
+    run = tiny_run(
+        root,
+        folder=str(root / name),
+        model=ModelConfig(config=WIDE, dtype=DType.FLOAT64),
+        schedule=ScheduleConfig(strategy="grouped", chunk=16, groups=2),
+        steps=STEPS,
+        batch=2,
+        optimizer=ADAMW,
+        evaluation=EvaluationConfig(every=2, sequences=3),
+        checkpoints=CheckpointConfig(every=1, keep=9),
+    )
+    return replace(run, **changes)
+
+
+def lines_of(run: RunConfig) -> list[dict[str, Any]]:
+    named = ("step", "loss", "grad_norm", "heldout_loss", "tokens")
+    lines = (Path(run.folder) / "metrics.jsonl").read_text().splitlines()
+    return [{key: line[key] for key in named if key in line} for line in map(json.loads, lines)]
+
+
+def model_of(run: RunConfig) -> dict[str, torch.Tensor]:
+    return load_file(Path(run.folder) / "model" / "model.safetensors")
+
+
+def same_run(run: RunConfig, other: RunConfig) -> None:
+    for ours, theirs in zip(lines_of(run), lines_of(other), strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            found, wanted = (torch.tensor(one[key], dtype=torch.float64) for one in (ours, theirs))
+            assert relative_error(found, wanted) <= EXACT, (run.folder, ours["step"], key)
+    weights, expected = model_of(run), model_of(other)
+    assert list(weights) == list(expected)
+    for name, weight in weights.items():
+        assert relative_error(weight, expected[name]) <= EXACT, (run.folder, name)
+
+
+class Watched(trainer.Trainer):
+    """The run's trainer, looked at."""
+
+    latest: trainer.Trainer
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        Watched.latest = self
+
+
+def fit(run: RunConfig) -> Equipment:
+    """What it computed with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "Trainer", Watched)
+        assert loop.train(run, reporter=Quiet()).step == run.steps
+    return Watched.latest._use
+
+
+def fit_all(runs: list[RunConfig]) -> list[tuple[int, int]]:
+    """Bytes of weights and of states that this process holds between steps, run by run."""
+    found = []
+    for run in runs:
+        use = fit(run)
+        states = use.optimizer.held().device
+        found.append((use.held_bytes() - use.optimizer.held().host - states, states))
+    return found
+
+
+def test_two_ranks_with_half_of_the_weights_are_one_process(tmp_path: Path) -> None:
+    """The same updates, clipped by the norm of all pieces; and so many bytes on each rank."""
+    alone = a_run(tmp_path, "alone")
+    [(weights, states)] = fit_all([alone])
+    runs = {
+        "ulysses": a_run(tmp_path, "ulysses", parallel=Parallel(ulysses=2)),
+        "pipeline": a_run(tmp_path, "pipeline", parallel=Parallel(pipeline=2)),
+        "tensor": a_run(tmp_path, "tensor", parallel=Parallel(tensor=2)),
+        "replicas": a_run(tmp_path, "replicas", batch=1, parallel=Parallel(data=2), optimizer=HOST),
+        "whole": a_run(tmp_path, "whole", parallel=Parallel(ulysses=2, fsdp=False)),
+        "stages": a_run(tmp_path, "stages", parallel=Parallel(pipeline=2, fsdp=False)),
+    }
+    held = dict(
+        zip(runs, zip(*run_ranks(2, fit_all, list(runs.values())), strict=True), strict=True)
+    )
+    for run in runs.values():
+        same_run(run, alone)
+    assert min(norm for line in lines_of(alone) for norm in [line.get("grad_norm", 9)]) > CLIP
+    uncut = sum(t.nbytes for name, t in model_of(alone).items() if "proj" not in name)
+    outer = sum(t.nbytes for name, t in model_of(alone).items() if "layers" not in name)
+    counters = 4 * len(model_of(alone))  # a scalar a weight and rank, whatever is cut
+    assert held["ulysses"] == ((weights / 2, (states + counters) / 2),) * 2
+    assert [pair[0] for pair in held["replicas"]] == [weights / 2] * 2
+    assert [pair[0] for pair in held["tensor"]] == [(weights + uncut) / 2] * 2
+    assert sum(pair[0] for pair in held["pipeline"]) == weights
+    assert sum(pair[0] for pair in held["stages"]) == weights + outer
+    assert held["whole"] == ((weights, states),) * 2
+    AutoModelForCausalLM.from_pretrained(tmp_path / "pipeline" / "model")
+
+
+def test_four_ranks_of_several_axes_are_one_process(tmp_path: Path) -> None:
+    alone = a_run(tmp_path, "alone")
+    fit(alone)
+    runs = [
+        a_run(tmp_path, "both", parallel=Parallel(tensor=2, shards=2)),
+        a_run(tmp_path, "staged", batch=1, parallel=Parallel(pipeline=2, data=2)),
+        a_run(tmp_path, "cut", parallel=Parallel(tensor=2, pipeline=2, fsdp=False)),
+    ]
+    run_ranks(4, fit_all, runs)
+    for run in runs:
+        same_run(run, alone)
+
+
+def stopped(run: RunConfig, step: int) -> int:
+    """Where a run ends that a signal comes to, in the `step`-th step from where it goes on."""
+
+    def signalled(moment: Moment) -> None:
+        here = (moment.rank, moment.step) == (0, step)
+        if here and moment.cell in (1, 1 + dist.is_initialized()):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    result = loop.train(run, parts=parts_with(run.accumulate, signalled), reporter=Quiet())
+    assert result.exit_code == 128 + signal.SIGTERM
+    return result.step
+
+
+def begin(whole: RunConfig, begun: list[RunConfig]) -> list[int]:
+    fit(whole)
+    return [stopped(run, 1) for run in begun]
+
+
+def end(runs: list[RunConfig]) -> None:
+    for run in runs:
+        fit(run)
+
+
+def test_runs_go_on_with_other_ranks(tmp_path: Path) -> None:
+    """From two ranks to one and to two again; from rows to slices of tensor and from these to
+    stages; and in the same layout, to the same bits."""
+    alone = a_run(tmp_path, "alone")
+    fit(alone)
+    whole = a_run(tmp_path, "whole", parallel=Parallel(ulysses=2))
+    again = replace(whole, folder=str(tmp_path / "again"))
+    moved = a_run(tmp_path, "moved", parallel=Parallel(tensor=2))
+    rows = replace(whole, folder=str(tmp_path / "rows"))
+    slices = replace(moved, folder=str(tmp_path / "slices"))
+    begun = [again, moved, rows, slices]
+    assert run_ranks(2, begin, whole, begun) == [[1] * 4] * 2
+    assert stopped(replace(moved, parallel=None), 2) == 2
+    stages = Parallel(pipeline=2)
+    runs = [
+        again,
+        replace(moved, parallel=stages),
+        replace(rows, parallel=moved.parallel),
+        replace(slices, parallel=stages),
+    ]
+    run_ranks(2, end, runs)
+    for run in runs[1:]:
+        same_run(run, alone)
+    assert lines_of(again) == lines_of(whole)
+    found, wanted = model_of(again), model_of(whole)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert states_of(again) == states_of(whole)
+
+
+def states_of(run: RunConfig) -> dict[str, bytes]:
+    """The files of the last checkpoint, but for which run it is."""
+    folder = Path(run.folder) / "checkpoints" / f"step-{STEPS:08d}"
+    return {p.name: p.read_bytes() for p in folder.glob("*.safetensors")}
+
+
+def damaged(run: RunConfig) -> list[str]:
+    """What is said when the latest checkpoint cannot be read, and when none can."""
+    latest, number = Path(run.folder) / "checkpoints" / f"step-{STEPS:08d}", dist.get_rank()
+    said = Quiet()
+    cut_off(latest, number)
+    loop.train(run, reporter=said)
+    for folder in latest.parent.glob("step-*"):
+        cut_off(folder, number)
+    with pytest.raises(Refused) as refused:
+        loop.train(run, reporter=Quiet())
+    return [*(note for note in said.notes if "instead" in note), str(refused.value)]
+
+
+def cut_off(folder: Path, number: int) -> None:
+    """The end of what rank 1 wrote is lost."""
+    if number == 0:
+        path = folder / "rank-00001.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+    dist.barrier()
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "run", parallel=Parallel(ulysses=2))
+    alone = replace(run, folder=str(tmp_path / "alone"), parallel=None)
+    fit(alone)
+    run_ranks(2, fit_all, [run])
+    first, second = run_ranks(2, damaged, run)
+    assert "step-00000003: rank 1: " in first[0]
+    assert "rank-00001.safetensors: " in first[0]
+    assert first[0].endswith(f"resuming from {run.folder}/checkpoints/step-00000002 instead")
+    assert first[1] == second[-1]
+    assert "truncated or changed; move this folder away" in first[1]
+    same_run(run, alone)
+
+
+def low_precision(run: RunConfig) -> None:
+    """Gradients add up in float32, and a weight is its master rounded."""
+    use = fit(run)
+    assert use.dealt is not None
+    masters = use.optimizer.tensors()
+    for name, own in use.dealt.sharded.parameters().items():
+        assert gradient_dtype(own) == torch.float32
+        assert torch.equal(masters[f"master/{name}"].to(torch.bfloat16), local(own)), name
+
+
+def planned(run: RunConfig) -> None:
+    """The planner looks at whole layers; the run is dealt."""
+    parts = planned_parts([Schedule(chunk=16 + dist.get_rank())])
+    assert loop.train(run, parts=parts, reporter=Quiet()).step == STEPS
+
+
+def refusals(run: RunConfig) -> list[str]:
+    eight = replace(run.optimizer, states=StatesPlace.EIGHT_BIT)
+    single = replace(run.model, dtype=DType.FLOAT32)
+    cases = [
+        replace(run, parallel=Parallel(tensor=2), schedule=ScheduleConfig(strategy=AUTO)),
+        replace(run, model=single, optimizer=eight),
+        replace(run, parallel=Parallel(tensor=2), schedule=ScheduleConfig(activations_kept=0.5)),
+    ]
+    said = []
+    for case in cases:
+        with pytest.raises(Refused) as refused:
+            loop.train(case, reporter=Quiet())
+        said.append(str(refused.value).partition(":")[0])
+    low_precision(replace(run, model=replace(run.model, dtype=DType.BFLOAT16)))
+    other = replace(run, folder=f"{run.folder}-planned", schedule=ScheduleConfig(strategy=AUTO))
+    planned(other)
+    return said
+
+
+def test_what_is_refused_and_what_is_done(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "run", parallel=Parallel(ulysses=2))
+    said = run_ranks(2, refusals, run)
+    assert said == [["schedule.strategy", "optimizer.states", "activations_kept"]] * 2
