@@ -2,6 +2,7 @@
 
 from farspan import plan
 from farspan.lazy import attributes
+from farspan.plan.layout import Layout
 from farspan.plan.strategies import strategy
 from farspan.spec import Refused, Schedule, Sparse, Tier
 from farspan.version import VERSION as __version__
@@ -10,16 +11,22 @@ from farspan.version import VERSION as __version__
 __getattr__, __dir__ = attributes(
     __name__,
     {
+        "Dealt": "farspan.engine.deal",
         "Progress": "farspan.engine.step",
+        "Ranks": "farspan.parallel.ranks",
         "Step": "farspan.engine.step",
         "Verification": "farspan.engine.verify",
         "VerificationRun": "farspan.engine.verify",
+        "deal": "farspan.engine.deal",
         "verify": "farspan.engine.verify",
     },
 )
 
 __all__ = [
+    "Dealt",
+    "Layout",
     "Progress",
+    "Ranks",
     "Refused",
     "Schedule",
     "Sparse",
@@ -28,6 +35,7 @@ __all__ = [
     "Verification",
     "VerificationRun",
     "__version__",
+    "deal",
     "plan",
     "strategy",
     "verify",

@@ -1,12 +1,18 @@
+from farspan.engine.deal import Dealt, deal
 from farspan.engine.step import Progress, Step
 from farspan.engine.verify import Verification, VerificationRun, verify
+from farspan.parallel.ranks import Ranks
 from farspan.plan.ask import plan
+from farspan.plan.layout import Layout
 from farspan.plan.strategies import strategy
 from farspan.spec import Refused, Schedule, Sparse, Tier
 from farspan.version import VERSION as __version__
 
 __all__ = [
+    "Dealt",
+    "Layout",
     "Progress",
+    "Ranks",
     "Refused",
     "Schedule",
     "Sparse",
@@ -15,6 +21,7 @@ __all__ = [
     "Verification",
     "VerificationRun",
     "__version__",
+    "deal",
     "plan",
     "strategy",
     "verify",

@@ -24,8 +24,9 @@ def test_a_process_is_one_of_many_if_all_is_said(
     for name, value in SAID.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.delenv(absent, raising=False)
-    assert launched() == (None if absent else Launched(3, 8, 1))
+    assert launched() == (None if absent else Launched(3, 8, 1, 4))
 
 
 def test_a_group_that_is_there_is_used() -> None:

@@ -53,10 +53,10 @@ def test_the_devices_of_a_node_share_its_memory(layout: Layout, sharers: int) ->
     assert question.host_share() == machine("h200").host_bytes // sharers
 
 
-def test_one_memory_is_not_shared() -> None:
+def test_one_memory_of_both_tiers_is_shared_too() -> None:
     spec = replace(machine("h200"), unified=True, devices=2)
     question = Question(model_of(2), RunSpec(1, 64), spec, Layout(ulysses=2))
-    assert question.host_share() == spec.host_bytes
+    assert question.host_share() == spec.host_bytes // 2
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from farspan.train.choice import (
     free_now,
 )
 from farspan.train.lighter import lighter, needed
-from farspan.train.planning import planned_model
+from farspan.train.looked import look
 from farspan.train.shortage import Shortage
 from tests.train.planner import one_memory, plan_for
 from tests.zoo import LAYERS, make_model
@@ -161,13 +161,14 @@ def test_the_work_of_an_unknown_family_is_estimated_from_its_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = make_model("qwen3_moe", torch.float32)
-    known, _ = planned_model(model, "float32")
+    known = look(model, "float32").model
 
     def unknown(*_: object) -> Any:
         raise Refused("model_type: not known")
 
     monkeypatch.setattr("farspan.train.planning.architecture_from", unknown)
-    found, architecture = planned_model(model, "float32")
+    looked = look(model, "float32")
+    found, architecture = looked.model, looked.architecture
     assert architecture is None
     for ours, theirs in zip(found.layers, known.layers, strict=True):
         assert ours.work.parameters == theirs.work.parameters
@@ -180,7 +181,8 @@ def test_frozen_weights_are_not_planned_as_trained() -> None:
     model = make_model("llama", torch.float32)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("mlp" in name)
-    found, architecture = planned_model(model, "float32")
+    looked = look(model, "float32")
+    found, architecture = looked.model, looked.architecture
     assert architecture is None  # a known family's cells hold gradients of every weight
     for layer in found.layers:
         assert layer.work.trainable == 3 * 32 * 48

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from farspan.parallel.fsdp import gradient_dtype, local
+from farspan.plan.layout import Layout
+from farspan.plan.question import Question
 from farspan.spec import Refused, Schedule
 from farspan.train import loop, trainer
 from farspan.train.config import (
@@ -259,17 +261,23 @@ def low_precision(run: RunConfig) -> None:
         assert torch.equal(masters[f"master/{name}"].to(torch.bfloat16), local(own)), name
 
 
-def planned(run: RunConfig) -> None:
-    """The planner looks at whole layers; the run is dealt."""
-    parts = planned_parts([Schedule(chunk=16 + dist.get_rank())])
+def planned(run: RunConfig, layout: Layout) -> None:
+    """The planner is asked by rank 0 about a rank's part, of a model that is whole no more when it
+    is asked."""
+    asked: list[Question] = []
+    schedule = Schedule(chunk=16 + dist.get_rank(), groups=(1, 2))
+    parts = planned_parts([schedule], asked=asked)
     assert loop.train(run, parts=parts, reporter=Quiet()).step == STEPS
+    assert [question.layout for question in asked] == [layout] * (dist.get_rank() == 0)
+    for question in asked:
+        assert len(question.model.layers) == WIDE["num_hidden_layers"]
+        assert question.near() == 2
 
 
 def refusals(run: RunConfig) -> list[str]:
     eight = replace(run.optimizer, states=StatesPlace.EIGHT_BIT)
     single = replace(run.model, dtype=DType.FLOAT32)
     cases = [
-        replace(run, parallel=Parallel(tensor=2), schedule=ScheduleConfig(strategy=AUTO)),
         replace(run, model=single, optimizer=eight),
         replace(run, parallel=Parallel(tensor=2), schedule=ScheduleConfig(activations_kept=0.5)),
     ]
@@ -279,12 +287,14 @@ def refusals(run: RunConfig) -> list[str]:
             loop.train(case, reporter=Quiet())
         said.append(str(refused.value).partition(":")[0])
     low_precision(replace(run, model=replace(run.model, dtype=DType.BFLOAT16)))
-    other = replace(run, folder=f"{run.folder}-planned", schedule=ScheduleConfig(strategy=AUTO))
-    planned(other)
+    for index, layout in enumerate((Layout(ulysses=2), Layout(pipeline=2))):
+        other = replace(run, folder=f"{run.folder}-{index}", schedule=ScheduleConfig(strategy=AUTO))
+        shared = Parallel(ulysses=layout.ulysses, pipeline=layout.pipeline)
+        planned(replace(other, parallel=shared), layout)
     return said
 
 
 def test_what_is_refused_and_what_is_done(tmp_path: Path) -> None:
     run = a_run(tmp_path, "run", parallel=Parallel(ulysses=2))
     said = run_ranks(2, refusals, run)
-    assert said == [["schedule.strategy", "optimizer.states", "activations_kept"]] * 2
+    assert said == [["optimizer.states", "activations_kept"]] * 2

@@ -20,6 +20,8 @@ from farspan.plan.price.states import SLOTS, states
 from farspan.plan.search.plans import best_plan
 from farspan.spec import Refused
 from farspan.train.config import DType, ModelConfig, OptimizerConfig, ScheduleConfig, StatesPlace
+from farspan.train.crew import Crew
+from farspan.train.looked import look
 from farspan.train.loop import train
 from farspan.train.optimizer import Optimizer, decays
 from farspan.train.optimizer_host import HostStates
@@ -162,7 +164,8 @@ def test_planned_bytes_are_those_taken(
     monkeypatch.setattr("farspan.plan.price.states.STAGED", staged)
     model = load_tiny(config=MODEL, dtype=getattr(torch, dtype.value), seed=1)
     run = tiny_run(tmp_path, model=ModelConfig(config=MODEL, dtype=dtype))
-    planned = states(question_of(run, model, one_memory(), place), ((0, 1), (1, 2)))
+    found, crew = look(model, dtype.value), Crew(torch.device("cpu"))
+    planned = states(question_of(run, found, one_memory(), place, crew), ((0, 1), (1, 2)))
     with PeakMeter(torch.device("cpu")) as meter:
         optimizer = Optimizer(model, OptimizerConfig(states=place))
     counters = 4 * len(optimizer.parameters)

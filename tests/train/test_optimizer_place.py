@@ -12,6 +12,8 @@ from farspan.plan.price.evaluate import size
 from farspan.plan.question import Optimizer, Question
 from farspan.spec import MachineSpec
 from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig, StatesPlace
+from farspan.train.crew import Crew
+from farspan.train.looked import look
 from farspan.train.optimizer_place import Placed, bare_machine, choose_place
 from farspan.train.parts import Parts, remembered
 from farspan.train.planning import place_states, question_of
@@ -42,7 +44,7 @@ def run_of(tmp_path: Path, **changes: Any) -> RunConfig:
 def place(run: RunConfig, parts: Parts | None = None, before: str | None = None) -> Placed:
     model = load_tiny(config=MODEL, dtype=torch.bfloat16, seed=0)
     chosen = replace(Parts(), machine=never) if parts is None else parts
-    return place_states(run, chosen, before, lambda _: None)(model, CUDA)
+    return place_states(run, chosen, before, lambda _: None, Crew(CUDA))(model, CUDA)
 
 
 def never(*_: Any) -> Any:
@@ -52,7 +54,9 @@ def never(*_: Any) -> Any:
 def needed(run: RunConfig, states: StatesPlace) -> tuple[int, int]:
     """Bytes of the step on both tiers, states included."""
     model = load_tiny(config=MODEL, dtype=torch.bfloat16, seed=0)
-    question = question_of(run, model, replace(bare_machine(CUDA), reserve=RESERVE), states)
+    found = look(model, "bfloat16")
+    machine = replace(bare_machine(CUDA), reserve=RESERVE)
+    question = question_of(run, found, machine, states, Crew(CUDA))
     sized = size(question, run.schedule.apply(Parts().strategy("grouped", 2, run.context)))
     return sized.device.total, sized.host.total
 

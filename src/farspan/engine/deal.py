@@ -22,10 +22,10 @@ from farspan.parallel.tensor import TensorParallel
 from farspan.parallel.tensor_plan import plan_tensor
 from farspan.parallel.tensor_probe import check_layers
 from farspan.plan.grid import group_ranges
-from farspan.plan.layout import AXES
+from farspan.plan.layout import AXES, refuse_together
 from farspan.plan.program import Program
 from farspan.plan.share import local_heads, own_groups
-from farspan.spec import ModelSpec, Refused, Schedule, Tier
+from farspan.spec import ModelSpec, Schedule
 
 WHOLE = ("ulysses", "shards", "ring", "data")  # ranks with the same weights, but for cuts by fsdp
 
@@ -129,23 +129,8 @@ def deal(
 def refuse_schedule(schedule: Schedule, ranks: Ranks) -> None:
     """Raises Refused for a schedule that a layout cannot run, and one that is not the same on all
     ranks."""
-    layout = ranks.layout
     ranks.refuse_unlike("schedule", repr(schedule), *AXES)
-    if schedule.sparse is not None and layout.shards * layout.ring > 1:
-        raise Refused(
-            "sparse: pages are chosen from all keys of a head, which shards and rings spread over "
-            "ranks; use ulysses"
-        )
-    if layout.ring > 1 and schedule.kv is Tier.HOST:
-        raise Refused("kv: a ring sends K, V from the device; use device, or shards for the ring")
-    if layout.tensor > 1:
-        if schedule.activations_kept:
-            raise Refused(
-                "activations_kept: with tensor parallelism a layer saves gathered tokens, which "
-                "are not planned for; use 0, or ulysses for tensor"
-            )
-        if schedule.mlp_tokens is not None:
-            raise Refused("mlp_tokens: blocks cut by tensor have no tiles; use null, or ulysses")
+    refuse_together(schedule, ranks.layout)
 
 
 def _cut_layers(boundary: Boundary, ranks: Ranks) -> TensorParallel:

@@ -19,24 +19,29 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # small talk goes thro
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """One of `ranks` processes; `local` is its place on its machine, and so its GPU's."""
+    """One of `ranks` processes; `local` is its place on its machine, and so its GPU's, and `near`
+    how many are there."""
 
     rank: int
     ranks: int
     local: int
+    near: int
 
 
 def launched() -> Launched | None:
     """This process's place; None when no launcher started it and it is in no process group."""
     if dist.is_initialized():
         rank = dist.get_rank()
-        local = int(os.environ.get("LOCAL_RANK", rank))
-        return Launched(rank, dist.get_world_size(), local)
+        return _placed(rank, dist.get_world_size())
     if not all(name in os.environ for name in _SAID):
         return None
-    rank = int(os.environ["RANK"])
-    local = int(os.environ.get("LOCAL_RANK", rank))
-    return Launched(rank, int(os.environ["WORLD_SIZE"]), local)
+    return _placed(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+
+def _placed(rank: int, ranks: int) -> Launched:
+    """On one machine, unless the launcher says otherwise."""
+    local, near = os.environ.get("LOCAL_RANK", rank), os.environ.get("LOCAL_WORLD_SIZE", ranks)
+    return Launched(rank, ranks, int(local), int(near))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 
-from farspan.spec import ModelSpec, Refused
+from farspan.spec import ModelSpec, Refused, Schedule, Tier
 
 AXES = ("tensor", "ulysses", "shards", "ring", "data", "pipeline")  # the innermost first
 SEQUENCE = AXES[:4]  # those that share the tokens of a sequence
@@ -59,6 +59,25 @@ def sequence_layout(model: ModelSpec, devices: int) -> Layout:
 
 
 ALONE = Layout()  # of one device
+
+
+def refuse_together(schedule: Schedule, layout: Layout) -> None:
+    """Raises Refused for a schedule that the ranks of a layout cannot run."""
+    if schedule.sparse is not None and layout.shards * layout.ring > 1:
+        raise Refused(
+            "sparse: pages are chosen from all keys of a head, which shards and rings spread over "
+            "ranks; use ulysses"
+        )
+    if layout.ring > 1 and schedule.kv is Tier.HOST:
+        raise Refused("kv: a ring sends K, V from the device; use device, or shards for the ring")
+    if layout.tensor > 1:
+        if schedule.activations_kept:
+            raise Refused(
+                "activations_kept: with tensor parallelism a layer saves gathered tokens, which "
+                "are not planned for; use 0, or ulysses for tensor"
+            )
+        if schedule.mlp_tokens is not None:
+            raise Refused("mlp_tokens: blocks cut by tensor have no tiles; use null, or ulysses")
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,14 @@ class Question:
     overlap: bool = False  # copies run beside the computation, as on a GPU
     sparse: Sparse | None = None  # attention that approximates; None: exact
 
+    def near(self) -> int:
+        """Devices of the layout that share a node."""
+        return min(self.machine.devices, self.layout.devices())
+
     def host_share(self) -> int:
         """Bytes of a node's main memory that one device may fill. Where both tiers lie there
         (`unified`), what the device tier holds is still to be taken off."""
-        machine = self.machine
-        if machine.unified:
-            return machine.host_bytes
-        return machine.host_bytes // min(machine.devices, self.layout.devices())
+        return self.machine.host_bytes // self.near()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from farspan.plan.balance import chunks_of
-from farspan.plan.price.local import local_model
+from farspan.plan.price.local import local_model, stage_schedule
 from farspan.plan.question import Budget, Optimizer, Plan, Question
 from farspan.plan.units import write_bytes, write_seconds, write_tokens
 from farspan.plan.words import part_words
@@ -144,7 +144,8 @@ def schedule_text(plan: Plan) -> Text:
     text = Text("schedule: ")
     text.append(plan.strategy, "bold")
     text.append("\n")
-    for line in schedule_words(plan.schedule, layers, len(chunks_of(*of_all))):
+    schedule = stage_schedule(question, plan.schedule)
+    for line in schedule_words(schedule, layers, len(chunks_of(*of_all))):
         text.append(f"  {line}\n")
     if plan.fits and plan.reason:
         text.append(f"  why: {plan.reason}\n")
@@ -158,7 +159,7 @@ def alternatives_table(plan: Plan) -> Table:
     columns = ("strategy", "fits", "step", "device", "host", "chunk", "groups")
     table = lines_table("the choice and its runners-up", *columns, "O kept", "rest kept")
     for other in (plan, *plan.alternatives):
-        schedule = other.schedule
+        schedule = stage_schedule(other.question, other.schedule)
         groups = schedule.group_sizes(len(local_model(other.question).layers))
         table.add_row(
             other.strategy,

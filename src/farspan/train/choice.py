@@ -89,9 +89,10 @@ class PlannedChooser:
         assert before.plan is not None, "a planned run has a plan"
         assert self.question is not None, "there was a first choice"
         machine = self.question.machine
-        device, host = _less(before.plan.device), _less(before.plan.host)
+        near = self.question.near()
+        device, host = _less(before.plan.device), near * _less(before.plan.host)
         if machine.unified:
-            machine = replace(machine, host_bytes=min(machine.host_bytes, device + host))
+            machine = replace(machine, host_bytes=min(machine.host_bytes, near * device + host))
         elif shortage.tier is Tier.DEVICE:
             machine = replace(machine, device_bytes=min(machine.device_bytes, device))
         else:
@@ -113,21 +114,21 @@ class PlannedChooser:
 
 
 def free_now(
-    machine: MachineSpec, device: torch.device, held: int, on_host: int = 0
+    machine: MachineSpec, device: torch.device, held: int, on_host: int = 0, ranks: int = 1
 ) -> MachineSpec:
-    """The machine with no more memory than this process can have now. `held` bytes are what the
-    run has of the tier where its weights live already, and may keep; `on_host` what a GPU's run
-    has in main memory."""
+    """The machine with no more memory than this process, and the others of its `ranks` there, can
+    have now. `held` bytes are what each has of the tier where its weights live already, and may
+    keep; `on_host` what a GPU's run has in main memory."""
     host = available_host_bytes()
     if machine.unified:
-        return replace(machine, host_bytes=min(machine.host_bytes, host + held))
+        return replace(machine, host_bytes=min(machine.host_bytes, host + ranks * held))
     free, _ = torch.cuda.mem_get_info(device)
     # The context and the libraries' workspaces, which `reserve` stands for, are not free any more.
     mine = free + torch.cuda.memory_reserved(device) + machine.reserve
     return replace(
         machine,
         device_bytes=min(machine.device_bytes, mine),
-        host_bytes=min(machine.host_bytes, host + on_host),
+        host_bytes=min(machine.host_bytes, host + ranks * on_host),
     )
 
 

@@ -49,6 +49,11 @@ class Crew:
         return 1 if self.place is None else self.place.ranks
 
     @property
+    def near(self) -> int:
+        """How many are on this machine."""
+        return 1 if self.place is None else self.place.near
+
+    @property
     def replica(self) -> int:
         """Which of the `replicas` along `data` it belongs to."""
         return 0 if self.ranks is None else self.ranks.rank.along["data"]
@@ -115,23 +120,7 @@ class Crew:
         if self.place is None:
             return
         for tensor in tensors:
-            _broadcast(tensor, 0, None)
-
-    def gather_stages(self, owned: Callable[[int], Iterable[Tensor]]) -> None:
-        """The tensors that each stage of the pipeline has changed, copied into everybody's."""
-        if self.ranks is None or self.layout.pipeline == 1:
-            return
-        peers = self.ranks.among("pipeline")
-        for stage in range(self.layout.pipeline):
-            source = peers.number(stage)
-            for tensor in owned(stage):
-                _broadcast(tensor, source, peers.group)
-
-    def sum_stages(self, square: Tensor) -> Tensor:
-        """The sum over the stages of the pipeline, in place."""
-        if self.ranks is None or self.layout.pipeline == 1:
-            return square
-        return self.ranks.among("pipeline").sum(square)
+            _broadcast(tensor)
 
     def refuse_unlike(self, what: str, value: str) -> None:
         """Raises Refused, on all ranks, where they do not have the same."""
@@ -191,10 +180,10 @@ def _listed(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def _broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup | None) -> None:
+def _broadcast(tensor: Tensor) -> None:
     # As bytes: every backend knows them, whatever the dtype.
     there = tensor.detach()
     flat = there.contiguous().reshape(-1).view(torch.uint8)
-    dist.broadcast(flat, src=source, group=group)
+    dist.broadcast(flat, src=0)
     if flat.data_ptr() != there.data_ptr():
         there.copy_(flat.view(there.dtype).view(there.shape))

@@ -1,7 +1,6 @@
 """A run whose model is dealt over its ranks: whether it is, and its weights whole again."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,14 +16,9 @@ from farspan.train.parts import Parts
 from farspan.train.pieces import first_of_stage, gather_wholes
 
 
-# Whether ranks hold parts of the weights wherever fsdp or stages let them, and write checkpoints in
-# the files of `checkpoint_ranks`; otherwise only where tensor leaves no whole weights to train.
-FSDP = True
-
-
 def is_dealt(run: RunConfig, layout: Layout) -> bool:
     """Whether ranks hold parts of the weights, rather than all of them each. Raises Refused."""
-    cut = layout.tensor > 1 or (FSDP and (layout.fsdp or layout.pipeline > 1))
+    cut = layout.tensor > 1 or layout.pipeline > 1 or layout.fsdp
     if layout.devices() == 1 or not cut:
         return False
     if run.optimizer.states is StatesPlace.EIGHT_BIT:
@@ -33,14 +27,7 @@ def is_dealt(run: RunConfig, layout: Layout) -> bool:
             "are cut over ranks; use device or host, or parallel.fsdp: false without tensor and "
             "pipeline"
         )
-    planned = run.schedule.strategy == AUTO
-    if planned and layout.tensor > 1:
-        raise Refused(
-            "schedule.strategy: auto looks at whole layers, which tensor leaves on no rank; name a "
-            "strategy or write a schedule out, or use ulysses for tensor"
-        )
-    # The planner looks at all layers, and stages depend on what it finds.
-    return not (planned and layout.pipeline > 1)
+    return True
 
 
 def deal_model(run: RunConfig, parts: Parts, model: Any, crew: Crew) -> Dealt | None:
@@ -51,26 +38,13 @@ def deal_model(run: RunConfig, parts: Parts, model: Any, crew: Crew) -> Dealt | 
 
 
 def _schedule(run: RunConfig, parts: Parts, model: Any) -> Schedule:
-    """What the run file says of it; stages and tiles follow from that."""
+    """What the run file says of it: stages and tiles follow from that. Of the planner's neither
+    does."""
     base, named = Schedule(), run.schedule.strategy
     if named is not None and named != AUTO:
         layers = model.config.get_text_config().num_hidden_layers
         base = parts.strategy(named, layers, run.context)
     return run.schedule.apply(base).with_sparse(run.pages())
-
-
-@contextmanager
-def whole_for_now(dealt: Dealt | None) -> Iterator[None]:
-    """All weights are there, for whoever looks at the layers. All ranks enter and leave it."""
-    units = range(0 if dealt is None else dealt.sharded.outer + 1)
-    try:
-        for unit in units:
-            assert dealt is not None
-            dealt.sharded.gather(unit)
-        yield
-    finally:
-        if dealt is not None:
-            dealt.sharded.abandon()
 
 
 def whole_weights(dealt: Dealt, model: Any) -> dict[str, Tensor] | None:

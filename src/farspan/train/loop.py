@@ -128,7 +128,8 @@ def _prepare(
 
     before = crew.by_first(lambda: read_json(folder.path / ABOUT) or {}).get(STATES)
     parts = replace(parts, machine=remembered(parts.machine))
-    equipment = equip(run, parts, watch, place_states(run, parts, before, measuring), crew)
+    place = place_states(run, parts, before, measuring, crew)
+    equipment = equip(run, parts, watch, place, crew)
     reporter.note(introduce(run, equipment))
     trainer = Trainer(run, equipment, parts, folder, reporter, interrupt)
     trainer.resume()

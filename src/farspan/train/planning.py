@@ -6,27 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
-from farspan.plan.cell.describe import model_spec
-from farspan.plan.model.architecture import Architecture
-from farspan.plan.model.families import architecture_from
 from farspan.plan.price.evaluate import size
+from farspan.plan.price.local import local_model
+from farspan.plan.price.states import states
 from farspan.plan.question import Optimizer, Plan, Question
-from farspan.spec import LayerWork, MachineSpec, ModelSpec, Refused, RunSpec, Schedule
+from farspan.spec import MachineSpec, Refused, RunSpec, Schedule
 from farspan.train.choice import Choice, Chooser, NamedChooser, PlannedChooser, free_now
 from farspan.train.config import AUTO, RunConfig, StatesPlace
 from farspan.train.crew import Crew
 from farspan.train.durable import read_json
+from farspan.train.looked import Looked, look
 from farspan.train.optimizer_place import DEFAULT, Placed, bare_machine, choose_place
 from farspan.train.parts import Parts
 from farspan.train.setup import Equipment, Place
 from farspan.train.shortage import Shortage
 from farspan.train.strict import build, to_mapping
 
-PROJECTIONS = 3  # q, k and v, where nothing better is known
 PLANNED = {
     StatesPlace.DEVICE: Optimizer.ADAMW,
     StatesPlace.HOST: Optimizer.HOST,
@@ -78,32 +76,35 @@ class OneForAll:
 
 def ask(run: RunConfig, use: Equipment, parts: Parts, progress: Callable[[str], None]) -> Question:
     """One batch of the run on the machine at hand."""
+    assert use.looked is not None, "a run that plans has looked at its model"
     machine = parts.machine(use.device, getattr(torch, run.model.dtype.value), progress)
-    return question_of(run, use.model, machine, use.placed.states)
+    return question_of(run, use.looked, machine, use.placed.states, use.crew)
 
 
 def question_of(
-    run: RunConfig, module: nn.Module, machine: MachineSpec, states: StatesPlace
+    run: RunConfig, looked: Looked, machine: MachineSpec, states: StatesPlace, crew: Crew
 ) -> Question:
     """One batch of the run, with its optimizer's states in a place."""
-    model, architecture = planned_model(module, run.model.dtype.value)
-    return Question(
-        model=model,
+    question = Question(
+        model=looked.model,
         run=RunSpec(run.batch, run.context),
-        # One device, to which its link and all main memory belong.
-        machine=replace(machine, devices=1, reserve=machine.reserve + gradients_before(run, model)),
+        # To the devices of this node that are used its links and all main memory belong.
+        machine=replace(machine, devices=crew.near),
+        layout=crew.layout,
         optimizer=PLANNED[states],
         dtype=run.model.dtype.value,
-        architecture=architecture,
+        architecture=looked.architecture,
         sparse=run.pages(),
     )
+    reserve = machine.reserve + gradients_before(run, question)
+    return replace(question, machine=replace(question.machine, reserve=reserve))
 
 
 def place_states(
-    run: RunConfig, parts: Parts, before: str | None, progress: Callable[[str], None]
+    run: RunConfig, parts: Parts, before: str | None, progress: Callable[[str], None], crew: Crew
 ) -> Place:
-    """Where the optimizer's states go, for a model on a device. `before` is where they were in an
-    earlier part of the run."""
+    """Where the optimizer's states go, for a model on a device, once the crew has a layout.
+    `before` is where they were in an earlier part of the run."""
 
     def place(model: Any, device: torch.device) -> Placed:
         if run.optimizer.states is not StatesPlace.AUTO:
@@ -114,17 +115,19 @@ def place_states(
         if run.schedule.strategy == AUTO:
             machine = parts.machine(device, getattr(torch, run.model.dtype.value), progress)
         held = sum(parameter.nbytes for parameter in model.parameters())
-        machine = free_now(machine, device, held)
+        machine = free_now(machine, device, held, ranks=crew.near)
+        looked = look(model, run.model.dtype.value)
 
         def fits(states: StatesPlace) -> bool:
-            question = question_of(run, model, machine, states)
+            question = question_of(run, looked, machine, states, crew)
             if run.schedule.strategy == AUTO:
                 return parts.best_plan(question).fits
             return size(question, _named(run, model, parts)).fits
 
         return choose_place(fits, before)
 
-    return place
+    # What is free differs from rank to rank.
+    return lambda model, device: crew.by_first(lambda: place(model, device))
 
 
 def _named(run: RunConfig, model: Any, parts: Parts) -> Schedule:
@@ -138,53 +141,16 @@ def _named(run: RunConfig, model: Any, parts: Parts) -> Schedule:
 
 def _free(machine: MachineSpec, use: Equipment) -> MachineSpec:
     held = use.touched_bytes()
-    return free_now(machine, use.device, held.device, held.host)
+    return free_now(machine, use.device, held.device, held.host, use.crew.near)
 
 
-def gradients_before(run: RunConfig, model: ModelSpec) -> int:
+def gradients_before(run: RunConfig, question: Question) -> int:
     """Bytes of gradients that are there before a batch begins, when an update has several. At
     most so much comes on top of a plan for one batch: it may count a part of them at its peak."""
-    return model.trainable * model.accumulate_bytes() if run.accumulate > 1 else 0
-
-
-def planned_model(model: nn.Module, dtype: str) -> tuple[ModelSpec, Architecture | None]:
-    """The model as it is, with the work of its layers: as its family is known to do it, otherwise
-    estimated from its weights."""
-    boundary = Boundary(model)
-    spec = describe(boundary)
-    try:
-        architecture = architecture_from(boundary.model.config)
-        known = [layer.work for layer in model_spec(architecture, dtype).layers]
-    except Refused:
-        architecture, known = None, []
-    active = getattr(boundary.model.config.get_text_config(), "num_experts_per_tok", None) or 1
-    layers, as_known = [], True
-    for index, layer in enumerate(spec.layers):
-        module = boundary.layers[index]
-        guess = _estimate(module, active, layer.activation_bytes)
-        work = known[index] if len(known) == len(spec.layers) else guess
-        if work.parameters != guess.parameters:  # such as adapters, or a family of its own making
-            work = guess
-        as_known = as_known and work.trainable == guess.trainable and work is not guess
-        layers.append(replace(layer, work=replace(work, trainable=guess.trainable)))
-    # What an architecture's cells hold is that of a model whose every weight is trained.
-    return replace(spec, layers=tuple(layers)), architecture if as_known else None
-
-
-def _estimate(layer: nn.Module, active: int, saved: int) -> LayerWork:
-    """Every matrix is multiplied once a token; of stacked experts, `active` are. What autograd
-    saves is written once and read once: elementwise work moves at least so much."""
-    weights = list(layer.parameters())
-    products = [(w.shape[1], w.shape[0]) for w in weights if w.ndim == 2]
-    products += [(w.shape[1], w.shape[2]) for w in weights if w.ndim == 3 for _ in range(active)]
-    return LayerWork(
-        parameters=sum(w.numel() for w in weights),
-        trainable=sum(w.numel() for w in weights if w.requires_grad),
-        products=tuple(products),
-        projections=min(PROJECTIONS, len(products)),
-        forward_traffic=saved,
-        backward_traffic=saved,
-    )
+    if run.accumulate == 1:
+        return 0
+    part = replace(question, model=local_model(question))
+    return states(part, ((0, len(part.model.layers)),)).gradients
 
 
 def plan_json(choice: Choice) -> dict[str, Any]:

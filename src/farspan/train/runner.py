@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 from farspan.engine.meter import PeakMeter
 from farspan.spec import Kernels, Refused, Schedule, Tier
 from farspan.train.choice import Choice, Chooser, describe_schedule
-from farspan.train.config import AUTO, RunConfig
-from farspan.train.dealt import whole_for_now
+from farspan.train.config import RunConfig
 from farspan.train.memory import Expected, compare, describe, shown
 from farspan.train.parts import CellsDone, Parts, StepLike
 from farspan.train.planning import gradients_before
@@ -83,12 +82,6 @@ class Runner:
         self._peak: int | None = None  # bytes of a step beside weights and optimizer
         self._seconds: list[float] = []  # of whole steps after the metered one
 
-    @property
-    def schedule(self) -> Schedule:
-        """The one that is in use."""
-        assert self._choice is not None, "there is work for it"
-        return self._choice.schedule
-
     def make_ready(self) -> None:
         """Chooses and rehearses now. Raises Refused, or what `watch` raises."""
         self.attempt(lambda _: None)
@@ -149,7 +142,7 @@ class Runner:
         return Comparison(
             predicted_bytes=plan.device.total
             - plan.device.parts.get("reserve", 0)
-            + gradients_before(self._run, plan.question.model)
+            + gradients_before(self._run, plan.question)
             + (plan.host.total if on_cpu else 0),
             measured_bytes=self._use.held_bytes() + self._peak,
             predicted_seconds=(plan.seconds.total - update) * self._run.accumulate + update,
@@ -159,8 +152,7 @@ class Runner:
     def _ready(self) -> StepLike:
         """The engine, rehearsed."""
         if self._choice is None:
-            with whole_for_now(self._use.dealt if self._run.schedule.strategy == AUTO else None):
-                self._choice = self._chooser.first()
+            self._choice = self._chooser.first()
             self._tell.note(f"schedule: {describe_schedule(self._choice)}{_because(self._choice)}")
         if self._step is None:
             self._step = self._make_step(self._choice.schedule)

@@ -2,14 +2,12 @@
 of them; of one that is dealt over ranks, by all."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from farspan.spec import Schedule
 from farspan.train import checkpoint, checkpoint_ranks
 from farspan.train.checkpoint import MODEL, OPTIMIZER, Live, Restored
 from farspan.train.checkpoint_ranks import Forms, Tensors, copy_rows, entries_of
@@ -18,7 +16,6 @@ from farspan.train.durable import remove_leftovers
 from farspan.train.pieces import Pieces
 from farspan.train.position import model_tensors
 from farspan.train.setup import Equipment
-from farspan.train.stages import stages
 
 Note = Callable[[str], None]
 
@@ -43,8 +40,8 @@ class Saver(Protocol):
 class WholeSaver:
     """Every rank has the model whole."""
 
-    def __init__(self, use: Equipment, schedule: Callable[[], Schedule]) -> None:
-        self._use, self._crew, self._schedule = use, use.crew, schedule
+    def __init__(self, use: Equipment) -> None:
+        self._crew = use.crew
         self._live = Live(model_tensors(use.model), use.optimizer.tensors())
 
     def resume(self, folder: Path, expected: Mapping[str, Any], warn: Note) -> Restored | None:
@@ -58,9 +55,6 @@ class WholeSaver:
     def save(
         self, folder: Path, rng: Tensors, state: Mapping[str, Any], *, step: int, keep: int
     ) -> None:
-        if self._crew.layout.pipeline > 1:
-            own = partial(stages, self._live, self._use, self._schedule())
-            self._crew.gather_stages(own)
         self._crew.by_first(
             lambda: checkpoint.save(folder, self._live, rng, state, step=step, keep=keep)
         )
@@ -116,6 +110,5 @@ class DealtSaver:
         return found
 
 
-def saver_of(use: Equipment, schedule: Callable[[], Schedule]) -> Saver:
-    """`schedule` is the one in use, asked for when something is saved."""
-    return WholeSaver(use, schedule) if use.pieces is None else DealtSaver(use, use.pieces)
+def saver_of(use: Equipment) -> Saver:
+    return WholeSaver(use) if use.pieces is None else DealtSaver(use, use.pieces)

@@ -24,6 +24,7 @@ from farspan.train.config import RunConfig, StatesPlace
 from farspan.train.crew import Crew
 from farspan.train.dealt import deal_model
 from farspan.train.layout import check_ranks, layout_of
+from farspan.train.looked import Looked, look
 from farspan.train.memory import Expected
 from farspan.train.optimizer import Optimizer
 from farspan.train.optimizer_8bit import load_adamw
@@ -53,6 +54,7 @@ class Equipment:
     crew: Crew = field(default_factory=lambda: Crew(torch.device("cpu")))
     pieces: Pieces | None = None  # of a model that is dealt over ranks
     elements: tuple[int, int] = (0, 0)  # of all parameters, and of the trainable ones
+    looked: Looked | None = None  # where the planner is asked
 
     @property
     def dealt(self) -> Dealt | None:
@@ -105,6 +107,7 @@ def equip(run: RunConfig, parts: Parts, watch: Watch, place: Place, crew: Crew) 
     refuse_context(model.config, min(run.context, corpus.longest))
     placed = place(model, device)
     elements = _elements(model)
+    looked = look(model, run.model.dtype.value) if run.schedule.strategy == AUTO else None
     dealt = deal_model(run, parts, model, crew)
     pieces = None if dealt is None else pieces_of(dealt)
     optimizer = Optimizer(model, replace(run.optimizer, states=placed.states), pieces)
@@ -120,6 +123,7 @@ def equip(run: RunConfig, parts: Parts, watch: Watch, place: Place, crew: Crew) 
         crew=crew,
         pieces=pieces,
         elements=elements,
+        looked=looked,
     )
 
 

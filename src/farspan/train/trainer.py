@@ -32,7 +32,6 @@ from farspan.train.saver import saver_of
 from farspan.train.setup import Equipment, about
 from farspan.train.shortage import OutOfMemory, Shortage
 from farspan.train.sparse import MassWatch, marks, mass_json, other_chunk
-from farspan.train.stages import norm_of_stages
 
 PLAN = "plan.json"
 ABOUT = "about.json"
@@ -83,7 +82,7 @@ class Trainer:
                 rewind=self._rewind,
             ),
         )
-        self._saver = saver_of(equipment, lambda: self._runner.schedule)
+        self._saver = saver_of(equipment)
 
     def resume(self) -> None:
         """Goes to where the latest checkpoint stands, if there is one."""
@@ -175,7 +174,7 @@ class Trainer:
         self._use.memory.begin_step()
         batches = self._batches.of_step(step)
         (loss, seen), memory = self._runner.measured(partial(self._gradients, batches))
-        gradient_norm = norm_of_stages(self._use)
+        gradient_norm = self._use.optimizer.gradient_norm()
         norm = float(gradient_norm)
         lr = learning_rate(run.optimizer, step, run.steps)
         values: dict[str, Any] = {"step": step + 1, "lr": lr, **memory, **mass_json(seen)}

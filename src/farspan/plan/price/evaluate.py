@@ -5,7 +5,14 @@ from dataclasses import dataclass, replace
 from farspan.plan.build import build_program
 from farspan.plan.cell.transient import Walk
 from farspan.plan.price.collectives import Collectives, exchange_bytes, fsdp_ranks
-from farspan.plan.price.local import local_chunks, local_model, local_run, local_schedule
+from farspan.plan.price.local import (
+    local_chunks,
+    local_model,
+    local_run,
+    local_schedule,
+    stage_schedule,
+    whole_schedule,
+)
 from farspan.plan.price.seconds import Prices, rates_of
 from farspan.plan.price.states import States, gradient_bytes, states, update_seconds
 from farspan.plan.price.timeline import Timeline, run_time
@@ -32,6 +39,7 @@ class Walked:
 def walk(question: Question, schedule: Schedule) -> Walked:
     """The program that one device would run. Raises Refused when the groups do not fit."""
     part = replace(question, model=local_model(question))
+    schedule = stage_schedule(question, schedule)
     run, own = local_run(part), local_schedule(schedule, part.layout)
     program = build_program(part.model, run, own, chunks=local_chunks(question, schedule))
     ranks = fsdp_ranks(part)
@@ -73,7 +81,7 @@ def evaluate(
     seconds = step_seconds(part, sized.program, simulated=sized.fits)
     return Plan(
         strategy=strategy,
-        schedule=schedule,
+        schedule=whole_schedule(question, schedule),
         question=question,
         device=sized.device,
         host=sized.host,
@@ -177,9 +185,8 @@ def step_seconds(question: Question, program: Program, *, simulated: bool = True
 def _waiting(question: Question, program: Program) -> float:
     """By how much stages that wait for each other stretch a step. A stage begins when the first
     chunk comes through the stage before, and the slowest chunk sets the pace: passes over chunks
-    that take t take sum(t) + (stages - 1) max(t). With several groups in a stage all but one of
-    them are passed while the other stages wait for it."""
-    stages, groups = question.layout.pipeline, len(program.groups)
+    that take t take sum(t) + (stages - 1) max(t)."""
+    stages = question.layout.pipeline
     if stages == 1:
         return 1.0
     prices = Prices(question, program, together=question.overlap)
@@ -187,8 +194,7 @@ def _waiting(question: Question, program: Program) -> float:
     for instruction in program.instructions:
         if not isinstance(instruction, Allocate | Free | Clear | Close | Gather | Release):
             busy[instruction.chunk] += prices.of(instruction).in_line()
-    pace = max(busy) / sum(busy)
-    return 1.0 + (stages - 1) * (groups - 1 + pace) / groups
+    return 1.0 + (stages - 1) * max(busy) / sum(busy)
 
 
 def _bound(line: Timeline) -> str:

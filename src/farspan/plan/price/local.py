@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from farspan.plan.balance import chunks_of, is_balanced
-from farspan.plan.grid import chunk_ranges
+from farspan.plan.grid import chunk_ranges, group_ranges
 from farspan.plan.layout import Layout, Range
 from farspan.plan.question import Question
 from farspan.spec import ModelSpec, Refused, RunSpec, Schedule
@@ -25,6 +25,22 @@ def local_schedule(schedule: Schedule, layout: Layout) -> Schedule:
         chunk=max(1, -(-schedule.chunk // ranks)),
         kv_block=max(1, -(-schedule.kv_block // ranks)),
     )
+
+
+def stage_schedule(question: Question, schedule: Schedule) -> Schedule:
+    """The schedule of the fullest pipeline stage: stages are groups, so a stage is one group of all
+    its layers. `question` has the whole model."""
+    if question.layout.pipeline == 1:
+        return schedule
+    return replace(schedule, groups=(len(local_model(question).layers),))
+
+
+def whole_schedule(question: Question, schedule: Schedule) -> Schedule:
+    """The reverse of `stage_schedule`: a group for each stage, as ranks run it."""
+    if question.layout.pipeline == 1:
+        return schedule
+    ranges = group_ranges(Schedule(), len(question.model.layers), question.layout.pipeline)
+    return replace(schedule, groups=tuple(stop - start for start, stop in ranges))
 
 
 def local_chunks(question: Question, schedule: Schedule) -> tuple[Range, ...]:

@@ -81,7 +81,7 @@ def update_seconds(question: Question) -> float:
 def _away(question: Question, final: int, element: int) -> float:
     """Seconds an element that is updated on the host."""
     machine, wide = question.machine, _sum_bytes(question.model)
-    shared = machine.host_memory / min(machine.devices, question.layout.devices())
+    shared = machine.host_memory / question.near()
     # Without a master, the weight itself goes there and back.
     master, there = (wide, final) if element < wide else (0, final + element)
     touched = 2 * (MOMENTS * wide + master) + 2 * there + 2 * element

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from farspan.plan.layout import Layout, refuse_together
 from farspan.plan.price.evaluate import evaluate
-from farspan.plan.price.local import local_model, refuse_layout
+from farspan.plan.price.local import local_model, refuse_layout, stage_schedule
 from farspan.plan.question import Plan, Question
 from farspan.plan.reason import breaks_first, reason_of, remedy_of
 from farspan.plan.search import quick
@@ -107,7 +108,7 @@ def named_schedule(question: Question, name: str, most: int = MOST_CELLS) -> Sch
     """A strategy's schedule for this question: memo's alpha solved, and chunks of which there
     would be more than `most` cells made wider."""
     tokens, layers = question.run.tokens, len(local_model(question).layers)
-    schedule = strategy(name, layers, tokens)
+    schedule = stage_schedule(question, strategy(name, layers, tokens))
     least = -(-tokens * layers // most)
     if schedule.chunk < least:
         schedule = replace(schedule, chunk=least)
@@ -121,12 +122,22 @@ def _plans(question: Question, names: Sequence[str], seconds: float) -> list[Pla
         if name not in STRATEGIES:
             known = ", ".join(STRATEGIES)
             raise Refused(f"strategy: {name!r} is not known; expected one of {known}")
-    plans = [
-        plan_of(question, name, named_schedule(question, name)) for name in names if name != GROUPED
-    ]
+    schedules = {name: named_schedule(question, name) for name in names if name != GROUPED}
+    runs = {name: s for name, s in schedules.items() if _runs(s, question.layout)}
+    if not runs and GROUPED not in names:
+        refuse_together(next(iter(schedules.values())), question.layout)
+    plans = [plan_of(question, name, schedule) for name, schedule in runs.items()]
     if GROUPED in names:
         plans.append(_searched(question, plans, seconds))
     return plans
+
+
+def _runs(schedule: Schedule, layout: Layout) -> bool:
+    try:
+        refuse_together(schedule, layout)
+    except Refused:
+        return False
+    return True
 
 
 def _searched(question: Question, others: Sequence[Plan], seconds: float) -> Plan:
@@ -203,4 +214,5 @@ def _candidates(question: Question, name: str) -> list[Schedule]:
     candidates = roomiest(question, thriftiest(question), CANDIDATES)
     # Every strategy is a point of the space; some have chunks finer than those that are searched.
     others = [other for other in STRATEGIES if other != GROUPED]
-    return candidates + [named_schedule(question, other, MOST_NAMED) for other in others]
+    named = [named_schedule(question, other, MOST_NAMED) for other in others]
+    return candidates + [schedule for schedule in named if _runs(schedule, question.layout)]

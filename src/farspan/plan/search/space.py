@@ -31,6 +31,7 @@ class Space:
     cuts: tuple[tuple[int, ...], ...]
     attention: tuple[float, ...]
     activations: tuple[float, ...]
+    kv: tuple[Tier, ...] = tuple(Tier)
     lean: bool = False  # only switches that keep nothing which can be made again
 
     def schedules(self) -> Iterator[Schedule]:
@@ -53,7 +54,7 @@ class Space:
     def _switches(self, cut: tuple[int, ...]) -> Iterator[Schedule]:
         is_deep = max(cut) > 1
         opens = (False, True) if is_deep and not self.lean else (False,)
-        for kv in Tier:
+        for kv in self.kv:
             for kept, home in self._homes(cut, kv):
                 for is_open in opens:
                     for checkpoint in (False, True) if is_deep else (False,):
@@ -75,11 +76,16 @@ class Space:
 
 def whole_space(question: Question) -> Space:
     """Everything that farspan can do for this question."""
+    layout, model = question.layout, local_model(question)
+    activations = tuple(part / PARTS_OF_ACTIVATIONS for part in range(PARTS_OF_ACTIVATIONS + 1))
     return Space(
         chunk_sizes(question),
-        cuts(local_model(question)),
+        # The stages of a pipeline are its groups.
+        cuts(model) if layout.pipeline == 1 else ((len(model.layers),),),
         tuple(part / PARTS for part in range(PARTS + 1)),
-        tuple(part / PARTS_OF_ACTIVATIONS for part in range(PARTS_OF_ACTIVATIONS + 1)),
+        # What ranks cannot run (engine.deal.refuse_schedule).
+        activations if layout.tensor == 1 else (0.0,),
+        kv=tuple(Tier) if layout.ring == 1 else (Tier.DEVICE,),
     )
 
 

@@ -1,0 +1,62 @@
+"""A model as the planner sees it, looked at while its weights are whole."""
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from farspan.models.boundary import Boundary
+from farspan.models.describe import describe
+from farspan.plan.cell.describe import model_spec
+from farspan.plan.model.architecture import Architecture
+from farspan.plan.model.families import architecture_from
+from farspan.spec import LayerWork, ModelSpec, Refused
+
+PROJECTIONS = 3  # q, k and v, where nothing better is known
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What was found. A family that is not known has no architecture."""
+
+    model: ModelSpec
+    architecture: Architecture | None
+
+
+def look(model: nn.Module, dtype: str) -> Looked:
+    """The model as it is, with the work of its layers: as its family is known to do it, otherwise
+    estimated from its weights."""
+    boundary = Boundary(model)
+    spec = describe(boundary)
+    try:
+        architecture = architecture_from(boundary.model.config)
+        known = [layer.work for layer in model_spec(architecture, dtype).layers]
+    except Refused:
+        architecture, known = None, []
+    active = getattr(boundary.model.config.get_text_config(), "num_experts_per_tok", None) or 1
+    layers, as_known = [], True
+    for index, layer in enumerate(spec.layers):
+        module = boundary.layers[index]
+        guess = _estimate(module, active, layer.activation_bytes)
+        work = known[index] if len(known) == len(spec.layers) else guess
+        if work.parameters != guess.parameters:  # such as adapters, or a family of its own making
+            work = guess
+        as_known = as_known and work.trainable == guess.trainable and work is not guess
+        layers.append(replace(layer, work=replace(work, trainable=guess.trainable)))
+    # What an architecture's cells hold is that of a model whose every weight is trained.
+    return Looked(replace(spec, layers=tuple(layers)), architecture if as_known else None)
+
+
+def _estimate(layer: nn.Module, active: int, saved: int) -> LayerWork:
+    """Every matrix is multiplied once a token; of stacked experts, `active` are. What autograd
+    saves is written once and read once: elementwise work moves at least so much."""
+    weights = list(layer.parameters())
+    products = [(w.shape[1], w.shape[0]) for w in weights if w.ndim == 2]
+    products += [(w.shape[1], w.shape[2]) for w in weights if w.ndim == 3 for _ in range(active)]
+    return LayerWork(
+        parameters=sum(w.numel() for w in weights),
+        trainable=sum(w.numel() for w in weights if w.requires_grad),
+        products=tuple(products),
+        projections=min(PROJECTIONS, len(products)),
+        forward_traffic=saved,
+        backward_traffic=saved,
+    )
