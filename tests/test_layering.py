@@ -23,7 +23,7 @@ ORDER = (
     {"attention", "transfer"},
     {"plan"},
     {"memory"},
-    {"spec", "lazy", "version"},
+    {"durable", "spec", "lazy", "version"},
 )
 HEIGHT = {layer: -row for row, layers in enumerate(ORDER) for layer in layers}
 TORCH_FREE = ("__init__", "lazy", "memory", "plan", "report", "spec", "version")

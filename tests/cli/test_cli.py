@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from farspan import cli
 from farspan.cli.verify import base_schedule
+from farspan.durable import WriteFailed
 from farspan.plan.strategies import strategy
 from farspan.train.config import RunConfig, ScheduleConfig
-from farspan.train.durable import WriteFailed
 from farspan.train.loop import Result
 from farspan.train.runner import Comparison
 from farspan.version import VERSION

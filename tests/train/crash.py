@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from farspan.train import durable
+from farspan import durable
 from farspan.train.config import OptimizerConfig, RunConfig
 from farspan.train.optimizer import Optimizer
 from tests.train.tiny import MODEL, TinyStep, fit, load_tiny, tiny_run

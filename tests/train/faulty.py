@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from farspan import durable
 from farspan.cli import main
-from farspan.parallel import states
 from farspan.train import loop
 from farspan.train.config import RunConfig
 from farspan.train.parts import Parts
@@ -48,7 +48,7 @@ def faulty_parts(accumulate: int, fault: str) -> Parts:
 def fit(run: RunConfig, fault: str) -> str:
     """A rank of a run, and the step that it has come to."""
     if fault == "killed while saving" and os.environ["RANK"] == "0":
-        vars(states)["save_file"] = killed_halfway(2)  # of one file a checkpoint
+        vars(durable)["save_file"] = killed_halfway(2)  # of one file a checkpoint
     return str(loop.train(run, parts=faulty_parts(run.accumulate, fault), reporter=Quiet()).step)
 
 

@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from farspan import durable
+from farspan.durable import WriteFailed, digest
 from farspan.spec import Refused
-from farspan.train import checkpoint, durable
+from farspan.train import checkpoint
 from farspan.train.checkpoint import Live, capture_rng, restore_rng
-from farspan.train.durable import WriteFailed, digest
 
 RUN = {"run": "abc"}
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from farspan.durable import digest
 from farspan.spec import Refused
-from farspan.train.durable import digest
 from tests.train.test_interrupt import same_weights
 from tests.train.tiny import STEPS, Quiet, fit, tiny_run
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from farspan.durable import WriteFailed
 from farspan.spec import Refused
 from farspan.train.config import (
     DeviceAllocator,
@@ -19,7 +20,6 @@ from farspan.train.config import (
     ScheduleConfig,
     SparseConfig,
 )
-from farspan.train.durable import WriteFailed
 from farspan.train.folder import FREE, RunFolder, identity
 from farspan.train.strict import flatten
 from tests.train.tiny import tiny_run

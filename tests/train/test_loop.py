@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from farspan.data.corpus import open_corpus
 from farspan.data.tokenizers import load_tokenizer
+from farspan.durable import WriteFailed
 from farspan.spec import Refused
 from farspan.train.config import DType, EvaluationConfig, ModelConfig, RunConfig
-from farspan.train.durable import WriteFailed
 from farspan.train.optimizer import Optimizer, learning_rate
 from farspan.train.setup import choose_device
 from farspan.train.strict import build

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from farspan.cli.ending import FAILED, USAGE, typer_app
+from farspan.durable import WriteFailed
 from farspan.parallel.faults import RankFailed, is_shared
 from farspan.plan.pages import EXAMPLE, OFF, ON, read_sparse
 from farspan.plan.strategies import STRATEGIES
@@ -17,7 +18,6 @@ from farspan.spec import Refused
 from farspan.train.config import AUTO, RunConfig, load_run, with_sparse, with_strategy
 from farspan.train.default import default_run
 from farspan.train.diagnosis import Diverged, as_json
-from farspan.train.durable import WriteFailed
 from farspan.train.loop import Result, train
 from farspan.train.progress import make_reporter
 

@@ -13,9 +13,7 @@ and gets its own when every rank's files are on the disk: a rank that dies befor
 there.
 """
 
-import hashlib
 import json
-import os
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -27,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
@@ -48,27 +45,23 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_all
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from farspan.durable import PARTIAL, WriteFailed, digest, publish, write_bytes, write_tensors
 from farspan.parallel.states_plan import Entries, Loading, Saving
 from farspan.spec import Refused
 
 FORMAT = 1
 TENSORS = "tensors.json"
 STATE = "state.json"
-PARTIAL = ".partial-"  # a name that starts so is not finished, or is being deleted
 
 Group = dist.ProcessGroup | None  # None: this process alone
-
-
-class SaveFailed(OSError):
-    """A checkpoint could not be written; the message names the rank and the cause."""
 
 
 def save(path: Path, entries: Entries, state: Mapping[str, Any], group: Group = None) -> None:
     """Writes a checkpoint of every rank's `entries` and the first rank's `state` (JSON). `path` is
     of a file system that all ranks of the group share; what has that name is replaced.
 
-    Raises SaveFailed on every rank when it fails on one; `path` is then as it was. A rank that
-    died is an error of torch's, on the others, within the group's timeout.
+    Raises WriteFailed on every rank when it fails on one, which is named; `path` is then as it
+    was. A rank that died is an error of torch's, on the others, within the group's timeout.
     """
     writer = _Writer(path, state)
     try:
@@ -82,7 +75,7 @@ def save(path: Path, entries: Entries, state: Mapping[str, Any], group: Group = 
             )
     except CheckpointException as error:
         writer.discard()
-        raise SaveFailed(f"cannot write {path}: {_causes(error)}") from error
+        raise WriteFailed(_causes(error)) from error
 
 
 def load(
@@ -171,12 +164,11 @@ class _Writer(StorageWriter):
         for item in plan.items:
             data = planner.resolve_data(item)
             assert isinstance(data, Tensor)
-            tensors[keys[item.index]] = data.contiguous()
-        save_file(tensors, path)
-        _sync(path)
-        size, digest = path.stat().st_size, _digest(path)
+            tensors[keys[item.index]] = data
+        write_tensors(path, tensors)
+        size, sha256 = path.stat().st_size, digest(path)
         return [
-            WriteResult(index, tensors[key].nbytes, _Written(path.name, key, size, digest))
+            WriteResult(index, tensors[key].nbytes, _Written(path.name, key, size, sha256))
             for index, key in keys.items()
         ]
 
@@ -196,11 +188,11 @@ class _Writer(StorageWriter):
         _write_json(self._partial / STATE, {"format": FORMAT, **self._state})
         files[STATE] = {
             "bytes": (self._partial / STATE).stat().st_size,
-            "sha256": _digest(self._partial / STATE),
+            "sha256": digest(self._partial / STATE),
         }
         listed = {"format": FORMAT, "files": files, "tensors": tensors}
         _write_json(self._partial / TENSORS, listed)
-        _publish(self._partial, self._path)
+        publish(self._partial, self._path)
 
 
 def _entry(
@@ -219,30 +211,8 @@ def _key(index: MetadataIndex) -> str:
     return f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
 
 
-def _publish(partial: Path, path: Path) -> None:
-    _sync(partial)
-    if path.is_dir():
-        doomed = path.with_name(f"{PARTIAL}old-{path.name}")
-        shutil.rmtree(doomed, ignore_errors=True)
-        os.replace(path, doomed)
-        os.replace(partial, path)
-        shutil.rmtree(doomed, ignore_errors=True)
-    else:
-        os.replace(partial, path)
-    _sync(path.parent)
-
-
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=1, allow_nan=False), "utf-8")
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    write_bytes(path, json.dumps(value, indent=1, allow_nan=False).encode("utf-8"))
 
 
 # -- reading ------------------------------------------------------------------------------------
@@ -314,7 +284,7 @@ def _verify(path: Path, entry: Mapping[str, Any]) -> None:
             f"{path.name}: {path.stat().st_size} bytes, expected {entry['bytes']}: truncated or "
             "changed"
         )
-    if _digest(path) != entry["sha256"]:
+    if digest(path) != entry["sha256"]:
         raise Refused(f"{path.name}: its SHA-256 is not the one in {TENSORS}: damaged or changed")
 
 
@@ -340,11 +310,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Refused(f"{path}: expected a JSON object")
     return value
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

@@ -21,11 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from farspan.spec import Refused
-from farspan.train import checkpoint_ranks
-from farspan.train.checkpoint_ranks import Forms, entries_of, refuse_other
-from farspan.train.crew import Crew
-from farspan.train.durable import (
+from farspan.durable import (
     PARTIAL,
     digest,
     discard,
@@ -34,6 +30,10 @@ from farspan.train.durable import (
     write_bytes,
     write_tensors,
 )
+from farspan.spec import Refused
+from farspan.train import checkpoint_ranks
+from farspan.train.checkpoint_ranks import Forms, entries_of, refuse_other
+from farspan.train.crew import Crew
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"

@@ -17,11 +17,9 @@ from torch import Tensor
 
 from farspan.parallel import states
 from farspan.parallel.places import everything
-from farspan.parallel.states import SaveFailed
 from farspan.parallel.states_plan import Entries
 from farspan.spec import Refused
 from farspan.train.crew import Crew
-from farspan.train.durable import WriteFailed
 from farspan.train.pieces import Pieces
 
 LISTED = states.TENSORS  # a folder that has this file is such a checkpoint
@@ -59,12 +57,7 @@ def write(path: Path, entries: Entries, rng: Tensors, state: Mapping[str, Any], 
         for kind, name in names.items()
         if name in rng
     }
-    try:
-        states.save(path, {**entries, **own}, state, _group(crew))
-    except SaveFailed as error:
-        raise WriteFailed(
-            f"{error}; free some space or fix its permissions, then run the same command again"
-        ) from error
+    states.save(path, {**entries, **own}, state, _group(crew))
 
 
 def read(

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from farspan.durable import WriteFailed
 from farspan.parallel.launch import Launched, joined
 from farspan.parallel.ranks import Ranks
 from farspan.plan.layout import ALONE, AXES, Layout, Rank
 from farspan.spec import Refused
 from farspan.train.config import RunConfig
 from farspan.train.diagnosis import Finding
-from farspan.train.durable import WriteFailed
 from farspan.train.layout import Parallel
 from farspan.train.strict import flatten, to_mapping
 from farspan.version import VERSION

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers.utils import logging
 
 from farspan.data.tokenizers import Tokenizer, reads_back
+from farspan.durable import PARTIAL, digest, publish, read_json, write_bytes, writing
 from farspan.train.checkpoint import manifest
-from farspan.train.durable import PARTIAL, digest, publish, read_json, write_bytes, writing
 
 # Beside the weights: the SHA-256 of the manifest, and so of every file, of a checkpoint, and how it
 # was trained. A folder without it, or with another one, is not the result of this run: replaced.

@@ -19,9 +19,9 @@ from typing import Any, TextIO
 
 import yaml
 
+from farspan.durable import append_line, remove_leftovers, write_whole
 from farspan.spec import Refused
 from farspan.train.config import RunConfig, StatesPlace
-from farspan.train.durable import append_line, remove_leftovers, write_whole
 from farspan.train.layout import replicas
 from farspan.train.strict import flatten, read_mapping, to_mapping
 

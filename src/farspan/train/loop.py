@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from farspan.durable import read_json
 from farspan.parallel.launch import launched
 from farspan.train.config import RunConfig
 from farspan.train.crew import Crew, crew_of
-from farspan.train.durable import read_json
 from farspan.train.folder import OthersFolder, RunFolder
 from farspan.train.interrupt import Interrupt, Interrupted
 from farspan.train.optimizer_place import STATES

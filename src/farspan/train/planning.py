@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from farspan.durable import read_json
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
 from farspan.plan.price.evaluate import size
@@ -17,7 +18,6 @@ from farspan.spec import MachineSpec, Refused, RunSpec, Schedule
 from farspan.train.choice import Choice, Chooser, NamedChooser, PlannedChooser, free_now
 from farspan.train.config import AUTO, RunConfig, StatesPlace
 from farspan.train.crew import Crew
-from farspan.train.durable import read_json
 from farspan.train.looked import Looked, look
 from farspan.train.optimizer_place import DEFAULT, Placed, bare_machine, choose_place
 from farspan.train.parts import Parts

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from farspan.durable import read_json
 from farspan.engine.sparse import Seen
 from farspan.plan.question import Question
 from farspan.train import checkpoint
@@ -17,7 +18,6 @@ from farspan.train.checkpoint import capture_rng, restore_rng
 from farspan.train.choice import Choice
 from farspan.train.config import OnNonfinite, RunConfig
 from farspan.train.diagnosis import Diverged, Finding, as_json, find_nonfinite, report
-from farspan.train.durable import read_json
 from farspan.train.export import export, is_exported
 from farspan.train.folder import RunFolder, identity
 from farspan.train.interrupt import Interrupt

@@ -36,7 +36,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes and syncs one safetensors file in place. Raises WriteFailed."""
     try:
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
-        _sync(path)
+        sync(path)
     except (SafetensorError, OSError) as error:
         raise _failure(path, str(error)) from error
 
@@ -76,11 +76,11 @@ def publish(partial: Path, path: Path) -> None:
     try:
         if partial.is_dir():
             for inner in partial.rglob("*"):
-                _sync(inner)
-            _sync(partial)
+                sync(inner)
+            sync(partial)
             discard(path)
         os.replace(partial, path)
-        _sync(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise _failure(path, error.strerror or str(error)) from error
 
@@ -118,7 +118,8 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """What was written there is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
