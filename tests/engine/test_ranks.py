@@ -32,7 +32,7 @@ Dealing = dict[str, Any]  # options of `deal`
 
 @dataclass(frozen=True)
 class Case:
-    """One model by one schedule, on two inputs one after the other."""
+    """One model by one schedule, on two inputs one after the other: arenas grow in between."""
 
     name: str
     schedule: Schedule
@@ -52,8 +52,12 @@ def outcomes_of(layout: Layout, cases: list[Case], dealing: Dealing | None = Non
             team = deal(model, case.schedule, ranks, **dealing)
         step = Step(model, case.schedule, poison=True, ranks=team)
         for number, data in enumerate(case.inputs):
+            expected = run_oracle(whole, data)
             try:
-                check(model, step, data, run_oracle(whole, data), limits(case.family))
+                check(model, step, data, expected, limits(case.family))
+                if number:
+                    evaluation = Outcome(step.evaluate(*rows_of(ranks, data)), {})
+                    assert_close(evaluation, replace(expected, gradients={}), limits(case.family))
             except AssertionError as error:
                 wrong.append(f"{case.name}, step {number}: {error}"[:400])
     return wrong
@@ -69,7 +73,6 @@ def check(model: Any, step: Step, data: Data, expected: Outcome, limits: dict[st
     found = Outcome(loss, whole_gradients(model, step.dealt, others))
     expected = replace(expected, gradients=without(expected.gradients, others))
     assert_close(found, expected, limits)
-    assert_close(Outcome(step.evaluate(*own), {}), Outcome(expected.loss, {}), limits)
 
 
 def sent(ranks: Ranks) -> dict[str, int]:
@@ -125,7 +128,7 @@ def rows_of(ranks: Ranks, data: Data) -> Data:
 
 
 def two(tokens: int, **options: Any) -> tuple[Data, Data]:
-    return draw(tokens, **options), draw(tokens + 3, **options, seed=1)
+    return draw(tokens // 3, **options), draw(tokens, **options, seed=1)
 
 
 SCHEDULES = {
@@ -139,24 +142,25 @@ SCHEDULES = {
     "tiny": Schedule(chunk=1, groups=1, kv_block=3),
 }
 CASES = [
-    *(Case(name, schedule, two(37)) for name, schedule in SCHEDULES.items() if name != "tiny"),
+    *(Case(name, schedule, two(29)) for name, schedule in SCHEDULES.items() if name != "tiny"),
     Case("tiny", SCHEDULES["tiny"], two(9)),  # a thousand messages for each ten tokens
-    Case("documents", SCHEDULES["groups"], two(41, batch=2, documents=5)),
-    *(Case(name, strategy(name, 4, 25), two(25)) for name in STRATEGIES),
+    Case("documents", SCHEDULES["groups"], two(29, batch=2, documents=5)),
+    *(Case(name, strategy(name, 4, 19), two(19)) for name in STRATEGIES),
 ]
 HEADS = {"num_key_value_heads": 4}
 # Of each kind one: what a family is does not reach the ranks beyond its attention call.
-KINDS = ("gemma2", "gpt_oss", "deepseek_v3", "phi3", "gpt2")
+KINDS = ("gemma2", "gpt_oss", "deepseek_v3", "gpt2")
 ON_TWO = [
     *CASES,
     *(Case(kind, SCHEDULES["groups"], two(19, batch=2, documents=3), kind) for kind in KINDS),
 ]
 # A strategy of each kind, where all eight run along another axis.
-SOME = [case for case in CASES if case.name not in ("plain", "recompute", "offload", "swap")]
+ONCE = ("plain", "recompute", "offload", "swap", "layers")
+SOME = [case for case in CASES if case.name not in ONCE]
 FEW = [
-    Case("groups", SCHEDULES["groups"], two(41, batch=2, documents=5), fields=HEADS),
-    Case("kept", SCHEDULES["kept"], two(37, batch=2), fields=HEADS),
-    Case("host", SCHEDULES["host"], two(37, batch=2), fields=HEADS),
+    Case("groups", SCHEDULES["groups"], two(29, batch=2, documents=5), fields=HEADS),
+    Case("kept", SCHEDULES["kept"], two(29, batch=2), fields=HEADS),
+    Case("host", SCHEDULES["host"], two(29, batch=2), fields=HEADS),
 ]
 
 
@@ -167,9 +171,9 @@ SPREAD = [
 ON_DEVICE = [case for case in SOME if case.schedule.kv is Tier.DEVICE]
 
 
-FLAT = [case for case in SOME if not case.schedule.activations_kept]
+FLAT = [c for c in SOME if not c.schedule.activations_kept and c.name != "tiny"]
 FEW_FLAT = [case for case in FEW if not case.schedule.activations_kept]
-FEW_FLAT.append(Case("grouped", strategy("grouped", 4, 45), two(45, batch=2), fields=HEADS))
+FEW_FLAT.append(Case("grouped", strategy("grouped", 4, 33), two(33, batch=2), fields=HEADS))
 TENSOR = [
     Case(family, SCHEDULES["groups"], two(19, batch=2, documents=3), family)
     for family in ("gemma2", "phi3", "olmo2")
