@@ -15,10 +15,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from farspan.parallel.fsdp import gradient_dtype, local
+from farspan.parallel.places import everything
+from farspan.parallel.states import load, read_shapes
 from farspan.plan.layout import Layout
 from farspan.plan.question import Question
 from farspan.spec import Refused, Schedule
 from farspan.train import loop, trainer
+from farspan.train.checkpoint_ranks import is_of_ranks
 from farspan.train.config import (
     AUTO,
     CheckpointConfig,
@@ -30,7 +33,7 @@ from farspan.train.config import (
     ScheduleConfig,
     StatesPlace,
 )
-from farspan.train.layout import Parallel
+from farspan.train.layout import Auto, Parallel
 from farspan.train.setup import Equipment
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
@@ -55,7 +58,7 @@ def a_run(root: Path, name: str, **changes: Any) -> RunConfig:
         root,
         folder=str(root / name),
         model=ModelConfig(config=WIDE, dtype=DType.FLOAT64),
-        schedule=ScheduleConfig(strategy="grouped", chunk=16, groups=2),
+        schedule=ScheduleConfig(strategy="grouped", chunk=24, groups=2),
         steps=STEPS,
         batch=2,
         optimizer=ADAMW,
@@ -75,16 +78,29 @@ def model_of(run: RunConfig) -> dict[str, torch.Tensor]:
     return load_file(Path(run.folder) / "model" / "model.safetensors")
 
 
+def states_of(run: RunConfig) -> dict[str, torch.Tensor]:
+    """Whole, by whichever kind of run they were written."""
+    path = Path(run.folder) / f"checkpoints/step-{STEPS:08d}"
+    if not is_of_ranks(path):
+        return load_file(path / "optimizer.safetensors")
+    forms = {name: form for name, form in read_shapes(path).items() if "optimizer/" in name}
+    found = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in forms.items()}
+    entries = {name: (tensor, everything(tensor.shape)) for name, tensor in found.items()}
+    load(path, entries, unread=("model/", "rng/"))
+    return {name.removeprefix("optimizer/"): tensor for name, tensor in found.items()}
+
+
 def same_run(run: RunConfig, other: RunConfig) -> None:
     for ours, theirs in zip(lines_of(run), lines_of(other), strict=True):
         assert ours.keys() == theirs.keys()
         for key in ours:
             found, wanted = (torch.tensor(one[key], dtype=torch.float64) for one in (ours, theirs))
             assert relative_error(found, wanted) <= EXACT, (run.folder, ours["step"], key)
-    weights, expected = model_of(run), model_of(other)
-    assert list(weights) == list(expected)
-    for name, weight in weights.items():
-        assert relative_error(weight, expected[name]) <= EXACT, (run.folder, name)
+    for of in (model_of, states_of):
+        tensors, expected = of(run), of(other)
+        assert tensors.keys() == expected.keys()
+        for name, tensor in tensors.items():
+            assert relative_error(tensor, expected[name]) <= EXACT, (run.folder, name)
 
 
 class Watched(trainer.Trainer):
@@ -98,11 +114,16 @@ class Watched(trainer.Trainer):
 
 
 def fit(run: RunConfig) -> Equipment:
-    """What it computed with."""
+    """What it computed with. Rank 0 alone speaks."""
+    said = Quiet()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "Trainer", Watched)
-        assert loop.train(run, reporter=Quiet()).step == run.steps
-    return Watched.latest._use
+        assert loop.train(run, reporter=said).step == run.steps
+    use = Watched.latest._use
+    assert bool(said.notes) == use.crew.leads
+    if said.notes and run.parallel is Auto.AUTO:
+        assert "2 ranks: ulysses 2" in said.notes[0]
+    return use
 
 
 def fit_all(runs: list[RunConfig]) -> list[tuple[int, int]]:
@@ -120,12 +141,11 @@ def test_two_ranks_with_half_of_the_weights_are_one_process(tmp_path: Path) -> N
     alone = a_run(tmp_path, "alone")
     [(weights, states)] = fit_all([alone])
     runs = {
-        "ulysses": a_run(tmp_path, "ulysses", parallel=Parallel(ulysses=2)),
+        "ulysses": a_run(tmp_path, "ulysses", parallel=Auto.AUTO),
         "pipeline": a_run(tmp_path, "pipeline", parallel=Parallel(pipeline=2)),
         "tensor": a_run(tmp_path, "tensor", parallel=Parallel(tensor=2)),
         "replicas": a_run(tmp_path, "replicas", batch=1, parallel=Parallel(data=2), optimizer=HOST),
         "whole": a_run(tmp_path, "whole", parallel=Parallel(ulysses=2, fsdp=False)),
-        "stages": a_run(tmp_path, "stages", parallel=Parallel(pipeline=2, fsdp=False)),
     }
     held = dict(
         zip(runs, zip(*run_ranks(2, fit_all, list(runs.values())), strict=True), strict=True)
@@ -134,13 +154,11 @@ def test_two_ranks_with_half_of_the_weights_are_one_process(tmp_path: Path) -> N
         same_run(run, alone)
     assert min(norm for line in lines_of(alone) for norm in [line.get("grad_norm", 9)]) > CLIP
     uncut = sum(t.nbytes for name, t in model_of(alone).items() if "proj" not in name)
-    outer = sum(t.nbytes for name, t in model_of(alone).items() if "layers" not in name)
     counters = 4 * len(model_of(alone))  # a scalar a weight and rank, whatever is cut
     assert held["ulysses"] == ((weights / 2, (states + counters) / 2),) * 2
     assert [pair[0] for pair in held["replicas"]] == [weights / 2] * 2
     assert [pair[0] for pair in held["tensor"]] == [(weights + uncut) / 2] * 2
     assert sum(pair[0] for pair in held["pipeline"]) == weights
-    assert sum(pair[0] for pair in held["stages"]) == weights + outer
     assert held["whole"] == ((weights, states),) * 2
     AutoModelForCausalLM.from_pretrained(tmp_path / "pipeline" / "model")
 
@@ -182,36 +200,29 @@ def end(runs: list[RunConfig]) -> None:
 
 
 def test_runs_go_on_with_other_ranks(tmp_path: Path) -> None:
-    """From two ranks to one and to two again; from rows to slices of tensor and from these to
-    stages; and in the same layout, to the same bits."""
-    alone = a_run(tmp_path, "alone")
-    fit(alone)
+    """From rows to slices of tensor and from these, by way of one process, to stages; and in the
+    same layout, to the same bits."""
     whole = a_run(tmp_path, "whole", parallel=Parallel(ulysses=2))
     again = replace(whole, folder=str(tmp_path / "again"))
-    moved = a_run(tmp_path, "moved", parallel=Parallel(tensor=2))
     rows = replace(whole, folder=str(tmp_path / "rows"))
-    slices = replace(moved, folder=str(tmp_path / "slices"))
-    begun = [again, moved, rows, slices]
-    assert run_ranks(2, begin, whole, begun) == [[1] * 4] * 2
-    assert stopped(replace(moved, parallel=None), 2) == 2
-    stages = Parallel(pipeline=2)
-    runs = [
-        again,
-        replace(moved, parallel=stages),
-        replace(rows, parallel=moved.parallel),
-        replace(slices, parallel=stages),
+    slices = a_run(tmp_path, "slices", parallel=Parallel(tensor=2))
+    assert run_ranks(2, begin, whole, [again, rows, slices]) == [[1] * 3] * 2
+    assert stopped(replace(slices, parallel=None), 2) == 2
+    moved = [
+        replace(rows, parallel=slices.parallel),
+        replace(slices, parallel=Parallel(pipeline=2)),
     ]
-    run_ranks(2, end, runs)
-    for run in runs[1:]:
-        same_run(run, alone)
+    run_ranks(2, end, [again, *moved])
+    for run in moved:
+        same_run(run, whole)
     assert lines_of(again) == lines_of(whole)
     found, wanted = model_of(again), model_of(whole)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert states_of(again) == states_of(whole)
+    assert files_of(again) == files_of(whole)
 
 
-def states_of(run: RunConfig) -> dict[str, bytes]:
-    """The files of the last checkpoint, but for which run it is."""
+def files_of(run: RunConfig) -> dict[str, bytes]:
+    """The tensors of the last checkpoint: the rest says which run it is."""
     folder = Path(run.folder) / "checkpoints" / f"step-{STEPS:08d}"
     return {p.name: p.read_bytes() for p in folder.glob("*.safetensors")}
 
@@ -220,8 +231,11 @@ def damaged(run: RunConfig) -> list[str]:
     """What is said when the latest checkpoint cannot be read, and when none can."""
     latest, number = Path(run.folder) / "checkpoints" / f"step-{STEPS:08d}", dist.get_rank()
     said = Quiet()
+    before = files_of(run)
+    dist.barrier()
     cut_off(latest, number)
     loop.train(run, reporter=said)
+    assert files_of(run) == before
     for folder in latest.parent.glob("step-*"):
         cut_off(folder, number)
     with pytest.raises(Refused) as refused:
@@ -239,16 +253,15 @@ def cut_off(folder: Path, number: int) -> None:
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     run = a_run(tmp_path, "run", parallel=Parallel(ulysses=2))
-    alone = replace(run, folder=str(tmp_path / "alone"), parallel=None)
-    fit(alone)
     run_ranks(2, fit_all, [run])
+    before = lines_of(run)
     first, second = run_ranks(2, damaged, run)
     assert "step-00000003: rank 1: " in first[0]
     assert "rank-00001.safetensors: " in first[0]
     assert first[0].endswith(f"resuming from {run.folder}/checkpoints/step-00000002 instead")
     assert first[1] == second[-1]
     assert "truncated or changed; move this folder away" in first[1]
-    same_run(run, alone)
+    assert lines_of(run) == before
 
 
 def low_precision(run: RunConfig) -> None:
@@ -269,6 +282,8 @@ def planned(run: RunConfig, layout: Layout) -> None:
     parts = planned_parts([schedule], asked=asked)
     assert loop.train(run, parts=parts, reporter=Quiet()).step == STEPS
     assert [question.layout for question in asked] == [layout] * (dist.get_rank() == 0)
+    plan = json.loads((Path(run.folder) / "plan.json").read_text())
+    assert plan["fields"]["chunk"] == 16  # of rank 0
     for question in asked:
         assert len(question.model.layers) == WIDE["num_hidden_layers"]
         assert question.near() == 2
