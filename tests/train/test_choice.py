@@ -166,7 +166,7 @@ def test_the_work_of_an_unknown_family_is_estimated_from_its_weights(
     def unknown(*_: object) -> Any:
         raise Refused("model_type: not known")
 
-    monkeypatch.setattr("farspan.train.planning.architecture_from", unknown)
+    monkeypatch.setattr("farspan.train.looked.architecture_from", unknown)
     looked = look(model, "float32")
     found, architecture = looked.model, looked.architecture
     assert architecture is None
