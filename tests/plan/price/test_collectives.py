@@ -219,15 +219,7 @@ def test_stages_wait_for_each_other() -> None:
     faster = replace(question, machine=replace(question.machine, peer=2 * PEER))
     saved = staged.seconds.total - evaluate(faster, "grouped", schedule).seconds.total
     assert saved == pytest.approx(sent / 2, rel=1e-6)
-    grouped = evaluate(question, "grouped", replace(schedule, groups=1))
-    bound = (
-        1.5
-        * evaluate(
-            replace(question, model=alone, layout=Layout(fsdp=False)),
-            "grouped",
-            replace(schedule, groups=1),
-        ).seconds.total
-    )
-    assert grouped.seconds.total > bound
+    # Stages are groups, whatever a schedule for one device says.
+    assert evaluate(question, "grouped", replace(schedule, groups=1)) == staged
     # A stage keeps the x that it was sent.
     assert staged.device.parts["x"] == 4096 * MODEL.hidden * BF16

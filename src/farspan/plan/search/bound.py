@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farspan.plan.grid import kept_chunks
-from farspan.plan.price.local import local_schedule
+from farspan.plan.price.local import local_schedule, stage_schedule
 from farspan.plan.question import Question
 from farspan.plan.search.cuts import Cuts
 from farspan.plan.search.roles import Kept, Role
@@ -75,6 +75,7 @@ class Frames:
 
 def frames_of(question: Question, schedule: Schedule) -> Frames:
     """Those of a single schedule, with all its tiers; it is in tokens of the sequence."""
+    schedule = stage_schedule(question, schedule)
     ruler = Ruler(question, schedule)
     own, chunks = local_schedule(schedule, question.layout), ruler.chunks
     counts = [
