@@ -24,7 +24,7 @@ from farspan.memory.caching import CachingAllocator
 from farspan.memory.compare import FREED
 from farspan.memory.settings import MIB
 from farspan.memory.trace import Free, Malloc, Trace
-from tests.engine.cpu_allocator import build_driver
+from tests.engine.cpu_allocator import build_driver, once
 
 COMMAND = [sys.executable, "-m", "benchmarks.gpu_allocator"]
 
@@ -93,9 +93,11 @@ def test_without_a_gpu_it_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("contender", [c for c in CONTENDERS if c.mode], ids=lambda c: c.name)
-def test_installed_allocators_are_measured(contender: Any, tmp_path: Path) -> None:
+def test_installed_allocators_are_measured(
+    contender: Any, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
     """As on a GPU: installed in PyTorch, over a driver that is a fake."""
-    build_driver(tmp_path)
+    driver = once(tmp_path_factory, build_driver)
     # The last request, number 4, lies where the first and the third were.
     sizes = (40, 70, 30, 90)
     steps = [(i, size * MIB) for i, size in enumerate(sizes)] + [(0, FREED), (2, FREED)]
@@ -116,7 +118,7 @@ def test_installed_allocators_are_measured(contender: Any, tmp_path: Path) -> No
     }
     given = tmp_path / "settings.json"
     given.write_text(json.dumps(settings))
-    environment = children.environment("") | {"LD_LIBRARY_PATH": str(tmp_path)}
+    environment = children.environment("") | {"LD_LIBRARY_PATH": str(driver.parent)}
     command = [sys.executable, "-m", "tests.gpu_allocator_program", str(given)]
     done = subprocess.run(
         command, cwd=children.ROOT, env=environment, capture_output=True, text=True, timeout=120
