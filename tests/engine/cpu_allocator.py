@@ -1,12 +1,17 @@
 """Builds what routes torch's CPU memory through the native library, and runs a program on it."""
 
+import atexit
+import contextlib
 import fcntl
 import json
 import os
+import select
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -86,17 +91,42 @@ def run(folder: Path, program: Path = PROGRAM, **settings: Any) -> Any:
     """What the program prints; its last words when it fails."""
     path = folder / "settings.json"
     path.write_text(json.dumps({"library": str(LIBRARY), "capacity": 0, **settings}))
-    module = f"tests.engine.{program.stem}"
-    done = subprocess.run(
-        [sys.executable, "-m", module, str(path)],
-        capture_output=True,
-        text=True,
+    asked = forking()
+    assert asked.stdin is not None
+    assert asked.stdout is not None
+    asked.stdin.write(f"tests.engine.{program.stem} {path}\n")
+    asked.stdin.flush()
+    ready, _, _ = select.select([asked.stdout], [], [], RUN_SECONDS)
+    code = asked.stdout.readline().strip() if ready else "out of time"
+    if code != "0":
+        forking.cache_clear()
+        stop(asked)
+        told = folder / "stderr"
+        raise ProgramFailed(f"{code}: {told.read_text()[-4000:] if told.exists() else ''}")
+    return json.loads((folder / "stdout").read_text())
+
+
+@cache
+def forking() -> subprocess.Popen[str]:
+    """What forks a process for each program; it ends with this one."""
+    command = [sys.executable, "-m", "tests.engine.forked"]
+    # A group of its own, so that what it forked can be ended with it.
+    made = subprocess.Popen(
+        command,
         cwd=ROOT,
-        timeout=RUN_SECONDS,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     )
-    if done.returncode:
-        raise ProgramFailed(done.stderr[-4000:])
-    return json.loads(done.stdout)
+    atexit.register(stop, made)
+    return made
+
+
+def stop(forking: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(forking.pid, signal.SIGKILL)
+    forking.communicate()
 
 
 class ProgramFailed(Exception):

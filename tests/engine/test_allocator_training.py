@@ -1,7 +1,7 @@
 """A model trained in memory that is stitched from random chunks, or replayed from a plan, computes
 the same bits as in torch's own: losses of every step, and the weights at the end.
 
-Each run is a process: torch's allocator of main memory is there once.
+Each run is a process, forked from one: torch's allocator of main memory is there once.
 """
 
 import json
