@@ -42,7 +42,7 @@ from tests.plan import cases, mutate
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 
-# Five layers, four chunks, the last ragged; between them every instruction, mode and tier.
+# Five layers, five chunks, the last ragged; between them every instruction, mode and tier.
 RICH = {
     "streamed": Schedule(
         chunk=10,
@@ -92,7 +92,7 @@ RICH = {
 
 @pytest.fixture(params=RICH)
 def program(request: pytest.FixtureRequest) -> Program:
-    return build_program(cases.model_of(5), RunSpec(1, 36), RICH[request.param])
+    return build_program(cases.model_of(5), RunSpec(1, 46), RICH[request.param])
 
 
 def arena_requests(program: Program, tier: Tier) -> tuple[list[Request], Placement]:
@@ -139,7 +139,7 @@ def test_a_rich_program_passes(program: Program) -> None:
 
 
 def test_rich_programs_hold_every_instruction_and_mode() -> None:
-    programs = [build_program(cases.model_of(5), RunSpec(1, 36), s) for s in RICH.values()]
+    programs = [build_program(cases.model_of(5), RunSpec(1, 46), s) for s in RICH.values()]
     instructions = [i for program in programs for i in program.instructions]
     of_ranks = {Gather, Release, Receive, Send}  # tests/plan/test_share.py
     assert {type(i) for i in instructions} == set(Instruction.__args__) - of_ranks
