@@ -58,14 +58,14 @@ def test_sparse_steps_take_no_more_than_predicted(kv: Tier) -> None:
         assert found <= predicted.new_device + predicted.host_arena <= 1.3 * found
 
 
-@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("page", [1, 2, 4])
 def test_many_small_pages_take_no_more_than_predicted(page: int) -> None:
     """Votes for so many are most of what a step holds."""
     model = make_model("qwen2", torch.float32, max_position_embeddings=4096)
     sparse = Sparse(page=page, budget=16 * page, recent=16)
     schedule = Schedule(chunk=128, kv_block=128, groups=1, kv=Tier.HOST, sparse=sparse)
-    predicted = forecast(Step(model, schedule), 1, 2048)
-    assert measure(Step(model, schedule), 1, 2048) <= predicted.new_device + predicted.host_arena
+    predicted = forecast(Step(model, schedule), 1, 4096)
+    assert measure(Step(model, schedule), 1, 4096) <= predicted.new_device + predicted.host_arena
 
 
 @pytest.mark.parametrize(
