@@ -1,9 +1,13 @@
 """The replay's child as on a GPU: a driver that is a fake, found as libcuda.so.1, and a PyTorch
 that is told to have CUDA. Its requests go to the allocator that is installed.
 
-    python -m tests.gpu_allocator_program SETTINGS
+    python -m tests.gpu_allocator_program SETTINGS...
+
+A fork for each of the settings, since an allocator is installed once in a process.
 """
 
+import os
+import sys
 from typing import Any
 
 import torch
@@ -31,5 +35,11 @@ def pretend() -> None:
 
 
 if __name__ == "__main__":
-    pretend()
-    replayed.main()
+    for path in sys.argv[1:]:
+        child = os.fork()
+        if not child:
+            sys.argv[1:] = [path]
+            pretend()
+            replayed.main()
+            break
+        assert os.waitpid(child, 0)[1] == 0, path

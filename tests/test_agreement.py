@@ -62,9 +62,7 @@ def test_planning_still_agrees_with_what_was_measured(result: dict[str, Any]) ->
         assert abs(size / row["bytes"]["measured"] - 1) <= BYTES, row["strategy"]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "batch"), [(torch.float32, 1), (torch.float32, 2), (torch.bfloat16, 1)]
-)
+@pytest.mark.parametrize(("dtype", "batch"), [(torch.float32, 2), (torch.bfloat16, 1)])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_peak_bytes_agree(name: str, dtype: torch.dtype, batch: int) -> None:
     bed = agreement.Bed(TINY, torch.device("cpu"), dtype)

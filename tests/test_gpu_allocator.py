@@ -18,13 +18,13 @@ from benchmarks.gpu_allocator import parts
 from benchmarks.gpu_allocator.mapping import CHUNKS
 from benchmarks.gpu_allocator.prepared import Prepared, mallocs
 from benchmarks.gpu_allocator.replayed import COMPLETED, OUT_OF_MEMORY, Pass, serve, smallest
-from benchmarks.gpu_allocator.served import CONTENDERS, Modelled, limit_pytorch
+from benchmarks.gpu_allocator.served import CONTENDERS, Contender, Modelled, limit_pytorch
 from benchmarks.gpu_allocator.traces import divided
 from farspan.memory.caching import CachingAllocator
 from farspan.memory.compare import FREED
 from farspan.memory.settings import MIB
 from farspan.memory.trace import Free, Malloc, Trace
-from tests.engine.cpu_allocator import build_driver
+from tests.engine.cpu_allocator import build_driver, once
 
 COMMAND = [sys.executable, "-m", "benchmarks.gpu_allocator"]
 
@@ -92,44 +92,53 @@ def test_without_a_gpu_it_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("contender", [c for c in CONTENDERS if c.mode], ids=lambda c: c.name)
-def test_installed_allocators_are_measured(contender: Any, tmp_path: Path) -> None:
+def test_installed_allocators_are_measured(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
     """As on a GPU: installed in PyTorch, over a driver that is a fake."""
-    build_driver(tmp_path)
+    driver = once(tmp_path_factory, build_driver)
     # The last request, number 4, lies where the first and the third were.
     sizes = (40, 70, 30, 90)
     steps = [(i, size * MIB) for i, size in enumerate(sizes)] + [(0, FREED), (2, FREED)]
     steps += [(4, 64 * MIB), (1, FREED), (3, FREED), (4, FREED)]
     places = [place * MIB for place in (0, 70, 40, 140, 0)]
     prepared = Prepared("five", 1, 230 * MIB, steps, places, 230 * MIB, True)
-    file, rows = tmp_path / "trace.json", tmp_path / "rows"
+    file = tmp_path / "trace.json"
     prepared.write(file)
-    settings = {
-        "contender": asdict(contender),
-        "device": "cuda",
-        "driver": None,
-        "capacity": 0,
-        "traces": [str(file)],
-        "start_seconds": 0.0,
-        "seconds": 60.0,
-        "rows": str(rows),
-    }
-    given = tmp_path / "settings.json"
-    given.write_text(json.dumps(settings))
-    environment = children.environment("") | {"LD_LIBRARY_PATH": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.gpu_allocator_program", str(given)]
+    installed = [contender for contender in CONTENDERS if contender.mode]
+    given = []
+    for n, contender in enumerate(installed):
+        settings = {
+            "contender": asdict(contender),
+            "device": "cuda",
+            "driver": None,
+            "capacity": 0,
+            "traces": [str(file)],
+            "start_seconds": 0.0,
+            "seconds": 60.0,
+            "rows": str(tmp_path / f"rows {n}"),
+        }
+        given.append(tmp_path / f"settings {n}.json")
+        given[-1].write_text(json.dumps(settings))
+    environment = children.environment("") | {"LD_LIBRARY_PATH": str(driver.parent)}
+    command = [sys.executable, "-m", "tests.gpu_allocator_program", *map(str, given)]
     done = subprocess.run(
-        command, cwd=children.ROOT, env=environment, capture_output=True, text=True, timeout=120
+        command, cwd=children.ROOT, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
-    (row,) = read_rows(rows)
-    assert row["ended"] == COMPLETED, row
+    for n, contender in enumerate(installed):
+        (row,) = read_rows(tmp_path / f"rows {n}")
+        check_installed(row, contender, len(mallocs(prepared)))
+
+
+def check_installed(row: dict[str, Any], contender: Contender, requests: int) -> None:
+    assert row["ended"] == COMPLETED, (contender, row)
     assert row["first"]["creates"] > 0
     assert row["again"]["creates"] == 0
     least = -(-230 * MIB // contender.chunk) * contender.chunk
     assert 230 * MIB <= row["completes_with"] <= least + 32 * MIB
     if contender.mode == "replay":
-        assert row["again"]["replay_hits"] == len(mallocs(prepared))
+        assert row["again"]["replay_hits"] == requests
     elif contender.chunk == 2 * MIB:
         assert any(probe["stitches"] for probe in row["probes"])
 

@@ -114,8 +114,9 @@ def switch(shim: ctypes.CDLL, session: Session) -> None:
 
 
 def compare(settings: dict[str, Any], shim: ctypes.CDLL, session: Session) -> dict[str, Any]:
-    """All scenarios with torch's own allocator, and then with ours."""
-    expected = {name: list(train(SCENARIOS[name], lambda: None)) for name in settings["scenarios"]}
+    """All scenarios with torch's own allocator, unless what that gives is known, and with ours."""
+    known, names = settings.get("expected", {}), settings["scenarios"]
+    expected = {n: known.get(n) or list(train(SCENARIOS[n], lambda: None)) for n in names}
     switch(shim, session)
     found, counted, broken = {}, {}, ""
     for name in settings["scenarios"]:

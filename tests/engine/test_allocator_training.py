@@ -1,9 +1,10 @@
 """A model trained in memory that is stitched from random chunks, or replayed from a plan, computes
 the same bits as in torch's own: losses of every step, and the weights at the end.
 
-Each run is a process: torch's allocator of main memory is there once.
+Each run is a process, forked from one: torch's allocator of main memory is there once.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from farspan.memory.library import LIBRARY, UNPLANNED, Event, Kind, library
 from farspan.memory.place import Placement, Request
 from farspan.memory.replay import iteration, plan_iteration, trace_of
 from farspan.spec import Refused
-from tests.engine.cpu_allocator import PROGRAM, build_broken, build_driver, build_shim, run
+from tests.engine.cpu_allocator import PROGRAM, build_broken, build_driver, build_shim, once, run
 
 MIB = 2**20
 CAPACITY = 96 * MIB
@@ -28,24 +29,36 @@ except Refused as reason:
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_shim(tmp_path_factory.mktemp("shim"))
+    return once(tmp_path_factory, build_shim)
 
 
 @pytest.fixture(scope="module")
 def recording(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The fixed scenario in mode record, and its events."""
-    folder = tmp_path_factory.mktemp("record")
-    return run(folder, shim=str(shim), mode="record", scenarios=ALL, capacity=CAPACITY)
+
+    def recorded(folder: Path) -> Path:
+        result = run(folder, shim=str(shim), mode="record", scenarios=ALL, capacity=CAPACITY)
+        made = folder / "result.json"
+        made.write_text(json.dumps(result))
+        return made
+
+    return json.loads(once(tmp_path_factory, recorded).read_text())
+
+
+@pytest.fixture(scope="module")
+def expected(recording: Any) -> dict[str, Any]:
+    """A setting: the bits of torch's own allocator, which no program computes again."""
+    return {"expected": recording["expected"]}
 
 
 @pytest.mark.parametrize("mode", ["stitch", "replay"])
 def test_installed_over_a_driver_everything_goes_its_way(
-    shim: Path, tmp_path: Path, mode: str
+    shim: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, mode: str
 ) -> None:
     """farspan.memory.install itself, with the calls of the CUDA backend answered by a fake driver:
     the same bits, PyTorch's statistics, and its exception."""
     program = PROGRAM.with_name("install_program.py")
-    driver = str(build_driver(tmp_path))
+    driver = str(once(tmp_path_factory, build_driver))
     result = run(tmp_path, program, shim=str(shim), mode=mode, driver=driver)
     assert result["found"] == result["expected"]
     assert result["error"] == "torch.OutOfMemoryError"
@@ -83,8 +96,12 @@ def test_a_recording_has_every_tensor(recording: Any) -> None:
     assert trace.live_peak() == counted["requested_peak"]
 
 
-def test_stitched_training_computes_the_same_bits(shim: Path, tmp_path: Path) -> None:
-    result = run(tmp_path, shim=str(shim), mode="stitch", scenarios=ALL, capacity=CAPACITY)
+def test_stitched_training_computes_the_same_bits(
+    shim: Path, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    result = run(
+        tmp_path, shim=str(shim), mode="stitch", scenarios=ALL, capacity=CAPACITY, **expected
+    )
     same_bits(result)
     counted = result["statistics"][ALL[-1]]
     # What makes this a proof: most large tensors lay on chunks from all over the memory.
@@ -94,16 +111,15 @@ def test_stitched_training_computes_the_same_bits(shim: Path, tmp_path: Path) ->
 
 
 def test_replayed_training_computes_the_same_bits(
-    recording: Any, shim: Path, tmp_path: Path
+    recording: Any, expected: dict[str, Any], shim: Path, tmp_path: Path
 ) -> None:
     """The plan is of one step of the fixed scenario; the others deviate from it in every step."""
     trace = trace_of(Event(Kind(k), *rest) for k, *rest in recording["events"])
     plan = plan_iteration(iteration(trace, 2))
     rows = [list(row) for row in plan.rows]
     written = {"rows": rows, "arena": plan.arena, "lower_bound": plan.lower_bound}
-    result = run(
-        tmp_path, shim=str(shim), mode="replay", scenarios=ALL, capacity=CAPACITY, plan=written
-    )
+    given = {"scenarios": ALL, "capacity": CAPACITY, "plan": written, **expected}
+    result = run(tmp_path, shim=str(shim), mode="replay", **given)
     same_bits(result)
     fixed, varying, last = (result["statistics"][name] for name in ALL)
     # Steps 2 to 5 are the recorded one; the first also makes optimizer states, and has no plan.
@@ -114,19 +130,23 @@ def test_replayed_training_computes_the_same_bits(
     assert last["iterations"] == 3 * (5 + 1)
 
 
-def test_a_replay_learns_its_plan_from_the_second_step(shim: Path, tmp_path: Path) -> None:
-    result = run(tmp_path, shim=str(shim), mode="replay", scenarios=ALL, capacity=CAPACITY)
+def test_a_replay_learns_its_plan_from_the_second_step(
+    shim: Path, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    given = {"scenarios": ["fixed", "varying"], "capacity": CAPACITY, **expected}
+    result = run(tmp_path, shim=str(shim), mode="replay", **given)
     same_bits(result)
     counted = result["statistics"]["fixed"]
     assert result["planned"] > 100
     assert counted["replay_hits"] >= 3 * result["planned"]
 
 
-def test_a_replay_that_forgets_learns_the_next_kind_of_step(shim: Path, tmp_path: Path) -> None:
+def test_a_replay_that_forgets_learns_the_next_kind_of_step(
+    shim: Path, expected: dict[str, Any], tmp_path: Path
+) -> None:
     names = ["varying", "fixed"]
-    result = run(
-        tmp_path, shim=str(shim), mode="replay", scenarios=names, capacity=CAPACITY, forget=True
-    )
+    given = {"scenarios": names, "capacity": CAPACITY, "forget": True, **expected}
+    result = run(tmp_path, shim=str(shim), mode="replay", **given)
     same_bits(result)
     varying, fixed = (result["statistics"][name] for name in names)
     # Of five fixed steps the second is recorded, and three follow it without a miss.
@@ -136,9 +156,14 @@ def test_a_replay_that_forgets_learns_the_next_kind_of_step(shim: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_a_library_that_assigns_a_chunk_twice_fails(shim: Path, tmp_path: Path) -> None:
+def test_a_library_that_assigns_a_chunk_twice_fails(
+    shim: Path,
+    expected: dict[str, Any],
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
+) -> None:
     """The bits differ, and the allocator's own checker names the chunk."""
-    broken = build_broken(tmp_path)
+    broken = once(tmp_path_factory, build_broken)
     result = run(
         tmp_path,
         shim=str(shim),
@@ -146,8 +171,9 @@ def test_a_library_that_assigns_a_chunk_twice_fails(shim: Path, tmp_path: Path) 
         mode="stitch",
         scenarios=["fixed"],
         capacity=CAPACITY,
+        **expected,
     )
-    assert result["found"] != result["expected"]
+    assert result["found"]["fixed"] != result["expected"]["fixed"]
     assert "chunk" in result["broken"]
 
 

@@ -77,7 +77,7 @@ def test_documents_give_what_they_give_alone(name: str, schedule: Schedule) -> N
     assert relative_error(found, expected.loss) <= EXACT
 
 
-@settings(max_examples=25)
+@settings(max_examples=16)
 @given(
     st.lists(st.integers(1, 20), min_size=1, max_size=12),
     st.sampled_from([3, 8, 16, 300]),

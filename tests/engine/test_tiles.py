@@ -47,8 +47,11 @@ def test_every_family_is_exact(name: str) -> None:
         assert_close(run_step(model, step, data), run_oracle(model, data), limits(name))
 
 
-@pytest.mark.parametrize("tile", [1, 7, 16])
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    [(name, 7) for name in STRATEGIES]
+    + [(name, (1, 16)[n % 2]) for n, name in enumerate(STRATEGIES)],
+)
 def test_every_strategy_is_exact(name: str, tile: int) -> None:
     model, data = shared_model("qwen2"), draw(53, batch=2, documents=3)
     schedule = replace(strategy(name, LAYERS, 53), mlp_tokens=tile)

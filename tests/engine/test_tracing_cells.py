@@ -81,7 +81,7 @@ def test_so_it_is_with_adapters(name: str) -> None:
     assert traced(name, RANK).live_peak() == predicted(sized(name, RANK))
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", ["plain", "recompute", "grouped", "oomb"])
 def test_so_it_is_with_states_of_an_optimizer(name: str) -> None:
     """Autograd hands out weight gradients in the dtype of `.grad`, twice as wide as the model's."""
     found = sized(name, optimizer="adamw")

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,6 +112,15 @@ def test_only_trained_parameters_are_checked() -> None:
 def test_refuses_what_a_step_refuses() -> None:
     with pytest.raises(Refused, match="dropout"):
         verify(make_model("llama", attention_dropout=0.1), SCHEDULE, RUN)
+
+
+def test_refuses_a_context_before_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents restart positions, so several may be together what one may not."""
+    model = make_model("llama", max_position_embeddings=60)
+    assert verify(model, SCHEDULE, RUN).passed
+    monkeypatch.setattr("farspan.engine.verify.oracle_loss", lambda *_, **__: pytest.fail("late"))
+    with pytest.raises(Refused, match="a document of 61 tokens"):
+        verify(model, SCHEDULE, replace(RUN, documents=1))
 
 
 Break = Callable[[pytest.MonkeyPatch], None]

@@ -1,6 +1,7 @@
 """Every supported family gives the gradients of plain full-sequence autograd."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from farspan.engine.oracle import oracle_loss
 from farspan.engine.step import Step
 from farspan.spec import Schedule, Tier
-from tests.engine.checks import assert_close, draw, run_oracle, run_step
+from tests.engine.checks import Data, Outcome, assert_close, draw, run_oracle, run_step
 from tests.numerics import EXACT, relative_error
 from tests.zoo import FAMILIES, WINDOW, make_model, shared_model
 
@@ -33,6 +34,13 @@ def limits(name: str) -> dict[str, float]:
     return {key: FP32_INSIDE for key in names if part in key}
 
 
+@cache
+def drawn(name: str, tokens: int, seed: int) -> tuple[Data, Outcome]:
+    """A batch, and what plain autograd gives."""
+    data = draw(tokens, batch=2, documents=3 * seed, seed=seed)
+    return data, run_oracle(shared_model(name), data)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_steps_are_exact(name: str, schedule: Schedule) -> None:
@@ -40,8 +48,7 @@ def test_two_steps_are_exact(name: str, schedule: Schedule) -> None:
     model = shared_model(name)
     step = Step(model, schedule, poison=True)
     for tokens, seed in ((53, 0), (38, 1)):
-        data = draw(tokens, batch=2, documents=3 * seed, seed=seed)
-        expected = run_oracle(model, data)
+        data, expected = drawn(name, tokens, seed)
         assert all(bool(g.isfinite().all()) for g in expected.gradients.values())
         assert_close(run_step(model, step, data), expected, limits(name))
 
@@ -59,7 +66,7 @@ def test_tied_and_untied_embeddings(name: str, tied: bool) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_parameter_takes_part(name: str) -> None:
     """The gradients compared above are no zeros, except where mathematics makes them so."""
-    found = run_oracle(shared_model(name), draw(53, batch=2)).gradients
+    found = drawn(name, 53, 0)[1].gradients
     whole = sum(float(g.norm()) ** 2 for g in found.values()) ** 0.5
     zero = {key for key, g in found.items() if not float(g.norm()) > 1e-6 * whole}
     assert zero <= {key for key in found if "k_proj.bias" in key and name == "opt"}

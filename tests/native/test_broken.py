@@ -1,26 +1,19 @@
 """These tests can fail: a build that gives one chunk to two tensors is caught by all of them."""
 
 import random
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from farspan.memory.native import Allocator, Backend, Broken, Options, Policy
+from tests.engine.cpu_allocator import build_broken, once
 from tests.native.programs import CAPACITY, CHUNK, Corrupted, Program, Step
-
-NATIVE = Path(__file__).resolve().parents[2] / "native"
 
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library of a build with -DDOUBLE_ASSIGN=ON."""
-    build = tmp_path_factory.mktemp("broken")
-    flags = ["-DDOUBLE_ASSIGN=ON", "-DCMAKE_BUILD_TYPE=Debug"]
-    subprocess.run(["cmake", "-S", str(NATIVE), "-B", str(build), *flags], check=True)
-    make = ["cmake", "--build", str(build), "--target", "farspan_memory"]
-    subprocess.run(make, check=True)
-    return build / "libfarspan_memory.so"
+    return once(tmp_path_factory, build_broken)
 
 
 def steps(seed: int) -> list[Step]:

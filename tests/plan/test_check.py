@@ -180,13 +180,13 @@ def test_an_instruction_twice_is_caught(program: Program) -> None:
 
 
 def test_another_layer_chunk_or_group_is_caught(program: Program) -> None:
-    assert escaped(islice(mutate.other_numbers(program), 0, None, 3)) == []
+    assert escaped(islice(mutate.other_numbers(program), 0, None, 7)) == []
 
 
 def test_another_buffer_is_caught(program: Program) -> None:
     """All that reads or writes another buffer, but where slots hold the same: what was fetched
     twice, or zeros."""
-    mutants = list(islice(mutate.renamings(program), 0, None, 4))
+    mutants = list(islice(mutate.renamings(program), 0, None, 11))
     passed = escaped(iter(mutants))
     assert len(passed) <= 0.05 * len(mutants)
     others = [name for name in passed if name.split()[1][:4] not in ("Fetc", "Load")]
@@ -219,7 +219,7 @@ def test_two_dependent_instructions_swapped_are_caught(program: Program) -> None
 
 
 def test_an_overlap_is_caught(program: Program) -> None:
-    assert escaped(islice(mutate.overlaps(program), 0, None, 4)) == []
+    assert escaped(islice(mutate.overlaps(program), 0, None, 11)) == []
 
 
 def test_a_buffer_outside_its_arena_is_caught(program: Program) -> None:

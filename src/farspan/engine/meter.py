@@ -1,13 +1,13 @@
 """Measure peak memory: of torch's tensors on a CPU, of the allocator on a GPU."""
 
 import weakref
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from farspan.models.compiled import uncompiled
 
@@ -23,32 +23,38 @@ class LiveStorage(TorchDispatchMode):
         super().__init__()
         self.live = 0
         self.peak = 0
-        self._known: dict[int, weakref.finalize[..., Any]] = {}
+        self._known: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         # What goes in unseen was born outside: a view of it, such as a weight's transpose, is no
         # new memory.
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                self._meet(leaf, born=False)
+        self._meet(args, born=False)
+        self._meet(kwargs, born=False)
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._meet(leaf, born=True)
+        self._meet(out, born=True)
         return out
 
-    def _meet(self, tensor: Tensor, *, born: bool) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._known:
-            size = storage.nbytes() if born else 0
-            self._known[key] = weakref.finalize(storage, self._leave, key, size)
-            self.live += size
-            self.peak = max(self.peak, self.live)
+    def _meet(self, value: Any, *, born: bool) -> None:
+        """All tensors of an operator's arguments or results. Those are nested in these three types
+        only, and `tree_leaves`, which knows every type, took half the time of a metered step."""
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            key = storage._cdata
+            if key not in self._known:
+                size = storage.nbytes() if born else 0
+                self._known[key] = weakref.ref(storage, partial(self._leave, key, size))
+                self.live += size
+                self.peak = max(self.peak, self.live)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                self._meet(item, born=born)
+        elif isinstance(value, dict):
+            for item in value.values():
+                self._meet(item, born=born)
 
-    def _leave(self, key: int, size: int) -> None:
+    def _leave(self, key: int, size: int, _: object) -> None:
         self.live -= size
         self._known.pop(key, None)
 

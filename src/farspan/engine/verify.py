@@ -13,13 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from farspan.attention.reference import reference
 from farspan.attention.sparse.select import Selector
-from farspan.engine.batch import IGNORED
+from farspan.engine.batch import IGNORED, make_batch
 from farspan.engine.oracle import Attention, gradients_of, oracle_loss
 from farspan.engine.sparse import PageFunction
 from farspan.engine.step import Step
 from farspan.engine.verify_sparse import Approximation, Function, Gradients, approximation
 from farspan.models.boundary import Boundary
 from farspan.models.experts import eager_experts
+from farspan.models.refuse import refuse_context
 from farspan.spec import Refused, Schedule
 
 EXACT = 1e-12  # float64 throughout
@@ -111,7 +112,10 @@ def verify(
     data = run.draw(boundary.vocab, boundary.device)
     if not any(p.requires_grad for p in model.parameters()):
         raise Refused("model: no parameter is trained, so there is no gradient to verify")
-    Step(model, schedule, selector=selector)  # refuses now, not after the references
+    # Both refuse now, not after the references, which take time and memory by the length squared.
+    Step(model, schedule, selector=selector)
+    positions = make_batch(*data, boundary.vocab).position_ids
+    refuse_context(boundary.model.config, int(positions.max()) + 1)
     function = Function(schedule, selector, next(model.parameters()).dtype)
     with eager_experts(model):
         return _verify(model, function, data, worst)

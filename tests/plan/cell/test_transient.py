@@ -135,9 +135,18 @@ SPARSE = (
 MOST_CHOSEN = 1.3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("schedule", SPARSE, ids=("small chunks", "large chunks"))
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma2"])
+# Each family with both schedules and both dtypes, and each schedule with both dtypes.
+@pytest.mark.parametrize(
+    ("family", "schedule", "dtype"),
+    [
+        ("llama", SPARSE[0], torch.bfloat16),
+        ("llama", SPARSE[1], torch.float32),
+        ("gpt_oss", SPARSE[0], torch.float32),
+        ("gpt_oss", SPARSE[1], torch.bfloat16),
+        ("gemma2", SPARSE[0], torch.bfloat16),
+        ("gemma2", SPARSE[1], torch.float32),
+    ],
+)
 def test_sparse_attention_takes_no_more_than_predicted(
     family: str, schedule: Schedule, dtype: torch.dtype
 ) -> None:
@@ -171,16 +180,23 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, WIDE], ids=str)
-@pytest.mark.parametrize("name", SCHEDULES)
+# bfloat16 has all there is: gradients, and accumulators beside them. The others lack one or widen
+# the other, by turns.
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, torch.bfloat16) for name in SCHEDULES]
+    + [(name, (torch.float32, WIDE)[n % 2]) for n, name in enumerate(SCHEDULES)],
+    ids=str,
+)
 def test_every_instruction_is_predicted(
     name: str, dtype: torch.dtype | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The peak of each and what it leaves, not only the highest of all."""
     model = make("qwen2", dtype, tie_word_embeddings=True)
     step = Step(model, SCHEDULES[name])
-    program = step.program(2, 250)
-    found = by_instruction(step, 2, 250, monkeypatch)
+    tokens = 90 if SCHEDULES[name].chunk == 20 else 250  # a fifth chunk or a fourth, not full
+    program = step.program(2, tokens)
+    found = by_instruction(step, 2, tokens, monkeypatch)
     start = found[0][1]  # nothing is alive yet but arenas and inputs
     walk = Walk(program, architecture_from(model.config), gradient_bytes=gradient_bytes(step))
     for instruction, (peak, left) in zip(program.instructions, found, strict=True):

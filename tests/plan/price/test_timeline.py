@@ -124,7 +124,7 @@ def check_addresses(prices: Prices) -> None:
             assert used[before][1] <= used[after][0] + CLOSE, (before, after)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(steps())
 def test_no_race(step: tuple[ModelSpec, RunSpec, Schedule]) -> None:
     prices = prices_of(*step)
@@ -142,7 +142,7 @@ def test_kept_kv_is_waited_for(home: Tier) -> None:
     check_addresses(prices)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(steps())
 def test_overlap_is_no_longer_than_in_line_and_no_shorter_than_a_lane(
     step: tuple[ModelSpec, RunSpec, Schedule],
@@ -204,7 +204,7 @@ def ends_by_waits(prices: Prices) -> dict[tuple[str, int], float]:
 
 @pytest.mark.parametrize("tier", Tier)
 @given(step=steps())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_times_are_those_of_the_engines_waits(
     tier: Tier, step: tuple[ModelSpec, RunSpec, Schedule]
 ) -> None:

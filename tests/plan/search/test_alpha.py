@@ -14,7 +14,7 @@ from tests.plan.cases import model_of
 from tests.plan.machines import slow_machine
 from tests.plan.search.test_bound import with_work
 
-TOKENS, LAYERS = 1024, 12
+TOKENS, LAYERS = 1024, 8
 
 
 def question(overlap: bool = True, **machine: object) -> Question:

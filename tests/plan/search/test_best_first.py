@@ -109,7 +109,7 @@ def test_the_search_finds_what_trying_everything_finds(
     assert found_some >= 4
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     models(),
     st.integers(20, 200),

@@ -66,7 +66,7 @@ def framed(step: Step, **fields: object) -> tuple[Question, Schedule, Frames]:
 STEPS = steps().map(dense)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(STEPS, st.booleans())
 def test_bounds_hold(step: Step, overlap: bool) -> None:
     question, schedule, frames = framed(step, overlap=overlap)
@@ -84,7 +84,7 @@ def test_bounds_hold(step: Step, overlap: bool) -> None:
     assert arena <= program.arena_bytes[Tier.DEVICE]
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(STEPS, st.sampled_from(Optimizer))
 def test_memory_is_never_overestimated(step: Step, optimizer: Optimizer) -> None:
     """The whole of it: gradients and the graphs of a chunk need not be there together."""
@@ -95,7 +95,7 @@ def test_memory_is_never_overestimated(step: Step, optimizer: Optimizer) -> None
     assert bounds.host[0, 0, tiers] <= sized.host.total
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     STEPS,
     st.sampled_from(Optimizer),
@@ -119,7 +119,7 @@ def test_cells_of_a_kind_are_never_overestimated(
     assert device + max(beyond, least) <= size(question, schedule).device.total
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(STEPS, st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=2))
 def test_choices_and_cuts_do_not_disturb_each_other(
     step: Step, pairs: list[tuple[int, int]]
