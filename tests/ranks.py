@@ -17,7 +17,14 @@ import torch
 import torch.distributed as dist
 
 SECONDS = 240.0  # after which ranks that have not answered are stopped
-PRELOADED = ["torch", "torch.distributed", "transformers", "farspan.engine.step", "tests.zoo"]
+PRELOADED = [
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor",
+    "transformers",
+    "farspan.engine.step",
+    "farspan.train.loop",
+    "tests.zoo",
+]
 
 # A process that is forked from one that has computed waits for threads that it does not have. The
 # fork server has imported everything and computed nothing, so a rank is there in 0.1 s, not in 5.

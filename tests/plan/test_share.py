@@ -47,6 +47,23 @@ def ranks_of(layout: Layout) -> list[Rank]:
 
 
 @given(layouts, st.integers(1, 40), st.integers(1, 17))
+def test_cells_have_room_for_what_a_rank_saves(layout: Layout, tokens: int, chunk: int) -> None:
+    """Of its tokens, and of all that share keys with it by its part of the heads; no more than one
+    token of each chunk beyond an equal part."""
+    chunks = chunk_ranges(tokens, chunk)
+    for rank in ranks_of(layout):
+        share = share_of(chunks, rank)
+        for index, (start, stop) in enumerate(share.cells):
+            own, held = (
+                spans.rows[index][1] - spans.rows[index][0] for spans in (share.tokens, share.keys)
+            )
+            whole = chunks[index][1] - chunks[index][0]
+            assert own <= stop - start
+            assert held <= (stop - start) * layout.ulysses
+            assert (stop - start - 1) * layout.sequence() < whole
+
+
+@given(layouts, st.integers(1, 40), st.integers(1, 17))
 def test_tokens_are_dealt_once_and_in_order(layout: Layout, tokens: int, chunk: int) -> None:
     chunks = chunk_ranges(tokens, chunk)
     sequence = [share_of(chunks, Rank(layout, n)) for n in range(layout.sequence())]

@@ -111,7 +111,7 @@ def available_device_bytes(device: torch.device) -> int | None:
 
 def least_transient(program: Program) -> int:
     """What the graphs of one chunk hold at least: what the probe saw layers save, a token."""
-    tokens = program.run.batch * (program.chunks[0][1] - program.chunks[0][0])
+    tokens = program.run.batch * program.share.tokens.most
     layers = program.model.layers
     saved = [sum(layers[i].activation_bytes for i in range(*group)) for group in program.groups]
     if program.schedule.layer_checkpoint:

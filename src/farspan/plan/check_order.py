@@ -204,7 +204,8 @@ class _Uses:
         start, stop = self.program.rows(buffer.kind, chunk)
         first = start if buffer.layer < 0 else buffer.start
         if buffer.cell_bytes:
-            held = [end - begin for begin, end in self.program.chunks if first <= begin <= start]
+            rows = [self.program.rows(buffer.kind, c) for c in range(len(self.program.chunks))]
+            held = [end - begin for begin, end in rows if first <= begin <= start]
             sizes = [buffer.cell_bytes - buffer.cell_row * (held[0] - tokens) for tokens in held]
             low = buffer.address + sum(-(-size // LINE) * LINE for size in sizes[:-1])
             return [(buffer.tier, low, low + sizes[-1])]

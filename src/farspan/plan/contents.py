@@ -184,7 +184,7 @@ class Contents:
         if buffer.kind in CELLS:
             if buffer.layer == SLOT:
                 return _padded(buffer.cell_bytes, 1)
-            ranges = [self.program.chunks[chunk] for chunk in self._chunks_of(buffer)]
+            ranges = [self.program.rows(buffer.kind, c) for c in self._chunks_of(buffer)]
             lengths = [stop - start for start, stop in ranges]
             spared = [buffer.cell_row * (lengths[0] - length) for length in lengths]
             return sum(_padded(buffer.cell_bytes - less, 1) for less in spared)

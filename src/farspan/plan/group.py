@@ -144,10 +144,10 @@ class Group:
         full one. O and LSE are in it where no attention buffer is sure to hold them; the layer's
         input where no boundary does."""
         ledger = self.ledger
-        start, stop = ledger.chunks[0 if are_equal(ledger.chunks) else chunk]
+        start, stop = ledger.share.cells[0 if are_equal(ledger.chunks) else chunk]
         spec, batch = ledger.model.layers[layer], ledger.run.batch
-        within = self._with_attention(layer)
-        size = activation_cell_bytes(ledger.model, spec, batch, stop - start, within)
+        within, sharers = self._with_attention(layer), self._sharers()
+        size = activation_cell_bytes(ledger.model, spec, batch, stop - start, within, sharers)
         return size + batch * (stop - start) * self._input_row(layer)
 
     def cell_row(self, layer: int) -> int:
@@ -156,8 +156,13 @@ class Group:
         if are_equal(ledger.chunks):
             return 0
         spec, within = ledger.model.layers[layer], self._with_attention(layer)
-        row = activation_row_bytes(ledger.model, spec, within)
+        row = activation_row_bytes(ledger.model, spec, within, self._sharers())
         return ledger.run.batch * (row + self._input_row(layer))
+
+    def _sharers(self) -> int:
+        """Ranks that share the heads."""
+        layout = self.ledger.share.rank.layout
+        return layout.ulysses * layout.tensor
 
     def _with_attention(self, layer: int) -> bool:
         schedule, is_outermost = self.ledger.schedule, self.is_last and layer == self.top

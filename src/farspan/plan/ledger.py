@@ -55,7 +55,7 @@ class Ledger:
     ) -> None:
         """Open a buffer of the layer's tensors for these chunks, or all."""
         chunks = range(len(self.chunks)) if chunks is None else chunks
-        rows = rows_of(self.chunks, self.share, kind)
+        rows = rows_of(self.share, kind)
         start, stop = rows[chunks[0]][0], rows[chunks[-1]][1]
         self.covered[name] = chunks
         size = self._size(kind, min(layer, len(self.model.layers) - 1), stop - start)
@@ -81,9 +81,9 @@ class Ledger:
         cell_row: int = 0,
     ) -> None:
         """Open a buffer of raw cells, one for each chunk of `cells`; for `cell_row` see Buffer."""
-        chunks = self.chunks[cells.start : cells.stop]
-        start, stop = (chunks[0][0], chunks[-1][1]) if chunks else (0, 0)
-        size = sum(map(aligned, cell_sizes(chunks, cell_bytes, cell_row)))
+        rows = rows_of(self.share, kind)[cells.start : cells.stop]
+        start, stop = (rows[0][0], rows[-1][1]) if rows else (0, 0)
+        size = sum(map(aligned, cell_sizes(rows, cell_bytes, cell_row)))
         self._open(
             Buffer(name, kind, layer, tier, start, stop, cell_bytes, size, 0, -1, 0, cell_row)
         )

@@ -32,10 +32,10 @@ class Kind(StrEnum):
 CELLS = (Kind.ACTIVATIONS, Kind.MEANS, Kind.CHOICE)  # buffers of raw cells, one a chunk
 
 
-def rows_of(chunks: tuple[Range, ...], share: Share, kind: Kind) -> tuple[Range, ...]:
-    """The rows of every chunk in buffers of this kind; of CELLS, the chunks' tokens."""
+def rows_of(share: Share, kind: Kind) -> tuple[Range, ...]:
+    """The rows of every chunk in buffers of this kind."""
     if kind in CELLS:
-        return chunks
+        return share.cells
     return share.tokens.rows if kind is Kind.X else share.keys.rows
 
 
@@ -294,8 +294,8 @@ class Program:
     share: Share  # what of each chunk the rank has whose program this is
 
     def rows(self, kind: Kind, chunk: int) -> Range:
-        """Where in buffers of this kind a chunk's rows are; of CELLS, the chunk's tokens."""
-        return rows_of(self.chunks, self.share, kind)[chunk]
+        """Where in buffers of this kind a chunk's rows are."""
+        return rows_of(self.share, kind)[chunk]
 
     def own_groups(self) -> range:
         """The groups that the rank runs: all, or its pipeline stage's one."""

@@ -14,6 +14,8 @@ from itertools import accumulate, pairwise
 from farspan.plan.layout import ONLY, SEQUENCE, Layout, Range, Rank
 from farspan.spec import LayerSpec, ModelSpec, Refused
 
+LINE = 64  # bytes to which each saved tensor is padded
+
 
 @dataclass(frozen=True, slots=True)
 class Spans:
@@ -40,14 +42,17 @@ class Share:
     rank: Rank
     tokens: Spans
     keys: Spans
+    cells: tuple[Range, ...]  # rows that each chunk's kept activations have room for
 
 
 def share_of(chunks: tuple[Range, ...], rank: Rank = ONLY) -> Share:
     """The share of one rank."""
     if rank.layout.sequence() == 1:
         whole = Spans(chunks, chunks)
-        return Share(rank, whole, whole)
-    return Share(rank, _spans(chunks, rank), _spans(chunks, rank, *AMONG_HEADS))
+        return Share(rank, whole, whole, chunks)
+    return Share(
+        rank, _spans(chunks, rank), _spans(chunks, rank, *AMONG_HEADS), _cells(chunks, rank.layout)
+    )
 
 
 def own_groups(rank: Rank, groups: int) -> range:
@@ -67,6 +72,13 @@ def _spans(chunks: tuple[Range, ...], rank: Rank, *axes: str) -> Spans:
     return Spans(ranges, tuple(pairwise(accumulate(sizes, initial=0))))
 
 
+def _cells(chunks: tuple[Range, ...], layout: Layout) -> tuple[Range, ...]:
+    """An equal part of every chunk, rounded up: a rank saves rows of its tokens, and of its heads
+    for others' tokens, no more of either than that of all heads."""
+    sizes = (-(-(stop - start) // layout.sequence()) for start, stop in chunks)
+    return tuple(pairwise(accumulate(sizes, initial=0)))
+
+
 def among_heads(rank: Rank, chunk: Range) -> tuple[int, ...]:
     """How many of a chunk's tokens each of the rank's Ulysses peers brings, with those of their
     tensor peers."""
@@ -79,7 +91,25 @@ def local_heads(model: ModelSpec, layout: Layout) -> ModelSpec:
     the layout says."""
     if layout.ulysses * layout.tensor == 1:
         return model
-    return replace(model, layers=tuple(local_layer(layer, layout) for layer in model.layers))
+    layers = (local_layer(layer, layout) for layer in exchanging(model, layout).layers)
+    return replace(model, layers=tuple(layers))
+
+
+def exchanging(model: ModelSpec, layout: Layout) -> ModelSpec:
+    """The model with what a cell saves besides where ranks exchange heads: the output projection
+    reads attention's output by tokens, another tensor than the one by heads that is kept."""
+    if layout.ulysses == 1:
+        return model
+    layers = (
+        replace(
+            layer,
+            activation_bytes=layer.activation_bytes + layer.output_elements() * model.element_bytes,
+            # Queries are saved in pieces, each padded.
+            activation_constant=layer.activation_constant + LINE * (1 + layer.kv_heads),
+        )
+        for layer in model.layers
+    )
+    return replace(model, layers=tuple(layers))
 
 
 def local_layer(layer: LayerSpec, layout: Layout) -> LayerSpec:

@@ -62,25 +62,33 @@ def regions_bytes(found: tuple[Region, ...], tokens: int) -> int:
 
 
 def activation_cell_bytes(
-    model: ModelSpec, layer: LayerSpec, batch: int, tokens: int, with_attention: bool
+    model: ModelSpec,
+    layer: LayerSpec,
+    batch: int,
+    tokens: int,
+    with_attention: bool,
+    sharers: int = 1,
 ) -> int:
-    """Bytes that one cell's saved tensors take, K and V excluded; O and LSE on request."""
-    row = activation_row_bytes(model, layer, with_attention)
+    """Bytes that one cell's saved tensors take, K and V excluded; O and LSE on request, of which
+    the layer has the heads of one of so many ranks."""
+    row = activation_row_bytes(model, layer, with_attention, sharers)
     return aligned(row * batch * tokens + layer.activation_constant)
 
 
-def activation_row_bytes(model: ModelSpec, layer: LayerSpec, with_attention: bool) -> int:
-    """The part of them that grows, a token."""
+def activation_row_bytes(
+    model: ModelSpec, layer: LayerSpec, with_attention: bool, sharers: int = 1
+) -> int:
+    """The part of them that grows, a token that the rank has outside attention."""
     row = layer.activation_bytes
     if with_attention:
-        row += layer.output_elements() * model.element_bytes
-        row += layer.query_heads * model.accumulate_bytes()
+        row += sharers * layer.output_elements() * model.element_bytes
+        row += sharers * layer.query_heads * model.accumulate_bytes()
     return row
 
 
-def cell_sizes(chunks: tuple[Range, ...], cell_bytes: int, cell_row: int) -> list[int]:
-    """Bytes of the cells of these chunks, the first of which is the longest; see Buffer."""
-    lengths = [stop - start for start, stop in chunks]
+def cell_sizes(rows: tuple[Range, ...], cell_bytes: int, cell_row: int) -> list[int]:
+    """Bytes of the cells of these rows, the first of which are the most; see Buffer."""
+    lengths = [stop - start for start, stop in rows]
     return [cell_bytes - cell_row * (lengths[0] - length) for length in lengths]
 
 
@@ -88,10 +96,9 @@ def cell_place(program: Program, buffer: Buffer, chunk: int) -> Range:
     """Where in a buffer of raw cells a chunk's is, in bytes; in a slot at its start."""
     if buffer.layer < 0:
         return 0, buffer.cell_bytes
-    first = [start for start, _ in program.chunks].index(buffer.start)
-    *before, size = cell_sizes(
-        program.chunks[first : chunk + 1], buffer.cell_bytes, buffer.cell_row
-    )
+    rows = program.share.cells
+    first = [start for start, _ in rows].index(buffer.start)
+    *before, size = cell_sizes(rows[first : chunk + 1], buffer.cell_bytes, buffer.cell_row)
     offset = sum(map(aligned, before))
     return offset, offset + size
 

@@ -11,7 +11,7 @@ from farspan.plan.model.catalog import find_architecture
 from farspan.plan.price.evaluate import arena_parts, evaluate, walk
 from farspan.plan.price.machines import machine
 from farspan.plan.question import Plan, Question
-from farspan.plan.search.plans import best_plan
+from farspan.plan.search.plans import best_plan, named_schedule
 from farspan.spec import Refused, RunSpec, Schedule, Tier
 
 TOKENS = 64 * 1024
@@ -58,13 +58,24 @@ def test_plans_run_on_their_layouts(layout: Layout) -> None:
     assert (again.device, again.host) == (best.device, best.host)
 
 
-@pytest.mark.parametrize("layout", [Layout(pipeline=3), Layout(pipeline=2)], ids=str)
-@pytest.mark.parametrize("name", ["grouped", "fpdt", "memo"])
-def test_a_stage_takes_what_the_fullest_rank_takes(layout: Layout, name: str) -> None:
-    """Its arenas to the byte, but for slots, which no copies of a whole device share."""
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pipeline=3),
+        Layout(pipeline=2),
+        Layout(ulysses=2),
+        Layout(shards=2),
+        Layout(ulysses=2, shards=2, data=2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["grouped", "fpdt", "memo", "swap"])
+def test_a_plan_takes_what_the_fullest_rank_takes(layout: Layout, name: str) -> None:
+    """Of every kind of buffer to the byte, but for slots and what the addresses leave unused."""
     asked = question(layout)
-    plan = best_plan(asked, [name], seconds=1.0)
-    assert len(walk(asked, plan.schedule).program.groups) == 1
+    schedule = replace(named_schedule(asked, name), activations_kept=0.5)
+    plan = evaluate(asked, name, schedule)
+    assert layout.pipeline == 1 or len(walk(asked, plan.schedule).program.groups) == 1
     last = layout.devices() - 1
     program = build_program(asked.model, asked.run, plan.schedule, Rank(layout, last))
     for tier, budget in ((Tier.DEVICE, plan.device), (Tier.HOST, plan.host)):

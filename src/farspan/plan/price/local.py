@@ -7,6 +7,7 @@ from farspan.plan.balance import chunks_of, is_balanced
 from farspan.plan.grid import chunk_ranges, group_ranges
 from farspan.plan.layout import Layout, Range
 from farspan.plan.question import Question
+from farspan.plan.share import exchanging
 from farspan.spec import ModelSpec, Refused, RunSpec, Schedule
 
 
@@ -57,7 +58,7 @@ def local_chunks(question: Question, schedule: Schedule) -> tuple[Range, ...]:
 
 def local_model(question: Question) -> ModelSpec:
     """The layers of the fullest pipeline stage, the last: it has the head."""
-    model, stages = question.model, question.layout.pipeline
+    model, stages = exchanging(question.model, question.layout), question.layout.pipeline
     if stages == 1:
         return model
     if stages > len(model.layers):
