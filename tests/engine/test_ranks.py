@@ -141,19 +141,25 @@ SCHEDULES = {
     "home": Schedule(chunk=16, groups=2, kv_kept=True, layer_checkpoint=True, x=Tier.DEVICE),
     "tiny": Schedule(chunk=1, groups=1, kv_block=3),
 }
+# What depends neither on the number of layers nor on that of groups.
+SHALLOW = {"num_hidden_layers": 2}
+OF_FAMILIES = replace(SCHEDULES["groups"], groups=1)
+
+
+def of_family(name: str) -> Case:
+    return Case(name, OF_FAMILIES, two(19, batch=2, documents=3), name, SHALLOW)
+
+
 CASES = [
     *(Case(name, schedule, two(29)) for name, schedule in SCHEDULES.items() if name != "tiny"),
-    Case("tiny", SCHEDULES["tiny"], two(9)),  # a thousand messages for each ten tokens
+    Case("tiny", SCHEDULES["tiny"], two(6)),  # a hundred messages a token
     Case("documents", SCHEDULES["groups"], two(29, batch=2, documents=5)),
-    *(Case(name, strategy(name, 4, 19), two(19)) for name in STRATEGIES),
+    *(Case(name, strategy(name, 2, 19), two(19), fields=SHALLOW) for name in STRATEGIES),
 ]
 HEADS = {"num_key_value_heads": 4}
 # Of each kind one: what a family is does not reach the ranks beyond its attention call.
 KINDS = ("gemma2", "gpt_oss", "deepseek_v3", "gpt2")
-ON_TWO = [
-    *CASES,
-    *(Case(kind, SCHEDULES["groups"], two(19, batch=2, documents=3), kind) for kind in KINDS),
-]
+ON_TWO = [*CASES, *map(of_family, KINDS)]
 # A strategy of each kind, where all eight run along another axis.
 ONCE = ("plain", "recompute", "offload", "swap", "layers")
 SOME = [case for case in CASES if case.name not in ONCE]
@@ -164,20 +170,14 @@ FEW = [
 ]
 
 
-SPREAD = [
-    Case(family, SCHEDULES["groups"], two(19, batch=2, documents=3), family)
-    for family in ("mistral", "gpt_oss", "deepseek_v3")
-]
+SPREAD = [of_family(name) for name in ("mistral", "gpt_oss", "deepseek_v3")]
 ON_DEVICE = [case for case in SOME if case.schedule.kv is Tier.DEVICE]
 
 
 FLAT = [c for c in SOME if not c.schedule.activations_kept and c.name != "tiny"]
 FEW_FLAT = [case for case in FEW if not case.schedule.activations_kept]
 FEW_FLAT.append(Case("grouped", strategy("grouped", 4, 33), two(33, batch=2), fields=HEADS))
-TENSOR = [
-    Case(family, SCHEDULES["groups"], two(19, batch=2, documents=3), family)
-    for family in ("gemma2", "phi3", "olmo2")
-]
+TENSOR = [of_family(name) for name in ("gemma2", "phi3", "olmo2")]
 
 
 def words(value: object) -> str:
