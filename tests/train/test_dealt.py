@@ -169,7 +169,6 @@ def test_four_ranks_of_several_axes_are_one_process(tmp_path: Path) -> None:
     runs = [
         a_run(tmp_path, "both", parallel=Parallel(tensor=2, shards=2)),
         a_run(tmp_path, "staged", batch=1, parallel=Parallel(pipeline=2, data=2)),
-        a_run(tmp_path, "cut", parallel=Parallel(tensor=2, pipeline=2, fsdp=False)),
     ]
     run_ranks(4, fit_all, runs)
     for run in runs:
