@@ -34,7 +34,7 @@ from farspan.plan.layout import Layout
 from farspan.plan.model.architecture import Architecture
 from farspan.plan.model.catalog import find_architecture
 from farspan.plan.price.evaluate import evaluate
-from farspan.plan.price.local import local_model
+from farspan.plan.price.local import local_model, stage_schedule
 from farspan.plan.price.machines import machine
 from farspan.plan.question import Budget, Plan, Question
 from farspan.plan.search.best_first import search, something_fits
@@ -284,7 +284,8 @@ def cell(plan: Plan | None) -> dict[str, Any] | None:
     """What the page and the figures show of a plan."""
     if plan is None:
         return None
-    seconds, schedule = plan.seconds, plan.schedule
+    seconds, schedule = plan.seconds, stage_schedule(plan.question, plan.schedule)
+    sizes = schedule.group_sizes(len(local_model(plan.question).layers))
     return {
         "tokens": plan.question.run.tokens,
         "layout": asdict(plan.question.layout),
@@ -297,7 +298,7 @@ def cell(plan: Plan | None) -> dict[str, Any] | None:
         "host_gib": plan.host.total / GIB,
         "exchange_gib": plan.device.parts.get("exchange", 0) / GIB,
         "chunk": schedule.chunk,
-        "groups": len(schedule.group_sizes(len(local_model(plan.question).layers))),
+        "groups": len(sizes),
         "attention_kept": schedule.attention_kept,
         "activations_kept": schedule.activations_kept,
     }
