@@ -159,7 +159,14 @@ CASES = [
 HEADS = {"num_key_value_heads": 4}
 # Of each kind one: what a family is does not reach the ranks beyond its attention call.
 KINDS = ("gemma2", "gpt_oss", "deepseek_v3", "gpt2")
-ON_TWO = [*CASES, *map(of_family, KINDS)]
+WHOLE_GRAPHS = Schedule(
+    chunk=64, groups=1, activations_kept=1.0, attention_kept=1.0, exchange_pieces=1
+)
+ON_TWO = [
+    *CASES,
+    *map(of_family, KINDS),
+    *(Case(name, WHOLE_GRAPHS, two(29), name, SHALLOW) for name in ("opt", "deepseek_v3")),
+]
 # A strategy of each kind, where all eight run along another axis.
 ONCE = ("plain", "recompute", "offload", "swap", "layers")
 SOME = [case for case in CASES if case.name not in ONCE]
@@ -170,6 +177,8 @@ FEW = [
 ]
 
 
+# Messages of one head of one sequence.
+THIN = Case("thin", SCHEDULES["kept"], two(29), fields=HEADS | SHALLOW)
 SPREAD = [of_family(name) for name in ("mistral", "gpt_oss", "deepseek_v3")]
 ON_DEVICE = [case for case in SOME if case.schedule.kv is Tier.DEVICE]
 
@@ -200,7 +209,7 @@ def words(value: object) -> str:
         (Layout(pipeline=2, ulysses=2), FEW[1:]),
         (Layout(shards=2), [*SOME, *SPREAD]),
         (Layout(shards=4), FEW[:2]),
-        (Layout(ulysses=2, shards=2), FEW[:2]),
+        (Layout(ulysses=2, shards=2), [*FEW[:2], THIN]),
         (Layout(ring=2), [*ON_DEVICE, *SPREAD]),
         (Layout(ring=2, shards=2), FEW[:2]),
         (Layout(ulysses=2, ring=2), FEW[:2]),

@@ -236,6 +236,36 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_copied(tmp_path: Path) -
     load(path, entries)
 
 
+def test_a_changed_list_of_boxes_is_refused(tmp_path: Path) -> None:
+    """No sum is over the list itself: boxes are where their keys say, apart, and fill the whole."""
+    path = tmp_path / "step"
+    entries = a_checkpoint(path)
+    listed = json.loads((path / "tensors.json").read_text())
+
+    def moved(box: dict[str, Any]) -> dict[str, Any]:
+        return box | {"offset": [n + 1 for n in box["offset"]]}
+
+    def shorter(box: dict[str, Any]) -> dict[str, Any]:
+        return box | {"shape": [n - 1 for n in box["shape"]]}
+
+    boxes = listed["tensors"]["b"]["boxes"]
+    for change, words in (
+        ([], "the boxes of b do not make the whole"),
+        ([shorter(boxes[0])], "the boxes of b do not make the whole"),
+        ([boxes[0]] * 2, "the boxes of b do not make the whole"),
+        ([moved(boxes[0])], "is not where it says"),
+        ({}, "the boxes of b do not make the whole"),
+        (None, "tensors.json: damaged or changed"),
+    ):
+        tensor = listed["tensors"]["b"] | {"boxes": change}
+        tensors = {"tensors": listed["tensors"] | {"b": tensor}}
+        (path / "tensors.json").write_text(json.dumps(listed | tensors))
+        assert words in refused(path, entries), change
+    for tensors in ({"tensors": []}, {"files": []}):
+        (path / "tensors.json").write_text(json.dumps(listed | tensors))
+        assert "tensors.json: damaged or changed" in refused(path, entries)
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     entries = a_checkpoint(tmp_path / "step")
     a, b = entries["a"], entries["b"]

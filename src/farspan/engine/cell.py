@@ -80,7 +80,8 @@ class Cell:
             return q, *at_hand
         q, k, v = self.exchange.to_heads(q, k, v)
         self.write(k, v)
-        return q, k, v
+        # All three are of one message, which a graph that saved a view of q would hold.
+        return q.contiguous() if self.graph else q, k, v
 
     def kv_at_hand(self) -> tuple[Tensor, Tensor] | None:
         """The chunk's K, V of this rank's heads, where an earlier pass left them."""

@@ -1,6 +1,6 @@
 """What a step will take, before it is taken."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -12,6 +12,7 @@ from farspan.engine.meter import PeakMeter
 from farspan.engine.step import ADVICE, Progress, Step
 from farspan.memory.host import GIB, refuse_beyond
 from farspan.models.refuse import context_limit
+from farspan.parallel.fsdp import local
 from farspan.plan.cell.choosing import grown_bytes
 from farspan.plan.program import Program
 from farspan.plan.sizes import made_bytes
@@ -120,33 +121,40 @@ def least_transient(program: Program) -> int:
 
 
 def _static(step: Step, program: Program, *, documents: bool) -> Forecast:
-    model = step.boundary.model
-    trained = [p for p in model.parameters() if p.requires_grad]
+    # Of a model that is dealt, this rank's parts; layers of other stages have no memory.
+    parameters = {id(p): p for p in step.boundary.model.parameters() if not p.is_meta}.values()
+    trained = [p for p in parameters if p.requires_grad]
     return Forecast(
         device_arena=program.arena_bytes[Tier.DEVICE],
         host_arena=program.arena_bytes[Tier.HOST],
         inputs=made_bytes(program.run.batch, program.run.tokens, documents=documents),
-        weights=sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values()),
-        gradients=sum(p.numel() * gradient_dtype(p).itemsize for p in trained),
+        weights=sum(local(p).nbytes for p in parameters),
+        gradients=sum(local(p).numel() * gradient_dtype(p).itemsize for p in trained),
         accumulators=_accumulators(step, program),
         transient=0,
     )
 
 
 def _accumulators(step: Step, program: Program) -> int:
-    def size(parameters: list[nn.Parameter]) -> int:
+    """Sums of the widest group and of what lies outside the layers: where gradients are narrower
+    than sums, and where they are summed over ranks."""
+    dealt, layers = step.dealt, step.boundary.layers
+
+    def size(parameters: Iterable[nn.Parameter]) -> int:
         return sum(
             p.numel() * accumulate_dtype(p.dtype).itemsize
             for p in parameters
-            if p.requires_grad and gradient_dtype(p) != accumulate_dtype(p.dtype)
+            if p.requires_grad
+            and (dealt is not None or gradient_dtype(p) != accumulate_dtype(p.dtype))
         )
 
-    layers = step.boundary.layers
-    groups = [
-        size([p for layer in range(*group) for p in layers[layer].parameters()])
-        for group in program.groups
-    ]
-    return size(step.boundary.outer_parameters()) + max(groups)
+    def of_layer(layer: int) -> Iterable[nn.Parameter]:
+        return layers[layer].parameters() if dealt is None else dealt.sharded.whole(layer).values()
+
+    groups = [program.groups[group] for group in program.own_groups()]
+    widest = max(sum(size(of_layer(layer)) for layer in range(*group)) for group in groups)
+    outer = step.boundary.outer_parameters() if dealt is None else dealt.outer_parameters()
+    return size(outer) + widest
 
 
 def _rehearse(

@@ -118,7 +118,14 @@ def _heads_first(rows: Tensor) -> Tensor:
 
 def _pack(tensors: list[Tensor]) -> Tensor:
     """Rows of several tensors, of any dtypes, as rows of bytes."""
-    return torch.cat([rows.flatten(1).view(torch.uint8) for rows in tensors], 1)
+    return torch.cat([_bytes(rows) for rows in tensors], 1)
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    """[n, ...] as [n, bytes]. Dimensions of one element may have any stride in what is contiguous,
+    and a view as bytes wants a last one of 1."""
+    flat = rows.flatten(1)
+    return flat.as_strided(flat.shape, (flat.shape[1], 1)).view(torch.uint8)
 
 
 def _unpack(rows: Tensor, like: list[Tensor]) -> list[Tensor]:

@@ -87,11 +87,12 @@ def load(
     Raises Refused on every rank when the checkpoint is damaged, or of another model. Nothing is
     copied before every byte was looked at.
     """
+    reader = _Reader(path, group)
     try:
         with _alone(group):
             load_all(
                 {},
-                storage_reader=_Reader(path, group),
+                storage_reader=reader,
                 planner=Loading(entries, unread),
                 process_group=group,
                 no_dist=group is None,
@@ -109,7 +110,8 @@ def read_state(path: Path) -> dict[str, Any]:
 def read_shapes(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Dtype and shape of every tensor of a checkpoint. Raises Refused."""
     listed = _read_json(path / TENSORS)
-    return {name: _type_of(entry) for name, entry in listed["tensors"].items()}
+    with _parsing(path):
+        return {name: _type_of(entry) for name, entry in listed["tensors"].items()}
 
 
 # -- writing ------------------------------------------------------------------------------------
@@ -220,8 +222,18 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 class _Reader(StorageReader):
     def __init__(self, path: Path, group: Group) -> None:
+        """Raises Refused where the list is damaged, or a file is not there."""
         self._path = path
         self._rank, self._ranks = (0, 1) if group is None else (group.rank(), group.size())
+        listed = _read_json(path / TENSORS)
+        if listed.get("format") != FORMAT:
+            raise Refused(f"{path / TENSORS}: format {listed.get('format')!r}, expected {FORMAT}")
+        with _parsing(path):
+            self._files = {name: dict(entry) for name, entry in listed["files"].items()}
+            self._metadata = _metadata(listed["tensors"])
+        for name in self._files:
+            if not (path / name).is_file():
+                raise Refused(f"{path / name}: missing")
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """It is of one checkpoint."""
@@ -231,23 +243,10 @@ class _Reader(StorageReader):
         return True
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        listed = _read_json(self._path / TENSORS)
-        if listed.get("format") != FORMAT:
-            raise Refused(f"{TENSORS}: format {listed.get('format')!r}, expected {FORMAT}")
         # Every byte is looked at by one rank, before any is copied.
-        for name in sorted(listed["files"])[self._rank :: self._ranks]:
-            _verify(self._path / name, listed["files"][name])
-        tensors: dict[str, Any] = {}
-        places: dict[MetadataIndex, tuple[str, str]] = {}
-        for name, entry in listed["tensors"].items():
-            dtype, shape = _type_of(entry)
-            boxes = [(torch.Size(b["offset"]), torch.Size(b["shape"]), b) for b in entry["boxes"]]
-            chunks = [ChunkStorageMetadata(offset, size) for offset, size, _ in boxes]
-            properties = TensorProperties(dtype)
-            tensors[name] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
-            for offset, _, box in boxes:
-                places[MetadataIndex(name, offset)] = box["file"], box["key"]
-        return Metadata(tensors, storage_data=places)
+        for name in sorted(self._files)[self._rank :: self._ranks]:
+            _verify(self._path / name, self._files[name])
+        return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, *_: Any, **__: Any) -> None:
         self._places = metadata.storage_data
@@ -276,9 +275,35 @@ class _Reader(StorageReader):
         return done
 
 
+def _metadata(listed: Mapping[str, Any]) -> Metadata:
+    """What a list of tensors says, and where each box is. Its key in its file says where it lies,
+    too: a list that was changed is refused."""
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, tuple[str, str]] = {}
+    for name, entry in listed.items():
+        dtype, shape = _type_of(entry)
+        chunks = []
+        for box in entry["boxes"]:
+            offset, size = torch.Size(box["offset"]), torch.Size(box["shape"])
+            index = MetadataIndex(name, offset)
+            if box["key"] != _key(index) or not len(offset) == len(size) == len(shape):
+                raise ValueError(f"{box['key']!r} is not where it says")
+            chunks.append(ChunkStorageMetadata(offset, size))
+            places[index] = box["file"], box["key"]
+        properties = TensorProperties(dtype)
+        tensors[name] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
+    return Metadata(tensors, storage_data=places)
+
+
+@contextmanager
+def _parsing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise Refused(f"{path / TENSORS}: damaged or changed: {error}") from error
+
+
 def _verify(path: Path, entry: Mapping[str, Any]) -> None:
-    if not path.is_file():
-        raise Refused(f"{path.name}: missing")
     if path.stat().st_size != entry["bytes"]:
         raise Refused(
             f"{path.name}: {path.stat().st_size} bytes, expected {entry['bytes']}: truncated or "
@@ -291,7 +316,7 @@ def _verify(path: Path, entry: Mapping[str, Any]) -> None:
 def _type_of(entry: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
     dtype = getattr(torch, entry["dtype"], None)
     if not isinstance(dtype, torch.dtype):
-        raise Refused(f"{TENSORS}: no dtype of torch: {entry['dtype']!r}")
+        raise ValueError(f"no dtype of torch: {entry['dtype']!r}")
     return dtype, tuple(entry["shape"])
 
 

@@ -4,7 +4,7 @@ Its own plans know DTensors and whole tensors. A rank's part of a fused projecti
 `tensor` is several boxes of the whole, of which FSDP has cut off some rows: a `Place`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,6 +105,8 @@ class Loading(LoadPlanner):
             return  # nothing of it was saved
         if not isinstance(saved, TensorStorageMetadata):
             raise Refused(f"of another model: only the model has {name}")
+        if not _fill(saved.chunks, saved.size):
+            raise Refused(f"damaged: the boxes of {name} do not make the whole of it")
         there = saved.properties.dtype, tuple(saved.size)
         if there != (tensor.dtype, place.shape):
             raise Refused(
@@ -133,6 +135,21 @@ class Loading(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """It was read into place."""
+
+
+def _fill(boxes: Sequence[ChunkStorageMetadata], size: torch.Size) -> bool:
+    """Whether boxes lie within a tensor, apart from each other, and fill it."""
+    for index, box in enumerate(boxes):
+        ends = [start + length for start, length in zip(box.offsets, box.sizes, strict=True)]
+        inside = all(a >= 0 and b <= n for a, b, n in zip(box.offsets, ends, size, strict=True))
+        if not inside or any(_overlap(box, other) for other in boxes[:index]):
+            return False
+    return sum(box.sizes.numel() for box in boxes) == size.numel()
+
+
+def _overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
+    pairs = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(a < b + m and b < a + n for a, n, b, m in pairs)
 
 
 def boxes_of(entries: Entries) -> dict[MetadataIndex, Box]:

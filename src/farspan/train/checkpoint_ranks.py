@@ -68,10 +68,7 @@ def read(
 
     def look() -> Forms:
         refuse_other(path / states.STATE, states.read_state(path), expected)
-        try:
-            return states.read_shapes(path)
-        except (KeyError, TypeError) as error:
-            raise Refused(f"{path / LISTED}: lists no tensors: {error}") from error
+        return states.read_shapes(path)
 
     forms = crew.by_first(look)
     start = _own(_number(crew))
@@ -105,6 +102,8 @@ def copy_rows(path: Path, live: Entries, prefix: str) -> None:
 def refuse_other(path: Path, state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Raises Refused where a checkpoint's state is of another run."""
     for key, value in expected.items():
+        if key not in state:
+            raise Refused(f"{path}: damaged: it says nothing of its {key}")
         if state.get(key) != value:
             raise Refused(
                 f"{path}: belongs to another run: its {key} is {state.get(key)!r}, "

@@ -88,7 +88,7 @@ def question_of(
     question = Question(
         model=looked.model,
         run=RunSpec(run.batch, run.context),
-        # To the devices of this node that are used its links and all main memory belong.
+        # Links and main memory are shared by the run's devices on this node, and by no others.
         machine=replace(machine, devices=crew.near),
         layout=crew.layout,
         optimizer=PLANNED[states],

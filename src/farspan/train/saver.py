@@ -83,7 +83,7 @@ class DealtSaver:
     ) -> None:
         path = folder / checkpoint.folder_name(step)
         self._crew.by_first(lambda: remove_leftovers(folder))
-        given = {**state, "step": step, "ranks": self._crew.count}
+        given = {**state, "step": step}
         checkpoint_ranks.write(path, self._entries, rng, given, self._crew)
         self._crew.by_first(lambda: checkpoint.prune(folder, step, keep))
 

@@ -83,7 +83,7 @@ def whole_space(question: Question) -> Space:
         # The stages of a pipeline are its groups.
         cuts(model) if layout.pipeline == 1 else ((len(model.layers),),),
         tuple(part / PARTS for part in range(PARTS + 1)),
-        # What ranks cannot run (engine.deal.refuse_schedule).
+        # What ranks cannot run (layout.refuse_together).
         activations if layout.tensor == 1 else (0.0,),
         kv=tuple(Tier) if layout.ring == 1 else (Tier.DEVICE,),
     )
