@@ -70,8 +70,9 @@ def test_host_memory_is_shared_by_the_ranks_of_a_node() -> None:
     assert max(fitting) <= alpha.value + 1 / chunks
     assert evaluate(one, "memo", with_alpha(one, memo())).host.left >= 0
     node = replace(one.machine, devices=4)
-    shared = replace(one, machine=node, layout=Layout(ulysses=4))
-    # Four ranks hold a quarter of the tokens each, and have a quarter of the memory.
+    shared = replace(one, machine=node, layout=Layout(shards=4))
+    # Four ranks hold a quarter of the tokens each, and have a quarter of the memory. (Ranks that
+    # exchange heads keep attention's output by tokens, too.)
     assert solve_alpha(shared, memo()).limits["host memory"] == pytest.approx(
         alpha.limits["host memory"], abs=1 / chunks
     )
