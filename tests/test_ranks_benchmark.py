@@ -203,7 +203,8 @@ def test_the_script_measures(tmp_path: Path) -> None:
         assert min(min(each.values()) for each in row["seconds"]) >= 0
         # Nobody is done before the busiest rank's own work is.
         busiest = max(each["attention"] + each["rest"] for each in row["seconds"])
-        assert row["replayed_seconds"] >= 0.999 * busiest - 1e-4  # as seconds are rounded
+        # Three numbers are compared, each rounded by at most 5e-5.
+        assert row["replayed_seconds"] >= 0.999 * busiest - 1.5e-4
     assert tables(record).keys() == {"memory", "work", "seconds", "sent"}
 
 

@@ -31,6 +31,8 @@ def happen(fault: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "out of memory":
         raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+    if fault == "raises":
+        raise ValueError("no such thing")
 
 
 def faulty_parts(accumulate: int, fault: str) -> Parts:

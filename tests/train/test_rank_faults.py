@@ -44,6 +44,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 @pytest.mark.parametrize(
     ("fault", "survivor", "words", "saved"),
     [
+        ("killed", 0, r"RankFailed: rank 1: died without a word \(killed\?\)", 2),
+        ("raises", 0, "RankFailed: rank 1: ValueError: no such thing", 2),
         ("out of memory", 0, "RankFailed: rank 1: memory: out of it .*tried to allocate 3 GiB", 2),
         ("killed while saving", 1, r"RankFailed: rank \d: .*", 2),
     ],
