@@ -9,8 +9,8 @@ from torch import Tensor
 
 from farspan.engine.deal import Dealt, deal
 from farspan.plan.layout import Layout, Rank
-from farspan.spec import Refused, Schedule
-from farspan.train.config import AUTO, RunConfig, StatesPlace
+from farspan.spec import Refused
+from farspan.train.config import RunConfig, StatesPlace
 from farspan.train.crew import Crew
 from farspan.train.parts import Parts
 from farspan.train.pieces import first_of_stage, gather_wholes
@@ -34,17 +34,8 @@ def deal_model(run: RunConfig, parts: Parts, model: Any, crew: Crew) -> Dealt | 
     """Deals a model that all ranks have whole, in place; None where they keep it so."""
     if crew.ranks is None or not is_dealt(run, crew.layout):
         return None
-    return deal(model, _schedule(run, parts, model), crew.ranks)
-
-
-def _schedule(run: RunConfig, parts: Parts, model: Any) -> Schedule:
-    """What the run file says of it: stages and tiles follow from that. Of the planner's neither
-    does."""
-    base, named = Schedule(), run.schedule.strategy
-    if named is not None and named != AUTO:
-        layers = model.config.get_text_config().num_hidden_layers
-        base = parts.strategy(named, layers, run.context)
-    return run.schedule.apply(base).with_sparse(run.pages())
+    # Stages and tiles follow from the schedule; of the planner's neither does.
+    return deal(model, parts.schedule_of(run, model), crew.ranks)
 
 
 def whole_weights(dealt: Dealt, model: Any) -> dict[str, Tensor] | None:

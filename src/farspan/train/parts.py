@@ -19,7 +19,7 @@ from farspan.plan.search.plans import best_plan
 from farspan.plan.strategies import strategy
 from farspan.spec import MachineSpec, Schedule
 from farspan.train.allocator import DeviceMemory, choose_allocator
-from farspan.train.config import DeviceAllocator
+from farspan.train.config import AUTO, DeviceAllocator, RunConfig
 from farspan.train.memory import Expected, expect_memory
 from farspan.train.optimizer_parts import Held
 
@@ -113,3 +113,12 @@ class Parts:
     machine: Callable[[torch.device, torch.dtype, Callable[[str], None]], MachineSpec] = machine_of
     best_plan: Callable[[Question], Plan] = best_plan
     evaluate: Callable[[Question, str, Schedule], Plan] = evaluate
+
+    def schedule_of(self, run: RunConfig, model: Any) -> Schedule:
+        """The schedule of a strategy by name, or of fields alone, as the run wants it; the
+        default where the planner chooses."""
+        base, named = Schedule(), run.schedule.strategy
+        if named is not None and named != AUTO:
+            layers = model.config.get_text_config().num_hidden_layers
+            base = self.strategy(named, layers, run.context)
+        return run.schedule.apply(base).with_sparse(run.pages())

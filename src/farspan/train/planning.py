@@ -53,7 +53,7 @@ def make_chooser(
         return planned if use.crew.count == 1 else OneForAll(planned, use.crew)
     return NamedChooser(
         strategy=named or "the run's own",
-        schedule=_named(run, use.model, parts),
+        schedule=parts.schedule_of(run, use.model),
         run=shape,
         model=lambda: describe(Boundary(use.model)),
         unified=use.device.type == "cpu",
@@ -122,21 +122,12 @@ def place_states(
             question = question_of(run, looked, machine, states, crew)
             if run.schedule.strategy == AUTO:
                 return parts.best_plan(question).fits
-            return size(question, _named(run, model, parts)).fits
+            return size(question, parts.schedule_of(run, model)).fits
 
         return choose_place(fits, before)
 
     # What is free differs from rank to rank.
     return lambda model, device: crew.by_first(lambda: place(model, device))
-
-
-def _named(run: RunConfig, model: Any, parts: Parts) -> Schedule:
-    """The schedule of a strategy by name, or of fields alone, as the run wants it."""
-    base, named = Schedule(), run.schedule.strategy
-    if named is not None:
-        layers = model.config.get_text_config().num_hidden_layers
-        base = parts.strategy(named, layers, run.context)
-    return run.schedule.apply(base).with_sparse(run.pages())
 
 
 def _free(machine: MachineSpec, use: Equipment) -> MachineSpec:
