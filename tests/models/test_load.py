@@ -9,19 +9,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from farspan.models.load import load_model
+from farspan.models.load import Weights, load_model
 from farspan.spec import Refused
+from tests.zoo import FAMILIES, make_model
 
 MISSING = "model.layers.1.mlp.up_proj.weight"
-Weights = dict[str, Tensor]
-Save = Callable[[Callable[[Weights], object], bool], Path]
+Tensors = dict[str, Tensor]
+Save = Callable[[Callable[[Tensors], object], bool], Path]
 
 
 @pytest.fixture
 def save(tmp_path: Path) -> Save:
     """Writes a tiny model's folder after a change to its weights; the flag ties its head."""
 
-    def write(change: Callable[[Weights], object], tied: bool = False) -> Path:
+    def write(change: Callable[[Tensors], object], tied: bool = False) -> Path:
         config = Qwen2Config(
             vocab_size=64,
             hidden_size=16,
@@ -48,6 +49,27 @@ def test_what_is_saved_is_what_is_loaded(save: Save) -> None:
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, saved[name]), name
     assert model.training
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_without_weights_is_the_model_but_for_them(name: str, tmp_path: Path) -> None:
+    make_model(name, torch.float32).config.save_pretrained(tmp_path)
+    model, blank = (
+        load_model(path=str(tmp_path), dtype=torch.bfloat16, weights=weights)
+        for weights in (Weights.RANDOM, Weights.NONE)
+    )
+    known = dict(model.named_parameters(remove_duplicate=False))
+    found = dict(blank.named_parameters(remove_duplicate=False))
+    assert {n: (p.shape, p.dtype) for n, p in found.items()} == {
+        n: (p.shape, p.dtype) for n, p in known.items()
+    }
+    assert all(p.is_meta for p in found.values())
+    assert len(set(found.values())) == len(set(known.values()))  # tied alike
+    buffers = dict(blank.named_buffers())
+    assert buffers.keys() == dict(model.named_buffers()).keys()
+    for path, buffer in model.named_buffers():
+        assert torch.equal(buffers[path], buffer), path
+    assert blank.training
 
 
 def test_missing_weights_are_refused_by_name(save: Save) -> None:

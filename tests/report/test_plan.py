@@ -125,12 +125,19 @@ def test_how_training_has_an_optimizer_is_noted(optimizer: Optimizer) -> None:
         )
 
 
-def test_several_devices_are_noted() -> None:
-    noted = "note: planned; farspan train runs on one device"
-    assert noted in text_of(plan_view(overrun()))  # its remedy is --gpus 2
-    assert noted not in text_of(plan_view(fitting()))
-    shared = replace(fitting(), question=question(layout=Layout(ulysses=2)))
-    assert noted in text_of(plan_view(shared))
+def test_how_several_devices_are_started_is_noted() -> None:
+    advised = " ".join(text_of(plan_view(overrun())).split())
+    assert "note: with --gpus 2 the plan says how farspan train is started on them" in advised
+    assert "started" not in text_of(plan_view(fitting()))
+    layout = Layout(ulysses=2, data=2, fsdp=False)
+    for near, processes in ((8, "--nproc-per-node 4"), (2, "--nnodes 2 --nproc-per-node 2")):
+        asked = question(layout=layout)
+        asked = replace(asked, machine=replace(asked.machine, devices=near))
+        text = " ".join(text_of(plan_view(replace(fitting(), question=asked))).split())
+        assert (
+            f"note: start it with torchrun {processes} -m farspan train RUN.yaml, with parallel: "
+            "{ulysses: 2, data: 2, fsdp: false} in the file"
+        ) in text
 
 
 def test_copies_in_line_are_noted_where_there_are_any() -> None:

@@ -26,6 +26,7 @@ from farspan.train.shortage import Shortage
 from tests.train.planner import one_memory, plan_for
 from tests.zoo import LAYERS, make_model
 
+CPU = torch.device("cpu")
 GIB = 2**30
 TOKENS = 200
 SHORT = {tier: Shortage(tier, "no memory") for tier in Tier}
@@ -161,13 +162,13 @@ def test_the_work_of_an_unknown_family_is_estimated_from_its_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = make_model("qwen3_moe", torch.float32)
-    known = look(model, "float32").model
+    known = look(model, "float32", CPU).model
 
     def unknown(*_: object) -> Any:
         raise Refused("model_type: not known")
 
     monkeypatch.setattr("farspan.train.looked.architecture_from", unknown)
-    looked = look(model, "float32")
+    looked = look(model, "float32", CPU)
     found, architecture = looked.model, looked.architecture
     assert architecture is None
     for ours, theirs in zip(found.layers, known.layers, strict=True):
@@ -181,7 +182,7 @@ def test_frozen_weights_are_not_planned_as_trained() -> None:
     model = make_model("llama", torch.float32)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("mlp" in name)
-    looked = look(model, "float32")
+    looked = look(model, "float32", CPU)
     found, architecture = looked.model, looked.architecture
     assert architecture is None  # a known family's cells hold gradients of every weight
     for layer in found.layers:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from farspan.models.load import load_model
 from farspan.parallel.fsdp import gradient_dtype, local
 from farspan.parallel.places import everything
 from farspan.parallel.states import load, read_shapes
@@ -140,12 +141,17 @@ def test_two_ranks_with_half_of_the_weights_are_one_process(tmp_path: Path) -> N
     """The same updates, clipped by the norm of all pieces; and so many bytes on each rank."""
     alone = a_run(tmp_path, "alone")
     [(weights, states)] = fit_all([alone])
+    saved = load_model(config=WIDE, dtype=torch.float64, seed=alone.seed)
+    saved.save_pretrained(tmp_path / "saved")
+    of_a_folder = ModelConfig(path=str(tmp_path / "saved"), dtype=DType.FLOAT64)
     runs = {
-        "ulysses": a_run(tmp_path, "ulysses", parallel=Auto.AUTO),
+        "ulysses": a_run(tmp_path, "ulysses", parallel=Auto.AUTO, model=of_a_folder),
         "pipeline": a_run(tmp_path, "pipeline", parallel=Parallel(pipeline=2)),
         "tensor": a_run(tmp_path, "tensor", parallel=Parallel(tensor=2)),
         "replicas": a_run(tmp_path, "replicas", batch=1, parallel=Parallel(data=2), optimizer=HOST),
-        "whole": a_run(tmp_path, "whole", parallel=Parallel(ulysses=2, fsdp=False)),
+        "whole": a_run(
+            tmp_path, "whole", parallel=Parallel(ulysses=2, fsdp=False), model=of_a_folder
+        ),
     }
     held = dict(
         zip(runs, zip(*run_ranks(2, fit_all, list(runs.values())), strict=True), strict=True)
@@ -295,7 +301,9 @@ def planned(run: RunConfig, layout: Layout) -> None:
 def refusals(run: RunConfig) -> list[str]:
     eight = replace(run.optimizer, states=StatesPlace.EIGHT_BIT)
     single = replace(run.model, dtype=DType.FLOAT32)
+    nowhere = ModelConfig(path=run.folder, dtype=DType.FLOAT64)
     cases = [
+        replace(run, model=nowhere, folder=f"{run.folder}-nowhere"),
         replace(run, model=single, optimizer=eight),
         replace(run, parallel=Parallel(tensor=2), schedule=ScheduleConfig(activations_kept=0.5)),
     ]
@@ -315,4 +323,4 @@ def refusals(run: RunConfig) -> list[str]:
 def test_what_is_refused_and_what_is_done(tmp_path: Path) -> None:
     run = a_run(tmp_path, "run", parallel=Parallel(ulysses=2))
     said = run_ranks(2, refusals, run)
-    assert said == [["optimizer.states", "activations_kept"]] * 2
+    assert said == [["model.path", "optimizer.states", "activations_kept"]] * 2

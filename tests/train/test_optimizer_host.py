@@ -40,6 +40,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 PIECE = 128  # elements: a matrix of the tiny model is two to 33 pieces, some of them ragged
 
 
+CPU = torch.device("cpu")
+
+
 @pytest.fixture
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("farspan.plan.price.states.STAGED", PIECE)
@@ -164,7 +167,7 @@ def test_planned_bytes_are_those_taken(
     monkeypatch.setattr("farspan.plan.price.states.STAGED", staged)
     model = load_tiny(config=MODEL, dtype=getattr(torch, dtype.value), seed=1)
     run = tiny_run(tmp_path, model=ModelConfig(config=MODEL, dtype=dtype))
-    found, crew = look(model, dtype.value), Crew(torch.device("cpu"))
+    found, crew = look(model, dtype.value, CPU), Crew(CPU)
     planned = states(question_of(run, found, one_memory(), place, crew), ((0, 1), (1, 2)))
     with PeakMeter(torch.device("cpu")) as meter:
         optimizer = Optimizer(model, OptimizerConfig(states=place))

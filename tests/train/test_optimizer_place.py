@@ -20,6 +20,7 @@ from farspan.train.planning import place_states, question_of
 from tests.train.planner import GIB, one_memory, planned_parts
 from tests.train.tiny import MODEL, Quiet, fit, load_tiny, tiny_run
 
+CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
 MODEL_BYTES = 2 * 8976
 RESERVE = 500_000
@@ -31,6 +32,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, total: int, host: int) -> None:
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (free, total))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: MODEL_BYTES)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "made up")
+    monkeypatch.setattr("farspan.train.planning.look", lambda m, d, _: look(m, d, CPU))
     monkeypatch.setattr("farspan.train.choice.available_host_bytes", lambda: host)
     monkeypatch.setattr("farspan.train.optimizer_place.available_host_bytes", lambda: host)
 
@@ -54,7 +56,7 @@ def never(*_: Any) -> Any:
 def needed(run: RunConfig, states: StatesPlace) -> tuple[int, int]:
     """Bytes of the step on both tiers, states included."""
     model = load_tiny(config=MODEL, dtype=torch.bfloat16, seed=0)
-    found = look(model, "bfloat16")
+    found = look(model, "bfloat16", CPU)
     machine = replace(bare_machine(CUDA), reserve=RESERVE)
     question = question_of(run, found, machine, states, Crew(CUDA))
     sized = size(question, run.schedule.apply(Parts().strategy("grouped", 2, run.context)))

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from farspan.cli.ending import FAILED, typer_app
 from farspan.engine.verify import Verification, VerificationRun, verify
 from farspan.engine.verify_sparse import Approximation
-from farspan.models.load import load_model
+from farspan.models.load import Weights, load_model
 from farspan.plan.pages import EXAMPLE, OFF, ON, read_sparse, sparse_words
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.spec import Refused, Schedule
@@ -166,7 +166,8 @@ def model_for(model: str | None, dtype: str, seed: int, random_weights: bool) ->
             "overrides": run.model.overrides,
         }
     else:
-        source = {"path": model, "random_weights": random_weights or not has_weights(model)}
+        drawn = random_weights or not has_weights(model)
+        source = {"path": model, "weights": Weights.RANDOM if drawn else Weights.SAVED}
     return load_model(**source, dtype=getattr(torch, dtype), seed=seed).eval()
 
 

@@ -3,6 +3,7 @@ are summed."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +17,15 @@ from farspan.models.refuse import refuse_dropout
 from farspan.models.route import answering, routed
 from farspan.models.tiles import Tokenwise
 from farspan.models.tokenwise import dense, tokenwise
+from farspan.parallel.first import by_first
 from farspan.parallel.fsdp import Sharded, Stage
+from farspan.parallel.handout import Handout, is_handed_out
 from farspan.parallel.ranks import Ranks, refuse_unlike_models
 from farspan.parallel.tensor import TensorParallel
 from farspan.parallel.tensor_plan import plan_tensor
 from farspan.parallel.tensor_probe import check_layers
 from farspan.plan.grid import group_ranges
-from farspan.plan.layout import AXES, refuse_together
+from farspan.plan.layout import AXES, Layout, refuse_together
 from farspan.plan.program import Program
 from farspan.plan.share import local_heads, own_groups
 from farspan.spec import ModelSpec, Schedule
@@ -87,8 +90,11 @@ def deal(
     offload: bool = False,
     keep: bool = False,
 ) -> Dealt:
-    """Deals a model, which all ranks have loaded whole, over them, in place; steps with another
-    schedule may follow, if a pipeline has the same stages.
+    """Deals a model over ranks, in place; steps with another schedule may follow, if a pipeline has
+    the same stages.
+
+    All ranks have loaded it whole, or rank 0 alone, anywhere, and the parameters of the others are
+    on the meta device: then the ranks' devices never hold more than their parts and one weight.
 
     With tensor parallelism the weights of layers become slices. Layers of other pipeline stages
     leave for the meta device, unless `keep`. The rest is cut as FSDP2 cuts it if the layout says
@@ -100,30 +106,40 @@ def deal(
     """
     boundary = Boundary(model)
     refuse_dropout(boundary.model)
-    refuse_unlike_models(ranks, boundary.model)
-    spec = describe(boundary)
-    local_heads(spec, ranks.layout)
     refuse_schedule(schedule, ranks)
-    tiles = () if schedule.mlp_tokens is None else tokenwise(boundary)
-    dtype, device = boundary.dtype, boundary.device
-    tensor = None
+    apart = is_handed_out(ranks, boundary.model)
+    if not apart:
+        refuse_unlike_models(ranks, boundary.model)
+    device = ranks.device if apart else boundary.device
+
+    def look() -> _Looked:
+        return _look(boundary, schedule, ranks.layout, device)
+
+    looked = by_first(look) if apart else look()
+    layers, tensor = list(boundary.layers), None
     if ranks.layout.tensor > 1:
-        tensor = _cut_layers(boundary, ranks)
-    if not keep:
-        _leave(boundary, schedule, ranks)
+        plan = plan_tensor(boundary.model, boundary.layers, ranks.layout.tensor)
+        tensor = TensorParallel(plan, ranks.among("tensor"))
+    handout = Handout.of(ranks, boundary.model) if apart else None
+    if tensor is not None:
+        tensor.cut_layers(boundary.layers)
+    here = range(len(layers)) if keep else _leave(boundary, schedule, ranks)
     if stage is None:
         several = ranks.layout.devices() > 1  # programs of one rank gather nothing
         stage = Stage.ZERO_3 if ranks.layout.fsdp and several else Stage.ZERO_0
     sharded = Sharded(
         boundary.model,
-        list(boundary.layers),
+        layers,
         ranks.among(*WHOLE, alone=False),
         device,
         stage=stage,
         offload=offload,
         outer=ranks.among(*WHOLE, "pipeline", alone=False),
+        here=here,
     )
-    return Dealt(ranks, spec, dtype, sharded, tensor, tiles)
+    if handout is not None:
+        handout.give(partial(_fill, sharded, tensor))
+    return Dealt(ranks, looked.spec, boundary.dtype, sharded, tensor, looked.tiles)
 
 
 def refuse_schedule(schedule: Schedule, ranks: Ranks) -> None:
@@ -133,31 +149,51 @@ def refuse_schedule(schedule: Schedule, ranks: Ranks) -> None:
     refuse_together(schedule, ranks.layout)
 
 
-def _cut_layers(boundary: Boundary, ranks: Ranks) -> TensorParallel:
-    plan = plan_tensor(boundary.model, boundary.layers, ranks.layout.tensor)
+@dataclass(frozen=True, slots=True)
+class _Looked:
+    """What running a model shows, whose weights are somewhere."""
 
-    def run(index: int, layer: nn.Module) -> Tensor:
-        dtype = next(layer.parameters()).dtype
-        generator = torch.Generator(boundary.device).manual_seed(index)
-        shape = 2, PROBED, boundary.width
-        hidden = torch.randn(shape, generator=generator, dtype=dtype, device=boundary.device)
-        positions = torch.arange(PROBED, device=boundary.device)[None]
-        with routed(boundary.model), answering(dense):
-            call: LayerCall = boundary.calls(2, positions)[index]
-            return run_layer(layer, hidden, cast_call(call, dtype))
-
-    check_layers(plan, boundary.layers, run)
-    tensor = TensorParallel(plan, ranks.among("tensor"))
-    tensor.cut_layers(boundary.layers)
-    return tensor
+    spec: ModelSpec
+    tiles: tuple[tuple[Tokenwise, ...], ...]
 
 
-def _leave(boundary: Boundary, schedule: Schedule, ranks: Ranks) -> None:
-    """Layers that other pipeline stages run keep no memory here."""
+def _look(boundary: Boundary, schedule: Schedule, layout: Layout, device: torch.device) -> _Looked:
+    """Raises Refused for what cannot be dealt exactly. `device` is where cells will run."""
+    spec = describe(boundary, device)
+    local_heads(spec, layout)
+    tiles = () if schedule.mlp_tokens is None else tokenwise(boundary)
+    if layout.tensor > 1:
+        plan = plan_tensor(boundary.model, boundary.layers, layout.tensor)
+        check_layers(plan, boundary.layers, partial(_run, boundary))
+    return _Looked(spec, tiles)
+
+
+def _run(boundary: Boundary, index: int, layer: nn.Module) -> Tensor:
+    """A layer on random hidden states."""
+    dtype = next(layer.parameters()).dtype
+    generator = torch.Generator(boundary.device).manual_seed(index)
+    shape = 2, PROBED, boundary.width
+    hidden = torch.randn(shape, generator=generator, dtype=dtype, device=boundary.device)
+    positions = torch.arange(PROBED, device=boundary.device)[None]
+    with routed(boundary.model), answering(dense):
+        call: LayerCall = boundary.calls(2, positions)[index]
+        return run_layer(layer, hidden, cast_call(call, dtype))
+
+
+def _fill(sharded: Sharded, tensor: TensorParallel | None, name: str, whole: Tensor) -> None:
+    sharded.fill(name, whole if tensor is None else tensor.cut(name, whole))
+
+
+def _leave(boundary: Boundary, schedule: Schedule, ranks: Ranks) -> list[int]:
+    """Layers that other pipeline stages run keep no memory here; the others are returned."""
     stages = ranks.layout.pipeline
     groups = group_ranges(schedule, len(boundary.layers), stages)
     own: Sequence[int] = own_groups(ranks.rank, len(groups))
+    here: list[int] = []
     for group, (start, stop) in enumerate(groups):
-        if group not in own:
+        if group in own:
+            here += range(start, stop)
+        else:
             for layer in boundary.layers[start:stop]:
                 layer.to("meta")
+    return here

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers import PretrainedConfig, PreTrainedModel
 
 from farspan.spec import Refused
@@ -30,6 +31,12 @@ class LayerCall:
 
     arguments: tuple[Any, ...]  # positional, after the hidden state
     keywords: dict[str, Any]
+
+    def to(self, device: torch.device) -> "LayerCall":
+        def move(leaf: Any) -> Any:
+            return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+        return LayerCall(tree_map(move, self.arguments), tree_map(move, self.keywords))
 
 
 class _Recorder(nn.Module):

@@ -1,5 +1,6 @@
 """Describe a model as the planner sees it: attention and what a cell saves, layer by layer."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farspan.models.boundary import Boundary, LayerCall
+from farspan.models.boundary import Boundary, LayerCall, run_layer
 from farspan.models.compiled import is_compiled, uncompiled
 from farspan.models.probe import TOKENS, probe_layers
 from farspan.models.refuse import refuse_model
@@ -17,14 +18,17 @@ from farspan.transfer.saved import SavedCell
 
 
 @torch.no_grad()
-def describe(boundary: Boundary) -> ModelSpec:
-    """The ModelSpec of a model. Raises Refused when chunks of it cannot be exact."""
+def describe(boundary: Boundary, device: torch.device | None = None) -> ModelSpec:
+    """The ModelSpec of a model. Raises Refused when chunks of it cannot be exact. `device` is where
+    its cells will run, if that is not where its weights are: what autograd saves differs."""
     model = boundary.model
+    # With its number, as parameters have it.
+    device = boundary.device if device is None else torch.empty(0, device=device).device
     refuse_model(model)
     try:
         layers = probe_layers(boundary)
         with routed(model):
-            layers = _with_activations(boundary, layers)
+            layers = _with_activations(boundary, layers, device)
     except Refused:
         raise
     except Exception as error:
@@ -44,7 +48,9 @@ def describe(boundary: Boundary) -> ModelSpec:
     )
 
 
-def _with_activations(boundary: Boundary, layers: list[LayerSpec]) -> list[LayerSpec]:
+def _with_activations(
+    boundary: Boundary, layers: list[LayerSpec], device: torch.device
+) -> list[LayerSpec]:
     """What autograd saves in a cell grows linearly with its tokens: two sizes tell the line."""
     measured: dict[tuple[Any, ...], LayerSpec] = {}
     result = []
@@ -53,7 +59,7 @@ def _with_activations(boundary: Boundary, layers: list[LayerSpec]) -> list[Layer
         shapes = tuple((*p.shape, p.requires_grad) for p in module.parameters())
         key = type(module), shapes, layer
         if key not in measured:
-            few, many = (_saved(boundary, index, n * TOKENS) for n in (4, 8))
+            few, many = (_saved(boundary, index, n * TOKENS, device) for n in (4, 8))
             slope = -(-(many.bytes - few.bytes) // (4 * TOKENS))
             # Each saved tensor is padded to an alignment line, whatever its size.
             measured[key] = replace(
@@ -73,7 +79,7 @@ class _Saved:
     saves_input: bool
 
 
-def _saved(boundary: Boundary, index: int, tokens: int) -> _Saved:
+def _saved(boundary: Boundary, index: int, tokens: int, device: torch.device) -> _Saved:
     width = boundary.width
     # Few positions, again and again: the model may know no more than the probe's.
     positions = torch.arange(tokens, device=boundary.device)[None] % TOKENS
@@ -82,6 +88,10 @@ def _saved(boundary: Boundary, index: int, tokens: int) -> _Saved:
     hidden = torch.sin(seeds + torch.arange(width, device=boundary.device))
     hidden = hidden.to(boundary.dtype)
     call = boundary.calls(1, positions)[index]
+    layer = boundary.layers[index]
+    if device != boundary.device:
+        hidden, call = hidden.to(device), call.to(device)
+        layer = copy.deepcopy(layer).to(device)
     named = {"x": hidden}
 
     def attention(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, __: float, **___: Any) -> Tensor:
@@ -89,24 +99,22 @@ def _saved(boundary: Boundary, index: int, tokens: int) -> _Saved:
         return named["out"].transpose(1, 2)
 
     cell = hidden, call, named, attention
-    found = _count(boundary, index, cell)
-    if is_compiled(boundary.layers[index]):
+    found = _count(layer, cell)
+    if is_compiled(layer):
         # A step that is measured runs its modules as they are written, which may save more.
         with uncompiled():
-            found = max(found, _count(boundary, index, cell), key=lambda saved: saved.bytes)
+            found = max(found, _count(layer, cell), key=lambda saved: saved.bytes)
     return found
 
 
 def _count(
-    boundary: Boundary,
-    index: int,
+    layer: nn.Module,
     cell: tuple[Tensor, LayerCall, dict[str, Tensor], Callable[..., Tensor]],
 ) -> _Saved:
     hidden, call, named, attention = cell
-    layer = boundary.layers[index]
     saved = SavedCell((*layer.parameters(), *layer.buffers()), named)
     with torch.enable_grad(), answering(attention), saved.hooks():
-        out = boundary.run_layer(index, hidden.requires_grad_(), call)
+        out = run_layer(layer, hidden.requires_grad_(), call)
     # The graph of `out` held the saved tensors while they were counted; nothing outlives this.
     del out
     return _Saved(saved.size(), saved.count(), "x" in saved.references)

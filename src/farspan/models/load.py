@@ -1,16 +1,26 @@
 """Load a causal LM: from a local folder, from a hub name, or with random weights from a config."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from farspan.spec import Refused
 
 NAMES_SHOWN = 5  # of missing weights: a wrong folder lacks hundreds
+
+
+class Weights(StrEnum):
+    SAVED = "saved"  # those of the path; a config has none, and gets random ones
+    RANDOM = "random"
+    NONE = "none"  # parameters on the meta device, for others to fill
 
 
 def load_config(
@@ -45,10 +55,9 @@ def load_model(
     seed: int = 0,
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
-    random_weights: bool = False,
+    weights: Weights = Weights.SAVED,
 ) -> PreTrainedModel:
-    """A model in training mode on `device`. Random weights, for a `config` or on request, are drawn
-    from `seed`.
+    """A model in training mode on `device`. Random weights are drawn from `seed`.
 
     Only safetensors weights are read. Raises Refused when the folder holds none, or not all that
     the model has; warns of weights that the model has no place for.
@@ -56,18 +65,44 @@ def load_model(
     made = load_config(
         path=path, config=config, overrides=overrides or {}, trust_remote_code=trust_remote_code
     )
-    if path is None or random_weights:
+    if weights is Weights.NONE:
+        with _without_weights():
+            return _with_random_weights(made, dtype, trust_remote_code).train()
+    if path is None or weights is Weights.RANDOM:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model: Any = _with_random_weights(made, dtype)
+            model: Any = _with_random_weights(made, dtype, trust_remote_code)
     else:
         model = _with_saved_weights(path, made, dtype, trust_remote_code)
     return model.to(device).train()
 
 
-def _with_random_weights(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+@contextmanager
+def _without_weights() -> Iterator[None]:
+    """Parameters that modules are given here go to the meta device. Buffers stay: many hold what
+    a family computes from its configuration and no file has."""
+    module: Any = nn.Module
+    register = module.register_parameter
+
+    def register_blank(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(self, name, parameter)
+
+    module.register_parameter = register_blank
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        yield
+    finally:
+        module.register_parameter = register
+
+
+def _with_random_weights(
+    config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool
+) -> PreTrainedModel:
+    try:
+        return AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # whatever a family's own code stumbles over
         raise Refused(
             f"model: transformers cannot make a {type(config).__name__} model of these fields: "

@@ -1,6 +1,6 @@
 """What of a model is cut over ranks, into which rows, and the bytes that travel for it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -47,15 +47,20 @@ def lined(size: int) -> int:
 # -- parameters of a model ----------------------------------------------------------------------
 
 
-def find_parameters(model: nn.Module, layers: Sequence[nn.Module]) -> list[Found]:
-    """The parameters of each unit, with their first names and everywhere they are."""
+def find_parameters(
+    model: nn.Module, layers: Sequence[nn.Module], here: Collection[int]
+) -> list[Found]:
+    """The parameters of each unit, with their first names and everywhere they are; none of layers
+    that are not `here`."""
     unit_of = {id(m): index for index, layer in enumerate(layers) for m in layer.modules()}
     units: list[Found] = [{} for _ in range(len(layers) + 1)]
     seen: dict[nn.Parameter, int] = {}
     for path, module in model.named_modules():
         index = unit_of.get(id(module), len(layers))
+        if index not in here and index < len(layers):
+            continue
         for name, parameter in module._parameters.items():
-            if parameter is None or parameter.is_meta:
+            if parameter is None:
                 continue
             full = f"{path}.{name}" if path else name
             if seen.setdefault(parameter, index) != index:

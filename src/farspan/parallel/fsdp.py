@@ -16,7 +16,7 @@ them run backward in a later pass. Their version counters are their own, so that
 is no change of theirs.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -92,9 +92,10 @@ class _Unit:
 class Sharded:
     """The parameters of a model, cut over the ranks of `peers`.
 
-    Unit l is `layers[l]`; unit `outer` is everything else. Parameters on the meta device are not
-    here and left alone: those of a pipeline's other stages. Parameters without requires_grad are
-    cut and gathered too, buffers stay. Every rank makes the same calls in the same order.
+    Unit l is `layers[l]`; unit `outer` is everything else. Layers of a pipeline's other stages are
+    left alone. Parameters without requires_grad are cut and gathered too, buffers stay. What is cut
+    on the meta device has no values until it is filled. Every rank makes the same calls in the same
+    order.
     """
 
     def __init__(
@@ -107,11 +108,12 @@ class Sharded:
         stage: Stage = Stage.ZERO_3,
         offload: bool = False,
         outer: Peers | None = None,
+        here: Collection[int] | None = None,
     ) -> None:
         """Cuts the model in place, unit by unit. `device` is where whole parameters are; with
         `offload` the cut ones, their gradients and so the optimizer's states are in main memory.
         `outer` are the ranks that share what is outside the layers, where that is more of them: of
-        all stages of a pipeline.
+        all stages of a pipeline; `here` says which layers this one has, None: all.
 
         Raises Refused for a parameter that cannot be cut.
         """
@@ -124,8 +126,15 @@ class Sharded:
         inner = peers, self._mesh(peers)
         beyond = inner if outer is None else (outer, self._mesh(outer))
         self._units = [*(_Unit(*inner) for _ in layers), _Unit(*beyond)]
-        for unit, found in zip(self._units, find_parameters(model, layers), strict=True):
+        here = range(len(layers)) if here is None else here
+        for unit, found in zip(self._units, find_parameters(model, layers, here), strict=True):
             self._cut(unit, found)
+
+    @torch.no_grad()
+    def fill(self, name: str, whole: Tensor) -> None:
+        """Takes this rank's rows of a parameter that is here, by its name in the model."""
+        for cut in (cut for unit in self._units for cut in unit.cuts if cut.name == name):
+            local(cut.own).copy_(whole if self.stage is Stage.ZERO_0 else whole[slice(*cut.rows)])
 
     # -- the program ----------------------------------------------------------------------------
 
@@ -224,7 +233,9 @@ class Sharded:
             empty = torch.empty(0, dtype=torch.uint8)
             for p, (name, slots) in found.items():
                 rows = (0, p.shape[0] if p.ndim else 1)
-                unit.cuts.append(_Cut(name, slots, p, p, rows, empty, empty))
+                own = self._blank(p) if p.is_meta else p
+                unit.cuts.append(_Cut(name, slots, own, own, rows, empty, empty))
+            unit.put(True)
             return
         for parameter, (name, _) in found.items():
             refuse_uncut(parameter, name)
@@ -263,11 +274,16 @@ class Sharded:
         first, last = rows
         shape = (last - first, *parameter.shape[1:])
         local = _typed(shards, start, shape, parameter.dtype)
-        local.copy_(parameter[first:last])
+        if not parameter.is_meta:
+            local.copy_(parameter[first:last])
         own = nn.Parameter(self._dtensor(unit, local, parameter), parameter.requires_grad)
         if gradient_dtype(parameter) != parameter.dtype:
             own.grad_dtype = gradient_dtype(parameter)
         return own
+
+    def _blank(self, parameter: nn.Parameter) -> nn.Parameter:
+        there = torch.empty_like(parameter, device=self.device)
+        return nn.Parameter(there, parameter.requires_grad)
 
     def _dtensor(self, unit: _Unit, local: Tensor, like: Tensor) -> DTensor:
         return DTensor.from_local(

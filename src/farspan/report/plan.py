@@ -12,7 +12,7 @@ from farspan.plan.question import Budget, Optimizer, Plan, Question
 from farspan.plan.units import write_bytes, write_seconds, write_tokens
 from farspan.plan.words import part_words
 from farspan.report.tables import bars_table, lines_table
-from farspan.report.words import layout_words, schedule_words
+from farspan.report.words import launch_words, layout_words, schedule_words
 
 MFU_CONVENTION = (
     "FLOP of one forward and twice that for the backward, attention over the keys a query sees, "
@@ -87,8 +87,10 @@ def notes(plan: Plan) -> Iterator[str]:
         yield EIGHT_BIT
     if question.sparse is not None:
         yield SPARSE
-    if question.layout.devices() > 1 or plan.remedy.startswith("--gpus"):
-        yield "planned; farspan train runs on one device"
+    if question.layout.devices() > 1:
+        yield f"start it with {launch_words(question)}"
+    elif plan.remedy.startswith("--gpus"):
+        yield f"with {plan.remedy} the plan says how farspan train is started on them"
 
 
 def subject(question: Question) -> str:

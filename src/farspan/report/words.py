@@ -1,7 +1,8 @@
 """A schedule and a layout in words."""
 
-from farspan.plan.layout import Layout
+from farspan.plan.layout import AXES, Layout
 from farspan.plan.pages import sparse_words
+from farspan.plan.question import Question
 from farspan.plan.units import write_tokens
 from farspan.spec import Schedule, Tier
 
@@ -31,6 +32,21 @@ def layout_words(layout: Layout) -> str:
     if not used:
         return "one device"
     return " x ".join(used) + (", weights cut over the devices" if layout.fsdp else "")
+
+
+def launch_words(question: Question) -> str:
+    """How `farspan train` is started on the devices of a layout."""
+    layout, near = question.layout, question.near()
+    nodes = -(-layout.devices() // near)
+    processes = f"--nproc-per-node {near}"
+    if nodes > 1:
+        processes = f"--nnodes {nodes} {processes}"
+    used = [f"{axis}: {getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1]
+    used += ["fsdp: false"] * (not layout.fsdp)
+    return (
+        f"torchrun {processes} -m farspan train RUN.yaml, with parallel: {{{', '.join(used)}}} in "
+        "the file"
+    )
 
 
 def _walk(schedule: Schedule, layers: int, chunks: int) -> str:

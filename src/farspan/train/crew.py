@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farspan.durable import WriteFailed
+from farspan.parallel.first import broadcast, by_first
 from farspan.parallel.launch import Launched, joined
 from farspan.parallel.ranks import Ranks
 from farspan.plan.layout import ALONE, AXES, Layout, Rank
@@ -102,25 +103,14 @@ class Crew:
     def by_first(self, work: Callable[[], T]) -> T:
         """What `work` returns on rank 0, everywhere; the others wait for it. Refused and
         WriteFailed are raised everywhere too."""
-        if self.place is None:
-            return work()
-        said: list[Any] = [None, None]
-        if self.leads:
-            try:
-                said = [work(), None]
-            except (Refused, WriteFailed) as error:
-                said = [None, error]
-        dist.broadcast_object_list(said, src=0)
-        if said[1] is not None:
-            raise said[1]
-        return said[0]
+        return work() if self.place is None else by_first(work, (Refused, WriteFailed))
 
     def spread(self, tensors: Iterable[Tensor]) -> None:
         """Rank 0's tensors, copied into everybody's."""
         if self.place is None:
             return
         for tensor in tensors:
-            _broadcast(tensor)
+            broadcast(tensor)
 
     def refuse_unlike(self, what: str, value: str) -> None:
         """Raises Refused, on all ranks, where they do not have the same."""
@@ -178,12 +168,3 @@ def _refuse_unlike(run: RunConfig) -> None:
 
 def _listed(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-def _broadcast(tensor: Tensor) -> None:
-    # As bytes: every backend knows them, whatever the dtype.
-    there = tensor.detach()
-    flat = there.contiguous().reshape(-1).view(torch.uint8)
-    dist.broadcast(flat, src=0)
-    if flat.data_ptr() != there.data_ptr():
-        there.copy_(flat.view(there.dtype).view(there.shape))

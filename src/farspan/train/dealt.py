@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farspan.engine.deal import Dealt, deal
+from farspan.parallel.handout import hand_out
 from farspan.plan.layout import Layout, Rank
 from farspan.spec import Refused
 from farspan.train.config import RunConfig, StatesPlace
@@ -31,8 +32,11 @@ def is_dealt(run: RunConfig, layout: Layout) -> bool:
 
 
 def deal_model(run: RunConfig, parts: Parts, model: Any, crew: Crew) -> Dealt | None:
-    """Deals a model that all ranks have whole, in place; None where they keep it so."""
-    if crew.ranks is None or not is_dealt(run, crew.layout):
+    """Deals a model that rank 0 has loaded, in place; None where all ranks have it whole then."""
+    if crew.ranks is None:
+        return None
+    if not is_dealt(run, crew.layout):
+        hand_out(crew.ranks, model)
         return None
     # Stages and tiles follow from the schedule; of the planner's neither does.
     return deal(model, parts.schedule_of(run, model), crew.ranks)

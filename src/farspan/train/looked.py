@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from farspan.models.boundary import Boundary
@@ -22,11 +23,11 @@ class Looked:
     architecture: Architecture | None
 
 
-def look(model: nn.Module, dtype: str) -> Looked:
+def look(model: nn.Module, dtype: str, device: torch.device) -> Looked:
     """The model as it is, with the work of its layers: as its family is known to do it, otherwise
-    estimated from its weights."""
+    estimated from its weights. `device` is where its cells will run."""
     boundary = Boundary(model)
-    spec = describe(boundary)
+    spec = describe(boundary, device)
     try:
         architecture = architecture_from(boundary.model.config)
         known = [layer.work for layer in model_spec(architecture, dtype).layers]

@@ -55,7 +55,7 @@ def make_chooser(
         strategy=named or "the run's own",
         schedule=parts.schedule_of(run, use.model),
         run=shape,
-        model=lambda: describe(Boundary(use.model)),
+        model=lambda: describe(Boundary(use.model)) if use.dealt is None else use.dealt.spec,
         unified=use.device.type == "cpu",
     )
 
@@ -114,9 +114,10 @@ def place_states(
         machine = bare_machine(device)
         if run.schedule.strategy == AUTO:
             machine = parts.machine(device, getattr(torch, run.model.dtype.value), progress)
-        held = sum(parameter.nbytes for parameter in model.parameters())
-        machine = free_now(machine, device, held, ranks=crew.near)
-        looked = look(model, run.model.dtype.value)
+        # Of several ranks this one has the weights, in main memory, until they are dealt.
+        there = sum(parameter.nbytes for parameter in model.parameters()) * (crew.count > 1)
+        machine = free_now(machine, device, 0, there)
+        looked = look(model, run.model.dtype.value, device)
 
         def fits(states: StatesPlace) -> bool:
             question = question_of(run, looked, machine, states, crew)

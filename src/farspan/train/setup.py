@@ -14,10 +14,11 @@ from farspan.engine.deal import Dealt
 from farspan.engine.machine import machine
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
+from farspan.models.load import Weights
 from farspan.models.refuse import refuse_context
 from farspan.plan.layout import AXES
 from farspan.plan.pages import sparse_words
-from farspan.spec import Refused
+from farspan.spec import ModelSpec, Refused
 from farspan.train.allocator import DeviceMemory
 from farspan.train.choice import Choice
 from farspan.train.config import RunConfig, StatesPlace
@@ -99,15 +100,21 @@ def equip(run: RunConfig, parts: Parts, watch: Watch, place: Place, crew: Crew) 
     memory = parts.choose_allocator(run.allocator, device)
     tokenizer = load_tokenizer(str(run.data.tokenizer))
     corpus = open_corpus(run.data, tokenizer, context=run.context, seed=run.seed, watch=watch)
-    model = _load_model(run, parts, device)
-    crew.lay_out(layout_of(run.parallel, crew.count, lambda: describe(Boundary(model))))
+    model = _load_model(run, parts, crew)
+
+    def looked_at() -> ModelSpec:
+        return crew.by_first(lambda: describe(Boundary(model)))
+
+    crew.lay_out(layout_of(run.parallel, crew.count, looked_at))
     crew.refuse_unlike("data", corpus.identity)
     _check_vocabulary(corpus, model)
     # Now, rather than at the first step that meets a document too long for the model.
     refuse_context(model.config, min(run.context, corpus.longest))
     placed = place(model, device)
     elements = _elements(model)
-    looked = look(model, run.model.dtype.value) if run.schedule.strategy == AUTO else None
+    looked = None
+    if run.schedule.strategy == AUTO:
+        looked = crew.by_first(lambda: look(model, run.model.dtype.value, device))
     dealt = deal_model(run, parts, model, crew)
     pieces = None if dealt is None else pieces_of(dealt)
     optimizer = Optimizer(model, replace(run.optimizer, states=placed.states), pieces)
@@ -178,17 +185,28 @@ def _best() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _load_model(run: RunConfig, parts: Parts, device: torch.device) -> Any:
+def _load_model(run: RunConfig, parts: Parts, crew: Crew) -> Any:
+    """Of several ranks the first loads it, into main memory: weights go to devices when it is known
+    which go where."""
     torch.manual_seed(run.seed)
-    model = parts.load_model(
-        path=run.model.path,
-        config=run.model.config,
-        dtype=getattr(torch, run.model.dtype.value),
-        overrides=run.model.overrides,
-        seed=run.seed,
-        device=device,
-        trust_remote_code=run.model.trust_remote_code,
-    )
+    device = crew.device if crew.count == 1 else torch.device("cpu")
+
+    def load(weights: Weights) -> Any:
+        return parts.load_model(
+            path=run.model.path,
+            config=run.model.config,
+            dtype=getattr(torch, run.model.dtype.value),
+            overrides=run.model.overrides,
+            seed=run.seed,
+            device=device,
+            trust_remote_code=run.model.trust_remote_code,
+            weights=weights,
+        )
+
+    found: list[Any] = []
+    # What is wrong with it is refused everywhere.
+    crew.by_first(lambda: found.append(load(Weights.SAVED)))
+    model = found[0] if found else load(Weights.NONE)
     # Dropout, where a model has any, is then seen and refused rather than silently left out.
     model.train()
     return model
