@@ -10,9 +10,10 @@ from farspan.attention.merge import accumulate_dtype
 from farspan.engine.gradients import gradient_dtype
 from farspan.engine.meter import PeakMeter
 from farspan.engine.step import ADVICE, Progress, Step
-from farspan.memory.host import GIB, refuse_beyond
+from farspan.memory.host import GIB
 from farspan.models.refuse import context_limit
 from farspan.parallel.fsdp import local
+from farspan.parallel.near import refuse_beyond_together
 from farspan.plan.cell.choosing import grown_bytes
 from farspan.plan.program import Program
 from farspan.plan.sizes import made_bytes
@@ -99,7 +100,8 @@ def refuse_too_large(step: Step, expected: Forecast, optimizer: int) -> None:
             f"a step (arenas {expected.host_arena + expected.device_arena:,} bytes, gradients "
             f"{expected.gradients:,}, optimizer {optimizer:,}, cells {expected.transient:,})"
         )
-    refuse_beyond(needed, what, ADVICE)
+    ranks = None if step.dealt is None else step.dealt.ranks
+    refuse_beyond_together(ranks, needed, what, ADVICE)
 
 
 def available_device_bytes(device: torch.device) -> int | None:

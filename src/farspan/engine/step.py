@@ -16,7 +16,6 @@ from farspan.engine.layers import CutLayers, Layers, TiledLayers
 from farspan.engine.run import Interpreter
 from farspan.engine.sparse import PageFunction, Seen, selector_of, watched_cell
 from farspan.engine.storage import Storage
-from farspan.memory.host import refuse_beyond
 from farspan.models.boundary import Boundary
 from farspan.models.compiled import compile_layers
 from farspan.models.describe import describe
@@ -25,6 +24,7 @@ from farspan.models.route import routed
 from farspan.models.tiles import Tokenwise
 from farspan.models.tokenwise import tokenwise
 from farspan.parallel.fsdp import Stage
+from farspan.parallel.near import refuse_beyond_together
 from farspan.parallel.ranks import Ranks
 from farspan.plan.build import build_evaluation, build_program
 from farspan.plan.costs import work_of
@@ -185,8 +185,9 @@ class Step:
         }
         on_cpu = self.boundary.device.type == "cpu"
         needed = max(0, grows[Tier.HOST]) + (max(0, grows[Tier.DEVICE]) if on_cpu else 0)
-        if needed > 0:
-            refuse_beyond(needed, f"a step of {program.run.tokens:,} tokens", ADVICE)
+        # All ranks ask, also those whose arenas are large enough: the others must hear of them.
+        ranks = None if self.dealt is None else self.dealt.ranks
+        refuse_beyond_together(ranks, needed, f"a step of {program.run.tokens:,} tokens", ADVICE)
         for tier, arena in self.arenas.items():
             arena.reserve(program.arena_bytes[tier])
             if self.poison:

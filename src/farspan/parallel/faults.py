@@ -12,19 +12,19 @@ until its timeout.
 
 import json
 import os
-import platform
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import psutil
 import torch.distributed as dist
+
+from farspan.parallel.near import machine_name
 
 Store = Any  # of torch.distributed, whose stubs lack some of its methods
 
@@ -75,7 +75,7 @@ class Board:
         self._known: Fault | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
-        self._machine = _machine()
+        self._machine = machine_name()
         self._where: dict[int, tuple[str, int]] = {}
         self._store.set(f"where/{rank}", json.dumps([self._machine, os.getpid()]))
 
@@ -232,14 +232,6 @@ def _of_a_collective(error: BaseException) -> bool:
             return True
         cause = cause.__cause__
     return False
-
-
-def _machine() -> str:
-    """What ranks that see each other's processes have in common."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    with suppress(OSError):
-        return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    return platform.node()
 
 
 def _lives(process: int) -> bool:

@@ -3,10 +3,12 @@ and in place."""
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from farspan.parallel.ranks import Ranks
 from farspan.train.config import Decay, OptimizerConfig, StatesPlace
 from farspan.train.optimizer_8bit import EightBitStates
 from farspan.train.optimizer_device import DeviceStates
@@ -56,7 +58,11 @@ class Optimizer:
     """
 
     def __init__(
-        self, model: nn.Module, config: OptimizerConfig, pieces: Pieces | None = None
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        pieces: Pieces | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Takes the memory of all states. Raises Refused, TooLarge."""
         self._config = config
@@ -65,7 +71,7 @@ class Optimizer:
             trainable(model) if pieces is None else pieces.trained
         )
         kinds: dict[StatesPlace, Callable[[Parameters, Rule], States]] = {
-            StatesPlace.HOST: HostStates,
+            StatesPlace.HOST: partial(HostStates, ranks=ranks),
             StatesPlace.EIGHT_BIT: EightBitStates,
         }
         make = kinds.get(config.states, DeviceStates)

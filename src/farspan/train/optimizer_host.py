@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from farspan.attention.merge import accumulate_dtype
-from farspan.memory.host import refuse_beyond
+from farspan.parallel.near import refuse_beyond_together
+from farspan.parallel.ranks import Ranks
 from farspan.plan.footprints import Lane
 from farspan.plan.price.states import MOMENTS, SLOTS, staged_elements
 from farspan.spec import Refused, Tier
@@ -64,9 +65,14 @@ class HostStates:
     and no copy is under way."""
 
     def __init__(
-        self, parameters: Parameters, rule: Rule, copies: CopyEngine | None = None
+        self,
+        parameters: Parameters,
+        rule: Rule,
+        copies: CopyEngine | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """Takes all of its memory now. Raises TooLarge when the host cannot hold it."""
+        """Takes all of its memory now. Raises TooLarge when the host cannot hold it, and what the
+        other ranks there take now."""
         for name, parameter in parameters.items():
             if not parameter.is_contiguous():
                 raise Refused(
@@ -83,14 +89,14 @@ class HostStates:
         self._states: dict[str, Tensor] = {}
         self._updates = {name: torch.zeros(()) for name in parameters}
         self._staged = staged_elements(sum(p.numel() for p in parameters.values()))
-        self._slots = self._lay_out()
+        self._slots = self._lay_out(ranks)
         self._began = False
         for name, parameter in parameters.items():
             widen_gradient(parameter)
             if is_low(parameter):
                 self._states[f"master/{name}"].copy_(parameter.detach())
 
-    def _lay_out(self) -> list[_Slot]:
+    def _lay_out(self, ranks: Ranks | None) -> list[_Slot]:
         """Masters and moments, the widest elements first so that each is aligned; then slots."""
         wide = {name: accumulate_dtype(p.dtype) for name, p in self._parameters.items()}
         names = sorted(wide, key=lambda name: -wide[name].itemsize)
@@ -101,7 +107,7 @@ class HostStates:
             for name, p in self._parameters.items()
         )
         size = lasting + SLOTS * (gradient + weight)
-        refuse_beyond(size, "the optimizer's states in main memory", ADVICE)
+        refuse_beyond_together(ranks, size, "the optimizer's states in main memory", ADVICE)
         self._arena.reserve(size)
         address = 0
         for name in names:

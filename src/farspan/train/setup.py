@@ -117,7 +117,7 @@ def equip(run: RunConfig, parts: Parts, watch: Watch, place: Place, crew: Crew) 
         looked = crew.by_first(lambda: look(model, run.model.dtype.value, device))
     dealt = deal_model(run, parts, model, crew)
     pieces = None if dealt is None else pieces_of(dealt)
-    optimizer = Optimizer(model, replace(run.optimizer, states=placed.states), pieces)
+    optimizer = Optimizer(model, replace(run.optimizer, states=placed.states), pieces, crew.ranks)
     return Equipment(
         model=model,
         optimizer=optimizer,
