@@ -6,7 +6,7 @@ from functools import lru_cache
 from farspan.plan.build import build_program
 from farspan.plan.layout import Layout
 from farspan.plan.price.collectives import Collectives
-from farspan.plan.price.local import local_model, local_run, local_schedule
+from farspan.plan.price.local import local_chunks, local_model, local_run, local_schedule
 from farspan.plan.price.machines import machine
 from farspan.plan.price.seconds import Prices
 from farspan.plan.program import AttentionMode, Backward, Forward, Head, Program
@@ -78,7 +78,12 @@ def ask(model: ModelSpec, tokens: int, machine: MachineSpec, layout: Layout = AL
 def program_of(question: Question, schedule: Schedule) -> Program:
     """The program of one device."""
     part = replace(question, model=local_model(question))
-    return build_program(part.model, local_run(part), local_schedule(schedule, part.layout))
+    return build_program(
+        part.model,
+        local_run(question, schedule),
+        local_schedule(schedule, part.layout),
+        chunks=local_chunks(question, schedule),
+    )
 
 
 def first_cells(program: Program, chunk: int) -> tuple[Forward, Backward]:

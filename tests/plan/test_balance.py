@@ -284,7 +284,7 @@ def test_a_device_cuts_its_tokens_as_all_together_do(tokens: int, chunk: int, sh
     own = local_chunks(question, schedule)
     lengths = [stop - start for start, stop in own]
     assert [start for start, _ in own] == [0, *(stop for _, stop in own[:-1])]
-    assert own[-1][1] == local_run(question).tokens
+    assert own[-1][1] == local_run(question, schedule).tokens
     assert min(lengths) > 0
     assert max(lengths) == lengths[0] <= local_schedule(schedule, question.layout).chunk
     if shards == 1:

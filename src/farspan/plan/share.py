@@ -51,7 +51,10 @@ def share_of(chunks: tuple[Range, ...], rank: Rank = ONLY) -> Share:
         whole = Spans(chunks, chunks)
         return Share(rank, whole, whole, chunks)
     return Share(
-        rank, _spans(chunks, rank), _spans(chunks, rank, *AMONG_HEADS), _cells(chunks, rank.layout)
+        rank,
+        _spans(chunks, rank),
+        _spans(chunks, rank, *AMONG_HEADS),
+        cells_of(chunks, rank.layout),
     )
 
 
@@ -72,7 +75,7 @@ def _spans(chunks: tuple[Range, ...], rank: Rank, *axes: str) -> Spans:
     return Spans(ranges, tuple(pairwise(accumulate(sizes, initial=0))))
 
 
-def _cells(chunks: tuple[Range, ...], layout: Layout) -> tuple[Range, ...]:
+def cells_of(chunks: tuple[Range, ...], layout: Layout) -> tuple[Range, ...]:
     """An equal part of every chunk, rounded up: a rank saves rows of its tokens, and of its heads
     for others' tokens, no more of either than that of all heads."""
     sizes = (-(-(stop - start) // layout.sequence()) for start, stop in chunks)

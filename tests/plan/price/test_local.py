@@ -3,14 +3,24 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from farspan.plan.cell.describe import model_spec
-from farspan.plan.layout import Layout
+from farspan.plan.grid import chunk_ranges
+from farspan.plan.layout import Layout, Rank
 from farspan.plan.model.catalog import find_architecture
-from farspan.plan.price.local import local_model, local_run, local_schedule, refuse_layout
+from farspan.plan.price.local import (
+    local_chunks,
+    local_model,
+    local_run,
+    local_schedule,
+    refuse_layout,
+)
 from farspan.plan.price.machines import machine
 from farspan.plan.price.states import states
 from farspan.plan.question import Optimizer, Question
+from farspan.plan.share import share_of
 from farspan.spec import ModelSpec, Refused, RunSpec, Schedule
 
 MODEL = model_spec(find_architecture("Llama-3-8B"))
@@ -32,9 +42,11 @@ def ask(layout: Layout, model: ModelSpec = MODEL, tokens: int = 2**20) -> Questi
 )
 def test_tokens_of_all_devices_are_those_of_the_sequences(layout: Layout) -> None:
     question = ask(layout)
-    own = local_run(question).tokens
+    chunks = local_chunks(question, Schedule(chunk=2**16))
     sequences = layout.data * layout.pipeline  # a stage sees every token
-    assert own * layout.devices() == question.run.tokens * sequences
+    beyond = chunks[-1][1] * layout.devices() - question.run.tokens * sequences
+    # Chunks of a pipeline are cut by their cost, and of each a part is rounded up.
+    assert 0 <= beyond < layout.devices() * len(chunks) * (layout.pipeline > 1) + 1
     schedule = local_schedule(Schedule(chunk=2**16, kv_block=2**14), layout)
     assert schedule.chunk * layout.sequence() == 2**16
     assert schedule.kv_block * layout.sequence() == 2**14
@@ -42,8 +54,10 @@ def test_tokens_of_all_devices_are_those_of_the_sequences(layout: Layout) -> Non
 
 def test_shares_are_rounded_up() -> None:
     layout = Layout(ulysses=8, shards=2)
-    assert local_run(ask(layout, tokens=1001)).tokens == 63
-    schedule = local_schedule(Schedule(chunk=100, kv_block=3), layout)
+    whole = Schedule(chunk=100, kv_block=3)
+    # Ten chunks of 7 on the fullest device, and a token of one.
+    assert local_run(ask(layout, tokens=1001), whole).tokens == 71
+    schedule = local_schedule(whole, layout)
     assert (schedule.chunk, schedule.kv_block) == (7, 1)
 
 
@@ -106,3 +120,17 @@ def test_open_group_is_gathered_whole_and_cut_by_tensor() -> None:
         MODEL, layers=MODEL.layers[:2], parameters=outer + 2 * layer, trainable=outer + 2 * layer
     )
     assert states(ask(Layout(ulysses=8), frozen), ((0, 2),)).gathered == 2 * (outer + 2 * layer)
+
+
+@given(
+    st.integers(1, 400),
+    st.integers(1, 90),
+    st.sampled_from([Layout(ulysses=2), Layout(ulysses=2, shards=3), Layout(ring=5)]),
+)
+def test_a_device_has_as_many_chunks_as_ranks_run(tokens: int, chunk: int, layout: Layout) -> None:
+    """And of each as many tokens as the rank that has most of it."""
+    own = local_chunks(ask(layout, tokens=tokens), Schedule(chunk=chunk))
+    whole = chunk_ranges(tokens, chunk)
+    ranks = [share_of(whole, Rank(layout, n)).tokens.rows for n in range(layout.devices())]
+    most = [max(stop - start for start, stop in rows) for rows in zip(*ranks, strict=True)]
+    assert [stop - start for start, stop in own] == most

@@ -19,7 +19,6 @@ Korthikanti et al. 2022, 4.2.2). What a device holds for messages under way is `
 from dataclasses import dataclass
 
 from farspan.plan.pieces import exposed
-from farspan.plan.price.local import local_run
 from farspan.plan.program import AttentionMode
 from farspan.plan.question import Question
 from farspan.spec import LayerSpec
@@ -188,7 +187,7 @@ def exchange_bytes(question: Question, chunk: int) -> int:
     """
     layout, model = question.layout, question.model
     width, wide = model.element_bytes, model.accumulate_bytes()
-    own = local_run(question).tokens
+    own = -(-question.run.tokens // layout.sequence())
     tokens = min(own, chunk)
     rows = 0
     for spec in dict.fromkeys(model.layers):

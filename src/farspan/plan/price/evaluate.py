@@ -40,7 +40,7 @@ def walk(question: Question, schedule: Schedule) -> Walked:
     """The program that one device would run. Raises Refused when the groups do not fit."""
     part = replace(question, model=local_model(question))
     schedule = stage_schedule(question, schedule)
-    run, own = local_run(part), local_schedule(schedule, part.layout)
+    run, own = local_run(question, schedule), local_schedule(schedule, part.layout)
     program = build_program(part.model, run, own, chunks=local_chunks(question, schedule))
     ranks = fsdp_ranks(part)
     held = Walk(program, part.architecture, gradient_bytes=gradient_bytes(part), ranks=ranks).run()

@@ -1,20 +1,18 @@
 """The share of one device: what its own program is built from."""
 
 from dataclasses import replace
-from itertools import pairwise
 
-from farspan.plan.balance import chunks_of, is_balanced
-from farspan.plan.grid import chunk_ranges, group_ranges
+from farspan.plan.balance import chunks_of
+from farspan.plan.grid import group_ranges
 from farspan.plan.layout import Layout, Range
 from farspan.plan.question import Question
-from farspan.plan.share import exchanging
+from farspan.plan.share import cells_of, exchanging
 from farspan.spec import ModelSpec, Refused, RunSpec, Schedule
 
 
-def local_run(question: Question) -> RunSpec:
-    """Tokens of one device: its part of every chunk, so of the sequence."""
-    ranks = question.layout.sequence()
-    return replace(question.run, tokens=-(-question.run.tokens // ranks))
+def local_run(question: Question, schedule: Schedule) -> RunSpec:
+    """The run in the tokens of one device, which has a part of every chunk."""
+    return replace(question.run, tokens=local_chunks(question, schedule)[-1][1])
 
 
 def local_schedule(schedule: Schedule, layout: Layout) -> Schedule:
@@ -45,15 +43,10 @@ def whole_schedule(question: Question, schedule: Schedule) -> Schedule:
 
 
 def local_chunks(question: Question, schedule: Schedule) -> tuple[Range, ...]:
-    """The chunks of one device, in its own tokens. `question` has the whole model; `schedule` is in
-    tokens of the sequence."""
-    layout, tokens = question.layout, question.run.tokens
-    if not is_balanced(schedule, layout):
-        return chunk_ranges(local_run(question).tokens, local_schedule(schedule, layout).chunk)
-    ranges = chunks_of(question.model, tokens, schedule, layout)
-    # A chunk of fewer tokens than devices may leave one without any.
-    borders = sorted({0, *(-(-stop // layout.sequence()) for _, stop in ranges)})
-    return tuple(pairwise(borders))
+    """The chunks of one device, in its own tokens: of each an equal part, rounded up. `question`
+    has the whole model; `schedule` is in tokens of the sequence."""
+    layout = question.layout
+    return cells_of(chunks_of(question.model, question.run.tokens, schedule, layout), layout)
 
 
 def local_model(question: Question) -> ModelSpec:

@@ -70,7 +70,7 @@ class Ruler:
     def __init__(self, question: Question, schedule: Schedule) -> None:
         self.question = replace(question, model=local_model(question))
         self.model: ModelSpec = self.question.model
-        self.run: RunSpec = local_run(self.question)
+        self.run: RunSpec = local_run(question, schedule)
         own = local_schedule(schedule, question.layout)
         self.schedule = own
         self.chunks = local_chunks(question, schedule)
