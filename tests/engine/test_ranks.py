@@ -230,6 +230,7 @@ def test_every_layout_is_exact(layout: Layout, cases: list[Case]) -> None:
         (Layout(ulysses=2, shards=2), FEW[:2], {}),
         (Layout(pipeline=2, ulysses=2), FEW[:2], {}),
         (Layout(pipeline=2, data=2), FEW[:2], {}),
+        (Layout(pipeline=4), FEW[:2], {}),
         (Layout(tensor=2), [*FLAT, *TENSOR], {}),
         (Layout(tensor=2, ulysses=2), FEW_FLAT, {}),
         (Layout(tensor=2, data=2, fsdp=False), FEW_FLAT[:2], {}),

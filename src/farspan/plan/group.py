@@ -47,13 +47,18 @@ class Group:
         each other."""
         layout = self.ledger.share.rank.layout
         if layout.fsdp and layout.devices() > 1 and not self.gathered:
-            self.ledger.emit(Gather(self.index, self.index == 0 or self.is_last))
+            self.ledger.emit(Gather(self.index, self.with_outer()))
             self.gathered = True
 
     def release(self) -> None:
         if self.gathered:
-            self.ledger.emit(Release(self.index, self.index == 0 or self.is_last))
+            self.ledger.emit(Release(self.index, self.with_outer()))
             self.gathered = False
+
+    def with_outer(self) -> bool:
+        """Whether what is outside the layers is gathered too. All stages of a pipeline share it,
+        so all gather it, at the beginning: those between the ends too, which do not need it."""
+        return self.is_stage or self.index == 0 or self.is_last
 
     def open_first(self) -> None:
         """Buffers that the first pass writes."""

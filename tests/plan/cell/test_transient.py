@@ -12,6 +12,7 @@ from farspan.engine.run import Interpreter
 from farspan.engine.step import Step
 from farspan.plan.build import build_program
 from farspan.plan.cell.describe import model_spec
+from farspan.plan.cell.sharing import Sharing
 from farspan.plan.cell.transient import Walk, assumed, transient_bytes
 from farspan.plan.model.architecture import Block
 from farspan.plan.model.catalog import find_architecture
@@ -310,7 +311,7 @@ def test_wide_gradients_need_no_accumulators() -> None:
     architecture = architecture_from(make("llama", torch.bfloat16).config)
     program = _program(model_spec(architecture), 200, BASE)
     narrow, wide = Walk(program, architecture), Walk(program, architecture, gradient_bytes=4)
-    shared = Walk(program, architecture, ranks=2)
+    shared = Walk(program, architecture, sharing=Sharing(ranks=2, apart=True))
     whole, half = narrow.run(), shared.run()
     assert wide.run().accumulators == 0
     assert wide.run().gradients == 2 * whole.gradients == 4 * half.gradients

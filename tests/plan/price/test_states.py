@@ -62,9 +62,12 @@ def test_fsdp_cuts_states_and_gathers_a_group() -> None:
 
 
 def test_without_fsdp_everything_is_there_in_full() -> None:
+    """And sums, which are added over devices before they go into `.grad`."""
     layout = Layout(data=10, fsdp=False)
-    assert states(question(Optimizer.ADAMW, layout=layout), CUT) == states(
-        question(Optimizer.ADAMW), CUT
+    alone = states(question(Optimizer.ADAMW), CUT)
+    assert alone.accumulators == 0
+    assert states(question(Optimizer.ADAMW, layout=layout), CUT) == replace(
+        alone, accumulators=4 * (2 * LAYER + OUTER)
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from farspan.plan.cell.cells import CellBytes, CellKind, Cells
 from farspan.plan.cell.layer import layer_costs, layer_weights, trained
 from farspan.plan.cell.outside import Stages, outer_weights
+from farspan.plan.cell.sharing import ALONE, Sharing
 from farspan.plan.model.architecture import Architecture, Attention, Block, FeedForward
 from farspan.plan.program import (
     AttentionMode,
@@ -43,17 +44,18 @@ def transient_bytes(
     architecture: Architecture | None,
     *,
     gradient_bytes: int | None = None,
-    ranks: int = 1,
+    sharing: Sharing = ALONE,
 ) -> int:
     """Device bytes at a step's fullest moment beside arenas, inputs, weights, all gradients, and
     accumulators of the widest group and of what lies outside the layers.
 
-    `gradient_bytes` is the width of an element of `.grad`, the model's own by default; `ranks`
-    devices share it. Without an architecture one is assumed that saves as much as the model's
-    layers do. Negative where gradients and accumulators are never all there at one time, and what
-    is missing at the fullest moment outweighs the rest.
+    `gradient_bytes` is the width of an element of `.grad`, the model's own by default. Without an
+    architecture one is assumed that saves as much as the model's layers do. Negative where
+    gradients and accumulators are never all there at one time, and what is missing at the fullest
+    moment outweighs the rest.
     """
-    return Walk(program, architecture, gradient_bytes=gradient_bytes, ranks=ranks).run().transient
+    walk = Walk(program, architecture, gradient_bytes=gradient_bytes, sharing=sharing)
+    return walk.run().transient
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +112,12 @@ class Walk:
         architecture: Architecture | None,
         *,
         gradient_bytes: int | None = None,
-        ranks: int = 1,
+        sharing: Sharing = ALONE,
         in_place: bool = False,
     ) -> None:
         """Without an architecture one is assumed, but for its weights where the model counts them.
-        `gradient_bytes` is the width of an element of `.grad`, the model's own by default;
-        `ranks` devices share what is in `.grad`. For `in_place` see `phantom.Memory`."""
+        `gradient_bytes` is the width of an element of `.grad`, the model's own by default. For
+        `in_place` see `phantom.Memory`."""
         model, schedule = program.model, program.schedule
         counted = architecture is None and any(layer.work.trainable for layer in model.layers)
         architecture = architecture or assumed(model)
@@ -127,8 +129,8 @@ class Walk:
         self.architecture = architecture
         self.wide = model.accumulate_bytes()
         self.final = gradient_bytes or width
-        self.ranks = ranks
-        self.sums_apart = self.final != self.wide or ranks > 1
+        self.sharing = sharing
+        self.sums_apart = self.final != self.wide or sharing.apart
         batch, widths = program.run.batch, (width, self.final)
         self.tile = schedule.mlp_tokens
         self.unread = unread_outputs(program) if self.tile is not None else frozenset()
@@ -151,6 +153,7 @@ class Walk:
             self.weights = [[layer.work.trainable] for layer in model.layers]
             # All of it with the first of the names: how it is divided is not known.
             outer = dict.fromkeys(outer, 0) | {next(iter(outer)): model.outer_trainable()}
+        self.weights = [[sharing.slice(size) for size in of] for of in self.weights]
         self.outer_weights = dict.fromkeys(outer, 0) if architecture.adapter_rank else outer
         self.steps: dict[type[Instruction], Callable[[Any], None]] = {
             Embed: self._embed,
@@ -181,7 +184,7 @@ class Walk:
 
     def _final(self, elements: int) -> int:
         """Bytes of these elements in `.grad`."""
-        return -(-self.final * elements // self.ranks)
+        return -(-self.final * elements // self.sharing.ranks)
 
     def _rise(self, size: int) -> None:
         if self.live + size > self.peak:
@@ -278,8 +281,9 @@ class Walk:
         if i.mode is AttentionMode.NONE:
             return
         if i.graph:
-            size = cell.graph + held + (0 if i.hold else entered)
-            self.live += cell.graph
+            graph = cell.graph + self.sharing.gathered(cell.out)
+            size = graph + held + (0 if i.hold else entered)
+            self.live += graph
             self.graphs[i.layer, i.chunk] = _Graph(size, i.kept, cell)
         else:
             self.live -= held
@@ -293,12 +297,13 @@ class Walk:
         cell = graph.cell
         self.live -= self.hidden.pop(i.layer + 1, 0)
         self._rise(cell.backward_rise)
-        self.live += cell.gradient + cell.weight_gradients + cell.sums - graph.bytes
+        weight_gradients = self.sharing.slice(cell.weight_gradients)
+        self.live += cell.gradient + weight_gradients + cell.sums - graph.bytes
         self.live -= self.gradient.pop(i.layer + 1)
         if i.layer not in self.begun:
             self.begun.add(i.layer)
             self._take(self.wide * sum(self.weights[i.layer]) - cell.sums)
-        self.live -= cell.weight_gradients
+        self.live -= weight_gradients
         if graph.kept:
             self.live -= self.hidden.pop(i.layer, 0)
         self.gradient[i.layer] = cell.gradient

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 
 from farspan.plan.build import build_program
-from farspan.plan.cell.transient import Walk
-from farspan.plan.price.collectives import Collectives, exchange_bytes, fsdp_ranks
+from farspan.plan.cell.transient import transient_bytes
+from farspan.plan.price.collectives import Collectives, exchange_bytes
 from farspan.plan.price.local import (
     local_chunks,
     local_model,
@@ -14,7 +14,7 @@ from farspan.plan.price.local import (
     whole_schedule,
 )
 from farspan.plan.price.seconds import Prices, rates_of
-from farspan.plan.price.states import States, gradient_bytes, states, update_seconds
+from farspan.plan.price.states import States, gradient_bytes, sharing_of, states, update_seconds
 from farspan.plan.price.timeline import Timeline, run_time
 from farspan.plan.program import Allocate, Clear, Close, Free, Gather, Kind, Program, Release
 from farspan.plan.question import Budget, Plan, Question, Seconds
@@ -42,9 +42,13 @@ def walk(question: Question, schedule: Schedule) -> Walked:
     schedule = stage_schedule(question, schedule)
     run, own = local_run(question, schedule), local_schedule(schedule, part.layout)
     program = build_program(part.model, run, own, chunks=local_chunks(question, schedule))
-    ranks = fsdp_ranks(part)
-    held = Walk(program, part.architecture, gradient_bytes=gradient_bytes(part), ranks=ranks).run()
-    return Walked(program, held.transient)
+    held = transient_bytes(
+        program,
+        part.architecture,
+        gradient_bytes=gradient_bytes(part),
+        sharing=sharing_of(part),
+    )
+    return Walked(program, held)
 
 
 @dataclass(frozen=True, slots=True)

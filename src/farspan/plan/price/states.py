@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from farspan.plan.cell.sharing import Sharing
 from farspan.plan.price.collectives import fsdp_ranks
 from farspan.plan.question import Optimizer, Question
 from farspan.spec import ModelSpec
@@ -30,26 +31,36 @@ class States:
 
 def states(question: Question, group_layers: tuple[tuple[int, int], ...]) -> States:
     """Of one device. `group_layers` are the layer ranges of the schedule's groups."""
-    model, optimizer = question.model, question.optimizer
-    ranks = fsdp_ranks(question) * question.layout.tensor
-    wide = _sum_bytes(model)
-    final = gradient_bytes(question)
+    model, sharing = question.model, sharing_of(question)
+    wide, final = _sum_bytes(model), gradient_bytes(question)
     outer, outer_trained = model.outer(), model.outer_trainable()
     layers = [model.layers[slice(*group)] for group in group_layers]
     group = max(sum(layer.work.parameters for layer in of) for of in layers)
     trained = max(sum(layer.work.trainable for layer in of) for of in layers)
-    is_cut = ranks > question.layout.tensor
-    needs_sum = is_cut or final < wide
-    on_device, on_host = _optimizer_bytes(model, optimizer, ranks)
-    part = question.layout.tensor
+    whole = sharing.slice(group) + outer
+    needs_sum = sharing.apart or final < wide
+    own = _own(sharing, model.trainable, outer_trained)
+    on_device, on_host = _optimizer_bytes(model, question.optimizer, own)
     return States(
-        weights=_share(model.parameters * model.element_bytes, ranks),
-        gathered=_share((group + outer) * model.element_bytes, part) if is_cut else 0,
-        gradients=_share(model.trainable * final, ranks),
-        accumulators=_share((trained + outer_trained) * wide, part) if needs_sum else 0,
+        weights=_own(sharing, model.parameters, outer) * model.element_bytes,
+        gathered=whole * model.element_bytes if sharing.ranks > 1 else 0,
+        gradients=own * final,
+        accumulators=(sharing.slice(trained) + outer_trained) * wide if needs_sum else 0,
         optimizer=on_device,
         optimizer_on_host=on_host,
     )
+
+
+def sharing_of(question: Question) -> Sharing:
+    """Who has what of the weights."""
+    layout = question.layout
+    return Sharing(fsdp_ranks(question), layout.tensor, layout.devices() > 1)
+
+
+def _own(sharing: Sharing, elements: int, outer: int) -> int:
+    """A device's part of so many elements, of which `outer` lie outside the layers: those are not
+    cut by heads and features."""
+    return _share(sharing.slice(elements - outer) + outer, sharing.ranks)
 
 
 def gradient_bytes(question: Question) -> int:
@@ -64,18 +75,17 @@ def update_seconds(question: Question) -> float:
     """One update: every byte of gradients and states is read, and written, once. With the states
     on host, gradients go there and weights come back beside the update."""
     model, machine = question.model, question.machine
-    ranks = fsdp_ranks(question) * question.layout.tensor
     if question.optimizer is Optimizer.NONE or not model.trainable:
         return 0.0
-    trained = model.trainable / ranks
+    trained = _own(sharing_of(question), model.trainable, model.outer_trainable())
     final, element = gradient_bytes(question), model.element_bytes
     if question.optimizer is Optimizer.HOST:
         # On the device the gradient is read for its norm, and scaled.
         return trained * (3 * final / machine.memory + _away(question, final, element))
-    on_device, _ = _optimizer_bytes(model, question.optimizer, 1)
+    on_device, _ = _optimizer_bytes(model, question.optimizer, trained)
     # The gradient is read for its norm and again for the update; states are read and written.
-    moved = 2 * final + 2 * on_device / model.trainable + element
-    return trained * moved / machine.memory
+    moved = (2 * final + element) * trained + 2 * on_device
+    return moved / machine.memory
 
 
 def _away(question: Question, final: int, element: int) -> float:
@@ -99,22 +109,23 @@ def staged_elements(trainable: int) -> int:
     return min(STAGED, trainable)
 
 
-def _optimizer_bytes(model: ModelSpec, optimizer: Optimizer, ranks: int) -> tuple[int, int]:
-    """On one device and on host. Left out: four bytes a parameter tensor, which count its updates.
+def _optimizer_bytes(model: ModelSpec, optimizer: Optimizer, trained: int) -> tuple[int, int]:
+    """On one device and on host, of its `trained` elements. Left out: four bytes a parameter
+    tensor, which count its updates.
 
     With moments of one byte an element, weights are rounded stochastically and have no master;
     tensors of fewer than 4,096 elements or of broken blocks keep wide moments, and are few.
     """
-    wide, trainable = _sum_bytes(model), model.trainable
+    wide = _sum_bytes(model)
     master = wide if model.element_bytes < wide else 0
     match optimizer:
         case Optimizer.ADAMW:
-            return _share(trainable * (MOMENTS * wide + master), ranks), 0
+            return trained * (MOMENTS * wide + master), 0
         case Optimizer.ADAMW8BIT:
-            return _share(trainable * MOMENTS + trainable * MOMENTS * 4 // BLOCK, ranks), 0
+            return trained * MOMENTS + trained * MOMENTS * 4 // BLOCK, 0
         case Optimizer.HOST:
-            slots = SLOTS * staged_elements(_share(trainable, ranks)) * (wide + model.element_bytes)
-            return 0, _share(trainable * (MOMENTS * wide + master), ranks) + slots
+            slots = SLOTS * staged_elements(trained) * (wide + model.element_bytes)
+            return 0, trained * (MOMENTS * wide + master) + slots
         case Optimizer.NONE:
             return 0, 0
 

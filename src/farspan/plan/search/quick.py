@@ -11,8 +11,7 @@ from itertools import accumulate, pairwise
 
 from farspan.plan.build import build_program
 from farspan.plan.cell.transient import Walk
-from farspan.plan.price.collectives import fsdp_ranks
-from farspan.plan.price.states import gradient_bytes
+from farspan.plan.price.states import gradient_bytes, sharing_of
 from farspan.plan.program import Close, EmbedBackward
 from farspan.plan.question import Question
 from farspan.plan.search.bound import Frames, frames_of, tiers_of
@@ -109,7 +108,7 @@ def _walk(ruler: Ruler, schedule: Schedule, telling: Telling) -> Walk:
         replace(program, chunks=chunks),
         question.architecture,
         gradient_bytes=gradient_bytes(question),
-        ranks=fsdp_ranks(question),
+        sharing=sharing_of(question),
     )
 
 
