@@ -15,6 +15,7 @@ from farspan.engine.step import Step
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
 from farspan.models.load import load_model
+from farspan.plan.layout import Layout
 from farspan.plan.question import Question
 from farspan.spec import ModelSpec, Refused, RunSpec, Schedule, Sparse, Tier
 from farspan.train.choice import KEPT, Choice, describe_schedule
@@ -193,6 +194,25 @@ class TestRun:
             path.write_text(json.dumps(plan_json(Choice("mine", plan.schedule, plan=plan))))
             found = recall_plan(path, question, plan_for)
             assert (found is not None) == (kept == sparse)
+
+    @pytest.mark.parametrize("sparse", [None, Sparse(4, 4, 4, 1)])
+    def test_in_another_layout_only_a_sparse_plan_that_runs_there_is_kept(
+        self, tmp_path: Path, sparse: Sparse | None
+    ) -> None:
+        path = tmp_path / "plan.json"
+        question = Question(
+            describe_tiny(), RunSpec(1, 48), one_memory(), dtype="float32", sparse=sparse
+        )
+        groups = len(question.model.layers)
+        plan = plan_for(question, "mine", Schedule(chunk=8, groups=(1,) * groups, sparse=sparse))
+        path.write_text(json.dumps(plan_json(Choice("mine", plan.schedule, plan=plan))))
+        layouts = Layout(), Layout(data=2), Layout(pipeline=2), Layout(pipeline=1, shards=2)
+        kept = [
+            recall_plan(path, replace(question, layout=layout), plan_for) is not None
+            for layout in layouts
+        ]
+        runs = groups == 2
+        assert kept == [True, *([False] * 3 if sparse is None else [True, runs, False])]
 
     def test_a_smaller_chunk_after_a_shortage_is_told_to_see_otherwise(
         self, tmp_path: Path

@@ -1,7 +1,7 @@
 """What a run asks the planner: its own model, looked at, on the machine at hand."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch
 from farspan.durable import read_json
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
+from farspan.plan.grid import group_ranges
+from farspan.plan.layout import refuse_together
 from farspan.plan.price.evaluate import size
 from farspan.plan.price.local import local_model
 from farspan.plan.price.states import states
@@ -159,14 +161,20 @@ def recall_plan(
     path: Path, question: Question, evaluate: Callable[[Question, str, Schedule], Plan]
 ) -> Choice | None:
     """The schedule of an earlier part of this run, so that it goes on to the same bits; None when
-    it was for another machine or does not fit any more."""
-    known = read_json(path)
+    it was for another machine or does not fit any more. In another layout, where the bits are
+    others anyway, only a sparse one is kept that can run there: the chunk is part of what sparse
+    attention computes."""
+    layout, known = question.layout, read_json(path)
     if known is None or known.get("machine") != question.machine.name:
         return None
     try:
         schedule = build(Schedule, known["fields"])
         if schedule.sparse != question.sparse:
             return None
+        if question.sparse is None and known.get("layout") != asdict(layout):
+            return None
+        refuse_together(schedule, layout)
+        group_ranges(schedule, len(question.model.layers), layout.pipeline)
         plan = evaluate(question, str(known["strategy"]), schedule)
     except (Refused, KeyError, TypeError):
         return None
