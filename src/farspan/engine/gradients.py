@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from farspan.attention.merge import accumulate_dtype
+from farspan.parallel.fsdp import gradient_dtype
 
 # Adds to `.grad` of a unit's parameters what all ranks have of them, and takes theirs out.
 Reduce = Callable[[int, dict[nn.Parameter, Tensor]], None]
@@ -60,8 +61,3 @@ class Gradients:
         """The same with the accumulators of all ranks."""
         assert self._reduce is not None
         self._reduce(unit, self._open)
-
-
-def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """The dtype `.grad` is to have."""
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype

@@ -7,12 +7,11 @@ import torch
 from torch import nn
 
 from farspan.attention.merge import accumulate_dtype
-from farspan.engine.gradients import gradient_dtype
 from farspan.engine.meter import PeakMeter
 from farspan.engine.step import ADVICE, Progress, Step
 from farspan.memory.host import GIB
 from farspan.models.refuse import context_limit
-from farspan.parallel.fsdp import local
+from farspan.parallel.fsdp import gradient_dtype, local
 from farspan.parallel.near import refuse_beyond_together
 from farspan.plan.cell.choosing import grown_bytes
 from farspan.plan.program import Program
