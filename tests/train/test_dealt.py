@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from farspan.data.tokenizers import BYTES
 from farspan.models.load import load_model
 from farspan.parallel.fsdp import gradient_dtype, local
 from farspan.parallel.places import everything
@@ -66,7 +67,8 @@ def a_run(root: Path, name: str, **changes: Any) -> RunConfig:
         evaluation=EvaluationConfig(every=2, sequences=3),
         checkpoints=CheckpointConfig(every=1, keep=9),
     )
-    return replace(run, **changes)
+    data = replace(run.data, tokenizer=BYTES)
+    return replace(run, data=data, **changes)
 
 
 def lines_of(run: RunConfig) -> list[dict[str, Any]]:
