@@ -200,6 +200,22 @@ def test_verify_takes_grouped_for_auto_and_says_so(
     assert ("grouped stands in for auto" in said.err) == stands_in
 
 
+@pytest.mark.parametrize("parallel", [None, "auto", {"ulysses": 2}])
+def test_verify_says_that_it_leaves_ranks_out(
+    parallel: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    values = {"model": {"config": CONFIG}, "data": {"source": "stdlib"}, "parallel": parallel}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(values))
+    assert run(monkeypatch, "verify", str(file), "--context", "64", "--json") == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["passed"]
+    assert ("parallel: left out: one process" in said.err) == (parallel is not None)
+
+
 def test_the_schedule_that_is_verified() -> None:
     assert base_schedule(None, "auto", 4, 64)[0] == strategy("grouped", 4, 64)
     assert base_schedule(None, None, 4, 64) == (strategy("grouped", 4, 64), None)

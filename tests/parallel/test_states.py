@@ -1,6 +1,7 @@
 """Checkpoints of all ranks, read on another number of them and in another layout."""
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -212,7 +213,10 @@ def refused(path: Path, entries: Entries, unread: tuple[str, ...] = ()) -> str:
     return str(error.value)
 
 
-def test_a_damaged_checkpoint_is_refused_and_nothing_is_copied(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_and_nothing_is_copied(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before torch reads, which would log a traceback."""
     path = tmp_path / "step"
     entries = a_checkpoint(path)
     file = path / "rank-00000.safetensors"
@@ -234,6 +238,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_copied(tmp_path: Path) -
         assert "tensors.json" in refused(path, entries)
     (path / "tensors.json").write_text(json.dumps(listed))
     load(path, entries)
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.INFO] == []
 
 
 def test_a_changed_list_of_boxes_is_refused(tmp_path: Path) -> None:
@@ -261,9 +266,86 @@ def test_a_changed_list_of_boxes_is_refused(tmp_path: Path) -> None:
         tensors = {"tensors": listed["tensors"] | {"b": tensor}}
         (path / "tensors.json").write_text(json.dumps(listed | tensors))
         assert words in refused(path, entries), change
+    longer, rest = ({**boxes[0], "shape": [2]}, {"file": boxes[0]["file"], "shape": [2]})
+    rest |= {"offset": [2], "key": "b@2"}
+    tensor = listed["tensors"]["b"] | {"boxes": [longer, rest]}
+    tensors = {"tensors": listed["tensors"] | {"b": tensor}}
+    (path / "tensors.json").write_text(json.dumps(listed | tensors))
+    assert "only tensors.json has b@2" in refused(path, entries)
     for tensors in ({"tensors": []}, {"files": []}):
         (path / "tensors.json").write_text(json.dumps(listed | tensors))
         assert "tensors.json: damaged or changed" in refused(path, entries)
+
+
+def test_a_list_that_leaves_files_out_is_refused(tmp_path: Path) -> None:
+    """What is not listed would not be looked at."""
+    path = tmp_path / "step"
+    entries = a_checkpoint(path)
+    listed = json.loads((path / "tensors.json").read_text())
+    file = "rank-00000.safetensors"
+    for files, words in (
+        ({}, f"no size and sum of {file}"),
+        ({file: listed["files"][file]}, "no size and sum of state.json"),
+        ({"state.json": listed["files"]["state.json"]}, f"no size and sum of {file}"),
+        ({**listed["files"], file: {"sha256": ""}}, "tensors.json: damaged or changed"),
+        ({**listed["files"], file: 3}, "tensors.json: damaged or changed"),
+        ({**listed["files"], "../x": listed["files"][file]}, "'../x' is no file of a checkpoint"),
+    ):
+        (path / "tensors.json").write_text(json.dumps(listed | {"files": files}))
+        assert words in refused(path, entries), files
+    (path / "tensors.json").unlink()
+    assert refused(path, entries) == f"{path / 'tensors.json'}: missing"
+
+
+def cut_in_halves(path: Path) -> Entries:
+    """Rank 0 has rows 0 and 1 of four, rank 1 the others."""
+    first = 2 * dist.get_rank()
+    rows = numbers((4, 2))[first : first + 2].clone()
+    entries = {"a": (rows, along((4, 2), 0, [(first, first + 2)]))}
+    save(path, entries, STATE, dist.group.WORLD)
+    return entries
+
+
+def copied_nothing(path: Path) -> tuple[str, str]:
+    """What is refused of a list whose boxes were changed in keeping with each other, and of a file
+    that is cut off; the ranks' parts are as they were."""
+    entries = blank(cut_in_halves(path))
+    before = (path / "tensors.json").read_text()
+    said = []
+    for damage in (move_a_row, cut_off):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            damage(path)
+        dist.barrier()
+        with pytest.raises(Refused) as error:
+            load(path, entries, dist.group.WORLD)
+        assert bool((entries["a"][0] == 77).all())
+        said.append(str(error.value))
+        dist.barrier()
+        (path / "tensors.json").write_text(before)
+    return said[0], said[1]
+
+
+def move_a_row(path: Path) -> None:
+    listed = json.loads((path / "tensors.json").read_text())
+    low, high = listed["tensors"]["a"]["boxes"]
+    low["shape"], high["shape"] = [3, 2], [1, 2]
+    high["offset"], high["key"] = [3, 0], "a@3,0"
+    (path / "tensors.json").write_text(json.dumps(listed))
+
+
+def cut_off(path: Path) -> None:
+    file = path / "rank-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def test_damage_is_found_before_a_copy(tmp_path: Path) -> None:
+    """And all ranks say the same."""
+    ours, theirs = run_ranks(2, copied_nothing, tmp_path / "step")
+    assert ours == theirs
+    assert "tensors.json: damaged or changed" in ours[0]
+    assert "rank-00001.safetensors: " in ours[1]
+    assert ours[1].endswith("truncated or changed")
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,14 @@ class Moment:
 
     rank: int
     step: int  # from 1; 0 in the rehearsal
-    cell: int  # from 1, in the step's first batch
+    cell: int  # from 1, in the step
+    cells: int  # of a batch
+    batches: int  # of the step
+
+    @property
+    def last(self) -> bool:
+        """Whether it is the last of its step."""
+        return self.cell == self.batches * self.cells
 
 
 def parts_with(
@@ -25,8 +32,8 @@ def parts_with(
     happen: Callable[[Moment], None] = lambda _: None,
     spoil: Callable[[Tensor, int], Tensor] = lambda loss, _: loss,
 ) -> Parts:
-    """`happen` is called behind every cell of a step's first batch, and `spoil` has the loss of
-    every batch and the number of its step. Steps are counted from where this process begins."""
+    """`happen` is called behind every cell, and `spoil` has the loss of every batch and the number
+    of its step. Steps are counted from where this process begins."""
 
     class Fused(Step):
         calls = -1  # the rehearsal is the first
@@ -36,11 +43,11 @@ def parts_with(
             rank = dist.get_rank() if dist.is_initialized() else 0
             step = -(-self.calls // accumulate)
             told = self.progress
-            first = self.calls % accumulate == 1 % accumulate
+            batches, batch = (accumulate, (self.calls - 1) % accumulate) if step else (1, 0)
 
             def progress(done: Progress) -> None:
-                if first or step == 0:
-                    happen(Moment(rank, step, done.cells_done))
+                cell = batch * done.cells + done.cells_done
+                happen(Moment(rank, step, cell, done.cells, batches))
                 if told is not None:
                     told(done)
 

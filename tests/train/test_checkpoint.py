@@ -18,8 +18,10 @@ from torch import Tensor
 from farspan import durable
 from farspan.durable import WriteFailed, digest
 from farspan.spec import Refused
-from farspan.train import checkpoint
+from farspan.train import checkpoint, checkpoint_ranks
 from farspan.train.checkpoint import Live, capture_rng, restore_rng
+from farspan.train.checkpoint_ranks import entries_of
+from farspan.train.crew import Crew
 
 RUN = {"run": "abc"}
 
@@ -283,3 +285,25 @@ def test_leftovers_of_a_killed_process_go_away(tmp_path: Path) -> None:
     (tmp_path / ".partial-config.yaml").write_text("x")
     durable.remove_leftovers(tmp_path)
     assert names(tmp_path) == ["step-00000004"]
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [("list", "tensors.json: missing"), ("generators", "damaged: no random numbers of rank 0")],
+)
+def test_a_checkpoint_of_ranks_that_lost_something_is_passed_over(
+    tmp_path: Path, lost: str, words: str
+) -> None:
+    """Its list, or all generators: an older checkpoint is gone on from."""
+    older, crew, own = save(tmp_path, 3), Crew(torch.device("cpu")), live(4.0)
+    path = tmp_path / checkpoint.folder_name(4)
+    rng = {} if lost == "generators" else capture_rng()
+    state = {**RUN, "position": {"step": 4}, "step": 4}
+    checkpoint_ranks.write(path, entries_of(own.model, own.optimizer), rng, state, crew)
+    if lost == "list":
+        (path / checkpoint_ranks.LISTED).unlink()
+    step, into, (warning,) = resume(tmp_path)
+    assert step == 3
+    assert equal(into, live(3.0))
+    assert warning.startswith(str(path / checkpoint_ranks.LISTED))
+    assert f"{words}; resuming from {older} instead" in warning

@@ -1,5 +1,6 @@
 """What is given up after a shortage, and what is never asked for."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -8,8 +9,9 @@ import torch
 
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
+from farspan.plan.layout import Layout
 from farspan.plan.price.machines import machine
-from farspan.plan.question import Plan, Question
+from farspan.plan.question import Budget, Plan, Question
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.spec import MachineSpec, Refused, RunSpec, Schedule, Tier
 from farspan.train.choice import (
@@ -22,6 +24,7 @@ from farspan.train.choice import (
 )
 from farspan.train.lighter import lighter, needed
 from farspan.train.looked import look
+from farspan.train.none_fits import USUAL, advice, none_fits
 from farspan.train.shortage import Shortage
 from tests.train.planner import one_memory, plan_for
 from tests.zoo import LAYERS, make_model
@@ -53,7 +56,7 @@ def test_the_tier_that_ran_out_shrinks_and_the_other_stays(tier: Tier) -> None:
     first = made.first()
     assert first.plan is not None
     with pytest.raises(
-        Refused, match=r"schedule: none fits .* GiB on the device and .* on the host"
+        Refused, match=r"schedule: none fits .* on the device and .* on the host: grouped misses"
     ):
         made.again(first, SHORT[tier])
     assert made.question is not None
@@ -67,11 +70,78 @@ def test_the_tier_that_ran_out_shrinks_and_the_other_stays(tier: Tier) -> None:
     assert sizes[tier] == fixed + int(KEPT * own.parts["arena"])
 
 
+MIB = 2**20
+
+
+def a_miss(layout: Layout, devices: int, unified: bool, remedy: str) -> Plan:
+    """Of 10 MiB a rank where 4 are there, in one memory or on a device."""
+    size = 4 * MIB * min(devices, layout.devices())
+    machine_ = replace(
+        one_memory(size), devices=devices, unified=unified, device_bytes=size, reserve=0
+    )
+    question = Question(spec(), RunSpec(1, TOKENS), machine_, layout, dtype="float64")
+    plan = plan_for(question, "fpdt", Schedule(chunk=50))
+    parts = {"weights": 6 * MIB, "optimizer": 2 * MIB}
+    # The device tier of one memory has what the host tier leaves of it, here less than nothing.
+    device = Budget(parts, -MIB if unified else 4 * MIB)
+    return replace(plan, device=device, host=Budget({"kv": 2 * MIB}, 4 * MIB), remedy=remedy)
+
+
+@pytest.mark.parametrize(
+    ("layout", "devices", "unified", "words"),
+    [
+        (
+            Layout(),
+            1,
+            True,
+            "none fits 4.0 MiB of main memory: fpdt misses by the least: it needs ",
+        ),
+        (Layout(ulysses=2), 2, True, "none fits 8.0 MiB of main memory for the 2 ranks of a "),
+        (Layout(), 1, False, "none fits 4.0 MiB on the device and 4.0 MiB on the host: fpdt"),
+        (Layout(data=2), 2, False, "on each device and 8.0 MiB on the host for the 2 ranks"),
+    ],
+)
+def test_what_misses_is_said_of_one_rank(
+    layout: Layout, devices: int, unified: bool, words: str
+) -> None:
+    said = none_fits(a_miss(layout, devices, unified, ""))
+    assert words in said
+    assert not re.search(r"-\d|--", said), "no negative amount, no flag of another command"
+    who = "it" if layout == Layout() else "a rank"
+    needs = "10.0 MiB of main memory" if unified else "8.0 MiB of device memory"
+    assert f"{who} needs {needs} and has 4.0 MiB; most of it is 6.0 MiB of weights and" in said
+
+
+@pytest.mark.parametrize(
+    ("remedy", "devices", "unified", "words"),
+    [
+        ("--optimizer host", 1, False, "set optimizer.states: host"),
+        ("--optimizer host", 1, True, USUAL),
+        (
+            "--optimizer adamw8bit",
+            1,
+            True,
+            f"set optimizer.states: 8bit, which is not AdamW, or {USUAL}",
+        ),
+        ("--host-memory 16GiB", 1, True, "use a machine with 16GiB of main memory"),
+        ("--batch 2", 1, True, "set batch: 2, and accumulate as much higher"),
+        ("--gpus 4", 8, False, "start 4 ranks, with parallel: auto: torchrun --nproc-per-node 4 "),
+        ("--gpus 4", 2, True, "start 4 ranks, with parallel: auto: on 2 machines"),
+        ("--context 512", 1, True, "set context: 512"),
+        ("without --sparse", 1, True, "set sparse: null"),
+        ("", 1, True, "shorten the context"),
+        ("no single change that was tried makes it fit", 1, True, "no single change that was"),
+    ],
+)
+def test_remedies_are_of_a_run_file(remedy: str, devices: int, unified: bool, words: str) -> None:
+    assert advice(a_miss(Layout(), devices, unified, remedy)).startswith(words)
+
+
 def test_one_memory_shrinks_by_what_both_tiers_took() -> None:
     made = chooser(one_memory(GIB), Schedule(chunk=50))
     first = made.first()
     assert first.plan is not None
-    with pytest.raises(Refused, match=r"none fits 0\.00 GiB of main memory"):
+    with pytest.raises(Refused, match=r"none fits \d.* of main memory: grouped misses"):
         made.again(first, SHORT[Tier.HOST])
     assert made.question is not None
     arenas = first.plan.device.parts["arena"], first.plan.host.parts["arena"]

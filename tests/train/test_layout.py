@@ -1,5 +1,6 @@
 """`parallel` of a run file."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,10 @@ def test_auto_goes_by_the_heads(ranks: int, kv_heads: int, expected: Layout) -> 
     [
         ({"ulysses": 8}, None, r"ulysses 8 makes 8 rank.* 1 is there.*--nproc-per-node 8 "),
         ({"ulysses": 2, "shards": 3}, 8, "ulysses 2 x shards 3 makes 6 .* multiple, but 8 are"),
-        ({"ulysses": 2, "data": 2}, 8, "ulysses 2 x data 2 makes 4 rank"),
+        ({"ulysses": 2}, 3, r"but 3 are there; start 2: torchrun --nproc-per-node 2 "),
+        ({"ulysses": 2}, 7, r"start 6: torchrun --nproc-per-node 6 "),
+        ({"ulysses": 4}, 3, r"start 4: torchrun --nproc-per-node 4 "),
+        ({"ulysses": 2, "data": 2}, 8, "ulysses 2 x data 2 makes 4 .*; start 4: .* 4 "),
         (None, 4, "parallel: missing, and 4 ranks were started; .* auto, or data: 4"),
     ],
 )
@@ -70,8 +74,10 @@ def test_another_number_of_ranks_is_refused(
     tmp_path: Path, given: Any, ranks: int | None, words: str
 ) -> None:
     run = load_run(a_file(tmp_path, given))
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(Refused, match=words) as refused:
         resolve(run, ranks)
+    if advised := re.search(r"--nproc-per-node (\d+)", str(refused.value)):
+        resolve(run, int(advised[1]))
 
 
 @pytest.mark.parametrize(

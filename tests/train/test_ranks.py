@@ -100,8 +100,8 @@ def test_an_update_of_replicas_is_one_of_micro_batches(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    """Two replicas, then one process, then stages. A signal to either of the replicas ends both
-    behind the step; one process abandons it."""
+    """Two replicas, then one process, then stages. A signal to either of the replicas at the end of
+    a step ends both behind it; one process abandons it."""
     whole = a_run(tmp_path, "whole", batch=2)
     fit_all([whole])
     run = a_run(tmp_path, "moved", batch=1, parallel=Parallel(data=2))
@@ -116,13 +116,13 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 def interrupted(run: RunConfig, step: int, culprit: int) -> int:
-    """Where this rank ends when a signal comes to `culprit` within a step, the `step`-th from where
-    it goes on; and once more to ranks, as launchers send it."""
+    """Where this rank ends when a signal comes to `culprit` at the end of a step, the `step`-th
+    from where it goes on; and once more to ranks, as launchers send it."""
 
     def signalled(moment: Moment) -> None:
-        here = (moment.rank, moment.step) == (culprit, step)
-        if here and moment.cell in (1, 1 + dist.is_initialized()):
-            os.kill(os.getpid(), signal.SIGTERM)
+        if (moment.rank, moment.step, moment.last) == (culprit, step, True):
+            for _ in range(1 + dist.is_initialized()):
+                os.kill(os.getpid(), signal.SIGTERM)
 
     result = train(run, parts=parts_with(run.accumulate, signalled), reporter=Quiet())
     assert result.exit_code == 128 + signal.SIGTERM

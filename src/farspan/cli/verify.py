@@ -74,8 +74,8 @@ def verify_command(
     schedule = replace_attention(replace_cuts(base, chunk, groups), attention, written)
     if documents > context:
         raise Refused(f"documents: at most one a token, so at most {context}, got {documents}")
-    if note is not None:
-        Console(stderr=as_json).print(note)
+    for said in filter(None, (note, ranks_note(model))):
+        Console(stderr=as_json).print(said)
     outcome = verify(
         loaded,
         schedule,
@@ -134,6 +134,13 @@ def attention_for(model: str | None, text: str | None) -> SparseConfig | None:
 def has_chunk(model: str | None) -> bool:
     """Does a run file say itself how long chunks are?"""
     return is_run_file(model) and load_run(Path(model)).schedule.chunk is not None
+
+
+def ranks_note(model: str | None) -> str | None:
+    """What is not verified of a run file that several ranks share."""
+    if not is_run_file(model) or load_run(Path(model)).parallel is None:
+        return None
+    return "parallel: left out: one process runs the whole step here, not the ranks of the run"
 
 
 def is_run_file(model: str | None) -> TypeGuard[str]:

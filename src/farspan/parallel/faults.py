@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import torch.distributed as dist
@@ -53,6 +53,16 @@ class Fault:
         return RankFailed(f"rank {self.rank}: {self.cause}")
 
 
+class Errand(Protocol):
+    """What else the thread of a board does."""
+
+    def look(self, store: Store) -> None:
+        """At every pulse, while no fault is known. May raise RuntimeError of the store's."""
+
+    def give_up(self) -> None:
+        """There are no more pulses, or a fault is known. May be called again."""
+
+
 class Board:
     """What ranks know of each other's end. As a context: an exception that leaves it is written
     down, or becomes RankFailed where another rank's was first.
@@ -67,7 +77,9 @@ class Board:
         rank: int,
         ranks: int,
         leave: Callable[[RankFailed], None] | None = None,
+        errand: Errand | None = None,
     ) -> None:
+        self._errand = errand
         self.rank, self.ranks = rank, ranks
         self._store = store.clone()  # a client of its own: the group's waits within calls
         self._pulse_store = store.clone()
@@ -150,17 +162,33 @@ class Board:
 
     def _watch(self) -> None:
         """See Note: [The thread]."""
+        try:
+            self._pulse()
+        finally:
+            if self._errand is not None:
+                self._errand.give_up()
+
+    def _pulse(self) -> None:
         store, known_for = self._pulse_store, 0.0
         while not self._stop.wait(PULSE):
             try:
                 store.add(f"pulse/{self.rank}", 1)
                 self._known = self._known or self._fault(store) or self._missed(store)
+                self._run_errand(store)
             except RuntimeError:
                 if self._known is None:
                     return  # with the store: the collectives will tell
             known_for += PULSE if self._known else 0.0
             if self._known is not None and self._leave is not None and known_for >= GRACE:
                 self._leave(self._known.error())
+
+    def _run_errand(self, store: Store) -> None:
+        if self._errand is None:
+            return
+        if self._known is None:
+            self._errand.look(store)
+        else:
+            self._errand.give_up()
 
     def _missed(self, store: Store) -> Fault | None:
         """A rank whose process is gone without a word."""

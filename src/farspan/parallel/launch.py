@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from farspan.parallel.faults import Board, leave
+from farspan.parallel.halt import Halt
 
 # What torchrun, and any launcher that speaks `env://`, says to a process.
 _SAID = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -45,8 +46,9 @@ def _placed(rank: int, ranks: int) -> Launched:
 
 
 @contextmanager
-def joined(place: Launched, device: torch.device, seconds: float) -> Iterator[Board]:
-    """The process group, made and left unless it is there already, and the board of its ranks.
+def joined(place: Launched, device: torch.device, seconds: float) -> Iterator[Halt]:
+    """The process group, made and left unless it is there already, the board of its ranks, and
+    where they stop together.
 
     A collective fails after `seconds`. Within it RankFailed, or whatever is raised, names the first
     rank that failed.
@@ -64,8 +66,9 @@ def joined(place: Launched, device: torch.device, seconds: float) -> Iterator[Bo
         )
     store = dist.distributed_c10d._get_default_store()
     board_store = PrefixStore(f"board/{_number()}", store)
-    with Board(board_store, place.rank, place.ranks, None if was_there else leave) as board:
-        yield board
+    halt = Halt(place.rank, place.ranks, seconds)
+    with Board(board_store, place.rank, place.ranks, None if was_there else leave, halt):
+        yield halt
     # Not after a failure: ending the group would wait for ranks that are gone.
     if not was_there:
         dist.destroy_process_group()

@@ -16,22 +16,19 @@ there.
 import json
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
@@ -46,12 +43,22 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from farspan.durable import PARTIAL, WriteFailed, digest, publish, write_bytes, write_tensors
+from farspan.parallel.states_list import (
+    FORMAT,
+    STATE,
+    TENSORS,
+    Forms,
+    key_of,
+    open_file,
+    parsing,
+    read_json,
+    read_list,
+    type_of,
+)
 from farspan.parallel.states_plan import Entries, Loading, Saving
 from farspan.spec import Refused
 
-FORMAT = 1
-TENSORS = "tensors.json"
-STATE = "state.json"
+T = TypeVar("T")
 
 Group = dist.ProcessGroup | None  # None: this process alone
 
@@ -87,7 +94,7 @@ def load(
     Raises Refused on every rank when the checkpoint is damaged, or of another model. Nothing is
     copied before every byte was looked at.
     """
-    reader = _Reader(path, group)
+    reader = _together(group, lambda: _Reader(path, group))
     try:
         with _alone(group):
             load_all(
@@ -104,14 +111,14 @@ def load(
 
 def read_state(path: Path) -> dict[str, Any]:
     """What a checkpoint says besides its tensors. Raises Refused."""
-    return _read_json(path / STATE)
+    return read_json(path / STATE)
 
 
-def read_shapes(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def read_shapes(path: Path) -> Forms:
     """Dtype and shape of every tensor of a checkpoint. Raises Refused."""
-    listed = _read_json(path / TENSORS)
-    with _parsing(path):
-        return {name: _type_of(entry) for name, entry in listed["tensors"].items()}
+    listed = read_json(path / TENSORS)
+    with parsing(path):
+        return {name: type_of(entry) for name, entry in listed["tensors"].items()}
 
 
 # -- writing ------------------------------------------------------------------------------------
@@ -161,7 +168,7 @@ class _Writer(StorageWriter):
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         path = self._partial / f"rank-{plan.storage_data:05d}.safetensors"
-        keys = {item.index: _key(item.index) for item in plan.items}
+        keys = {item.index: key_of(item.index) for item in plan.items}
         tensors = {}
         for item in plan.items:
             data = planner.resolve_data(item)
@@ -209,10 +216,6 @@ def _entry(
     }
 
 
-def _key(index: MetadataIndex) -> str:
-    return f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
-
-
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     write_bytes(path, json.dumps(value, indent=1, allow_nan=False).encode("utf-8"))
 
@@ -221,19 +224,17 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 class _Reader(StorageReader):
+    """Every byte is looked at by one rank, before any is copied, and before torch asks: of an
+    error in its reading of metadata it prints a traceback of its own."""
+
     def __init__(self, path: Path, group: Group) -> None:
-        """Raises Refused where the list is damaged, or a file is not there."""
+        """Raises Refused where the list is damaged, or a file that this rank looks at."""
         self._path = path
-        self._rank, self._ranks = (0, 1) if group is None else (group.rank(), group.size())
-        listed = _read_json(path / TENSORS)
-        if listed.get("format") != FORMAT:
-            raise Refused(f"{path / TENSORS}: format {listed.get('format')!r}, expected {FORMAT}")
-        with _parsing(path):
-            self._files = {name: dict(entry) for name, entry in listed["files"].items()}
-            self._metadata = _metadata(listed["tensors"])
-        for name in self._files:
-            if not (path / name).is_file():
-                raise Refused(f"{path / name}: missing")
+        listed = read_list(path)
+        self._metadata = listed.metadata
+        rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+        for name in sorted(listed.files)[rank::ranks]:
+            listed.verify(name)
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """It is of one checkpoint."""
@@ -243,9 +244,6 @@ class _Reader(StorageReader):
         return True
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        # Every byte is looked at by one rank, before any is copied.
-        for name in sorted(self._files)[self._rank :: self._ranks]:
-            _verify(self._path / name, self._files[name])
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, *_: Any, **__: Any) -> None:
@@ -262,7 +260,7 @@ class _Reader(StorageReader):
         for item in plan.items:
             by_file.setdefault(self._places[item.storage_index][0], []).append(item)
         for name, items in by_file.items():
-            with _open(self._path / name) as file:
+            with open_file(self._path / name) as file:
                 for item in items:
                     _, key = self._places[item.storage_index]
                     starts = zip(item.storage_offsets, item.lengths, strict=True)
@@ -275,66 +273,21 @@ class _Reader(StorageReader):
         return done
 
 
-def _metadata(listed: Mapping[str, Any]) -> Metadata:
-    """What a list of tensors says, and where each box is. Its key in its file says where it lies,
-    too: a list that was changed is refused."""
-    tensors: dict[str, Any] = {}
-    places: dict[MetadataIndex, tuple[str, str]] = {}
-    for name, entry in listed.items():
-        dtype, shape = _type_of(entry)
-        chunks = []
-        for box in entry["boxes"]:
-            offset, size = torch.Size(box["offset"]), torch.Size(box["shape"])
-            index = MetadataIndex(name, offset)
-            if box["key"] != _key(index) or not len(offset) == len(size) == len(shape):
-                raise ValueError(f"{box['key']!r} is not where it says")
-            chunks.append(ChunkStorageMetadata(offset, size))
-            places[index] = box["file"], box["key"]
-        properties = TensorProperties(dtype)
-        tensors[name] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
-    return Metadata(tensors, storage_data=places)
-
-
-@contextmanager
-def _parsing(path: Path) -> Iterator[None]:
+def _together(group: Group, work: Callable[[], T]) -> T:
+    """What `work` returns. Raises Refused on all ranks of the group where it does on one."""
+    found, said = None, None
     try:
-        yield
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise Refused(f"{path / TENSORS}: damaged or changed: {error}") from error
-
-
-def _verify(path: Path, entry: Mapping[str, Any]) -> None:
-    if path.stat().st_size != entry["bytes"]:
-        raise Refused(
-            f"{path.name}: {path.stat().st_size} bytes, expected {entry['bytes']}: truncated or "
-            "changed"
-        )
-    if digest(path) != entry["sha256"]:
-        raise Refused(f"{path.name}: its SHA-256 is not the one in {TENSORS}: damaged or changed")
-
-
-def _type_of(entry: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
-    dtype = getattr(torch, entry["dtype"], None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"no dtype of torch: {entry['dtype']!r}")
-    return dtype, tuple(entry["shape"])
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise Refused(f"{path.name}: not a safetensors file: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise Refused(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise Refused(f"{path}: expected a JSON object")
-    return value
+        found = work()
+    except Refused as error:
+        said = str(error)
+    everyone: list[str | None] = [said]
+    if group is not None:
+        everyone *= group.size()
+        dist.all_gather_object(everyone, said, group)
+    for words in filter(None, everyone):
+        raise Refused(words)
+    assert found is not None
+    return found
 
 
 @contextmanager

@@ -105,8 +105,6 @@ class Loading(LoadPlanner):
             return  # nothing of it was saved
         if not isinstance(saved, TensorStorageMetadata):
             raise Refused(f"of another model: only the model has {name}")
-        if not _fill(saved.chunks, saved.size):
-            raise Refused(f"damaged: the boxes of {name} do not make the whole of it")
         there = saved.properties.dtype, tuple(saved.size)
         if there != (tensor.dtype, place.shape):
             raise Refused(
@@ -137,7 +135,7 @@ class Loading(LoadPlanner):
         """It was read into place."""
 
 
-def _fill(boxes: Sequence[ChunkStorageMetadata], size: torch.Size) -> bool:
+def fill(boxes: Sequence[ChunkStorageMetadata], size: torch.Size) -> bool:
     """Whether boxes lie within a tensor, apart from each other, and fill it."""
     for index, box in enumerate(boxes):
         ends = [start + length for start, length in zip(box.offsets, box.sizes, strict=True)]

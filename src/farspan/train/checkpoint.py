@@ -30,9 +30,10 @@ from farspan.durable import (
     write_bytes,
     write_tensors,
 )
+from farspan.parallel.states_list import Forms
 from farspan.spec import Refused
 from farspan.train import checkpoint_ranks
-from farspan.train.checkpoint_ranks import Forms, entries_of, refuse_other
+from farspan.train.checkpoint_ranks import entries_of, refuse_other
 from farspan.train.crew import Crew
 
 _FORMAT = 1

@@ -17,21 +17,21 @@ from torch import Tensor
 
 from farspan.parallel import states
 from farspan.parallel.places import everything
+from farspan.parallel.states_list import STATE, TENSORS, Forms
 from farspan.parallel.states_plan import Entries
 from farspan.spec import Refused
 from farspan.train.crew import Crew
 from farspan.train.pieces import Pieces
 
-LISTED = states.TENSORS  # a folder that has this file is such a checkpoint
+LISTED = TENSORS  # a folder that has this file is such a checkpoint
 RNG = "rng/"
 
 Tensors = Mapping[str, Tensor]
-Forms = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # of whole tensors
 
 
 def is_of_ranks(path: Path) -> bool:
-    """Whether a checkpoint is one of these."""
-    return (path / LISTED).is_file()
+    """Whether a checkpoint is one of these, or was before its list was lost."""
+    return (path / LISTED).is_file() or any(path.glob("rank-*.safetensors"))
 
 
 def entries_of(model: Tensors, optimizer: Tensors, pieces: Pieces | None = None) -> Entries:
@@ -67,8 +67,13 @@ def read(
     rank's where there was no such rank. Raises Refused, on all ranks, before anything is copied."""
 
     def look() -> Forms:
-        refuse_other(path / states.STATE, states.read_state(path), expected)
-        return states.read_shapes(path)
+        if not (path / LISTED).is_file():
+            raise Refused(f"{path / LISTED}: missing")
+        refuse_other(path / STATE, states.read_state(path), expected)
+        shapes = states.read_shapes(path)
+        if f"{_own(0)}cpu" not in shapes:
+            raise Refused(f"{path / LISTED}: damaged: no random numbers of rank 0")
+        return shapes
 
     forms = crew.by_first(look)
     start = _own(_number(crew))

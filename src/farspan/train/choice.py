@@ -12,9 +12,9 @@ from farspan.plan.pages import sparse_words
 from farspan.plan.question import Budget, Plan, Question
 from farspan.spec import MachineSpec, ModelSpec, Refused, RunSpec, Schedule, Tier
 from farspan.train.lighter import lighter
+from farspan.train.none_fits import none_fits
 from farspan.train.shortage import Shortage
 
-GIB = 2**30
 # Of what a schedule that failed decides of a tier, its successor may take so much: after the four
 # tries that one step has, 0.8**4 = 41% are left.
 KEPT = 0.8
@@ -106,10 +106,7 @@ class PlannedChooser:
     def _choose(self, question: Question) -> Choice:
         plan = self.best_plan(question)
         if not plan.fits:
-            raise Refused(
-                f"schedule: none fits {_room(question.machine)}: {plan.reason or plan.strategy}; "
-                f"{plan.remedy or 'shorten the context'}"
-            )
+            raise Refused(none_fits(plan))
         return Choice(plan.strategy, plan.schedule, plan.reason, plan)
 
 
@@ -161,12 +158,3 @@ def _less(budget: Budget) -> int:
     """What the next plan may take of a tier that ran out."""
     fixed = sum(size for part, size in budget.parts.items() if part in FIXED)
     return fixed + int(KEPT * (budget.total - fixed))
-
-
-def _room(machine: MachineSpec) -> str:
-    if machine.unified:
-        return f"{machine.host_bytes / GIB:.2f} GiB of main memory"
-    return (
-        f"{machine.device_bytes / GIB:.2f} GiB on the device and {machine.host_bytes / GIB:.2f} "
-        "GiB on the host"
-    )

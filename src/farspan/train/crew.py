@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from enum import Enum, auto
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from farspan.durable import WriteFailed
 from farspan.parallel.first import broadcast, by_first
+from farspan.parallel.halt import Halt
 from farspan.parallel.launch import Launched, joined
 from farspan.parallel.ranks import Ranks
 from farspan.plan.layout import ALONE, AXES, Layout, Rank
@@ -30,6 +32,14 @@ T = TypeVar("T")
 OWN = ("data.cache",)  # keys that may differ from rank to rank
 
 
+class Place(Enum):
+    """Where all ranks may leave what they are at."""
+
+    BATCH = auto()  # before each batch of a step or an evaluation
+    CELL = auto()  # behind a cell of a step
+    HELD_OUT_CELL = auto()  # of an evaluation
+
+
 @dataclass(slots=True)
 class Crew:
     """This process among those of its run. All of them make the same calls in the same order."""
@@ -39,6 +49,7 @@ class Crew:
     timeout: float = Parallel().timeout  # seconds that ranks wait for each other
     ranks: Ranks | None = None  # once the layout is known
     layout: Layout = field(default=ALONE)
+    halt: Halt | None = None  # None: alone
 
     @property
     def leads(self) -> bool:
@@ -76,6 +87,22 @@ class Crew:
         found = torch.tensor([value])
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return int(found)
+
+    def ask_to_halt(self, number: int) -> None:
+        """All ranks are to leave the step, with a signal's number. A handler may call it."""
+        if self.halt is not None:
+            self.halt.ask(number)
+
+    def halts(self, place: Place) -> int:
+        """The number of a signal for which all ranks leave here what they are at; 0 where they go
+        on. They number only places that all of them pass."""
+        # Stages of a pipeline have cells of their own, and the last held-out sequence, which one of
+        # the replicas has, may be shorter than the others.
+        if place is not Place.BATCH and self.layout.pipeline > 1:
+            return 0
+        if place is Place.HELD_OUT_CELL and self.replicas > 1:
+            return 0
+        return 0 if self.halt is None else self.halt.pass_place()
 
     def agree_on(self, finding: Finding) -> Finding:
         """The first rank's that found a bad weight, or a bad gradient, or else rank 0's."""
@@ -128,9 +155,9 @@ def crew_of(run: RunConfig, place: Launched | None, device: torch.device) -> Ite
         return
     device = _own_device(run, device, place)
     seconds = run.parallel.timeout if isinstance(run.parallel, Parallel) else Parallel().timeout
-    with joined(place, device, seconds):
+    with joined(place, device, seconds) as halt:
         _refuse_unlike(run)
-        yield Crew(device, place, seconds)
+        yield Crew(device, place, seconds, halt=halt)
 
 
 def _own_device(run: RunConfig, device: torch.device, place: Launched) -> torch.device:

@@ -2,9 +2,10 @@
 
 import signal
 import threading
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+from farspan.train.crew import Crew, Place
 
 
 class Interrupted(Exception):
@@ -17,13 +18,13 @@ class Interrupted(Exception):
 
 class Interrupt:
     """Between `__enter__` and `__exit__` the first signal is kept for `check`; a second one does
-    at once what it did before. Where several processes share a run, one of them cannot leave in
-    the middle of a step: `agree` is given, and all leave where they `meet`."""
+    at once what it did before. Processes that share a run cannot leave one by one: all leave where
+    they `meet` between two steps, or within a step where all have `passed`."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
-        self.agree: Callable[[int], int] | None = None  # the largest of all processes' numbers
+        self._crew: Crew | None = None  # of several processes
         self._signum: int | None = None
         self._before: dict[int, Any] = {}
 
@@ -37,23 +38,39 @@ class Interrupt:
     def __exit__(self, *_: object) -> None:
         self._give_back()
 
+    def share(self, crew: Crew) -> None:
+        """From now on with these others."""
+        if crew.count > 1:
+            self._crew = crew
+            crew.ask_to_halt(self._signum or 0)
+
     def check(self) -> None:
         """Raises Interrupted when a signal has come and nobody waits for this process."""
-        if self._signum is not None and self.agree is None:
+        if self._signum is not None and self._crew is None:
             raise Interrupted(self._signum)
+
+    def passed(self, place: Place) -> None:
+        """Raises Interrupted when a signal has come; where several processes share the run, in all
+        of them at the same place."""
+        if self._crew is None:
+            self.check()
+        elif number := self._crew.halts(place):
+            raise Interrupted(number)
 
     def meet(self) -> None:
         """Raises Interrupted in all processes when a signal has come to one. All of them call it
         between the same two steps."""
-        if self.agree is not None:
-            self._signum = self.agree(self._signum or 0) or None
+        if self._crew is not None:
+            self._signum = self._crew.agree(self._signum or 0) or None
         if self._signum is not None:
             raise Interrupted(self._signum)
 
     def _remember(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self._signum = signum
-        # A launcher repeats SIGTERM while its processes finish their step.
-        if self.agree is None or signum != signal.SIGTERM:
+        if self._crew is not None:
+            self._crew.ask_to_halt(signum)
+        # A launcher repeats SIGTERM while its processes leave their step.
+        if self._crew is None or signum != signal.SIGTERM:
             self._give_back()
 
     def _give_back(self) -> None:

@@ -69,8 +69,10 @@ def check_ranks(given: Given, ranks: int | None) -> Given:
         try:
             return replace(given, data=given.layout(ranks or 1).data)
         except Refused as error:
-            asked = max(given.asked(), ranks or 1)
-            raise Refused(f"{error}; start as many: {COMMAND.format(asked)}") from error
+            many = given.asked()
+            if given.data is None:  # of those that are there, as many as can share it
+                many *= max(1, (ranks or 1) // many)
+            raise Refused(f"{error}; start {many}: {COMMAND.format(many)}") from error
     if given is None and ranks is not None and ranks > 1:
         raise Refused(
             f"parallel: missing, and {ranks} ranks were started; say how they share the run: "

@@ -91,7 +91,7 @@ def _train(
     notes: Sequence[str],
 ) -> Result:
     shown, interrupt = person
-    interrupt.agree = crew.agree if crew.count > 1 else None
+    interrupt.share(crew)
     for text in notes:
         shown.note(text)
     for change in crew.by_first(folder.prepare):

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from farspan.durable import remove_leftovers
+from farspan.parallel.states_list import Forms
 from farspan.train import checkpoint, checkpoint_ranks
 from farspan.train.checkpoint import MODEL, OPTIMIZER, Live, Restored
-from farspan.train.checkpoint_ranks import Forms, Tensors, copy_rows, entries_of
+from farspan.train.checkpoint_ranks import Tensors, copy_rows, entries_of
 from farspan.train.dealt import whole_weights
 from farspan.train.pieces import Pieces
 from farspan.train.position import model_tensors

@@ -17,6 +17,7 @@ from farspan.train.batches import Batches, Micro
 from farspan.train.checkpoint import capture_rng, restore_rng
 from farspan.train.choice import Choice
 from farspan.train.config import OnNonfinite, RunConfig
+from farspan.train.crew import Place
 from farspan.train.diagnosis import Diverged, Finding, as_json, find_nonfinite, report
 from farspan.train.export import export, is_exported
 from farspan.train.folder import RunFolder, identity
@@ -214,6 +215,7 @@ class Trainer:
         total = self._batches.trained(batches)
         losses, seen = [], []
         for place, micro in enumerate(batches):
+            self._interrupt.passed(Place.BATCH)
             step.progress = partial(self._cells, place)
             losses.append(
                 step(
@@ -229,7 +231,7 @@ class Trainer:
         return float(torch.stack([loss.detach() for loss in losses]).sum()), seen
 
     def _cells(self, place: int, progress: CellsDone) -> None:
-        self._interrupt.check()
+        self._interrupt.passed(Place.CELL)
         done = (place + progress.work_done / progress.work) / self._run.accumulate
         self._reporter.cells(self.at.step + 1, done, progress)
 
@@ -292,6 +294,7 @@ class Trainer:
     def _heldout_loss(self, batches: list[Micro], step: StepLike) -> float:
         total, loss = self._batches.trained(batches), 0.0
         for place, micro in enumerate(batches):
+            self._interrupt.passed(Place.BATCH)
             step.progress = partial(self._evaluating, place, len(batches))
             loss += float(
                 step.evaluate(
@@ -305,11 +308,11 @@ class Trainer:
         return loss
 
     def _evaluating(self, place: int, count: int, progress: CellsDone) -> None:
-        self._interrupt.check()
+        self._interrupt.passed(Place.HELD_OUT_CELL)
         self._reporter.evaluating((place + progress.work_done / progress.work) / count, progress)
 
     def _rehearsing(self, progress: CellsDone) -> None:
-        self._interrupt.check()
+        self._interrupt.passed(Place.CELL)
         self._reporter.rehearsing(progress.work_done / progress.work, progress)
 
     def _measuring(self, what: str) -> None:
