@@ -146,7 +146,7 @@ def cuda_ops_on_cpu(shapes: set[tuple[Any, ...]] | None = None) -> Iterator[dict
 
         return call
 
-    ops = {
+    ops: dict[str, Callable[..., Any]] = {
         FORWARD_FLASH: flash_forward,
         BACKWARD_FLASH: flash_backward,
         FORWARD_CUDNN: cudnn_forward,
