@@ -66,8 +66,8 @@ def slabs_of(choice: Tensor, most_units: int) -> Iterator[tuple[slice, Units]]:
     """Slabs of a choice [B, Hk, M, k], in order: slices of M that cover it, and their units.
 
     A slab has at most `most_units`, or is one page of queries that chose more; each is as long as
-    it may be. Where all units fit, which is the usual case, there is one slab, and the CPU waits for
-    the device once; else twice, however many slabs there are.
+    it may be. Where all units fit, which is the usual case, there is one slab, and the CPU waits
+    for the device once; else twice, however many slabs there are.
     """
     units = units_of(choice)
     if len(units) <= most_units or choice.shape[2] == 1:
