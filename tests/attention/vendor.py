@@ -76,8 +76,8 @@ def flash_forward(
     need_dense_rows(q, k, v)
     assert (q.shape[1], k.shape[1], dropout) == (queries, keys, 0.0)
     hidden = flash_hidden(queries, keys, causal, options)
-    heads = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse = dense_forward(*heads, hidden, options["scale"])
+    of_heads = [x.transpose(1, 2) for x in (q, k, v)]
+    out, lse = dense_forward(of_heads[0], of_heads[1], of_heads[2], hidden, options["scale"])
     none = torch.empty(0)
     return in_layout_of(q, out.transpose(1, 2)), lse, none, none, none
 
