@@ -82,6 +82,8 @@ def test_time_is_attributed_once() -> None:
             "kernel",
             "backward",
         ),
+        ("void cudnn::fusion::compute_dot_do_o_specialized<true, 128>", "kernel", "backward"),
+        ("void cudnn::fusion::convert_dq_to_16bits<true>", "kernel", "backward"),
         ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", "kernel", "forward"),
         ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel", "kernel", "backward"),
         ("void cutlass::device_kernel<flash::FlashAttnFwdSm90<>>", "kernel", "forward"),

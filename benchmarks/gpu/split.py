@@ -28,7 +28,10 @@ HOST = "host"
 COPIES = ("exposed fetch", "exposed evict")
 # The first that a kernel's name holds decides, so attention's products come before other products.
 KINDS = (
-    ("attention backward", ("bprop", "flash_bwd", "flashattnbwd", "attention_for_cpu_backward")),
+    (
+        "attention backward",  # cuDNN's has helpers before and after its own kernel
+        ("bprop", "dot_do_o", "convert_dq", "flash_bwd", "flashattnbwd", "_for_cpu_backward"),
+    ),
     ("attention forward", ("fprop", "flash_fwd", "flashattnfwd", "attention_for_cpu")),
     ("optimizer", ("adam", "multi_tensor_apply")),
     ("loss", ("softmax", "nll_loss", "cross_entropy")),

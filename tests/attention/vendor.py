@@ -6,6 +6,7 @@ call them are tested in float64 on a machine without a GPU. They refuse what the
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from torch.library import _scoped_library
 FORWARD_FLASH, BACKWARD_FLASH = "_flash_attention_forward", "_flash_attention_backward"
 FORWARD_CUDNN = "_scaled_dot_product_cudnn_attention"
 BACKWARD_CUDNN = "_scaled_dot_product_cudnn_attention_backward"
+
+Layout = tuple[int, ...]  # strides of the dimensions that have more than one place
+Plans = dict[tuple[Any, ...], tuple[Layout, Layout]]  # what cuDNN keeps: of O and dO, by its key
 
 
 def dense_forward(
@@ -44,6 +48,15 @@ def need_dense_rows(*tensors: Tensor) -> None:
     assert all(x.stride(-1) == 1 for x in tensors)
 
 
+def in_layout_of(q: Tensor, out: Tensor) -> Tensor:
+    """The ops make O as torch.empty_like(q): its dimensions lie in memory as those of q do."""
+    return torch.empty_like(q).copy_(out)
+
+
+def layout_of(x: Tensor) -> Layout:
+    return tuple(s for s, extent in zip(x.stride(), x.shape, strict=True) if extent > 1)
+
+
 def flash_hidden(queries: int, keys: int, causal: bool, options: dict[str, Any]) -> Tensor:
     """Bottom right aligned; one side of -1 beside a window on the other becomes `keys`."""
     left, right = options["window_size_left"], 0 if causal else options["window_size_right"]
@@ -63,10 +76,10 @@ def flash_forward(
     need_dense_rows(q, k, v)
     assert (q.shape[1], k.shape[1], dropout) == (queries, keys, 0.0)
     hidden = flash_hidden(queries, keys, causal, options)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse = dense_forward(q, k, v, hidden, options["scale"])
+    of_heads = [x.transpose(1, 2) for x in (q, k, v)]
+    out, lse = dense_forward(of_heads[0], of_heads[1], of_heads[2], hidden, options["scale"])
     none = torch.empty(0)
-    return out.transpose(1, 2).contiguous(), lse, none, none, none
+    return in_layout_of(q, out.transpose(1, 2)), lse, none, none, none
 
 
 def flash_backward(*given: Any, **options: Any) -> tuple[Tensor, ...]:
@@ -99,11 +112,16 @@ def cudnn_forward(
     out, lse = dense_forward(q, k, v, hidden, options["scale"])
     none = torch.empty(0)
     sizes = q.shape[2], k.shape[2]
-    return out, lse.unsqueeze(-1), none, none, *sizes, none, none, none
+    return in_layout_of(q, out), lse.unsqueeze(-1), none, none, *sizes, none, none, none
 
 
-def cudnn_backward(*given: Any, **options: Any) -> tuple[Tensor, ...]:
+def cudnn_backward(plans: Plans, *given: Any, **options: Any) -> tuple[Tensor, ...]:
+    """A plan is kept under q, k, v and flags alone, and has the strides of O and dO of its first
+    call in it: it would read those of a later call in another layout as what they are not."""
     dout, q, k, v, out, lse, _, _, bias, _, _, queries, keys, dropout, causal = given
+    key = (*((x.shape, layout_of(x)) for x in (q, k, v)), causal)
+    layouts = layout_of(out), layout_of(dout)
+    assert plans.setdefault(key, layouts) == layouts, "a second layout of O, dO for one plan"
     need_dense_rows(dout, q, k, v, out)
     assert lse.is_contiguous()
     assert lse.ndim == 4
@@ -128,11 +146,11 @@ def cuda_ops_on_cpu(shapes: set[tuple[Any, ...]] | None = None) -> Iterator[dict
 
         return call
 
-    ops = {
+    ops: dict[str, Callable[..., Any]] = {
         FORWARD_FLASH: flash_forward,
         BACKWARD_FLASH: flash_backward,
         FORWARD_CUDNN: cudnn_forward,
-        BACKWARD_CUDNN: cudnn_backward,
+        BACKWARD_CUDNN: partial(cudnn_backward, {}),
     }
     with _scoped_library("aten", "IMPL") as library:
         for name, op in ops.items():

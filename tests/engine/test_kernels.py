@@ -1,6 +1,7 @@
 """Who computes: attention kernels, what they cannot index, and compiled modules."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from farspan.attention.backends import CudaCudnn, CudaFlash
+from farspan.attention.backends import BlockKernel, CudaCudnn, CudaFlash
 from farspan.engine.kernels import INDEXED, AttentionKernels, chunk_lengths, refuse_wide_calls
 from farspan.engine.meter import PeakMeter
 from farspan.engine.step import Step
 from farspan.plan.blocks import plan_blocks
 from farspan.plan.build import build_program
 from farspan.plan.grid import chunk_ranges
+from farspan.plan.program import Program
+from farspan.plan.strategies import strategy
 from farspan.spec import (
     AttentionKernel,
     Kernels,
@@ -24,7 +27,8 @@ from farspan.spec import (
     RunSpec,
     Schedule,
 )
-from tests.engine.checks import draw, errors, run_oracle, run_step
+from tests.attention.vendor import BACKWARD_CUDNN, cuda_ops_on_cpu
+from tests.engine.checks import assert_close, draw, errors, run_oracle, run_step
 from tests.zoo import make_model, shared_model
 
 HEADS, WIDTH = 32, 128
@@ -82,6 +86,32 @@ def test_kernels_know_the_chunks_of_a_program() -> None:
 def test_a_step_without_a_gpu_refuses_named_kernels(choice: AttentionKernel) -> None:
     with pytest.raises(Refused, match=f"attention: {choice.value} needs a CUDA GPU.*choose auto"):
         Step(shared_model("qwen2"), Schedule(chunk=16), kernels=Kernels(choice))
+
+
+@pytest.mark.parametrize("of", ["grouped", "memo", "fpdt"])
+@pytest.mark.parametrize("name", ["qwen2", "stablelm", "gpt_oss"])
+def test_cudnn_sees_one_layout_of_outputs(
+    name: str, of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of outputs that a cell holds and of those that a buffer kept, also in families whose rotary
+    embedding ends in a concatenation, so that heads come before tokens in q. A plan of another
+    layout would read garbage; the ops of `vendor` refuse it."""
+    monkeypatch.setattr("farspan.engine.step.AttentionKernels", VendorOnCpu)
+    model, data = make_model(name, max_position_embeddings=512), draw(512)
+    schedule = replace(strategy(of, 4, 512), chunk=128, kv_block=128)
+    with cuda_ops_on_cpu() as calls:
+        found = run_step(model, schedule, data)
+    assert calls[BACKWARD_CUDNN] > 0
+    assert_close(found, run_oracle(model, data))
+
+
+class VendorOnCpu(AttentionKernels):
+    """What a GPU has, asked for with tensors of a CPU."""
+
+    def of(self, spec: LayerSpec, program: Program | None = None) -> BlockKernel:
+        del spec
+        lengths = None if program is None else chunk_lengths(program)
+        return CudaCudnn(CudaFlash(), grid=128, queries=lengths)
 
 
 def test_kernels_are_checked() -> None:

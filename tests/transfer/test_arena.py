@@ -1,6 +1,7 @@
 """Views of an arena: where they are, what they share and what they do not."""
 
 import mmap
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from farspan.transfer import arena as arena_module
 from farspan.transfer.arena import Arena
 
 CPU = torch.device("cpu")
+STATM = Path("/proc/self/statm")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -136,6 +138,23 @@ def test_what_is_locked_is_unlocked_once(monkeypatch: pytest.MonkeyPatch) -> Non
     del made
     assert not locks.held
     assert bool((view == 7).all())
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="asks Linux what is resident")
+def test_pages_are_there_before_they_are_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locking would take them one by one, on one thread."""
+    resident: list[int] = []
+    size = 2**26
+
+    def pin(*_: object) -> None:
+        resident.append(int(STATM.read_text().split()[1]) * mmap.PAGESIZE)
+
+    monkeypatch.setattr(arena_module, "_pin", pin)
+    monkeypatch.setattr(arena_module, "_unpin", lambda *_: None)
+    pin()
+    made = Arena(Tier.HOST, torch.device("cuda:1"))
+    made.reserve(size)
+    assert resident[1] - resident[0] > 0.9 * size
 
 
 def test_locked_slabs_share_no_page(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from farspan.plan.footprints import Lane
 from farspan.plan.waits import Order, Wait
@@ -23,6 +25,51 @@ def test_copies_are_counted_by_direction() -> None:
     copies.evict(host[:1], device[:1])
     assert host.tolist() == [[0.0, 2.0, 4.0], [3.0, 4.0, 5.0]]
     assert (copies.fetched, copies.evicted) == (24, 12)
+
+
+class Selected(TorchDispatchMode):
+    """Bytes of an element of what is gathered and written by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        if func.overloadpacket.__name__ in ("index_select", "index_copy_"):
+            self.bytes.append(args[0].element_size())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "offset", "element"),
+    [
+        (torch.bfloat16, 128, 0, 8),
+        (torch.bfloat16, 128, 2, 4),
+        (torch.bfloat16, 6, 0, 4),
+        (torch.bfloat16, 5, 0, 2),
+        (torch.float32, 64, 0, 8),
+        (torch.float32, 5, 0, 4),
+        (torch.float64, 3, 0, 8),
+    ],
+)
+def test_rows_cross_the_link_in_wide_elements(
+    dtype: torch.dtype, width: int, offset: int, element: int
+) -> None:
+    """As wide as rows and where they begin allow; the numbers are those of narrow ones."""
+    copies = CopyEngine(torch.device("cpu"))
+    total = torch.randn(offset + 9 * width, dtype=torch.float64).to(dtype)[offset:].view(9, width)
+    before, rows = total.clone(), torch.tensor([7, 0, 4])
+    values = torch.randn(3, width, dtype=torch.float64).to(dtype)
+    with Selected() as selected:
+        assert torch.equal(copies.gather(total, rows), before[rows])
+        copies.add_rows(total, rows, values)
+    assert selected.bytes == [element] * 3
+    before[rows] += values
+    assert torch.equal(total, before)
+    assert (copies.fetched, copies.evicted) == (2 * values.nbytes, values.nbytes)
 
 
 @dataclass

@@ -62,6 +62,11 @@ def _rows_dense(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
+def token_first(x: Tensor) -> Tensor:
+    """[B, H, S, D] that is [B, S, H, D] in memory, packed: x itself where it is."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 @dataclass(frozen=True, slots=True)
 class CpuFlash:
     """aten's flash attention for CPUs: fp64, fp32, bf16, fp16; D == Dv; GQA inside.
@@ -119,7 +124,8 @@ class CudaFlash:
     D == Dv, a multiple of 8 up to 256; GQA and windows inside; tensors are [B, S, H, D].
 
     Causal masks and windows are aligned bottom right. Without dropout the RNG state is not read.
-    It indexes with 32 bits: the elements of a block stay below 2**31.
+    It indexes with 32 bits: the elements of a block stay below 2**31. Its backward copies dout and
+    out where they are not packed in its own order, so that `token_first` ones cost nothing.
     """
 
     softcap: None = None
@@ -198,6 +204,12 @@ class CudaCudnn:
     it gets few: queries of whole chunks, whose lengths are `queries` (None: any on the grid), and
     keys in powers of two times `grid`. Blocks of earlier keys are cut into such pieces; what is
     left of them goes elsewhere, as documents do, whose lengths are any.
+
+    Note: [One layout of O for each plan]. torch finds the plan of a backward by shapes and strides
+    of q, k and v alone, but the strides of O and dO of its first call are in it; another layout
+    would be read as that one. The forward makes O as q lies, which is token-first or heads-first
+    with the family, and a buffer holds it token-first. So the backward gives it nothing else:
+    `attend` hands out token-first O, models dO, and what is not is copied.
     """
 
     other: BlockKernel
@@ -248,8 +260,9 @@ class CudaCudnn:
     ) -> Gradients:
         if not self._fits(block):
             return self.other.backward(dout, q, k, v, out, lse, block, scale)
-        dout, q, k, v, out = _rows_dense(dout, q, k, v, out)
-        lse = lse.contiguous()
+        q, k, v = _rows_dense(q, k, v)
+        # See Note: [One layout of O for each plan].
+        dout, out, lse = token_first(dout), token_first(out), lse.contiguous()
         if _cudnn_lse_rank() == 4:
             lse = lse.unsqueeze(-1)
         seed, offset = torch.empty((2,), dtype=torch.int64, device=q.device).unbind()

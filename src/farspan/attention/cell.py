@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from farspan.attention.backends import BlockKernel
+from farspan.attention.backends import BlockKernel, token_first
 from farspan.attention.merge import accumulate_dtype, add_sinks, merge_, sink_gradient
 from farspan.plan.blocks import Block
 
@@ -227,7 +227,10 @@ def _attend_own(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
     """out and lse over the chunk's own keys."""
     blocks = _own_blocks(call)
     if len(blocks) == 1 and _queries(call, q, blocks[0]).shape == q.shape:
-        return _forward(call, q, k, v, blocks[0], call.own_start)
+        out, lse = _forward(call, q, k, v, blocks[0], call.own_start)
+        # Kernels lay out as q lies, heads-first in some families. The model, which joins heads
+        # next, would copy then, and so would each block of a backward (`CudaCudnn`, `CudaFlash`).
+        return token_first(out), lse
     dtype = accumulate_dtype(q.dtype)
     out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
     lse = q.new_empty(q.shape[:3], dtype=dtype)

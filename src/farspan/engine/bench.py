@@ -302,16 +302,21 @@ class Links:
     pinned: float  # host memory made usable for copies
 
 
+def _reserved(bench: Bench, arena: Arena, size: int) -> float:
+    """Seconds until an arena's memory is there and was written."""
+    start = bench.clock()
+    arena.reserve(size)
+    arena.poison()
+    bench.wait()
+    return bench.clock() - start
+
+
 def links(bench: Bench) -> Links:
     """Copies between two arenas as a step makes them, chunk after chunk."""
     whole = bench.effort.copied
     arenas = {tier: Arena(tier, bench.device) for tier in Tier}
-    start = bench.clock()
-    for arena in arenas.values():
-        arena.reserve(whole)
-        arena.poison()
-    bench.wait()
-    pinned = 2 * whole / (bench.clock() - start)
+    seconds = {tier: _reserved(bench, arena, whole) for tier, arena in arenas.items()}
+    pinned = whole / seconds[Tier.HOST]
     copies = CopyEngine(bench.device)
     piece = whole // 16
     device, host = (

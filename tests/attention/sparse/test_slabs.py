@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from farspan.attention.sparse.pages import MemoryPages, Units, slabs_of, units_of
-from farspan.attention.sparse.select import Checked
+from farspan.attention.sparse.select import Candidates, Checked, Fraction, TopK
 from farspan.spec import Sparse
 from tests.attention.cases import Case, make_inputs
 from tests.attention.sparse.cases import MIXED, Sequence, SparseCase
@@ -65,6 +67,43 @@ def test_slabs_are_those_of_a_walk_with_sets(
             assert len(units) <= most_units or run.stop - run.start == 1
             for name in ("rows", "heads", "pages", "index"):
                 assert torch.equal(getattr(units, name), getattr(of_run, name))
+
+
+WAITS = {"_local_scalar_dense", "nonzero", "_unique2", "masked_select", "lift_fresh"}
+
+
+class Waits(TorchDispatchMode):
+    """Counts operations for which the CPU waits for a device: what it must know to go on, and
+    tensors of numbers that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        # A mask as an index asks where it is true.
+        masks = args[1] if func is torch.ops.aten.index.Tensor else ()
+        self.count += any(x is not None and x.dtype == torch.bool for x in masks)
+        self.count += func.overloadpacket.__name__ in WAITS
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_cpu_waits_once_for_a_choice() -> None:
+    choice = random_choice((2, 2, 8, 4), 20, 0.1)
+    with Waits() as waits:
+        ((_, units),) = slabs_of(choice, 10_000)
+    assert waits.count == 1
+    with Waits() as waits:
+        units_of(choice, len(units))
+    assert waits.count == 0
+    votes = torch.rand(1, 2, 5, 9)
+    for select in (TopK(4), Fraction(0.5)):
+        with Waits() as waits:
+            select(votes, Candidates(range(3, 12)))
+        assert waits.count == 0
 
 
 def test_what_fits_is_one_slab() -> None:

@@ -9,7 +9,6 @@ than memory is to hold, the pages of queries are taken in slabs, consecutive run
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -17,6 +16,8 @@ from torch import Tensor
 
 from farspan.attention.cell import KeyValues
 from farspan.attention.merge import accumulate_dtype
+
+MOST_PAGES = 2**31  # more than an int32 names: no device is asked for the largest of a choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,52 +40,62 @@ class Units:
         return token.flatten()
 
 
-def units_of(choice: Tensor) -> Units:
-    """choice [B, Hk, M, k] -> its units."""
+def units_of(choice: Tensor, count: int | None = None) -> Units:
+    """choice [B, Hk, M, k] -> its units. `count` says how many those are, where that is known; else
+    the CPU waits for the device once, to know it."""
     batch, heads = choice.shape[:2]
     if choice.numel() == 0:
         nothing = torch.empty(0, dtype=torch.int64, device=choice.device)
         return Units(nothing, nothing, nothing, choice.long())
-    pages = max(1, int(choice.max()) + 1)
     owner = torch.arange(batch * heads, device=choice.device).view(batch, heads, 1, 1)
-    number = torch.where(choice < 0, -1, owner * pages + choice)
-    units, index = number.unique(return_inverse=True)
-    if units[0] < 0:
-        units, index = units[1:], index - 1
-    owner = units // pages
-    return Units(owner // heads, owner % heads, units % pages, index)
+    number = torch.where(choice < 0, -1, owner * MOST_PAGES + choice).flatten()
+    ordered, order = number.sort()
+    del number
+    first = ordered >= 0
+    first[1:] &= ordered[1:] != ordered[:-1]
+    place = first.cumsum(0)  # of its unit, from 1; 0 where there is none
+    count = int(place[-1]) if count is None else count
+    # Entries of one unit write the same number to one place.
+    units = ordered.new_empty(count + 1).scatter_(0, place, ordered)[1:]
+    index = torch.empty_like(order).scatter_(0, order, place - 1).view(choice.shape)
+    owner = units // MOST_PAGES
+    return Units(owner // heads, owner % heads, units % MOST_PAGES, index)
 
 
 def slabs_of(choice: Tensor, most_units: int) -> Iterator[tuple[slice, Units]]:
     """Slabs of a choice [B, Hk, M, k], in order: slices of M that cover it, and their units.
 
     A slab has at most `most_units`, or is one page of queries that chose more; each is as long as
-    it may be. Where all units fit, which is the usual case, there is one slab.
+    it may be. Where all units fit, which is the usual case, there is one slab, and the CPU waits
+    for the device once; else twice, however many slabs there are.
     """
     units = units_of(choice)
     if len(units) <= most_units or choice.shape[2] == 1:
         yield slice(0, choice.shape[2]), units
         return
-    stops = _slab_stops(units.index, most_units)
+    ends = _slab_ends(units.index, most_units)
     del units
-    for start, stop in pairwise([0, *stops]):
-        yield slice(start, stop), units_of(choice[:, :, start:stop])
+    start = 0
+    for stop, count in ends:
+        yield slice(start, stop), units_of(choice[:, :, start:stop], count)
+        start = stop
 
 
-def _slab_stops(index: Tensor, most_units: int) -> list[int]:
-    """Where slabs end, from the units [B, Hk, M, k] of a choice.
+def _slab_ends(index: Tensor, most_units: int) -> list[tuple[int, int]]:
+    """Where slabs end, and how many units they have, from the units [B, Hk, M, k] of a choice.
 
     A page of queries brings a slab those of its units that no page of it before chose: those that
     were last chosen, if at all, before the slab began.
     """
     index = index.cpu()  # once; some hundred KB, then nothing waits for a device
     last = _last_chosen(index).transpose(0, 1).flatten(1)  # [M, B * Hk * k]
-    stops, start = [], 0
+    ends, start = [], 0
     while start < len(last):
         held = (last[start:] < start).sum(1).cumsum(0)
-        start += max(1, int((held <= most_units).sum()))
-        stops.append(start)
-    return stops
+        pages = max(1, int((held <= most_units).sum()))
+        start += pages
+        ends.append((start, int(held[pages - 1])))
+    return ends
 
 
 def _last_chosen(index: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def seen_mass(
     ask now and then.
     """
     dtype = accumulate_dtype(q.dtype)
-    sample = torch.tensor(tokens, device=q.device)
+    sample = torch.arange(tokens.start, tokens.stop, tokens.step, device=q.device)
     few, position = q[:, :, sample].to(dtype), sample + call.near.q_start
     first = torch.zeros_like(sample)[None]
     if call.far.documents is not None:

@@ -113,6 +113,11 @@ def _vote(q: Tensor, keys: Tensor, hidden: Tensor | None, page: int) -> Tensor:
     return weights.unflatten(3, (-1, page)).sum((2, 4))
 
 
+def _everywhere(count: int, votes: Tensor) -> Tensor:
+    """A count for all rows; written by the device, where torch.tensor would wait for a copy."""
+    return torch.full((), count, device=votes.device)
+
+
 @dataclass(frozen=True, slots=True)
 class TopK:
     """The pages with most votes (OOMB 4.2); of equals the lower."""
@@ -120,8 +125,8 @@ class TopK:
     pages: int
 
     def __call__(self, votes: Tensor, candidates: Candidates) -> Tensor:
-        counts = torch.tensor(min(self.pages, votes.shape[3]), device=votes.device)
-        return take_most(votes, candidates, counts, min(self.pages, votes.shape[3]))
+        most = min(self.pages, votes.shape[3])
+        return take_most(votes, candidates, _everywhere(most, votes), most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +147,7 @@ class Fraction:
         kept = 1 - Ratio(str(self.sparsity))
         most = ceil(kept * votes.shape[3])
         if candidates.first is None:
-            return take_most(votes, candidates, torch.tensor(most, device=votes.device), most)
+            return take_most(votes, candidates, _everywhere(most, votes), most)
         seen = (candidates.pages.stop - candidates.first).clamp(0, votes.shape[3])
         counts = -(-seen * kept.numerator // kept.denominator)
         return take_most(votes, candidates, counts[:, None, :, None], most)

@@ -172,7 +172,8 @@ def attend(
 def _attend_own(call: Call, q: Phantom, k: Phantom, v: Phantom) -> tuple[Phantom, Phantom]:
     blocks = own_blocks(call)
     if len(blocks) == 1:
-        return call.kernel.forward(q, k, v, blocks[0])
+        out, lse = call.kernel.forward(q, k, v, blocks[0])
+        return transpose(contiguous(transpose(out, 1, 2)), 1, 2), lse
     out = token_first(q.memory, (*q.shape[:3], v.shape[3]), q.width)
     lse = q.memory.new(q.shape[:3], wide(q.width))
     for block in blocks:
