@@ -3,19 +3,20 @@
 import json
 import subprocess
 import sys
-import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import children
-from benchmarks.children import Nursery, Outcome, Row
+from benchmarks.children import Outcome, Row
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import session, show
-from benchmarks.gpu.planned import GROUPED, Planner
+from benchmarks.gpu.planned import GROUPED, LESS_ROOM, ROOM, Planner, host_room
 from benchmarks.gpu.session import Session
 from benchmarks.gpu.split import LINES
 from benchmarks.gpu.work import SPARSE, full, items, tiny
@@ -24,10 +25,9 @@ from farspan.plan.price.machines import machine
 from farspan.plan.question import Plan
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.spec import Refused
-from tests import gpu_benchmark_works as works
 
 GIB = 2**30
-PLANS: dict[tuple[str, int], Plan] = {}  # of the one machine; they are the same in all tests
+PLANS: dict[tuple[str, int, float], Plan] = {}  # of the one machine; they are the same in all tests
 MACHINE = {"machine": {"gpu": "a GPU", "versions": {"torch": "2"}}, "cuda": "13"}
 
 
@@ -48,12 +48,14 @@ def run_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_a_tiny_run_goes_through_all_of_it(tmp_path: Path) -> None:
     out = tmp_path / "record.json"
-    done = run_benchmark("--tiny", "--out", str(out), "--traces", str(tmp_path / "traces"))
+    given = ["--tiny", "--out", str(out), "--host-memory", "3GiB"]
+    done = run_benchmark(*given, "--traces", str(tmp_path / "traces"))
     assert done.returncode == 0, done.stderr
     record = json.loads(out.read_text())
     assert record["tiny"] is True
     assert record["machine"]["versions"]["torch"] == torch.__version__
     assert record["runs"][0]["skipped"] == []
+    assert record["runs"][0]["main_memory"]["given"] == 3 * GIB
     assert record["planned_with"] == "this machine's ceilings"
     rows = {row["name"]: row for row in record["measurements"]}
     assert list(rows) == [item.name for item in items(tiny())]
@@ -84,6 +86,12 @@ def check_step(row: Row) -> None:
     # Scaled seconds have a field of their own, where not all layers were measured.
     assert ("scaled_to_full_depth" in row) == (row["layers"] < row["of_layers"])
     assert {"ready_seconds", "warm_seconds", "warm"} <= row.keys()
+    if row["work"] == "huggingface":
+        assert (row["warm"], row["warm_layers"]) == (row["tokens"], 1)
+        assert ("locked_bytes" in row) == row["offload"]
+    else:
+        assert row["room"] == ROOM
+        assert row["arenas"]["device"] > 0
     for run in row["runs"]:
         assert run["allocated"] > 0
         assert run["host"] > 0
@@ -113,37 +121,6 @@ def test_without_a_gpu_it_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# -- children ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Nursery:
-    return Nursery("tests.gpu_benchmark_works")
-
-
-def test_forked_children_fail_and_stop_alone(nursery: Nursery) -> None:
-    failed = nursery.run(works.fails, {}, 60)
-    assert failed.ended == "failed"
-    assert "ValueError: on purpose" in failed.words
-    assert failed.rows == [{"before": 1}]
-    stopped = nursery.run(works.sleeps, {}, 3.0)
-    assert (stopped.ended, stopped.rows) == ("timed out", [{"before": 1}])
-    killed = nursery.run(works.dies, {}, 60)
-    assert (killed.ended, killed.rows) == ("failed", [{"before": 1}])
-    good = nursery.run(works.succeeds, {"value": 3}, 60)
-    assert (good.ended, good.rows) == ("completed", [{"value": 3}])
-
-
-def test_what_a_child_started_ends_with_it(nursery: Nursery, tmp_path: Path) -> None:
-    made = nursery.run(works.starts_another, {"folder": str(tmp_path)}, 60)
-    assert made.ended == "completed"
-    other = Path(f"/proc/{made.rows[0]['pid']}/stat")
-    until = time.monotonic() + 20  # it is killed at once, and goes when it is scheduled
-    while other.exists() and ") Z" not in other.read_text():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 # -- a session with children that are made up ----------------------------------------------------
 
 
@@ -159,6 +136,7 @@ class Simulated(Session):
 
     factor = 1.1
     broken: tuple[str, ...] = ()
+    full: Mapping[str, int] = MappingProxyType({})  # bytes above which a plan runs out, by name
 
     def _child(self, item: Any, settings: Row, limit: float) -> Outcome:
         seconds, rows = self.outcome(item, settings)
@@ -167,6 +145,12 @@ class Simulated(Session):
         self.clock.left -= seconds  # type: ignore[misc]
         if item.name in self.broken:
             return Outcome("failed", "RuntimeError: broken", seconds, [MACHINE])
+        if item.work in session.PLANNED and item.name in self.full:
+            assert self.planner is not None
+            plan = self.planner.plan(item, self._room(item))
+            if plan.device.total > self.full[item.name]:
+                words = "OutOfMemoryError: CUDA out of memory"
+                return Outcome("failed", words, seconds, [MACHINE, {"out_of_memory": words}])
         return Outcome(ended, "", seconds, [MACHINE, *rows])
 
     def outcome(self, item: Any, settings: Row) -> tuple[float, list[Row]]:
@@ -177,6 +161,8 @@ class Simulated(Session):
         made = self.planner.plan(item)
         one = self.factor * self.planner.cut(made, settings["layers"]).seconds.total
         seconds = 6.0 + made.host.total * settings["layers"] / 28 / 3e9
+        if item.work == "huggingface":
+            seconds += one / 28
         if item.work == "split":
             return seconds + 3 * one, [{"lines": dict.fromkeys(LINES, 1.0)}]
         peaks = {"allocated": 1, "reserved": 1, "outside": 0, "host": 1}
@@ -188,24 +174,23 @@ class Simulated(Session):
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lent machine: one H200 and 128 GiB, of which 118 are free."""
-    spec = replace(machine("h200"), host_bytes=118 * GIB)
-    monkeypatch.setattr(session, "machine", lambda _: spec)
+    monkeypatch.setattr(session, "available_host_bytes", lambda: 118 * GIB)
     make = Planner._make
 
-    def planned(planner: Planner, name: str, tokens: int) -> Plan:
-        if (name, tokens) not in PLANS:
+    def planned(planner: Planner, name: str, tokens: int, room: float) -> Plan:
+        if (name, tokens, room) not in PLANS:
             how = grouped_sparse if name == SPARSE else make
-            PLANS[name, tokens] = how(planner, name, tokens)
-        return PLANS[name, tokens]
+            PLANS[name, tokens, room] = how(planner, name, tokens, room)
+        return PLANS[name, tokens, room]
 
     monkeypatch.setattr(Planner, "_make", planned)
 
 
-def grouped_sparse(planner: Planner, name: str, tokens: int) -> Plan:
+def grouped_sparse(planner: Planner, name: str, tokens: int, room: float) -> Plan:
     """Not the best, which is searched for up to 16 s; a session asks for the seconds of any."""
     assert name == SPARSE
     layers, sparse = planner.work.layers, planner.work.sparse
-    question = replace(planner.question(tokens, layers), sparse=sparse)
+    question = replace(planner.question(tokens, layers, room), sparse=sparse)
     return evaluate(question, GROUPED, strategy(GROUPED, layers, tokens).with_sparse(sparse))
 
 
@@ -294,10 +279,81 @@ def test_a_child_that_fails_is_recorded_and_repeated_by_the_next_run() -> None:
 
 
 @pytest.mark.usefixtures("h200")
+def test_no_plan_fills_the_machine() -> None:
+    record = simulate(510)
+    steps = [row for row in record["measurements"] if row["work"] in session.PLANNED]
+    assert steps
+    for row in steps:
+        reserve = machine("h200").reserve
+        assert row["room"] == ROOM
+        assert row["planned"]["device_bytes"] + reserve <= ROOM * machine("h200").device_bytes
+        assert row["planned"]["host_bytes"] <= 0.95 * 118 * GIB - 2 * GIB
+    assert host_room(118 * GIB) == pytest.approx(110.1 * GIB)
+    assert host_room(2 * GIB) == GIB
+
+
+@pytest.mark.usefixtures("h200")
+def test_what_runs_out_is_planned_once_more_with_less() -> None:
+    name = "auto at 65536"
+    record = simulate(510, full={name: int(0.85 * machine("h200").device_bytes)})
+    (row,) = (row for row in record["measurements"] if row["name"] == name)
+    assert (row["child"]["ended"], row["layers"], row["room"]) == ("completed", 28, LESS_ROOM)
+    before = row["ran_out_before"]
+    assert (before["room"], before["ended"]) == (ROOM, "failed")
+    assert row["planned"]["device_bytes"] < 0.85 * machine("h200").device_bytes
+    assert before["device_bytes"] > row["planned"]["device_bytes"]
+    assert "the device ran out: planned again with less of it" in show.text(record)
+    assert {f"auto at {tokens}" for tokens in full().lengths} <= set(names_of(record))
+
+
+@pytest.mark.usefixtures("h200")
+def test_what_runs_out_twice_is_final() -> None:
+    name = "auto at 65536"
+    first = json.loads(json.dumps(simulate(510, full={name: 0})))
+    (row,) = (row for row in first["measurements"] if row["name"] == name)
+    assert (row["out_of_memory"], row["room"], row["seconds"]) == (True, LESS_ROOM, None)
+    assert session.is_done(row)
+    # A run that ended between the two goes on with the second.
+    row |= {"room": ROOM, "planned": row["planned"] | {"schedule": {}}}
+    assert not session.is_done(row)
+    record = simulate(60, first)
+    (row,) = (row for row in record["measurements"] if row["name"] == name)
+    assert (row["child"]["ended"], row["room"]) == ("completed", LESS_ROOM)
+    assert row["ran_out_before"]["room"] == ROOM
+
+
+@pytest.mark.parametrize("given", [40 * GIB, None])
+def test_the_memory_that_is_given_stands_for_what_is_seen(
+    given: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "items", lambda _: [])
+    monkeypatch.setattr(session, "available_host_bytes", lambda: 30 * GIB)
+    record: Row = {"runs": [], "measurements": []}
+    clock: Any = Left(60)
+    made = Session(full(), "cpu", clock, record, lambda _: None, lambda _: None, host_memory=given)
+    made.run()
+    found = record["runs"][0]["main_memory"]
+    assert found["given"] == given
+    assert found["total"] >= found["available"] > 0
+    assert f"total {found['total'] / GIB:.1f}" in show.text(record)
+    made._plan_with([])
+    assert made.planner is not None
+    assert made.planner.machine.host_bytes == host_room(given or 30 * GIB)
+
+
+@pytest.mark.usefixtures("h200")
 def test_a_run_without_ceilings_plans_with_a_preset() -> None:
     record = simulate(200, broken=("ceilings",))
     assert record["planned_with"] == "preset h200"
     assert "auto at 131072" in names_of(record)
+
+
+def test_where_there_is_no_time_all_is_skipped() -> None:
+    record: Row = {"runs": [], "measurements": []}
+    clock: Any = Left(-1.0)
+    Session(tiny(), "cpu", clock, record, lambda _: None, lambda _: None).run()
+    skipped = [one["name"] for one in record["runs"][0]["skipped"]]
+    assert skipped == [item.name for item in items(tiny())]
 
 
 def test_a_record_of_another_machine_is_not_gone_on_with() -> None:
@@ -312,27 +368,3 @@ def test_a_record_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="something else"):
         program.begun(full(), file, True)
     assert program.begun(full(), file, False)["measurements"] == []
-
-
-class Unforkable:
-    """A nursery whose children cannot start CUDA."""
-
-    def run(self, *_: Any) -> Outcome:
-        words = "RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA with"
-        return Outcome("failed", words, 0.1, [])
-
-
-def test_where_a_fork_has_no_cuda_children_start_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def fresh(_module: str, settings: Row, *_: Any) -> Outcome:
-        asked.append(settings["work"])
-        return Outcome("completed", "", 1.0, [MACHINE])
-
-    monkeypatch.setattr(session, "run_child", fresh)
-    record: Row = {"runs": [], "measurements": []}
-    nursery: Any = Unforkable()
-    clock: Any = Left(60)
-    made = Session(tiny(), "cpu", clock, record, lambda _: None, lambda _: None, nursery=nursery)
-    row = made.measured(next(items(tiny())), session.Arranged({}, 1.0))
-    assert (row["child"]["ended"], asked, made.nursery) == ("completed", ["ceilings"], None)

@@ -1,22 +1,27 @@
 """What a GPU benchmark's record is worked out from, piece by piece."""
 
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional
 
-from benchmarks.children import Row
-from benchmarks.gpu import exact, huggingface
-from benchmarks.gpu.device import Peaks
+from benchmarks.children import Row, read_rows
+from benchmarks.gpu import child, exact, huggingface
+from benchmarks.gpu.device import Peaks, make_model
 from benchmarks.gpu.floor import Ceilings, ceilings_of, floor, gap
 from benchmarks.gpu.huggingface import FITS, TIME, Baseline, longest, loss_of
 from benchmarks.gpu.planned import Planner, cut_sizes
 from benchmarks.gpu.session import warm_tokens
 from benchmarks.gpu.split import COPIES, HOST, Busy, attributed, kind_of, read
+from benchmarks.gpu.steps import reserve
 from benchmarks.gpu.work import Work, full, items, tiny
+from farspan import Step
+from farspan.memory.host import TooLarge
 from farspan.plan.price.machines import machine
-from farspan.spec import Schedule
+from farspan.spec import Schedule, Tier
 
 GIB = 2**30
 
@@ -220,6 +225,69 @@ def test_the_baseline_offloads_every_layers_input(monkeypatch: pytest.MonkeyPatc
     assert packed.count((1, 40, 32)) >= 3  # inputs of layers
     assert not any(64 in shape for shape in packed)  # nothing of the MLP
     assert not any(256 in shape for shape in packed)  # no logits, nor the head
+
+
+def test_what_a_warm_up_locks_is_what_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By PyTorch's rule: a piece of a power of two is kept when it is freed, and taken again."""
+    taken: Counter[int] = Counter()
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] == 32 and x.dim() == 3:
+            taken[1 << (x.nbytes - 1).bit_length()] += 1
+        return x
+
+    def save_on_cpu(**_: bool) -> torch.autograd.graph.saved_tensors_hooks:
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+
+    monkeypatch.setattr(huggingface, "save_on_cpu", save_on_cpu)
+    settings = tiny_settings() | {"dtype": "bfloat16", "tokens": 50, "layers": 4}
+    baseline = Baseline(settings, 4, offload=True)
+    ids = torch.zeros(1, 50, dtype=torch.long)
+    assert baseline.warm_up(ids) == {"warm_layers": 1}
+    pieces, size = huggingface.locked_bytes(settings)
+    assert huggingface.lock(settings)["locked_bytes"] == pieces * size
+    kept = Counter(taken) | Counter({size: pieces})
+    taken.clear()
+    baseline.step(ids)  # all layers are there again
+    assert taken[size] >= 4
+    assert taken <= kept
+    assert pieces <= taken[size] + 1
+
+
+def test_what_a_machine_cannot_lock_is_refused() -> None:
+    settings = tiny_settings() | {"tokens": 50, "layers": 4, "host_memory": 1000}
+    with pytest.raises(TooLarge, match="the baseline's step needs"):
+        huggingface.lock(settings)
+    step = Step(make_model(settings), Schedule(chunk=16, x=Tier.HOST))
+    with pytest.raises(TooLarge, match=r"a step of 50 tokens needs.*--host-memory"):
+        reserve(settings, step)
+    row = reserve(settings | {"host_memory": 10 * GIB}, step)
+    assert row["arenas"] == {tier.value: size for tier, size in step.arena_bytes().items()}
+    assert row["arenas"]["host"] > 1000
+
+
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "out_of_memory"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "out_of_memory"),
+        (TooLarge("host memory: a step needs"), "out_of_main_memory"),
+    ],
+)
+def test_what_ran_out_is_told_apart(
+    error: Exception, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(_: Row) -> None:
+        raise error
+
+    monkeypatch.setitem(child.WORKS, "step", fails)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    with pytest.raises(SystemExit, match="out of memory"):
+        child.run({"device": "cpu", "work": "step", "rows": str(tmp_path / "rows")})
+    assert name in read_rows(tmp_path / "rows")[-1]
+    monkeypatch.setitem(child.WORKS, "step", lambda _: [].pop())
+    with pytest.raises(IndexError):
+        child.run({"device": "cpu", "work": "step", "rows": str(tmp_path / "rows")})
 
 
 def test_a_loss_in_pieces_is_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,13 +27,17 @@ from benchmarks.children import EXPANDABLE, Clock, Nursery, Row, environment
 from benchmarks.gpu import show
 from benchmarks.gpu.session import CHILD, Session
 from benchmarks.gpu.work import Work, full, tiny
+from farspan.plan.units import read_bytes
 from farspan.report.plan import MFU_CONVENTION
 from farspan.spec import Refused
 
 MINUTES = 8.6
 CONVENTIONS = {
     "seconds": "forward and backward of one step with all gradients, no update; the last of "
-    "`runs`, after a shorter step of `warm` tokens",
+    "`runs`, after a shorter step of `warm` tokens; the baseline's after one of the same length on "
+    "`warm_layers` layers, and with `locked_bytes` of main memory locked for it as arenas are",
+    "room": "of the device's bytes, what was planned with; `ran_out_before`: with more it ran out",
+    "main_memory": "as the kernel shows it; `given` with --host-memory stands in its place",
     "mfu": MFU_CONVENTION,
     "layers": "measured on so many of `of_layers`; `scaled_to_full_depth` is not measured",
     "bytes": "allocated, reserved: PyTorch's allocator at the fullest moment of the step; outside: "
@@ -107,6 +111,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="on a CPU, to see the script run")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="of all of it, at most")
     parser.add_argument("--resume", action="store_true", help="measure what FILE lacks")
+    parser.add_argument(
+        "--host-memory", help="such as 118GiB, where less of main memory is shown than there is"
+    )
     parser.add_argument("--traces", type=Path, help="folder for the profile, which Perfetto draws")
     parser.add_argument("--show", type=Path, help="print a result file and measure nothing")
     given = parser.parse_args()
@@ -115,6 +122,7 @@ def main() -> None:
         return
     clock = Clock.of(60 * given.minutes)
     try:
+        host = None if given.host_memory is None else read_bytes(given.host_memory, "host_memory")
         device = device_of(given.tiny)
         work = tiny() if given.tiny else full()
         record = begun(work, given.out, given.resume)
@@ -122,7 +130,9 @@ def main() -> None:
             given.traces.mkdir(parents=True, exist_ok=True)
         save = saving(given.out)
         nursery = Nursery(CHILD, EXPANDABLE if device == "cuda" else "")
-        Session(work, device, clock, record, save, say, given.traces, nursery=nursery).run()
+        session = Session(work, device, clock, record, save, say, given.traces, nursery=nursery)
+        session.host_memory = host
+        session.run()
     except Refused as error:
         sys.exit(f"farspan: {error}")
     print(show.text(record))

@@ -12,6 +12,11 @@ import torch
 from benchmarks.children import add_row, settings_of, words_of
 from benchmarks.gpu import ceilings, exact, huggingface, split, steps
 from farspan.engine.machine import machine
+from farspan.spec import Tier
+from farspan.train.shortage import find_shortage
+
+# Only of the device it is a finding: another process may have had the rest of main memory.
+RAN_OUT = {Tier.DEVICE: "out_of_memory", Tier.HOST: "out_of_main_memory"}
 
 WORKS: dict[str, Callable[[Mapping[str, Any]], None]] = {
     "ceilings": ceilings.run,
@@ -30,8 +35,11 @@ def run(settings: dict[str, Any]) -> None:
     add_row(settings, {"machine": machine(), "cuda": torch.version.cuda})
     try:
         WORKS[settings["work"]](settings)
-    except torch.OutOfMemoryError as error:
-        add_row(settings, {"out_of_memory": words_of(error)})
+    except Exception as error:
+        shortage = find_shortage(error)  # CUDA's libraries have words of their own for it
+        if shortage is None:
+            raise
+        add_row(settings, {RAN_OUT[shortage.tier]: words_of(error)})
         sys.exit(f"out of memory: {error}")
 
 

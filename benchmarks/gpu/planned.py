@@ -20,6 +20,15 @@ from farspan.plan.search.plans import best_plan
 from farspan.plan.strategies import strategy
 from farspan.spec import MachineSpec, RunSpec, Schedule
 
+GIB = 2**30
+# Of a device's bytes, what a plan may take, and what one may after that ran out. No plan has what
+# cuDNN and flash attention take beside their results, cuBLAS's 32 MiB a thread and stream, nor what
+# the allocator cannot join: an H200's 140 GiB leave 8 GiB for it, and then 21.
+ROOM, LESS_ROOM = 0.94, 0.85
+# Of main memory: locked pages cannot be swapped, and page tables (2 MiB a GiB), the driver's own
+# lists of them and whatever else runs come on top.
+HOST_ROOM, HOST_APART = 0.95, 2 * GIB
+
 GROUPED = "grouped"  # its own defaults: a search for it would be auto's
 OFFLOAD = "offload"  # the strategy that is the baseline's
 SEARCH_SECONDS = 3.0
@@ -30,42 +39,46 @@ class Planner:
     """Plans of full depth, made on a thread while something is measured, and of fewer layers."""
 
     work: Work
-    machine: MachineSpec
+    machine: MachineSpec  # all that can be had
     _pool: ThreadPoolExecutor = field(init=False)
-    _plans: dict[tuple[str, int], "Future[Plan]"] = field(init=False, default_factory=dict)
+    _urgent: ThreadPoolExecutor = field(init=False)  # what is waited for at once: others are queued
+    _plans: dict[tuple[str, int, float], "Future[Plan]"] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.machine = replace(self.machine, devices=1)
-        self._pool = ThreadPoolExecutor(1)
+        host = host_room(self.machine.host_bytes)
+        self.machine = replace(self.machine, devices=1, host_bytes=host)
+        self._pool, self._urgent = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
     def prepare(self, items: Iterable[Item]) -> None:
         """Begins to plan what these items need, in their order."""
         for item in items:
             if item.tokens and item.work != "longest":
-                self._begin(name_of(item), item.tokens)
+                self._begin(name_of(item), item.tokens, ROOM)
 
-    def plan(self, item: Item) -> Plan:
-        """At full depth."""
-        return self._begin(name_of(item), item.tokens).result()
+    def plan(self, item: Item, room: float = ROOM) -> Plan:
+        """At full depth, in so much of the device."""
+        return self._begin(name_of(item), item.tokens, room).result()
 
     def cut(self, plan: Plan, layers: int) -> Plan:
         """The same on fewer layers."""
         schedule = cut_schedule(plan.schedule, self.work.layers, layers)
         question = self.question(plan.question.run.tokens, layers)
-        return evaluate(replace(question, sparse=schedule.sparse), plan.strategy, schedule)
+        question = replace(question, machine=plan.question.machine, sparse=schedule.sparse)
+        return evaluate(question, plan.strategy, schedule)
 
     def share(self, tokens: int, layers: int) -> float:
         """Seconds of so many layers over those of all, about: their share of the work."""
         one, all_ = (useful_flop(self.question(tokens, n)) for n in (layers, self.work.layers))
         return one / all_
 
-    def question(self, tokens: int, layers: int) -> Question:
+    def question(self, tokens: int, layers: int, room: float = ROOM) -> Question:
+        device = int(room * self.machine.device_bytes)
         config = self.work.config | {"num_hidden_layers": layers}
         architecture = architecture_from(config)
         return Question(
             model=model_spec(architecture, self.work.dtype),
             run=RunSpec(1, tokens),
-            machine=self.machine,
+            machine=replace(self.machine, device_bytes=device),
             optimizer=Optimizer.NONE,
             dtype=self.work.dtype,
             architecture=architecture,
@@ -77,19 +90,26 @@ class Planner:
         question = self.question(tokens, layers)
         return useful_flop(question, schedule) / (rates_of(question).peak * seconds)
 
-    def _begin(self, name: str, tokens: int) -> "Future[Plan]":
-        if (name, tokens) not in self._plans:
-            self._plans[name, tokens] = self._pool.submit(self._make, name, tokens)
-        return self._plans[name, tokens]
+    def _begin(self, name: str, tokens: int, room: float) -> "Future[Plan]":
+        key = name, tokens, room
+        if key not in self._plans:
+            pool = self._pool if room == ROOM else self._urgent
+            self._plans[key] = pool.submit(self._make, *key)
+        return self._plans[key]
 
-    def _make(self, name: str, tokens: int) -> Plan:
-        question = self.question(tokens, self.work.layers)
+    def _make(self, name: str, tokens: int, room: float) -> Plan:
+        question = self.question(tokens, self.work.layers, room)
         if name in (GROUPED, OFFLOAD):
             return evaluate(question, name, strategy(name, self.work.layers, tokens))
         if name == SPARSE:
             question = replace(question, sparse=self.work.sparse)
         names = None if name in (AUTO, SPARSE) else [name]
         return best_plan(question, names, seconds=SEARCH_SECONDS)
+
+
+def host_room(available: int) -> int:
+    """Bytes of main memory to plan with; half where there is next to none."""
+    return max(available // 2, int(HOST_ROOM * available) - HOST_APART)
 
 
 def name_of(item: Item) -> str:

@@ -1,5 +1,6 @@
 """One run of the benchmark: what is measured next, on how many layers, for how long."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -9,13 +10,16 @@ from typing import Any
 from benchmarks.children import EXPANDABLE, LEAST_SECONDS, Clock, Nursery, Outcome, Row, run_child
 from benchmarks.gpu import child
 from benchmarks.gpu.floor import Floor, ceilings_of, floor, gap
-from benchmarks.gpu.planned import Planner, plan_json
+from benchmarks.gpu.huggingface import WARM_LAYERS, locked_bytes
+from benchmarks.gpu.planned import LESS_ROOM, ROOM, Planner, plan_json
 from benchmarks.gpu.work import Item, Work, items
+from farspan.memory.host import available_host_bytes, describe_host
 from farspan.plan.price.machines import from_json, machine
 from farspan.plan.question import Plan
 from farspan.spec import Refused, Schedule
 
 CHILD = "benchmarks.gpu.child"
+PLANNED = ("step", "split")  # what runs a plan's schedule, and can be planned with less room
 PRESET = "h200"  # what is planned with where nothing was calibrated
 # What a process says that cannot start CUDA because it was forked.
 FORKED = ("forked subprocess", "initialization error")
@@ -52,31 +56,41 @@ class Session:
     traces: Path | None = None
     planner: Planner | None = None
     nursery: Nursery | None = None
+    host_memory: int | None = None  # bytes, in place of what can be seen to be available
     start_seconds: float = START_SECONDS
     slower: dict[str, float] = field(default_factory=dict)  # measured over planned, by work
     shallow: dict[str, int] = field(default_factory=dict)  # layers of what was measured on few
+    ran_out: dict[str, Row] = field(default_factory=dict)  # with the first plan, of the device
 
     def run(self) -> None:
         """Everything that the record has not yet, and then deeper what it has of fewer layers."""
-        made = {row["name"]: row for row in self.record["measurements"] if is_done(row)}
+        rows = {row["name"]: row for row in self.record["measurements"]}
+        made = {name: row for name, row in rows.items() if is_done(row)}
+        self.ran_out = {name: short_of(row) for name, row in rows.items() if may_take_less(row)}
         self.shallow = {name: row["layers"] for name, row in made.items() if is_cut(row)}
         todo = [item for item in items(self.work) if item.name not in made]
         again = (item for item in items(self.work) if item.name in self.shallow)
         todo += [replace(item, share=DEEPER) for item in again]
         run = {"date": datetime.now(UTC).isoformat(timespec="minutes"), "seconds": self.clock.left}
+        run["main_memory"] = describe_host() | {"given": self.host_memory}
         run["skipped"] = skipped = []
         self.record["runs"].append(run)
         if "ceilings" in made:
             self._plan_with(todo)
-        for item in todo:
+        while todo:
+            item = todo.pop(0)
             arranged = self.arranged(item)
             if isinstance(arranged, str):
                 skipped.append({"name": item.name, "why": arranged})
                 self.say(f"{item.name}: skipped, {arranged}")
             else:
-                self._add(self.measured(item, arranged))
-                if item.work == "ceilings":
-                    self._plan_with(todo)
+                row = self.measured(item, arranged)
+                self._add(row)
+                if may_take_less(row):
+                    self.ran_out[item.name] = short_of(row)
+                    todo.insert(0, item)
+            if item.work == "ceilings":
+                self._plan_with(todo)
             self.save(self.record)
 
     def _add(self, row: Row) -> None:
@@ -91,7 +105,8 @@ class Session:
         files = [row["machine_file"] for row in rows if "machine_file" in row]
         self.record["planned_with"] = "this machine's ceilings" if files else f"preset {PRESET}"
         spec = from_json(files[-1], "ceilings").spec if files else machine(PRESET)
-        self.planner = Planner(self.work, spec)
+        host = self.host_memory or available_host_bytes()
+        self.planner = Planner(self.work, replace(spec, host_bytes=host))
         self.planner.prepare(todo)
 
     def _ceilings(self) -> list[Row]:
@@ -127,7 +142,7 @@ class Session:
         """As many layers as its share of the time allows; a second step where that allows one."""
         assert self.planner is not None
         try:
-            full = self.planner.plan(item)
+            full = self.planner.plan(item, self._room(item))
         except Refused as error:
             return str(error)
         short, why = float("inf"), ""
@@ -144,11 +159,23 @@ class Session:
             if not plan.fits and item.work != "huggingface":
                 why = plan.reason or "does not fit"
                 continue
+            if self._ran_out_before(item, plan):
+                why = "the device ran out, and in less room the plan is the same"
+                continue
             steps = 2 if fixed + 2 * one <= min(allowed, most) else 1
             settings = self._settings(item, plan, layers) | {"steps": steps}
             return Arranged(settings, fixed + steps * one, plan, full)
         needed = f"{depths[-1]} layers take about {short:.0f}"
         return why or f"{self.clock.left:.0f} s are left and {needed}"
+
+    def _room(self, item: Item) -> float:
+        return LESS_ROOM if item.name in self.ran_out else ROOM
+
+    def _ran_out_before(self, item: Item, plan: Plan) -> bool:
+        if item.name not in self.ran_out:
+            return False
+        before, now = self.ran_out[item.name]["schedule"], plan_json(plan)["schedule"]
+        return json.dumps(before, sort_keys=True) == json.dumps(now, sort_keys=True)
 
     def _depths(self, item: Item) -> tuple[int, ...]:
         """A profile of few layers says as much as one of all, and can be read."""
@@ -162,7 +189,9 @@ class Session:
         one = full.seconds.total * share * self.slower.get(item.work, 1.1)
         fixed = 0.0 if self.work.tiny else self.start_seconds
         if item.work == "huggingface":
-            return fixed, one
+            pieces, size = locked_bytes(self._common() | {"tokens": item.tokens, "layers": layers})
+            fixed += item.offload * pieces * size / self._pinned()
+            return fixed + one * self.planner.share(item.tokens, WARM_LAYERS) / share, one
         fixed += full.host.total * layers / self.work.layers / self._pinned()
         warm = one if item.work == "split" else one * warm_tokens(full) / item.tokens
         return fixed + warm, one
@@ -176,7 +205,7 @@ class Session:
     def _settings(self, item: Item, plan: Plan, layers: int) -> Row:
         found: Row = {"tokens": item.tokens, "layers": layers, "offload": item.offload}
         if item.work == "huggingface":
-            return found | {"warm": min(SHORT, item.tokens // 2)}
+            return found | {"warm": item.tokens}  # on one layer
         if item.work == "split" and self.traces is not None:
             found["trace"] = str(self.traces / f"step-{item.tokens}-{layers}-layers.json")
         return found | {"schedule": as_row(plan.schedule), "warm": warm_tokens(plan)}
@@ -204,14 +233,7 @@ class Session:
 
     def _child(self, item: Item, settings: Row, limit: float) -> Outcome:
         configuration = EXPANDABLE if self.device == "cuda" else ""
-        common = {
-            "work": item.work,
-            "config": self.work.config,
-            "dtype": self.work.dtype,
-            "device": self.device,
-            "tiny": self.work.tiny,
-        }
-        given = {**common, **settings}
+        given = {**self._common(), "work": item.work, **settings}
         if self.nursery is not None:
             made = self.nursery.run(child.run, given, limit)
             if not any(words in made.words for words in FORKED):
@@ -219,6 +241,16 @@ class Session:
             self.say("CUDA is not to be had in a forked process: each one starts afresh")
             self.nursery = None
         return run_child(CHILD, given, max(limit, LEAST_SECONDS), configuration)
+
+    def _common(self) -> Row:
+        """What every child is told."""
+        return {
+            "config": self.work.config,
+            "dtype": self.work.dtype,
+            "device": self.device,
+            "tiny": self.work.tiny,
+            "host_memory": self.host_memory,
+        }
 
     def _same_machine(self, found: Row) -> None:
         """A record is of one machine. Raises Refused for another one."""
@@ -238,6 +270,10 @@ class Session:
         row = merged(rows)
         row |= {key: settings[key] for key in ("tokens", "layers", "warm")}
         row |= {"of_layers": self.work.layers, "planned": plan_json(arranged.plan)}
+        if item.work in PLANNED:
+            row["room"] = self._room(item)
+        if item.name in self.ran_out:
+            row["ran_out_before"] = self.ran_out[item.name]
         row |= {"strategy": item.strategy} if item.strategy else {"offload": item.offload}
         if "ready_seconds" in row and self.device == "cuda":
             self.start_seconds = max(START_SECONDS / 2, row["ready_seconds"])
@@ -315,8 +351,20 @@ def merged(rows: Iterable[Row]) -> Row:
 
 
 def is_done(row: Mapping[str, Any]) -> bool:
-    """Whether measuring it again would tell anything new."""
-    return bool(row["child"]["ended"] == "completed" or row["out_of_memory"])
+    """Whether measuring it again would tell nothing new."""
+    is_final = row["out_of_memory"] and not may_take_less(row)
+    return bool(row["child"]["ended"] == "completed" or is_final)
+
+
+def may_take_less(row: Mapping[str, Any]) -> bool:
+    """Whether the device ran out with the first plan of a schedule: there is a second."""
+    return bool(row["out_of_memory"] and row.get("room", LESS_ROOM) > LESS_ROOM)
+
+
+def short_of(row: Mapping[str, Any]) -> Row:
+    """What is kept of a measurement for which the device ran out."""
+    planned = {key: row["planned"][key] for key in ("schedule", "device_bytes")}
+    return {"room": row["room"], "layers": row["layers"], **planned, **row["child"]}
 
 
 def is_cut(row: Mapping[str, Any]) -> bool:

@@ -16,11 +16,13 @@ def text(record: Row) -> str:
     rows = record["measurements"]
     parts = [
         ("ceilings", ceilings(rows)),
+        ("main memory at the start, GiB", main_memory(record)),
         ("steps", steps(rows)),
         ("beside Hugging Face's best and the published record", beside(rows)),
         ("Hugging Face's longest context", longest(rows)),
         ("where the time of a step goes", gaps(rows)),
         ("gradients in bf16: error against fp64 over plain PyTorch's", exact(rows)),
+        ("the device ran out: planned again with less of it", ran_out(rows)),
         ("not completed", failures(rows)),
         ("skipped", skipped(record)),
     ]
@@ -146,6 +148,25 @@ def ceilings(rows: Iterable[Row]) -> str:
                 for name in ("fetch", "evict", "fetch_together", "evict_together"):
                     body.append((name, "GB/s", f"{m[name] / 1e9:.1f}"))
     return table(("", "unit", "measured"), body)
+
+
+def main_memory(record: Row) -> str:
+    """Of the latest run."""
+    found = record["runs"][-1].get("main_memory", {}) if record["runs"] else {}
+    words = [f"{name} {size / GIB:.1f}" for name, size in found.items() if size is not None]
+    return f"  {', '.join(words)}" if words else ""
+
+
+def ran_out(rows: Iterable[Row]) -> str:
+    body = []
+    for row in rows:
+        before = row.get("ran_out_before")
+        if before is not None:
+            planned = (number(p["device_bytes"], 1, GIB) for p in (before, row["planned"]))
+            rooms = f"{before['room']:.0%}", f"{row['room']:.0%}"
+            body.append((row["name"], *rooms, *planned, row["child"]["ended"]))
+    head = ("measurement", "of the device", "then", "planned GiB", "then", "ended")
+    return table(head, body)
 
 
 def failures(rows: Iterable[Row]) -> str:

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.children import add_row
 from benchmarks.gpu.device import draw, make_model, synchronize
-from benchmarks.gpu.steps import schedule_of
+from benchmarks.gpu.steps import reserve, schedule_of
 from farspan import Step
 
 STEP = "farspan step"  # what the profile calls it
@@ -58,6 +58,7 @@ def run(settings: Mapping[str, Any]) -> None:
     step = Step(model, schedule_of(settings["schedule"]))
     ids = draw(settings, settings["tokens"])
     add_row(settings, {"ready_seconds": time.perf_counter() - began})
+    add_row(settings, reserve(settings, step))
     step(ids, ids)
     model.zero_grad(set_to_none=True)
     on_cuda = settings["device"] == "cuda"

@@ -6,10 +6,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from benchmarks.children import add_row
+from benchmarks.children import Row, add_row
 from benchmarks.gpu.device import Peaks, draw, make_model, synchronize
 from farspan import Schedule, Sparse, Step
+from farspan.memory.host import refuse_beyond
+from farspan.spec import Tier
 
+ADVICE = "measure fewer tokens, or say with --host-memory what the machine has"
 OneStep = Callable[[Tensor], float]  # input_ids [1, tokens] to the loss; gradients are in .grad
 
 
@@ -20,14 +23,32 @@ def run(settings: Mapping[str, Any]) -> None:
     step = Step(model, schedule_of(settings["schedule"]))
     synchronize(settings["device"])
     add_row(settings, {"ready_seconds": time.perf_counter() - began})
-    began = time.perf_counter()
-    program = step.program(1, settings["tokens"])
+    add_row(settings, reserve(settings, step))
+    one_step = one_step_of(step)
+
+    def warm_up(ids: Tensor) -> Row:
+        if settings["warm"]:
+            one_step(ids[:, : settings["warm"]])
+        return {}
+
+    time_steps(settings, model, one_step, warm_up)
+
+
+def one_step_of(step: Step) -> OneStep:
+    return lambda ids: float(step(ids, ids))
+
+
+def reserve(settings: Mapping[str, Any], step: Step) -> Row:
+    """Takes the arenas of a step's full length. Raises TooLarge where main memory is short."""
+    began, tokens = time.perf_counter(), settings["tokens"]
+    program = step.program(1, tokens)
+    needed, available = program.arena_bytes[Tier.HOST], settings.get("host_memory")
+    refuse_beyond(needed, f"a step of {tokens:,} tokens", ADVICE, available)
     for tier, arena in step.arenas.items():
         arena.reserve(program.arena_bytes[tier])
     synchronize(settings["device"])
     sizes = {tier.value: size for tier, size in step.arena_bytes().items()}
-    add_row(settings, {"reserve_seconds": time.perf_counter() - began, "arenas": sizes})
-    time_steps(settings, model, lambda ids: float(step(ids, ids)))
+    return {"reserve_seconds": time.perf_counter() - began, "arenas": sizes}
 
 
 def schedule_of(row: Mapping[str, Any]) -> Schedule:
@@ -36,14 +57,19 @@ def schedule_of(row: Mapping[str, Any]) -> Schedule:
     return Schedule(**{**row, "sparse": None if sparse is None else Sparse(**sparse)})
 
 
-def time_steps(settings: Mapping[str, Any], model: nn.Module, one_step: OneStep) -> None:
-    """A row for the warm-up and one for each step, from fresh gradients each."""
+def time_steps(
+    settings: Mapping[str, Any],
+    model: nn.Module,
+    one_step: OneStep,
+    warm_up: Callable[[Tensor], Row],
+) -> None:
+    """A row for the warm-up, with what that says of itself, and one for each step, from fresh
+    gradients each."""
     device, ids = settings["device"], draw(settings, settings["tokens"])
-    if settings["warm"]:
-        began = time.perf_counter()
-        one_step(ids[:, : settings["warm"]])
-        synchronize(device)
-        add_row(settings, {"warm_seconds": time.perf_counter() - began})
+    began = time.perf_counter()
+    found = warm_up(ids)
+    synchronize(device)
+    add_row(settings, {"warm_seconds": time.perf_counter() - began, **found})
     for number in range(1, settings["steps"] + 1):
         model.zero_grad(set_to_none=True)
         synchronize(device)

@@ -1,10 +1,10 @@
 """From a configuration to sequences, held-out documents apart."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 
 from farspan.data.config import DataConfig, SourceKind
@@ -71,7 +71,13 @@ def test_one_document_cannot_be_divided(tmp_path: Path, build: Build) -> None:
 
 
 @pytest.fixture
-def dataset(tmp_path: Path) -> str:
+def datasets() -> Any:
+    """The library, which other sources do without."""
+    return pytest.importorskip("datasets")
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, datasets: Any) -> str:
     rows = {
         "train": datasets.Dataset.from_dict({"body": ["one", "two", "three"], "n": [1, 2, 3]}),
         "test": datasets.Dataset.from_dict({"body": ["four"], "n": [4]}),
@@ -109,7 +115,9 @@ def test_a_dataset_that_cannot_be_read_is_refused(
         build(source=SourceKind.DATASET, path=dataset, **fields)
 
 
-def test_one_saved_split_is_not_taken_for_another(build: Build, tmp_path: Path) -> None:
+def test_one_saved_split_is_not_taken_for_another(
+    build: Build, tmp_path: Path, datasets: Any
+) -> None:
     fields: dict[str, Any] = {"source": SourceKind.DATASET, "field": "body"}
     one = datasets.Dataset.from_dict({"body": ["one", "two"]}, split="validation")
     one.save_to_disk(str(tmp_path / "one"))
@@ -124,7 +132,7 @@ def test_one_saved_split_is_not_taken_for_another(build: Build, tmp_path: Path) 
 
 
 def test_a_folder_of_data_files_is_a_dataset(
-    tmp_path: Path, build: Build, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, build: Build, monkeypatch: pytest.MonkeyPatch, datasets: Any
 ) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "arrow")
     folder = tmp_path / "files"
@@ -132,3 +140,12 @@ def test_a_folder_of_data_files_is_a_dataset(
     (folder / "train.jsonl").write_text('{"text": "abc"}\n{"text": "defg"}\n')
     corpus = build(source=SourceKind.DATASET, path=str(folder))
     assert corpus.train.tokens_per_epoch == 4 + 5
+
+
+def test_without_its_library_a_dataset_is_refused(
+    tmp_path: Path, build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(Refused, match=r"data\.source: dataset needs .*pip install datasets"):
+        build(source=SourceKind.DATASET, path=str(tmp_path))
+    assert build(source=SourceKind.TEXT, path=write(tmp_path / "t", 2)).train.tokens_per_epoch > 0

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from farspan.memory.host import GIB, available_host_bytes, refuse_beyond
+from farspan.memory.host import GIB, available_host_bytes, describe_host, refuse_beyond
 from farspan.spec import Refused
 
 
@@ -62,3 +62,16 @@ def test_the_refusal_has_the_numbers_and_what_to_change() -> None:
     refuse_beyond(GIB, "a step", "shorten it", available=GIB)
     with pytest.raises(Refused, match=r"a step needs 2\.00 GiB and 1\.00 GiB .*; shorten it"):
         refuse_beyond(2 * GIB, "a step", "shorten it", available=GIB)
+
+
+def test_what_a_host_shows_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = SimpleNamespace(total=9, available=8, free=2, cached=5)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: shown)
+    monkeypatch.setattr("psutil.swap_memory", lambda: SimpleNamespace(free=1))
+    expected = {"total": 9, "available": 8, "free": 2, "cached": 5, "swap_free": 1}
+    assert describe_host(tmp_path) == expected
+    belong(tmp_path, "0::/outer/inner")
+    group = tmp_path / "sys/fs/cgroup/outer"
+    write(group, memory__max=7, memory__current=3)
+    write(group / "inner", memory__max="max", memory__current=3)
+    assert describe_host(tmp_path) == expected | {"group": 4}

@@ -1,18 +1,25 @@
-"""Documents in a Hugging Face dataset: a folder on disk or a name on the hub."""
+"""Documents in a Hugging Face dataset: a folder on disk or a name on the hub.
+
+Its library is loaded when a run asks for one: it takes most of a second and brings pandas and
+pyarrow, which no other source needs.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
-
 from farspan.data.files import Document
+from farspan.lazy import load
 from farspan.spec import Refused
 
 DEFAULT_SPLIT = "train"
 # What `save_to_disk` leaves in a folder; any other folder holds data files.
 _SAVED = ("state.json", "dataset_dict.json")
+MISSING = (
+    "data.source: dataset needs the package datasets, which cannot be imported here ({error}); "
+    "pip install datasets, or set source to text or jsonl"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +49,15 @@ class DatasetRows:
 
 
 def open_dataset(path: str, name: str | None, split: str, field: str) -> DatasetRows:
-    """Opens `split` of the dataset at `path`. Raises Refused with the library's own words."""
-    place = Path(path).expanduser()
+    """Opens `split` of the dataset at `path`. Raises Refused without the library, or with its own
+    words."""
+    place, load_from_disk, load_dataset = Path(path).expanduser(), *_loaders()
     try:
         if any((place / saved).is_file() for saved in _SAVED):
-            rows = _saved(datasets.load_from_disk(str(place)), path, name, split)
+            rows = _saved(load_from_disk(str(place)), path, name, split)
         else:
             local = str(place) if place.exists() else path
-            rows = datasets.load_dataset(local, name, split=split)
+            rows = load_dataset(local, name, split=split)
     except Refused:
         raise
     except Exception as error:  # each loader raises its own kinds; their words are kept
@@ -65,6 +73,14 @@ def open_dataset(path: str, name: str | None, split: str, field: str) -> Dataset
     return DatasetRows(path, field, rows.select_columns([field]))
 
 
+def _loaders() -> tuple[Any, Any]:
+    """The library's functions for a saved folder and for anything else. Raises Refused."""
+    try:
+        return load("datasets", "load_from_disk"), load("datasets", "load_dataset")
+    except ImportError as error:
+        raise Refused(MISSING.format(error=error)) from error
+
+
 def _saved(found: Any, path: str, name: str | None, split: str) -> Any:
     """The rows that are asked for of what `save_to_disk` wrote. Raises Refused."""
     if name is not None:
@@ -72,7 +88,7 @@ def _saved(found: Any, path: str, name: str | None, split: str) -> Any:
             f"data.name: {path!r} was written by save_to_disk and has no configurations; leave "
             "name out"
         )
-    if isinstance(found, datasets.DatasetDict):
+    if isinstance(found, load("datasets", "DatasetDict")):
         if split not in found:
             raise Refused(
                 f"data.split: {path!r} has no split {split!r}; it has: {', '.join(found)}"

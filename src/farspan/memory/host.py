@@ -23,6 +23,18 @@ def available_host_bytes(root: Path = Path("/")) -> int:
     return min([free, *_group_headroom(root)])
 
 
+def describe_host(root: Path = Path("/")) -> dict[str, int]:
+    """Bytes of main memory as the kernel and the control groups show them. `total` may be less than
+    there is: some virtual machines show memory once it has been used."""
+    found, swap = psutil.virtual_memory(), psutil.swap_memory()
+    shown = {name: int(getattr(found, name)) for name in ("total", "available", "free")}
+    cached = int(getattr(found, "cached", 0))  # of some systems only
+    facts = {**shown, "cached": cached, "swap_free": int(swap.free)}
+    if headroom := _group_headroom(root):
+        facts["group"] = min(headroom)
+    return facts
+
+
 def refuse_beyond(needed: int, what: str, advice: str, available: int | None = None) -> None:
     """Raises TooLarge when `needed` bytes are more than what is available."""
     limit = available_host_bytes() if available is None else available

@@ -1,0 +1,86 @@
+"""`datasets` is needed by runs that read one, and by nothing else."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from farspan.cli.ending import USAGE
+
+ROOT = Path(__file__).resolve().parents[2]
+# In an interpreter of its own: here the library may be imported already.
+WITHOUT = "import sys\nsys.modules['datasets'] = None\nsys.path.insert(0, {source!r})\n"
+RUN = """
+from farspan import cli
+for arguments in {commands!r}:
+    sys.argv = ["farspan", *arguments]
+    try:
+        cli.main()
+    except SystemExit as stop:
+        print("ended", stop.code, flush=True)
+"""
+COLLECT = """
+import pytest
+asked = "-m gpu -W default --collect-only -q -p no:cacheprovider"
+sys.exit(pytest.main(asked.split()))
+"""
+MODEL = {
+    "model_type": "qwen2",
+    "vocab_size": 264,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "eos_token_id": 256,
+}
+
+
+def without(script: str) -> subprocess.CompletedProcess[str]:
+    text = WITHOUT.format(source=str(ROOT / "src")) + script
+    command = [sys.executable, "-c", text]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+
+
+def run_file(folder: Path, data: dict[str, str]) -> str:
+    """A run of one update on it."""
+    found = {
+        "model": {"config": MODEL},
+        "data": {**data, "tokenizer": "bytes", "cache": str(folder / "cache")},
+        "folder": str(folder / data["source"]),
+        "steps": 1,
+        "context": 32,
+        "schedule": {"strategy": "grouped", "chunk": 16},
+    }
+    file = folder / f"{data['source']}.yaml"
+    file.write_text(yaml.safe_dump(found))
+    return str(file)
+
+
+@pytest.mark.slow
+def test_the_command_line_does_without_it(tmp_path: Path) -> None:
+    text = tmp_path / "documents"
+    text.mkdir()
+    (text / "one.txt").write_text("all that is trained on " * 4)
+    commands = [
+        ["train", "--help"],
+        ["train", run_file(tmp_path, {"source": "text", "path": str(text)})],
+        ["train", run_file(tmp_path, {"source": "dataset", "path": "a/name"})],
+    ]
+    done = without(RUN.format(commands=commands))
+    ended = [line for line in done.stdout.splitlines() if line.startswith("ended")]
+    assert ended == ["ended 0", "ended 0", f"ended {USAGE}"], done.stderr
+    assert "data.source: dataset needs the package datasets" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_tests_of_a_gpu_are_collected_without_it() -> None:
+    """As docs/performance.md has the command, on a machine that has no `datasets`."""
+    done = without(COLLECT)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "errors" not in done.stdout
+    assert "tests/transfer/test_arena.py" in done.stdout
