@@ -102,7 +102,7 @@ def test_slices_are_cut_into_rows() -> None:
         (Layout(tensor=2, shards=2), {}),
         (Layout(pipeline=2, ulysses=2), {}),
     ]
-    for wrong in run_ranks(4, differences, [(layout, {}) for layout in layouts], ["gemma2"]):
+    for wrong in run_ranks(4, differences, layouts, ["gemma2"]):
         assert wrong == []
 
 

@@ -131,13 +131,13 @@ class Walk:
         self.final = gradient_bytes or width
         self.sharing = sharing
         self.sums_apart = self.final != self.wide or sharing.apart
-        batch, widths = program.run.batch, (width, self.final)
+        widths = width, self.final
         self.tile = schedule.mlp_tokens
         self.unread = unread_outputs(program) if self.tile is not None else frozenset()
         fixed = schedule.kv_block, in_place, (self.tile or 0, self.wide), schedule.sparse
-        self.cells = _cells(architecture, batch, widths, *fixed)
+        self.cells = _cells(architecture, program.run.batch, widths, *fixed)
         sizes = self.wide, schedule.head_tokens
-        self.stages = _stages(architecture, batch, widths, sizes, in_place)
+        self.stages = _stages(architecture, program.run.batch, widths, sizes, in_place)
         self.live = self.peak = self.loss = 0
         self.hidden: dict[int, int] = {}
         self.gradient: dict[int, int] = {}
@@ -147,13 +147,13 @@ class Walk:
         self.begun: set[int] = set()  # layers that have weight gradients
         self.outer: frozenset[str] = frozenset()
         self.kinds: dict[tuple[object, ...], CellBytes] = {}
-        self.weights = [self._weights(block) for block in self.blocks]
+        weights = [self._weights(block) for block in self.blocks]
         outer = {name: prod(shape) for name, shape in outer_weights(architecture).items()}
         if counted:
-            self.weights = [[layer.work.trainable] for layer in model.layers]
+            weights = [[layer.work.trainable] for layer in model.layers]
             # All of it with the first of the names: how it is divided is not known.
             outer = dict.fromkeys(outer, 0) | {next(iter(outer)): model.outer_trainable()}
-        self.weights = [[sharing.slice(size) for size in of] for of in self.weights]
+        self.weights = [[sharing.slice(size) for size in of] for of in weights]
         self.outer_weights = dict.fromkeys(outer, 0) if architecture.adapter_rank else outer
         self.steps: dict[type[Instruction], Callable[[Any], None]] = {
             Embed: self._embed,
