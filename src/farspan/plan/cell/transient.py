@@ -155,7 +155,10 @@ class Walk:
             outer = dict.fromkeys(outer, 0) | {next(iter(outer)): model.outer_trainable()}
         self.weights = [[sharing.slice(size) for size in of] for of in weights]
         self.outer_weights = dict.fromkeys(outer, 0) if architecture.adapter_rank else outer
-        self.steps: dict[type[Instruction], Callable[[Any], None]] = {
+        self.steps = self._steps()
+
+    def _steps(self) -> dict[type[Instruction], Callable[[Any], None]]:
+        return {
             Embed: self._embed,
             Load: self._load,
             Store: self._store,
