@@ -2,6 +2,8 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,11 +24,16 @@ from farspan.train.choice import (
     describe_schedule,
     free_now,
 )
+from farspan.train.config import StatesPlace
+from farspan.train.crew import Crew
 from farspan.train.lighter import lighter, needed
-from farspan.train.looked import look
+from farspan.train.looked import Looked, look
 from farspan.train.none_fits import USUAL, advice, none_fits
+from farspan.train.optimizer_parts import Held
+from farspan.train.planning import free_for, question_of
 from farspan.train.shortage import Shortage
 from tests.train.planner import one_memory, plan_for
+from tests.train.tiny import tiny_run
 from tests.zoo import LAYERS, make_model
 
 CPU = torch.device("cpu")
@@ -45,7 +52,7 @@ def chooser(spec_: MachineSpec, schedule: Schedule) -> PlannedChooser:
 
     question = Question(spec(), RunSpec(1, TOKENS), spec_, dtype="float64")
     return PlannedChooser(
-        ask=lambda: question, best_plan=best_plan, free=lambda m: m, recall=lambda _: None
+        ask=lambda: question, best_plan=best_plan, free=lambda q: q.machine, recall=lambda _: None
     )
 
 
@@ -163,6 +170,28 @@ def test_no_more_is_asked_for_than_is_free(monkeypatch: pytest.MonkeyPatch) -> N
     assert (found.device_bytes, found.host_bytes) == (122 * GIB, 7 * GIB)
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 39 * GIB)
     assert free_now(gpu, cuda, held=GIB).device_bytes == 140 * GIB
+
+
+def test_what_is_set_aside_for_gradients_is_not_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where another process has part of the device: 60 GiB are free, and a GiB is this one's own
+    context."""
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (60 * GIB, 140 * GIB))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 0)
+    monkeypatch.setattr("farspan.train.choice.available_host_bytes", lambda: GIB)
+    device = replace(one_memory(GIB), unified=False, device_bytes=140 * GIB, reserve=GIB)
+    crew = Crew(torch.device("cuda"))
+    looked, nothing = Looked(spec(), None), Held(0, 0, 0)
+    for accumulate in (1, 2):
+        run = tiny_run(tmp_path, accumulate=accumulate)
+        question = question_of(run, looked, device, StatesPlace.DEVICE, crew)
+        aside = question.machine.reserve - GIB
+        assert (aside > 0) == (accumulate > 1)
+        use: Any = SimpleNamespace(device=crew.device, crew=crew, touched_bytes=lambda: nothing)
+        found = free_for(run, question, use)
+        assert found.device_bytes == 61 * GIB
+        assert found.reserve == question.machine.reserve
 
 
 @pytest.mark.parametrize("tiers", [(Tier.DEVICE,), (Tier.HOST,), tuple(Tier)])

@@ -77,7 +77,7 @@ class PlannedChooser:
 
     ask: Callable[[], Question]
     best_plan: Callable[[Question], Plan]
-    free: Callable[[MachineSpec], MachineSpec]  # as much of it as can be had now
+    free: Callable[[Question], MachineSpec]  # as much of its machine as can be had now
     recall: Callable[[Question], Choice | None]  # what was chosen before
     question: Question | None = None
 
@@ -100,7 +100,7 @@ class PlannedChooser:
         return self._choose(self._limited(replace(self.question, machine=machine)))
 
     def _limited(self, question: Question) -> Question:
-        self.question = replace(question, machine=self.free(question.machine))
+        self.question = replace(question, machine=self.free(question))
         return self.question
 
     def _choose(self, question: Question) -> Choice:

@@ -49,7 +49,7 @@ def make_chooser(
         planned = PlannedChooser(
             ask=lambda: ask(run, use, parts, progress),
             best_plan=parts.best_plan,
-            free=lambda machine: _free(machine, use),
+            free=lambda question: free_for(run, question, use),
             recall=recall,
         )
         return planned if use.crew.count == 1 else OneForAll(planned, use.crew)
@@ -133,9 +133,14 @@ def place_states(
     return lambda model, device: crew.by_first(lambda: place(model, device))
 
 
-def _free(machine: MachineSpec, use: Equipment) -> MachineSpec:
-    held = use.touched_bytes()
-    return free_now(machine, use.device, held.device, held.host, use.crew.near)
+def free_for(run: RunConfig, question: Question, use: Equipment) -> MachineSpec:
+    """The machine of a question with no more memory than can be had now. What is set aside for
+    gradients of earlier batches is not in use yet, as the rest of the reserve is."""
+    held, reserve = use.touched_bytes(), question.machine.reserve
+    in_use = reserve - gradients_before(run, question)
+    machine = replace(question.machine, reserve=in_use)
+    found = free_now(machine, use.device, held.device, held.host, use.crew.near)
+    return replace(found, reserve=reserve)
 
 
 def gradients_before(run: RunConfig, question: Question) -> int:
