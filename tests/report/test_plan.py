@@ -109,6 +109,17 @@ def test_why_says_what_is_kept(attention: float, activations: float, words: str)
     assert words in reason_of(replace(plan, schedule=kept), ())
 
 
+@pytest.mark.parametrize(
+    ("stages", "words"), [(1, "all layers in one group in chunks"), (2, "2 stages, each a group, ")]
+)
+def test_why_says_what_groups_are(stages: int, words: str) -> None:
+    plan, layout = fitting(), Layout(pipeline=stages)
+    layers = len(plan.question.model.layers)
+    schedule = replace(plan.schedule, groups=layers // stages)
+    asked = replace(plan, schedule=schedule, question=replace(plan.question, layout=layout))
+    assert reason_of(asked, ()).startswith(words)
+
+
 @pytest.mark.parametrize("optimizer", Optimizer)
 def test_how_training_has_an_optimizer_is_noted(optimizer: Optimizer) -> None:
     """Where it is what is planned, and where it is what would help."""

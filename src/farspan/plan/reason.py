@@ -107,7 +107,8 @@ def _choices(plan: Plan) -> str:
     sizes = schedule.group_sizes(len(local_model(plan.question).layers))
     cut = "layer by layer" if max(sizes) == 1 else f"groups of up to {max(sizes)} layers"
     if len(sizes) == 1:
-        cut = "all layers in one group"
+        stages = plan.question.layout.pipeline
+        cut = "all layers in one group" if stages == 1 else f"{stages} stages, each a group,"
     attention = f"O and LSE of the latest {schedule.attention_kept:.0%} of tokens kept"
     if schedule.attention_kept == 0:
         attention = "attention recomputed"
