@@ -58,8 +58,6 @@ def bytes_of(layout: Layout, schedules: list[Schedule]) -> list[tuple[dict[str, 
     ("layout", "within"),
     [
         (Layout(ulysses=2), 1.15),
-        (Layout(ulysses=2, fsdp=False), 1.15),
-        (Layout(tensor=2), 1.1),
         (Layout(tensor=2, shards=2), 1.2),
         (Layout(tensor=4), 1.15),
     ],
