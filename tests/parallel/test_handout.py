@@ -133,6 +133,22 @@ def test_whole_weights_are_those_of_the_first_in_its_dtypes() -> None:
     assert run_ranks(2, handed_out) == [[], []]
 
 
+def with_a_head_of_its_own() -> bool:
+    """As a folder may have it although its configuration ties the head."""
+    ranks = Ranks(Layout(ulysses=2), CPU)
+    model = model_of("gemma2", blank=ranks.rank.number > 0)
+    if ranks.rank.number == 0:
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() + 1.0)
+    hand_out(ranks, model)
+    embedding = model.model.embed_tokens.weight
+    assert model.lm_head.weight is not embedding
+    return torch.equal(model.lm_head.weight, embedding + 1.0)
+
+
+def test_ties_are_those_of_the_first() -> None:
+    assert run_ranks(2, with_a_head_of_its_own) == [True, True]
+
+
 HELD = {
     "model_type": "llama",
     **COMMON,

@@ -141,12 +141,16 @@ def test_how_several_devices_are_started_is_noted() -> None:
     assert "note: with --gpus 2 the plan says how farspan train is started on them" in advised
     assert "started" not in text_of(plan_view(fitting()))
     layout = Layout(ulysses=2, data=2, fsdp=False)
-    for near, processes in ((8, "--nproc-per-node 4"), (2, "--nnodes 2 --nproc-per-node 2")):
+    several = "on each of 2 machines torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint"
+    for near, processes in (
+        (8, "torchrun --nproc-per-node 4"),
+        (2, f"{several} HOST:29500 --nproc-per-node 2"),
+    ):
         asked = question(layout=layout)
         asked = replace(asked, machine=replace(asked.machine, devices=near))
         text = " ".join(text_of(plan_view(replace(fitting(), question=asked))).split())
         assert (
-            f"note: start it with torchrun {processes} -m farspan train RUN.yaml, with parallel: "
+            f"note: to start it: {processes} -m farspan train RUN.yaml, with parallel: "
             "{ulysses: 2, data: 2, fsdp: false} in the file"
         ) in text
 

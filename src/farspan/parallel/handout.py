@@ -49,17 +49,20 @@ class Handout:
         """Takes the weights out of rank 0's model; buffers of all ranks become those of rank 0, on
         the device. Raises Refused where the models are not of the same modules."""
         named = dict(model.named_parameters())
-        mine = {n: (tuple(p.shape), p.dtype, p.requires_grad) for n, p in named.items()}
-        shapes = [(name, shape) for name, (shape, _, _) in mine.items()]
+        places = dict(model.named_parameters(remove_duplicate=False))
+        shapes = [(name, tuple(p.shape)) for name, p in places.items()]
         shapes += [(name, tuple(b.shape)) for name, b in model.named_buffers()]
         ranks.refuse_unlike("weights", repr(shapes), *AXES)
-        # Dtypes are those of what was loaded: some families keep some weights wider.
-        forms = by_first(lambda: mine)
+        # Dtypes and ties are those of what was loaded: some families keep some weights wider, and
+        # a head that the files have apart from the embeddings is not tied to them.
+        forms, ties = by_first(lambda: (_forms(named), _ties(named, places)))
         blanks = {
             name: nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), trained)
             for name, (shape, dtype, trained) in forms.items()
         }
-        _replace(model, {named[name]: blank for name, blank in blanks.items()})
+        for name, first_name in ties.items():
+            path, _, leaf = name.rpartition(".")
+            model.get_submodule(path)._parameters[leaf] = blanks[first_name]
         _hand_out_buffers(ranks, model)
         first = ranks.rank.number == 0
         return cls(ranks, forms, {n: p.detach() for n, p in named.items()} if first else {})
@@ -93,6 +96,16 @@ def hand_out(ranks: Ranks, model: nn.Module) -> None:
 
     handout.give(keep)
     _replace(model, wholes)
+
+
+def _forms(named: Mapping[str, nn.Parameter]) -> dict[str, Form]:
+    return {n: (tuple(p.shape), p.dtype, p.requires_grad) for n, p in named.items()}
+
+
+def _ties(named: Mapping[str, nn.Parameter], places: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """The first name of what is in each place."""
+    first = {id(p): name for name, p in named.items()}
+    return {name: first[id(p)] for name, p in places.items()}
 
 
 def _replace(model: nn.Module, others: Mapping[nn.Parameter, nn.Parameter]) -> None:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from farspan.parallel.states_plan import fill
 from farspan.spec import Refused
 
 FORMAT = 1
+MOST_ELEMENTS = 2**56  # of a tensor: with 8 bytes each its size is a number of 64 bits
 TENSORS = "tensors.json"
 STATE = "state.json"
 
@@ -157,7 +159,10 @@ def type_of(entry: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
     dtype = getattr(torch, entry["dtype"], None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"no dtype of torch: {entry['dtype']!r}")
-    return dtype, tuple(entry["shape"])
+    shape = tuple(entry["shape"])
+    if not all(isinstance(n, int) and n >= 0 for n in shape) or prod(shape) >= MOST_ELEMENTS:
+        raise ValueError(f"no shape of a tensor: {entry['shape']!r}")
+    return dtype, shape
 
 
 @contextmanager

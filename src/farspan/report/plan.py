@@ -88,7 +88,7 @@ def notes(plan: Plan) -> Iterator[str]:
     if question.sparse is not None:
         yield SPARSE
     if question.layout.devices() > 1:
-        yield f"start it with {launch_words(question)}"
+        yield f"to start it: {launch_words(question)}"
     elif plan.remedy.startswith("--gpus"):
         yield f"with {plan.remedy} the plan says how farspan train is started on them"
 

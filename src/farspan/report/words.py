@@ -38,13 +38,14 @@ def launch_words(question: Question) -> str:
     """How `farspan train` is started on the devices of a layout."""
     layout, near = question.layout, question.near()
     nodes = -(-layout.devices() // near)
-    processes = f"--nproc-per-node {near}"
+    where, processes = "torchrun", f"--nproc-per-node {near}"
     if nodes > 1:
-        processes = f"--nnodes {nodes} {processes}"
+        where = f"on each of {nodes} machines torchrun"
+        processes = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 {processes}"
     used = [f"{axis}: {getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1]
     used += ["fsdp: false"] * (not layout.fsdp)
     return (
-        f"torchrun {processes} -m farspan train RUN.yaml, with parallel: {{{', '.join(used)}}} in "
+        f"{where} {processes} -m farspan train RUN.yaml, with parallel: {{{', '.join(used)}}} in "
         "the file"
     )
 

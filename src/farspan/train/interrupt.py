@@ -55,7 +55,8 @@ class Interrupt:
         if self._crew is None:
             self.check()
         elif number := self._crew.halts(place):
-            raise Interrupted(number)
+            # None leaves before all are here: with rank 0 the store may go in which they agree.
+            raise Interrupted(self._crew.agree(number))
 
     def meet(self) -> None:
         """Raises Interrupted in all processes when a signal has come to one. All of them call it
