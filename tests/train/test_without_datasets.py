@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from farspan.cli.ending import USAGE
+from tests.train.tiny import MODEL as TINY
 
 ROOT = Path(__file__).resolve().parents[2]
 # In an interpreter of its own: here the library may be imported already.
@@ -26,17 +27,7 @@ import pytest
 asked = "-m gpu -W default --collect-only -q -p no:cacheprovider"
 sys.exit(pytest.main(asked.split()))
 """
-MODEL = {
-    "model_type": "qwen2",
-    "vocab_size": 264,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "eos_token_id": 256,
-}
+MODEL = TINY | {"eos_token_id": 256}
 
 
 def without(script: str) -> subprocess.CompletedProcess[str]:

@@ -42,16 +42,22 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_all
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from farspan.durable import PARTIAL, WriteFailed, digest, publish, write_bytes, write_tensors
+from farspan.durable import (
+    PARTIAL,
+    WriteFailed,
+    digest,
+    publish,
+    write_bytes,
+    write_tensors,
+)
+from farspan.parallel.states_files import expect_json, open_tensors
 from farspan.parallel.states_list import (
     FORMAT,
     STATE,
     TENSORS,
     Forms,
     key_of,
-    open_file,
     parsing,
-    read_json,
     read_list,
     type_of,
 )
@@ -111,12 +117,12 @@ def load(
 
 def read_state(path: Path) -> dict[str, Any]:
     """What a checkpoint says besides its tensors. Raises Refused."""
-    return read_json(path / STATE)
+    return expect_json(path / STATE)
 
 
 def read_shapes(path: Path) -> Forms:
     """Dtype and shape of every tensor of a checkpoint. Raises Refused."""
-    listed = read_json(path / TENSORS)
+    listed = expect_json(path / TENSORS)
     with parsing(path):
         return {name: type_of(entry) for name, entry in listed["tensors"].items()}
 
@@ -260,7 +266,7 @@ class _Reader(StorageReader):
         for item in plan.items:
             by_file.setdefault(self._places[item.storage_index][0], []).append(item)
         for name, items in by_file.items():
-            with open_file(self._path / name) as file:
+            with open_tensors(self._path / name) as file:
                 for item in items:
                     _, key = self._places[item.storage_index]
                     starts = zip(item.storage_offsets, item.lengths, strict=True)

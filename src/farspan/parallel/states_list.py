@@ -4,7 +4,6 @@ No sum is over the list itself, so that it is held against the files: boxes fill
 where their keys say, and have in their files the dtype and shape that is listed.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -23,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from farspan.durable import digest
+from farspan.parallel.states_files import expect_json, open_tensors
 from farspan.parallel.states_plan import fill
 from farspan.spec import Refused
 
@@ -38,7 +37,7 @@ def read_list(path: Path) -> "Listed":
     """Of the checkpoint in a folder. Raises Refused where it is not there, or damaged."""
     if not (path / TENSORS).is_file():
         raise Refused(f"{path / TENSORS}: missing")
-    listed = read_json(path / TENSORS)
+    listed = expect_json(path / TENSORS)
     if listed.get("format") != FORMAT:
         raise Refused(f"{path / TENSORS}: format {listed.get('format')!r}, expected {FORMAT}")
     with parsing(path):
@@ -134,7 +133,7 @@ def _boxes_by_file(metadata: Metadata) -> dict[str, Forms]:
 def _verify_boxes(path: Path, boxes: Forms) -> None:
     """A file holds the boxes that are listed, and they have the sizes that are listed: the list has
     no sum of its own."""
-    with open_file(path) as file:
+    with open_tensors(path) as file:
         keys = set(file.keys())
         for key in sorted(keys ^ boxes.keys()):
             where = path.name if key in keys else TENSORS
@@ -171,20 +170,3 @@ def parsing(path: Path) -> Iterator[None]:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise Refused(f"{path / TENSORS}: damaged or changed: {error}") from error
-
-
-def open_file(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise Refused(f"{path.name}: not a safetensors file: {error}") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise Refused(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise Refused(f"{path}: expected a JSON object")
-    return value

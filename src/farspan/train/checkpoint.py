@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from farspan.durable import (
@@ -30,6 +29,7 @@ from farspan.durable import (
     write_bytes,
     write_tensors,
 )
+from farspan.parallel.states_files import expect_json, open_tensors
 from farspan.parallel.states_list import Forms
 from farspan.spec import Refused
 from farspan.train import checkpoint_ranks
@@ -198,13 +198,13 @@ def _entry(path: Path) -> dict[str, Any]:
 def verify(path: Path, forms: Mapping[str, Forms], expected: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a checkpoint whose files hold tensors of these forms, after every byte and every
     name has been looked at. Raises Refused."""
-    listed = _read_json(path / _MANIFEST).get("files")
+    listed = expect_json(path / _MANIFEST).get("files")
     wanted = {*forms, _RNG, _STATE}
     if not isinstance(listed, dict) or not wanted <= listed.keys():
         raise Refused(f"{path / _MANIFEST}: does not list {', '.join(sorted(wanted))}")
     for name in sorted(wanted):
         _verify_file(path / name, listed[name])
-    state = _read_json(path / _STATE)
+    state = expect_json(path / _STATE)
     if state.get("format") != _FORMAT:
         raise Refused(f"{path / _STATE}: format {state.get('format')!r}, expected {_FORMAT}")
     refuse_other(path / _STATE, state, expected)
@@ -226,7 +226,7 @@ def _verify_file(path: Path, entry: Any) -> None:
 
 
 def _verify_tensors(path: Path, forms: Forms) -> None:
-    with _open(path) as file:
+    with open_tensors(path) as file:
         names = set(file.keys())
         for name in sorted(names ^ forms.keys()):
             where = "the checkpoint" if name in names else "the model"
@@ -245,29 +245,12 @@ def _form(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
 
 
 def _copy(path: Path, live: Tensors) -> None:
-    with _open(path) as file, torch.no_grad():
+    with open_tensors(path) as file, torch.no_grad():
         for name, tensor in live.items():
             tensor.copy_(file.get_tensor(name))
 
 
 def read_rng(path: Path) -> dict[str, Tensor]:
     """The generators of one process's checkpoint."""
-    with _open(path / _RNG) as file:
+    with open_tensors(path / _RNG) as file:
         return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise Refused(f"{path}: not a safetensors file: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise Refused(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise Refused(f"{path}: expected a JSON object")
-    return value
