@@ -1,6 +1,5 @@
 """Copies beside the computation: the same bits, whatever happens when, and each hazard is real."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -20,7 +19,7 @@ from farspan.spec import Refused, Schedule, Sparse, Tier
 from farspan.transfer.arena import Arena
 from farspan.transfer.copies import CopyEngine, Followed
 from tests.engine.checks import Data, Outcome, assert_same_bits, draw, gradients
-from tests.transfer.lanes import Manner, Recorder, Replay
+from tests.transfer.lanes import Deadlock, Manner, Recorder, Replay
 from tests.zoo import LAYERS, shared_model
 
 TOKENS = 42  # of four chunks the last is not full
@@ -75,13 +74,17 @@ def test_the_same_bits_in_any_order(name: str) -> None:
         assert_same_bits(two_steps(model, step, DATA), expected)
 
 
+@pytest.fixture
+def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slabs of three units, or one page of queries: slots are taken more than once by a cell."""
+    monkeypatch.setattr("farspan.plan.cell.sparse.SLAB_BYTES", 3 * 4 * 2 * 8 * 4)
+
+
+@pytest.mark.usefixtures("small_slabs")
 @pytest.mark.parametrize("name", SPARSE_SCHEDULES)
-def test_chosen_pages_are_gathered_in_the_same_order(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What computing reads and writes on host itself takes the place of copies. One cell is
-    watched, which reads all keys before it: the same in every step, so that all are told the same.
-    """
+def test_chosen_pages_come_and_go_in_any_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One cell is watched, which reads all keys before it: the same in every step, so that all are
+    told the same."""
     monkeypatch.setattr("farspan.engine.step.watched_cell", lambda i, _: watched_cell(i, 0))
     model = shared_model("qwen2", torch.float32)
     schedule = SPARSE_SCHEDULES[name]
@@ -93,7 +96,12 @@ def test_chosen_pages_are_gathered_in_the_same_order(
         assert_same_bits(two_steps(model, step, LONGER), expected)
 
 
-def test_gathers_that_keep_no_order_go_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("small_slabs")
+@pytest.mark.parametrize(
+    "hazard",
+    [Hazard.NOT_ARRIVED, Hazard.STILL_READ, Hazard.NOT_WRITTEN, Hazard.STILL_LEAVING],
+)
+def test_without_waits_of_chosen_pages(hazard: Hazard) -> None:
     """Where all earlier keys are candidates: blocks of near ones would keep some order for them."""
     model, far = shared_model("qwen2", torch.float32), Sparse(4, 8, recent=0, sink_pages=0)
     schedule = replace(SPARSE_SCHEDULES["streamed"], groups=1, sparse=far)
@@ -101,8 +109,7 @@ def test_gathers_that_keep_no_order_go_wrong(monkeypatch: pytest.MonkeyPatch) ->
     step = Step(model, schedule, poison=True)
     step.watches = False
     assert not goes_wrong(step, LONGER, expected)
-    monkeypatch.setattr(CopyEngine, "_computing_as_fetch", lambda _: nullcontext())
-    assert goes_wrong(step, LONGER, expected)
+    assert goes_wrong(step, LONGER, expected, hazard)
 
 
 def test_windows_and_sinks() -> None:
@@ -137,7 +144,7 @@ def goes_wrong(step: Step, data: Data, expected: Outcome, dropped: Hazard | None
         step.copies = Replay(told, manner, seed, dropped)
         try:
             assert_same_bits(two_steps(step.boundary.model, step, data), expected)
-        except AssertionError:
+        except (AssertionError, Deadlock):  # other numbers may choose other pages, and so wait
             return True
     return False
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import farspan
 from farspan.attention.sparse.select import Candidates, Fraction, RandomPages, TopK, take_most
 from farspan.engine.oracle import SparseOracle
-from farspan.engine.sparse import BufferPages, Means, SparseCell
+from farspan.engine.pages import BufferPages, Means
 from farspan.engine.step import Step
 from farspan.engine.verify import VerificationRun, verify
 from farspan.engine.verify_sparse import distance, linear_modules
@@ -197,13 +197,13 @@ def lose_what_comes_back(patch: pytest.MonkeyPatch) -> None:
 
 def choose_again(patch: pytest.MonkeyPatch) -> None:
     """The backward sees other pages than the forward."""
-    own = SparseCell._choice
+    own = BufferPages.begin
 
-    def choice(self: SparseCell, q: Tensor, pages: BufferPages) -> Tensor:
-        found = own(self, q, pages)
-        return found if pages.means is not None else found.roll(1, dims=2)
+    def begin(self: BufferPages, choice: Tensor) -> None:
+        backward = self.prefix.gradients_in is not None
+        own(self, choice.roll(1, dims=2) if backward else choice)
 
-    patch.setattr(SparseCell, "_choice", choice)
+    patch.setattr(BufferPages, "begin", begin)
 
 
 def least_votes(patch: pytest.MonkeyPatch) -> None:

@@ -49,8 +49,64 @@ class Copies:
     target: Tensor
     source: Tensor
 
+    def reads(self) -> list[Tensor]:
+        return [self.source]
 
-Told = dict[Lane, list[Waits | Records | Copies]]
+    def spoil(self) -> None:
+        spoil(self.target)
+
+    def happen(self) -> None:
+        self.target.copy_(self.source)
+
+
+@dataclass(frozen=True, eq=False)
+class Gathers:
+    """Rows of a tensor. Numbers of rows that are not there yet, or no longer, spoil the target."""
+
+    target: Tensor
+    source: Tensor
+    rows: Tensor
+
+    def reads(self) -> list[Tensor]:
+        rows = [self.source[self.rows]] if _are_rows(self.rows, self.source) else []
+        return [self.rows, *rows]
+
+    def spoil(self) -> None:
+        spoil(self.target)
+
+    def happen(self) -> None:
+        if _are_rows(self.rows, self.source):
+            self.target.copy_(self.source[self.rows])
+        else:
+            self.spoil()
+
+
+@dataclass(frozen=True, eq=False)
+class Adds:
+    """To rows of a tensor, which are read and written when it happens."""
+
+    total: Tensor
+    rows: Tensor
+    values: Tensor
+
+    def reads(self) -> list[Tensor]:
+        return [self.rows, self.values]
+
+    def spoil(self) -> None:
+        if _are_rows(self.rows, self.total):
+            self.total[self.rows] = torch.nan
+
+    def happen(self) -> None:
+        if _are_rows(self.rows, self.total):
+            self.total[self.rows] += self.values
+
+
+def _are_rows(rows: Tensor, of: Tensor) -> bool:
+    return bool(((rows >= 0) & (rows < len(of))).all())
+
+
+Work = Copies | Gathers | Adds
+Told = dict[Lane, list[Waits | Records | Work]]
 
 
 class Deadlock(Exception):
@@ -81,6 +137,18 @@ class Recorder(CopyEngine):
         self.told[Lane.EVICT].append(Copies(target, source))
         super().evict(target, source)
 
+    def gather(self, target: Tensor, source: Tensor, rows: Tensor) -> None:
+        self.told[Lane.FETCH].append(Gathers(target, source, rows))
+        super().gather(target, source, rows)
+
+    def add_rows(self, total: Tensor, rows: Tensor, values: Tensor) -> None:
+        self.told[Lane.EVICT].append(Adds(total, rows, values))
+        super().add_rows(total, rows, values)
+
+    def note(self, target: Tensor, source: Tensor) -> None:
+        self.told[Lane.FETCH].append(Copies(target, source))
+        super().note(target, source)
+
     def record(self, lane: Lane) -> int:
         self.events += 1
         if lane in COPY_LANES:
@@ -95,9 +163,9 @@ class Recorder(CopyEngine):
 
 @dataclass
 class _Lane:
-    told: list[Waits | Records | Copies]
+    told: list[Waits | Records | Work]
     place: int = 0
-    started: Tensor | None = None  # what the source of the copy at hand was when it began
+    started: list[Tensor] | None = None  # what the copy at hand reads, as it was when it began
 
 
 class Replay(CopyEngine):
@@ -132,6 +200,15 @@ class Replay(CopyEngine):
     def evict(self, target: Tensor, source: Tensor) -> None:
         pass
 
+    def gather(self, target: Tensor, source: Tensor, rows: Tensor) -> None:
+        pass
+
+    def add_rows(self, total: Tensor, rows: Tensor, values: Tensor) -> None:
+        pass
+
+    def note(self, target: Tensor, source: Tensor) -> None:
+        pass
+
     def record(self, lane: Lane) -> int:
         self.events += 1
         if lane is Lane.COMPUTE:
@@ -164,27 +241,30 @@ class Replay(CopyEngine):
                 return False
             case Records(event):
                 self.happened.add(event)
-            case Copies() as copy if self.manner is Manner.TORN:
+            case Copies() | Gathers() | Adds() as copy if self.manner is Manner.TORN:
                 self._start(lane, copy)
                 return False
-            case Copies() as copy:
+            case Copies() | Gathers() | Adds() as copy:
                 if self.manner is Manner.RANDOM and self.random.random() < 0.5:
                     return False
                 self._finish(lane, copy)
         lane.place += 1
         return True
 
-    def _start(self, lane: _Lane, copy: Copies) -> None:
-        if lane.started is None:
-            lane.started = copy.source.clone()
-            spoil(copy.target)
-
-    def _finish(self, lane: _Lane, copy: Copies) -> None:
-        before, lane.started = lane.started, None
-        if before is not None and not torch.equal(raw(before), raw(copy.source)):
-            spoil(copy.target)
+    def _start(self, lane: _Lane, copy: Work) -> None:
+        if lane.started is not None:
             return
-        copy.target.copy_(copy.source)
+        lane.started = [x.clone() for x in copy.reads()]
+        if not isinstance(copy, Adds):  # it needs what its target was
+            copy.spoil()
+
+    def _finish(self, lane: _Lane, copy: Work) -> None:
+        before, lane.started = lane.started, None
+        reads = copy.reads()
+        if before is None or (len(before) == len(reads) and all(map(_same, before, reads))):
+            copy.happen()
+        else:
+            copy.spoil()
 
     def _reach(self, event: int) -> None:
         """Let everything happen that an event stands for."""
@@ -199,7 +279,7 @@ class Replay(CopyEngine):
                     self._reach(other)
                 case Records(other):
                     self.happened.add(other)
-                case Copies() as copy:
+                case Copies() | Gathers() | Adds() as copy:
                     self._finish(lane, copy)
             lane.place += 1
 
@@ -209,5 +289,9 @@ def raw(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(raw(one), raw(other))
+
+
 def spoil(tensor: Tensor) -> None:
-    tensor.fill_(float("nan") if tensor.is_floating_point() else 0xFF)
+    tensor.view(torch.uint8).fill_(0xFF)

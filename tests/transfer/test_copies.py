@@ -63,13 +63,26 @@ def test_rows_cross_the_link_in_wide_elements(
     total = torch.randn(offset + 9 * width, dtype=torch.float64).to(dtype)[offset:].view(9, width)
     before, rows = total.clone(), torch.tensor([7, 0, 4])
     values = torch.randn(3, width, dtype=torch.float64).to(dtype)
+    found = torch.empty_like(values)
     with Selected() as selected:
-        assert torch.equal(copies.gather(total, rows), before[rows])
+        copies.gather(found, total, rows)
         copies.add_rows(total, rows, values)
+    assert torch.equal(found, before[rows])
     assert selected.bytes == [element] * 3
     before[rows] += values
     assert torch.equal(total, before)
     assert (copies.fetched, copies.evicted) == (2 * values.nbytes, values.nbytes)
+
+
+def test_sums_on_host_are_made_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farspan.transfer.copies.ADDED_BYTES", 2 * 5 * 4)
+    copies = CopyEngine(torch.device("cpu"))
+    total, rows, values = torch.randn(9, 5), torch.tensor([7, 0, 4, 8, 1]), torch.randn(5, 5)
+    wanted = total.index_add(0, rows, values)
+    with Selected() as selected:
+        copies.add_rows(total, rows, values)
+    assert len(selected.bytes) == 3 * 2
+    assert torch.equal(total, wanted)
 
 
 @dataclass

@@ -119,7 +119,7 @@ class Cell:
         if self.spread is not None:
             return self.spread.attend(call, *of_keys, prefix, sinks)
         if self.sparse is not None:
-            return self.sparse.attend(call, *of_keys, self.key_values, sinks)
+            return self.sparse.attend(call, *of_keys, sinks)
         return attend(call, *of_keys, prefix, sinks)
 
     def keep(self, out: Tensor, lse: Tensor) -> Attended:
@@ -150,7 +150,7 @@ class Cell:
         if self.spread is not None:
             return self.spread.attend_backward(call, dout, of_keys, attended, prefix, sinks)
         if self.sparse is not None:
-            return self.sparse.attend_backward(call, dout, of_keys, attended, whole, sinks)
+            return self.sparse.attend_backward(call, dout, of_keys, attended, sinks)
         return attend_backward(call, dout, *of_keys, attended, prefix, sinks)
 
     def with_later(self, dk: Tensor, dv: Tensor, heads: slice) -> list[Tensor]:

@@ -320,9 +320,9 @@ class Interpreter:
         self.hidden.pop(i.layer + 1, None)
         cell = graph.cell
         cell.key_values = self._prefix(i.layer, i.chunk, i.prefix, i.accumulator)
-        self._begin(cell, i.layer, i.chunk)
         if cell.sparse is not None and self.sparse is not None:
             cell.sparse.choice = self.sparse.choice(i)
+        self._begin(cell, i.layer, i.chunk)
         cell.own_dkv = self._rows(i.own_dkv, i.chunk, i.layer)
         if graph.saved is not None:
             cell.own_kv = self._rows(i.own_kv, i.chunk, i.layer)
@@ -370,6 +370,8 @@ class Interpreter:
     def _begin(self, cell: Cell, layer: int, chunk: int) -> None:
         """Keys of earlier chunks may be on their way before the cell asks for them."""
         cell.key_values.begin(self.attending.streamed(layer, chunk))
+        if cell.sparse is not None:
+            cell.sparse.begin(cell.key_values)
 
     def _attention_call(self, layer: int, chunk: int, scale: float) -> AttentionCall:
         return self.attending.call(layer, chunk, scale)

@@ -1,9 +1,8 @@
-"""Page-sparse attention in the engine: pages over a program's buffers, and a cell that uses them.
+"""Page-sparse attention in the engine: what is sparse of a cell, and of a run.
 
 Legend: B batch, C tokens of the chunk, H query heads, Hk key-value heads, D head dim, M pages of
 queries, k chosen pages. Near keys stream in through the prefix as in dense attention, only fewer of
-them; chosen pages are gathered where they lie, on the device or across the link from mapped host
-memory, in line with the computation (transfer.copies).
+them; chosen pages are gathered (`engine.pages`).
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +22,6 @@ from farspan.attention.sparse.cell import (
     choose,
     sparse_call,
 )
-from farspan.attention.sparse.pages import Units, page_means
 from farspan.attention.sparse.quality import Mass, sampled, seen_mass
 from farspan.attention.sparse.select import (
     Checked,
@@ -33,11 +31,12 @@ from farspan.attention.sparse.select import (
     TopK,
 )
 from farspan.engine.kernels import AttentionKernels
+from farspan.engine.pages import BufferPages, Means, PageSlots
 from farspan.engine.prefix import Prefix, Slots
 from farspan.engine.storage import Storage
 from farspan.plan.blocks import Run
 from farspan.plan.cell.choosing import SAMPLES, WATCHED_KEYS
-from farspan.plan.cell.sparse import SLAB_BYTES, slab_units
+from farspan.plan.cell.sparse import far_of
 from farspan.plan.program import Backward, Forward, Program
 from farspan.plan.sizes import CHOICE_BYTES
 from farspan.spec import LayerSpec, Refused, Sparse
@@ -67,78 +66,23 @@ def selector_of(given: Selector | PageFunction | None, sparse: Sparse) -> Select
 
 
 @dataclass(slots=True)
-class Means:
-    """Mean keys of a layer's pages in their buffer, a cell a chunk; see `storage.Storage.cells`."""
-
-    cells: Tensor  # [chunks, n, B, Hk, D], n pages of a full chunk
-    page: int
-
-    def write(self, chunk: int, k: Tensor) -> None:
-        """Note the whole pages of a chunk's k [C, B, Hk, D]."""
-        found = page_means(k, self.page)
-        self.cells[chunk, : len(found)] = found
-
-    def read(self, pages: range) -> Tensor:
-        """[B, Hk, len(pages), D], a view where the cells lie side by side."""
-        found = self.cells.flatten(0, 1)[pages.start : pages.stop]
-        return found.permute(1, 2, 0, 3)
-
-
-@dataclass(slots=True)
-class BufferPages:
-    """Implements `attention.sparse.pages.Pages` over a program's buffers."""
-
-    prefix: Prefix
-    page: int
-    means: Means | None = None  # None: nothing is chosen here
-
-    def keys(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        return self.prefix.keys(start, stop)
-
-    def add_gradient(self, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
-        self.prefix.add_gradient(start, stop, rows, dk, dv)
-
-    def representatives(self, pages: range) -> Tensor:
-        assert self.means is not None
-        return self.means.read(pages)
-
-    def gather(self, units: Units) -> tuple[Tensor, Tensor]:
-        copies, home = self.prefix.storage.copies, self.prefix.everything(self.prefix.keys_in)
-        on_host = self.prefix.on_host(self.prefix.keys_in)
-        places = units.places(self.page, *home["k"].shape[1:3])
-        found = []
-        for name in ("k", "v"):
-            rows = home[name].flatten(0, 2)
-            part = copies.gather(rows, places) if on_host else rows.index_select(0, places)
-            found.append(part.unflatten(0, (len(units), self.page)))
-        return found[0], found[1]
-
-    def add(self, units: Units, dk: Tensor, dv: Tensor) -> None:
-        assert self.prefix.gradients_in is not None
-        name = self.prefix.gradients_in
-        copies, home = self.prefix.storage.copies, self.prefix.everything(name)
-        on_host = self.prefix.on_host(name)
-        places = units.places(self.page, *home["k"].shape[1:3])
-        for part, gradient in (("k", dk), ("v", dv)):
-            rows, gradients = home[part].flatten(0, 2), gradient.flatten(0, 1)
-            if on_host:
-                copies.add_rows(rows, places, gradients)
-            else:
-                # Units are distinct: nothing is added twice to one place, so no order matters.
-                rows.index_add_(0, places, gradients)
-
-
-@dataclass(slots=True)
 class SparseCell:
     """The sparse side of one cell's attention, from its forward to its backward."""
 
     call: Callable[[AttentionCall], SparseCall]
-    sparse: Sparse
+    pages: Callable[[Prefix], BufferPages]
     chunk: int
     means: Means | None = None
     choice: Tensor | None = None  # [B, Hk, M, k] in its buffer; None: there is nothing to choose
-    chooses: bool = False
+    chooses: bool = False  # what is in it is still to be chosen
     watch: Callable[[SparseCall, Tensor, Tensor, Tensor, Tensor | None], None] | None = None
+    at_hand: BufferPages | None = None  # from `begin` on
+
+    def begin(self, prefix: Prefix) -> None:
+        """The cell will attend, or run backward: pages that are known may be on their way."""
+        self.at_hand = self.pages(prefix)
+        if self.choice is not None and not self.chooses:
+            self.at_hand.begin(self.choice)
 
     def note(self, k: Tensor) -> None:
         """A chunk's k [C, B, Hk, D] was written."""
@@ -146,22 +90,18 @@ class SparseCell:
             self.means.write(self.chunk, k)
 
     def attend(
-        self,
-        dense: AttentionCall,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        prefix: Prefix,
-        sinks: Tensor | None,
+        self, dense: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """As `attention.cell.attend`."""
-        call, pages = self.call(dense), BufferPages(prefix, self.sparse.page, self.means)
+        call, pages = self.call(dense), self.at_hand
+        assert pages is not None
         if self.chooses:
             assert self.choice is not None
             _keep(choose(call, q, pages), self.choice)
+            self.chooses = False
         out, lse = attend_sparse(call, q, k, v, self._choice(q, pages), pages, sinks)
         if self.watch is not None:
-            prefix.done()
+            pages.prefix.done()
             self.watch(call, q, k, lse, sinks)
         return out, lse
 
@@ -171,12 +111,11 @@ class SparseCell:
         dout: Tensor,
         of_keys: tuple[Tensor, Tensor, Tensor],
         attended: tuple[Tensor, Tensor],
-        prefix: Prefix,
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """As `attention.cell.attend_backward`; `of_keys` is q, k and v."""
-        call, pages = self.call(dense), BufferPages(prefix, self.sparse.page)
-        q, k, v = of_keys
+        call, pages, (q, k, v) = self.call(dense), self.at_hand, of_keys
+        assert pages is not None
         given: Attended = (*attended, self._choice(q, pages))
         return attend_sparse_backward(call, dout, q, k, v, given, pages, sinks)
 
@@ -184,7 +123,7 @@ class SparseCell:
         if self.choice is not None:
             return self.choice
         heads = pages.prefix.storage.program.model.layers[pages.prefix.layer].kv_heads
-        page_count = -(-q.shape[2] // self.sparse.page)
+        page_count = -(-q.shape[2] // pages.page)
         return torch.empty(q.shape[0], heads, page_count, 0, dtype=torch.int32, device=q.device)
 
 
@@ -214,8 +153,12 @@ class SparseRun:
     runs: Callable[[int], Sequence[tuple[Run, ...]] | None]  # of a chunk's rows; None: one document
     watched: tuple[int, int] | None = None  # the cell whose seen mass is measured
     seen: Seen | None = None
+    page_slots: PageSlots = field(init=False)
     chunk: int = -1  # the one at hand
     calls: dict[tuple[LayerSpec, float], SparseCall] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.page_slots = PageSlots(self.storage)
 
     def cell(self, i: Forward) -> SparseCell | None:
         """The sparse side of a forward cell; None where the layer has a window: that is exact."""
@@ -231,8 +174,8 @@ class SparseRun:
         if i.chooses and (i.layer, i.chunk) == self.watched:
             watch = partial(self._watch, i)
         call = partial(self._call, spec, i.chunk)
-        choice = self.choice(i)
-        return SparseCell(call, self.sparse, i.chunk, means, choice, i.chooses, watch)
+        pages = partial(self._pages, spec, i.chunk, means)
+        return SparseCell(call, pages, i.chunk, means, self.choice(i), i.chooses, watch)
 
     def choice(self, i: Forward | Backward) -> Tensor | None:
         """The choice [B, Hk, M, k] of a cell, where it is kept; None: it has none."""
@@ -245,16 +188,23 @@ class SparseRun:
         kept = self.storage.cell(i.choice, i.chunk)
         return kept[: prod(size) * CHOICE_BYTES].view(torch.int32).view(size)
 
+    def _pages(
+        self, spec: LayerSpec, chunk: int, means: Means | None, prefix: Prefix
+    ) -> BufferPages:
+        program = self.storage.program
+        start, stop = program.chunks[chunk]
+        run = program.run.batch, program.model.element_bytes
+        far = far_of(spec, self.sparse, run, start, stop - start)
+        return BufferPages(prefix, self.page_slots, chunk, far, self.sparse.page, means)
+
     def _call(self, spec: LayerSpec, chunk: int, dense: AttentionCall) -> SparseCall:
         if chunk != self.chunk:
             self.chunk, self.calls = chunk, {}
         key = spec, dense.scale
         if key not in self.calls:
             kernel, device = self.kernels.far(spec), self.kernels.device
-            dims, width = spec.head_dim + spec.value_dim, self.storage.dtype.itemsize
-            most = slab_units(SLAB_BYTES, self.sparse.page, dims, width)
             self.calls[key] = sparse_call(
-                self.sparse, dense, self.select, kernel, self.runs(chunk), device, most
+                self.sparse, dense, self.select, kernel, self.runs(chunk), device
             )
         return self.calls[key]
 

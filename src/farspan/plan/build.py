@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from farspan.plan import names
 from farspan.plan.balance import chunks_of
+from farspan.plan.cell.sparse import far_of, slot_bytes
 from farspan.plan.grid import group_ranges
 from farspan.plan.layout import ONLY, Range, Rank
 from farspan.plan.ledger import Ledger
@@ -52,7 +53,7 @@ def build_evaluation(
     )
     ledger = _ledger(model, run, plain, rank)
     passes = [GroupPasses(ledger, index) for index in own_groups(rank, len(ledger.groups))]
-    _open_slots(ledger, passes)
+    _open_slots(ledger, passes, backward=False)
     for group in passes:
         group.evaluate()
     return ledger.finish()
@@ -77,7 +78,7 @@ def _ledger(
     )
 
 
-def _open_slots(ledger: Ledger, passes: list[GroupPasses]) -> None:
+def _open_slots(ledger: Ledger, passes: list[GroupPasses], *, backward: bool = True) -> None:
     """Slots for everything that crosses the link: on the device, for the whole program."""
     schedule = ledger.schedule
     share = ledger.share
@@ -97,6 +98,7 @@ def _open_slots(ledger: Ledger, passes: list[GroupPasses]) -> None:
         ):
             for name in ring:
                 slot(name, kind, tokens)
+        _open_page_slots(ledger, backward=backward)
     if schedule.attention is Tier.HOST and (schedule.attention_kept or schedule.attention_open):
         for name in ledger.attention_slots():
             slot(name, Kind.ATTENTION, keys)
@@ -104,3 +106,19 @@ def _open_slots(ledger: Ledger, passes: list[GroupPasses]) -> None:
         largest = max(group.cell_bytes(layer) for group in passes for layer in group.layers)
         for name in names.ACTIVATIONS:
             ledger.allocate_cells(name, Tier.DEVICE, -1, range(1), largest)
+
+
+def _open_page_slots(ledger: Ledger, *, backward: bool) -> None:
+    """Slots for chosen pages, of any chunk and any layer that chooses."""
+    sparse, run = ledger.schedule.sparse, (ledger.run.batch, ledger.model.element_bytes)
+    if sparse is None:
+        return
+    fars = (
+        far_of(layer, sparse, run, start, stop - start)
+        for layer in set(ledger.model.layers)
+        for start, stop in ledger.chunks
+    )
+    largest = max((slot_bytes(far, backward=backward) for far in fars if far), default=0)
+    if largest:
+        for name in names.PAGES:
+            ledger.allocate_cells(name, Tier.DEVICE, -1, range(1), largest, Kind.PAGES)

@@ -252,6 +252,7 @@ class _Replay:
             memory.need(not i.chooses, "what is chosen is kept")
             return
         self._of_layer(i.choice, Kind.CHOICE, i.layer)
+        memory.stream_pages(i.prefix, i.layer, i.chunk, backward=False)
         if not i.chooses:
             memory.read(i.choice, "choice", i.layer, i.chunk)
             return
@@ -319,6 +320,7 @@ class _Replay:
         self.memory.need((i.choice is not None) == wanted, f"choice: {i.choice}")
         if i.choice is not None:
             self.memory.read(i.choice, "choice", i.layer, i.chunk)
+            self.memory.stream_pages(i.prefix, i.layer, i.chunk, backward=True)
         self._accumulate(i)
         self.backwards.add(cell)
         self.gradient[i.layer] = _Register(i.chunk)

@@ -159,6 +159,8 @@ class _Uses:
                 yield from _all(Lane.COMPUTE, True, self._chunk(name, i.chunk, i.layer))
         if i.choice is not None:
             yield from _all(Lane.COMPUTE, i.chooses, self._chunk(i.choice, i.chunk, i.layer))
+            if not i.chooses:
+                yield from self._gathers(i.choice, i)
         if i.chooses and i.means is not None:
             for earlier in range(i.chunk):
                 yield from _all(Lane.COMPUTE, False, self._chunk(i.means, earlier, i.layer))
@@ -184,8 +186,15 @@ class _Uses:
         for name in (i.own_kv, i.own_dkv, i.attention, i.activations, i.choice):
             if name is not None:
                 yield from _all(Lane.COMPUTE, False, self._chunk(name, i.chunk, i.layer))
+        if i.choice is not None:
+            yield from self._gathers(i.choice, i)
         yield from self._prefix(i.prefix, i.chunk, i.layer, adds=False)
         yield from self._prefix(i.accumulator, i.chunk, i.layer, adds=True)
+
+    def _gathers(self, choice: str, i: Forward | Backward) -> Iterator[Use]:
+        """A lane that fetches chosen pages reads which those are."""
+        if self.program.buffers[i.prefix].tier is Tier.HOST:
+            yield from _all(Lane.FETCH, False, self._chunk(choice, i.chunk, i.layer))
 
     def _prefix(self, name: str, chunk: int, layer: int, *, adds: bool) -> Iterator[Use]:
         """All chunks before one, streamed by other lanes where they are on host."""

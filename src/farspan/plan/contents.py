@@ -6,6 +6,7 @@ gradient, O and LSE, dK and dV with the chunks that were added to them, a cell's
 
 from dataclasses import dataclass, field
 
+from farspan.plan import names
 from farspan.plan.program import CELLS, Buffer, Kind, Program
 from farspan.spec import LayerSpec, Tier
 
@@ -158,6 +159,22 @@ class Contents:
             buffer = self.alive(name)
             fits = buffer.kind is kind and buffer.stop - buffer.start >= wanted
             self.need(fits and buffer.tier is Tier.DEVICE, f"{name} cannot take a block")
+            self.used.add(name)
+
+    def stream_pages(self, prefix: str, layer: int, chunk: int, *, backward: bool) -> None:
+        """Slots that an instruction gathers chosen pages from host in: there is room for those of
+        one page of queries at least, and for their gradients."""
+        program, sparse = self.program, self.program.schedule.sparse
+        if sparse is None or self.alive(prefix).tier is Tier.DEVICE:
+            return
+        spec, model = program.model.layers[layer], program.model
+        row = spec.kv_heads * (spec.head_dim + spec.value_dim) * program.run.batch
+        width = model.element_bytes + backward * model.accumulate_bytes()
+        wanted = sparse.width(program.chunks[chunk][0]) * sparse.page * row * width
+        for name in names.PAGES:
+            buffer = self.alive(name)
+            fits = buffer.kind is Kind.PAGES and buffer.bytes >= wanted
+            self.need(fits and buffer.tier is Tier.DEVICE, f"{name} cannot take chosen pages")
             self.used.add(name)
 
     def finish(self) -> None:

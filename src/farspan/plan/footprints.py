@@ -5,8 +5,9 @@
     evict       device to host
 
 A cell whose prefix is on host works on all three: while it computes, blocks of K, V and of dK, dV
-totals come in through slots, and the totals go back (FPDT 4.2). Those slots are not here: nobody
-but cells uses them, and who streams through them keeps their order (engine.prefix).
+totals come in through slots, and the totals go back (FPDT 4.2); so do chosen pages. Those slots
+are not here: nobody but cells uses them, and who streams through them keeps their order
+(engine.prefix, engine.pages).
 
 Views are the trap. A register that was loaded from a slot is a view of it, and so is what a graph
 refers to: whoever takes the register, or runs the graph backward, reads the slot.
@@ -150,15 +151,21 @@ class _Walk:
             found += _reads((i.means, WHOLE))
         if i.choice is not None:
             place = self._place(i.choice, i.chunk)
-            found += _writes(place) if i.chooses else _reads(place)
+            found += _writes(place) if i.chooses else self._chosen(i.prefix, place)
         return found
+
+    def _chosen(self, prefix: str, place: Place) -> list[Access]:
+        """A choice says what is attended to, and what is fetched."""
+        return [Access(lane, *place, False) for lane in {Lane.COMPUTE, self._reader(prefix)}]
 
     def _backward(self, i: Backward) -> list[Access]:
         self.hidden.pop(i.layer + 1, None)
         found = _reads(*self.graphs.pop((i.layer, i.chunk), ()))
         found += _reads(*self.gradient.pop(i.layer + 1, ()))
-        given = i.own_kv, i.own_dkv, i.attention, i.activations, i.choice
+        given = i.own_kv, i.own_dkv, i.attention, i.activations
         found += _reads(*(self._place(name, i.chunk) for name in given if name is not None))
+        if i.choice is not None:
+            found += self._chosen(i.prefix, self._place(i.choice, i.chunk))
         if i.activations is not None:
             found += _reads(*self.hidden.pop(i.layer, ()))
         if i.chunk:

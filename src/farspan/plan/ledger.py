@@ -161,6 +161,8 @@ class Ledger:
             used.update(names.KV_BLOCKS)
             if Backward in kinds:
                 used.update(names.DKV_BLOCKS)
+            if any(map(_has_choice, self.instructions)):
+                used.update(names.PAGES)
         return used
 
     def finish(self) -> Program:
@@ -191,6 +193,11 @@ class Ledger:
 def _has_prefix(instruction: Instruction) -> bool:
     """Does it read the K, V of earlier chunks?"""
     return isinstance(instruction, Forward | Backward) and instruction.chunk > 0
+
+
+def _has_choice(instruction: Instruction) -> bool:
+    """Does it attend to chosen pages?"""
+    return isinstance(instruction, Forward | Backward) and instruction.choice is not None
 
 
 _OPENING = (Allocate, Free, Clear)

@@ -10,6 +10,7 @@ KV_OWN = ("kv.own.0", "kv.own.1")  # the chunk's own K, V on their way to or fro
 DKV_OWN = ("dkv.own.0", "dkv.own.1")
 KV_BLOCKS = ("kv.block.0", "kv.block.1")  # blocks of the prefix streamed from host (FPDT 4.2)
 DKV_BLOCKS = ("dkv.block.0", "dkv.block.1")  # read, added to and written back by one instruction
+PAGES = ("pages.slot.0", "pages.slot.1")  # chosen pages gathered from host (OOMB 4.2)
 ACTIVATIONS = ("activations.slot.0", "activations.slot.1")  # rounding buffers (MEMO 4.1)
 
 

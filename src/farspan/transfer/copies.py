@@ -20,8 +20,8 @@ In line, when copies do not run beside the computation, all three lanes are the 
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +30,10 @@ from torch import Tensor
 from farspan.plan.footprints import Lane
 from farspan.plan.waits import Hazard, Order, Wait
 from farspan.spec import Refused
+
+# Of the sums that are made of rows on host at one time: they cross the link in 0.2 ms, a hundred
+# times what a kernel takes to start.
+ADDED_BYTES = 2**23
 
 
 class CopyEngine:
@@ -51,44 +55,62 @@ class CopyEngine:
 
     def fetch(self, target: Tensor, source: Tensor) -> None:
         """Host to device."""
-        with self._on(Lane.FETCH):
+        with self.on(Lane.FETCH):
             target.copy_(source, non_blocking=True)
         self.fetched += source.nbytes
 
     def evict(self, target: Tensor, source: Tensor) -> None:
         """Device to host."""
-        with self._on(Lane.EVICT):
+        with self.on(Lane.EVICT):
             target.copy_(source, non_blocking=True)
         self.evicted += source.nbytes
 
     # -- rows of host memory that the device reads and writes where they lie ---------------------
 
-    def gather(self, source: Tensor, rows: Tensor) -> Tensor:
-        """Rows [n] of a mapped host tensor (`Arena.view`), on the device."""
-        with self._computing_as_fetch():
-            found = _wide(source).index_select(0, rows).view(source.dtype)
-        self.fetched += found.nbytes
-        return found
+    def gather(self, target: Tensor, source: Tensor, rows: Tensor) -> None:
+        """Rows [n] of a mapped host tensor (`Arena.view`) to the device, [n, D], contiguous."""
+        with self.on(Lane.FETCH):
+            target, source = _wide(target, source)
+            torch.index_select(source, 0, rows, out=target)
+        self.fetched += target.nbytes
 
     def add_rows(self, total: Tensor, rows: Tensor, values: Tensor) -> None:
-        """Add values of the device to rows [n], each another one, of a mapped host tensor."""
-        with self._computing_as_fetch():
-            # Read, added to and written: stores cross the link, atomic additions would not all.
-            wide = _wide(total)
-            sums = wide.index_select(0, rows).view(total.dtype).add_(values)
-            wide.index_copy_(0, rows, sums.view(wide.dtype))
+        """Add values [n, D] of the device to rows [n], each another one, of a mapped host
+        tensor."""
+        (wide,) = _wide(total)
+        step = max(1, ADDED_BYTES // (values.shape[1] * values.element_size()))
+        with self.on(Lane.EVICT):
+            for places, some in zip(rows.split(step), values.split(step), strict=True):
+                # Read, added to and written: stores cross the link, atomic additions would not all.
+                sums = wide.index_select(0, places).view(total.dtype).add_(some)
+                wide.index_copy_(0, places, sums.view(wide.dtype))
+                del sums
         self.fetched += values.nbytes
         self.evicted += values.nbytes
 
-    @contextmanager
-    def _computing_as_fetch(self) -> Iterator[None]:
-        """What is computed inside has the place of a fetch: after what was issued on that lane, so
-        after the evicts that it waited for, and before what will be."""
-        self.wait(Lane.COMPUTE, self.record(Lane.FETCH))
-        yield
-        self.wait(Lane.FETCH, self.record(Lane.COMPUTE))
+    def note(self, target: Tensor, source: Tensor) -> None:
+        """Within the device, on the lane that fetches: what it goes by is there when it is."""
+        with self.on(Lane.FETCH):
+            target.copy_(source)
 
-    def _on(self, lane: Lane) -> AbstractContextManager[Any]:
+    def read(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """A small tensor for the CPU, which waits where it asks for it, and for nothing that is
+        computed from now on."""
+        if tensor.device.type == "cpu":
+            return lambda: tensor
+        here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        here.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+
+        def arrived() -> Tensor:
+            event.synchronize()
+            return here
+
+        return arrived
+
+    def on(self, lane: Lane) -> AbstractContextManager[Any]:
+        """What is computed inside is computed on the lane."""
         stream = self._streams.get(lane)
         return nullcontext() if stream is None else torch.cuda.stream(stream)
 
@@ -128,15 +150,20 @@ class CopyEngine:
             torch.cuda.current_stream(self.device).synchronize()
 
 
-def _wide(rows: Tensor) -> Tensor:
-    """The same memory in the widest elements, 8 bytes at most, that rows [n, D] begin and end at.
-    A lane of a kernel reads one element: 2 bytes a lane ask the link for 64 bytes at a time."""
+def _wide(*tensors: Tensor) -> list[Tensor]:
+    """The same memory in the widest elements, 8 bytes at most, that rows [n, D] of all begin and
+    end at. A lane of a kernel reads one element: 2 bytes a lane ask the link for 64 bytes at a
+    time."""
     for dtype in (torch.int64, torch.int32):
-        whole = dtype.itemsize // rows.element_size()
-        places = (rows.shape[-1], rows.storage_offset(), *rows.stride()[:-1])
-        if whole and rows.stride(-1) == 1 and not any(place % whole for place in places):
-            return rows.view(dtype)
-    return rows
+        if all(_divides(dtype.itemsize // x.element_size(), x) for x in tensors):
+            return [x.view(dtype) for x in tensors]
+    return list(tensors)
+
+
+def _divides(whole: int, rows: Tensor) -> bool:
+    """Do so many elements divide where rows begin and end?"""
+    places = (rows.shape[-1], rows.storage_offset(), *rows.stride()[:-1])
+    return whole > 0 and rows.stride(-1) == 1 and not any(place % whole for place in places)
 
 
 class Followed:

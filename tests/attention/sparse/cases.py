@@ -62,7 +62,7 @@ class SparseCase:
         )
         select = self.select or TopK(self.sparse.budget // self.sparse.page)
         kernel = self.kernel or select_far("cpu", *sizes)
-        call = sparse_call(*(self.sparse, dense, select, kernel, runs), most_units=self.most_units)
+        call = sparse_call(self.sparse, dense, select, kernel, runs)
         return call, slice(start, stop)
 
 
@@ -79,7 +79,7 @@ class Sequence:
         shape = case.tokens, case.batch, case.kv_heads
         k = torch.full((*shape, case.head_dim), torch.nan, dtype=case.dtype)
         v = torch.full((*shape, case.value_dim), torch.nan, dtype=case.dtype)
-        self.pages = MemoryPages(k, v, self.case.sparse.page)
+        self.pages = MemoryPages(k, v, self.case.sparse.page, self.case.most_units)
         self.pages.means.fill_(torch.nan)
 
     def step(self, inputs: Inputs, given: Tensor | None = None) -> Results:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from farspan.attention.sparse.pages import MemoryPages, Units, units_of
+from farspan.attention.sparse.pages import MemoryPages, Slab, Units, units_of
 from tests.attention.cases import make_inputs
 from tests.attention.sparse.cases import Sequence, SparseCase, cases
 
@@ -58,7 +58,8 @@ class HostPages(MemoryPages):
             copies.append(staging[: len(units)])
         return copies[0], copies[1]
 
-    def add(self, units: Units, dk: Tensor, dv: Tensor) -> None:
+    def add(self, slab: Slab, dk: Tensor, dv: Tensor) -> None:
+        units = slab.units
         self.moved.append(len(units))
         for home, part in ((self.dk, dk), (self.dv, dv)):
             for slot in range(len(units)):
@@ -88,7 +89,8 @@ def test_sums_of_gradients_begin_at_zero_and_again_at_each_step() -> None:
         assert pages.dk.eq(0).all()
         assert pages.dv.eq(0).all()
         assert pages.dk.dtype == torch.float32
-        pages.add(units, torch.ones(1, 4, 4), torch.ones(1, 4, 3))
+        slab = Slab(slice(0, 1), units, *pages.gather(units))
+        pages.add(slab, torch.ones(1, 4, 4), torch.ones(1, 4, 3))
         assert pages.dk[4:, :, 0].eq(1).all()
         assert pages.dk.sum() == 16
         assert pages.dv.sum() == 12

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from farspan.attention.sparse.pages import MemoryPages, Units, slabs_of, units_of
+from farspan.attention.sparse.pages import (
+    MemoryPages,
+    Slab,
+    Units,
+    ends_of,
+    index_of,
+    slabs_of,
+    units_of,
+)
 from farspan.attention.sparse.select import Candidates, Checked, Fraction, TopK
 from farspan.spec import Sparse
 from tests.attention.cases import Case, make_inputs
@@ -49,6 +57,10 @@ def walk(choice: Tensor, most_units: int) -> list[int]:
     return [*stops, choice.shape[2]]
 
 
+def slabs_in(choice: Tensor, most_units: int) -> list[tuple[slice, Units]]:
+    return list(slabs_of(choice, ends_of(index_of(choice), most_units)))
+
+
 SHAPES = [((1, 1, 9, 4), 12), ((2, 3, 7, 5), 9), ((1, 2, 16, 3), 40), ((2, 1, 1, 6), 8)]
 
 
@@ -59,7 +71,7 @@ def test_slabs_are_those_of_a_walk_with_sets(
 ) -> None:
     choice = random_choice(shape, pages, none)
     for most_units in (1, 5, 8, 13, 30, 100, 10_000):
-        slabs = list(slabs_of(choice, most_units))
+        slabs = slabs_in(choice, most_units)
         assert [run.stop for run, _ in slabs] == walk(choice, most_units)
         assert [run.start for run, _ in slabs] == [0, *(run.stop for run, _ in slabs[:-1])]
         for run, units in slabs:
@@ -92,13 +104,17 @@ class Waits(TorchDispatchMode):
 
 
 def test_the_cpu_waits_once_for_a_choice() -> None:
+    """For its index, which is copied; how many units there are is known from then on."""
     choice = random_choice((2, 2, 8, 4), 20, 0.1)
     with Waits() as waits:
-        ((_, units),) = slabs_of(choice, 10_000)
-    assert waits.count == 1
-    with Waits() as waits:
-        units_of(choice, len(units))
+        index = index_of(choice)
     assert waits.count == 0
+    for most_units in (10_000, 6):
+        ends = ends_of(index, most_units)
+        with Waits() as waits:
+            slabs = list(slabs_of(choice, ends))
+        assert waits.count == 0
+        assert (len(slabs) == 1) == (most_units == 10_000)
     votes = torch.rand(1, 2, 5, 9)
     for select in (TopK(4), Fraction(0.5)):
         with Waits() as waits:
@@ -109,8 +125,8 @@ def test_the_cpu_waits_once_for_a_choice() -> None:
 def test_what_fits_is_one_slab() -> None:
     choice = random_choice((2, 2, 8, 4), 20, 0.1)
     distinct = len(units_of(choice))
-    assert len(list(slabs_of(choice, distinct))) == 1
-    assert len(list(slabs_of(choice, distinct - 1))) == 2
+    assert len(slabs_in(choice, distinct)) == 1
+    assert len(slabs_in(choice, distinct - 1)) == 2
 
 
 @dataclass(slots=True)
@@ -124,9 +140,9 @@ class Counted(MemoryPages):
         self.gathered.append(len(units))
         return MemoryPages.gather(self, units)
 
-    def add(self, units: Units, dk: Tensor, dv: Tensor) -> None:
-        self.added.append(len(units))
-        MemoryPages.add(self, units, dk, dv)
+    def add(self, slab: Slab, dk: Tensor, dv: Tensor) -> None:
+        self.added.append(len(slab.units))
+        MemoryPages.add(self, slab, dk, dv)
 
 
 def some_of(votes: Tensor, pages: range) -> Tensor:
@@ -158,13 +174,13 @@ def test_slabs_give_what_one_gather_gives(case: SparseCase, most_units: int) -> 
     wanted = whole.step(inputs)
     sequence = Sequence(replace(case, most_units=most_units))
     plain = sequence.pages
-    sequence.pages = pages = Counted(plain.k, plain.v, plain.page)
+    sequence.pages = pages = Counted(plain.k, plain.v, plain.page, most_units)
     found = sequence.step(inputs)
     assert torch.equal(sequence.choice(), whole.choice())
     for name in wanted:
         assert_exact(found[name], wanted[name], EXACT)
     choices = [c for c in sequence.choices.values() if c.shape[3]]
-    slabs = [[len(units) for _, units in slabs_of(c, most_units)] for c in choices]
+    slabs = [[len(units) for _, units in slabs_in(c, most_units)] for c in choices]
     assert pages.gathered == [*chain(*slabs), *chain(*reversed(slabs))]
     assert pages.added == [*chain(*reversed(slabs))]
     again = Sequence(replace(case, most_units=most_units)).step(inputs)

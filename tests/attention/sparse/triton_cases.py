@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from farspan.attention.sparse.far import FarCall
-from farspan.attention.sparse.pages import Pages, Units
+from farspan.attention.sparse.pages import Pages, Slab
 from farspan.attention.sparse.reference import reference
 from farspan.attention.sparse.triton_far import TritonFar
 from farspan.attention.sparse.triton_pages import (
@@ -214,11 +214,17 @@ class Elsewhere:
     def representatives(self, pages: range) -> Tensor:
         return self.pages.representatives(pages)
 
-    def gather(self, units: Units) -> tuple[Tensor, Tensor]:
-        return self.pages.gather(units)
+    def begin(self, choice: Tensor) -> None:
+        self.pages.begin(choice)
 
-    def add(self, units: Units, dk: Tensor, dv: Tensor) -> None:
-        self.pages.add(units, dk, dv)
+    def slabs(self) -> Iterator[Slab]:
+        return self.pages.slabs()
+
+    def sums(self, slab: Slab) -> tuple[Tensor, Tensor]:
+        return self.pages.sums(slab)
+
+    def add(self, slab: Slab, dk: Tensor, dv: Tensor) -> None:
+        self.pages.add(slab, dk, dv)
 
     def keys(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         return self.pages.keys(start, stop)

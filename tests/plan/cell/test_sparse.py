@@ -45,13 +45,15 @@ class Worst:
             torch.randn(*of_queries, dim, dtype=dtype).transpose(1, 2)
             for dim in (far.head_dim, far.value_dim)
         )
-        pages, choice = MemoryPages(k, v, far.page), self.choice()
+        pages, choice = MemoryPages(k, v, far.page, self.most_units), self.choice()
         documents = torch.full((far.batch, far.tokens), shape[0]) if self.hidden else None
-        call = FarCall(0.1, far.page, documents, self.most_units)
+        call = FarCall(0.1, far.page, documents)
         kernel = Gathered(PlainPages(2.0) if far.plain else FlashPages(), self.part)
+        pages.begin(choice)
         with LiveStorage() as forward:
             out, lse = kernel.forward(call, q, choice, pages)
         attended = out, lse.clamp(min=0)
+        pages.begin(choice)
         with LiveStorage() as backward:
             kernel.backward(call, dout, q, attended, choice, pages)
         return forward.peak, backward.peak

@@ -23,7 +23,6 @@ from farspan.attention.sparse.far import FarCall, FarKernel
 from farspan.attention.sparse.pages import Pages
 from farspan.attention.sparse.select import Candidates, Selector, vote
 from farspan.plan.blocks import Run, near_blocks
-from farspan.plan.cell.sparse import MOST_UNITS
 from farspan.spec import Sparse
 
 Attended = tuple[Tensor, Tensor, Tensor]  # out, lse, choice
@@ -52,11 +51,9 @@ def sparse_call(
     kernel: FarKernel,
     runs: Sequence[tuple[Run, ...]] | None = None,
     device: torch.device | str = "cpu",
-    most_units: int = MOST_UNITS,
 ) -> SparseCall:
     """The sparse form of a chunk's dense call. `runs` are those `dense.blocks` were planned with
-    (plan_blocks), None if each row is one document; `device` is that of the queries; for
-    `most_units` see `FarCall`."""
+    (plan_blocks), None if each row is one document; `device` is that of the queries."""
     assert dense.q_start % sparse.page == 0, (dense.q_start, sparse.page)
     blocks = near_blocks(dense.blocks, sparse, dense.q_start)
     pages = sparse.candidates(dense.q_start)
@@ -67,7 +64,7 @@ def sparse_call(
         first = documents[:, :: sparse.page] // sparse.page
     return SparseCall(
         replace(dense, blocks=blocks),
-        FarCall(dense.scale, sparse.page, documents, most_units),
+        FarCall(dense.scale, sparse.page, documents),
         Candidates(pages, first),
         select,
         kernel,
@@ -113,8 +110,10 @@ def attend_sparse(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out, in the dtype of q, and lse, in the accumulate dtype, over all that is seen and sinks."""
-    out, lse = attend_blocks(call.near, q, k, v, pages)
     choice = _possible(call, choice)
+    if choice.shape[3]:
+        pages.begin(choice)
+    out, lse = attend_blocks(call.near, q, k, v, pages)
     if choice.shape[3]:
         out = out.to(lse.dtype)
         merge_(out, lse, *call.kernel.forward(call.far, q, choice, pages))
@@ -141,6 +140,8 @@ def attend_sparse_backward(
     """
     out, lse, choice = attended
     choice = _possible(call, choice)
+    if choice.shape[3]:
+        pages.begin(choice)
     dq, dk, dv, dsinks = attend_backward(call.near, dout, q, k, v, (out, lse), pages, sinks)
     if choice.shape[3]:
         part = call.kernel.backward(call.far, dout, q, (out, lse), choice, pages)

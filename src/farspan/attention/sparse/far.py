@@ -10,7 +10,6 @@ from typing import Protocol
 from torch import Tensor
 
 from farspan.attention.sparse.pages import Pages
-from farspan.plan.cell.sparse import MOST_UNITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +19,11 @@ class FarCall:
     scale: float
     page: int
     documents: Tensor | None = None  # [B, C]: first token of each query's document
-    # Pages of a row and key-value head that are gathered at one time, unless one page of queries
-    # chose more; so that memory does not grow with the prefix (plan.cell.sparse.slab_units).
-    most_units: int = MOST_UNITS
 
 
 class FarKernel(Protocol):
-    """Attention to chosen pages. Kernels are stateless values."""
+    """Attention to chosen pages, which `pages` was told of (`Pages.begin`). Kernels are stateless
+    values."""
 
     @property
     def softcap(self) -> float | None:
@@ -49,7 +46,7 @@ class FarKernel(Protocol):
         choice: Tensor,
         pages: Pages,
     ) -> Tensor:
-        """dq in the accumulate dtype; dK, dV of the pages go to `pages.add`.
+        """dq in the accumulate dtype; dK, dV of the pages go to `pages.sums`, then `pages.add`.
 
         `attended` is out and lse of the whole softmax, as in backends.py.
         """

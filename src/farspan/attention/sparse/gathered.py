@@ -6,7 +6,7 @@ its pages make it a small dense attention, and some rows x are attended at a tim
 
     q_xRPD [x, r, P, D]    k_xSD, v_xSD [x, 1, k * P, D]    out [x, r, P, Dv], lse [x, r, P]
 
-`part_bytes` bounds what such a part holds; units are gathered slab by slab (slabs_of). Masks are
+`part_bytes` bounds what such a part holds; units come slab by slab (`Pages.slabs`). Masks are
 built only for rows that need one: pages of queries that chose fewer pages than others, or where a
 document begins within a chosen page or behind it.
 """
@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from farspan.attention.merge import accumulate_dtype
 from farspan.attention.sparse.far import FarCall, FarKernel
-from farspan.attention.sparse.pages import Pages, Units, slabs_of
+from farspan.attention.sparse.pages import Pages, Slab, Units
 from farspan.plan.cell.sparse import PART_BYTES, FarRow
 
 aten = torch.ops.aten
@@ -170,17 +170,15 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _Slab:
-    """Pages of queries whose units were gathered together; m of them."""
+class _Rows:
+    """The rows of a slab, whose pages of queries are m."""
 
     page: int
     run: slice  # of M
     units: Units
     starts: Tensor | None  # [B, M, P]: first token of each query's document
-    keys: Tensor  # [U, P, D]
-    values: Tensor  # [U, P, Dv]
 
-    def rows(self) -> tuple[Tensor, Tensor]:
+    def with_pages(self) -> tuple[Tensor, Tensor]:
         """Those of [B, Hk, m], flat, that have pages: they need no mask, or they do."""
         index = self.units.index
         latest = 0 if self.starts is None else self.starts[:, None, self.run].amax(3)
@@ -230,19 +228,19 @@ class Gathered:
         queries = _by_page(q, choice, call.page)
         lse = q.new_full((batch, heads, padded), -torch.inf, dtype=accumulate_dtype(q.dtype))
         out: Tensor | None = None
-        for run, units in slabs_of(choice, call.most_units):
-            slab = _gather(call, run, units, pages, choice)
+        for slab in pages.slabs():
             if out is None:
                 shape = batch, padded, heads, slab.values.shape[2]
                 out = q.new_zeros(shape).transpose(1, 2)
             results = tuple(_by_page(x, choice, call.page) for x in (out, lse))
-            for rows, masked in self._parts(slab, queries, backward=False):
-                part = slab.part(rows, masked)
+            of_slab = _rows(call, slab, choice)
+            for rows, masked in self._parts(of_slab, slab, queries, backward=False):
+                part = of_slab.part(rows, masked)
                 found = self._attend(slab, part, queries, call.scale)
                 for result, x in zip(results, found, strict=True):
                     result[part.places] = x
                 del part, found, x
-            del slab
+            del slab, of_slab
         assert out is not None
         return out[:, :, :tokens], lse[:, :, :tokens]
 
@@ -260,44 +258,43 @@ class Gathered:
         given = [_by_page(x, choice, call.page) for x in (dout, q, *attended)]
         dq = q.new_zeros(batch, padded, heads, dim, dtype=dtype).transpose(1, 2)
         result = _by_page(dq, choice, call.page)
-        for run, units in slabs_of(choice, call.most_units):
-            slab = _gather(call, run, units, pages, choice)
-            dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (slab.keys, slab.values))
-            for rows, masked in self._parts(slab, given[1], backward=True):
-                part = slab.part(rows, masked)
+        for slab in pages.slabs():
+            dk, dv = pages.sums(slab)
+            of_slab = _rows(call, slab, choice)
+            for rows, masked in self._parts(of_slab, slab, given[1], backward=True):
+                part = of_slab.part(rows, masked)
                 found = self._differentiate(slab, part, given, call.scale)
                 result[part.places] = found[0].to(dtype)
                 part.add(dk, found[1])
                 part.add(dv, found[2])
                 del part, found
-            del slab
-            pages.add(units, dk, dv)
-            del dk, dv
+            pages.add(slab, dk, dv)
+            del slab, of_slab, dk, dv
         return dq[:, :, :tokens]
 
-    def _attend(self, slab: _Slab, part: _Part, q: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def _attend(self, slab: Slab, part: _Part, q: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         k, v = (part.copies(x) for x in (slab.keys, slab.values))
         return self.kernel.forward(part.queries(q), k, v, part.mask, scale)
 
     def _differentiate(
-        self, slab: _Slab, part: _Part, given: list[Tensor], scale: float
+        self, slab: Slab, part: _Part, given: list[Tensor], scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, out, lse = (part.queries(x) for x in given)
         k, v = (part.copies(x) for x in (slab.keys, slab.values))
         return self.kernel.backward(dout, (q, out, lse), k, v, part.mask, scale)
 
     def _parts(
-        self, slab: _Slab, queries: Tensor, *, backward: bool
+        self, of_slab: _Rows, slab: Slab, queries: Tensor, *, backward: bool
     ) -> Iterator[tuple[Tensor, bool]]:
         """Rows that are attended together, and whether they need a mask."""
         if len(slab.units) == 0:
             return
         dims = slab.keys.shape[2], slab.values.shape[2]
         row = FarRow(
-            *(queries.shape[3], slab.page, slab.units.index.shape[3], *dims),
+            *(queries.shape[3], of_slab.page, slab.units.index.shape[3], *dims),
             *(queries.element_size(), isinstance(self.kernel, PlainPages)),
         )
-        for rows, masked in zip(slab.rows(), (False, True), strict=True):
+        for rows, masked in zip(of_slab.with_pages(), (False, True), strict=True):
             count = max(1, self.part_bytes // row.bytes(masked=masked, backward=backward))
             for start in range(0, len(rows), count):
                 yield rows[start : start + count], masked
@@ -311,13 +308,13 @@ def select_far(device_type: str, head_dim: int, value_dim: int, softcap: float |
     return Gathered(PlainPages(softcap), most)
 
 
-def _gather(call: FarCall, run: slice, units: Units, pages: Pages, choice: Tensor) -> _Slab:
+def _rows(call: FarCall, slab: Slab, choice: Tensor) -> _Rows:
     starts = call.documents
     if starts is not None:
         count = choice.shape[2]
         ragged = count * call.page - starts.shape[1]
         starts = (pad(starts, (0, ragged)) if ragged else starts).unflatten(1, (count, call.page))
-    return _Slab(call.page, run, units, starts, *pages.gather(units))
+    return _Rows(call.page, slab.run, slab.units, starts)
 
 
 def _by_page(x: Tensor, choice: Tensor, page: int) -> Tensor:

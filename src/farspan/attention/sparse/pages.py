@@ -5,6 +5,9 @@ one page of one batch row and one key-value head, K [P, D] and V [P, Dv]: the le
 alone. Units are asked for once each, however many pages of queries chose them, so that a storage on
 host moves them in one batched gather and back in one write without collisions. Where there are more
 than memory is to hold, the pages of queries are taken in slabs, consecutive runs of them.
+
+Who attends says what was chosen before it needs the pages (`Pages.begin`), so that they may be on
+their way while near keys are attended to.
 """
 
 from collections.abc import Iterator
@@ -16,8 +19,10 @@ from torch import Tensor
 
 from farspan.attention.cell import KeyValues
 from farspan.attention.merge import accumulate_dtype
+from farspan.plan.cell.sparse import MOST_UNITS
 
 MOST_PAGES = 2**31  # more than an int32 names: no device is asked for the largest of a choice
+Ends = tuple[tuple[int, int], ...]  # of slabs: the page of queries behind each, and its units
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,38 +48,52 @@ class Units:
 def units_of(choice: Tensor, count: int | None = None) -> Units:
     """choice [B, Hk, M, k] -> its units. `count` says how many those are, where that is known; else
     the CPU waits for the device once, to know it."""
-    batch, heads = choice.shape[:2]
     if choice.numel() == 0:
         nothing = torch.empty(0, dtype=torch.int64, device=choice.device)
         return Units(nothing, nothing, nothing, choice.long())
-    owner = torch.arange(batch * heads, device=choice.device).view(batch, heads, 1, 1)
-    number = torch.where(choice < 0, -1, owner * MOST_PAGES + choice).flatten()
-    ordered, order = number.sort()
-    del number
-    first = ordered >= 0
-    first[1:] &= ordered[1:] != ordered[:-1]
-    place = first.cumsum(0)  # of its unit, from 1; 0 where there is none
+    ordered, order, place = _ranked(choice)
     count = int(place[-1]) if count is None else count
     # Entries of one unit write the same number to one place.
+    heads = choice.shape[1]
     units = ordered.new_empty(count + 1).scatter_(0, place, ordered)[1:]
     index = torch.empty_like(order).scatter_(0, order, place - 1).view(choice.shape)
     owner = units // MOST_PAGES
     return Units(owner // heads, owner % heads, units % MOST_PAGES, index)
 
 
-def slabs_of(choice: Tensor, most_units: int) -> Iterator[tuple[slice, Units]]:
-    """Slabs of a choice [B, Hk, M, k], in order: slices of M that cover it, and their units.
+def index_of(choice: Tensor) -> Tensor:
+    """`Units.index` of a choice alone, for which nobody waits."""
+    if choice.numel() == 0:
+        return choice.long()
+    _, order, place = _ranked(choice)
+    return torch.empty_like(order).scatter_(0, order, place - 1).view(choice.shape)
 
-    A slab has at most `most_units`, or is one page of queries that chose more; each is as long as
-    it may be. Where all units fit, which is the usual case, there is one slab, and the CPU waits
-    for the device once; else twice, however many slabs there are.
-    """
-    units = units_of(choice)
-    if len(units) <= most_units or choice.shape[2] == 1:
-        yield slice(0, choice.shape[2]), units
-        return
-    ends = _slab_ends(units.index, most_units)
-    del units
+
+def _ranked(choice: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Entries in the order of their units, where each comes from, and the place of its unit, from
+    1; 0 where there is none."""
+    batch, heads = choice.shape[:2]
+    owner = torch.arange(batch * heads, device=choice.device).view(batch, heads, 1, 1)
+    number = torch.where(choice < 0, -1, owner * MOST_PAGES + choice).flatten()
+    ordered, order = number.sort()
+    del number
+    first = ordered >= 0
+    first[1:] &= ordered[1:] != ordered[:-1]
+    return ordered, order, first.cumsum(0)
+
+
+def ends_of(index: Tensor, most_units: int) -> Ends:
+    """Slabs of a choice with this index [B, Hk, M, k], which is on the CPU: each has at most
+    `most_units`, or is one page of queries that chose more, and is as long as it may be."""
+    pages = index.shape[2]
+    count = int(index.max()) + 1 if index.numel() else 0
+    if count <= most_units or pages == 1:
+        return ((pages, count),)
+    return tuple(_slab_ends(index, most_units))
+
+
+def slabs_of(choice: Tensor, ends: Ends) -> Iterator[tuple[slice, Units]]:
+    """The slabs of a choice [B, Hk, M, k] that end there: slices of M, and their units."""
     start = 0
     for stop, count in ends:
         yield slice(start, stop), units_of(choice[:, :, start:stop], count)
@@ -82,12 +101,8 @@ def slabs_of(choice: Tensor, most_units: int) -> Iterator[tuple[slice, Units]]:
 
 
 def _slab_ends(index: Tensor, most_units: int) -> list[tuple[int, int]]:
-    """Where slabs end, and how many units they have, from the units [B, Hk, M, k] of a choice.
-
-    A page of queries brings a slab those of its units that no page of it before chose: those that
-    were last chosen, if at all, before the slab began.
-    """
-    index = index.cpu()  # once; some hundred KB, then nothing waits for a device
+    """As `ends_of`. A page of queries brings a slab those of its units that no page of it before
+    chose: those that were last chosen, if at all, before the slab began."""
     last = _last_chosen(index).transpose(0, 1).flatten(1)  # [M, B * Hk * k]
     ends, start = [], 0
     while start < len(last):
@@ -111,17 +126,33 @@ def _last_chosen(index: Tensor) -> Tensor:
     return torch.empty_like(last).scatter_(0, order, last).view(-1, pages, chosen)
 
 
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """Pages of queries whose units were gathered together."""
+
+    run: slice  # of M
+    units: Units
+    keys: Tensor  # [U, P, D]
+    values: Tensor  # [U, P, Dv]
+
+
 class Pages(KeyValues, Protocol):
     """K, V of the tokens before a chunk, block by block and page by page, and their gradients."""
 
     def representatives(self, pages: range) -> Tensor:
         """The mean key of each of these pages [B, Hk, n, D], in the accumulate dtype."""
 
-    def gather(self, units: Units) -> tuple[Tensor, Tensor]:
-        """K [U, P, D] and V [U, P, Dv] of the units; fresh, or valid until the next call."""
+    def begin(self, choice: Tensor) -> None:
+        """The pages of this choice [B, Hk, M, k] will be asked for next."""
 
-    def add(self, units: Units, dk: Tensor, dv: Tensor) -> None:
-        """Add dk [U, P, D] and dv [U, P, Dv], in the accumulate dtype, to the units' sums."""
+    def slabs(self) -> Iterator[Slab]:
+        """That choice in slabs, in order; K, V of one are valid until the next is asked for."""
+
+    def sums(self, slab: Slab) -> tuple[Tensor, Tensor]:
+        """Zeros for dK [U, P, D] and dV [U, P, Dv] of the slab at hand, in the accumulate dtype."""
+
+    def add(self, slab: Slab, dk: Tensor, dv: Tensor) -> None:
+        """Add to the sums of the slab's units what was gathered in those of `sums`."""
 
 
 def page_means(k: Tensor, page: int) -> Tensor:
@@ -140,6 +171,8 @@ class MemoryPages:
     k: Tensor
     v: Tensor
     page: int
+    most_units: int = MOST_UNITS  # of a slab
+    choice: Tensor | None = None  # at hand
     means: Tensor = field(init=False)
     dk: Tensor = field(init=False)
     dv: Tensor = field(init=False)
@@ -174,14 +207,29 @@ class MemoryPages:
     def representatives(self, pages: range) -> Tensor:
         return self.means[pages.start : pages.stop].permute(1, 2, 0, 3)
 
+    def begin(self, choice: Tensor) -> None:
+        self.choice = choice
+
+    def slabs(self) -> Iterator[Slab]:
+        assert self.choice is not None
+        choice, self.choice = self.choice, None
+        for run, units in slabs_of(choice, ends_of(index_of(choice).cpu(), self.most_units)):
+            yield Slab(run, units, *self.gather(units))
+
     def gather(self, units: Units) -> tuple[Tensor, Tensor]:
+        """K [U, P, D] and V [U, P, Dv] of the units."""
         places = units.places(self.page, *self.k.shape[1:3])
         k, v = (x.view(-1, x.shape[3]).index_select(0, places) for x in (self.k, self.v))
         size = len(units), self.page
         return k.unflatten(0, size), v.unflatten(0, size)
 
-    def add(self, units: Units, dk: Tensor, dv: Tensor) -> None:
-        places = units.places(self.page, *self.k.shape[1:3])
+    def sums(self, slab: Slab) -> tuple[Tensor, Tensor]:
+        dtype = accumulate_dtype(slab.keys.dtype)
+        dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (slab.keys, slab.values))
+        return dk, dv
+
+    def add(self, slab: Slab, dk: Tensor, dv: Tensor) -> None:
+        places = slab.units.places(self.page, *self.k.shape[1:3])
         for total, gradient in ((self.dk, dk), (self.dv, dv)):
             # Units are distinct: nothing is added twice to one place, so no order matters.
             total.view(-1, total.shape[3]).index_add_(0, places, gradient.flatten(0, 1))

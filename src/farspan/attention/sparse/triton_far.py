@@ -1,11 +1,10 @@
 """`FarKernel` by the Triton kernels: what `SparseCall` takes on CUDA.
 
 Pages that lie whole in tensors are read, and their gradients summed, where they lie. Those of any
-other storage are gathered, slab by slab (slabs_of), and the kernels find them by their slots: the
+other storage are gathered, slab by slab (`Pages.slabs`), and the kernels find them by their slots:
 copies are as large as a slab's distinct pages, not as the choice.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from farspan.attention.sparse.far import FarCall
-from farspan.attention.sparse.pages import Pages, Units, slabs_of
+from farspan.attention.sparse.pages import Pages, Slab
 from farspan.attention.sparse.triton_arguments import LARGEST
 from farspan.attention.sparse.triton_pages import (
     Gradients,
@@ -48,10 +47,11 @@ class TritonFar:
         if isinstance(pages, Resident):
             return attend_pages(self._in_place(call, choice, pages), q, pages.k, pages.v)
         parts = []
-        for span, slab in _slabs(call, choice):
-            keys, values = (_as_buffer(x, choice) for x in pages.gather(slab.units))
-            parts.append(attend_pages(self._gathered(slab, keys), q[:, :, span], keys, values))
-            del keys, values
+        for slab in pages.slabs():
+            keys, values = (_as_buffer(x, choice) for x in (slab.keys, slab.values))
+            paged = self._gathered(call, choice, slab)
+            parts.append(attend_pages(paged, q[:, :, _span(call, slab)], keys, values))
+            del slab, keys, values
         if len(parts) == 1:
             return parts[0]
         return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
@@ -70,60 +70,49 @@ class TritonFar:
             paged, totals = self._in_place(call, choice, pages), Gradients(pages.dk, pages.dv)
             return attend_pages_backward(paged, dout, q, pages.k, pages.v, attended, totals)
         parts = []
-        for span, slab in _slabs(call, choice):
-            of_queries = dout[:, :, span], q[:, :, span], tuple(x[:, :, span] for x in attended)
-            parts.append(self._differentiate(slab, *of_queries, pages))
+        for slab in pages.slabs():
+            paged = self._gathered(call, choice, slab)
+            span = _span(call, slab)
+            of_queries = dout[:, :, span], q[:, :, span], *(x[:, :, span] for x in attended)
+            parts.append(self._differentiate(paged, of_queries, slab, pages))
+            del slab
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def _differentiate(
-        self,
-        slab: "_Slab",
-        dout: Tensor,
-        q: Tensor,
-        attended: tuple[Tensor, ...],
-        pages: Pages,
+        self, paged: PagedCall, of_queries: tuple[Tensor, ...], slab: Slab, pages: Pages
     ) -> Tensor:
-        gathered = pages.gather(slab.units)
-        keys, values = (_as_buffer(x, slab.choice) for x in gathered)
-        sums = [torch.zeros_like(x, dtype=torch.float32) for x in gathered]
-        totals = Gradients(*(_as_buffer(x, slab.choice) for x in sums))
-        paged, (out, lse) = self._gathered(slab, keys), attended
-        dq = attend_pages_backward(paged, dout, q, keys, values, (out, lse), totals)
-        del gathered, keys, values
-        pages.add(slab.units, *sums)
+        """dq of a slab's queries; `of_queries` is dout, q, out and lse."""
+        dout, q, out, lse = of_queries
+        sums = pages.sums(slab)
+        keys, values, *totals = (
+            _as_buffer(x, paged.table.choice) for x in (slab.keys, slab.values, *sums)
+        )
+        dq = attend_pages_backward(paged, dout, q, keys, values, (out, lse), Gradients(*totals))
+        pages.add(slab, *sums)
         return dq
 
     def _in_place(self, call: FarCall, choice: Tensor, pages: Resident) -> PagedCall:
         tokens = pages.k.shape[0]
         return self._call(call, PageTable(choice.contiguous(), call.page, tokens, tokens))
 
-    def _gathered(self, slab: "_Slab", keys: Tensor) -> PagedCall:
+    def _gathered(self, call: FarCall, choice: Tensor, slab: Slab) -> PagedCall:
+        """The call cut to a slab's queries, on its copies."""
+        documents = None if call.documents is None else call.documents[:, _span(call, slab)]
         slots = slab.units.index.int().contiguous()
+        of_run = choice[:, :, slab.run].contiguous()
+        tokens = len(slab.keys) * call.page
         # Chosen pages are whole and lie before the chunk: the sequence's end cuts off no key.
-        table = PageTable(slab.choice, slab.call.page, LARGEST, keys.shape[0], slots)
-        return self._call(slab.call, table)
+        table = PageTable(of_run, call.page, LARGEST, tokens, slots)
+        return self._call(replace(call, documents=documents), table)
 
     def _call(self, call: FarCall, table: PageTable) -> PagedCall:
         first = None if call.documents is None else call.documents.int().contiguous()
         return PagedCall(table, call.scale, first, self.tiles)
 
 
-@dataclass(frozen=True, slots=True)
-class _Slab:
-    """A call and a choice cut to some pages of queries, and their units."""
-
-    call: FarCall
-    choice: Tensor  # [B, Hk, m, k]
-    units: Units
-
-
-def _slabs(call: FarCall, choice: Tensor) -> Iterator[tuple[slice, _Slab]]:
-    """The slabs of a chunk, and the queries of each."""
-    for run, units in slabs_of(choice, call.most_units):
-        span = slice(run.start * call.page, run.stop * call.page)
-        documents = None if call.documents is None else call.documents[:, span]
-        of_run = choice[:, :, run].contiguous()
-        yield span, _Slab(replace(call, documents=documents), of_run, units)
+def _span(call: FarCall, slab: Slab) -> slice:
+    """The queries of a slab."""
+    return slice(slab.run.start * call.page, slab.run.stop * call.page)
 
 
 def _as_buffer(of_units: Tensor, choice: Tensor) -> Tensor:

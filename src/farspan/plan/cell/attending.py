@@ -40,6 +40,7 @@ class Call:
     q_start: int
     far: Far | None = None  # where attention is sparse and there are pages to choose from
     most_units: int = 0  # that are gathered at one time
+    in_slots: bool = False  # to slots of the program
 
 
 @dataclass(slots=True)
@@ -162,11 +163,16 @@ def attend(
             merge(_queries(out, block), _queries(lse, block), *own)
     if call.far is not None:
         out = as_width(out, lse.width)
-        _pass(q.memory, far_bytes(call.far, call.most_units, backward=False))
+        _pass(q.memory, _far_bytes(call, backward=False))
         merge(out, lse, q.memory.new(out.shape, q.width), q.memory.new(lse.shape, lse.width))
     if sinks is not None:
         out, lse = _add_sinks(out, lse)
     return as_width(out, q.width), lse
+
+
+def _far_bytes(call: Call, *, backward: bool) -> int:
+    assert call.far is not None
+    return far_bytes(call.far, call.most_units, backward=backward, in_slots=call.in_slots)
 
 
 def _attend_own(call: Call, q: Phantom, k: Phantom, v: Phantom) -> tuple[Phantom, Phantom]:
@@ -211,7 +217,7 @@ def _attend_backward(
     whole = as_width(dq.total(), width)
     dk, dv = as_width(dk, width), as_width(dv, width)
     if call.far is not None:
-        _pass(q.memory, far_bytes(call.far, call.most_units, backward=True))
+        _pass(q.memory, _far_bytes(call, backward=True))
     return whole, dk, dv, dsinks
 
 

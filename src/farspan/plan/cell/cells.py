@@ -59,6 +59,7 @@ class Cells:
     tile: int = 0  # tokens, of cells that run on tiles
     wide: int = 4  # bytes of an element of a sum of weight gradients
     sparse: Sparse | None = None
+    in_slots: bool = False  # chosen pages are gathered to slots of the program
     found: dict[CellKind, CellBytes] = field(default_factory=dict)
 
     def get(self, kind: CellKind) -> CellBytes:
@@ -109,7 +110,7 @@ class Cells:
         far = far_of(kind.block.attention, sparse, run, start, kind.tokens)
         units = 0 if far is None else most_units_of(far)
         blocks = near_blocks(call.blocks, sparse, start)
-        return replace(call, blocks=blocks, far=far, most_units=units)
+        return replace(call, blocks=blocks, far=far, most_units=units, in_slots=self.in_slots)
 
     def _held(self, memory: Memory, kind: CellKind) -> tuple[Phantom, Phantom]:
         attention = kind.block.attention

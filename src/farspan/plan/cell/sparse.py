@@ -9,12 +9,14 @@ copied side by side. Neither slabs nor parts grow with the prefix or the chunk.
 from dataclasses import dataclass
 
 from farspan.plan.model.architecture import Attention
+from farspan.plan.sizes import aligned
 from farspan.spec import LayerSpec, Sparse
 
-# K, V gathered at one time; a backward holds their sums of gradients too, twice to thrice as much.
-# 64K tokens of a 7B model fill it, so that memory is flat from there on; from host it takes 1.3 ms
-# at 50 GB/s, long beside the start of a copy.
-SLAB_BYTES = 2**26
+# K, V gathered at one time; a backward holds their sums of gradients too, twice to thrice as much,
+# and from host one slab comes while another is attended to. 32K tokens of a 7B model fill one, so
+# that memory is flat from there on; from host it takes 0.7 ms at 50 GB/s, long beside the start of
+# a copy.
+SLAB_BYTES = 2**25
 # 256 MiB of pages of 128 tokens with 128 + 128 dims of 2 bytes: for callers that pass nothing.
 MOST_UNITS = 2**12
 # A part's copies, gradients and masks. On a CPU 2 MiB and 128 MiB are as fast; a GPU is filled.
@@ -129,6 +131,11 @@ class Far:
     def query_pages(self) -> int:
         return -(-self.tokens // self.page)
 
+    @property
+    def entries(self) -> int:
+        """Of a choice."""
+        return self.batch * self.kv_heads * self.query_pages * self.chosen
+
     def units(self, most_units: int) -> int:
         """Units of a slab at most: of one page of queries there may be more than `most_units`."""
         owners = self.batch * self.kv_heads
@@ -163,23 +170,49 @@ def most_units_of(far: Far) -> int:
     return slab_units(SLAB_BYTES, far.page, far.head_dim + far.value_dim, far.width)
 
 
+def slot_parts(far: Far, units: int, entries: int, *, backward: bool) -> dict[str, int]:
+    """Bytes of what a slot holds of a slab: its units' numbers, the index of its entries, the rows
+    that the units are in, K, V, and in a backward the sums of their gradients."""
+    tokens = units * far.page
+    parts = {
+        "numbers": 3 * INDEX * units,
+        "index": INDEX * entries,
+        "places": INDEX * tokens,
+        "k": tokens * far.head_dim * far.width,
+        "v": tokens * far.value_dim * far.width,
+    }
+    if backward:
+        wide = far.row.wide
+        parts |= {"dk": tokens * far.head_dim * wide, "dv": tokens * far.value_dim * wide}
+    return parts
+
+
+def slot_bytes(far: Far, *, backward: bool) -> int:
+    """Bytes of a slot for any slab of a chunk."""
+    parts = slot_parts(far, far.units(most_units_of(far)), far.entries, backward=backward)
+    return sum(map(aligned, parts.values()))
+
+
 def far_bytes(
-    far: Far, most_units: int = MOST_UNITS, part: int = PART_BYTES["cpu"], *, backward: bool
+    far: Far,
+    most_units: int = MOST_UNITS,
+    part: int = PART_BYTES["cpu"],
+    *,
+    backward: bool,
+    in_slots: bool = False,
 ) -> int:
     """Bytes that the far part of a chunk's forward or backward holds at most at one time, results
-    included, on a CPU and where pages are gathered from the memory of the device.
+    included, on a CPU; slabs left out where they are `in_slots`.
 
     Reached where all pages of a slab are distinct and it is as large as may be. Besides, aten's
     flash attention takes up to 0.3 MB a thread.
     """
     if not far.chosen or not far.candidates:
         return 0
-    row, units = far.row, far.units(most_units)
-    owners = far.batch * far.kv_heads
-    rows = owners * far.query_pages
-    entries = rows * far.chosen
+    row, units, entries = far.row, far.units(most_units), far.entries
+    rows = far.batch * far.kv_heads * far.query_pages
     unit = far.page * (far.head_dim + far.value_dim)
-    slab = units * unit * (far.width + backward * row.wide)
+    slab = 0 if in_slots else units * unit * (far.width + backward * row.wide)
     most = max(
         min(rows, max(1, part // size)) * size
         for size in (row.bytes(masked=masked, backward=backward) for masked in (False, True))

@@ -31,7 +31,7 @@ from farspan.plan.program import (
     StoreGradient,
 )
 from farspan.plan.reads import unread_outputs
-from farspan.spec import LayerSpec, ModelSpec, Sparse
+from farspan.spec import LayerSpec, ModelSpec, Sparse, Tier
 
 # Chunks whose prefixes are told apart to the token; of more, prefixes are rounded up to 1 / STARTS
 # of a block of keys.
@@ -80,9 +80,9 @@ def _cells(
     kv_block: int,
     in_place: bool,
     tiles: tuple[int, int],
-    sparse: Sparse | None,
+    sparse: tuple[Sparse | None, bool],
 ) -> Cells:
-    return Cells(architecture, batch, *widths, kv_block, in_place, *tiles, sparse)
+    return Cells(architecture, batch, *widths, kv_block, in_place, *tiles, *sparse)
 
 
 @lru_cache(maxsize=8)
@@ -134,7 +134,8 @@ class Walk:
         widths = width, self.final
         self.tile = schedule.mlp_tokens
         self.unread = unread_outputs(program) if self.tile is not None else frozenset()
-        fixed = schedule.kv_block, in_place, (self.tile or 0, self.wide), schedule.sparse
+        sparse = schedule.sparse, schedule.kv is Tier.HOST
+        fixed = schedule.kv_block, in_place, (self.tile or 0, self.wide), sparse
         self.cells = _cells(architecture, program.run.batch, widths, *fixed)
         sizes = self.wide, schedule.head_tokens
         self.stages = _stages(architecture, program.run.batch, widths, sizes, in_place)
