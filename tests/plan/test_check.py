@@ -10,6 +10,7 @@ from hypothesis import event, given
 
 from farspan.memory.check import check_placement
 from farspan.memory.place import Placement, Request
+from farspan.plan import names
 from farspan.plan.build import build_evaluation, build_program
 from farspan.plan.check import check_program
 from farspan.plan.contents import ProgramError
@@ -265,6 +266,15 @@ def test_another_mode_is_caught(program: Program) -> None:
         if mode is not i.mode and mode is not AttentionMode.COMPUTE
     )
     assert escaped(mutants) == []
+
+
+def test_slots_too_small_for_chosen_pages_are_caught() -> None:
+    program = build_program(cases.model_of(5), RunSpec(2, 47), RICH["sparse, held"])
+    check_program(program)
+    for name in names.PAGES:
+        _, short = mutate.with_buffer(program, name, bytes=64, cell_bytes=64)
+        with pytest.raises(ProgramError, match=f"{name} cannot take chosen pages"):
+            check_program(short)
 
 
 def test_a_tier_too_small_is_caught(program: Program) -> None:

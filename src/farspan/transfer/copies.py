@@ -27,13 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farspan.lazy import load
 from farspan.plan.footprints import Lane
 from farspan.plan.waits import Hazard, Order, Wait
 from farspan.spec import Refused
-
-# Of the sums that are made of rows on host at one time: they cross the link in 0.2 ms, a hundred
-# times what a kernel takes to start.
-ADDED_BYTES = 2**23
 
 
 class CopyEngine:
@@ -77,14 +74,11 @@ class CopyEngine:
     def add_rows(self, total: Tensor, rows: Tensor, values: Tensor) -> None:
         """Add values [n, D] of the device to rows [n], each another one, of a mapped host
         tensor."""
-        (wide,) = _wide(total)
-        step = max(1, ADDED_BYTES // (values.shape[1] * values.element_size()))
         with self.on(Lane.EVICT):
-            for places, some in zip(rows.split(step), values.split(step), strict=True):
-                # Read, added to and written: stores cross the link, atomic additions would not all.
-                sums = wide.index_select(0, places).view(total.dtype).add_(some)
-                wide.index_copy_(0, places, sums.view(wide.dtype))
-                del sums
+            if total.device.type == "cuda":
+                launch_add_rows(total, rows, values)
+            else:
+                total.index_add_(0, rows, values)
         self.fetched += values.nbytes
         self.evicted += values.nbytes
 
@@ -164,6 +158,14 @@ def _divides(whole: int, rows: Tensor) -> bool:
     """Do so many elements divide where rows begin and end?"""
     places = (rows.shape[-1], rows.storage_offset(), *rows.stride()[:-1])
     return whole > 0 and rows.stride(-1) == 1 and not any(place % whole for place in places)
+
+
+def launch_add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
+    """By `triton_rows`; all contiguous. A row is a program of one warp: 512 bytes of 128 dims."""
+    kernel = load("farspan.transfer.triton_rows", "add_rows")
+    width = values.shape[1]
+    padded = 1 << (width - 1).bit_length()
+    kernel[(len(rows),)](total, rows, values, width, padded, num_warps=1)
 
 
 class Followed:

@@ -219,8 +219,11 @@ def far_bytes(
     )
     # A place for each token of a unit, while pages are gathered and while gradients are added.
     moving = INDEX * units * far.page
-    attended = _chunk_bytes(far, backward) + INDEX * HELD * entries + slab + max(most, moving)
-    return max(attended, _chunk_bytes(far, backward) + INDEX * FOUND * entries)
+    found = INDEX * FOUND * entries
+    if in_slots:
+        found, moving = found + moving, 0  # of the slab that comes
+    attended = INDEX * HELD * entries + slab + max(most, moving)
+    return _chunk_bytes(far, backward) + max(attended, found)
 
 
 def _chunk_bytes(far: Far, backward: bool) -> int:

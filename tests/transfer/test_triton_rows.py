@@ -1,0 +1,65 @@
+"""The kernel that adds rows, in Triton's interpreter, and on a GPU to rows of main memory."""
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
+from multiprocessing import get_context
+
+import pytest
+import torch
+from torch import Tensor
+
+from farspan.plan.footprints import Lane
+from farspan.spec import Tier
+from farspan.transfer.arena import Arena
+from farspan.transfer.copies import CopyEngine, launch_add_rows
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+
+SIZES = [(9, 5, 4), (40, 128, 40), (7, 64, 1), (5, 1, 3)]  # rows there are, width, rows added to
+
+
+def _interpret() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def launched(total: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    launch_add_rows(total, rows, values)
+    return total
+
+
+def drawn(count: int, width: int, added: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    total, values = torch.randn(count, width), torch.randn(added, width)
+    return total.to(dtype), torch.randperm(count)[:added], values.to(dtype)
+
+
+def test_rows_are_added_to_and_no_others() -> None:
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=_interpret) as pool:
+        for size in SIZES:
+            for dtype in (torch.float32, torch.float64):
+                total, rows, values = drawn(*size, dtype)
+                wanted = total.index_add(0, rows, values)
+                found = pool.submit(launched, total, rows, values).result()
+                assert torch.equal(found, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rows_of_main_memory(overlap: bool) -> None:
+    """Gathered from it and added to it, on lanes of their own."""
+    device = torch.device("cuda", 0)
+    arena, copies = Arena(Tier.HOST, device), CopyEngine(device, overlap=overlap)
+    arena.reserve(2**20)
+    total, rows, values = (x.to(device) for x in drawn(300, 128, 200, torch.float32))
+    place = arena.view(64, (300, 128), torch.float32, mapped=True)
+    place.copy_(total)
+    copies.begin()
+    found = torch.empty_like(values)
+    copies.gather(found, place, rows)
+    copies.wait(Lane.EVICT, copies.record(Lane.FETCH))
+    copies.add_rows(place, rows, values)
+    copies.end()
+    copies.synchronize()
+    assert torch.equal(found, total[rows])
+    at_home = arena.view(64, (300, 128), torch.float32)
+    assert torch.equal(at_home, total.index_add(0, rows, values).cpu())
