@@ -1,8 +1,8 @@
 """Chosen pages over a program's buffers (OOMB 4.2), and the slots they come through from host.
 
-K, V on the device are gathered where they lie, in line. Those on host come through two slots, a
-slab in each (`attention.sparse.pages`), while near keys or the slab before are attended to; in a
-backward, sums of their gradients go back behind the computation:
+K, V on the device are read where they lie, or gathered in line. Those on host come through two
+slots, a slab in each (`attention.sparse.pages`), while near keys or the slab before are attended
+to; in a backward, sums of their gradients go back behind the computation:
 
     compute   choose | near keys | slab 0   | slab 1           the first time
     fetch               slab 0     slab 1
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from farspan.attention.sparse.pages import (
     Ends,
+    Resident,
     Slab,
     Units,
     ends_of,
@@ -141,6 +142,8 @@ class BufferPages:
         if self.choice is not None:
             return
         self.choice = choice
+        if not self._on_host():
+            return
         if self._ends() is not None:
             self._start()
             return
@@ -148,19 +151,21 @@ class BufferPages:
         self.counted = copies.read(index_of(choice))
         self.chosen = copies.record(Lane.COMPUTE)
 
+    def resident(self) -> Resident | None:
+        if self._on_host():
+            return None
+        kv, sums = self.prefix.everything(self.prefix.keys_in), self.prefix.gradients_in
+        dkv = None if sums is None else self.prefix.everything(sums)
+        totals = (None, None) if dkv is None else (dkv["k"], dkv["v"])
+        return Resident(kv["k"], kv["v"], *totals)
+
     def slabs(self) -> Iterator[Slab]:
-        assert self.choice is not None
-        if self.counted is not None:
-            assert self.far is not None
-            self.slots.ends[self._cell()] = ends_of(self.counted(), most_units_of(self.far))
-            self.counted = None
-            self._start()
         if not self._on_host():
-            ends = self._ends()
-            assert ends is not None
-            for run, units in slabs_of(self.choice, ends):
-                yield Slab(run, units, *self._in_line(units))
+            yield from self._in_line()
             return
+        if self.counted is not None:
+            self._cut(self.counted())
+            self._start()
         copies = self.prefix.storage.copies
         while self.coming:
             self.here = self.coming.popleft()
@@ -195,6 +200,11 @@ class BufferPages:
         for total, gradient in zip(totals, gradients, strict=True):
             copies.add_rows(total, self.here.places, gradient)
         self.here.slot.left = copies.record(Lane.EVICT)
+
+    def _cut(self, index: Tensor) -> None:
+        assert self.far is not None
+        self.slots.ends[self._cell()] = ends_of(index, most_units_of(self.far))
+        self.counted = None
 
     # -- through slots ---------------------------------------------------------------------------
 
@@ -263,7 +273,14 @@ class BufferPages:
 
     # -- in line ---------------------------------------------------------------------------------
 
-    def _in_line(self, units: Units) -> tuple[Tensor, Tensor]:
+    def _in_line(self) -> Iterator[Slab]:
+        assert self.choice is not None
+        if self._ends() is None:
+            self._cut(index_of(self.choice).cpu())
+        for run, units in slabs_of(self.choice, self._ends() or ()):
+            yield Slab(run, units, *self._gathered(units))
+
+    def _gathered(self, units: Units) -> tuple[Tensor, Tensor]:
         """K [U, P, D] and V [U, P, Dv], gathered on the device."""
         places = self._places(units)
         k, v = (

@@ -217,6 +217,9 @@ class Elsewhere:
     def begin(self, choice: Tensor) -> None:
         self.pages.begin(choice)
 
+    def resident(self) -> None:
+        return None
+
     def slabs(self) -> Iterator[Slab]:
         return self.pages.slabs()
 

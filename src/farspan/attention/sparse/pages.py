@@ -12,7 +12,7 @@ their way while near keys are attended to.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -136,6 +136,15 @@ class Slab:
     values: Tensor  # [U, P, Dv]
 
 
+class Resident(NamedTuple):
+    """Pages where they lie, in tensors [T, B, Hk, D] of the device of the queries."""
+
+    k: Tensor
+    v: Tensor
+    dk: Tensor | None  # the sums, in the accumulate dtype; None: no backward follows
+    dv: Tensor | None
+
+
 class Pages(KeyValues, Protocol):
     """K, V of the tokens before a chunk, block by block and page by page, and their gradients."""
 
@@ -144,6 +153,9 @@ class Pages(KeyValues, Protocol):
 
     def begin(self, choice: Tensor) -> None:
         """The pages of this choice [B, Hk, M, k] will be asked for next."""
+
+    def resident(self) -> Resident | None:
+        """All pages where they lie, for a kernel that can read them there; None: to be gathered."""
 
     def slabs(self) -> Iterator[Slab]:
         """That choice in slabs, in order; K, V of one are valid until the next is asked for."""
@@ -209,6 +221,9 @@ class MemoryPages:
 
     def begin(self, choice: Tensor) -> None:
         self.choice = choice
+
+    def resident(self) -> Resident:
+        return Resident(self.k, self.v, self.dk, self.dv)
 
     def slabs(self) -> Iterator[Slab]:
         assert self.choice is not None

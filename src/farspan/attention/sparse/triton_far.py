@@ -6,13 +6,12 @@ copies are as large as a slab's distinct pages, not as the choice.
 """
 
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from farspan.attention.sparse.far import FarCall
-from farspan.attention.sparse.pages import Pages, Slab
+from farspan.attention.sparse.pages import Pages, Resident, Slab
 from farspan.attention.sparse.triton_arguments import LARGEST
 from farspan.attention.sparse.triton_pages import (
     Gradients,
@@ -22,16 +21,6 @@ from farspan.attention.sparse.triton_pages import (
 )
 from farspan.attention.sparse.triton_table import PageTable
 from farspan.attention.sparse.triton_tiles import Tiles
-
-
-@runtime_checkable
-class Resident(Protocol):
-    """Pages in tensors [T, B, Hk, D] on the device of the queries; dk, dv are the sums, fp32."""
-
-    k: Tensor
-    v: Tensor
-    dk: Tensor
-    dv: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +33,9 @@ class TritonFar:
     def forward(
         self, call: FarCall, q: Tensor, choice: Tensor, pages: Pages
     ) -> tuple[Tensor, Tensor]:
-        if isinstance(pages, Resident):
-            return attend_pages(self._in_place(call, choice, pages), q, pages.k, pages.v)
+        there = pages.resident()
+        if there is not None:
+            return attend_pages(self._in_place(call, choice, there), q, there.k, there.v)
         parts = []
         for slab in pages.slabs():
             keys, values = (_as_buffer(x, choice) for x in (slab.keys, slab.values))
@@ -66,9 +56,12 @@ class TritonFar:
         pages: Pages,
     ) -> Tensor:
         attended = attended[0].to(q.dtype), attended[1]
-        if isinstance(pages, Resident):
-            paged, totals = self._in_place(call, choice, pages), Gradients(pages.dk, pages.dv)
-            return attend_pages_backward(paged, dout, q, pages.k, pages.v, attended, totals)
+        there = pages.resident()
+        if there is not None:
+            assert there.dk is not None
+            assert there.dv is not None
+            paged, totals = self._in_place(call, choice, there), Gradients(there.dk, there.dv)
+            return attend_pages_backward(paged, dout, q, there.k, there.v, attended, totals)
         parts = []
         for slab in pages.slabs():
             paged = self._gathered(call, choice, slab)
@@ -91,8 +84,8 @@ class TritonFar:
         pages.add(slab, *sums)
         return dq
 
-    def _in_place(self, call: FarCall, choice: Tensor, pages: Resident) -> PagedCall:
-        tokens = pages.k.shape[0]
+    def _in_place(self, call: FarCall, choice: Tensor, there: Resident) -> PagedCall:
+        tokens = there.k.shape[0]
         return self._call(call, PageTable(choice.contiguous(), call.page, tokens, tokens))
 
     def _gathered(self, call: FarCall, choice: Tensor, slab: Slab) -> PagedCall:

@@ -13,10 +13,10 @@ from farspan.plan.sizes import aligned
 from farspan.spec import LayerSpec, Sparse
 
 # K, V gathered at one time; a backward holds their sums of gradients too, twice to thrice as much,
-# and from host one slab comes while another is attended to. 32K tokens of a 7B model fill one, so
-# that memory is flat from there on; from host it takes 0.7 ms at 50 GB/s, long beside the start of
-# a copy.
-SLAB_BYTES = 2**25
+# and from host one slab comes while another is attended to. 64K tokens of a 7B model fill one, so
+# that memory is flat from there on; from host it takes 1.3 ms at 50 GB/s, long beside the start of
+# a copy, and it has the pages of four pages of queries at least: a kernel's programs fill a GPU.
+SLAB_BYTES = 2**26
 # 256 MiB of pages of 128 tokens with 128 + 128 dims of 2 bytes: for callers that pass nothing.
 MOST_UNITS = 2**12
 # A part's copies, gradients and masks. On a CPU 2 MiB and 128 MiB are as fast; a GPU is filled.
