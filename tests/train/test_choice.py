@@ -30,7 +30,7 @@ from farspan.train.lighter import lighter, needed
 from farspan.train.looked import Looked, look
 from farspan.train.none_fits import USUAL, advice, none_fits
 from farspan.train.optimizer_parts import Held
-from farspan.train.planning import free_for, question_of
+from farspan.train.planning import Least, question_of
 from farspan.train.shortage import Shortage
 from tests.train.planner import one_memory, plan_for
 from tests.train.tiny import tiny_run
@@ -160,16 +160,16 @@ def test_one_memory_shrinks_by_what_both_tiers_took() -> None:
 def test_no_more_is_asked_for_than_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("farspan.train.choice.available_host_bytes", lambda: 7 * GIB)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert free_now(one_memory(100 * GIB), cpu, held=GIB).host_bytes == 8 * GIB
-    assert free_now(one_memory(3 * GIB), cpu, held=GIB).host_bytes == 3 * GIB
+    assert free_now(cpu, held=GIB).limit(one_memory(100 * GIB)).host_bytes == 8 * GIB
+    assert free_now(cpu, held=GIB).limit(one_memory(3 * GIB)).host_bytes == 3 * GIB
     gpu = replace(machine("h200"), device_bytes=140 * GIB, reserve=2 * GIB)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (100 * GIB, 140 * GIB))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 20 * GIB)
-    found = free_now(gpu, cuda, held=GIB)
+    found = free_now(cuda, held=GIB).limit(gpu)
     # What torch has taken already is the run's own; others have 140 - 100 - 20 - 2.
     assert (found.device_bytes, found.host_bytes) == (122 * GIB, 7 * GIB)
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 39 * GIB)
-    assert free_now(gpu, cuda, held=GIB).device_bytes == 140 * GIB
+    assert free_now(cuda, held=GIB).limit(gpu).device_bytes == 140 * GIB
 
 
 def test_what_is_set_aside_for_gradients_is_not_free(
@@ -189,7 +189,7 @@ def test_what_is_set_aside_for_gradients_is_not_free(
         aside = question.machine.reserve - GIB
         assert (aside > 0) == (accumulate > 1)
         use: Any = SimpleNamespace(device=crew.device, crew=crew, touched_bytes=lambda: nothing)
-        found = free_for(run, question, use)
+        found = Least(use).limit(run, question)
         assert found.device_bytes == 61 * GIB
         assert found.reserve == question.machine.reserve
 

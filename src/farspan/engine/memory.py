@@ -9,10 +9,11 @@ from torch import nn
 from farspan.attention.merge import accumulate_dtype
 from farspan.engine.meter import PeakMeter
 from farspan.engine.step import ADVICE, Progress, Step
-from farspan.memory.host import GIB
+from farspan.memory.host import GIB, UNLIMITED
 from farspan.models.refuse import context_limit
 from farspan.parallel.fsdp import gradient_dtype, local
 from farspan.parallel.near import refuse_beyond_together
+from farspan.parallel.ranks import Ranks
 from farspan.plan.cell.choosing import grown_bytes
 from farspan.plan.program import Program
 from farspan.plan.sizes import made_bytes
@@ -83,14 +84,10 @@ def forecast(
 
 def refuse_too_large(step: Step, expected: Forecast, optimizer: int) -> None:
     """Raises TooLarge when the host cannot hold the step and `optimizer` bytes of its states, and
-    DeviceTooSmall when the GPU cannot hold what is new on it."""
-    free = available_device_bytes(step.boundary.device)
-    if free is not None and expected.new_device > free:
-        raise DeviceTooSmall(
-            f"device memory: a step (arena {expected.device_arena:,} bytes, gradients "
-            f"{expected.gradients:,}, cells {expected.transient:,}) needs "
-            f"{expected.new_device / GIB:.2f} GiB and {free / GIB:.2f} GiB are free; {ADVICE}"
-        )
+    DeviceTooSmall when the GPU cannot hold what is new on it; of several ranks, which all call it,
+    the same on all when one of them is short."""
+    ranks = None if step.dealt is None else step.dealt.ranks
+    _refuse_too_small(step.boundary.device, expected, ranks)
     needed = expected.host_arena
     what = f"the host arena ({expected.host_arena:,} bytes)"
     if step.boundary.device.type == "cpu":
@@ -99,8 +96,28 @@ def refuse_too_large(step: Step, expected: Forecast, optimizer: int) -> None:
             f"a step (arenas {expected.host_arena + expected.device_arena:,} bytes, gradients "
             f"{expected.gradients:,}, optimizer {optimizer:,}, cells {expected.transient:,})"
         )
-    ranks = None if step.dealt is None else step.dealt.ranks
     refuse_beyond_together(ranks, needed, what, ADVICE)
+
+
+def _refuse_too_small(device: torch.device, expected: Forecast, ranks: Ranks | None) -> None:
+    room = available_device_bytes(device)
+    mine = [
+        UNLIMITED if room is None else room,
+        expected.new_device,
+        expected.device_arena,
+        expected.gradients,
+        expected.transient,
+    ]
+    # A rank that went away alone would be waited for in the next exchange.
+    figures = [mine] if ranks is None else ranks.figures(mine)
+    number = max(range(len(figures)), key=lambda rank: figures[rank][1] - figures[rank][0])
+    free, needed, arena, gradients, cells = figures[number]
+    if needed > free:
+        whose = f" of rank {number}" if len(figures) > 1 else ""
+        raise DeviceTooSmall(
+            f"device memory{whose}: a step (arena {arena:,} bytes, gradients {gradients:,}, cells "
+            f"{cells:,}) needs {needed / GIB:.2f} GiB and {free / GIB:.2f} GiB are free; {ADVICE}"
+        )
 
 
 def available_device_bytes(device: torch.device) -> int | None:

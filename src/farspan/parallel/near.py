@@ -6,11 +6,8 @@ import platform
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-
 from farspan.memory.host import available_host_bytes, refuse_beyond
 from farspan.parallel.ranks import Ranks
-from farspan.plan.layout import AXES
 
 
 def machine_name() -> str:
@@ -29,10 +26,7 @@ def refuse_beyond_together(ranks: Ranks | None, needed: int, what: str, advice: 
             refuse_beyond(needed, what, advice)
         return
     machine = hashlib.blake2b(machine_name().encode(), digest_size=7).digest()
-    mine = [int.from_bytes(machine), needed, available_host_bytes()]
-    peers = ranks.among(*AXES)
-    rows = torch.tensor([mine], dtype=torch.int64, device=ranks.device)
-    found = peers.gather(rows, [1] * peers.size).tolist()
+    found = ranks.figures([int.from_bytes(machine), needed, available_host_bytes()])
     for name in dict.fromkeys(row[0] for row in found):
         near = [row for row in found if row[0] == name]
         said = f"{what}, on {len(near)} ranks of a machine," if len(near) > 1 else what

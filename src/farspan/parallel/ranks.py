@@ -1,6 +1,7 @@
 """This process among the ranks of a layout, and the groups it talks in."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -72,6 +73,13 @@ class Ranks:
                 groups = {ranks: dist.new_group(list(ranks), self.timeout) for ranks in members}
                 self.made[several] = groups[self.rank.peers(*several)]
         return self.made[several]
+
+    def figures(self, mine: Sequence[int]) -> list[list[int]]:
+        """What every rank gives, as many numbers each, in the order of ranks."""
+        peers = self.among(*AXES)
+        rows = torch.tensor([mine], dtype=torch.int64, device=self.device)
+        found: list[list[int]] = peers.gather(rows, [1] * peers.size).tolist()
+        return found
 
     def refuse_unlike(self, what: str, value: str | Tensor, *axes: str) -> None:
         """Raises Refused, on all of them, where a value is not the same on all peers."""

@@ -88,6 +88,14 @@ class Crew:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return int(found)
 
+    def least(self, value: int) -> int:
+        """The smallest of what all ranks give."""
+        if self.place is None:
+            return value
+        found = torch.tensor([value])
+        dist.all_reduce(found, op=dist.ReduceOp.MIN)
+        return int(found)
+
     def ask_to_halt(self, number: int) -> None:
         """All ranks are to leave the step, with a signal's number. A handler may call it."""
         if self.halt is not None:

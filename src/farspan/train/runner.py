@@ -9,22 +9,24 @@ from typing import Any, TypeVar
 from farspan.engine.meter import PeakMeter
 from farspan.spec import Kernels, Refused, Schedule, Tier
 from farspan.train.choice import Choice, Chooser, describe_schedule
-from farspan.train.config import RunConfig
+from farspan.train.config import RunConfig, as_yaml
 from farspan.train.memory import Expected, compare, describe, shown
 from farspan.train.parts import CellsDone, Parts, StepLike
-from farspan.train.planning import gradients_before
+from farspan.train.planning import gradients_before, less_for_ranks
 from farspan.train.setup import Equipment
-from farspan.train.shortage import OutOfMemory, Shortage, clear_up, find_shortage
+from farspan.train.shortage import (
+    OneRankShort,
+    OutOfMemory,
+    Shortage,
+    clear_up,
+    find_shortage,
+)
 from farspan.train.sparse import fraction_of, other_chunk
 from farspan.train.strict import to_mapping
 
 T = TypeVar("T")
 
 REPLANS = 4  # for the same work
-LIGHTER = (
-    "give a smaller chunk or smaller groups, or start more ranks; the same command goes on from "
-    "the latest checkpoint, also with another schedule"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +98,8 @@ class Runner:
                 shortage = find_shortage(error)
                 if shortage is None:
                     raise
-                if self._use.crew.count > 1:
-                    # The others are within the step, and cannot take it again.
-                    raise OutOfMemory(
-                        f"memory: out of it ({_place(shortage.tier, self._use)}): "
-                        f"{shortage.message}; {LIGHTER}"
-                    ) from error
+                if self._use.crew.count > 1 and not shortage.of_all:
+                    raise self._alone(shortage) from error
             # Outside the handler: the exception holds the step's frames, and they its tensors.
             self._give_up(shortage, tried)
 
@@ -182,6 +180,19 @@ class Runner:
         if self._use.crew.ranks is not None:
             named["ranks"] = self._use.dealt or self._use.crew.ranks
         return self._parts.make_step(self._use.model, schedule, **named)
+
+    def _alone(self, shortage: Shortage) -> OneRankShort:
+        """What this rank says when it leaves a step that the others are within. It cannot be taken
+        again: a process group in which they wait for this one is good for nothing more."""
+        found = None
+        if self._choice is not None:
+            found = less_for_ranks(self._run, self._use, self._choice.schedule, shortage)
+        less = "smaller chunks or smaller groups" if found is None else as_yaml(found)
+        return OneRankShort(
+            f"memory: out of it ({_place(shortage.tier, self._use)}): {shortage.message}; the "
+            f"others are within the step, so nothing lighter is tried: with {less} in the run "
+            "file, or on more ranks, the same command goes on from the latest checkpoint"
+        )
 
     def _give_up(self, shortage: Shortage, tried: list[str]) -> None:
         """Clears away what failed and chooses what comes next. Raises OutOfMemory."""

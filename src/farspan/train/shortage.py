@@ -20,12 +20,21 @@ class OutOfMemory(Refused):
     """No schedule that was tried fits; the message says which were."""
 
 
+class OneRankShort(OutOfMemory):
+    """One of several ranks ran out while the others went on: they wait for it within the step."""
+
+
+# What ranks look at together before they take any: all of them are refused, or none.
+_TOGETHER = (TooLarge, DeviceTooSmall)
+
+
 @dataclass(frozen=True, slots=True)
 class Shortage:
     """A tier that ran out. On a CPU both are main memory: it is then the host."""
 
     tier: Tier
     message: str  # one line
+    of_all: bool = True  # the ranks of this run: all of them know, and have left the same work
 
 
 def find_shortage(error: BaseException) -> Shortage | None:
@@ -34,7 +43,8 @@ def find_shortage(error: BaseException) -> Shortage | None:
     while cause is not None:
         tier = _tier(cause)
         if tier is not None:
-            return Shortage(tier, str(cause).strip().splitlines()[0] if str(cause) else "no memory")
+            text = str(cause).strip().splitlines()[0] if str(cause) else "no memory"
+            return Shortage(tier, text, isinstance(cause, _TOGETHER))
         cause = cause.__cause__
     return None
 

@@ -1,0 +1,120 @@
+"""A rank that is short of memory before a step: all ranks go on with the same lighter schedule."""
+
+import json
+from collections.abc import Container
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from farspan.parallel import faults
+from farspan.plan.question import Question
+from farspan.spec import Schedule
+from farspan.train import loop
+from farspan.train.config import AUTO, RunConfig, ScheduleConfig
+from farspan.train.layout import Parallel
+from farspan.train.shortage import OutOfMemory
+from tests.ranks import run_ranks
+from tests.train.planner import GIB, planned_parts
+from tests.train.test_dealt import a_run, lines_of
+from tests.train.tiny import Quiet
+
+LARGE = Schedule(chunk=48, groups=3, activations_kept=1.0, attention_kept=1.0)
+SMALL = Schedule(chunk=12, groups=1)
+PULSE = 0.02
+
+
+def losses(run: RunConfig) -> list[dict[str, Any]]:
+    return [line for line in lines_of(run) if "loss" in line]
+
+
+def tried(run: RunConfig) -> list[dict[str, Any]]:
+    """The schedules that came after those which ran out."""
+    lines = (Path(run.folder) / "metrics.jsonl").read_text().splitlines()
+    return [x["schedule"] for x in map(json.loads, lines) if "out_of_memory" in x]
+
+
+def whole(run: RunConfig) -> RunConfig:
+    """The run that has from the start the schedule with which another went on."""
+    fields = {key: value for key, value in tried(run)[-1].items() if key != "sparse"}
+    return replace(run, folder=f"{run.folder}-whole", schedule=ScheduleConfig(None, **fields))
+
+
+def fit(run: RunConfig, short: Container[int]) -> tuple[list[str], list[Question]]:
+    """What a rank says and what the planner is asked, where rank 1 has a byte left on its device
+    when it looks for these times, and half a GiB in main memory; rank 0 has no end of either."""
+    faults.PULSE = PULSE
+    quiet, asked, looks, last = Quiet(), list[Question](), count(1), dist.get_rank() == 1
+
+    def room(_: object) -> int | None:
+        return 1 if last and next(looks) in short else None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("farspan.engine.memory.available_device_bytes", room)
+        patch.setattr(
+            "farspan.train.choice.available_host_bytes", lambda: GIB // 2 if last else 9 * GIB
+        )
+        loop.train(run, parts=planned_parts((LARGE, SMALL), asked=asked), reporter=quiet)
+    return quiet.notes, asked
+
+
+def go_on(runs: list[tuple[RunConfig, int]]) -> list[tuple[list[str], list[Question]]]:
+    """Short once, at a look of this number; and what has the same schedule from the start."""
+    found = []
+    for run, look in runs:
+        found.append(fit(run, {look}))
+        fit(whole(run), ())
+    return found
+
+
+def test_all_ranks_go_on_with_a_lighter_schedule(tmp_path: Path) -> None:
+    """Short before the rehearsal or behind it, and by stages, which keep their layers: the losses
+    are those of a run that began with that schedule."""
+    large = ScheduleConfig("grouped", chunk=48, groups=3)
+    staged = ScheduleConfig("grouped", chunk=48, groups=(1, 2))
+    shards, stages = Parallel(shards=2), Parallel(pipeline=2)
+    runs = [
+        (a_run(tmp_path, "planned", parallel=shards, steps=2, schedule=ScheduleConfig(AUTO)), 1),
+        (a_run(tmp_path, "named", parallel=shards, steps=2, schedule=large), 2),
+        (a_run(tmp_path, "stages", parallel=stages, steps=2, schedule=staged), 1),
+    ]
+    for (run, _), ours, theirs in zip(runs, *run_ranks(2, go_on, runs), strict=True):
+        said, asked = ours
+        assert theirs == ([], []), "rank 0 speaks and plans for all"
+        assert losses(run) == losses(whole(run)), run.folder
+        (schedule,) = tried(run)
+        assert run.schedule.groups != (1, 2) or schedule["groups"] == [1, 2]
+        (again,) = (note for note in said if note.startswith("out of memory"))
+        (first,) = (note for note in said if note.startswith("schedule: "))
+        before = first.removeprefix("schedule: ").partition(" (")[0]
+        assert f"4: {before} (" not in again, "another one"
+        assert "device memory of rank 1: a step" in again
+        assert "\ntrying the same again, 1 of 4: grouped: chunk" in again
+        assert all(q.machine.host_bytes < GIB for q in asked), "what the shortest rank has"
+
+
+def refused(runs: list[RunConfig]) -> list[str]:
+    found = []
+    for run in runs:
+        with pytest.raises(OutOfMemory) as error:
+            fit(run, range(99))
+        found.append(str(error.value))
+    return found
+
+
+def test_where_nothing_lighter_is_left_all_say_the_same(tmp_path: Path) -> None:
+    runs = [
+        a_run(tmp_path, name, parallel=Parallel(shards=2), schedule=ScheduleConfig(name))
+        for name in (AUTO, "grouped")
+    ]
+    ours, theirs = run_ranks(2, refused, runs)
+    assert ours == theirs
+    for words, end in zip(
+        ours, ("; then schedule: none fits ", "; shorten the context"), strict=True
+    ):
+        assert words.startswith("memory: ran out with (1) grouped: chunk ")
+        assert "; (2) grouped: chunk " in words
+        assert end in words
