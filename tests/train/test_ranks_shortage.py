@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from farspan.engine.step import Progress, Step
 from farspan.parallel import faults
 from farspan.plan.question import Question
 from farspan.spec import Schedule
@@ -43,7 +46,30 @@ def whole(run: RunConfig) -> RunConfig:
     return replace(run, folder=f"{run.folder}-whole", schedule=ScheduleConfig(None, **fields))
 
 
-def fit(run: RunConfig, short: Container[int]) -> tuple[list[str], list[Question]]:
+class Failing(Step):
+    """The first one that rank 1 rehearses apart from the others runs out behind its third cell."""
+
+    made = 0
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        Failing.made += 1
+        self.fails = Failing.made == 1 and dist.get_rank() == 1
+
+    def __call__(self, *arguments: Any, **named: Any) -> Tensor:
+        if self.fails:
+            self.progress = fail
+        return super().__call__(*arguments, **named)
+
+
+def fail(done: Progress) -> None:
+    if done.cells_done == 3:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+def fit(
+    run: RunConfig, short: Container[int], make_step: type[Step] = Step
+) -> tuple[list[str], list[Question]]:
     """What a rank says and what the planner is asked, where rank 1 has a byte left on its device
     when it looks for these times, and half a GiB in main memory; rank 0 has no end of either."""
     faults.PULSE = PULSE
@@ -57,31 +83,34 @@ def fit(run: RunConfig, short: Container[int]) -> tuple[list[str], list[Question
         patch.setattr(
             "farspan.train.choice.available_host_bytes", lambda: GIB // 2 if last else 9 * GIB
         )
-        loop.train(run, parts=planned_parts((LARGE, SMALL), asked=asked), reporter=quiet)
+        parts = replace(planned_parts((LARGE, SMALL), asked=asked), make_step=make_step)
+        loop.train(run, parts=parts, reporter=quiet)
     return quiet.notes, asked
 
 
 def go_on(runs: list[tuple[RunConfig, int]]) -> list[tuple[list[str], list[Question]]]:
-    """Short once, at a look of this number; and what has the same schedule from the start."""
+    """Short once, at a look of this number, or at none but within the rehearsal; and what has the
+    same schedule from the start."""
     found = []
     for run, look in runs:
-        found.append(fit(run, {look}))
+        found.append(fit(run, {look}, Step if look else Failing))
         fit(whole(run), ())
     return found
 
 
 def test_all_ranks_go_on_with_a_lighter_schedule(tmp_path: Path) -> None:
-    """Short before the rehearsal or behind it, and by stages, which keep their layers: the losses
-    are those of a run that began with that schedule."""
+    """Short before the rehearsal, within it or behind it, and by stages, which keep their layers:
+    the losses are those of a run that began with that schedule."""
     large = ScheduleConfig("grouped", chunk=48, groups=3)
     staged = ScheduleConfig("grouped", chunk=48, groups=(1, 2))
     shards, stages = Parallel(shards=2), Parallel(pipeline=2)
     runs = [
         (a_run(tmp_path, "planned", parallel=shards, steps=2, schedule=ScheduleConfig(AUTO)), 1),
-        (a_run(tmp_path, "named", parallel=shards, steps=2, schedule=large), 2),
+        (a_run(tmp_path, "named", parallel=shards, steps=2, schedule=large), 3),
+        (a_run(tmp_path, "within", parallel=shards, steps=2, schedule=large), 0),
         (a_run(tmp_path, "stages", parallel=stages, steps=2, schedule=staged), 1),
     ]
-    for (run, _), ours, theirs in zip(runs, *run_ranks(2, go_on, runs), strict=True):
+    for (run, look), ours, theirs in zip(runs, *run_ranks(2, go_on, runs), strict=True):
         said, asked = ours
         assert theirs == ([], []), "rank 0 speaks and plans for all"
         assert losses(run) == losses(whole(run)), run.folder
@@ -91,7 +120,8 @@ def test_all_ranks_go_on_with_a_lighter_schedule(tmp_path: Path) -> None:
         (first,) = (note for note in said if note.startswith("schedule: "))
         before = first.removeprefix("schedule: ").partition(" (")[0]
         assert f"4: {before} (" not in again, "another one"
-        assert "device memory of rank 1: a step" in again
+        words = "device memory of rank 1: a step" if look else "rank 1: CUDA out of memory. Tried"
+        assert words in again
         assert "\ntrying the same again, 1 of 4: grouped: chunk" in again
         assert all(q.machine.host_bytes < GIB for q in asked), "what the shortest rank has"
 

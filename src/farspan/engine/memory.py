@@ -65,21 +65,40 @@ def forecast(
     raise to abandon it. With `accumulate` the step adds to gradients that are there before it, as
     all but the first batch of an update do. Raises TooLarge when main memory could not hold it.
     """
-    program = step.program(batch, tokens)
-    static = _static(step, program, documents=True)
-    # The rehearsal may be as long as the step: do not start what is known not to fit.
-    refuse_too_large(step, replace(static, transient=least_transient(program)), optimizer=0)
+    refuse_known(step, batch, tokens)
+    static = _static(step, step.program(batch, tokens), documents=True)
     schedule = step.schedule
-    # One whole block of earlier keys, so that attention's own temporaries are seen in full.
-    short = min(tokens, schedule.chunk + max(schedule.chunk, schedule.kv_block))
-    limit = context_limit(step.boundary.model.config) or short
+    shape = _, short, limit = _short(step, batch, tokens)
     rehearsed = _static(step, step.program(batch, short), documents=limit < short)
-    peak = _rehearse(step, (batch, short, limit), progress, accumulate)
+    peak = _rehearse(step, shape, progress, accumulate)
     on_cpu = step.boundary.device.type == "cpu"
     known = rehearsed.new_device + (rehearsed.host_arena if on_cpu else 0)
     # Of a longer prefix more pages are chosen, until gathers are as large as they come.
     grown = grown_bytes(step.model_spec, schedule, batch, (short, tokens))
     return Forecast(**{**asdict(static), "transient": max(0, peak - known) + grown})
+
+
+def refuse_known(step: Step, batch: int, tokens: int) -> None:
+    """As `refuse_too_large`, of what is known without a rehearsal, which may be as long as the
+    step: what cannot fit is not to be started."""
+    program = step.program(batch, tokens)
+    static = _static(step, program, documents=True)
+    refuse_too_large(step, replace(static, transient=least_transient(program)), optimizer=0)
+
+
+def rehearse_apart(
+    step: Step,
+    batch: int,
+    tokens: int,
+    progress: Callable[[Progress], None] | None = None,
+    *,
+    accumulate: bool = False,
+) -> int:
+    """What `forecast` rehearses, by this rank apart from the others: one that runs out of memory
+    leaves nobody waiting. Peak bytes."""
+    assert step.dealt is not None, "a step of several ranks"
+    with step.dealt.ranks.apart():
+        return _rehearse(step, _short(step, batch, tokens), progress, accumulate)
 
 
 def refuse_too_large(step: Step, expected: Forecast, optimizer: int) -> None:
@@ -173,6 +192,15 @@ def _accumulators(step: Step, program: Program) -> int:
     widest = max(sum(size(of_layer(layer)) for layer in range(*group)) for group in groups)
     outer = step.boundary.outer_parameters() if dealt is None else dealt.outer_parameters()
     return size(outer) + widest
+
+
+def _short(step: Step, batch: int, tokens: int) -> tuple[int, int, int]:
+    """What is rehearsed in place of so many tokens: a batch, how many of it, and the most of a
+    document."""
+    schedule = step.schedule
+    # One whole block of earlier keys, so that attention's own temporaries are seen in full.
+    short = min(tokens, schedule.chunk + max(schedule.chunk, schedule.kv_block))
+    return batch, short, context_limit(step.boundary.model.config) or short
 
 
 def _rehearse(

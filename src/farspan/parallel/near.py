@@ -20,7 +20,10 @@ def machine_name() -> str:
 
 def refuse_beyond_together(ranks: Ranks | None, needed: int, what: str, advice: str) -> None:
     """Raises TooLarge, on all ranks, when those of one machine are about to take more of its main
-    memory than it has. All ranks call it with what each needs; None: this process is alone."""
+    memory than it has. All ranks call it with what each needs; None: this process is alone. One
+    that is apart takes what they have looked at together."""
+    if ranks is not None and ranks.is_apart:
+        return
     if ranks is None or ranks.layout.devices() == 1:
         if needed > 0:
             refuse_beyond(needed, what, advice)

@@ -112,6 +112,10 @@ class Crew:
             return 0
         return 0 if self.halt is None else self.halt.pass_place()
 
+    def is_asked_to_halt(self) -> bool:
+        """Whether all will halt behind a cell: this rank has heard of it, others may not yet."""
+        return self.halt is not None and self.layout.pipeline == 1 and self.halt.is_asked
+
     def agree_on(self, finding: Finding) -> Finding:
         """The first rank's that found a bad weight, or a bad gradient, or else rank 0's."""
         if self.place is None:
@@ -119,6 +123,14 @@ class Crew:
         found: list[Any] = [None] * self.count
         dist.all_gather_object(found, finding)
         return max(found, key=lambda f: (f.weight is not None, f.gradient is not None))
+
+    def first_of(self, found: T | None) -> tuple[int, T] | None:
+        """What the first rank has that has something, and its number."""
+        everyone: list[Any] = [found]
+        if self.place is not None:
+            everyone = [None] * self.count
+            dist.all_gather_object(everyone, found)
+        return next(((n, one) for n, one in enumerate(everyone) if one is not None), None)
 
     def of_replicas(self, items: list[T]) -> list[T]:
         """What all replicas have, one after the other."""

@@ -2,7 +2,7 @@
 another one and does the same work over."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from farspan.train.parts import CellsDone, Parts, StepLike
 from farspan.train.planning import gradients_before, less_for_ranks
 from farspan.train.setup import Equipment
 from farspan.train.shortage import (
+    Heard,
     OneRankShort,
     OutOfMemory,
     Shortage,
@@ -27,6 +28,10 @@ from farspan.train.strict import to_mapping
 T = TypeVar("T")
 
 REPLANS = 4  # for the same work
+
+
+class _Enough(Exception):
+    """A rehearsal is not needed any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +162,8 @@ class Runner:
             self._expected = None
         if self._expected is None:
             self._tell.note("rehearsing a short step to see what a cell holds")
+            if self._use.crew.ranks is not None and self._use.crew.count > 1:
+                self._rehearse_apart(self._step)
             self._expected = self._parts.expect_memory(
                 self._step,
                 self._run.batch,
@@ -168,6 +175,32 @@ class Runner:
             self._tell.note(describe(self._expected))
             self._tell.ready(self._choice, self._expected)
         return self._step
+
+    def _rehearse_apart(self, step: StepLike) -> None:
+        """Each rank by itself, before all rehearse together: within a collective nobody hears of
+        one that ran out. Raises Heard on all where one did."""
+        crew, run, shortage = self._use.crew, self._run, None
+
+        def watch(_: CellsDone) -> None:
+            if crew.is_asked_to_halt():
+                raise _Enough
+
+        try:
+            self._parts.rehearse_apart(step, run.batch, run.context, watch, run.accumulate > 1)
+        except _Enough:
+            pass  # all halt behind the first cell that they rehearse together
+        except (RuntimeError, MemoryError, Refused) as error:
+            shortage = find_shortage(error)
+            if shortage is None or shortage.of_all:
+                raise
+        if shortage is not None:
+            step.release()
+            clear_up(self._use.device)  # what the ranks say to each other takes some
+        heard = crew.first_of(shortage)
+        if heard is not None:
+            number, found = heard
+            message = f"rank {number}: {found.message}"
+            raise Heard(replace(found, message=message, of_all=True))
 
     def _make_step(self, schedule: Schedule) -> StepLike:
         # Spelt out only where it says something: other engines need not know of these.
