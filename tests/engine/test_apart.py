@@ -1,5 +1,7 @@
 """A rank rehearses apart from the others: waits for nobody, takes what it takes among them."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,7 +40,7 @@ def peaks(layout: Layout, schedule: Schedule, family: str) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as patch:
         leave = PeakMeter.__exit__
 
-        def noted(meter: PeakMeter, *rest: object) -> None:
+        def noted(meter: PeakMeter, *rest: Any) -> None:
             leave(meter, *rest)
             measured.append(meter.peak)
 
