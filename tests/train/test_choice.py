@@ -11,7 +11,7 @@ import torch
 
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
-from farspan.plan.layout import Layout
+from farspan.plan.layout import Layout, refuse_together
 from farspan.plan.price.machines import machine
 from farspan.plan.question import Budget, Plan, Question
 from farspan.plan.strategies import STRATEGIES, strategy
@@ -209,6 +209,24 @@ def test_a_lighter_schedule_needs_less_where_it_is_short(
     else:
         assert needed(model, run, found, tiers) < before
         assert found.group_sizes(LAYERS)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(pipeline=2), Layout(ring=2), Layout(tensor=2), Layout(shards=2, data=2)]
+)
+def test_a_lighter_schedule_is_one_that_the_ranks_can_run(layout: Layout) -> None:
+    """Down to the last: stages keep their layers, a ring its keys on the device."""
+    model, run = spec(), RunSpec(1, TOKENS)
+    schedule: Schedule | None = Schedule(chunk=100, groups=(1, LAYERS - 1), attention_kept=1.0)
+    sizes = []
+    while schedule is not None:
+        sizes.append(needed(model, run, schedule, tuple(Tier), layout))
+        refuse_together(schedule, layout)
+        if layout.pipeline > 1:
+            assert schedule.groups == (1, LAYERS - 1)
+        schedule = lighter(model, run, schedule, tuple(Tier), KEPT, layout)
+    assert len(sizes) > 3
+    assert sizes == sorted(set(sizes), reverse=True)
 
 
 def test_a_shortage_on_the_device_ends_with_the_smallest_pieces() -> None:

@@ -20,6 +20,7 @@ from farspan.train import loop
 from farspan.train.config import AUTO, RunConfig, ScheduleConfig
 from farspan.train.layout import Parallel
 from farspan.train.shortage import OutOfMemory
+from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
 from tests.train.planner import GIB, planned_parts
 from tests.train.test_dealt import a_run, lines_of
@@ -65,6 +66,23 @@ class Failing(Step):
 def fail(done: Progress) -> None:
     if done.cells_done == 3:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+class Starving(Step):
+    """Rank 1 finds no main memory for steps of the run from its second on: in `times` of them."""
+
+    times = 1
+    steps = 0
+
+    def __call__(self, *arguments: Any, **named: Any) -> Tensor:
+        if "trained_tokens" not in named:  # a rehearsal
+            return super().__call__(*arguments, **named)
+        Starving.steps += 1
+        with pytest.MonkeyPatch.context() as patch:
+            if 2 <= Starving.steps < 2 + self.times and dist.get_rank() == 1:
+                # Less than none: the arenas are there from the first step.
+                patch.setattr("farspan.parallel.near.available_host_bytes", lambda: -1)
+            return super().__call__(*arguments, **named)
 
 
 def fit(
@@ -148,3 +166,32 @@ def test_where_nothing_lighter_is_left_all_say_the_same(tmp_path: Path) -> None:
         assert words.startswith("memory: ran out with (1) grouped: chunk ")
         assert "; (2) grouped: chunk " in words
         assert end in words
+
+
+def starve(run: RunConfig, other: RunConfig) -> str:
+    """A run that goes on with less in its second step; and what the other says, which has nothing
+    left then."""
+    fit(run, (), Starving)
+    Starving.times, Starving.steps = 99, 0
+    with pytest.raises(OutOfMemory) as error:
+        fit(other, (), Starving)
+    return str(error.value)
+
+
+def test_a_machine_that_is_too_small_for_a_step_is_found_by_all(tmp_path: Path) -> None:
+    """Within a run: the step is taken again by all, or the one before it saved by all."""
+    run = a_run(tmp_path, "run", parallel=Parallel(shards=2), accumulate=1)
+    whole_run, other = (replace(run, folder=f"{run.folder}-{n}") for n in ("whole", "other"))
+    run_ranks(2, fit, whole_run, ())
+    ours, theirs = run_ranks(2, starve, run, other)
+    assert len(tried(run)) == 1
+    for found, wanted in zip(losses(run), losses(whole_run), strict=True):
+        assert relative_error(tensor_of(found), tensor_of(wanted)) <= EXACT, found
+    assert ours == theirs
+    assert ours.startswith("step 2: memory: ran out with (1) grouped")
+    assert "Step 1 is saved: the same command goes on from there" in ours
+    assert (Path(other.folder) / "checkpoints" / "step-00000001").is_dir()
+
+
+def tensor_of(line: dict[str, Any]) -> Tensor:
+    return torch.tensor([line["loss"], line["grad_norm"]], dtype=torch.float64)

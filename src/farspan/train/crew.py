@@ -147,10 +147,10 @@ class Crew:
             return count
         return int(self.ranks.among("data").sum(torch.tensor([count], device=self.ranks.device)))
 
-    def by_first(self, work: Callable[[], T]) -> T:
+    def by_first(self, work: Callable[[], T], what: str = "what it does for all") -> T:
         """What `work` returns on rank 0, everywhere; the others wait for it. Refused and
-        WriteFailed are raised everywhere too."""
-        return work() if self.place is None else by_first(work, (Refused, WriteFailed))
+        WriteFailed are raised everywhere too, and RankLate where `what` it is takes too long."""
+        return work() if self.place is None else by_first(work, (Refused, WriteFailed), what)
 
     def spread(self, tensors: Iterable[Tensor]) -> None:
         """Rank 0's tensors, copied into everybody's."""

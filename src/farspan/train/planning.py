@@ -43,6 +43,9 @@ PLANNED = {
 }
 
 
+PLANNING = "choosing a schedule"
+
+
 def make_chooser(
     run: RunConfig,
     use: Equipment,
@@ -119,11 +122,11 @@ class OneForAll:
 
     def first(self) -> Choice:
         self.least.look()
-        return self.crew.by_first(self.chooser.first)
+        return self.crew.by_first(self.chooser.first, PLANNING)
 
     def again(self, before: Choice, shortage: Shortage) -> Choice:
         self.least.look()
-        return self.crew.by_first(lambda: self.chooser.again(before, shortage))
+        return self.crew.by_first(lambda: self.chooser.again(before, shortage), PLANNING)
 
 
 def ask(run: RunConfig, use: Equipment, parts: Parts, progress: Callable[[str], None]) -> Question:
