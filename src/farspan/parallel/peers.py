@@ -100,19 +100,20 @@ class Peers:
         all_gather(whole, rows, group=self.group)
         self._count(rows, rows.shape[0] * (self.size - 1))
 
-    def send(self, tensor: Tensor, index: int) -> dist.Work | None:
-        """To one peer; it must live until it has left, or None says that it has."""
+    def send(self, tensor: Tensor, number: int) -> dist.Work | None:
+        """To the peer of that number among all ranks; the tensor must live until it has left, and
+        None says that it has."""
         if self.apart:
             return None
         self.sent += tensor.nbytes
-        return dist.isend(tensor, self.number(index), group=self.group)
+        return dist.isend(tensor, number, group=self.group)
 
-    def receive(self, place: Tensor, index: int) -> None:
-        """What one peer sent, once it is there."""
+    def receive(self, place: Tensor, number: int) -> None:
+        """What the peer of that number sent, once it is there."""
         if self.apart:
             place.zero_()
         else:
-            dist.recv(place, self.number(index), group=self.group)
+            dist.recv(place, number, group=self.group)
 
     def pass_round(self, sent: Sequence[Tensor], places: Sequence[Tensor]) -> list[dist.Work]:
         """Starts to send these to the next peer, and to fill places with what the one before has

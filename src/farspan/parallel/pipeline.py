@@ -46,4 +46,4 @@ class Pipeline:
             work.wait()
 
     def _other(self, after: bool) -> int:
-        return self.peers.index + (1 if after else -1)
+        return self.peers.number(self.peers.index + (1 if after else -1))
