@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from farspan.attention import cell
-from farspan.parallel import fsdp, peers, ring
+from farspan.parallel import peers, ring
 from farspan.parallel.peers import Peers
 from farspan.parallel.pipeline import Pipeline
 
@@ -26,6 +26,8 @@ MEET, BEGIN, END, SEND, RECEIVE = "meet", "begin", "end", "send", "receive"
 
 # Of attention.cell: kernels, and what is added and merged of their results.
 KERNELS = "_forward", "merge_", "_gradients", "_earlier_gradients"
+# Of Peers; FSDP gathers by the third.
+MEETINGS = "exchange", "gather", "gather_into", "scatter_sum", "sum"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +141,9 @@ class Clock:
     def _wrapped(self) -> Iterator[None]:
         of_peers = self._meeting(MEET, of_peers_of)
         places: list[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = [
-            *((Peers, name, of_peers) for name in ("exchange", "gather", "scatter_sum", "sum")),
+            *((Peers, name, of_peers) for name in MEETINGS),
             (Peers, "begin_exchange", self._meeting(BEGIN, of_peers_of)),
             (peers.Arrival, "wait", self._meeting(END, self._ended)),
-            # FSDP's gathering.
-            (fsdp, "all_gather", self._meeting(MEET, of_group)),
             (Pipeline, "send", self._meeting(SEND, next_stage)),
             (Pipeline, "receive", self._meeting(RECEIVE, stage_before)),
             (ring, "_pass_on", self._meeting(SEND, self._passed)),
@@ -183,10 +183,6 @@ def members(group: Any) -> tuple[int, ...]:
 
 def of_peers_of(call: Call) -> tuple[int, ...]:
     return members(call.given[0].group)
-
-
-def of_group(call: Call) -> tuple[int, ...]:
-    return members(call.named["group"])
 
 
 def next_stage(call: Call) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from farspan.parallel import faults
 from farspan.parallel.faults import is_shared
+from farspan.parallel.first import by_first
 from farspan.parallel.launch import joined, launched
 from farspan.spec import Refused
 from tests.parallel.launched import Ended, launch
@@ -96,6 +97,24 @@ def test_a_rank_that_waits_for_no_collective_ends_too(tmp_path: Path) -> None:
     assert (ended[0].code, ended[0].said) == (faults.FAILED, "")
     assert ended[0].errors.endswith("farspan: rank 1: ValueError: no such thing\n")
     assert ended[0].seconds < SOON
+
+
+def wait_for_first() -> str:
+    faults.GRACE, faults.PATIENCE = 1.0, 2.0
+    place = launched()
+    assert place is not None
+    with joined(place, CPU, LIMIT):
+        by_first(lambda: time.sleep(60.0), what="loading the model")
+    return "went on"
+
+
+def test_a_rank_that_waited_too_long_names_what_the_first_does(tmp_path: Path) -> None:
+    first, other = launch(tmp_path, 2, wait_for_first, seconds=SOON)
+    words = "rank 0: loading the model takes longer than ranks wait for each other; "
+    assert other.said.startswith(f"RankFailed: {words}raise parallel.timeout")
+    assert f"farspan: {words}" in first.errors
+    assert (first.code, first.said) == (faults.FAILED, "")
+    assert max(first.seconds, other.seconds) < SOON
 
 
 def test_the_rank_that_has_the_store(tmp_path: Path) -> None:

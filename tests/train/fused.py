@@ -36,9 +36,11 @@ def parts_with(
     of its step. Steps are counted from where this process begins."""
 
     class Fused(Step):
-        calls = -1  # the rehearsal is the first
+        calls = -1  # the rehearsal of all ranks is the first
 
         def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+            if self.dealt is not None and self.dealt.ranks.is_apart:
+                return super().__call__(*args, **kwargs)
             self.calls += 1
             rank = dist.get_rank() if dist.is_initialized() else 0
             step = -(-self.calls // accumulate)

@@ -33,7 +33,7 @@ def plan_for(question: Question, name: str, schedule: Schedule) -> Plan:
     host = {"arena": program.arena_bytes[Tier.HOST]}
     limits = question.machine.device_bytes, question.machine.host_bytes
     if question.machine.unified:
-        whole = question.machine.host_bytes
+        whole = question.host_share()
         limits = whole - sum(host.values()), whole - sum(parts.values())
     seconds = len(program.instructions) / 1000
     return Plan(

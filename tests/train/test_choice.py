@@ -11,7 +11,7 @@ import torch
 
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
-from farspan.plan.layout import Layout
+from farspan.plan.layout import Layout, refuse_together
 from farspan.plan.price.machines import machine
 from farspan.plan.question import Budget, Plan, Question
 from farspan.plan.strategies import STRATEGIES, strategy
@@ -30,7 +30,7 @@ from farspan.train.lighter import lighter, needed
 from farspan.train.looked import Looked, look
 from farspan.train.none_fits import USUAL, advice, none_fits
 from farspan.train.optimizer_parts import Held
-from farspan.train.planning import free_for, question_of
+from farspan.train.planning import Least, question_of
 from farspan.train.shortage import Shortage
 from tests.train.planner import one_memory, plan_for
 from tests.train.tiny import tiny_run
@@ -160,16 +160,16 @@ def test_one_memory_shrinks_by_what_both_tiers_took() -> None:
 def test_no_more_is_asked_for_than_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("farspan.train.choice.available_host_bytes", lambda: 7 * GIB)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert free_now(one_memory(100 * GIB), cpu, held=GIB).host_bytes == 8 * GIB
-    assert free_now(one_memory(3 * GIB), cpu, held=GIB).host_bytes == 3 * GIB
+    assert free_now(cpu, held=GIB).limit(one_memory(100 * GIB)).host_bytes == 8 * GIB
+    assert free_now(cpu, held=GIB).limit(one_memory(3 * GIB)).host_bytes == 3 * GIB
     gpu = replace(machine("h200"), device_bytes=140 * GIB, reserve=2 * GIB)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (100 * GIB, 140 * GIB))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 20 * GIB)
-    found = free_now(gpu, cuda, held=GIB)
+    found = free_now(cuda, held=GIB).limit(gpu)
     # What torch has taken already is the run's own; others have 140 - 100 - 20 - 2.
     assert (found.device_bytes, found.host_bytes) == (122 * GIB, 7 * GIB)
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 39 * GIB)
-    assert free_now(gpu, cuda, held=GIB).device_bytes == 140 * GIB
+    assert free_now(cuda, held=GIB).limit(gpu).device_bytes == 140 * GIB
 
 
 def test_what_is_set_aside_for_gradients_is_not_free(
@@ -189,7 +189,7 @@ def test_what_is_set_aside_for_gradients_is_not_free(
         aside = question.machine.reserve - GIB
         assert (aside > 0) == (accumulate > 1)
         use: Any = SimpleNamespace(device=crew.device, crew=crew, touched_bytes=lambda: nothing)
-        found = free_for(run, question, use)
+        found = Least(use).limit(run, question)
         assert found.device_bytes == 61 * GIB
         assert found.reserve == question.machine.reserve
 
@@ -209,6 +209,24 @@ def test_a_lighter_schedule_needs_less_where_it_is_short(
     else:
         assert needed(model, run, found, tiers) < before
         assert found.group_sizes(LAYERS)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(pipeline=2), Layout(ring=2), Layout(tensor=2), Layout(shards=2, data=2)]
+)
+def test_a_lighter_schedule_is_one_that_the_ranks_can_run(layout: Layout) -> None:
+    """Down to the last: stages keep their layers, a ring its keys on the device."""
+    model, run = spec(), RunSpec(1, TOKENS)
+    schedule: Schedule | None = Schedule(chunk=100, groups=(1, LAYERS - 1), attention_kept=1.0)
+    sizes = []
+    while schedule is not None:
+        sizes.append(needed(model, run, schedule, tuple(Tier), layout))
+        refuse_together(schedule, layout)
+        if layout.pipeline > 1:
+            assert schedule.groups == (1, LAYERS - 1)
+        schedule = lighter(model, run, schedule, tuple(Tier), KEPT, layout)
+    assert len(sizes) > 3
+    assert sizes == sorted(set(sizes), reverse=True)
 
 
 def test_a_shortage_on_the_device_ends_with_the_smallest_pieces() -> None:

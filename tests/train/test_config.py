@@ -12,6 +12,7 @@ from farspan.train.config import (
     RunConfig,
     ScheduleConfig,
     SparseConfig,
+    as_yaml,
     load_run,
     with_strategy,
 )
@@ -158,3 +159,11 @@ def test_a_resolved_run_reads_back_as_itself(sparse: SparseConfig | None) -> Non
     run = replace(default_run(), sparse=sparse)
     text = yaml.safe_dump(to_mapping(run), sort_keys=False)
     assert build(RunConfig, yaml.safe_load(text)) == run
+
+
+def test_a_schedule_as_a_line_of_a_run_file() -> None:
+    schedule = Schedule(chunk=8, groups=(1, 2), kv=Tier.HOST, attention_kept=0.5)
+    line = as_yaml(schedule)
+    assert line.startswith("schedule: {strategy: null, chunk: 8, groups: [1, 2], kv: host")
+    read = build(ScheduleConfig, yaml.safe_load(line)["schedule"])
+    assert read.apply(Schedule()) == schedule

@@ -3,15 +3,19 @@
 import os
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from farspan.engine.step import Progress, Step
 from farspan.parallel import faults, launch
 from farspan.parallel.halt import Halt
 from farspan.plan.build import build_evaluation, build_program
@@ -21,6 +25,7 @@ from farspan.spec import Refused, RunSpec, Schedule
 from farspan.train import loop
 from farspan.train.config import RunConfig
 from farspan.train.layout import Parallel
+from farspan.train.parts import Parts
 from tests.plan.test_share import MODEL, layouts, ranks_of, schedules
 from tests.ranks import run_ranks
 from tests.train.fused import Moment, parts_with
@@ -102,6 +107,41 @@ def test_all_ranks_abandon_a_step_behind_one_cell(tmp_path: Path) -> None:
         same_run(run, whole)
     found, wanted = model_of(runs["ulysses"]), model_of(whole)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+class Rehearsing(Step):
+    """Rank 1 is signalled behind the second cell that it rehearses apart from the others."""
+
+    cells = 0  # that a rank rehearsed apart
+
+    def __call__(self, *arguments: Any, **named: Any) -> Tensor:
+        assert self.dealt is not None
+        if self.dealt.ranks.is_apart:
+            self.progress = partial(self._slowly, self.progress)
+        return super().__call__(*arguments, **named)
+
+    def _slowly(self, told: Any, done: Progress) -> None:
+        Rehearsing.cells += 1
+        if (dist.get_rank(), done.cells_done) == (1, 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        if done.cells_done >= 2:
+            time.sleep(SLOW)
+        assert done.cells_done < done.cells, "it is abandoned"
+        told(done)
+
+
+def abandon_rehearsal(run: RunConfig) -> int:
+    faults.PULSE = PULSE
+    result = loop.train(run, parts=replace(Parts(), make_step=Rehearsing), reporter=Quiet())
+    assert result.exit_code == 128 + signal.SIGTERM
+    assert Rehearsing.cells >= 2
+    return result.step
+
+
+def test_ranks_that_rehearse_apart_end_together(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "run", LAYOUTS["ulysses"])
+    assert run_ranks(2, abandon_rehearsal, run) == [0, 0]
+    assert saved(run) == ["step-00000000"]
 
 
 def noted(halts: list[Halt], *arguments: Any) -> Halt:

@@ -9,10 +9,11 @@ from torch import nn
 from farspan.attention.merge import accumulate_dtype
 from farspan.engine.meter import PeakMeter
 from farspan.engine.step import ADVICE, Progress, Step
-from farspan.memory.host import GIB
+from farspan.memory.host import GIB, UNLIMITED
 from farspan.models.refuse import context_limit
 from farspan.parallel.fsdp import gradient_dtype, local
 from farspan.parallel.near import refuse_beyond_together
+from farspan.parallel.ranks import Ranks
 from farspan.plan.cell.choosing import grown_bytes
 from farspan.plan.program import Program
 from farspan.plan.sizes import made_bytes
@@ -64,16 +65,12 @@ def forecast(
     raise to abandon it. With `accumulate` the step adds to gradients that are there before it, as
     all but the first batch of an update do. Raises TooLarge when main memory could not hold it.
     """
-    program = step.program(batch, tokens)
-    static = _static(step, program, documents=True)
-    # The rehearsal may be as long as the step: do not start what is known not to fit.
-    refuse_too_large(step, replace(static, transient=least_transient(program)), optimizer=0)
+    refuse_known(step, batch, tokens)
+    static = _static(step, step.program(batch, tokens), documents=True)
     schedule = step.schedule
-    # One whole block of earlier keys, so that attention's own temporaries are seen in full.
-    short = min(tokens, schedule.chunk + max(schedule.chunk, schedule.kv_block))
-    limit = context_limit(step.boundary.model.config) or short
+    shape = _, short, limit = _short(step, batch, tokens)
     rehearsed = _static(step, step.program(batch, short), documents=limit < short)
-    peak = _rehearse(step, (batch, short, limit), progress, accumulate)
+    peak = _rehearse(step, shape, progress, accumulate)
     on_cpu = step.boundary.device.type == "cpu"
     known = rehearsed.new_device + (rehearsed.host_arena if on_cpu else 0)
     # Of a longer prefix more pages are chosen, until gathers are as large as they come.
@@ -81,16 +78,35 @@ def forecast(
     return Forecast(**{**asdict(static), "transient": max(0, peak - known) + grown})
 
 
+def refuse_known(step: Step, batch: int, tokens: int) -> None:
+    """As `refuse_too_large`, of what is known without a rehearsal, which may be as long as the
+    step: what cannot fit is not to be started."""
+    program = step.program(batch, tokens)
+    static = _static(step, program, documents=True)
+    refuse_too_large(step, replace(static, transient=least_transient(program)), optimizer=0)
+
+
+def rehearse_apart(
+    step: Step,
+    batch: int,
+    tokens: int,
+    progress: Callable[[Progress], None] | None = None,
+    *,
+    accumulate: bool = False,
+) -> int:
+    """What `forecast` rehearses, by this rank apart from the others: one that runs out of memory
+    leaves nobody waiting. Peak bytes."""
+    assert step.dealt is not None, "a step of several ranks"
+    with step.dealt.ranks.apart():
+        return _rehearse(step, _short(step, batch, tokens), progress, accumulate)
+
+
 def refuse_too_large(step: Step, expected: Forecast, optimizer: int) -> None:
     """Raises TooLarge when the host cannot hold the step and `optimizer` bytes of its states, and
-    DeviceTooSmall when the GPU cannot hold what is new on it."""
-    free = available_device_bytes(step.boundary.device)
-    if free is not None and expected.new_device > free:
-        raise DeviceTooSmall(
-            f"device memory: a step (arena {expected.device_arena:,} bytes, gradients "
-            f"{expected.gradients:,}, cells {expected.transient:,}) needs "
-            f"{expected.new_device / GIB:.2f} GiB and {free / GIB:.2f} GiB are free; {ADVICE}"
-        )
+    DeviceTooSmall when the GPU cannot hold what is new on it; of several ranks, which all call it,
+    the same on all when one of them is short."""
+    ranks = None if step.dealt is None else step.dealt.ranks
+    _refuse_too_small(step.boundary.device, expected, ranks)
     needed = expected.host_arena
     what = f"the host arena ({expected.host_arena:,} bytes)"
     if step.boundary.device.type == "cpu":
@@ -99,8 +115,28 @@ def refuse_too_large(step: Step, expected: Forecast, optimizer: int) -> None:
             f"a step (arenas {expected.host_arena + expected.device_arena:,} bytes, gradients "
             f"{expected.gradients:,}, optimizer {optimizer:,}, cells {expected.transient:,})"
         )
-    ranks = None if step.dealt is None else step.dealt.ranks
     refuse_beyond_together(ranks, needed, what, ADVICE)
+
+
+def _refuse_too_small(device: torch.device, expected: Forecast, ranks: Ranks | None) -> None:
+    room = available_device_bytes(device)
+    mine = [
+        UNLIMITED if room is None else room,
+        expected.new_device,
+        expected.device_arena,
+        expected.gradients,
+        expected.transient,
+    ]
+    # A rank that went away alone would be waited for in the next exchange.
+    figures = [mine] if ranks is None else ranks.figures(mine)
+    number = max(range(len(figures)), key=lambda rank: figures[rank][1] - figures[rank][0])
+    free, needed, arena, gradients, cells = figures[number]
+    if needed > free:
+        whose = f" of rank {number}" if len(figures) > 1 else ""
+        raise DeviceTooSmall(
+            f"device memory{whose}: a step (arena {arena:,} bytes, gradients {gradients:,}, cells "
+            f"{cells:,}) needs {needed / GIB:.2f} GiB and {free / GIB:.2f} GiB are free; {ADVICE}"
+        )
 
 
 def available_device_bytes(device: torch.device) -> int | None:
@@ -156,6 +192,15 @@ def _accumulators(step: Step, program: Program) -> int:
     widest = max(sum(size(of_layer(layer)) for layer in range(*group)) for group in groups)
     outer = step.boundary.outer_parameters() if dealt is None else dealt.outer_parameters()
     return size(outer) + widest
+
+
+def _short(step: Step, batch: int, tokens: int) -> tuple[int, int, int]:
+    """What is rehearsed in place of so many tokens: a batch, how many of it, and the most of a
+    document."""
+    schedule = step.schedule
+    # One whole block of earlier keys, so that attention's own temporaries are seen in full.
+    short = min(tokens, schedule.chunk + max(schedule.chunk, schedule.kv_block))
+    return batch, short, context_limit(step.boundary.model.config) or short
 
 
 def _rehearse(

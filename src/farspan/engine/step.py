@@ -329,7 +329,8 @@ class Step:
 
     def _watched(self, program: Program) -> tuple[int, int] | None:
         """The cell whose seen mass this step measures; an evaluation measures none."""
-        if not self.watches or not program.trains():
+        apart = self.dealt is not None and self.dealt.ranks.is_apart
+        if not self.watches or not program.trains() or apart:
             return None
         self._steps += 1
         return watched_cell(program, self._steps - 1)

@@ -53,6 +53,14 @@ class Fault:
         return RankFailed(f"rank {self.rank}: {self.cause}")
 
 
+class RankLate(RankFailed):
+    """Others wait no longer for a rank that lives; it says itself what for."""
+
+    def __init__(self, rank: int, cause: str) -> None:
+        self.fault = Fault(rank, cause)
+        super().__init__(f"rank {rank}: {cause}")
+
+
 class Errand(Protocol):
     """What else the thread of a board does."""
 
@@ -116,7 +124,8 @@ class Board:
         try:
             fault = self._wait_for_cause() if _of_a_collective(error) else None
             self._store.set(f"word/{self.rank}", words)
-            fault = fault or self._claim(self._store, Fault(self.rank, words))
+            mine = error.fault if isinstance(error, RankLate) else Fault(self.rank, words)
+            fault = fault or self._claim(self._store, mine)
             if fault.rank != self.rank and fault.cause != words:
                 return fault.error()
             if self.rank and self._is_said(words):
@@ -228,6 +237,11 @@ class Board:
 def is_shared(error: BaseException) -> bool:
     """Whether every rank has raised the same, so that one of them may say it for all."""
     return _SHARED in getattr(error, "__notes__", ())
+
+
+def is_timeout(error: RuntimeError) -> bool:
+    """Whether a collective of gloo's has waited for as long as it may."""
+    return "Timed out" in str(error)
 
 
 def leave(error: RankFailed) -> None:

@@ -35,7 +35,7 @@ from farspan.parallel.cuts import (
     refuse_uncut,
     shard_bytes,
 )
-from farspan.parallel.peers import Peers, all_gather
+from farspan.parallel.peers import Peers
 from farspan.parallel.places import Place, everything
 from farspan.spec import Refused
 
@@ -154,8 +154,7 @@ class Sharded:
             cut.whole.requires_grad_(cut.own.requires_grad)
             # The host writes here behind its reading of gradients, which waits for this copy.
             mine = cut.shard.to(self.device, non_blocking=True)
-            all_gather(cut.place, mine, group=one.peers.group)
-            one.peers.sent += mine.nbytes * (one.peers.size - 1)
+            one.peers.gather_into(cut.place, mine)
         one.put(True)
 
     def release(self, unit: int) -> None:
@@ -296,8 +295,9 @@ class Sharded:
         )
 
     def _release(self, unit: _Unit) -> None:
-        if unit.gathered and unit.memory is not None:
-            unit.put(False)
+        if unit.memory is not None:
+            if unit.gathered:  # else memory may have run out on the way there
+                unit.put(False)
             unit.memory.untyped_storage().resize_(0)
 
     def _reduce(self, unit: _Unit, totals: Totals) -> None:

@@ -41,6 +41,11 @@ class Halt:
         handler interrupts the thread that may have it."""
         self._asked = max(number, self._asked)
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether this rank knows that somebody has asked."""
+        return bool(self._asked) or self._said is not None
+
     def pass_place(self) -> int:
         """The number where all ranks stop here, 0 where they go on. All call it at the same places,
         between which they have begun the same collectives. It waits when somebody has asked, and

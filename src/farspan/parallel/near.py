@@ -6,11 +6,8 @@ import platform
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-
 from farspan.memory.host import available_host_bytes, refuse_beyond
 from farspan.parallel.ranks import Ranks
-from farspan.plan.layout import AXES
 
 
 def machine_name() -> str:
@@ -23,16 +20,16 @@ def machine_name() -> str:
 
 def refuse_beyond_together(ranks: Ranks | None, needed: int, what: str, advice: str) -> None:
     """Raises TooLarge, on all ranks, when those of one machine are about to take more of its main
-    memory than it has. All ranks call it with what each needs; None: this process is alone."""
+    memory than it has. All ranks call it with what each needs; None: this process is alone. One
+    that is apart takes what they have looked at together."""
+    if ranks is not None and ranks.is_apart:
+        return
     if ranks is None or ranks.layout.devices() == 1:
         if needed > 0:
             refuse_beyond(needed, what, advice)
         return
     machine = hashlib.blake2b(machine_name().encode(), digest_size=7).digest()
-    mine = [int.from_bytes(machine), needed, available_host_bytes()]
-    peers = ranks.among(*AXES)
-    rows = torch.tensor([mine], dtype=torch.int64, device=ranks.device)
-    found = peers.gather(rows, [1] * peers.size).tolist()
+    found = ranks.figures([int.from_bytes(machine), needed, available_host_bytes()])
     for name in dict.fromkeys(row[0] for row in found):
         near = [row for row in found if row[0] == name]
         said = f"{what}, on {len(near)} ranks of a machine," if len(near) > 1 else what

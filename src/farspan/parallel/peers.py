@@ -4,6 +4,10 @@ Rows lie along dimension 0, of any further shape and dtype, contiguous; how many
 may differ and may be none. `scatter_sum` adds parts in the order of ranks, so that sums are the
 same bits every time and on every number of nodes; `sum` leaves the order to the backend. `sent`
 counts the bytes that this rank gives to others.
+
+A rank may be `apart` for a while: it takes as much memory as among its peers and waits for nobody.
+What comes from them is then zeros, or for a gather its own rows: numbers that no page or expert is
+missing for.
 """
 
 from collections.abc import Sequence
@@ -39,6 +43,7 @@ class Peers:
 
     group: dist.ProcessGroup | None
     sent: int = 0  # bytes, since the start
+    apart: bool = False
 
     @property
     def size(self) -> int:
@@ -63,6 +68,8 @@ class Peers:
         """The same, under way when this returns."""
         if self.size == 1:
             return Arrival(rows, None, rows)
+        if self.apart:
+            return Arrival(rows.new_zeros(sum(back), *rows.shape[1:]), None, rows)
         received = rows.new_empty(sum(back), *rows.shape[1:])
         work = dist.all_to_all_single(
             received, rows, list(back), list(out), group=self.group, async_op=True
@@ -80,11 +87,48 @@ class Peers:
         padded = rows.new_zeros(most, *rows.shape[1:])
         padded[: rows.shape[0]] = rows
         whole = rows.new_empty(self.size * most, *rows.shape[1:])
-        all_gather(whole, padded, group=self.group)
-        self._count(rows, most * (self.size - 1))
+        self.gather_into(whole, padded)
         if min(counts) == most:
             return whole
         return torch.cat([whole[i * most : i * most + n] for i, n in enumerate(counts)])
+
+    def gather_into(self, whole: Tensor, rows: Tensor) -> None:
+        """All-gather of as many rows from each, into a tensor that is there."""
+        if self.apart:
+            whole.view(self.size, *rows.shape).copy_(rows.expand(self.size, *rows.shape))
+            return
+        all_gather(whole, rows, group=self.group)
+        self._count(rows, rows.shape[0] * (self.size - 1))
+
+    def send(self, tensor: Tensor, number: int) -> dist.Work | None:
+        """To the peer of that number among all ranks; the tensor must live until it has left, and
+        None says that it has."""
+        if self.apart:
+            return None
+        self.sent += tensor.nbytes
+        return dist.isend(tensor, number, group=self.group)
+
+    def receive(self, place: Tensor, number: int) -> None:
+        """What the peer of that number sent, once it is there."""
+        if self.apart:
+            place.zero_()
+        else:
+            dist.recv(place, number, group=self.group)
+
+    def pass_round(self, sent: Sequence[Tensor], places: Sequence[Tensor]) -> list[dist.Work]:
+        """Starts to send these to the next peer, and to fill places with what the one before has
+        sent. Neither side posts what has no rows; both know how many there are."""
+        if self.apart:
+            for place in places:
+                place.zero_()
+            return []
+        ahead = self.number((self.index + 1) % self.size)
+        behind = self.number((self.index - 1) % self.size)
+        gone = [dist.P2POp(dist.isend, x, ahead, self.group) for x in sent if x.numel()]
+        come = [dist.P2POp(dist.irecv, x, behind, self.group) for x in places if x.numel()]
+        self.sent += sum(x.nbytes for x in sent)
+        works: list[dist.Work] = dist.batch_isend_irecv([*gone, *come]) if gone or come else []
+        return works
 
     def scatter_sum(self, rows: Tensor, counts: Counts) -> Tensor:
         """Reduce-scatter: of the rows of all peers' tensors, summed, the `counts[i]` that follow
@@ -98,7 +142,7 @@ class Peers:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """All-reduce, in place."""
-        if self.size == 1:
+        if self.size == 1 or self.apart:
             return tensor
         dist.all_reduce(tensor, group=self.group)
         self.sent += 2 * tensor.nbytes * (self.size - 1) // self.size

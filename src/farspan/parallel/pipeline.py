@@ -21,27 +21,29 @@ class Pipeline:
     """This stage among the others, for one step."""
 
     peers: Peers
-    sending: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)  # kept until it left
+    sending: deque[tuple[dist.Work | None, Tensor]] = field(default_factory=deque)  # until it left
 
     def send(self, tensor: Tensor, *, up: bool) -> None:
         """To the stage after this one, or before it."""
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, self._other(up), group=self.peers.group)
-        assert work is not None
-        self.peers.sent += tensor.nbytes
-        self.sending.append((work, tensor))
+        self.sending.append((self.peers.send(tensor, self._other(up)), tensor))
         while len(self.sending) > AHEAD:
-            self.sending.popleft()[0].wait()
+            self._wait()
 
     def receive(self, place: Tensor, *, up: bool) -> Tensor:
         """What the stage before this one sent up, or the one after it sent down."""
-        dist.recv(place, self._other(not up), group=self.peers.group)
+        self.peers.receive(place, self._other(not up))
         return place
 
     def finish(self) -> None:
         """All that was sent has left."""
         while self.sending:
-            self.sending.popleft()[0].wait()
+            self._wait()
+
+    def _wait(self) -> None:
+        work, _ = self.sending.popleft()
+        if work is not None:
+            work.wait()
 
     def _other(self, after: bool) -> int:
         return self.peers.number(self.peers.index + (1 if after else -1))

@@ -1,6 +1,8 @@
 """This process among the ranks of a layout, and the groups it talks in."""
 
 import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -26,6 +28,7 @@ class Ranks:
     rank: Rank = field(init=False)
     groups: dict[tuple[str, ...], Peers] = field(default_factory=dict)
     made: dict[tuple[str, ...], Any] = field(default_factory=dict)  # by axes of several ranks
+    is_apart: bool = False
 
     def __post_init__(self) -> None:
         if not dist.is_initialized():
@@ -42,7 +45,7 @@ class Ranks:
         self.rank = Rank(self.layout, dist.get_rank())
         for axis in AXES:
             self.among(axis)
-        for axes in (SEQUENCE, TOKENS, AXES):
+        for axes in (SEQUENCE, (*SEQUENCE, "pipeline"), TOKENS, AXES):
             self.among(*axes)
 
     def among(self, *axes: str, alone: bool = True) -> Peers:
@@ -51,6 +54,7 @@ class Ranks:
         group where this rank is the only one."""
         axes = tuple(axis for axis in AXES if axis in axes)
         if axes not in self.groups:
+            assert not self.is_apart, f"a group of {axes} is made by all ranks"
             self.groups[axes] = Peers(None)
         peers = self.groups[axes]
         if peers.group is None:
@@ -72,6 +76,27 @@ class Ranks:
                 groups = {ranks: dist.new_group(list(ranks), self.timeout) for ranks in members}
                 self.made[several] = groups[self.rank.peers(*several)]
         return self.made[several]
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within it this rank does its part of a step and waits for nobody: others need not do
+        theirs. What it computes means nothing."""
+        self.is_apart = True
+        try:
+            for peers in self.groups.values():
+                peers.apart = True
+            yield
+        finally:
+            for peers in self.groups.values():
+                peers.apart = False
+            self.is_apart = False
+
+    def figures(self, mine: Sequence[int]) -> list[list[int]]:
+        """What every rank gives, as many numbers each, in the order of ranks."""
+        peers = self.among(*AXES)
+        rows = torch.tensor([mine], dtype=torch.int64, device=self.device)
+        found: list[list[int]] = peers.gather(rows, [1] * peers.size).tolist()
+        return found
 
     def refuse_unlike(self, what: str, value: str | Tensor, *axes: str) -> None:
         """Raises Refused, on all of them, where a value is not the same on all peers."""

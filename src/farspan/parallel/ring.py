@@ -209,11 +209,4 @@ def _pass_on(
     peers: Peers, sent: Sequence[Tensor], places: Sequence[Tensor], received: tuple[Tensor, Tensor]
 ) -> _Pass:
     """Start it. `places` are parts of `received`, of the shapes that the peer before sends."""
-    ahead = peers.number((peers.index + 1) % peers.size)
-    behind = peers.number((peers.index - 1) % peers.size)
-    # Neither side posts what has no rows; both know how many there are.
-    gone = [dist.P2POp(dist.isend, x, ahead, peers.group) for x in sent if x.numel()]
-    come = [dist.P2POp(dist.irecv, x, behind, peers.group) for x in places if x.numel()]
-    peers.sent += sum(x.nbytes for x in sent)
-    works = dist.batch_isend_irecv([*gone, *come]) if gone or come else []
-    return _Pass(works, sent, received)
+    return _Pass(peers.pass_round(sent, places), sent, received)

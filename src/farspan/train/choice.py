@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from farspan.memory.host import available_host_bytes
+from farspan.plan.layout import ALONE, Layout
 from farspan.plan.pages import sparse_words
 from farspan.plan.question import Budget, Plan, Question
 from farspan.spec import MachineSpec, ModelSpec, Refused, RunSpec, Schedule, Tier
@@ -52,13 +53,14 @@ class NamedChooser:
     run: RunSpec
     model: Callable[[], ModelSpec]
     unified: bool  # both tiers lie in main memory
+    layout: Layout = ALONE
 
     def first(self) -> Choice:
         return Choice(self.strategy, self.schedule)
 
     def again(self, before: Choice, shortage: Shortage) -> Choice:
         tiers = tuple(Tier) if self.unified else (shortage.tier,)
-        found = lighter(self.model(), self.run, before.schedule, tiers, KEPT)
+        found = lighter(self.model(), self.run, before.schedule, tiers, KEPT, self.layout)
         if found is None:
             raise Refused(
                 f"schedule: nothing in {describe_schedule(before)} can be made smaller; shorten "
@@ -110,23 +112,32 @@ class PlannedChooser:
         return Choice(plan.strategy, plan.schedule, plan.reason, plan)
 
 
-def free_now(
-    machine: MachineSpec, device: torch.device, held: int, on_host: int = 0, ranks: int = 1
-) -> MachineSpec:
-    """The machine with no more memory than this process, and the others of its `ranks` there, can
-    have now. `held` bytes are what each has of the tier where its weights live already, and may
-    keep; `on_host` what a GPU's run has in main memory."""
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Bytes that this process can have now, what it has already included; on the host together with
+    the other ranks of its machine."""
+
+    device: int  # of a CPU 0: both tiers are main memory there
+    host: int
+
+    def limit(self, machine: MachineSpec) -> MachineSpec:
+        """A machine with no more than that."""
+        host = min(machine.host_bytes, self.host)
+        if machine.unified:
+            return replace(machine, host_bytes=host)
+        # The context and the libraries' workspaces, which `reserve` stands for, are not free.
+        mine = min(machine.device_bytes, self.device + machine.reserve)
+        return replace(machine, device_bytes=mine, host_bytes=host)
+
+
+def free_now(device: torch.device, held: int, on_host: int = 0, ranks: int = 1) -> Free:
+    """`held` bytes are what each of the `ranks` on this machine has of the tier where its weights
+    live already, and may keep; `on_host` what a GPU's run has in main memory."""
     host = available_host_bytes()
-    if machine.unified:
-        return replace(machine, host_bytes=min(machine.host_bytes, host + ranks * held))
+    if device.type == "cpu":
+        return Free(0, host + ranks * held)
     free, _ = torch.cuda.mem_get_info(device)
-    # The context and the libraries' workspaces, which `reserve` stands for, are not free any more.
-    mine = free + torch.cuda.memory_reserved(device) + machine.reserve
-    return replace(
-        machine,
-        device_bytes=min(machine.device_bytes, mine),
-        host_bytes=min(machine.host_bytes, host + ranks * on_host),
-    )
+    return Free(free + torch.cuda.memory_reserved(device), host + ranks * on_host)
 
 
 def describe_schedule(choice: Choice) -> str:

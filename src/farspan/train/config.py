@@ -5,6 +5,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from farspan.data.config import DataConfig
 from farspan.spec import Kernels, Refused, Schedule, Sparse, Tier
 from farspan.train.layout import Auto, Parallel, replicas
@@ -274,6 +276,15 @@ def with_strategy(run: RunConfig, name: str) -> tuple[RunConfig, str | None]:
             f"without {fields_text}, which belonged to it"
         )
     return replace(run, schedule=ScheduleConfig(strategy=name)), note
+
+
+def as_yaml(schedule: Schedule) -> str:
+    """A schedule as a run file's line; what is sparse of it has a key of its own there."""
+    default, fields_ = to_mapping(Schedule()), to_mapping(schedule)
+    named = {k: v for k, v in fields_.items() if v != default[k] and k != "sparse"}
+    mapping = {"schedule": {"strategy": None, **named}}
+    text = yaml.safe_dump(mapping, default_flow_style=True, sort_keys=False, width=10**6)
+    return text.strip().removeprefix("{").removesuffix("}")
 
 
 def with_sparse(run: RunConfig, sparse: Sparse | None) -> tuple[RunConfig, str | None]:

@@ -88,6 +88,14 @@ class Crew:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return int(found)
 
+    def least(self, value: int) -> int:
+        """The smallest of what all ranks give."""
+        if self.place is None:
+            return value
+        found = torch.tensor([value])
+        dist.all_reduce(found, op=dist.ReduceOp.MIN)
+        return int(found)
+
     def ask_to_halt(self, number: int) -> None:
         """All ranks are to leave the step, with a signal's number. A handler may call it."""
         if self.halt is not None:
@@ -104,6 +112,10 @@ class Crew:
             return 0
         return 0 if self.halt is None else self.halt.pass_place()
 
+    def is_asked_to_halt(self) -> bool:
+        """Whether all will halt behind a cell: this rank has heard of it, others may not yet."""
+        return self.halt is not None and self.layout.pipeline == 1 and self.halt.is_asked
+
     def agree_on(self, finding: Finding) -> Finding:
         """The first rank's that found a bad weight, or a bad gradient, or else rank 0's."""
         if self.place is None:
@@ -111,6 +123,14 @@ class Crew:
         found: list[Any] = [None] * self.count
         dist.all_gather_object(found, finding)
         return max(found, key=lambda f: (f.weight is not None, f.gradient is not None))
+
+    def first_of(self, found: T | None) -> tuple[int, T] | None:
+        """What the first rank has that has something, and its number."""
+        everyone: list[Any] = [found]
+        if self.place is not None:
+            everyone = [None] * self.count
+            dist.all_gather_object(everyone, found)
+        return next(((n, one) for n, one in enumerate(everyone) if one is not None), None)
 
     def of_replicas(self, items: list[T]) -> list[T]:
         """What all replicas have, one after the other."""
@@ -127,10 +147,10 @@ class Crew:
             return count
         return int(self.ranks.among("data").sum(torch.tensor([count], device=self.ranks.device)))
 
-    def by_first(self, work: Callable[[], T]) -> T:
+    def by_first(self, work: Callable[[], T], what: str = "what it does for all") -> T:
         """What `work` returns on rank 0, everywhere; the others wait for it. Refused and
-        WriteFailed are raised everywhere too."""
-        return work() if self.place is None else by_first(work, (Refused, WriteFailed))
+        WriteFailed are raised everywhere too, and RankLate where `what` it is takes too long."""
+        return work() if self.place is None else by_first(work, (Refused, WriteFailed), what)
 
     def spread(self, tensors: Iterable[Tensor]) -> None:
         """Rank 0's tensors, copied into everybody's."""

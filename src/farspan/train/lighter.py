@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from farspan.engine.memory import least_transient
 from farspan.plan.build import build_program
+from farspan.plan.grid import group_ranges
+from farspan.plan.layout import ALONE, Layout, Rank, refuse_together
 from farspan.plan.search.space import SMALLEST_CHUNK
 from farspan.spec import ModelSpec, Refused, RunSpec, Schedule, Tier
 
@@ -15,10 +17,16 @@ LEAST_FRACTION = 0.125  # half of it is too little to be worth its buffers
 
 
 def lighter(
-    model: ModelSpec, run: RunSpec, schedule: Schedule, tiers: Iterable[Tier], share: float
+    model: ModelSpec,
+    run: RunSpec,
+    schedule: Schedule,
+    tiers: Iterable[Tier],
+    share: float,
+    layout: Layout = ALONE,
 ) -> Schedule | None:
     """Takes one step after the other until the tiers need at most `share` of what they did, the
-    cheapest in time first; None when no step takes anything away."""
+    cheapest in time first; None when no step takes anything away. What it finds the ranks of a
+    layout can run as they are: stages keep their layers."""
     tiers = tuple(tiers)
     # The same program, in numbers that can be halved.
     schedule = replace(
@@ -27,13 +35,18 @@ def lighter(
         kv_block=min(schedule.kv_block, run.tokens),
         head_tokens=min(schedule.head_tokens, run.tokens),
     )
-    before = now = needed(model, run, schedule, tiers)
+    layers = len(model.layers)
+    stages = group_ranges(schedule, layers, layout.pipeline)
+    before = now = needed(model, run, schedule, tiers, layout)
     for change in _changes(tiers):
-        candidate = change(schedule, len(model.layers))
+        candidate = change(schedule, layers)
         if candidate == schedule:
             continue
         try:
-            size = needed(model, run, candidate, tiers)
+            refuse_together(candidate, layout)
+            if layout.pipeline > 1 and group_ranges(candidate, layers, layout.pipeline) != stages:
+                continue
+            size = needed(model, run, candidate, tiers, layout)
         except Refused:  # such as groups that the model does not have
             continue
         if size < now:
@@ -43,12 +56,26 @@ def lighter(
     return schedule if now < before else None
 
 
-def needed(model: ModelSpec, run: RunSpec, schedule: Schedule, tiers: Iterable[Tier]) -> int:
-    """Bytes of the tiers that a schedule decides: arenas, and on the device what a cell holds."""
-    program = build_program(model, run, schedule)
+def needed(
+    model: ModelSpec,
+    run: RunSpec,
+    schedule: Schedule,
+    tiers: Iterable[Tier],
+    layout: Layout = ALONE,
+) -> int:
+    """Bytes of the tiers that a schedule decides: arenas, and on the device what a cell holds. Of
+    a layout's ranks the most of a stage's first, from which its others differ by rows."""
+    firsts = Rank(layout).peers("pipeline")
+    return max(_needed(model, run, schedule, tiers, Rank(layout, first)) for first in firsts)
+
+
+def _needed(
+    model: ModelSpec, run: RunSpec, schedule: Schedule, tiers: Iterable[Tier], rank: Rank
+) -> int:
+    program = build_program(model, run, schedule, rank)
     size = sum(program.arena_bytes[tier] for tier in tiers)
     if Tier.DEVICE in tiers:
-        rows = run.batch * min(schedule.head_tokens, schedule.chunk, run.tokens)
+        rows = run.batch * min(schedule.head_tokens, program.share.tokens.most)
         logits = rows * model.vocab * model.accumulate_bytes()
         size += max(least_transient(program), logits)
     return size

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from farspan.engine.memory import forecast, refuse_too_large
+from farspan.engine.memory import forecast, refuse_known, refuse_too_large
+from farspan.engine.memory import rehearse_apart as apart
 from farspan.train.optimizer_parts import Held
 
 MIB, GIB = 2**20, 2**30
@@ -44,6 +45,15 @@ def expect_memory(
         parts=found.to_json()
         | {"optimizer": optimizer.device, "optimizer_on_host": optimizer.host},
     )
+
+
+def rehearse_apart(
+    step: Any, batch: int, tokens: int, watch: Callable[[Any], None], accumulate: bool
+) -> None:
+    """What `expect_memory` rehearses, by each rank apart from the others. Raises TooLarge and
+    DeviceTooSmall on all ranks, and what an allocator raises on one."""
+    refuse_known(step, batch, tokens)
+    apart(step, batch, tokens, watch, accumulate=accumulate)
 
 
 def peak_process_bytes() -> int:

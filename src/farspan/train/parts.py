@@ -20,7 +20,7 @@ from farspan.plan.strategies import strategy
 from farspan.spec import MachineSpec, Schedule
 from farspan.train.allocator import DeviceMemory, choose_allocator
 from farspan.train.config import AUTO, DeviceAllocator, RunConfig
-from farspan.train.memory import Expected, expect_memory
+from farspan.train.memory import Expected, expect_memory, rehearse_apart
 from farspan.train.optimizer_parts import Held
 
 
@@ -108,6 +108,9 @@ class Parts:
     expect_memory: Callable[[Any, int, int, Held, Callable[[Any], None], bool], Expected] = (
         expect_memory
     )
+    # step, batch, tokens, called after each cell, whether gradients are there before; of several
+    # ranks, before they expect memory together
+    rehearse_apart: Callable[[Any, int, int, Callable[[Any], None], bool], None] = rehearse_apart
     choose_allocator: Callable[[DeviceAllocator, torch.device], DeviceMemory] = choose_allocator
     # For strategy auto.
     machine: Callable[[torch.device, torch.dtype, Callable[[str], None]], MachineSpec] = machine_of

@@ -16,10 +16,19 @@ from farspan.plan.price.evaluate import size
 from farspan.plan.price.local import local_model
 from farspan.plan.price.states import states
 from farspan.plan.question import Optimizer, Plan, Question
-from farspan.spec import MachineSpec, Refused, RunSpec, Schedule
-from farspan.train.choice import Choice, Chooser, NamedChooser, PlannedChooser, free_now
+from farspan.spec import MachineSpec, Refused, RunSpec, Schedule, Tier
+from farspan.train.choice import (
+    KEPT,
+    Choice,
+    Chooser,
+    Free,
+    NamedChooser,
+    PlannedChooser,
+    free_now,
+)
 from farspan.train.config import AUTO, RunConfig, StatesPlace
 from farspan.train.crew import Crew
+from farspan.train.lighter import lighter
 from farspan.train.looked import Looked, look
 from farspan.train.optimizer_place import DEFAULT, Placed, bare_machine, choose_place
 from farspan.train.parts import Parts
@@ -34,6 +43,9 @@ PLANNED = {
 }
 
 
+PLANNING = "choosing a schedule"
+
+
 def make_chooser(
     run: RunConfig,
     use: Equipment,
@@ -43,37 +55,78 @@ def make_chooser(
 ) -> Chooser:
     """Chooses the run's schedules. Nothing is looked at or measured before the first choice;
     `progress` hears then what is measured, and may raise to abandon it."""
-    shape = RunSpec(run.batch, run.context)
     named = run.schedule.strategy
-    if named == AUTO:
-        planned = PlannedChooser(
-            ask=lambda: ask(run, use, parts, progress),
-            best_plan=parts.best_plan,
-            free=lambda question: free_for(run, question, use),
-            recall=recall,
-        )
-        return planned if use.crew.count == 1 else OneForAll(planned, use.crew)
-    return NamedChooser(
+    chooser: Chooser = NamedChooser(
         strategy=named or "the run's own",
         schedule=parts.schedule_of(run, use.model),
-        run=shape,
+        run=RunSpec(run.batch, run.context),
         model=lambda: describe(Boundary(use.model)) if use.dealt is None else use.dealt.spec,
         unified=use.device.type == "cpu",
+        layout=use.crew.layout,
     )
+    least = Least(use)
+    if named == AUTO:
+        chooser = PlannedChooser(
+            ask=lambda: ask(run, use, parts, progress),
+            best_plan=parts.best_plan,
+            free=lambda question: least.limit(run, question),
+            recall=recall,
+        )
+    return chooser if use.crew.count == 1 else OneForAll(chooser, use.crew, least)
+
+
+def less_for_ranks(
+    run: RunConfig, use: Equipment, schedule: Schedule, shortage: Shortage
+) -> Schedule | None:
+    """What needs less than a schedule of several ranks, found without asking any of them; None
+    where nothing does, or the model would have to be looked at."""
+    if use.dealt is None:
+        return None
+    tiers = tuple(Tier) if use.device.type == "cpu" else (shortage.tier,)
+    shape = RunSpec(run.batch, run.context)
+    return lighter(use.dealt.spec, shape, schedule, tiers, KEPT, use.crew.layout)
+
+
+@dataclass(slots=True)
+class Least:
+    """What the rank has that can have the least: on its part of a step all of them must agree."""
+
+    use: Equipment
+    free: Free | None = None
+
+    def look(self) -> None:
+        """All ranks call it."""
+        held, crew = self.use.touched_bytes(), self.use.crew
+        mine = free_now(self.use.device, held.device, held.host, crew.near)
+        self.free = Free(crew.least(mine.device), crew.least(mine.host))
+
+    def limit(self, run: RunConfig, question: Question) -> MachineSpec:
+        """The machine of a question with no more memory than can be had now. What is set aside for
+        gradients of earlier batches is not in use yet, as the rest of the reserve is."""
+        if self.use.crew.count == 1:
+            self.look()
+        assert self.free is not None, "ranks have looked together"
+        reserve = question.machine.reserve
+        in_use = reserve - gradients_before(run, question)
+        found = self.free.limit(replace(question.machine, reserve=in_use))
+        return replace(found, reserve=reserve)
 
 
 @dataclass(frozen=True, slots=True)
 class OneForAll:
-    """Every rank has the schedule that rank 0 chooses: what each measures differs."""
+    """Every rank has the schedule that rank 0 chooses, for what the shortest of them has."""
 
     chooser: Chooser
     crew: Crew
+    least: Least
 
     def first(self) -> Choice:
-        return self.crew.by_first(self.chooser.first)
+        self.least.look()
+        return self.crew.by_first(self.chooser.first, PLANNING)
 
     def again(self, before: Choice, shortage: Shortage) -> Choice:
-        return self.crew.by_first(lambda: self.chooser.again(before, shortage))
+        self.least.look()
+        return self.crew.by_first(lambda: self.chooser.again(before, shortage), PLANNING)
 
 
 def ask(run: RunConfig, use: Equipment, parts: Parts, progress: Callable[[str], None]) -> Question:
@@ -118,7 +171,7 @@ def place_states(
             machine = parts.machine(device, getattr(torch, run.model.dtype.value), progress)
         # Of several ranks this one has the weights, in main memory, until they are dealt.
         there = sum(parameter.nbytes for parameter in model.parameters()) * (crew.count > 1)
-        machine = free_now(machine, device, 0, there)
+        machine = free_now(device, 0, there).limit(machine)
         looked = look(model, run.model.dtype.value, device)
 
         def fits(states: StatesPlace) -> bool:
@@ -131,16 +184,6 @@ def place_states(
 
     # What is free differs from rank to rank.
     return lambda model, device: crew.by_first(lambda: place(model, device))
-
-
-def free_for(run: RunConfig, question: Question, use: Equipment) -> MachineSpec:
-    """The machine of a question with no more memory than can be had now. What is set aside for
-    gradients of earlier batches is not in use yet, as the rest of the reserve is."""
-    held, reserve = use.touched_bytes(), question.machine.reserve
-    in_use = reserve - gradients_before(run, question)
-    machine = replace(question.machine, reserve=in_use)
-    found = free_now(machine, use.device, held.device, held.host, use.crew.near)
-    return replace(found, reserve=reserve)
 
 
 def gradients_before(run: RunConfig, question: Question) -> int:

@@ -2,29 +2,36 @@
 another one and does the same work over."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, TypeVar
 
 from farspan.engine.meter import PeakMeter
 from farspan.spec import Kernels, Refused, Schedule, Tier
 from farspan.train.choice import Choice, Chooser, describe_schedule
-from farspan.train.config import RunConfig
+from farspan.train.config import RunConfig, as_yaml
 from farspan.train.memory import Expected, compare, describe, shown
 from farspan.train.parts import CellsDone, Parts, StepLike
-from farspan.train.planning import gradients_before
+from farspan.train.planning import gradients_before, less_for_ranks
 from farspan.train.setup import Equipment
-from farspan.train.shortage import OutOfMemory, Shortage, clear_up, find_shortage
+from farspan.train.shortage import (
+    Heard,
+    OneRankShort,
+    OutOfMemory,
+    Shortage,
+    clear_up,
+    find_shortage,
+)
 from farspan.train.sparse import fraction_of, other_chunk
 from farspan.train.strict import to_mapping
 
 T = TypeVar("T")
 
 REPLANS = 4  # for the same work
-LIGHTER = (
-    "give a smaller chunk or smaller groups, or start more ranks; the same command goes on from "
-    "the latest checkpoint, also with another schedule"
-)
+
+
+class _Enough(Exception):
+    """A rehearsal is not needed any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +103,8 @@ class Runner:
                 shortage = find_shortage(error)
                 if shortage is None:
                     raise
-                if self._use.crew.count > 1:
-                    # The others are within the step, and cannot take it again.
-                    raise OutOfMemory(
-                        f"memory: out of it ({_place(shortage.tier, self._use)}): "
-                        f"{shortage.message}; {LIGHTER}"
-                    ) from error
+                if self._use.crew.count > 1 and not shortage.of_all:
+                    raise self._alone(shortage) from error
             # Outside the handler: the exception holds the step's frames, and they its tensors.
             self._give_up(shortage, tried)
 
@@ -159,6 +162,8 @@ class Runner:
             self._expected = None
         if self._expected is None:
             self._tell.note("rehearsing a short step to see what a cell holds")
+            if self._use.crew.ranks is not None and self._use.crew.count > 1:
+                self._rehearse_apart(self._step)
             self._expected = self._parts.expect_memory(
                 self._step,
                 self._run.batch,
@@ -171,6 +176,32 @@ class Runner:
             self._tell.ready(self._choice, self._expected)
         return self._step
 
+    def _rehearse_apart(self, step: StepLike) -> None:
+        """Each rank by itself, before all rehearse together: within a collective nobody hears of
+        one that ran out. Raises Heard on all where one did."""
+        crew, run, shortage = self._use.crew, self._run, None
+
+        def watch(_: CellsDone) -> None:
+            if crew.is_asked_to_halt():
+                raise _Enough
+
+        try:
+            self._parts.rehearse_apart(step, run.batch, run.context, watch, run.accumulate > 1)
+        except _Enough:
+            pass  # all halt behind the first cell that they rehearse together
+        except (RuntimeError, MemoryError, Refused) as error:
+            shortage = find_shortage(error)
+            if shortage is None or shortage.of_all:
+                raise
+        if shortage is not None:
+            step.release()
+            clear_up(self._use.device)  # what the ranks say to each other takes some
+        heard = crew.first_of(shortage)
+        if heard is not None:
+            number, found = heard
+            message = f"rank {number}: {found.message}"
+            raise Heard(replace(found, message=message, of_all=True))
+
     def _make_step(self, schedule: Schedule) -> StepLike:
         # Spelt out only where it says something: other engines need not know of these.
         named: dict[str, Any] = {}
@@ -182,6 +213,19 @@ class Runner:
         if self._use.crew.ranks is not None:
             named["ranks"] = self._use.dealt or self._use.crew.ranks
         return self._parts.make_step(self._use.model, schedule, **named)
+
+    def _alone(self, shortage: Shortage) -> OneRankShort:
+        """What this rank says when it leaves a step that the others are within. It cannot be taken
+        again: a process group in which they wait for this one is good for nothing more."""
+        found = None
+        if self._choice is not None:
+            found = less_for_ranks(self._run, self._use, self._choice.schedule, shortage)
+        less = "smaller chunks or smaller groups" if found is None else as_yaml(found)
+        return OneRankShort(
+            f"memory: out of it ({_place(shortage.tier, self._use)}): {shortage.message}; the "
+            f"others are within the step, so nothing lighter is tried: with {less} in the run "
+            "file, or on more ranks, the same command goes on from the latest checkpoint"
+        )
 
     def _give_up(self, shortage: Shortage, tried: list[str]) -> None:
         """Clears away what failed and chooses what comes next. Raises OutOfMemory."""

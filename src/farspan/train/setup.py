@@ -205,7 +205,7 @@ def _load_model(run: RunConfig, parts: Parts, crew: Crew) -> Any:
 
     found: list[Any] = []
     # What is wrong with it is refused everywhere.
-    crew.by_first(lambda: found.append(load(Weights.SAVED)))
+    crew.by_first(lambda: found.append(load(Weights.SAVED)), "loading the model")
     model = found[0] if found else load(Weights.NONE)
     # Dropout, where a model has any, is then seen and refused rather than silently left out.
     model.train()

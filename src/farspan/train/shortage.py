@@ -20,21 +20,41 @@ class OutOfMemory(Refused):
     """No schedule that was tried fits; the message says which were."""
 
 
+class OneRankShort(OutOfMemory):
+    """One of several ranks ran out while the others went on: they wait for it within the step."""
+
+
+# What ranks look at together before they take any: all of them are refused, or none.
+_TOGETHER = (TooLarge, DeviceTooSmall)
+
+
+class Heard(Refused):
+    """A rank ran out apart from the others, and has told them."""
+
+    def __init__(self, shortage: "Shortage") -> None:
+        super().__init__(shortage.message)
+        self.shortage = shortage
+
+
 @dataclass(frozen=True, slots=True)
 class Shortage:
     """A tier that ran out. On a CPU both are main memory: it is then the host."""
 
     tier: Tier
     message: str  # one line
+    of_all: bool = True  # the ranks of this run: all of them know, and have left the same work
 
 
 def find_shortage(error: BaseException) -> Shortage | None:
     """What ran out, if that is why `error`, or what it was raised from, was raised."""
     cause: BaseException | None = error
     while cause is not None:
+        if isinstance(cause, Heard):
+            return cause.shortage
         tier = _tier(cause)
         if tier is not None:
-            return Shortage(tier, str(cause).strip().splitlines()[0] if str(cause) else "no memory")
+            text = str(cause).strip().splitlines()[0] if str(cause) else "no memory"
+            return Shortage(tier, text, isinstance(cause, _TOGETHER))
         cause = cause.__cause__
     return None
 

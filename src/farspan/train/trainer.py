@@ -31,7 +31,7 @@ from farspan.train.progress import Reporter
 from farspan.train.runner import Callbacks, Comparison, Runner, shortage_json
 from farspan.train.saver import saver_of
 from farspan.train.setup import Equipment, about
-from farspan.train.shortage import OutOfMemory, Shortage
+from farspan.train.shortage import OneRankShort, OutOfMemory, Shortage
 from farspan.train.sparse import MassWatch, marks, mass_json, other_chunk
 
 PLAN = "plan.json"
@@ -110,7 +110,7 @@ class Trainer:
         try:
             self._fit()
         except OutOfMemory as error:
-            if self.at.step == 0 or self._crew.count > 1:  # whose others are within the step
+            if self.at.step == 0 or isinstance(error, OneRankShort):
                 raise
             self.save()
             raise OutOfMemory(

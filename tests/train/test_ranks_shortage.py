@@ -1,0 +1,197 @@
+"""A rank that is short of memory before a step: all ranks go on with the same lighter schedule."""
+
+import json
+from collections.abc import Container
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from farspan.engine.step import Progress, Step
+from farspan.parallel import faults
+from farspan.plan.question import Question
+from farspan.spec import Schedule
+from farspan.train import loop
+from farspan.train.config import AUTO, RunConfig, ScheduleConfig
+from farspan.train.layout import Parallel
+from farspan.train.shortage import OutOfMemory
+from tests.numerics import EXACT, relative_error
+from tests.ranks import run_ranks
+from tests.train.planner import GIB, planned_parts
+from tests.train.test_dealt import a_run, lines_of
+from tests.train.tiny import Quiet
+
+LARGE = Schedule(chunk=48, groups=3, activations_kept=1.0, attention_kept=1.0)
+SMALL = Schedule(chunk=12, groups=1)
+PULSE = 0.02
+
+
+def losses(run: RunConfig) -> list[dict[str, Any]]:
+    return [line for line in lines_of(run) if "loss" in line]
+
+
+def tried(run: RunConfig) -> list[dict[str, Any]]:
+    """The schedules that came after those which ran out."""
+    lines = (Path(run.folder) / "metrics.jsonl").read_text().splitlines()
+    return [x["schedule"] for x in map(json.loads, lines) if "out_of_memory" in x]
+
+
+def whole(run: RunConfig) -> RunConfig:
+    """The run that has from the start the schedule with which another went on."""
+    fields = {key: value for key, value in tried(run)[-1].items() if key != "sparse"}
+    return replace(run, folder=f"{run.folder}-whole", schedule=ScheduleConfig(None, **fields))
+
+
+class Failing(Step):
+    """The first one that rank 1 rehearses apart from the others runs out behind its third cell."""
+
+    made = 0
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        Failing.made += 1
+        self.fails = Failing.made == 1 and dist.get_rank() == 1
+
+    def __call__(self, *arguments: Any, **named: Any) -> Tensor:
+        if self.fails:
+            self.progress = fail
+        return super().__call__(*arguments, **named)
+
+
+def fail(done: Progress) -> None:
+    if done.cells_done == 3:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+class Starving(Step):
+    """Rank 1 finds no main memory for steps of the run from its second on: in `times` of them."""
+
+    times = 1
+    steps = 0
+
+    def __call__(self, *arguments: Any, **named: Any) -> Tensor:
+        if "trained_tokens" not in named:  # a rehearsal
+            return super().__call__(*arguments, **named)
+        Starving.steps += 1
+        with pytest.MonkeyPatch.context() as patch:
+            if 2 <= Starving.steps < 2 + self.times and dist.get_rank() == 1:
+                # Less than none: the arenas are there from the first step.
+                patch.setattr("farspan.parallel.near.available_host_bytes", lambda: -1)
+            return super().__call__(*arguments, **named)
+
+
+def fit(
+    run: RunConfig, short: Container[int], make_step: type[Step] = Step
+) -> tuple[list[str], list[Question]]:
+    """What a rank says and what the planner is asked, where rank 1 has a byte left on its device
+    when it looks for these times, and half a GiB in main memory; rank 0 has no end of either."""
+    faults.PULSE = PULSE
+    quiet, asked, looks, last = Quiet(), list[Question](), count(1), dist.get_rank() == 1
+
+    def room(_: object) -> int | None:
+        return 1 if last and next(looks) in short else None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("farspan.engine.memory.available_device_bytes", room)
+        patch.setattr(
+            "farspan.train.choice.available_host_bytes", lambda: GIB // 2 if last else 9 * GIB
+        )
+        parts = replace(planned_parts((LARGE, SMALL), asked=asked), make_step=make_step)
+        loop.train(run, parts=parts, reporter=quiet)
+    return quiet.notes, asked
+
+
+def go_on(runs: list[tuple[RunConfig, int]]) -> list[tuple[list[str], list[Question]]]:
+    """Short once, at a look of this number, or at none but within the rehearsal; and what has the
+    same schedule from the start."""
+    found = []
+    for run, look in runs:
+        found.append(fit(run, {look}, Step if look else Failing))
+        fit(whole(run), ())
+    return found
+
+
+def test_all_ranks_go_on_with_a_lighter_schedule(tmp_path: Path) -> None:
+    """Short before the rehearsal, within it or behind it, and by stages, which keep their layers:
+    the losses are those of a run that began with that schedule."""
+    large = ScheduleConfig("grouped", chunk=48, groups=3)
+    staged = ScheduleConfig("grouped", chunk=48, groups=(1, 2))
+    shards, stages = Parallel(shards=2), Parallel(pipeline=2)
+    runs = [
+        (a_run(tmp_path, "planned", parallel=shards, steps=2, schedule=ScheduleConfig(AUTO)), 1),
+        (a_run(tmp_path, "named", parallel=shards, steps=2, schedule=large), 3),
+        (a_run(tmp_path, "within", parallel=shards, steps=2, schedule=large), 0),
+        (a_run(tmp_path, "stages", parallel=stages, steps=2, schedule=staged), 1),
+    ]
+    for (run, look), ours, theirs in zip(runs, *run_ranks(2, go_on, runs), strict=True):
+        said, asked = ours
+        assert theirs == ([], []), "rank 0 speaks and plans for all"
+        assert losses(run) == losses(whole(run)), run.folder
+        (schedule,) = tried(run)
+        assert run.schedule.groups != (1, 2) or schedule["groups"] == [1, 2]
+        (again,) = (note for note in said if note.startswith("out of memory"))
+        (first,) = (note for note in said if note.startswith("schedule: "))
+        before = first.removeprefix("schedule: ").partition(" (")[0]
+        assert f"4: {before} (" not in again, "another one"
+        words = "device memory of rank 1: a step" if look else "rank 1: CUDA out of memory. Tried"
+        assert words in again
+        assert "\ntrying the same again, 1 of 4: grouped: chunk" in again
+        assert all(q.machine.host_bytes < GIB for q in asked), "what the shortest rank has"
+
+
+def refused(runs: list[RunConfig]) -> list[str]:
+    found = []
+    for run in runs:
+        with pytest.raises(OutOfMemory) as error:
+            fit(run, range(99))
+        found.append(str(error.value))
+    return found
+
+
+def test_where_nothing_lighter_is_left_all_say_the_same(tmp_path: Path) -> None:
+    runs = [
+        a_run(tmp_path, name, parallel=Parallel(shards=2), schedule=ScheduleConfig(name))
+        for name in (AUTO, "grouped")
+    ]
+    ours, theirs = run_ranks(2, refused, runs)
+    assert ours == theirs
+    for words, end in zip(
+        ours, ("; then schedule: none fits ", "; shorten the context"), strict=True
+    ):
+        assert words.startswith("memory: ran out with (1) grouped: chunk ")
+        assert "; (2) grouped: chunk " in words
+        assert end in words
+
+
+def starve(run: RunConfig, other: RunConfig) -> str:
+    """A run that goes on with less in its second step; and what the other says, which has nothing
+    left then."""
+    fit(run, (), Starving)
+    Starving.times, Starving.steps = 99, 0
+    with pytest.raises(OutOfMemory) as error:
+        fit(other, (), Starving)
+    return str(error.value)
+
+
+def test_a_machine_that_is_too_small_for_a_step_is_found_by_all(tmp_path: Path) -> None:
+    """Within a run: the step is taken again by all, or the one before it saved by all."""
+    run = a_run(tmp_path, "run", parallel=Parallel(shards=2), accumulate=1)
+    whole_run, other = (replace(run, folder=f"{run.folder}-{n}") for n in ("whole", "other"))
+    run_ranks(2, fit, whole_run, ())
+    ours, theirs = run_ranks(2, starve, run, other)
+    assert len(tried(run)) == 1
+    for found, wanted in zip(losses(run), losses(whole_run), strict=True):
+        assert relative_error(tensor_of(found), tensor_of(wanted)) <= EXACT, found
+    assert ours == theirs
+    assert ours.startswith("step 2: memory: ran out with (1) grouped")
+    assert "Step 1 is saved: the same command goes on from there" in ours
+    assert (Path(other.folder) / "checkpoints" / "step-00000001").is_dir()
+
+
+def tensor_of(line: dict[str, Any]) -> Tensor:
+    return torch.tensor([line["loss"], line["grad_norm"]], dtype=torch.float64)
