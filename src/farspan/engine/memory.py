@@ -82,7 +82,8 @@ def forecast(
 
 
 def refuse_too_large(step: Step, expected: Forecast, optimizer: int) -> None:
-    """Raises TooLarge when the host cannot hold the step and `optimizer` bytes of its states, and
+    """Raises TooLarge when the host cannot hold the step and `optimizer` bytes of its states, or
+    these are more than `step.host_room`, and
     DeviceTooSmall when the GPU cannot hold what is new on it."""
     free = available_device_bytes(step.boundary.device)
     if free is not None and expected.new_device > free:
@@ -100,7 +101,7 @@ def refuse_too_large(step: Step, expected: Forecast, optimizer: int) -> None:
             f"{expected.gradients:,}, optimizer {optimizer:,}, cells {expected.transient:,})"
         )
     ranks = None if step.dealt is None else step.dealt.ranks
-    refuse_beyond_together(ranks, needed, what, ADVICE)
+    refuse_beyond_together(ranks, needed, what, ADVICE, step.host_room)
 
 
 def available_device_bytes(device: torch.device) -> int | None:

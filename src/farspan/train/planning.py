@@ -118,7 +118,7 @@ def place_states(
             machine = parts.machine(device, getattr(torch, run.model.dtype.value), progress)
         # Of several ranks this one has the weights, in main memory, until they are dealt.
         there = sum(parameter.nbytes for parameter in model.parameters()) * (crew.count > 1)
-        machine = free_now(machine, device, 0, there)
+        machine = allowed(run, free_now(machine, device, 0, there))
         looked = look(model, run.model.dtype.value, device)
 
         def fits(states: StatesPlace) -> bool:
@@ -140,7 +140,15 @@ def free_for(run: RunConfig, question: Question, use: Equipment) -> MachineSpec:
     in_use = reserve - gradients_before(run, question)
     machine = replace(question.machine, reserve=in_use)
     found = free_now(machine, use.device, held.device, held.host, use.crew.near)
-    return replace(found, reserve=reserve)
+    return replace(allowed(run, found), reserve=reserve)
+
+
+def allowed(run: RunConfig, machine: MachineSpec) -> MachineSpec:
+    """The machine with no more main memory than the run file allows."""
+    limit = run.host_bytes()
+    if limit is None:
+        return machine
+    return replace(machine, host_bytes=min(machine.host_bytes, limit))
 
 
 def gradients_before(run: RunConfig, question: Question) -> int:

@@ -181,7 +181,9 @@ class Runner:
             named["selector"] = selector
         if self._use.crew.ranks is not None:
             named["ranks"] = self._use.dealt or self._use.crew.ranks
-        return self._parts.make_step(self._use.model, schedule, **named)
+        step = self._parts.make_step(self._use.model, schedule, **named)
+        step.host_room = self._use.host_room(self._run)
+        return step
 
     def _give_up(self, shortage: Shortage, tried: list[str]) -> None:
         """Clears away what failed and chooses what comes next. Raises OutOfMemory."""
