@@ -192,8 +192,12 @@ def _is_read(config: PretrainedConfig, name: str) -> bool:
     module = inspect.getmodule(model)
     if module is None:
         return False
+    try:
+        source = inspect.getsource(module)
+    except OSError:  # installed without it
+        return False
     asks = rf"""getattr\(\s*(self\.)?config,\s*["']{re.escape(name)}["']"""
-    return re.search(asks, inspect.getsource(module)) is not None
+    return re.search(asks, source) is not None
 
 
 def _apply(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None:
