@@ -294,7 +294,7 @@ def test_no_plan_fills_the_machine() -> None:
 
 @pytest.mark.usefixtures("h200")
 def test_what_runs_out_is_planned_once_more_with_less() -> None:
-    name = "auto at 65536"
+    name = "auto at 32768"  # whose plan takes 89% of the device where it may
     record = simulate(510, full={name: int(0.85 * machine("h200").device_bytes)})
     (row,) = (row for row in record["measurements"] if row["name"] == name)
     assert (row["child"]["ended"], row["layers"], row["room"]) == ("completed", 28, LESS_ROOM)

@@ -159,6 +159,9 @@ class Rates:
     softmax_forward: float = 0.0  # seconds of a query, key and head beside the products
     softmax_backward: float = 0.0
     logit: float = 0.0  # seconds of a logit's cross-entropy and its gradient; 0: as its traffic
+    # Bytes of a query or key, head and element of it that the backward of an attention call takes
+    # beside its inputs and results; 0: not known.
+    attention_workspace: float = 0.0
 
     def product(self, flop: float, *, weights: bool = False) -> float:
         """Seconds of one matrix product."""

@@ -20,6 +20,7 @@ from farspan.engine.bench import (
     products,
     softmax,
     weight_products,
+    workspace,
 )
 from farspan.engine.calibrate import Calibration, _peak, calibrate, here
 from farspan.plan.price.machines import (
@@ -63,6 +64,7 @@ def test_a_calibrated_machine_is_a_machine_file(tmp_path: Path) -> None:
     assert file.spec.unified
     assert file.spec.rates.keys() == {"float32", "float64"}
     assert file.spec.reserve == 0
+    assert not any(rates.attention_workspace for rates in file.spec.rates.values())
     assert file.spec.fetch == file.spec.fetch_together
     # Every number is one that a file may hold, and comes back.
     assert from_json(to_json(file), "m") == file
@@ -329,3 +331,33 @@ def test_the_softmax_is_what_narrow_heads_do_not_save(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Attention, "call", made)
     found = softmax(bench(clock=lambda: now[0]), "softmax", torch.float32, backward=True)
     assert found == pytest.approx(exponential)
+
+
+@pytest.mark.parametrize(("squares", "expected"), [(3, 3.0), (0, 2.0)])
+def test_a_workspace_is_what_a_backward_takes_beside_its_results(
+    monkeypatch: pytest.MonkeyPatch, squares: int, expected: float
+) -> None:
+    """In bytes a row, head and element, the most of both kinds of call; what is kept between calls
+    is none."""
+    kept: list[Tensor] = []
+
+    def made(self: Attention, *, backward: bool) -> Callable[[], object]:
+        assert backward
+        taken = squares if self.block.causal else 2
+
+        def call() -> tuple[Tensor, ...]:
+            if not kept:
+                kept.append(torch.empty(2**28, dtype=torch.uint8))
+            results = tuple(torch.empty_like(x) for x in (self.q, self.k, self.v))
+            rows = self.block.queries + self.block.keys
+            torch.empty(taken * rows * self.heads * HEAD_DIM, dtype=torch.uint8)
+            return results
+
+        return call
+
+    monkeypatch.setattr(Attention, "call", made)
+    assert workspace(bench(), torch.float32) == expected
+
+
+def test_a_cpus_kernels_take_nothing_that_is_seen() -> None:
+    assert workspace(bench(), torch.float32) == 0.0

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
-from farspan.models.load import Weights, load_model
+from farspan.models.load import Weights, load_config, load_model
 from farspan.spec import Refused
 from tests.zoo import FAMILIES, make_model
 
@@ -109,3 +109,39 @@ def test_weights_of_another_size_are_refused(save: Save) -> None:
     folder = save(lambda weights: weights.update({MISSING: torch.zeros(3, 3)}), False)
     with pytest.raises(Refused, match=r"model\.path: no causal LM could be loaded"):
         load_model(path=str(folder), dtype=torch.float32)
+
+
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+}
+
+
+def test_a_field_that_a_family_reads_without_declaring_it_is_one(tmp_path: Path) -> None:
+    """Heads of Qwen3-MoE are wider than their share of the hidden size: 128 of 2048 / 32 = 64."""
+    assert not hasattr(Qwen3MoeConfig(), "head_dim")
+    wide = {**QWEN3_MOE, "head_dim": 32}
+    model = load_model(config=wide, dtype=torch.float32)
+    assert model.model.layers[0].self_attn.q_proj.weight.shape == (2 * 32, 16)
+    load_model(config=QWEN3_MOE, dtype=torch.float32).config.save_pretrained(tmp_path)
+    changed = load_config(path=str(tmp_path), config=None, overrides={"head_dim": 32})
+    assert changed.head_dim == 32
+
+
+@pytest.mark.parametrize("name", ["heads_dim", "head", "head_dims", "hidden_sizes", "self"])
+def test_a_field_that_nobody_reads_is_refused(name: str) -> None:
+    with pytest.raises(Refused, match=rf"^model\.config\.{name}: Qwen3MoeConfig has no such field"):
+        load_model(config={**QWEN3_MOE, name: 32}, dtype=torch.float32)
+
+
+def test_of_a_family_without_a_causal_model_only_what_it_declares_is_a_field() -> None:
+    with pytest.raises(Refused, match=r"model\.config\.head_dim: ViTConfig has no such field"):
+        load_config(path=None, config={"model_type": "vit", "head_dim": 32}, overrides={})

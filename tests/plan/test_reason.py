@@ -8,10 +8,10 @@ import pytest
 from farspan.plan.layout import Layout
 from farspan.plan.price.machines import machine
 from farspan.plan.question import Optimizer, Question
-from farspan.plan.reason import remedy_of
+from farspan.plan.reason import reason_of, remedy_of
 from farspan.spec import RunSpec
 from tests.plan.cases import model_of
-from tests.report.cases import overrun
+from tests.report.cases import GIB, fitting, overrun
 
 Helps = Callable[[Question], bool]
 
@@ -58,3 +58,30 @@ def test_an_optimizer_that_was_chosen_is_not_exchanged(optimizer: Optimizer) -> 
 
     remedy(asked(optimizer), look)
     assert seen == {optimizer}
+
+
+@pytest.mark.parametrize(
+    ("host", "device", "seconds", "words"),
+    [
+        (
+            120,
+            30,
+            255.0,
+            "the fastest takes 20.0 GiB more of main memory for at most 0.4% less time",
+        ),
+        (100, 31, 255.9999, "1.0 GiB more of device memory for at most 0.1% less time"),
+        (120, 30, 256.0, ""),
+    ],
+)
+def test_what_the_fastest_would_take_is_said(
+    host: int, device: int, seconds: float, words: str
+) -> None:
+    plan, fastest = fitting(), fitting()
+    fastest = replace(
+        fastest,
+        host=replace(plan.host, parts={"attention": host * GIB}),
+        device=replace(plan.device, parts={"weights": device * GIB}),
+        seconds=replace(plan.seconds, total=seconds),
+    )
+    reason = reason_of(plan, [fastest, overrun()])
+    assert words in reason if words else "the fastest takes" not in reason

@@ -167,8 +167,9 @@ def test_copies_in_line_are_noted_where_there_are_any() -> None:
 
 def test_how_much_better_there_could_be() -> None:
     assert "slower than the best" not in text_of(plan_view(fitting()))
-    text = text_of(plan_view(replace(fitting(), gap=0.031)))
-    assert "at most 3.1% slower than the best of all schedules" in text
+    for gap, words in ((0.031, "3.1%"), (0.0311, "3.2%"), (2e-5, "0.1%"), (1e-12, "0.1%")):
+        text = text_of(plan_view(replace(fitting(), gap=gap)))
+        assert f"at most {words} slower than the best of all schedules" in text
 
 
 def test_runners_up_stand_below_the_choice() -> None:

@@ -65,6 +65,7 @@ class TinyStep:
         self.calls = 0
         self.progress: Callable[[CellsDone], None] | None = None
         self.seen: Seen | None = None
+        self.host_room: int | None = None
 
     def __call__(
         self,

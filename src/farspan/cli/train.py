@@ -45,6 +45,13 @@ def train_command(
             f"{EXAMPLE}; in place of the run file's."
         ),
     ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Main memory that a node's ranks may take, such as 64GiB; in place of the run "
+            "file's, and of all that is available."
+        ),
+    ] = None,
     folder: Annotated[Path | None, typer.Option(help="Run folder; the same resumes.")] = None,
     steps: Annotated[int | None, typer.Option(help="Updates to do in all.")] = None,
     json_wanted: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -52,6 +59,8 @@ def train_command(
     """Train; the same command again goes on from the latest checkpoint."""
     chosen = default_run() if run is None else load_run(run)
     chosen, notes = override(chosen, strategy_name, folder, steps)
+    if host_memory is not None:
+        chosen = replace(chosen, host_memory=host_memory)
     if sparse is not None:
         chosen, note = with_sparse(chosen, read_sparse(sparse))
         notes += [] if note is None else [note]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.nn import functional
 
 from farspan.attention.backends import BlockKernel, select_kernel
 from farspan.attention.merge import accumulate_dtype
+from farspan.engine.meter import PeakMeter
 from farspan.plan.blocks import Block
 from farspan.spec import BACKWARD_PRODUCTS, Curve, Tier
 from farspan.transfer.arena import Arena
@@ -31,6 +33,7 @@ KV_SHARE = 4  # query heads that share a K, V head, as in most models of today
 HEAD_DIM = 128  # of attention's curves
 WIDEST = 8192  # of a product
 LONGEST = 16384  # tokens of an attention call
+WORKSPACE_TOKENS = 4096  # of the call whose memory is looked at: 32 MiB of queries on a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +260,23 @@ def softmax(bench: Bench, name: str, dtype: torch.dtype, *, backward: bool) -> f
     )
     found = bench.difference(name, wide.call(backward=backward), narrow.call(backward=backward))
     return max(0.0, found) / (wide.pairs * wide.heads)
+
+
+def workspace(bench: Bench, dtype: torch.dtype) -> float:
+    """Bytes of a query or key, head and element of it that a backward takes beside its inputs and
+    results: the most of a call with a mask and one without."""
+    return max(_workspace(bench, dtype, causal=causal) for causal in (False, True))
+
+
+def _workspace(bench: Bench, dtype: torch.dtype, *, causal: bool) -> float:
+    made = attention(bench, dtype, WORKSPACE_TOKENS, HEAD_DIM, causal=causal)
+    call = made.call(backward=True)
+    call()  # what libraries take once and keep is in the reserve
+    bench.wait()
+    with PeakMeter(bench.device) as meter:
+        results: Any = call()
+    taken = meter.peak - sum(result.nbytes for result in results)
+    return max(0, taken) / (2 * WORKSPACE_TOKENS * made.heads * HEAD_DIM)
 
 
 # -- memory and copies ---------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from farspan.engine.bench import (
     products,
     softmax,
     weight_products,
+    workspace,
 )
 from farspan.engine.machine import machine as versions
 from farspan.engine.step import Step
@@ -188,6 +189,8 @@ def _rates(bench: Bench, dtype: torch.dtype, progress: Progress) -> Rates:
         softmax_forward=_softmax(bench, path, dtype, curves, backward=False),
         softmax_backward=_softmax(bench, path, dtype, curves, backward=True),
         logit=logit(bench, f"{path}.logit", dtype),
+        # On a CPU a plan has what torch allocates, and this is what kernels do within.
+        attention_workspace=0.0 if bench.on_cpu else workspace(bench, dtype),
     )
 
 

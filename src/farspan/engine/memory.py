@@ -102,9 +102,9 @@ def rehearse_apart(
 
 
 def refuse_too_large(step: Step, expected: Forecast, optimizer: int) -> None:
-    """Raises TooLarge when the host cannot hold the step and `optimizer` bytes of its states, and
-    DeviceTooSmall when the GPU cannot hold what is new on it; of several ranks, which all call it,
-    the same on all when one of them is short."""
+    """Raises TooLarge when the host cannot hold the step and `optimizer` bytes of its states, or
+    these are more than `step.host_room`, and DeviceTooSmall when the GPU cannot hold what is new on
+    it; of several ranks, which all call it, the same on all when one of them is short."""
     ranks = None if step.dealt is None else step.dealt.ranks
     _refuse_too_small(step.boundary.device, expected, ranks)
     needed = expected.host_arena
@@ -115,7 +115,7 @@ def refuse_too_large(step: Step, expected: Forecast, optimizer: int) -> None:
             f"a step (arenas {expected.host_arena + expected.device_arena:,} bytes, gradients "
             f"{expected.gradients:,}, optimizer {optimizer:,}, cells {expected.transient:,})"
         )
-    refuse_beyond_together(ranks, needed, what, ADVICE)
+    refuse_beyond_together(ranks, needed, what, ADVICE, step.host_room)
 
 
 def _refuse_too_small(device: torch.device, expected: Forecast, ranks: Ranks | None) -> None:

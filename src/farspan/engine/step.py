@@ -69,6 +69,9 @@ class Step:
     it. If a step raises, `.grad` is undefined and must be cleared.
     """
 
+    # Bytes of main memory that a step may take by its forecast; None: as many as there are.
+    host_room: int | None = None
+
     def __init__(
         self,
         model: nn.Module,

@@ -35,8 +35,20 @@ def describe_host(root: Path = Path("/")) -> dict[str, int]:
     return facts
 
 
-def refuse_beyond(needed: int, what: str, advice: str, available: int | None = None) -> None:
-    """Raises TooLarge when `needed` bytes are more than what is available."""
+def refuse_beyond(
+    needed: int,
+    what: str,
+    advice: str,
+    available: int | None = None,
+    allowed: int | None = None,
+) -> None:
+    """Raises TooLarge when `needed` bytes are more than what is available, or than what the user's
+    host_memory leaves of it; None: there is no such limit."""
+    if allowed is not None and needed > allowed:
+        raise TooLarge(
+            f"host memory: {what} needs {needed / GIB:.2f} GiB and host_memory leaves "
+            f"{max(0, allowed) / GIB:.2f} GiB for it; raise host_memory, or {advice}"
+        )
     limit = available_host_bytes() if available is None else available
     if needed > limit:
         raise TooLarge(

@@ -1,5 +1,7 @@
 """Load a causal LM: from a local folder, from a hub name, or with random weights from a config."""
 
+import inspect
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from farspan.spec import Refused
 
@@ -178,14 +181,29 @@ def _config_of(fields: dict[str, Any]) -> PretrainedConfig:
 
 def _check_fields(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None:
     for name in fields:
-        if not hasattr(config, name):
+        if not hasattr(config, name) and not _is_read(config, name):
             raise Refused(f"{where}.{name}: {type(config).__name__} has no such field")
+
+
+def _is_read(config: PretrainedConfig, name: str) -> bool:
+    """Does the family's causal model ask for a field that its configuration does not declare?
+    Qwen3-MoE does so for head_dim. It must do so by getattr, or fail where there is none."""
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    module = inspect.getmodule(model)
+    if module is None:
+        return False
+    try:
+        source = inspect.getsource(module)
+    except OSError:  # installed without it
+        return False
+    asks = rf"""getattr\(\s*(self\.)?config,\s*["']{re.escape(name)}["']"""
+    return re.search(asks, source) is not None
 
 
 def _apply(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None:
     _check_fields(config, fields, where)
     for name, value in fields.items():
-        before = getattr(config, name)
+        before: Any = getattr(config, name, None)
         # A part of a dict, such as a new rope_type, keeps the rest, such as rope_theta.
         merge = isinstance(before, dict) and isinstance(value, dict)
         setattr(config, name, {**before, **value} if merge else value)

@@ -98,7 +98,8 @@ class Plan:
     mfu: float  # causal attention once and weights three times over peak; recompute is no work
     reason: str = ""  # why it was chosen, or what breaks first when it does not fit
     remedy: str = ""  # the cheapest change that makes it fit; empty when it fits
-    gap: float = 0.0  # at most this fraction slower than the best of the space searched
+    # At most this fraction slower than the fastest of the space searched.
+    gap: float = 0.0
     alternatives: tuple["Plan", ...] = field(default=())
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import replace
 from farspan.plan.layout import sequence_layout
 from farspan.plan.price.local import local_model, stage_schedule
 from farspan.plan.question import Budget, Optimizer, Plan, Question
-from farspan.plan.units import write_bytes
+from farspan.plan.units import write_bytes, write_most
 from farspan.plan.words import part_words
 from farspan.spec import RunSpec, Tier
 
@@ -16,7 +16,7 @@ MOST_DEVICES = 64
 
 def reason_of(plan: Plan, others: Sequence[Plan]) -> str:
     """One or two sentences on what was chosen."""
-    parts = [_choices(plan)]
+    parts = [_choices(plan), *_given(plan, others)]
     slower = [other for other in others if other.fits and other.strategy != plan.strategy]
     if slower:
         ratio = slower[0].seconds.total / plan.seconds.total
@@ -24,6 +24,18 @@ def reason_of(plan: Plan, others: Sequence[Plan]) -> str:
     if others and not slower:
         parts.append("no other strategy fits")
     return "; ".join(parts)
+
+
+def _given(plan: Plan, others: Sequence[Plan]) -> Iterator[str]:
+    """What the fastest would take, where another is preferred."""
+    fastest = min((other for other in others if other.fits), key=Plan.rank, default=plan)
+    ratio = fastest.seconds.total / plan.seconds.total
+    if ratio < 1:
+        host, device = fastest.host.total - plan.host.total, fastest.device.total
+        more = f"{write_bytes(host)} more of main memory"
+        if host <= 0:
+            more = f"{write_bytes(device - plan.device.total)} more of device memory"
+        yield f"the fastest takes {more} for at most {write_most(1 - ratio)} less time"
 
 
 def breaks_first(plan: Plan) -> str:

@@ -6,6 +6,7 @@ TiB are powers of 1024 and KB to TB powers of 1000; `128G` could be either and i
 
 import re
 from fractions import Fraction
+from math import ceil
 
 from farspan.spec import Refused
 
@@ -68,6 +69,13 @@ def write_count(amount: float, unit: str) -> str:
             return f"{amount:.3g} {prefix}{unit}"
         amount /= 1000
     return f"{amount:,.3g} P{unit}"
+
+
+def write_most(fraction: float) -> str:
+    """A fraction that is not more than this, in tenths of a percent: what is not 0 does not look
+    as if it were."""
+    # 0.031 * 1000 may be the next float above 31.
+    return f"{ceil(round(1000 * fraction, 6)) / 10 or 0.1:.1f}%"
 
 
 def write_seconds(seconds: float) -> str:

@@ -9,7 +9,7 @@ from rich.text import Text
 from farspan.plan.balance import chunks_of
 from farspan.plan.price.local import local_model, stage_schedule
 from farspan.plan.question import Budget, Optimizer, Plan, Question
-from farspan.plan.units import write_bytes, write_seconds, write_tokens
+from farspan.plan.units import write_bytes, write_most, write_seconds, write_tokens
 from farspan.plan.words import part_words
 from farspan.report.tables import bars_table, lines_table
 from farspan.report.words import launch_words, layout_words, schedule_words
@@ -152,7 +152,7 @@ def schedule_text(plan: Plan) -> Text:
     if plan.fits and plan.reason:
         text.append(f"  why: {plan.reason}\n")
     if plan.gap > 0:
-        text.append(f"  at most {plan.gap:.1%} slower than the best of all schedules\n")
+        text.append(f"  at most {write_most(plan.gap)} slower than the best of all schedules\n")
     return text
 
 

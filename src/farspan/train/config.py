@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from farspan.data.config import DataConfig
+from farspan.plan.units import read_bytes
 from farspan.spec import Kernels, Refused, Schedule, Sparse, Tier
 from farspan.train.layout import Auto, Parallel, replicas
 from farspan.train.strict import build, read_mapping, to_mapping
@@ -219,6 +220,7 @@ class RunConfig:
     accumulate: int = 1  # such batches an update
     seed: int = 0
     device: str = "auto"  # auto, cpu, cuda, cuda:1
+    host_memory: str | int | None = None  # that a node's ranks may take; null: what is available
     parallel: Parallel | Auto | None = None  # how the ranks that torchrun started share it
     allocator: DeviceAllocator = DeviceAllocator.DEFAULT
     nonfinite: OnNonfinite = OnNonfinite.STOP
@@ -239,6 +241,7 @@ class RunConfig:
                 f"optimizer.warmup: expected fewer than steps ({self.steps}), "
                 f"got {self.optimizer.warmup}"
             )
+        self.host_bytes()
         self._check_chunk()
         eight_bit = self.optimizer.states is StatesPlace.EIGHT_BIT
         if eight_bit and self.model.dtype is DType.FLOAT64:
@@ -249,6 +252,11 @@ class RunConfig:
 
     def tokens_per_step(self) -> int:
         return self.context * self.batch * self.accumulate * replicas(self.parallel)
+
+    def host_bytes(self) -> int | None:
+        """Of main memory that the ranks of a node may take together; None: what is available.
+        Raises Refused."""
+        return None if self.host_memory is None else read_bytes(self.host_memory, "host_memory")
 
     def pages(self) -> Sparse | None:
         """Sparse attention as its schedules have it; None: dense."""

@@ -29,7 +29,15 @@ from farspan.train.strict import flatten, read_mapping, to_mapping
 # looks at them, what happens after a failure, and how and where the same gradients are computed.
 FREE = (
     *("folder", "data.cache", "nonfinite", "checkpoints.", "evaluation."),
-    *("device", "allocator", "schedule.", "kernels.", "sparse.warn_below", "parallel"),
+    *(
+        "device",
+        "host_memory",
+        "allocator",
+        "schedule.",
+        "kernels.",
+        "sparse.warn_below",
+        "parallel",
+    ),
 )
 DATA = "parallel.data"
 # Of these, the ones that change roundings: the run goes on, but not to the same bits.

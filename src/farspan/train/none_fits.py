@@ -28,7 +28,7 @@ def advice(plan: Plan) -> str:
             alone = question.layout.devices() == 1  # dealt over ranks they are refused
             return f"set optimizer.states: 8bit, which is not AdamW, or {USUAL}" if alone else USUAL
         case "--host-memory":
-            return f"use a machine with {value} of main memory"
+            return f"use a machine with {value} of main memory (and so much host_memory, if set)"
         case "--batch":
             return f"set batch: {value}, and accumulate as much higher"
         case "--gpus":

@@ -63,15 +63,17 @@ class Optimizer:
         config: OptimizerConfig,
         pieces: Pieces | None = None,
         ranks: Ranks | None = None,
+        room: int | None = None,
     ) -> None:
-        """Takes the memory of all states. Raises Refused, TooLarge."""
+        """Takes the memory of all states; `room` is of main memory, where nothing else of this
+        process's is counted yet. Raises Refused, TooLarge."""
         self._config = config
         self._pieces = pieces
         self.parameters: dict[str, nn.Parameter] = dict(
             trainable(model) if pieces is None else pieces.trained
         )
         kinds: dict[StatesPlace, Callable[[Parameters, Rule], States]] = {
-            StatesPlace.HOST: partial(HostStates, ranks=ranks),
+            StatesPlace.HOST: partial(HostStates, ranks=ranks, room=room),
             StatesPlace.EIGHT_BIT: EightBitStates,
         }
         make = kinds.get(config.states, DeviceStates)

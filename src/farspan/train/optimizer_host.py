@@ -70,9 +70,10 @@ class HostStates:
         rule: Rule,
         copies: CopyEngine | None = None,
         ranks: Ranks | None = None,
+        room: int | None = None,
     ) -> None:
         """Takes all of its memory now. Raises TooLarge when the host cannot hold it, and what the
-        other ranks there take now."""
+        other ranks there take now, or it is more than `room` bytes."""
         for name, parameter in parameters.items():
             if not parameter.is_contiguous():
                 raise Refused(
@@ -89,14 +90,14 @@ class HostStates:
         self._states: dict[str, Tensor] = {}
         self._updates = {name: torch.zeros(()) for name in parameters}
         self._staged = staged_elements(sum(p.numel() for p in parameters.values()))
-        self._slots = self._lay_out(ranks)
+        self._slots = self._lay_out(ranks, room)
         self._began = False
         for name, parameter in parameters.items():
             widen_gradient(parameter)
             if is_low(parameter):
                 self._states[f"master/{name}"].copy_(parameter.detach())
 
-    def _lay_out(self, ranks: Ranks | None) -> list[_Slot]:
+    def _lay_out(self, ranks: Ranks | None, room: int | None) -> list[_Slot]:
         """Masters and moments, the widest elements first so that each is aligned; then slots."""
         wide = {name: accumulate_dtype(p.dtype) for name, p in self._parameters.items()}
         names = sorted(wide, key=lambda name: -wide[name].itemsize)
@@ -107,7 +108,8 @@ class HostStates:
             for name, p in self._parameters.items()
         )
         size = lasting + SLOTS * (gradient + weight)
-        refuse_beyond_together(ranks, size, "the optimizer's states in main memory", ADVICE)
+        what = "the optimizer's states in main memory"
+        refuse_beyond_together(ranks, size, what, ADVICE, room)
         self._arena.reserve(size)
         address = 0
         for name in names:

@@ -41,6 +41,7 @@ class StepLike(Protocol):
     """Forward and backward over a batch; gradients are added to `.grad`."""
 
     progress: Callable[[Any], None] | None
+    host_room: int | None  # bytes of main memory that it may take; None: as many as there are
     seen: Seen | None  # of the latest step's watched cell, where attention is sparse
 
     def __call__(

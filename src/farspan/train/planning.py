@@ -109,7 +109,7 @@ class Least:
         reserve = question.machine.reserve
         in_use = reserve - gradients_before(run, question)
         found = self.free.limit(replace(question.machine, reserve=in_use))
-        return replace(found, reserve=reserve)
+        return replace(allowed(run, found), reserve=reserve)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ def place_states(
             machine = parts.machine(device, getattr(torch, run.model.dtype.value), progress)
         # Of several ranks this one has the weights, in main memory, until they are dealt.
         there = sum(parameter.nbytes for parameter in model.parameters()) * (crew.count > 1)
-        machine = free_now(device, 0, there).limit(machine)
+        machine = allowed(run, free_now(device, 0, there).limit(machine))
         looked = look(model, run.model.dtype.value, device)
 
         def fits(states: StatesPlace) -> bool:
@@ -184,6 +184,14 @@ def place_states(
 
     # What is free differs from rank to rank.
     return lambda model, device: crew.by_first(lambda: place(model, device))
+
+
+def allowed(run: RunConfig, machine: MachineSpec) -> MachineSpec:
+    """The machine with no more main memory than the run file allows."""
+    limit = run.host_bytes()
+    if limit is None:
+        return machine
+    return replace(machine, host_bytes=min(machine.host_bytes, limit))
 
 
 def gradients_before(run: RunConfig, question: Question) -> int:

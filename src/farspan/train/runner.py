@@ -212,7 +212,9 @@ class Runner:
             named["selector"] = selector
         if self._use.crew.ranks is not None:
             named["ranks"] = self._use.dealt or self._use.crew.ranks
-        return self._parts.make_step(self._use.model, schedule, **named)
+        step = self._parts.make_step(self._use.model, schedule, **named)
+        step.host_room = self._use.host_room(self._run)
+        return step
 
     def _alone(self, shortage: Shortage) -> OneRankShort:
         """What this rank says when it leaves a step that the others are within. It cannot be taken

@@ -74,10 +74,24 @@ class Equipment:
             return Held(self._weights() + written, 0, 0)
         return Held(self._weights() + held.device, held.host, 0)
 
+    def host_room(self, run: RunConfig) -> int | None:
+        """Bytes of main memory that the run file leaves to a step of this process; None: all that
+        there are."""
+        share, held = _host_share(run, self.crew), self.touched_bytes()
+        if share is None:
+            return None
+        return share - (held.device if self.device.type == "cpu" else held.host)
+
     def _weights(self) -> int:
         if self.pieces is not None:
             return self.pieces.held_bytes()
         return sum(parameter.nbytes for parameter in self.model.parameters())
+
+
+def _host_share(run: RunConfig, crew: Crew) -> int | None:
+    """Of what the run file allows the ranks of a node, one rank's."""
+    limit = run.host_bytes()
+    return None if limit is None else limit // crew.near
 
 
 def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
@@ -117,7 +131,8 @@ def equip(run: RunConfig, parts: Parts, watch: Watch, place: Place, crew: Crew) 
         looked = crew.by_first(lambda: look(model, run.model.dtype.value, device))
     dealt = deal_model(run, parts, model, crew)
     pieces = None if dealt is None else pieces_of(dealt)
-    optimizer = Optimizer(model, replace(run.optimizer, states=placed.states), pieces, crew.ranks)
+    states = replace(run.optimizer, states=placed.states)
+    optimizer = Optimizer(model, states, pieces, crew.ranks, _host_share(run, crew))
     return Equipment(
         model=model,
         optimizer=optimizer,

@@ -17,6 +17,7 @@ from farspan.plan.search.best_first import search, something_fits
 from farspan.plan.search.bound import TIERS
 from farspan.plan.search.quick import latest_fraction
 from farspan.plan.search.space import Space, even, tapered, thriftiest, whole_space
+from farspan.plan.search.thrift import TOLERANCE
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule
 from tests.plan.cases import model_of, models
 from tests.plan.machines import slow_machine
@@ -107,6 +108,58 @@ def test_the_search_finds_what_trying_everything_finds(
         assert outcome.best.seconds.total == pytest.approx(min(fitting), rel=1e-9)
         assert outcome.simulated < len(simulated) / 2
     assert found_some >= 4
+
+
+@pytest.mark.parametrize("unified", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("tolerance", [TOLERANCE, 0.3])
+def test_nothing_as_fast_takes_less(
+    amounts: list[tuple[int, int]], tolerance: float, overlap: bool, unified: bool
+) -> None:
+    preferred = 0
+    for device, host in amounts[::2]:
+        asked = question(device, device + host if unified else host, overlap=overlap)
+        asked = replace(asked, machine=replace(asked.machine, unified=unified))
+        fitting = [
+            plan
+            for plan in all_plans(overlap)
+            if (
+                plan.device.total + plan.host.total <= device + host
+                if unified
+                else plan.device.total <= device and plan.host.total <= host
+            )
+        ]
+        if not fitting:
+            continue
+        least = min(plan.seconds.total for plan in fitting)
+        near = [plan for plan in fitting if plan.seconds.total <= least * (1 + tolerance)]
+        bytes_ = min(footprint(plan) for plan in near)
+        outcome = search(asked, SPACE, 60.0, tolerance=tolerance)
+        assert outcome.best is not None
+        assert outcome.fastest is not None
+        assert outcome.fastest.seconds.total == pytest.approx(least, rel=1e-9)
+        assert outcome.lowest == pytest.approx(least, rel=1e-9)
+        assert footprint(outcome.best) == bytes_
+        assert outcome.best.seconds.total <= least * (1 + tolerance) * (1 + 1e-9)
+        assert outcome.best.seconds.total <= outcome.lowest * (1 + outcome.gap) * (1 + 1e-9)
+        assert outcome.gap <= tolerance * (1 + 1e-6)
+        assert outcome.simulated < len(all_plans(overlap)) / 2
+        preferred += outcome.best is not outcome.fastest
+    assert preferred or tolerance == TOLERANCE
+
+
+def footprint(plan: Plan) -> tuple[int, int]:
+    """What of schedules that are equally fast is preferred where it is less."""
+    return plan.host.total, plan.device.total
+
+
+def test_a_search_without_time_for_bytes_returns_what_it_knows() -> None:
+    asked = question(2**40, 2**40, overlap=True)
+    plans = sorted(all_plans(True), key=lambda plan: plan.seconds.total)
+    known = replace(plans[0], question=asked)
+    outcome = search(asked, SPACE, seconds=0.0, best=known, tolerance=1.0)
+    assert outcome.best is outcome.fastest is known
+    assert outcome.simulated == 0
 
 
 @settings(max_examples=12)

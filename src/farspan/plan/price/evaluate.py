@@ -16,6 +16,7 @@ from farspan.plan.price.local import (
 from farspan.plan.price.seconds import Prices, rates_of
 from farspan.plan.price.states import States, gradient_bytes, sharing_of, states, update_seconds
 from farspan.plan.price.timeline import Timeline, run_time
+from farspan.plan.price.workspace import workspace_bytes
 from farspan.plan.program import Allocate, Clear, Close, Free, Gather, Kind, Program, Release
 from farspan.plan.question import Budget, Plan, Question, Seconds
 from farspan.plan.reach import sequence_pairs
@@ -105,7 +106,7 @@ def budgets(question: Question, walked: Walked, held: States) -> tuple[Budget, B
         "accumulators": held.accumulators,
         "optimizer": held.optimizer,
         **arena_parts(program, Tier.DEVICE),
-        "cells": walked.transient,
+        "cells": max(0, walked.transient) + workspace_bytes(question, program.schedule),
         "exchange": exchange_bytes(question, program.schedule.chunk),
         "inputs": INPUT_BYTES * program.run.batch * program.run.tokens,
         "reserve": machine.reserve,
@@ -113,7 +114,6 @@ def budgets(question: Question, walked: Walked, held: States) -> tuple[Budget, B
     if walked.transient < 0:
         # Cells are fullest while some gradients do not exist yet; at the end of a step all do.
         device["accumulators"] = max(0, held.accumulators + walked.transient)
-        device["cells"] = 0
     host = {"optimizer": held.optimizer_on_host, **arena_parts(program, Tier.HOST)}
     parts = device if program.schedule.x is Tier.DEVICE else host
     parts["x"] += _stage_input(question, program)

@@ -23,7 +23,10 @@ PRESETS = Path(__file__).parent / "machines.json"
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 CURVES = ("matmul", "attention_forward", "attention_backward")
 OTHER_CURVES = ("weights", "causal_forward", "causal_backward")  # may be left out
-MAY_BE_ZERO = ("latency", "overhead", "reserve", "softmax_forward", "softmax_backward", "logit")
+MAY_BE_ZERO = (
+    *("latency", "overhead", "reserve", "softmax_forward", "softmax_backward", "logit"),
+    "attention_workspace",
+)
 BESIDE = ("about", "sources", "measured_on", "spread")
 STEEPEST = 10.0  # a larger call's rate below a smaller one's: caches explain a factor of four
 TOGETHER = 2.0  # a direction beside the other one over itself alone; 1 but for noise

@@ -7,6 +7,7 @@ of what lies between buffers: it may look as if a little less were missing, neve
 from farspan.plan.price.collectives import exchange_bytes
 from farspan.plan.price.evaluate import INPUT_BYTES, evaluate, useful_flop
 from farspan.plan.price.seconds import rates_of
+from farspan.plan.price.workspace import workspace_bytes
 from farspan.plan.question import Budget, Plan, Question, Seconds
 from farspan.plan.search import quick
 from farspan.plan.search.bound import TIERS, Frames, frames_of, tiers_of
@@ -74,7 +75,7 @@ def _budgets(question: Question, frames: Frames, tiers: int) -> tuple[Budget, Bu
         "optimizer": held.optimizer,
         **{str(kind): int(size) for kind, size in arenas[Tier.DEVICE].items()},
         "slots": int(device_slots(frames)[0, 0, tiers]),
-        "cells": max(0, cells),
+        "cells": max(0, cells) + workspace_bytes(ruler.question, frames.schedule),
         "exchange": exchange_bytes(ruler.question, frames.schedule.chunk),
         "inputs": INPUT_BYTES * ruler.run.batch * ruler.run.tokens,
         "reserve": question.machine.reserve,

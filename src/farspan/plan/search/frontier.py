@@ -47,8 +47,9 @@ class Choices:
 
 
 class Frontier:
-    """`lowest` is a bound of the seconds of whatever is open. Until `open` it is all that is there:
-    most families are slower than the best of another, and never opened."""
+    """`lowest` is a bound of the seconds of whatever is open, `bound` of the whole family's. Until
+    `open` they are all that is there: most families are slower than the best of another, and never
+    opened."""
 
     def __init__(self, question: Question, frames: Frames, schedule: Schedule) -> None:
         self.question = question
@@ -58,23 +59,29 @@ class Frontier:
         self.known: set[int] = set()  # kinds whose cells are counted
         found = taken(frames)
         fits = room(question, found.device, found.host) >= 0
-        self.lowest = float(np.min(seconds(frames), where=fits, initial=INFINITE))
+        self.bound = float(np.min(seconds(frames), where=fits, initial=INFINITE))
+        self.lowest = self.bound
 
     def open(self, best: float, cells: "Cells") -> None:
         """Write down all choices that may fit and may be faster than `best` seconds."""
+        every = self.within(best, cells)
+        self._keep(every.only(np.lexsort((every.device + every.host, every.seconds))))
+
+    def within(self, limit: float, cells: "Cells") -> Choices:
+        """All choices, in no order, that may fit and may be faster than `limit` seconds; cells of
+        no kind are counted."""
         times, found = seconds(self.frames), taken(self.frames)
         found.device += cells.least(self.frames)[..., None]
-        fits = (room(self.question, found.device, found.host) >= 0) & (times < best)
+        fits = (room(self.question, found.device, found.host) >= 0) & (times < limit)
         index = np.flatnonzero(fits)
         cut, choice = np.divmod(index // len(TIERS), len(self.frames.kept.graphs))
-        every = Choices(
+        return Choices(
             index,
             times.ravel()[index],
             found.device.ravel()[index],
             found.host.ravel()[index],
             cut * KINDS + self.frames.kept.alike[choice],
         )
-        self._keep(every.only(np.lexsort((every.device + every.host, every.seconds))))
 
     def _keep(self, choices: Choices) -> None:
         self.choices = choices
@@ -91,19 +98,23 @@ class Frontier:
             return None
         index = int(choices.index[0])
         self._keep(choices.only(slice(1, None)))
-        return self._schedule(index)
+        return self.schedule_at(index)
 
     def _count(self, kind: int, cells: "Cells") -> None:
         choices = self.choices
         assert choices is not None
         self.known.add(kind)
-        cut, alike = divmod(kind, KINDS)
-        of = choices.kind == kind
-        least = cells.least(self.frames)[cut, self.frames.kept.alike == alike][0]
-        choices.device[of] += max(0.0, cells.beyond(self.frames, cut, alike) - least)
+        choices.device[choices.kind == kind] += self.held(kind, cells)
         self._keep(choices.only(room(self.question, choices.device, choices.host) >= 0))
 
-    def _schedule(self, index: int) -> Schedule:
+    def held(self, kind: int, cells: "Cells") -> float:
+        """Bytes that the cells of a kind hold for a moment beyond what `within` counts."""
+        cut, alike = divmod(kind, KINDS)
+        least = cells.least(self.frames)[cut, self.frames.kept.alike == alike][0]
+        return max(0.0, float(cells.beyond(self.frames, cut, alike) - least))
+
+    def schedule_at(self, index: int) -> Schedule:
+        """The schedule of a choice's index."""
         chosen, tiers = divmod(index, len(TIERS))
         cut, choice = divmod(chosen, len(self.frames.kept.graphs))
         x, attention, activations = TIERS[tiers]

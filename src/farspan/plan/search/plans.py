@@ -17,6 +17,7 @@ from farspan.plan.search.estimate import plan_of
 from farspan.plan.search.room import roomiest, states_do_not_fit
 from farspan.plan.search.space import MOST_CELLS, thriftiest, whole_space
 from farspan.plan.search.sparse import best_sparse, longest_sparse
+from farspan.plan.search.thrift import TOLERANCE, chosen, lightest
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.spec import Refused, RunSpec, Schedule
 
@@ -31,7 +32,8 @@ MOST_NAMED = 4 * MOST_CELLS  # cells of a strategy whose chunk is its own
 def best_plan(
     question: Question, strategies: Sequence[str] | None = None, seconds: float = 6.0
 ) -> Plan:
-    """The fastest plan that fits, the others as its alternatives.
+    """The fastest plan that fits, or one as fast within `thrift.TOLERANCE` that takes less main
+    memory, or as much and less of the device; the others as its alternatives.
 
     `strategies` are the names to choose from, None for all; `grouped` stands for the whole space
     of schedules, searched for about `seconds` of this process's time. If nothing fits, the plan
@@ -46,9 +48,7 @@ def best_plan(
         )
     if question.sparse is not None:
         return best_sparse(question, partial(best_plan, strategies=strategies, seconds=seconds))
-    plans = _plans(question, strategies or list(STRATEGIES), seconds)
-    plans.sort(key=Plan.rank)
-    best, others = plans[0], tuple(plans[1:])
+    best, others = chosen(_plans(question, strategies or list(STRATEGIES), seconds))
     if not best.fits:
         best = evaluate(question, best.strategy, best.schedule)
         return replace(
@@ -57,16 +57,18 @@ def best_plan(
             remedy=_remedy(best, strategies),
             alternatives=others,
         )
-    # No plan is faster than that of the whole space: how far it may be off holds for the best.
-    gap = max((plan.gap for plan in plans), default=0.0)
-    return replace(best, gap=gap, reason=reason_of(best, others), alternatives=others)
+    # What is known of the whole space holds for whichever is the best.
+    lowest = min(p.seconds.total / (1 + p.gap) for p in (best, *others) if p.fits)
+    off = gap(best, lowest)
+    return replace(best, gap=off, reason=reason_of(best, others), alternatives=others)
 
 
 def longest_contexts(
     question: Question, strategies: Sequence[str] | None = None, seconds: float = 4.0
 ) -> dict[str, Plan]:
     """By strategy, the plan at the longest context that fits; a strategy that fits none is left
-    out. Contexts are found to within 1 / 64 of themselves."""
+    out. Contexts are found to within 1 / 64 of themselves; plans are the fastest, since what a
+    longest context leaves of memory is of no use to it."""
     refuse_layout(question)
     if question.sparse is not None:
         dense = partial(longest_contexts, strategies=strategies, seconds=seconds)
@@ -81,7 +83,7 @@ def longest_contexts(
             known = (p for p in found.values() if (p.question, p.schedule) == (asked, schedule))
             plan = next(known, None) or evaluate(asked, name, schedule)
             if plan.fits:
-                found[name] = _searched(asked, [plan], seconds) if name == GROUPED else plan
+                found[name] = _searched(asked, [plan], seconds, 0.0)[0] if name == GROUPED else plan
                 break
             # Padding, which the quick look leaves out.
             tokens -= max(LEAST, tokens // (4 * FINEST))
@@ -128,7 +130,7 @@ def _plans(question: Question, names: Sequence[str], seconds: float) -> list[Pla
         refuse_together(next(iter(schedules.values())), question.layout)
     plans = [plan_of(question, name, schedule) for name, schedule in runs.items()]
     if GROUPED in names:
-        plans.append(_searched(question, plans, seconds))
+        plans += _searched(question, plans, seconds)
     return plans
 
 
@@ -140,9 +142,12 @@ def _runs(schedule: Schedule, layout: Layout) -> bool:
     return True
 
 
-def _searched(question: Question, others: Sequence[Plan], seconds: float) -> Plan:
-    """The best of the whole space, which has the fastest of the others to beat; where none is found
-    the thriftiest schedule, which fits if any does."""
+def _searched(
+    question: Question, others: Sequence[Plan], seconds: float, tolerance: float = TOLERANCE
+) -> list[Plan]:
+    """The best of the whole space, which has the fastest of the others to beat, and what it was
+    preferred to for its bytes; where none is found the thriftiest schedule, which fits if any
+    does."""
     fitting = [plan for plan in others if plan.fits]
     if question.overlap:
         # Where copies run beside the computation many schedules have nearly one bound. What is
@@ -153,9 +158,15 @@ def _searched(question: Question, others: Sequence[Plan], seconds: float) -> Pla
         fitting += [plan_of(question, GROUPED, first.schedule)] if first else []
         seconds = max(seconds / 4, seconds - (time.process_time() - began))
     known = min(fitting, key=Plan.rank, default=None)
-    outcome = search(question, whole_space(question), seconds, known)
-    best = outcome.best or plan_of(question, GROUPED, _thrifty(question, GROUPED))
-    return replace(best, strategy=GROUPED, gap=gap(best, outcome.lowest) if best.fits else 0.0)
+    outcome = search(question, whole_space(question), seconds, known, tolerance)
+    if outcome.best is None or outcome.fastest is None:
+        found = [plan_of(question, GROUPED, _thrifty(question, GROUPED))]
+    else:
+        found = [lightest([outcome.best, outcome.fastest, *fitting], tolerance)]
+        if not any(plan is outcome.fastest for plan in (*found, *others)):
+            found.append(outcome.fastest)
+    gaps = [gap(plan, outcome.lowest) if plan.fits else 0.0 for plan in found]
+    return [replace(p, strategy=GROUPED, gap=off) for p, off in zip(found, gaps, strict=True)]
 
 
 def _at(question: Question, tokens: int) -> Question:

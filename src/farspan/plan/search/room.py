@@ -8,6 +8,7 @@ import numpy as np
 from farspan.plan.price.collectives import exchange_bytes
 from farspan.plan.price.local import local_model, local_schedule
 from farspan.plan.price.states import states
+from farspan.plan.price.workspace import workspace_bytes
 from farspan.plan.question import Question
 from farspan.plan.search.bound import TIERS, Frames
 from farspan.plan.search.cuts import Cuts
@@ -51,9 +52,10 @@ def _kept(space: Space, chunks: int) -> Kept:
 
 
 def taken(frames: Frames) -> Peaks:
-    """The frames' bytes, with what messages take under way."""
-    found = peaks(frames)
-    found.device += exchange_bytes(frames.ruler.question, frames.schedule.chunk)
+    """The frames' bytes, with what messages take under way and kernels for themselves."""
+    found, question = peaks(frames), frames.ruler.question
+    found.device += exchange_bytes(question, frames.schedule.chunk)
+    found.device += workspace_bytes(question, frames.schedule)
     return found
 
 

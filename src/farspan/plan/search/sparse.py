@@ -10,21 +10,21 @@ from dataclasses import replace
 from farspan.plan.price.evaluate import evaluate
 from farspan.plan.question import Plan, Question
 from farspan.plan.reason import breaks_first, reason_of
+from farspan.plan.search.thrift import chosen
 from farspan.spec import Refused, RunSpec, Schedule, Sparse
 
 WITHOUT = "without --sparse"
 
 
 def best_sparse(question: Question, search: Callable[[Question], Plan]) -> Plan:
-    """The fastest with `question.sparse` of the schedules that `search` finds for dense attention.
+    """The best with `question.sparse` of the schedules that `search` finds for dense attention.
 
     Raises Refused, also for several devices.
     """
     sparse = _sparse_of(question)
     dense = search(replace(question, sparse=None))
     plans = [_best_form(question, plan, sparse) for plan in (dense, *dense.alternatives)]
-    plans.sort(key=Plan.rank)
-    best, others = plans[0], tuple(plans[1:])
+    best, others = chosen(plans)
     if best.fits:
         return replace(best, reason=reason_of(best, others), alternatives=others)
     remedy = WITHOUT if dense.fits else dense.remedy

@@ -1,0 +1,89 @@
+"""What attention's kernels take for themselves: in plans of machines that say it, to the byte."""
+
+from dataclasses import replace
+
+import pytest
+
+from farspan.plan.layout import Layout
+from farspan.plan.price.evaluate import evaluate
+from farspan.plan.price.machines import from_json, machine, names, to_json
+from farspan.plan.price.machines import read as read_machine
+from farspan.plan.question import Plan, Question
+from farspan.plan.search import quick
+from farspan.plan.search.estimate import estimate
+from farspan.plan.search.plans import best_plan, named_schedule
+from farspan.plan.strategies import STRATEGIES
+from farspan.spec import MachineSpec, Refused
+from tests.plan.search.test_plans import question
+
+TOKENS = 64 * 1024
+RATE = 4.0  # bytes of a query or key, head and element
+
+
+def measured(spec: MachineSpec, rate: float) -> MachineSpec:
+    rates = {name: replace(r, attention_workspace=rate) for name, r in spec.rates.items()}
+    return replace(spec, rates=rates)
+
+
+def pair(name: str, layout: Layout) -> tuple[Plan, Plan, Question]:
+    """The same schedule where nothing was measured and where RATE was."""
+    asked = question(TOKENS, layout=layout)
+    known = replace(asked, machine=measured(asked.machine, RATE))
+    schedule = named_schedule(asked, name)
+    return evaluate(asked, name, schedule), evaluate(known, name, schedule), known
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    ("layout", "parts"),
+    [
+        (Layout(), (1, 1)),
+        (Layout(ulysses=2), (2, 2)),  # half of the heads see all tokens
+        (Layout(shards=2), (1, 2)),  # all queries see half of the keys
+    ],
+    ids=str,
+)
+def test_a_plan_grows_by_what_was_measured(
+    name: str, layout: Layout, parts: tuple[int, int]
+) -> None:
+    before, after, _ = pair(name, layout)
+    schedule = before.schedule
+    queries = min(TOKENS, schedule.chunk) // parts[0]
+    keys = min(TOKENS, schedule.kv_block) // parts[1]
+    grown = RATE * (queries + keys) * 14 * 64  # heads of Qwen2.5-0.5B
+    assert after.device.parts["cells"] - before.device.parts.get("cells", 0) == grown
+    assert after.device.total - before.device.total == grown
+    assert (after.host, after.seconds) == (before.host, before.seconds)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_searches_bounds_grow_alike(name: str) -> None:
+    before, after, known = pair(name, Layout())
+    grown = after.device.total - before.device.total
+    left = quick.left(before.question, before.schedule)[0]
+    assert left - quick.left(known, after.schedule)[0] == grown
+    counted = [estimate(plan.question, name, plan.schedule).device for plan in (before, after)]
+    assert counted[1].total - counted[0].total == grown
+
+
+def test_what_is_chosen_fits_with_it() -> None:
+    asked = question(TOKENS)
+    taken = best_plan(asked, ["grouped"], seconds=1.0).device.total
+    tight = replace(asked.machine, device_bytes=taken)
+    assert best_plan(replace(asked, machine=tight), ["grouped"], seconds=1.0).fits
+    known = replace(asked, machine=measured(tight, RATE))
+    plan = best_plan(known, ["grouped"], seconds=1.0)
+    assert plan.fits
+    assert evaluate(known, "grouped", plan.schedule).device.total <= taken
+
+
+def test_no_preset_says_it_and_files_may() -> None:
+    assert not any(r.attention_workspace for n in names() for r in machine(n).rates.values())
+    file = read_machine("h200")
+    assert "attention_workspace" not in str(to_json(file))
+    known = replace(file, spec=measured(file.spec, RATE))
+    assert from_json(to_json(known), "here").spec == known.spec
+    values = to_json(known)
+    values["rates"]["bfloat16"]["attention_workspace"] = -1.0
+    with pytest.raises(Refused, match=r"rates\.bfloat16\.attention_workspace: expected zero or"):
+        from_json(values, "here")

@@ -1,0 +1,138 @@
+"""`host_memory`: what a run may take of main memory, by the plan and by the guard before a step."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from farspan.engine.memory import forecast, refuse_too_large
+from farspan.engine.step import Step
+from farspan.memory.host import GIB, TooLarge
+from farspan.parallel.near import refuse_beyond_together
+from farspan.parallel.ranks import Ranks
+from farspan.plan.layout import Layout
+from farspan.plan.price.machines import machine
+from farspan.plan.question import Question
+from farspan.spec import Refused, Schedule
+from farspan.train.config import OptimizerConfig, RunConfig, ScheduleConfig, StatesPlace, load_run
+from farspan.train.folder import identity
+from farspan.train.loop import train
+from farspan.train.optimizer import Optimizer
+from farspan.train.planning import allowed
+from farspan.train.shortage import OutOfMemory
+from tests.cli.test_cli import run as run_cli
+from tests.ranks import run_ranks
+from tests.train.planner import planned_parts
+from tests.train.tiny import Quiet, tiny_run
+from tests.zoo import make_model
+
+CPU = torch.device("cpu")
+AUTO = ScheduleConfig(strategy="auto")
+LARGE = Schedule(chunk=48, groups=2, activations_kept=1.0, attention_kept=1.0)
+SMALL = Schedule(chunk=8, groups=1)
+
+
+@pytest.mark.parametrize("given", ["64 apples", "128G", 0, -1, "0GiB"])
+def test_what_is_no_size_is_refused_by_its_key(tmp_path: Path, given: str | int) -> None:
+    with pytest.raises(Refused, match=r"^host_memory: expected bytes such as 128GiB"):
+        tiny_run(tmp_path, host_memory=given)
+
+
+def test_a_run_file_names_the_file_and_the_key(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    text = "model: {path: m}\ndata: {source: text, path: t}\n"
+    path.write_text(f"{text}host_memory: 2GiB\n")
+    assert load_run(path).host_bytes() == 2 * GIB
+    path.write_text(f"{text}host_memory: much\n")
+    with pytest.raises(Refused, match=r"run\.yaml: host_memory: expected bytes"):
+        load_run(path)
+    path.write_text(f"{text}host_memory: [1]\n")
+    with pytest.raises(Refused, match=r"run\.yaml: host_memory: expected text or a whole number"):
+        load_run(path)
+
+
+def test_it_may_change_when_a_run_is_resumed(tmp_path: Path) -> None:
+    assert identity(tiny_run(tmp_path)) == identity(tiny_run(tmp_path, host_memory="1GiB"))
+
+
+def test_no_more_is_planned_for_than_it_allows(tmp_path: Path) -> None:
+    known = replace(machine("h200"), host_bytes=100 * GIB)
+    for given, expected in ((None, 100), ("7GiB", 7), ("200GiB", 100)):
+        assert allowed(tiny_run(tmp_path, host_memory=given), known).host_bytes == expected * GIB
+
+
+def test_the_planner_is_asked_within_it_and_its_choice_fits(tmp_path: Path) -> None:
+    def strategy_of(size: int | None) -> tuple[int, int]:
+        asked: list[Question] = []
+        run = tiny_run(tmp_path / str(size), schedule=AUTO, host_memory=size)
+        train(run, parts=planned_parts((LARGE, SMALL), asked=asked), reporter=Quiet())
+        plan = json.loads((Path(run.folder) / "plan.json").read_text())
+        taken = sum(plan[tier]["total"] for tier in ("device_bytes", "host_bytes"))
+        assert size is None or asked[0].machine.host_bytes == size
+        return plan["fields"]["chunk"], taken
+
+    chunk, most = strategy_of(None)
+    assert chunk == LARGE.chunk
+    chunk, taken = strategy_of(most - 1)
+    assert chunk == SMALL.chunk
+    assert taken < most
+
+
+def test_a_named_schedule_beyond_it_is_not_begun(tmp_path: Path) -> None:
+    """A lighter one is looked for, and none fits in the bytes of half the weights."""
+    run = tiny_run(tmp_path, schedule=ScheduleConfig(strategy="oomb"), host_memory="18KB")
+    with pytest.raises(OutOfMemory, match=r"host_memory leaves 0\.00 GiB for it; raise"):
+        train(run, reporter=Quiet())
+
+
+def test_the_guard_counts_what_is_new_to_the_byte() -> None:
+    step = Step(make_model("qwen2"), Schedule(chunk=8, groups=2))
+    expected = forecast(step, 1, 40)
+    step.host_room = expected.new_device + expected.host_arena + 1000
+    refuse_too_large(step, expected, optimizer=1000)
+    with pytest.raises(TooLarge, match="host_memory leaves"):
+        refuse_too_large(step, expected, optimizer=1001)
+
+
+def test_states_in_main_memory_count() -> None:
+    states, model = OptimizerConfig(states=StatesPlace.HOST), make_model("llama")
+    with pytest.raises(TooLarge, match=r"states in main memory needs .* host_memory leaves"):
+        Optimizer(model, states, room=1000)
+    Optimizer(model, states, room=GIB)
+
+
+def asked(rooms: list[int]) -> str:
+    ranks = Ranks(Layout(ulysses=len(rooms)), CPU)
+    try:
+        refuse_beyond_together(ranks, 100, "a step", "shorten it", rooms[ranks.rank.number])
+    except TooLarge as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_of_a_machine_take_it_together() -> None:
+    assert run_ranks(2, asked, [90, 110]) == ["", ""]
+    for said in run_ranks(2, asked, [90, 109]):
+        assert "a step, on 2 ranks of a machine, needs" in said
+        assert "host_memory leaves" in said
+
+
+def test_the_command_line_takes_the_place_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[RunConfig] = []
+
+    def stop(run: RunConfig, **_: Any) -> None:
+        seen.append(run)
+        raise Refused("stop: here")
+
+    monkeypatch.setattr("farspan.cli.train.train", stop)
+    path = tmp_path / "run.yaml"
+    text = "model: {path: m}\ndata: {source: text, path: t}\nhost_memory: 2GiB\n"
+    path.write_text(text)
+    run_cli(monkeypatch, "train", str(path), "--host-memory", "3GiB")
+    run_cli(monkeypatch, "train", str(path))
+    assert [run.host_bytes() for run in seen] == [3 * GIB, 2 * GIB]
