@@ -172,6 +172,14 @@ def test_pages_are_fetched_when_they_are_known(monkeypatch: pytest.MonkeyPatch) 
     assert set(ahead) == {0, k_and_v * len(names.PAGES)}
 
 
+def test_a_slab_never_leaves_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned too small, or with more units than were said."""
+    monkeypatch.setattr("farspan.plan.build.slot_bytes", lambda *_, **__: 1024)
+    step = Step(shared_model("qwen2", torch.float32), SPARSE_SCHEDULES["streamed"])
+    with pytest.raises(AssertionError, match=r"pages\.slot\.\d: \d+ units"):
+        step(*LONGER)
+
+
 def test_windows_and_sinks() -> None:
     """Cells whose window ends before their chunk begins ask for no block."""
     model, data = shared_model("gpt_oss", torch.float32), draw(53, batch=2)
