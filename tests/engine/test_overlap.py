@@ -1,18 +1,25 @@
 """Copies beside the computation: the same bits, whatever happens when, and each hazard is real."""
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from farspan.engine.cell import Cell
+from farspan.engine.run import Interpreter
 from farspan.engine.sparse import watched_cell
 from farspan.engine.step import Step
 from farspan.engine.storage import Storage
+from farspan.plan import names
 from farspan.plan.check_order import check_order
 from farspan.plan.contents import ProgramError
-from farspan.plan.program import Allocate, Evict, Fetch
+from farspan.plan.footprints import Lane
+from farspan.plan.program import Allocate, Backward, Evict, Fetch, Forward
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.plan.waits import EVERY, Hazard, waits
 from farspan.spec import Refused, Schedule, Sparse, Tier
@@ -110,6 +117,67 @@ def test_without_waits_of_chosen_pages(hazard: Hazard) -> None:
     step.watches = False
     assert not goes_wrong(step, LONGER, expected)
     assert goes_wrong(step, LONGER, expected, hazard)
+
+
+class Asked(Recorder):
+    """Sees to it that what is fetched follows the choice that says what, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen = self.followed = 0  # events: before the latest choice, and waited for
+        self.reads = self.gathers = 0
+
+    def read(self, tensor: Tensor) -> Callable[[], Tensor]:
+        self.chosen = self.events
+        self.reads += 1
+        return super().read(tensor)
+
+    def wait(self, lane: Lane, event: Any, hazard: Hazard | None = None) -> None:
+        if lane is Lane.FETCH and event is not None:
+            self.followed = max(self.followed, event)
+        super().wait(lane, event, hazard)
+
+    def note(self, target: Tensor, source: Tensor) -> None:
+        assert not self.reads or self.followed > self.chosen
+        super().note(target, source)
+
+    def gather(self, target: Tensor, source: Tensor, rows: Tensor) -> None:
+        self.gathers += 1
+        super().gather(target, source, rows)
+
+
+@pytest.mark.usefixtures("small_slabs")
+def test_pages_are_fetched_when_they_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two slabs when a cell begins that knows its choice; else behind that, which the CPU waits
+    for once. No near keys: their waits would hold for the choice as well."""
+    far = Sparse(4, 8, recent=0, sink_pages=0)
+    schedule = replace(SPARSE_SCHEDULES["streamed"], groups=1, sparse=far)
+    step = Step(shared_model("qwen2", torch.float32), schedule)
+    step.watches, step.copies = False, Asked()
+    copies, begin, ahead = step.copies, Interpreter._begin, Counter[int]()
+
+    def counted(self: Interpreter, cell: Cell, layer: int, chunk: int) -> None:
+        before = copies.gathers
+        begin(self, cell, layer, chunk)
+        ahead[copies.gathers - before] += 1
+
+    monkeypatch.setattr(Interpreter, "_begin", counted)
+    step(*LONGER)
+    of = step.program(*LONGER.input_ids.shape).instructions
+    attending = [i for i in of if isinstance(i, Forward | Backward) and i.choice is not None]
+    choosing = [i for i in attending if isinstance(i, Forward) and i.chooses]
+    assert copies.reads == len(choosing) > 0
+    k_and_v = 2
+    assert ahead[k_and_v * len(names.PAGES)] == len(attending) - len(choosing) > 0
+    assert set(ahead) == {0, k_and_v * len(names.PAGES)}
+
+
+def test_a_slab_never_leaves_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned too small, or with more units than were said."""
+    monkeypatch.setattr("farspan.plan.build.slot_bytes", lambda *_, **__: 1024)
+    step = Step(shared_model("qwen2", torch.float32), SPARSE_SCHEDULES["streamed"])
+    with pytest.raises(AssertionError, match=r"pages\.slot\.\d: \d+ units"):
+        step(*LONGER)
 
 
 def test_windows_and_sinks() -> None:

@@ -84,8 +84,9 @@ class FakeCuda:
     events: int = 0
     at: int = 0  # the current stream
 
-    def make_stream(self, device: torch.device) -> "FakeStream":
+    def make_stream(self, device: torch.device, priority: int = 0) -> "FakeStream":
         assert device == CUDA
+        assert priority < 0  # than the computation: its kernels' programs would all come first
         self.streams += 1
         return FakeStream(self, self.streams)
 

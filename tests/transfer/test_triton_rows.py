@@ -1,4 +1,4 @@
-"""The kernel that adds rows, in Triton's interpreter, and on a GPU to rows of main memory."""
+"""The kernels on rows, in Triton's interpreter, and on a GPU with rows of main memory."""
 
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -9,23 +9,31 @@ import pytest
 import torch
 from torch import Tensor
 
+from farspan.lazy import load
 from farspan.plan.footprints import Lane
 from farspan.spec import Tier
 from farspan.transfer.arena import Arena
-from farspan.transfer.copies import CopyEngine, launch_add_rows
+from farspan.transfer.copies import PROGRAMS, TILE_BYTES, CopyEngine, launch_rows
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
-SIZES = [(9, 5, 4), (40, 128, 40), (7, 64, 1), (5, 1, 3)]  # rows there are, width, rows added to
+# Rows there are, width, rows that are asked for; in the last programs take several tiles each.
+SIZES = [(9, 5, 4), (40, 128, 40), (7, 64, 1), (5, 1, 3), (4, 8, 0)]
+SIZES += [(PROGRAMS * TILE_BYTES // 4 // 64 + 77, 64, PROGRAMS * TILE_BYTES // 4 // 64 + 33)]
 
 
 def _interpret() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def launched(total: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-    launch_add_rows(total, rows, values)
+def added(total: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    launch_rows(load("farspan.transfer.triton_rows", "add_rows"), total, values, rows)
     return total
+
+
+def taken(source: Tensor, rows: Tensor, target: Tensor) -> Tensor:
+    launch_rows(load("farspan.transfer.triton_rows", "take_rows"), target, source, rows)
+    return target
 
 
 def drawn(count: int, width: int, added: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,14 +41,15 @@ def drawn(count: int, width: int, added: int, dtype: torch.dtype) -> tuple[Tenso
     return total.to(dtype), torch.randperm(count)[:added], values.to(dtype)
 
 
-def test_rows_are_added_to_and_no_others() -> None:
+def test_rows_are_taken_and_added_to_and_no_others() -> None:
     with ProcessPoolExecutor(1, get_context("spawn"), initializer=_interpret) as pool:
         for size in SIZES:
             for dtype in (torch.float32, torch.float64):
                 total, rows, values = drawn(*size, dtype)
                 wanted = total.index_add(0, rows, values)
-                found = pool.submit(launched, total, rows, values).result()
-                assert torch.equal(found, wanted)
+                assert torch.equal(pool.submit(added, total, rows, values).result(), wanted)
+                found = pool.submit(taken, total, rows, torch.empty_like(values)).result()
+                assert torch.equal(found, total[rows])
 
 
 @pytest.mark.gpu

@@ -261,6 +261,8 @@ class BufferPages:
         sizes = slot_parts(far, units, entries, backward=backward)
         starts = accumulate(map(aligned, sizes.values()), initial=0)
         whole, found = storage.cell(slot.name, self.chunk), {}
+        # What is too short would be made longer by what writes to it, into what lies behind.
+        assert sum(map(aligned, sizes.values())) <= len(whole), f"{slot.name}: {units} units"
         for (name, size), start in zip(sizes.items(), starts, strict=False):
             part = whole[start : start + size]
             if name not in ROWS:

@@ -32,6 +32,10 @@ from farspan.plan.footprints import Lane
 from farspan.plan.waits import Hazard, Order, Wait
 from farspan.spec import Refused
 
+# Of kernels on rows of host memory: 512 KiB under way keep a link of 170 GB/s busy whose answers
+# take 3 microseconds, and most multiprocessors have no program of theirs. Not measured.
+PROGRAMS, TILE_BYTES = 32, 2**14
+
 
 class CopyEngine:
     """Moves tensors between device and host, and counts the bytes of each direction."""
@@ -46,7 +50,11 @@ class CopyEngine:
         self.evicted = 0  # bytes device to host
         self._streams: dict[Lane, torch.cuda.Stream] = {}
         if overlap:
-            self._streams = {lane: torch.cuda.Stream(device) for lane in (Lane.FETCH, Lane.EVICT)}
+            # Of higher priority: their few programs (PROGRAMS) start while those of a long kernel
+            # still wait for a place, not behind them.
+            self._streams = {
+                lane: torch.cuda.Stream(device, priority=-1) for lane in (Lane.FETCH, Lane.EVICT)
+            }
 
     # -- copies ----------------------------------------------------------------------------------
 
@@ -67,8 +75,11 @@ class CopyEngine:
     def gather(self, target: Tensor, source: Tensor, rows: Tensor) -> None:
         """Rows [n] of a mapped host tensor (`Arena.view`) to the device, [n, D], contiguous."""
         with self.on(Lane.FETCH):
-            target, source = _wide(target, source)
-            torch.index_select(source, 0, rows, out=target)
+            wide, source = _wide(target, source)
+            if wide.device.type == "cuda":
+                launch_rows(load("farspan.transfer.triton_rows", "take_rows"), wide, source, rows)
+            else:
+                torch.index_select(source, 0, rows, out=wide)
         self.fetched += target.nbytes
 
     def add_rows(self, total: Tensor, rows: Tensor, values: Tensor) -> None:
@@ -76,7 +87,7 @@ class CopyEngine:
         tensor."""
         with self.on(Lane.EVICT):
             if total.device.type == "cuda":
-                launch_add_rows(total, rows, values)
+                launch_rows(load("farspan.transfer.triton_rows", "add_rows"), total, values, rows)
             else:
                 total.index_add_(0, rows, values)
         self.fetched += values.nbytes
@@ -92,7 +103,7 @@ class CopyEngine:
         computed from now on."""
         if tensor.device.type == "cpu":
             return lambda: tensor
-        here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        here = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         here.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
@@ -146,8 +157,8 @@ class CopyEngine:
 
 def _wide(*tensors: Tensor) -> list[Tensor]:
     """The same memory in the widest elements, 8 bytes at most, that rows [n, D] of all begin and
-    end at. A lane of a kernel reads one element: 2 bytes a lane ask the link for 64 bytes at a
-    time."""
+    end at: a lane that reads single ones of 2 bytes asks the link for 64 bytes at a time, and
+    Triton joins them only where it knows that rows are aligned."""
     for dtype in (torch.int64, torch.int32):
         if all(_divides(dtype.itemsize // x.element_size(), x) for x in tensors):
             return [x.view(dtype) for x in tensors]
@@ -160,12 +171,14 @@ def _divides(whole: int, rows: Tensor) -> bool:
     return whole > 0 and rows.stride(-1) == 1 and not any(place % whole for place in places)
 
 
-def launch_add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
-    """By `triton_rows`; all contiguous. A row is a program of one warp: 512 bytes of 128 dims."""
-    kernel = load("farspan.transfer.triton_rows", "add_rows")
-    width = values.shape[1]
+def launch_rows(kernel: Any, one: Tensor, other: Tensor, rows: Tensor) -> None:
+    """By one of `triton_rows`; all contiguous. `rows` are of the longer tensor."""
+    width = one.shape[1]
     padded = 1 << (width - 1).bit_length()
-    kernel[(len(rows),)](total, rows, values, width, padded, num_warps=1)
+    tile = max(1, TILE_BYTES // (padded * one.element_size()))
+    programs = min(PROGRAMS, -(-len(rows) // tile))
+    if programs:
+        kernel[(programs,)](one, other, rows, len(rows), width, padded, tile, num_warps=8)
 
 
 class Followed:

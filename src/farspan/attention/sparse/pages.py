@@ -104,11 +104,14 @@ def _slab_ends(index: Tensor, most_units: int) -> list[tuple[int, int]]:
     """As `ends_of`. A page of queries brings a slab those of its units that no page of it before
     chose: those that were last chosen, if at all, before the slab began."""
     last = _last_chosen(index).transpose(0, 1).flatten(1)  # [M, B * Hk * k]
-    ends, start = [], 0
+    ends, start, ahead = [], 0, 1
     while start < len(last):
-        held = (last[start:] < start).sum(1).cumsum(0)
+        held = (last[start : start + ahead] < start).sum(1).cumsum(0)
+        if held[-1] <= most_units and start + ahead < len(last):
+            ahead *= 2  # the border lies beyond: all pages to the end would be read for each slab
+            continue
         pages = max(1, int((held <= most_units).sum()))
-        start += pages
+        start, ahead = start + pages, pages + 1
         ends.append((start, int(held[pages - 1])))
     return ends
 
