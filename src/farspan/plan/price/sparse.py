@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from farspan.plan.program import Program
 from farspan.plan.reach import chosen_pages, sparse_of
-from farspan.spec import LayerSpec, Rates, Sparse
+from farspan.spec import LayerSpec, Rates
 
 WIDE_PASSES = 4  # times that votes read or write their scores: product, softmax, sum
 
@@ -35,12 +35,8 @@ class SparsePrices:
         pairs = float((stop - start) * sparse.width(start) * sparse.page)
         if not pairs:
             return 0.0
-        model, rows = self.program.model, self._rows(spec, sparse, chunk)
+        model = self.program.model
+        rows = run.batch * chosen_pages(sparse, start, stop) * sparse.page * spec.kv_elements()
         width = 2 * model.element_bytes + backward * 3 * model.accumulate_bytes()
         seconds = self.rates.attention(pairs, spec, rows=float(run.batch), backward=backward)
         return seconds + self.moved(rows * width)
-
-    def _rows(self, spec: LayerSpec, sparse: Sparse, chunk: int) -> int:
-        """Elements of K, V of the pages that a chunk's queries choose at most."""
-        pages = chosen_pages(sparse, *self.program.chunks[chunk])
-        return self.program.run.batch * pages * sparse.page * spec.kv_elements()
