@@ -63,6 +63,12 @@ def test_what_outlives_the_step_or_is_small_has_no_place() -> None:
     assert [row.size for row in rows] == [4096, 8192, 100]
 
 
+def test_what_another_stream_asks_for_has_no_place() -> None:
+    """Copies that run beside the computation would wait for it, and it for them."""
+    trace = Trace((Malloc(1, 4096), Malloc(2, 512, 7), Free(1), Free(2), Malloc(3, 512), Free(3)))
+    assert [row.address for row in plan_iteration(trace).rows] == [0, UNPLANNED, 0]
+
+
 @given(traces(), st.sampled_from([1, 600, 5000]))
 def test_planned_tensors_alive_together_lie_apart(trace: Trace, smallest: int) -> None:
     plan = plan_iteration(trace, smallest, seconds=0.01)

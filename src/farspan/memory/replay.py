@@ -6,6 +6,7 @@ kept          |          |-------------------------------|--> expected, and serv
 older    -----|--------------|                           |    no request of this iteration
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -89,20 +90,28 @@ def iteration(trace: Trace, number: int = -1) -> Trace:
 
 def plan_iteration(trace: Trace, smallest: int = 1, seconds: float = SECONDS) -> ReplayPlan:
     """Places what an iteration both makes and frees, from `smallest` bytes on, as low as a search
-    of so many seconds finds.
+    of so many seconds finds; on the stream that asks for the most.
 
-    A tensor that outlives the iteration would be in the way of the next one's.
+    A tensor that outlives the iteration would be in the way of the next one's. Streams that had the
+    same bytes by turns would wait for each other.
     """
+    mallocs = _mallocs(trace.events)
+    asked = Counter[int]()
+    for malloc in mallocs:
+        asked[malloc.stream] += malloc.size
+    busiest = max(asked, key=asked.__getitem__, default=0)
     chosen = {
         number: Request(_rounded(request.size), request.born, request.dies)
         for number, request in enumerate(trace.requests())
-        if request.size >= max(1, smallest) and request.dies < len(trace.events)
+        if request.size >= max(1, smallest)
+        and request.dies < len(trace.events)
+        and mallocs[number].stream == busiest
     }
     placement = _place(list(chosen.values()), seconds)
     addresses = dict(zip(chosen, placement.addresses, strict=True))
     rows = tuple(
         Row(malloc.size, malloc.stream, addresses.get(number, UNPLANNED))
-        for number, malloc in enumerate(_mallocs(trace.events))
+        for number, malloc in enumerate(mallocs)
         if malloc.size
     )
     return ReplayPlan(rows, placement.height, placement.lower_bound)
