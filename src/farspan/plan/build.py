@@ -121,4 +121,4 @@ def _open_page_slots(ledger: Ledger, *, backward: bool) -> None:
     largest = max((slot_bytes(far, backward=backward) for far in fars if far), default=0)
     if largest:
         for name in names.PAGES:
-            ledger.allocate_cells(name, Tier.DEVICE, -1, range(1), largest, Kind.PAGES)
+            ledger.allocate_cells(name, Tier.DEVICE, -1, range(1), largest, Kind.SLABS)

@@ -173,7 +173,7 @@ class Contents:
         wanted = sparse.width(program.chunks[chunk][0]) * sparse.page * row * width
         for name in names.PAGES:
             buffer = self.alive(name)
-            fits = buffer.kind is Kind.PAGES and buffer.bytes >= wanted
+            fits = buffer.kind is Kind.SLABS and buffer.bytes >= wanted
             self.need(fits and buffer.tier is Tier.DEVICE, f"{name} cannot take chosen pages")
             self.used.add(name)
 

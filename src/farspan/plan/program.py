@@ -27,10 +27,10 @@ class Kind(StrEnum):
     ACTIVATIONS = "activations"
     MEANS = "means"  # of the keys of each page (OOMB 4.2)
     CHOICE = "choice"  # the pages that queries chose
-    PAGES = "pages"  # some of those pages, on their way
+    SLABS = "slabs"  # of those pages, on their way
 
 
-CELLS = (Kind.ACTIVATIONS, Kind.MEANS, Kind.CHOICE, Kind.PAGES)  # raw cells, one a chunk
+CELLS = (Kind.ACTIVATIONS, Kind.MEANS, Kind.CHOICE, Kind.SLABS)  # raw cells, one a chunk
 
 
 def rows_of(share: Share, kind: Kind) -> tuple[Range, ...]:

@@ -39,7 +39,7 @@ def _parts(
         case Kind.ATTENTION:
             out = (batch, layer.query_heads, layer.value_dim)
             return [("out", out, False), ("lse", out[:2], True)]
-        case Kind.ACTIVATIONS | Kind.MEANS | Kind.CHOICE | Kind.PAGES:
+        case Kind.ACTIVATIONS | Kind.MEANS | Kind.CHOICE | Kind.SLABS:
             return []
 
 
