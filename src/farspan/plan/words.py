@@ -14,6 +14,7 @@ PARTS = {
     "activations": "other activations",
     "means": "mean keys of pages",
     "choice": "chosen pages, their numbers",
+    "slabs": "chosen pages on their way",
     "slots": "slots of streamed K, V",
     "placement": "gaps between addresses",
     "cells": "transients of a cell",
