@@ -178,7 +178,8 @@ def launch_rows(kernel: Any, one: Tensor, other: Tensor, rows: Tensor) -> None:
     tile = max(1, TILE_BYTES // (padded * one.element_size()))
     programs = min(PROGRAMS, -(-len(rows) // tile))
     if programs:
-        kernel[(programs,)](one, other, rows, len(rows), width, padded, tile, num_warps=8)
+        with torch.cuda.device_of(one):
+            kernel[(programs,)](one, other, rows, len(rows), width, padded, tile, num_warps=8)
 
 
 class Followed:
