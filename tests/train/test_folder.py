@@ -12,6 +12,7 @@ import yaml
 from farspan.durable import WriteFailed
 from farspan.spec import Refused
 from farspan.train.config import (
+    Decay,
     DeviceAllocator,
     EvaluationConfig,
     OnNonfinite,
@@ -59,11 +60,21 @@ def test_a_changed_run_is_refused_by_its_keys(tmp_path: Path) -> None:
     changed = replace(run, steps=9, optimizer=replace(run.optimizer, betas=(0.8, 0.9)))
     message = (
         r"holds another run: optimizer\.betas was \[0\.9, 0\.95\], is now \[0\.8, 0\.9\]; "
-        r"steps was 5, is now 9; set these back"
+        r"steps was 5, is now 9 \(its learning rate falls over all its steps\); set these back"
     )
     with pytest.raises(Refused, match=message):
         prepare(changed)
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["steps"] == 5
+
+
+def test_steps_may_change_where_the_learning_rate_does_not_fall_over_them(tmp_path: Path) -> None:
+    run = saved(tiny_run(tmp_path, optimizer=OptimizerConfig(decay=Decay.CONSTANT)))
+    assert prepare(replace(run, steps=9)) == []
+    assert identity(replace(run, steps=9)) == identity(run)
+    cosine = replace(run, optimizer=OptimizerConfig())
+    assert identity(replace(cosine, steps=9)) != identity(cosine)
+    with pytest.raises(Refused, match=r"decay was 'constant', is now 'cosine'; steps was 9, is"):
+        prepare(cosine)
 
 
 def test_a_changed_model_is_refused_by_its_keys(tmp_path: Path) -> None:

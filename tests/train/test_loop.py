@@ -16,7 +16,14 @@ from farspan.data.corpus import open_corpus
 from farspan.data.tokenizers import load_tokenizer
 from farspan.durable import WriteFailed
 from farspan.spec import Refused
-from farspan.train.config import DType, EvaluationConfig, ModelConfig, RunConfig
+from farspan.train.config import (
+    Decay,
+    DType,
+    EvaluationConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+)
 from farspan.train.optimizer import Optimizer, learning_rate
 from farspan.train.setup import choose_device
 from farspan.train.strict import build
@@ -138,6 +145,20 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
     assert fit(run, reporter=quiet) == first
     assert quiet.done == []
     assert (tmp_path / "run" / "model" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_finished_run_at_a_constant_rate_goes_on_for_more_steps(tmp_path: Path) -> None:
+    constant = OptimizerConfig(lr=1e-2, warmup=1, decay=Decay.CONSTANT)
+    run = tiny_run(tmp_path, optimizer=constant, steps=3)
+    fit(run)
+    fit(replace(run, steps=STEPS))
+    whole = tiny_run(tmp_path, optimizer=constant, folder=str(tmp_path / "whole"))
+    fit(whole)
+    assert all(torch.equal(t, weights(whole)[n]) for n, t in weights(run).items())
+    with pytest.raises(Refused, match=rf"steps: expected at least the {STEPS} that .* has done"):
+        fit(run)
+    again = fit(replace(run, steps=STEPS))
+    assert again.loss == fit(whole).loss
 
 
 def test_progress_within_a_step_never_goes_back(tmp_path: Path) -> None:

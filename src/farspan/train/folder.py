@@ -21,7 +21,7 @@ import yaml
 
 from farspan.durable import append_line, remove_leftovers, write_whole
 from farspan.spec import Refused
-from farspan.train.config import RunConfig, StatesPlace
+from farspan.train.config import Decay, RunConfig, StatesPlace
 from farspan.train.layout import replicas
 from farspan.train.strict import flatten, read_mapping, to_mapping
 
@@ -46,6 +46,9 @@ TIMEOUT = "parallel.timeout"  # and this one does not
 # Free between the device and the host, which hold the same tensors; of other folders: not given.
 STATES = "optimizer.states"
 SAME_STATES = (None, StatesPlace.AUTO, StatesPlace.DEVICE, StatesPlace.HOST)
+# Free where the learning rate does not fall over all of them.
+STEPS = "steps"
+DECAY = "optimizer.decay"
 
 
 def identity(run: RunConfig) -> str:
@@ -55,6 +58,8 @@ def identity(run: RunConfig) -> str:
     values["batch"] = run.batch * replicas(run.parallel)
     if values[STATES] in SAME_STATES:
         del values[STATES]
+    if run.optimizer.decay is Decay.CONSTANT:
+        del values[STEPS]
     if run.sparse is None:
         del values["sparse"]  # of other folders, from before there was any: not given
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode("utf-8")).hexdigest()
@@ -110,9 +115,11 @@ class RunFolder:
             changed = _changes(_read(config), values)
         refused = [text for text in changed if not text.startswith(FREE)]
         if refused:
+            why = any(text.startswith(f"{STEPS} ") for text in refused)
+            falls = " (its learning rate falls over all its steps)" if why else ""
             raise Refused(
-                f"{self.path} holds another run: {'; '.join(refused)}; set these back to resume "
-                "it, or give another folder"
+                f"{self.path} holds another run: {'; '.join(refused)}{falls}; set these back to "
+                "resume it, or give another folder"
             )
         write_whole(config, yaml.safe_dump(values, sort_keys=False).encode("utf-8"))
         rounding = [text for text in changed if text.startswith(ROUNDING)]
@@ -168,7 +175,9 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     if {old.get(DATA), new.get(DATA)} - {None, 1}:
         old, new = _whole_batch(old), _whole_batch(new)
     if old.get(STATES) in SAME_STATES and new.get(STATES) in SAME_STATES:
-        old, new = ({k: v for k, v in of.items() if k != STATES} for of in (old, new))
+        old, new = _without(STATES, old), _without(STATES, new)
+    if old.get(DECAY) == new.get(DECAY) == Decay.CONSTANT:
+        old, new = _without(STEPS, old), _without(STEPS, new)
     return [
         f"{key} was {old.get(key)!r}, is now {new.get(key)!r}"
         for key in sorted(old.keys() | new.keys())
@@ -179,7 +188,11 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def _whole_batch(leaves: dict[str, Any]) -> dict[str, Any]:
     """With the batch of all replicas in place of one's."""
     batch = leaves["batch"] * (leaves.get(DATA) or 1)
-    return {k: v for k, v in leaves.items() if k != "batch"} | {"batch of all replicas": batch}
+    return _without("batch", leaves) | {"batch of all replicas": batch}
+
+
+def _without(key: str, leaves: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in leaves.items() if k != key}
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ import torch
 from farspan.durable import read_json
 from farspan.engine.sparse import Seen
 from farspan.plan.question import Question
+from farspan.spec import Refused
 from farspan.train import checkpoint
 from farspan.train.batches import Batches, Micro
 from farspan.train.checkpoint import capture_rng, restore_rng
@@ -90,6 +91,7 @@ class Trainer:
         restored = self._saver.resume(self._folder.checkpoints, self._identity, self._reporter.note)
         if restored is not None:
             self.at = position_of(restored)
+            self._check_steps()
             self._saved = self.at.step
             self._rng = restored.rng
             restore_rng(restored.rng, self._use.device)
@@ -167,6 +169,13 @@ class Trainer:
                 use.model, use.tokenizer, path, folder, self._reporter.note, self._marks, weights
             )
         )
+
+    def _check_steps(self) -> None:
+        if self.at.step > self._run.steps:
+            raise Refused(
+                f"steps: expected at least the {self.at.step} that {self._folder.path} has done, "
+                f"got {self._run.steps}; ask for more, or give another folder"
+            )
 
     def _advance(self) -> None:
         began = time.perf_counter()
