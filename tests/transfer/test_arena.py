@@ -173,6 +173,22 @@ def test_locked_slabs_share_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
         assert bool((each.view(0, (64,), torch.float32) == number).all())
 
 
+def test_storages_begin_where_pages_are_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Tensor.is_pinned` asks for the first byte of the storage."""
+    locks = Locks(monkeypatch)
+    made = Arena(Tier.HOST, torch.device("cuda:1"))
+    made.reserve(300)
+    assert made.view(64, (8,), torch.float32).untyped_storage().data_ptr() in locks.held
+
+
+def test_what_the_system_does_not_give_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    Locks(monkeypatch)
+    made = Arena(Tier.HOST, torch.device("cuda:1"))
+    with pytest.raises(MemoryError, match="gave no 1,152,921,504,606,846,976 bytes: Cannot allo"):
+        made.reserve(2**60)
+    assert made.nbytes == 0
+
+
 def test_a_slab_that_cannot_be_locked_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("out of memory")

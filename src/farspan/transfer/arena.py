@@ -106,12 +106,14 @@ class _Locked:
 
 def _pages(size: int) -> Tensor:
     """Whole pages of main memory for so many bytes. Pages are what is locked, and two slabs that
-    share one cannot both be."""
-    page = mmap.PAGESIZE
-    whole = -(-size // page) * page
-    memory = torch.empty(whole + page, dtype=torch.uint8)
-    skipped = -memory.data_ptr() % page
-    return memory[skipped : skipped + whole]
+    share one cannot both be. The storage begins with the first page: that is where torch looks
+    for whether a tensor is locked. Raises MemoryError."""
+    whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        memory = mmap.mmap(-1, whole, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"the system gave no {whole:,} bytes: {error.strerror}") from error
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _touch(slab: Tensor) -> None:
