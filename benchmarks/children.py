@@ -111,9 +111,10 @@ class Nursery:
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload([preloaded])
         before = dict(os.environ)
-        os.environ.clear()
         # Whether there is a GPU is asked of NVML, not of CUDA.
-        os.environ.update(environment(configuration) | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
+        theirs = environment(configuration) | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        os.environ.clear()
+        os.environ.update(theirs)
         try:
             forkserver.ensure_running()
         finally:
