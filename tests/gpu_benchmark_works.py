@@ -27,6 +27,10 @@ def sleeps(settings: dict[str, Any]) -> None:
     time.sleep(600)
 
 
+def tells(settings: dict[str, Any]) -> None:
+    add_row(settings, {name: os.environ.get(name) for name in settings["names"]})
+
+
 def starts_another(settings: dict[str, Any]) -> None:
     process = subprocess.Popen(["sleep", "600"])
     add_row(settings, {"pid": process.pid})

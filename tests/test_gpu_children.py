@@ -1,12 +1,14 @@
 """Children of the GPU benchmark: forked, told what they need, and none takes the others with it."""
 
+import os
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.children import Nursery, Outcome, Row
+from benchmarks.children import CONFIGURATION, Nursery, Outcome, Row
 from benchmarks.gpu import session
 from benchmarks.gpu.session import Session
 from benchmarks.gpu.work import items, tiny
@@ -30,6 +32,20 @@ def test_forked_children_fail_and_stop_alone(nursery: Nursery) -> None:
     assert (killed.ended, killed.rows) == ("failed", [{"before": 1}])
     good = nursery.run(works.succeeds, {"value": 3}, 60)
     assert (good.ended, good.rows) == ("completed", [{"value": 3}])
+
+
+def test_children_have_the_environment_of_their_parent() -> None:
+    """Where libraries are found, the driver's among them."""
+    server = forkserver.ForkServer()  # the one of the process has its environment already
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload"):
+            patch.setattr(forkserver, name, getattr(server, name))
+        patch.setenv("FARSPAN_TOLD", "to the parent")
+        made = Nursery("tests.gpu_benchmark_works", "expandable_segments:True")
+        told = made.run(works.tells, {"names": ["FARSPAN_TOLD", "PATH", CONFIGURATION]}, 60)
+        vars(forkserver.ForkServer)["_stop"](server)  # or it would outlive its children
+    expected = {"FARSPAN_TOLD": "to the parent", "PATH": os.environ["PATH"]}
+    assert told.rows == [expected | {CONFIGURATION: "expandable_segments:True"}]
 
 
 def test_what_a_child_started_ends_with_it(nursery: Nursery, tmp_path: Path) -> None:

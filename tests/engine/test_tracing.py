@@ -35,6 +35,9 @@ from farspan.engine.tracing.training import (
 from farspan.memory.trace import Free, Malloc, Mark, Trace
 from farspan.spec import Refused
 
+# torch 2.11 says it of every profile.
+pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
+
 SMALLEST = 64  # bytes; Python's numbers are tensors of 4 or 8 on a CPU, and arguments on a GPU
 KERNELS = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": "a tile of scores for each thread",

@@ -1,9 +1,6 @@
 """The kernels on rows, in Triton's interpreter, and on a GPU with rows of main memory."""
 
-import os
-from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
-from multiprocessing import get_context
 
 import pytest
 import torch
@@ -14,16 +11,13 @@ from farspan.plan.footprints import Lane
 from farspan.spec import Tier
 from farspan.transfer.arena import Arena
 from farspan.transfer.copies import PROGRAMS, TILE_BYTES, CopyEngine, launch_rows
+from tests.attention.sparse.triton_cases import interpreter
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 # Rows there are, width, rows that are asked for; in the last programs take several tiles each.
 SIZES = [(9, 5, 4), (40, 128, 40), (7, 64, 1), (5, 1, 3), (4, 8, 0)]
 SIZES += [(PROGRAMS * TILE_BYTES // 4 // 64 + 77, 64, PROGRAMS * TILE_BYTES // 4 // 64 + 33)]
-
-
-def _interpret() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def added(total: Tensor, rows: Tensor, values: Tensor) -> Tensor:
@@ -42,7 +36,7 @@ def drawn(count: int, width: int, added: int, dtype: torch.dtype) -> tuple[Tenso
 
 
 def test_rows_are_taken_and_added_to_and_no_others() -> None:
-    with ProcessPoolExecutor(1, get_context("spawn"), initializer=_interpret) as pool:
+    with interpreter() as pool:
         for size in SIZES:
             for dtype in (torch.float32, torch.float64):
                 total, rows, values = drawn(*size, dtype)

@@ -86,12 +86,19 @@ def _check_keywords(module: nn.Module, keywords: dict[str, Any]) -> None:
 
 
 class _NoChance(TorchDispatchMode):
-    """Refuses whatever draws random numbers: a recomputed cell would draw others."""
+    """Refuses whatever draws random numbers: a recomputed cell would draw others. One number
+    against a LayerDrop of zero decides nothing; before transformers 5.23 OPT draws it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.drops_no_layer = getattr(config, "layerdrop", None) == 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        one = func is torch.ops.aten.rand.default and args == ([],)
+        against_nothing = one and self.drops_no_layer
+        if torch.Tag.nondeterministic_seeded in func.tags and not against_nothing:
             raise Refused(
                 f"model: its forward draws random numbers ({func}), which cannot be repeated when "
                 "a cell is recomputed; set its dropout and jitter options to 0 (in a run file: "
@@ -107,7 +114,7 @@ def probe_layers(boundary: Boundary) -> list[LayerSpec]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, boundary.vocab, (1, TOKENS), generator=generator).to(boundary.device)
     hidden = torch.randn(1, TOKENS, boundary.width, generator=generator).to(boundary.device)
-    with uncompiled(), _NoChance():
+    with uncompiled(), _NoChance(boundary.model.config):
         with watching_masks(boundary.model) as windows:
             whole = _run_whole(boundary, ids)
         with routed(boundary.model):

@@ -48,8 +48,10 @@ def interpreted() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-def assert_no_less_accurate(found: Results, exact: Results, plain: Results) -> None:
-    """Twice the error of PyTorch in the same dtype, and one rounding of the result."""
+def assert_no_less_accurate(
+    found: Results, exact: Results, plain: Results, roundings: int = 1
+) -> None:
+    """Twice the error of PyTorch in the same dtype, and roundings of the result."""
     for name, tensor in exact.items():
         if name == "lse":
             assert torch.equal(found[name].isinf(), tensor.isinf())
@@ -57,7 +59,8 @@ def assert_no_less_accurate(found: Results, exact: Results, plain: Results) -> N
                 x.masked_fill(x == -torch.inf, 0.0) for x in (found[name], tensor, plain[name])
             )
         # Results of the kernels that are fp32 are no excuse for more.
-        limit = 2 * relative_error(plain[name], tensor) + torch.finfo(plain[name].dtype).eps
+        eps = torch.finfo(plain[name].dtype).eps
+        limit = 2 * relative_error(plain[name], tensor) + roundings * eps
         error = relative_error(found[name].cpu(), tensor)
         assert error <= limit, f"{name}: {error:.3g} > {limit:.3g}"
 
@@ -154,8 +157,9 @@ def test_sparse_attention_of_a_sequence(
     assert (choice >= 0).any()
     exact = expected(case, inputs.to(torch.float64), choice)
     plain = expected(case, inputs, choice)
+    chunks = -(-dense.tokens // dense.chunk)  # what PyTorch sums at once is summed chunk by chunk
     for results in found:
-        assert_no_less_accurate(results, exact, plain)
+        assert_no_less_accurate(results, exact, plain, roundings=chunks)
 
 
 def test_tensors_that_do_not_fit_are_refused(interpreted: ProcessPoolExecutor) -> None:

@@ -17,15 +17,17 @@ from farspan.plan.cell.transient import Walk, assumed, transient_bytes
 from farspan.plan.model.architecture import Block
 from farspan.plan.model.catalog import find_architecture
 from farspan.plan.model.families import architecture_from
-from farspan.plan.program import Forward, Instruction, Program
+from farspan.plan.program import Embed, Forward, Instruction, Program
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.spec import RunSpec, Schedule, Sparse, Tier
+from tests.versions import FLOAT_POSITIONS
 
 INDEX = 8  # bytes of a token's target or position
 # Of the Llama family every byte is accounted for, numbers of a single element included but for
 # some tens of bytes; elsewhere tiny vectors beside the tensors are not.
 EXACT, CLOSE = 1e-4, 2e-3
 NUMBERS = 64  # bytes: of a loss, a count, a denominator, one number each
+POSITIONS = 4 * FLOAT_POSITIONS  # bytes a token of an embedding that no plan counts
 
 LAYERS = 2
 SIZES: dict[str, Any] = {
@@ -203,7 +205,8 @@ def test_every_instruction_is_predicted(
     for instruction, (peak, left) in zip(program.instructions, found, strict=True):
         walk.peak = walk.live
         walk.issue(instruction)
-        assert abs(walk.peak - (peak - start)) <= NUMBERS, instruction
+        more = POSITIONS * step.schedule.chunk if isinstance(instruction, Embed) else 0
+        assert abs(walk.peak - (peak - start)) <= max(NUMBERS, more), instruction
         assert abs(walk.live - (left - start)) <= NUMBERS, instruction
 
 

@@ -130,6 +130,8 @@ def marked(model: PreTrainedModel, mark: Marker) -> Iterator[None]:
 
     def before(index: int) -> Callable[..., None]:
         def hook(_: Any, arguments: tuple[Tensor, ...]) -> None:
+            if _in_backward():
+                return
             mark(f"layer {index} forward")
             if index == 0 and arguments and arguments[0].requires_grad:
                 arguments[0].register_hook(lambda _: mark("embedding backward"))
@@ -138,6 +140,8 @@ def marked(model: PreTrainedModel, mark: Marker) -> Iterator[None]:
 
     def after(index: int) -> Callable[..., None]:
         def hook(_: Any, __: Any, out: Any) -> None:
+            if _in_backward():
+                return
             first = out[0] if isinstance(out, tuple) else out
             first.register_hook(lambda _: mark(f"layer {index} backward"))
             if index == last:
@@ -150,6 +154,11 @@ def marked(model: PreTrainedModel, mark: Marker) -> Iterator[None]:
             stack.enter_context(_removed(layer.register_forward_pre_hook(before(index))))
             stack.enter_context(_removed(layer.register_forward_hook(after(index))))
         yield
+
+
+def _in_backward() -> bool:
+    """Before transformers 5.23 checkpoints called a layer's hooks again when they recompute it."""
+    return torch._C._current_graph_task_id() != -1
 
 
 @contextmanager
