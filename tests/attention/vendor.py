@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.library import _scoped_library
 
+from farspan.attention.merge import accumulate_dtype
+
 FORWARD_FLASH, BACKWARD_FLASH = "_flash_attention_forward", "_flash_attention_backward"
 FORWARD_CUDNN = "_scaled_dot_product_cudnn_attention"
 BACKWARD_CUDNN = "_scaled_dot_product_cudnn_attention_backward"
@@ -24,16 +26,20 @@ Plans = dict[tuple[Any, ...], tuple[Layout, Layout]]  # what cuDNN keeps: of O a
 def dense_forward(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
+    """In float64, whatever the dtype; lse is in the one that the ops give it in."""
+    dtype, wide = q.dtype, accumulate_dtype(q.dtype)
+    q, k, v = (x.double() for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = (q @ k.mT * scale).masked_fill(hidden, -torch.inf)
-    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+    return (scores.softmax(-1) @ v).to(dtype), scores.logsumexp(-1).to(wide)
 
 
 def dense_backward(
     tensors: tuple[Tensor, ...], hidden: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From the out and lse that are given, as all flash attention does."""
-    dout, q, k, v, out, lse = tensors
+    dtype = tensors[1].dtype
+    dout, q, k, v, out, lse = (x.double() for x in tensors)
     groups = q.shape[1] // k.shape[1]
     wide_k, wide_v = (x.repeat_interleave(groups, 1) for x in (k, v))
     scores = (q @ wide_k.mT * scale).masked_fill(hidden, -torch.inf)
@@ -41,7 +47,7 @@ def dense_backward(
     dscores = weights * (dout @ wide_v.mT - (dout * out).sum(-1, keepdim=True)) * scale
     dk, dv = dscores.mT @ q, weights.mT @ dout
     dk, dv = (x.unflatten(1, (k.shape[1], groups)).sum(2) for x in (dk, dv))
-    return dscores @ wide_k, dk, dv
+    return (dscores @ wide_k).to(dtype), dk.to(dtype), dv.to(dtype)
 
 
 def need_dense_rows(*tensors: Tensor) -> None:

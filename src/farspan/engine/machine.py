@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "transformers", "safetensors")
+PACKAGES = ("transformers", "safetensors")
 
 
 def machine() -> dict[str, Any]:
@@ -19,7 +19,8 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in PACKAGES},
+        # Which CUDA torch is built for is a part of its version, and not of its package's.
+        "versions": {"torch": torch.__version__} | {name: version(name) for name in PACKAGES},
     }
 
 

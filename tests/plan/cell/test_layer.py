@@ -14,6 +14,7 @@ from farspan.models.describe import describe
 from farspan.models.route import answering, routed
 from farspan.plan.cell.layer import layer_costs
 from farspan.plan.model.families import architecture_from
+from farspan.plan.sizes import aligned
 from tests.versions import MASKED_EXPERTS
 from tests.zoo import make_model
 
@@ -47,7 +48,8 @@ def test_a_layer_saves_what_the_probe_finds(name: str, dtype: torch.dtype) -> No
         costs = layer_costs(architecture, block, dtype.itemsize)
         masks = block.feed_forward.active if MASKED_EXPERTS and name in EXPERTS else 0
         assert costs.activation_bytes + masks == layer.activation_bytes
-        assert costs.activation_constant == layer.activation_constant
+        rounding = aligned(1) if masks else 0  # of one tensor more
+        assert costs.activation_constant + rounding == layer.activation_constant
         assert costs.saves_input == layer.saves_input
 
 

@@ -1,0 +1,41 @@
+"""Puts the stand-in's operators in place, in a process that `python -m tests.standin` started."""
+
+import ctypes
+import os
+import warnings
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from tests.attention import vendor
+
+_held = vendor.cuda_ops_on_cpu()  # for as long as the process lives
+
+
+def install() -> None:
+    """Attention first: what the CPU can compute is what operators.cpp hands to it."""
+    _held.__enter__()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # each operator has a kernel for CUDA already
+        ctypes.CDLL(os.environ["STANDIN_OPERATORS"]).standin_install()
+    with suppress(ImportError):
+        _interpret_bfloat16()
+
+
+def _interpret_bfloat16() -> None:
+    """Triton's interpreter multiplies the bits of bfloat16 as if they were whole numbers."""
+    from triton import language
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    dot = InterpreterBuilder.create_dot
+
+    def widened(x: TensorHandle) -> TensorHandle:
+        if x.dtype.scalar != language.bfloat16:
+            return x
+        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), language.float32)
+
+    def create_dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: Any) -> Any:
+        return dot(self, widened(a), widened(b), *rest)
+
+    InterpreterBuilder.create_dot = create_dot
