@@ -65,7 +65,8 @@ def layout_of(x: Tensor) -> Layout:
 
 def flash_hidden(queries: int, keys: int, causal: bool, options: dict[str, Any]) -> Tensor:
     """Bottom right aligned; one side of -1 beside a window on the other becomes `keys`."""
-    left, right = options["window_size_left"], 0 if causal else options["window_size_right"]
+    left, right = (options.get(f"window_size_{side}", -1) for side in ("left", "right"))
+    right = 0 if causal else right
     left = -1 if left >= keys else left
     if left < 0 and right < 0:
         return torch.zeros(queries, keys, dtype=torch.bool)
