@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 from farspan.engine.meter import PeakMeter
+from farspan.parallel.meetings import busy
 from farspan.spec import Kernels, Refused, Schedule, Tier
 from farspan.train.choice import Choice, Chooser, describe_schedule
 from farspan.train.config import RunConfig, as_yaml
@@ -186,7 +187,8 @@ class Runner:
                 raise _Enough
 
         try:
-            self._parts.rehearse_apart(step, run.batch, run.context, watch, run.accumulate > 1)
+            with busy("rehearsing a step apart"):
+                self._parts.rehearse_apart(step, run.batch, run.context, watch, run.accumulate > 1)
         except _Enough:
             pass  # all halt behind the first cell that they rehearse together
         except (RuntimeError, MemoryError, Refused) as error:
