@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from farspan.data.corpus import open_corpus
 from farspan.train import setup
 from farspan.train.config import ModelConfig, RunConfig, ScheduleConfig
 from farspan.train.layout import Parallel
@@ -102,11 +103,10 @@ def test_torchrun_starts_it_again(whole: tuple[Path, dict[str, Any]]) -> None:
 def read_late(run: RunConfig) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if os.environ["RANK"] == "1":
-            read = setup.open_corpus
 
             def late(*given: Any, **named: Any) -> Any:
                 time.sleep(12.0)
-                return read(*given, **named)
+                return open_corpus(*given, **named)
 
             patch.setattr(setup, "open_corpus", late)
         return fit(run, "nothing")

@@ -20,6 +20,7 @@ from farspan.train import loop
 from farspan.train.config import AUTO, RunConfig, ScheduleConfig
 from farspan.train.layout import Parallel
 from farspan.train.shortage import OutOfMemory
+from farspan.transfer.arena import Arena
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
 from tests.train.planner import GIB, planned_parts
@@ -83,6 +84,25 @@ class Starving(Step):
                 # Less than none: the arenas are there from the first step.
                 patch.setattr("farspan.parallel.near.available_host_bytes", lambda: -1)
             return super().__call__(*arguments, **named)
+
+
+class Refusing(Step):
+    """Rank 1 is refused the arenas of its second step, whatever was forecast."""
+
+    steps = 0
+
+    def __call__(self, *arguments: Any, **named: Any) -> Tensor:
+        if "trained_tokens" not in named or dist.get_rank() == 0:
+            return super().__call__(*arguments, **named)
+        Refusing.steps += 1
+        with pytest.MonkeyPatch.context() as patch:
+            if Refusing.steps == 2:
+                patch.setattr(Arena, "reserve", refuse)
+            return super().__call__(*arguments, **named)
+
+
+def refuse(*_: object) -> None:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
 
 def fit(
@@ -191,6 +211,15 @@ def test_a_machine_that_is_too_small_for_a_step_is_found_by_all(tmp_path: Path) 
     assert ours.startswith("step 2: memory: ran out with (1) grouped")
     assert "Step 1 is saved: the same command goes on from there" in ours
     assert (Path(other.folder) / "checkpoints" / "step-00000001").is_dir()
+
+
+def test_an_arena_that_one_rank_is_refused_is_too_large_for_all(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "run", parallel=Parallel(shards=2), accumulate=1, steps=2)
+    (said, _), theirs = run_ranks(2, fit, run, (), Refusing)
+    assert theirs == ([], [])
+    assert len(losses(run)) == 2
+    (again,) = (note for note in said if note.startswith("out of memory"))
+    assert "host memory of rank 1: an arena of" in again
 
 
 def tensor_of(line: dict[str, Any]) -> Tensor:
