@@ -5,6 +5,7 @@ from collections.abc import Container
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,14 @@ from torch import Tensor
 from farspan.engine.step import Progress, Step
 from farspan.parallel import faults
 from farspan.plan.question import Question
-from farspan.spec import Schedule
+from farspan.spec import Schedule, Tier
 from farspan.train import loop
+from farspan.train.choice import Choice
 from farspan.train.config import AUTO, RunConfig, ScheduleConfig
+from farspan.train.crew import Crew
 from farspan.train.layout import Parallel
-from farspan.train.shortage import OutOfMemory
+from farspan.train.runner import Runner
+from farspan.train.shortage import OutOfMemory, Shortage
 from farspan.transfer.arena import Arena
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
@@ -164,6 +168,31 @@ def test_all_ranks_go_on_with_a_lighter_schedule(tmp_path: Path) -> None:
         assert all(q.machine.host_bytes < GIB for q in asked), "what the shortest rank has"
 
 
+def events(run: RunConfig) -> list[str]:
+    """What a rank that ran out apart does then, and one that did not."""
+    seen: list[str] = []
+    heard = Crew.first_of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("farspan.train.runner.clear_up", lambda _: seen.append("clears"))
+
+        def told(crew: Crew, found: Any) -> Any:
+            seen.append("tells")
+            return heard(crew, found)
+
+        patch.setattr(Crew, "first_of", told)
+        fit(run, (), Failing)
+    return seen
+
+
+def test_a_rank_that_ran_out_clears_up_before_it_says_so(tmp_path: Path) -> None:
+    """What ranks say to each other takes memory too."""
+    shards, large = Parallel(shards=2), ScheduleConfig("grouped", chunk=48, groups=3)
+    run = a_run(tmp_path, "run", parallel=shards, steps=2, schedule=large)
+    ours, theirs = run_ranks(2, events, run)
+    assert ours == ["tells", "clears", "tells"], "what was heard of is cleared away by all"
+    assert theirs == ["clears", "tells", "clears", "tells"]
+
+
 def refused(runs: list[RunConfig]) -> list[str]:
     found = []
     for run in runs:
@@ -220,6 +249,29 @@ def test_an_arena_that_one_rank_is_refused_is_too_large_for_all(tmp_path: Path) 
     assert len(losses(run)) == 2
     (again,) = (note for note in said if note.startswith("out of memory"))
     assert "host memory of rank 1: an arena of" in again
+
+
+@pytest.mark.parametrize(
+    ("dealt", "less", "words"),
+    [
+        (True, SMALL, "tried: with schedule: {strategy: null, chunk: 12} in the run file"),
+        (True, None, "tried: no schedule needs less; on more ranks the same command goes on"),
+        (False, None, "with smaller chunks or smaller groups in the run file, or on more ranks,"),
+    ],
+)
+def test_advice_is_what_can_be_done(
+    tmp_path: Path, dealt: bool, less: Schedule | None, words: str
+) -> None:
+    """To a rank that runs out within a step."""
+    use: Any = SimpleNamespace(dealt=object() if dealt else None, device=torch.device("cpu"))
+    none: Any = None
+    runner = Runner(a_run(tmp_path, "run"), use, none, none, none)
+    runner._choice = Choice("grouped", LARGE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("farspan.train.runner.less_for_ranks", lambda *_: less)
+        said = str(runner._alone(Shortage(Tier.HOST, "no memory", of_all=False)))
+    assert words in said
+    assert said.endswith("from the latest checkpoint, if there is one")
 
 
 def tensor_of(line: dict[str, Any]) -> Tensor:

@@ -221,14 +221,16 @@ class Runner:
     def _alone(self, shortage: Shortage) -> OneRankShort:
         """What this rank says when it leaves a step that the others are within. It cannot be taken
         again: a process group in which they wait for this one is good for nothing more."""
-        found = None
-        if self._choice is not None:
-            found = less_for_ranks(self._run, self._use, self._choice.schedule, shortage)
-        less = "smaller chunks or smaller groups" if found is None else as_yaml(found)
+        advice = "with smaller chunks or smaller groups in the run file, or on more ranks,"
+        if self._choice is not None and self._use.dealt is not None:
+            found = less_for_ranks(self._run, self._use.dealt, self._choice.schedule, shortage)
+            advice = "no schedule needs less; on more ranks"
+            if found is not None:
+                advice = f"with {as_yaml(found)} in the run file, or on more ranks,"
         return OneRankShort(
             f"memory: out of it ({_place(shortage.tier, self._use)}): {shortage.message}; the "
-            f"others are within the step, so nothing lighter is tried: with {less} in the run "
-            "file, or on more ranks, the same command goes on from the latest checkpoint"
+            f"others are within the step, so nothing lighter is tried: {advice} the same command "
+            "goes on from the latest checkpoint, if there is one"
         )
 
     def _give_up(self, shortage: Shortage, tried: list[str]) -> None:
