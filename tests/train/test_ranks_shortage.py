@@ -15,6 +15,7 @@ from torch import Tensor
 
 from farspan.engine.step import Progress, Step
 from farspan.parallel import faults
+from farspan.plan.layout import Layout
 from farspan.plan.question import Question
 from farspan.spec import Schedule, Tier
 from farspan.train import loop
@@ -272,6 +273,16 @@ def test_advice_is_what_can_be_done(
         said = str(runner._alone(Shortage(Tier.HOST, "no memory", of_all=False)))
     assert words in said
     assert said.endswith("from the latest checkpoint, if there is one")
+
+
+def test_groups_of_a_pipeline_are_said_to_be_its_stages(tmp_path: Path) -> None:
+    dealt: Any = SimpleNamespace(
+        ranks=SimpleNamespace(layout=Layout(pipeline=2)), spec=SimpleNamespace(layers=(None,) * 3)
+    )
+    use: Any = SimpleNamespace(dealt=dealt)
+    none: Any = None
+    runner = Runner(a_run(tmp_path, "run"), use, none, none, none)
+    assert "groups of 1 + 2 layers;" in runner._described(Choice("grouped", Schedule(48, 3)))
 
 
 def tensor_of(line: dict[str, Any]) -> Tensor:
