@@ -13,6 +13,7 @@ from farspan.parallel import faults
 from farspan.parallel.faults import is_shared
 from farspan.parallel.first import by_first
 from farspan.parallel.launch import joined, launched
+from farspan.parallel.meetings import busy
 from farspan.spec import Refused
 from tests.parallel.launched import Ended, launch
 
@@ -99,22 +100,54 @@ def test_a_rank_that_waits_for_no_collective_ends_too(tmp_path: Path) -> None:
     assert ended[0].seconds < SOON
 
 
-def wait_for_first() -> str:
-    faults.GRACE, faults.PATIENCE = 1.0, 2.0
+def wait_for(late: int, seconds: float, within: bool) -> str:
+    """For a rank that reads, or for the first, which loads."""
+    faults.PATIENCE = 3.0
+    faults.GRACE = 1.0 if seconds > SOON else faults.GRACE
     place = launched()
     assert place is not None
     with joined(place, CPU, LIMIT):
-        by_first(lambda: time.sleep(60.0), what="loading the model")
+        by_first(lambda: None)
+        if late == place.rank and not within:
+            with busy("reading the data"):
+                time.sleep(seconds)
+        by_first(lambda: time.sleep(seconds * within), what="loading the model")
+        dist.all_reduce(torch.ones(1))
     return "went on"
 
 
 def test_a_rank_that_waited_too_long_names_what_the_first_does(tmp_path: Path) -> None:
-    first, other = launch(tmp_path, 2, wait_for_first, seconds=SOON)
+    first, other = launch(tmp_path, 2, wait_for, 0, 60.0, True, seconds=SOON)
     words = "rank 0: loading the model takes longer than ranks wait for each other; "
     assert other.said.startswith(f"RankFailed: {words}raise parallel.timeout")
     assert f"farspan: {words}" in first.errors
     assert (first.code, first.said) == (faults.FAILED, "")
     assert max(first.seconds, other.seconds) < SOON
+
+
+@pytest.mark.parametrize(("late", "within"), [(0, True), (0, False), (1, False)])
+def test_all_blame_the_rank_that_is_late(tmp_path: Path, late: int, within: bool) -> None:
+    """Itself too, when it comes after all; and not the one whom they were to hear."""
+    what = "loading the model" if within else "reading the data"
+    for end in launch(tmp_path, 3, wait_for, late, LIMIT + 1.5, within, seconds=SOON):
+        assert end.said == f"RankFailed: rank {late}: {what} takes {faults._TOO_LONG}", end
+
+
+def wait_within() -> str:
+    faults.PATIENCE = 3.0
+    place = launched()
+    assert place is not None
+    with joined(place, CPU, LIMIT):
+        by_first(lambda: None)
+        if place.rank:
+            time.sleep(LIMIT + 1.5)
+        dist.all_reduce(torch.ones(1))  # no meeting: as within a step
+    return "went on"
+
+
+def test_a_rank_that_waits_within_a_step_does_not_say_that_it_was_late(tmp_path: Path) -> None:
+    for end in launch(tmp_path, 2, wait_within, seconds=SOON):
+        assert end.said == f"RankFailed: rank 0: has waited for another rank {faults._TOO_LONG}"
 
 
 def test_the_rank_that_has_the_store(tmp_path: Path) -> None:

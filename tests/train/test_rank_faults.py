@@ -4,12 +4,16 @@ import os
 import re
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from farspan.data.corpus import open_corpus
+from farspan.train import setup
 from farspan.train.config import ModelConfig, RunConfig, ScheduleConfig
 from farspan.train.layout import Parallel
 from farspan.train.strict import to_mapping
@@ -94,3 +98,21 @@ def test_torchrun_starts_it_again(whole: tuple[Path, dict[str, Any]]) -> None:
     assert done.stdout.count("resuming after step 2 of 5") == 1
     assert done.stdout.count(f"{STEPS} steps done") == 1
     assert outcome(root / "torchrun") == expected
+
+
+def read_late(run: RunConfig) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == "1":
+
+            def late(*given: Any, **named: Any) -> Any:
+                time.sleep(12.0)
+                return open_corpus(*given, **named)
+
+            patch.setattr(setup, "open_corpus", late)
+        return fit(run, "nothing")
+
+
+def test_a_rank_that_reads_too_long_is_named_by_all(tmp_path: Path) -> None:
+    run = replace(a_run(tmp_path, "late"), parallel=Parallel(ulysses=2, timeout=5.0))
+    for end in launch(tmp_path / "said", 2, read_late, run):
+        assert end.said.startswith("RankFailed: rank 1: reading the data takes longer than"), end

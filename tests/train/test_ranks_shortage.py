@@ -5,6 +5,7 @@ from collections.abc import Container
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +15,17 @@ from torch import Tensor
 
 from farspan.engine.step import Progress, Step
 from farspan.parallel import faults
+from farspan.plan.layout import Layout
 from farspan.plan.question import Question
-from farspan.spec import Schedule
+from farspan.spec import Schedule, Tier
 from farspan.train import loop
+from farspan.train.choice import Choice
 from farspan.train.config import AUTO, RunConfig, ScheduleConfig
+from farspan.train.crew import Crew
 from farspan.train.layout import Parallel
-from farspan.train.shortage import OutOfMemory
+from farspan.train.runner import Runner
+from farspan.train.shortage import OutOfMemory, Shortage
+from farspan.transfer.arena import Arena
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
 from tests.train.planner import GIB, planned_parts
@@ -85,6 +91,25 @@ class Starving(Step):
             return super().__call__(*arguments, **named)
 
 
+class Refusing(Step):
+    """Rank 1 is refused the arenas of its second step, whatever was forecast."""
+
+    steps = 0
+
+    def __call__(self, *arguments: Any, **named: Any) -> Tensor:
+        if "trained_tokens" not in named or dist.get_rank() == 0:
+            return super().__call__(*arguments, **named)
+        Refusing.steps += 1
+        with pytest.MonkeyPatch.context() as patch:
+            if Refusing.steps == 2:
+                patch.setattr(Arena, "reserve", refuse)
+            return super().__call__(*arguments, **named)
+
+
+def refuse(*_: object) -> None:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+
 def fit(
     run: RunConfig, short: Container[int], make_step: type[Step] = Step
 ) -> tuple[list[str], list[Question]]:
@@ -144,6 +169,31 @@ def test_all_ranks_go_on_with_a_lighter_schedule(tmp_path: Path) -> None:
         assert all(q.machine.host_bytes < GIB for q in asked), "what the shortest rank has"
 
 
+def events(run: RunConfig) -> list[str]:
+    """What a rank that ran out apart does then, and one that did not."""
+    seen: list[str] = []
+    heard = Crew.first_of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("farspan.train.runner.clear_up", lambda _: seen.append("clears"))
+
+        def told(crew: Crew, found: Any) -> Any:
+            seen.append("tells")
+            return heard(crew, found)
+
+        patch.setattr(Crew, "first_of", told)
+        fit(run, (), Failing)
+    return seen
+
+
+def test_a_rank_that_ran_out_clears_up_before_it_says_so(tmp_path: Path) -> None:
+    """What ranks say to each other takes memory too."""
+    shards, large = Parallel(shards=2), ScheduleConfig("grouped", chunk=48, groups=3)
+    run = a_run(tmp_path, "run", parallel=shards, steps=2, schedule=large)
+    ours, theirs = run_ranks(2, events, run)
+    assert ours == ["tells", "clears", "tells"], "what was heard of is cleared away by all"
+    assert theirs == ["clears", "tells", "clears", "tells"]
+
+
 def refused(runs: list[RunConfig]) -> list[str]:
     found = []
     for run in runs:
@@ -191,6 +241,48 @@ def test_a_machine_that_is_too_small_for_a_step_is_found_by_all(tmp_path: Path) 
     assert ours.startswith("step 2: memory: ran out with (1) grouped")
     assert "Step 1 is saved: the same command goes on from there" in ours
     assert (Path(other.folder) / "checkpoints" / "step-00000001").is_dir()
+
+
+def test_an_arena_that_one_rank_is_refused_is_too_large_for_all(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "run", parallel=Parallel(shards=2), accumulate=1, steps=2)
+    (said, _), theirs = run_ranks(2, fit, run, (), Refusing)
+    assert theirs == ([], [])
+    assert len(losses(run)) == 2
+    (again,) = (note for note in said if note.startswith("out of memory"))
+    assert "host memory of rank 1: an arena of" in again
+
+
+@pytest.mark.parametrize(
+    ("dealt", "less", "words"),
+    [
+        (True, SMALL, "tried: with schedule: {strategy: null, chunk: 12} in the run file"),
+        (True, None, "tried: no schedule needs less; on more ranks the same command goes on"),
+        (False, None, "with smaller chunks or smaller groups in the run file, or on more ranks,"),
+    ],
+)
+def test_advice_is_what_can_be_done(
+    tmp_path: Path, dealt: bool, less: Schedule | None, words: str
+) -> None:
+    """To a rank that runs out within a step."""
+    use: Any = SimpleNamespace(dealt=object() if dealt else None, device=torch.device("cpu"))
+    none: Any = None
+    runner = Runner(a_run(tmp_path, "run"), use, none, none, none)
+    runner._choice = Choice("grouped", LARGE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("farspan.train.runner.less_for_ranks", lambda *_: less)
+        said = str(runner._alone(Shortage(Tier.HOST, "no memory", of_all=False)))
+    assert words in said
+    assert said.endswith("from the latest checkpoint, if there is one")
+
+
+def test_groups_of_a_pipeline_are_said_to_be_its_stages(tmp_path: Path) -> None:
+    dealt: Any = SimpleNamespace(
+        ranks=SimpleNamespace(layout=Layout(pipeline=2)), spec=SimpleNamespace(layers=(None,) * 3)
+    )
+    use: Any = SimpleNamespace(dealt=dealt)
+    none: Any = None
+    runner = Runner(a_run(tmp_path, "run"), use, none, none, none)
+    assert "groups of 1 + 2 layers;" in runner._described(Choice("grouped", Schedule(48, 3)))
 
 
 def tensor_of(line: dict[str, Any]) -> Tensor:

@@ -107,20 +107,20 @@ def deal(
     boundary = Boundary(model)
     refuse_dropout(boundary.model)
     refuse_schedule(schedule, ranks)
-    apart = is_handed_out(ranks, boundary.model)
-    if not apart:
+    handed_out = is_handed_out(ranks, boundary.model)
+    if not handed_out:
         refuse_unlike_models(ranks, boundary.model)
-    device = ranks.device if apart else boundary.device
+    device = ranks.device if handed_out else boundary.device
 
     def look() -> _Looked:
         return _look(boundary, schedule, ranks.layout, device)
 
-    looked = by_first(look) if apart else look()
+    looked = by_first(look) if handed_out else look()
     layers, tensor = list(boundary.layers), None
     if ranks.layout.tensor > 1:
         plan = plan_tensor(boundary.model, boundary.layers, ranks.layout.tensor)
         tensor = TensorParallel(plan, ranks.among("tensor"))
-    handout = Handout.of(ranks, boundary.model) if apart else None
+    handout = Handout.of(ranks, boundary.model) if handed_out else None
     if tensor is not None:
         tensor.cut_layers(boundary.layers)
     here = range(len(layers)) if keep else _leave(boundary, schedule, ranks)

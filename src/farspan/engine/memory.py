@@ -8,6 +8,7 @@ from torch import nn
 
 from farspan.attention.merge import accumulate_dtype
 from farspan.engine.meter import PeakMeter
+from farspan.engine.reserve import DeviceTooSmall
 from farspan.engine.step import ADVICE, Progress, Step
 from farspan.memory.host import GIB, UNLIMITED
 from farspan.models.refuse import context_limit
@@ -17,11 +18,7 @@ from farspan.parallel.ranks import Ranks
 from farspan.plan.cell.choosing import grown_bytes
 from farspan.plan.program import Program
 from farspan.plan.sizes import made_bytes
-from farspan.spec import Refused, Tier
-
-
-class DeviceTooSmall(Refused):
-    """The GPU cannot hold what is asked for."""
+from farspan.spec import Tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from farspan.engine.gradients import Gradients
 from farspan.engine.head import Head
 from farspan.engine.kernels import AttentionKernels, refuse_wide_calls
 from farspan.engine.layers import CutLayers, Layers, TiledLayers
+from farspan.engine.reserve import reserve_together
 from farspan.engine.run import Interpreter
 from farspan.engine.sparse import PageFunction, Seen, selector_of, watched_cell
 from farspan.engine.storage import Storage
@@ -182,7 +183,7 @@ class Step:
         return self._programs[key]
 
     def _reserve(self, program: Program) -> None:
-        """Hold the program's arenas. Raises Refused where main memory could not."""
+        """Hold the program's arenas. Raises Refused where main memory could not, on all ranks."""
         grows = {
             tier: program.arena_bytes[tier] - arena.nbytes for tier, arena in self.arenas.items()
         }
@@ -191,11 +192,10 @@ class Step:
         # All ranks ask, also those whose arenas are large enough: the others must hear of them.
         ranks = None if self.dealt is None else self.dealt.ranks
         refuse_beyond_together(ranks, needed, f"a step of {program.run.tokens:,} tokens", ADVICE)
-        for tier, arena in self.arenas.items():
-            arena.reserve(program.arena_bytes[tier])
-            if self.poison:
-                self.copies.synchronize()
-                arena.poison()
+        reserve_together(ranks, self.arenas, program.arena_bytes, ADVICE)
+        for arena in self.arenas.values() if self.poison else ():
+            self.copies.synchronize()
+            arena.poison()
 
     def arena_bytes(self) -> dict[Tier, int]:
         """What the arenas hold at present."""

@@ -3,7 +3,8 @@
 A rank that raises writes its cause before it leaves. The others' collectives then fail, or time
 out; they look at the board and raise an error that names the rank and its cause. A rank that was
 killed writes nothing: it is missed by the ranks of its machine, to which its process is gone, and
-by all others when its pulse stops.
+by all others when its pulse stops. One that lives but is late is known by its pulse too, which says
+how many meetings it has come to, and what it is at.
 
 Note: [The thread]. A rank that waits in a collective hears nothing. A thread beside it gives its
 pulse, and ends the process when a fault is known and the collective still waits: one of NCCL does,
@@ -24,6 +25,7 @@ from typing import Any, Protocol
 import psutil
 import torch.distributed as dist
 
+from farspan.parallel.meetings import here
 from farspan.parallel.near import machine_name
 
 Store = Any  # of torch.distributed, whose stubs lack some of its methods
@@ -35,6 +37,7 @@ FAILED = 1
 
 # Of errors that torch raises as a bare RuntimeError when a peer is gone or too late.
 _SIGNS = ("gloo", "Connection closed", "Connection reset", "Broken pipe", "Timed out", "NCCL")
+_TOO_LONG = "longer than ranks wait for each other; raise parallel.timeout of the run file"
 _SHARED = "the same on all ranks, which rank 0 says"
 
 
@@ -51,14 +54,6 @@ class Fault:
 
     def error(self) -> RankFailed:
         return RankFailed(f"rank {self.rank}: {self.cause}")
-
-
-class RankLate(RankFailed):
-    """Others wait no longer for a rank that lives; it says itself what for."""
-
-    def __init__(self, rank: int, cause: str) -> None:
-        self.fault = Fault(rank, cause)
-        super().__init__(f"rank {rank}: {cause}")
 
 
 class Errand(Protocol):
@@ -97,6 +92,7 @@ class Board:
         self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._machine = machine_name()
         self._where: dict[int, tuple[str, int]] = {}
+        here.met = 0  # the ranks of this group count together
         self._store.set(f"where/{rank}", json.dumps([self._machine, os.getpid()]))
 
     def __enter__(self) -> "Board":
@@ -122,11 +118,12 @@ class Board:
         """What this rank is to raise for an error of its own."""
         words = _words(error)
         try:
-            fault = self._wait_for_cause() if _of_a_collective(error) else None
+            waited = _of_a_collective(error)
+            fault = self._wait_for_cause() if waited else None
             self._store.set(f"word/{self.rank}", words)
-            mine = error.fault if isinstance(error, RankLate) else Fault(self.rank, words)
-            fault = fault or self._claim(self._store, mine)
-            if fault.rank != self.rank and fault.cause != words:
+            fault = fault or self._claim(self._store, self._own(error, words))
+            # Of a rank that came too late, the others know better why its collective failed.
+            if fault.cause != words and (fault.rank != self.rank or waited):
                 return fault.error()
             if self.rank and self._is_said(words):
                 error.add_note(_SHARED)
@@ -139,19 +136,41 @@ class Board:
             )
         return error
 
+    def _own(self, error: BaseException, words: str) -> Fault:
+        """What this rank is to say where it is the first."""
+        if not _is_timeout(error):
+            return Fault(self.rank, words)
+        return Fault(self.rank, f"has waited for another rank {_TOO_LONG}")
+
     def _wait_for_cause(self) -> Fault | None:
-        """Who failed, where a collective did; None when all others live and say nothing."""
+        """Who failed, where a collective did, or else who was late; None when all others live, are
+        as far as this one and say nothing."""
+        late = self._behind()
         before = {rank: self._store.add(f"pulse/{rank}", 0) for rank in self._others()}
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             found = self._fault(self._store) or self._missed(self._store)
             if found is not None:
                 return found
+            still = self._behind()  # of several that were late, the last
+            late = {rank: what for rank, what in late.items() if rank in still} or late
             time.sleep(PULSE / 10)
         for rank, count in before.items():
             if self._store.add(f"pulse/{rank}", 0) == count:
                 return self._claim(self._store, _silent(rank))
+        for rank, what in late.items():
+            return self._claim(self._store, Fault(rank, f"{what} takes {_TOO_LONG}"))
         return None
+
+    def _behind(self) -> dict[int, str]:
+        """What the ranks are at that have come to fewer meetings than this one; to the fewest the
+        first."""
+        met: dict[int, int] = {}
+        at: dict[int, str] = {}
+        for rank in self._others():
+            if self._store.check([f"at/{rank}"]):
+                met[rank], at[rank] = json.loads(self._store.get(f"at/{rank}"))
+        return {r: at[r] for r in sorted(met, key=met.__getitem__) if met[r] < here.met}
 
     def _is_said(self, words: str) -> bool:
         """Whether rank 0 has the same to say. It may come to it a little later."""
@@ -182,6 +201,7 @@ class Board:
         while not self._stop.wait(PULSE):
             try:
                 store.add(f"pulse/{self.rank}", 1)
+                store.set(f"at/{self.rank}", json.dumps([here.met, here.at]))
                 self._known = self._known or self._fault(store) or self._missed(store)
                 self._run_errand(store)
             except RuntimeError:
@@ -239,11 +259,6 @@ def is_shared(error: BaseException) -> bool:
     return _SHARED in getattr(error, "__notes__", ())
 
 
-def is_timeout(error: RuntimeError) -> bool:
-    """Whether a collective of gloo's has waited for as long as it may."""
-    return "Timed out" in str(error)
-
-
 def leave(error: RankFailed) -> None:
     """Ends the process, whatever it waits for."""
     print(f"farspan: {error}", file=sys.stderr, flush=True)
@@ -274,6 +289,11 @@ def _of_a_collective(error: BaseException) -> bool:
             return True
         cause = cause.__cause__
     return False
+
+
+def _is_timeout(error: BaseException) -> bool:
+    """Whether a collective of gloo's has waited for as long as it may."""
+    return isinstance(error, RuntimeError) and "Timed out" in str(error)
 
 
 def _lives(process: int) -> bool:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from farspan.parallel.faults import RankLate, is_timeout
+from farspan.parallel.meetings import busy, meet
 from farspan.spec import Refused
 
 T = TypeVar("T")
@@ -19,23 +19,16 @@ def by_first(
     what: str = "what it does for all",
 ) -> T:
     """What `work` returns on rank 0, everywhere; the others wait for it. What it raises of these
-    kinds is raised everywhere too. Raises RankLate, which says `what` it is that takes rank 0 too
-    long."""
+    kinds is raised everywhere too. `what` it is is said where it takes rank 0 too long."""
     said: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            said = [work(), None]
+            with busy(what):
+                said = [work(), None]
         except raised as error:
             said = [None, error]
-    try:
-        dist.broadcast_object_list(said, src=0)
-    except RuntimeError as error:
-        if dist.get_rank() == 0 or not is_timeout(error):
-            raise
-        words = (
-            "takes longer than ranks wait for each other; raise parallel.timeout of the run file"
-        )
-        raise RankLate(0, f"{what} {words}") from error
+    meet()
+    dist.broadcast_object_list(said, src=0)
     if said[1] is not None:
         raise said[1]
     return said[0]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from farspan.parallel.meetings import meet
 from farspan.parallel.peers import Peers
 from farspan.plan.layout import AXES, SEQUENCE, Layout, Rank
 from farspan.spec import Refused
@@ -91,8 +92,13 @@ class Ranks:
                 peers.apart = False
             self.is_apart = False
 
+    def _meet(self) -> None:
+        if not self.is_apart:
+            meet()
+
     def figures(self, mine: Sequence[int]) -> list[list[int]]:
         """What every rank gives, as many numbers each, in the order of ranks."""
+        self._meet()
         peers = self.among(*AXES)
         rows = torch.tensor([mine], dtype=torch.int64, device=self.device)
         found: list[list[int]] = peers.gather(rows, [1] * peers.size).tolist()
@@ -102,6 +108,7 @@ class Ranks:
         """Raises Refused, on all of them, where a value is not the same on all peers."""
         digest = hashlib.blake2b(_bytes(value), digest_size=8).digest()
         mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(self.device)
+        self._meet()
         peers = self.among(*axes)
         found = peers.gather(mine, [1] * peers.size).tolist()
         if len(set(found)) == 1:

@@ -18,6 +18,7 @@ from farspan.durable import WriteFailed
 from farspan.parallel.first import broadcast, by_first
 from farspan.parallel.halt import Halt
 from farspan.parallel.launch import Launched, joined
+from farspan.parallel.meetings import meet
 from farspan.parallel.ranks import Ranks
 from farspan.plan.layout import ALONE, AXES, Layout, Rank
 from farspan.spec import Refused
@@ -82,19 +83,11 @@ class Crew:
 
     def agree(self, value: int) -> int:
         """The largest of what all ranks give, at least 0."""
-        if self.place is None:
-            return value
-        found = torch.tensor([value])
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return int(found)
+        return max(self.everyone(value))
 
     def least(self, value: int) -> int:
         """The smallest of what all ranks give."""
-        if self.place is None:
-            return value
-        found = torch.tensor([value])
-        dist.all_reduce(found, op=dist.ReduceOp.MIN)
-        return int(found)
+        return min(self.everyone(value))
 
     def ask_to_halt(self, number: int) -> None:
         """All ranks are to leave the step, with a signal's number. A handler may call it."""
@@ -118,28 +111,25 @@ class Crew:
 
     def agree_on(self, finding: Finding) -> Finding:
         """The first rank's that found a bad weight, or a bad gradient, or else rank 0's."""
-        if self.place is None:
-            return finding
-        found: list[Any] = [None] * self.count
-        dist.all_gather_object(found, finding)
+        found = self.everyone(finding)
         return max(found, key=lambda f: (f.weight is not None, f.gradient is not None))
 
     def first_of(self, found: T | None) -> tuple[int, T] | None:
         """What the first rank has that has something, and its number."""
-        everyone: list[Any] = [found]
-        if self.place is not None:
-            everyone = [None] * self.count
-            dist.all_gather_object(everyone, found)
-        return next(((n, one) for n, one in enumerate(everyone) if one is not None), None)
+        everyone = enumerate(self.everyone(found))
+        return next(((number, one) for number, one in everyone if one is not None), None)
 
     def of_replicas(self, items: list[T]) -> list[T]:
         """What all replicas have, one after the other."""
         if self.ranks is None:
             return items
-        found: list[Any] = [None] * self.count
-        dist.all_gather_object(found, items)
+        found = self.everyone(items)
         firsts = Rank(self.layout, 0).peers("data")
         return [item for rank in firsts for item in found[rank]]
+
+    def everyone(self, value: T) -> list[T]:
+        """What each rank gives."""
+        return [value] if self.place is None else _everyone(value)
 
     def total(self, count: int) -> int:
         """The sum over replicas."""
@@ -149,7 +139,7 @@ class Crew:
 
     def by_first(self, work: Callable[[], T], what: str = "what it does for all") -> T:
         """What `work` returns on rank 0, everywhere; the others wait for it. Refused and
-        WriteFailed are raised everywhere too, and RankLate where `what` it is takes too long."""
+        WriteFailed are raised everywhere too; `what` it is is said where it takes too long."""
         return work() if self.place is None else by_first(work, (Refused, WriteFailed), what)
 
     def spread(self, tensors: Iterable[Tensor]) -> None:
@@ -201,8 +191,7 @@ def _refuse_unlike(run: RunConfig) -> None:
     """The run and the versions of all ranks are those of the first."""
     given = {k: v for k, v in flatten(to_mapping(run)).items() if k not in OWN}
     mine = {**given, "farspan": VERSION, "torch": torch.__version__}
-    all_of: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_of, mine)
+    all_of = _everyone(mine)
     for key in sorted({key for one in all_of for key in one}):
         values = [one.get(key) for one in all_of]
         others = [rank for rank, value in enumerate(values) if value != values[0]]
@@ -211,6 +200,14 @@ def _refuse_unlike(run: RunConfig) -> None:
                 f"{key}: {values[0]!r} on rank 0, but {values[others[0]]!r} on "
                 f"{_listed(others)}; every rank must be given the same"
             )
+
+
+def _everyone(value: T) -> list[T]:
+    """What each rank of the process group gives, in their order."""
+    meet()
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def _listed(ranks: list[int]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from farspan.durable import read_json
+from farspan.engine.deal import Dealt
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
 from farspan.plan.grid import group_ranges
@@ -76,15 +77,14 @@ def make_chooser(
 
 
 def less_for_ranks(
-    run: RunConfig, use: Equipment, schedule: Schedule, shortage: Shortage
+    run: RunConfig, dealt: Dealt, schedule: Schedule, shortage: Shortage
 ) -> Schedule | None:
     """What needs less than a schedule of several ranks, found without asking any of them; None
-    where nothing does, or the model would have to be looked at."""
-    if use.dealt is None:
-        return None
-    tiers = tuple(Tier) if use.device.type == "cpu" else (shortage.tier,)
+    where nothing does."""
+    ranks = dealt.ranks
+    tiers = tuple(Tier) if ranks.device.type == "cpu" else (shortage.tier,)
     shape = RunSpec(run.batch, run.context)
-    return lighter(use.dealt.spec, shape, schedule, tiers, KEPT, use.crew.layout)
+    return lighter(dealt.spec, shape, schedule, tiers, KEPT, ranks.layout)
 
 
 @dataclass(slots=True)

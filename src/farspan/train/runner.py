@@ -7,6 +7,8 @@ from statistics import median
 from typing import Any, TypeVar
 
 from farspan.engine.meter import PeakMeter
+from farspan.parallel.meetings import busy
+from farspan.plan.grid import group_ranges
 from farspan.spec import Kernels, Refused, Schedule, Tier
 from farspan.train.choice import Choice, Chooser, describe_schedule
 from farspan.train.config import RunConfig, as_yaml
@@ -156,7 +158,7 @@ class Runner:
         """The engine, rehearsed."""
         if self._choice is None:
             self._choice = self._chooser.first()
-            self._tell.note(f"schedule: {describe_schedule(self._choice)}{_because(self._choice)}")
+            self._tell.note(f"schedule: {self._described(self._choice)}{_because(self._choice)}")
         if self._step is None:
             self._step = self._make_step(self._choice.schedule)
             self._expected = None
@@ -186,7 +188,8 @@ class Runner:
                 raise _Enough
 
         try:
-            self._parts.rehearse_apart(step, run.batch, run.context, watch, run.accumulate > 1)
+            with busy("rehearsing a step apart"):
+                self._parts.rehearse_apart(step, run.batch, run.context, watch, run.accumulate > 1)
         except _Enough:
             pass  # all halt behind the first cell that they rehearse together
         except (RuntimeError, MemoryError, Refused) as error:
@@ -216,17 +219,28 @@ class Runner:
         step.host_room = self._use.host_room(self._run)
         return step
 
+    def _described(self, choice: Choice) -> str:
+        """On one line. Groups of a pipeline are its stages, whatever size was asked for."""
+        dealt, schedule = self._use.dealt, choice.schedule
+        if dealt is not None and dealt.ranks.layout.pipeline > 1:
+            stages = group_ranges(schedule, len(dealt.spec.layers), dealt.ranks.layout.pipeline)
+            sizes = tuple(last - first for first, last in stages)
+            choice = replace(choice, schedule=replace(schedule, groups=sizes))
+        return describe_schedule(choice)
+
     def _alone(self, shortage: Shortage) -> OneRankShort:
         """What this rank says when it leaves a step that the others are within. It cannot be taken
         again: a process group in which they wait for this one is good for nothing more."""
-        found = None
-        if self._choice is not None:
-            found = less_for_ranks(self._run, self._use, self._choice.schedule, shortage)
-        less = "smaller chunks or smaller groups" if found is None else as_yaml(found)
+        advice = "with smaller chunks or smaller groups in the run file, or on more ranks,"
+        if self._choice is not None and self._use.dealt is not None:
+            found = less_for_ranks(self._run, self._use.dealt, self._choice.schedule, shortage)
+            advice = "no schedule needs less; on more ranks"
+            if found is not None:
+                advice = f"with {as_yaml(found)} in the run file, or on more ranks,"
         return OneRankShort(
             f"memory: out of it ({_place(shortage.tier, self._use)}): {shortage.message}; the "
-            f"others are within the step, so nothing lighter is tried: with {less} in the run "
-            "file, or on more ranks, the same command goes on from the latest checkpoint"
+            f"others are within the step, so nothing lighter is tried: {advice} the same command "
+            "goes on from the latest checkpoint, if there is one"
         )
 
     def _give_up(self, shortage: Shortage, tried: list[str]) -> None:
@@ -238,7 +252,7 @@ class Runner:
         clear_up(self._use.device)
         if self._choice is None:  # before any schedule: nothing can be made smaller
             raise OutOfMemory(f"memory: {shortage.message}")
-        tried.append(f"{describe_schedule(self._choice)}: {shortage.message}")
+        tried.append(f"{self._described(self._choice)}: {shortage.message}")
         if len(tried) > REPLANS:
             raise OutOfMemory(f"memory: ran out with {_listed(tried)}; shorten the context")
         try:
@@ -247,7 +261,7 @@ class Runner:
             raise OutOfMemory(f"memory: ran out with {_listed(tried)}; then {error}") from None
         self._tell.note(
             f"out of memory ({_place(shortage.tier, self._use)}): {shortage.message}\n"
-            f"trying the same again, {len(tried)} of {REPLANS}: {describe_schedule(choice)}"
+            f"trying the same again, {len(tried)} of {REPLANS}: {self._described(choice)}"
             f"{_because(choice)}{_sees_otherwise(self._choice, choice)}"
         )
         self._tell.replanned(shortage, choice)

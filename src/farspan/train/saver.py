@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from farspan.durable import remove_leftovers
+from farspan.parallel.meetings import busy
 from farspan.parallel.states_list import Forms
 from farspan.train import checkpoint, checkpoint_ranks
 from farspan.train.checkpoint import MODEL, OPTIMIZER, Live, Restored
@@ -47,7 +47,7 @@ class WholeSaver:
 
     def resume(self, folder: Path, expected: Mapping[str, Any], warn: Note) -> Restored | None:
         restored = self._crew.by_first(
-            lambda: checkpoint.resume(folder, self._live, expected, warn)
+            lambda: checkpoint.resume(folder, self._live, expected, warn), "reading a checkpoint"
         )
         if restored is not None:
             self._crew.spread([*self._live.model.values(), *self._live.optimizer.values()])
@@ -57,7 +57,8 @@ class WholeSaver:
         self, folder: Path, rng: Tensors, state: Mapping[str, Any], *, step: int, keep: int
     ) -> None:
         self._crew.by_first(
-            lambda: checkpoint.save(folder, self._live, rng, state, step=step, keep=keep)
+            lambda: checkpoint.save(folder, self._live, rng, state, step=step, keep=keep),
+            "writing a checkpoint",
         )
 
     def weights(self) -> Mapping[str, Tensor] | None:
@@ -85,7 +86,8 @@ class DealtSaver:
         path = folder / checkpoint.folder_name(step)
         self._crew.by_first(lambda: remove_leftovers(folder))
         given = {**state, "step": step}
-        checkpoint_ranks.write(path, self._entries, rng, given, self._crew)
+        with busy("writing a checkpoint"):
+            checkpoint_ranks.write(path, self._entries, rng, given, self._crew)
         self._crew.by_first(lambda: checkpoint.prune(folder, step, keep))
 
     def weights(self) -> Mapping[str, Tensor] | None:
@@ -102,10 +104,8 @@ class DealtSaver:
     def _forms(self) -> dict[str, Forms]:
         """Of whole tensors of all pipeline stages, by the files that one process makes of them."""
         own = {name: (t.dtype, place.shape) for name, (t, place) in self._entries.items()}
-        everyone: list[Any] = [None] * self._crew.count
-        torch.distributed.all_gather_object(everyone, own)
         found: dict[str, Forms] = {MODEL: {}, OPTIMIZER: {}}
-        for name, form in (item for one in everyone for item in one.items()):
+        for name, form in (item for one in self._crew.everyone(own) for item in one.items()):
             kind, _, key = name.partition("/")
             found[f"{kind}.safetensors"][key] = form
         return found

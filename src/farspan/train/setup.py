@@ -16,6 +16,7 @@ from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
 from farspan.models.load import Weights
 from farspan.models.refuse import refuse_context
+from farspan.parallel.meetings import busy
 from farspan.plan.layout import AXES
 from farspan.plan.pages import sparse_words
 from farspan.spec import ModelSpec, Refused
@@ -113,7 +114,8 @@ def equip(run: RunConfig, parts: Parts, watch: Watch, place: Place, crew: Crew) 
     device = crew.device
     memory = parts.choose_allocator(run.allocator, device)
     tokenizer = load_tokenizer(str(run.data.tokenizer))
-    corpus = open_corpus(run.data, tokenizer, context=run.context, seed=run.seed, watch=watch)
+    with busy("reading the data"):
+        corpus = open_corpus(run.data, tokenizer, context=run.context, seed=run.seed, watch=watch)
     model = _load_model(run, parts, crew)
 
     def looked_at() -> ModelSpec:
