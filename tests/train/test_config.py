@@ -56,6 +56,10 @@ def test_a_run_file_becomes_a_run(tmp_path: Path) -> None:
         ("steps: 3", r"mine\.yaml: model and data: missing; must be given"),
         ("# nothing yet\n", r"mine\.yaml: is empty; a run file says at least what `model` and `da"),
         (RUN + "stepz: 3", r"mine\.yaml: stepz: no such key \(did you mean steps\?\)"),
+        (
+            RUN.replace("fpdt", "gruped"),
+            r"schedule\.strategy: 'gruped' .*mean grouped\?.*auto",
+        ),
         (RUN + "steps: 0", r"mine\.yaml: steps: expected a whole number of at least 1, got 0"),
         (RUN.replace("some/model", "null"), r"model\.path: give either path .* got neither"),
         (RUN.replace("path: some/model", "config: {a: 1}"), r"model\.config: model_type is miss"),

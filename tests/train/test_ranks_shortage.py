@@ -15,9 +15,10 @@ from torch import Tensor
 from farspan.engine.step import Progress, Step
 from farspan.parallel import faults
 from farspan.plan.question import Question
+from farspan.plan.strategies import AUTO
 from farspan.spec import Schedule
 from farspan.train import loop
-from farspan.train.config import AUTO, RunConfig, ScheduleConfig
+from farspan.train.config import RunConfig, ScheduleConfig
 from farspan.train.layout import Parallel
 from farspan.train.shortage import OutOfMemory
 from tests.numerics import EXACT, relative_error

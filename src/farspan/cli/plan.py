@@ -9,13 +9,13 @@ import typer
 from rich.console import Console
 
 from farspan.cli.ending import FAILED, typer_app
-from farspan.plan.ask import AUTO, FULL, HERE, Request
+from farspan.plan.ask import FULL, HERE, Request
 from farspan.plan.model.catalog import presets
 from farspan.plan.pages import EXAMPLE, read_sparse
 from farspan.plan.price.machines import names as machine_names
 from farspan.plan.question import Optimizer, Plan, Question
 from farspan.plan.search.plans import best_plan, longest_contexts
-from farspan.plan.strategies import STRATEGIES
+from farspan.plan.strategies import AUTO, STRATEGIES
 from farspan.report.plan import contexts_view, plan_view
 from farspan.report.timeline import timeline_json
 from farspan.spec import Refused

@@ -16,9 +16,9 @@ from farspan.engine.verify import Verification, VerificationRun, verify
 from farspan.engine.verify_sparse import Approximation
 from farspan.models.load import Weights, load_model
 from farspan.plan.pages import EXAMPLE, OFF, ON, read_sparse, sparse_words
-from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.plan.strategies import AUTO, STRATEGIES, strategy
 from farspan.spec import Refused, Schedule
-from farspan.train.config import AUTO, SparseConfig, load_run
+from farspan.train.config import SparseConfig, load_run
 from farspan.train.default import default_run
 from farspan.train.sparse import fraction_of
 

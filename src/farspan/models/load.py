@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from farspan.plan.model.catalog import refuse_absent
 from farspan.spec import Refused
 
 NAMES_SHOWN = 5  # of missing weights: a wrong folder lacks hundreds
@@ -155,6 +156,7 @@ def _few(names: set[str]) -> str:
 
 
 def _config_at(path: str, trust_remote_code: bool) -> PretrainedConfig:
+    refuse_absent("model.path", path)
     folder = Path(path)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise Refused(f"model.path: {path} holds no config.json; expected a saved model's folder")

@@ -15,11 +15,11 @@ from farspan.plan.model.families import Configuration, architecture_from
 from farspan.plan.price.machines import machine as find_machine
 from farspan.plan.question import Optimizer, Plan, Question
 from farspan.plan.search.plans import best_plan
-from farspan.plan.strategies import STRATEGIES
+from farspan.plan.strategies import AUTO, check_name
 from farspan.plan.units import read_bytes, read_tokens
 from farspan.spec import MachineSpec, ModelSpec, Refused, RunSpec, Sparse
 
-AUTO, HERE, FULL, LORA = "auto", "here", "full", "lora:"
+HERE, FULL, LORA = "here", "full", "lora:"
 
 Config = str | Path | Mapping[str, Any] | Configuration
 
@@ -79,9 +79,7 @@ class Request:
         """The strategies to choose from; None stands for all. Raises Refused."""
         if self.strategy == AUTO:
             return None
-        if self.strategy not in STRATEGIES:
-            known = ", ".join((AUTO, *STRATEGIES))
-            raise Refused(f"strategy: {self.strategy!r} is not known; expected one of {known}")
+        check_name(self.strategy)
         return [self.strategy]
 
     def _machine(self) -> MachineSpec:

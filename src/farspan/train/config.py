@@ -8,12 +8,12 @@ from typing import Any
 import yaml
 
 from farspan.data.config import DataConfig
+from farspan.plan.strategies import AUTO, check_name
 from farspan.plan.units import read_bytes
 from farspan.spec import Kernels, Refused, Schedule, Sparse, Tier
 from farspan.train.layout import Auto, Parallel, replicas
 from farspan.train.strict import build, read_mapping, to_mapping
 
-AUTO = "auto"  # as a strategy: the planner's
 _PAGES = Sparse()  # whose defaults a run has
 
 
@@ -104,6 +104,8 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         self.apply(Schedule())
+        if self.strategy is not None:
+            check_name(self.strategy)
         if self.strategy == AUTO and self.given():
             raise Refused(
                 f"{next(iter(self.given()))}: strategy auto chooses this for the machine; leave it "
