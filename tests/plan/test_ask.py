@@ -187,3 +187,12 @@ def test_the_function_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_option_nobody_knows() -> None:
     with pytest.raises(TypeError, match="contxt"):
         farspan.plan(CONFIG, context=64, machine="h200", contxt=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(("name", "as_in_a_run_file"), [("adamw", "device"), ("adamw8bit", "8bit")])
+def test_optimizers_have_the_names_of_a_run_file_too(name: str, as_in_a_run_file: str) -> None:
+    found = {
+        Request("Qwen2.5-7B", "8K", "h200", optimizer=given).question().optimizer
+        for given in (name, as_in_a_run_file)
+    }
+    assert found == {name}

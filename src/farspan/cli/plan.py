@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from farspan.cli.ending import FAILED, typer_app
-from farspan.plan.ask import FULL, HERE, Request
+from farspan.plan.ask import AS_IN_RUN_FILES, FULL, HERE, Request
 from farspan.plan.model.catalog import presets
 from farspan.plan.pages import EXAMPLE, read_sparse
 from farspan.plan.price.machines import names as machine_names
@@ -46,6 +46,13 @@ Machine = Annotated[
 StrategyName = Annotated[
     str, typer.Option(help=f"{AUTO}, the best of all, or one of {', '.join(STRATEGIES)}.")
 ]
+OptimizerName = Annotated[
+    str,
+    typer.Option(
+        help=f"{', '.join(Optimizer)}; or as in a run file: "
+        f"{', '.join((*AS_IN_RUN_FILES, Optimizer.HOST))}."
+    ),
+]
 DeviceMemory = Annotated[
     str | None, typer.Option(help="Of one device, in place of the machine's: 80GB, 80GiB.")
 ]
@@ -80,7 +87,7 @@ def plan_command(
     gpus: Annotated[int, typer.Option(help="Devices that share the sequence.")] = 1,
     batch: Annotated[int, typer.Option(help="Sequences a step.")] = 1,
     strategy: StrategyName = AUTO,
-    optimizer: Annotated[str, typer.Option(help=f"{', '.join(Optimizer)}.")] = Optimizer.ADAMW,
+    optimizer: OptimizerName = Optimizer.ADAMW,
     trainable: Trainable = FULL,
     dtype: Annotated[str, typer.Option(help="bf16, fp32 or fp64.")] = "bf16",
     device_memory: DeviceMemory = None,

@@ -16,10 +16,13 @@ from farspan.plan.price.machines import machine as find_machine
 from farspan.plan.question import Optimizer, Plan, Question
 from farspan.plan.search.plans import best_plan
 from farspan.plan.strategies import AUTO, check_name
-from farspan.plan.units import read_bytes, read_tokens
+from farspan.plan.units import read_memory, read_tokens
 from farspan.spec import MachineSpec, ModelSpec, Refused, RunSpec, Sparse
 
 HERE, FULL, LORA = "here", "full", "lora:"
+
+# What `optimizer.states` of a run file calls an optimizer; `host` is called so in both.
+AS_IN_RUN_FILES = {"device": Optimizer.ADAMW, "8bit": Optimizer.ADAMW8BIT}
 
 Config = str | Path | Mapping[str, Any] | Configuration
 
@@ -97,10 +100,10 @@ class Request:
                 raise Refused(
                     f"device_memory: {found.name} has one memory for both tiers; give host_memory"
                 )
-            size = read_bytes(self.device_memory, "device_memory")
+            size = read_memory(self.device_memory, "device_memory")
             found = replace(found, device_bytes=size)
         if self.host_memory is not None:
-            found = replace(found, host_bytes=read_bytes(self.host_memory, "host_memory"))
+            found = replace(found, host_bytes=read_memory(self.host_memory, "host_memory"))
         return found
 
 
@@ -179,9 +182,11 @@ def _widest_rank(architecture: Architecture) -> int:
 
 
 def _optimizer(name: str) -> Optimizer:
-    if name not in tuple(Optimizer):
-        raise Refused(f"optimizer: expected one of {', '.join(Optimizer)}, got {name!r}")
-    return Optimizer(name)
+    found = AS_IN_RUN_FILES.get(name, name)
+    if found not in tuple(Optimizer):
+        known = ", ".join((*Optimizer, *AS_IN_RUN_FILES))
+        raise Refused(f"optimizer: expected one of {known}, got {name!r}")
+    return Optimizer(found)
 
 
 def _layout(gpus: int, model: ModelSpec) -> Layout:
