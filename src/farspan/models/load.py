@@ -69,16 +69,30 @@ def load_model(
     made = load_config(
         path=path, config=config, overrides=overrides or {}, trust_remote_code=trust_remote_code
     )
-    if weights is Weights.NONE:
-        with _without_weights():
-            return _with_random_weights(made, dtype, trust_remote_code).train()
-    if path is None or weights is Weights.RANDOM:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model: Any = _with_random_weights(made, dtype, trust_remote_code)
-    else:
-        model = _with_saved_weights(path, made, dtype, trust_remote_code)
+    with _naming(overrides or {}):
+        if weights is Weights.NONE:
+            with _without_weights():
+                return _with_random_weights(made, dtype, trust_remote_code).train()
+        if path is None or weights is Weights.RANDOM:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model: Any = _with_random_weights(made, dtype, trust_remote_code)
+        else:
+            model = _with_saved_weights(path, made, dtype, trust_remote_code)
     return model.to(device).train()
+
+
+@contextmanager
+def _naming(overrides: dict[str, Any]) -> Iterator[None]:
+    """A model that cannot be made says of which fields: what a family's own code stumbles over
+    names none."""
+    try:
+        yield
+    except Refused as error:
+        if not overrides:
+            raise
+        given = ", ".join(f"model.overrides.{name}: {value}" for name, value in overrides.items())
+        raise Refused(f"{error}; changed by {given}") from error
 
 
 @contextmanager
@@ -208,4 +222,7 @@ def _apply(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None
         before: Any = getattr(config, name, None)
         # A part of a dict, such as a new rope_type, keeps the rest, such as rope_theta.
         merge = isinstance(before, dict) and isinstance(value, dict)
-        setattr(config, name, {**before, **value} if merge else value)
+        try:
+            setattr(config, name, {**before, **value} if merge else value)
+        except Exception as error:  # of its own kind: transformers checks the types of some fields
+            raise Refused(f"{where}.{name}: {' '.join(str(error).split())}") from error
