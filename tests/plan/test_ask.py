@@ -63,15 +63,22 @@ def test_a_machine_by_file_and_by_value(tmp_path: Path) -> None:
 
 
 def test_here_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = []
+    loaded: list[Any] = []
+    said: list[str] = []
+
+    def measure(progress: Any) -> Any:
+        progress("measuring")
+        return machine("l40s")
 
     def load(module: str, name: str) -> Any:
         loaded.append((module, name))
-        return lambda: machine("l40s")
+        return measure
 
     monkeypatch.setattr(ask, "load", load)
     assert Request(CONFIG, 64).question().machine == machine("l40s")
     assert loaded == [("farspan.engine.calibrate", "here")]
+    assert Request(CONFIG, 64, progress=said.append).question().machine == machine("l40s")
+    assert said == ["measuring"]
 
 
 def test_memory_in_place_of_the_machines() -> None:

@@ -1,6 +1,7 @@
 """`farspan plan`: will it fit, how long is a step, what is the longest context?"""
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -113,6 +114,7 @@ def plan_command(
         device_memory=device_memory,
         host_memory=host_memory,
         sparse=None if sparse is None else read_sparse(sparse),
+        progress=tell,
     )
     question, strategies = request.question(), request.strategies()
     plan = None if context is None else best_plan(question, strategies)
@@ -128,6 +130,11 @@ def plan_command(
     else:
         show(question, plan, longest)
     raise typer.Exit(0 if chosen and chosen.fits else FAILED)
+
+
+def tell(what: str) -> None:
+    """Measuring takes up to a minute: what is measured is said beside the answer."""
+    print(f"this machine: {what}", file=sys.stderr)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,10 @@ AS_IN_RUN_FILES = {"device": Optimizer.ADAMW, "8bit": Optimizer.ADAMW8BIT}
 Config = str | Path | Mapping[str, Any] | Configuration
 
 
+def _in_silence(_: str) -> None:
+    """Tells nobody."""
+
+
 class Options(TypedDict, total=False):
     """What a question may leave open; `Request` has the defaults."""
 
@@ -57,6 +61,7 @@ class Request:
     device_memory: str | int | None = None  # in place of what the machine's device has
     host_memory: str | int | None = None  # in place of what the machine's node has
     sparse: Sparse | None = None  # attention that approximates; None: exact
+    progress: Callable[[str], None] = _in_silence  # hears what of this machine is measured
 
     def question(self) -> Question:
         """The question for the planner. Raises Refused naming the field."""
@@ -88,7 +93,7 @@ class Request:
     def _machine(self) -> MachineSpec:
         found: object = self.machine
         if found == HERE:
-            found = _here()
+            found = _here(self.progress)
         elif isinstance(found, str | Path):
             found = find_machine(found)
         if not isinstance(found, MachineSpec):
@@ -140,16 +145,18 @@ def _architecture(config: Config) -> Architecture:
     )
 
 
-def _here() -> MachineSpec:
+def _here(progress: Callable[[str], None]) -> MachineSpec:
     """What measures needs torch, and stands above planning."""
     try:
-        measure: Callable[[], MachineSpec] = load("farspan.engine.calibrate", "here")
+        measure: Callable[[Callable[[str], None]], MachineSpec] = load(
+            "farspan.engine.calibrate", "here"
+        )
     except ImportError as error:
         raise Refused(
             f"machine: measuring this machine needs torch and transformers ({error}); name a "
             "preset or a machine file"
         ) from error
-    return measure()
+    return measure(progress)
 
 
 def _adapter_rank(trainable: str, architecture: Architecture) -> int:
