@@ -82,6 +82,7 @@ def test_verify_fails_with_exit_code_one(
         (["verify", "--groups", "two"], "groups: expected a number"),
         (["verify", "--groups", "2,1"], "groups: [2, 1] holds 3 layers, but the model has 4"),
         (["verify", "--dtype", "int8"], "dtype: expected float64, float32 or bfloat16"),
+        (["verify", "--context", "many"], "context: expected tokens such as 131072, 128K"),
         (["verify", "--documents", "999"], "documents: at most one a token"),
         (["verify", "--context", "9000"], "beyond the model's max_position_embeddings of 8,192"),
         (["verify", "nowhere/at/all.yaml"], "nowhere/at/all.yaml: cannot be read"),

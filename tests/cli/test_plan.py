@@ -257,3 +257,14 @@ def test_this_machine_cannot_be_measured_without_torch() -> None:
     assert outcome.returncode == 2
     assert outcome.stderr.startswith("farspan: machine: measuring this machine needs torch")
     assert "name a preset or a machine file" in outcome.stderr
+
+
+def test_what_is_measured_is_said_beside_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(progress: Any) -> Any:
+        progress("matrix products")
+        raise Refused("enough")
+
+    monkeypatch.setattr("farspan.plan.ask.load", lambda *_: measure)
+    outcome = call("plan", "--model", "Qwen2.5-0.5B", "--context", "8K")
+    assert "this machine: matrix products\n" in outcome.stderr
+    assert outcome.stdout == ""

@@ -8,7 +8,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from farspan.data.tokenizers import load_tokenizer, reads_back
 from farspan.spec import Refused
@@ -76,6 +81,24 @@ def test_a_saved_tokenizer_loads_again(tmp_path: Path) -> None:
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"data\.tokenizer: cannot load .*give 'bytes', a folder"):
         load_tokenizer(str(tmp_path))
+    with pytest.raises(Refused, match=r"^data\.tokenizer: no folder \./nope here"):
+        load_tokenizer("./nope")
+
+
+def test_code_of_a_tokenizer_runs_only_where_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = AutoTokenizer.from_pretrained(save_words(tmp_path))
+    asked: list[bool] = []
+
+    def load(_: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+        asked.append(trust_remote_code)
+        return inner
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
+    load_tokenizer(str(tmp_path))
+    load_tokenizer(str(tmp_path), True)
+    assert asked == [False, True]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gpt2", "gemma2", "llama"])

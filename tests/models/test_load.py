@@ -145,3 +145,30 @@ def test_a_field_that_nobody_reads_is_refused(name: str) -> None:
 def test_of_a_family_without_a_causal_model_only_what_it_declares_is_a_field() -> None:
     with pytest.raises(Refused, match=r"model\.config\.head_dim: ViTConfig has no such field"):
         load_config(path=None, config={"model_type": "vit", "head_dim": 32}, overrides={})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"num_hidden_layers": 99}, r"changed by model\.overrides\.num_hidden_layers: 99$"),
+        ({"hidden_act": "soft"}, r"'soft'; changed by model\.overrides\.hidden_act: soft$"),
+        ({"hidden_size": "wide"}, r"^model\.overrides\.hidden_size: .*expected int, got str"),
+        (
+            {"rope_parameters": {"rope_type": "yarm", "factor": 2.0}},
+            r"changed by model\.overrides\.rope_parameters: .*'yarm'",
+        ),
+    ],
+)
+def test_an_override_that_no_model_can_have_is_named(
+    overrides: dict[str, object], message: str
+) -> None:
+    config = {
+        "model_type": "qwen2",
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    with pytest.raises(Refused, match=message):
+        load_model(config=config, overrides=overrides, dtype=torch.float32, weights=Weights.NONE)

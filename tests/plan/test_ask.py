@@ -63,15 +63,22 @@ def test_a_machine_by_file_and_by_value(tmp_path: Path) -> None:
 
 
 def test_here_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = []
+    loaded: list[Any] = []
+    said: list[str] = []
+
+    def measure(progress: Any) -> Any:
+        progress("measuring")
+        return machine("l40s")
 
     def load(module: str, name: str) -> Any:
         loaded.append((module, name))
-        return lambda: machine("l40s")
+        return measure
 
     monkeypatch.setattr(ask, "load", load)
     assert Request(CONFIG, 64).question().machine == machine("l40s")
     assert loaded == [("farspan.engine.calibrate", "here")]
+    assert Request(CONFIG, 64, progress=said.append).question().machine == machine("l40s")
+    assert said == ["measuring"]
 
 
 def test_memory_in_place_of_the_machines() -> None:
@@ -187,3 +194,12 @@ def test_the_function_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_option_nobody_knows() -> None:
     with pytest.raises(TypeError, match="contxt"):
         farspan.plan(CONFIG, context=64, machine="h200", contxt=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(("name", "as_in_a_run_file"), [("adamw", "device"), ("adamw8bit", "8bit")])
+def test_optimizers_have_the_names_of_a_run_file_too(name: str, as_in_a_run_file: str) -> None:
+    found = {
+        Request("Qwen2.5-7B", "8K", "h200", optimizer=given).question().optimizer
+        for given in (name, as_in_a_run_file)
+    }
+    assert found == {name}

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from farspan.plan.units import (
     read_bytes,
+    read_memory,
     read_tokens,
     write_bytes,
     write_count,
@@ -97,3 +98,12 @@ def test_counts_are_written(amount: float, text: str) -> None:
 )
 def test_seconds_are_written(seconds: float, text: str) -> None:
     assert write_seconds(seconds) == text
+
+
+@pytest.mark.parametrize("given", [24, "24", " 1048575"])
+def test_a_memory_of_a_few_bytes_lacks_its_unit(given: str | int) -> None:
+    bare = str(given).strip()
+    with pytest.raises(Refused, match=f"^device_memory: {bare} bytes\\? write {bare}GiB$"):
+        read_memory(given, "device_memory")
+    assert read_memory("24KiB", "device_memory") == 24 * 2**10
+    assert read_memory(2**20, "device_memory") == 2**20

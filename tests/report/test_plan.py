@@ -185,6 +185,11 @@ def test_a_context_beyond_the_positions_is_noted() -> None:
     plan = fitting()
     noted = replace(plan, question=replace(plan.question, architecture=short))
     assert "beyond the model's 32K positions" in text_of(plan_view(noted))
+    learned = replace(short, positions=32768)
+    noted = replace(plan, question=replace(plan.question, architecture=learned))
+    text = text_of(plan_view(noted))
+    assert "they cannot be stretched, so farspan train refuses it" in text
+    assert "rope" not in text
     far = replace(short, longest=2**20)
     quiet = replace(plan, question=replace(plan.question, architecture=far))
     assert "beyond" not in text_of(plan_view(quiet))

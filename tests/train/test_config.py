@@ -56,6 +56,10 @@ def test_a_run_file_becomes_a_run(tmp_path: Path) -> None:
         ("steps: 3", r"mine\.yaml: model and data: missing; must be given"),
         ("# nothing yet\n", r"mine\.yaml: is empty; a run file says at least what `model` and `da"),
         (RUN + "stepz: 3", r"mine\.yaml: stepz: no such key \(did you mean steps\?\)"),
+        (
+            RUN.replace("fpdt", "gruped"),
+            r"schedule\.strategy: 'gruped' .*mean grouped\?.*auto",
+        ),
         (RUN + "steps: 0", r"mine\.yaml: steps: expected a whole number of at least 1, got 0"),
         (RUN.replace("some/model", "null"), r"model\.path: give either path .* got neither"),
         (RUN.replace("path: some/model", "config: {a: 1}"), r"model\.config: model_type is miss"),
@@ -70,7 +74,7 @@ def test_a_run_file_becomes_a_run(tmp_path: Path) -> None:
         (RUN + "sparse: {page: 0}", r"sparse\.page: expected a whole number of tokens >= 1, got 0"),
         (RUN + "sparse: {page: 96}", r"sparse\.budget: expected a multiple of page \(96 tokens\)"),
         (RUN + "sparse: {recent: 1.5}", r"sparse\.recent: expected a whole number, got float 1\.5"),
-        (RUN + "sparse: true", r"mine\.yaml: sparse: expected keys and values or null, got bool"),
+        (RUN + "sparse: 3", r"mine\.yaml: sparse: expected keys and values or null, got int"),
         (
             RUN + "sparse: {sparsity: 0}",
             r"sparse\.sparsity: expected a fraction above 0 and below 1",
@@ -167,3 +171,16 @@ def test_a_schedule_as_a_line_of_a_run_file() -> None:
     assert line.startswith("schedule: {strategy: null, chunk: 8, groups: [1, 2], kv: host")
     read = build(ScheduleConfig, yaml.safe_load(line)["schedule"])
     assert read.apply(Schedule()) == schedule
+
+
+def test_a_run_file_takes_the_words_of_the_command_line(tmp_path: Path) -> None:
+    text = RUN.replace("131072", "128K").replace("32768", "32K").replace("bfloat16", "bf16")
+    assert load_run(write(tmp_path, text)) == load_run(write(tmp_path, RUN))
+    pages = "sparse: {page: 64, budget: 2K, recent: 1.5K}"
+    assert load_run(write(tmp_path, RUN + pages)).pages() == Sparse(64, 2048, 1536)
+    assert load_run(write(tmp_path, RUN + "sparse: on")).sparse == SparseConfig()
+    assert load_run(write(tmp_path, RUN + "sparse: off")).sparse is None
+    with pytest.raises(Refused, match=r"mine\.yaml: schedule\.chunk: expected tokens such as"):
+        load_run(write(tmp_path, RUN.replace("32768", "8 apples")))
+    with pytest.raises(Refused, match=r"mine\.yaml: host_memory: 24 bytes\? write 24GiB"):
+        load_run(write(tmp_path, RUN + "host_memory: 24"))

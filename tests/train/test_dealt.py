@@ -21,11 +21,11 @@ from farspan.parallel.places import everything
 from farspan.parallel.states import load, read_shapes
 from farspan.plan.layout import Layout
 from farspan.plan.question import Question
+from farspan.plan.strategies import AUTO
 from farspan.spec import Refused, Schedule
 from farspan.train import loop, trainer
 from farspan.train.checkpoint_ranks import is_of_ranks
 from farspan.train.config import (
-    AUTO,
     CheckpointConfig,
     DType,
     EvaluationConfig,

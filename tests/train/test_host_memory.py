@@ -67,7 +67,7 @@ def test_no_more_is_planned_for_than_it_allows(tmp_path: Path) -> None:
 def test_the_planner_is_asked_within_it_and_its_choice_fits(tmp_path: Path) -> None:
     def strategy_of(size: int | None) -> tuple[int, int]:
         asked: list[Question] = []
-        run = tiny_run(tmp_path / str(size), schedule=AUTO, host_memory=size)
+        run = tiny_run(tmp_path / str(size), schedule=AUTO, host_memory=size and f"{size}B")
         train(run, parts=planned_parts((LARGE, SMALL), asked=asked), reporter=Quiet())
         plan = json.loads((Path(run.folder) / "plan.json").read_text())
         taken = sum(plan[tier]["total"] for tier in ("device_bytes", "host_bytes"))

@@ -14,7 +14,7 @@ from farspan.train.folder import identity
 from farspan.train.layout import Auto, Parallel, check_ranks, layout_of, replicas
 from farspan.train.setup import resolve
 
-MINIMAL: dict[str, Any] = {"model": {"path": "m"}, "data": {}}
+MINIMAL: dict[str, Any] = {"model": {"path": "owner/name"}, "data": {}}
 
 
 def a_file(tmp_path: Path, parallel: Any, **values: Any) -> Path:

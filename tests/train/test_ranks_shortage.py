@@ -17,10 +17,11 @@ from farspan.engine.step import Progress, Step
 from farspan.parallel import faults
 from farspan.plan.layout import Layout
 from farspan.plan.question import Question
+from farspan.plan.strategies import AUTO
 from farspan.spec import Schedule, Tier
 from farspan.train import loop
 from farspan.train.choice import Choice
-from farspan.train.config import AUTO, RunConfig, ScheduleConfig
+from farspan.train.config import RunConfig, ScheduleConfig
 from farspan.train.crew import Crew
 from farspan.train.layout import Parallel
 from farspan.train.runner import Runner

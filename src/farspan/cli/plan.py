@@ -1,6 +1,7 @@
 """`farspan plan`: will it fit, how long is a step, what is the longest context?"""
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,13 +10,13 @@ import typer
 from rich.console import Console
 
 from farspan.cli.ending import FAILED, typer_app
-from farspan.plan.ask import AUTO, FULL, HERE, Request
+from farspan.plan.ask import AS_IN_RUN_FILES, FULL, HERE, Request
 from farspan.plan.model.catalog import presets
 from farspan.plan.pages import EXAMPLE, read_sparse
 from farspan.plan.price.machines import names as machine_names
 from farspan.plan.question import Optimizer, Plan, Question
 from farspan.plan.search.plans import best_plan, longest_contexts
-from farspan.plan.strategies import STRATEGIES
+from farspan.plan.strategies import AUTO, STRATEGIES
 from farspan.report.plan import contexts_view, plan_view
 from farspan.report.timeline import timeline_json
 from farspan.spec import Refused
@@ -45,6 +46,13 @@ Machine = Annotated[
 ]
 StrategyName = Annotated[
     str, typer.Option(help=f"{AUTO}, the best of all, or one of {', '.join(STRATEGIES)}.")
+]
+OptimizerName = Annotated[
+    str,
+    typer.Option(
+        help=f"{', '.join(Optimizer)}; or as in a run file: "
+        f"{', '.join((*AS_IN_RUN_FILES, Optimizer.HOST))}."
+    ),
 ]
 DeviceMemory = Annotated[
     str | None, typer.Option(help="Of one device, in place of the machine's: 80GB, 80GiB.")
@@ -80,7 +88,7 @@ def plan_command(
     gpus: Annotated[int, typer.Option(help="Devices that share the sequence.")] = 1,
     batch: Annotated[int, typer.Option(help="Sequences a step.")] = 1,
     strategy: StrategyName = AUTO,
-    optimizer: Annotated[str, typer.Option(help=f"{', '.join(Optimizer)}.")] = Optimizer.ADAMW,
+    optimizer: OptimizerName = Optimizer.ADAMW,
     trainable: Trainable = FULL,
     dtype: Annotated[str, typer.Option(help="bf16, fp32 or fp64.")] = "bf16",
     device_memory: DeviceMemory = None,
@@ -106,6 +114,7 @@ def plan_command(
         device_memory=device_memory,
         host_memory=host_memory,
         sparse=None if sparse is None else read_sparse(sparse),
+        progress=tell,
     )
     question, strategies = request.question(), request.strategies()
     plan = None if context is None else best_plan(question, strategies)
@@ -121,6 +130,11 @@ def plan_command(
     else:
         show(question, plan, longest)
     raise typer.Exit(0 if chosen and chosen.fits else FAILED)
+
+
+def tell(what: str) -> None:
+    """Measuring takes up to a minute: what is measured is said beside the answer."""
+    print(f"this machine: {what}", file=sys.stderr)
 
 
 @dataclass(frozen=True, slots=True)

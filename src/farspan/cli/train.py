@@ -13,9 +13,9 @@ from farspan.cli.ending import FAILED, USAGE, typer_app
 from farspan.durable import WriteFailed
 from farspan.parallel.faults import RankFailed, is_shared
 from farspan.plan.pages import EXAMPLE, OFF, ON, read_sparse
-from farspan.plan.strategies import STRATEGIES
+from farspan.plan.strategies import AUTO, STRATEGIES
 from farspan.spec import Refused
-from farspan.train.config import AUTO, RunConfig, load_run, with_sparse, with_strategy
+from farspan.train.config import RunConfig, load_run, with_sparse, with_strategy
 from farspan.train.default import default_run
 from farspan.train.diagnosis import Diverged, as_json
 from farspan.train.loop import Result, train

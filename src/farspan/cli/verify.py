@@ -15,16 +15,29 @@ from farspan.cli.ending import FAILED, typer_app
 from farspan.engine.verify import Verification, VerificationRun, verify
 from farspan.engine.verify_sparse import Approximation
 from farspan.models.load import Weights, load_model
+from farspan.plan.cell.describe import SHORT_NAMES
 from farspan.plan.pages import EXAMPLE, OFF, ON, read_sparse, sparse_words
-from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.plan.strategies import AUTO, STRATEGIES, strategy
+from farspan.plan.units import read_tokens
 from farspan.spec import Refused, Schedule
-from farspan.train.config import AUTO, SparseConfig, load_run
+from farspan.train.config import SparseConfig, load_run
 from farspan.train.default import default_run
 from farspan.train.sparse import fraction_of
 
 app = typer_app()
 RUN_FILES = (".yaml", ".yml")
 GROUPED = "grouped"
+
+DTypeName = Annotated[str, typer.Option(help="float64, float32 or bfloat16; or fp64, fp32, bf16.")]
+Context = Annotated[str, typer.Option("--context", help="Tokens a sequence: 512, 8K.")]
+Chunk = Annotated[str | None, typer.Option("--chunk", help="Tokens a chunk: 128, 2K.")]
+StrategyName = Annotated[
+    str | None,
+    typer.Option(
+        "--strategy",
+        help=f"One of {', '.join(STRATEGIES)}; default: the run's, {GROUPED} where that is {AUTO}.",
+    ),
+]
 
 
 @app.command("verify")
@@ -36,21 +49,14 @@ def verify_command(
             "random ones. Without it: the model of `farspan train`."
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = "float64",
-    context: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 512,
+    dtype: DTypeName = "float64",
+    context_text: Context = "512",
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
-    chunk: Annotated[int | None, typer.Option(help="Tokens a chunk.")] = None,
+    chunk_text: Chunk = None,
     groups: Annotated[
         str | None, typer.Option(help="Layers a group, or a list of sizes such as 2,1,1.")
     ] = None,
-    strategy_name: Annotated[
-        str | None,
-        typer.Option(
-            "--strategy",
-            help=f"One of {', '.join(STRATEGIES)}; default: the run's, {GROUPED} where that is "
-            f"{AUTO}.",
-        ),
-    ] = None,
+    strategy_name: StrategyName = None,
     sparse: Annotated[
         str | None,
         typer.Option(
@@ -66,6 +72,8 @@ def verify_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:
     """Compare loss and every gradient with plain full-sequence autograd; exit 1 if they differ."""
+    context = read_tokens(context_text, "context")
+    chunk = None if chunk_text is None else read_tokens(chunk_text, "chunk")
     attention = attention_for(model, sparse)
     loaded = model_for(model, dtype, seed, random_weights)
     layers = loaded.config.get_text_config().num_hidden_layers
@@ -162,6 +170,7 @@ def replace_attention(
 
 def model_for(model: str | None, dtype: str, seed: int, random_weights: bool) -> PreTrainedModel:
     """The model to verify, in evaluation mode: dropout plays no part in exactness."""
+    dtype = SHORT_NAMES.get(dtype, dtype)
     if dtype not in ("float64", "float32", "bfloat16"):
         raise Refused(f"dtype: expected float64, float32 or bfloat16, got {dtype!r}")
     source: dict[str, Any]

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from farspan.plan.model.catalog import refuse_absent
 from farspan.spec import Refused
 
 BYTES = "bytes"
@@ -118,14 +119,17 @@ def reads_back(tokenizer: Tokenizer, folder: Path) -> bool:
     return np.array_equal(ours, theirs)
 
 
-def load_tokenizer(name: str) -> Tokenizer:
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> Tokenizer:
     """`bytes`, a local folder or a hub name. Raises Refused with the library's own words, or when
-    the tokenizer has no words."""
+    the tokenizer has no words. `trust_remote_code` runs Python code that comes with it."""
     if name == BYTES:
         return ByteTokenizer()
     place = Path(name).expanduser()
+    refuse_absent("data.tokenizer", name)
     try:
-        inner = AutoTokenizer.from_pretrained(str(place) if place.exists() else name)
+        inner = AutoTokenizer.from_pretrained(
+            str(place) if place.exists() else name, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # OSError, ValueError, ImportError: each says what is missing
         raise Refused(
             f"data.tokenizer: cannot load {name!r}: {' '.join(str(error).split())}; "

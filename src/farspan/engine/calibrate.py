@@ -155,7 +155,7 @@ def here(progress: Progress = lambda _: None) -> MachineSpec:
     path = user_file()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not path.is_file():
-        progress("no machine file yet: measuring quickly (farspan calibrate does it well)")
+        progress(f"no {path} yet: measuring quickly, for now only (farspan calibrate writes it)")
         return calibrate(device, progress=progress, quick=True).spec
     found = read(path).spec
     if found.unified != (device.type == "cpu"):

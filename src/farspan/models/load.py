@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from farspan.plan.model.catalog import refuse_absent
 from farspan.spec import Refused
 
 NAMES_SHOWN = 5  # of missing weights: a wrong folder lacks hundreds
@@ -68,16 +69,30 @@ def load_model(
     made = load_config(
         path=path, config=config, overrides=overrides or {}, trust_remote_code=trust_remote_code
     )
-    if weights is Weights.NONE:
-        with _without_weights():
-            return _with_random_weights(made, dtype, trust_remote_code).train()
-    if path is None or weights is Weights.RANDOM:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model: Any = _with_random_weights(made, dtype, trust_remote_code)
-    else:
-        model = _with_saved_weights(path, made, dtype, trust_remote_code)
+    with _naming(overrides or {}):
+        if weights is Weights.NONE:
+            with _without_weights():
+                return _with_random_weights(made, dtype, trust_remote_code).train()
+        if path is None or weights is Weights.RANDOM:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model: Any = _with_random_weights(made, dtype, trust_remote_code)
+        else:
+            model = _with_saved_weights(path, made, dtype, trust_remote_code)
     return model.to(device).train()
+
+
+@contextmanager
+def _naming(overrides: dict[str, Any]) -> Iterator[None]:
+    """A model that cannot be made says of which fields: what a family's own code stumbles over
+    names none."""
+    try:
+        yield
+    except Refused as error:
+        if not overrides:
+            raise
+        given = ", ".join(f"model.overrides.{name}: {value}" for name, value in overrides.items())
+        raise Refused(f"{error}; changed by {given}") from error
 
 
 @contextmanager
@@ -155,6 +170,7 @@ def _few(names: set[str]) -> str:
 
 
 def _config_at(path: str, trust_remote_code: bool) -> PretrainedConfig:
+    refuse_absent("model.path", path)
     folder = Path(path)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise Refused(f"model.path: {path} holds no config.json; expected a saved model's folder")
@@ -206,4 +222,7 @@ def _apply(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None
         before: Any = getattr(config, name, None)
         # A part of a dict, such as a new rope_type, keeps the rest, such as rope_theta.
         merge = isinstance(before, dict) and isinstance(value, dict)
-        setattr(config, name, {**before, **value} if merge else value)
+        try:
+            setattr(config, name, {**before, **value} if merge else value)
+        except Exception as error:  # of its own kind: transformers checks the types of some fields
+            raise Refused(f"{where}.{name}: {' '.join(str(error).split())}") from error

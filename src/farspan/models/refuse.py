@@ -79,10 +79,18 @@ def refuse_context(config: PretrainedConfig, tokens: int) -> None:
     """Raises Refused when a document of this many tokens has positions the model does not know."""
     limit = context_limit(config)
     if limit is not None and tokens > limit:
+        beyond = (
+            f"context: a document of {tokens:,} tokens is beyond the model's "
+            f"max_position_embeddings of {limit:,}"
+        )
+        if not rope_types(config):
+            raise Refused(
+                f"{beyond}, and it has no RoPE that could be stretched; set context to at most "
+                f"{limit}, or take a model with one"
+            )
         factor = math.ceil(100 * tokens / limit) / 100
         raise Refused(
-            f"context: a document of {tokens:,} tokens is beyond the model's "
-            f"max_position_embeddings of {limit:,}; set rope_parameters (for example rope_type "
+            f"{beyond}; set rope_parameters (for example rope_type "
             f"yarn, factor {factor}, original_max_position_embeddings {limit}) or, with a larger "
             f"rope_theta, max_position_embeddings: {tokens}"
         )

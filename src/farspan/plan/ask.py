@@ -15,13 +15,20 @@ from farspan.plan.model.families import Configuration, architecture_from
 from farspan.plan.price.machines import machine as find_machine
 from farspan.plan.question import Optimizer, Plan, Question
 from farspan.plan.search.plans import best_plan
-from farspan.plan.strategies import STRATEGIES
-from farspan.plan.units import read_bytes, read_tokens
+from farspan.plan.strategies import AUTO, check_name
+from farspan.plan.units import read_memory, read_tokens
 from farspan.spec import MachineSpec, ModelSpec, Refused, RunSpec, Sparse
 
-AUTO, HERE, FULL, LORA = "auto", "here", "full", "lora:"
+HERE, FULL, LORA = "here", "full", "lora:"
+
+# What `optimizer.states` of a run file calls an optimizer; `host` is called so in both.
+AS_IN_RUN_FILES = {"device": Optimizer.ADAMW, "8bit": Optimizer.ADAMW8BIT}
 
 Config = str | Path | Mapping[str, Any] | Configuration
+
+
+def _in_silence(_: str) -> None:
+    """Tells nobody."""
 
 
 class Options(TypedDict, total=False):
@@ -54,6 +61,7 @@ class Request:
     device_memory: str | int | None = None  # in place of what the machine's device has
     host_memory: str | int | None = None  # in place of what the machine's node has
     sparse: Sparse | None = None  # attention that approximates; None: exact
+    progress: Callable[[str], None] = _in_silence  # hears what of this machine is measured
 
     def question(self) -> Question:
         """The question for the planner. Raises Refused naming the field."""
@@ -79,15 +87,13 @@ class Request:
         """The strategies to choose from; None stands for all. Raises Refused."""
         if self.strategy == AUTO:
             return None
-        if self.strategy not in STRATEGIES:
-            known = ", ".join((AUTO, *STRATEGIES))
-            raise Refused(f"strategy: {self.strategy!r} is not known; expected one of {known}")
+        check_name(self.strategy)
         return [self.strategy]
 
     def _machine(self) -> MachineSpec:
         found: object = self.machine
         if found == HERE:
-            found = _here()
+            found = _here(self.progress)
         elif isinstance(found, str | Path):
             found = find_machine(found)
         if not isinstance(found, MachineSpec):
@@ -99,10 +105,10 @@ class Request:
                 raise Refused(
                     f"device_memory: {found.name} has one memory for both tiers; give host_memory"
                 )
-            size = read_bytes(self.device_memory, "device_memory")
+            size = read_memory(self.device_memory, "device_memory")
             found = replace(found, device_bytes=size)
         if self.host_memory is not None:
-            found = replace(found, host_bytes=read_bytes(self.host_memory, "host_memory"))
+            found = replace(found, host_bytes=read_memory(self.host_memory, "host_memory"))
         return found
 
 
@@ -139,16 +145,18 @@ def _architecture(config: Config) -> Architecture:
     )
 
 
-def _here() -> MachineSpec:
+def _here(progress: Callable[[str], None]) -> MachineSpec:
     """What measures needs torch, and stands above planning."""
     try:
-        measure: Callable[[], MachineSpec] = load("farspan.engine.calibrate", "here")
+        measure: Callable[[Callable[[str], None]], MachineSpec] = load(
+            "farspan.engine.calibrate", "here"
+        )
     except ImportError as error:
         raise Refused(
             f"machine: measuring this machine needs torch and transformers ({error}); name a "
             "preset or a machine file"
         ) from error
-    return measure()
+    return measure(progress)
 
 
 def _adapter_rank(trainable: str, architecture: Architecture) -> int:
@@ -181,9 +189,11 @@ def _widest_rank(architecture: Architecture) -> int:
 
 
 def _optimizer(name: str) -> Optimizer:
-    if name not in tuple(Optimizer):
-        raise Refused(f"optimizer: expected one of {', '.join(Optimizer)}, got {name!r}")
-    return Optimizer(name)
+    found = AS_IN_RUN_FILES.get(name, name)
+    if found not in tuple(Optimizer):
+        known = ", ".join((*Optimizer, *AS_IN_RUN_FILES))
+        raise Refused(f"optimizer: expected one of {known}, got {name!r}")
+    return Optimizer(found)
 
 
 def _layout(gpus: int, model: ModelSpec) -> Layout:

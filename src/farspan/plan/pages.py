@@ -26,7 +26,7 @@ def read_sparse(text: str) -> Sparse | None:
             )
         if name in given:
             raise Refused(f"sparse.{name}: given twice; keep one")
-        given[name] = _number(value, f"sparse.{name}")
+        given[name] = read_pages(value, f"sparse.{name}")
     try:
         return Sparse(**given)
     except Refused as error:
@@ -42,6 +42,6 @@ def sparse_words(sparse: Sparse) -> str:
     )
 
 
-def _number(value: str, name: str) -> int:
+def read_pages(value: str, name: str) -> int:
     """Tokens as `read_tokens` knows them, and 0, which is none of some."""
     return 0 if re.fullmatch(r"0+", value) else read_tokens(value, name)

@@ -1,9 +1,12 @@
 """Published systems as schedules: points of one space, each runnable by name (DESIGN section 2)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
+from farspan.plan.words import did_you_mean
 from farspan.spec import Refused, Schedule, Tier
+
+AUTO = "auto"  # where the planner chooses: the best of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,15 @@ STRATEGIES: dict[str, Strategy] = {
 def strategy(name: str, layers: int, tokens: int) -> Schedule:
     """The schedule of a strategy with its own defaults; what is published exchanges all heads at
     once. Raises Refused for an unknown name."""
-    if name not in STRATEGIES:
-        raise Refused(f"strategy: {name!r} is not known; expected one of {', '.join(STRATEGIES)}")
+    check_name(name, STRATEGIES)
     schedule = STRATEGIES[name].schedule(layers, tokens)
     return schedule if name == "grouped" else replace(schedule, exchange_pieces=1)
+
+
+def check_name(name: str, known: Collection[str] = (AUTO, *STRATEGIES)) -> None:
+    """Raises Refused for a strategy that is not known, with the one that may be meant."""
+    if name not in known:
+        raise Refused(
+            f"strategy: {name!r} is not known{did_you_mean(name, known)}; expected one of "
+            f"{', '.join(known)}"
+        )

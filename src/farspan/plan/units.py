@@ -16,6 +16,7 @@ BYTE_UNITS = {"": 1, "b": 1} | {
     for power, prefix in enumerate("kmgt", 1)
     for base, factor in (("ib", 1024), ("b", 1000))
 }
+LEAST_MEMORY = 2**20  # bytes of a memory that may be written without a unit
 _WRITTEN = re.compile(r"(\d[\d_,]*(?:\.\d+)?)\s*([a-z]*)")
 
 
@@ -27,6 +28,15 @@ def read_tokens(given: str | int, name: str) -> int:
 def read_bytes(given: str | int, name: str) -> int:
     """Bytes from a number or text such as 80GB, 128GiB. Raises Refused naming the option."""
     return _read(given, name, BYTE_UNITS, "bytes such as 128GiB (2**30) or 80GB (10**9)")
+
+
+def read_memory(given: str | int, name: str) -> int:
+    """Bytes of a whole memory: 24 alone is meant as GiB, and is refused as too few bytes."""
+    size = read_bytes(given, name)
+    bare = str(given).strip()
+    if bare.isdecimal() and size < LEAST_MEMORY:
+        raise Refused(f"{name}: {bare} bytes? write {bare}GiB")
+    return size
 
 
 def _read(given: str | int, name: str, units: dict[str, int], expected: str) -> int:

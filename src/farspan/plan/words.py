@@ -1,4 +1,7 @@
-"""What a person calls the parts of a budget."""
+"""Words for a person: of the parts of a budget, and for a word that is not known."""
+
+import difflib
+from collections.abc import Iterable
 
 # A part that is not named here is called by its own name.
 PARTS = {
@@ -28,3 +31,9 @@ PARTS = {
 def part_words(part: str) -> str:
     """The words for a part of a budget."""
     return PARTS.get(part, part)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The known word that is nearest, as a question in brackets; empty where none is near."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""

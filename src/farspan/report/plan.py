@@ -79,7 +79,13 @@ def notes(plan: Plan) -> Iterator[str]:
     run, architecture = question.run, question.architecture
     if architecture and architecture.longest and run.tokens > architecture.longest:
         reach = write_tokens(architecture.longest)
-        yield f"beyond the model's {reach} positions; scale its rope to train it"
+        if architecture.positions:
+            yield (
+                f"beyond the model's {reach} positions, which it learned one by one: they cannot "
+                "be stretched, so farspan train refuses it"
+            )
+        else:
+            yield f"beyond the model's {reach} positions; scale its rope to train it"
     asked = f"--optimizer {question.optimizer}", plan.remedy
     if f"--optimizer {Optimizer.HOST}" in asked:
         yield "farspan train has these with optimizer.states: host, and with auto where it has to"

@@ -110,6 +110,12 @@ def refuse_other(path: Path, state: Mapping[str, Any], expected: Mapping[str, An
         if key not in state:
             raise Refused(f"{path}: damaged: it says nothing of its {key}")
         if state.get(key) != value:
+            if key == "data":
+                raise Refused(
+                    f"{path}: belongs to another run: the text under data.path has changed, or "
+                    "its tokenizer has; give those that it was trained with, or another folder "
+                    "for a new run"
+                )
             raise Refused(
                 f"{path}: belongs to another run: its {key} is {state.get(key)!r}, "
                 f"that of this run is {value!r}"

@@ -8,12 +8,13 @@ from typing import Any
 import yaml
 
 from farspan.data.config import DataConfig
-from farspan.plan.units import read_bytes
+from farspan.plan.strategies import AUTO, check_name
+from farspan.plan.units import read_memory
 from farspan.spec import Kernels, Refused, Schedule, Sparse, Tier
 from farspan.train.layout import Auto, Parallel, replicas
 from farspan.train.strict import build, read_mapping, to_mapping
+from farspan.train.written import in_plain_values
 
-AUTO = "auto"  # as a strategy: the planner's
 _PAGES = Sparse()  # whose defaults a run has
 
 
@@ -104,6 +105,8 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         self.apply(Schedule())
+        if self.strategy is not None:
+            check_name(self.strategy)
         if self.strategy == AUTO and self.given():
             raise Refused(
                 f"{next(iter(self.given()))}: strategy auto chooses this for the machine; leave it "
@@ -256,7 +259,7 @@ class RunConfig:
     def host_bytes(self) -> int | None:
         """Of main memory that the ranks of a node may take together; None: what is available.
         Raises Refused."""
-        return None if self.host_memory is None else read_bytes(self.host_memory, "host_memory")
+        return None if self.host_memory is None else read_memory(self.host_memory, "host_memory")
 
     def pages(self) -> Sparse | None:
         """Sparse attention as its schedules have it; None: dense."""
@@ -324,7 +327,7 @@ def load_run(path: Path) -> RunConfig:
         raise Refused(f"{path}: is empty; a run file says at least what `model` and `data` are")
     values = {"folder": f"runs/{path.stem}"} | given
     try:
-        return build(RunConfig, values)
+        return build(RunConfig, in_plain_values(values))
     except Refused as error:
         raise Refused(f"{path}: {error}") from error
 

@@ -16,10 +16,10 @@ from farspan.plan.price.evaluate import evaluate
 from farspan.plan.price.machines import user_file
 from farspan.plan.question import Plan, Question
 from farspan.plan.search.plans import best_plan
-from farspan.plan.strategies import strategy
+from farspan.plan.strategies import AUTO, strategy
 from farspan.spec import MachineSpec, Schedule
 from farspan.train.allocator import DeviceMemory, choose_allocator
-from farspan.train.config import AUTO, DeviceAllocator, RunConfig
+from farspan.train.config import DeviceAllocator, RunConfig
 from farspan.train.memory import Expected, expect_memory, rehearse_apart
 from farspan.train.optimizer_parts import Held
 

@@ -17,6 +17,7 @@ from farspan.plan.price.evaluate import size
 from farspan.plan.price.local import local_model
 from farspan.plan.price.states import states
 from farspan.plan.question import Optimizer, Plan, Question
+from farspan.plan.strategies import AUTO
 from farspan.spec import MachineSpec, Refused, RunSpec, Schedule, Tier
 from farspan.train.choice import (
     KEPT,
@@ -27,7 +28,7 @@ from farspan.train.choice import (
     PlannedChooser,
     free_now,
 )
-from farspan.train.config import AUTO, RunConfig, StatesPlace
+from farspan.train.config import RunConfig, StatesPlace
 from farspan.train.crew import Crew
 from farspan.train.lighter import lighter
 from farspan.train.looked import Looked, look

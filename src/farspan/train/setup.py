@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,17 +16,20 @@ from farspan.engine.machine import machine
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
 from farspan.models.load import Weights
-from farspan.models.refuse import refuse_context
+from farspan.models.refuse import refuse_context, refuse_dropout, refuse_model
 from farspan.parallel.meetings import busy
+from farspan.plan.grid import group_ranges
 from farspan.plan.layout import AXES
+from farspan.plan.model.catalog import refuse_absent
 from farspan.plan.pages import sparse_words
+from farspan.plan.strategies import AUTO
 from farspan.spec import ModelSpec, Refused
 from farspan.train.allocator import DeviceMemory
 from farspan.train.choice import Choice
 from farspan.train.config import RunConfig, StatesPlace
 from farspan.train.crew import Crew
 from farspan.train.dealt import deal_model
-from farspan.train.layout import check_ranks, layout_of
+from farspan.train.layout import Parallel, check_ranks, layout_of
 from farspan.train.looked import Looked, look
 from farspan.train.memory import Expected
 from farspan.train.optimizer import Optimizer
@@ -35,8 +39,6 @@ from farspan.train.optimizer_place import DEFAULT, STATES, Placed
 from farspan.train.parts import Parts
 from farspan.train.pieces import Pieces, pieces_of
 from farspan.train.sparse import NOT_DENSE, marks, sparsity_words
-
-AUTO = "auto"
 
 Place = Callable[[Any, torch.device], Placed]
 
@@ -98,9 +100,13 @@ def _host_share(run: RunConfig, crew: Crew) -> int | None:
 def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
     """The run with its tokenizer spelled out, the model's own, or bytes for random weights; and the
     replicas that so many ranks make, None being a process that nobody launched. Raises Refused."""
-    tokenizer = run.data.tokenizer or run.model.path or BYTES
-    data = replace(run.data, tokenizer=tokenizer)
-    return replace(run, data=data, parallel=check_ranks(run.parallel, ranks))
+    model = run.model
+    if model.path is not None:
+        refuse_absent("model.path", model.path)
+        if model.path.startswith("~"):
+            model = replace(model, path=str(Path(model.path).expanduser()))
+    data = replace(run.data, tokenizer=run.data.tokenizer or model.path or BYTES)
+    return replace(run, model=model, data=data, parallel=check_ranks(run.parallel, ranks))
 
 
 def equip(run: RunConfig, parts: Parts, watch: Watch, place: Place, crew: Crew) -> Equipment:
@@ -113,19 +119,20 @@ def equip(run: RunConfig, parts: Parts, watch: Watch, place: Place, crew: Crew) 
         load_adamw()  # now, rather than when the model is there
     device = crew.device
     memory = parts.choose_allocator(run.allocator, device)
-    tokenizer = load_tokenizer(str(run.data.tokenizer))
+    blank = _blank_model(run, parts, crew)
+    tokenizer = load_tokenizer(str(run.data.tokenizer), run.model.trust_remote_code)
     with busy("reading the data"):
         corpus = open_corpus(run.data, tokenizer, context=run.context, seed=run.seed, watch=watch)
-    model = _load_model(run, parts, crew)
+    _check_vocabulary(corpus, blank)
+    # Now, rather than at the first step that meets a document too long for the model.
+    refuse_context(blank.config, min(run.context, corpus.longest))
+    model = _load_model(run, parts, crew, blank)
 
     def looked_at() -> ModelSpec:
         return crew.by_first(lambda: describe(Boundary(model)))
 
     crew.lay_out(layout_of(run.parallel, crew.count, looked_at))
     crew.refuse_unlike("data", corpus.identity)
-    _check_vocabulary(corpus, model)
-    # Now, rather than at the first step that meets a document too long for the model.
-    refuse_context(model.config, min(run.context, corpus.longest))
     placed = place(model, device)
     elements = _elements(model)
     looked = None
@@ -202,28 +209,52 @@ def _best() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _load_model(run: RunConfig, parts: Parts, crew: Crew) -> Any:
-    """Of several ranks the first loads it, into main memory: weights go to devices when it is known
-    which go where."""
-    torch.manual_seed(run.seed)
-    device = crew.device if crew.count == 1 else torch.device("cpu")
+def _blank_model(run: RunConfig, parts: Parts, crew: Crew) -> Any:
+    """The model without weights, in which what needs none of them is checked before any text is
+    read. Raises Refused on all ranks."""
 
-    def load(weights: Weights) -> Any:
-        return parts.load_model(
-            path=run.model.path,
-            config=run.model.config,
-            dtype=getattr(torch, run.model.dtype.value),
-            overrides=run.model.overrides,
-            seed=run.seed,
-            device=device,
-            trust_remote_code=run.model.trust_remote_code,
-            weights=weights,
-        )
+    def look_at() -> None:
+        blank = _load(run, parts, torch.device("cpu"), Weights.NONE)
+        refuse_model(blank)
+        refuse_dropout(blank)
+        stages = run.parallel.pipeline if isinstance(run.parallel, Parallel) else 1
+        layers = blank.config.get_text_config().num_hidden_layers
+        try:
+            group_ranges(parts.schedule_of(run, blank), layers, stages)
+        except Refused as error:
+            raise Refused(f"schedule.{error}") from error
+        found.append(blank)
 
     found: list[Any] = []
+    # What is wrong with it is refused everywhere; the others then find files that it downloaded.
+    crew.by_first(look_at, "reading the model's configuration")
+    return found[0] if found else _load(run, parts, torch.device("cpu"), Weights.NONE)
+
+
+def _load_model(run: RunConfig, parts: Parts, crew: Crew, blank: Any) -> Any:
+    """Of several ranks the first loads it, into main memory: weights go to devices when it is known
+    which go where. The others have the blank one."""
+    torch.manual_seed(run.seed)
+    device = crew.device if crew.count == 1 else torch.device("cpu")
+    found: list[Any] = []
     # What is wrong with it is refused everywhere.
-    crew.by_first(lambda: found.append(load(Weights.SAVED)), "loading the model")
-    model = found[0] if found else load(Weights.NONE)
+    crew.by_first(
+        lambda: found.append(_load(run, parts, device, Weights.SAVED)), "loading the model"
+    )
+    return found[0] if found else blank
+
+
+def _load(run: RunConfig, parts: Parts, device: torch.device, weights: Weights) -> Any:
+    model = parts.load_model(
+        path=run.model.path,
+        config=run.model.config,
+        dtype=getattr(torch, run.model.dtype.value),
+        overrides=run.model.overrides,
+        seed=run.seed,
+        device=device,
+        trust_remote_code=run.model.trust_remote_code,
+        weights=weights,
+    )
     # Dropout, where a model has any, is then seen and refused rather than silently left out.
     model.train()
     return model

@@ -4,7 +4,6 @@ The types that a field may have: bool, int, float, str, an Enum, a dataclass, a 
 (`dict`), a tuple, and unions of them.
 """
 
-import difflib
 import types
 import typing
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from farspan.plan.words import did_you_mean
 from farspan.spec import Refused
 
 T = TypeVar("T")
@@ -187,17 +187,12 @@ def _near(hint: Any, value: Any) -> str:
         if isinstance(option, type) and issubclass(option, Enum)
         for member in option
     ]
-    return _suggest(str(value), names)
+    return did_you_mean(str(value), names)
 
 
 def _unknown(key: str, known: list[str], path: str) -> str:
     where = _join(path, key)
-    return f"{where}: no such key{_suggest(key, known)}; the keys here are {', '.join(known)}"
-
-
-def _suggest(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    return f"{where}: no such key{did_you_mean(key, known)}; the keys here are {', '.join(known)}"
 
 
 def _got(value: Any) -> str:

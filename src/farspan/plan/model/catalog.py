@@ -74,6 +74,16 @@ def _find(model: str) -> tuple[dict[str, Any], str]:
     )
 
 
+def refuse_absent(field: str, name: str) -> None:
+    """Raises Refused for what is neither here nor a name of the hub, which would be asked for it in
+    silence for most of a minute."""
+    if not _HUB_NAME.fullmatch(name) and not Path(name).expanduser().exists():
+        raise Refused(
+            f"{field}: no folder {name} here; give one that is, or a hub name such as "
+            "Qwen/Qwen2.5-7B"
+        )
+
+
 def _from_hub(model: str) -> Path:
     try:
         # A copy in the cache needs no network; without one the library tries for half a minute.

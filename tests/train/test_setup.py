@@ -1,0 +1,90 @@
+"""What is wrong with a run is told before any text is read or any weight loaded."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farspan.spec import Refused
+from farspan.train import setup
+from farspan.train.config import ModelConfig, RunConfig, ScheduleConfig
+from farspan.train.loop import train
+from farspan.train.parts import Parts
+from farspan.train.setup import resolve
+from tests.train.tiny import MODEL, Quiet, tiny_run
+
+
+def without_text(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trains where no text can be read and no tokenizer loaded."""
+
+    def never(*_: Any, **__: Any) -> Any:
+        pytest.fail("text is read")
+
+    monkeypatch.setattr(setup, "open_corpus", never)
+    monkeypatch.setattr(setup, "load_tokenizer", never)
+    train(run, parts=Parts(), reporter=Quiet())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"schedule": ScheduleConfig(groups=(2, 1))},
+            r"schedule\.groups: \[2, 1\] holds 3 layers, but the model has 2",
+        ),
+        (
+            {"model": ModelConfig(config={**MODEL, "attention_dropout": 0.1})},
+            "dropout 0.1 at .*attention_dropout",
+        ),
+        (
+            {
+                "model": ModelConfig(
+                    config=MODEL,
+                    overrides={"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+                )
+            },
+            "rope_type: 'dynamic' depends on the longest position",
+        ),
+    ],
+)
+def test_what_needs_no_weights_is_checked_before_text_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(Refused, match=message):
+        without_text(tiny_run(tmp_path, **changes), monkeypatch)
+
+
+@pytest.mark.parametrize("path", ["nope", "./nope/deep", "/nope", "~/nope", "a/b/c", "nope/"])
+def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(path: str, tmp_path: Path) -> None:
+    run = replace(tiny_run(tmp_path), model=ModelConfig(path=path))
+    with pytest.raises(Refused, match=f"^model.path: no folder {path} here; .* hub name"):
+        resolve(run)
+
+
+def test_a_hub_name_and_a_folder_of_the_user_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    assert resolve(replace(run, model=ModelConfig(path="owner/name"))).model.path == "owner/name"
+    found = resolve(replace(run, model=ModelConfig(path="~/mine")))
+    assert found.model.path == found.data.tokenizer == str(tmp_path / "mine")
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_code_that_comes_with_a_tokenizer_is_trusted_as_the_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trusted: bool
+) -> None:
+    asked: list[bool] = []
+
+    def load(name: str, trust_remote_code: bool) -> Any:
+        asked.append(trust_remote_code)
+        raise Refused(name)
+
+    monkeypatch.setattr(setup, "load_tokenizer", load)
+    run = tiny_run(tmp_path, model=ModelConfig(config=MODEL, trust_remote_code=trusted))
+    with pytest.raises(Refused, match="bytes"):
+        train(run, reporter=Quiet())
+    assert asked == [trusted]
