@@ -16,7 +16,7 @@ from farspan.engine.verify import Verification, VerificationRun, verify
 from farspan.engine.verify_sparse import Approximation
 from farspan.models.load import Weights, load_model
 from farspan.plan.pages import EXAMPLE, OFF, ON, read_sparse, sparse_words
-from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.plan.strategies import GROUPED, STRATEGIES, strategy
 from farspan.spec import Refused, Schedule
 from farspan.train.config import AUTO, SparseConfig, load_run
 from farspan.train.default import default_run
@@ -24,7 +24,6 @@ from farspan.train.sparse import fraction_of
 
 app = typer_app()
 RUN_FILES = (".yaml", ".yml")
-GROUPED = "grouped"
 
 
 @app.command("verify")

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 
 from farspan.spec import Refused, Schedule, Tier
 
+GROUPED = "grouped"  # whose name stands for the whole space of schedules where one is searched for
+
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
@@ -97,7 +99,7 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("memo", "MEMO: token-wise recompute and swap", _memo),
         Strategy("fpdt", "FPDT: a layer's K, V streamed from host in chunks", _fpdt),
         Strategy("oomb", "OOMB: chunk-recurrent through the whole model", _oomb),
-        Strategy("grouped", "farspan: groups of layers between the two", _grouped),
+        Strategy(GROUPED, "farspan: groups of layers between the two", _grouped),
     )
 }
 
@@ -108,4 +110,4 @@ def strategy(name: str, layers: int, tokens: int) -> Schedule:
     if name not in STRATEGIES:
         raise Refused(f"strategy: {name!r} is not known; expected one of {', '.join(STRATEGIES)}")
     schedule = STRATEGIES[name].schedule(layers, tokens)
-    return schedule if name == "grouped" else replace(schedule, exchange_pieces=1)
+    return schedule if name == GROUPED else replace(schedule, exchange_pieces=1)

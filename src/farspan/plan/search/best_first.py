@@ -19,6 +19,7 @@ from farspan.plan.search.frontier import INFINITE, Cells, Frontier
 from farspan.plan.search.room import families, room, states_do_not_fit, taken
 from farspan.plan.search.space import Space
 from farspan.plan.search.thrift import SLACK, Thrift, lightest
+from farspan.plan.strategies import GROUPED
 
 THRIFT = 8  # the search for bytes may take a part of the seconds that the search for time may
 
@@ -80,7 +81,7 @@ def search(
                 simulated += 1
                 sized = size(question, schedule)
                 if sized.fits:
-                    plan = evaluate(question, "grouped", schedule, sized)
+                    plan = evaluate(question, GROUPED, schedule, sized)
                     known.append(plan)
                     best = plan if plan.seconds.total < _seconds(best) else best
         if frontier.lowest < INFINITE:
