@@ -31,8 +31,8 @@ MOST_NAMED = 4 * MOST_CELLS  # cells of a strategy whose chunk is its own
 def best_plan(
     question: Question, strategies: Sequence[str] | None = None, seconds: float = 6.0
 ) -> Plan:
-    """The fastest plan that fits, or one as fast within `thrift.TOLERANCE` that takes less main
-    memory, or as much and less of the device; the others as its alternatives.
+    """The fastest plan that fits, or one as fast within `thrift.TOLERANCE` that takes the least
+    main memory found, or as much and less of the device; the others as its alternatives.
 
     `strategies` are the names to choose from, None for all; `grouped` stands for the whole space
     of schedules, searched for about `seconds` of this process's time. If nothing fits, the plan
