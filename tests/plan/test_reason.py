@@ -9,7 +9,8 @@ from farspan.plan.layout import Layout
 from farspan.plan.price.machines import machine
 from farspan.plan.question import Optimizer, Question
 from farspan.plan.reason import reason_of, remedy_of
-from farspan.spec import RunSpec
+from farspan.plan.units import read_bytes
+from farspan.spec import RunSpec, Sparse
 from tests.plan.cases import model_of
 from tests.report.cases import GIB, fitting, overrun
 
@@ -46,6 +47,33 @@ def test_an_exact_change_comes_before_moments_of_8_bits(helps: Helps, expected: 
 def test_moments_of_8_bits_come_before_a_shorter_context() -> None:
     assert remedy(asked(), eight_bit) == "--optimizer adamw8bit"
     assert remedy(asked(), lambda _: False) == "--context 32"
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(1, "1MiB"), (100 * 2**20 + 1, "201MiB"), (8.73 * GIB, "18GiB"), (1024 * GIB, "2048GiB")],
+)
+def test_main_memory_that_helps_is_rounded_up(size: float, text: str) -> None:
+    """What is said is what was looked at, as the option reads it."""
+    here = replace(machine("h200"), host_bytes=int(size))
+    seen = []
+
+    def helps(question: Question) -> bool:
+        seen.append(question.machine.host_bytes)
+        return question.machine.host_bytes > here.host_bytes
+
+    assert remedy(replace(asked(), machine=here), helps) == f"--host-memory {text}"
+    assert seen[-1] == read_bytes(text, "host_memory") >= 2 * here.host_bytes
+
+
+def test_sparse_attention_is_not_said_to_be_helped_by_devices() -> None:
+    """It is planned for one."""
+
+    def with_more(question: Question) -> bool:
+        return question.layout.devices() > 1
+
+    assert remedy(asked(), with_more) == "--gpus 2"
+    assert remedy(replace(asked(), sparse=Sparse()), with_more) == "--context 32"
 
 
 @pytest.mark.parametrize("optimizer", [o for o in Optimizer if o is not Optimizer.ADAMW])

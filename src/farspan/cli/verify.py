@@ -17,7 +17,7 @@ from farspan.engine.verify_sparse import Approximation
 from farspan.models.load import Weights, load_model
 from farspan.plan.cell.describe import SHORT_NAMES
 from farspan.plan.pages import EXAMPLE, OFF, ON, read_sparse, sparse_words
-from farspan.plan.strategies import AUTO, STRATEGIES, strategy
+from farspan.plan.strategies import AUTO, GROUPED, STRATEGIES, strategy
 from farspan.plan.units import read_tokens
 from farspan.spec import Refused, Schedule
 from farspan.train.config import SparseConfig, load_run
@@ -26,7 +26,6 @@ from farspan.train.sparse import fraction_of
 
 app = typer_app()
 RUN_FILES = (".yaml", ".yml")
-GROUPED = "grouped"
 
 DTypeName = Annotated[str, typer.Option(help="float64, float32 or bfloat16; or fp64, fp32, bf16.")]
 Context = Annotated[str, typer.Option("--context", help="Tokens a sequence: 512, 8K.")]

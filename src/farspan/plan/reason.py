@@ -10,7 +10,8 @@ from farspan.plan.units import write_bytes, write_most
 from farspan.plan.words import part_words
 from farspan.spec import RunSpec, Tier
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
+SMALL = 8 * GIB  # below it a whole GiB is much of the memory
 MOST_DEVICES = 64
 
 
@@ -86,20 +87,27 @@ def _changes(question: Question) -> Iterator[tuple[str, Question]]:
         yield _optimizer(question, Optimizer.HOST)
     machine = question.machine
     for times in (2, 4, 8):
-        larger = replace(machine, host_bytes=times * machine.host_bytes)
-        yield (
-            f"--host-memory {larger.host_bytes / GIB:,.0f}GiB",
-            replace(question, machine=larger),
-        )
+        text, size = _at_least(times * machine.host_bytes)
+        larger = replace(machine, host_bytes=size)
+        yield f"--host-memory {text}", replace(question, machine=larger)
     for batch in _halves(question.run.batch):
         yield f"--batch {batch}", replace(question, run=RunSpec(batch, question.run.tokens))
-    devices = 2 * question.layout.devices()
+    # Sparse attention is planned for one device.
+    devices = 2 * question.layout.devices() if question.sparse is None else MOST_DEVICES + 1
     while devices <= MOST_DEVICES:
         layout = sequence_layout(question.model, devices)
         yield f"--gpus {devices}", replace(question, layout=layout)
         devices *= 2
     if whole:
         yield _optimizer(question, Optimizer.ADAMW8BIT)
+
+
+def _at_least(size: int) -> tuple[str, int]:
+    """The bytes as an option takes them, rounded up, and how many they then are: what is said to
+    help is what was looked at."""
+    unit, name = (MIB, "MiB") if size < SMALL else (GIB, "GiB")
+    count = -(-size // unit)
+    return f"{count}{name}", count * unit
 
 
 def _optimizer(question: Question, optimizer: Optimizer) -> tuple[str, Question]:

@@ -7,6 +7,7 @@ from farspan.plan.words import did_you_mean
 from farspan.spec import Refused, Schedule, Tier
 
 AUTO = "auto"  # where the planner chooses: the best of all
+GROUPED = "grouped"  # whose name stands for the whole space of schedules where one is searched for
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("memo", "MEMO: token-wise recompute and swap", _memo),
         Strategy("fpdt", "FPDT: a layer's K, V streamed from host in chunks", _fpdt),
         Strategy("oomb", "OOMB: chunk-recurrent through the whole model", _oomb),
-        Strategy("grouped", "farspan: groups of layers between the two", _grouped),
+        Strategy(GROUPED, "farspan: groups of layers between the two", _grouped),
     )
 }
 
@@ -110,7 +111,7 @@ def strategy(name: str, layers: int, tokens: int) -> Schedule:
     once. Raises Refused for an unknown name."""
     check_name(name, STRATEGIES)
     schedule = STRATEGIES[name].schedule(layers, tokens)
-    return schedule if name == "grouped" else replace(schedule, exchange_pieces=1)
+    return schedule if name == GROUPED else replace(schedule, exchange_pieces=1)
 
 
 def check_name(name: str, known: Collection[str] = (AUTO, *STRATEGIES)) -> None:

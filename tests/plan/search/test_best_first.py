@@ -13,6 +13,7 @@ from farspan.plan.grid import chunk_ranges
 from farspan.plan.layout import Layout
 from farspan.plan.price.evaluate import evaluate
 from farspan.plan.question import Optimizer, Plan, Question
+from farspan.plan.search import best_first
 from farspan.plan.search.best_first import search, something_fits
 from farspan.plan.search.bound import TIERS
 from farspan.plan.search.quick import latest_fraction
@@ -153,7 +154,20 @@ def footprint(plan: Plan) -> tuple[int, int]:
     return plan.host.total, plan.device.total
 
 
-def test_a_search_without_time_for_bytes_returns_what_it_knows() -> None:
+def test_a_search_without_time_still_has_some_for_bytes() -> None:
+    asked = question(2**40, 2**40, overlap=True)
+    plans = sorted(all_plans(True), key=lambda plan: plan.seconds.total)
+    known = replace(plans[0], question=asked)
+    outcome = search(asked, SPACE, seconds=0.0, best=known, tolerance=1.0)
+    assert outcome.fastest is known
+    assert outcome.best is not None
+    assert footprint(outcome.best) < footprint(known)
+
+
+def test_a_search_without_time_for_bytes_returns_what_it_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(best_first, "LEAST_THRIFT", 0.0)
     asked = question(2**40, 2**40, overlap=True)
     plans = sorted(all_plans(True), key=lambda plan: plan.seconds.total)
     known = replace(plans[0], question=asked)

@@ -8,8 +8,9 @@ import pytest
 from farspan.plan.ask import Request
 from farspan.plan.layout import Layout
 from farspan.plan.price.evaluate import evaluate, size
-from farspan.plan.question import Plan
+from farspan.plan.question import Optimizer, Plan
 from farspan.plan.search.plans import best_plan, longest_contexts
+from farspan.plan.search.thrift import TOLERANCE
 from farspan.spec import Refused, Schedule, Sparse, Tier
 from tests.plan.search.test_plans import question
 
@@ -46,6 +47,32 @@ def test_long_contexts_are_faster_than_with_dense_attention() -> None:
         dense = best_plan(question(tokens), NAMES, seconds=1.0)
         assert dense.schedule.sparse is None
         assert dense.seconds.total > least * planned(tokens).seconds.total
+
+
+def test_a_chunk_that_hides_nothing_is_not_chosen_for_its_time() -> None:
+    """Dense attention gains by wide chunks: its fastest schedule has the whole sequence in one."""
+    asked = Request("Qwen2.5-0.5B", "64K", "h200", sparse=Sparse()).question()
+    dense = best_plan(replace(asked, sparse=None))
+    assert dense.schedule.chunk == asked.run.tokens
+    plan = best_plan(asked)
+    whole = evaluate(asked, "grouped", dense.schedule.with_sparse(asked.sparse))
+    assert plan.seconds.total < 0.8 * whole.seconds.total
+    half = replace(plan.schedule, chunk=plan.schedule.chunk // 2)
+    assert plan.seconds.total <= evaluate(asked, "grouped", half).seconds.total * (1 + TOLERANCE)
+
+
+def test_a_strategy_that_is_named_keeps_its_chunk() -> None:
+    plan = best_plan(question(64 * 1024, sparse=SPARSE), ["recompute"])
+    assert plan.schedule.chunk == 64 * 1024
+
+
+def test_what_is_said_to_help_is_not_refused_and_helps() -> None:
+    asked = Request("Llama-3.1-8B", "256K", "h100", host_memory="32GiB", sparse=SPARSE).question()
+    plan = best_plan(asked)
+    assert not plan.fits
+    option, value = plan.remedy.split()
+    assert option == "--optimizer"
+    assert best_plan(replace(asked, optimizer=Optimizer(value))).fits
 
 
 def test_what_does_not_fit_says_so() -> None:

@@ -19,8 +19,10 @@ from farspan.plan.search.frontier import INFINITE, Cells, Frontier
 from farspan.plan.search.room import families, room, states_do_not_fit, taken
 from farspan.plan.search.space import Space
 from farspan.plan.search.thrift import SLACK, Thrift, lightest
+from farspan.plan.strategies import GROUPED
 
-THRIFT = 8  # the search for bytes may take a part of the seconds that the search for time may
+THRIFT = 8  # the search for bytes may take a part of the seconds that the search for time may,
+LEAST_THRIFT = 2.0  # and so many seconds whatever is left: what it spares are tens of GiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +56,12 @@ def search(
     tolerance: float = 0.0,
 ) -> Outcome:
     """The best schedule of the space by its simulated time, or `best` where none is faster; of
-    those that take at most a fraction of `tolerance` longer, the one with the least footprint.
+    those that take at most a fraction of `tolerance` longer, the one with the least footprint that
+    was found.
 
     `seconds` are those that this process computes, so that a busy machine finds no less; an eighth
-    more at most go to the footprint. Raises Refused for a layout that the model cannot take.
+    more at most go to the footprint, or `LEAST_THRIFT`. Raises Refused for a layout that the model
+    cannot take.
     """
     refuse_layout(question)
     if states_do_not_fit(question):
@@ -80,7 +84,7 @@ def search(
                 simulated += 1
                 sized = size(question, schedule)
                 if sized.fits:
-                    plan = evaluate(question, "grouped", schedule, sized)
+                    plan = evaluate(question, GROUPED, schedule, sized)
                     known.append(plan)
                     best = plan if plan.seconds.total < _seconds(best) else best
         if frontier.lowest < INFINITE:
@@ -91,7 +95,7 @@ def search(
     thrift = Thrift(question, frontiers, cells)
     limit = _seconds(best) * (1 + tolerance)
     near = lightest(known, tolerance)
-    least = thrift.search(near, limit, time.process_time() + seconds / THRIFT)
+    least = thrift.search(near, limit, time.process_time() + max(LEAST_THRIFT, seconds / THRIFT))
     return Outcome(least, best, lowest, simulated + thrift.simulated)
 
 

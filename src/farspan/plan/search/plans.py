@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from farspan.plan.layout import Layout, refuse_together
-from farspan.plan.price.evaluate import evaluate
+from farspan.plan.price.evaluate import evaluate, size
 from farspan.plan.price.local import local_model, refuse_layout, stage_schedule
 from farspan.plan.question import Plan, Question
 from farspan.plan.reason import breaks_first, reason_of, remedy_of
@@ -18,10 +18,9 @@ from farspan.plan.search.room import roomiest, states_do_not_fit
 from farspan.plan.search.space import MOST_CELLS, thriftiest, whole_space
 from farspan.plan.search.sparse import best_sparse, longest_sparse
 from farspan.plan.search.thrift import TOLERANCE, chosen, lightest
-from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.plan.strategies import GROUPED, STRATEGIES, strategy
 from farspan.spec import Refused, RunSpec, Schedule
 
-GROUPED = "grouped"
 FINEST = 64  # the longest context is found to within 1 / FINEST of itself
 LEAST = 1024  # tokens
 MOST_TOKENS = 2**31  # a longer step is not planned: its blocks are too many even to count
@@ -32,8 +31,8 @@ MOST_NAMED = 4 * MOST_CELLS  # cells of a strategy whose chunk is its own
 def best_plan(
     question: Question, strategies: Sequence[str] | None = None, seconds: float = 6.0
 ) -> Plan:
-    """The fastest plan that fits, or one as fast within `thrift.TOLERANCE` that takes less main
-    memory, or as much and less of the device; the others as its alternatives.
+    """The fastest plan that fits, or one as fast within `thrift.TOLERANCE` that takes the least
+    main memory found, or as much and less of the device; the others as its alternatives.
 
     `strategies` are the names to choose from, None for all; `grouped` stands for the whole space
     of schedules, searched for about `seconds` of this process's time. If nothing fits, the plan
@@ -47,7 +46,8 @@ def best_plan(
             f"{MOST_TOKENS:,}"
         )
     if question.sparse is not None:
-        return best_sparse(question, partial(best_plan, strategies=strategies, seconds=seconds))
+        dense = partial(_plans, names=strategies or list(STRATEGIES), seconds=seconds)
+        return best_sparse(question, dense, partial(_remedy, strategies=strategies))
     best, others = chosen(_plans(question, strategies or list(STRATEGIES), seconds))
     if not best.fits:
         best = evaluate(question, best.strategy, best.schedule)
@@ -175,7 +175,12 @@ def _at(question: Question, tokens: int) -> Question:
 
 def _longest(question: Question, name: str) -> int:
     """The longest context of one strategy, 0 if it fits none: doubled until it does not fit, then
-    halved in between."""
+    halved in between; with sparse attention, down from there."""
+    if question.sparse is not None:
+        tokens = _longest(replace(question, sparse=None), name)
+        while tokens >= LEAST and _fitting(_at(question, tokens), name) is None:
+            tokens -= max(LEAST, tokens // FINEST)
+        return tokens if tokens >= LEAST else 0
     known: Schedule | None = None
 
     def fits_at(tokens: int) -> bool:
@@ -203,10 +208,15 @@ def _longest(question: Question, name: str) -> int:
 
 
 def _fitting(question: Question, name: str) -> Schedule | None:
-    """A schedule of a strategy that fits by a close look, if one of its thriftiest does."""
+    """A schedule of a strategy that fits by a close look, if one of its thriftiest does; with
+    sparse attention, of which no bound is derived, by its program."""
     if states_do_not_fit(question):
         return None
-    found = (s for s in _candidates(question, name) if quick.fits(question, s))
+    dense = replace(question, sparse=None)
+    found = (s for s in _candidates(dense, name) if quick.fits(dense, s))
+    if question.sparse is not None:
+        forms = (schedule.with_sparse(question.sparse) for schedule in found)
+        found = (form for form in forms if size(question, form).fits)
     return next(found, None)
 
 

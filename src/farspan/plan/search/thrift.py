@@ -17,6 +17,7 @@ import numpy as np
 from farspan.plan.price.evaluate import PAGE, evaluate, size
 from farspan.plan.question import Plan, Question
 from farspan.plan.search.frontier import Cells, Frontier
+from farspan.plan.strategies import GROUPED
 
 Footprint = tuple[float, float]  # bytes of the host; where they are equal, of the device
 SLACK = 1e-9  # sums of the same numbers in another order
@@ -112,4 +113,4 @@ class Thrift:
         schedule = self.frontiers[candidate.at].schedule_at(candidate.index)
         self.simulated += 1
         sized = size(self.question, schedule)
-        return evaluate(self.question, "grouped", schedule, sized) if sized.fits else None
+        return evaluate(self.question, GROUPED, schedule, sized) if sized.fits else None
