@@ -68,11 +68,11 @@ def wide(dtype: torch.dtype, seed: int = 1) -> nn.Module:
 def test_without_the_library_the_extra_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before anything is loaded."""
+    """Before anything is loaded: there is nothing in the model's folder."""
     monkeypatch.setattr(optimizer_8bit, "load", absent)
     run = tiny_run(tmp_path, optimizer=CONFIG)
     with pytest.raises(Refused, match=r"^optimizer\.states: 8bit needs torchao.*'farspan\[8bit\]'"):
-        fit(replace(run, model=ModelConfig(path=str(tmp_path / "nowhere"))))
+        fit(replace(run, model=ModelConfig(path=str(tmp_path))))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -43,6 +43,7 @@ class Options(TypedDict, total=False):
     device_memory: str | int | None
     host_memory: str | int | None
     sparse: Sparse | None
+    progress: Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
