@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -46,7 +47,7 @@ def plan_view(plan: Plan) -> RenderableType:
         budget_table("host", plan.host),
         Text(),
         seconds_table(plan),
-        schedule_text(plan),
+        schedule_view(plan),
     ]
     if plan.alternatives:
         parts += [alternatives_table(plan), Text()]
@@ -145,21 +146,20 @@ def seconds_table(plan: Plan) -> RenderableType:
     return Group(bars_table(step, rows), Text(rate))
 
 
-def schedule_text(plan: Plan) -> Text:
+def schedule_view(plan: Plan) -> RenderableType:
     """The schedule in words and, where it fits, why it was chosen."""
     question, layers = plan.question, len(local_model(plan.question).layers)
     of_all = question.model, question.run.tokens, plan.schedule, question.layout
-    text = Text("schedule: ")
-    text.append(plan.strategy, "bold")
-    text.append("\n")
+    title = Text("schedule: ")
+    title.append(plan.strategy, "bold")
     schedule = stage_schedule(question, plan.schedule)
-    for line in schedule_words(schedule, layers, len(chunks_of(*of_all))):
-        text.append(f"  {line}\n")
+    lines = list(schedule_words(schedule, layers, len(chunks_of(*of_all))))
     if plan.fits and plan.reason:
-        text.append(f"  why: {plan.reason}\n")
+        lines.append(f"why: {plan.reason}")
     if plan.gap > 0:
-        text.append(f"  at most {write_most(plan.gap)} slower than the best of all schedules\n")
-    return text
+        lines.append(f"at most {write_most(plan.gap)} slower than the best of all schedules")
+    indented = Padding(Text("\n".join(lines)), (0, 0, 1, 2), expand=False)
+    return Group(title, indented)
 
 
 def alternatives_table(plan: Plan) -> Table:
