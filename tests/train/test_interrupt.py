@@ -124,11 +124,15 @@ def test_a_signal_while_text_is_tokenized_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_does_what_it_always_did() -> None:
-    # To this thread: one that is sent to the process may come when the test is over.
-    with Interrupt() as interrupt:
-        signal.raise_signal(signal.SIGINT)
-        with pytest.raises(Interrupted):
-            interrupt.check()
-        with pytest.raises(KeyboardInterrupt):
+    # A shell starts what runs behind it with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Interrupt() as interrupt:
             signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            with pytest.raises(Interrupted):
+                interrupt.check()
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
