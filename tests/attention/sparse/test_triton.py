@@ -34,6 +34,7 @@ from tests.attention.sparse.triton_cases import (
     run_paged_twice,
 )
 from tests.numerics import relative_error
+from tests.versions import older
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
@@ -157,7 +158,8 @@ def test_sparse_attention_of_a_sequence(
     assert (choice >= 0).any()
     exact = expected(case, inputs.to(torch.float64), choice)
     plain = expected(case, inputs, choice)
-    chunks = -(-dense.tokens // dense.chunk)  # what PyTorch sums at once is summed chunk by chunk
+    # What PyTorch sums at once is summed chunk by chunk. From torch 2.13 on one rounding is enough.
+    chunks = -(-dense.tokens // dense.chunk) if older("torch", "2.13") else 1
     for results in found:
         assert_no_less_accurate(results, exact, plain, roundings=chunks)
 
