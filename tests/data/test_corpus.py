@@ -124,9 +124,9 @@ def test_one_saved_split_is_not_taken_for_another(
     with pytest.raises(Refused, match=r"data\.split: .*holds one split, 'validation'; .*'train'"):
         build(**fields, path=str(tmp_path / "one"))
     corpus = build(**fields, path=str(tmp_path / "one"), split="validation")
-    assert corpus.train.tokens_per_epoch == 2 * 4
+    assert corpus.train.kept.tokens == 2 * 4
     datasets.Dataset.from_dict({"body": ["one"]}).save_to_disk(str(tmp_path / "made"))
-    assert build(**fields, path=str(tmp_path / "made")).train.tokens_per_epoch == 4
+    assert build(**fields, path=str(tmp_path / "made")).train.kept.tokens == 4
     with pytest.raises(Refused, match=r"data\.split: .*holds one split, 'train'; .*'test'"):
         build(**fields, path=str(tmp_path / "made"), held_out_split="test")
 
@@ -139,7 +139,7 @@ def test_a_folder_of_data_files_is_a_dataset(
     folder.mkdir()
     (folder / "train.jsonl").write_text('{"text": "abc"}\n{"text": "defg"}\n')
     corpus = build(source=SourceKind.DATASET, path=str(folder))
-    assert corpus.train.tokens_per_epoch == 4 + 5
+    assert corpus.train.kept.tokens == 4 + 5
 
 
 def test_without_its_library_a_dataset_is_refused(
@@ -148,4 +148,4 @@ def test_without_its_library_a_dataset_is_refused(
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(Refused, match=r"data\.source: dataset needs .*pip install datasets"):
         build(source=SourceKind.DATASET, path=str(tmp_path))
-    assert build(source=SourceKind.TEXT, path=write(tmp_path / "t", 2)).train.tokens_per_epoch > 0
+    assert build(source=SourceKind.TEXT, path=write(tmp_path / "t", 2)).train.kept.tokens > 0

@@ -7,12 +7,13 @@ import pytest
 
 from farspan.data.config import DataConfig, SourceKind
 from farspan.data.files import JsonLines, TextFiles, find_files, stdlib_files
+from farspan.data.forms import TextForm, text_of
 from farspan.data.sources import open_sources
 from farspan.spec import Refused
 
 
 def texts(source: TextFiles | JsonLines) -> list[str]:
-    return [document.text for document in source.documents()]
+    return [text_of(d, "text", "data.field") for d in source.documents()]
 
 
 def test_a_folder_gives_every_visible_file_sorted(tmp_path: Path) -> None:
@@ -70,8 +71,8 @@ def jsonl(path: Path, *lines: object) -> Path:
 
 def test_json_lines_give_a_document_each_with_its_line(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"body": "one"}, b"", {"body": "two\nlines", "n": 1})
-    documents = list(JsonLines((path,), "body").documents())
-    assert [(d.line, d.text) for d in documents] == [(1, "one"), (3, "two\nlines")]
+    documents = list(JsonLines((path,)).documents())
+    assert [(d.line, d.fields["body"]) for d in documents] == [(1, "one"), (3, "two\nlines")]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_json_lines_give_a_document_each_with_its_line(tmp_path: Path) -> None:
     [
         (b'{"text": "cut', "line 2 is not valid JSON: Unterminated string"),
         ({"body": "x", "n": 1}, r"line 2 has no field 'text' \(it has: body, n\); set data.field"),
-        ([1], r"line 2 has no field 'text' \(it has: list\)"),
+        ([1], "line 2 holds list, expected an object with fields"),
         ({"text": 5}, "line 2: field 'text' holds int, expected text"),
         (b'{"text": "\xff"}', "line 2 is not valid UTF-8"),
     ],
@@ -87,7 +88,7 @@ def test_json_lines_give_a_document_each_with_its_line(tmp_path: Path) -> None:
 def test_a_bad_json_line_is_named(tmp_path: Path, line: object, message: str) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"text": "fine"}, line)
     with pytest.raises(Refused, match=rf"a\.jsonl: {message}"):
-        texts(JsonLines((path,), "text"))
+        texts(JsonLines((path,)))
 
 
 def test_the_standard_library_is_there_without_tests_and_tables() -> None:
@@ -107,7 +108,7 @@ def test_a_held_out_path_must_be_another(tmp_path: Path) -> None:
         SourceKind.JSONL, path=f"{tmp_path}/*.jsonl", held_out_path=f"{tmp_path}/b.jsonl"
     )
     with pytest.raises(Refused, match=r"held_out_path: .*b\.jsonl.* is also trained on"):
-        open_sources(config)
+        open_sources(config, TextForm("text"))
 
 
 @pytest.mark.parametrize(

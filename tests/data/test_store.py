@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 
 from farspan.data import store as store_module
-from farspan.data.files import Document, TextFiles
+from farspan.data.documents import TEXT, Document
+from farspan.data.files import TextFiles
+from farspan.data.forms import TextForm
 from farspan.data.store import TokenStore, open_store
 from farspan.data.tokenizers import ByteTokenizer
 from farspan.spec import Refused
+
+PLAIN = TextForm(TEXT)
 
 
 @dataclass
@@ -32,11 +36,11 @@ class Texts:
     def documents(self) -> Iterator[Document]:
         self.reads += 1
         for line, text in enumerate(self.texts, start=1):
-            yield Document(0, line, text)
+            yield Document(0, line, f"memory: line {line}", {TEXT: text})
 
 
 def open_quietly(source: Texts, cache: Path) -> TokenStore:
-    return open_store(source, ByteTokenizer(), cache, lambda *_: None)
+    return open_store(source, PLAIN, ByteTokenizer(), cache, lambda *_: None)
 
 
 def document(store: TokenStore, number: int) -> str:
@@ -75,9 +79,11 @@ def test_the_digest_tells_texts_of_one_length_apart(tmp_path: Path) -> None:
 def test_many_batches_are_one_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"text {number} " * (number % 5 + 1) for number in range(50)]
     whole = open_quietly(Texts(texts), tmp_path / "a")
-    monkeypatch.setattr(store_module, "_BATCH_CHARACTERS", 40)
+    monkeypatch.setattr(store_module, "_BATCH_SIZE", 40)
     seen: list[tuple[int, int]] = []
-    watched = open_store(Texts(texts), ByteTokenizer(), tmp_path / "b", lambda *s: seen.append(s))
+    watched = open_store(
+        Texts(texts), PLAIN, ByteTokenizer(), tmp_path / "b", lambda *s: seen.append(s)
+    )
     assert whole.digest == watched.digest
     assert len(seen) > 10
     assert seen[-1] == (50, len(whole.tokens))
@@ -89,7 +95,9 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     for text in ("one", "other"):
         path.write_text(text)
         source = TextFiles((path,))
-        digests.add(open_store(source, ByteTokenizer(), tmp_path / "c", lambda *_: None).digest)
+        digests.add(
+            open_store(source, PLAIN, ByteTokenizer(), tmp_path / "c", lambda *_: None).digest
+        )
     assert len(digests) == 2
 
 
@@ -140,7 +148,7 @@ def test_text_of_which_nothing_is_known_is_refused_and_leaves_nothing(
             return frozenset({0, 256})
 
     with pytest.raises(Refused, match=r"data\.tokenizer: it knows nothing of the text in memory"):
-        open_store(Texts(["one", "two"]), Deaf(), tmp_path, lambda *_: None)
+        open_store(Texts(["one", "two"]), PLAIN, Deaf(), tmp_path, lambda *_: None)
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []
 
 
@@ -151,7 +159,7 @@ def test_one_word_that_is_known_is_text(tmp_path: Path) -> None:
         def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
             return [np.array([256] if text == "one" else [256, 7, 256]) for text in texts]
 
-    store = open_store(Texts(["one", "two"]), Hard(), tmp_path, lambda *_: None)
+    store = open_store(Texts(["one", "two"]), PLAIN, Hard(), tmp_path, lambda *_: None)
     assert store.tokens.tolist() == [256, 256, 7, 256]
 
 
@@ -160,7 +168,7 @@ def test_an_abandoned_writing_leaves_nothing(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        open_store(Texts(["one"]), ByteTokenizer(), tmp_path, abandon)
+        open_store(Texts(["one"]), PLAIN, ByteTokenizer(), tmp_path, abandon)
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []
 
 
@@ -194,7 +202,7 @@ def test_wide_ids_need_wide_numbers(tmp_path: Path) -> None:
         def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
             return [np.array([69_999, len(text)]) for text in texts]
 
-    store = open_store(Texts(["abc"]), Wide(), tmp_path, lambda *_: None)
+    store = open_store(Texts(["abc"]), PLAIN, Wide(), tmp_path, lambda *_: None)
     assert store.tokens.tolist() == [69_999, 3]
     meta = json.loads(next(tmp_path.glob("*/meta.json")).read_text())
     assert meta["largest"] == store.largest == 69_999

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from farspan.data.files import JsonLines
+from farspan.data.forms import TextForm
 from farspan.spec import Refused
 
 
@@ -17,4 +18,4 @@ def test_the_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "fine"}\n' + line + "\n")
     with pytest.raises(Refused, match=r"data\.jsonl: line 2"):
-        list(JsonLines((path,), "text").documents())
+        [TextForm("text").read(document) for document in JsonLines((path,)).documents()]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from farspan.data.config import DataConfig, SourceKind
+from farspan.data.forms import UNTRAINED
 from farspan.engine.sparse import Seen
 from farspan.spec import Schedule
 from farspan.train.config import (
@@ -126,7 +127,8 @@ def documents(input_ids: Tensor, document_ids: Tensor | None) -> Iterator[tuple[
 
 
 def count_trained(labels: Tensor, document_ids: Tensor | None) -> int:
-    return labels.numel() - len(list(documents(labels, document_ids)))
+    targets = (labels[row, span][1:] for row, span in documents(labels, document_ids))
+    return sum(int((own != UNTRAINED).sum()) for own in targets)
 
 
 def load_tiny(*, config: dict[str, Any], dtype: torch.dtype, seed: int, **_: object) -> nn.Module:

@@ -5,6 +5,8 @@ from enum import StrEnum
 
 from farspan.spec import Refused
 
+_PROMPT = ("prompt", "completion")  # the fields of a record of that format
+
 
 class SourceKind(StrEnum):
     """The forms in which text is read."""
@@ -13,6 +15,29 @@ class SourceKind(StrEnum):
     TEXT = "text"  # text files, a file a document
     JSONL = "jsonl"  # one JSON object a line, a line a document
     DATASET = "dataset"  # a Hugging Face dataset, a row a document
+
+
+class Format(StrEnum):
+    """What a record holds."""
+
+    TEXT = "text"  # one text, all of which is trained
+    CHAT = "chat"  # messages, as the tokenizer's chat template writes them
+    PROMPT = "prompt"  # a prompt and its completion
+    TOKENS = "tokens"  # input_ids and, where some are not trained, labels
+
+
+class Loss(StrEnum):
+    """Which tokens of a chat or of a prompt and its completion are trained."""
+
+    ANSWERS = "answers"
+    ALL = "all"
+
+
+class PackingKind(StrEnum):
+    """How documents become sequences of one length."""
+
+    WHOLE = "whole"  # best fit: only documents longer than a sequence are divided; some padding
+    CUT = "cut"  # end to end, cut where a sequence is full; no padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +52,13 @@ class DataConfig:
     path: str | None = None
     held_out: float = 0.0  # fraction of the documents kept out of training, for evaluation
     held_out_path: str | None = None  # or: evaluate on these documents, read like `path`
-    field: str = "text"  # of a JSON line or a dataset row
+    format: Format = Format.TEXT
+    field: str | None = None  # of a record: its text ("text") or its chat ("messages")
+    prompt: str = _PROMPT[0]  # the fields of a record of format prompt
+    completion: str = _PROMPT[1]
+    loss: Loss = Loss.ANSWERS  # of a chat or a prompt; text is trained as a whole
+    chat_template: str | None = None  # a file of Jinja in place of the tokenizer's own
+    packing: PackingKind = PackingKind.WHOLE
     name: str | None = None  # the dataset's configuration, where it has several
     split: str = "train"  # the dataset's split
     held_out_split: str | None = None  # or: evaluate on this split of the dataset
@@ -36,6 +67,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "source", SourceKind(self.source))
+        object.__setattr__(self, "format", Format(self.format))
+        object.__setattr__(self, "loss", Loss(self.loss))
+        object.__setattr__(self, "packing", PackingKind(self.packing))
         if (self.path is None) != (self.source is SourceKind.STDLIB):
             raise Refused(
                 "path: source 'stdlib' reads Python's own sources and takes no path; set source"
@@ -43,6 +77,7 @@ class DataConfig:
                 if self.path is not None
                 else f"path: source '{self.source}' needs one: a file, a folder or a glob"
             )
+        self._check_format()
         if not 0.0 <= self.held_out < 1.0:
             raise Refused(f"held_out: expected a fraction from 0 up to 1, got {self.held_out!r}")
         if self.held_out_split is not None and self.source is not SourceKind.DATASET:
@@ -51,6 +86,29 @@ class DataConfig:
             raise Refused("held_out_path: source 'stdlib' has no other path; use held_out")
         if self.held_out_elsewhere() and self.held_out > 0:
             raise Refused("held_out: give this fraction or other documents, not both")
+
+    def _check_format(self) -> None:
+        """What is read of a record, and what is said of it in vain."""
+        kind = self.format
+        if kind is not Format.TEXT and self.source not in (SourceKind.JSONL, SourceKind.DATASET):
+            raise Refused(
+                f"format: {kind} is a form of records; set source to jsonl or dataset, got "
+                f"'{self.source}'"
+            )
+        if self.field is not None and kind in (Format.PROMPT, Format.TOKENS):
+            raise Refused(
+                f"field: format {kind} reads "
+                + ("prompt and completion" if kind is Format.PROMPT else "input_ids and labels")
+                + ("; name them by these keys" if kind is Format.PROMPT else "; leave it out")
+            )
+        if kind is not Format.PROMPT and (self.prompt, self.completion) != _PROMPT:
+            raise Refused("prompt: only format 'prompt' has prompts and completions; set format")
+        if self.prompt == self.completion:
+            raise Refused(f"completion: it is the prompt's field too, {self.prompt!r}")
+        if kind is not Format.CHAT and self.chat_template is not None:
+            raise Refused("chat_template: only format 'chat' has one; set format, or leave it out")
+        if kind in (Format.TEXT, Format.TOKENS) and self.loss is not Loss.ANSWERS:
+            raise Refused(f"loss: format {kind} has no answers; leave it out")
 
     def held_out_elsewhere(self) -> bool:
         """Whether evaluation reads documents of its own."""

@@ -2,16 +2,23 @@
 
 import hashlib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from farspan.data.config import DataConfig
+from farspan.data.config import DataConfig, PackingKind
+from farspan.data.cut import Cut
 from farspan.data.packing import Packing, divide
-from farspan.data.sources import open_sources
+from farspan.data.pieces import Layout
+from farspan.data.sources import open_form, open_sources
 from farspan.data.store import TokenStore, Watch, open_store
 from farspan.data.tokenizers import Tokenizer
+from farspan.data.whole import Whole
 from farspan.spec import Refused
+
+_MUCH = 0.1  # of a sequence, as padding: worth a word
+_PACKED = "2"  # rises whenever the same documents give other sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +30,31 @@ class Corpus:
     largest: int  # of all ids: the model needs a vocabulary above it
     longest: int  # tokens of the longest document: positions go no further
     identity: str  # two corpora with one identity give the same sequences
+    trained: float  # share of all tokens in the data
+
+    def describe(self, context: int) -> list[str]:
+        """The lines about it that open a run."""
+        kept, held_out = self.train.kept, self.held_out
+        sequences = self.train.sequences_per_epoch()
+        mostly = f", {self.trained:.1%} of them trained" if self.trained < 1.0 else ""
+        lines = [
+            f"data: {kept.tokens:,} tokens{mostly}, {sequences:,} sequences of {context:,} an "
+            f"epoch; {f'{held_out.kept.tokens:,} tokens' if held_out else 'none'} held out",
+            f"packing: {kept.divided:,} of {kept.documents:,} documents divided, "
+            f"{kept.padding / (sequences * context):.1%} padding"
+            + (f"; {kept.left_out:,} tokens in pieces that train none" if kept.left_out else ""),
+        ]
+        if kept.tokens < context:
+            lines.append(
+                "warning: all documents together are shorter than one sequence; give more data or "
+                "a shorter context"
+            )
+        elif kept.padding > _MUCH * sequences * context:
+            lines.append(
+                "note: few documents fit together; another context, or packing: cut (which divides "
+                "them), wastes less"
+            )
+        return lines
 
 
 def open_corpus(
@@ -33,31 +65,51 @@ def open_corpus(
     `watch(documents, tokens)` is called while tokens are written; it may raise to abandon that.
     Raises Refused when data cannot be read or leaves nothing to train on.
     """
-    source, other = open_sources(config)
+    form = open_form(config, tokenizer)
+    source, other = open_sources(config, form)
     cache = Path(config.cache)
-    store = open_store(source, tokenizer, cache, watch)
+    store = open_store(source, form, tokenizer, cache, watch)
     chosen, held = divide(store.documents(), config.held_out, seed)
     if len(chosen) == 0:
         raise Refused(
             f"data.held_out: {config.held_out} of {store.documents()} document(s) leaves nothing "
             "to train on; give data.held_out_path, or set held_out to 0"
         )
-    train = Packing(store, chosen, context, seed)
+    pack = partial(_pack, kind=config.packing, context=context, seed=seed)
+    train = pack(store, chosen)
     held_out, stores = None, [store]
     if other is not None:
-        aside = open_store(other, tokenizer, cache, watch)
+        aside = open_store(other, form, tokenizer, cache, watch)
         _check_disjoint(store, aside)
-        held_out = Packing(aside, np.arange(aside.documents()), context, seed)
+        held_out = pack(aside, np.arange(aside.documents()))
         stores.append(aside)
     elif len(held) > 0:
-        held_out = Packing(store, held, context, seed)
+        held_out = pack(store, held)
     return Corpus(
         train,
         held_out,
         largest=max(s.largest for s in stores),
         longest=max(int(np.diff(s.starts).max()) for s in stores),
-        identity=hashlib.sha256(" ".join(s.digest for s in stores).encode()).hexdigest(),
+        identity=hashlib.sha256(
+            " ".join([_PACKED, *(s.digest for s in stores)]).encode()
+        ).hexdigest(),
+        trained=1.0 if store.trained is None else float(store.trained.mean()),
     )
+
+
+def _pack(
+    store: TokenStore, documents: np.ndarray, *, kind: PackingKind, context: int, seed: int
+) -> Packing:
+    if kind is PackingKind.CUT:
+        layout: Layout = Cut(np.diff(store.starts), documents, context, seed)
+    else:
+        layout = Whole(store.starts, documents, context, seed, store.trained)
+        if layout.kept.tokens == 0:
+            raise Refused(
+                "data.path: no document has a trained token after its first, so there is nothing "
+                "to train or to evaluate on; give longer ones"
+            )
+    return Packing(store, layout, context)
 
 
 def _check_disjoint(train: TokenStore, aside: TokenStore) -> None:

@@ -1,12 +1,16 @@
 """Documents in files: text files, JSON lines, and Python's own sources."""
 
 import glob
+import gzip
 import json
 import sysconfig
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO, cast
 
+from farspan.data.documents import TEXT, Document
 from farspan.spec import Refused
 
 # Test suites hold files that are broken on purpose, and installed packages are not part of Python.
@@ -14,15 +18,6 @@ from farspan.spec import Refused
 _SKIPPED = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "encodings"}
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One text and where it was read. `line` counts from 1; 0 stands for the whole file."""
-
-    file: int  # index into the source's `names`
-    line: int
-    text: str
 
 
 def find_files(path: str, field: str) -> tuple[Path, ...]:
@@ -93,67 +88,57 @@ class TextFiles:
 
     def documents(self) -> Iterator[Document]:
         for index, path in enumerate(self.files):
-            yield Document(index, 0, decode(read_bytes(path), path, line=1))
+            text = decode(read_bytes(path), path, line=1)
+            yield Document(index, 0, str(path), {TEXT: text})
 
 
 @dataclass(frozen=True, slots=True)
 class JsonLines:
-    """Every line is one document: the text under `field` of a JSON object."""
+    """Every line is one document: the fields of a JSON object."""
 
     files: tuple[Path, ...]
-    field: str
 
     def names(self) -> tuple[str, ...]:
         return tuple(str(path) for path in self.files)
 
     def listing(self) -> list[list[object]]:
-        return [["jsonl", self.field, *_stamp(path)] for path in self.files]
+        return [["jsonl", *_stamp(path)] for path in self.files]
 
     def documents(self) -> Iterator[Document]:
         for index, path in enumerate(self.files):
             for line, data in _lines(path):
-                yield Document(index, line, self._text(path, line, data))
+                yield Document(index, line, f"{path}: line {line}", _record(path, line, data))
 
-    def _text(self, path: Path, line: int, data: bytes) -> str:
-        try:
-            record = json.loads(decode(data, path, line))
-        except json.JSONDecodeError as error:
-            raise Refused(
-                f"{path}: line {line} is not valid JSON: {error.msg} at column {error.colno}"
-            ) from error
-        except Refused:
-            raise
-        except (ValueError, RecursionError) as error:  # numbers or nesting beyond Python's limits
-            raise Refused(f"{path}: line {line} cannot be read as JSON: {error}") from error
-        if not isinstance(record, dict) or self.field not in record:
-            keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-            raise Refused(
-                f"{path}: line {line} has no field {self.field!r} (it has: {keys}); set data.field"
-            )
-        text = record[self.field]
-        if not isinstance(text, str):
-            raise Refused(
-                f"{path}: line {line}: field {self.field!r} holds {type(text).__name__}, "
-                "expected text"
-            )
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # half of a surrogate pair, written as an escape
-            raise Refused(
-                f"{path}: line {line}: field {self.field!r} is not valid Unicode: {error.reason}"
-            ) from error
-        return text
+
+def _record(path: Path, line: int, data: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(decode(data, path, line))
+    except json.JSONDecodeError as error:
+        raise Refused(
+            f"{path}: line {line} is not valid JSON: {error.msg} at column {error.colno}"
+        ) from error
+    except Refused:
+        raise
+    except (ValueError, RecursionError) as error:  # numbers or nesting beyond Python's limits
+        raise Refused(f"{path}: line {line} cannot be read as JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise Refused(
+            f"{path}: line {line} holds {type(record).__name__}, expected an object with fields"
+        )
+    return record
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines that are not blank, read one at a time."""
+    """Numbered lines that are not blank, read one at a time; of a `.gz` file, what it holds."""
+    unpacked = gzip.open if path.suffix == ".gz" else open
     try:
-        with path.open("rb") as file:
+        with cast(BinaryIO, unpacked(path, "rb")) as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield number, line.rstrip(b"\r\n")
-    except OSError as error:
-        raise Refused(f"{path}: cannot be read: {error.strerror}") from error
+    except (OSError, EOFError, zlib.error) as error:  # the last two of a damaged .gz
+        words = getattr(error, "strerror", None) or error
+        raise Refused(f"{path}: cannot be read: {words}") from error
 
 
 def _stamp(path: Path) -> tuple[str, int, int]:

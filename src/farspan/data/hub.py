@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from farspan.data.files import Document
+from farspan.data.documents import Document, Form
 from farspan.lazy import load
 from farspan.spec import Refused
 
@@ -24,33 +24,27 @@ MISSING = (
 
 @dataclass(frozen=True, slots=True)
 class DatasetRows:
-    """Every row is one document: the text in column `field`."""
+    """Every row is one document."""
 
     path: str
-    field: str
-    rows: Any  # datasets.Dataset
+    rows: Any  # datasets.Dataset, of the columns that are read
 
     def names(self) -> tuple[str, ...]:
         return (self.path,)
 
     def listing(self) -> list[list[object]]:
         # The library's own digest of the data and of all that was done to it.
-        return [["dataset", self.field, len(self.rows), self.rows._fingerprint]]
+        columns = self.rows.column_names
+        return [["dataset", *columns, len(self.rows), self.rows._fingerprint]]
 
     def documents(self) -> Iterator[Document]:
         for number, row in enumerate(self.rows, start=1):
-            text = row[self.field]
-            if not isinstance(text, str):
-                raise Refused(
-                    f"{self.path}: row {number}: field {self.field!r} holds "
-                    f"{type(text).__name__}, expected text"
-                )
-            yield Document(0, number, text)
+            yield Document(0, number, f"{self.path}: row {number}", row)
 
 
-def open_dataset(path: str, name: str | None, split: str, field: str) -> DatasetRows:
-    """Opens `split` of the dataset at `path`. Raises Refused without the library, or with its own
-    words."""
+def open_dataset(path: str, name: str | None, split: str, form: Form) -> DatasetRows:
+    """Opens `split` of the dataset at `path`: the columns that `form` reads. Raises Refused without
+    the library, or with its own words."""
     place, load_from_disk, load_dataset = Path(path).expanduser(), *_loaders()
     try:
         if any((place / saved).is_file() for saved in _SAVED):
@@ -65,12 +59,14 @@ def open_dataset(path: str, name: str | None, split: str, field: str) -> Dataset
             f"data.path: cannot load dataset {path!r}, split {split!r}: "
             f"{' '.join(str(error).split())}"
         ) from error
-    if field not in rows.column_names:
-        raise Refused(
-            f"data.field: dataset {path!r} has no column {field!r}; it has: "
-            f"{', '.join(rows.column_names)}"
-        )
-    return DatasetRows(path, field, rows.select_columns([field]))
+    for column in form.columns:
+        if column not in rows.column_names:
+            raise Refused(
+                f"{form.key(column)}: dataset {path!r} has no column {column!r}; it has: "
+                f"{', '.join(rows.column_names)}"
+            )
+    optional = [column for column in form.optional if column in rows.column_names]
+    return DatasetRows(path, rows.select_columns([*form.columns, *optional]))
 
 
 def _loaders() -> tuple[Any, Any]:

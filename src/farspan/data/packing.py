@@ -1,122 +1,77 @@
-"""Documents laid end to end and cut into sequences: a pure function of (seed, index).
+"""Sequences of documents, as arrays: a pure function of (seed, index)."""
 
-    epoch 0                                 epoch 1, shuffled anew
-    | doc 7 | doc 2        | doc 9 | doc 4 | doc 2        | doc 7 | ...
-    |  sequence 0     |  sequence 1     |  sequence 2     |
-                      ^ doc 2 is cut here: its rest is a document of its own in sequence 1
-
-Nothing is read ahead and nothing is remembered but the order of two epochs, so a resumed run
-needs the index alone.
-"""
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
+from farspan.data.forms import UNTRAINED
+from farspan.data.pieces import Draw, Layout, Piece
 from farspan.data.store import TokenStore
 
-# A stream of random numbers for each purpose, so that none depends on how much another drew.
-_SPLIT, _SHUFFLE = 0, 1
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Tokens `start` to `stop` of one document, as laid into a sequence."""
-
-    document: int  # in the store
-    start: int
-    stop: int
+# Padding is documents of so many tokens: attention over it costs next to nothing.
+_PADDED = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Sequences of one length. Labels are the inputs: whoever uses them shifts once."""
+    """Sequences of one length. Labels are not shifted: whoever uses them does it once."""
 
     input_ids: np.ndarray  # [batch, tokens] int64
+    labels: np.ndarray  # [batch, tokens] int64: the input, or UNTRAINED
     document_ids: np.ndarray  # [batch, tokens] int64, rising by one where a document starts
     names: tuple[tuple[str, ...], ...]  # of the documents in each sequence, in order
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """One epoch: its documents in shuffled order and where each ends."""
-
-    documents: np.ndarray  # [documents] int64, ids in the store
-    ends: np.ndarray  # [documents] int64, tokens from the start of the epoch
+    tokens: int  # of documents: padding is not among them
 
 
 class Packing:
-    """Sequences of `context` tokens from some documents of a store.
+    """Sequences of `context` tokens from the documents that a layout places."""
 
-    Invariant: sequence i covers tokens [i * context, (i + 1) * context) of the endless
-    concatenation of epochs, each a shuffle of all documents that depends on seed and epoch only.
-    """
-
-    def __init__(self, store: TokenStore, documents: np.ndarray, context: int, seed: int) -> None:
+    def __init__(self, store: TokenStore, layout: Layout, context: int) -> None:
         self._store = store
-        self._documents = documents
+        self._layout = layout
         self._context = context
-        self._seed = seed
-        lengths = np.diff(store.starts)[documents]
-        self.tokens_per_epoch = int(lengths.sum())
-        assert self.tokens_per_epoch > 0
-        assert context > 0
-        # A sequence touches two epochs at most, unless it is longer than one.
-        self._order = lru_cache(maxsize=2)(self._shuffle)
+        self.kept = layout.kept
+        assert self.kept.tokens > 0
+        # Positions of padding go no further than those of documents.
+        self._padded = min(_PADDED, int(np.diff(store.starts).max()))
 
     def sequences_per_epoch(self) -> int:
-        """Sequences that cover every token once; the last may be short."""
-        return -(-self.tokens_per_epoch // self._context)
+        """Sequences that hold every token once."""
+        return self._layout.sequences
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Sequences by index, `[len(indices), context]`."""
-        return self._batch([self._pieces(i * self._context, self._context) for i in indices])
+        return self._batch([self._layout.pieces(i) for i in indices], self._context)
 
     def once(self, index: int) -> Batch:
-        """Sequence `index` of the first epoch alone, `[1, tokens]`: the last one ends with it."""
-        start = index * self._context
-        length = min(self._context, self.tokens_per_epoch - start)
-        assert length > 0, index
-        return self._batch([self._pieces(start, length)])
+        """Sequence `index` of the first epoch alone, `[1, tokens]`, without padding."""
+        pieces = self._layout.once(index)
+        return self._batch([pieces], sum(p.stop - p.start for p in pieces))
 
-    def _shuffle(self, epoch: int) -> Order:
-        order = _generator(self._seed, _SHUFFLE, epoch).permutation(self._documents)
-        return Order(order, np.cumsum(np.diff(self._store.starts)[order]))
+    def _batch(self, rows: list[list[Piece]], length: int) -> Batch:
+        ids, marks = np.zeros((2, len(rows), length), dtype=np.int64)
+        labels = np.full_like(ids, UNTRAINED)
+        tokens = 0
+        for row, pieces in enumerate(rows):
+            end = 0
+            for number, piece in enumerate(pieces):
+                begin, end = end, end + piece.stop - piece.start
+                ids[row, begin:end], labels[row, begin:end] = self._read(piece)
+                marks[row, begin:end] = number
+            marks[row, end:] = len(pieces) + np.arange(length - end) // self._padded
+            tokens += end
+        names = tuple(tuple(self._store.name(p.document) for p in row) for row in rows)
+        return Batch(ids, labels, marks, names, tokens)
 
-    def _pieces(self, start: int, length: int) -> list[Piece]:
-        """The documents under tokens [start, start + length) of the endless concatenation."""
-        pieces: list[Piece] = []
-        while length > 0:
-            epoch, offset = divmod(start, self.tokens_per_epoch)
-            taken = min(length, self.tokens_per_epoch - offset)
-            pieces.extend(self._within(self._order(epoch), offset, offset + taken))
-            start, length = start + taken, length - taken
-        return pieces
-
-    def _within(self, order: Order, start: int, stop: int) -> Iterator[Piece]:
-        place = int(np.searchsorted(order.ends, start, side="right"))
-        while start < stop:
-            document = int(order.documents[place])
-            length = int(self._store.starts[document + 1] - self._store.starts[document])
-            begin = int(order.ends[place]) - length
-            end = min(stop, begin + length)
-            yield Piece(document, start - begin, end - begin)
-            start, place = end, place + 1
-
-    def _batch(self, rows: list[list[Piece]]) -> Batch:
-        return Batch(
-            input_ids=np.stack([np.concatenate([self._ids(p) for p in row]) for row in rows]),
-            document_ids=np.stack(
-                [np.repeat(np.arange(len(row)), [p.stop - p.start for p in row]) for row in rows]
-            ),
-            names=tuple(tuple(self._store.name(p.document) for p in row) for row in rows),
-        )
-
-    def _ids(self, piece: Piece) -> np.ndarray:
+    def _read(self, piece: Piece) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and labels, int64."""
         base = int(self._store.starts[piece.document])
-        return self._store.tokens[base + piece.start : base + piece.stop].astype(np.int64)
+        span = slice(base + piece.start, base + piece.stop)
+        ids = self._store.tokens[span].astype(np.int64)
+        if self._store.trained is None:
+            return ids, ids
+        return ids, np.where(self._store.trained[span], ids, UNTRAINED)
 
 
 def divide(documents: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -124,10 +79,6 @@ def divide(documents: int, fraction: float, seed: int) -> tuple[np.ndarray, np.n
 
     `fraction` of them, rounded and at least one, is held out; none when it is zero.
     """
-    order = _generator(seed, _SPLIT).permutation(documents)
+    order = Draw.SPLIT.generator(seed).permutation(documents)
     count = max(1, round(fraction * documents)) if fraction > 0 else 0
     return np.sort(order[count:]), np.sort(order[:count])
-
-
-def _generator(*key: int) -> np.random.Generator:
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))

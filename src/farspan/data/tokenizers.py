@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from farspan.data.documents import Encoded, Written
 from farspan.plan.model.catalog import refuse_absent
 from farspan.spec import Refused
 
@@ -28,6 +29,10 @@ class Tokenizer(Protocol):
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """One array of ids, int64, for each text."""
+
+    def mark(self, documents: Sequence[Written]) -> list[Encoded]:
+        """The ids of each, and which hold a character that is trained. A token that only closes a
+        document is trained: it says that there is no more."""
 
     def signs(self) -> frozenset[int]:
         """Ids that stand for no text: of ends, beginnings, and what is not known."""
@@ -49,8 +54,21 @@ class ByteTokenizer:
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [self._encode(text) for text in texts]
 
+    def mark(self, documents: Sequence[Written]) -> list[Encoded]:
+        return [self._mark(document) for document in documents]
+
     def signs(self) -> frozenset[int]:
         return frozenset({END_OF_DOCUMENT})
+
+    def _mark(self, document: Written) -> Encoded:
+        ids = self._encode(document.text)
+        trained = np.ones(len(ids), dtype=bool)
+        if document.trained is not None:
+            trained[:-1] = False
+            begins = np.flatnonzero((ids & 0xC0) != 0x80)  # of characters, and the end's
+            for start, stop in document.trained:
+                trained[begins[start] : begins[stop]] = True
+        return Encoded(ids, trained)
 
     def _encode(self, text: str) -> np.ndarray:
         data = np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
@@ -83,6 +101,19 @@ class HubTokenizer:
         rows = self.inner(list(texts), verbose=False, return_attention_mask=False)["input_ids"]
         return [self._close(row) for row in rows]
 
+    def mark(self, documents: Sequence[Written]) -> list[Encoded]:
+        bare, offsets = documents[0].bare, documents[0].trained is not None
+        found = self.inner(
+            [document.text for document in documents],
+            verbose=False,
+            add_special_tokens=not bare,
+            return_attention_mask=False,
+            return_offsets_mapping=offsets,
+        )
+        rows = found["input_ids"]
+        spans = found["offset_mapping"] if offsets else [[]] * len(rows)
+        return [self._mark(*given) for given in zip(documents, rows, spans, strict=True)]
+
     def signs(self) -> frozenset[int]:
         found = set(self.inner.all_special_ids)
         # A tokenizer may have an unknown token and not be told which it is.
@@ -95,6 +126,18 @@ class HubTokenizer:
         end = self.inner.eos_token_id
         open_ended = end is not None and (not row or row[-1] != end)
         return np.asarray([*row, end] if open_ended else row, dtype=np.int64)
+
+    def _mark(self, document: Written, row: list[int], offsets: list[tuple[int, int]]) -> Encoded:
+        ids = np.asarray(row, dtype=np.int64) if document.bare else self._close(row)
+        if document.trained is None:
+            return Encoded(ids, np.ones(len(ids), dtype=bool))
+        trained = np.zeros(len(ids), dtype=bool)
+        begins, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
+        for start, stop in document.trained:
+            trained[: len(row)] |= (ends > start) & (begins < stop) & (ends > begins)
+        if not document.bare:
+            trained[-1:] |= ids[-1:] == self.inner.eos_token_id
+        return Encoded(ids, trained)
 
     def save(self, folder: Path) -> None:
         self.inner.save_pretrained(folder)

@@ -6,12 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farspan.data.forms import UNTRAINED
 from farspan.data.packing import Batch
 from farspan.train.config import RunConfig
 from farspan.train.crew import Crew
 from farspan.train.setup import Equipment
-
-UNTRAINED = -100  # a label that no loss is of
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +20,7 @@ class Micro:
     batch: Batch
     indices: tuple[int, ...]
     input_ids: Tensor  # [batch, tokens] int64
-    labels: Tensor  # the same, or UNTRAINED throughout
+    labels: Tensor  # the same, or UNTRAINED
     document_ids: Tensor  # [batch, tokens] int64
     trained: int
 
@@ -70,8 +69,8 @@ class Batches:
         return self.crew.total(sum(m.trained for m in micros))
 
     def read(self, micros: list[Micro]) -> int:
-        """Tokens of these and of the other replicas', whose batches are as large."""
-        return self.crew.replicas * sum(m.input_ids.numel() for m in micros)
+        """Tokens of documents in these and in the other replicas'."""
+        return self.crew.total(sum(m.batch.tokens for m in micros))
 
     def _micro(self, number: int) -> Micro:
         """Batch `number` since the start of the run."""
@@ -82,6 +81,7 @@ class Batches:
 
     def _place(self, batch: Batch, indices: tuple[int, ...]) -> Micro:
         input_ids = torch.from_numpy(batch.input_ids).to(self.use.device)
+        labels = torch.from_numpy(batch.labels).to(self.use.device)
         document_ids = torch.from_numpy(batch.document_ids).to(self.use.device)
-        trained = self.use.count_trained(input_ids, document_ids)
-        return Micro(batch, indices, input_ids, input_ids, document_ids, trained)
+        trained = self.use.count_trained(labels, document_ids)
+        return Micro(batch, indices, input_ids, labels, document_ids, trained)

@@ -171,24 +171,16 @@ def choose_device(name: str) -> torch.device:
 
 def introduce(run: RunConfig, equipment: Equipment) -> str:
     """The lines that open a run."""
-    packing, held_out = equipment.corpus.train, equipment.corpus.held_out
     lines = [
         f"{run.folder}: {type(equipment.model).__name__} with "
         f"{equipment.elements[0]:,} parameters "
         f"on {equipment.device}{_sharing(equipment.crew)}",
-        f"data: {packing.tokens_per_epoch:,} tokens, {packing.sequences_per_epoch():,} sequences "
-        f"of {run.context:,} an epoch; "
-        + (f"{held_out.tokens_per_epoch:,} tokens held out" if held_out else "none held out"),
+        *equipment.corpus.describe(run.context),
         f"optimizer states: {equipment.placed.describe()}",
     ]
     pages = run.pages()
     if pages is not None:
         lines.append(f"{sparse_words(pages)}{sparsity_words(run)}; {NOT_DENSE}")
-    if packing.tokens_per_epoch < run.context:
-        lines.append(
-            "warning: all documents together are shorter than one sequence, so each sequence "
-            "holds them several times; give more data or a shorter context"
-        )
     return "\n".join(lines)
 
 
@@ -286,7 +278,7 @@ def about(
         STATES: equipment.placed.states.value,
         "memory": dict(expected.parts),
         "data": equipment.corpus.identity,
-        "tokens_per_epoch": packing.tokens_per_epoch,
+        "tokens_per_epoch": packing.kept.tokens,
         "sequences_per_epoch": packing.sequences_per_epoch(),
         "device": str(equipment.device),
         **({} if equipment.crew.place is None else {"layout": asdict(equipment.crew.layout)}),

@@ -5,27 +5,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from farspan.data.cut import Cut
 from farspan.data.packing import Packing, divide
 from farspan.data.store import TokenStore
+from tests.data.stores import check_documents, make_store
 
 
-def make_store(lengths: list[int]) -> TokenStore:
-    """Token values are unique: document d holds 1000 * d + position."""
-    tokens = np.concatenate([1000 * d + np.arange(n) for d, n in enumerate(lengths)])
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    origins = np.stack([np.zeros(len(lengths)), 1 + np.arange(len(lengths))], axis=1)
-    return TokenStore(
-        tokens.astype(np.uint32), starts, origins.astype(np.int64), ("f",), 9**9, "digest"
-    )
+def cut(store: TokenStore, documents: np.ndarray, context: int, seed: int) -> Packing:
+    return Packing(store, Cut(np.diff(store.starts), documents, context, seed), context)
 
 
-def concatenation(packing: Packing, tokens: int) -> list[int]:
+def concatenation(lengths: list[int], context: int, seed: int, tokens: int) -> list[int]:
     """The endless stream, from the orders alone."""
+    layout = Cut(np.array(lengths), np.arange(len(lengths)), context, seed)
     stream: list[int] = []
     epoch = 0
     while len(stream) < tokens:
-        for document in packing._order(epoch).documents:
-            length = int(packing._store.starts[document + 1] - packing._store.starts[document])
+        for document in layout._order(epoch).documents:
+            length = lengths[document]
             stream.extend(1000 * int(document) + p for p in range(length))
         epoch += 1
     return stream[:tokens]
@@ -40,29 +37,16 @@ def concatenation(packing: Packing, tokens: int) -> list[int]:
 def test_a_sequence_is_a_cut_of_the_stream(
     lengths: list[int], context: int, seed: int, index: int
 ) -> None:
-    packing = Packing(make_store(lengths), np.arange(len(lengths)), context, seed)
+    packing = cut(make_store(lengths), np.arange(len(lengths)), context, seed)
     batch = packing.batch([index])
-    expected = concatenation(packing, (index + 1) * context)[index * context :]
-    assert batch.input_ids.tolist() == [expected]
+    stream = concatenation(lengths, context, seed, (index + 1) * context)
+    assert batch.input_ids.tolist() == batch.labels.tolist() == [stream[index * context :]]
+    assert batch.tokens == context
     check_documents(batch.input_ids[0], batch.document_ids[0], batch.names[0])
 
 
-def check_documents(ids: np.ndarray, marks: np.ndarray, names: tuple[str, ...]) -> None:
-    """Within a piece ids count up within one document; pieces are numbered from 0."""
-    assert marks[0] == 0
-    assert marks[-1] == len(names) - 1
-    for previous, here, mark_before, mark in zip(ids, ids[1:], marks, marks[1:], strict=False):
-        if mark == mark_before:
-            assert here == previous + 1
-        else:
-            assert mark == mark_before + 1
-            assert here % 1000 == 0
-    for number, name in enumerate(names):
-        assert name == f"f:{ids[marks == number][0] // 1000 + 1}"
-
-
 def test_a_cut_document_goes_on_as_a_document_of_its_own() -> None:
-    packing = Packing(make_store([10]), np.arange(1), 4, seed=0)
+    packing = cut(make_store([10]), np.arange(1), 4, seed=0)
     assert packing.batch([1]).input_ids.tolist() == [[4, 5, 6, 7]]
     assert packing.batch([1]).document_ids.tolist() == [[0, 0, 0, 0]]
     # The third sequence ends one epoch and begins the next.
@@ -73,24 +57,34 @@ def test_a_cut_document_goes_on_as_a_document_of_its_own() -> None:
 def test_a_batch_depends_on_seed_and_index_alone() -> None:
     lengths = [5, 9, 2, 7, 11, 3]
     store, documents = make_store(lengths), np.arange(6)
-    walked = Packing(store, documents, 8, seed=3)
+    walked = cut(store, documents, 8, seed=3)
     rows = [walked.batch([i]).input_ids[0].tolist() for i in range(12)]
-    fresh = Packing(store, documents, 8, seed=3).batch([11, 0, 5])
+    fresh = cut(store, documents, 8, seed=3).batch([11, 0, 5])
     assert fresh.input_ids.tolist() == [rows[11], rows[0], rows[5]]
-    other = Packing(store, documents, 8, seed=4)
+    other = cut(store, documents, 8, seed=4)
     assert [other.batch([i]).input_ids[0].tolist() for i in range(12)] != rows
 
 
 def test_every_epoch_holds_every_token_once_in_its_own_order() -> None:
     lengths = [5, 9, 2, 7, 11, 3]
-    packing = Packing(make_store(lengths), np.arange(6), sum(lengths), seed=0)
+    packing = cut(make_store(lengths), np.arange(6), sum(lengths), seed=0)
     epochs = [packing.batch([i]).input_ids[0].tolist() for i in range(3)]
     assert len({tuple(sorted(epoch)) for epoch in epochs}) == 1
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
+def test_the_documents_that_are_divided_are_counted() -> None:
+    lengths, context = [5, 9, 2, 7, 11, 3], 8
+    packing = cut(make_store(lengths), np.arange(6), context, seed=3)
+    parts = [n for i in range(packing.sequences_per_epoch()) for n in packing.once(i).names[0]]
+    divided = sum(parts.count(name) > 1 for name in set(parts))
+    assert packing.kept.divided == divided > 0
+    assert packing.kept.documents == 6
+    assert packing.kept.padding == 0
+
+
 def test_once_covers_the_documents_and_ends_with_them() -> None:
-    packing = Packing(make_store([5, 9, 2]), np.array([0, 2]), 4, seed=0)
+    packing = cut(make_store([5, 9, 2]), np.array([0, 2]), 4, seed=0)
     assert packing.sequences_per_epoch() == 2
     parts = [packing.once(i).input_ids for i in range(2)]
     assert [part.shape for part in parts] == [(1, 4), (1, 3)]

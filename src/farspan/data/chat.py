@@ -1,0 +1,174 @@
+"""Conversations, as the tokenizer's chat template writes them.
+
+What the model itself says is trained, and what ends it; what it is told is not. A template says
+which is which by `{% generation %}` around the model's turns. Few do, so it is found otherwise in
+the text of the others:
+
+    <|user|> Hi. <|end|> <|assistant|> Hello. <|end|> <|user|> And now? <|end|> <|assistant|> ...
+    turns before it, and the sign      [ trained    ] up to the first end-of-sequence token, or
+    that the model speaks                             to where the template ends with this turn
+
+Thoughts that a template leaves out of earlier turns are not trained there. One that writes earlier
+turns otherwise in any other way cannot be read so: it is refused.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+from typing import Any, ClassVar
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from farspan.data.documents import Document, Encoded, Written
+from farspan.data.forms import field_of
+from farspan.spec import Refused
+
+TOOLS = "tools"
+ASSISTANT = "assistant"
+GENERATION = "{% generation"
+_NOWHERE = "\ue000"  # a character for private use
+_NOWHERE_AS_PART = {"type": "text", "text": _NOWHERE}
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatForm:
+    """A list of messages, each with a role and a content, and the tools that may be called."""
+
+    field: str
+    everything: bool  # is trained
+    inner: PreTrainedTokenizerBase
+    template: str
+
+    optional: ClassVar[tuple[str, ...]] = (TOOLS,)
+    any_ids: ClassVar[bool] = False
+
+    @property
+    def masked(self) -> bool:
+        return not self.everything
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.field,)
+
+    def key(self, column: str) -> str:  # noqa: ARG002 - what else is read has a fixed name
+        return "data.field"
+
+    def listing(self) -> list[object]:
+        digest = hashlib.sha256(self.template.encode()).hexdigest()
+        return ["chat", self.field, self.everything, digest]
+
+    def read(self, document: Document) -> Written | Encoded | None:
+        messages = self._messages(document)
+        if not messages:
+            return None
+        if not self.everything and self.template_says():
+            return self._encoded(document, messages)
+        text = self._text(document, messages)
+        if self.everything:
+            return Written(text, bare=True)
+        return Written(text, self._turns(document, messages, text), bare=True)
+
+    def template_says(self) -> bool:
+        """Whether the template marks what the model says."""
+        return GENERATION in self.template.replace("{%-", "{%")
+
+    def _messages(self, document: Document) -> Sequence[Message]:
+        given = field_of(document, self.field, self.key(self.field))
+        whole = isinstance(given, Sequence) and not isinstance(given, str)
+        if not whole or not all(isinstance(m, Mapping) and "role" in m for m in given):
+            raise Refused(
+                f"{document.place}: field {self.field!r}: expected a list of messages, each with "
+                "a role and a content"
+            )
+        found: Sequence[Message] = _without_none(given)
+        return found
+
+    def _turns(
+        self, document: Document, messages: Sequence[Message], text: str
+    ) -> tuple[tuple[int, int], ...]:
+        """The characters that the model says."""
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            if number == 0:
+                raise Refused(
+                    f"{document.place}: message 1 is of the {ASSISTANT}; a conversation "
+                    "begins with what the model is told"
+                )
+            begin = self._begin(document, messages, number, text)
+            end = None
+            if begin is not None:
+                end = self._end(text, begin, self._text(document, messages[: number + 1]))
+            if begin is None or end is None:
+                raise Refused(
+                    f"{document.place}: message {number + 1}: the chat template writes it "
+                    "otherwise once other messages follow, so what of it is trained cannot be "
+                    "told; give a data.chat_template that has {% generation %} around what the "
+                    "model says, or set data.loss to all"
+                )
+            spans.append((begin, end))
+        return tuple(spans)
+
+    def _begin(
+        self, document: Document, messages: Sequence[Message], number: int, text: str
+    ) -> int | None:
+        """Where the model begins to say message `number`."""
+        before = self._text(document, messages[:number], opened=True)
+        # The sign may have the model think first, and an earlier turn show no thought. What of the
+        # sign is there is told by a turn of which no character is the sign's.
+        content = messages[number].get("content")
+        nowhere = _NOWHERE if isinstance(content, str | None) else [_NOWHERE_AS_PART]
+        other = {**messages[number], "content": nowhere}
+        probe = self._text(document, [*messages[:number], other, *messages[number + 1 :]])
+        begin = len(commonprefix([before, probe]))  # noqa: RUF071 - of characters
+        told = len(self._text(document, messages[:number]))
+        return begin if begin > told and text.startswith(before[:begin]) else None
+
+    def _end(self, text: str, start: int, until: str) -> int | None:
+        """Where the turn that begins at `start` ends, and `until` where it is the last one."""
+        sign = self.inner.eos_token
+        if sign and sign in text[start:]:
+            end = text.index(sign, start) + len(sign)
+            # What the model thought may be gone from turns that others follow; the rest may not.
+            said = until[: until.find(sign, start) + len(sign)]
+            if said[start:].endswith(text[start:end]):
+                return end
+        return len(until) if text.startswith(until) else None
+
+    def _text(self, document: Document, messages: Sequence[Message], opened: bool = False) -> str:
+        """`opened`: with the sign that the model speaks next."""
+        found: str = self._apply(document, messages, add_generation_prompt=opened, tokenize=False)
+        return found
+
+    def _encoded(self, document: Document, messages: Sequence[Message]) -> Encoded:
+        found = self._apply(document, messages, return_dict=True, return_assistant_tokens_mask=True)
+        return Encoded(
+            np.asarray(found["input_ids"], dtype=np.int64),
+            np.asarray(found["assistant_masks"], dtype=bool),
+        )
+
+    def _apply(self, document: Document, messages: Sequence[Message], **how: Any) -> Any:
+        tools = _without_none(document.fields.get(TOOLS))
+        conversation: Any = list(messages)
+        try:
+            return self.inner.apply_chat_template(
+                conversation, tools=tools, chat_template=self.template, **how
+            )
+        except Exception as error:  # a template raises what it wants; its words are kept
+            raise Refused(
+                f"{document.place}: the chat template cannot write field {self.field!r}: "
+                f"{' '.join(str(error).split())}"
+            ) from error
+
+
+def _without_none(value: Any) -> Any:
+    """Without the keys that a table fills in because other rows have them."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    return value

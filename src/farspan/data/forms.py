@@ -1,0 +1,149 @@
+"""The forms of documents but chats: text, prompts with completions, and tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from farspan.data.documents import Document, Encoded, Written
+from farspan.spec import Refused
+
+INPUT_IDS, LABELS = "input_ids", "labels"
+UNTRAINED = -100  # label of a token that no loss is of, as everywhere in Hugging Face
+
+
+@dataclass(frozen=True, slots=True)
+class TextForm:
+    """One field of text, all of which is trained."""
+
+    field: str
+
+    optional: ClassVar[tuple[str, ...]] = ()
+    masked: ClassVar[bool] = False
+    any_ids: ClassVar[bool] = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.field,)
+
+    def key(self, column: str) -> str:  # noqa: ARG002 - there is one
+        return "data.field"
+
+    def listing(self) -> list[object]:
+        return ["text", self.field]
+
+    def read(self, document: Document) -> Written | None:
+        text = text_of(document, self.field, self.key(self.field))
+        return Written(text) if text.strip() else None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptForm:
+    """A text and how it goes on; the prompt is trained only where `everything` is."""
+
+    prompt: str
+    completion: str
+    everything: bool
+
+    optional: ClassVar[tuple[str, ...]] = ()
+    any_ids: ClassVar[bool] = False
+
+    @property
+    def masked(self) -> bool:
+        return not self.everything
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.prompt, self.completion
+
+    def key(self, column: str) -> str:
+        return "data.prompt" if column == self.prompt else "data.completion"
+
+    def listing(self) -> list[object]:
+        return ["prompt", self.prompt, self.completion, self.everything]
+
+    def read(self, document: Document) -> Written | None:
+        prompt = text_of(document, self.prompt, self.key(self.prompt))
+        text = prompt + text_of(document, self.completion, self.key(self.completion))
+        if not text.strip():
+            return None
+        return Written(text, None if self.everything else ((len(prompt), len(text)),))
+
+
+@dataclass(frozen=True, slots=True)
+class TokensForm:
+    """Token ids as they are and, where there are any, labels: the same ids, or -100."""
+
+    columns: ClassVar[tuple[str, ...]] = (INPUT_IDS,)
+    optional: ClassVar[tuple[str, ...]] = (LABELS,)
+    masked: ClassVar[bool] = True
+    any_ids: ClassVar[bool] = True
+
+    def key(self, column: str) -> str:  # noqa: ARG002 - both have the names that trainers expect
+        return "data.format"
+
+    def listing(self) -> list[object]:
+        return ["tokens"]
+
+    def read(self, document: Document) -> Encoded | None:
+        ids = _whole_numbers(document, INPUT_IDS)
+        labels = ids
+        if document.fields.get(LABELS) is not None:
+            labels = _whole_numbers(document, LABELS)
+        if len(ids) == 0:
+            return None
+        if ids.min() < 0:
+            raise Refused(f"{document.place}: field 'input_ids' has a negative id, {ids.min()}")
+        if ids.max() >= 1 << 32:
+            raise Refused(
+                f"{document.place}: field 'input_ids' has an id of {ids.max()}, expected ids "
+                "below 2**32"
+            )
+        if len(labels) != len(ids):
+            raise Refused(
+                f"{document.place}: {len(labels)} labels of {len(ids)} input_ids; give one each"
+            )
+        trained = labels != UNTRAINED
+        if bool((labels[trained] != ids[trained]).any()):
+            raise Refused(
+                f"{document.place}: field 'labels' has others than input_ids has; each is the id "
+                "in its own place, unshifted, or -100 where it is not trained"
+            )
+        return Encoded(ids, trained)
+
+
+def field_of(document: Document, field: str, key: str) -> Any:
+    """What a record has under `field`; `key` of the run file would say another. Raises Refused."""
+    if field not in document.fields:
+        raise Refused(
+            f"{document.place} has no field {field!r} (it has: {', '.join(document.fields)}); "
+            f"set {key}"
+        )
+    return document.fields[field]
+
+
+def text_of(document: Document, field: str, key: str) -> str:
+    """Raises Refused where it is none, or none that can be encoded."""
+    text = field_of(document, field, key)
+    if not isinstance(text, str):
+        raise Refused(
+            f"{document.place}: field {field!r} holds {type(text).__name__}, expected text"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair, written as an escape
+        raise Refused(
+            f"{document.place}: field {field!r} is not valid Unicode: {error.reason}"
+        ) from error
+    return text
+
+
+def _whole_numbers(document: Document, field: str) -> np.ndarray:
+    given = field_of(document, field, "data.format")
+    if isinstance(given, Sequence) and all(type(number) is int for number in given):
+        try:
+            return np.asarray(given, dtype=np.int64)
+        except OverflowError:
+            pass
+    raise Refused(f"{document.place}: field {field!r}: expected a list of whole numbers")

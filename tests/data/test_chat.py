@@ -1,0 +1,206 @@
+"""Chats as templates write them, and what of them is trained."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farspan.data.config import DataConfig, SourceKind
+from farspan.data.corpus import Corpus, open_corpus
+from farspan.data.forms import UNTRAINED
+from farspan.data.tokenizers import ByteTokenizer, load_tokenizer
+from farspan.spec import Refused
+from tests.data.characters import character_tokenizer
+
+TURNS = """
+{%- for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}\n{% endfor %}
+{%- if add_generation_prompt %}[assistant]{% endif %}"""
+# What some templates do: thoughts are kept in the last turn only, an empty one where there is none.
+THINKING = """
+{%- for m in messages %}[{{ m.role }}]
+{%- if m.role == 'assistant' and loop.last %}<{{ m.thought }}>{% endif %}
+{{- m.content }}{{ eos_token }}\n{% endfor %}
+{%- if add_generation_prompt %}[assistant]{% endif %}"""
+# And has the model begin with a thought, of which earlier turns show nothing.
+THOUGHTFUL = THINKING.removesuffix("{% endif %}") + "<{% endif %}"
+# Of these, the earlier are not even written the same.
+REWRITING = """
+{%- for m in messages %}[{{ m.role }}]
+{{- m.content if loop.last else m.content | upper }}{{ eos_token }}\n{% endfor %}
+{%- if add_generation_prompt %}[assistant]{% endif %}"""
+MARKED = """
+{%- for m in messages %}[{{ m.role }}]
+{%- if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}
+{%- else %}{{ m.content }}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"""
+NO_END = """
+{%- for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}
+{%- if add_generation_prompt %}[assistant]{% endif %}"""
+TOOLS = """
+{%- if tools %}({{ tools[0].name }}){% endif %}
+{%- for m in messages %}[{{ m.role }}]{{ m.content or '' }}
+{%- for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}{{ eos_token }}{% endfor %}
+{%- if add_generation_prompt %}[assistant]{% endif %}"""
+
+CHAT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "ho"},
+    {"role": "user", "content": "so?"},
+    {"role": "assistant", "content": "yes"},
+]
+# The same as lists of parts, and a template that knows nothing else.
+IN_PARTS = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in CHAT]
+PARTS = TURNS.replace("m.content", "m.content[0].text")
+Build = Callable[..., Corpus]
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Build:
+    """A corpus of these chats, of a tokenizer with a token a character and this template."""
+
+    def make(template: str | None, *chats: object, tools: object = None, **fields: Any) -> Corpus:
+        folder, path = tmp_path / "tokenizer", tmp_path / "data.jsonl"
+        character_tokenizer(template).save_pretrained(folder)
+        records = [{"messages": c, **({"tools": tools} if tools else {})} for c in chats]
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        config = DataConfig(
+            source=SourceKind.JSONL,
+            path=str(path),
+            format="chat",  # type: ignore[arg-type]
+            tokenizer=str(folder),
+            cache=str(tmp_path / "cache"),
+            **fields,
+        )
+        use = load_tokenizer(str(folder))
+        return open_corpus(config, use, context=200, seed=0, watch=lambda *_: None)
+
+    return make
+
+
+def read(corpus: Corpus) -> tuple[str, str]:
+    """The first sequence, and what of it is trained, `_` for what is not."""
+    batch = corpus.train.once(0)
+    characters = character_tokenizer().convert_ids_to_tokens(batch.input_ids[0].tolist())
+    labels = batch.labels[0].tolist()
+    spoken = ["_" if n == UNTRAINED else c for n, c in zip(labels, characters, strict=True)]
+    return "".join(characters), "".join(spoken)
+
+
+def masked(text: str, *spoken: str) -> str:
+    """The text with `_` in place of all but these parts, each of which is there once."""
+    kept = ["_"] * len(text)
+    for part in spoken:
+        assert text.count(part) == 1, part
+        begin = text.index(part)
+        kept[begin : begin + len(part)] = part
+    return "".join(kept)
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "spoken"),
+    [
+        (TURNS, "[user]hi$\n[assistant]ho$\n[user]so?$\n[assistant]yes$\n", ("ho$", "yes$")),
+        (MARKED, "[user]hi$\n[assistant]ho$\n[user]so?$\n[assistant]yes$\n", ("ho$", "yes$")),
+        (NO_END, "[user]hi\n[assistant]ho\n[user]so?\n[assistant]yes\n", ("ho\n", "yes\n")),
+        (
+            THINKING,
+            "[user]hi$\n[assistant]ho$\n[user]so?$\n[assistant]<>yes$\n",
+            ("ho$", "<>yes$"),
+        ),
+        (
+            THOUGHTFUL,
+            "[user]hi$\n[assistant]ho$\n[user]so?$\n[assistant]<>yes$\n",
+            ("ho$", ">yes$"),
+        ),
+        (PARTS, "[user]hi$\n[assistant]ho$\n[user]so?$\n[assistant]yes$\n", ("ho$", "yes$")),
+    ],
+    ids=["ended", "marked", "without an end", "thinking", "thoughtful", "parts"],
+)
+def test_what_the_model_says_is_trained_and_its_end(
+    build: Build, template: str, text: str, spoken: tuple[str, ...]
+) -> None:
+    chat = IN_PARTS if template is PARTS else CHAT
+    assert read(build(template, chat)) == (text, masked(text, *spoken))
+    assert read(build(template, chat, loss="all")) == (text, text)
+
+
+def test_what_is_said_may_begin_like_the_sign_to_think(build: Build) -> None:
+    chat = [{**m, "content": f"<{m['content']}"} for m in CHAT]
+    text, spoken = read(build(THOUGHTFUL, chat))
+    assert spoken == masked(text, "<ho$", "><yes$")
+
+
+def test_calls_of_tools_are_said_by_the_model(build: Build) -> None:
+    """Keys that a table fills in with nothing are not there."""
+    call = {"name": "add", "arguments": {"a": 1, "b": None}, "id": None}
+    chat = [
+        {"role": "user", "content": "1+1", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "two"},
+    ]
+    said = '{"name": "add", "arguments": {"a": 1}}$'
+    text = f"(add)[user]1+1$[assistant]{said}[tool]2$[assistant]two$"
+    found = read(build(TOOLS, chat, tools=[{"name": "add", "default": None}]))
+    assert found == (text, masked(text, said, "two$"))
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "message"),
+    [
+        (REWRITING, CHAT, "message 2: the chat template writes it otherwise once other messages"),
+        (TURNS, CHAT[1:], "message 1 is of the assistant; a conversation begins with what"),
+        (TURNS, CHAT[:1], "no token of it is trained; give chats with turns of the assistant"),
+        (TURNS, "hi", "line 1: field 'messages': expected a list of messages, each with a role"),
+        (TURNS, [{"content": "hi"}], "line 1: field 'messages': expected a list of messages"),
+        (
+            "{{ raise_exception('only pairs') }}",
+            CHAT,
+            "line 1: the chat template cannot write field 'messages': only pairs",
+        ),
+        ("{{ messages[0].x.y }}", CHAT, "the chat template cannot write field 'messages'"),
+        (None, CHAT, r"data\.chat_template: the tokenizer .* has none of its own; give a file"),
+    ],
+)
+def test_a_chat_that_cannot_be_read_is_refused(
+    build: Build, template: str | None, chat: object, message: str
+) -> None:
+    with pytest.raises(Refused, match=message):
+        build(template, chat)
+
+
+def test_a_template_of_one_s_own_is_taken(build: Build, tmp_path: Path) -> None:
+    path = tmp_path / "own.jinja"
+    path.write_text(MARKED)
+    text, spoken = read(build(REWRITING, CHAT, chat_template=str(path)))
+    assert spoken == masked(text, "ho$", "yes$")
+    with pytest.raises(Refused, match=r"none\.jinja: cannot be read"):
+        build(TURNS, CHAT, chat_template=str(tmp_path / "none.jinja"))
+
+
+def test_another_template_gives_another_store(build: Build) -> None:
+    assert build(TURNS, CHAT).identity != build(NO_END, CHAT).identity
+
+
+def test_chats_need_a_template(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"messages": CHAT}))
+    fields: dict[str, Any] = {"source": "jsonl", "path": str(path), "format": "chat"}
+    config = DataConfig(**fields, tokenizer="bytes", cache=str(tmp_path / "cache"))
+    with pytest.raises(Refused, match=r"data\.format: chat needs a tokenizer with a chat template"):
+        open_corpus(config, ByteTokenizer(), context=200, seed=0, watch=lambda *_: None)
+
+
+def test_a_dataset_of_chats_is_read_with_its_tools(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    tools = [{"name": "add"}]
+    rows = {"messages": [CHAT], "tools": [tools], "other": [1]}
+    datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "set"))
+    character_tokenizer(TOOLS).save_pretrained(tmp_path / "tokenizer")
+    fields: dict[str, Any] = {"source": "dataset", "path": str(tmp_path / "set"), "format": "chat"}
+    config = DataConfig(**fields, cache=str(tmp_path / "cache"))
+    use = load_tokenizer(str(tmp_path / "tokenizer"))
+    text, spoken = read(open_corpus(config, use, context=99, seed=0, watch=lambda *_: None))
+    assert text.startswith("(add)[user]hi$")
+    assert spoken == masked(text, "ho$", "yes$")

@@ -1,0 +1,156 @@
+"""What is trained of prompts and of tokens, from the line to the labels."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from farspan.data.config import DataConfig, SourceKind
+from farspan.data.corpus import Corpus, open_corpus
+from farspan.data.forms import UNTRAINED
+from farspan.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from farspan.spec import Refused
+from tests.data.test_tokenizers import save_words
+
+Build = Callable[..., Corpus]
+END = 256
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Build:
+    """A corpus of these records."""
+
+    def make(*records: object, tokenizer: Tokenizer | None = None, **fields: Any) -> Corpus:
+        path = tmp_path / "data.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        config = DataConfig(
+            source=SourceKind.JSONL, path=str(path), cache=str(tmp_path / "cache"), **fields
+        )
+        use = tokenizer or ByteTokenizer()
+        return open_corpus(config, use, context=64, seed=0, watch=lambda *_: None)
+
+    return make
+
+
+def row(corpus: Corpus) -> tuple[list[int], list[int]]:
+    """Ids and labels of the first sequence."""
+    batch = corpus.train.once(0)
+    return batch.input_ids[0].tolist(), batch.labels[0].tolist()
+
+
+def spoken(labels: list[int]) -> bytes:
+    """The bytes that are trained, `_` for each that is not."""
+    return bytes(ord("_") if n == UNTRAINED else n for n in labels if n != END)
+
+
+def test_a_prompt_is_read_and_its_completion_trained(build: Build) -> None:
+    record = {"question": "zwei plus zwei? ä ", "answer": "vier ü"}
+    fields = {"format": "prompt", "prompt": "question", "completion": "answer"}
+    corpus = build(record, **fields)
+    ids, labels = row(corpus)
+    assert bytes(ids[:-1]).decode() == "zwei plus zwei? ä vier ü"
+    assert spoken(labels) == b"_" * 19 + "vier ü".encode()
+    assert labels[-1] == END
+    assert corpus.trained == pytest.approx(8 / 27)
+    whole = build(record, loss="all", **fields)
+    assert row(whole)[1] == ids
+    assert whole.identity != corpus.identity
+
+
+def test_a_token_on_the_border_is_trained(build: Build, tmp_path: Path) -> None:
+    """`document` is one token, of which the prompt has the beginning."""
+    tokenizer = load_tokenizer(str(save_words(tmp_path / "words", begins=True)))
+    records = {"prompt": "one two docu", "completion": "ment one"}
+    ids, labels = row(build(records, format="prompt", tokenizer=tokenizer))
+    assert ids == [1, 3, 4, 5, 3, 2]
+    assert labels == [UNTRAINED, UNTRAINED, UNTRAINED, 5, 3, 2]
+
+
+def test_tokens_are_as_they_are(build: Build) -> None:
+    ids, labels = [70000, 5, 6, 7], [-100, -100, 6, 7]
+    assert row(build({"input_ids": ids, "labels": labels}, format="tokens")) == (ids, labels)
+    corpus = build({"input_ids": ids}, format="tokens")
+    assert row(corpus) == (ids, ids)
+    assert corpus.largest == 70000
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"ids": [1]}, r"line 1 has no field 'input_ids' \(it has: ids\); set data\.format"),
+        ({"input_ids": "1 2"}, "field 'input_ids': expected a list of whole numbers"),
+        ({"input_ids": [1, 2.5]}, "field 'input_ids': expected a list of whole numbers"),
+        ({"input_ids": [1, True]}, "field 'input_ids': expected a list of whole numbers"),
+        ({"input_ids": [1, 2**70]}, "field 'input_ids': expected a list of whole numbers"),
+        ({"input_ids": [1, -2]}, "field 'input_ids' has a negative id, -2"),
+        ({"input_ids": [1, 2**32]}, r"field 'input_ids' has an id of 4294967296, .* below 2\*\*32"),
+        ({"input_ids": [1, 2], "labels": [1]}, "1 labels of 2 input_ids; give one each"),
+        ({"input_ids": [1, 2], "labels": [2, -100]}, "each is the id in its own place, unshifted"),
+        ({"input_ids": [1, 2], "labels": [-100, -100]}, "no token of it is trained"),
+        ({"input_ids": [1, 2], "labels": [1, -100]}, "no document has a trained token after its"),
+    ],
+)
+def test_tokens_that_cannot_be_are_refused(
+    build: Build, record: dict[str, object], message: str
+) -> None:
+    with pytest.raises(Refused, match=message):
+        build(record, format="tokens")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"source": "text", "format": "chat"}, "format: chat is a form of records; set source to"),
+        ({"format": "prompt", "field": "x"}, "field: format prompt reads prompt and completion;"),
+        ({"format": "tokens", "field": "x"}, "field: format tokens reads input_ids and labels;"),
+        ({"prompt": "question"}, "prompt: only format 'prompt' has prompts and completions"),
+        ({"format": "prompt", "prompt": "completion"}, "completion: it is the prompt's field too"),
+        ({"format": "prompt", "chat_template": "x"}, "chat_template: only format 'chat' has one"),
+        ({"loss": "all"}, "loss: format text has no answers; leave it out"),
+    ],
+)
+def test_keys_that_say_nothing_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(Refused, match=message):
+        DataConfig(**{"source": "jsonl", "path": "x"} | fields)
+
+
+def test_a_field_that_is_missing_is_named_by_its_key(build: Build) -> None:
+    with pytest.raises(Refused, match=r"no field 'completion' \(.*\); set data\.completion"):
+        build({"prompt": "x", "answer": "y"}, format="prompt")
+
+
+def test_lines_are_unpacked(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))
+    config = DataConfig(source=SourceKind.JSONL, path=str(path), cache=str(tmp_path / "c"))
+    corpus = open_corpus(config, ByteTokenizer(), context=8, seed=0, watch=lambda *_: None)
+    found = corpus.train.once(0)
+    assert sorted(np.array_split(found.input_ids[0], 2), key=str)[0].tolist() == [*b"one", END]
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(Refused, match=r"data\.jsonl\.gz: cannot be read: Compressed file ended"):
+        open_corpus(config, ByteTokenizer(), context=8, seed=0, watch=lambda *_: None)
+
+
+def test_the_lines_that_open_a_run_say_what_is_divided_and_what_is_lost(build: Build) -> None:
+    texts = [{"text": "x" * n} for n in (99, 40, 39, 26)]
+    assert build(*texts).describe(64) == [
+        "data: 208 tokens, 4 sequences of 64 an epoch; none held out",
+        "packing: 1 of 4 documents divided, 18.8% padding",
+        "note: few documents fit together; another context, or packing: cut (which divides them), "
+        "wastes less",
+    ]
+    assert build(*texts, packing="cut").describe(64) == [
+        "data: 208 tokens, 4 sequences of 64 an epoch; none held out",
+        "packing: 3 of 4 documents divided, 0.0% padding",
+    ]
+    records = [{"prompt": "ab", "completion": "cd"}, {"prompt": "x" * 70, "completion": "yz"}]
+    assert build(*records, format="prompt").describe(64) == [
+        "data: 14 tokens, 7.7% of them trained, 1 sequences of 64 an epoch; none held out",
+        "packing: 1 of 2 documents divided, 78.1% padding; 64 tokens in pieces that train none",
+        "warning: all documents together are shorter than one sequence; give more data or a "
+        "shorter context",
+    ]
