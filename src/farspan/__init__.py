@@ -12,9 +12,11 @@ __getattr__, __dir__ = attributes(
     __name__,
     {
         "Dealt": "farspan.engine.deal",
+        "LongContext": "farspan.train.hugging_face",
         "Progress": "farspan.engine.step",
         "Ranks": "farspan.parallel.ranks",
         "Step": "farspan.engine.step",
+        "Trainer": "farspan.train.hugging_face",
         "Verification": "farspan.engine.verify",
         "VerificationRun": "farspan.engine.verify",
         "deal": "farspan.engine.deal",
@@ -25,6 +27,7 @@ __getattr__, __dir__ = attributes(
 __all__ = [
     "Dealt",
     "Layout",
+    "LongContext",
     "Progress",
     "Ranks",
     "Refused",
@@ -32,6 +35,7 @@ __all__ = [
     "Sparse",
     "Step",
     "Tier",
+    "Trainer",
     "Verification",
     "VerificationRun",
     "__version__",

@@ -6,11 +6,13 @@ from farspan.plan.ask import plan
 from farspan.plan.layout import Layout
 from farspan.plan.strategies import strategy
 from farspan.spec import Refused, Schedule, Sparse, Tier
+from farspan.train.hugging_face import LongContext, Trainer
 from farspan.version import VERSION as __version__
 
 __all__ = [
     "Dealt",
     "Layout",
+    "LongContext",
     "Progress",
     "Ranks",
     "Refused",
@@ -18,6 +20,7 @@ __all__ = [
     "Sparse",
     "Step",
     "Tier",
+    "Trainer",
     "Verification",
     "VerificationRun",
     "__version__",

@@ -1,0 +1,182 @@
+"""Runs of transformers' Trainer by farspan's steps are those of the plain one."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Trainer, TrainingArguments
+
+import farspan
+from farspan.spec import Refused, Schedule
+from tests.numerics import assert_exact
+from tests.train.tiny import MODEL, load_tiny
+
+pytest.importorskip("accelerate")
+
+SCHEDULE = Schedule(chunk=8, groups=1)
+Batch = dict[str, Tensor]
+Make = Callable[..., Any]
+
+
+def rows(lengths: tuple[int, ...] = (20, 13, 17, 9, 24, 11, 5, 16)) -> list[dict[str, list[int]]]:
+    draw = torch.Generator().manual_seed(0)
+    return [
+        {"input_ids": torch.randint(256, (n,), generator=draw).tolist(), "half": [n // 2]}
+        for n in lengths
+    ]
+
+
+def padded(features: list[dict[str, list[int]]], left: bool = False) -> Batch:
+    """A row each; of every second one the first half is a prompt."""
+    longest = max(len(f["input_ids"]) for f in features)
+    ids, labels = torch.zeros(2, len(features), longest, dtype=torch.long)
+    labels.fill_(-100)
+    mask = torch.zeros_like(ids)
+    for row, feature in enumerate(features):
+        own = torch.tensor(feature["input_ids"])
+        span = slice(-len(own), None) if left else slice(0, len(own))
+        ids[row, span], mask[row, span] = own, 1
+        labels[row, span] = own
+        if row % 2:
+            labels[row, span][: feature["half"][0]] = -100
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def flattened(features: list[dict[str, list[int]]]) -> Batch:
+    """Documents behind each other, as a padding-free collator has them."""
+    ids = torch.cat([torch.tensor(f["input_ids"]) for f in features])[None]
+    positions = torch.cat([torch.arange(len(f["input_ids"])) for f in features])[None]
+    labels = ids.masked_fill(positions == 0, -100)
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    def trainer(kind: Any = farspan.Trainer, collate: Any = padded, **changes: Any) -> Any:
+        values: dict[str, Any] = {
+            "output_dir": str(tmp_path / kind.__module__),
+            "max_steps": 3,
+            "per_device_train_batch_size": 2,
+            "per_device_eval_batch_size": 3,
+            "gradient_accumulation_steps": 2,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "save_strategy": "no",
+            "report_to": [],
+            "use_cpu": True,
+            "remove_unused_columns": False,
+            "disable_tqdm": True,
+        }
+        own = {"schedule": SCHEDULE} if issubclass(kind, farspan.LongContext) else {}
+        given = {key: changes.pop(key) for key in ("compute_metrics",) if key in changes}
+        model = load_tiny(config=MODEL, dtype=torch.float64, seed=0)
+        return kind(
+            model=model,
+            args=TrainingArguments(**values | changes),
+            data_collator=collate,
+            train_dataset=rows(),
+            eval_dataset=rows((7, 19, 12)),
+            **own,
+            **given,
+        )
+
+    return trainer
+
+
+def logs(trainer: Any, *keys: str) -> Tensor:
+    found = [entry[key] for entry in trainer.state.log_history for key in keys if key in entry]
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def padded_left(features: list[dict[str, list[int]]]) -> Batch:
+    """The plain Trainer would have padding predict the first token of a row."""
+    batch = padded(features, left=True)
+    begins = batch["attention_mask"].cumsum(1) == 1
+    return batch | {"labels": batch["labels"].masked_fill(begins, -100)}
+
+
+@pytest.mark.parametrize("collate", [padded, padded_left, flattened])
+def test_a_run_is_the_plain_trainer_s(make: Make, collate: Any) -> None:
+    """Losses, norms of gradients and weights. Norms are computed in float32, hence the limits."""
+    plain, ours = make(Trainer, collate), make(collate=collate)
+    for trainer in (plain, ours):
+        trainer.train()
+    for key, count in (("loss", 3), ("grad_norm", 3), ("eval_loss", 2)):
+        found, expected = logs(ours, key), logs(plain, key)
+        assert len(found) == count
+        assert_exact(found, expected, limit=1e-6)
+    for one, other in zip(ours.model.parameters(), plain.model.parameters(), strict=True):
+        assert_exact(one.detach(), other.detach(), limit=1e-5)
+
+
+def test_a_subclass_of_a_trainer_takes_it_too(make: Make) -> None:
+    class Other(Trainer):
+        def log(self, *args: Any, **kwargs: Any) -> None:
+            self.logged = True
+            super().log(*args, **kwargs)
+
+    class Long(farspan.LongContext, Other):
+        pass
+
+    trainer = make(Long)
+    trainer.train()
+    assert trainer.logged
+    expected = make()
+    expected.train()
+    assert torch.equal(logs(trainer, "loss"), logs(expected, "loss"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bf16": True}, "bf16: a step of farspan needs False, got True: that is autocast"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor: .* needs 0.0, got 0.1"),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused(
+    make: Make, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(Refused, match=message):
+        make(**changes)
+
+
+def without(key: str, **others: Tensor) -> Any:
+    def collate(features: list[dict[str, list[int]]]) -> Batch:
+        return {k: v for k, v in padded(features).items() if k != key} | others
+
+    return collate
+
+
+@pytest.mark.parametrize(
+    ("collate", "message"),
+    [
+        (without("labels"), "labels: the batch has none; give a collator that makes them"),
+        (without("", pixel_values=torch.zeros(1)), "inputs: pixel_values is nothing that a step"),
+        (without("", attention_mask=torch.ones(2, 1, 4, 4)), "attention_mask: expected"),
+        (
+            without("attention_mask", position_ids=torch.tensor([[5, 6]])),
+            "position_ids: row 0 has 5 at token 0, expected 0: they count from 0 in every document",
+        ),
+    ],
+)
+def test_a_batch_that_means_something_else_is_refused(
+    make: Make, collate: Any, message: str
+) -> None:
+    def short(features: list[dict[str, list[int]]]) -> Batch:
+        same = [{"input_ids": f["input_ids"][:2], "half": [1]} for f in features]
+        batch: Batch = collate(same)
+        return batch
+
+    with pytest.raises(Refused, match=message):
+        make(collate=short).train()
+
+
+def test_outputs_are_refused(make: Make) -> None:
+    trainer = make(compute_metrics=lambda _: {})
+    with pytest.raises(Refused, match="compute_metrics: evaluation gives the loss alone"):
+        trainer.evaluate()
