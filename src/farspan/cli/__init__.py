@@ -26,6 +26,10 @@ COMMANDS = {
         "farspan.cli.verify",
         "Compare loss and every gradient with plain full-sequence autograd; exit 1 if they differ.",
     ),
+    "data": (
+        "farspan.cli.data",
+        "Show a run file's sequences: which documents, and which of their tokens are trained.",
+    ),
     "calibrate": (
         "farspan.cli.calibrate",
         "Measure this machine and write the file that plans for it read.",

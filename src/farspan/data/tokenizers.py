@@ -16,6 +16,7 @@ from farspan.spec import Refused
 
 BYTES = "bytes"
 END_OF_DOCUMENT = 256  # the id after the 256 bytes
+_END = "<end>"  # it, where tokens are shown
 
 
 class Tokenizer(Protocol):
@@ -33,6 +34,9 @@ class Tokenizer(Protocol):
     def mark(self, documents: Sequence[Written]) -> list[Encoded]:
         """The ids of each, and which hold a character that is trained. A token that only closes a
         document is trained: it says that there is no more."""
+
+    def decode(self, ids: np.ndarray) -> str:
+        """The text of these ids, signs for ids that stand for none in it."""
 
     def signs(self) -> frozenset[int]:
         """Ids that stand for no text: of ends, beginnings, and what is not known."""
@@ -56,6 +60,11 @@ class ByteTokenizer:
 
     def mark(self, documents: Sequence[Written]) -> list[Encoded]:
         return [self._mark(document) for document in documents]
+
+    def decode(self, ids: np.ndarray) -> str:
+        pieces = np.split(ids, np.flatnonzero(ids == END_OF_DOCUMENT))
+        texts = (bytes(p[p < END_OF_DOCUMENT].tolist()).decode(errors="replace") for p in pieces)
+        return _END.join(texts)
 
     def signs(self) -> frozenset[int]:
         return frozenset({END_OF_DOCUMENT})
@@ -113,6 +122,13 @@ class HubTokenizer:
         rows = found["input_ids"]
         spans = found["offset_mapping"] if offsets else [[]] * len(rows)
         return [self._mark(*given) for given in zip(documents, rows, spans, strict=True)]
+
+    def decode(self, ids: np.ndarray) -> str:
+        text = self.inner.decode(
+            ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
 
     def signs(self) -> frozenset[int]:
         found = set(self.inner.all_special_ids)
