@@ -58,7 +58,8 @@ def metrics(run: RunConfig) -> list[dict[str, Any]]:
 
 
 def model_of(run: RunConfig) -> dict[str, torch.Tensor]:
-    return load_file(Path(run.folder) / "model" / "model.safetensors")
+    (path,) = (Path(run.folder) / "model").glob("*model.safetensors")  # adapter_model, of adapters
+    return load_file(path)
 
 
 def same_run(run: RunConfig, other: RunConfig) -> None:

@@ -58,6 +58,26 @@ class StatesPlace(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """Low-rank adapters: only they are trained, checkpointed and given out."""
+
+    rank: int = 16
+    alpha: float | None = None  # adapters count alpha / rank times; null: twice
+    targets: tuple[str, ...] | None = None  # ends of modules' names; null: all linear modules
+
+    def __post_init__(self) -> None:
+        _at_least(self.rank, 1, "rank")
+        if self.alpha is not None and not 0.0 < self.alpha < float("inf"):
+            raise Refused(f"alpha: expected a number above 0, got {self.alpha!r}")
+        if self.targets == ():
+            raise Refused("targets: names no module; give such as [q_proj, v_proj], or null")
+
+    def scale(self) -> float:
+        """What peft calls lora_alpha."""
+        return 2.0 * self.rank if self.alpha is None else self.alpha
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Weights to start from (`path`) or an architecture with random weights (`config`)."""
 
@@ -66,6 +86,7 @@ class ModelConfig:
     overrides: dict[str, Any] = field(default_factory=dict)  # such as rope_parameters
     dtype: DType = DType.FLOAT32
     trust_remote_code: bool = False
+    lora: LoraConfig | None = None  # null: all weights are trained
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.config is None):

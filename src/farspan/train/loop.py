@@ -37,6 +37,7 @@ class Result:
     comparison: Comparison | None = None  # of the planner's plan with what happened
     sparse: bool = False  # by sparse attention, an approximation; the held-out losses too
     leads: bool = True  # this process is the one that tells of it
+    adapters: bool = False  # are what was trained, and is given out
 
     @property
     def exit_code(self) -> int:
@@ -52,7 +53,8 @@ class Result:
                 f"{signal.Signals(self.signum).name}: stopped after step {self.step} of "
                 f"{self.steps}{how}; run the same command again to go on from there"
             )
-        return f"{self.steps} steps done{how}; the model is in {self.folder / 'model'}"
+        what = "adapters are" if self.adapters else "model is"
+        return f"{self.steps} steps done{how}; the {what} in {self.folder / 'model'}"
 
 
 def train(
@@ -141,7 +143,8 @@ def _prepare(
 def _nothing(run: RunConfig, folder: RunFolder) -> Result:
     """Of a run that ended before it began."""
     sparse, leads = run.sparse is not None, not isinstance(folder, OthersFolder)
-    return Result(folder.path, 0, run.steps, None, None, 0, None, sparse=sparse, leads=leads)
+    adapters = run.model.lora is not None
+    return Result(folder.path, 0, run.steps, None, None, 0, None, None, sparse, leads, adapters)
 
 
 def _result(run: RunConfig, folder: RunFolder, trainer: Trainer, signum: int | None) -> Result:

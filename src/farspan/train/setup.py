@@ -16,6 +16,7 @@ from farspan.engine.machine import machine
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
 from farspan.models.load import Weights
+from farspan.models.lora import add_adapters
 from farspan.models.refuse import refuse_context, refuse_dropout, refuse_model
 from farspan.parallel.meetings import busy
 from farspan.plan.grid import group_ranges
@@ -171,9 +172,10 @@ def choose_device(name: str) -> torch.device:
 
 def introduce(run: RunConfig, equipment: Equipment) -> str:
     """The lines that open a run."""
+    every, trained = equipment.elements
+    some = "" if trained == every else f", {trained:,} of them trained,"
     lines = [
-        f"{run.folder}: {type(equipment.model).__name__} with "
-        f"{equipment.elements[0]:,} parameters "
+        f"{run.folder}: {type(equipment.model).__name__} with {every:,} parameters{some} "
         f"on {equipment.device}{_sharing(equipment.crew)}",
         *equipment.corpus.describe(run.context),
         f"optimizer states: {equipment.placed.describe()}",
@@ -247,6 +249,9 @@ def _load(run: RunConfig, parts: Parts, device: torch.device, weights: Weights) 
         trust_remote_code=run.model.trust_remote_code,
         weights=weights,
     )
+    lora = run.model.lora
+    if lora is not None:
+        add_adapters(model, rank=lora.rank, alpha=lora.scale(), targets=lora.targets, seed=run.seed)
     # Dropout, where a model has any, is then seen and refused rather than silently left out.
     model.train()
     return model
