@@ -213,14 +213,16 @@ def show(outcome: Verification) -> None:
 def show_approximation(found: Approximation, console: Console) -> None:
     """Print how far a sparse step is from dense attention, layer by layer (OOMB's figure 7)."""
     modules = list(dict.fromkeys(name for errors in found.dense_error.values() for name in errors))
-    title = "APPROXIMATE: relative error of gradients against dense attention"
+    title = "relative error of gradients against dense attention"
+    title = f"APPROXIMATE: {title}" if found.hides else f"nothing is hidden: {title}"
     table = Table("layer", *(Column(name, overflow="fold") for name in modules), title=title)
     for layer, errors in found.dense_error.items():
         table.add_row(layer, *(f"{errors[m]:.1e}" if m in errors else "" for m in modules))
     console.print(table)
     console.print(
-        f"{sparse_words(found.pages)}; {found.selector}\nagainst dense attention: all gradients "
-        f"{found.gradient_error:.2e}, loss {found.loss_error:.2e}",
+        f"{sparse_words(found.pages, hides=found.hides)}; {found.selector}\n"
+        f"against dense attention: all gradients {found.gradient_error:.2e}, loss "
+        f"{found.loss_error:.2e}",
         highlight=False,
     )
     if not found.hides:

@@ -106,6 +106,13 @@ class Plan:
     def fits(self) -> bool:
         return self.device.left >= 0 and self.host.left >= 0
 
+    @property
+    def hides(self) -> bool:
+        """Is any token hidden from a query that dense attention would show it? Not in a layer with
+        a window, which is computed as it is."""
+        sparse = self.schedule.sparse
+        return sparse is not None and sparse.hides(self.question.run.tokens, self.schedule.chunk)
+
     def rank(self) -> tuple[bool, float]:
         """Sorts plans: those that fit, the fastest first, then the others by what they miss."""
         over = -min(0, self.device.left) - min(0, self.host.left)
@@ -157,6 +164,7 @@ class Plan:
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
             "attention": "exact" if self.schedule.sparse is None else "sparse",
+            "hides": self.hides,
             # No bound is derived for sparse attention (search.sparse).
             "gap": self.gap if self.schedule.sparse is None else None,
             "reason": self.reason,

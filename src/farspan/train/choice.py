@@ -140,8 +140,8 @@ def free_now(device: torch.device, held: int, on_host: int = 0, ranks: int = 1) 
     return Free(free + torch.cuda.memory_reserved(device), host + ranks * on_host)
 
 
-def describe_schedule(choice: Choice) -> str:
-    """The schedule on one line."""
+def describe_schedule(choice: Choice, *, hides: bool = True) -> str:
+    """The schedule on one line; `hides`: sparse attention may hide tokens."""
     schedule = choice.schedule
     sizes = schedule.groups if isinstance(schedule.groups, tuple) else (schedule.groups,)
     groups = " + ".join(str(size) for size in sizes)
@@ -157,7 +157,7 @@ def describe_schedule(choice: Choice) -> str:
     if schedule.layer_checkpoint:
         parts.append("backward layer by layer")
     if schedule.sparse is not None:
-        parts.append(sparse_words(schedule.sparse))
+        parts.append(sparse_words(schedule.sparse, hides=hides))
     return f"{choice.strategy}: {'; '.join(parts)}"
 
 

@@ -24,7 +24,7 @@ from farspan.train.shortage import (
     clear_up,
     find_shortage,
 )
-from farspan.train.sparse import fraction_of, other_chunk
+from farspan.train.sparse import fraction_of, hides, other_chunk
 from farspan.train.strict import to_mapping
 
 T = TypeVar("T")
@@ -226,7 +226,7 @@ class Runner:
             stages = group_ranges(schedule, len(dealt.spec.layers), dealt.ranks.layout.pipeline)
             sizes = tuple(last - first for first, last in stages)
             choice = replace(choice, schedule=replace(schedule, groups=sizes))
-        return describe_schedule(choice)
+        return describe_schedule(choice, hides=hides(self._run))
 
     def _alone(self, shortage: Shortage) -> OneRankShort:
         """What this rank says when it leaves a step that the others are within. It cannot be taken
