@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from farspan.lazy import load
 from farspan.plan.layout import ALONE, Layout
 from farspan.plan.model.architecture import Architecture
 from farspan.spec import MachineSpec, ModelSpec, RunSpec, Schedule, Sparse
@@ -101,6 +102,19 @@ class Plan:
     # At most this fraction slower than the fastest of the space searched.
     gap: float = 0.0
     alternatives: tuple["Plan", ...] = field(default=())
+
+    def __str__(self) -> str:
+        """What `farspan plan` prints."""
+        text: str = load("farspan.report.plan", "plan_text")(self)
+        return text
+
+    def __repr__(self) -> str:
+        question, verdict = self.question, "fits" if self.fits else "does not fit"
+        return (
+            f"<Plan: {question.model.name}, {question.run.tokens:,} tokens, "
+            f"{question.layout.devices()} x {question.machine.name}: {self.strategy} {verdict}, "
+            f"{self.seconds.total:.3g} s a step>"
+        )
 
     @property
     def fits(self) -> bool:

@@ -1,8 +1,9 @@
 """A plan as tables for a terminal."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from io import StringIO
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -56,6 +57,14 @@ def plan_view(plan: Plan) -> RenderableType:
     if plan.alternatives:
         parts += [alternatives_table(plan), Text()]
     return Group(*parts)
+
+
+def plan_text(plan: Plan) -> str:
+    """The same as plain text, as wide as the terminal; 80 columns where there is none."""
+    console = Console(file=StringIO(), color_system=None)
+    with console.capture() as shown:
+        console.print(plan_view(plan))
+    return shown.get().rstrip("\n")
 
 
 def verdict(plan: Plan) -> Text:
