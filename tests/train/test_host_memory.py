@@ -129,7 +129,7 @@ def test_the_command_line_takes_the_place_of_the_file(
         seen.append(run)
         raise Refused("stop: here")
 
-    monkeypatch.setattr("farspan.cli.train.train", stop)
+    monkeypatch.setattr("farspan.cli.training.train", stop)
     path = tmp_path / "run.yaml"
     text = "model: {path: m}\ndata: {source: text, path: t}\nhost_memory: 2GiB\n"
     path.write_text(text)
