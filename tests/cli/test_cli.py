@@ -72,7 +72,10 @@ def test_verify_fails_with_exit_code_one(
 ) -> None:
     monkeypatch.setattr("farspan.engine.prefix.Prefix.add_gradient", lambda *_: None)
     assert run(monkeypatch, "verify", str(folder), "--context", "50", "--chunk", "16") == 1
-    assert "NOT exact" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "NOT exact" in said
+    assert said.splitlines()[0].strip() == "gradients furthest from plain autograd's"
+    assert "limit: relative L2 error <= 1e-12" in said
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from farspan.spec import Schedule
 from farspan.train.config import ModelConfig, SparseConfig
 from farspan.train.sparse import fraction_of
 
+FURTHEST = "gradients furthest from plain autograd's"
+
 
 def model_for(source: ModelConfig, drawn: bool, dtype: str, seed: int) -> PreTrainedModel:
     """The model to verify, in evaluation mode: dropout plays no part in exactness."""
@@ -57,7 +59,7 @@ def verify_and_tell(
 def show(outcome: Verification) -> None:
     """Print a verification for a person."""
     console = Console()
-    table = Table("parameter", "relative error", "limit", title="worst parameters")
+    table = Table("parameter", "relative error", "limit", title=FURTHEST)
     for entry in outcome.worst:
         table.add_row(entry.name, f"{entry.error:.2e}", f"{entry.limit:.2e}")
     console.print(table)
@@ -66,7 +68,7 @@ def show(outcome: Verification) -> None:
     console.print(
         f"{verdict}{own}: {outcome.checked_parameters} parameters in {outcome.dtype}, worst "
         f"relative error {outcome.max_relative_error:.2e}, loss {outcome.loss_error:.2e}\n"
-        f"{outcome.rule}"
+        f"limit: {outcome.rule}"
     )
     if outcome.sparse is not None:
         show_approximation(outcome.sparse, console)

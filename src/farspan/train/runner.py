@@ -254,11 +254,11 @@ class Runner:
             raise OutOfMemory(f"memory: {shortage.message}")
         tried.append(f"{self._described(self._choice)}: {shortage.message}")
         if len(tried) > REPLANS:
-            raise OutOfMemory(f"memory: ran out with {_listed(tried)}; shorten the context")
+            raise OutOfMemory(f"memory: ran out with{_listed(tried)}\nshorten the context")
         try:
             choice = self._chooser.again(self._choice, shortage)
         except Refused as error:
-            raise OutOfMemory(f"memory: ran out with {_listed(tried)}; then {error}") from None
+            raise OutOfMemory(f"memory: ran out with{_listed(tried)}\nthen {error}") from None
         self._tell.note(
             f"out of memory ({_place(shortage.tier, self._use)}): {shortage.message}\n"
             f"trying the same again, {len(tried)} of {REPLANS}: {self._described(choice)}"
@@ -291,4 +291,5 @@ def _place(tier: Tier, use: Equipment) -> str:
 
 
 def _listed(tried: list[str]) -> str:
-    return "; ".join(f"({place}) {text}" for place, text in enumerate(tried, start=1))
+    """A line each: with five of them on one nobody finds what was different."""
+    return "".join(f"\n  ({place}) {text}" for place, text in enumerate(tried, start=1))
