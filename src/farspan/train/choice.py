@@ -81,10 +81,17 @@ class PlannedChooser:
     best_plan: Callable[[Question], Plan]
     free: Callable[[Question], MachineSpec]  # as much of its machine as can be had now
     recall: Callable[[Question], Choice | None]  # what was chosen before
+    # What was, and ran out of memory where no other could be chosen.
+    short: Callable[[Question], tuple[Choice, Shortage] | None] = lambda _: None
     question: Question | None = None
 
     def first(self) -> Choice:
         question = self._limited(self.ask())
+        before = self.short(question)
+        if before is not None:
+            found = self.again(*before)
+            why = f"with the plan before memory ran out: {before[1].message}"
+            return replace(found, reason="; ".join(filter(None, (why, found.reason))))
         return self.recall(question) or self._choose(question)
 
     def again(self, before: Choice, shortage: Shortage) -> Choice:

@@ -44,6 +44,7 @@ class Callbacks:
     watch: Callable[[CellsDone], None]  # after each cell of a rehearsal; may raise to abandon it
     ready: Callable[[Choice, Expected], None]  # a schedule has been rehearsed
     replanned: Callable[[Shortage, Choice], None]  # and what is tried next
+    alone: Callable[[Shortage, Choice], None]  # with what this rank leaves a step of all
     rewind: Callable[[], None]  # back to where the work began: gradients, random numbers
 
 
@@ -232,7 +233,10 @@ class Runner:
         """What this rank says when it leaves a step that the others are within. It cannot be taken
         again: a process group in which they wait for this one is good for nothing more."""
         advice = "with smaller chunks or smaller groups in the run file, or on more ranks,"
-        if self._choice is not None and self._use.dealt is not None:
+        if self._choice is not None and self._choice.plan is not None:
+            self._tell.alone(shortage, self._choice)
+            advice = "planned with less of it,"
+        elif self._choice is not None and self._use.dealt is not None:
             found = less_for_ranks(self._run, self._use.dealt, self._choice.schedule, shortage)
             advice = "no schedule needs less; on more ranks"
             if found is not None:
