@@ -64,23 +64,27 @@ def test_a_curve_is_the_same_again() -> None:
     assert curve.__wrapped__("autograd") == curve("autograd")
 
 
-# Each script in a process as `python benchmarks/SCRIPT.py` makes it, but that what takes seconds to
-# import, and is none of ours, is there.
-BY_PATH = """
+# Each script in a process as `python benchmarks/SCRIPT.py` or `python -m MODULE` makes it, but that
+# what takes seconds to import is there: it is forked from one that has imported it.
+BEGUN = """
 import os, runpy, sys
-import torch, transformers
-sys.path[0] = os.path.abspath("benchmarks")
+import farspan.engine.verify, farspan.models.load, farspan.train.loop
+root = sys.path[0] = os.getcwd()
 for script in sys.argv[1:]:
     child = os.fork()
     if not child:
-        sys.argv = [f"benchmarks/{script}.py", "--help"]
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        by_path = script.endswith(".py")
+        sys.argv = [script, "--help"]
+        sys.path[0] = os.path.join(root, "benchmarks") if by_path else root
+        run = runpy.run_path if by_path else runpy.run_module
+        run(script, run_name="__main__", **({} if by_path else {"alter_sys": True}))
     assert os.waitpid(child, 0)[1] == 0, script
 """
 
 
-def test_scripts_run_by_path() -> None:
-    scripts = ["step", "memory", "curves"]
-    command = [sys.executable, "-c", BY_PATH, *scripts]
+def test_scripts_run() -> None:
+    scripts = [f"benchmarks/{name}.py" for name in ("step", "memory", "curves")]
+    scripts += ["benchmarks.agreement", "benchmarks.sparse.learning"]
+    command = [sys.executable, "-c", BEGUN, *scripts]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.count("--out OUT") >= len(scripts)

@@ -64,6 +64,24 @@ def test_what_needs_torch_comes_when_it_is_read() -> None:
     assert run(script) == "farspan.engine.step True"
 
 
+def test_a_slip_in_a_run_file_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    """That takes 2 to 10 seconds, torch and transformers; what nobody can run needs neither."""
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: m}\ndata: {source: stdlib}\nsteps: 3\ncontxt: 8K\n")
+    script = (
+        "from farspan import cli\n"
+        "for command in ('train', 'verify'):\n"
+        f"    sys.argv = ['farspan', command, {str(path)!r}]\n"
+        "    try:\n        cli.main()\n"
+        "    except SystemExit as stop:\n"
+        "        print(stop.code, [n for n in ('torch', 'transformers') if n in sys.modules])"
+    )
+    trained, verified = run(f"sys.stderr = sys.stdout\n{script}").split("farspan: ")[1:]
+    assert "contxt: no such key (did you mean context?)" in trained
+    assert trained.splitlines()[1:] == ["2 []"]
+    assert verified.rstrip() == trained.rstrip()
+
+
 @pytest.mark.parametrize(
     "imports",
     [

@@ -2,8 +2,6 @@
 at length."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -138,10 +136,3 @@ def test_the_result_learns(result: dict[str, Any]) -> None:
         assert rows[SPARSE, seed] >= rows[DENSE, seed] - GAP
         assert rows[RANDOM, seed] <= CHANCE
     assert result["retrieval"]["accuracy"] == retrieval.gap(result["retrieval"]["arms"])
-
-
-@pytest.mark.slow
-def test_the_script_runs() -> None:
-    command = [sys.executable, "-m", "benchmarks.sparse.learning", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "--out" in done.stdout

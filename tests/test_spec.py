@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.spec import LayerSpec, ModelSpec, Refused, RunSpec, Schedule, Tier
+from farspan.spec import LayerSpec, ModelSpec, Refused, RunSpec, Schedule, Sparse, Tier
 
 
 class Foreign(StrEnum):
@@ -85,6 +85,31 @@ def test_groups_may_be_a_list() -> None:
     schedule = Schedule(groups=[2, 1])  # type: ignore[arg-type]
     assert schedule == Schedule(groups=(2, 1))
     assert hash(schedule) == hash(Schedule(groups=(2, 1)))
+
+
+@given(
+    st.builds(
+        lambda page, budget, recent, sinks: Sparse(page, budget * page, recent, sinks),
+        st.integers(1, 5),
+        st.integers(0, 6),
+        st.integers(0, 20),
+        st.integers(0, 3),
+    ),
+    st.integers(1, 60),
+    st.integers(1, 4),
+)
+def test_hidden_is_what_no_choice_has_room_for(sparse: Sparse, tokens: int, pages: int) -> None:
+    """Counted chunk by chunk, page by page."""
+    chunk, left_out = pages * sparse.page, 0
+    for start in range(0, tokens, chunk):
+        far = [
+            page
+            for page in range(sparse.sink_pages, start // sparse.page)
+            if (page + 1) * sparse.page <= start - sparse.recent
+        ]
+        left_out += max(0, len(far) * sparse.page - sparse.budget)
+    assert sparse.hides(tokens, chunk) == (left_out > 0)
+    assert sparse.hides(tokens, sparse.page) >= sparse.hides(tokens, chunk)
 
 
 @given(st.integers(1, 40), st.integers(1, 50))

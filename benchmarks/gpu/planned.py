@@ -7,18 +7,20 @@ beside every number that was measured.
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from benchmarks.children import Row
 from benchmarks.gpu.work import AUTO, SPARSE, Item, Work
 from farspan.plan.cell.describe import model_spec
+from farspan.plan.model.architecture import Architecture
 from farspan.plan.model.families import architecture_from
 from farspan.plan.price.evaluate import evaluate, useful_flop
 from farspan.plan.price.seconds import rates_of
 from farspan.plan.question import Optimizer, Plan, Question
 from farspan.plan.search.plans import best_plan
 from farspan.plan.strategies import strategy
-from farspan.spec import MachineSpec, RunSpec, Schedule
+from farspan.spec import MachineSpec, ModelSpec, RunSpec, Schedule
 
 GIB = 2**30
 # Of a device's bytes, what a plan may take, and what one may after that ran out. No plan has what
@@ -76,7 +78,7 @@ class Planner:
         config = self.work.config | {"num_hidden_layers": layers}
         architecture = architecture_from(config)
         return Question(
-            model=model_spec(architecture, self.work.dtype),
+            model=_described(architecture, self.work.dtype),
             run=RunSpec(1, tokens),
             machine=replace(self.machine, device_bytes=device),
             optimizer=Optimizer.NONE,
@@ -105,6 +107,12 @@ class Planner:
             question = replace(question, sparse=self.work.sparse)
         names = None if name in (AUTO, SPARSE) else [name]
         return best_plan(question, names, seconds=SEARCH_SECONDS)
+
+
+@lru_cache
+def _described(architecture: Architecture, dtype: str) -> ModelSpec:
+    """It takes 8 ms, and a session asks of a few depths some hundred times."""
+    return model_spec(architecture, dtype)
 
 
 def host_room(available: int) -> int:

@@ -291,6 +291,14 @@ class Sparse:
         """The most tokens before the chunk at `q_start` that one of its queries sees."""
         return self.near(q_start) + self.width(q_start) * self.page
 
+    def hides(self, tokens: int, chunk: int) -> bool:
+        """Can any of so many tokens, in chunks of `chunk`, miss one that dense attention shows it?
+        False is certain where the pages with most votes are chosen, whatever the documents: other
+        selectors may choose fewer than the budget has room for.
+        """
+        last = (tokens - 1) // chunk * chunk  # no chunk has more candidates
+        return self.reach(last) < last
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:

@@ -72,7 +72,10 @@ def test_verify_fails_with_exit_code_one(
 ) -> None:
     monkeypatch.setattr("farspan.engine.prefix.Prefix.add_gradient", lambda *_: None)
     assert run(monkeypatch, "verify", str(folder), "--context", "50", "--chunk", "16") == 1
-    assert "NOT exact" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "NOT exact" in said
+    assert said.splitlines()[0].strip() == "gradients furthest from plain autograd's"
+    assert "limit: relative L2 error <= 1e-12" in said
 
 
 @pytest.mark.parametrize(
@@ -134,7 +137,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunConfig, list[str]]
         runs.append((asked, notes))
         return RESULT
 
-    monkeypatch.setattr("farspan.cli.train.train", end)
+    monkeypatch.setattr("farspan.cli.training.train", end)
     return runs
 
 
@@ -163,7 +166,7 @@ def test_a_result_is_valid_json_whatever_the_loss(
     assert found["heldout_loss"] == "nan"
     assert found["comparison"] is None
     planned = replace(RESULT, heldout_loss=1.5, comparison=Comparison(5, 4, 2.0, None))
-    monkeypatch.setattr("farspan.cli.train.train", lambda *_, **__: planned)
+    monkeypatch.setattr("farspan.cli.training.train", lambda *_, **__: planned)
     assert run(monkeypatch, "train", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["heldout_loss"] == 1.5
@@ -248,6 +251,6 @@ def test_what_training_could_not_write_is_one_line_and_exit_code_one(
     def fail(*_: Any, **__: Any) -> None:
         raise WriteFailed("disk full")
 
-    monkeypatch.setattr("farspan.cli.train.train", fail)
+    monkeypatch.setattr("farspan.cli.training.train", fail)
     assert run(monkeypatch, "train", "--folder", str(tmp_path)) == 1
     assert capsys.readouterr().err.strip() == "farspan: disk full"

@@ -118,8 +118,22 @@ def test_a_sparse_plan_says_that_it_approximates() -> None:
     assert "farspan verify --sparse measures" in words
     found = json.loads(call(*arguments, "--json").stdout)
     assert found["schedule"]["sparse"] == asdict(Sparse(budget=1024))
+    assert found["hides"]
     dense = json.loads(call(*SMALL, "--context", "64K", "--strategy", "oomb", "--json").stdout)
     assert dense["schedule"]["sparse"] is None
+    assert not dense["hides"]
+
+
+def test_a_sparse_plan_that_hides_nothing_says_so() -> None:
+    """4K tokens in chunks of 4K, and 8K of chosen pages."""
+    arguments = (*SMALL, "--context", "8K", "--strategy", "oomb", "--sparse", "on")
+    words = " ".join(call(*arguments).output.split())
+    assert "sparse attention (nothing is hidden)" in words
+    assert "sparse attention, which hides nothing at this context and equals dense: of" in words
+    assert "without --sparse it is as exact and faster" in words
+    assert "approximat" not in words
+    found = json.loads(call(*arguments, "--json").output)
+    assert (found["attention"], found["hides"]) == ("sparse", False)
 
 
 def test_exit_code_says_whether_it_fits(asked: object) -> None:
@@ -240,7 +254,7 @@ def test_python_returns_the_same() -> None:
 
 def test_the_block_is_one() -> None:
     """What needs torch fails there, so what passes needed none."""
-    outcome = call_without_torch("verify", "--help")
+    outcome = call_without_torch("calibrate", "--help")
     assert outcome.returncode != 0
     assert "torch is blocked" in outcome.stderr
 

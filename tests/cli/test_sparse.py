@@ -1,13 +1,14 @@
 """`--sparse` of `farspan train` and `farspan verify`."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from farspan.cli.train import result_json
+from farspan.cli.training import result_json
 from farspan.train.config import RunConfig, SparseConfig
 from farspan.train.loop import Result
 from tests.cli.test_cli import CONFIG, RESULT, folder, run, trained
@@ -131,7 +132,9 @@ class TestTrain:
 
     def test_an_interrupted_run_says_so_too(self) -> None:
         ended = Result(Path("out"), 2, 3, 1.0, None, 0, 2, sparse=True)
-        assert "after step 2 of 3 with sparse attention" in ended.message
+        assert "after step 2 of 3 with sparse attention, an approximation; run" in ended.message
+        whole = replace(ended, hides=False).message
+        assert "with sparse attention, which hides nothing at this context and equals" in whole
 
 
 class TestVerify:
@@ -165,7 +168,9 @@ class TestVerify:
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert run(monkeypatch, "verify", str(folder), "--context", "64", "--sparse", "on") == 0
-        assert "nothing is hidden at this length" in " ".join(capsys.readouterr().out.split())
+        said = " ".join(capsys.readouterr().out.split())
+        assert "nothing is hidden at this length" in said
+        assert "approximat" not in said.lower()
 
     @pytest.mark.parametrize(
         ("arguments", "is_sparse"),

@@ -255,3 +255,11 @@ def test_nothing_is_hidden_where_every_layer_has_a_window() -> None:
     assert found.sparse is not None
     assert not found.sparse.hides
     assert found.sparse.gradient_error <= EXACT
+
+
+def test_a_share_of_pages_hides_whatever_the_budget() -> None:
+    wide = replace(SCHEDULE, sparse=replace(SPARSE, budget=104))
+    found = verify(shared_model("qwen2"), wide, VerificationRun(tokens=101), selector=Fraction(0.5))
+    assert found.sparse is not None
+    assert found.sparse.hides
+    assert found.sparse.gradient_error > EXACT

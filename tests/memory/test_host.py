@@ -62,6 +62,8 @@ def test_the_refusal_has_the_numbers_and_what_to_change() -> None:
     refuse_beyond(GIB, "a step", "shorten it", available=GIB)
     with pytest.raises(Refused, match=r"a step needs 2\.00 GiB and 1\.00 GiB .*; shorten it"):
         refuse_beyond(2 * GIB, "a step", "shorten it", available=GIB)
+    with pytest.raises(Refused, match=r"a step needs 20\.00 MiB and 1\.50 KiB are available"):
+        refuse_beyond(20 * 2**20, "a step", "shorten it", available=1536)
 
 
 def test_what_a_host_shows_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,8 @@ def run(fault: str, culprit: int) -> str:
 def happen(fault: str) -> None:
     if fault in ("raises", "waits elsewhere"):
         raise ValueError("no such thing\nand a second line")
+    if fault == "refused":
+        raise Refused("memory: ran out with\n  (1) this\n  (2) and that")
     if fault == "out of memory":
         raise torch.OutOfMemoryError("tried to allocate 3 GiB")
     if fault == "killed":
@@ -76,6 +78,7 @@ def others(ended: list[Ended], culprit: int) -> list[Ended]:
     ("fault", "culprit", "cause"),
     [
         ("raises", 1, "rank 1: ValueError: no such thing"),
+        ("refused", 1, "rank 1: memory: ran out with\n  (1) this\n  (2) and that"),
         ("out of memory", 0, "rank 0: OutOfMemoryError: tried to allocate 3 GiB"),
         ("killed", 2, "rank 2: died without a word (killed?)"),
         ("leaves", 1, "rank 1: died without a word (killed?)"),

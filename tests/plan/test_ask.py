@@ -1,12 +1,16 @@
 """From what a person says to a question for the planner."""
 
 import json
+import pydoc
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import farspan
+from farspan.cli import app
 from farspan.plan import ask
 from farspan.plan.ask import Options, Request
 from farspan.plan.build import build_program
@@ -192,8 +196,29 @@ def test_the_function_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_option_nobody_knows() -> None:
-    with pytest.raises(TypeError, match="contxt"):
-        farspan.plan(CONFIG, context=64, machine="h200", contxt=1)  # type: ignore[call-arg]
+    message = r"^contxt: farspan\.plan has no such option \(did you mean context\?\); expected some"
+    with pytest.raises(Refused, match=message):
+        farspan.plan(CONFIG, machine="h200", contxt=64)  # type: ignore[call-arg]
+    with pytest.raises(Refused, match=r"^layers: farspan\.plan has no such option; expected"):
+        farspan.plan(CONFIG, context=64, layers=2)  # type: ignore[call-arg]
+
+
+def test_the_function_has_a_signature_for_help() -> None:
+    shown = pydoc.plain(pydoc.render_doc(farspan.plan))
+    for words in ("plan(config: ", "*, context: ", "gpus: int = 1", "strategy: str = 'auto'"):
+        assert words in shown, shown
+    assert "The best schedule for a model, a context and a machine" in shown
+    assert signature(farspan.plan) == signature(ask.plan)
+
+
+def test_a_plan_prints_as_the_command_does() -> None:
+    found = farspan.plan("Qwen2.5-7B", context="8K", machine="h200", strategy="oomb")
+    arguments = ["plan", "--model", "Qwen2.5-7B", "--context", "8K", "--machine", "h200"]
+    outcome = CliRunner().invoke(app, [*arguments, "--strategy", "oomb"])
+    assert str(found).split() == outcome.output.split()
+    assert repr(found) == (
+        f"<Plan: Qwen2.5-7B, 8,192 tokens, 1 x h200: oomb fits, {found.seconds.total:.3g} s a step>"
+    )
 
 
 @pytest.mark.parametrize(("name", "as_in_a_run_file"), [("adamw", "device"), ("adamw8bit", "8bit")])

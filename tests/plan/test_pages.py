@@ -40,6 +40,10 @@ def test_in_words() -> None:
         "sparse attention, approximate: of earlier tokens 8K in chosen pages of 128, 4K recent, "
         "1 first page"
     )
+    assert sparse_words(Sparse(), hides=False) == (
+        "sparse attention, which hides nothing at this context and equals dense: of earlier tokens "
+        "8K in chosen pages of 128, 4K recent, 1 first page"
+    )
     assert sparse_words(Sparse(page=48, budget=480, recent=0, sink_pages=0)) == (
         "sparse attention, approximate: of earlier tokens 480 in chosen pages of 48, 0 recent, "
         "0 first pages"

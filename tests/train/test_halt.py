@@ -110,9 +110,11 @@ def test_all_ranks_abandon_a_step_behind_one_cell(tmp_path: Path) -> None:
 
 
 class Rehearsing(Step):
-    """Rank 1 is signalled behind the second cell that it rehearses apart from the others."""
+    """Rank 1 is signalled behind the second cell that it rehearses apart from the others, once rank
+    0 has come as far."""
 
     cells = 0  # that a rank rehearsed apart
+    reached: Path  # is there when rank 0 has
 
     def __call__(self, *arguments: Any, **named: Any) -> Tensor:
         assert self.dealt is not None
@@ -122,7 +124,11 @@ class Rehearsing(Step):
 
     def _slowly(self, told: Any, done: Progress) -> None:
         Rehearsing.cells += 1
+        if (dist.get_rank(), done.cells_done) == (0, 2):
+            self.reached.touch()
         if (dist.get_rank(), done.cells_done) == (1, 2):
+            while not self.reached.exists():
+                time.sleep(PULSE)
             os.kill(os.getpid(), signal.SIGTERM)
         if done.cells_done >= 2:
             time.sleep(SLOW)
@@ -131,7 +137,7 @@ class Rehearsing(Step):
 
 
 def abandon_rehearsal(run: RunConfig) -> int:
-    faults.PULSE = PULSE
+    faults.PULSE, Rehearsing.reached = PULSE, Path(f"{run.folder}-reached")
     result = loop.train(run, parts=replace(Parts(), make_step=Rehearsing), reporter=Quiet())
     assert result.exit_code == 128 + signal.SIGTERM
     assert Rehearsing.cells >= 2

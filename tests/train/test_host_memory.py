@@ -84,7 +84,7 @@ def test_the_planner_is_asked_within_it_and_its_choice_fits(tmp_path: Path) -> N
 def test_a_named_schedule_beyond_it_is_not_begun(tmp_path: Path) -> None:
     """A lighter one is looked for, and none fits in the bytes of half the weights."""
     run = tiny_run(tmp_path, schedule=ScheduleConfig(strategy="oomb"), host_memory="18KB")
-    with pytest.raises(OutOfMemory, match=r"host_memory leaves 0\.00 GiB for it; raise"):
+    with pytest.raises(OutOfMemory, match=r"host_memory leaves 0 bytes for it; raise"):
         train(run, reporter=Quiet())
 
 
@@ -129,7 +129,7 @@ def test_the_command_line_takes_the_place_of_the_file(
         seen.append(run)
         raise Refused("stop: here")
 
-    monkeypatch.setattr("farspan.cli.train.train", stop)
+    monkeypatch.setattr("farspan.cli.training.train", stop)
     path = tmp_path / "run.yaml"
     text = "model: {path: m}\ndata: {source: text, path: t}\nhost_memory: 2GiB\n"
     path.write_text(text)

@@ -245,7 +245,7 @@ def test_when_nothing_smaller_fits_all_that_was_tried_is_told(
         train(run, parts=planned_parts(SCHEDULES), reporter=Quiet())
     message = str(caught.value)
     places = [message.index(text) for text in ("(1) grouped: chunk 48", "(2) grouped: chunk 16")]
-    places += [message.index("(3) grouped: chunk 8"), message.index("; then schedule: none fits")]
+    places += [message.index("(3) grouped: chunk 8"), message.index("\nthen schedule: none fits")]
     assert places == sorted(places)
 
 

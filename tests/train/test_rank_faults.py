@@ -1,5 +1,6 @@
 """A rank that fails in mid-run: the others say which, and the same command makes up for it."""
 
+import json
 import os
 import re
 import subprocess
@@ -13,14 +14,17 @@ import pytest
 import yaml
 
 from farspan.data.corpus import open_corpus
-from farspan.train import setup
+from farspan.plan.strategies import AUTO
+from farspan.spec import Schedule
+from farspan.train import loop, setup
 from farspan.train.config import ModelConfig, RunConfig, ScheduleConfig
 from farspan.train.layout import Parallel
 from farspan.train.strict import to_mapping
 from tests.parallel.launched import launch
 from tests.train.crash import outcome
-from tests.train.faulty import ACCUMULATE, fit
-from tests.train.tiny import MODEL, STEPS, tiny_run
+from tests.train.faulty import ACCUMULATE, faulty_parts, fit
+from tests.train.planner import planned_parts
+from tests.train.tiny import MODEL, STEPS, Quiet, tiny_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -74,6 +78,38 @@ def test_a_run_goes_on_after_a_fault(
     again = launch(root / "said", 2, fit, run, "nothing")
     assert [end.said for end in again] == [str(STEPS)] * 2, again
     assert outcome(root / name) == expected
+
+
+LARGE = Schedule(chunk=48, groups=3, activations_kept=1.0, attention_kept=1.0)
+SMALL = Schedule(chunk=16, groups=1)
+
+
+def plan_and_fit(run: RunConfig, fault: str) -> str:
+    planned = planned_parts((LARGE, SMALL))
+    parts = faulty_parts(run.accumulate, fault)
+    parts = replace(
+        parts, machine=planned.machine, best_plan=planned.best_plan, evaluate=planned.evaluate
+    )
+    quiet = Quiet()
+    step = loop.train(run, parts=parts, reporter=quiet).step
+    return f"{step}\n" + "\n".join(quiet.notes)
+
+
+def test_a_plan_that_ran_out_within_a_step_is_not_taken_again(tmp_path: Path) -> None:
+    """Nobody could choose another one then: the next start does."""
+    run = replace(a_run(tmp_path, "run"), schedule=ScheduleConfig(AUTO))
+    first, _ = launch(tmp_path / "said", 2, plan_and_fit, run, "out of memory")
+    words = "tried to allocate 3 GiB; the others are within the step, so nothing lighter is tried: "
+    assert f"{words}planned with less of it, the same command goes on" in first.said, first
+    folder = Path(run.folder)
+    recorded = json.loads((folder / "shortage.json").read_text())
+    assert (recorded["fields"]["chunk"], recorded["out_of_memory"]) == (48, "device")
+    again, other = launch(tmp_path / "said", 2, plan_and_fit, run, "nothing")
+    assert again.said.splitlines()[0] == other.said.splitlines()[0] == str(STEPS), again
+    assert "resuming after step 2" in again.said
+    assert "with the plan before memory ran out: tried to allocate 3 GiB" in again.said
+    assert json.loads((folder / "plan.json").read_text())["fields"]["chunk"] == 16
+    assert not (folder / "shortage.json").exists()
 
 
 def test_torchrun_starts_it_again(whole: tuple[Path, dict[str, Any]]) -> None:

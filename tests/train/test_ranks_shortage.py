@@ -212,10 +212,10 @@ def test_where_nothing_lighter_is_left_all_say_the_same(tmp_path: Path) -> None:
     ours, theirs = run_ranks(2, refused, runs)
     assert ours == theirs
     for words, end in zip(
-        ours, ("; then schedule: none fits ", "; shorten the context"), strict=True
+        ours, ("\nthen schedule: none fits ", "\nshorten the context"), strict=True
     ):
-        assert words.startswith("memory: ran out with (1) grouped: chunk ")
-        assert "; (2) grouped: chunk " in words
+        assert words.startswith("memory: ran out with\n  (1) grouped: chunk ")
+        assert "\n  (2) grouped: chunk " in words
         assert end in words
 
 
@@ -239,7 +239,7 @@ def test_a_machine_that_is_too_small_for_a_step_is_found_by_all(tmp_path: Path) 
     for found, wanted in zip(losses(run), losses(whole_run), strict=True):
         assert relative_error(tensor_of(found), tensor_of(wanted)) <= EXACT, found
     assert ours == theirs
-    assert ours.startswith("step 2: memory: ran out with (1) grouped")
+    assert ours.startswith("step 2: memory: ran out with\n  (1) grouped")
     assert "Step 1 is saved: the same command goes on from there" in ours
     assert (Path(other.folder) / "checkpoints" / "step-00000001").is_dir()
 

@@ -167,7 +167,10 @@ def test_tries_are_bounded_and_the_last_step_is_saved(tmp_path: Path) -> None:
     saved = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())[-1]
     done = int(saved.removeprefix("step-"))
     assert done >= 1
-    assert message.startswith(f"step {done + 1}: memory: ran out with (1) ")
+    first, *attempts, advice = message.splitlines()
+    assert first == f"step {done + 1}: memory: ran out with"
+    assert [line.split()[0] for line in attempts] == ["(1)", "(2)", "(3)", "(4)", "(5)"]
+    assert advice.startswith("shorten the context")
     assert f"Step {done} is saved: the same command goes on" in message
     assert len(watched.schedules) == REPLANS + 1 == len(shortages(run)) + 1
     assert message.count("CUDA out of memory") == REPLANS + 1
@@ -201,6 +204,6 @@ def test_other_errors_of_a_step_pass(tmp_path: Path) -> None:
 
 def test_before_the_first_step_nothing_is_saved(tmp_path: Path) -> None:
     run = tiny_run(tmp_path)
-    with pytest.raises(OutOfMemory, match=r"^memory: ran out with \(1\) grouped: chunk 16,384"):
+    with pytest.raises(OutOfMemory, match=r"^memory: ran out with\n  \(1\) grouped: chunk 16,384"):
         fit_watched(run, Watched(lambda *_: True), Quiet())
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []

@@ -31,7 +31,7 @@ from farspan.train.lighter import lighter
 from farspan.train.loop import train
 from farspan.train.parts import Parts
 from farspan.train.planning import plan_json, recall_plan
-from farspan.train.sparse import fraction_of, other_chunk
+from farspan.train.sparse import fraction_of, hides, other_chunk
 from tests.numerics import assert_exact
 from tests.train.planner import one_memory, plan_for, planned_parts
 from tests.train.tiny import MODEL, STEPS, Quiet, Stopped, Stopping, tiny_run
@@ -118,6 +118,28 @@ class TestRun:
         assert "not of dense attention" in opening
         schedule = next(note for note in quiet.notes if note.startswith("schedule: "))
         assert "sparse attention" in schedule
+
+    def test_a_run_that_hides_nothing_says_that(self, tmp_path: Path) -> None:
+        """40 tokens before the last page, less the sink and the recent one, leave 36. The marks
+        stay: it is another program all the same."""
+        whole = replace(SPARSE, budget=36)
+        run, quiet = sparse_run(tmp_path, sparse=whole, steps=3), Quiet()
+        result = train(run, reporter=quiet)
+        assert "sparse attention, which hides nothing at this context" in result.message
+        assert "approximat" not in result.message + "\n".join(quiet.notes)
+        assert "not of dense attention" not in "\n".join(quiet.notes)
+        assert lines(run)[0]["attention"] == read(run, "about.json")["attention"] == "sparse"
+
+    def test_what_is_certain_to_hide_nothing(self, tmp_path: Path) -> None:
+        """Whatever chunk memory that runs out leaves; a share of the pages is never certain."""
+        run = sparse_run(tmp_path, context=48)
+        wide = replace(SPARSE, budget=36)
+        assert hides(run)
+        assert not hides(replace(run, sparse=None))
+        assert not hides(replace(run, sparse=wide))
+        assert hides(replace(run, sparse=replace(wide, budget=32)))
+        assert hides(replace(run, sparse=replace(wide, sparsity=0.5)))
+        assert not hides(replace(run, sparse=replace(wide, sparsity=0.5, recent=48)))
 
     def test_a_dense_run_does_not(self, tmp_path: Path) -> None:
         run, quiet = sparse_run(tmp_path, sparse=None), Quiet()

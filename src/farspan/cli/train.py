@@ -1,25 +1,17 @@
-"""`farspan train`."""
+"""`farspan train`: reads what is asked, without torch: a slip in a run file is told at once."""
 
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from farspan.cli.ending import FAILED, USAGE, typer_app
-from farspan.durable import WriteFailed
-from farspan.parallel.faults import RankFailed, is_shared
+from farspan.cli.ending import typer_app
+from farspan.lazy import load
 from farspan.plan.pages import EXAMPLE, OFF, ON, read_sparse
 from farspan.plan.strategies import AUTO, STRATEGIES
-from farspan.spec import Refused
 from farspan.train.config import RunConfig, load_run, with_sparse, with_strategy
 from farspan.train.default import default_run
-from farspan.train.diagnosis import Diverged, as_json
-from farspan.train.loop import Result, train
-from farspan.train.progress import make_reporter
 
 app = typer_app()
 
@@ -64,23 +56,7 @@ def train_command(
     if sparse is not None:
         chosen, note = with_sparse(chosen, read_sparse(sparse))
         notes += [] if note is None else [note]
-    try:
-        result = train(chosen, reporter=make_reporter(Console(stderr=json_wanted)), notes=notes)
-    except (WriteFailed, Diverged, RankFailed) as error:
-        if not is_shared(error):
-            print(f"farspan: {error}", file=sys.stderr)
-        raise typer.Exit(FAILED) from error
-    except Refused as error:
-        if is_shared(error):
-            raise typer.Exit(USAGE) from error
-        raise
-    if not result.leads:
-        pass
-    elif json_wanted:
-        print(json.dumps(result_json(result)))
-    else:
-        print(result.message)
-    raise typer.Exit(result.exit_code)
+    load("farspan.cli.training", "train_and_tell")(chosen, notes, in_json=json_wanted)
 
 
 def override(
@@ -98,19 +74,3 @@ def override(
         warmup = min(run.optimizer.warmup, max(0, steps - 1))
         run = replace(run, steps=steps, optimizer=replace(run.optimizer, warmup=warmup))
     return run, [] if note is None else [note]
-
-
-def result_json(result: Result) -> dict[str, Any]:
-    """A training result for a program to read."""
-    heldout, comparison = result.heldout_loss, result.comparison
-    return {
-        **({"attention": "sparse"} if result.sparse else {}),
-        "folder": str(result.folder),
-        "step": result.step,
-        "steps": result.steps,
-        "loss": result.loss,
-        "heldout_loss": None if heldout is None else as_json(heldout),
-        "skipped": result.skipped,
-        "comparison": None if comparison is None else comparison.to_json(),
-        "message": result.message,
-    }

@@ -1,28 +1,21 @@
-"""`farspan verify`: are the gradients exact?"""
+"""`farspan verify`: are the gradients exact? Reads what is asked, without torch: a slip in a run
+file is told at once."""
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeGuard
+from typing import Annotated, TypeGuard
 
-import torch
 import typer
-from rich.console import Console
-from rich.table import Column, Table
-from transformers import PreTrainedModel
 
-from farspan.cli.ending import FAILED, typer_app
-from farspan.engine.verify import Verification, VerificationRun, verify
-from farspan.engine.verify_sparse import Approximation
-from farspan.models.load import Weights, load_model
+from farspan.cli.ending import typer_app
+from farspan.lazy import load
 from farspan.plan.cell.describe import SHORT_NAMES
-from farspan.plan.pages import EXAMPLE, OFF, ON, read_sparse, sparse_words
+from farspan.plan.pages import EXAMPLE, OFF, ON, read_sparse
 from farspan.plan.strategies import AUTO, GROUPED, STRATEGIES, strategy
 from farspan.plan.units import read_tokens
 from farspan.spec import Refused, Schedule
-from farspan.train.config import SparseConfig, load_run
+from farspan.train.config import ModelConfig, SparseConfig, load_run
 from farspan.train.default import default_run
-from farspan.train.sparse import fraction_of
 
 app = typer_app()
 RUN_FILES = (".yaml", ".yml")
@@ -74,27 +67,20 @@ def verify_command(
     context = read_tokens(context_text, "context")
     chunk = None if chunk_text is None else read_tokens(chunk_text, "chunk")
     attention = attention_for(model, sparse)
-    loaded = model_for(model, dtype, seed, random_weights)
+    if documents > context:
+        raise Refused(f"documents: at most one a token, so at most {context}, got {documents}")
+    source = *source_of(model, random_weights), checked_dtype(dtype)
+    loaded = load("farspan.cli.verifying", "model_for")(*source, seed)
     layers = loaded.config.get_text_config().num_hidden_layers
     base, note = base_schedule(model, strategy_name, layers, context)
     written = chunk is not None or (strategy_name is None and has_chunk(model))
     schedule = replace_attention(replace_cuts(base, chunk, groups), attention, written)
-    if documents > context:
-        raise Refused(f"documents: at most one a token, so at most {context}, got {documents}")
-    for said in filter(None, (note, ranks_note(model))):
-        Console(stderr=as_json).print(said)
-    outcome = verify(
-        loaded,
-        schedule,
-        VerificationRun(batch, context, documents, seed),
-        worst=10,
-        selector=fraction_of(attention, schedule, context),
+    said = [text for text in (note, ranks_note(model)) if text is not None]
+    load("farspan.cli.verifying", "verify_and_tell")(
+        *(loaded, schedule, (batch, context, documents, seed), attention),
+        notes=said,
+        in_json=as_json,
     )
-    if as_json:
-        print(json.dumps(outcome.to_json()))
-    else:
-        show(outcome)
-    raise typer.Exit(0 if outcome.passed else FAILED)
 
 
 def base_schedule(
@@ -167,64 +153,24 @@ def replace_attention(
     return schedule.with_sparse(attention.spec())
 
 
-def model_for(model: str | None, dtype: str, seed: int, random_weights: bool) -> PreTrainedModel:
-    """The model to verify, in evaluation mode: dropout plays no part in exactness."""
-    dtype = SHORT_NAMES.get(dtype, dtype)
-    if dtype not in ("float64", "float32", "bfloat16"):
-        raise Refused(f"dtype: expected float64, float32 or bfloat16, got {dtype!r}")
-    source: dict[str, Any]
-    if model is None or is_run_file(model):
-        run = default_run() if model is None else load_run(Path(model))
-        source = {
-            "path": run.model.path,
-            "config": run.model.config,
-            "overrides": run.model.overrides,
-        }
-    else:
-        drawn = random_weights or not has_weights(model)
-        source = {"path": model, "weights": Weights.RANDOM if drawn else Weights.SAVED}
-    return load_model(**source, dtype=getattr(torch, dtype), seed=seed).eval()
+def checked_dtype(name: str) -> str:
+    """The dtype by its long name. Raises Refused."""
+    found = SHORT_NAMES.get(name, name)
+    if found not in ("float64", "float32", "bfloat16"):
+        raise Refused(f"dtype: expected float64, float32 or bfloat16, got {found!r}")
+    return found
+
+
+def source_of(model: str | None, random_weights: bool) -> tuple[ModelConfig, bool]:
+    """Where the model comes from, and whether its weights are drawn although it has a folder."""
+    if model is None:
+        return default_run().model, False
+    if is_run_file(model):
+        return load_run(Path(model)).model, False
+    return ModelConfig(path=model), random_weights or not has_weights(model)
 
 
 def has_weights(path: str) -> bool:
     """Does this local folder hold weights, of whatever format? A hub name is taken to."""
     folder = Path(path)
     return not folder.exists() or any([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
-
-
-def show(outcome: Verification) -> None:
-    """Print a verification for a person."""
-    console = Console()
-    table = Table("parameter", "relative error", "limit", title="worst parameters")
-    for entry in outcome.worst:
-        table.add_row(entry.name, f"{entry.error:.2e}", f"{entry.limit:.2e}")
-    console.print(table)
-    verdict = "[green]exact[/green]" if outcome.passed else "[red]NOT exact[/red]"
-    own = "" if outcome.sparse is None else " for sparse attention's own function"
-    console.print(
-        f"{verdict}{own}: {outcome.checked_parameters} parameters in {outcome.dtype}, worst "
-        f"relative error {outcome.max_relative_error:.2e}, loss {outcome.loss_error:.2e}\n"
-        f"{outcome.rule}"
-    )
-    if outcome.sparse is not None:
-        show_approximation(outcome.sparse, console)
-
-
-def show_approximation(found: Approximation, console: Console) -> None:
-    """Print how far a sparse step is from dense attention, layer by layer (OOMB's figure 7)."""
-    modules = list(dict.fromkeys(name for errors in found.dense_error.values() for name in errors))
-    title = "APPROXIMATE: relative error of gradients against dense attention"
-    table = Table("layer", *(Column(name, overflow="fold") for name in modules), title=title)
-    for layer, errors in found.dense_error.items():
-        table.add_row(layer, *(f"{errors[m]:.1e}" if m in errors else "" for m in modules))
-    console.print(table)
-    console.print(
-        f"{sparse_words(found.pages)}; {found.selector}\nagainst dense attention: all gradients "
-        f"{found.gradient_error:.2e}, loss {found.loss_error:.2e}",
-        highlight=False,
-    )
-    if not found.hides:
-        console.print(
-            "nothing is hidden at this length, so this is dense attention: give a longer --context "
-            "or a smaller budget to see what it costs"
-        )

@@ -46,15 +46,23 @@ def refuse_beyond(
     host_memory leaves of it; None: there is no such limit."""
     if allowed is not None and needed > allowed:
         raise TooLarge(
-            f"host memory: {what} needs {needed / GIB:.2f} GiB and host_memory leaves "
-            f"{max(0, allowed) / GIB:.2f} GiB for it; raise host_memory, or {advice}"
+            f"host memory: {what} needs {_size(needed)} and host_memory leaves "
+            f"{_size(max(0, allowed))} for it; raise host_memory, or {advice}"
         )
     limit = available_host_bytes() if available is None else available
     if needed > limit:
         raise TooLarge(
-            f"host memory: {what} needs {needed / GIB:.2f} GiB and {limit / GIB:.2f} GiB are "
+            f"host memory: {what} needs {_size(needed)} and {_size(limit)} are "
             f"available on this machine (or in its control group); {advice}"
         )
+
+
+def _size(number: int) -> str:
+    """Bytes in a unit that leaves something of them; the planner's own words lie above."""
+    for unit, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if number >= unit:
+            return f"{number / unit:.2f} {name}"
+    return f"{number} bytes"
 
 
 def _group_headroom(root: Path) -> list[int]:

@@ -21,6 +21,7 @@ from farspan.models.boundary import Boundary, LayerCall
 from farspan.models.compiled import uncompiled
 from farspan.models.experts import eager_experts
 from farspan.models.route import answering, routed, watching_masks
+from farspan.parallel.tensor_probe import customised
 from farspan.spec import LayerSpec, Refused
 
 TOKENS, CUT = 8, 5  # of the probe; the cut is off centre so that chunks differ
@@ -214,14 +215,6 @@ def _run_layers_in_chunks(boundary: Boundary, hidden: Tensor, seen: list[LayerSp
                 f"from itself by {error:.1e}; something in it mixes tokens outside of the "
                 "attention interface"
             )
-
-
-def customised(layer: nn.Module) -> bool:
-    """Does somebody's hook or replaced forward make this layer one of its own?"""
-    return any(
-        bool(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m))
-        for m in layer.modules()
-    )
 
 
 def _pair() -> tuple[_Dense, _Dense, _Dense]:

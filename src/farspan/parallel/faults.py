@@ -270,9 +270,11 @@ def _silent(rank: int) -> Fault:
 
 
 def _words(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    text = lines[0] if lines else ""
-    return text if _is_plain(error) else f"{type(error).__name__}: {text}".rstrip(": ")
+    text = str(error).strip()
+    if _is_plain(error):
+        return text
+    first = text.splitlines()[0] if text else ""
+    return f"{type(error).__name__}: {first}".rstrip(": ")
 
 
 def _is_plain(error: BaseException) -> bool:

@@ -108,8 +108,8 @@ class Loading(LoadPlanner):
         there = saved.properties.dtype, tuple(saved.size)
         if there != (tensor.dtype, place.shape):
             raise Refused(
-                f"of another model: {name} is {_form(*there)}, here "
-                f"{_form(tensor.dtype, place.shape)}"
+                f"of another model: {name} is {form_words(*there)}, here "
+                f"{form_words(tensor.dtype, place.shape)}"
             )
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -162,5 +162,6 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.there), torch.Size(box.sizes))
 
 
-def _form(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+def form_words(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    """Such as `float32[8, 16]`."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"

@@ -32,7 +32,7 @@ def check_layers(plan: TensorPlan, layers: nn.ModuleList, run: Run) -> None:
     for index, (layer, cuts) in enumerate(zip(layers, plan.layers, strict=True)):
         kinds = tuple(type(module) for module in layer.modules())
         shapes = tuple(tuple(p.shape) for p in layer.parameters())
-        key = kinds, shapes, index if _customised(layer) else None
+        key = kinds, shapes, index if customised(layer) else None
         if key in known:
             continue
         known.add(key)
@@ -127,7 +127,7 @@ def _sliced(module: nn.Module, name: str, cuts: LayerPlan, rank: int, ranks: int
     return shell
 
 
-def _customised(layer: nn.Module) -> bool:
+def customised(layer: nn.Module) -> bool:
     """Does somebody's hook or replaced forward make this layer one of its own?"""
     return any(
         bool(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m))

@@ -7,15 +7,24 @@ is both, in every order.
 """
 
 import sys
+from inspect import Signature, signature
 from types import ModuleType
 from typing import Any
 
-from farspan.lazy import load
+from farspan.lazy import attributes, load
 
 
 class _Planning(ModuleType):
+    @property
+    def __signature__(self) -> Signature:
+        return signature(load("farspan.plan.ask", "plan"))
+
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return load("farspan.plan.ask", "plan")(*arguments, **options)
 
 
 sys.modules[__name__].__class__ = _Planning
+
+# For `help(farspan.plan)`, which shows a package's functions and not how it is called.
+__getattr__, __dir__ = attributes(__name__, {"plan": "farspan.plan.ask"})
+__all__ = ["plan"]

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, ParamSpec, TypedDict, Unpack
 
 from farspan.lazy import load
 from farspan.plan.cell.describe import dtype_name, model_spec
@@ -17,6 +19,7 @@ from farspan.plan.question import Optimizer, Plan, Question
 from farspan.plan.search.plans import best_plan
 from farspan.plan.strategies import AUTO, check_name
 from farspan.plan.units import read_memory, read_tokens
+from farspan.plan.words import did_you_mean
 from farspan.spec import MachineSpec, ModelSpec, Refused, RunSpec, Sparse
 
 HERE, FULL, LORA = "here", "full", "lora:"
@@ -24,6 +27,7 @@ HERE, FULL, LORA = "here", "full", "lora:"
 # What `optimizer.states` of a run file calls an optimizer; `host` is called so in both.
 AS_IN_RUN_FILES = {"device": Optimizer.ADAMW, "8bit": Optimizer.ADAMW8BIT}
 
+P = ParamSpec("P")
 Config = str | Path | Mapping[str, Any] | Configuration
 
 
@@ -113,6 +117,29 @@ class Request:
         return found
 
 
+def _signed(function: Callable[P, Plan]) -> Callable[P, Plan]:
+    """The function as one that takes the fields of `Request`, all but the first by name: with a
+    signature that says so, and Refused for an option that is none of them."""
+    first, *others = signature(Request).parameters.values()
+    named = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in others]
+    known = [first.name, *(option.name for option in named)]
+
+    @wraps(function)
+    def checked(*arguments: P.args, **options: P.kwargs) -> Plan:
+        for name in options:
+            if name not in known:
+                raise Refused(
+                    f"{name}: farspan.plan has no such option{did_you_mean(name, known)}; expected "
+                    f"some of {', '.join(known)}"
+                )
+        return function(*arguments, **options)
+
+    taken = Signature([first, *named], return_annotation=Plan)
+    checked.__signature__ = taken  # type: ignore[attr-defined]
+    return checked
+
+
+@_signed
 def plan(
     config: Config,
     *,
@@ -129,7 +156,8 @@ def plan(
     options and their defaults see `Request`; bytes are numbers or text such as "128GiB".
 
     If nothing fits, the plan that misses by the least comes back: its `fits` is false and its
-    `remedy` says what would help. Raises Refused for what makes no sense.
+    `remedy` says what would help; `print` shows a plan as `farspan plan` does. Raises Refused for
+    what makes no sense.
     """
     request = Request(config, context, machine, **options)
     return best_plan(request.question(), request.strategies())

@@ -9,6 +9,7 @@ from farspan.spec import Refused, Sparse
 ON, OFF = "on", "off"
 FIELDS = tuple(field.name for field in fields(Sparse))
 EXAMPLE = "page=64,budget=2K,recent=1K,sink_pages=1"
+SEES_ALL = "which hides nothing at this context and equals dense"
 
 
 def read_sparse(text: str) -> Sparse | None:
@@ -33,11 +34,12 @@ def read_sparse(text: str) -> Sparse | None:
         raise Refused(f"sparse.{error}") from error
 
 
-def sparse_words(sparse: Sparse) -> str:
-    """What a query sees, on one line."""
+def sparse_words(sparse: Sparse, *, hides: bool = True) -> str:
+    """What a query sees, on one line; `hides`: unless it is certain that it sees everything."""
+    what = "approximate" if hides else SEES_ALL
     sinks = f"{sparse.sink_pages} first page{'s' if sparse.sink_pages != 1 else ''}"
     return (
-        f"sparse attention, approximate: of earlier tokens {write_tokens(sparse.budget)} in chosen "
+        f"sparse attention, {what}: of earlier tokens {write_tokens(sparse.budget)} in chosen "
         f"pages of {write_tokens(sparse.page)}, {write_tokens(sparse.recent)} recent, {sinks}"
     )
 

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from farspan.lazy import load
 from farspan.plan.layout import ALONE, Layout
 from farspan.plan.model.architecture import Architecture
 from farspan.spec import MachineSpec, ModelSpec, RunSpec, Schedule, Sparse
@@ -102,9 +103,29 @@ class Plan:
     gap: float = 0.0
     alternatives: tuple["Plan", ...] = field(default=())
 
+    def __str__(self) -> str:
+        """What `farspan plan` prints."""
+        text: str = load("farspan.report.plan", "plan_text")(self)
+        return text
+
+    def __repr__(self) -> str:
+        question, verdict = self.question, "fits" if self.fits else "does not fit"
+        return (
+            f"<Plan: {question.model.name}, {question.run.tokens:,} tokens, "
+            f"{question.layout.devices()} x {question.machine.name}: {self.strategy} {verdict}, "
+            f"{self.seconds.total:.3g} s a step>"
+        )
+
     @property
     def fits(self) -> bool:
         return self.device.left >= 0 and self.host.left >= 0
+
+    @property
+    def hides(self) -> bool:
+        """Is any token hidden from a query that dense attention would show it? Not in a layer with
+        a window, which is computed as it is."""
+        sparse = self.schedule.sparse
+        return sparse is not None and sparse.hides(self.question.run.tokens, self.schedule.chunk)
 
     def rank(self) -> tuple[bool, float]:
         """Sorts plans: those that fit, the fastest first, then the others by what they miss."""
@@ -157,6 +178,7 @@ class Plan:
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
             "attention": "exact" if self.schedule.sparse is None else "sparse",
+            "hides": self.hides,
             # No bound is derived for sparse attention (search.sparse).
             "gap": self.gap if self.schedule.sparse is None else None,
             "reason": self.reason,

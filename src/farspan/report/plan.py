@@ -1,8 +1,9 @@
 """A plan as tables for a terminal."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from io import StringIO
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -27,6 +28,10 @@ EIGHT_BIT = (
 SPARSE = (
     "sparse attention approximates; what the approximation costs farspan verify --sparse measures, "
     "and training logs how much attention it sees"
+)
+SEES_ALL = (
+    "sparse attention hides nothing at this context and equals dense attention, up to rounding; "
+    "without --sparse it is as exact and faster"
 )
 LANES = {
     "compute": "compute",
@@ -54,9 +59,17 @@ def plan_view(plan: Plan) -> RenderableType:
     return Group(*parts)
 
 
+def plan_text(plan: Plan) -> str:
+    """The same as plain text, as wide as the terminal; 80 columns where there is none."""
+    console = Console(file=StringIO(), color_system=None)
+    with console.capture() as shown:
+        console.print(plan_view(plan))
+    return shown.get().rstrip("\n")
+
+
 def verdict(plan: Plan) -> Text:
     """Does it fit, by how much on each tier; if not, what breaks first and what would help."""
-    text = Text(f"{subject(plan.question)}\n")
+    text = Text(f"{subject(plan)}\n")
     if plan.fits:
         text.append("fits", "bold green")
     else:
@@ -93,18 +106,20 @@ def notes(plan: Plan) -> Iterator[str]:
     if f"--optimizer {Optimizer.ADAMW8BIT}" in asked:
         yield EIGHT_BIT
     if question.sparse is not None:
-        yield SPARSE
+        yield SPARSE if plan.hides else SEES_ALL
     if question.layout.devices() > 1:
         yield f"to start it: {launch_words(question)}"
     elif plan.remedy.startswith("--gpus"):
         yield f"with {plan.remedy} the plan says how farspan train is started on them"
 
 
-def subject(question: Question) -> str:
+def subject(plan: Plan) -> str:
     """What was asked, in a line."""
-    run = question.run
+    question = plan.question
+    run, attention = question.run, ""
+    if question.sparse is not None:
+        attention = f", sparse attention ({'approximate' if plan.hides else 'nothing is hidden'})"
     sequences = f"{run.batch} sequences of " if run.batch > 1 else ""
-    attention = ", sparse attention (approximate)" if question.sparse is not None else ""
     return (
         f"{question.model.name}, {sequences}{write_tokens(run.tokens)} tokens, "
         f"{devices_words(question)}, {question.dtype}, optimizer {question.optimizer}{attention}"

@@ -17,7 +17,8 @@ def schedule_words(schedule: Schedule, layers: int, chunks: int) -> list[str]:
         _kept("other activations", schedule.activations_kept, schedule.activations),
     ]
     if schedule.sparse is not None:
-        lines.append(sparse_words(schedule.sparse))
+        hides = schedule.sparse.hides(chunks * schedule.chunk, schedule.chunk)
+        lines.append(sparse_words(schedule.sparse, hides=hides))
     if schedule.attention_open:
         lines.append("attention outputs of the open group kept while it is rebuilt")
     if schedule.layer_checkpoint:

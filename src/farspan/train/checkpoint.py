@@ -31,6 +31,7 @@ from farspan.durable import (
 )
 from farspan.parallel.states_files import expect_json, open_tensors
 from farspan.parallel.states_list import Forms
+from farspan.parallel.states_plan import form_words
 from farspan.spec import Refused
 from farspan.train import checkpoint_ranks
 from farspan.train.checkpoint_ranks import entries_of, refuse_other
@@ -236,12 +237,9 @@ def _verify_tensors(path: Path, forms: Forms) -> None:
             saved = tensor.dtype, tuple(tensor.shape)
             if saved != form:
                 raise Refused(
-                    f"{path}: of another model: {name} is {_form(*saved)}, here {_form(*form)}"
+                    f"{path}: of another model: {name} is {form_words(*saved)}, here "
+                    f"{form_words(*form)}"
                 )
-
-
-def _form(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def _copy(path: Path, live: Tensors) -> None:

@@ -81,10 +81,17 @@ class PlannedChooser:
     best_plan: Callable[[Question], Plan]
     free: Callable[[Question], MachineSpec]  # as much of its machine as can be had now
     recall: Callable[[Question], Choice | None]  # what was chosen before
+    # What was, and ran out of memory where no other could be chosen.
+    short: Callable[[Question], tuple[Choice, Shortage] | None] = lambda _: None
     question: Question | None = None
 
     def first(self) -> Choice:
         question = self._limited(self.ask())
+        before = self.short(question)
+        if before is not None:
+            found = self.again(*before)
+            why = f"with the plan before memory ran out: {before[1].message}"
+            return replace(found, reason="; ".join(filter(None, (why, found.reason))))
         return self.recall(question) or self._choose(question)
 
     def again(self, before: Choice, shortage: Shortage) -> Choice:
@@ -140,8 +147,8 @@ def free_now(device: torch.device, held: int, on_host: int = 0, ranks: int = 1) 
     return Free(free + torch.cuda.memory_reserved(device), host + ranks * on_host)
 
 
-def describe_schedule(choice: Choice) -> str:
-    """The schedule on one line."""
+def describe_schedule(choice: Choice, *, hides: bool = True) -> str:
+    """The schedule on one line; `hides`: sparse attention may hide tokens."""
     schedule = choice.schedule
     sizes = schedule.groups if isinstance(schedule.groups, tuple) else (schedule.groups,)
     groups = " + ".join(str(size) for size in sizes)
@@ -157,7 +164,7 @@ def describe_schedule(choice: Choice) -> str:
     if schedule.layer_checkpoint:
         parts.append("backward layer by layer")
     if schedule.sparse is not None:
-        parts.append(sparse_words(schedule.sparse))
+        parts.append(sparse_words(schedule.sparse, hides=hides))
     return f"{choice.strategy}: {'; '.join(parts)}"
 
 

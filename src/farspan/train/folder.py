@@ -3,6 +3,8 @@
 config.yaml      the run, with every default written out
 about.json       what it is computed with: the model, the schedule, expected memory
 plan.json        only with strategy auto: what the planner chose and what it expects
+shortage.json    only after a rank ran out of memory within a step of all, with strategy auto: with
+                 which plan; the next start plans with less
 comparison.json  only with strategy auto: that beside what was measured
 metrics.jsonl    a line a step, a line an evaluation, a line each time memory ran out
 checkpoints/     to resume from
@@ -13,13 +15,21 @@ diagnosis.json   only after a loss or gradient that is not finite
 import fcntl
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
 
-from farspan.durable import append_line, remove_leftovers, write_whole
+from farspan.durable import (
+    PARTIAL,
+    append_line,
+    publish,
+    remove_leftovers,
+    write_bytes,
+    write_whole,
+)
 from farspan.spec import Refused
 from farspan.train.config import Decay, RunConfig, StatesPlace
 from farspan.train.layout import replicas
@@ -73,6 +83,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
         self.metrics = self.path / "metrics.jsonl"
+        self.shortage = self.path / "shortage.json"
         self._run = run
         self._lock: TextIO | None = None
 
@@ -145,6 +156,17 @@ class RunFolder:
         write_whole(path, json.dumps(values, indent=1, allow_nan=False).encode("utf-8"))
         return path
 
+    def write_shortage(self, values: Mapping[str, Any]) -> None:
+        """Says with which plan memory ran out. Any rank does: the one that ran out leaves the
+        others waiting, and can tell none of them. Raises WriteFailed."""
+        partial = self.path / f"{PARTIAL}{os.getpid()}-{self.shortage.name}"
+        write_bytes(partial, json.dumps(values, indent=1).encode("utf-8"))
+        publish(partial, self.shortage)
+
+    def forget_shortage(self) -> None:
+        """The plan that came after it goes."""
+        self.shortage.unlink(missing_ok=True)
+
 
 class OthersFolder(RunFolder):
     """The folder of a rank whose run another rank writes down."""
@@ -157,6 +179,9 @@ class OthersFolder(RunFolder):
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> Path:  # noqa: ARG002
         return self.path / name
+
+    def forget_shortage(self) -> None:
+        """Rank 0 does."""
 
 
 def _read(config: Path) -> dict[str, Any]:

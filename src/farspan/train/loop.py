@@ -19,7 +19,7 @@ from farspan.train.planning import place_states
 from farspan.train.progress import NoReporter, Reporter, make_reporter
 from farspan.train.runner import Comparison
 from farspan.train.setup import choose_device, equip, introduce, resolve
-from farspan.train.sparse import SPARSELY, what_changes
+from farspan.train.sparse import HIDING_NOTHING, SPARSELY, hides, what_changes
 from farspan.train.trainer import ABOUT, Trainer
 
 
@@ -35,7 +35,8 @@ class Result:
     skipped: int  # steps without an update, because something was not finite
     signum: int | None  # the signal that ended it early
     comparison: Comparison | None = None  # of the planner's plan with what happened
-    sparse: bool = False  # by sparse attention, an approximation; the held-out losses too
+    sparse: bool = False  # by sparse attention, the held-out losses too: an approximation if
+    hides: bool = True  # a query may miss what dense attention shows it
     leads: bool = True  # this process is the one that tells of it
     adapters: bool = False  # are what was trained, and is given out
 
@@ -47,7 +48,8 @@ class Result:
     @property
     def message(self) -> str:
         """One sentence for the user."""
-        how = f" {SPARSELY}" if self.sparse else ""
+        words = SPARSELY if self.hides else HIDING_NOTHING
+        how = f" {words}" if self.sparse else ""
         if self.signum is not None:
             return (
                 f"{signal.Signals(self.signum).name}: stopped after step {self.step} of "
@@ -142,9 +144,13 @@ def _prepare(
 
 def _nothing(run: RunConfig, folder: RunFolder) -> Result:
     """Of a run that ended before it began."""
-    sparse, leads = run.sparse is not None, not isinstance(folder, OthersFolder)
-    adapters = run.model.lora is not None
-    return Result(folder.path, 0, run.steps, None, None, 0, None, None, sparse, leads, adapters)
+    return Result(
+        *(folder.path, 0, run.steps, None, None, 0, None),
+        sparse=run.sparse is not None,
+        hides=hides(run),
+        leads=not isinstance(folder, OthersFolder),
+        adapters=run.model.lora is not None,
+    )
 
 
 def _result(run: RunConfig, folder: RunFolder, trainer: Trainer, signum: int | None) -> Result:

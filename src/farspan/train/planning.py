@@ -47,16 +47,20 @@ PLANNED = {
 
 PLANNING = "choosing a schedule"
 
+Recall = Callable[[Question], Choice | None]
+RecallShortage = Callable[[Question], tuple[Choice, Shortage] | None]
+
 
 def make_chooser(
     run: RunConfig,
     use: Equipment,
     parts: Parts,
-    recall: Callable[[Question], Choice | None],
+    before: tuple[Recall, RecallShortage],
     progress: Callable[[str], None],
 ) -> Chooser:
     """Chooses the run's schedules. Nothing is looked at or measured before the first choice;
-    `progress` hears then what is measured, and may raise to abandon it."""
+    `progress` hears then what is measured, and may raise to abandon it. `before` finds what an
+    earlier part of the run had planned, and what it ran out of memory with."""
     named = run.schedule.strategy
     chooser: Chooser = NamedChooser(
         strategy=named or "the run's own",
@@ -72,7 +76,8 @@ def make_chooser(
             ask=lambda: ask(run, use, parts, progress),
             best_plan=parts.best_plan,
             free=lambda question: least.limit(run, question),
-            recall=recall,
+            recall=before[0],
+            short=before[1],
         )
     return chooser if use.crew.count == 1 else OneForAll(chooser, use.crew, least)
 
@@ -221,7 +226,31 @@ def recall_plan(
     it was for another machine or does not fit any more. In another layout, where the bits are
     others anyway, only a sparse one is kept that can run there: the chunk is part of what sparse
     attention computes."""
-    layout, known = question.layout, read_json(path)
+    found = _of_file(read_json(path), question, evaluate)
+    return found if found is not None and found.plan is not None and found.plan.fits else None
+
+
+def recall_shortage(
+    path: Path, question: Question, evaluate: Callable[[Question, str, Schedule], Plan]
+) -> tuple[Choice, Shortage] | None:
+    """The plan with which one of several ranks ran out of memory when the others could not know of
+    it, and of what; None where there is no such, or it was for another machine or layout."""
+    known = read_json(path)
+    found = _of_file(known, question, evaluate)
+    if found is None or known is None or known.get("layout") != asdict(question.layout):
+        return None
+    try:
+        return found, Shortage(Tier(known["out_of_memory"]), str(known["message"]))
+    except (KeyError, ValueError):
+        return None
+
+
+def _of_file(
+    known: dict[str, Any] | None,
+    question: Question,
+    evaluate: Callable[[Question, str, Schedule], Plan],
+) -> Choice | None:
+    layout = question.layout
     if known is None or known.get("machine") != question.machine.name:
         return None
     try:
@@ -235,4 +264,4 @@ def recall_plan(
         plan = evaluate(question, str(known["strategy"]), schedule)
     except (Refused, KeyError, TypeError):
         return None
-    return Choice(plan.strategy, schedule, "as planned before", plan) if plan.fits else None
+    return Choice(plan.strategy, schedule, "as planned before", plan)

@@ -24,7 +24,7 @@ from farspan.train.shortage import (
     clear_up,
     find_shortage,
 )
-from farspan.train.sparse import fraction_of, other_chunk
+from farspan.train.sparse import fraction_of, hides, other_chunk
 from farspan.train.strict import to_mapping
 
 T = TypeVar("T")
@@ -44,6 +44,7 @@ class Callbacks:
     watch: Callable[[CellsDone], None]  # after each cell of a rehearsal; may raise to abandon it
     ready: Callable[[Choice, Expected], None]  # a schedule has been rehearsed
     replanned: Callable[[Shortage, Choice], None]  # and what is tried next
+    alone: Callable[[Shortage, Choice], None]  # with what this rank leaves a step of all
     rewind: Callable[[], None]  # back to where the work began: gradients, random numbers
 
 
@@ -226,13 +227,16 @@ class Runner:
             stages = group_ranges(schedule, len(dealt.spec.layers), dealt.ranks.layout.pipeline)
             sizes = tuple(last - first for first, last in stages)
             choice = replace(choice, schedule=replace(schedule, groups=sizes))
-        return describe_schedule(choice)
+        return describe_schedule(choice, hides=hides(self._run))
 
     def _alone(self, shortage: Shortage) -> OneRankShort:
         """What this rank says when it leaves a step that the others are within. It cannot be taken
         again: a process group in which they wait for this one is good for nothing more."""
         advice = "with smaller chunks or smaller groups in the run file, or on more ranks,"
-        if self._choice is not None and self._use.dealt is not None:
+        if self._choice is not None and self._choice.plan is not None:
+            self._tell.alone(shortage, self._choice)
+            advice = "planned with less of it,"
+        elif self._choice is not None and self._use.dealt is not None:
             found = less_for_ranks(self._run, self._use.dealt, self._choice.schedule, shortage)
             advice = "no schedule needs less; on more ranks"
             if found is not None:
@@ -254,11 +258,11 @@ class Runner:
             raise OutOfMemory(f"memory: {shortage.message}")
         tried.append(f"{self._described(self._choice)}: {shortage.message}")
         if len(tried) > REPLANS:
-            raise OutOfMemory(f"memory: ran out with {_listed(tried)}; shorten the context")
+            raise OutOfMemory(f"memory: ran out with{_listed(tried)}\nshorten the context")
         try:
             choice = self._chooser.again(self._choice, shortage)
         except Refused as error:
-            raise OutOfMemory(f"memory: ran out with {_listed(tried)}; then {error}") from None
+            raise OutOfMemory(f"memory: ran out with{_listed(tried)}\nthen {error}") from None
         self._tell.note(
             f"out of memory ({_place(shortage.tier, self._use)}): {shortage.message}\n"
             f"trying the same again, {len(tried)} of {REPLANS}: {self._described(choice)}"
@@ -291,4 +295,5 @@ def _place(tier: Tier, use: Equipment) -> str:
 
 
 def _listed(tried: list[str]) -> str:
-    return "; ".join(f"({place}) {text}" for place, text in enumerate(tried, start=1))
+    """A line each: with five of them on one nobody finds what was different."""
+    return "".join(f"\n  ({place}) {text}" for place, text in enumerate(tried, start=1))

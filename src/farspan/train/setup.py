@@ -22,7 +22,6 @@ from farspan.parallel.meetings import busy
 from farspan.plan.grid import group_ranges
 from farspan.plan.layout import AXES
 from farspan.plan.model.catalog import refuse_absent
-from farspan.plan.pages import sparse_words
 from farspan.plan.strategies import AUTO
 from farspan.spec import ModelSpec, Refused
 from farspan.train.allocator import DeviceMemory
@@ -39,7 +38,7 @@ from farspan.train.optimizer_parts import Held
 from farspan.train.optimizer_place import DEFAULT, STATES, Placed
 from farspan.train.parts import Parts
 from farspan.train.pieces import Pieces, pieces_of
-from farspan.train.sparse import NOT_DENSE, marks, sparsity_words
+from farspan.train.sparse import marks, opening_words
 
 Place = Callable[[Any, torch.device], Placed]
 
@@ -180,9 +179,8 @@ def introduce(run: RunConfig, equipment: Equipment) -> str:
         *equipment.corpus.describe(run.context),
         f"optimizer states: {equipment.placed.describe()}",
     ]
-    pages = run.pages()
-    if pages is not None:
-        lines.append(f"{sparse_words(pages)}{sparsity_words(run)}; {NOT_DENSE}")
+    if run.sparse is not None:
+        lines.append(opening_words(run))
     return "\n".join(lines)
 
 

@@ -1,18 +1,20 @@
 """Sparse attention in a run: its schedule and selector, the mark on its outputs, the warning."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction as Ratio
 from math import ceil
 from typing import Any
 
 from farspan.attention.sparse.select import Fraction
 from farspan.engine.sparse import Seen
+from farspan.plan.pages import SEES_ALL, sparse_words
 from farspan.spec import Refused, Schedule
 from farspan.train.config import RunConfig, SparseConfig
 from farspan.train.diagnosis import as_json
 
 SPARSELY = "with sparse attention, an approximation"
+HIDING_NOTHING = f"with sparse attention, {SEES_ALL}"
 NOT_DENSE = "loss and gradients are those of what is seen, not of dense attention"
 REMIND = 100  # steps between two warnings: attention changes slowly, and layers take turns
 
@@ -20,6 +22,24 @@ REMIND = 100  # steps between two warnings: attention changes slowly, and layers
 def marks(run: RunConfig) -> dict[str, str]:
     """What every output of a run with sparse attention holds; nothing for a dense one."""
     return {} if run.sparse is None else {"attention": "sparse"}
+
+
+def hides(run: RunConfig) -> bool:
+    """May a query miss a token that dense attention shows it? False is certain, whatever chunk a
+    run that is short of memory comes to: one of a page has the most to choose from."""
+    if run.sparse is None:
+        return False
+    pages = run.sparse.spec()
+    if run.sparse.sparsity is not None:
+        pages = replace(pages, budget=0)
+    return pages.hides(run.context, pages.page)
+
+
+def opening_words(run: RunConfig) -> str:
+    """What a run with sparse attention says of it when it begins. The run has some."""
+    assert run.sparse is not None
+    words = sparse_words(run.sparse.spec(), hides=hides(run)) + sparsity_words(run)
+    return f"{words}; {NOT_DENSE}" if hides(run) else words
 
 
 def sparsity_words(run: RunConfig) -> str:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from farspan.durable import read_json
+from farspan.durable import WriteFailed, read_json
 from farspan.engine.sparse import Seen
 from farspan.plan.question import Question
 from farspan.spec import Refused
@@ -26,7 +27,7 @@ from farspan.train.interrupt import Interrupt
 from farspan.train.memory import Expected, peak_process_bytes
 from farspan.train.optimizer import learning_rate
 from farspan.train.parts import CellsDone, Parts, StepLike
-from farspan.train.planning import make_chooser, plan_json, recall_plan
+from farspan.train.planning import make_chooser, plan_json, recall_plan, recall_shortage
 from farspan.train.position import Position, position_of
 from farspan.train.progress import Reporter
 from farspan.train.runner import Callbacks, Comparison, Runner, shortage_json
@@ -75,12 +76,13 @@ class Trainer:
             run,
             equipment,
             parts,
-            make_chooser(run, equipment, parts, self._recall, self._measuring),
+            make_chooser(run, equipment, parts, (self._recall, self._short), self._measuring),
             Callbacks(
                 note=reporter.note,
                 watch=self._rehearsing,
                 ready=self._ready,
                 replanned=self._replanned,
+                alone=self._alone,
                 rewind=self._rewind,
             ),
         )
@@ -334,6 +336,14 @@ class Trainer:
             return None
         return recall_plan(self._folder.path / PLAN, question, self._parts.evaluate)
 
+    def _short(self, question: Question) -> tuple[Choice, Shortage] | None:
+        return recall_shortage(self._folder.shortage, question, self._parts.evaluate)
+
+    def _alone(self, shortage: Shortage, choice: Choice) -> None:
+        # The disk may be full as well: what ran out first is to be heard of.
+        with suppress(WriteFailed):
+            self._folder.write_shortage(plan_json(choice) | shortage_json(shortage, choice))
+
     def _ready(self, choice: Choice, expected: Expected) -> None:
         known = (read_json(self._folder.path / ABOUT) or {}) if self.at.step else {}
         if words := other_chunk(known.get("schedule", {}).get("chunk"), choice.schedule):
@@ -341,6 +351,7 @@ class Trainer:
         self._folder.write_json(ABOUT, about(self._run, self._use, choice, expected))
         if choice.plan is not None:
             self._folder.write_json(PLAN, plan_json(choice))
+            self._folder.forget_shortage()
 
     def _replanned(self, shortage: Shortage, choice: Choice) -> None:
         self._use.memory.forget()

@@ -20,13 +20,13 @@ from farspan.attention.sparse.cell import (
 )
 from farspan.attention.sparse.far import FarKernel
 from farspan.attention.sparse.gathered import select_far
-from farspan.attention.sparse.pages import MemoryPages
 from farspan.attention.sparse.reference import reference, seen
 from farspan.attention.sparse.select import Selector, TopK
 from farspan.plan.blocks import Run, document_runs, plan_blocks
 from farspan.plan.cell.sparse import MOST_UNITS
 from farspan.spec import Sparse
 from tests.attention.cases import Case, Inputs, Results
+from tests.attention.sparse.memory_pages import MemoryPages
 
 SPARSE = Sparse(page=4, budget=12, recent=6, sink_pages=1)
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from farspan.attention.sparse.pages import MemoryPages, Slab, Units, units_of
+from farspan.attention.sparse.pages import Slab, Units, units_of
 from tests.attention.cases import make_inputs
 from tests.attention.sparse.cases import Sequence, SparseCase, cases
+from tests.attention.sparse.memory_pages import MemoryPages
 
 
 @pytest.fixture(autouse=True)

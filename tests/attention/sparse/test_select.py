@@ -11,7 +11,6 @@ from torch import Tensor
 
 from farspan.attention.sparse import select as selecting
 from farspan.attention.sparse.cell import choose
-from farspan.attention.sparse.pages import MemoryPages
 from farspan.attention.sparse.select import (
     Candidates,
     Checked,
@@ -24,6 +23,7 @@ from farspan.attention.sparse.select import (
 from farspan.spec import Refused, Sparse
 from tests.attention.cases import Case, make_inputs
 from tests.attention.sparse.cases import MIXED, Sequence, SparseCase
+from tests.attention.sparse.memory_pages import MemoryPages
 from tests.numerics import assert_exact
 
 CANDIDATES = Candidates(range(2, 9))

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from farspan.attention.sparse.pages import (
-    MemoryPages,
     Slab,
     Units,
     ends_of,
@@ -22,6 +21,7 @@ from farspan.attention.sparse.select import Candidates, Checked, Fraction, TopK
 from farspan.spec import Sparse
 from tests.attention.cases import Case, make_inputs
 from tests.attention.sparse.cases import MIXED, Sequence, SparseCase
+from tests.attention.sparse.memory_pages import MemoryPages
 from tests.numerics import EXACT, assert_exact
 
 

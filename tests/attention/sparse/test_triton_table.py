@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from farspan.attention.sparse.triton_table import PageTable
-from farspan.attention.sparse.triton_tiles import AMPERE, HOPPER, Tiles, choose_tiles, fastest
+from farspan.attention.sparse.triton_tiles import AMPERE, HOPPER, Tiles, choose_tiles
 from farspan.spec import Refused
 
 
@@ -66,11 +66,6 @@ def test_tiles_by_gpu_and_head_size() -> None:
     assert choose_tiles((8, 0), 32, 2) == AMPERE[64]
     assert choose_tiles((8, 9), 256, 2) not in (HOPPER[256], AMPERE[256])
     assert choose_tiles((9, 0), 128, 4).forward.stages == 1
-
-
-def test_the_fastest_tiles_win_and_the_first_of_equals() -> None:
-    times = {HOPPER[64]: 2.0, HOPPER[128]: 1.0, AMPERE[64]: 1.0}
-    assert fastest(times, times.__getitem__) == HOPPER[128]
 
 
 def test_tables_hold_powers_of_two() -> None:

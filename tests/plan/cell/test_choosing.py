@@ -7,7 +7,6 @@ from farspan.attention.backends import select_kernel
 from farspan.attention.cell import AttentionCall
 from farspan.attention.sparse.cell import SparseCall, choose, sparse_call
 from farspan.attention.sparse.gathered import select_far
-from farspan.attention.sparse.pages import MemoryPages
 from farspan.attention.sparse.quality import sampled, seen_mass
 from farspan.attention.sparse.select import TopK
 from farspan.engine.meter import PeakMeter
@@ -15,6 +14,7 @@ from farspan.plan.blocks import plan_blocks
 from farspan.plan.cell.choosing import SAMPLES, WATCHED_KEYS, choice_bytes, watch_bytes
 from farspan.plan.cell.sparse import Far
 from farspan.spec import Sparse
+from tests.attention.sparse.memory_pages import MemoryPages
 
 # batch, query heads, K, V heads, head dim, chunk, first token, page, chosen pages
 SHAPES = [

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from farspan.attention.sparse.far import FarCall
 from farspan.attention.sparse.gathered import FlashPages, Gathered, PlainPages
-from farspan.attention.sparse.pages import MemoryPages
 from farspan.engine.meter import LiveStorage
 from farspan.plan.cell.sparse import MOST_UNITS, PART_BYTES, Far, far_bytes, slab_units
+from tests.attention.sparse.memory_pages import MemoryPages
 
 LARGE = Far(1, 8, 2, 64, 64, 4, page=64, chosen=16, tokens=1024, candidates=600)
 # Of the bound, by the worst choice of real sizes: forward and backward. What aten takes and gives

@@ -34,7 +34,7 @@ class Inverse:
 
 @dataclass(frozen=True)
 class PageTable:
-    """The choice of one layer and chunk. Made once, used in forward, rebuild and backward.
+    """A choice as one call of the kernels reads it: of a chunk in a layer, or of a slab of it.
 
     Page p is tokens [p * page, (p + 1) * page) of the sequence; query page m is tokens
     [m * page, (m + 1) * page) of the chunk. All chosen pages lie before the chunk: the kernels

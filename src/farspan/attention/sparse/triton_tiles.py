@@ -1,11 +1,10 @@
-"""Tile sizes of the page kernels: a small table for Hopper and Ampere, and a way to try them.
+"""Tile sizes of the page kernels: a small table for Hopper and Ampere.
 
 Tile sizes are part of a run's arithmetic (sums are taken tile by tile), so they come from a table
-and not from a stopwatch: two runs on one machine give the same bits. `fastest` is for whoever
-measures, and what it finds can be given to every call.
+and not from a stopwatch: two runs on one machine give the same bits. Whoever measures gives
+others to every call.
 """
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 
@@ -58,8 +57,3 @@ def choose_tiles(capability: tuple[int, int], head_dim: int, itemsize: int) -> T
         return FULL_PRECISION
     table = HOPPER if capability >= (9, 0) else AMPERE if capability == (8, 0) else SMALL_AMPERE
     return table[max(64, padded(head_dim))]
-
-
-def fastest(candidates: Iterable[Tiles], seconds: Callable[[Tiles], float]) -> Tiles:
-    """The candidate with the least `seconds`; the first of equals."""
-    return min(candidates, key=seconds)

@@ -1,0 +1,96 @@
+"""What `farspan verify` does once it knows what is asked: compares, and tells what it found."""
+
+import json
+from collections.abc import Iterable
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+from transformers import PreTrainedModel
+
+from farspan.cli.ending import FAILED
+from farspan.engine.verify import Verification, VerificationRun, verify
+from farspan.engine.verify_sparse import Approximation
+from farspan.models.load import Weights, load_model
+from farspan.plan.pages import sparse_words
+from farspan.spec import Schedule
+from farspan.train.config import ModelConfig, SparseConfig
+from farspan.train.sparse import fraction_of
+
+FURTHEST = "gradients furthest from plain autograd's"
+
+
+def model_for(source: ModelConfig, drawn: bool, dtype: str, seed: int) -> PreTrainedModel:
+    """The model to verify, in evaluation mode: dropout plays no part in exactness."""
+    return load_model(
+        path=source.path,
+        config=source.config,
+        overrides=source.overrides,
+        weights=Weights.RANDOM if drawn else Weights.SAVED,
+        dtype=getattr(torch, dtype),
+        seed=seed,
+    ).eval()
+
+
+def verify_and_tell(
+    model: PreTrainedModel,
+    schedule: Schedule,
+    shape: tuple[int, int, int, int],
+    attention: SparseConfig | None,
+    *,
+    notes: Iterable[str],
+    in_json: bool,
+) -> None:
+    """Says the notes, verifies and prints the outcome. `shape`: sequences, tokens of each,
+    documents in a row and the seed. Raises typer.Exit with the command's exit code, and Refused."""
+    run = VerificationRun(*shape)
+    for note in notes:
+        Console(stderr=in_json).print(note)
+    selector = fraction_of(attention, schedule, run.tokens)
+    outcome = verify(model, schedule, run, worst=10, selector=selector)
+    if in_json:
+        print(json.dumps(outcome.to_json()))
+    else:
+        show(outcome)
+    raise typer.Exit(0 if outcome.passed else FAILED)
+
+
+def show(outcome: Verification) -> None:
+    """Print a verification for a person."""
+    console = Console()
+    table = Table("parameter", "relative error", "limit", title=FURTHEST)
+    for entry in outcome.worst:
+        table.add_row(entry.name, f"{entry.error:.2e}", f"{entry.limit:.2e}")
+    console.print(table)
+    verdict = "[green]exact[/green]" if outcome.passed else "[red]NOT exact[/red]"
+    own = "" if outcome.sparse is None else " for sparse attention's own function"
+    console.print(
+        f"{verdict}{own}: {outcome.checked_parameters} parameters in {outcome.dtype}, worst "
+        f"relative error {outcome.max_relative_error:.2e}, loss {outcome.loss_error:.2e}\n"
+        f"limit: {outcome.rule}"
+    )
+    if outcome.sparse is not None:
+        show_approximation(outcome.sparse, console)
+
+
+def show_approximation(found: Approximation, console: Console) -> None:
+    """Print how far a sparse step is from dense attention, layer by layer (OOMB's figure 7)."""
+    modules = list(dict.fromkeys(name for errors in found.dense_error.values() for name in errors))
+    title = "relative error of gradients against dense attention"
+    title = f"APPROXIMATE: {title}" if found.hides else f"nothing is hidden: {title}"
+    table = Table("layer", *(Column(name, overflow="fold") for name in modules), title=title)
+    for layer, errors in found.dense_error.items():
+        table.add_row(layer, *(f"{errors[m]:.1e}" if m in errors else "" for m in modules))
+    console.print(table)
+    console.print(
+        f"{sparse_words(found.pages, hides=found.hides)}; {found.selector}\n"
+        f"against dense attention: all gradients {found.gradient_error:.2e}, loss "
+        f"{found.loss_error:.2e}",
+        highlight=False,
+    )
+    if not found.hides:
+        console.print(
+            "nothing is hidden at this length, so this is dense attention: give a longer --context "
+            "or a smaller budget to see what it costs"
+        )
