@@ -11,7 +11,7 @@ from farspan.plan.model.catalog import find_architecture
 from farspan.plan.price.evaluate import evaluate
 from farspan.plan.price.machines import machine
 from farspan.plan.question import Optimizer, Plan, Question
-from farspan.plan.search import quick
+from farspan.plan.search import plans, quick
 from farspan.plan.search.estimate import estimate
 from farspan.plan.search.plans import best_plan, longest_contexts, named_schedule
 from farspan.plan.search.thrift import TOLERANCE
@@ -43,6 +43,25 @@ def test_the_best_plan_is_the_fastest_that_fits() -> None:
     assert not best.remedy
     for plan in (best, *best.alternatives):
         assert all(size >= 0 for size in (*plan.device.parts.values(), *plan.host.parts.values()))
+
+
+def test_what_the_search_knows_holds_for_a_strategy_that_is_preferred(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes less main memory than the fastest, and nobody has searched for it by its name."""
+    asked = question(32 * 1024)
+    named = evaluate(asked, "oomb", named_schedule(asked, "oomb"))
+    fastest = replace(
+        named,
+        strategy="grouped",
+        seconds=replace(named.seconds, total=named.seconds.total / 1.003),
+        host=replace(named.host, parts=named.host.parts | {"x": GIB}),
+        gap=0.001,
+    )
+    monkeypatch.setattr(plans, "_plans", lambda *_: [named, fastest])
+    best = best_plan(asked)
+    assert best.strategy == "oomb"
+    assert best.gap == pytest.approx(1.003 * 1.001 - 1, rel=1e-9)
 
 
 def test_more_memory_is_never_slower() -> None:
