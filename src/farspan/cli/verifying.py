@@ -13,6 +13,7 @@ from farspan.cli.ending import FAILED
 from farspan.engine.verify import Verification, VerificationRun, verify
 from farspan.engine.verify_sparse import Approximation
 from farspan.models.load import Weights, load_model
+from farspan.models.lora import add_adapters
 from farspan.plan.pages import sparse_words
 from farspan.spec import Schedule
 from farspan.train.config import ModelConfig, SparseConfig
@@ -22,15 +23,28 @@ FURTHEST = "gradients furthest from plain autograd's"
 
 
 def model_for(source: ModelConfig, drawn: bool, dtype: str, seed: int) -> PreTrainedModel:
-    """The model to verify, in evaluation mode: dropout plays no part in exactness."""
-    return load_model(
+    """The model to verify, in evaluation mode: dropout plays no part in exactness. Adapters are
+    drawn whole: of zeros half of their gradients would be zeros."""
+    model = load_model(
         path=source.path,
         config=source.config,
         overrides=source.overrides,
         weights=Weights.RANDOM if drawn else Weights.SAVED,
         dtype=getattr(torch, dtype),
         seed=seed,
-    ).eval()
+        trust_remote_code=source.trust_remote_code,
+    )
+    lora = source.lora
+    if lora is not None:
+        add_adapters(
+            model,
+            rank=lora.rank,
+            alpha=lora.scale(),
+            targets=lora.targets,
+            seed=seed,
+            zeros=False,
+        )
+    return model.eval()
 
 
 def verify_and_tell(

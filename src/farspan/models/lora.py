@@ -15,13 +15,19 @@ MISSING = (
 
 
 def add_adapters(
-    model: Any, *, rank: int, alpha: float, targets: tuple[str, ...] | None, seed: int
+    model: Any,
+    *,
+    rank: int,
+    alpha: float,
+    targets: tuple[str, ...] | None,
+    seed: int,
+    zeros: bool = True,
 ) -> None:
     """Freezes the weights of a PreTrainedModel and gives its linear modules adapters to train.
 
     A module's output gains `alpha / rank` · B(A(x)), A [rank, in] drawn from `seed` and B
-    [out, rank] zeros, in the model's dtype. `targets` are ends of modules' names, such as `q_proj`;
-    None: all linear modules of the layers. Raises Refused.
+    [out, rank] zeros (or drawn, for a test), in the model's dtype. `targets` are ends of modules'
+    names, such as `q_proj`; None: all linear modules of the layers. Raises Refused.
     """
     try:
         config = load("peft", "LoraConfig")
@@ -32,6 +38,7 @@ def add_adapters(
         lora_alpha=alpha,
         target_modules=ALL if targets is None else list(targets),
         task_type="CAUSAL_LM",
+        init_lora_weights=zeros,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
