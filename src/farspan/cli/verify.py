@@ -15,6 +15,7 @@ from farspan.cli.ending import FAILED, typer_app
 from farspan.engine.verify import Verification, VerificationRun, verify
 from farspan.engine.verify_sparse import Approximation
 from farspan.models.load import Weights, load_model
+from farspan.models.lora import add_adapters
 from farspan.plan.cell.describe import SHORT_NAMES
 from farspan.plan.pages import EXAMPLE, OFF, ON, read_sparse, sparse_words
 from farspan.plan.strategies import AUTO, GROUPED, STRATEGIES, strategy
@@ -173,6 +174,7 @@ def model_for(model: str | None, dtype: str, seed: int, random_weights: bool) ->
     if dtype not in ("float64", "float32", "bfloat16"):
         raise Refused(f"dtype: expected float64, float32 or bfloat16, got {dtype!r}")
     source: dict[str, Any]
+    lora = None
     if model is None or is_run_file(model):
         run = default_run() if model is None else load_run(Path(model))
         source = {
@@ -180,10 +182,22 @@ def model_for(model: str | None, dtype: str, seed: int, random_weights: bool) ->
             "config": run.model.config,
             "overrides": run.model.overrides,
         }
+        lora = run.model.lora
     else:
         drawn = random_weights or not has_weights(model)
         source = {"path": model, "weights": Weights.RANDOM if drawn else Weights.SAVED}
-    return load_model(**source, dtype=getattr(torch, dtype), seed=seed).eval()
+    loaded = load_model(**source, dtype=getattr(torch, dtype), seed=seed)
+    if lora is not None:
+        # With a B of zeros, as training starts, every gradient of A would be zero.
+        add_adapters(
+            loaded,
+            rank=lora.rank,
+            alpha=lora.scale(),
+            targets=lora.targets,
+            seed=seed,
+            zero=False,
+        )
+    return loaded.eval()
 
 
 def has_weights(path: str) -> bool:

@@ -16,6 +16,7 @@ from farspan.engine.machine import machine
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
 from farspan.models.load import Weights
+from farspan.models.lora import add_adapters
 from farspan.models.refuse import refuse_context, refuse_dropout, refuse_model
 from farspan.parallel.meetings import busy
 from farspan.plan.grid import group_ranges
@@ -137,7 +138,8 @@ def equip(run: RunConfig, parts: Parts, watch: Watch, place: Place, crew: Crew) 
     elements = _elements(model)
     looked = None
     if run.schedule.strategy == AUTO:
-        looked = crew.by_first(lambda: look(model, run.model.dtype.value, device))
+        adapters = run.model.lora.everywhere() if run.model.lora else 0
+        looked = crew.by_first(lambda: look(model, run.model.dtype.value, device, adapters))
     dealt = deal_model(run, parts, model, crew)
     pieces = None if dealt is None else pieces_of(dealt)
     states = replace(run.optimizer, states=placed.states)
@@ -255,6 +257,9 @@ def _load(run: RunConfig, parts: Parts, device: torch.device, weights: Weights) 
         trust_remote_code=run.model.trust_remote_code,
         weights=weights,
     )
+    lora = run.model.lora
+    if lora is not None:
+        add_adapters(model, rank=lora.rank, alpha=lora.scale(), targets=lora.targets, seed=run.seed)
     # Dropout, where a model has any, is then seen and refused rather than silently left out.
     model.train()
     return model

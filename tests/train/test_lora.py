@@ -1,0 +1,139 @@
+"""A run that trains adapters: resumed to the bit, given out as peft reads it, shared by ranks."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from farspan.models.load import load_model
+from farspan.models.lora import add_adapters
+from farspan.spec import Kernels, Refused
+from farspan.train.config import (
+    CheckpointConfig,
+    DType,
+    EvaluationConfig,
+    LoraConfig,
+    ModelConfig,
+    RunConfig,
+    ScheduleConfig,
+)
+from farspan.train.layout import Parallel
+from farspan.train.loop import train
+from tests.numerics import EXACT, relative_error
+from tests.ranks import run_ranks
+from tests.train.test_ranks import WIDE
+from tests.train.tiny import Quiet, Stopped, Stopping, tiny_run
+
+LORA = LoraConfig(rank=4)
+ADAPTER = "adapter_model.safetensors"
+
+
+def a_run(root: Path, name: str, **changes: Any) -> RunConfig:
+    base = root / "base"
+    if not base.exists():
+        load_model(config=WIDE, dtype=torch.float64, seed=5).save_pretrained(base)
+    run = tiny_run(
+        root,
+        folder=str(root / name),
+        model=ModelConfig(path=str(base), dtype=DType.FLOAT64, lora=LORA),
+        schedule=ScheduleConfig(strategy="grouped", chunk=24, groups=1),
+        steps=4,
+        evaluation=EvaluationConfig(every=0, sequences=1),
+        checkpoints=CheckpointConfig(every=2, keep=9),
+    )
+    return replace(run, data=replace(run.data, tokenizer="bytes"), **changes)
+
+
+def adapters_of(run: RunConfig) -> dict[str, torch.Tensor]:
+    return load_file(Path(run.folder) / "model" / ADAPTER)
+
+
+def fit_all(runs: list[RunConfig]) -> None:
+    for run in runs:
+        train(run, reporter=Quiet())
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_peft_loads_what_was_trained(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "run")
+    fit_all([run])
+    ours = load_model(path=str(run.model.path), dtype=torch.float64)
+    add_adapters(ours, rank=4, alpha=8.0)
+    saved = load_file(tmp_path / "run" / "checkpoints" / "step-00000004" / "model.safetensors")
+    assert saved
+    assert all(".lora_" in name for name in saved)  # the frozen weights are not in it
+    assert not ours.load_state_dict(saved, strict=False).unexpected_keys
+    base: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64)
+    ids = torch.arange(20)[None]
+    before = base(ids).logits
+    theirs = PeftModel.from_pretrained(
+        base, str(tmp_path / "run" / "model"), autocast_adapter_dtype=False
+    )
+    assert torch.equal(theirs(ids).logits, ours(ids).logits)
+    assert not torch.equal(theirs(ids).logits, before)
+
+
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
+    whole, run = a_run(tmp_path, "whole"), a_run(tmp_path, "run")
+    fit_all([whole])
+    with pytest.raises(Stopped):
+        train(run, reporter=Stopping(4))
+    fit_all([run])
+    expected = adapters_of(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in adapters_of(run).items())
+
+
+def test_two_ranks_train_the_adapters_of_one(tmp_path: Path) -> None:
+    alone = a_run(tmp_path, "alone")  # two batches an update
+    layouts = {
+        "data": (Parallel(data=2, fsdp=False), 1),
+        "fsdp": (Parallel(data=2), 1),
+        "ulysses": (Parallel(ulysses=2, fsdp=False), 2),
+        "ulysses-fsdp": (Parallel(ulysses=2), 2),
+    }
+    shared = [
+        a_run(tmp_path, name, parallel=parallel, accumulate=accumulate)
+        for name, (parallel, accumulate) in layouts.items()
+    ]
+    fit_all([alone])
+    run_ranks(2, fit_all, shared)
+    expected = adapters_of(alone)
+    for run in shared:
+        found = adapters_of(run)
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            assert relative_error(tensor, expected[name]) <= EXACT, (run.folder, name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel": Parallel(tensor=2)}, r"parallel\.tensor: not with model\.lora"),
+        ({"parallel": Parallel(pipeline=2)}, r"parallel\.pipeline: not with model\.lora"),
+        ({"kernels": Kernels(compile=True)}, r"kernels\.compile: not with model\.lora"),
+    ],
+)
+def test_what_does_not_go_with_adapters(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(Refused, match=message):
+        a_run(tmp_path, "run", **changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"dropout": 0.1}, "dropout: expected 0, got 0.1"),
+        ({"rank": 0}, "rank: expected a whole number of at least 1"),
+        ({"alpha": 0.0}, "alpha: expected a number above 0"),
+        ({"targets": ()}, "targets: expected linear, or names"),
+    ],
+)
+def test_adapters_that_cannot_be(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(Refused, match=message):
+        LoraConfig(**given)
