@@ -79,7 +79,7 @@ def test_every_option_reaches_the_question(
 ) -> None:
     outcome = call(
         *("plan", "--model", "Qwen2.5-0.5B", "--machine", "a100-80g", "--context", "128K"),
-        *("--gpus", "4", "--batch", "3", "--optimizer", "host", "--trainable", "lora:8"),
+        *("--gpus", "4", "--batch", "3", "--optimizer", "host", "--lora", "8"),
         *("--strategy", "oomb", "--dtype", "bf16"),
         *("--device-memory", "40GB", "--host-memory", "128GiB"),
     )
@@ -203,7 +203,7 @@ def test_no_context_fits(monkeypatch: pytest.MonkeyPatch, asked: object) -> None
         (["--context", "1M", "--host-memory", "128G"], "host_memory: expected bytes"),
         (["--context", "1M", "--device-memory", "-1GiB"], "device_memory: expected bytes"),
         (["--context", "1M", "--optimizer", "sgd"], "optimizer: expected one of adamw"),
-        (["--context", "1M", "--trainable", "lora:0"], "trainable: expected full, or lora:R"),
+        (["--context", "1M", "--lora", "-1"], "lora: expected the rank of adapters"),
         (["--context", "1M", "--strategy", "magic"], "strategy: 'magic' is not known"),
         (["--context", "1M", "--dtype", "int8"], "dtype: expected one of"),
         (["--context", "1M", "--machine", "h2000"], "machine: 'h2000' is neither a preset nor"),

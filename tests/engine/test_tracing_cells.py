@@ -39,7 +39,7 @@ def sized(name: str, rank: int = 0, optimizer: str = "none") -> Sized:
         LLAMA,
         TOKENS,
         "h200",
-        trainable=f"lora:{rank}" if rank else "full",
+        lora=rank,
         optimizer=optimizer,
     )
     question = request.question()

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from farspan.cli.ending import FAILED, typer_app
-from farspan.plan.ask import AS_IN_RUN_FILES, FULL, HERE, Request
+from farspan.plan.ask import AS_IN_RUN_FILES, HERE, Request
 from farspan.plan.model.catalog import presets
 from farspan.plan.pages import EXAMPLE, read_sparse
 from farspan.plan.price.machines import names as machine_names
@@ -60,8 +60,8 @@ DeviceMemory = Annotated[
 HostMemory = Annotated[
     str | None, typer.Option(help="Of the node, in place of the machine's: 128GiB.")
 ]
-Trainable = Annotated[
-    str, typer.Option(help="full, or lora:R for adapters of rank R on every linear module.")
+Lora = Annotated[
+    int, typer.Option(help="Rank of adapters on every linear module; 0 trains all weights.")
 ]
 SparseText = Annotated[
     str | None,
@@ -89,7 +89,7 @@ def plan_command(
     batch: Annotated[int, typer.Option(help="Sequences a step.")] = 1,
     strategy: StrategyName = AUTO,
     optimizer: OptimizerName = Optimizer.ADAMW,
-    trainable: Trainable = FULL,
+    lora: Lora = 0,
     dtype: Annotated[str, typer.Option(help="bf16, fp32 or fp64.")] = "bf16",
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
@@ -109,7 +109,7 @@ def plan_command(
         batch=batch,
         strategy=strategy,
         optimizer=optimizer,
-        trainable=trainable,
+        lora=lora,
         dtype=dtype,
         device_memory=device_memory,
         host_memory=host_memory,

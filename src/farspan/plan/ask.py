@@ -19,7 +19,7 @@ from farspan.plan.strategies import AUTO, check_name
 from farspan.plan.units import read_memory, read_tokens
 from farspan.spec import MachineSpec, ModelSpec, Refused, RunSpec, Sparse
 
-HERE, FULL, LORA = "here", "full", "lora:"
+HERE = "here"
 
 # What `optimizer.states` of a run file calls an optimizer; `host` is called so in both.
 AS_IN_RUN_FILES = {"device": Optimizer.ADAMW, "8bit": Optimizer.ADAMW8BIT}
@@ -37,7 +37,7 @@ class Options(TypedDict, total=False):
     gpus: int
     batch: int
     optimizer: str
-    trainable: str
+    lora: int
     strategy: str
     dtype: str
     device_memory: str | int | None
@@ -56,7 +56,7 @@ class Request:
     gpus: int = 1
     batch: int = 1  # sequences a step, for each group of devices that shares one
     optimizer: str = Optimizer.ADAMW
-    trainable: str = FULL  # or lora:R, adapters of rank R on every linear module of the layers
+    lora: int = 0  # rank of adapters on every linear module of the layers; 0: all is trained
     strategy: str = AUTO  # the best of all of them
     dtype: str = "bfloat16"
     device_memory: str | int | None = None  # in place of what the machine's device has
@@ -67,7 +67,7 @@ class Request:
     def question(self) -> Question:
         """The question for the planner. Raises Refused naming the field."""
         architecture = _architecture(self.config)
-        rank = _adapter_rank(self.trainable, architecture)
+        rank = _adapter_rank(self.lora, architecture)
         # What a cell holds is asked of the architecture: it must have the adapters too.
         architecture = replace(architecture, adapter_rank=rank)
         model = model_spec(architecture, self.dtype)
@@ -160,20 +160,18 @@ def _here(progress: Callable[[str], None]) -> MachineSpec:
     return measure(progress)
 
 
-def _adapter_rank(trainable: str, architecture: Architecture) -> int:
-    if trainable == FULL:
+def _adapter_rank(rank: int, architecture: Architecture) -> int:
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+        raise Refused(f"lora: expected the rank of adapters, or 0 for none, got {rank!r}")
+    if rank == 0:
         return 0
-    rank = trainable.removeprefix(LORA).lstrip("0")
-    if not trainable.startswith(LORA) or not rank.isdecimal():
-        raise Refused(f"trainable: expected full, or lora:R such as lora:16, got {trainable!r}")
     widest = _widest_rank(architecture)
-    if len(rank) > len(str(widest)) or int(rank) > widest:  # int() itself takes 4,300 digits
+    if rank > widest:
         raise Refused(
-            f"trainable: {trainable} is a rank above {widest}, the narrower side of the largest "
-            f"linear module of a layer, where an adapter is a whole matrix; give lora:{widest} or "
-            "less"
+            f"lora: {rank} is a rank above {widest}, the narrower side of the largest linear "
+            f"module of a layer, where an adapter is a whole matrix; give {widest} or less"
         )
-    return int(rank)
+    return rank
 
 
 def _widest_rank(architecture: Architecture) -> int:

@@ -54,7 +54,7 @@ def test_more_memory_is_never_slower() -> None:
 def test_main_memory_is_not_taken_for_nothing() -> None:
     """Adapters leave the device's memory to what is kept, and as fast as the fastest plan is one
     that takes nothing of the host."""
-    best = best_plan(Request("Qwen2.5-1.5B", "64K", "h200", trainable="lora:16").question())
+    best = best_plan(Request("Qwen2.5-1.5B", "64K", "h200", lora=16).question())
     fastest = min((plan for plan in best.alternatives if plan.fits), key=Plan.rank)
     assert fastest.strategy == best.strategy == "grouped"
     assert fastest.host.total > 6 * GIB
