@@ -1,5 +1,6 @@
 """A run that trains adapters: resumed to the bit, given out as peft reads it, shared by ranks."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,10 @@ def test_two_ranks_train_the_adapters_of_one(tmp_path: Path) -> None:
     fit_all([alone])
     run_ranks(2, fit_all, shared)
     expected = adapters_of(alone)
+    listed = tmp_path / "fsdp" / "checkpoints" / "step-00000004" / "tensors.json"
+    saved = [name for name in json.loads(listed.read_text())["tensors"] if name[:6] == "model/"]
+    assert len(saved) == len(expected)
+    assert all(".lora_" in name for name in saved)
     for run in shared:
         found = adapters_of(run)
         assert found.keys() == expected.keys()
