@@ -11,6 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from farspan.cli.verify import model_for
 from farspan.models.load import load_model
 from farspan.models.lora import add_adapters
 from farspan.spec import Kernels, Refused
@@ -142,3 +143,13 @@ def test_what_does_not_go_with_adapters(
 def test_adapters_that_cannot_be(given: dict[str, Any], message: str) -> None:
     with pytest.raises(Refused, match=message):
         LoraConfig(**given)
+
+
+def test_verify_has_the_adapters_of_a_run_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    config = json.dumps(WIDE)  # which is YAML too
+    path.write_text(f"model: {{config: {config}, lora: {{rank: 4}}}}\ndata: {{}}\n")
+    model = model_for(str(path), "float64", 0, False)
+    trained = [p for name, p in model.named_parameters() if ".lora_" in name]
+    assert len(trained) == sum(p.requires_grad for p in model.parameters()) == 28
+    assert all(p.any() for p in trained)  # or gradients of A would be zero
