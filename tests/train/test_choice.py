@@ -11,6 +11,7 @@ import torch
 
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
+from farspan.models.lora import add_adapters
 from farspan.plan.layout import Layout, refuse_together
 from farspan.plan.price.machines import machine
 from farspan.plan.question import Budget, Plan, Question
@@ -305,3 +306,16 @@ def test_frozen_weights_are_not_planned_as_trained() -> None:
     for layer in found.layers:
         assert layer.work.trainable == 3 * 32 * 48
         assert layer.work.parameters > layer.work.trainable
+
+
+@pytest.mark.parametrize(("rank", "known"), [(4, True), (0, False)])
+def test_adapters_everywhere_are_planned_as_the_family_has_them(rank: int, known: bool) -> None:
+    """`rank` is what the planner is told: 0 where the adapters are on some modules only."""
+    model = make_model("llama", torch.float32)
+    add_adapters(model, rank=4, alpha=8.0)
+    looked = look(model, "float32", CPU, rank)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert (looked.architecture is not None) is known
+    assert looked.model.trainable == sum(layer.work.trainable for layer in looked.model.layers)
+    assert looked.model.trainable == trained
+    assert looked.model.outer_trainable() == 0

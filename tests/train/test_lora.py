@@ -1,158 +1,177 @@
-"""Adapters alone are trained, saved, gone on with and given out, exactly."""
+"""A run that trains adapters: resumed to the bit, given out as peft reads it, shared by ranks."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from farspan import Step
+from farspan.cli.verify import source_of
+from farspan.cli.verifying import model_for
+from farspan.models.load import load_model
 from farspan.models.lora import add_adapters
-from farspan.plan.strategies import STRATEGIES, strategy
-from farspan.spec import Refused
-from farspan.train.config import DType, LoraConfig, ModelConfig, RunConfig, ScheduleConfig
+from farspan.spec import Kernels, Refused
+from farspan.train.config import (
+    CheckpointConfig,
+    DType,
+    EvaluationConfig,
+    LoraConfig,
+    ModelConfig,
+    RunConfig,
+    ScheduleConfig,
+)
 from farspan.train.layout import Parallel
 from farspan.train.loop import train
-from tests.engine.checks import assert_close, draw, run_oracle, run_step
-from tests.numerics import relative_error
+from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
-from tests.train.test_ranks import WIDE, a_run, fit_all, metrics, same_run
-from tests.train.tiny import Quiet, Stopped, Stopping
-from tests.zoo import make_model
+from tests.train.test_ranks import WIDE
+from tests.train.tiny import Quiet, Stopped, Stopping, tiny_run
 
-peft = pytest.importorskip("peft")
-
-LORA = LoraConfig(rank=2)
+LORA = LoraConfig(rank=4)
+ADAPTER = "adapter_model.safetensors"
 
 
-def lora_run(root: Path, name: str, **changes: Any) -> RunConfig:
-    model = ModelConfig(config=WIDE, dtype=DType.FLOAT64, lora=LORA)
-    return a_run(root, name, **{"model": model} | changes)
-
-
-@pytest.fixture(scope="module")
-def adapted() -> Any:
-    """B is not zero, or A would have no gradient."""
-    model: Any = make_model("qwen2")
-    add_adapters(model, rank=2, alpha=4.0, targets=None, seed=0, zeros=False)
-    return model
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_gradients_of_adapters_are_those_of_plain_autograd(name: str, adapted: Any) -> None:
-    step = Step(adapted, strategy(name, 4, 53), poison=True)
-    for seed in (0, 1):
-        data = draw(53, batch=2, documents=4 * seed, seed=seed)
-        expected = run_oracle(adapted, data)
-        assert any("lora_A" in name for name in expected.gradients)
-        assert all("lora_" in name for name in expected.gradients)
-        assert_close(run_step(adapted, step, data), expected)
-
-
-def test_only_adapters_are_saved_and_a_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    whole, parted = (lora_run(tmp_path, name) for name in ("whole", "parted"))
-    fit_all([whole])
-    with pytest.raises(Stopped):
-        train(parted, reporter=Stopping(3))
-    fit_all([parted])
-    same_run_bits(whole, parted)
-    saved = load_file(tmp_path / "whole/checkpoints/step-00000004/model.safetensors")
-    assert saved
-    assert all("lora_" in name for name in saved)
-    about = json.loads((tmp_path / "whole" / "about.json").read_text())
-    assert about["trainable"] == sum(t.numel() for t in saved.values()) < about["parameters"]
-
-
-def same_run_bits(run: RunConfig, other: RunConfig) -> None:
-    ours, theirs = (
-        load_file(Path(r.folder) / "model/adapter_model.safetensors") for r in (run, other)
+def a_run(root: Path, name: str, **changes: Any) -> RunConfig:
+    base = root / "base"
+    if not base.exists():
+        load_model(config=WIDE, dtype=torch.float64, seed=5).save_pretrained(base)
+    run = tiny_run(
+        root,
+        folder=str(root / name),
+        model=ModelConfig(path=str(base), dtype=DType.FLOAT64, lora=LORA),
+        schedule=ScheduleConfig(strategy="grouped", chunk=24, groups=1),
+        steps=4,
+        evaluation=EvaluationConfig(every=0, sequences=1),
+        checkpoints=CheckpointConfig(every=2, keep=9),
     )
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    return replace(run, data=replace(run.data, tokenizer="bytes"), **changes)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
-def test_what_is_given_out_is_what_peft_reads(tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    fields = {key: value for key, value in WIDE.items() if key != "model_type"}
-    config = AutoConfig.for_model(str(WIDE["model_type"]), **fields)
-    made: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-    made.save_pretrained(base)
-    model = ModelConfig(path=str(base), dtype=DType.FLOAT64, lora=LORA)
-    run = lora_run(tmp_path, "run", model=model)
-    run = replace(run, data=replace(run.data, tokenizer="bytes"))
-    result = train(run, reporter=Quiet())
-    assert result.message == f"4 steps done; the adapters are in {run.folder}/model"
-    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(
-        Path(run.folder) / "model", dtype=torch.float64
-    )
-    assert loaded.peft_config["default"].base_model_name_or_path == str(base)
-    ids = torch.arange(40)[None]
-    plain: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
-    with torch.no_grad():
-        found, untrained = loaded(ids).logits, plain(ids).logits
-    assert relative_error(found, untrained) > 1e-4
-    add_adapters(plain, rank=2, alpha=4.0, targets=None, seed=0)
-    trained = load_file(Path(run.folder) / "checkpoints/step-00000004/model.safetensors")
-    plain.load_state_dict(trained, strict=False)
-    with torch.no_grad():
-        assert torch.equal(found, plain(ids).logits)
+def adapters_of(run: RunConfig) -> dict[str, torch.Tensor]:
+    return load_file(Path(run.folder) / "model" / ADAPTER)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [Parallel(data=2), Parallel(ulysses=2), Parallel(ulysses=2, fsdp=False), Parallel(pipeline=2)],
-    ids=["data", "ulysses, fsdp", "ulysses", "pipeline"],
-)
-def test_ranks_train_the_same_adapters(tmp_path: Path, layout: Parallel) -> None:
-    replicas = layout.data or 1
-    alone = lora_run(tmp_path, "alone", batch=1, accumulate=2)
-    fit_all([alone])
-    run = lora_run(tmp_path, "ranks", batch=1, accumulate=2 // replicas, parallel=layout)
-    run_ranks(2, fit_all, [run])
-    same_run(run, alone)
-
-
-@pytest.mark.parametrize(
-    ("lora", "message"),
-    [
-        ({"rank": 0}, "rank: expected a whole number of at least 1, got 0"),
-        ({"alpha": 0.0}, "alpha: expected a number above 0, got 0.0"),
-        ({"targets": ()}, "targets: names no module"),
-    ],
-)
-def test_adapters_that_cannot_be_are_refused(lora: dict[str, Any], message: str) -> None:
-    with pytest.raises(Refused, match=message):
-        LoraConfig(**lora)
-
-
-def test_a_target_that_is_not_there_is_refused_before_text_is_read(tmp_path: Path) -> None:
-    model = ModelConfig(config=WIDE, lora=LoraConfig(targets=("query",)))
-    run = lora_run(tmp_path, "run", model=model)
-    run = replace(run, data=replace(run.data, path=str(tmp_path / "none")))
-    with pytest.raises(
-        Refused, match=r"model\.lora\.targets: .*query.*there are down_proj, .*q_proj"
-    ):
+def fit_all(runs: list[RunConfig]) -> None:
+    for run in runs:
         train(run, reporter=Quiet())
 
 
-def test_without_its_library_adapters_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_peft_loads_what_was_trained(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "run")
+    result = train(run, reporter=Quiet())
+    assert result.message == f"4 steps done; the adapters are in {run.folder}/model"
+    ours = load_model(path=str(run.model.path), dtype=torch.float64)
+    add_adapters(ours, rank=4, alpha=8.0)
+    saved = load_file(tmp_path / "run" / "checkpoints" / "step-00000004" / "model.safetensors")
+    assert saved
+    assert all(".lora_" in name for name in saved)  # the frozen weights are not in it
+    assert not ours.load_state_dict(saved, strict=False).unexpected_keys
+    base: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64)
+    ids = torch.arange(20)[None]
+    before = base(ids).logits
+    theirs = PeftModel.from_pretrained(
+        base, str(tmp_path / "run" / "model"), autocast_adapter_dtype=False
+    )
+    assert torch.equal(theirs(ids).logits, ours(ids).logits)
+    assert not torch.equal(theirs(ids).logits, before)
+
+
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
+    whole, run = a_run(tmp_path, "whole"), a_run(tmp_path, "run")
+    fit_all([whole])
+    with pytest.raises(Stopped):
+        train(run, reporter=Stopping(4))
+    fit_all([run])
+    expected = adapters_of(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in adapters_of(run).items())
+
+
+def test_two_ranks_train_the_adapters_of_one(tmp_path: Path) -> None:
+    alone = a_run(tmp_path, "alone")  # two batches an update
+    layouts = {
+        "data": (Parallel(data=2, fsdp=False), 1),
+        "fsdp": (Parallel(data=2), 1),
+        "ulysses": (Parallel(ulysses=2, fsdp=False), 2),
+        "ulysses-fsdp": (Parallel(ulysses=2), 2),
+        "pipeline": (Parallel(pipeline=2), 2),
+    }
+    shared = [
+        a_run(tmp_path, name, parallel=parallel, accumulate=accumulate)
+        for name, (parallel, accumulate) in layouts.items()
+    ]
+    fit_all([alone])
+    run_ranks(2, fit_all, shared)
+    expected = adapters_of(alone)
+    listed = tmp_path / "fsdp" / "checkpoints" / "step-00000004" / "tensors.json"
+    saved = [name for name in json.loads(listed.read_text())["tensors"] if name[:6] == "model/"]
+    assert len(saved) == len(expected)
+    assert all(".lora_" in name for name in saved)
+    for run in shared:
+        found = adapters_of(run)
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            assert relative_error(tensor, expected[name]) <= EXACT, (run.folder, name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel": Parallel(tensor=2)}, r"parallel\.tensor: not with model\.lora"),
+        ({"kernels": Kernels(compile=True)}, r"kernels\.compile: not with model\.lora"),
+    ],
+)
+def test_what_does_not_go_with_adapters(
+    tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(Refused, match=r'model\.lora: needs the package peft.*pip install "farspan'):
-        train(lora_run(tmp_path, "run"), reporter=Quiet())
+    with pytest.raises(Refused, match=message):
+        a_run(tmp_path, "run", **changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"dropout": 0.1}, "dropout: expected 0, got 0.1"),
+        ({"rank": 0}, "rank: expected a whole number of at least 1"),
+        ({"alpha": 0.0}, "alpha: expected a number above 0"),
+        ({"targets": ()}, "targets: expected linear, or names"),
+    ],
+)
+def test_adapters_that_cannot_be(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(Refused, match=message):
+        LoraConfig(**given)
+
+
+def test_a_target_that_is_not_there_is_told_before_text_is_read(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "run")
+    lora = replace(LORA, targets=("query",))
+    run = replace(run, model=replace(run.model, lora=lora))
+    run = replace(run, data=replace(run.data, path=str(tmp_path / "none")))
+    with pytest.raises(Refused, match=r"targets: 'query' is no linear module of the layers"):
+        train(run, reporter=Quiet())
 
 
 def test_the_planner_plans_for_adapters(tmp_path: Path) -> None:
-    """Memory of a step is what was predicted, to the byte that a run tells of."""
-    run = lora_run(tmp_path, "run", schedule=ScheduleConfig(strategy="auto"))
-    quiet = Quiet()
-    train(run, reporter=quiet)
-    (first, *_) = (line for line in metrics(run) if "loss" in line)
-    assert first["memory_predicted_bytes"] == pytest.approx(first["memory_measured_bytes"], rel=0.1)
+    run = a_run(tmp_path, "run", schedule=ScheduleConfig(strategy="auto"), steps=3)
+    train(run, reporter=Quiet())
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    (first,) = (line for line in map(json.loads, lines) if "memory_measured_bytes" in line)
+    predicted, measured = (first[f"memory_{how}_bytes"] for how in ("predicted", "measured"))
+    assert abs(predicted - measured) < 0.02 * measured
+    about = json.loads((tmp_path / "run" / "about.json").read_text())
+    assert about["trainable"] == sum(t.numel() for t in adapters_of(run).values())
+
+
+def test_verify_has_the_adapters_of_a_run_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    config = json.dumps(WIDE)  # which is YAML too
+    path.write_text(f"model: {{config: {config}, lora: {{rank: 4}}}}\ndata: {{}}\n")
+    model = model_for(*source_of(str(path), False), "float64", 0)
+    trained = [p for name, p in model.named_parameters() if ".lora_" in name]
+    assert len(trained) == sum(p.requires_grad for p in model.parameters()) == 28
+    assert all(p.any() for p in trained)  # or gradients of A would be zero

@@ -42,7 +42,7 @@ def model_for(source: ModelConfig, drawn: bool, dtype: str, seed: int) -> PreTra
             alpha=lora.scale(),
             targets=lora.targets,
             seed=seed,
-            zeros=False,
+            zero=False,
         )
     return model.eval()
 

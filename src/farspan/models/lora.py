@@ -1,16 +1,20 @@
-"""Low-rank adapters (LoRA) by the library peft, which is loaded when a run asks for them."""
+"""LoRA adapters on the linear modules of a model's layers: the one place that meets peft."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from farspan.lazy import load
+from farspan.models.boundary import Boundary
 from farspan.spec import Refused
 
-ALL = "all-linear"  # every linear module but the head, in peft's words
+LINEAR = "linear"  # every linear module of the layers
 MISSING = (
-    "model.lora: needs the package peft, which cannot be imported here ({error}); "
-    'pip install "farspan[lora]", or leave lora out'
+    "model.lora: needs peft, which cannot be imported here ({error}); "
+    'pip install "farspan[lora]", or leave model.lora out'
 )
 
 
@@ -19,42 +23,66 @@ def add_adapters(
     *,
     rank: int,
     alpha: float,
-    targets: tuple[str, ...] | None,
-    seed: int,
-    zeros: bool = True,
+    targets: str | Sequence[str] = LINEAR,
+    seed: int = 0,
+    zero: bool = True,
 ) -> None:
-    """Freezes the weights of a PreTrainedModel and gives its linear modules adapters to train.
+    """Freezes a PreTrainedModel, in place, and makes W x there W x + alpha / rank * B(A(x)).
 
-    A module's output gains `alpha / rank` · B(A(x)), A [rank, in] drawn from `seed` and B
-    [out, rank] zeros (or drawn, for a test), in the model's dtype. `targets` are ends of modules'
-    names, such as `q_proj`; None: all linear modules of the layers. Raises Refused.
+    A [rank, inner] and B [outer, rank] have the dtype and device of the weight. A is drawn from
+    `seed` alone, and B is zero; without `zero` it is drawn too, so that A has a gradient. `targets`
+    are last parts of the names of linear modules in the layers. Raises Refused for a name that is
+    none, a rank above every module's narrower side, and where peft is not installed.
     """
     try:
-        config = load("peft", "LoraConfig")
+        config_type = load("peft", "LoraConfig")
     except ImportError as error:
         raise Refused(MISSING.format(error=error)) from error
-    given = config(
+    modules = _targeted(_linears(model), targets)
+    widest = max(min(module.weight.shape) for module in modules.values())
+    if rank > widest:
+        raise Refused(
+            f"model.lora.rank: {rank} is above {widest}, the narrower side of the largest linear "
+            f"module, where an adapter is a whole matrix; give {widest} or less"
+        )
+    config = config_type(
         r=rank,
         lora_alpha=alpha,
-        target_modules=ALL if targets is None else list(targets),
+        target_modules=sorted(modules),
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in modules.values()),
+        init_lora_weights=zero,
         task_type="CAUSAL_LM",
-        init_lora_weights=zeros,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        try:
-            model.add_adapter(given)
-        except ValueError as error:
-            names = sorted({n.rsplit(".", 1)[-1] for n in _linear(model)})
+        model.add_adapter(config)
+
+
+def _linears(model: Any) -> dict[str, Any]:
+    """The linear modules of the layers by their names in the model."""
+    inside = {id(module) for layer in Boundary(model).layers for module in layer.modules()}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and id(module) in inside
+    }
+
+
+def _targeted(linears: dict[str, Any], targets: str | Sequence[str]) -> dict[str, Any]:
+    if not linears:
+        raise Refused("model.lora: the layers of this model have no linear modules")
+    if targets == LINEAR:
+        return linears
+    wanted = [targets] if isinstance(targets, str) else list(targets)
+    for target in wanted:
+        if not any(_ends(name, target) for name in linears):
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
             raise Refused(
-                f"model.lora.targets: {' '.join(str(error).split())}; there are {', '.join(names)}"
-            ) from error
+                f"model.lora.targets: {target!r} is no linear module of the layers; expected "
+                f"{LINEAR}, or a list of {known}"
+            )
+    return {n: m for n, m in linears.items() if any(_ends(n, target) for target in wanted)}
 
 
-def has_adapters(model: Any) -> bool:
-    """Whether only adapters of this model are trained and saved."""
-    return bool(getattr(model, "_hf_peft_config_loaded", False))
-
-
-def _linear(model: Any) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+def _ends(name: str, target: str) -> bool:
+    return f".{name}".endswith(f".{target}")

@@ -59,22 +59,32 @@ class StatesPlace(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """Low-rank adapters: only they are trained, checkpointed and given out."""
+    """Adapters that are trained in place of the model's weights, which stay as they are."""
 
     rank: int = 16
-    alpha: float | None = None  # adapters count alpha / rank times; null: twice
-    targets: tuple[str, ...] | None = None  # ends of modules' names; null: all linear modules
+    alpha: float | None = None  # an adapter's output counts alpha / rank; null: twice the rank
+    targets: str | tuple[str, ...] = "linear"  # of the layers: all linear modules, or names
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         _at_least(self.rank, 1, "rank")
-        if self.alpha is not None and not 0.0 < self.alpha < float("inf"):
-            raise Refused(f"alpha: expected a number above 0, got {self.alpha!r}")
-        if self.targets == ():
-            raise Refused("targets: names no module; give such as [q_proj, v_proj], or null")
+        if self.alpha is not None and not 0 < self.alpha < float("inf"):
+            raise Refused(f"alpha: expected a number above 0, got {self.alpha}")
+        if not self.targets:
+            raise Refused("targets: expected linear, or names of linear modules, got none")
+        if self.dropout:
+            raise Refused(
+                f"dropout: expected 0, got {self.dropout}: a chunk that is computed again would "
+                "draw another mask; remove it"
+            )
 
     def scale(self) -> float:
-        """What peft calls lora_alpha."""
+        """Alpha as a number."""
         return 2.0 * self.rank if self.alpha is None else self.alpha
+
+    def everywhere(self) -> int:
+        """The rank, where every linear module has an adapter; else 0."""
+        return self.rank if self.targets == "linear" else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +96,7 @@ class ModelConfig:
     overrides: dict[str, Any] = field(default_factory=dict)  # such as rope_parameters
     dtype: DType = DType.FLOAT32
     trust_remote_code: bool = False
-    lora: LoraConfig | None = None  # null: all weights are trained
+    lora: LoraConfig | None = None  # null: every weight is trained
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.config is None):
@@ -267,6 +277,8 @@ class RunConfig:
             )
         self.host_bytes()
         self._check_chunk()
+        if self.model.lora is not None:
+            self._check_lora()
         eight_bit = self.optimizer.states is StatesPlace.EIGHT_BIT
         if eight_bit and self.model.dtype is DType.FLOAT64:
             raise Refused(
@@ -285,6 +297,13 @@ class RunConfig:
     def pages(self) -> Sparse | None:
         """Sparse attention as its schedules have it; None: dense."""
         return None if self.sparse is None else self.sparse.spec()
+
+    def _check_lora(self) -> None:
+        """What is not known to be exact with adapters."""
+        if self.kernels.compile:
+            raise Refused("kernels.compile: not with model.lora; set it to false")
+        if isinstance(self.parallel, Parallel) and self.parallel.tensor > 1:
+            raise Refused("parallel.tensor: not with model.lora; use ulysses instead of tensor")
 
     def _check_chunk(self) -> None:
         """A chunk that is written out begins on pages; others are made to."""

@@ -23,13 +23,15 @@ class Looked:
     architecture: Architecture | None
 
 
-def look(model: nn.Module, dtype: str, device: torch.device) -> Looked:
+def look(model: nn.Module, dtype: str, device: torch.device, rank: int = 0) -> Looked:
     """The model as it is, with the work of its layers: as its family is known to do it, otherwise
-    estimated from its weights. `device` is where its cells will run."""
+    estimated from its weights. `device` is where its cells will run, and `rank` that
+    of adapters on every linear module of the layers, 0 where there are others or none."""
     boundary = Boundary(model)
     spec = describe(boundary, device)
     try:
         architecture = architecture_from(boundary.model.config)
+        architecture = replace(architecture, adapter_rank=rank)
         known = [layer.work for layer in model_spec(architecture, dtype).layers]
     except Refused:
         architecture, known = None, []
@@ -43,7 +45,8 @@ def look(model: nn.Module, dtype: str, device: torch.device) -> Looked:
             work = guess
         as_known = as_known and work.trainable == guess.trainable and work is not guess
         layers.append(replace(layer, work=replace(work, trainable=guess.trainable)))
-    # What an architecture's cells hold is that of a model whose every weight is trained.
+    # What an architecture's cells hold is that of a model that is trained as a whole, or whose
+    # adapters are where it has them.
     return Looked(replace(spec, layers=tuple(layers)), architecture if as_known else None)
 
 

@@ -178,7 +178,8 @@ def place_states(
         # Of several ranks this one has the weights, in main memory, until they are dealt.
         there = sum(parameter.nbytes for parameter in model.parameters()) * (crew.count > 1)
         machine = allowed(run, free_now(device, 0, there).limit(machine))
-        looked = look(model, run.model.dtype.value, device)
+        adapters = run.model.lora.everywhere() if run.model.lora else 0
+        looked = look(model, run.model.dtype.value, device, adapters)
 
         def fits(states: StatesPlace) -> bool:
             question = question_of(run, looked, machine, states, crew)

@@ -6,10 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from farspan.models.lora import has_adapters
 from farspan.spec import Refused
 from farspan.train.checkpoint import Restored
-from farspan.train.optimizer import trainable
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +32,11 @@ def position_of(restored: Restored) -> Position:
 
 
 def model_tensors(model: nn.Module) -> Mapping[str, Tensor]:
-    """Parameters, each under its first name, and the buffers that belong to the weights; of a model
-    with adapters, these alone: all else is as it was loaded."""
-    if has_adapters(model):
-        return {name: p.detach() for name, p in trainable(model)}
+    """Parameters that are trained, each under its first name, and the buffers that belong to the
+    weights. Frozen ones come from where the run has them."""
     kept = model.state_dict().keys()
     buffers = {name: b for name, b in model.named_buffers() if name in kept}
-    return {**{name: p.detach() for name, p in model.named_parameters()}, **buffers}
+    return {
+        **{name: p.detach() for name, p in model.named_parameters() if p.requires_grad},
+        **buffers,
+    }

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from farspan.durable import remove_leftovers
-from farspan.models.lora import has_adapters
 from farspan.parallel.meetings import busy
 from farspan.parallel.states_list import Forms
 from farspan.train import checkpoint, checkpoint_ranks
@@ -73,9 +72,7 @@ class DealtSaver:
         self._use, self._crew, self._pieces = use, use.crew, pieces
         kept = use.model.state_dict(keep_vars=True).keys()
         buffers = {n: b for n, b in use.model.named_buffers() if n in kept and not b.is_meta}
-        weights = {name: piece.detach() for name, piece in pieces.pieces.items()}
-        if has_adapters(use.model):
-            buffers, weights = {}, {name: piece.detach() for name, piece in pieces.trained.items()}
+        weights = {name: piece.detach() for name, piece in pieces.trained.items()}
         self._entries = entries_of({**weights, **buffers}, use.optimizer.tensors(), pieces)
 
     def resume(self, folder: Path, expected: Mapping[str, Any], warn: Note) -> Restored | None:

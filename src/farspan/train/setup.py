@@ -137,7 +137,8 @@ def equip(run: RunConfig, parts: Parts, watch: Watch, place: Place, crew: Crew) 
     elements = _elements(model)
     looked = None
     if run.schedule.strategy == AUTO:
-        looked = crew.by_first(lambda: look(model, run.model.dtype.value, device))
+        adapters = run.model.lora.everywhere() if run.model.lora else 0
+        looked = crew.by_first(lambda: look(model, run.model.dtype.value, device, adapters))
     dealt = deal_model(run, parts, model, crew)
     pieces = None if dealt is None else pieces_of(dealt)
     states = replace(run.optimizer, states=placed.states)
