@@ -92,6 +92,18 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in adapters_of(run).items())
 
 
+def test_a_run_does_not_go_on_beside_other_weights(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "run")
+    with pytest.raises(Stopped):
+        train(run, reporter=Stopping(4))
+    model = load_model(path=str(run.model.path), dtype=torch.float64)
+    with torch.no_grad():
+        next(model.parameters())[3, 5] += 1e-9
+    model.save_pretrained(str(run.model.path))
+    with pytest.raises(Refused, match=r"adapters were trained beside other weights than model"):
+        train(run, reporter=Quiet())
+
+
 def test_two_ranks_train_the_adapters_of_one(tmp_path: Path) -> None:
     alone = a_run(tmp_path, "alone")  # two batches an update
     layouts = {

@@ -1,5 +1,6 @@
 """LoRA adapters on the linear modules of a model's layers: the one place that meets peft."""
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,6 +57,19 @@ def add_adapters(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model.add_adapter(config)
+
+
+def frozen_digest(model: nn.Module) -> str | None:
+    """Of all weights that are not trained, which checkpoints leave out; None where all are. It
+    reads each once: 7 billion of bfloat16 in three seconds of a CPU's core."""
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    if not frozen:
+        return None
+    read = (
+        (name, torch.hash_tensor(p.detach()).view(torch.int64).item())
+        for name, p in sorted(frozen.items())
+    )
+    return hashlib.sha256(repr(list(read)).encode()).hexdigest()
 
 
 def _linears(model: Any) -> dict[str, Any]:

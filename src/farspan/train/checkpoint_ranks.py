@@ -25,6 +25,7 @@ from farspan.train.pieces import Pieces
 
 LISTED = TENSORS  # a folder that has this file is such a checkpoint
 RNG = "rng/"
+FROZEN = "frozen"  # of a checkpoint state: digest of the weights that it leaves out
 
 Tensors = Mapping[str, Tensor]
 
@@ -115,6 +116,11 @@ def refuse_other(path: Path, state: Mapping[str, Any], expected: Mapping[str, An
                     f"{path}: belongs to another run: the text under data.path has changed, or "
                     "its tokenizer has; give those that it was trained with, or another folder "
                     "for a new run"
+                )
+            if key == FROZEN:
+                raise Refused(
+                    f"{path}: its adapters were trained beside other weights than model.path has "
+                    "now; give those, or another folder for a new run"
                 )
             raise Refused(
                 f"{path}: belongs to another run: its {key} is {state.get(key)!r}, "

@@ -16,7 +16,7 @@ from farspan.engine.machine import machine
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
 from farspan.models.load import Weights
-from farspan.models.lora import add_adapters
+from farspan.models.lora import add_adapters, frozen_digest
 from farspan.models.refuse import refuse_context, refuse_dropout, refuse_model
 from farspan.parallel.meetings import busy
 from farspan.plan.grid import group_ranges
@@ -59,6 +59,7 @@ class Equipment:
     pieces: Pieces | None = None  # of a model that is dealt over ranks
     elements: tuple[int, int] = (0, 0)  # of all parameters, and of the trainable ones
     looked: Looked | None = None  # where the planner is asked
+    frozen: str | None = None  # digest of the weights that are not trained, where some are not
 
     @property
     def dealt(self) -> Dealt | None:
@@ -135,6 +136,7 @@ def equip(run: RunConfig, parts: Parts, watch: Watch, place: Place, crew: Crew) 
     crew.refuse_unlike("data", corpus.identity)
     placed = place(model, device)
     elements = _elements(model)
+    frozen = crew.by_first(lambda: frozen_digest(model), "reading the frozen weights")
     looked = None
     if run.schedule.strategy == AUTO:
         adapters = run.model.lora.everywhere() if run.model.lora else 0
@@ -156,6 +158,7 @@ def equip(run: RunConfig, parts: Parts, watch: Watch, place: Place, crew: Crew) 
         pieces=pieces,
         elements=elements,
         looked=looked,
+        frozen=frozen,
     )
 
 

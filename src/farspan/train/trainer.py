@@ -17,6 +17,7 @@ from farspan.spec import Refused
 from farspan.train import checkpoint
 from farspan.train.batches import Batches, Micro
 from farspan.train.checkpoint import capture_rng, restore_rng
+from farspan.train.checkpoint_ranks import FROZEN
 from farspan.train.choice import Choice
 from farspan.train.config import OnNonfinite, RunConfig
 from farspan.train.crew import Place
@@ -64,6 +65,8 @@ class Trainer:
         self._reporter = reporter
         self._interrupt = interrupt
         self._identity = {"run": identity(run), "data": equipment.corpus.identity}
+        if equipment.frozen is not None:
+            self._identity[FROZEN] = equipment.frozen
         self._rng = capture_rng()
         self._saved: int | None = None  # step of the latest checkpoint
         self.at = Position()
