@@ -5,9 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, Whitespace
+from tokenizers.processors import ByteLevel as ByteLevelProcessor
 from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import BpeTrainer
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -15,7 +18,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from farspan.data.tokenizers import load_tokenizer, reads_back
+from farspan.data.documents import Written
+from farspan.data.tokenizers import HubTokenizer, load_tokenizer, reads_back
 from farspan.spec import Refused
 
 # The last one begins every document of the runs that are tested.
@@ -132,3 +136,23 @@ def test_a_folder_that_transformers_misreads_does_not_read_back(tmp_path: Path) 
     assert reads_back(tokenizer, tmp_path / "a")
     assert not reads_back(tokenizer, tmp_path / "b")
     assert reads_back(load_tokenizer("bytes"), tmp_path / "b")
+
+
+@pytest.mark.parametrize("trim", [True, False])
+def test_white_space_is_of_the_side_that_it_is_on(trim: bool) -> None:
+    """Byte-level tokenizers may leave it out of a token's offsets: of a lone space nothing is left.
+    A character of several tokens has one offset for all."""
+    backend = Backend(BPE())
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.decoder = ByteLevelDecoder()
+    backend.post_processor = ByteLevelProcessor(trim_offsets=trim)
+    trainer = BpeTrainer(initial_alphabet=ByteLevel.alphabet(), special_tokens=["<e>"])
+    backend.train_from_iterator(["how are you fine "] * 9, trainer)
+    tokenizer = HubTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>"))
+    parts = ("<e>how  ", "  fine 🙂 \n ", "<e> are ", " 🙂", "<e>\n")
+    ends = np.cumsum([len(part) for part in parts]).tolist()
+    document = Written("".join(parts), ((ends[0], ends[1]), (ends[2], ends[3])), bare=True)
+    (found,) = tokenizer.mark([document])
+    begins = np.flatnonzero(np.diff(found.trained, prepend=False, append=False)).reshape(-1, 2)
+    said = [tokenizer.decode(found.ids[begin:end]) for begin, end in begins]
+    assert said == [parts[1], parts[3]]

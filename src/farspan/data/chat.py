@@ -13,15 +13,15 @@ turns otherwise in any other way cannot be read so: it is refused.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any, ClassVar
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from farspan.data.documents import Document, Encoded, Written
+from farspan.data.documents import Document, Written
 from farspan.data.forms import field_of
 from farspan.spec import Refused
 
@@ -60,12 +60,12 @@ class ChatForm:
         digest = hashlib.sha256(self.template.encode()).hexdigest()
         return ["chat", self.field, self.everything, digest]
 
-    def read(self, document: Document) -> Written | Encoded | None:
+    def read(self, document: Document) -> Written | None:
         messages = self._messages(document)
         if not messages:
             return None
         if not self.everything and self.template_says():
-            return self._encoded(document, messages)
+            return self._marked(document, messages)
         text = self._text(document, messages)
         if self.everything:
             return Written(text, bare=True)
@@ -141,23 +141,34 @@ class ChatForm:
 
     def _text(self, document: Document, messages: Sequence[Message], opened: bool = False) -> str:
         """`opened`: with the sign that the model speaks next."""
-        found: str = self._apply(document, messages, add_generation_prompt=opened, tokenize=False)
-        return found
-
-    def _encoded(self, document: Document, messages: Sequence[Message]) -> Encoded:
-        found = self._apply(document, messages, return_dict=True, return_assistant_tokens_mask=True)
-        return Encoded(
-            np.asarray(found["input_ids"], dtype=np.int64),
-            np.asarray(found["assistant_masks"], dtype=bool),
+        text: str = self._refusing(
+            document,
+            self.inner.apply_chat_template,
+            conversation=list(messages),
+            tools=_without_none(document.fields.get(TOOLS)),
+            chat_template=self.template,
+            add_generation_prompt=opened,
+            tokenize=False,
         )
+        return text
 
-    def _apply(self, document: Document, messages: Sequence[Message], **how: Any) -> Any:
-        tools = _without_none(document.fields.get(TOOLS))
-        conversation: Any = list(messages)
+    def _marked(self, document: Document, messages: Sequence[Message]) -> Written:
+        """What the template marks, as characters: the library's own way from them to tokens loses
+        turns that begin or end with white space which a tokenizer leaves out of its offsets."""
+        (text,), (spans,) = self._refusing(
+            document,
+            render_jinja_template,
+            conversations=[list(messages)],
+            tools=_without_none(document.fields.get(TOOLS)),
+            chat_template=self.template,
+            return_assistant_tokens_mask=True,
+            **self.inner.special_tokens_map,
+        )
+        return Written(text, tuple((begin, end) for begin, end in spans), bare=True)
+
+    def _refusing(self, document: Document, write: Callable[..., Any], **how: Any) -> Any:
         try:
-            return self.inner.apply_chat_template(
-                conversation, tools=tools, chat_template=self.template, **how
-            )
+            return write(**how)
         except Exception as error:  # a template raises what it wants; its words are kept
             raise Refused(
                 f"{document.place}: the chat template cannot write field {self.field!r}: "

@@ -149,8 +149,12 @@ class HubTokenizer:
             return Encoded(ids, np.ones(len(ids), dtype=bool))
         trained = np.zeros(len(ids), dtype=bool)
         begins, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
+        # Some tokenizers (Llama 3's) leave white space out of the offsets of a token, all of them
+        # where it is nothing else: a token begins where the one before it ends.
+        before = np.maximum.accumulate(np.concatenate([[0], ends[:-1]]))
+        begins = np.minimum(begins, before)
         for start, stop in document.trained:
-            trained[: len(row)] |= (ends > start) & (begins < stop) & (ends > begins)
+            trained[: len(row)] |= (ends > start) & (begins < stop)
         if not document.bare:
             trained[-1:] |= ids[-1:] == self.inner.eos_token_id
         return Encoded(ids, trained)
