@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan.data.cut import Cut
+from farspan.data.forms import UNTRAINED
 from farspan.data.packing import Packing, divide
 from farspan.data.store import TokenStore
 from tests.data.stores import check_documents, make_store
@@ -86,9 +87,11 @@ def test_the_documents_that_are_divided_are_counted() -> None:
 def test_once_covers_the_documents_and_ends_with_them() -> None:
     packing = cut(make_store([5, 9, 2]), np.array([0, 2]), 4, seed=0)
     assert packing.sequences_per_epoch() == 2
-    parts = [packing.once(i).input_ids for i in range(2)]
-    assert [part.shape for part in parts] == [(1, 4), (1, 3)]
-    assert sorted(np.concatenate(parts, axis=1)[0].tolist()) == [0, 1, 2, 3, 4, 2000, 2001]
+    batches = [packing.once(i) for i in range(2)]
+    assert [batch.input_ids.shape for batch in batches] == [(1, 4), (1, 4)]
+    parts = np.concatenate([batch.input_ids[0, : batch.tokens] for batch in batches])
+    assert sorted(parts.tolist()) == [0, 1, 2, 3, 4, 2000, 2001]
+    assert batches[1].labels[0, batches[1].tokens :].tolist() == [UNTRAINED]
 
 
 @given(documents=st.integers(1, 40), fraction=st.floats(0, 0.99), seed=st.integers(0, 3))

@@ -45,9 +45,12 @@ class Packing:
         return self._batch([self._layout.pieces(i) for i in indices], self._context)
 
     def once(self, index: int) -> Batch:
-        """Sequence `index` of the first epoch alone, `[1, tokens]`, without padding."""
+        """Sequence `index` of the first epoch alone, `[1, context]`: one length for all has one
+        program and one set of kernel plans. Where there is no other it ends with its documents."""
         pieces = self._layout.once(index)
-        return self._batch([pieces], sum(p.stop - p.start for p in pieces))
+        alone = self._layout.sequences == 1
+        length = sum(p.stop - p.start for p in pieces) if alone else self._context
+        return self._batch([pieces], length)
 
     def _batch(self, rows: list[list[Piece]], length: int) -> Batch:
         ids, marks = np.zeros((2, len(rows), length), dtype=np.int64)
