@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from farspan.data.config import DataConfig, SourceKind
 from farspan.data.corpus import Corpus, open_corpus
+from farspan.data.documents import Written
 from farspan.data.forms import UNTRAINED
-from farspan.data.tokenizers import ByteTokenizer, load_tokenizer
+from farspan.data.tokenizers import ByteTokenizer, HubTokenizer, load_tokenizer
 from farspan.spec import Refused
 from tests.data.characters import character_tokenizer
 
@@ -30,6 +32,16 @@ REWRITING = """
 {%- for m in messages %}[{{ m.role }}]
 {{- m.content if loop.last else m.content | upper }}{{ eos_token }}\n{% endfor %}
 {%- if add_generation_prompt %}[assistant]{% endif %}"""
+# Of these, the earlier end otherwise, with a sign that ends what the user says too.
+ENDING = """
+{%- for m in messages %}[{{ m.role }}]{{ m.content }}
+{%- if m.role == 'assistant' and not loop.last %};{% else %}{{ eos_token }}{% endif %}
+{%- endfor %}{%- if add_generation_prompt %}[assistant]{% endif %}"""
+# The user's turn ends with the sign that the model speaks.
+BRACKETS = """
+{%- for m in messages %}
+{%- if m.role == 'user' %}[I]{{ m.content }}[/I]{% else %} {{ m.content }}{{ eos_token }}{% endif %}
+{%- endfor %}"""
 MARKED = """
 {%- for m in messages %}[{{ m.role }}]
 {%- if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}
@@ -113,9 +125,10 @@ def masked(text: str, *spoken: str) -> str:
             "[user]hi$\n[assistant]ho$\n[user]so?$\n[assistant]<>yes$\n",
             ("ho$", ">yes$"),
         ),
+        (BRACKETS, "[I]hi[/I] ho$[I]so?[/I] yes$", ("ho$", "yes$")),
         (PARTS, "[user]hi$\n[assistant]ho$\n[user]so?$\n[assistant]yes$\n", ("ho$", "yes$")),
     ],
-    ids=["ended", "marked", "without an end", "thinking", "thoughtful", "parts"],
+    ids=["ended", "marked", "without an end", "thinking", "thoughtful", "no sign", "parts"],
 )
 def test_what_the_model_says_is_trained_and_its_end(
     build: Build, template: str, text: str, spoken: tuple[str, ...]
@@ -132,7 +145,7 @@ def test_what_is_said_may_begin_like_the_sign_to_think(build: Build) -> None:
 
 
 def test_calls_of_tools_are_said_by_the_model(build: Build) -> None:
-    """Keys that a table fills in with nothing are not there."""
+    """A key of a message that holds nothing is not there; what a call says stays."""
     call = {"name": "add", "arguments": {"a": 1, "b": None}, "id": None}
     chat = [
         {"role": "user", "content": "1+1", "tool_calls": None},
@@ -140,7 +153,7 @@ def test_calls_of_tools_are_said_by_the_model(build: Build) -> None:
         {"role": "tool", "content": "2"},
         {"role": "assistant", "content": "two"},
     ]
-    said = '{"name": "add", "arguments": {"a": 1}}$'
+    said = '{"name": "add", "arguments": {"a": 1, "b": null}, "id": null}$'
     text = f"(add)[user]1+1$[assistant]{said}[tool]2$[assistant]two$"
     found = read(build(TOOLS, chat, tools=[{"name": "add", "default": None}]))
     assert found == (text, masked(text, said, "two$"))
@@ -149,7 +162,13 @@ def test_calls_of_tools_are_said_by_the_model(build: Build) -> None:
 @pytest.mark.parametrize(
     ("template", "chat", "message"),
     [
-        (REWRITING, CHAT, "message 2: the chat template writes it otherwise once other messages"),
+        (
+            REWRITING,
+            CHAT,
+            "message 2: the chat template has no sign .* or writes it otherwise",
+        ),
+        (ENDING, CHAT, "message 2: the chat template writes it otherwise .* where it ends cannot"),
+        (TURNS, [CHAT[0], {"role": "assistant", "content": "\ud800"}], "surrogates not allowed"),
         (TURNS, CHAT[1:], "message 1 is of the assistant; a conversation begins with what"),
         (TURNS, CHAT[:1], "no token of it is trained; give chats with turns of the assistant"),
         (TURNS, "hi", "line 1: field 'messages': expected a list of messages, each with a role"),
@@ -194,13 +213,31 @@ def test_chats_need_a_template(tmp_path: Path) -> None:
 
 def test_a_dataset_of_chats_is_read_with_its_tools(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
+    """Keys that a table fills in because other rows have them are not there."""
     tools = [{"name": "add"}]
-    rows = {"messages": [CHAT], "tools": [tools], "other": [1]}
+    calls = [{"name": "add", "arguments": {"a": 1}}]
+    other = [CHAT[0], {**CHAT[1], "tool_calls": [{"name": "add", "arguments": {"b": 1}}]}]
+    chat = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": calls}]
+    rows = {"messages": [chat, other], "tools": [tools, tools], "other": [1, 2]}
     datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "set"))
     character_tokenizer(TOOLS).save_pretrained(tmp_path / "tokenizer")
     fields: dict[str, Any] = {"source": "dataset", "path": str(tmp_path / "set"), "format": "chat"}
     config = DataConfig(**fields, cache=str(tmp_path / "cache"))
     use = load_tokenizer(str(tmp_path / "tokenizer"))
-    text, spoken = read(open_corpus(config, use, context=99, seed=0, watch=lambda *_: None))
-    assert text.startswith("(add)[user]hi$")
-    assert spoken == masked(text, "ho$", "yes$")
+    text, spoken = read(open_corpus(config, use, context=199, seed=0, watch=lambda *_: None))
+    said = ['{"name": "add", "arguments": {"a": 1}}$', 'ho{"name": "add", "arguments": {"b": 1}}$']
+    assert text.count("(add)[user]hi$[assistant]") == 2
+    assert spoken == masked(text, *said)
+
+
+def test_a_chat_has_the_template_s_beginning_alone() -> None:
+    """Not that of the tokenizer besides."""
+    tokenizer = character_tokenizer("^{{ messages[0].content }}")
+    first = tokenizer.convert_tokens_to_ids("^")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="^ $A", special_tokens=[("^", first)]
+    )
+    assert tokenizer("a")["input_ids"][0] == first
+    (found,) = HubTokenizer(tokenizer).mark([Written("^ab", ((1, 2),), bare=True)])
+    assert tokenizer.convert_ids_to_tokens(found.ids.tolist()) == ["^", "a", "b"]
+    assert found.trained.tolist() == [False, True, False]

@@ -123,6 +123,20 @@ def test_a_field_that_is_missing_is_named_by_its_key(build: Build) -> None:
         build({"prompt": "x", "answer": "y"}, format="prompt")
 
 
+def test_documents_are_not_cut_where_some_tokens_are_not_trained(build: Build) -> None:
+    record = {"prompt": "ab", "completion": "cd"}
+    with pytest.raises(Refused, match=r"data\.packing: cut makes sequences of which nothing may"):
+        build(record, format="prompt", packing="cut")
+    assert build(record, format="prompt", packing="cut", loss="all").trained == 1.0
+
+
+def test_held_out_documents_that_train_nothing_are_named(build: Build, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"input_ids": [1, 2], "labels": [1, -100]}))
+    with pytest.raises(Refused, match=r"data\.held_out_path: no document has .* to evaluate on"):
+        build({"input_ids": [1, 2, 3]}, format="tokens", held_out_path=str(other))
+
+
 def test_lines_are_unpacked(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))

@@ -162,6 +162,14 @@ def without(key: str, **others: Tensor) -> Any:
             without("attention_mask", position_ids=torch.tensor([[5, 6]])),
             "position_ids: row 0 has 5 at token 0, expected 0: they count from 0 in every document",
         ),
+        (
+            without("attention_mask", position_ids=torch.zeros(3, 2, 2)),
+            r"position_ids: expected \[2, 2\], got \[3, 2, 2\]",
+        ),
+        (
+            without("attention_mask", seq_idx=torch.zeros(2, 2)),
+            "seq_idx: documents are told apart by position_ids that restart",
+        ),
     ],
 )
 def test_a_batch_that_means_something_else_is_refused(
@@ -176,7 +184,55 @@ def test_a_batch_that_means_something_else_is_refused(
         make(collate=short).train()
 
 
+def test_a_model_that_is_made_anew_is_the_one_that_is_trained(make: Make) -> None:
+    trainer = make()
+    trainer.evaluate()
+    other = trainer.model_wrapped = trainer.model = load_tiny(
+        config=MODEL, dtype=torch.float64, seed=1
+    )
+    before = [parameter.detach().clone() for parameter in other.parameters()]
+    trainer.train()
+    assert (logs(trainer, "grad_norm") > 0).all()
+    assert not any(torch.equal(*pair) for pair in zip(before, other.parameters(), strict=True))
+
+
+def test_a_loss_of_its_own_is_refused(make: Make) -> None:
+    class Other(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    class Long(farspan.LongContext, Other):
+        pass
+
+    class Plain(Long):
+        plain_loss = True
+
+    with pytest.raises(Refused, match="compute_loss: Long has one of its own"):
+        make(Long)
+    make(Plain)
+
+
+def packed_and_padded(features: list[dict[str, list[int]]]) -> Batch:
+    """Two documents in a row and padding behind them, whose labels and positions mean nothing."""
+    batch = flattened(features)
+    pad = torch.nn.functional.pad
+    mask = torch.ones_like(batch["input_ids"])
+    return {
+        "input_ids": pad(batch["input_ids"], (0, 5)),
+        "labels": pad(batch["labels"], (0, 5), value=7),
+        "position_ids": pad(batch["position_ids"], (0, 5)),
+        "attention_mask": pad(mask, (0, 5)),
+    }
+
+
+def test_padding_behind_packed_documents_is_nothing(make: Make) -> None:
+    padded_too, plain = make(collate=packed_and_padded), make(collate=flattened)
+    for trainer in (padded_too, plain):
+        trainer.train()
+    assert_exact(logs(padded_too, "loss"), logs(plain, "loss"), limit=1e-6)
+
+
 def test_outputs_are_refused(make: Make) -> None:
     trainer = make(compute_metrics=lambda _: {})
-    with pytest.raises(Refused, match="compute_metrics: evaluation gives the loss alone"):
+    with pytest.raises(Refused, match="outputs: evaluation gives the loss alone"):
         trainer.evaluate()

@@ -13,9 +13,9 @@ turns otherwise in any other way cannot be read so: it is refused.
 """
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
@@ -27,7 +27,11 @@ from farspan.spec import Refused
 
 TOOLS = "tools"
 ASSISTANT = "assistant"
-GENERATION = "{% generation"
+MARKS = re.compile(r"\{%[-+]?\s*generation\b")
+_OTHERWISE = (
+    "give a data.chat_template that has {% generation %} around what the model says, or set "
+    "data.loss to all"
+)
 _NOWHERE = "\ue000"  # a character for private use
 _NOWHERE_AS_PART = {"type": "text", "text": _NOWHERE}
 Message = Mapping[str, Any]
@@ -73,7 +77,7 @@ class ChatForm:
 
     def template_says(self) -> bool:
         """Whether the template marks what the model says."""
-        return GENERATION in self.template.replace("{%-", "{%")
+        return MARKS.search(self.template) is not None
 
     def _messages(self, document: Document) -> Sequence[Message]:
         given = field_of(document, self.field, self.key(self.field))
@@ -83,8 +87,7 @@ class ChatForm:
                 f"{document.place}: field {self.field!r}: expected a list of messages, each with "
                 "a role and a content"
             )
-        found: Sequence[Message] = _without_none(given)
-        return found
+        return [{key: value for key, value in m.items() if value is not None} for m in given]
 
     def _turns(
         self, document: Document, messages: Sequence[Message], text: str
@@ -103,12 +106,17 @@ class ChatForm:
             end = None
             if begin is not None:
                 end = self._end(text, begin, self._text(document, messages[: number + 1]))
-            if begin is None or end is None:
+            if begin is None:
+                raise Refused(
+                    f"{document.place}: message {number + 1}: the chat template has no sign that "
+                    "the model speaks next (add_generation_prompt), or writes it otherwise once "
+                    f"other messages follow; {_OTHERWISE}"
+                )
+            if end is None:
                 raise Refused(
                     f"{document.place}: message {number + 1}: the chat template writes it "
-                    "otherwise once other messages follow, so what of it is trained cannot be "
-                    "told; give a data.chat_template that has {% generation %} around what the "
-                    "model says, or set data.loss to all"
+                    f"otherwise once other messages follow, so where it ends cannot be told; "
+                    f"{_OTHERWISE}"
                 )
             spans.append((begin, end))
         return tuple(spans)
@@ -124,9 +132,14 @@ class ChatForm:
         nowhere = _NOWHERE if isinstance(content, str | None) else [_NOWHERE_AS_PART]
         other = {**messages[number], "content": nowhere}
         probe = self._text(document, [*messages[:number], other, *messages[number + 1 :]])
-        begin = len(commonprefix([before, probe]))  # noqa: RUF071 - of characters
+        begin = _shared(before, probe)
         told = len(self._text(document, messages[:number]))
-        return begin if begin > told and text.startswith(before[:begin]) else None
+        if begin <= told:
+            # There is no sign. Where nothing else stands before the turn, it begins with itself.
+            begin = probe.find(_NOWHERE)
+            if probe[told:begin].strip():
+                return None
+        return begin if text.startswith(probe[:begin]) else None
 
     def _end(self, text: str, start: int, until: str) -> int | None:
         """Where the turn that begins at `start` ends, and `until` where it is the last one."""
@@ -145,7 +158,7 @@ class ChatForm:
             document,
             self.inner.apply_chat_template,
             conversation=list(messages),
-            tools=_without_none(document.fields.get(TOOLS)),
+            tools=document.fields.get(TOOLS),
             chat_template=self.template,
             add_generation_prompt=opened,
             tokenize=False,
@@ -159,7 +172,7 @@ class ChatForm:
             document,
             render_jinja_template,
             conversations=[list(messages)],
-            tools=_without_none(document.fields.get(TOOLS)),
+            tools=document.fields.get(TOOLS),
             chat_template=self.template,
             return_assistant_tokens_mask=True,
             **self.inner.special_tokens_map,
@@ -168,7 +181,9 @@ class ChatForm:
 
     def _refusing(self, document: Document, write: Callable[..., Any], **how: Any) -> Any:
         try:
-            return write(**how)
+            found = write(**how)
+            (found if isinstance(found, str) else found[0][0]).encode()
+            return found
         except Exception as error:  # a template raises what it wants; its words are kept
             raise Refused(
                 f"{document.place}: the chat template cannot write field {self.field!r}: "
@@ -176,10 +191,13 @@ class ChatForm:
             ) from error
 
 
-def _without_none(value: Any) -> Any:
-    """Without the keys that a table fills in because other rows have them."""
-    if isinstance(value, Mapping):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_none(item) for item in value]
-    return value
+def _shared(one: str, other: str) -> int:
+    """Characters that two texts begin alike with."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -17,6 +17,7 @@ from farspan.data.tokenizers import Tokenizer
 from farspan.data.whole import Whole
 from farspan.spec import Refused
 
+TRAINED = "data.path"
 _MUCH = 0.1  # of a sequence, as padding: worth a word
 _PACKED = "2"  # rises whenever the same documents give other sequences
 
@@ -76,15 +77,15 @@ def open_corpus(
             "to train on; give data.held_out_path, or set held_out to 0"
         )
     pack = partial(_pack, kind=config.packing, context=context, seed=seed)
-    train = pack(store, chosen)
+    train = pack(store, chosen, TRAINED)
     held_out, stores = None, [store]
     if other is not None:
         aside = open_store(other, form, tokenizer, cache, watch)
         _check_disjoint(store, aside)
-        held_out = pack(aside, np.arange(aside.documents()))
+        held_out = pack(aside, np.arange(aside.documents()), "data.held_out_path")
         stores.append(aside)
     elif len(held) > 0:
-        held_out = pack(store, held)
+        held_out = pack(store, held, "data.held_out")
     return Corpus(
         train,
         held_out,
@@ -98,16 +99,28 @@ def open_corpus(
 
 
 def _pack(
-    store: TokenStore, documents: np.ndarray, *, kind: PackingKind, context: int, seed: int
+    store: TokenStore,
+    documents: np.ndarray,
+    source: str,
+    *,
+    kind: PackingKind,
+    context: int,
+    seed: int,
 ) -> Packing:
+    """`source` is the key of the run file that these documents are of."""
     if kind is PackingKind.CUT:
+        if store.trained is not None and not store.trained.all():
+            raise Refused(
+                "data.packing: cut makes sequences of which nothing may be trained; set it to "
+                "whole, or data.loss to all"
+            )
         layout: Layout = Cut(np.diff(store.starts), documents, context, seed)
     else:
         layout = Whole(store.starts, documents, context, seed, store.trained)
         if layout.kept.tokens == 0:
             raise Refused(
-                "data.path: no document has a trained token after its first, so there is nothing "
-                "to train or to evaluate on; give longer ones"
+                f"{source}: no document has a trained token after its first, so there is nothing "
+                f"to {'train' if source == TRAINED else 'evaluate'} on; give longer ones"
             )
     return Packing(store, layout, context)
 

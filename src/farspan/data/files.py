@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, cast
 from farspan.data.documents import TEXT, Document
 from farspan.spec import Refused
 
+_GZIP = b"\x1f\x8b"  # what such a file begins with
 # Test suites hold files that are broken on purpose, and installed packages are not part of Python.
 # The rest is generated, not written: a help text of 757 kB, code pages, this build's settings.
 _SKIPPED = frozenset(
@@ -129,9 +130,10 @@ def _record(path: Path, line: int, data: bytes) -> dict[str, Any]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines that are not blank, read one at a time; of a `.gz` file, what it holds."""
-    unpacked = gzip.open if path.suffix == ".gz" else open
+    """Numbered lines that are not blank, read one at a time; of a gzip file, of what it holds."""
     try:
+        with path.open("rb") as file:
+            unpacked = gzip.open if file.read(2) == _GZIP else open
         with cast(BinaryIO, unpacked(path, "rb")) as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():

@@ -39,7 +39,7 @@ class DatasetRows:
 
     def documents(self) -> Iterator[Document]:
         for number, row in enumerate(self.rows, start=1):
-            yield Document(0, number, f"{self.path}: row {number}", row)
+            yield Document(0, number, f"{self.path}: row {number}", _without_none(row))
 
 
 def open_dataset(path: str, name: str | None, split: str, form: Form) -> DatasetRows:
@@ -67,6 +67,15 @@ def open_dataset(path: str, name: str | None, split: str, form: Form) -> Dataset
             )
     optional = [column for column in form.optional if column in rows.column_names]
     return DatasetRows(path, rows.select_columns([*form.columns, *optional]))
+
+
+def _without_none(value: Any) -> Any:
+    """Without the keys that a table fills in because other rows have them."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    return value
 
 
 def _loaders() -> tuple[Any, Any]:

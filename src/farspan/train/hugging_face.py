@@ -43,6 +43,8 @@ class LongContext:
     otherwise than is asked.
     """
 
+    plain_loss = False  # a `compute_loss` of the other Trainer's own is the plain one
+
     args: Any
     model: Any
     optimizer: Any
@@ -55,6 +57,7 @@ class LongContext:
         self._schedule = schedule
         self._kernels = kernels
         self._step: Step | None = None
+        self._stepped: Any = None  # the model that it is of
         self._refuse_others()
 
     def training_step(
@@ -85,8 +88,8 @@ class LongContext:
         every token is what a long sequence has no room for."""
         if not prediction_loss_only:
             raise Refused(
-                "compute_metrics: evaluation gives the loss alone; leave it out, or set "
-                "prediction_loss_only=True"
+                "outputs: evaluation gives the loss alone; leave compute_metrics and predict out, "
+                "or set prediction_loss_only=True"
             )
         model.eval()
         batch = _batch(self._prepare_inputs(inputs))  # type: ignore[attr-defined]
@@ -102,8 +105,10 @@ class LongContext:
         return torch.tensor(sum(counts), device=device)
 
     def _farspan(self) -> Step:
-        if self._step is None:
+        # `model_init`, and a search for hyperparameters, put another model in the place of one.
+        if self._step is None or self._stepped is not self.model:
             self._step = Step(self.model, self._schedule, kernels=self._kernels)
+            self._stepped = self.model
         return self._step
 
     def _refuse_others(self) -> None:
@@ -114,6 +119,12 @@ class LongContext:
                 raise Refused(f"{name}: a step of farspan needs {needed}, got {given}: {instead}")
         if getattr(self, "compute_loss_func", None) is not None:
             raise Refused("compute_loss_func: the loss is the plain one; leave it out")
+        own = getattr(type(self), "compute_loss", None)
+        if own is not HuggingFaceTrainer.compute_loss and not self.plain_loss:
+            raise Refused(
+                f"compute_loss: {type(self).__name__} has one of its own, which a step of farspan "
+                "does not call; where it gives the plain loss set plain_loss = True in the class"
+            )
 
 
 class Trainer(LongContext, HuggingFaceTrainer):
@@ -132,6 +143,14 @@ def _batch(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
         )
     ids, labels = inputs["input_ids"], inputs["labels"]
     positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+    told = sorted(key for key in _IMPLIED if inputs.get(key) is not None)
+    if positions is None and told:
+        raise Refused(
+            f"{told[0]}: documents are told apart by position_ids that restart; have the collator "
+            "return them too"
+        )
+    if positions is not None and positions.shape not in (ids.shape, (1, ids.shape[1])):
+        raise Refused(f"position_ids: expected {list(ids.shape)}, got {list(positions.shape)}")
     read = torch.ones_like(ids, dtype=torch.bool)
     begins = torch.zeros_like(ids)
     if mask is not None:
