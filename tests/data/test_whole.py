@@ -40,6 +40,15 @@ def test_a_length_goes_where_the_least_room_stays(lengths: list[int], room: int)
     assert sorted(found) == sorted(sum(s) for s in tightest(lengths, room))
 
 
+@pytest.mark.parametrize("room", [8192, 131072])
+def test_a_million_documents_leave_next_to_no_padding(room: int) -> None:
+    """What the run file's page says of log-normal lengths."""
+    drawn = np.random.default_rng(0).lognormal(6.5, 1.3, 1_000_000).astype(np.int64)
+    lengths = np.sort(drawn.clip(2, room))[::-1]
+    sequences = best_fit(lengths, room).max() + 1
+    assert 0 <= 1 - lengths.sum() / (sequences * room) < 1e-4
+
+
 @given(lengths=LENGTHS, context=st.integers(2, 35), seed=st.integers(0, 5), epoch=st.integers(0, 2))
 def test_an_epoch_holds_every_document_whole_or_in_the_fewest_pieces(
     lengths: list[int], context: int, seed: int, epoch: int

@@ -149,7 +149,7 @@ class HubTokenizer:
             return Encoded(ids, np.ones(len(ids), dtype=bool))
         trained = np.zeros(len(ids), dtype=bool)
         begins, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
-        # Some tokenizers (Llama 3's) leave white space out of the offsets of a token, all of them
+        # Byte-level ones with trim_offsets leave white space out of a token's offsets, all of it
         # where it is nothing else: a token begins where the one before it ends.
         before = np.maximum.accumulate(np.concatenate([[0], ends[:-1]]))
         begins = np.minimum(begins, before)

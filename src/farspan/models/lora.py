@@ -60,8 +60,7 @@ def add_adapters(
 
 
 def frozen_digest(model: nn.Module) -> str | None:
-    """Of all weights that are not trained, which checkpoints leave out; None where all are. It
-    reads each once: 7 billion of bfloat16 in three seconds of a CPU's core."""
+    """Of all weights that are not trained, which checkpoints leave out; None where all are."""
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     if not frozen:
         return None
