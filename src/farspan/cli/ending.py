@@ -1,9 +1,10 @@
-"""How a command begins and ends: its application, and the exit codes."""
+"""How a command begins and ends: its application, the names of run files, the exit codes."""
 
 from typing import Any
 
 import typer
 
+RUN_FILES = (".yaml", ".yml")
 USAGE, FAILED = 2, 1  # what was asked cannot be done; it was done and is not good
 
 

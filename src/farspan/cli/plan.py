@@ -2,35 +2,53 @@
 
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from farspan.cli.ending import FAILED, typer_app
+from farspan.cli.ending import FAILED, RUN_FILES, typer_app
+from farspan.cli.planned import Answer, Longest, write_timeline
+from farspan.lazy import load
 from farspan.plan.ask import AS_IN_RUN_FILES, HERE, Request
+from farspan.plan.cell.describe import dtype_name
 from farspan.plan.model.catalog import presets
 from farspan.plan.pages import EXAMPLE, read_sparse
 from farspan.plan.price.machines import names as machine_names
-from farspan.plan.question import Optimizer, Plan, Question
+from farspan.plan.question import Optimizer
 from farspan.plan.search.plans import best_plan, longest_contexts
 from farspan.plan.strategies import AUTO, STRATEGIES
-from farspan.report.plan import contexts_view, plan_view
-from farspan.report.timeline import timeline_json
+from farspan.plan.units import read_tokens
 from farspan.spec import Refused
+from farspan.train.config import (
+    DType,
+    LoraConfig,
+    RunConfig,
+    load_run,
+    with_sparse,
+    with_strategy,
+)
 
 app = typer_app()
 
-
+# Options that are of the machine, or say what no run file does; the others are put into the run.
+OF_MACHINE = ("machine", "gpus", "optimizer", "device_memory", "host_memory")
 MODELS = ", ".join(preset.name for preset in presets())
 MACHINES = ", ".join(machine_names())
 
+RunFile = Annotated[
+    Path | None,
+    typer.Argument(
+        help="Run file (YAML) of `farspan train`; what options say goes before what it says."
+    ),
+]
 Model = Annotated[
-    str,
+    str | None,
     typer.Option(
-        help=f"Folder, config.json, hub name (its configuration only), or a preset: {MODELS}."
+        help="In place of a run file: folder, config.json, hub name (its configuration only), or a "
+        f"preset: {MODELS}."
     ),
 ]
 Context = Annotated[
@@ -44,16 +62,22 @@ Machine = Annotated[
         f"{MACHINES}."
     ),
 ]
+Gpus = Annotated[int | None, typer.Option(help="Devices that share the sequence; default: 1.")]
+Batch = Annotated[int | None, typer.Option(help="Sequences a step; default: 1.")]
 StrategyName = Annotated[
-    str, typer.Option(help=f"{AUTO}, the best of all, or one of {', '.join(STRATEGIES)}.")
-]
-OptimizerName = Annotated[
-    str,
+    str | None,
     typer.Option(
-        help=f"{', '.join(Optimizer)}; or as in a run file: "
-        f"{', '.join((*AS_IN_RUN_FILES, Optimizer.HOST))}."
+        help=f"{AUTO}, the best of all and the default, or one of {', '.join(STRATEGIES)}."
     ),
 ]
+OptimizerName = Annotated[
+    str | None,
+    typer.Option(
+        help=f"{', '.join(Optimizer)}; or as in a run file: "
+        f"{', '.join((*AS_IN_RUN_FILES, Optimizer.HOST))}; default: {Optimizer.ADAMW}."
+    ),
+]
+DTypeName = Annotated[str | None, typer.Option(help="bf16, fp32 or fp64; default: bf16.")]
 DeviceMemory = Annotated[
     str | None, typer.Option(help="Of one device, in place of the machine's: 80GB, 80GiB.")
 ]
@@ -61,7 +85,8 @@ HostMemory = Annotated[
     str | None, typer.Option(help="Of the node, in place of the machine's: 128GiB.")
 ]
 Lora = Annotated[
-    int, typer.Option(help="Rank of adapters on every linear module; 0 trains all weights.")
+    int | None,
+    typer.Option(help="Rank of adapters on every linear module; 0, the default: none."),
 ]
 SparseText = Annotated[
     str | None,
@@ -82,15 +107,16 @@ Timeline = Annotated[
 
 @app.command("plan")
 def plan_command(
-    model: Model,
+    run: RunFile = None,
+    model: Model = None,
     context: Context = None,
     machine: Machine = HERE,
-    gpus: Annotated[int, typer.Option(help="Devices that share the sequence.")] = 1,
-    batch: Annotated[int, typer.Option(help="Sequences a step.")] = 1,
-    strategy: StrategyName = AUTO,
-    optimizer: OptimizerName = Optimizer.ADAMW,
-    lora: Lora = 0,
-    dtype: Annotated[str, typer.Option(help="bf16, fp32 or fp64.")] = "bf16",
+    gpus: Gpus = None,
+    batch: Batch = None,
+    strategy: StrategyName = None,
+    optimizer: OptimizerName = None,
+    lora: Lora = None,
+    dtype: DTypeName = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     sparse: SparseText = None,
@@ -99,99 +125,78 @@ def plan_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Will it fit, how long is a step, what is the best schedule; exit 1 if it does not fit."""
-    if context is None and not max_context:
-        raise Refused("context: give --context TOKENS, or --max-context to find the longest")
-    request = Request(
-        config=model,
-        context=1 if context is None else context,
-        machine=machine,
-        gpus=gpus,
-        batch=batch,
-        strategy=strategy,
-        optimizer=optimizer,
-        lora=lora,
-        dtype=dtype,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        sparse=None if sparse is None else read_sparse(sparse),
-        progress=tell,
-    )
-    question, strategies = request.question(), request.strategies()
-    plan = None if context is None else best_plan(question, strategies)
-    longest = None
-    if max_context:
-        found = longest_contexts(question, strategies)
-        longest = Longest(tuple(strategies or STRATEGIES), found)
-    chosen = _chosen(plan, longest)
+    options = {
+        **{"model": model, "context": context, "machine": machine, "gpus": gpus, "batch": batch},
+        **{"strategy": strategy, "optimizer": optimizer, "lora": lora, "dtype": dtype},
+        **{"device_memory": device_memory, "host_memory": host_memory, "sparse": sparse},
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    answer = _of_model(given, max_context) if run is None else _of_run(run, given, max_context)
+    chosen = answer.chosen()
     if timeline is not None:
         write_timeline(timeline, chosen)
     if as_json:
-        print(json.dumps(answer_json(plan, longest)))
+        print(json.dumps(answer.to_json()))
     else:
-        show(question, plan, longest)
+        answer.show()
     raise typer.Exit(0 if chosen and chosen.fits else FAILED)
+
+
+def _of_model(given: dict[str, Any], max_context: bool) -> Answer:
+    """What the options ask."""
+    if "model" not in given:
+        raise Refused("model: give --model NAME, or the run file of farspan train")
+    if "context" not in given and not max_context:
+        raise Refused("context: give --context TOKENS, or --max-context to find the longest")
+    if "sparse" in given:
+        given = {**given, "sparse": read_sparse(given["sparse"])}
+    fields = {"context": 1, **given, "config": given["model"], "progress": tell}
+    del fields["model"]
+    request = Request(**fields)
+    question, strategies = request.question(), request.strategies()
+    plan = best_plan(question, strategies) if "context" in given else None
+    longest = None
+    if max_context:
+        longest = Longest(tuple(strategies or STRATEGIES), longest_contexts(question, strategies))
+    return Answer(question, plan, longest)
+
+
+def _of_run(path: Path, given: dict[str, Any], max_context: bool) -> Answer:
+    """What a run file asks, with what the options say in place of it."""
+    if "model" in given:
+        raise Refused(f"model: {path} names one; leave out --model, or the run file")
+    if path.suffix not in RUN_FILES and not path.is_file():
+        raise Refused(f"{path}: no run file (.yaml); a model is named by --model {path}")
+    run, notes = in_place_of(load_run(path), given)
+    asked = {name: given[name] for name in OF_MACHINE if name in given}
+    questions = load("farspan.train.plan_of_run", "questions_of_run")(run, asked, tell)
+    found, longest = questions.plan(), None
+    if max_context:
+        longest = Longest(tuple(questions.strategies() or STRATEGIES), questions.longest())
+    words = (*notes, *found.words())
+    return Answer(found.plan.question, found.plan, longest, words, found.to_json())
+
+
+def in_place_of(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
+    """The run with options of the command line in place of its own, and what went with them."""
+    notes: list[str | None] = []
+    model = run.model
+    if "dtype" in given:
+        model = replace(model, dtype=DType(dtype_name(given["dtype"])))
+    if "lora" in given:
+        model = replace(model, lora=LoraConfig(given["lora"]) if given["lora"] else None)
+    run = replace(run, model=model, batch=given.get("batch", run.batch))
+    if "context" in given:
+        run = replace(run, context=read_tokens(given["context"], "context"))
+    if "strategy" in given:
+        run, note = with_strategy(run, given["strategy"])
+        notes.append(note)
+    if "sparse" in given:
+        run, note = with_sparse(run, read_sparse(given["sparse"]))
+        notes.append(note)
+    return run, [note for note in notes if note is not None]
 
 
 def tell(what: str) -> None:
     """Measuring takes up to a minute: what is measured is said beside the answer."""
     print(f"this machine: {what}", file=sys.stderr)
-
-
-@dataclass(frozen=True, slots=True)
-class Longest:
-    """The plans at the longest contexts, of those strategies that fit at any."""
-
-    strategies: tuple[str, ...]  # all that were tried
-    plans: dict[str, Plan]
-
-    def best(self) -> Plan | None:
-        """The plan of the longest context; of equals the fastest."""
-        return max(
-            self.plans.values(),
-            key=lambda plan: (plan.question.run.tokens, -plan.seconds.total),
-            default=None,
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """The longest context of all and of each strategy, 0 where none fits."""
-        best = self.best()
-        each = {name: {"fits": False, "max_context": 0} for name in self.strategies}
-        for name, plan in self.plans.items():
-            each[name] = plan.to_json() | {"max_context": plan.question.run.tokens}
-        tokens = 0 if best is None else best.question.run.tokens
-        return {"max_context": tokens, "max_context_by_strategy": each}
-
-
-def write_timeline(path: Path, plan: Plan | None) -> None:
-    """The plan's step as a trace. Raises Refused where there is no plan, or no such place."""
-    if plan is None:
-        raise Refused("timeline: no strategy fits at any context, so there is no step to draw")
-    try:
-        path.write_text(json.dumps(timeline_json(plan)) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise Refused(f"timeline: {path} cannot be written: {error}") from error
-
-
-def show(question: Question, plan: Plan | None, longest: Longest | None) -> None:
-    """Print the answer for a person."""
-    console = Console()
-    if plan is not None:
-        console.print(plan_view(plan))
-    if longest is None:
-        return
-    console.print(contexts_view(longest.plans, question, longest.strategies))
-    best = longest.best()
-    if plan is None and best is not None:
-        console.print(plan_view(best))
-
-
-def _chosen(plan: Plan | None, longest: Longest | None) -> Plan | None:
-    return plan if plan is not None or longest is None else longest.best()
-
-
-def answer_json(plan: Plan | None, longest: Longest | None) -> dict[str, Any]:
-    """The plan of the context asked for, or of the longest where none was; beside it, where they
-    were asked for, the longest contexts."""
-    chosen = _chosen(plan, longest)
-    answer = {"fits": False} if chosen is None else chosen.to_json()
-    return answer if longest is None else answer | longest.to_json()

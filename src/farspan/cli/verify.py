@@ -7,7 +7,7 @@ from typing import Annotated, TypeGuard
 
 import typer
 
-from farspan.cli.ending import typer_app
+from farspan.cli.ending import RUN_FILES, typer_app
 from farspan.lazy import load
 from farspan.plan.cell.describe import SHORT_NAMES
 from farspan.plan.pages import EXAMPLE, OFF, ON, read_sparse
@@ -18,7 +18,6 @@ from farspan.train.config import ModelConfig, SparseConfig, load_run
 from farspan.train.default import default_run
 
 app = typer_app()
-RUN_FILES = (".yaml", ".yml")
 
 DTypeName = Annotated[str, typer.Option(help="float64, float32 or bfloat16; or fp64, fp32, bf16.")]
 Context = Annotated[str, typer.Option("--context", help="Tokens a sequence: 512, 8K.")]

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from farspan.plan.model.catalog import refuse_absent
+from farspan.plan.model.catalog import find_config, refuse_absent
 from farspan.spec import Refused
 
 NAMES_SHOWN = 5  # of missing weights: a wrong folder lacks hundreds
@@ -46,6 +46,22 @@ def load_config(
     else:
         assert config is not None
         found = _config_of(config)
+    _apply(found, overrides, "model.overrides")
+    return found
+
+
+def config_for_planning(
+    *, path: str | None, config: dict[str, Any] | None, overrides: dict[str, Any]
+) -> PretrainedConfig:
+    """As `load_config`, for a model that may be nowhere near: `path` may also be the hub name of a
+    model that `farspan plan` knows, and no code of a model's own is run."""
+    if path is None:
+        return load_config(path=None, config=config, overrides=overrides)
+    fields = find_config(path)
+    kind = str(fields.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise Refused(f"model.path: {path} is a {kind!r}, which transformers has no model of")
+    found = CONFIG_MAPPING[kind].from_dict(fields)
     _apply(found, overrides, "model.overrides")
     return found
 

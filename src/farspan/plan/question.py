@@ -32,6 +32,7 @@ class Question:
     architecture: Architecture | None = None  # for what a cell holds for a moment
     overlap: bool = False  # copies run beside the computation, as on a GPU
     sparse: Sparse | None = None  # attention that approximates; None: exact
+    accumulates: bool = False  # gradients of earlier batches are there when the step begins
 
     def near(self) -> int:
         """Devices of the layout that share a node."""

@@ -14,8 +14,6 @@ from farspan.models.describe import describe
 from farspan.plan.grid import group_ranges
 from farspan.plan.layout import refuse_together
 from farspan.plan.price.evaluate import size
-from farspan.plan.price.local import local_model
-from farspan.plan.price.states import states
 from farspan.plan.question import Optimizer, Plan, Question
 from farspan.plan.strategies import AUTO
 from farspan.spec import MachineSpec, Refused, RunSpec, Schedule, Tier
@@ -34,7 +32,7 @@ from farspan.train.lighter import lighter
 from farspan.train.looked import Looked, look
 from farspan.train.optimizer_place import DEFAULT, Placed, bare_machine, choose_place
 from farspan.train.parts import Parts
-from farspan.train.setup import Equipment, Place
+from farspan.train.setup import Equipment, Place, torch_dtype
 from farspan.train.shortage import Shortage
 from farspan.train.strict import build, to_mapping
 
@@ -107,15 +105,11 @@ class Least:
         self.free = Free(crew.least(mine.device), crew.least(mine.host))
 
     def limit(self, run: RunConfig, question: Question) -> MachineSpec:
-        """The machine of a question with no more memory than can be had now. What is set aside for
-        gradients of earlier batches is not in use yet, as the rest of the reserve is."""
+        """The machine of a question with no more memory than can be had now."""
         if self.use.crew.count == 1:
             self.look()
         assert self.free is not None, "ranks have looked together"
-        reserve = question.machine.reserve
-        in_use = reserve - gradients_before(run, question)
-        found = self.free.limit(replace(question.machine, reserve=in_use))
-        return replace(allowed(run, found), reserve=reserve)
+        return allowed(run, self.free.limit(question.machine))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +132,7 @@ class OneForAll:
 def ask(run: RunConfig, use: Equipment, parts: Parts, progress: Callable[[str], None]) -> Question:
     """One batch of the run on the machine at hand."""
     assert use.looked is not None, "a run that plans has looked at its model"
-    machine = parts.machine(use.device, getattr(torch, run.model.dtype.value), progress)
+    machine = parts.machine(use.device, torch_dtype(run), progress)
     return question_of(run, use.looked, machine, use.placed.states, use.crew)
 
 
@@ -146,7 +140,7 @@ def question_of(
     run: RunConfig, looked: Looked, machine: MachineSpec, states: StatesPlace, crew: Crew
 ) -> Question:
     """One batch of the run, with its optimizer's states in a place."""
-    question = Question(
+    return Question(
         model=looked.model,
         run=RunSpec(run.batch, run.context),
         # Links and main memory are shared by the run's devices on this node, and by no others.
@@ -156,9 +150,8 @@ def question_of(
         dtype=run.model.dtype.value,
         architecture=looked.architecture,
         sparse=run.pages(),
+        accumulates=run.accumulate > 1,
     )
-    reserve = machine.reserve + gradients_before(run, question)
-    return replace(question, machine=replace(question.machine, reserve=reserve))
 
 
 def place_states(
@@ -174,7 +167,7 @@ def place_states(
             return DEFAULT
         machine = bare_machine(device)
         if run.schedule.strategy == AUTO:
-            machine = parts.machine(device, getattr(torch, run.model.dtype.value), progress)
+            machine = parts.machine(device, torch_dtype(run), progress)
         # Of several ranks this one has the weights, in main memory, until they are dealt.
         there = sum(parameter.nbytes for parameter in model.parameters()) * (crew.count > 1)
         machine = allowed(run, free_now(device, 0, there).limit(machine))
@@ -199,15 +192,6 @@ def allowed(run: RunConfig, machine: MachineSpec) -> MachineSpec:
     if limit is None:
         return machine
     return replace(machine, host_bytes=min(machine.host_bytes, limit))
-
-
-def gradients_before(run: RunConfig, question: Question) -> int:
-    """Bytes of gradients that are there before a batch begins, when an update has several. At
-    most so much comes on top of a plan for one batch: it may count a part of them at its peak."""
-    if run.accumulate == 1:
-        return 0
-    part = replace(question, model=local_model(question))
-    return states(part, ((0, len(part.model.layers)),)).gradients
 
 
 def plan_json(choice: Choice) -> dict[str, Any]:

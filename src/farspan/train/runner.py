@@ -14,7 +14,7 @@ from farspan.train.choice import Choice, Chooser, describe_schedule
 from farspan.train.config import RunConfig, as_yaml
 from farspan.train.memory import Expected, compare, describe, shown
 from farspan.train.parts import CellsDone, Parts, StepLike
-from farspan.train.planning import gradients_before, less_for_ranks
+from farspan.train.planning import less_for_ranks
 from farspan.train.setup import Equipment
 from farspan.train.shortage import (
     Heard,
@@ -148,7 +148,6 @@ class Runner:
         return Comparison(
             predicted_bytes=plan.device.total
             - plan.device.parts.get("reserve", 0)
-            + gradients_before(self._run, plan.question)
             + (plan.host.total if on_cpu else 0),
             measured_bytes=self._use.held_bytes() + self._peak,
             predicted_seconds=(plan.seconds.total - update) * self._run.accumulate + update,

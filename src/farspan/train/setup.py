@@ -173,6 +173,12 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def torch_dtype(run: RunConfig) -> torch.dtype:
+    """Of its parameters and activations."""
+    found: torch.dtype = getattr(torch, run.model.dtype.value)
+    return found
+
+
 def introduce(run: RunConfig, equipment: Equipment) -> str:
     """The lines that open a run."""
     every, trained = equipment.elements
@@ -244,7 +250,7 @@ def _load(run: RunConfig, parts: Parts, device: torch.device, weights: Weights) 
     model = parts.load_model(
         path=run.model.path,
         config=run.model.config,
-        dtype=getattr(torch, run.model.dtype.value),
+        dtype=torch_dtype(run),
         overrides=run.model.overrides,
         seed=run.seed,
         device=device,

@@ -11,9 +11,10 @@ from farspan.engine.meter import LiveStorage, PeakMeter
 from farspan.engine.run import Interpreter
 from farspan.engine.step import Step
 from farspan.plan.build import build_program
+from farspan.plan.cell.assumed import assumed
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.cell.sharing import Sharing
-from farspan.plan.cell.transient import Walk, assumed, transient_bytes
+from farspan.plan.cell.transient import Walk, transient_bytes
 from farspan.plan.model.architecture import Block
 from farspan.plan.model.catalog import find_architecture
 from farspan.plan.model.families import architecture_from
@@ -76,21 +77,25 @@ def gradient_bytes(step: Step) -> int:
     return (getattr(parameter, "grad_dtype", None) or parameter.dtype).itemsize
 
 
-def measured(step: Step, batch: int, tokens: int) -> int:
-    """Peak bytes of new tensors in one step, both tiers."""
+def measured(step: Step, batch: int, tokens: int, *, accumulates: bool = False) -> int:
+    """Peak bytes of new tensors in one step, both tiers; gradients of a batch before are new."""
     ids = torch.arange(tokens).repeat(batch, 1) % step.model_spec.vocab
     step.boundary.model.zero_grad(set_to_none=True)
     step.release()
     with PeakMeter(torch.device("cpu")) as meter:
+        for parameter in step.boundary.model.parameters() if accumulates else ():
+            dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+            parameter.grad = torch.zeros_like(parameter, dtype=dtype)
         step(ids, ids)
     step.release()
     return meter.peak
 
 
-def predicted(step: Step, batch: int, tokens: int) -> int:
+def predicted(step: Step, batch: int, tokens: int, *, accumulates: bool = False) -> int:
     program = step.program(batch, tokens)
     architecture = architecture_from(step.boundary.model.config)
-    found = Walk(program, architecture, gradient_bytes=gradient_bytes(step)).run()
+    width = gradient_bytes(step)
+    found = Walk(program, architecture, gradient_bytes=width, accumulates=accumulates).run()
     inputs = INDEX * (batch * tokens + tokens)  # what the step itself makes of them
     return sum(program.arena_bytes.values()) + inputs + found.bytes
 
@@ -109,6 +114,16 @@ def test_every_strategy_is_predicted(
     name: str, dtype: torch.dtype | str, batch: int, tokens: int
 ) -> None:
     agree(Step(make("llama", dtype), strategy(name, LAYERS, tokens)), batch, tokens, EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, WIDE], ids=str)
+@pytest.mark.parametrize("name", [*STRATEGIES, "tiles"])
+def test_gradients_of_an_earlier_batch_are_predicted(name: str, dtype: torch.dtype | str) -> None:
+    """They are there from the beginning, and nothing comes to them."""
+    schedule = SCHEDULES[name] if name == "tiles" else strategy(name, LAYERS, 192)
+    step = Step(make("llama", dtype), schedule)
+    expected = predicted(step, 1, 192, accumulates=True)
+    assert expected == pytest.approx(measured(step, 1, 192, accumulates=True), rel=EXACT)
 
 
 @pytest.mark.parametrize(

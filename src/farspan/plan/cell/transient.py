@@ -5,16 +5,17 @@ that are equal in these are run once, on phantoms; then the program is walked wi
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any
 
+from farspan.plan.cell.assumed import assumed
 from farspan.plan.cell.cells import CellBytes, CellKind, Cells
-from farspan.plan.cell.layer import layer_costs, layer_weights, trained
+from farspan.plan.cell.layer import layer_weights, trained
 from farspan.plan.cell.outside import Stages, outer_weights
 from farspan.plan.cell.sharing import ALONE, Sharing
-from farspan.plan.model.architecture import Architecture, Attention, Block, FeedForward
+from farspan.plan.model.architecture import Architecture, Block
 from farspan.plan.program import (
     AttentionMode,
     Backward,
@@ -31,7 +32,7 @@ from farspan.plan.program import (
     StoreGradient,
 )
 from farspan.plan.reads import unread_outputs
-from farspan.spec import LayerSpec, ModelSpec, Sparse, Tier
+from farspan.spec import Sparse, Tier
 
 # Chunks whose prefixes are told apart to the token; of more, prefixes are rounded up to 1 / STARTS
 # of a block of keys.
@@ -45,16 +46,24 @@ def transient_bytes(
     *,
     gradient_bytes: int | None = None,
     sharing: Sharing = ALONE,
+    accumulates: bool = False,
 ) -> int:
     """Device bytes at a step's fullest moment beside arenas, inputs, weights, all gradients, and
     accumulators of the widest group and of what lies outside the layers.
 
     `gradient_bytes` is the width of an element of `.grad`, the model's own by default. Without an
-    architecture one is assumed that saves as much as the model's layers do. Negative where
-    gradients and accumulators are never all there at one time, and what is missing at the fullest
-    moment outweighs the rest.
+    architecture one is assumed that saves as much as the model's layers do. With `accumulates`
+    gradients of earlier batches are there from the beginning. Negative where gradients and
+    accumulators are never all there at one time, and what is missing at the fullest moment
+    outweighs the rest.
     """
-    walk = Walk(program, architecture, gradient_bytes=gradient_bytes, sharing=sharing)
+    walk = Walk(
+        program,
+        architecture,
+        gradient_bytes=gradient_bytes,
+        sharing=sharing,
+        accumulates=accumulates,
+    )
     return walk.run().transient
 
 
@@ -114,6 +123,7 @@ class Walk:
         gradient_bytes: int | None = None,
         sharing: Sharing = ALONE,
         in_place: bool = False,
+        accumulates: bool = False,
     ) -> None:
         """Without an architecture one is assumed, but for its weights where the model counts them.
         `gradient_bytes` is the width of an element of `.grad`, the model's own by default. For
@@ -157,6 +167,16 @@ class Walk:
         self.weights = [[sharing.slice(size) for size in of] for of in weights]
         self.outer_weights = dict.fromkeys(outer, 0) if architecture.adapter_rank else outer
         self.steps = self._steps()
+        self.replaces = accumulates and self.sums_apart  # `.grad` of earlier batches, when closed
+        if accumulates:
+            self._begin_with_gradients()
+
+    def _begin_with_gradients(self) -> None:
+        """Of all weights. Where `.grad` is the sum itself, nothing comes to it any more."""
+        self._take(self._final(sum(self.outer_weights.values()) + sum(map(sum, self.weights))))
+        if not self.sums_apart:
+            self.begun.update(range(len(self.blocks)))
+            self.outer = frozenset(self.outer_weights)
 
     def _steps(self) -> dict[type[Instruction], Callable[[Any], None]]:
         return {
@@ -269,7 +289,7 @@ class Walk:
             sizes += self.outer_weights.values()
         for size in sizes:
             self._take(self._final(size))
-            self.live -= self.wide * size
+            self.live -= self.wide * size + self._final(size) * self.replaces
 
     # -- cells ---
 
@@ -348,35 +368,3 @@ class Walk:
             return start  # how many pages there are to choose from is in it
         first = 0 if window is None else start - min(start, window + size)
         return start - max(0, first // size if window is not None else start // size - 2) * size
-
-
-# -- models without an architecture ------------------------------------------------------------
-
-
-@lru_cache(maxsize=8)
-def assumed(model: ModelSpec) -> Architecture:
-    """The Llama-like architecture whose layers save as much as the model's own were seen to, or a
-    little more."""
-    made = Architecture(model.name, "llama", model.hidden, model.vocab, ())
-    blocks = {layer: _assumed(made, layer, model.element_bytes) for layer in set(model.layers)}
-    return replace(made, blocks=tuple(blocks[layer] for layer in model.layers))
-
-
-def _assumed(architecture: Architecture, layer: LayerSpec, element_bytes: int) -> Block:
-    attention = Attention(
-        layer.query_heads,
-        layer.kv_heads,
-        layer.head_dim,
-        layer.value_dim,
-        window=layer.window,
-        sinks=layer.sinks,
-        softcap=layer.softcap,
-    )
-
-    def saved(width: int) -> int:
-        block = Block(attention, FeedForward(width))
-        return layer_costs(architecture, block, element_bytes).activation_bytes
-
-    least, slope = saved(1), saved(2) - saved(1)
-    more = max(0, layer.activation_bytes - least)
-    return Block(attention, FeedForward(1 + -(-more // slope)))

@@ -48,6 +48,7 @@ def walk(question: Question, schedule: Schedule) -> Walked:
         part.architecture,
         gradient_bytes=gradient_bytes(part),
         sharing=sharing_of(part),
+        accumulates=part.accumulates,
     )
     return Walked(program, held)
 

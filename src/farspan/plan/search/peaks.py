@@ -161,8 +161,9 @@ def fixed(frames: Frames) -> Array:
 
 def momentary(frames: Frames) -> Array:
     """[K, F]: all that is counted beside arenas, weights and optimizer. Graphs of the first chunk
-    that runs backward, when no layer may have gradients yet; or those of the last, in the first
-    group, when all layers have some. Of a single chunk the second is only the end of the step."""
+    that runs backward, when no layer may have gradients yet, but of earlier batches; or those of
+    the last, in the first group, when all layers have some. Of a single chunk the second is only
+    the end of the step."""
     ruler = frames.ruler
     gradients = np.array([[float(states.gradients)] for states in frames.cuts.held])
     saved = np.array([spec.activation_bytes for spec in ruler.model.layers], dtype=np.float64)
@@ -171,7 +172,8 @@ def momentary(frames: Frames) -> Array:
     # Where every chunk's graphs are kept there are none.
     some = frames.kept.graphs < len(ruler.chunks)
     several = len(ruler.chunks) > 1
-    return np.asarray(np.maximum(widest * some, gradients + first * several * some))
+    before = gradients * ruler.question.accumulates
+    return np.asarray(np.maximum(before + widest * some, gradients + first * several * some))
 
 
 def device_slots(frames: Frames) -> Array:

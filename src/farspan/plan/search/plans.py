@@ -18,7 +18,7 @@ from farspan.plan.search.room import roomiest, states_do_not_fit
 from farspan.plan.search.space import MOST_CELLS, thriftiest, whole_space
 from farspan.plan.search.sparse import best_sparse, longest_sparse
 from farspan.plan.search.thrift import TOLERANCE, chosen, lightest
-from farspan.plan.strategies import GROUPED, STRATEGIES, strategy
+from farspan.plan.strategies import AUTO, GROUPED, STRATEGIES, strategy
 from farspan.spec import Refused, RunSpec, Schedule
 
 FINEST = 64  # the longest context is found to within 1 / FINEST of itself
@@ -61,6 +61,32 @@ def best_plan(
     lowest = min(p.seconds.total / (1 + p.gap) for p in (best, *others) if p.fits)
     off = gap(best, lowest)
     return replace(best, gap=off, reason=reason_of(best, others), alternatives=others)
+
+
+def plan_as_written(
+    question: Question, name: str, schedule: Schedule, seconds: float = 6.0
+) -> Plan:
+    """The plan of a schedule that somebody wrote down, whatever else there is. Its alternative is
+    the best of all, called `auto`, where that is another; where the written one does not fit, it
+    says what breaks first and what would help. Raises Refused for what cannot run."""
+    refuse_layout(question)
+    refuse_together(schedule, question.layout)
+    plan = evaluate(question, name, schedule)
+    best = best_plan(question, None, seconds)
+    is_other = best.schedule != plan.schedule
+    others = (replace(best, strategy=AUTO, alternatives=()),) if is_other else ()
+    if plan.fits:
+        return replace(plan, reason=_beside(plan, best), alternatives=others)
+    remedy = f"--strategy {AUTO}" if best.fits else best.remedy
+    return replace(plan, reason=breaks_first(plan), remedy=remedy, alternatives=others)
+
+
+def _beside(plan: Plan, best: Plan) -> str:
+    """A written plan that fits, in words."""
+    share = best.seconds.total / plan.seconds.total
+    if not best.fits or share > 1 - TOLERANCE:
+        return f"as written; {AUTO} finds nothing faster"
+    return f"as written; {AUTO} takes {share:.2f} times as long"
 
 
 def longest_contexts(

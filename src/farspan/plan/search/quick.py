@@ -109,6 +109,7 @@ def _walk(ruler: Ruler, schedule: Schedule, telling: Telling) -> Walk:
         question.architecture,
         gradient_bytes=gradient_bytes(question),
         sharing=sharing_of(question),
+        accumulates=question.accumulates,
     )
 
 

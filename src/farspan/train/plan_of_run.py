@@ -1,0 +1,183 @@
+"""The plan of a run file before anything of the run is there: no weights, no text, and on whatever
+machine is named. What `farspan train` asks once it has its model is asked in `planning`."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
+
+from farspan.models.load import config_for_planning
+from farspan.plan.ask import HERE, Request
+from farspan.plan.layout import ALONE, Layout, sequence_layout
+from farspan.plan.question import Optimizer, Plan, Question
+from farspan.plan.search.plans import best_plan, longest_contexts, plan_as_written
+from farspan.plan.strategies import AUTO, strategy
+from farspan.plan.units import write_seconds
+from farspan.spec import MachineSpec, ModelSpec, Refused, Schedule
+from farspan.train.config import RunConfig, StatesPlace, as_yaml
+from farspan.train.layout import Given, Parallel
+from farspan.train.parts import machine_of
+from farspan.train.planning import PLANNED, allowed
+from farspan.train.setup import choose_device, torch_dtype
+
+OWN = "the run's own"  # what a schedule without a strategy's name is called
+
+
+class Asked(TypedDict, total=False):
+    """What stands on the command line beside the run file."""
+
+    machine: str  # as in `Request`
+    gpus: int  # by default as many as `parallel` says
+    optimizer: str  # in place of `optimizer.states`
+    device_memory: str
+    host_memory: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOfRun:
+    """A run's plan, and what it means for the run."""
+
+    run: RunConfig
+    plan: Plan
+
+    def update_seconds(self) -> float:
+        """Of an update: its batches, and one step of the optimizer."""
+        seconds = self.plan.seconds
+        return (seconds.total - seconds.optimizer) * self.run.accumulate + seconds.optimizer
+
+    def words(self) -> Iterator[str]:
+        """Lines for a person, below the plan's own."""
+        run, plan, lora = self.run, self.plan, self.run.model.lora
+        if lora is not None and not lora.everywhere():
+            yield "adapters are planned on every linear module; those of model.lora take less"
+        if not plan.fits:
+            return
+        each = self.update_seconds()
+        batches = f" of {run.accumulate} batches" if run.accumulate > 1 else ""
+        yield (
+            f"the run: {run.steps:,} updates{batches}, {self.tokens():,} tokens each: "
+            f"{write_seconds(each)} an update, {write_seconds(each * run.steps)} in all, without "
+            "evaluations and checkpoints"
+        )
+        if run.schedule.strategy == AUTO:
+            yield f"to keep this schedule, in the run file: {as_yaml(plan.schedule)}"
+
+    def tokens(self) -> int:
+        """Of an update."""
+        run, layout = self.run, self.plan.question.layout
+        return run.context * run.batch * run.accumulate * layout.data
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan's own keys, and the run's."""
+        each = self.update_seconds()
+        run = {
+            "steps": self.run.steps,
+            "tokens_per_update": self.tokens(),
+            "seconds_per_update": each,
+            "seconds": each * self.run.steps,
+        }
+        return {**self.plan.to_json(), "run": run}
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionsOfRun:
+    """What a run file asks: of AdamW's states the places that it leaves open, the first first."""
+
+    run: RunConfig
+    questions: tuple[Question, ...]
+
+    def plan(self) -> PlanOfRun:
+        """With the states in the first place where it fits; where it fits nowhere, in the first.
+        Raises Refused."""
+        plans: list[Plan] = []
+        for question in self.questions:
+            plans.append(self._plan(question))
+            if plans[-1].fits:
+                return PlanOfRun(self.run, plans[-1])
+        return PlanOfRun(self.run, plans[0])
+
+    def longest(self) -> dict[str, Plan]:
+        """As `longest_contexts`, with the states where most fits."""
+        return longest_contexts(self.questions[-1], self.strategies())
+
+    def strategies(self) -> list[str] | None:
+        """Those to choose from; None: all."""
+        named = self.run.schedule.strategy
+        return None if named in (None, AUTO) else [str(named)]
+
+    def _plan(self, question: Question) -> Plan:
+        named = self.run.schedule.strategy
+        if named == AUTO:
+            return best_plan(question)
+        layers = len(question.model.layers)
+        base = Schedule() if named is None else strategy(named, layers, self.run.context)
+        schedule = self.run.schedule.apply(base).with_sparse(self.run.pages())
+        try:
+            return plan_as_written(question, named or OWN, schedule)
+        except Refused as error:
+            raise Refused(f"schedule: {error}") from error
+
+
+def questions_of_run(
+    run: RunConfig, asked: Asked, progress: Callable[[str], None]
+) -> QuestionsOfRun:
+    """The run as questions for the planner; `progress` hears what of this machine is measured.
+
+    One sequence is one document, which is the most that attention can take. Raises Refused naming
+    the field.
+    """
+    model, lora = run.model, run.model.lora
+    machine: str | MachineSpec = asked.get("machine", HERE)
+    if machine == HERE:
+        machine = machine_of(choose_device(run.device), torch_dtype(run), progress)
+    question = Request(
+        config=config_for_planning(path=model.path, config=model.config, overrides=model.overrides),
+        context=run.context,
+        machine=machine,
+        batch=run.batch,
+        optimizer=asked.get("optimizer", Optimizer.ADAMW),
+        lora=0 if lora is None else lora.rank,
+        dtype=model.dtype.value,
+        device_memory=asked.get("device_memory"),
+        host_memory=asked.get("host_memory"),
+        sparse=run.pages(),
+    ).question()
+    if model.path is not None:
+        question = replace(question, model=replace(question.model, name=model.path))
+    question = _shared(run, question, asked.get("gpus"))
+    return QuestionsOfRun(run, tuple(_with_states(run, question, asked.get("optimizer"))))
+
+
+def _shared(run: RunConfig, question: Question, gpus: int | None) -> Question:
+    """The question on the devices that share the run, with what they may take of the machine."""
+    machine = question.machine
+    layout = _layout(run.parallel, gpus, question.model, machine)
+    if machine.unified:  # the ranks of a CPU are processes beside each other
+        machine = replace(machine, devices=layout.devices())
+    return replace(
+        question,
+        machine=allowed(run, machine),
+        layout=layout,
+        accumulates=run.accumulate > 1,
+    )
+
+
+def _layout(given: Given, gpus: int | None, model: ModelSpec, machine: MachineSpec) -> Layout:
+    """As ranks would share the run, `gpus` being how many are started."""
+    if gpus is not None and gpus < 1:
+        raise Refused(f"gpus: expected a whole number of devices >= 1, got {gpus}")
+    if isinstance(given, Parallel):
+        return given.layout(gpus or given.asked())
+    if given is None and gpus is None:
+        return ALONE
+    return sequence_layout(model, gpus or machine.devices)
+
+
+def _with_states(run: RunConfig, question: Question, named: str | None) -> Iterator[Question]:
+    """The question with AdamW's states in each place that may be taken."""
+    states, places = run.optimizer.states, [question.optimizer]
+    if named is None and states is not StatesPlace.AUTO:
+        places = [PLANNED[states]]
+    elif named is None and not question.machine.unified:
+        places.append(Optimizer.HOST)
+    for place in places:
+        yield replace(question, optimizer=place)
