@@ -172,3 +172,13 @@ def test_an_override_that_no_model_can_have_is_named(
     }
     with pytest.raises(Refused, match=message):
         load_model(config=config, overrides=overrides, dtype=torch.float32, weights=Weights.NONE)
+
+
+def test_a_model_with_fewer_layers_is_one_that_can_be_loaded(tmp_path: Path) -> None:
+    config = {"model_type": "qwen2", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 4}
+    few = {"num_hidden_layers": 2}
+    model = load_model(config=config | heads, overrides=few, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert len(again.model.layers) == len(again.config.layer_types) == 2

@@ -182,7 +182,7 @@ def in_place_of(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig, li
     notes: list[str | None] = []
     model = run.model
     if "dtype" in given:
-        model = replace(model, dtype=DType(dtype_name(given["dtype"])))
+        model = replace(model, dtype=_dtype(given["dtype"]))
     if "lora" in given:
         model = replace(model, lora=LoraConfig(given["lora"]) if given["lora"] else None)
     run = replace(run, model=model, batch=given.get("batch", run.batch))
@@ -195,6 +195,13 @@ def in_place_of(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig, li
         run, note = with_sparse(run, read_sparse(given["sparse"]))
         notes.append(note)
     return run, [note for note in notes if note is not None]
+
+
+def _dtype(given: str) -> DType:
+    name = dtype_name(given)
+    if name not in tuple(DType):
+        raise Refused(f"dtype: farspan train has {', '.join(DType)}, got {given}")
+    return DType(name)
 
 
 def tell(what: str) -> None:

@@ -67,7 +67,7 @@ class Answer:
         if self.plan is not None:
             console.print(plan_view(self.plan))
         for line in self.words:
-            console.print(line, markup=False, highlight=False)
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
         if self.longest is None:
             return
         console.print(contexts_view(self.longest.plans, self.question, self.longest.strategies))

@@ -242,3 +242,7 @@ def _apply(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None
             setattr(config, name, {**before, **value} if merge else value)
         except Exception as error:  # of its own kind: transformers checks the types of some fields
             raise Refused(f"{where}.{name}: {' '.join(str(error).split())}") from error
+    kinds = getattr(config, "layer_types", None)
+    if "num_hidden_layers" in fields and "layer_types" not in fields and kinds:
+        # The first layers are built; a saved model with names for more cannot be loaded.
+        config.layer_types = kinds[: config.num_hidden_layers]

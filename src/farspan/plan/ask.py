@@ -75,13 +75,15 @@ class Request:
         # What a cell holds is asked of the architecture: it must have the adapters too.
         architecture = replace(architecture, adapter_rank=rank)
         model = model_spec(architecture, self.dtype)
-        machine = self._machine()
+        optimizer, layout = _optimizer(self.optimizer), _layout(self.gpus, model)
+        run = RunSpec(self.batch, read_tokens(self.context, "context"))
+        machine = self._machine()  # last: it may have to be measured
         return Question(
             model=model,
-            run=RunSpec(self.batch, read_tokens(self.context, "context")),
+            run=run,
             machine=machine,
-            layout=_layout(self.gpus, model),
-            optimizer=_optimizer(self.optimizer),
+            layout=layout,
+            optimizer=optimizer,
             dtype=dtype_name(self.dtype),
             architecture=architecture,
             overlap=not machine.unified,  # as the engine's copies run on a GPU, and on a CPU

@@ -329,8 +329,13 @@ def with_strategy(run: RunConfig, name: str) -> tuple[RunConfig, str | None]:
     return replace(run, schedule=ScheduleConfig(strategy=name)), note
 
 
-def as_yaml(schedule: Schedule) -> str:
-    """A schedule as a run file's line; what is sparse of it has a key of its own there."""
+def as_yaml(schedule: Schedule, layers: int | None = None) -> str:
+    """A schedule as a run file's line, groups of so many layers by their size where that says it;
+    what is sparse of it has a key of its own there."""
+    if layers is not None:
+        size = max(schedule.group_sizes(layers))
+        if replace(schedule, groups=size).group_sizes(layers) == schedule.group_sizes(layers):
+            schedule = replace(schedule, groups=size)
     default, fields_ = to_mapping(Schedule()), to_mapping(schedule)
     named = {k: v for k, v in fields_.items() if v != default[k] and k != "sparse"}
     mapping = {"schedule": {"strategy": None, **named}}

@@ -14,6 +14,7 @@ from farspan.plan.strategies import AUTO, strategy
 from farspan.plan.units import write_seconds
 from farspan.spec import MachineSpec, ModelSpec, Refused, Schedule
 from farspan.train.config import RunConfig, StatesPlace, as_yaml
+from farspan.train.dealt import is_dealt
 from farspan.train.layout import Given, Parallel
 from farspan.train.parts import machine_of
 from farspan.train.planning import PLANNED, allowed
@@ -25,7 +26,7 @@ OWN = "the run's own"  # what a schedule without a strategy's name is called
 class Asked(TypedDict, total=False):
     """What stands on the command line beside the run file."""
 
-    machine: str  # as in `Request`
+    machine: str | MachineSpec  # as in `Request`
     gpus: int  # by default as many as `parallel` says
     optimizer: str  # in place of `optimizer.states`
     device_memory: str
@@ -59,7 +60,8 @@ class PlanOfRun:
             "evaluations and checkpoints"
         )
         if run.schedule.strategy == AUTO:
-            yield f"to keep this schedule, in the run file: {as_yaml(plan.schedule)}"
+            line = as_yaml(plan.schedule, len(plan.question.model.layers))
+            yield f"to keep this schedule, in the run file: {line}"
 
     def tokens(self) -> int:
         """Of an update."""
@@ -111,10 +113,7 @@ class QuestionsOfRun:
         layers = len(question.model.layers)
         base = Schedule() if named is None else strategy(named, layers, self.run.context)
         schedule = self.run.schedule.apply(base).with_sparse(self.run.pages())
-        try:
-            return plan_as_written(question, named or OWN, schedule)
-        except Refused as error:
-            raise Refused(f"schedule: {error}") from error
+        return plan_as_written(question, named or OWN, schedule)
 
 
 def questions_of_run(
@@ -125,8 +124,10 @@ def questions_of_run(
     One sequence is one document, which is the most that attention can take. Raises Refused naming
     the field.
     """
-    model, lora = run.model, run.model.lora
-    machine: str | MachineSpec = asked.get("machine", HERE)
+    model, lora, gpus = run.model, run.model.lora, asked.get("gpus")
+    if gpus is not None and gpus < 1:
+        raise Refused(f"gpus: expected a whole number of devices >= 1, got {gpus}")
+    machine = asked.get("machine", HERE)
     if machine == HERE:
         machine = machine_of(choose_device(run.device), torch_dtype(run), progress)
     question = Request(
@@ -143,7 +144,7 @@ def questions_of_run(
     ).question()
     if model.path is not None:
         question = replace(question, model=replace(question.model, name=model.path))
-    question = _shared(run, question, asked.get("gpus"))
+    question = _shared(run, question, gpus)
     return QuestionsOfRun(run, tuple(_with_states(run, question, asked.get("optimizer"))))
 
 
@@ -151,6 +152,7 @@ def _shared(run: RunConfig, question: Question, gpus: int | None) -> Question:
     """The question on the devices that share the run, with what they may take of the machine."""
     machine = question.machine
     layout = _layout(run.parallel, gpus, question.model, machine)
+    is_dealt(run, layout)  # refuses what dealt weights cannot have
     if machine.unified:  # the ranks of a CPU are processes beside each other
         machine = replace(machine, devices=layout.devices())
     return replace(
@@ -163,8 +165,6 @@ def _shared(run: RunConfig, question: Question, gpus: int | None) -> Question:
 
 def _layout(given: Given, gpus: int | None, model: ModelSpec, machine: MachineSpec) -> Layout:
     """As ranks would share the run, `gpus` being how many are started."""
-    if gpus is not None and gpus < 1:
-        raise Refused(f"gpus: expected a whole number of devices >= 1, got {gpus}")
     if isinstance(given, Parallel):
         return given.layout(gpus or given.asked())
     if given is None and gpus is None:

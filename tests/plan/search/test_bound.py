@@ -85,10 +85,11 @@ def test_bounds_hold(step: Step, overlap: bool) -> None:
 
 
 @settings(max_examples=60)
-@given(STEPS, st.sampled_from(Optimizer))
-def test_memory_is_never_overestimated(step: Step, optimizer: Optimizer) -> None:
-    """The whole of it: gradients and the graphs of a chunk need not be there together."""
-    question, schedule, frames = framed(step, optimizer=optimizer)
+@given(STEPS, st.sampled_from(Optimizer), st.booleans())
+def test_memory_is_never_overestimated(step: Step, optimizer: Optimizer, accumulates: bool) -> None:
+    """The whole of it: gradients and the graphs of a chunk need not be there together, unless an
+    earlier batch left some."""
+    question, schedule, frames = framed(step, optimizer=optimizer, accumulates=accumulates)
     bounds, tiers = peaks(frames), tiers_of(schedule)
     sized = size(question, schedule)
     assert bounds.device[0, 0, tiers] <= sized.device.total

@@ -104,9 +104,11 @@ def test_the_longest_context_fits_and_a_longer_one_does_not(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["memo", "fpdt", "oomb", "offload", "swap", "grouped"])
-@pytest.mark.parametrize("devices", [1, 2])
-def test_the_quick_look_sees_what_the_program_takes(name: str, devices: int) -> None:
-    asked = question(256 * 1024, layout=Layout(ulysses=devices))
+@pytest.mark.parametrize(("devices", "accumulates"), [(1, False), (1, True), (2, False)])
+def test_the_quick_look_sees_what_the_program_takes(
+    name: str, devices: int, accumulates: bool
+) -> None:
+    asked = question(256 * 1024, layout=Layout(ulysses=devices), accumulates=accumulates)
     schedule = named_schedule(asked, name)
     plan = evaluate(asked, name, schedule)
     device, host = quick.left(asked, schedule)
@@ -115,9 +117,11 @@ def test_the_quick_look_sees_what_the_program_takes(name: str, devices: int) -> 
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("devices", [1, 2])
-def test_an_estimate_has_the_time_of_its_program(name: str, devices: int) -> None:
-    asked = question(200 * 1000, layout=Layout(ulysses=devices))
+@pytest.mark.parametrize(("devices", "accumulates"), [(1, False), (2, True)])
+def test_an_estimate_has_the_time_of_its_program(
+    name: str, devices: int, accumulates: bool
+) -> None:
+    asked = question(200 * 1000, layout=Layout(ulysses=devices), accumulates=accumulates)
     schedule = named_schedule(asked, name)
     plan, counted = evaluate(asked, name, schedule), estimate(asked, name, schedule)
     whole = asdict(plan.seconds)

@@ -1,0 +1,269 @@
+"""`farspan plan RUN.yaml`: what a run asks of a machine, before anything of it is there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from farspan import cli
+from farspan.plan.price.evaluate import evaluate
+from farspan.plan.search import plans
+from farspan.plan.strategies import strategy
+from farspan.spec import MachineSpec, Refused, RunSpec, Schedule, Sparse
+from farspan.train.config import LoraConfig, load_run
+from farspan.train.loop import train
+from farspan.train.parts import Parts
+from farspan.train.plan_of_run import Asked, QuestionsOfRun, questions_of_run
+from tests.train.planner import GIB, one_memory
+from tests.train.tiny import MODEL, Quiet, tiny_run
+
+SMALL = {**MODEL, "num_hidden_layers": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192}
+RUN: dict[str, Any] = {
+    "model": {"config": SMALL, "dtype": "bfloat16"},
+    "data": {"source": "text", "path": "nowhere"},
+    "context": 2048,
+    "steps": 7,
+    "schedule": {"strategy": "grouped", "chunk": 512},
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "run.yaml"
+
+
+def write(file: Path, **changes: Any) -> Path:
+    file.write_text(yaml.safe_dump({**RUN, **changes}))
+    return file
+
+
+def call(file: Path, *options: str) -> Any:
+    return CliRunner().invoke(cli.app, ["plan", str(file), "--machine", "h200", *options])
+
+
+def planned(file: Path, *options: str) -> dict[str, Any]:
+    outcome = call(file, *options, "--json")
+    assert outcome.exception is None or isinstance(outcome.exception, SystemExit), outcome.exception
+    found: dict[str, Any] = json.loads(outcome.stdout)
+    return found
+
+
+def asked(
+    file: Path, machine: str | MachineSpec = "h200", gpus: int | None = None
+) -> QuestionsOfRun:
+    options = Asked(machine=machine)
+    if gpus is not None:
+        options["gpus"] = gpus
+    return questions_of_run(load_run(file), options, lambda _: None)
+
+
+def test_a_written_schedule_is_planned_as_it_is(file: Path) -> None:
+    """Beside it stands what the planner would choose, and what an update of two batches takes."""
+    found = planned(write(file, accumulate=2, batch=3))
+    assert found["fits"]
+    assert (found["strategy"], found["schedule"]["chunk"]) == ("grouped", 512)
+    assert found["schedule"]["groups"] == strategy("grouped", 4, 2048).groups
+    [other] = found["alternatives"]
+    assert other["strategy"] == "auto"
+    assert other["seconds_per_step"] <= found["seconds_per_step"]
+    assert found["reason"].startswith("as written; auto takes 0.")
+    of_run, update = found["run"], found["seconds"]["optimizer"]
+    each = 2 * (found["seconds_per_step"] - update) + update
+    assert of_run["seconds_per_update"] == pytest.approx(each, rel=1e-12)
+    assert of_run["seconds"] == pytest.approx(7 * each, rel=1e-12)
+    assert of_run["tokens_per_update"] == 2 * 3 * 2048
+    shown = call(file)
+    assert shown.exit_code == 0
+    assert "the run: 7 updates of 2 batches, 12,288 tokens each" in shown.output
+
+
+def test_the_planners_schedule_is_a_line_to_keep(file: Path) -> None:
+    """In the run file it is the same plan."""
+    automatic = planned(write(file, schedule={"strategy": "auto"}))
+    lines = call(file).output.splitlines()
+    [line] = [line for line in lines if line.startswith("to keep this schedule")]
+    kept = yaml.safe_load(line.split("in the run file: ")[1])
+    again = planned(write(file, **kept))
+    assert again["strategy"] == "the run's own"
+    assert again["reason"] == "as written; auto finds nothing faster"
+    same = ("schedule", "device_bytes", "host_bytes", "seconds_per_step", "run")
+    for name in same[1:]:
+        assert again[name] == automatic[name]
+    groups = [plan["schedule"].pop("groups") for plan in (automatic, again)]
+    assert again["schedule"] == automatic["schedule"]
+    assert sum(groups[0]) == 4
+    assert groups[0] == groups[1] or set(groups[0]) == {groups[1]}
+
+
+def test_what_does_not_fit_as_written(file: Path) -> None:
+    """All on the device, of which there is little."""
+    plain = {"strategy": "plain"}
+    outcome = call(write(file, schedule=plain), "--device-memory", "1265000KiB")
+    assert outcome.exit_code == 1
+    words = " ".join(outcome.output.split())
+    assert "device memory breaks first: plain needs" in words
+    assert "cheapest change: --strategy auto" in words
+    assert "the run:" not in words
+    outcome = call(file, "--device-memory", "1265000KiB", "--strategy", "auto")
+    assert outcome.exit_code == 0
+
+
+def test_options_go_before_what_the_file_says(file: Path) -> None:
+    write(file, context="8K", batch=2)
+    options = [
+        "--context",
+        "4K",
+        "--batch",
+        "3",
+        "--dtype",
+        "fp32",
+        "--lora",
+        "2",
+        "--host-memory",
+        "3GiB",
+        "--gpus",
+        "2",
+    ]
+    found = planned(file, *options, "--strategy", "oomb", "--optimizer", "host")
+    names = "context", "batch", "dtype", "gpus", "strategy", "optimizer"
+    assert [found[name] for name in names] == [4096, 3, "float32", 2, "oomb", "host"]
+    assert found["host_bytes"]["limit"] == 3 * GIB // 2
+    assert found["layout"]["ulysses"] == 2
+    words = call(file, "--strategy", "oomb", "--sparse", "page=64,budget=256,recent=256").output
+    assert "schedule: oomb in place of grouped, without chunk: 512, which belonged to it" in words
+    assert "sparse attention" in words
+
+
+def test_all_of_the_run_is_in_the_question(file: Path) -> None:
+    write(
+        file,
+        context="4K",
+        batch=2,
+        accumulate=3,
+        sparse={"page": 64, "budget": 256, "recent": 256},
+        host_memory="3GiB",
+        optimizer={"states": "host"},
+        model={"config": SMALL, "lora": {"rank": 4}, "overrides": {"num_hidden_layers": 2}},
+    )
+    [question] = asked(file).questions
+    assert len(question.model.layers) == 2
+    assert question.run == RunSpec(2, 4096)
+    assert question.accumulates
+    assert question.sparse == Sparse(64, 256, 256)
+    assert question.machine.host_bytes == 3 * GIB
+    assert (question.optimizer, question.dtype) == ("host", "float32")
+    assert 0 < question.model.trainable < question.model.parameters / 2
+    outcome = call(write(file, model={"config": SMALL, "lora": {"targets": ["q_proj"]}}))
+    assert "adapters are planned on every linear module; those of model.lora take less" in (
+        outcome.output
+    )
+
+
+def test_states_go_where_they_fit(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "best_plan", lambda asked, *_: evaluate(asked, "auto", Schedule()))
+    assert planned(write(file))["optimizer"] == "adamw"
+    reserve = asked(file).questions[0].machine.reserve
+    needed = planned(file)["device_bytes"]
+    short = needed["total"] - needed["parts"]["optimizer"] // 2
+    assert short > reserve
+    memory = ("--device-memory", f"{-(-short // 1024)}KiB")
+    assert planned(file, *memory)["optimizer"] == "host"
+    write(file, optimizer={"states": "device"})
+    assert not planned(file, *memory)["fits"]
+    unified = asked(write(file), one_memory()).questions
+    assert [question.optimizer for question in unified] == ["adamw"]
+
+
+def test_ranks_share_it_as_the_file_says(file: Path) -> None:
+    write(file, parallel={"ulysses": 2, "data": 2})
+    found = planned(file)
+    assert (found["gpus"], found["layout"]["ulysses"], found["layout"]["data"]) == (4, 2, 2)
+    assert found["run"]["tokens_per_update"] == 2 * 2048
+    write(file, parallel={"ulysses": 2})
+    assert asked(file, gpus=6).questions[0].layout.data == 3
+    with pytest.raises(Refused, match="parallel: ulysses 2 makes 2 rank"):
+        asked(file, gpus=3)
+    write(file, parallel="auto")
+    assert asked(file).questions[0].layout.devices() == 8
+    assert asked(file, gpus=4).questions[0].layout.devices() == 4
+    # Processes of one CPU share its memory.
+    [question] = asked(file, one_memory(), gpus=2).questions
+    assert question.near() == 2
+    write(file, parallel={"ulysses": 2}, optimizer={"states": "8bit"})
+    with pytest.raises(Refused, match=r"optimizer\.states: 8bit rounds blocks"):
+        asked(file)
+
+
+def test_the_longest_context_of_a_run(file: Path) -> None:
+    small = ("--device-memory", "1300MiB", "--host-memory", "16MiB")
+    found = planned(write(file, schedule={"strategy": "fpdt"}), "--max-context", *small)
+    assert found["context"] == 2048
+    assert found["max_context"] > 2048
+    assert set(found["max_context_by_strategy"]) == {"fpdt"}
+
+
+def test_a_hub_name_needs_no_network(file: Path) -> None:
+    """Of a model that farspan knows. It reads no weights, and changes what the file changes."""
+    model = {"path": "Qwen/Qwen2.5-0.5B", "overrides": {"intermediate_size": 64}}
+    [question, _] = asked(write(file, model=model)).questions
+    assert question.model.name == "Qwen/Qwen2.5-0.5B"
+    assert question.model.parameters < 2e8
+    with pytest.raises(Refused, match=r"model\.overrides\.layers: Qwen2Config has no such field"):
+        asked(write(file, model={"path": model["path"], "overrides": {"layers": 2}}))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "GPT-2"], "names one; leave out --model, or the run file"),
+        (["--gpus", "0"], "gpus: expected a whole number of devices >= 1, got 0"),
+        (["--dtype", "fp16"], "dtype: farspan train has float32, bfloat16, float64, got fp16"),
+        (["--context", "1"], "context: expected a whole number of at least 2"),
+        (["--optimizer", "sgd"], "optimizer: expected one of adamw"),
+        (["--strategy", "magic"], "strategy: 'magic' is not known"),
+    ],
+)
+def test_what_makes_no_sense_beside_a_run_file(
+    file: Path, options: list[str], message: str
+) -> None:
+    outcome = call(write(file), *options)
+    assert isinstance(outcome.exception, Refused)
+    assert message in str(outcome.exception)
+
+
+def test_a_model_is_not_a_run_file() -> None:
+    outcome = CliRunner().invoke(cli.app, ["plan", "Qwen2.5-7B"])
+    assert "a model is named by --model Qwen2.5-7B" in str(outcome.exception)
+    outcome = CliRunner().invoke(cli.app, ["plan"])
+    assert "model: give --model NAME, or the run file" in str(outcome.exception)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_it_is_what_the_run_itself_plans(tmp_path: Path, rank: int) -> None:
+    """`farspan train` looks at the model; this has only the configuration."""
+    run = tiny_run(tmp_path)
+    lora = LoraConfig(rank) if rank else None
+    file = tmp_path / "run.yaml"
+    auto = {"strategy": "auto"}
+    values = {
+        "model": {"config": MODEL, "dtype": run.model.dtype.value, "lora": lora and {"rank": rank}},
+        "data": {"source": "text", "path": run.data.path, "tokenizer": "bytes", "held_out": 0},
+        **{"folder": str(tmp_path / "folder"), "context": run.context, "accumulate": 2},
+        **{"steps": 1, "schedule": auto, "device": "cpu"},
+    }
+    file.write_text(yaml.safe_dump(values))
+    train(load_run(file), parts=Parts(machine=lambda *_: one_memory()), reporter=Quiet())
+    written = json.loads((tmp_path / "folder" / "plan.json").read_text())
+    found = asked(file, one_memory()).plan().to_json()
+    assert found["schedule"] == written["schedule"]
+    for tier in ("device_bytes", "host_bytes"):
+        assert found[tier]["total"] == pytest.approx(written[tier]["total"], rel=0.02)
+    assert found["optimizer"] == written["optimizer"]
+
+
+def test_the_help_names_it() -> None:
+    outcome = CliRunner().invoke(cli.app, ["plan", "--help"])
+    assert "[run]" in outcome.output
