@@ -1,5 +1,6 @@
 """What is given up after a shortage, and what is never asked for."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,8 @@ from farspan.train.lighter import lighter, needed
 from farspan.train.looked import Looked, look
 from farspan.train.none_fits import USUAL, advice, none_fits
 from farspan.train.optimizer_parts import Held
-from farspan.train.planning import Least, question_of
+from farspan.train.planning import Least, named_json, question_of, recall_named_shortage
+from farspan.train.runner import shortage_json
 from farspan.train.shortage import Shortage
 from tests.train.planner import one_memory, plan_for
 from tests.train.tiny import tiny_run
@@ -317,3 +319,28 @@ def test_adapters_everywhere_are_planned_as_the_family_has_them(rank: int, known
     assert looked.model.trainable == sum(layer.work.trainable for layer in looked.model.layers)
     assert looked.model.trainable == trained
     assert looked.model.outer_trainable() == 0
+
+
+def test_a_named_schedule_that_ran_out_is_found_again(tmp_path: Path) -> None:
+    """What it had become by then is what is made lighter, for the same schedule and layout."""
+    path, asked, now = tmp_path / "shortage.json", Schedule(chunk=64), Schedule(chunk=32)
+    layout = Layout(ulysses=2)
+
+    run, device = RunSpec(1, TOKENS), (Tier.DEVICE,)
+
+    def made(before: tuple[Choice, Shortage] | None) -> Choice:
+        return NamedChooser("mine", asked, run, spec, False, layout, lambda _: before).first()
+
+    assert recall_named_shortage(path, asked, layout) is None
+    known = named_json(Choice("mine", now), asked, layout)
+    path.write_text(json.dumps(known | shortage_json(SHORT[Tier.DEVICE], Choice("mine", now))))
+    found = recall_named_shortage(path, asked, layout)
+    assert found == (Choice("mine", now), SHORT[Tier.DEVICE])
+    assert made(None) == Choice("mine", asked)
+    less, before = (needed(spec(), run, s, device) for s in (made(found).schedule, now))
+    assert less < before < needed(spec(), run, asked, device)
+    assert made(found).reason == "memory ran out before: no memory"
+    for other in ((replace(asked, chunk=16), layout), (asked, Layout())):
+        assert recall_named_shortage(path, *other) is None
+    path.write_text(json.dumps(known))
+    assert recall_named_shortage(path, asked, layout) is None

@@ -256,9 +256,17 @@ def test_an_arena_that_one_rank_is_refused_is_too_large_for_all(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("dealt", "less", "words"),
     [
-        (True, SMALL, "tried: with schedule: {strategy: null, chunk: 12} in the run file"),
+        (
+            True,
+            SMALL,
+            "tried: with schedule: {strategy: null, chunk: 12}, the same command goes on",
+        ),
         (True, None, "tried: no schedule needs less; on more ranks the same command goes on"),
-        (False, None, "with smaller chunks or smaller groups in the run file, or on more ranks,"),
+        (
+            False,
+            None,
+            "tried: with a schedule that needs less, if there is one, the same command goes on",
+        ),
     ],
 )
 def test_advice_is_what_can_be_done(
@@ -267,13 +275,16 @@ def test_advice_is_what_can_be_done(
     """To a rank that runs out within a step."""
     use: Any = SimpleNamespace(dealt=object() if dealt else None, device=torch.device("cpu"))
     none: Any = None
-    runner = Runner(a_run(tmp_path, "run"), use, none, none, none)
+    heard: list[Choice] = []
+    tell: Any = SimpleNamespace(alone=lambda _, choice: heard.append(choice))
+    runner = Runner(a_run(tmp_path, "run"), use, none, none, tell)
     runner._choice = Choice("grouped", LARGE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("farspan.train.runner.less_for_ranks", lambda *_: less)
         said = str(runner._alone(Shortage(Tier.HOST, "no memory", of_all=False)))
     assert words in said
     assert said.endswith("from the latest checkpoint, if there is one")
+    assert heard == [runner._choice]
 
 
 def test_groups_of_a_pipeline_are_said_to_be_its_stages(tmp_path: Path) -> None:

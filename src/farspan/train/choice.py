@@ -54,9 +54,14 @@ class NamedChooser:
     model: Callable[[], ModelSpec]
     unified: bool  # both tiers lie in main memory
     layout: Layout = ALONE
+    # What was, and ran out of memory where no other could be chosen.
+    short: Callable[[Schedule], tuple[Choice, Shortage] | None] = lambda _: None
 
     def first(self) -> Choice:
-        return Choice(self.strategy, self.schedule)
+        before = self.short(self.schedule)
+        if before is None:
+            return Choice(self.strategy, self.schedule)
+        return replace(self.again(*before), reason=f"memory ran out before: {before[1].message}")
 
     def again(self, before: Choice, shortage: Shortage) -> Choice:
         tiers = tuple(Tier) if self.unified else (shortage.tier,)

@@ -3,8 +3,8 @@
 config.yaml      the run, with every default written out
 about.json       what it is computed with: the model, the schedule, expected memory
 plan.json        only with strategy auto: what the planner chose and what it expects
-shortage.json    only after a rank ran out of memory within a step of all, with strategy auto: with
-                 which plan; the next start plans with less
+shortage.json    only after a rank ran out of memory within a step of all: with which schedule; the
+                 next start takes less
 comparison.json  only with strategy auto: that beside what was measured
 metrics.jsonl    a line a step, a line an evaluation, a line each time memory ran out
 checkpoints/     to resume from

@@ -12,7 +12,7 @@ from farspan.engine.deal import Dealt
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
 from farspan.plan.grid import group_ranges
-from farspan.plan.layout import refuse_together
+from farspan.plan.layout import Layout, refuse_together
 from farspan.plan.price.evaluate import size
 from farspan.plan.question import Optimizer, Plan, Question
 from farspan.plan.strategies import AUTO
@@ -45,15 +45,21 @@ PLANNED = {
 
 PLANNING = "choosing a schedule"
 
-Recall = Callable[[Question], Choice | None]
-RecallShortage = Callable[[Question], tuple[Choice, Shortage] | None]
+
+@dataclass(frozen=True, slots=True)
+class Recalls:
+    """What finds in the run folder how an earlier part of the run went."""
+
+    plan: Callable[[Question], Choice | None]
+    short: Callable[[Question], tuple[Choice, Shortage] | None]  # of a planned run
+    named_short: Callable[[Schedule], tuple[Choice, Shortage] | None]  # of this schedule
 
 
 def make_chooser(
     run: RunConfig,
     use: Equipment,
     parts: Parts,
-    before: tuple[Recall, RecallShortage],
+    before: Recalls,
     progress: Callable[[str], None],
 ) -> Chooser:
     """Chooses the run's schedules. Nothing is looked at or measured before the first choice;
@@ -67,6 +73,7 @@ def make_chooser(
         model=lambda: describe(Boundary(use.model)) if use.dealt is None else use.dealt.spec,
         unified=use.device.type == "cpu",
         layout=use.crew.layout,
+        short=before.named_short,
     )
     least = Least(use)
     if named == AUTO:
@@ -74,8 +81,8 @@ def make_chooser(
             ask=lambda: ask(run, use, parts, progress),
             best_plan=parts.best_plan,
             free=lambda question: least.limit(run, question),
-            recall=before[0],
-            short=before[1],
+            recall=before.plan,
+            short=before.short,
         )
     return chooser if use.crew.count == 1 else OneForAll(chooser, use.crew, least)
 
@@ -194,6 +201,16 @@ def allowed(run: RunConfig, machine: MachineSpec) -> MachineSpec:
     return replace(machine, host_bytes=min(machine.host_bytes, limit))
 
 
+def named_json(choice: Choice, asked: Schedule, layout: Layout) -> dict[str, Any]:
+    """What finds again which schedule a named one had become when memory ran out."""
+    return {
+        "strategy": choice.strategy,
+        "asked": to_mapping(asked),
+        "fields": to_mapping(choice.schedule),
+        "layout": asdict(layout),
+    }
+
+
 def plan_json(choice: Choice) -> dict[str, Any]:
     """The content of plan.json: the plan, and what finds it again."""
     assert choice.plan is not None, "a planned run has a plan"
@@ -215,6 +232,22 @@ def recall_plan(
     return found if found is not None and found.plan is not None and found.plan.fits else None
 
 
+def recall_named_shortage(
+    path: Path, asked: Schedule, layout: Layout
+) -> tuple[Choice, Shortage] | None:
+    """As `recall_shortage`, of a schedule that the run file gives; None also where it gives
+    another now."""
+    known = read_json(path)
+    same = {"asked": to_mapping(asked), "layout": asdict(layout)}
+    if known is None or any(known.get(name) != value for name, value in same.items()):
+        return None
+    try:
+        schedule = build(Schedule, known["fields"])
+        return Choice(str(known["strategy"]), schedule), _shortage_of(known)
+    except (Refused, KeyError, ValueError):
+        return None
+
+
 def recall_shortage(
     path: Path, question: Question, evaluate: Callable[[Question, str, Schedule], Plan]
 ) -> tuple[Choice, Shortage] | None:
@@ -225,9 +258,13 @@ def recall_shortage(
     if found is None or known is None or known.get("layout") != asdict(question.layout):
         return None
     try:
-        return found, Shortage(Tier(known["out_of_memory"]), str(known["message"]))
+        return found, _shortage_of(known)
     except (KeyError, ValueError):
         return None
+
+
+def _shortage_of(known: dict[str, Any]) -> Shortage:
+    return Shortage(Tier(known["out_of_memory"]), str(known["message"]))
 
 
 def _of_file(

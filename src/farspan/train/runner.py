@@ -231,15 +231,16 @@ class Runner:
     def _alone(self, shortage: Shortage) -> OneRankShort:
         """What this rank says when it leaves a step that the others are within. It cannot be taken
         again: a process group in which they wait for this one is good for nothing more."""
-        advice = "with smaller chunks or smaller groups in the run file, or on more ranks,"
-        if self._choice is not None and self._choice.plan is not None:
+        advice = "with a schedule that needs less, if there is one,"
+        if self._choice is not None:
             self._tell.alone(shortage, self._choice)
+        if self._choice is not None and self._choice.plan is not None:
             advice = "planned with less of it,"
         elif self._choice is not None and self._use.dealt is not None:
             found = less_for_ranks(self._run, self._use.dealt, self._choice.schedule, shortage)
             advice = "no schedule needs less; on more ranks"
             if found is not None:
-                advice = f"with {as_yaml(found)} in the run file, or on more ranks,"
+                advice = f"with {as_yaml(found)},"
         return OneRankShort(
             f"memory: out of it ({_place(shortage.tier, self._use)}): {shortage.message}; the "
             f"others are within the step, so nothing lighter is tried: {advice} the same command "

@@ -28,7 +28,15 @@ from farspan.train.interrupt import Interrupt
 from farspan.train.memory import Expected, peak_process_bytes
 from farspan.train.optimizer import learning_rate
 from farspan.train.parts import CellsDone, Parts, StepLike
-from farspan.train.planning import make_chooser, plan_json, recall_plan, recall_shortage
+from farspan.train.planning import (
+    Recalls,
+    make_chooser,
+    named_json,
+    plan_json,
+    recall_named_shortage,
+    recall_plan,
+    recall_shortage,
+)
 from farspan.train.position import Position, position_of
 from farspan.train.progress import Reporter
 from farspan.train.runner import Callbacks, Comparison, Runner, shortage_json
@@ -79,7 +87,7 @@ class Trainer:
             run,
             equipment,
             parts,
-            make_chooser(run, equipment, parts, (self._recall, self._short), self._measuring),
+            make_chooser(run, equipment, parts, self._recalls(), self._measuring),
             Callbacks(
                 note=reporter.note,
                 watch=self._rehearsing,
@@ -339,13 +347,23 @@ class Trainer:
             return None
         return recall_plan(self._folder.path / PLAN, question, self._parts.evaluate)
 
-    def _short(self, question: Question) -> tuple[Choice, Shortage] | None:
-        return recall_shortage(self._folder.shortage, question, self._parts.evaluate)
+    def _recalls(self) -> Recalls:
+        path, layout = self._folder.shortage, self._crew.layout
+        return Recalls(
+            self._recall,
+            lambda question: recall_shortage(path, question, self._parts.evaluate),
+            lambda asked: recall_named_shortage(path, asked, layout),
+        )
 
     def _alone(self, shortage: Shortage, choice: Choice) -> None:
+        if choice.plan is None:
+            asked = self._parts.schedule_of(self._run, self._use.model)
+            found = named_json(choice, asked, self._crew.layout)
+        else:
+            found = plan_json(choice)
         # The disk may be full as well: what ran out first is to be heard of.
         with suppress(WriteFailed):
-            self._folder.write_shortage(plan_json(choice) | shortage_json(shortage, choice))
+            self._folder.write_shortage(found | shortage_json(shortage, choice))
 
     def _ready(self, choice: Choice, expected: Expected) -> None:
         known = (read_json(self._folder.path / ABOUT) or {}) if self.at.step else {}
