@@ -28,8 +28,8 @@ PRELOADED = [
 
 # A process that is forked from one that has computed waits for threads that it does not have. The
 # fork server has imported everything and computed nothing, so a rank is there in 0.1 s, not in 5.
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(PRELOADED)
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(PRELOADED)
 
 
 class RankError(AssertionError):
@@ -63,8 +63,8 @@ Started = tuple[ForkServerProcess, Connection]
 def _start(
     store: Path, rank: int, ranks: int, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> Started:
-    here, there = _processes.Pipe()
-    process = _processes.Process(
+    here, there = PROCESSES.Pipe()
+    process = PROCESSES.Process(
         target=_work, args=(there, str(store), rank, ranks, function, arguments), daemon=True
     )
     process.start()

@@ -1,7 +1,7 @@
 """The benchmark on a GPU runs to its end without one; what fails, or has no time, stays alone."""
 
 import json
-import subprocess
+import runpy
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,38 +19,32 @@ from benchmarks.gpu import session, show
 from benchmarks.gpu.planned import GROUPED, LESS_ROOM, ROOM, Planner, host_room
 from benchmarks.gpu.session import Session
 from benchmarks.gpu.split import LINES
-from benchmarks.gpu.work import SPARSE, full, items, tiny
+from benchmarks.gpu.work import AUTO, SPARSE, full, items, tiny
 from farspan.plan.price.evaluate import evaluate
 from farspan.plan.price.machines import machine
 from farspan.plan.question import Plan
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.spec import Refused
+from tests.forked import Forked
 
 GIB = 2**30
 PLANS: dict[tuple[str, int, float], Plan] = {}  # of the one machine; they are the same in all tests
 MACHINE = {"machine": {"gpu": "a GPU", "versions": {"torch": "2"}}, "cuda": "13"}
 
 
-def run_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", *arguments],
-        cwd=children.ROOT,
-        env=children.environment(""),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-
-
 # -- all of it -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_tiny_run_goes_through_all_of_it(tmp_path: Path) -> None:
+def test_a_tiny_run_goes_through_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "record.json"
     given = ["--tiny", "--out", str(out), "--host-memory", "3GiB"]
-    done = run_benchmark(*given, "--traces", str(tmp_path / "traces"))
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", ["", *given, "--traces", str(tmp_path / "traces")])
+    monkeypatch.setattr(children, "Nursery", Forked)
+    monkeypatch.delitem(sys.modules, "benchmarks.gpu.__main__")
+    runpy.run_module("benchmarks.gpu", run_name="__main__")
     record = json.loads(out.read_text())
     assert record["tiny"] is True
     assert record["machine"]["versions"]["torch"] == torch.__version__
@@ -67,7 +61,7 @@ def test_a_tiny_run_goes_through_all_of_it(tmp_path: Path) -> None:
     check_split(rows["split at 128"])
     found = {key: value for one in rows["longest"]["rows"] for key, value in one.items()}
     assert (found["longest"], found["fails_at"]) == (192, 208)  # three times 64 were let be
-    assert "farspan s" in done.stdout
+    assert "farspan s" in capsys.readouterr().out
     (trace,) = (tmp_path / "traces").iterdir()
     assert json.loads(trace.read_text())["traceEvents"]
 
@@ -178,17 +172,17 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def planned(planner: Planner, name: str, tokens: int, room: float) -> Plan:
         if (name, tokens, room) not in PLANS:
-            how = grouped_sparse if name == SPARSE else make
+            best = name != SPARSE and (name != AUTO or tokens <= full().lengths[-1])
+            how = make if best else grouped
             PLANS[name, tokens, room] = how(planner, name, tokens, room)
         return PLANS[name, tokens, room]
 
     monkeypatch.setattr(Planner, "_make", planned)
 
 
-def grouped_sparse(planner: Planner, name: str, tokens: int, room: float) -> Plan:
+def grouped(planner: Planner, name: str, tokens: int, room: float) -> Plan:
     """Not the best, which is searched for up to 16 s; a session asks for the seconds of any."""
-    assert name == SPARSE
-    layers, sparse = planner.work.layers, planner.work.sparse
+    layers, sparse = planner.work.layers, planner.work.sparse if name == SPARSE else None
     question = replace(planner.question(tokens, layers, room), sparse=sparse)
     return evaluate(question, GROUPED, strategy(GROUPED, layers, tokens).with_sparse(sparse))
 

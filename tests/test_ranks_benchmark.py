@@ -1,8 +1,8 @@
 """What ranks hold, compute and send: as measured, as the script measures, and as the page says."""
 
 import json
-import os
-import subprocess
+import multiprocessing
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from benchmarks.ranks.counting import (
     Counted,
 )
 from benchmarks.ranks.measure import ALONE, LAYOUTS
-from benchmarks.ranks.page import PAGE, RESULTS, ROOT, Found, tables
+from benchmarks.ranks.page import PAGE, RESULTS, Found, tables
 from benchmarks.ranks.replay import replay
+from tests.ranks import PRELOADED, PROCESSES
 
 RECORD = json.loads(RESULTS.read_text("utf-8"))
 SHARING = ("ulysses", "shards", "ring", "tensor", "fsdp")  # the tokens of a sequence
@@ -185,15 +186,14 @@ def test_measured_memory() -> None:
 
 
 @pytest.mark.slow
-def test_the_script_measures(tmp_path: Path) -> None:
-    """Ranks are processes of a program of their own."""
+def test_the_script_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes are forked from where those of other tests are."""
     out = tmp_path / "ranks.json"
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "src")])
-    command = [sys.executable, "-m", "benchmarks.ranks", "--tiny", "--out", str(out)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", ["", "--tiny", "--out", str(out)])
+    ours = lambda _: PROCESSES.set_forkserver_preload(PRELOADED)  # noqa: E731
+    monkeypatch.setattr(multiprocessing, "set_forkserver_preload", ours)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    runpy.run_module("benchmarks.ranks", run_name="__main__")
     record = json.loads(out.read_text("utf-8"))
     assert {row["layout"] for row in record["rows"]} == {ALONE, *LAYOUTS}
     check_bytes(record)

@@ -57,7 +57,7 @@ FULL = Size(
     counted_chunk=256,
     counted=(1024, 2048, 4096),
 )
-TINY = Size(chunk=64, lengths={128: 1}, ranks=(1, 2), counted_chunk=64, counted=(128, 256, 512))
+TINY = Size(chunk=64, lengths={128: 1}, ranks=(1, 2), counted_chunk=64, counted=(128, 192, 256))
 
 Row = dict[str, Any]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.ranks import _processes
+from tests.ranks import PROCESSES
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def launch(
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     processes = [
-        _processes.Process(
+        PROCESSES.Process(
             target=_work, args=(folder, port, rank, ranks, function, arguments), daemon=True
         )
         for rank in range(ranks)

@@ -19,6 +19,7 @@ from farspan.train.config import (
     EvaluationConfig,
     ModelConfig,
     OnNonfinite,
+    ReportTo,
     RunConfig,
     ScheduleConfig,
 )
@@ -96,8 +97,9 @@ def test_an_update_of_replicas_is_one_of_micro_batches(tmp_path: Path) -> None:
     alone = a_run(tmp_path, "alone", batch=1, accumulate=4)
     fit_all([alone])
     run = a_run(tmp_path, "replicas", batch=1, accumulate=2, parallel=Parallel(data=2))
-    run_ranks(2, fit_all, [run])
+    run_ranks(2, fit_all, [replace(run, report_to=ReportTo.TENSORBOARD)])
     same_run(run, alone)
+    assert len(list((tmp_path / "replicas" / "tensorboard").iterdir())) == 1  # of rank 0
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:

@@ -57,6 +57,13 @@ class StatesPlace(StrEnum):
     EIGHT_BIT = "8bit"  # moments of one byte an element (torchao), no masters: other results
 
 
+class ReportTo(StrEnum):
+    """Where metrics go beside metrics.jsonl; by the name of the package."""
+
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+
+
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
     """Adapters that are trained in place of the model's weights, which stay as they are."""
@@ -258,6 +265,7 @@ class RunConfig:
     parallel: Parallel | Auto | None = None  # how the ranks that torchrun started share it
     allocator: DeviceAllocator = DeviceAllocator.DEFAULT
     nonfinite: OnNonfinite = OnNonfinite.STOP
+    report_to: ReportTo | tuple[ReportTo, ...] | None = None  # charts beside metrics.jsonl
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     sparse: SparseConfig | None = None  # null: dense attention, exact
     kernels: Kernels = field(default_factory=Kernels)
@@ -293,6 +301,11 @@ class RunConfig:
         """Of main memory that the ranks of a node may take together; None: what is available.
         Raises Refused."""
         return None if self.host_memory is None else read_memory(self.host_memory, "host_memory")
+
+    def trackers(self) -> tuple[ReportTo, ...]:
+        """Where metrics go beside the folder, each once."""
+        given = self.report_to if isinstance(self.report_to, tuple) else (self.report_to,)
+        return tuple(dict.fromkeys(kind for kind in given if kind is not None))
 
     def pages(self) -> Sparse | None:
         """Sparse attention as its schedules have it; None: dense."""

@@ -7,6 +7,8 @@ shortage.json    only after a rank ran out of memory within a step of all: with 
                  next start takes less
 comparison.json  only with strategy auto: that beside what was measured
 metrics.jsonl    a line a step, a line an evaluation, a line each time memory ran out
+tensorboard/     only with report_to tensorboard: its event files
+wandb.json       only with report_to wandb: which of its runs this is; wandb/ has its files
 checkpoints/     to resume from
 model/           the trained model, as Hugging Face reads it
 diagnosis.json   only after a loss or gradient that is not finite
@@ -38,7 +40,7 @@ from farspan.train.strict import flatten, read_mapping, to_mapping
 # Keys that may change between an interruption and its resumption: where things are, how often one
 # looks at them, what happens after a failure, and how and where the same gradients are computed.
 FREE = (
-    *("folder", "data.cache", "nonfinite", "checkpoints.", "evaluation."),
+    *("folder", "data.cache", "nonfinite", "report_to", "checkpoints.", "evaluation."),
     *(
         "device",
         "host_memory",

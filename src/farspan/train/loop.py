@@ -20,6 +20,8 @@ from farspan.train.progress import NoReporter, Reporter, make_reporter
 from farspan.train.runner import Comparison
 from farspan.train.setup import choose_device, equip, introduce, resolve
 from farspan.train.sparse import HIDING_NOTHING, SPARSELY, hides, what_changes
+from farspan.train.trackers import make_trackers
+from farspan.train.tracking import Lane, Tracked
 from farspan.train.trainer import ABOUT, Trainer
 
 
@@ -77,8 +79,11 @@ def train(
     place = launched()
     run = resolve(run, None if place is None else place.ranks)
     with crew_of(run, place, choose_device(run.device)) as crew:
+        lanes: list[Lane] = []
+        crew.by_first(lambda: lanes.extend(Lane(*named) for named in make_trackers(run).items()))
         if crew.leads:
             shown = make_reporter(Console()) if reporter is None else reporter
+            shown = Tracked(shown, lanes) if lanes else shown
             with RunFolder(run) as folder, Interrupt() as interrupt, shown:
                 return _train(run, parts or Parts(), folder, (shown, interrupt), crew, notes)
         with OthersFolder(run) as folder, Interrupt() as interrupt:

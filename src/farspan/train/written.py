@@ -21,6 +21,8 @@ def in_plain_values(given: Mapping[str, Any]) -> dict[str, Any]:
     values = dict(given)
     if isinstance(values.get("sparse"), bool):  # YAML reads on and off so
         values["sparse"] = {} if values["sparse"] else None
+    if values.get("report_to") == "none":  # as transformers has it
+        values["report_to"] = None
     for section, names in TOKENS.items():
         if not section:
             values |= _tokens(values, names, "")

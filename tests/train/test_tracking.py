@@ -1,0 +1,386 @@
+"""What `report_to` writes, and that nothing it does reaches the training."""
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from farspan.spec import Refused
+from farspan.train import trackers, tracking
+from farspan.train.config import ReportTo, RunConfig, SparseConfig, load_run
+from farspan.train.strict import build, to_mapping
+from farspan.train.tracking import charts
+from tests.test_layering import PACKAGE
+from tests.train.tiny import STEPS, Hook, Quiet, Stopped, Stopping, TinyStep, fit, tiny_run
+
+reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+TENSORBOARD = ReportTo.TENSORBOARD
+
+
+def metrics(run: RunConfig) -> list[dict[str, Any]]:
+    lines = (Path(run.folder) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def events_of(run: RunConfig) -> Any:
+    """As TensorBoard reads them."""
+    events = reading.EventAccumulator(str(Path(run.folder) / "tensorboard"))
+    return events.Reload()
+
+
+def points(run: RunConfig, name: str) -> list[tuple[int, float]]:
+    """What TensorBoard shows of a chart."""
+    return [(event.step, event.value) for event in events_of(run).Scalars(name)]
+
+
+def recorded(lines: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
+    """The same of metrics.jsonl, in the float32 of a chart."""
+    return [(line["step"], float(np.float32(line[key]))) for line in lines]
+
+
+def same_weights(run: RunConfig, other: RunConfig) -> None:
+    ours, theirs = (load_file(Path(r.folder) / "model" / "model.safetensors") for r in (run, other))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """A run that reports to nobody."""
+    run = tiny_run(tmp_path_factory.mktemp("plain"))
+    fit(run)
+    assert not {"wandb", "tensorboard", "wandb.json"} & {p.name for p in Path(run.folder).iterdir()}
+    return run
+
+
+def test_tensorboard_shows_one_run_through_a_crash(tmp_path: Path, plain: RunConfig) -> None:
+    run = tiny_run(tmp_path, report_to=TENSORBOARD)
+    with pytest.raises(Stopped):
+        fit(run, reporter=Stopping(4))  # step 3, behind the checkpoint of step 2, comes twice
+    assert points(run, "train/loss")[-1][0] == 3
+    assert fit(replace(run, report_to=(TENSORBOARD,))).step == STEPS  # no other run for that
+    steps = [line for line in metrics(run) if "loss" in line]
+    for name, key in [
+        ("train/loss", "loss"),
+        ("train/learning_rate", "lr"),
+        ("train/grad_norm", "grad_norm"),
+        ("train/tokens_per_second", "tokens_per_second"),
+        ("memory/peak_process_bytes", "peak_process_bytes"),
+    ]:
+        assert points(run, name) == recorded(steps, key), name
+    held_out = [line for line in metrics(run) if "heldout_loss" in line]
+    assert points(run, "eval/loss") == recorded(held_out, "heldout_loss")
+    assert [line["step"] for line in held_out] == [0, 2, 4, 5]
+    assert points(run, "train/skipped") == [(step, 0.0) for step in range(1, STEPS + 1)]
+    same_weights(run, plain)
+    files = list((Path(run.folder) / "tensorboard").iterdir())
+    fit(run)  # finished: nothing to tell
+    assert list((Path(run.folder) / "tensorboard").iterdir()) == files
+
+
+def test_tensorboard_has_the_run_file_as_text(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, report_to=(TENSORBOARD,))
+    fit(run)
+    (text,) = events_of(run).Tensors("config/text_summary")[0].tensor_proto.string_val
+    shown = yaml.safe_load(text)
+    assert shown["context"] == run.context
+    assert shown["report_to"] == ["tensorboard"]
+    assert shown == yaml.safe_load((Path(run.folder) / "config.yaml").read_text())
+
+
+def test_a_killed_process_leaves_no_gap(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+    tracker = trackers.TensorBoard(run)
+    tracker.open(0)
+    tracker.log(1, {"train/loss": 2.0})
+    assert points(run, "train/loss") == [(1, 2.0)]
+    tracker.close(failed=True)
+
+
+def test_names_are_those_of_the_field() -> None:
+    line = {"step": 7, "loss": 2.5, "lr": 1e-3, "tokens": 90, "attention": "sparse"}
+    assert charts(line | {"attention_mass": 0.9, "attention_mass_min": "nan"}) == {
+        "train/loss": 2.5,
+        "train/learning_rate": 1e-3,
+        "train/tokens": 90.0,
+        "train/attention_mass": 0.9,
+        "train/skipped": 0.0,
+    }
+    assert charts({"step": 8, "lr": 1e-3, "nonfinite": "loss"})["train/skipped"] == 1.0
+    assert charts({"step": 8, "heldout_loss": 2.0, "heldout_tokens": 5}) == {
+        "eval/loss": 2.0,
+        "eval/tokens": 5.0,
+    }
+
+
+def test_the_config_says_that_a_run_is_sparse(plain: RunConfig) -> None:
+    assert "attention" not in trackers.config_of(plain)
+    sparse = trackers.config_of(replace(plain, sparse=SparseConfig()))
+    assert sparse["attention"] == "sparse"
+    assert sparse["sparse"]["page"] == SparseConfig().page
+
+
+class Faulty:
+    """A tracker that fails, or hangs, where it is told to."""
+
+    def __init__(self, place: str, fault: Callable[[], None]) -> None:
+        self.place, self.fault = place, fault
+        self.told: list[int] = []
+        self.closed: list[bool] = []
+
+    def _reach(self, place: str) -> None:
+        if place == self.place:
+            self.fault()
+
+    def open(self, step: int) -> str:
+        self._reach("open")
+        return f"charts go on after {step}"
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        assert values
+        self.told.append(step)
+        self._reach("log")
+
+    def close(self, *, failed: bool) -> None:
+        self.closed.append(failed)
+        self._reach("close")
+
+
+def full() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def reported(tmp_path: Path, tracker: Faulty, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    monkeypatch.setitem(trackers.KINDS, TENSORBOARD, lambda _: tracker)
+    return tiny_run(tmp_path, report_to=TENSORBOARD)
+
+
+@pytest.mark.parametrize("place", ["open", "log", "close"])
+@pytest.mark.parametrize("fault", [full, sys.exit])
+def test_a_tracker_that_fails_costs_a_note(
+    tmp_path: Path,
+    plain: RunConfig,
+    place: str,
+    fault: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tracker, quiet = Faulty(place, fault), Quiet()
+    run = reported(tmp_path, tracker, monkeypatch)
+    assert fit(run, reporter=quiet).step == STEPS
+    notes = [note for note in quiet.notes if note.startswith("tensorboard: ")]
+    assert len(notes) == 1
+    assert ("No space left" if fault is full else "SystemExit") in notes[0]
+    assert len(tracker.told) <= 1 or place == "close"
+    same_weights(run, plain)
+
+
+def test_a_tracker_that_hangs_holds_nobody_up(
+    tmp_path: Path, plain: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "PATIENCE", 0.05)
+    monkeypatch.setattr(tracking, "WAITING", 3)
+    go_on = threading.Event()
+    quiet = Quiet()
+    run = reported(
+        tmp_path, Faulty("open", lambda: None if go_on.wait(60) else full()), monkeypatch
+    )
+    try:
+        assert fit(run, reporter=quiet).step == STEPS
+    finally:
+        go_on.set()
+    assert [note for note in quiet.notes if "tensorboard: does not answer" in note]
+    assert sum("tensorboard" in note for note in quiet.notes) == 1
+    same_weights(run, plain)
+
+
+def failing(_: TinyStep, calls: int) -> None:
+    if calls == 4:
+        raise ValueError("the fourth")
+
+
+@pytest.mark.parametrize(
+    ("hook", "reporter", "left"), [(None, Quiet(), False), (failing, Quiet(), True)]
+)
+def test_a_tracker_is_closed_however_a_run_ends(
+    tmp_path: Path,
+    hook: Hook | None,
+    reporter: Quiet,
+    left: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tracker = Faulty("nowhere", full)
+    run = reported(tmp_path, tracker, monkeypatch)
+    if hook is None:
+        fit(run, reporter=reporter)
+        assert "charts go on after 0" in reporter.notes
+    else:
+        with pytest.raises(ValueError, match="the fourth"):
+            fit(run, hook, reporter)
+    assert tracker.closed == [left]
+
+
+def test_a_signal_closes_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: TinyStep, calls: int) -> None:
+        if calls == 5:
+            signal.raise_signal(signal.SIGTERM)
+
+    tracker = Faulty("nowhere", full)
+    run = reported(tmp_path, tracker, monkeypatch)
+    assert fit(run, interrupt).exit_code == 143
+    assert tracker.closed == [True]
+    assert tracker.told[-1] == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")]
+)
+def test_without_the_package_nothing_is_begun(
+    tmp_path: Path, kind: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    run = tiny_run(tmp_path, report_to=ReportTo(kind))
+    with pytest.raises(Refused, match=rf'report_to: {kind} .*pip install "farspan\[{kind}\]"'):
+        fit(run)
+    assert not Path(run.folder).exists()
+
+
+def test_neither_package_is_imported_at_the_top() -> None:
+    found = re.compile(
+        r"^(import|from) (wandb|tensorboard|torch\.utils\.tensorboard)", re.MULTILINE
+    )
+    assert found.search("import os\nimport wandb")
+    for path in PACKAGE.rglob("*.py"):
+        assert not found.search(path.read_text(encoding="utf-8")), path
+
+
+@pytest.mark.parametrize(
+    ("written", "kinds"),
+    [
+        ("", ()),
+        ("report_to: none\n", ()),
+        ("report_to: null\n", ()),
+        ("report_to: []\n", ()),
+        ("report_to: tensorboard\n", (TENSORBOARD,)),
+        ("report_to: [wandb, tensorboard, wandb]\n", (ReportTo.WANDB, TENSORBOARD)),
+    ],
+)
+def test_what_a_run_file_says(tmp_path: Path, written: str, kinds: tuple[ReportTo, ...]) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: {{path: a}}\ndata: {{}}\n{written}")
+    run = load_run(path)
+    assert run.trackers() == kinds
+    assert build(RunConfig, to_mapping(run)).trackers() == kinds
+
+
+def test_a_name_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: a}\ndata: {}\nreport_to: tensorbord\n")
+    with pytest.raises(
+        Refused, match=r"report_to: expected one of tensorboard, wandb.*tensorboard"
+    ):
+        load_run(path)
+
+
+@pytest.fixture
+def of_wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """wandb for one who has never used it: it reads its environment once."""
+    wandb = pytest.importorskip("wandb")
+    wandb.teardown()
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(socket, "gethostname", lambda: "name-of-the-machine")
+    yield wandb
+    wandb.teardown()
+
+
+def test_wandb_needs_someone_logged_in(
+    tmp_path: Path, of_wandb: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    run = tiny_run(tmp_path, report_to=ReportTo.WANDB)
+    with pytest.raises(Refused, match=r"report_to: wandb: .*wandb login.*WANDB_MODE=offline"):
+        fit(run)
+    assert not Path(run.folder).exists()
+    assert of_wandb.run is None
+
+
+def test_a_wandb_run_goes_on_in_its_folder(
+    tmp_path: Path, plain: RunConfig, of_wandb: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_PROJECT", "of-the-user")
+    run, quiet = tiny_run(tmp_path, report_to=ReportTo.WANDB), Quiet()
+    with pytest.raises(Stopped):
+        fit(run, reporter=Stopping(4))
+    assert fit(run, reporter=quiet).step == STEPS
+    of_wandb.teardown()  # its process writes the last bytes when it ends
+    folder = Path(run.folder)
+    number = json.loads((folder / "wandb.json").read_text())["id"]
+    parts = list((folder / "wandb").glob("offline-run-*/*.wandb"))
+    assert [path.name for path in parts] == [f"run-{number}.wandb"] * 2
+    for part in parts:
+        held = part.read_bytes()
+        for words in ("train/loss", "eval/loss", "train/global_step", "of-the-user"):
+            assert words.encode() in held, words
+        for words in ("name-of-the-machine", sys.executable, "rehearsing", "requirements"):
+            assert words.encode() not in held, words
+        assert not list((part.parent / "files").iterdir())
+    assert os.environ["WANDB_ERROR_REPORTING"] == "false"
+    assert any(note.startswith("wandb: offline, in") for note in quiet.notes)
+    same_weights(run, plain)
+
+
+def test_what_the_user_tells_wandb_goes_before(
+    tmp_path: Path, of_wandb: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {
+        "MODE": "offline",
+        "_DISABLE_STATS": "false",
+        "NAME": "mine",
+        "RUN_ID": "a",
+        "HOST": "h",
+    }
+    for name, value in told.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    made = asked_of(of_wandb, tiny_run(tmp_path), monkeypatch)
+    assert not made.keys() & {"x_disable_stats", "run_name", "run_id", "host", "mode"}
+    assert not (tmp_path / "run" / "wandb.json").exists()
+    assert made.keys() >= trackers.LEAST.keys() - {"x_disable_stats"}
+    assert made["project"] == "farspan"
+
+
+def test_another_run_in_a_folder_is_another_for_wandb(
+    tmp_path: Path, of_wandb: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = tiny_run(tmp_path)
+    Path(run.folder).mkdir()
+    runs = (run, replace(run, device="cpu"), replace(run, seed=1))
+    first, moved, other = (asked_of(of_wandb, one, monkeypatch)["run_id"] for one in runs)
+    assert first == moved != other
+
+
+def asked_of(wandb: Any, run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """With which settings a run of wandb would begin."""
+    made: dict[str, Any] = {}
+    with monkeypatch.context() as patched:
+        patched.setattr(wandb, "Settings", lambda **given: made.update(given))
+        patched.setattr(wandb, "init", lambda **_: None)
+        with pytest.raises(AttributeError):  # None is no run
+            trackers.Wandb(run).open(0)
+    return made
