@@ -1,7 +1,6 @@
 """The benchmark of a GPU's allocators runs to its end without one, and what fails stays alone."""
 
 import json
-import runpy
 import subprocess
 import sys
 from dataclasses import asdict
@@ -25,7 +24,6 @@ from farspan.memory.caching import CachingAllocator
 from farspan.memory.compare import FREED
 from farspan.memory.settings import MIB
 from farspan.memory.trace import Free, Malloc, Trace
-from tests import forked
 from tests.engine.cpu_allocator import build_driver, once
 
 COMMAND = [sys.executable, "-m", "benchmarks.gpu_allocator"]
@@ -43,12 +41,10 @@ def run_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_tiny_run_goes_through_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tiny_run_goes_through_all_of_it(tmp_path: Path) -> None:
     out = tmp_path / "record.json"
-    monkeypatch.setattr(sys, "argv", ["", "--tiny", "--out", str(out)])
-    monkeypatch.setattr(parts, "run_child", forked.run_child)
-    monkeypatch.delitem(sys.modules, "benchmarks.gpu_allocator.__main__")
-    runpy.run_module("benchmarks.gpu_allocator", run_name="__main__")
+    done = run_benchmark("--tiny", "--out", str(out))
+    assert done.returncode == 0, done.stderr
     record = json.loads(out.read_text())
     assert (record["device"], record["tiny"]) == ("cpu", True)
     assert record["machine"]["versions"]["torch"] == torch.__version__

@@ -1,7 +1,7 @@
 """The benchmark on a GPU runs to its end without one; what fails, or has no time, stays alone."""
 
 import json
-import runpy
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,26 +25,32 @@ from farspan.plan.price.machines import machine
 from farspan.plan.question import Plan
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.spec import Refused
-from tests.forked import Forked
 
 GIB = 2**30
 PLANS: dict[tuple[str, int, float], Plan] = {}  # of the one machine; they are the same in all tests
 MACHINE = {"machine": {"gpu": "a GPU", "versions": {"torch": "2"}}, "cuda": "13"}
 
 
+def run_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *arguments],
+        cwd=children.ROOT,
+        env=children.environment(""),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
 # -- all of it -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_tiny_run_goes_through_all_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tiny_run_goes_through_all_of_it(tmp_path: Path) -> None:
     out = tmp_path / "record.json"
     given = ["--tiny", "--out", str(out), "--host-memory", "3GiB"]
-    monkeypatch.setattr(sys, "argv", ["", *given, "--traces", str(tmp_path / "traces")])
-    monkeypatch.setattr(children, "Nursery", Forked)
-    monkeypatch.delitem(sys.modules, "benchmarks.gpu.__main__")
-    runpy.run_module("benchmarks.gpu", run_name="__main__")
+    done = run_benchmark(*given, "--traces", str(tmp_path / "traces"))
+    assert done.returncode == 0, done.stderr
     record = json.loads(out.read_text())
     assert record["tiny"] is True
     assert record["machine"]["versions"]["torch"] == torch.__version__
@@ -61,7 +67,7 @@ def test_a_tiny_run_goes_through_all_of_it(
     check_split(rows["split at 128"])
     found = {key: value for one in rows["longest"]["rows"] for key, value in one.items()}
     assert (found["longest"], found["fails_at"]) == (192, 208)  # three times 64 were let be
-    assert "farspan s" in capsys.readouterr().out
+    assert "farspan s" in done.stdout
     (trace,) = (tmp_path / "traces").iterdir()
     assert json.loads(trace.read_text())["traceEvents"]
 
