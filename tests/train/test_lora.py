@@ -168,6 +168,15 @@ def test_a_target_that_is_not_there_is_told_before_text_is_read(tmp_path: Path) 
         train(run, reporter=Quiet())
 
 
+def test_a_run_says_that_experts_stay_frozen(tmp_path: Path) -> None:
+    experts = {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
+    model = ModelConfig(config=WIDE | experts, lora=LORA)
+    said = Stopping(1)
+    with pytest.raises(Stopped):
+        train(a_run(tmp_path, "run", model=model), reporter=said)
+    assert "adapters: none on the experts, whose weights are stacked" in said.notes[0]
+
+
 def test_the_planner_plans_for_adapters(tmp_path: Path) -> None:
     run = a_run(tmp_path, "run", schedule=ScheduleConfig(strategy="auto"), steps=3)
     train(run, reporter=Quiet())
