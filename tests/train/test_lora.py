@@ -82,6 +82,19 @@ def test_peft_loads_what_was_trained(tmp_path: Path) -> None:
     assert not torch.equal(theirs(ids).logits, before)
 
 
+def test_adapters_of_a_changed_model_say_how_it_was_changed(tmp_path: Path) -> None:
+    rope = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}
+    run = a_run(tmp_path, "run")
+    run = replace(run, model=replace(run.model, overrides=rope))
+    first, again = Quiet(), Quiet()
+    train(run, reporter=first)
+    source = json.loads((tmp_path / "run" / "model" / "farspan.json").read_text())
+    assert source["overrides"] == rope
+    assert "are for a model with rope_parameters of model.overrides" in first.notes[-1]
+    train(run, reporter=again)  # which has nothing left to do
+    assert not any("model.overrides" in note for note in again.notes)
+
+
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     whole, run = a_run(tmp_path, "whole"), a_run(tmp_path, "run")
     fit_all([whole])
