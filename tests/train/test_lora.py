@@ -124,6 +124,8 @@ def test_two_ranks_train_the_adapters_of_one(tmp_path: Path) -> None:
         "fsdp": (Parallel(data=2), 1),
         "ulysses": (Parallel(ulysses=2, fsdp=False), 2),
         "ulysses-fsdp": (Parallel(ulysses=2), 2),
+        "shards": (Parallel(shards=2), 2),
+        "ring": (Parallel(ring=2, fsdp=False), 2),
         "pipeline": (Parallel(pipeline=2), 2),
     }
     shared = [
