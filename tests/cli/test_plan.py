@@ -124,6 +124,13 @@ def test_a_sparse_plan_says_that_it_approximates() -> None:
     assert not dense["hides"]
 
 
+def test_a_plan_says_that_it_is_for_adapters() -> None:
+    arguments = (*SMALL, "--context", "8K", "--strategy", "oomb", "--lora")
+    for rank, words in ((4, "Qwen2.5-0.5B, lora 4, 8K tokens"), (0, "Qwen2.5-0.5B, 8K tokens")):
+        assert words in " ".join(call(*arguments, str(rank)).output.split())
+        assert json.loads(call(*arguments, str(rank), "--json").stdout)["lora"] == rank
+
+
 def test_a_sparse_plan_that_hides_nothing_says_so() -> None:
     """4K tokens in chunks of 4K, and 8K of chosen pages."""
     arguments = (*SMALL, "--context", "8K", "--strategy", "oomb", "--sparse", "on")

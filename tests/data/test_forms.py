@@ -26,7 +26,9 @@ def build(tmp_path: Path) -> Build:
 
     def make(*records: object, tokenizer: Tokenizer | None = None, **fields: Any) -> Corpus:
         path = tmp_path / "data.jsonl"
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        if not path.exists() or path.read_text() != text:  # or its cache would be another's
+            path.write_text(text)
         config = DataConfig(
             source=SourceKind.JSONL, path=str(path), cache=str(tmp_path / "cache"), **fields
         )
@@ -78,6 +80,40 @@ def test_tokens_are_as_they_are(build: Build) -> None:
     assert corpus.largest == 70000
 
 
+def test_padding_is_no_part_of_a_document(build: Build) -> None:
+    """Whatever its ids and labels are: a row of nothing else is none at all."""
+    ids, labels = [9, 9, 5, 6, 7, -1], [9, 1, -100, 6, 7, -100]
+    padded = {"input_ids": ids, "labels": labels, "attention_mask": [0, 0, 1, 1, 1, 0]}
+    nothing = {"input_ids": [9, 9], "attention_mask": [0, 0]}
+    corpus = build(nothing, padded, format="tokens")
+    assert row(corpus) == ([5, 6, 7], [-100, 6, 7])
+    assert corpus.train.kept.tokens == 3
+    assert row(build({"input_ids": [5, 6], "attention_mask": [1, 1]}, format="tokens"))[0] == [5, 6]
+
+
+def test_a_cache_is_of_one_form(build: Build) -> None:
+    record = {"text": "ab", "prompt": "a", "completion": "b", "input_ids": [5, 6], "other": "x"}
+    found = [
+        row(build(record, **fields))
+        for fields in (
+            {},
+            {"field": "other"},
+            {"format": "prompt"},
+            {"format": "prompt", "completion": "text"},
+            {"format": "prompt", "loss": "all"},
+            {"format": "tokens"},
+        )
+    ]
+    assert found == [
+        ([*b"ab", END], [*b"ab", END]),
+        ([*b"x", END], [*b"x", END]),
+        ([*b"ab", END], [UNTRAINED, *b"b", END]),
+        ([*b"aab", END], [UNTRAINED, *b"ab", END]),
+        ([*b"ab", END], [*b"ab", END]),
+        ([5, 6], [5, 6]),
+    ]
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
@@ -89,6 +125,13 @@ def test_tokens_are_as_they_are(build: Build) -> None:
         ({"input_ids": [1, -2]}, "field 'input_ids' has a negative id, -2"),
         ({"input_ids": [1, 2**32]}, r"field 'input_ids' has an id of 4294967296, .* below 2\*\*32"),
         ({"input_ids": [1, 2], "labels": [1]}, "1 labels of 2 input_ids; give one each"),
+        ({"input_ids": [1, 2], "attention_mask": [1]}, "an attention_mask of 1 for 2 input_ids"),
+        (
+            {"input_ids": [1, 2], "attention_mask": [1, 2]},
+            "has others than 0 .padding. and 1; give",
+        ),
+        ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "has 0 between tokens of 1; padd"),
+        ({"input_ids": [1, 2], "attention_mask": "11"}, "'attention_mask': expected a list of"),
         ({"input_ids": [1, 2], "labels": [2, -100]}, "each is the id in its own place, unshifted"),
         ({"input_ids": [1, 2], "labels": [-100, -100]}, "no token of it is trained"),
         ({"input_ids": [1, 2], "labels": [1, -100]}, "no document has a trained token after its"),
@@ -106,7 +149,10 @@ def test_tokens_that_cannot_be_are_refused(
     [
         ({"source": "text", "format": "chat"}, "format: chat is a form of records; set source to"),
         ({"format": "prompt", "field": "x"}, "field: format prompt reads prompt and completion;"),
-        ({"format": "tokens", "field": "x"}, "field: format tokens reads input_ids and labels;"),
+        (
+            {"format": "tokens", "field": "x"},
+            "field: format tokens reads input_ids, labels, attention_mask;",
+        ),
         ({"prompt": "question"}, "prompt: only format 'prompt' has prompts and completions"),
         ({"format": "prompt", "prompt": "completion"}, "completion: it is the prompt's field too"),
         ({"format": "prompt", "chat_template": "x"}, "chat_template: only format 'chat' has one"),

@@ -12,7 +12,7 @@ import pytest
 from farspan.data import store as store_module
 from farspan.data.documents import TEXT, Document
 from farspan.data.files import TextFiles
-from farspan.data.forms import TextForm
+from farspan.data.forms import PromptForm, TextForm
 from farspan.data.store import TokenStore, open_store
 from farspan.data.tokenizers import ByteTokenizer
 from farspan.spec import Refused
@@ -108,6 +108,35 @@ def test_a_damaged_cache_is_written_anew(tmp_path: Path, name: str) -> None:
     (path,) = tmp_path.glob(f"*/{name}")
     path.write_bytes(path.read_bytes()[:-3])
     assert open_quietly(source, tmp_path).digest == digest
+    assert source.reads == 2
+
+
+@pytest.mark.parametrize("cut", [slice(-1), slice(None)])
+def test_marks_of_other_tokens_are_written_anew(tmp_path: Path, cut: slice) -> None:
+    """A file that is whole, but of another shape than the tokens."""
+
+    def open_again() -> TokenStore:
+        form = PromptForm(TEXT, TEXT, everything=False)
+        return open_store(source, form, ByteTokenizer(), tmp_path, lambda *_: None)
+
+    source = Texts(["one", "two"])
+    trained = open_again().trained
+    assert trained is not None
+    (path,) = tmp_path.glob("*/trained.npy")
+    np.save(path, trained[cut] if cut.stop else trained[:, None])
+    again = open_again()
+    assert again.trained is not None
+    assert again.trained.shape == again.tokens.shape
+    assert source.reads == 2
+
+
+def test_a_cache_of_another_format_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Texts(["one", "two"])
+    for number in (1, 2, 1):
+        monkeypatch.setattr(store_module, "_FORMAT", number)
+        open_quietly(source, tmp_path)
     assert source.reads == 2
 
 

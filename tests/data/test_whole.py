@@ -94,6 +94,13 @@ def test_epochs_differ_in_all_but_their_lengths() -> None:
     assert [other.batch([i]).input_ids[0].tolist() for i in range(count)] != epochs[0]
 
 
+def test_documents_of_a_sequence_come_in_any_order() -> None:
+    """Not the longest first, as they were laid: long ones would never have anything before them."""
+    packing = whole(make_store([9, 6, 5]), 20)
+    orders = {packing.batch([epoch]).names[0] for epoch in range(40)}
+    assert len(orders) == 6
+
+
 def test_what_trains_nothing_is_left_out() -> None:
     """A document that is not trained, and one of which the first token alone is."""
     lengths = [4, 3, 5]

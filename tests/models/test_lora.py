@@ -8,12 +8,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from farspan.models.load import Weights, load_model
-from farspan.models.lora import add_adapters
+from farspan.models.lora import add_adapters, stacked_experts
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.families import architecture_from
 from farspan.plan.strategies import strategy
 from farspan.spec import Refused
 from tests.engine.checks import assert_close, draw, gradients, run_oracle, run_step
+from tests.zoo import make_model
 
 TOKENS = 41
 QWEN = {
@@ -79,6 +80,7 @@ def test_adapters_follow_from_the_seed_alone() -> None:
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not all(torch.equal(first[name], other[name]) for name in first)
     assert not any(t.any() for name, t in first.items() if "lora_B" in name)
+    assert not stacked_experts(adapted())
 
 
 def test_they_are_those_that_the_planner_counts() -> None:
@@ -104,6 +106,35 @@ def test_named_modules_alone_are_adapted() -> None:
 def test_what_cannot_be_adapted_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(Refused, match=message):
         adapted(**given)
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (
+            "linear",
+            r"takes down_proj, gate_proj, up_proj of Deepseek\w+ for its stacked experts.*; give "
+            r"kv_a_proj_with_mqa, kv_b_proj, o_proj, q_a_proj, q_b_proj, or some of them",
+        ),
+        (("shared_experts.down_proj",), r"takes down_proj of Deepseek\w+ .*; give others"),
+        (("gate_proj",), r"peft refuses them: Cannot convert PEFT target\(s\) gate_proj"),
+    ],
+)
+def test_names_that_peft_reads_as_experts_are_refused(targets: Any, message: str) -> None:
+    with pytest.raises(Refused, match=rf"model\.lora\.targets: (?:peft )?{message}"):
+        add_adapters(make_model("deepseek_v3"), rank=4, alpha=8.0, targets=targets)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_adapters_beside_experts_have_the_gradients_of_autograd(family: str) -> None:
+    model = make_model(family)
+    add_adapters(model, rank=4, alpha=8.0, targets=("o_proj",), zero=False)
+    assert stacked_experts(model)
+    assert len(trained(model)) == 8
+    data = draw(TOKENS)
+    expected = run_oracle(model, data)
+    assert_close(run_step(model, strategy("grouped", 4, TOKENS), data), expected)
 
 
 def test_without_peft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

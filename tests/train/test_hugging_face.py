@@ -135,6 +135,10 @@ def test_a_subclass_of_a_trainer_takes_it_too(make: Make) -> None:
     ("changes", "message"),
     [
         ({"bf16": True}, "bf16: a step of farspan needs False, got True: that is autocast"),
+        (
+            {"fp16": True},
+            r"fp16: .* needs False, got True: load the model with dtype=torch\.bfloat16",
+        ),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor: .* needs 0.0, got 0.1"),
     ],
 )
@@ -143,6 +147,23 @@ def test_what_would_be_computed_otherwise_is_refused(
 ) -> None:
     with pytest.raises(Refused, match=message):
         make(**changes)
+
+
+def test_several_processes_are_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    with pytest.raises(Refused, match=r"world_size: .* needs 1, got 2: several GPUs share"):
+        make()
+
+
+def test_a_step_puts_the_model_in_its_mode(make: Make) -> None:
+    trainer = make(gradient_accumulation_steps=1)
+    trainer.train()
+    batch = padded(rows()[:2])
+    trainer.model.train()
+    trainer.prediction_step(trainer.model, batch, prediction_loss_only=True)
+    assert not trainer.model.training
+    trainer.training_step(trainer.model, batch)
+    assert trainer.model.training
 
 
 def without(key: str, **others: Tensor) -> Any:

@@ -82,6 +82,19 @@ def test_peft_loads_what_was_trained(tmp_path: Path) -> None:
     assert not torch.equal(theirs(ids).logits, before)
 
 
+def test_adapters_of_a_changed_model_say_how_it_was_changed(tmp_path: Path) -> None:
+    rope = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}
+    run = a_run(tmp_path, "run")
+    run = replace(run, model=replace(run.model, overrides=rope))
+    first, again = Quiet(), Quiet()
+    train(run, reporter=first)
+    source = json.loads((tmp_path / "run" / "model" / "farspan.json").read_text())
+    assert source["overrides"] == rope
+    assert "are for a model with rope_parameters of model.overrides" in first.notes[-1]
+    train(run, reporter=again)  # which has nothing left to do
+    assert not any("model.overrides" in note for note in again.notes)
+
+
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     whole, run = a_run(tmp_path, "whole"), a_run(tmp_path, "run")
     fit_all([whole])
@@ -111,6 +124,8 @@ def test_two_ranks_train_the_adapters_of_one(tmp_path: Path) -> None:
         "fsdp": (Parallel(data=2), 1),
         "ulysses": (Parallel(ulysses=2, fsdp=False), 2),
         "ulysses-fsdp": (Parallel(ulysses=2), 2),
+        "shards": (Parallel(shards=2), 2),
+        "ring": (Parallel(ring=2, fsdp=False), 2),
         "pipeline": (Parallel(pipeline=2), 2),
     }
     shared = [
@@ -166,6 +181,15 @@ def test_a_target_that_is_not_there_is_told_before_text_is_read(tmp_path: Path) 
     run = replace(run, data=replace(run.data, path=str(tmp_path / "none")))
     with pytest.raises(Refused, match=r"targets: 'query' is no linear module of the layers"):
         train(run, reporter=Quiet())
+
+
+def test_a_run_says_that_experts_stay_frozen(tmp_path: Path) -> None:
+    experts = {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
+    model = ModelConfig(config=WIDE | experts, lora=LORA)
+    said = Stopping(1)
+    with pytest.raises(Stopped):
+        train(a_run(tmp_path, "run", model=model), reporter=said)
+    assert "adapters: none on the experts, whose weights are stacked" in said.notes[0]
 
 
 def test_the_planner_plans_for_adapters(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ class Format(StrEnum):
     TEXT = "text"  # one text, all of which is trained
     CHAT = "chat"  # messages, as the tokenizer's chat template writes them
     PROMPT = "prompt"  # a prompt and its completion
-    TOKENS = "tokens"  # input_ids and, where some are not trained, labels
+    TOKENS = "tokens"  # input_ids; labels where some are not trained; attention_mask where padded
 
 
 class Loss(StrEnum):
@@ -96,11 +96,10 @@ class DataConfig:
                 f"'{self.source}'"
             )
         if self.field is not None and kind in (Format.PROMPT, Format.TOKENS):
-            raise Refused(
-                f"field: format {kind} reads "
-                + ("prompt and completion" if kind is Format.PROMPT else "input_ids and labels")
-                + ("; name them by these keys" if kind is Format.PROMPT else "; leave it out")
-            )
+            what = "input_ids, labels, attention_mask; leave it out"
+            if kind is Format.PROMPT:
+                what = "prompt and completion; name them by these keys"
+            raise Refused(f"field: format {kind} reads {what}")
         if kind is not Format.PROMPT and (self.prompt, self.completion) != _PROMPT:
             raise Refused("prompt: only format 'prompt' has prompts and completions; set format")
         if self.prompt == self.completion:

@@ -9,7 +9,7 @@ import numpy as np
 from farspan.data.documents import Document, Encoded, Written
 from farspan.spec import Refused
 
-INPUT_IDS, LABELS = "input_ids", "labels"
+INPUT_IDS, LABELS, MASK = "input_ids", "labels", "attention_mask"
 UNTRAINED = -100  # label of a token that no loss is of, as everywhere in Hugging Face
 
 
@@ -73,24 +73,32 @@ class PromptForm:
 
 @dataclass(frozen=True, slots=True)
 class TokensForm:
-    """Token ids as they are and, where there are any, labels: the same ids, or -100."""
+    """Token ids as they are and, where there are any, labels: the same ids, or -100. What an
+    attention_mask has zeros for, at either end, is padding and no part of the document."""
 
     columns: ClassVar[tuple[str, ...]] = (INPUT_IDS,)
-    optional: ClassVar[tuple[str, ...]] = (LABELS,)
+    optional: ClassVar[tuple[str, ...]] = (LABELS, MASK)
     masked: ClassVar[bool] = True
     any_ids: ClassVar[bool] = True
 
-    def key(self, column: str) -> str:  # noqa: ARG002 - both have the names that trainers expect
+    def key(self, column: str) -> str:  # noqa: ARG002 - all have the names that trainers expect
         return "data.format"
 
     def listing(self) -> list[object]:
-        return ["tokens"]
+        return ["tokens", *self.columns, *self.optional]
 
     def read(self, document: Document) -> Encoded | None:
         ids = _whole_numbers(document, INPUT_IDS)
         labels = ids
         if document.fields.get(LABELS) is not None:
             labels = _whole_numbers(document, LABELS)
+        if len(labels) != len(ids):
+            raise Refused(
+                f"{document.place}: {len(labels)} labels of {len(ids)} input_ids; give one each"
+            )
+        if document.fields.get(MASK) is not None:
+            own = _own(document, len(ids))
+            ids, labels = ids[own], labels[own]
         if len(ids) == 0:
             return None
         if ids.min() < 0:
@@ -99,10 +107,6 @@ class TokensForm:
             raise Refused(
                 f"{document.place}: field 'input_ids' has an id of {ids.max()}, expected ids "
                 "below 2**32"
-            )
-        if len(labels) != len(ids):
-            raise Refused(
-                f"{document.place}: {len(labels)} labels of {len(ids)} input_ids; give one each"
             )
         trained = labels != UNTRAINED
         if bool((labels[trained] != ids[trained]).any()):
@@ -137,6 +141,31 @@ def text_of(document: Document, field: str, key: str) -> str:
             f"{document.place}: field {field!r} is not valid Unicode: {error.reason}"
         ) from error
     return text
+
+
+def _own(document: Document, tokens: int) -> slice:
+    """The tokens between the padding at either end."""
+    mask = _whole_numbers(document, MASK)
+    if len(mask) != tokens:
+        raise Refused(
+            f"{document.place}: an attention_mask of {len(mask)} for {tokens} input_ids; give one "
+            "each"
+        )
+    if not np.isin(mask, (0, 1)).all():
+        raise Refused(
+            f"{document.place}: field 'attention_mask' has others than 0 (padding) and 1; give "
+            "each document a row of its own, without padding"
+        )
+    read = np.flatnonzero(mask)
+    if len(read) == 0:
+        return slice(0)
+    begin, end = int(read[0]), int(read[-1]) + 1
+    if len(read) != end - begin:
+        raise Refused(
+            f"{document.place}: field 'attention_mask' has 0 between tokens of 1; padding is at "
+            "the ends: give tokens that are read and not trained a label of -100 instead"
+        )
+    return slice(begin, end)
 
 
 def _whole_numbers(document: Document, field: str) -> np.ndarray:

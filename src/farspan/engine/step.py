@@ -20,7 +20,7 @@ from farspan.engine.storage import Storage
 from farspan.models.boundary import Boundary
 from farspan.models.compiled import compile_layers
 from farspan.models.describe import describe
-from farspan.models.refuse import refuse_context, refuse_dropout, refuse_model
+from farspan.models.refuse import refuse_context, refuse_dropout, refuse_model, refuse_untrained
 from farspan.models.route import routed
 from farspan.models.tiles import Tokenwise
 from farspan.models.tokenwise import tokenwise
@@ -151,6 +151,8 @@ class Step:
         """
         if torch.is_inference_mode_enabled():
             raise Refused("inference_mode: a step computes gradients; use evaluate inside it")
+        if self.dealt is None:  # a rank may well have a part of which nothing is trained
+            refuse_untrained(self.boundary.model)
         batch = self._batch(input_ids, labels, document_ids)
         count = self._count(batch, trained_tokens)
         return self._run(self.program(*input_ids.shape), batch, count)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import PretrainedConfig, PreTrainedModel
 
+from farspan.models.refuse import refuse_adapters
 from farspan.spec import Refused
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -108,6 +109,7 @@ class Boundary:
                 "tuning), where no chunk would meet it; adapters inside the layers, such as LoRA, "
                 "are exact"
             )
+        refuse_adapters(model)
         self.model = inner
         self._device = device
         self.decoder = inner.get_decoder()

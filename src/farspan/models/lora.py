@@ -33,7 +33,8 @@ def add_adapters(
     A [rank, inner] and B [outer, rank] have the dtype and device of the weight. A is drawn from
     `seed` alone, and B is zero; without `zero` it is drawn too, so that A has a gradient. `targets`
     are last parts of the names of linear modules in the layers. Raises Refused for a name that is
-    none, a rank above every module's narrower side, and where peft is not installed.
+    none or that peft reads otherwise, a rank above every module's narrower side, and where peft is
+    not installed.
     """
     try:
         config_type = load("peft", "LoraConfig")
@@ -56,7 +57,16 @@ def add_adapters(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model.add_adapter(config)
+        try:
+            model.add_adapter(config)
+        except ValueError as error:  # such as of one of two names that it takes for halves of one
+            raise Refused(f"model.lora.targets: peft refuses them: {error}") from error
+    _check_adapted(model, modules)
+
+
+def stacked_experts(model: nn.Module) -> bool:
+    """Whether weights of experts lie in one tensor, which is no linear module."""
+    return any(p.ndim == 3 and "expert" in name for name, p in model.named_parameters())
 
 
 def frozen_digest(model: nn.Module) -> str | None:
@@ -95,6 +105,20 @@ def _targeted(linears: dict[str, Any], targets: str | Sequence[str]) -> dict[str
                 f"{LINEAR}, or a list of {known}"
             )
     return {n: m for n, m in linears.items() if any(_ends(n, target) for target in wanted)}
+
+
+def _check_adapted(model: Any, wanted: dict[str, Any]) -> None:
+    """Peft reads names that were those of experts before they were stacked, such as gate_proj, as
+    the stacked ones: in dense layers and shared experts too, and when it loads what was saved."""
+    found = {name.partition(".lora_A.")[0] for name, _ in model.named_parameters()}
+    lost = {name.rpartition(".")[2] for name in wanted.keys() - found}
+    if lost:
+        left = {name.rpartition(".")[2] for name in wanted} - lost
+        instead = f"give {', '.join(sorted(left))}, or some of them" if left else "give others"
+        raise Refused(
+            f"model.lora.targets: peft takes {', '.join(sorted(lost))} of {type(model).__name__} "
+            f"for its stacked experts, which are no linear modules; {instead}"
+        )
 
 
 def _ends(name: str, target: str) -> bool:

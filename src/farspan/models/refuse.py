@@ -26,6 +26,13 @@ DROPOUTS = (
     "router_jitter_noise",
 )
 
+# Fields of PEFT's configurations whose adapters see more than a chunk, and what that is.
+BEYOND_CHUNKS = {
+    "is_prompt_learning": "puts tokens of its own before a sequence",
+    "alora_invocation_tokens": "begins where a token is found in the whole sequence",
+    "velora_config": "approximates gradients by an average over all tokens of a call",
+}
+
 
 def refuse_model(model: PreTrainedModel) -> None:
     """Raises Refused when the model's configuration rules out exact training in chunks."""
@@ -73,6 +80,46 @@ def refuse_dropout(model: PreTrainedModel) -> None:
                     "cell is recomputed; set the model's dropout options to 0 (in a run file: "
                     "model.overrides, for example attention_dropout: 0.0) or call model.eval()"
                 )
+
+
+def refuse_adapters(model: nn.Module) -> None:
+    """Raises Refused for adapters of PEFT that do more than change modules within a causal LM, such
+    as a model's own forward that adds to the loss: a step calls the causal LM alone."""
+    configs = getattr(model, "peft_config", {})
+    for config in configs.values():
+        for name, what in BEYOND_CHUNKS.items():
+            if getattr(config, name, None):
+                raise Refused(
+                    f"model: its {type(config).__name__} ({name}) {what}, which chunks cannot "
+                    "repeat; use adapters within the layers, such as plain LoRA"
+                )
+    if not configs or not hasattr(model, "get_base_model"):
+        return
+    tuner: Any = model.base_model
+    # That of PEFT's BaseTuner hands its arguments on.
+    if not type(tuner).forward.__qualname__.startswith("BaseTuner."):
+        raise Refused(
+            f"model: {type(tuner).__name__} has a forward of its own around the causal LM, which a "
+            "step does not call; use adapters that change its modules alone, such as LoRA"
+        )
+
+
+def refuse_untrained(model: nn.Module) -> None:
+    """Raises Refused where a training step would give no gradients at all, or none to adapters."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise Refused(
+            "model: no parameter requires a gradient, so there is nothing to train; adapters are "
+            "loaded to be trained by PeftModel.from_pretrained(..., is_trainable=True)"
+        )
+    for name, module in model.named_modules():
+        if not getattr(module, "merged_adapters", None):
+            continue
+        adapters = (p for key, p in module.named_parameters() if not key.startswith("base_layer."))
+        if any(p.requires_grad for p in adapters):
+            raise Refused(
+                f"model: the adapters of {name} are merged into its weights and would get no "
+                "gradients; call unmerge_adapter()"
+            )
 
 
 def refuse_context(config: PretrainedConfig, tokens: int) -> None:

@@ -34,6 +34,11 @@ class Question:
     sparse: Sparse | None = None  # attention that approximates; None: exact
     accumulates: bool = False  # gradients of earlier batches are there when the step begins
 
+    def adapter_rank(self) -> int | None:
+        """Of LoRA on every linear module; 0: none; None: not known, of a model that was looked at
+        and is not as its family has it."""
+        return None if self.architecture is None else self.architecture.adapter_rank
+
     def near(self) -> int:
         """Devices of the layout that share a node."""
         return min(self.machine.devices, self.layout.devices())
@@ -146,6 +151,7 @@ class Plan:
             "machine": question.machine.name,
             "dtype": question.dtype,
             "optimizer": question.optimizer.value,
+            "lora": question.adapter_rank(),
             "gpus": question.layout.devices(),
             "layout": asdict(question.layout),
             "batch": question.run.batch,

@@ -119,9 +119,11 @@ def subject(plan: Plan) -> str:
     run, attention = question.run, ""
     if question.sparse is not None:
         attention = f", sparse attention ({'approximate' if plan.hides else 'nothing is hidden'})"
+    rank = question.adapter_rank()
+    adapters = f", lora {rank}" if rank else ""
     sequences = f"{run.batch} sequences of " if run.batch > 1 else ""
     return (
-        f"{question.model.name}, {sequences}{write_tokens(run.tokens)} tokens, "
+        f"{question.model.name}{adapters}, {sequences}{write_tokens(run.tokens)} tokens, "
         f"{devices_words(question)}, {question.dtype}, optimizer {question.optimizer}{attention}"
     )
 

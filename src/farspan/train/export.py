@@ -12,13 +12,22 @@ from transformers.utils import logging
 from farspan.data.tokenizers import Tokenizer, reads_back
 from farspan.durable import PARTIAL, digest, publish, read_json, write_bytes, writing
 from farspan.train.checkpoint import manifest
+from farspan.train.config import RunConfig
 
 # Beside the weights: the SHA-256 of the manifest, and so of every file, of a checkpoint, and how it
 # was trained. A folder without it, or with another one, is not the result of this run: replaced.
 SOURCE = "farspan.json"
 
 
-def source_of(checkpoint: Path, marks: Mapping[str, str]) -> dict[str, str]:
+def base_of(run: RunConfig) -> dict[str, Any]:
+    """What a folder of adapters says of the model they are for, where that is not the one of
+    model.path: peft would lay them beside another rope, say, without a word."""
+    if run.model.lora is None or not run.model.overrides:
+        return {}
+    return {"overrides": json.loads(json.dumps(run.model.overrides))}
+
+
+def source_of(checkpoint: Path, marks: Mapping[str, Any]) -> dict[str, Any]:
     """What a folder says that was made of a checkpoint."""
     return {
         **marks,
@@ -27,7 +36,7 @@ def source_of(checkpoint: Path, marks: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def is_exported(checkpoint: Path, folder: Path, marks: Mapping[str, str]) -> bool:
+def is_exported(checkpoint: Path, folder: Path, marks: Mapping[str, Any]) -> bool:
     """Whether `folder` was made of this very checkpoint."""
     return read_json(folder / SOURCE) == source_of(checkpoint, marks)
 
@@ -38,7 +47,7 @@ def export(
     checkpoint: Path,
     folder: Path,
     note: Callable[[str], None],
-    marks: Mapping[str, str],
+    marks: Mapping[str, Any],
     weights: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Writes `folder`, which `from_pretrained` reads, unless it was made of this very checkpoint.
@@ -53,6 +62,11 @@ def export(
         tokenizer.save(partial)
         write_bytes(partial / SOURCE, json.dumps(source).encode("utf-8"))
     publish(partial, folder)
+    if "overrides" in marks:
+        note(
+            f"note: the adapters in {folder} are for a model with {', '.join(marks['overrides'])} "
+            f"of model.overrides: load it with these ({SOURCE} has them), then the adapters"
+        )
     if not reads_back(tokenizer, folder):
         note(
             f"warning: for this model type transformers reads the tokenizer in {folder} as another "

@@ -16,7 +16,7 @@ from farspan.engine.machine import machine
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
 from farspan.models.load import Weights
-from farspan.models.lora import add_adapters, frozen_digest
+from farspan.models.lora import add_adapters, frozen_digest, stacked_experts
 from farspan.models.refuse import refuse_context, refuse_dropout, refuse_model
 from farspan.parallel.meetings import busy
 from farspan.plan.grid import group_ranges
@@ -41,6 +41,8 @@ from farspan.train.pieces import Pieces, pieces_of
 from farspan.train.sparse import marks, opening_words
 
 Place = Callable[[Any, torch.device], Placed]
+
+EXPERTS = "none on the experts, whose weights are stacked and no linear modules; they stay frozen"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,8 @@ def introduce(run: RunConfig, equipment: Equipment) -> str:
         *equipment.corpus.describe(run.context),
         f"optimizer states: {equipment.placed.describe()}",
     ]
+    if run.model.lora is not None and stacked_experts(equipment.model):
+        lines.append(f"adapters: {EXPERTS}")
     if run.sparse is not None:
         lines.append(opening_words(run))
     return "\n".join(lines)

@@ -22,7 +22,7 @@ from farspan.train.choice import Choice
 from farspan.train.config import OnNonfinite, RunConfig
 from farspan.train.crew import Place
 from farspan.train.diagnosis import Diverged, Finding, as_json, find_nonfinite, report
-from farspan.train.export import export, is_exported
+from farspan.train.export import base_of, export, is_exported
 from farspan.train.folder import RunFolder, identity
 from farspan.train.interrupt import Interrupt
 from farspan.train.memory import Expected, peak_process_bytes
@@ -174,12 +174,13 @@ class Trainer:
         """The model as a folder that `from_pretrained` reads, with its tokenizer."""
         path = self._folder.checkpoints / checkpoint.folder_name(self.at.step)
         folder, use = self._folder.model, self._use
-        if self._crew.by_first(lambda: is_exported(path, folder, self._marks)):
+        told = self._marks | base_of(self._run)
+        if self._crew.by_first(lambda: is_exported(path, folder, told)):
             return
         weights = self._saver.weights()
         self._crew.by_first(
             lambda: export(
-                use.model, use.tokenizer, path, folder, self._reporter.note, self._marks, weights
+                use.model, use.tokenizer, path, folder, self._reporter.note, told, weights
             )
         )
 
