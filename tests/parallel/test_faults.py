@@ -132,7 +132,7 @@ def test_a_rank_that_waited_too_long_names_what_the_first_does(tmp_path: Path) -
 def test_all_blame_the_rank_that_is_late(tmp_path: Path, late: int, within: bool) -> None:
     """Itself too, when it comes after all; and not the one whom they were to hear."""
     what = "loading the model" if within else "reading the data"
-    for end in launch(tmp_path, 3, wait_for, late, LIMIT + 1.5, within, seconds=SOON):
+    for end in launch(tmp_path, 3, wait_for, late, LIMIT + 1.5, within, seconds=2 * SOON):
         assert end.said == f"RankFailed: rank {late}: {what} takes {faults._TOO_LONG}", end
 
 
