@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from farspan.models.load import Weights, load_config, load_model
+from farspan.models.lora import add_adapters
 from farspan.spec import Refused
 from tests.zoo import FAMILIES, make_model
 
@@ -182,3 +183,17 @@ def test_a_model_with_fewer_layers_is_one_that_can_be_loaded(tmp_path: Path) -> 
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert len(again.model.layers) == len(again.config.layer_types) == 2
+
+
+def test_a_folder_of_adapters_is_refused(save: Save, tmp_path: Path) -> None:
+    """Beside a model transformers would lay them on it; alone they are none."""
+    folder = save(lambda _: None, False)
+    model = load_model(path=str(folder), dtype=torch.float32)
+    add_adapters(model, rank=4, alpha=8.0)
+    model.save_pretrained(folder)
+    model.save_pretrained(tmp_path / "alone")
+    for place in (folder, tmp_path / "alone"):
+        with pytest.raises(
+            Refused, match=r"model\.path: .* holds adapters, .* the folder of a model"
+        ):
+            load_model(path=str(place), dtype=torch.float32)

@@ -19,6 +19,10 @@ from farspan.plan.model.catalog import find_config, refuse_absent
 from farspan.spec import Refused
 
 NAMES_SHOWN = 5  # of missing weights: a wrong folder lacks hundreds
+ADAPTERS = (
+    "model.path: {path} holds adapters, which would be laid on the model and not trained; give the "
+    "folder of a model alone: theirs, or one with them merged into it (peft's merge_and_unload)"
+)
 
 
 class Weights(StrEnum):
@@ -162,6 +166,8 @@ def _with_saved_weights(
             f"{path!r}: {type(error).__name__}: {error}"
         ) from error
     model, found = loaded
+    if getattr(model, "peft_config", None):
+        raise Refused(ADAPTERS.format(path=path))
     # What transformers knows to follow from the rest, such as a tied head, is not among these.
     missing, unexpected = found["missing_keys"], found["unexpected_keys"]
     if missing:
@@ -189,6 +195,8 @@ def _config_at(path: str, trust_remote_code: bool) -> PretrainedConfig:
     refuse_absent("model.path", path)
     folder = Path(path)
     if folder.is_dir() and not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise Refused(ADAPTERS.format(path=path))
         raise Refused(f"model.path: {path} holds no config.json; expected a saved model's folder")
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
