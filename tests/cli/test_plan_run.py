@@ -137,6 +137,22 @@ def test_options_go_before_what_the_file_says(file: Path) -> None:
     assert "sparse attention" in words
 
 
+def test_memory_on_the_command_line_goes_before_the_files(file: Path) -> None:
+    """As in `farspan train`: also where it is more."""
+    found = planned(write(file, host_memory="3GiB"), "--host-memory", "64GiB")
+    assert found["host_bytes"]["limit"] == 64 * GIB
+
+
+def test_the_optimizer_on_the_command_line_goes_before_the_files(file: Path) -> None:
+    """In what is refused as well."""
+    ranks = {"ulysses": 2}
+    eight_bit = write(file, parallel=ranks, optimizer={"states": "8bit"})
+    assert planned(eight_bit, "--optimizer", "adamw")["optimizer"] == "adamw"
+    assert planned(eight_bit, "--optimizer", "none")["optimizer"] == "none"
+    outcome = call(write(file, parallel=ranks), "--optimizer", "8bit")
+    assert "optimizer.states: 8bit rounds blocks" in str(outcome.exception)
+
+
 def test_all_of_the_run_is_in_the_question(file: Path) -> None:
     write(
         file,
@@ -220,6 +236,7 @@ def test_a_hub_name_needs_no_network(file: Path) -> None:
     [
         (["--model", "GPT-2"], "names one; leave out --model, or the run file"),
         (["--gpus", "0"], "gpus: expected a whole number of devices >= 1, got 0"),
+        (["--lora", "-1"], "lora: rank: expected a whole number of at least 1, got -1"),
         (["--dtype", "fp16"], "dtype: farspan train has float32, bfloat16, float64, got fp16"),
         (["--context", "1"], "context: expected a whole number of at least 2"),
         (["--optimizer", "sgd"], "optimizer: expected one of adamw"),

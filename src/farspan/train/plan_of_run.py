@@ -144,8 +144,20 @@ def questions_of_run(
     ).question()
     if model.path is not None:
         question = replace(question, model=replace(question.model, name=model.path))
+    run = _in_place_of(run, asked, question)
     question = _shared(run, question, gpus)
     return QuestionsOfRun(run, tuple(_with_states(run, question, asked.get("optimizer"))))
+
+
+def _in_place_of(run: RunConfig, asked: Asked, question: Question) -> RunConfig:
+    """The run without what the command line says otherwise, and which is in the question."""
+    if "host_memory" in asked:
+        run = replace(run, host_memory=None)
+    if "optimizer" in asked:
+        places = {optimizer: place for place, optimizer in PLANNED.items()}
+        place = places.get(question.optimizer, StatesPlace.AUTO)
+        run = replace(run, optimizer=replace(run.optimizer, states=place))
+    return run
 
 
 def _shared(run: RunConfig, question: Question, gpus: int | None) -> Question:
