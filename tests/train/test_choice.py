@@ -195,6 +195,14 @@ def test_gradients_of_earlier_batches_are_the_planners_to_place(
         assert (found.device_bytes, found.reserve) == (61 * GIB, GIB)
 
 
+def test_a_run_on_a_gpu_is_planned_with_copies_beside_the_computation(tmp_path: Path) -> None:
+    """As `farspan plan` does: the engine runs them so, and the fastest schedule is another."""
+    run, crew, looked = tiny_run(tmp_path), Crew(CPU), Looked(spec(), None)
+    for machine_ in (machine("h200"), one_memory()):
+        question = question_of(run, looked, machine_, StatesPlace.DEVICE, crew)
+        assert question.overlap is not machine_.unified
+
+
 @pytest.mark.parametrize("tiers", [(Tier.DEVICE,), (Tier.HOST,), tuple(Tier)])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_lighter_schedule_needs_less_where_it_is_short(

@@ -156,6 +156,7 @@ def question_of(
         optimizer=PLANNED[states],
         dtype=run.model.dtype.value,
         architecture=looked.architecture,
+        overlap=not machine.unified,  # as the engine's copies run on a GPU, and on a CPU
         sparse=run.pages(),
         accumulates=run.accumulate > 1,
     )
