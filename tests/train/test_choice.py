@@ -350,5 +350,17 @@ def test_a_named_schedule_that_ran_out_is_found_again(tmp_path: Path) -> None:
     assert made(found).reason == "memory ran out before: no memory"
     for other in ((replace(asked, chunk=16), layout), (asked, Layout())):
         assert recall_named_shortage(path, *other) is None
-    path.write_text(json.dumps(known))
-    assert recall_named_shortage(path, asked, layout) is None
+    for torn in ({}, shortage_json(SHORT[Tier.DEVICE], Choice("mine", now)) | {"fields": [1]}):
+        path.write_text(json.dumps(known | torn))
+        assert recall_named_shortage(path, asked, layout) is None
+
+
+def test_a_named_schedule_that_cannot_be_made_lighter_says_how_to_take_it_again() -> None:
+    """What ran out may have been another program's doing, and the file would refuse for ever."""
+    before = Choice("mine", Schedule(chunk=1, kv_block=1, head_tokens=1, layer_checkpoint=True))
+    found = (before, SHORT[Tier.DEVICE])
+    shape = RunSpec(1, TOKENS)
+    chooser = NamedChooser("mine", Schedule(), shape, spec, True, short=lambda _: found)
+    words = "nothing in mine: .*; memory ran out before: no memory; .*, delete shortage.json"
+    with pytest.raises(Refused, match=words):
+        chooser.first()
