@@ -1,6 +1,7 @@
 """`farspan plan RUN.yaml`: what a run asks of a machine, before anything of it is there."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,46 @@ def test_the_longest_context_of_a_run(file: Path) -> None:
     assert found["context"] == 2048
     assert found["max_context"] > 2048
     assert set(found["max_context_by_strategy"]) == {"fpdt"}
+
+
+def test_the_longest_context_says_what_it_leaves_open(file: Path) -> None:
+    small = ("--device-memory", "1300MiB", "--host-memory", "16MiB", "--max-context")
+    words = "the longest contexts leave open what the schedule says of chunk"
+    assert words in call(write(file, schedule={"strategy": "fpdt", "chunk": 512}), *small).output
+    assert "leave open" not in call(write(file, schedule={"strategy": "fpdt"}), *small).output
+
+
+@pytest.mark.parametrize("path", ["Qwen2.5-0.5B", "./nowhere"])
+def test_a_path_is_one_that_the_run_can_load(file: Path, path: str) -> None:
+    """A preset's name is for --model."""
+    with pytest.raises(Refused, match=f"^model.path: no folder {path} here"):
+        asked(write(file, model={"path": path}))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "groups", "message"),
+    [
+        (None, [1, 2], r"schedule\.groups: \[1, 2\] holds 3 layers, but the model has 4"),
+        ({"pipeline": 2}, [1, 2, 1], r"schedule\.groups: a pipeline of 2 stages has one group"),
+        ({"pipeline": 2}, [1, 3], r"schedule\.groups: a pipeline is planned in stages of 2 or one"),
+        ({"pipeline": 5}, 1, r"parallel\.pipeline: 5 stages for 4 layers"),
+    ],
+)
+def test_groups_that_the_run_cannot_have_or_no_plan_is_of(
+    file: Path, parallel: dict[str, int] | None, groups: Any, message: str
+) -> None:
+    write(file, parallel=parallel, schedule={"strategy": None, "groups": groups})
+    with pytest.raises(Refused, match=message):
+        asked(file).plan()
+
+
+def test_a_schedule_written_otherwise_is_no_other(file: Path) -> None:
+    """Beside what the planner chose, whichever way its groups are written, stands nothing."""
+    chosen = asked(write(file, schedule={"strategy": "auto"})).plan().plan
+    sizes = chosen.schedule.group_sizes(4)
+    for groups in (sizes, max(sizes)):
+        schedule = replace(chosen.schedule, groups=groups)
+        assert plans.plan_as_written(chosen.question, "kept", schedule).alternatives == ()
 
 
 def test_a_hub_name_needs_no_network(file: Path) -> None:

@@ -350,8 +350,9 @@ def test_a_named_schedule_that_ran_out_is_found_again(tmp_path: Path) -> None:
     assert made(found).reason == "memory ran out before: no memory"
     for other in ((replace(asked, chunk=16), layout), (asked, Layout())):
         assert recall_named_shortage(path, *other) is None
-    for torn in ({}, shortage_json(SHORT[Tier.DEVICE], Choice("mine", now)) | {"fields": [1]}):
-        path.write_text(json.dumps(known | torn))
+    of_what = shortage_json(SHORT[Tier.DEVICE], Choice("mine", now))
+    for torn in (known, known | of_what | {"fields": []}, known | of_what | {"fields": None}):
+        path.write_text(json.dumps(torn))
         assert recall_named_shortage(path, asked, layout) is None
 
 

@@ -173,6 +173,7 @@ def _of_run(path: Path, given: dict[str, Any], max_context: bool) -> Answer:
     found, longest = questions.plan(), None
     if max_context:
         longest = Longest(tuple(questions.strategies() or STRATEGIES), questions.longest())
+        notes += without_fields(run)
     words = (*notes, *found.words())
     return Answer(found.plan.question, found.plan, longest, words, found.to_json())
 
@@ -195,6 +196,12 @@ def in_place_of(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig, li
         run, note = with_sparse(run, read_sparse(given["sparse"]))
         notes.append(note)
     return run, [note for note in notes if note is not None]
+
+
+def without_fields(run: RunConfig) -> list[str]:
+    """What of a written schedule the longest contexts do not keep."""
+    given = ", ".join(run.schedule.given())
+    return [f"the longest contexts leave open what the schedule says of {given}"] if given else []
 
 
 def _lora(rank: int) -> LoraConfig | None:
