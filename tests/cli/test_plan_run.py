@@ -1,6 +1,7 @@
 """`farspan plan RUN.yaml`: what a run asks of a machine, before anything of it is there."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,22 @@ def test_options_go_before_what_the_file_says(file: Path) -> None:
     assert "sparse attention" in words
 
 
+def test_memory_on_the_command_line_goes_before_the_files(file: Path) -> None:
+    """As in `farspan train`: also where it is more."""
+    found = planned(write(file, host_memory="3GiB"), "--host-memory", "64GiB")
+    assert found["host_bytes"]["limit"] == 64 * GIB
+
+
+def test_the_optimizer_on_the_command_line_goes_before_the_files(file: Path) -> None:
+    """In what is refused as well."""
+    ranks = {"ulysses": 2}
+    eight_bit = write(file, parallel=ranks, optimizer={"states": "8bit"})
+    assert planned(eight_bit, "--optimizer", "adamw")["optimizer"] == "adamw"
+    assert planned(eight_bit, "--optimizer", "none")["optimizer"] == "none"
+    outcome = call(write(file, parallel=ranks), "--optimizer", "8bit")
+    assert "optimizer.states: 8bit rounds blocks" in str(outcome.exception)
+
+
 def test_all_of_the_run_is_in_the_question(file: Path) -> None:
     write(
         file,
@@ -205,6 +222,46 @@ def test_the_longest_context_of_a_run(file: Path) -> None:
     assert set(found["max_context_by_strategy"]) == {"fpdt"}
 
 
+def test_the_longest_context_says_what_it_leaves_open(file: Path) -> None:
+    small = ("--device-memory", "1300MiB", "--host-memory", "16MiB", "--max-context")
+    words = "the longest contexts leave open what the schedule says of chunk"
+    assert words in call(write(file, schedule={"strategy": "fpdt", "chunk": 512}), *small).output
+    assert "leave open" not in call(write(file, schedule={"strategy": "fpdt"}), *small).output
+
+
+@pytest.mark.parametrize("path", ["Qwen2.5-0.5B", "./nowhere"])
+def test_a_path_is_one_that_the_run_can_load(file: Path, path: str) -> None:
+    """A preset's name is for --model."""
+    with pytest.raises(Refused, match=f"^model.path: no folder {path} here"):
+        asked(write(file, model={"path": path}))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "groups", "message"),
+    [
+        (None, [1, 2], r"schedule\.groups: \[1, 2\] holds 3 layers, but the model has 4"),
+        ({"pipeline": 2}, [1, 2, 1], r"schedule\.groups: a pipeline of 2 stages has one group"),
+        ({"pipeline": 2}, [1, 3], r"schedule\.groups: a pipeline is planned in stages of 2 or one"),
+        ({"pipeline": 5}, 1, r"parallel\.pipeline: 5 stages for 4 layers"),
+    ],
+)
+def test_groups_that_the_run_cannot_have_or_no_plan_is_of(
+    file: Path, parallel: dict[str, int] | None, groups: Any, message: str
+) -> None:
+    write(file, parallel=parallel, schedule={"strategy": None, "groups": groups})
+    with pytest.raises(Refused, match=message):
+        asked(file).plan()
+
+
+def test_a_schedule_written_otherwise_is_no_other(file: Path) -> None:
+    """Beside what the planner chose, whichever way its groups are written, stands nothing."""
+    chosen = asked(write(file, schedule={"strategy": "auto"})).plan().plan
+    sizes = chosen.schedule.group_sizes(4)
+    for groups in (sizes, max(sizes)):
+        schedule = replace(chosen.schedule, groups=groups)
+        assert plans.plan_as_written(chosen.question, "kept", schedule).alternatives == ()
+
+
 def test_a_hub_name_needs_no_network(file: Path) -> None:
     """Of a model that farspan knows. It reads no weights, and changes what the file changes."""
     model = {"path": "Qwen/Qwen2.5-0.5B", "overrides": {"intermediate_size": 64}}
@@ -220,6 +277,7 @@ def test_a_hub_name_needs_no_network(file: Path) -> None:
     [
         (["--model", "GPT-2"], "names one; leave out --model, or the run file"),
         (["--gpus", "0"], "gpus: expected a whole number of devices >= 1, got 0"),
+        (["--lora", "-1"], "lora: rank: expected a whole number of at least 1, got -1"),
         (["--dtype", "fp16"], "dtype: farspan train has float32, bfloat16, float64, got fp16"),
         (["--context", "1"], "context: expected a whole number of at least 2"),
         (["--optimizer", "sgd"], "optimizer: expected one of adamw"),

@@ -195,6 +195,14 @@ def test_gradients_of_earlier_batches_are_the_planners_to_place(
         assert (found.device_bytes, found.reserve) == (61 * GIB, GIB)
 
 
+def test_a_run_on_a_gpu_is_planned_with_copies_beside_the_computation(tmp_path: Path) -> None:
+    """As `farspan plan` does: the engine runs them so, and the fastest schedule is another."""
+    run, crew, looked = tiny_run(tmp_path), Crew(CPU), Looked(spec(), None)
+    for machine_ in (machine("h200"), one_memory()):
+        question = question_of(run, looked, machine_, StatesPlace.DEVICE, crew)
+        assert question.overlap is not machine_.unified
+
+
 @pytest.mark.parametrize("tiers", [(Tier.DEVICE,), (Tier.HOST,), tuple(Tier)])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_lighter_schedule_needs_less_where_it_is_short(
@@ -342,5 +350,18 @@ def test_a_named_schedule_that_ran_out_is_found_again(tmp_path: Path) -> None:
     assert made(found).reason == "memory ran out before: no memory"
     for other in ((replace(asked, chunk=16), layout), (asked, Layout())):
         assert recall_named_shortage(path, *other) is None
-    path.write_text(json.dumps(known))
-    assert recall_named_shortage(path, asked, layout) is None
+    of_what = shortage_json(SHORT[Tier.DEVICE], Choice("mine", now))
+    for torn in (known, known | of_what | {"fields": []}, known | of_what | {"fields": None}):
+        path.write_text(json.dumps(torn))
+        assert recall_named_shortage(path, asked, layout) is None
+
+
+def test_a_named_schedule_that_cannot_be_made_lighter_says_how_to_take_it_again() -> None:
+    """What ran out may have been another program's doing, and the file would refuse for ever."""
+    before = Choice("mine", Schedule(chunk=1, kv_block=1, head_tokens=1, layer_checkpoint=True))
+    found = (before, SHORT[Tier.DEVICE])
+    shape = RunSpec(1, TOKENS)
+    chooser = NamedChooser("mine", Schedule(), shape, spec, True, short=lambda _: found)
+    words = "nothing in mine: .*; memory ran out before: no memory; .*, delete shortage.json"
+    with pytest.raises(Refused, match=words):
+        chooser.first()

@@ -173,6 +173,7 @@ def _of_run(path: Path, given: dict[str, Any], max_context: bool) -> Answer:
     found, longest = questions.plan(), None
     if max_context:
         longest = Longest(tuple(questions.strategies() or STRATEGIES), questions.longest())
+        notes += without_fields(run)
     words = (*notes, *found.words())
     return Answer(found.plan.question, found.plan, longest, words, found.to_json())
 
@@ -184,7 +185,7 @@ def in_place_of(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig, li
     if "dtype" in given:
         model = replace(model, dtype=_dtype(given["dtype"]))
     if "lora" in given:
-        model = replace(model, lora=LoraConfig(given["lora"]) if given["lora"] else None)
+        model = replace(model, lora=_lora(given["lora"]))
     run = replace(run, model=model, batch=given.get("batch", run.batch))
     if "context" in given:
         run = replace(run, context=read_tokens(given["context"], "context"))
@@ -195,6 +196,19 @@ def in_place_of(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig, li
         run, note = with_sparse(run, read_sparse(given["sparse"]))
         notes.append(note)
     return run, [note for note in notes if note is not None]
+
+
+def without_fields(run: RunConfig) -> list[str]:
+    """What of a written schedule the longest contexts do not keep."""
+    given = ", ".join(run.schedule.given())
+    return [f"the longest contexts leave open what the schedule says of {given}"] if given else []
+
+
+def _lora(rank: int) -> LoraConfig | None:
+    try:
+        return LoraConfig(rank) if rank else None
+    except Refused as error:
+        raise Refused(f"lora: {error}") from error
 
 
 def _dtype(given: str) -> DType:

@@ -61,6 +61,7 @@ def config_for_planning(
     model that `farspan plan` knows, and no code of a model's own is run."""
     if path is None:
         return load_config(path=None, config=config, overrides=overrides)
+    refuse_absent("model.path", path)
     fields = find_config(path)
     kind = str(fields.get("model_type"))
     if kind not in CONFIG_MAPPING:

@@ -61,7 +61,14 @@ class NamedChooser:
         before = self.short(self.schedule)
         if before is None:
             return Choice(self.strategy, self.schedule)
-        return replace(self.again(*before), reason=f"memory ran out before: {before[1].message}")
+        said = f"memory ran out before: {before[1].message}"
+        try:
+            return replace(self.again(*before), reason=said)
+        except Refused as error:
+            raise Refused(
+                f"{error}; {said}; to begin once more with the run file's schedule, delete "
+                "shortage.json in the run folder"
+            ) from error
 
     def again(self, before: Choice, shortage: Shortage) -> Choice:
         tiers = tuple(Tier) if self.unified else (shortage.tier,)

@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 
 from farspan.models.load import config_for_planning
 from farspan.plan.ask import HERE, Request
+from farspan.plan.grid import group_ranges
 from farspan.plan.layout import ALONE, Layout, sequence_layout
 from farspan.plan.question import Optimizer, Plan, Question
 from farspan.plan.search.plans import best_plan, longest_contexts, plan_as_written
@@ -18,7 +19,8 @@ from farspan.train.dealt import is_dealt
 from farspan.train.layout import Given, Parallel
 from farspan.train.parts import machine_of
 from farspan.train.planning import PLANNED, allowed
-from farspan.train.setup import choose_device, torch_dtype
+from farspan.train.setup import choose_device, refuse_groups, torch_dtype
+from farspan.train.strict import to_mapping
 
 OWN = "the run's own"  # what a schedule without a strategy's name is called
 
@@ -113,6 +115,15 @@ class QuestionsOfRun:
         layers = len(question.model.layers)
         base = Schedule() if named is None else strategy(named, layers, self.run.context)
         schedule = self.run.schedule.apply(base).with_sparse(self.run.pages())
+        stages = question.layout.pipeline
+        refuse_groups(schedule, layers, stages)
+        equal = group_ranges(Schedule(), layers, stages)
+        if stages > 1 and group_ranges(schedule, layers, stages) != equal:
+            raise Refused(
+                f"schedule.groups: a pipeline is planned in stages of {layers // stages} or one "
+                f"more layers, the larger ones last, got {to_mapping(schedule.groups)}; leave it "
+                "out to plan the run so"
+            )
         return plan_as_written(question, named or OWN, schedule)
 
 
@@ -144,8 +155,20 @@ def questions_of_run(
     ).question()
     if model.path is not None:
         question = replace(question, model=replace(question.model, name=model.path))
+    run = _in_place_of(run, asked, question)
     question = _shared(run, question, gpus)
     return QuestionsOfRun(run, tuple(_with_states(run, question, asked.get("optimizer"))))
+
+
+def _in_place_of(run: RunConfig, asked: Asked, question: Question) -> RunConfig:
+    """The run without what the command line says otherwise, and which is in the question."""
+    if "host_memory" in asked:
+        run = replace(run, host_memory=None)
+    if "optimizer" in asked:
+        places = {optimizer: place for place, optimizer in PLANNED.items()}
+        place = places.get(question.optimizer, StatesPlace.AUTO)
+        run = replace(run, optimizer=replace(run.optimizer, states=place))
+    return run
 
 
 def _shared(run: RunConfig, question: Question, gpus: int | None) -> Question:

@@ -34,7 +34,7 @@ from farspan.train.optimizer_place import DEFAULT, Placed, bare_machine, choose_
 from farspan.train.parts import Parts
 from farspan.train.setup import Equipment, Place, torch_dtype
 from farspan.train.shortage import Shortage
-from farspan.train.strict import build, to_mapping
+from farspan.train.strict import convert, to_mapping
 
 PLANNED = {
     StatesPlace.DEVICE: Optimizer.ADAMW,
@@ -156,6 +156,7 @@ def question_of(
         optimizer=PLANNED[states],
         dtype=run.model.dtype.value,
         architecture=looked.architecture,
+        overlap=not machine.unified,  # as the engine's copies run on a GPU, and on a CPU
         sparse=run.pages(),
         accumulates=run.accumulate > 1,
     )
@@ -242,7 +243,7 @@ def recall_named_shortage(
     if known is None or any(known.get(name) != value for name, value in same.items()):
         return None
     try:
-        schedule = build(Schedule, known["fields"])
+        schedule = convert(Schedule, known["fields"], "fields")
         return Choice(str(known["strategy"]), schedule), _shortage_of(known)
     except (Refused, KeyError, ValueError):
         return None
@@ -276,7 +277,7 @@ def _of_file(
     if known is None or known.get("machine") != question.machine.name:
         return None
     try:
-        schedule = build(Schedule, known["fields"])
+        schedule = convert(Schedule, known["fields"], "fields")
         if schedule.sparse != question.sparse:
             return None
         if question.sparse is None and known.get("layout") != asdict(layout):

@@ -23,7 +23,7 @@ from farspan.plan.grid import group_ranges
 from farspan.plan.layout import AXES
 from farspan.plan.model.catalog import refuse_absent
 from farspan.plan.strategies import AUTO
-from farspan.spec import ModelSpec, Refused
+from farspan.spec import ModelSpec, Refused, Schedule
 from farspan.train.allocator import DeviceMemory
 from farspan.train.choice import Choice
 from farspan.train.config import RunConfig, StatesPlace
@@ -225,16 +225,22 @@ def _blank_model(run: RunConfig, parts: Parts, crew: Crew) -> Any:
         refuse_dropout(blank)
         stages = run.parallel.pipeline if isinstance(run.parallel, Parallel) else 1
         layers = blank.config.get_text_config().num_hidden_layers
-        try:
-            group_ranges(parts.schedule_of(run, blank), layers, stages)
-        except Refused as error:
-            raise Refused(f"schedule.{error}") from error
+        refuse_groups(parts.schedule_of(run, blank), layers, stages)
         found.append(blank)
 
     found: list[Any] = []
     # What is wrong with it is refused everywhere; the others then find files that it downloaded.
     crew.by_first(look_at, "reading the model's configuration")
     return found[0] if found else _load(run, parts, torch.device("cpu"), Weights.NONE)
+
+
+def refuse_groups(schedule: Schedule, layers: int, stages: int) -> None:
+    """Raises Refused, naming the run file's field, for groups that the model does not have."""
+    try:
+        group_ranges(schedule, layers, stages)
+    except Refused as error:
+        where = "schedule" if str(error).startswith("groups") else "parallel"
+        raise Refused(f"{where}.{error}") from error
 
 
 def _load_model(run: RunConfig, parts: Parts, crew: Crew, blank: Any) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from farspan.plan.grid import group_ranges
 from farspan.plan.layout import Layout, refuse_together
 from farspan.plan.price.evaluate import evaluate, size
 from farspan.plan.price.local import local_model, refuse_layout, stage_schedule
@@ -73,12 +74,19 @@ def plan_as_written(
     refuse_together(schedule, question.layout)
     plan = evaluate(question, name, schedule)
     best = best_plan(question, None, seconds)
-    is_other = best.schedule != plan.schedule
+    is_other = not _is_same(question, best.schedule, schedule)
     others = (replace(best, strategy=AUTO, alternatives=()),) if is_other else ()
     if plan.fits:
         return replace(plan, reason=_beside(plan, best), alternatives=others)
     remedy = f"--strategy {AUTO}" if best.fits else best.remedy
     return replace(plan, reason=breaks_first(plan), remedy=remedy, alternatives=others)
+
+
+def _is_same(question: Question, one: Schedule, other: Schedule) -> bool:
+    """Whether two schedules are one, groups being written by a size or by all of them."""
+    layers, stages = len(question.model.layers), question.layout.pipeline
+    ranges = [group_ranges(schedule, layers, stages) for schedule in (one, other)]
+    return ranges[0] == ranges[1] and replace(one, groups=other.groups) == other
 
 
 def _beside(plan: Plan, best: Plan) -> str:
