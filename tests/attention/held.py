@@ -11,7 +11,7 @@ from farspan.attention.backends import BlockKernel, select_kernel
 from farspan.attention.cell import AttentionCall, attend_backward, attend_blocks
 from farspan.attention.merge import accumulate_dtype, add_sinks, merge_, sink_gradient
 from farspan.plan.blocks import Block, document_runs
-from farspan.plan.held import Held, plan_held_blocks
+from farspan.plan.held_blocks import Held, plan_held_blocks
 from farspan.plan.layout import Range, part
 from tests.attention.cases import Case, Inputs, Results
 

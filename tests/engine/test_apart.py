@@ -72,7 +72,7 @@ def by_itself() -> tuple[int, bool]:
     if dist.get_rank() == 1:
         arenas = sum(step.program(1, 2 * schedule.chunk).arena_bytes.values())
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("farspan.parallel.near.available_host_bytes", lambda: 2 * arenas - 1)
+            patch.setattr("farspan.parallel.node.available_host_bytes", lambda: 2 * arenas - 1)
             rehearse_apart(step, 1, 2 * schedule.chunk)
     dist.barrier()
     return step._steps, step.seen is not None

@@ -10,8 +10,8 @@ from farspan.attention.backends import CpuFlash
 from farspan.engine.step import Step
 from farspan.parallel.peers import Arrival, Peers
 from farspan.parallel.ranks import Ranks
+from farspan.plan.exchange_pieces import Piece, cut_heads, exposed
 from farspan.plan.layout import Layout
-from farspan.plan.pieces import Piece, cut_heads, exposed
 from farspan.spec import LayerSpec, Refused, Schedule
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
 from tests.ranks import run_ranks

@@ -16,7 +16,7 @@ from farspan.plan.price.evaluate import size
 from farspan.plan.price.machines import machine
 from farspan.plan.question import Optimizer, Question
 from farspan.spec import RunSpec, Schedule
-from farspan.train.looked import look
+from farspan.train.inspection import look
 from tests.ranks import run_ranks
 from tests.zoo import VOCAB, make_model
 

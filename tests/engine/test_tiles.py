@@ -16,9 +16,9 @@ from farspan.plan.build import build_program
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.families import architecture_from
 from farspan.plan.program import Forward
-from farspan.plan.reads import unread_outputs
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.plan.tiled import feed_forward_passes
+from farspan.plan.unread import unread_outputs
 from farspan.spec import Refused, RunSpec, Schedule, Tier
 from tests.engine.checks import (
     Outcome,

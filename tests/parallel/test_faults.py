@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from farspan.parallel import faults
 from farspan.parallel.faults import is_shared
-from farspan.parallel.first import by_first
 from farspan.parallel.launch import joined, launched
+from farspan.parallel.leader import by_first
 from farspan.parallel.meetings import busy
 from farspan.spec import Refused
 from tests.parallel.launched import Ended, launch

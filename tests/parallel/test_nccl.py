@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farspan.parallel.first import broadcast, by_first
 from farspan.parallel.fsdp import Sharded, Stage, local
 from farspan.parallel.handout import hand_out
 from farspan.parallel.launch import Launched, joined
-from farspan.parallel.near import refuse_beyond_together
+from farspan.parallel.leader import broadcast, by_first
+from farspan.parallel.node import refuse_beyond_together
 from farspan.parallel.ranks import Ranks
 from farspan.plan.layout import Layout
 from farspan.train.layout import Auto

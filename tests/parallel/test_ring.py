@@ -6,7 +6,7 @@ import pytest
 
 from farspan.parallel.peers import Peers
 from farspan.parallel.ring import Ring
-from farspan.plan.held import Held
+from farspan.plan.held_blocks import Held
 from farspan.plan.traffic import ring_backward, ring_forward
 from tests.attention.held import Spread, fastest
 from tests.parallel.spread import Done, Sizes, Way, attend_everywhere, compare, everyone, spreads

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from farspan.parallel.peers import Peers
 from farspan.parallel.ring import Ring
 from farspan.parallel.shards import Shards
-from farspan.plan.held import Held
+from farspan.plan.held_blocks import Held
 from farspan.plan.layout import Range
 from farspan.plan.traffic import shards_backward, shards_forward
 from tests.attention.cases import Case

@@ -28,8 +28,8 @@ from farspan.train.choice import (
 )
 from farspan.train.config import StatesPlace
 from farspan.train.crew import Crew
+from farspan.train.inspection import Looked, look
 from farspan.train.lighter import lighter, needed
-from farspan.train.looked import Looked, look
 from farspan.train.none_fits import USUAL, advice, none_fits
 from farspan.train.optimizer_parts import Held
 from farspan.train.planning import Least, named_json, question_of, recall_named_shortage
@@ -293,7 +293,7 @@ def test_the_work_of_an_unknown_family_is_estimated_from_its_weights(
     def unknown(*_: object) -> Any:
         raise Refused("model_type: not known")
 
-    monkeypatch.setattr("farspan.train.looked.architecture_from", unknown)
+    monkeypatch.setattr("farspan.train.inspection.architecture_from", unknown)
     looked = look(model, "float32", CPU)
     found, architecture = looked.model, looked.architecture
     assert architecture is None

@@ -11,7 +11,7 @@ import torch
 from farspan.engine.memory import forecast, refuse_too_large
 from farspan.engine.step import Step
 from farspan.memory.host import GIB, TooLarge
-from farspan.parallel.near import refuse_beyond_together
+from farspan.parallel.node import refuse_beyond_together
 from farspan.parallel.ranks import Ranks
 from farspan.plan.layout import Layout
 from farspan.plan.price.machines import machine

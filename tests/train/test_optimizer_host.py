@@ -21,7 +21,7 @@ from farspan.plan.search.plans import best_plan
 from farspan.spec import Refused
 from farspan.train.config import DType, ModelConfig, OptimizerConfig, ScheduleConfig, StatesPlace
 from farspan.train.crew import Crew
-from farspan.train.looked import look
+from farspan.train.inspection import look
 from farspan.train.loop import train
 from farspan.train.optimizer import Optimizer, decays
 from farspan.train.optimizer_host import HostStates

@@ -13,7 +13,7 @@ from farspan.plan.question import Optimizer, Question
 from farspan.spec import MachineSpec
 from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig, StatesPlace
 from farspan.train.crew import Crew
-from farspan.train.looked import look
+from farspan.train.inspection import look
 from farspan.train.optimizer_place import Placed, bare_machine, choose_place
 from farspan.train.parts import Parts, remembered
 from farspan.train.planning import place_states, question_of

@@ -88,7 +88,7 @@ class Starving(Step):
         with pytest.MonkeyPatch.context() as patch:
             if 2 <= Starving.steps < 2 + self.times and dist.get_rank() == 1:
                 # Less than none: the arenas are there from the first step.
-                patch.setattr("farspan.parallel.near.available_host_bytes", lambda: -1)
+                patch.setattr("farspan.parallel.node.available_host_bytes", lambda: -1)
             return super().__call__(*arguments, **named)
 
 

@@ -14,9 +14,9 @@ from farspan.parallel.ring import Ring
 from farspan.parallel.shards import Shards
 from farspan.parallel.ulysses import Ulysses
 from farspan.plan.blocks import Block, Run, document_runs, near_blocks
-from farspan.plan.held import Held, plan_held_blocks
+from farspan.plan.exchange_pieces import Piece, pieces_of
+from farspan.plan.held_blocks import Held, plan_held_blocks
 from farspan.plan.layout import Range, Rank
-from farspan.plan.pieces import Piece, pieces_of
 from farspan.plan.program import Program
 from farspan.plan.share import Share, among_heads, share_of
 from farspan.plan.traffic import parts_of

@@ -19,7 +19,7 @@ from farspan.engine.prefix import HeadsOf, Prefix
 from farspan.engine.sparse import SparseCell
 from farspan.parallel.ring import Ring
 from farspan.parallel.shards import Shards
-from farspan.plan.pieces import Piece
+from farspan.plan.exchange_pieces import Piece
 from farspan.plan.program import AttentionMode
 from farspan.spec import Refused
 

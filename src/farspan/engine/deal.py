@@ -17,9 +17,9 @@ from farspan.models.refuse import refuse_dropout
 from farspan.models.route import answering, routed
 from farspan.models.tiles import Tokenwise
 from farspan.models.tokenwise import dense, tokenwise
-from farspan.parallel.first import by_first
 from farspan.parallel.fsdp import Sharded, Stage
 from farspan.parallel.handout import Handout, is_handed_out
+from farspan.parallel.leader import by_first
 from farspan.parallel.ranks import Ranks, refuse_unlike_models
 from farspan.parallel.tensor import TensorParallel
 from farspan.parallel.tensor_plan import plan_tensor

@@ -1,5 +1,5 @@
 """Attention of a cell whose heads come from other ranks in pieces, and leave in pieces: while one
-is attended to the next is on its way (plan/pieces.py).
+is attended to the next is on its way (plan/exchange_pieces.py).
 
 Legend: q [B, H, n, D] and k, v [B, Hk, n, D] of own tokens and all heads; "local" tensors are of
 all tokens and this rank's heads.
@@ -14,7 +14,7 @@ from torch import Tensor
 from farspan.engine.exchange import Exchange
 from farspan.engine.prefix import HeadsOf, Prefix
 from farspan.parallel.ulysses import Coming
-from farspan.plan.pieces import Piece
+from farspan.plan.exchange_pieces import Piece
 
 OfKeys = tuple[Tensor, Tensor, Tensor]  # q, k, v
 Attended = tuple[Tensor, Tensor]  # out, lse

@@ -11,7 +11,7 @@ from farspan.models.tiles import Add, Tokenwise, tiled
 from farspan.parallel.tensor import TensorParallel
 from farspan.plan.layout import Rank
 from farspan.plan.program import Forward, Program
-from farspan.plan.reads import Cell
+from farspan.plan.unread import Cell
 
 
 @dataclass(frozen=True, slots=True)

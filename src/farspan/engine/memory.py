@@ -13,7 +13,7 @@ from farspan.engine.step import ADVICE, Progress, Step
 from farspan.memory.host import GIB, UNLIMITED
 from farspan.models.refuse import context_limit
 from farspan.parallel.fsdp import gradient_dtype, local
-from farspan.parallel.near import refuse_beyond_together
+from farspan.parallel.node import refuse_beyond_together
 from farspan.parallel.ranks import Ranks
 from farspan.plan.cell.choosing import grown_bytes
 from farspan.plan.program import Program

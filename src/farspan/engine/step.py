@@ -25,14 +25,14 @@ from farspan.models.route import routed
 from farspan.models.tiles import Tokenwise
 from farspan.models.tokenwise import tokenwise
 from farspan.parallel.fsdp import Stage
-from farspan.parallel.near import refuse_beyond_together
+from farspan.parallel.node import refuse_beyond_together
 from farspan.parallel.ranks import Ranks
 from farspan.plan.build import build_evaluation, build_program
 from farspan.plan.costs import work_of
 from farspan.plan.layout import AXES, ONLY, SEQUENCE
 from farspan.plan.program import Backward, Forward, Instruction, Program
 from farspan.plan.program import Head as HeadInstruction
-from farspan.plan.reads import unread_outputs
+from farspan.plan.unread import unread_outputs
 from farspan.plan.waits import Order, waits
 from farspan.spec import Kernels, ModelSpec, Refused, RunSpec, Schedule, Tier
 from farspan.transfer.arena import Arena

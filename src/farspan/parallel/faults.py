@@ -26,7 +26,7 @@ import psutil
 import torch.distributed as dist
 
 from farspan.parallel.meetings import here
-from farspan.parallel.near import machine_name
+from farspan.parallel.node import machine_name
 
 Store = Any  # of torch.distributed, whose stubs lack some of its methods
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from farspan.parallel.first import broadcast, by_first
+from farspan.parallel.leader import broadcast, by_first
 from farspan.parallel.ranks import Ranks
 from farspan.plan.layout import AXES
 from farspan.spec import Refused

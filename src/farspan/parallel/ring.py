@@ -1,8 +1,8 @@
 """Ring attention of one cell (Liu et al. 2023): queries stay, K, V of the prefix travel round.
 
-A rank holds K, V of its part of every chunk (plan/held.py). In step s it attends to the rows of
-the rank s places before it, which are on their way to the next rank meanwhile. In the backward
-they travel once more, and dK, dV of theirs follow them, in the accumulate dtype and summed in the
+A rank holds K, V of its part of every chunk (plan/held_blocks.py). In step s it attends to the
+rows of the rank s places before it, which are on their way to the next rank meanwhile. In the
+backward they travel once more, and dK, dV of theirs follow them, in the accumulate dtype and summed in the
 order of the ring, one hop further, to the rank that holds them:
 
     step        0             1                           2                           home

@@ -4,7 +4,8 @@
     all heads        | all heads          <->    heads of rank 1, all tokens
 
 One all-to-all carries q, k and v together. What a rank sends does not depend on the prefix: of
-every token of its own, all heads but its own. It may go in pieces of heads (plan/pieces.py).
+every token of its own, all heads but its own. It may go in pieces of heads
+(plan/exchange_pieces.py).
 """
 
 from collections.abc import Callable, Sequence

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from farspan.plan.program import AttentionMode, Backward, Forward, Program
-from farspan.plan.reads import Cell, unread_outputs
+from farspan.plan.unread import Cell, unread_outputs
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from farspan.parallel.states_list import STATE, TENSORS, Forms
 from farspan.parallel.states_plan import Entries
 from farspan.spec import Refused
 from farspan.train.crew import Crew
-from farspan.train.pieces import Pieces
+from farspan.train.dealt_weights import Pieces
 
 LISTED = TENSORS  # a folder that has this file is such a checkpoint
 RNG = "rng/"

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farspan.durable import WriteFailed
-from farspan.parallel.first import broadcast, by_first
 from farspan.parallel.halt import Halt
 from farspan.parallel.launch import Launched, joined
+from farspan.parallel.leader import broadcast, by_first
 from farspan.parallel.meetings import meet
 from farspan.parallel.ranks import Ranks
 from farspan.plan.layout import ALONE, AXES, Layout, Rank

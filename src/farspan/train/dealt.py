@@ -13,8 +13,8 @@ from farspan.plan.layout import Layout, Rank
 from farspan.spec import Refused
 from farspan.train.config import RunConfig, StatesPlace
 from farspan.train.crew import Crew
+from farspan.train.dealt_weights import first_of_stage, gather_wholes
 from farspan.train.parts import Parts
-from farspan.train.pieces import first_of_stage, gather_wholes
 
 
 def is_dealt(run: RunConfig, layout: Layout) -> bool:

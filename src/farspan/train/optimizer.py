@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from farspan.parallel.ranks import Ranks
 from farspan.train.config import Decay, OptimizerConfig, StatesPlace
+from farspan.train.dealt_weights import Pieces
 from farspan.train.optimizer_8bit import EightBitStates
 from farspan.train.optimizer_device import DeviceStates
 from farspan.train.optimizer_host import HostStates
 from farspan.train.optimizer_parts import LOW_PRECISION, Held, Parameters, Rule, States
-from farspan.train.pieces import Pieces
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:

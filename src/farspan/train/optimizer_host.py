@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from farspan.attention.merge import accumulate_dtype
-from farspan.parallel.near import refuse_beyond_together
+from farspan.parallel.node import refuse_beyond_together
 from farspan.parallel.ranks import Ranks
 from farspan.plan.footprints import Lane
 from farspan.plan.price.states import MOMENTS, SLOTS, staged_elements

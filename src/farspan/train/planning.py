@@ -28,8 +28,8 @@ from farspan.train.choice import (
 )
 from farspan.train.config import RunConfig, StatesPlace
 from farspan.train.crew import Crew
+from farspan.train.inspection import Looked, look
 from farspan.train.lighter import lighter
-from farspan.train.looked import Looked, look
 from farspan.train.optimizer_place import DEFAULT, Placed, bare_machine, choose_place
 from farspan.train.parts import Parts
 from farspan.train.setup import Equipment, Place, torch_dtype

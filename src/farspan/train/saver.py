@@ -14,7 +14,7 @@ from farspan.train import checkpoint, checkpoint_ranks
 from farspan.train.checkpoint import MODEL, OPTIMIZER, Live, Restored
 from farspan.train.checkpoint_ranks import Tensors, copy_rows, entries_of
 from farspan.train.dealt import whole_weights
-from farspan.train.pieces import Pieces
+from farspan.train.dealt_weights import Pieces
 from farspan.train.position import model_tensors
 from farspan.train.setup import Equipment
 

@@ -29,15 +29,15 @@ from farspan.train.choice import Choice
 from farspan.train.config import RunConfig, StatesPlace
 from farspan.train.crew import Crew
 from farspan.train.dealt import deal_model
+from farspan.train.dealt_weights import Pieces, pieces_of
+from farspan.train.inspection import Looked, look
 from farspan.train.layout import Parallel, check_ranks, layout_of
-from farspan.train.looked import Looked, look
 from farspan.train.memory import Expected
 from farspan.train.optimizer import Optimizer
 from farspan.train.optimizer_8bit import load_adamw
 from farspan.train.optimizer_parts import Held
 from farspan.train.optimizer_place import DEFAULT, STATES, Placed
 from farspan.train.parts import Parts
-from farspan.train.pieces import Pieces, pieces_of
 from farspan.train.sparse import marks, opening_words
 
 Place = Callable[[Any, torch.device], Placed]

@@ -31,7 +31,7 @@ from farspan.plan.program import (
     Store,
     StoreGradient,
 )
-from farspan.plan.reads import unread_outputs
+from farspan.plan.unread import unread_outputs
 from farspan.spec import Sparse, Tier
 
 # Chunks whose prefixes are told apart to the token; of more, prefixes are rounded up to 1 / STARTS

@@ -6,8 +6,8 @@ the slower of the two counts. Ranks lie in the order tensor, ulysses, shards, ri
 neighbours in the first are neighbours in a node. Every collective costs `latency` on top. A device
 of an all-to-all or all-gather over P keeps 1 / P of the bytes and moves (P - 1) / P. Collectives
 inside a cell stand in the way of its attention, but for the ring's, which goes on beside it, and
-for heads that are exchanged in pieces (plan/pieces.py); FSDP's are issued one layer ahead. A
-latency does not grow with P.
+for heads that are exchanged in pieces (plan/exchange_pieces.py); FSDP's are issued one layer
+ahead. A latency does not grow with P.
 
 Where the tensors live decides who sends what. Ulysses keeps K, V, dK, dV, O and LSE by heads and
 everything else by tokens; shards keep K, V of a chunk where they are and send queries to them; a
@@ -18,7 +18,7 @@ Korthikanti et al. 2022, 4.2.2). What a device holds for messages under way is `
 
 from dataclasses import dataclass
 
-from farspan.plan.pieces import exposed
+from farspan.plan.exchange_pieces import exposed
 from farspan.plan.program import AttentionMode
 from farspan.plan.question import Question
 from farspan.spec import LayerSpec

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from farspan.plan.pieces import pieces_of
+from farspan.plan.exchange_pieces import pieces_of
 from farspan.plan.price.collectives import Collectives
 from farspan.plan.price.sparse import SparsePrices
 from farspan.plan.price.tiles import TiledPrices

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from farspan.plan.blocks import Block, document_runs, plan_blocks, tile_window
-from farspan.plan.held import Held, held_blocks, plan_held_blocks
+from farspan.plan.held_blocks import Held, held_blocks, plan_held_blocks
 from farspan.plan.layout import part
 
 Ranges = tuple[tuple[int, int], ...]

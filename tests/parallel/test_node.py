@@ -6,13 +6,13 @@ import torch
 from farspan.engine.deal import deal
 from farspan.engine.step import Step
 from farspan.memory.host import GIB, TooLarge
-from farspan.parallel.near import refuse_beyond_together
+from farspan.parallel.node import refuse_beyond_together
 from farspan.parallel.ranks import Ranks
 from farspan.plan.layout import Layout
 from farspan.spec import Schedule
 from farspan.train.config import OptimizerConfig, StatesPlace
+from farspan.train.dealt_weights import pieces_of
 from farspan.train.optimizer import Optimizer
-from farspan.train.pieces import pieces_of
 from tests.ranks import run_ranks
 from tests.zoo import make_model
 
@@ -21,7 +21,7 @@ SCHEDULE = Schedule(chunk=8, groups=2)
 
 
 def room(patch: pytest.MonkeyPatch, size: int) -> None:
-    patch.setattr("farspan.parallel.near.available_host_bytes", lambda: size)
+    patch.setattr("farspan.parallel.node.available_host_bytes", lambda: size)
 
 
 def asked(needs: list[int], machines: list[str]) -> str:
@@ -30,7 +30,7 @@ def asked(needs: list[int], machines: list[str]) -> str:
     number = ranks.rank.number
     with pytest.MonkeyPatch.context() as patch:
         room(patch, 4 * GIB)
-        patch.setattr("farspan.parallel.near.machine_name", lambda: machines[number])
+        patch.setattr("farspan.parallel.node.machine_name", lambda: machines[number])
         try:
             refuse_beyond_together(ranks, needs[number] * GIB, "a step", "shorten it")
         except TooLarge as error:
