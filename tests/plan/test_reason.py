@@ -44,6 +44,12 @@ def test_an_exact_change_comes_before_moments_of_8_bits(helps: Helps, expected: 
     assert remedy(asked(), lambda q: helps(q) or eight_bit(q)).startswith(expected)
 
 
+def test_a_smaller_batch_finds_the_gradients_of_the_others() -> None:
+    """An update that is to be the same has more of them."""
+    assert remedy(asked(), lambda q: q.accumulates) == "--batch 2"
+    assert remedy(asked(), lambda q: q.run.batch < 4 and not q.accumulates) == "--context 32"
+
+
 def test_moments_of_8_bits_come_before_a_shorter_context() -> None:
     assert remedy(asked(), eight_bit) == "--optimizer adamw8bit"
     assert remedy(asked(), lambda _: False) == "--context 32"

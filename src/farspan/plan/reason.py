@@ -91,7 +91,9 @@ def _changes(question: Question) -> Iterator[tuple[str, Question]]:
         larger = replace(machine, host_bytes=size)
         yield f"--host-memory {text}", replace(question, machine=larger)
     for batch in _halves(question.run.batch):
-        yield f"--batch {batch}", replace(question, run=RunSpec(batch, question.run.tokens))
+        smaller = RunSpec(batch, question.run.tokens)
+        # The other halves come before it: their gradients are there.
+        yield f"--batch {batch}", replace(question, run=smaller, accumulates=True)
     # Sparse attention is planned for one device.
     devices = 2 * question.layout.devices() if question.sparse is None else MOST_DEVICES + 1
     while devices <= MOST_DEVICES:
