@@ -121,8 +121,11 @@ class Parts:
     def schedule_of(self, run: RunConfig, model: Any) -> Schedule:
         """The schedule of a strategy by name, or of fields alone, as the run wants it; the
         default where the planner chooses."""
+        return self.schedule_for(run, model.config.get_text_config().num_hidden_layers)
+
+    def schedule_for(self, run: RunConfig, layers: int) -> Schedule:
+        """The same of a model that has so many layers."""
         base, named = Schedule(), run.schedule.strategy
         if named is not None and named != AUTO:
-            layers = model.config.get_text_config().num_hidden_layers
             base = self.strategy(named, layers, run.context)
         return run.schedule.apply(base).with_sparse(run.pages())

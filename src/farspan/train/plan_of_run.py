@@ -11,18 +11,16 @@ from farspan.plan.grid import group_ranges
 from farspan.plan.layout import ALONE, Layout, sequence_layout
 from farspan.plan.question import Optimizer, Plan, Question
 from farspan.plan.search.plans import best_plan, longest_contexts, plan_as_written
-from farspan.plan.strategies import AUTO, strategy
+from farspan.plan.strategies import AUTO
 from farspan.plan.units import write_seconds
 from farspan.spec import MachineSpec, ModelSpec, Refused, Schedule
 from farspan.train.config import RunConfig, StatesPlace, as_yaml
 from farspan.train.dealt import is_dealt
 from farspan.train.layout import Given, Parallel
-from farspan.train.parts import machine_of
-from farspan.train.planning import PLANNED, allowed
+from farspan.train.parts import Parts, machine_of
+from farspan.train.planning import OWN, PLANNED, allowed
 from farspan.train.setup import choose_device, refuse_groups, torch_dtype
 from farspan.train.strict import to_mapping
-
-OWN = "the run's own"  # what a schedule without a strategy's name is called
 
 
 class Asked(TypedDict, total=False):
@@ -113,8 +111,7 @@ class QuestionsOfRun:
         if named == AUTO:
             return best_plan(question)
         layers = len(question.model.layers)
-        base = Schedule() if named is None else strategy(named, layers, self.run.context)
-        schedule = self.run.schedule.apply(base).with_sparse(self.run.pages())
+        schedule = Parts().schedule_for(self.run, layers)
         stages = question.layout.pipeline
         refuse_groups(schedule, layers, stages)
         equal = group_ranges(Schedule(), layers, stages)

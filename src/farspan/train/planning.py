@@ -44,6 +44,7 @@ PLANNED = {
 
 
 PLANNING = "choosing a schedule"
+OWN = "the run's own"  # what a schedule without a strategy's name is called
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def make_chooser(
     earlier part of the run had planned, and what it ran out of memory with."""
     named = run.schedule.strategy
     chooser: Chooser = NamedChooser(
-        strategy=named or "the run's own",
+        strategy=named or OWN,
         schedule=parts.schedule_of(run, use.model),
         run=RunSpec(run.batch, run.context),
         model=lambda: describe(Boundary(use.model)) if use.dealt is None else use.dealt.spec,
