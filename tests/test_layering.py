@@ -30,10 +30,11 @@ TORCH_FREE = ("__init__", "lazy", "memory", "plan", "report", "spec", "version")
 TORCH = ("torch", "transformers")
 SEAM = "farspan.lazy"  # the only module that may import by name
 # A user of the seam, and what stands above it and is loaded all the same: whoever plans for `here`
-# has the machine measured, whoever prints a plan sees its tables, whoever installs the allocator
-# installs it in torch.
+# has the machine measured, whoever plans a family that is not known has its layers run, whoever
+# prints a plan sees its tables, whoever installs the allocator installs it in torch.
 UPWARD = {
     ("farspan.plan.ask", "farspan.engine.calibrate"),
+    ("farspan.plan.ask", "farspan.models.shapes"),
     ("farspan.plan.question", "farspan.report.plan"),
     ("farspan.memory", "farspan.engine.allocator"),
 }

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from farspan.models.boundary import Boundary, LayerCall, run_layer
 from farspan.models.compiled import is_compiled, uncompiled
-from farspan.models.probe import TOKENS, probe_layers
+from farspan.models.probe import TOKENS, ask_layers, probe_layers
 from farspan.models.refuse import refuse_model
 from farspan.models.route import answering, routed
 from farspan.spec import LayerSpec, ModelSpec, Refused
@@ -21,12 +21,27 @@ from farspan.transfer.saved import SavedCell
 def describe(boundary: Boundary, device: torch.device | None = None) -> ModelSpec:
     """The ModelSpec of a model. Raises Refused when chunks of it cannot be exact. `device` is where
     its cells will run, if that is not where its weights are: what autograd saves differs."""
+    return _described(boundary, probe_layers, device)
+
+
+@torch.no_grad()
+def describe_unproven(boundary: Boundary) -> ModelSpec:
+    """The same of a model whose weights have the right shapes and no meaning: that chunks of it are
+    exact takes numbers, and is not looked at."""
+    return _described(boundary, ask_layers, None)
+
+
+def _described(
+    boundary: Boundary,
+    attention: Callable[[Boundary], list[LayerSpec]],
+    device: torch.device | None,
+) -> ModelSpec:
     model = boundary.model
     # With its number, as parameters have it.
     device = boundary.device if device is None else torch.empty(0, device=device).device
     refuse_model(model)
     try:
-        layers = probe_layers(boundary)
+        layers = attention(boundary)
         with routed(model):
             layers = _with_activations(boundary, layers, device)
     except Refused:

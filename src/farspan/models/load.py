@@ -3,13 +3,14 @@
 import inspect
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -63,11 +64,19 @@ def config_for_planning(
         return load_config(path=None, config=config, overrides=overrides)
     refuse_absent("model.path", path)
     fields = find_config(path)
+    found = config_from_fields(fields)
+    _apply(found, overrides, "model.overrides")
+    return found
+
+
+def config_from_fields(fields: Mapping[str, Any]) -> PretrainedConfig:
+    """The configuration that the content of a config.json stands for. Raises Refused."""
     kind = str(fields.get("model_type"))
     if kind not in CONFIG_MAPPING:
-        raise Refused(f"model.path: {path} is a {kind!r}, which transformers has no model of")
-    found = CONFIG_MAPPING[kind].from_dict(fields)
-    _apply(found, overrides, "model.overrides")
+        raise Refused(
+            f"model_type: {kind!r} is none that transformers {transformers.__version__} has"
+        )
+    found: PretrainedConfig = CONFIG_MAPPING[kind].from_dict(dict(fields))
     return found
 
 
@@ -92,8 +101,7 @@ def load_model(
     )
     with _naming(overrides or {}):
         if weights is Weights.NONE:
-            with _without_weights():
-                return _with_random_weights(made, dtype, trust_remote_code).train()
+            return blank_model(made, dtype, trust_remote_code)
         if path is None or weights is Weights.RANDOM:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
@@ -101,6 +109,14 @@ def load_model(
         else:
             model = _with_saved_weights(path, made, dtype, trust_remote_code)
     return model.to(device).train()
+
+
+def blank_model(
+    config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """A model in training mode whose parameters are on the meta device. Raises Refused."""
+    with _without_weights():
+        return _with_random_weights(config, dtype, trust_remote_code).train()
 
 
 @contextmanager

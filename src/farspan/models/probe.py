@@ -132,6 +132,20 @@ def probe_layers(boundary: Boundary) -> list[LayerSpec]:
     return seen
 
 
+@torch.no_grad()
+def ask_layers(boundary: Boundary) -> list[LayerSpec]:
+    """What attention each layer asks for, and nothing proven."""
+    dense = _Dense()
+    with routed(boundary.model), uncompiled(), _NoChance(boundary.model.config):
+        positions = torch.zeros(1, 1, dtype=torch.long, device=boundary.device)
+        hidden = torch.ones(1, 1, boundary.width, dtype=boundary.dtype, device=boundary.device)
+        for dense.layer, call in enumerate(boundary.calls(1, positions)):
+            with answering(dense):
+                boundary.run_layer(dense.layer, hidden, call)
+            _refuse_other_calls(boundary, dense.calls, dense.layer + 1)
+    return [dense.seen[layer] for layer in range(len(boundary.layers))]
+
+
 def _refuse_lost_gradients(boundary: Boundary) -> None:
     tied = boundary.tied_across()
     if tied is not None:
@@ -157,13 +171,17 @@ def _run_whole(boundary: Boundary, ids: Tensor) -> Tensor:
     name = type(boundary.model).__name__
     if not isinstance(getattr(out, "logits", None), Tensor) or out.logits.ndim != 3:
         raise Refused(f"model: {name} gives no logits a token; expected a causal LM")
-    if dense.calls != len(boundary.layers):
+    _refuse_other_calls(boundary, dense.calls, len(boundary.layers))
+    return out.logits
+
+
+def _refuse_other_calls(boundary: Boundary, calls: int, layers: int) -> None:
+    if calls != layers:
         raise Refused(
-            f"model: {name} called the attention interface {dense.calls} times for "
-            f"{len(boundary.layers)} layers; every layer must attend through it exactly once "
+            f"model: {type(boundary.model).__name__} called the attention interface {calls} times "
+            f"for {layers} layers; every layer must attend through it exactly once "
             "(state-space, linear and hybrid layers do not)"
         )
-    return out.logits
 
 
 def _run_staged(boundary: Boundary, ids: Tensor, whole: Tensor) -> list[LayerSpec]:

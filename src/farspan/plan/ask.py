@@ -5,15 +5,15 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Any, ParamSpec, TypedDict, Unpack
+from typing import Any, ParamSpec, TypedDict, Unpack, cast
 
 from farspan.lazy import load
 from farspan.plan.cell.describe import dtype_name, model_spec
 from farspan.plan.cell.layer import layer_weights
 from farspan.plan.layout import Layout, sequence_layout
 from farspan.plan.model.architecture import Architecture
-from farspan.plan.model.catalog import find_architecture
-from farspan.plan.model.families import Configuration, architecture_from
+from farspan.plan.model.catalog import find_architecture, find_config
+from farspan.plan.model.families import Configuration, UnknownFamily, architecture_from
 from farspan.plan.price.machines import machine as find_machine
 from farspan.plan.question import Optimizer, Plan, Question
 from farspan.plan.search.plans import best_plan
@@ -28,7 +28,7 @@ HERE = "here"
 AS_IN_RUN_FILES = {"device": Optimizer.ADAMW, "8bit": Optimizer.ADAMW8BIT}
 
 P = ParamSpec("P")
-Config = str | Path | Mapping[str, Any] | Configuration
+Config = str | Path | Mapping[str, Any] | Configuration | ModelSpec
 
 
 def _in_silence(_: str) -> None:
@@ -54,7 +54,9 @@ class Options(TypedDict, total=False):
 class Request:
     """A question as a person puts it. Sizes are numbers or text: see `farspan.plan.units`."""
 
-    config: Config  # preset, folder, config.json, hub name; a configuration or its fields
+    # Preset, folder, config.json, hub name; a configuration or its fields; or a model that is
+    # described already, in its dtype and with its adapters.
+    config: Config
     context: str | int  # tokens of a sequence
     machine: str | Path | MachineSpec = HERE  # preset, file of `farspan calibrate`, or `here`
     gpus: int = 1
@@ -70,11 +72,7 @@ class Request:
 
     def question(self) -> Question:
         """The question for the planner. Raises Refused naming the field."""
-        architecture = _architecture(self.config)
-        rank = _adapter_rank(self.lora, architecture)
-        # What a cell holds is asked of the architecture: it must have the adapters too.
-        architecture = replace(architecture, adapter_rank=rank)
-        model = model_spec(architecture, self.dtype)
+        model, architecture = self._model()
         optimizer, layout = _optimizer(self.optimizer), _layout(self.gpus, model)
         run = RunSpec(self.batch, read_tokens(self.context, "context"))
         machine = self._machine()  # last: it may have to be measured
@@ -96,6 +94,19 @@ class Request:
             return None
         check_name(self.strategy)
         return [self.strategy]
+
+    def _model(self) -> tuple[ModelSpec, Architecture | None]:
+        """The model, and what it is made of where its family is known."""
+        if isinstance(self.config, ModelSpec):
+            return self.config, None
+        try:
+            architecture = _architecture(self.config)
+        except UnknownFamily as error:
+            return _from_shapes(self.config, dtype_name(self.dtype), self.lora, error), None
+        rank = _adapter_rank(self.lora, architecture)
+        # What a cell holds is asked of the architecture: it must have the adapters too.
+        architecture = replace(architecture, adapter_rank=rank)
+        return model_spec(architecture, self.dtype), architecture
 
     def _machine(self) -> MachineSpec:
         found: object = self.machine
@@ -152,8 +163,9 @@ def plan(
     """The best schedule for a model, a context and a machine, and what a step of it takes.
 
     `config` is a preset such as "Qwen2.5-7B", a folder or file with a configuration, a name on the
-    hub, a transformers configuration or its fields; no weights are read. `context` is in tokens of
-    the whole sequence ("1M" is 2**20). `machine` is a preset such as "h200", a file that
+    hub, a transformers configuration or its fields; no weights are read. Of a family that is not
+    known here the layers are run on stand-ins, which needs torch. `context` is in tokens of the
+    whole sequence ("1M" is 2**20). `machine` is a preset such as "h200", a file that
     `farspan calibrate` wrote, or "here", which measures this machine where it was not yet. For the
     options and their defaults see `Request`; bytes are numbers or text such as "128GiB".
 
@@ -176,6 +188,21 @@ def _architecture(config: Config) -> Architecture:
     )
 
 
+def _from_shapes(config: Config, dtype: str, lora: int, unknown: UnknownFamily) -> ModelSpec:
+    """What makes a model of any family needs torch, and stands above planning."""
+    _check_rank(lora)
+    try:
+        describe: Callable[..., ModelSpec] = load("farspan.models.shapes", "describe_config")
+    except ImportError as error:
+        raise Refused(
+            f"{unknown}; planning any other needs torch and transformers ({error})"
+        ) from error
+    if isinstance(config, str | Path):
+        return replace(describe(find_config(str(config)), dtype, lora), name=str(config))
+    fields = config if isinstance(config, Mapping) else cast(Configuration, config).to_dict()
+    return describe(fields, dtype, lora)
+
+
 def _here(progress: Callable[[str], None]) -> MachineSpec:
     """What measures needs torch, and stands above planning."""
     try:
@@ -190,11 +217,15 @@ def _here(progress: Callable[[str], None]) -> MachineSpec:
     return measure(progress)
 
 
-def _adapter_rank(rank: object, architecture: Architecture) -> int:
+def _check_rank(rank: object) -> None:
     if type(rank) is not int or rank < 0:
         raise Refused(
             f"lora: expected the rank of adapters, such as 16, or 0 to train all, got {rank!r}"
         )
+
+
+def _adapter_rank(rank: int, architecture: Architecture) -> int:
+    _check_rank(rank)
     widest = _widest_rank(architecture) if rank else 0
     if rank > widest:
         raise Refused(

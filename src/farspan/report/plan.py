@@ -121,6 +121,10 @@ def subject(plan: Plan) -> str:
         attention = f", sparse attention ({'approximate' if plan.hides else 'nothing is hidden'})"
     rank = question.adapter_rank()
     adapters = f", lora {rank}" if rank else ""
+    if rank is None and question.model.trainable < question.model.parameters:
+        adapters = (
+            f", {question.model.trainable / question.model.parameters:.2%} of the weights trained"
+        )
     sequences = f"{run.batch} sequences of " if run.batch > 1 else ""
     return (
         f"{question.model.name}{adapters}, {sequences}{write_tokens(run.tokens)} tokens, "

@@ -7,12 +7,11 @@ from torch import nn
 
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
+from farspan.models.work import with_work
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.architecture import Architecture
 from farspan.plan.model.families import architecture_from
-from farspan.spec import LayerWork, ModelSpec, Refused
-
-PROJECTIONS = 3  # q, k and v, where nothing better is known
+from farspan.spec import ModelSpec, Refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +27,16 @@ def look(model: nn.Module, dtype: str, device: torch.device, rank: int = 0) -> L
     estimated from its weights. `device` is where its cells will run, and `rank` that
     of adapters on every linear module of the layers, 0 where there are others or none."""
     boundary = Boundary(model)
-    spec = describe(boundary, device)
+    spec = with_work(boundary, describe(boundary, device))
     try:
         architecture = architecture_from(boundary.model.config)
         architecture = replace(architecture, adapter_rank=rank)
         known = [layer.work for layer in model_spec(architecture, dtype).layers]
     except Refused:
         architecture, known = None, []
-    active = getattr(boundary.model.config.get_text_config(), "num_experts_per_tok", None) or 1
     layers, as_known = [], True
     for index, layer in enumerate(spec.layers):
-        module = boundary.layers[index]
-        guess = _estimate(module, active, layer.activation_bytes)
+        guess = layer.work
         work = known[index] if len(known) == len(spec.layers) else guess
         if work.parameters != guess.parameters:  # such as adapters, or a family of its own making
             work = guess
@@ -48,19 +45,3 @@ def look(model: nn.Module, dtype: str, device: torch.device, rank: int = 0) -> L
     # What an architecture's cells hold is that of a model that is trained as a whole, or whose
     # adapters are where it has them.
     return Looked(replace(spec, layers=tuple(layers)), architecture if as_known else None)
-
-
-def _estimate(layer: nn.Module, active: int, saved: int) -> LayerWork:
-    """Every matrix is multiplied once a token; of stacked experts, `active` are. What autograd
-    saves is written once and read once: elementwise work moves at least so much."""
-    weights = list(layer.parameters())
-    products = [(w.shape[1], w.shape[0]) for w in weights if w.ndim == 2]
-    products += [(w.shape[1], w.shape[2]) for w in weights if w.ndim == 3 for _ in range(active)]
-    return LayerWork(
-        parameters=sum(w.numel() for w in weights),
-        trainable=sum(w.numel() for w in weights if w.requires_grad),
-        products=tuple(products),
-        projections=min(PROJECTIONS, len(products)),
-        forward_traffic=saved,
-        backward_traffic=saved,
-    )

@@ -5,7 +5,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
-from farspan.models.load import config_for_planning
+from transformers import PretrainedConfig
+
+from farspan.models.load import blank_model, config_for_planning
+from farspan.models.refuse import refuse_dropout, refuse_model
+from farspan.models.shapes import describe_shapes
 from farspan.plan.ask import HERE, Request
 from farspan.plan.grid import group_ranges
 from farspan.plan.layout import ALONE, Layout, sequence_layout
@@ -19,7 +23,7 @@ from farspan.train.dealt import is_dealt
 from farspan.train.layout import Given, Parallel
 from farspan.train.parts import Parts, machine_of
 from farspan.train.planning import OWN, PLANNED, allowed
-from farspan.train.setup import choose_device, refuse_groups, torch_dtype
+from farspan.train.setup import adapt, choose_device, refuse_groups, torch_dtype
 from farspan.train.strict import to_mapping
 
 
@@ -47,9 +51,7 @@ class PlanOfRun:
 
     def words(self) -> Iterator[str]:
         """Lines for a person, below the plan's own."""
-        run, plan, lora = self.run, self.plan, self.run.model.lora
-        if lora is not None and not lora.everywhere():
-            yield "adapters are planned on every linear module; those of model.lora take less"
+        run, plan = self.run, self.plan
         if not plan.fits:
             return
         each = self.update_seconds()
@@ -132,29 +134,43 @@ def questions_of_run(
     One sequence is one document, which is the most that attention can take. Raises Refused naming
     the field.
     """
-    model, lora, gpus = run.model, run.model.lora, asked.get("gpus")
+    gpus = asked.get("gpus")
     if gpus is not None and gpus < 1:
         raise Refused(f"gpus: expected a whole number of devices >= 1, got {gpus}")
     machine = asked.get("machine", HERE)
     if machine == HERE:
         machine = machine_of(choose_device(run.device), torch_dtype(run), progress)
     question = Request(
-        config=config_for_planning(path=model.path, config=model.config, overrides=model.overrides),
+        config=_model(run),
         context=run.context,
         machine=machine,
         batch=run.batch,
         optimizer=asked.get("optimizer", Optimizer.ADAMW),
-        lora=0 if lora is None else lora.rank,
-        dtype=model.dtype.value,
+        lora=0 if run.model.lora is None else run.model.lora.everywhere(),
+        dtype=run.model.dtype.value,
         device_memory=asked.get("device_memory"),
         host_memory=asked.get("host_memory"),
         sparse=run.pages(),
     ).question()
-    if model.path is not None:
-        question = replace(question, model=replace(question.model, name=model.path))
+    if run.model.path is not None:
+        question = replace(question, model=replace(question.model, name=run.model.path))
     run = _in_place_of(run, asked, question)
     question = _shared(run, question, gpus)
     return QuestionsOfRun(run, tuple(_with_states(run, question, asked.get("optimizer"))))
+
+
+def _model(run: RunConfig) -> PretrainedConfig | ModelSpec:
+    """The configuration of the run's model; with adapters that an architecture cannot tell, what
+    the model is with them. Raises Refused for what cannot be trained exactly."""
+    model, lora = run.model, run.model.lora
+    config = config_for_planning(path=model.path, config=model.config, overrides=model.overrides)
+    blank = blank_model(config, torch_dtype(run))
+    refuse_model(blank)
+    refuse_dropout(blank)
+    if lora is None or lora.everywhere():
+        return config
+    adapt(blank, run)
+    return describe_shapes(blank)
 
 
 def _in_place_of(run: RunConfig, asked: Asked, question: Question) -> RunConfig:

@@ -267,12 +267,17 @@ def _load(run: RunConfig, parts: Parts, device: torch.device, weights: Weights) 
         trust_remote_code=run.model.trust_remote_code,
         weights=weights,
     )
-    lora = run.model.lora
-    if lora is not None:
-        add_adapters(model, rank=lora.rank, alpha=lora.scale(), targets=lora.targets, seed=run.seed)
+    adapt(model, run)
     # Dropout, where a model has any, is then seen and refused rather than silently left out.
     model.train()
     return model
+
+
+def adapt(model: Any, run: RunConfig) -> None:
+    """Gives the model the adapters of the run file, if it has any."""
+    lora = run.model.lora
+    if lora is not None:
+        add_adapters(model, rank=lora.rank, alpha=lora.scale(), targets=lora.targets, seed=run.seed)
 
 
 def _check_vocabulary(corpus: Corpus, model: Any) -> None:

@@ -184,6 +184,11 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+
+class UnknownFamily(Refused):
+    """A `model_type` whose layers are not known here."""
+
+
 # Each changes what a layer is or sees, in a way that no field of an architecture tells.
 _FOREIGN = (
     "is_encoder_decoder",
@@ -197,16 +202,13 @@ def architecture_from(config: Mapping[str, Any] | Configuration, name: str = "")
     """The architecture that a Hugging Face configuration describes.
 
     `config` is the content of a config.json, or a transformers configuration. Defaults are those
-    of transformers 5.23. Raises Refused, naming the field, for a `model_type` that is not known
-    here and for fields that are missing or make no sense.
+    of transformers 5.23. Raises UnknownFamily for a `model_type` that is not known here, and
+    Refused, naming the field, for fields that are missing or make no sense.
     """
     values = config if isinstance(config, Mapping) else config.to_dict()
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise Refused(
-            f"model_type: expected one of {', '.join(FAMILIES)}, got {kind!r}; of any other model "
-            "farspan.plan(model) and `farspan train --strategy auto` measure the layers themselves"
-        )
+        raise UnknownFamily(f"model_type: expected one of {', '.join(FAMILIES)}, got {kind!r}")
     family = FAMILIES[kind]
     fields = Fields(values, family.aliases)
     for foreign in _FOREIGN:
