@@ -12,10 +12,20 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
+from farspan.models.text import freeze_unmet
 from farspan.plan.model.catalog import find_config, refuse_absent
 from farspan.spec import Refused
 
@@ -93,7 +103,8 @@ def load_model(
 ) -> PreTrainedModel:
     """A model in training mode on `device`. Random weights are drawn from `seed`.
 
-    Only safetensors weights are read. Raises Refused when the folder holds none, or not all that
+    What text does not meet, such as an encoder of images, is frozen. Only safetensors weights are
+    read. Raises Refused when the folder holds none, or not all that
     the model has; warns of weights that the model has no place for.
     """
     made = load_config(
@@ -108,6 +119,7 @@ def load_model(
                 model: Any = _with_random_weights(made, dtype, trust_remote_code)
         else:
             model = _with_saved_weights(path, made, dtype, trust_remote_code)
+    freeze_unmet(model)
     return model.to(device).train()
 
 
@@ -116,7 +128,9 @@ def blank_model(
 ) -> PreTrainedModel:
     """A model in training mode whose parameters are on the meta device. Raises Refused."""
     with _without_weights():
-        return _with_random_weights(config, dtype, trust_remote_code).train()
+        model = _with_random_weights(config, dtype, trust_remote_code)
+    freeze_unmet(model)
+    return model.train()
 
 
 @contextmanager
@@ -155,9 +169,10 @@ def _with_random_weights(
     config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool
 ) -> PreTrainedModel:
     try:
-        return AutoModelForCausalLM.from_config(
+        made: PreTrainedModel = _auto(config).from_config(
             config, dtype=dtype, trust_remote_code=trust_remote_code
         )
+        return made
     except Exception as error:  # whatever a family's own code stumbles over
         raise Refused(
             f"model: transformers cannot make a {type(config).__name__} model of these fields: "
@@ -165,11 +180,19 @@ def _with_random_weights(
         ) from error
 
 
+def _auto(config: PretrainedConfig) -> Any:
+    """Of a model that also reads images only the whole may be known as a language model."""
+    seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if seeing and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
 def _with_saved_weights(
     path: str, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool
 ) -> PreTrainedModel:
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _auto(config).from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -257,14 +280,30 @@ def _is_read(config: PretrainedConfig, name: str) -> bool:
     return re.search(asks, source) is not None
 
 
+def _merged(before: Any, value: Any) -> Any:
+    """A part of a dict, such as a new rope_type, keeps the rest, such as rope_theta; so does one
+    within it, such as the rope of one kind of layers."""
+    if not isinstance(before, dict) or not isinstance(value, dict):
+        return value
+    return {**before, **{name: _merged(before.get(name), part) for name, part in value.items()}}
+
+
 def _apply(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None:
+    """Changes fields; of a model that reads more than text, those that only its text's part has
+    there."""
+    text = config.get_text_config()
+    if text is not config:
+        of_text = {n: v for n, v in fields.items() if hasattr(text, n) and not hasattr(config, n)}
+        fields = {name: value for name, value in fields.items() if name not in of_text}
+        _apply(text, of_text, where)
     _check_fields(config, fields, where)
     for name, value in fields.items():
         before: Any = getattr(config, name, None)
-        # A part of a dict, such as a new rope_type, keeps the rest, such as rope_theta.
-        merge = isinstance(before, dict) and isinstance(value, dict)
+        if isinstance(before, PretrainedConfig) and isinstance(value, dict):
+            _apply(before, value, f"{where}.{name}")
+            continue
         try:
-            setattr(config, name, {**before, **value} if merge else value)
+            setattr(config, name, _merged(before, value))
         except Exception as error:  # of its own kind: transformers checks the types of some fields
             raise Refused(f"{where}.{name}: {' '.join(str(error).split())}") from error
     kinds = getattr(config, "layer_types", None)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from farspan.models.text import text_modules
 from farspan.spec import Refused
 
 # inv_freq of these does not depend on the positions seen, so a chunk's rotary table is the full
@@ -71,7 +72,7 @@ def refuse_dropout(model: PreTrainedModel) -> None:
     """Raises Refused when a dropout would draw: a recomputed cell would draw other numbers."""
     if not model.training:
         return
-    for name, module in model.named_modules():
+    for name, module in text_modules(model):
         for what, probability in _dropouts(module):
             if probability > 0:
                 where = f"{name}.{what}" if what else name
@@ -172,7 +173,8 @@ def _ropes(config: PretrainedConfig) -> Iterator[dict[str, Any]]:
 def _is_causal(model: PreTrainedModel) -> bool:
     if getattr(model.config, "is_causal", True) is False:
         return False
-    return all(getattr(module, "is_causal", True) is not False for module in model.modules())
+    modules = (module for _, module in text_modules(model))
+    return all(getattr(module, "is_causal", True) is not False for module in modules)
 
 
 def _dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:

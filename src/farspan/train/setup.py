@@ -18,6 +18,7 @@ from farspan.models.describe import describe
 from farspan.models.load import Weights
 from farspan.models.lora import add_adapters, frozen_digest, stacked_experts
 from farspan.models.refuse import refuse_context, refuse_dropout, refuse_model
+from farspan.models.text import reads_text_alone
 from farspan.parallel.meetings import busy
 from farspan.plan.grid import group_ranges
 from farspan.plan.layout import AXES
@@ -43,6 +44,8 @@ from farspan.train.sparse import marks, opening_words
 Place = Callable[[Any, torch.device], Placed]
 
 EXPERTS = "none on the experts, whose weights are stacked and no linear modules; they stay frozen"
+
+TEXT = "text alone is trained: what reads images stays as it is and is saved with the rest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +196,8 @@ def introduce(run: RunConfig, equipment: Equipment) -> str:
     ]
     if run.model.lora is not None and stacked_experts(equipment.model):
         lines.append(f"adapters: {EXPERTS}")
+    if not reads_text_alone(equipment.model):
+        lines.append(TEXT)
     if run.sparse is not None:
         lines.append(opening_words(run))
     return "\n".join(lines)
