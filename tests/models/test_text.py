@@ -1,14 +1,11 @@
 """Models that also read images, trained on text: exact, and all else stays as it is."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
-from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers import PreTrainedModel
 
 from farspan.engine.step import Step
 from farspan.models.boundary import Boundary
@@ -19,11 +16,8 @@ from farspan.models.shapes import describe_config
 from farspan.models.text import reads_text_alone
 from farspan.models.work import with_work
 from farspan.spec import Refused, Schedule, Tier
-from farspan.train.config import load_run
-from farspan.train.loop import train
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
 from tests.models.test_families import FP32_INSIDE
-from tests.train.tiny import Quiet
 from tests.zoo import COMMON, GEMMA3, WINDOW, make_model, scatter_weights
 
 VISION = {
@@ -173,33 +167,3 @@ def test_overrides_reach_the_text() -> None:
         load_config(path=None, config=fields("gemma3"), overrides={"rope_parms": 1})
     with pytest.raises(Refused, match=r"overrides\.vision_config\.widht: .*no such field"):
         load_config(path=None, config=fields("gemma3"), overrides={"vision_config": {"widht": 1}})
-
-
-def test_a_run_changes_the_text_alone(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("all work and no play makes jack a dull boy. " * 40)
-    file, first = tmp_path / "run.yaml", tmp_path / "first"
-    config = fields("gemma3")
-    config["text_config"] = {**config["text_config"], "vocab_size": 264}
-
-    def run(folder: Path, **model: Any) -> dict[str, Tensor]:
-        values = {
-            "model": model,
-            "data": {
-                **{"source": "text", "path": str(tmp_path / "text.txt")},
-                **{"tokenizer": "bytes", "held_out": 0},
-            },
-            **{"context": 64, "steps": 2, "device": "cpu", "folder": str(folder)},
-            "schedule": {"strategy": "grouped", "chunk": 16},
-        }
-        file.write_text(yaml.safe_dump(values))
-        train(load_run(file), reporter=Quiet())
-        return load_file(folder / "model" / "model.safetensors")
-
-    before = run(first, config=config)
-    after = run(tmp_path / "second", path=str(first / "model"))
-    assert before.keys() == after.keys()
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "second" / "model")
-    assert changed == {name for name in before if name.startswith("language_model.")}
-    found = dict(model.named_parameters())["model.language_model.norm.weight"]
-    assert torch.equal(found, after["language_model.model.norm.weight"])

@@ -113,7 +113,7 @@ def test_a_run_does_not_go_on_beside_other_weights(tmp_path: Path) -> None:
     with torch.no_grad():
         next(model.parameters())[3, 5] += 1e-9
     model.save_pretrained(str(run.model.path))
-    with pytest.raises(Refused, match=r"adapters were trained beside other weights than model"):
+    with pytest.raises(Refused, match=r"trained beside other frozen weights than model"):
         train(run, reporter=Quiet())
 
 

@@ -119,7 +119,7 @@ def refuse_other(path: Path, state: Mapping[str, Any], expected: Mapping[str, An
                 )
             if key == FROZEN:
                 raise Refused(
-                    f"{path}: its adapters were trained beside other weights than model.path has "
+                    f"{path}: it was trained beside other frozen weights than model.path has "
                     "now; give those, or another folder for a new run"
                 )
             raise Refused(
