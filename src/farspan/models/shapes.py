@@ -16,11 +16,6 @@ from farspan.models.refuse import refuse_dropout
 from farspan.models.work import with_work
 from farspan.spec import ModelSpec
 
-# Elements up to which a weight gets numbers of its own: a router's, or all tokens would be sent to
-# the same experts. Larger ones share one run of zeros, as large as the largest matrix of a layer.
-SMALL = 2**22
-SPREAD = 0.02  # of these numbers, as most families draw theirs
-
 
 def describe_config(fields: Mapping[str, Any], dtype: str, rank: int = 0) -> ModelSpec:
     """The ModelSpec of the model that the content of a config.json stands for, in a dtype of
@@ -46,23 +41,20 @@ def describe_shapes(model: PreTrainedModel) -> ModelSpec:
 
 
 def _stand_in(model: PreTrainedModel) -> None:
+    """Gives every parameter zeros: those of a dtype lie in one run of memory, as large as the
+    largest matrix of a layer; embeddings and the head, which no layer reads, are one element."""
     tables = {id(p) for p in _tables(model)}
-    made: dict[int, nn.Parameter] = {}
+    largest = max(_matrix(p) for p in model.parameters() if id(p) not in tables)
     zeros: dict[torch.dtype, Tensor] = {}
-    generator = torch.Generator().manual_seed(0)
-    largest = max((_matrix(p) for p in model.parameters() if id(p) not in tables), default=0)
+    made: dict[int, nn.Parameter] = {}
 
     def stand_in(parameter: nn.Parameter) -> Tensor:
         shape, dtype = parameter.shape, parameter.dtype
-        if id(parameter) in tables:  # no layer multiplies by them
+        if id(parameter) in tables:
             return torch.zeros((), dtype=dtype).expand(shape)
-        if parameter.numel() <= SMALL:
-            drawn = torch.randn(shape, generator=generator).mul_(SPREAD)
-            return drawn.to(dtype)
         if dtype not in zeros:
             zeros[dtype] = torch.zeros(largest, dtype=dtype)
-        matrix = shape[-2:]
-        return zeros[dtype][: prod(matrix)].view(matrix).expand(shape)
+        return zeros[dtype][: _matrix(parameter)].view(shape[-2:]).expand(shape)
 
     for module in model.modules():
         for name, parameter in module._parameters.items():
