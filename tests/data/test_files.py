@@ -118,6 +118,15 @@ def test_a_held_out_path_must_be_another(tmp_path: Path) -> None:
         ({"path": "x"}, "path: source 'stdlib' reads Python's own sources and takes no path"),
         ({"held_out": 1.0}, "held_out: expected a fraction from 0 up to 1, got 1.0"),
         ({"held_out_path": "x"}, "held_out_path: source 'stdlib' has no other path"),
+        ({"name": "en"}, "name: only source 'dataset' has configurations"),
+        (
+            {"source": SourceKind.JSONL, "path": "a", "split": "test"},
+            "split: only source 'dataset' has splits",
+        ),
+        (
+            {"source": SourceKind.TEXT, "path": "a", "field": "body"},
+            "field: source 'text' has files without fields; set source to jsonl or dataset",
+        ),
         ({"held_out_split": "test"}, "held_out_split: only source 'dataset' has splits"),
         (
             {"source": SourceKind.TEXT, "path": "a", "held_out_path": "b", "held_out": 0.1},

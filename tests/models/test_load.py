@@ -143,6 +143,23 @@ def test_a_field_that_nobody_reads_is_refused(name: str) -> None:
         load_model(config={**QWEN3_MOE, name: 32}, dtype=torch.float32)
 
 
+def test_what_no_override_changes_is_refused() -> None:
+    with pytest.raises(
+        Refused, match=r"^model\.overrides\.model_type: a model keeps its own, qwen3_"
+    ):
+        load_config(path=None, config=QWEN3_MOE, overrides={"model_type": "gpt2"})
+
+
+@pytest.mark.parametrize("layers", [0, -1])
+def test_a_model_without_layers_is_refused(layers: int) -> None:
+    given = {"num_hidden_layers": layers}
+    words = f"^model: num_hidden_layers is {layers}, expected a whole number above 0"
+    with pytest.raises(Refused, match=words):
+        load_config(path=None, config=QWEN3_MOE, overrides=given)
+    with pytest.raises(Refused, match=words):
+        load_config(path=None, config={**QWEN3_MOE, **given}, overrides={})
+
+
 def test_of_a_family_without_a_causal_model_only_what_it_declares_is_a_field() -> None:
     with pytest.raises(Refused, match=r"model\.config\.head_dim: ViTConfig has no such field"):
         load_config(path=None, config={"model_type": "vit", "head_dim": 32}, overrides={})

@@ -233,9 +233,18 @@ def test_data_that_changed_under_a_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(Refused, match="device: 'gpu7' is none"):
-        choose_device("gpu7")
+    for name in ("gpu7", "mps", "meta", "cuda:-1"):
+        with pytest.raises(Refused, match=f"device: '{name}' is none to train on; give auto, cpu"):
+            choose_device(name)
     assert choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_a_gpu_beyond_those_that_are_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(Refused, match=r"device: cuda:2 is beyond the 2 GPU\(s\) here"):
+        choose_device("cuda:2")
 
 
 def test_a_full_disk_ends_the_run_and_the_same_command_goes_on(tmp_path: Path) -> None:

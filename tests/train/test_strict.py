@@ -5,9 +5,14 @@ from enum import StrEnum
 from typing import Any
 
 import pytest
+import yaml
+from hypothesis import example, given
+from hypothesis.strategies import booleans, dictionaries, floats, integers, lists, none, text
 
 from farspan.spec import Refused
-from farspan.train.strict import build, flatten, read_mapping, to_mapping
+from farspan.train.strict import build, flatten, read_mapping, to_mapping, write_mapping
+
+WRITTEN = none() | booleans() | integers() | floats(allow_nan=False) | text()
 
 
 class Color(StrEnum):
@@ -68,10 +73,16 @@ def test_a_rate_may_be_written_as_people_write_it(text: str) -> None:
         ("count: null", r"^count: expected a whole number, got null"),
         ("count: 1\nflag: 1", r"^flag: expected true or false, got int 1"),
         ("count: 1\nname: 5", r"^name: expected text or null, got int 5"),
+        ("count: 1\nname: ''", r"^name: expected text, got '', which names nothing"),
+        ('count: 1\nname: "a\\0b"', r"^name: expected text, got 'a\\x00b', which names nothing"),
+        ("count: 10000000000000000000", r"^count: expected a whole number of at most 2\*\*63 - 1"),
+        ("count: 010", r"^count: expected a whole number, got text '010'"),
+        ("count: 1:30", r"^count: expected a whole number, got text '1:30'"),
+        ("count: 0x_", r"^count: expected a whole number, got text '0x_'"),
         ("count: 1\ncolor: bleu", r"^color: expected one of red, blue, got .*did you mean blue"),
         ("count: 1\ngroups: [1, x]", r"^groups\[1\]: expected a whole number, got text 'x'"),
         ("count: 1\ngroups: x", r"^groups: expected a whole number or a list, each a whole"),
-        ("count: 1\ninner: 5", r"^inner: expected keys and values, got int 5"),
+        ("count: 1\ninner: 5", r"^inner: expected keys and values \(rate, pair\), got int 5"),
         ("count: 1\ninner: {rate: fast}", r"^inner\.rate: expected a number, got text 'fast'"),
         ("count: 1\ninner: {rate: -1.5.2}", r"^inner\.rate: expected a number"),
         ("count: 1\ninner: {rate: true}", r"^inner\.rate: expected a number, got bool True"),
@@ -83,6 +94,12 @@ def test_a_rate_may_be_written_as_people_write_it(text: str) -> None:
         ("inner: {rate: 1, rate: 2}", r"^run\.yaml: rate: given twice"),
         ("[1, 2]", r"^run\.yaml: expected keys and values, got list"),
         ("count: [1", r"^run\.yaml: not valid YAML: .*\n?.*line 1"),
+        ("count: !!int x", r"^run\.yaml: not valid YAML: a value is not of its type"),
+        ("count: !!bool x", r"^run\.yaml: not valid YAML: a value is not of its type"),
+        ("count: 1\nextra: {a: !!binary aGk=}", r"^run\.yaml: not valid YAML: could not determine"),
+        (f"count: {'9' * 5000}", r"^run\.yaml: not valid YAML: a value is not of its type"),
+        (f"count: {'[' * 3000}{']' * 3000}", r"^run\.yaml: not valid YAML: nested too deep"),
+        ("count: 1\nextra: &all {a: *all}", r"^run\.yaml: not valid YAML: .*recursive node"),
         ("count: !!python/object/apply:os.getcwd []", r"^run\.yaml: not valid YAML: could not"),
     ],
 )
@@ -104,6 +121,21 @@ def test_a_merged_mapping_gives_what_is_not_given() -> None:
         load("inner: &base {rate: 2}\nextra: {<<: *base, rate: 3, rate: 4}\ncount: 1")
     with pytest.raises(Refused, match=r"^run\.yaml: not valid YAML: .*expected a mapping"):
         load("extra: {<<: 5}\ncount: 1")
+
+
+def test_numbers_are_those_of_today_and_dates_are_text() -> None:
+    text = "a: [1e6, 1.5e-3, -2, 1_000, .5, .inf]\nb: [2024-11-05, 2024-99-99, 010, 0x10, e1]"
+    assert read_mapping(text, "run.yaml") == {
+        "a": [1e6, 1.5e-3, -2, 1000, 0.5, float("inf")],
+        "b": ["2024-11-05", "2024-99-99", "010", "0x10", "e1"],
+    }
+
+
+@given(values=dictionaries(text(), WRITTEN | lists(WRITTEN)))
+@example({"a": ["1e6", "010", "1:30", "2024-11-05", "on", "~", "", "1_0", ".5", 1e-5, 1e300]})
+def test_what_is_written_reads_back_as_itself(values: dict[str, Any]) -> None:
+    written = write_mapping(values)
+    assert read_mapping(written, "run.yaml") == yaml.safe_load(written) == values
 
 
 def test_leaves_have_paths() -> None:

@@ -5,6 +5,7 @@ from enum import StrEnum
 
 from farspan.spec import Refused
 
+_SPLIT = "train"
 _PROMPT = ("prompt", "completion")  # the fields of a record of that format
 
 
@@ -60,7 +61,7 @@ class DataConfig:
     chat_template: str | None = None  # a file of Jinja in place of the tokenizer's own
     packing: PackingKind = PackingKind.WHOLE
     name: str | None = None  # the dataset's configuration, where it has several
-    split: str = "train"  # the dataset's split
+    split: str = _SPLIT  # the dataset's split
     held_out_split: str | None = None  # or: evaluate on this split of the dataset
     tokenizer: str | None = None  # 'bytes', a folder or a hub name; None: the model's own
     cache: str = "~/.cache/farspan"  # tokens are written here once and mapped afterwards
@@ -77,6 +78,7 @@ class DataConfig:
                 if self.path is not None
                 else f"path: source '{self.source}' needs one: a file, a folder or a glob"
             )
+        self._check_source()
         self._check_format()
         if not 0.0 <= self.held_out < 1.0:
             raise Refused(f"held_out: expected a fraction from 0 up to 1, got {self.held_out!r}")
@@ -86,6 +88,18 @@ class DataConfig:
             raise Refused("held_out_path: source 'stdlib' has no other path; use held_out")
         if self.held_out_elsewhere() and self.held_out > 0:
             raise Refused("held_out: give this fraction or other documents, not both")
+
+    def _check_source(self) -> None:
+        """What is said of it in vain."""
+        if self.source is not SourceKind.DATASET and self.name is not None:
+            raise Refused("name: only source 'dataset' has configurations; leave it out")
+        if self.source is not SourceKind.DATASET and self.split != _SPLIT:
+            raise Refused("split: only source 'dataset' has splits; leave it out, or name a path")
+        if self.source in (SourceKind.STDLIB, SourceKind.TEXT) and self.field is not None:
+            raise Refused(
+                f"field: source '{self.source}' has files without fields; set source to jsonl or "
+                "dataset, or leave it out"
+            )
 
     def _check_format(self) -> None:
         """What is read of a record, and what is said of it in vain."""

@@ -297,6 +297,10 @@ def _apply(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None
         fields = {name: value for name, value in fields.items() if name not in of_text}
         _apply(text, of_text, where)
     _check_fields(config, fields, where)
+    if "model_type" in fields:  # of a class: set on one of its objects it would change nothing
+        raise Refused(
+            f"{where}.model_type: a model keeps its own, {config.model_type}; leave it out"
+        )
     for name, value in fields.items():
         before: Any = getattr(config, name, None)
         if isinstance(before, PretrainedConfig) and isinstance(value, dict):
@@ -310,3 +314,6 @@ def _apply(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None
     if "num_hidden_layers" in fields and "layer_types" not in fields and kinds:
         # The first layers are built; a saved model with names for more cannot be loaded.
         config.layer_types = kinds[: config.num_hidden_layers]
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
+    if layers < 1:  # transformers makes a model of them
+        raise Refused(f"model: num_hidden_layers is {layers}, expected a whole number above 0")

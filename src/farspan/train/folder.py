@@ -22,8 +22,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-import yaml
-
 from farspan.durable import (
     PARTIAL,
     append_line,
@@ -35,7 +33,7 @@ from farspan.durable import (
 from farspan.spec import Refused
 from farspan.train.config import Decay, RunConfig, StatesPlace
 from farspan.train.layout import replicas
-from farspan.train.strict import flatten, read_mapping, to_mapping
+from farspan.train.strict import flatten, read_mapping, to_mapping, write_mapping
 
 # Keys that may change between an interruption and its resumption: where things are, how often one
 # looks at them, what happens after a failure, and how and where the same gradients are computed.
@@ -134,7 +132,7 @@ class RunFolder:
                 f"{self.path} holds another run: {'; '.join(refused)}{falls}; set these back to "
                 "resume it, or give another folder"
             )
-        write_whole(config, yaml.safe_dump(values, sort_keys=False).encode("utf-8"))
+        write_whole(config, write_mapping(values).encode("utf-8"))
         rounding = [text for text in changed if text.startswith(ROUNDING)]
         return [text for text in rounding if not text.startswith(TIMEOUT)]
 

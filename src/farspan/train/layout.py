@@ -10,6 +10,8 @@ from farspan.spec import ModelSpec, Refused
 
 COMMAND = "torchrun --nproc-per-node {} -m farspan train RUN.yaml"
 
+LONGEST = 1e9  # seconds, a life; clocks count nanoseconds in 64 bits, 292 years
+
 
 class Auto(StrEnum):
     """All ranks share every sequence, in the way that the model's heads allow."""
@@ -33,8 +35,10 @@ class Parallel:
     def __post_init__(self) -> None:
         data = 1 if self.data is None else self.data
         Layout(**self._extents(), data=data, fsdp=self.fsdp)
-        if not 0 < self.timeout < float("inf"):
-            raise Refused(f"timeout: expected seconds above 0, got {self.timeout!r}")
+        if not 0 < self.timeout <= LONGEST:
+            raise Refused(
+                f"timeout: expected seconds above 0 and up to {LONGEST:.0e}, got {self.timeout!r}"
+            )
 
     def asked(self) -> int:
         """Ranks that are asked for, where `data` does not take what is left over."""

@@ -43,6 +43,7 @@ from farspan.train.sparse import marks, opening_words
 
 Place = Callable[[Any, torch.device], Placed]
 
+NO_DEVICE = "device: {name!r} is none to train on; give auto, cpu, cuda or cuda:1"
 EXPERTS = "none on the experts, whose weights are stacked and no linear modules; they stay frozen"
 
 TEXT = "text alone is trained: what reads images stays as it is and is saved with the rest"
@@ -172,9 +173,13 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(_best() if name == AUTO else name)
     except RuntimeError as error:
-        raise Refused(f"device: {name!r} is none; give auto, cpu, cuda or cuda:1") from error
+        raise Refused(NO_DEVICE.format(name=name)) from error
+    if device.type not in ("cpu", "cuda"):  # mps, meta: devices, but none to train on
+        raise Refused(NO_DEVICE.format(name=name))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise Refused("device: no CUDA GPU can be used here; give cpu or auto")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise Refused(f"device: {name} is beyond the {torch.cuda.device_count()} GPU(s) here")
     return device
 
 

@@ -4,6 +4,7 @@ The types that a field may have: bool, int, float, str, an Enum, a dataclass, a 
 (`dict`), a tuple, and unions of them.
 """
 
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -19,11 +20,31 @@ from farspan.spec import Refused
 T = TypeVar("T")
 
 
-_MERGE = "tag:yaml.org,2002:merge"  # of the key <<, which stands for those of another mapping
+_TAG = "tag:yaml.org,2002:"
+_MERGE = f"{_TAG}merge"  # of the key <<, which stands for those of another mapping
+# What text without quotes is, by its first character. Numbers are as in YAML 1.2: to 1.1, which
+# the library reads, 1e6 is text, 010 is 8 and 1:30 is 90. No field is a date.
+_NUMBERS = {
+    "int": (re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$"), "-+0123456789"),
+    "float": (
+        re.compile(
+            r"[-+]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+"
+            r"|\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$"
+        ),
+        "-+0123456789.",
+    ),
+}
+_OTHERS = frozenset(_TAG + name for name in ("timestamp", "binary", "omap", "pairs", "set"))
+_LARGEST = 2**63 - 1  # of a whole number: what comes after reads 64 bits
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain YAML; a key that is given twice is an error, not the later one."""
+    """Plain YAML. A key that is given twice is an error, not the later one; so is a mapping within
+    itself."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.deep_construct = True  # else what holds itself is made, and never ends
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         own = [key for key, _ in node.value if key.tag != _MERGE]
@@ -35,6 +56,24 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_Loader.yaml_constructors = {
+    tag: make for tag, make in yaml.SafeLoader.yaml_constructors.items() if tag not in _OTHERS
+}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in forms if tag not in _OTHERS | {_TAG + n for n in _NUMBERS}]
+    for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what _Loader, or the library, would not read as text."""
+
+
+for _name, (_form, _first) in _NUMBERS.items():
+    _Loader.add_implicit_resolver(_TAG + _name, _form, list(_first))
+    _Dumper.add_implicit_resolver(_TAG + _name, _form, list(_first))
+
+
 def read_mapping(text: str, name: str) -> dict[str, Any]:
     """The mapping in a YAML document. Raises Refused naming `name` and the line."""
     try:
@@ -43,11 +82,20 @@ def read_mapping(text: str, name: str) -> dict[str, Any]:
         raise Refused(f"{name}: not valid YAML: {' '.join(str(error).split())}") from error
     except Refused as error:
         raise Refused(f"{name}: {error}") from error
+    except RecursionError as error:
+        raise Refused(f"{name}: not valid YAML: nested too deep to be read") from error
+    except (ValueError, KeyError) as error:  # a tag of another type; thousands of digits
+        raise Refused(f"{name}: not valid YAML: a value is not of its type: {error}") from error
     if value is None:
         return {}
     if not isinstance(value, dict):
         raise Refused(f"{name}: expected keys and values, got {_got(value)}")
     return value
+
+
+def write_mapping(values: Mapping[str, Any]) -> str:
+    """YAML that `read_mapping` reads as the same."""
+    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False)
 
 
 def build(kind: type[T], values: Mapping[Any, Any], path: str = "") -> T:
@@ -71,7 +119,7 @@ def convert(hint: Any, value: Any, path: str) -> Any:
     """`value`, read from YAML, as the type `hint`. Raises Refused naming `path`."""
     if is_dataclass(hint) and isinstance(hint, type):
         if not isinstance(value, Mapping):
-            raise Refused(f"{path}: expected keys and values, got {_got(value)}")
+            raise Refused(f"{path}: expected {describe(hint)}, got {_got(value)}")
         return build(hint, value, path)
     for option in _options(hint):
         matched, result = _match(option, value, path)
@@ -143,6 +191,10 @@ def _match(option: Any, value: Any, path: str) -> tuple[bool, Any]:
         return _match_float(value)
     if isinstance(value, bool) and option is not bool:
         return False, None
+    if option is int and isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
+        raise Refused(f"{path}: expected a whole number of at most 2**63 - 1, got {value}")
+    if option is str and isinstance(value, str) and (not value.strip() or "\0" in value):
+        raise Refused(f"{path}: expected text, got {value!r}, which names nothing")
     return isinstance(value, option), value
 
 
@@ -177,6 +229,9 @@ def _describe(option: Any) -> str:
         return f"a list of {len(arguments)}, each {describe(arguments[0])}"
     if isinstance(option, type) and issubclass(option, Enum):
         return "one of " + ", ".join(str(member.value) for member in option)
+    if is_dataclass(option):
+        names = [field.name for field in fields(option)]
+        return f"keys and values ({', '.join(names[:3])}{', ...' if names[3:] else ''})"
     return "keys and values"
 
 
