@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
+from torch import Tensor
+
 from farspan.attention.cell import AttentionCall
 from farspan.engine.batch import Batch
 from farspan.engine.exchange import ALONE, Exchange
@@ -113,6 +116,16 @@ class Attending:
         if rows is None or start == stop:
             return None
         return [document_runs(row, start, stop) for row in rows]
+
+    def documents(self, chunk: int) -> Tensor | None:
+        """The first token of each query's document [B, C], int64, on the batch's device; None: each
+        row is one."""
+        start, stop = self.queries(chunk)
+        if self.batch.documents is None or start == stop:
+            return None
+        # From what is on the device: copying it there would have the CPU wait in every cell.
+        positions = self.batch.position_ids[:, start:stop]
+        return torch.arange(start, stop, device=positions.device) - positions
 
     def _own_row(self, chunk: int) -> int:
         return self.program.share.keys.rows[chunk][0]

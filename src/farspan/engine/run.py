@@ -103,8 +103,8 @@ class Interpreter:
         sparse = self.program.schedule.sparse
         if sparse is not None and self.select is not None:
             self.sparse = SparseRun(
-                *(self.storage, self.slots, sparse, self.select, self.kernels, self.attending.runs),
-                self.watched,
+                *(self.storage, self.slots, sparse, self.select, self.kernels),
+                *(self.attending.documents, self.watched),
             )
 
     def run(self, orders: tuple[Order, ...] | None = None) -> Tensor:

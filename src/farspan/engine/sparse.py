@@ -5,7 +5,7 @@ queries, k chosen pages. Near keys stream in through the prefix as in dense atte
 them; chosen pages are gathered (`engine.pages`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -34,7 +34,6 @@ from farspan.engine.kernels import AttentionKernels
 from farspan.engine.pages import BufferPages, Means, PageSlots
 from farspan.engine.prefix import Prefix, Slots
 from farspan.engine.storage import Storage
-from farspan.plan.blocks import Run
 from farspan.plan.cell.choosing import SAMPLES, WATCHED_KEYS
 from farspan.plan.cell.sparse import far_of
 from farspan.plan.program import Backward, Forward, Program
@@ -150,7 +149,7 @@ class SparseRun:
     sparse: Sparse
     select: Selector
     kernels: AttentionKernels
-    runs: Callable[[int], Sequence[tuple[Run, ...]] | None]  # of a chunk's rows; None: one document
+    documents: Callable[[int], Tensor | None]  # of a chunk: see `sparse_call`
     watched: tuple[int, int] | None = None  # the cell whose seen mass is measured
     seen: Seen | None = None
     page_slots: PageSlots = field(init=False)
@@ -202,9 +201,9 @@ class SparseRun:
             self.chunk, self.calls = chunk, {}
         key = spec, dense.scale
         if key not in self.calls:
-            kernel, device = self.kernels.far(spec), self.kernels.device
+            kernel = self.kernels.far(spec)
             self.calls[key] = sparse_call(
-                self.sparse, dense, self.select, kernel, self.runs(chunk), device
+                self.sparse, dense, self.select, kernel, self.documents(chunk)
             )
         return self.calls[key]
 

@@ -62,8 +62,16 @@ class SparseCase:
         )
         select = self.select or TopK(self.sparse.budget // self.sparse.page)
         kernel = self.kernel or select_far("cpu", *sizes)
-        call = sparse_call(self.sparse, dense, select, kernel, runs)
+        call = sparse_call(self.sparse, dense, select, kernel, first_tokens(runs))
         return call, slice(start, stop)
+
+
+def first_tokens(runs: list[tuple[Run, ...]] | None) -> Tensor | None:
+    """Of the document of each of a chunk's tokens [B, C]."""
+    if runs is None:
+        return None
+    rows = [[run.document_start for run in row for _ in range(run.start, run.stop)] for row in runs]
+    return torch.tensor(rows)
 
 
 @dataclass

@@ -11,7 +11,6 @@ A cell's first forward calls `choose`, right after its queries are known, and ke
 rebuild and backward get it back. Layers with a window are exact as they are: not for here.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +21,7 @@ from farspan.attention.merge import accumulate_dtype, add_sinks, merge_
 from farspan.attention.sparse.far import FarCall, FarKernel
 from farspan.attention.sparse.pages import Pages
 from farspan.attention.sparse.select import Candidates, Selector, vote
-from farspan.plan.blocks import Run, near_blocks
+from farspan.plan.blocks import near_blocks
 from farspan.spec import Sparse
 
 Attended = tuple[Tensor, Tensor, Tensor]  # out, lse, choice
@@ -49,17 +48,15 @@ def sparse_call(
     dense: AttentionCall,
     select: Selector,
     kernel: FarKernel,
-    runs: Sequence[tuple[Run, ...]] | None = None,
-    device: torch.device | str = "cpu",
+    documents: Tensor | None = None,
 ) -> SparseCall:
-    """The sparse form of a chunk's dense call. `runs` are those `dense.blocks` were planned with
-    (plan_blocks), None if each row is one document; `device` is that of the queries."""
+    """The sparse form of a chunk's dense call. `documents` [B, C] int64, on the queries' device:
+    the first token of each query's document; None if each row is one."""
     assert dense.q_start % sparse.page == 0, (dense.q_start, sparse.page)
     blocks = near_blocks(dense.blocks, sparse, dense.q_start)
     pages = sparse.candidates(dense.q_start)
-    documents = first = None
-    if runs is not None:
-        documents = document_starts(runs).to(device)
+    first = None
+    if documents is not None:
         # Documents ascend: the first query of a page sees the most.
         first = documents[:, :: sparse.page] // sparse.page
     return SparseCall(
@@ -68,18 +65,6 @@ def sparse_call(
         Candidates(pages, first),
         select,
         kernel,
-    )
-
-
-def document_starts(runs: Sequence[tuple[Run, ...]]) -> Tensor:
-    """First token of the document of each of a chunk's tokens [B, C], from its rows' runs."""
-    starts = [[run.document_start for run in row] for row in runs]
-    lengths = [[run.stop - run.start for run in row] for row in runs]
-    return torch.stack(
-        [
-            torch.tensor(start).repeat_interleave(torch.tensor(length))
-            for start, length in zip(starts, lengths, strict=True)
-        ]
     )
 
 
