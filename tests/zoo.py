@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 logging.set_verbosity_error()  # tiny vocabularies lack the families' special tokens
@@ -44,6 +44,7 @@ class Family:
     sinks: bool = False
     kv_heads: int = 2
     fp32: str | None = None  # its own code computes in fp32 what parameters of such a name are in
+    kind: str | None = None  # its model_type, if that is not its name here
 
 
 ALTERNATING = (WINDOW, None, WINDOW, None)
@@ -125,10 +126,94 @@ FAMILIES: dict[str, Family] = {
     "glm4": Family(),
 }
 
+SLIDING = {"sliding_window": WINDOW}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SMALL_EXPERTS = {**EXPERTS, "moe_intermediate_size": 16}
+ROUTED_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    key: DEEPSEEK[key]
+    for key in (
+        *("num_key_value_heads", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim"),
+        *("qk_nope_head_dim", "v_head_dim", "head_dim"),
+    )
+}
+GEMMA4 = {
+    **SLIDING,
+    "global_head_dim": 16,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": VOCAB,
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+}
+GEMMA4_31B = {
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "use_bidirectional_attention": "vision",
+}
+GEMMA4_26B = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+
+# Families that are held exact by a test each; those above go through all of them.
+FURTHER: dict[str, Family] = {
+    "afmoe": Family({**SMALL_EXPERTS, **SLIDING}, fp32=""),
+    "apertus": Family(),
+    "arcee": Family(),
+    "aria_text": Family(),
+    "bitnet": Family(),
+    "cohere2_moe": Family({**EXPERTS, **SLIDING}, fp32=""),
+    "cwm": Family(SLIDING),
+    "deepseek_v2": Family({**LATENT, **ROUTED_EXPERTS}, fp32=""),
+    "dots1": Family(
+        {**ROUTED_EXPERTS, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}, fp32=""
+    ),
+    "ernie4_5": Family(),
+    "ernie4_5_moe": Family({**SMALL_EXPERTS, "moe_num_experts": 4}, fp32=""),
+    "exaone4": Family(SLIDING),
+    "exaone_moe": Family({**SMALL_EXPERTS, **SLIDING}, fp32=""),
+    "flex_olmo": Family(EXPERTS),
+    "gemma4_text": Family({**GEMMA4, **GEMMA4_31B}, fp32=""),
+    "gemma4_moe": Family(
+        {**GEMMA4, **GEMMA4_26B, "moe_intermediate_size": 16}, fp32="", kind="gemma4_text"
+    ),
+    "glm": Family(),
+    "glm4_moe": Family(ROUTED_EXPERTS, fp32=""),
+    "glm4_moe_lite": Family({**LATENT, **ROUTED_EXPERTS}, fp32=""),
+    "granitemoe": Family(LOCAL_EXPERTS),
+    "granitemoeshared": Family(LOCAL_EXPERTS),
+    "helium": Family(fp32=""),
+    "hunyuan_v1_dense": Family(),
+    "hunyuan_v1_moe": Family(EXPERTS, fp32=""),
+    "hyperclovax": Family(),
+    "internlm3": Family(),
+    "jetmoe": Family(LOCAL_EXPERTS),
+    "laguna": Family({**SMALL_EXPERTS, **SLIDING}, fp32=""),
+    "mimo_v2_flash": Family({**ROUTED_EXPERTS, **SLIDING}, fp32=""),
+    "minicpm3": Family(LATENT),
+    "minimax_m2": Family(LOCAL_EXPERTS, fp32=""),
+    "ministral": Family(SLIDING),
+    "ministral3": Family(SLIDING),
+    "nanochat": Family(),
+    "nemotron": Family(),
+    "olmo": Family(),
+    "olmoe": Family(EXPERTS),
+    "persimmon": Family(),
+    "qwen2_moe": Family(SMALL_EXPERTS),
+    "seed_oss": Family({"residual_dropout": 0.0}),
+    "solar_open": Family(ROUTED_EXPERTS, fp32=""),
+    "vaultgemma": Family(SLIDING, fp32=""),
+    "youtu": Family(LATENT),
+}
+# An older transformers has fewer.
+FURTHER = {
+    name: FURTHER[name] for name in FURTHER if (FURTHER[name].kind or name) in CONFIG_MAPPING
+}
+
 
 def make_model(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> PreTrainedModel:
     """A model in training mode; `changes` are configuration fields."""
-    config = AutoConfig.for_model(name, **{**COMMON, **FAMILIES[name].fields, **changes})
+    family = FAMILIES[name] if name in FAMILIES else FURTHER[name]
+    kind = family.kind or name
+    config = AutoConfig.for_model(kind, **{**COMMON, **family.fields, **changes})
     config._experts_implementation = "eager"  # torch's grouped product has no float64
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -141,7 +141,9 @@ class _Shape(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ctx.save_for_backward(q)
-        return q.new_ones(*q.shape[:3], v.shape[3]) + 0 * k.sum()
+        batch, heads, tokens, _ = q.shape
+        # In memory as a cell's: some families view what attention gives.
+        return (q.new_ones(batch, tokens, heads, v.shape[3]) + 0 * k.sum()).transpose(1, 2)
 
     @staticmethod
     def backward(_: Any, __: Tensor) -> tuple[None, None, None]:

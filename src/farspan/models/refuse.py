@@ -43,7 +43,9 @@ def refuse_model(model: PreTrainedModel) -> None:
         raise Refused(f"model: {name} is an encoder-decoder; expected a decoder-only causal LM")
     if getattr(config, "add_cross_attention", False):
         raise Refused(f"model: {name} has cross-attention; set add_cross_attention to false")
-    if getattr(config, "use_bidirectional_attention", False) or not _is_causal(model):
+    # Gemma4's "vision" is of the tokens of an image alone.
+    sees_later = getattr(config, "use_bidirectional_attention", None)
+    if sees_later not in (None, False, "vision") or not _is_causal(model):
         raise Refused(
             f"model: {name} attends to later tokens (bidirectional); chunks of a causal model are "
             "the only ones that can be processed in order"

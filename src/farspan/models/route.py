@@ -45,7 +45,8 @@ def _attention(
     if attention_mask is not None:
         raise RuntimeError("the model built an attention mask of its own, which farspan cannot use")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return active(module, query, key, value, scale, **keywords), None
+    out = active(module, query, key, value, scale, **keywords)
+    return out.contiguous(), None  # as transformers' own: AFMoE and JetMoE view it
 
 
 def _mask(*_: Any, local_size: int | None = None, **__: Any) -> None:
