@@ -87,6 +87,15 @@ def test_predicted_is_measured(name: str, dtype: torch.dtype) -> None:
     assert max(rest) == min(rest)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "vaultgemma"])
+def test_attention_that_takes_the_most_is_predicted_beside_gradients(name: str) -> None:
+    """The last chunk of a step has no gradients beside it yet, and the first no earlier keys."""
+    step = Step(make_model(name, torch.bfloat16, max_position_embeddings=4096), BASE)
+    for tokens in (128, 192, 408):
+        expected = forecast(step, 1, tokens)
+        assert measure(step, 1, tokens) == expected.new_device + expected.host_arena
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("several", [False, True])
 def test_what_is_made_of_a_batch_is_known(batch: int, several: bool) -> None:

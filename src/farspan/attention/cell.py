@@ -118,6 +118,7 @@ def attend_earlier(
         for block in visit.blocks:
             part = _forward(call, q, keys, values, block, visit.start)
             merge_(_queries(call, out, block), _queries(call, lse, block), *part)
+            del part
     return out, lse
 
 
@@ -195,7 +196,9 @@ def _earlier_gradients(
     for visit in _visits(call):
         keys, values = key_values.keys(visit.start, visit.stop)
         parts = _gradients(call, of_queries, keys, values, visit, dq)
+        del keys, values
         key_values.add_gradient(visit.start, visit.stop, visit.rows, *parts)
+        del parts
 
 
 def _gradients(
@@ -220,6 +223,7 @@ def _gradients(
         dq.add(parts[0], block.rows, block.q_start + block.shift - call.q_start)
         dk.add(parts[1], rows, block.k_start - visit.start)
         dv.add(parts[2], rows, block.k_start - visit.start)
+        del parts
     return dk.total(), dv.total()
 
 

@@ -195,8 +195,9 @@ def _short(step: Step, batch: int, tokens: int) -> tuple[int, int, int]:
     """What is rehearsed in place of so many tokens: a batch, how many of it, and the most of a
     document."""
     schedule = step.schedule
-    # One whole block of earlier keys, so that attention's own temporaries are seen in full.
-    short = min(tokens, schedule.chunk + max(schedule.chunk, schedule.kv_block))
+    # One whole block of earlier keys, so that attention's own temporaries are seen in full; and a
+    # chunk behind, so that they are seen beside the gradients that it left.
+    short = min(tokens, 2 * schedule.chunk + max(schedule.chunk, schedule.kv_block))
     return batch, short, context_limit(step.boundary.model.config) or short
 
 

@@ -161,6 +161,7 @@ def attend(
         for block in visit:
             own = call.kernel.forward(_queries(q, block), keys, values, block)
             merge(_queries(out, block), _queries(lse, block), *own)
+            del own
     if call.far is not None:
         out = as_width(out, lse.width)
         _pass(q.memory, _far_bytes(call, backward=False))
@@ -210,7 +211,7 @@ def _attend_backward(
     dk, dv = _gradients(call, of_queries, k, v, own_blocks(call), dq)
     for visit in visits(call):
         keys, values = _stored(k, visit), _stored(v, visit)
-        _parts = _gradients(call, of_queries, keys, values, visit, dq)
+        _gradients(call, of_queries, keys, values, visit, dq)
     dsinks = None
     if sinks is not None:
         dsinks = _sink_gradient(dout, attended[0], attended[1], sinks)
@@ -269,6 +270,7 @@ def _gradients(
         dq.add(parts[0])
         dk.add(parts[1])
         dv.add(parts[2])
+        del parts
     return dk.total(), dv.total()
 
 

@@ -362,7 +362,7 @@ class _Answer:
 
     def __call__(self, q: Phantom, k: Phantom, v: Phantom, sinks: Phantom | None) -> Phantom:
         batch, heads, tokens, _ = q.shape
-        self.out = q.memory.given((batch, heads, tokens, v.shape[3]), q.width)
+        self.out = q.memory.given((batch, tokens, heads, v.shape[3]), q.width)
         inputs = [q, k, v, sinks]
         memory = q.memory
         sizes = [(x.shape, x.width) if x is not None else None for x in inputs]
@@ -370,4 +370,4 @@ class _Answer:
         def backward(_: Gradients, __: Saved) -> Found:
             return [memory.new(*size) if size is not None else None for size in sizes]
 
-        return record(transpose(self.out, 1, 2), inputs, backward, [q])
+        return record(self.out, inputs, backward, [q])
