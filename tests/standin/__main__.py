@@ -44,7 +44,8 @@ def _build(library: Path, sources: list[Path]) -> None:
     headers += [nccl / "include" for nccl in _nccl()]
     linked = ["-ldl"]
     if library.name == OPERATORS:
-        linked += [f"-L{torch_place}/lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_place}/lib"]
+        linked += [f"-L{torch_place}/lib", "-ltorch_cpu", "-lc10", "-lc10_cuda"]
+        linked += [f"-Wl,-rpath,{torch_place}/lib"]
     flags = [*FLAGS, *(f"-I{place}" for place in headers)]
     subprocess.run(["g++", *flags, *map(str, sources), *linked, "-o", str(library)], check=True)
 

@@ -3,10 +3,12 @@
 // Device memory is main memory (runtime.cpp), so a CUDA tensor can be looked at as a CPU tensor.
 // Every aten operator with a kernel for CUDA gets another one, which looks at its tensors so, asks
 // the dispatcher again and hands what is new to the device. Views, allocations and what speaks to
-// streams stay as they are.
+// streams stay as they are. What would have the CPU wait for a GPU is told as CUDA's own tells it:
+// see torch.cuda.set_sync_debug_mode.
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <torch/library.h>
 
 #include <memory>
@@ -25,6 +27,13 @@ const std::set<std::string> KEPT = {
     "aten::_pin_memory", "aten::is_pinned", "aten::record_stream", "aten::_local_scalar_dense",
     "aten::set_",        "aten::resize_",   "aten::empty",         "aten::empty_strided",
     "aten::new_empty_strided",
+};
+
+// How large their results are, or what they answer, is read from the device.
+const std::set<std::string> WAITED_FOR = {
+    "aten::nonzero",      "aten::masked_select",      "aten::equal",   "aten::_unique",
+    "aten::_unique2",     "aten::unique_consecutive", "aten::bincount", "aten::unique_dim",
+    "aten::unique_dim_consecutive",
 };
 
 // Below autograd, autocast and what counts versions.
@@ -73,9 +82,31 @@ void each_tensor(c10::IValue& value, F&& function) {
     }
 }
 
+void cpu_waits() {
+    if (c10::cuda::warning_state().get_sync_debug_mode() != c10::cuda::SyncDebugMode::L_DISABLED)
+        c10::cuda::warn_or_error_on_sync();
+}
+
+bool is_mask(const std::optional<Tensor>& tensor) {
+    return tensor && tensor->defined() && tensor->is_cuda() &&
+           (tensor->scalar_type() == at::kBool || tensor->scalar_type() == at::kByte);
+}
+
+// Does CUDA's kernel read from the device how many there are: of a mask, or to repeat?
+bool has_cpu_wait(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> given) {
+    if (WAITED_FOR.count(schema.name())) return true;
+    if (schema.name() == "aten::repeat_interleave") return given.back().isNone();
+    for (const auto& value : given)
+        if (value.isOptionalTensorList())
+            for (const auto& tensor : value.toOptionalTensorVector())
+                if (is_mask(tensor)) return true;
+    return false;
+}
+
 void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     Looks looks;
     auto count = op.schema().arguments().size();
+    if (has_cpu_wait(op.schema(), torch::jit::last(*stack, count))) cpu_waits();
     for (auto place = stack->size() - count; place < stack->size(); ++place) {
         auto& value = (*stack)[place];
         each_tensor(value, [&](const Tensor& tensor) { return lowered(tensor, looks); });
@@ -95,7 +126,13 @@ void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         each_tensor(value, [&](const Tensor& tensor) { return lifted(tensor, looks); });
 }
 
-Tensor& copy_(Tensor& target, const Tensor& source, bool) {
+// PyTorch tells of copies that are not asked to go on beside the CPU. Those of memory that is not
+// locked have it wait as well.
+Tensor& copy_(Tensor& target, const Tensor& source, bool non_blocking) {
+    const Tensor& on_host = target.is_cuda() ? source : target;
+    if (target.is_cuda() != source.is_cuda() && target.numel() &&
+        !(non_blocking && on_host.is_pinned()))
+        cpu_waits();
     Below below;
     Tensor to = target.is_cuda() ? look_at(target) : target;
     to.copy_(source.is_cuda() ? look_at(source) : source);

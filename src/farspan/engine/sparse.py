@@ -151,7 +151,7 @@ class SparseRun:
     kernels: AttentionKernels
     documents: Callable[[int], Tensor | None]  # of a chunk: see `sparse_call`
     watched: tuple[int, int] | None = None  # the cell whose seen mass is measured
-    seen: Seen | None = None
+    seen: Callable[[], Seen] | None = None  # the CPU waits where it asks
     page_slots: PageSlots = field(init=False)
     chunk: int = -1  # the one at hand
     calls: dict[tuple[LayerSpec, float], SparseCall] = field(default_factory=dict)
@@ -219,7 +219,12 @@ class SparseRun:
         prefix.begin(spans)
         mass = seen_mass(call, q, k, lse, prefix, sampled(q.shape[2], SAMPLES), spans, sinks)
         prefix.done()
-        self.seen = Seen(i.layer, i.chunk, mass)
+        self.seen = partial(_seen, i, mass)
+
+
+def _seen(i: Forward, mass: Tensor) -> Seen:
+    mean, minimum = mass.tolist()
+    return Seen(i.layer, i.chunk, Mass(mean, minimum))
 
 
 def watched_cell(program: Program, step: int) -> tuple[int, int] | None:

@@ -114,7 +114,7 @@ class Step:
         sparse = schedule.sparse
         self.selector = None if sparse is None else selector_of(selector, sparse)
         self.watches = sparse is not None  # what one cell a step sees is measured
-        self.seen: Seen | None = None  # the latest that was
+        self._seen: Callable[[], Seen] | None = None  # the latest that was
         self._steps = 0
         kernels = kernels or Kernels()
         self.kernels = AttentionKernels(
@@ -198,6 +198,12 @@ class Step:
         for arena in self.arenas.values() if self.poison else ():
             self.copies.synchronize()
             arena.poison()
+
+    @property
+    def seen(self) -> Seen | None:
+        """The attention mass that the latest watched cell sees, for which the CPU waits; None:
+        nothing was hidden."""
+        return None if self._seen is None else self._seen()
 
     def arena_bytes(self) -> dict[Tier, int]:
         """What the arenas hold at present."""
@@ -324,7 +330,7 @@ class Step:
         finally:
             self.copies.end()
         if interpreter.sparse is not None:
-            self.seen = interpreter.sparse.seen or self.seen
+            self._seen = interpreter.sparse.seen or self._seen
         return loss.to(storage.accumulate_dtype)
 
     def _outer_parameters(self) -> tuple[nn.Parameter, ...]:

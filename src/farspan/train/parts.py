@@ -42,7 +42,9 @@ class StepLike(Protocol):
 
     progress: Callable[[Any], None] | None
     host_room: int | None  # bytes of main memory that it may take; None: as many as there are
-    seen: Seen | None  # of the latest step's watched cell, where attention is sparse
+
+    @property
+    def seen(self) -> Seen | None: ...  # by the latest step's watched cell; None: all is dense
 
     def __call__(
         self,

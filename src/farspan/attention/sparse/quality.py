@@ -40,8 +40,9 @@ def seen_mass(
     tokens: range,
     spans: Iterable[tuple[int, int]],
     sinks: Tensor | None = None,
-) -> Mass:
-    """Mass of these tokens of a chunk, whose q [B, H, C, D], own k and lse are given.
+) -> Tensor:
+    """Mass of these tokens of a chunk, whose q [B, H, C, D], own k and lse are given: the mean and
+    the minimum, [2] in the accumulate dtype, for which the CPU has not waited.
 
     `spans` are ranges that cover all earlier keys, in ascending order, as `key_values` serves them.
     It reads all earlier keys once: with K on host it costs as much transfer as dense attention, so
@@ -70,4 +71,4 @@ def seen_mass(
             scores.masked_fill_(hidden.unsqueeze(1), -torch.inf).logsumexp(3)
         )
     mass = (lse[:, :, sample] - everything).exp()
-    return Mass(float(mass.mean()), float(mass.min()))
+    return torch.stack([mass.mean(), mass.min()])
