@@ -137,7 +137,33 @@ def test_a_field_that_a_family_reads_without_declaring_it_is_one(tmp_path: Path)
     assert changed.head_dim == 32
 
 
-@pytest.mark.parametrize("name", ["heads_dim", "head", "head_dims", "hidden_sizes", "self"])
+def test_fields_that_transformers_makes_others_of_are_taken() -> None:
+    """As published files have them."""
+    made = load_config(path=None, config={**QWEN3_MOE, "rope_theta": 5e5}, overrides={})
+    assert made.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
+    layers = ["sliding_attention", "full_attention"]
+    gemma = {"model_type": "gemma4_text", "num_hidden_layers": 2, "layer_types": layers}
+    made = load_config(path=None, config={**gemma, "global_head_dim": 32}, overrides={})
+    assert [layer.head_dim for layer in made.per_layer_config] == [256, 32]
+
+
+def test_a_field_that_differs_by_layer_is_one() -> None:
+    """Gemma4's configuration refuses to tell it of all layers."""
+    gemma = {"model_type": "gemma4_text", "head_dim": 16}
+    made = load_config(path=None, config=gemma, overrides={})
+    assert made.per_layer_config[0].head_dim == 16
+    with pytest.raises(Refused, match=r"^model\.overrides\.head_dim: the layers of Gemma4Text"):
+        load_config(path=None, config=gemma, overrides={"head_dim": 8})
+
+
+def test_fields_that_do_not_go_together_are_refused() -> None:
+    with pytest.raises(Refused, match=r"^model\.config: .*mamba_n_heads must divide"):
+        load_config(path=None, config={"model_type": "bamba", "hidden_size": 40}, overrides={})
+    with pytest.raises(Refused, match=r"^model\.config: .*'self'"):
+        load_config(path=None, config={**QWEN3_MOE, "self": 32}, overrides={})
+
+
+@pytest.mark.parametrize("name", ["heads_dim", "head", "head_dims", "hidden_sizes"])
 def test_a_field_that_nobody_reads_is_refused(name: str) -> None:
     with pytest.raises(Refused, match=rf"^model\.config\.{name}: Qwen3MoeConfig has no such field"):
         load_model(config={**QWEN3_MOE, name: 32}, dtype=torch.float32)

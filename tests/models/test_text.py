@@ -18,7 +18,7 @@ from farspan.models.work import with_work
 from farspan.spec import Refused, Schedule, Tier
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
 from tests.models.test_families import FP32_INSIDE
-from tests.zoo import COMMON, GEMMA3, WINDOW, make_model, scatter_weights
+from tests.zoo import COMMON, GEMMA3, GEMMA4, GEMMA4_31B, WINDOW, make_model, scatter_weights
 
 VISION = {
     "hidden_size": 16,
@@ -51,6 +51,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "mm_tokens_per_image": 4,
         "image_token_index": 60,
     },
+    "gemma4": {  # which reads padding where a token stands for an image, a video or a sound
+        "text_config": text("gemma4_text", **GEMMA4, **GEMMA4_31B),
+        "vision_config": {**VISION, "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4},
+        "audio_config": None,
+        "image_token_id": 60,
+        "video_token_id": 59,
+        "audio_token_id": 58,
+    },
     "mistral3": {
         "text_config": text("mistral", sliding_window=WINDOW),
         "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 8},
@@ -72,6 +80,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0]},
     },
 }
+WIDEN = {"gemma3": "norm", "gemma4": ""}  # parameters that they multiply by in fp32
 SCHEDULES = (
     Schedule(chunk=13, groups=(1, 3), attention_kept=0.4, activations_kept=0.5, kv_block=16),
     Schedule(chunk=10, groups=4, kv=Tier.HOST, kv_block=12, layer_checkpoint=True),
@@ -94,11 +103,11 @@ def unmet(model: PreTrainedModel) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_steps_of_text_are_exact(kind: str) -> None:
-    """Against the whole model's own forward; Gemma multiplies by its norms in fp32."""
+    """Against the whole model's own forward."""
     model = make(kind)
     assert not reads_text_alone(model)
     names = [name for name, _ in model.named_parameters()]
-    limits = {name: FP32_INSIDE for name in names if kind == "gemma3" and "norm" in name}
+    limits = {name: FP32_INSIDE for name in names if kind in WIDEN and WIDEN[kind] in name}
     for schedule in SCHEDULES:
         step = Step(model, schedule, poison=True)
         for tokens, seed in ((53, 0), (38, 1)):

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from transformers import PretrainedConfig, PreTrainedModel
 
 from farspan.models.refuse import refuse_adapters
+from farspan.models.text import tokens_as_read
 from farspan.spec import Refused
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -158,6 +159,7 @@ class Boundary:
 
     def embed(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, list[LayerCall]]:
         """The input of layer 0 [B, C, hidden] and how each layer is to be called."""
+        input_ids = tokens_as_read(self.model, input_ids)
         return self._record(input_ids=input_ids, position_ids=position_ids)
 
     def calls(self, batch: int, position_ids: Tensor) -> list[LayerCall]:
@@ -227,8 +229,8 @@ def _layers_name(decoder: nn.Module) -> str:
     ]
     if len(lists) != 1:
         raise Refused(
-            f"model: {type(decoder).__name__} has {len(lists)} lists of "
-            f"{count} layers, expected exactly one"
+            f"model: {type(decoder).__name__} has {len(lists)} lists of its {count} layers; "
+            "expected one, of decoder layers that are called in turn"
         )
     return lists[0]
 

@@ -255,13 +255,26 @@ def _config_of(fields: dict[str, Any]) -> PretrainedConfig:
             "example 'llama', 'qwen2' or 'mistral'"
         )
     values = {name: value for name, value in fields.items() if name != "model_type"}
-    _check_fields(AutoConfig.for_model(kind), values, "model.config")
-    return AutoConfig.for_model(kind, **values)
+    try:
+        made = AutoConfig.for_model(kind, **values)
+    except Exception as error:  # of its own kind: transformers checks how some fields go together
+        raise Refused(f"model.config: {' '.join(str(error).split())}") from error
+    # What transformers makes others of is gone, as rope_theta is; what it does not know is kept.
+    kept = {name: value for name, value in values.items() if name in vars(made)}
+    _check_fields(AutoConfig.for_model(kind), kept, "model.config")
+    return made
+
+
+def _has(config: PretrainedConfig, name: str) -> bool:
+    try:
+        return hasattr(config, name)
+    except RuntimeError:  # Gemma4's layers differ in it, and no one answer is right
+        return True
 
 
 def _check_fields(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None:
     for name in fields:
-        if not hasattr(config, name) and not _is_read(config, name):
+        if not _has(config, name) and not _is_read(config, name):
             raise Refused(f"{where}.{name}: {type(config).__name__} has no such field")
 
 
@@ -288,12 +301,22 @@ def _merged(before: Any, value: Any) -> Any:
     return {**before, **{name: _merged(before.get(name), part) for name, part in value.items()}}
 
 
+def _before(config: PretrainedConfig, name: str, where: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except RuntimeError as error:
+        raise Refused(
+            f"{where}.{name}: the layers of {type(config).__name__} differ in it, and one number "
+            "for all would be of some of them; leave it out"
+        ) from error
+
+
 def _apply(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None:
     """Changes fields; of a model that reads more than text, those that only its text's part has
     there."""
     text = config.get_text_config()
     if text is not config:
-        of_text = {n: v for n, v in fields.items() if hasattr(text, n) and not hasattr(config, n)}
+        of_text = {n: v for n, v in fields.items() if _has(text, n) and not _has(config, n)}
         fields = {name: value for name, value in fields.items() if name not in of_text}
         _apply(text, of_text, where)
     _check_fields(config, fields, where)
@@ -302,7 +325,7 @@ def _apply(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None
             f"{where}.model_type: a model keeps its own, {config.model_type}; leave it out"
         )
     for name, value in fields.items():
-        before: Any = getattr(config, name, None)
+        before = _before(config, name, where)
         if isinstance(before, PretrainedConfig) and isinstance(value, dict):
             _apply(before, value, f"{where}.{name}")
             continue

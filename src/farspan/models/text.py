@@ -2,8 +2,12 @@
 
 from collections.abc import Iterator
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+# Families that read padding wherever a token stands for an image, a video or a sound.
+READ_AS_PADDING = ("gemma4", "gemma4_unified")
+STANDS_FOR_OTHER = ("image_token_id", "video_token_id", "audio_token_id")
 
 
 def reads_text_alone(model: PreTrainedModel) -> bool:
@@ -29,3 +33,17 @@ def freeze_unmet(model: PreTrainedModel) -> None:
     for parameter in model.parameters():
         if id(parameter) not in met:
             parameter.requires_grad_(False)
+
+
+def tokens_as_read(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    """The tokens that are embedded, of the same shape: in text, too, some families read others
+    than they are given."""
+    config = model.config
+    if config.model_type not in READ_AS_PADDING:
+        return input_ids
+    padding = config.get_text_config().pad_token_id
+    for name in STANDS_FOR_OTHER:
+        other = getattr(config, name, None)
+        if other is not None:
+            input_ids = input_ids.masked_fill(input_ids == other, padding)
+    return input_ids
