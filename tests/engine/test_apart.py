@@ -32,7 +32,10 @@ CASES = [
 
 
 def peaks(layout: Layout, schedule: Schedule, family: str) -> tuple[int, int]:
-    """Bytes that rank 1 takes when it alone rehearses, and among the others."""
+    """Bytes that rank 1 takes when it alone rehearses, and among the others.
+
+    Among them the least of three is taken: on a busy machine gloo's threads hold what has left, or
+    come, a little longer (9 KiB of 446 were seen), which only ever adds to a peak."""
     model = make_model(family)
     step = Step(model, schedule, ranks=deal(model, schedule, Ranks(layout, CPU)))
     apart = rehearse_apart(step, 1, TOKENS) if dist.get_rank() == 1 else 0
@@ -45,8 +48,11 @@ def peaks(layout: Layout, schedule: Schedule, family: str) -> tuple[int, int]:
             measured.append(meter.peak)
 
         patch.setattr(PeakMeter, "__exit__", noted)
-        forecast(step, 1, TOKENS)
-    return apart, measured[-1]
+        among = []
+        for _ in range(3):
+            forecast(step, 1, TOKENS)
+            among.append(measured[-1])
+    return apart, min(among)
 
 
 def of_all(cases: list[tuple[Layout, Schedule, str]]) -> list[tuple[int, int]]:
@@ -57,8 +63,7 @@ def test_a_rank_rehearses_apart_what_it_takes_among_others() -> None:
     composed = [(Layout(ulysses=2, shards=2), SCHEDULE, "qwen3_moe")]
     found = run_ranks(2, of_all, CASES)[1] + run_ranks(4, of_all, composed)[1]
     for case, (apart, among) in zip(CASES + composed, found, strict=True):
-        # Pages and experts are chosen by what arrives. On a busy machine gloo's threads hold what
-        # has left, or come, a little longer: 4 KiB of 265 were seen.
+        # Pages and experts are chosen by what arrives.
         _, schedule, family = case
         least = 0.98 if family == "llama" and schedule.sparse is None else 0.9
         assert least * among <= apart <= 1.01 * among, case
