@@ -72,8 +72,19 @@ class LayerWork:
 
 
 @dataclass(frozen=True, slots=True)
+class StateTensor:
+    """What a recurrent layer hands from one chunk to the next, in place of K and V."""
+
+    name: str
+    shape: tuple[int, ...]  # of one sequence
+    element_bytes: int
+    row: int = 0  # elements a token of a chunk's rows, in which it lies; 0: no chunks are known
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One decoder layer, as far as memory and attention are concerned."""
+    """One decoder layer, as far as memory and attention are concerned. One that does not attend
+    has no heads, and a window of the token itself."""
 
     query_heads: int
     kv_heads: int
@@ -86,6 +97,10 @@ class LayerSpec:
     activation_constant: int = 0  # a cell; the part of the above that does not grow with tokens
     saves_input: bool = True  # autograd saves the layer's input itself, not only a cast of it
     work: LayerWork = LayerWork()
+    state: tuple[StateTensor, ...] = ()  # read by every cell, whatever becomes of attention
+
+    def attends(self) -> bool:
+        return self.query_heads > 0
 
     def kv_elements(self) -> int:
         """Elements of K and V together, a token."""
@@ -108,6 +123,9 @@ class ModelSpec:
     parameters: int = 0  # elements, all of them
     trainable: int = 0  # elements that receive a gradient
 
+    def is_recurrent(self) -> bool:
+        return any(layer.state for layer in self.layers)
+
     def outer(self) -> int:
         """Elements of the weights outside the layers: embedding, last norm, head."""
         return self.parameters - sum(layer.work.parameters for layer in self.layers)
@@ -123,8 +141,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A measured rate against the size of one call: linear in log(size) between the points,
-    constant beyond them."""
+    """A measured rate against a call's size: linear in log(size), constant beyond the points."""
 
     points: tuple[tuple[float, float], ...]  # (size, rate a second), sizes ascending
 
@@ -143,10 +160,9 @@ class Curve:
 class Rates:
     """FLOP a second that one device reaches in one dtype.
 
-    Attention's curves are for heads of `head_dim` wide. A softmax takes as long for a narrow head
-    as for a wide one, so its seconds are kept apart: on an H100 cuDNN's forward reaches 413 TFLOP/s
-    with heads of 64 and 595 with 128, which 0.38 ps a query, key and head explain.
-    """
+    Attention's curves are for heads of `head_dim`. A softmax takes as long for narrow heads, so its
+    seconds are kept apart: on an H100 cuDNN's forward reaches 413 TFLOP/s with heads of 64 and 595
+    with 128, which 0.38 ps a query, key and head explain."""
 
     matmul: Curve  # against the FLOP of one product
     attention_forward: Curve  # without a mask; against the FLOP of one head of one sequence

@@ -6,14 +6,34 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from farspan.plan.program import Program
-from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier
+from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, StateTensor, Tier
 
 FRACTIONS = st.sampled_from([0.0, 0.3, 0.5, 1.0]) | st.floats(0.0, 1.0)
 TIERS = st.sampled_from(Tier)
 
 
 @st.composite
-def layer_specs(draw: st.DrawFn) -> LayerSpec:
+def states(draw: st.DrawFn) -> tuple[StateTensor, ...]:
+    """A convolution's and a recurrence's, one of them, or none: a bare feed-forward."""
+    conv = StateTensor("conv.0", (draw(st.integers(1, 40)), 3), draw(st.sampled_from([2, 4, 8])))
+    recurrent = StateTensor("recurrent.0", (3, draw(st.integers(1, 90))), 4)
+    return draw(st.sampled_from([(), (conv,), (recurrent,), (conv, recurrent)]))
+
+
+@st.composite
+def unattending(draw: st.DrawFn) -> LayerSpec:
+    return LayerSpec(
+        *(0, 0, 0, 0),
+        window=1,
+        activation_bytes=draw(st.integers(0, 90)),
+        activation_constant=draw(st.sampled_from([0, 7, 128])),
+        saves_input=draw(st.booleans()),
+        state=draw(states()),
+    )
+
+
+@st.composite
+def attending(draw: st.DrawFn) -> LayerSpec:
     """Shapes whose rows are no multiple of a cache line, so that padding is seen."""
     heads = draw(st.sampled_from([1, 2, 3]))
     return LayerSpec(
@@ -30,7 +50,8 @@ def layer_specs(draw: st.DrawFn) -> LayerSpec:
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelSpec:
-    layers = draw(st.lists(layer_specs(), min_size=1, max_size=6))
+    kinds = attending() if draw(st.booleans()) else attending() | unattending()
+    layers = draw(st.lists(kinds, min_size=1, max_size=6))
     return ModelSpec(
         name="random",
         hidden=draw(st.sampled_from([8, 20, 32])),
@@ -91,7 +112,10 @@ def steps(draw: st.DrawFn) -> tuple[ModelSpec, RunSpec, Schedule]:
     """Everything that `build_program` asks for."""
     model = draw(models())
     run = RunSpec(draw(st.integers(1, 2)), draw(st.integers(1, 200)))
-    return model, run, draw(schedules(len(model.layers), run.tokens))
+    schedule = draw(schedules(len(model.layers), run.tokens))
+    if model.is_recurrent() and schedule.chunk == 1:
+        schedule = replace(schedule, chunk=2)
+    return model, run, schedule
 
 
 def dense(step: tuple[ModelSpec, RunSpec, Schedule]) -> tuple[ModelSpec, RunSpec, Schedule]:

@@ -15,7 +15,7 @@ from farspan.plan.words import PARTS
 from farspan.report.plan import contexts_view, plan_view
 from farspan.report.tables import BAR, bar
 from farspan.report.words import layout_words, schedule_words
-from farspan.spec import Schedule, Tier
+from farspan.spec import Schedule, StateTensor, Tier
 from tests.report.cases import GIB, fitting, overrun, question, text_of
 
 
@@ -27,6 +27,17 @@ def test_a_plan_that_fits_says_by_how_much_and_why() -> None:
     assert "host: 100.0 GiB of 512.0 GiB" in text
     assert "why: fastest of those that fit" in text
     assert "NOT" not in text
+
+
+def test_what_is_not_priced_is_said() -> None:
+    plain = fitting()
+    state = (StateTensor("recurrent.0", (4, 8, 8), 4),)
+    model = plain.question.model
+    layers = (replace(model.layers[0], state=state), *model.layers[1:])
+    recurrent = replace(plain.question, model=replace(model, layers=layers))
+    words = "what recurrent layers compute beside their projections is not priced"
+    assert words not in text_of(plan_view(plain))
+    assert words in text_of(plan_view(replace(plain, question=recurrent)))
 
 
 def test_every_part_is_shown_the_largest_first() -> None:

@@ -11,6 +11,7 @@ from farspan.plan.ledger import Ledger
 from farspan.plan.passes import GroupPasses
 from farspan.plan.program import Close, Kind, Program
 from farspan.plan.share import local_heads, own_groups, share_of
+from farspan.plan.states import with_states
 from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
 
 
@@ -69,7 +70,7 @@ def _ledger(
     if chunks is None:
         chunks = chunks_of(model, run.tokens, schedule, rank.layout)
     return Ledger(
-        local_heads(model, rank.layout),
+        with_states(local_heads(model, rank.layout), chunks),
         run,
         schedule,
         chunks,

@@ -220,7 +220,7 @@ class _Replay:
         if i.hold:
             self.hidden[i.layer] = taken
         self._of_layer(i.prefix, Kind.KV, i.layer)
-        if i.mode is AttentionMode.COMPUTE:
+        if self.program.model.layers[i.layer].state or i.mode is AttentionMode.COMPUTE:
             self._read_prefix(i.prefix, i.layer, i.chunk)
         self._choose(i)
         if i.write_kv is not None:

@@ -164,7 +164,7 @@ class _Uses:
         if i.chooses and i.means is not None:
             for earlier in range(i.chunk):
                 yield from _all(Lane.COMPUTE, False, self._chunk(i.means, earlier, i.layer))
-        if i.mode is AttentionMode.COMPUTE:
+        if i.mode is AttentionMode.COMPUTE or self.program.model.layers[i.layer].state:
             yield from self._prefix(i.prefix, i.chunk, i.layer, adds=False)
         output: list[Range] = []
         if i.attention is not None:
@@ -232,6 +232,12 @@ class _Uses:
         narrow, wide = batch * model.element_bytes, batch * model.accumulate_bytes()
         keys, values = layer.kv_heads * layer.head_dim, layer.kv_heads * layer.value_dim
         match buffer.kind:
+            case Kind.KV if layer.state:
+                same = [state.element_bytes == model.element_bytes for state in layer.state]
+                widths = [narrow if alike else wide for alike in same]
+                return [s.row * width for s, width in zip(layer.state, widths, strict=True)]
+            case Kind.DKV if layer.state:
+                return [state.row * wide for state in layer.state]
             case Kind.KV:
                 return [keys * narrow, values * narrow]
             case Kind.DKV:

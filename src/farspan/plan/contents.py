@@ -216,10 +216,14 @@ class Contents:
         narrow, wide = batch * model.element_bytes, batch * model.accumulate_bytes()
         keys, values = layer.kv_heads * layer.head_dim, layer.kv_heads * layer.value_dim
         out = layer.query_heads * layer.value_dim
+        alike = [s.element_bytes == model.element_bytes for s in layer.state]
+        states = [
+            s.row * (narrow if same else wide) for s, same in zip(layer.state, alike, strict=True)
+        ]
         rows = {
             Kind.X: [model.hidden * narrow],
-            Kind.KV: [keys * narrow, values * narrow],
-            Kind.DKV: [keys * wide, values * wide],
+            Kind.KV: [keys * narrow, values * narrow, *states],
+            Kind.DKV: [keys * wide, values * wide, *(s.row * wide for s in layer.state)],
             Kind.ATTENTION: [out * narrow, layer.query_heads * wide],
         }
         return sum(_padded(row, tokens) for row in rows[kind])

@@ -51,6 +51,8 @@ def exposed(into: float, work: float, out: float, count: int) -> float:
 
 def cut_heads(layer: LayerSpec, count: int) -> tuple[Piece, ...]:
     """At most `count` pieces of a layer's heads."""
+    if not layer.attends():
+        return (Piece((0, 0), (0, 0)),)
     ratio = layer.query_heads // layer.kv_heads
     if layer.kv_heads > 1 or count == 1:
         count = min(count, layer.kv_heads)

@@ -124,10 +124,11 @@ class _Walk:
         if i.write_kv is not None:
             found += _writes(self._place(i.write_kv, i.chunk))
         found += self._pages(i)
+        reads = self.program.model.layers[i.layer].state or i.mode is AttentionMode.COMPUTE
+        if reads and i.chunk:
+            found.append(Access(self._reader(i.prefix), i.prefix, WHOLE, False))
         if i.mode is AttentionMode.NONE:
             return found
-        if i.mode is AttentionMode.COMPUTE and i.chunk:
-            found.append(Access(self._reader(i.prefix), i.prefix, WHOLE, False))
         output = self.held.pop(i.layer, ()) if i.mode is AttentionMode.HELD else ()
         if i.attention is not None:
             output = (self._place(i.attention, i.chunk),)

@@ -36,9 +36,10 @@ of the sequence.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from math import prod
 from typing import NamedTuple
 
-from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier
+from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, StateTensor, Tier
 
 
 class Term(NamedTuple):
@@ -68,7 +69,7 @@ def attention_passes(model: ModelSpec, run: RunSpec, schedule: Schedule) -> Frac
             weight *= spec.query_heads * (spec.head_dim + spec.value_dim)
             done += weight * case.attention_runs(group, layer)
             total += weight
-    return done / total
+    return done / total if total else total
 
 
 def linear_passes(model: ModelSpec, run: RunSpec, schedule: Schedule) -> Fraction:
@@ -347,8 +348,20 @@ class _Case:
 
     def _key_value(self, layer: int, width: int) -> int:
         spec, rows = self.model.layers[layer], self.run.batch * self.run.tokens
+        if spec.state:
+            return sum(_padded(self._state(state, width)) for state in spec.state)
         heads = rows * spec.kv_heads * width
         return _padded(heads * spec.head_dim) + _padded(heads * spec.value_dim)
+
+    def _state(self, state: StateTensor, width: int) -> int:
+        """A state a chunk, spread evenly over all but the last one's tokens; its gradient, and what
+        is not of the model's dtype, in the accumulate dtype."""
+        model, tokens = self.model, self.run.tokens
+        if state.element_bytes != model.element_bytes:
+            width = max(4, model.element_bytes)
+        several = tokens > self.schedule.chunk
+        row = several * -(-prod(state.shape) // self.schedule.chunk)
+        return tokens * self.run.batch * row * width
 
     def _attention(self, layer: int, tokens: int) -> int:
         spec, rows = self.model.layers[layer], self.run.batch * tokens
@@ -360,7 +373,8 @@ class _Case:
         them for every such chunk, and the layer's input unless it is a boundary."""
         spec, schedule = self.model.layers[layer], self.schedule
         rows = self.run.batch * min(schedule.chunk, self.run.tokens)
-        size = rows * spec.activation_bytes + spec.activation_constant
+        size = rows * spec.activation_bytes
+        size += spec.activation_constant * (self.run.batch if spec.state else 1)
         top = group == self.last and self.is_top(layer)
         if top or schedule.attention_kept < schedule.activations_kept:
             size += rows * _output_row(spec, self.model)

@@ -53,7 +53,9 @@ class Layout:
 
 def sequence_layout(model: ModelSpec, devices: int) -> Layout:
     """The layout in which `devices` share every sequence: as many as the K, V heads allow share the
-    heads, the rest share each chunk's K, V."""
+    heads, the rest share each chunk's K, V. Of recurrent layers they share the layers."""
+    if model.is_recurrent():
+        return Layout(pipeline=devices)
     ulysses = gcd(devices, *(layer.kv_heads for layer in model.layers))
     return Layout(ulysses=ulysses, shards=devices // ulysses)
 

@@ -32,9 +32,12 @@ def chunk_pairs(program: Program, layer: LayerSpec, chunk: int) -> int:
 
 
 def earlier_rows(program: Program, layer: LayerSpec, chunk: int) -> int:
-    """Rows before a chunk that its queries need, each once. With a window, the few that two blocks
-    share at its edge are counted once though they are read twice."""
+    """Rows before a chunk that its queries need, each once: of a recurrent layer those of the chunk
+    before, where its state lies. With a window, the few that two blocks share at its edge are
+    counted once though they are read twice."""
     start, stop = program.chunks[chunk]
+    if layer.state:
+        return start - program.chunks[chunk - 1][0] if chunk else 0
     sparse = sparse_of(program.schedule, layer)
     if sparse is None:
         before = start if layer.window is None else min(start, layer.window - 1)

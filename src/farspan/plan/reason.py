@@ -96,7 +96,8 @@ def _changes(question: Question) -> Iterator[tuple[str, Question]]:
         yield f"--batch {batch}", replace(question, run=smaller, accumulates=True)
     # Sparse attention is planned for one device.
     devices = 2 * question.layout.devices() if question.sparse is None else MOST_DEVICES + 1
-    while devices <= MOST_DEVICES:
+    model = question.model
+    while devices <= (len(model.layers) if model.is_recurrent() else MOST_DEVICES):
         layout = sequence_layout(question.model, devices)
         yield f"--gpus {devices}", replace(question, layout=layout)
         devices *= 2

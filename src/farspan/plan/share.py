@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from farspan.plan.layout import ONLY, SEQUENCE, Layout, Range, Rank
+from farspan.plan.states import refuse_shared_states
 from farspan.spec import LayerSpec, ModelSpec, Refused
 
 LINE = 64  # bytes to which each saved tensor is padded
@@ -92,6 +93,7 @@ def among_heads(rank: Rank, chunk: Range) -> tuple[int, ...]:
 def local_heads(model: ModelSpec, layout: Layout) -> ModelSpec:
     """The model as attention on one rank sees it. Raises Refused where heads cannot be shared as
     the layout says."""
+    refuse_shared_states(model, layout)
     if layout.ulysses * layout.tensor == 1:
         return model
     layers = (local_layer(layer, layout) for layer in exchanging(model, layout).layers)

@@ -21,7 +21,7 @@ from farspan.plan.program import (
     Program,
 )
 from farspan.plan.reach import chunk_pairs, earlier_rows
-from farspan.plan.sizes import cell_place, regions
+from farspan.plan.sizes import cell_place, row_bytes
 from farspan.spec import LayerSpec, Tier
 
 Change = tuple[int, int]  # index of an instruction, bytes alive from then on
@@ -83,9 +83,9 @@ def _transfers(program: Program) -> Iterator[Transfer]:
                 kind = program.buffers[source].kind
                 size = copied_bytes(program, source, target, chunk)
                 yield isinstance(instruction, Fetch), kind, size
-            case Forward(layer, chunk, AttentionMode.COMPUTE, prefix):
-                size = streamed_bytes(program, layer, chunk, prefix)
-                yield True, Kind.KV, size
+            case Forward(layer, chunk, mode, prefix):
+                if mode is AttentionMode.COMPUTE or program.model.layers[layer].state:
+                    yield True, Kind.KV, streamed_bytes(program, layer, chunk, prefix)
             case Backward(layer, chunk, prefix, accumulator):
                 yield True, Kind.KV, streamed_bytes(program, layer, chunk, prefix)
                 size = streamed_bytes(program, layer, chunk, accumulator)
@@ -107,8 +107,7 @@ def copied_bytes(program: Program, source: str, target: str, chunk: int) -> int:
 
 
 def _row_bytes(program: Program, kind: Kind, layer: LayerSpec) -> int:
-    found = regions(kind, program.model, layer, program.run.batch, 1)
-    return sum(region.row_bytes() for region in found)
+    return row_bytes(kind, program.model, layer, program.run.batch)
 
 
 def streamed_bytes(program: Program, layer: int, chunk: int, name: str) -> int:
@@ -134,7 +133,7 @@ def _passes(program: Program) -> tuple[Fraction, Fraction, Fraction]:
     chunks = range(len(program.chunks))
     once = sum(_pairs(program, layer, chunk) for layer in range(layers) for chunk in chunks)
     return (
-        Fraction(done["attention"], once),
+        Fraction(done["attention"], once or 1),
         Fraction(done["linear"], layers * tokens),
         Fraction(done["projection"], layers * tokens),
     )

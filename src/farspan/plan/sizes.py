@@ -29,9 +29,12 @@ def _parts(
 ) -> list[tuple[str, tuple[int, ...], bool]]:
     key = (batch, layer.kv_heads, layer.head_dim)
     value = (batch, layer.kv_heads, layer.value_dim)
+    states = [(s.name, (batch, s.row), s.element_bytes != model.element_bytes) for s in layer.state]
     match kind:
         case Kind.X:
             return [("x", (batch, model.hidden), False)]
+        case Kind.KV | Kind.DKV if states:
+            return [(name, row, wide or kind is Kind.DKV) for name, row, wide in states]
         case Kind.KV:
             return [("k", key, False), ("v", value, False)]
         case Kind.DKV:
@@ -61,6 +64,11 @@ def regions_bytes(found: tuple[Region, ...], tokens: int) -> int:
     return sum(aligned(region.row_bytes() * tokens) for region in found)
 
 
+def row_bytes(kind: Kind, model: ModelSpec, layer: LayerSpec, batch: int) -> int:
+    """Bytes a token of a buffer, padding left out."""
+    return sum(region.row_bytes() for region in regions(kind, model, layer, batch, 1))
+
+
 def activation_cell_bytes(
     model: ModelSpec,
     layer: LayerSpec,
@@ -72,7 +80,9 @@ def activation_cell_bytes(
     """Bytes that one cell's saved tensors take, K and V excluded; O and LSE on request, of which
     the layer has the heads of one of so many ranks."""
     row = activation_row_bytes(model, layer, with_attention, sharers)
-    return aligned(row * batch * tokens + layer.activation_constant)
+    # Of a recurrent layer it is what a scan rounds up to and the states, of each sequence.
+    constant = layer.activation_constant * (batch if layer.state else 1)
+    return aligned(row * batch * tokens + constant)
 
 
 def activation_row_bytes(

@@ -33,6 +33,10 @@ SEES_ALL = (
     "sparse attention hides nothing at this context and equals dense attention, up to rounding; "
     "without --sparse it is as exact and faster"
 )
+RECURRENT = (
+    "what recurrent layers compute beside their projections is not priced: a step takes longer "
+    "than is said here, most of all without the kernels that their family names"
+)
 LANES = {
     "compute": "compute",
     "fetch": "host to device",
@@ -107,6 +111,8 @@ def notes(plan: Plan) -> Iterator[str]:
         yield EIGHT_BIT
     if question.sparse is not None:
         yield SPARSE if plan.hides else SEES_ALL
+    if question.model.is_recurrent():
+        yield RECURRENT
     if question.layout.devices() > 1:
         yield f"to start it: {launch_words(question)}"
     elif plan.remedy.startswith("--gpus"):

@@ -19,10 +19,11 @@ def assumed(model: ModelSpec) -> Architecture:
 
 def _assumed(architecture: Architecture, layer: LayerSpec, element_bytes: int) -> Block:
     attention = Attention(
-        layer.query_heads,
-        layer.kv_heads,
-        layer.head_dim,
-        layer.value_dim,
+        # What does not attend is as good as an attention of one number.
+        max(1, layer.query_heads),
+        max(1, layer.kv_heads),
+        max(1, layer.head_dim),
+        max(1, layer.value_dim),
         window=layer.window,
         sinks=layer.sinks,
         softcap=layer.softcap,

@@ -7,6 +7,7 @@ from farspan.plan.grid import group_ranges
 from farspan.plan.layout import Layout, Range
 from farspan.plan.question import Question
 from farspan.plan.share import cells_of, exchanging
+from farspan.plan.states import refuse_shared_states
 from farspan.spec import ModelSpec, Refused, RunSpec, Schedule
 
 
@@ -72,6 +73,7 @@ def local_model(question: Question) -> ModelSpec:
 def refuse_layout(question: Question) -> None:
     """Raises Refused when the model's heads cannot be shared as the layout says."""
     layout = question.layout
+    refuse_shared_states(question.model, layout)
     for layer in question.model.layers:
         heads = layout.ulysses * layout.tensor
         if layer.kv_heads % heads:

@@ -26,12 +26,14 @@ from farspan.plan.program import (
     Forward,
     Head,
     Instruction,
+    Kind,
     Program,
 )
 from farspan.plan.question import Question
 from farspan.plan.reach import seen_pairs, sparse_of
 from farspan.plan.share import local_layer
 from farspan.plan.simulate import copied_bytes, streamed_bytes
+from farspan.plan.sizes import row_bytes
 from farspan.spec import LayerSpec, Rates, Refused
 
 
@@ -164,10 +166,10 @@ class Prices:
             compute += self._moved(
                 share * spec.work.forward_traffic * tokens * self.program.run.batch
             )
-            return Cost(compute=compute, host=self.question.machine.overhead)
+            fetch = self._earlier(i) if spec.state else 0.0
+            return Cost(compute, fetch, host=self.question.machine.overhead)
         compute = self._tiled.forward(i) + self._put_away(i)
         compute += self._moved(spec.work.forward_traffic * tokens * self.program.run.batch)
-        fetch = 0.0
         attends = i.mode is AttentionMode.COMPUTE
         attention = self._attention(i.layer, i.chunk, backward=False) if attends else 0.0
         moved = self.collectives.forward(spec, tokens, i.mode, self._pieces(spec), attention)
@@ -177,10 +179,12 @@ class Prices:
             if i.chooses:
                 compute += self.sparse.votes(spec, i.chunk)
             moved += max(0.0, ring - attention)
-            fetch = streamed_bytes(self.program, i.layer, i.chunk, i.prefix) / self.fetch_rate()
-        return Cost(
-            compute=compute, fetch=fetch, collective=moved, host=self.question.machine.overhead
-        )
+        fetch = self._earlier(i) if attends or spec.state else 0.0
+        return Cost(compute, fetch, 0.0, moved, self.question.machine.overhead)
+
+    def _earlier(self, i: Forward) -> float:
+        """Seconds until what the cell reads of earlier chunks is on the device."""
+        return streamed_bytes(self.program, i.layer, i.chunk, i.prefix) / self.fetch_rate()
 
     def _pieces(self, spec: LayerSpec) -> int:
         """In which a cell's heads are exchanged."""
@@ -344,7 +348,7 @@ class Prices:
     # -- bytes a token, batch included -----------------------------------------------------------
 
     def kv_row(self, spec: LayerSpec) -> int:
-        return self.program.run.batch * spec.kv_elements() * self.program.model.element_bytes
+        return row_bytes(Kind.KV, self.program.model, spec, self.program.run.batch)
 
     def attention_row(self, spec: LayerSpec) -> int:
         """O and LSE."""

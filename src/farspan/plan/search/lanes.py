@@ -58,7 +58,8 @@ def _part(frames: Frames, part: Part) -> tuple[Array, Array]:
     key = part, s.kv_kept, s.kv_home, s.attention_open, s.layer_checkpoint
     known = frames.ruler.known
     if key not in known:
-        role, _, alone = part
+        role, spec, alone = part
+        part = role, frames.ruler.held[spec], alone
         found = cells(role, s, frames.kept.without_graphs if alone else frames.kept)
         known[key] = _cells(frames, part, found), _moved(frames, part, found)
     return known[key]

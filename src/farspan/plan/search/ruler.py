@@ -26,7 +26,8 @@ from farspan.plan.program import (
 from farspan.plan.question import Question
 from farspan.plan.search.roles import Kept
 from farspan.plan.share import share_of
-from farspan.plan.sizes import activation_cell_bytes, regions, regions_bytes
+from farspan.plan.sizes import activation_cell_bytes, regions, regions_bytes, row_bytes
+from farspan.plan.states import with_states
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Tier
 
 Array = NDArray[np.float64]
@@ -68,12 +69,16 @@ class Ruler:
     """Prices of one question at one chunk size and one tier of K, V; frames share them."""
 
     def __init__(self, question: Question, schedule: Schedule) -> None:
-        self.question = replace(question, model=local_model(question))
-        self.model: ModelSpec = self.question.model
+        local = local_model(question)
+        self.chunks = local_chunks(question, schedule)
+        self.model: ModelSpec = with_states(local, self.chunks)
+        self.question = replace(question, model=self.model)
+        # A layer as this chunk size has it: the rows of a state depend on it.
+        self.held = dict(zip(local.layers, self.model.layers, strict=True))
+        self.held |= {spec: spec for spec in self.model.layers}
         self.run: RunSpec = local_run(question, schedule)
         own = local_schedule(schedule, question.layout)
         self.schedule = own
-        self.chunks = local_chunks(question, schedule)
         self._are_equal = are_equal(self.chunks)
         self.sizes = np.array([stop - start for start, stop in self.chunks], dtype=np.float64)
         self.classes = list(dict.fromkeys(self.model.layers))
@@ -191,10 +196,10 @@ class Ruler:
         return self.run.batch * self.model.hidden * self.model.element_bytes
 
     def kv_row(self, spec: LayerSpec) -> int:
-        return self.run.batch * spec.kv_elements() * self.model.element_bytes
+        return row_bytes(Kind.KV, self.model, spec, self.run.batch)
 
     def dkv_row(self, spec: LayerSpec) -> int:
-        return self.run.batch * spec.kv_elements() * self.model.accumulate_bytes()
+        return row_bytes(Kind.DKV, self.model, spec, self.run.batch)
 
     def attention_row(self, spec: LayerSpec) -> int:
         out = spec.output_elements() * self.model.element_bytes

@@ -131,9 +131,11 @@ def tapered(model: ModelSpec, groups: int) -> tuple[int, ...]:
     """The cut into `groups` whose fullest backward holds the fewest bytes a token: of boundaries
     below, the gradient of the group's output unless that is the head's, and the group's own K, V,
     dK, dV."""
-    layer, layers = model.layers[0], len(model.layers)
+    layers, sizes = len(model.layers), [layer.kv_elements() for layer in model.layers]
     boundary = model.hidden * model.element_bytes
-    own = layer.kv_elements() * (model.element_bytes + model.accumulate_bytes())
+    # Recurrent layers have none; those that attend are dealt evenly among them.
+    elements = sizes[0] or max(1, sum(sizes) // layers)
+    own = elements * (model.element_bytes + model.accumulate_bytes())
     below = [(i + (i < groups - 1)) * boundary for i in range(groups)]
 
     def fitting(level: int) -> list[int]:
