@@ -203,15 +203,77 @@ FURTHER: dict[str, Family] = {
     "vaultgemma": Family(SLIDING, fp32=""),
     "youtu": Family(LATENT),
 }
-# An older transformers has fewer.
-FURTHER = {
-    name: FURTHER[name] for name in FURTHER if (FURTHER[name].kind or name) in CONFIG_MAPPING
+
+ALTERNATELY = {"layer_types": ["linear_attention", "full_attention"] * 2}
+DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
 }
+SHARED_EXPERT = {**SMALL_EXPERTS, "shared_expert_intermediate_size": 16}
+SHORT = {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}
+SCAN = {"n_groups": 2, "chunk_size": 16}
+
+# Families of which layers hand a state from chunk to chunk.
+RECURRENT: dict[str, Family] = {
+    "granitemoehybrid": Family(
+        {
+            **LOCAL_EXPERTS,
+            "layer_types": ["mamba", "attention"] * 2,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 16,
+            "shared_intermediate_size": 16,
+        }
+    ),
+    "kimi_linear": Family(
+        {
+            **LATENT,
+            **ALTERNATELY,
+            **SMALL_EXPERTS,
+            "num_experts_per_token": 2,
+            "linear_num_heads": 4,
+            "linear_head_dim": 8,
+            "head_dim": 12,
+            "qk_head_dim": 12,
+        }
+    ),
+    "lfm2": Family({**SHORT, "block_auto_adjust_ff_dim": False}),
+    "lfm2_moe": Family({**SHORT, **SMALL_EXPERTS, "num_dense_layers": 1}),
+    "mamba2": Family({**SCAN, "state_size": 8, "num_heads": 4, "head_dim": 16}),
+    "nemotron_h": Family(
+        {
+            **SCAN,
+            **ROUTED_EXPERTS,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "moe_shared_expert_intermediate_size": 16,
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+        }
+    ),
+    "olmo_hybrid": Family({**ALTERNATELY, **DELTA}),
+    "qwen3_5_moe_text": Family({**ALTERNATELY, **DELTA, **SHARED_EXPERT}),
+    "qwen3_5_text": Family({**ALTERNATELY, **DELTA}),
+    "qwen3_next": Family({**ALTERNATELY, **DELTA, **SHARED_EXPERT}),
+}
+
+
+def _known(families: dict[str, Family]) -> dict[str, Family]:
+    """Those that this transformers has; an older one has fewer."""
+    return {name: f for name, f in families.items() if (f.kind or name) in CONFIG_MAPPING}
+
+
+FURTHER, RECURRENT = _known(FURTHER), _known(RECURRENT)
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> PreTrainedModel:
     """A model in training mode; `changes` are configuration fields."""
-    family = FAMILIES[name] if name in FAMILIES else FURTHER[name]
+    family = {**FAMILIES, **FURTHER, **RECURRENT}[name]
     kind = family.kind or name
     config = AutoConfig.for_model(kind, **{**COMMON, **family.fields, **changes})
     config._experts_implementation = "eager"  # torch's grouped product has no float64

@@ -14,7 +14,7 @@ from farspan.plan.price.evaluate import INPUT_BYTES
 from farspan.plan.sizes import made_bytes
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.spec import Refused, Schedule, Sparse, Tier
-from tests.zoo import make_model
+from tests.zoo import RECURRENT, make_model
 
 BASE = Schedule(chunk=64, kv_block=64)
 SCHEDULES = {
@@ -85,6 +85,19 @@ def test_predicted_is_measured(name: str, dtype: torch.dtype) -> None:
         assert measure(step, 1, tokens) == pytest.approx(planned, rel=0.02)
         rest.add(expected.transient)
     assert max(rest) == min(rest)
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_steps_of_recurrent_layers_are_predicted(name: str, family: str) -> None:
+    """To 2%; a longer step leaves more states, whose rows are their chunks'."""
+    if family not in RECURRENT:
+        pytest.skip(f"this transformers has no {family}")
+    step = Step(make_model(family, torch.float32, max_position_embeddings=4096), SCHEDULES[name])
+    for tokens in (192, 408):
+        expected = forecast(step, 2, tokens)
+        planned = expected.new_device + expected.host_arena
+        assert measure(step, 2, tokens) == pytest.approx(planned, rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "vaultgemma"])

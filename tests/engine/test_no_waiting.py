@@ -25,7 +25,7 @@ DENSE = {
     "streamed, kept": replace(BASE, kv=Tier.HOST, kv_kept=True, attention_kept=0.5),
     "tiles": replace(BASE, mlp_tokens=8, activations_kept=0.6),
 }
-FAMILIES = ["gemma2", "olmo3", "gpt2"]
+FAMILIES = ["gemma2", "olmo3", "gpt2", "lfm2"]
 SPARSE = Sparse(page=4, budget=8, recent=6, sink_pages=1)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from farspan.engine.cell import Cell
-from farspan.engine.run import Interpreter
+from farspan.engine.cells import AttentionCells
 from farspan.engine.sparse import watched_cell
 from farspan.engine.step import Step
 from farspan.engine.storage import Storage
@@ -73,6 +73,18 @@ def recorded(step: Step, data: Data, dropped: Hazard | None = None) -> Recorder:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_same_bits_in_any_order(name: str) -> None:
     model = shared_model("qwen2", torch.float32)
+    expected = two_steps(model, Step(model, SCHEDULES[name], poison=True), DATA)
+    step = Step(model, SCHEDULES[name], poison=True)
+    told = recorded(step, DATA).told
+    for manner, seed in MANNERS:
+        step.copies = Replay(told, manner, seed)
+        assert_same_bits(two_steps(model, step, DATA), expected)
+
+
+@pytest.mark.parametrize("name", ["streamed", "streamed, kept", "streamed, alpha", "kv home"])
+def test_states_come_and_go_in_any_order(name: str) -> None:
+    """A state from host comes in two blocks, and its gradient goes back in two."""
+    model = shared_model("lfm2", torch.float32)
     expected = two_steps(model, Step(model, SCHEDULES[name], poison=True), DATA)
     step = Step(model, SCHEDULES[name], poison=True)
     told = recorded(step, DATA).told
@@ -154,14 +166,14 @@ def test_pages_are_fetched_when_they_are_known(monkeypatch: pytest.MonkeyPatch) 
     schedule = replace(SPARSE_SCHEDULES["streamed"], groups=1, sparse=far)
     step = Step(shared_model("qwen2", torch.float32), schedule)
     step.watches, step.copies = False, Asked()
-    copies, begin, ahead = step.copies, Interpreter._begin, Counter[int]()
+    copies, begin, ahead = step.copies, AttentionCells._fetch, Counter[int]()
 
-    def counted(self: Interpreter, cell: Cell, layer: int, chunk: int) -> None:
+    def counted(self: AttentionCells, cell: Cell, layer: int, chunk: int) -> None:
         before = copies.gathers
         begin(self, cell, layer, chunk)
         ahead[copies.gathers - before] += 1
 
-    monkeypatch.setattr(Interpreter, "_begin", counted)
+    monkeypatch.setattr(AttentionCells, "_fetch", counted)
     step(*LONGER)
     of = step.program(*LONGER.input_ids.shape).instructions
     attending = [i for i in of if isinstance(i, Forward | Backward) and i.choice is not None]
@@ -252,6 +264,15 @@ def test_without_waits_of_streamed_blocks(hazard: Hazard) -> None:
     expected = two_steps(model, Step(model, SCHEDULES["fpdt"]), data)
     step = Step(model, SCHEDULES["fpdt"], poison=True)
     assert goes_wrong(step, data, expected, hazard)
+
+
+@pytest.mark.parametrize("hazard", [Hazard.NOT_ARRIVED, Hazard.NOT_WRITTEN])
+def test_without_waits_of_states(hazard: Hazard) -> None:
+    model, schedule = shared_model("lfm2", torch.float32), SCHEDULES["streamed"]
+    expected = two_steps(model, Step(model, schedule), LONGER)
+    step = Step(model, schedule, poison=True)
+    assert not goes_wrong(step, LONGER, expected)
+    assert goes_wrong(step, LONGER, expected, hazard)
 
 
 def bare(hazards: frozenset[Hazard], manner: Manner) -> Tensor:

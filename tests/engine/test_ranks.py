@@ -189,6 +189,14 @@ FEW_FLAT.append(Case("grouped", strategy("grouped", 4, 33), two(33, batch=2), fi
 TENSOR = [of_family(name) for name in ("gemma2", "phi3", "olmo2")]
 
 
+# Stages and replicas each hand on states of their own.
+STATES = [
+    Case("states", SCHEDULES["groups"], two(29, batch=2, documents=5), "lfm2"),
+    Case("kept states", SCHEDULES["kept"], two(29, batch=2), "lfm2"),
+    Case("states on host", SCHEDULES["host"], two(29, batch=2), "lfm2"),
+]
+
+
 def words(value: object) -> str:
     """The axes of a layout that have several ranks."""
     if not isinstance(value, Layout):
@@ -206,6 +214,8 @@ def words(value: object) -> str:
         (Layout(ulysses=2, data=2), FEW),
         (Layout(pipeline=2), SOME),
         (Layout(pipeline=4), FEW[:2]),
+        (Layout(pipeline=2), STATES),
+        (Layout(data=2), STATES[:1]),
         (Layout(pipeline=2, ulysses=2), FEW[1:]),
         (Layout(shards=2), [*SOME, *SPREAD]),
         (Layout(shards=4), FEW[:2]),
@@ -230,6 +240,8 @@ def test_every_layout_is_exact(layout: Layout, cases: list[Case]) -> None:
         (Layout(ulysses=2, shards=2), FEW[:2], {}),
         (Layout(pipeline=2, ulysses=2), FEW[:2], {}),
         (Layout(pipeline=2, data=2), FEW[:2], {}),
+        (Layout(data=2), STATES, {"stage": Stage.ZERO_2, "offload": True}),
+        (Layout(pipeline=2, data=2), STATES[:2], {}),
         (Layout(pipeline=4), FEW[:2], {}),
         (Layout(tensor=2), [*FLAT, *TENSOR], {}),
         (Layout(tensor=2, ulysses=2), FEW_FLAT, {}),
@@ -278,6 +290,8 @@ def refused_on_ranks() -> list[str]:
     refuse(lambda: Step(model, Schedule(mlp_tokens=8), ranks=tensor))
     refuse(lambda: Step(model, Schedule(chunk=8 + number), ranks=shards))
     refuse(lambda: Step(make_model("qwen2", num_key_value_heads=1), Schedule(), ranks=heads))
+    refuse(lambda: Step(make_model("lfm2"), Schedule(), ranks=heads))
+    refuse(lambda: Step(make_model("lfm2"), Schedule(), ranks=shards))
     step = Step(model, Schedule(chunk=8), ranks=shards)
     data = draw(20, seed=number)
     refuse(lambda: step(*data))
@@ -301,6 +315,7 @@ def test_what_ranks_refuse() -> None:
     words = [line.partition(":")[0] for line in first]
     assert words == [
         *("layout", "sparse", "kv", "activations_kept", "mlp_tokens", "schedule", "ulysses"),
+        *("parallel", "parallel"),
         *("input_ids", "trained_tokens", "weights", "weights", "input_ids"),
     ]
     assert first[0] == (

@@ -12,7 +12,7 @@ from farspan.engine.step import Step
 from farspan.spec import Schedule, Tier
 from tests.engine.checks import Data, Outcome, assert_close, draw, run_oracle, run_step
 from tests.numerics import EXACT, relative_error
-from tests.zoo import FAMILIES, WINDOW, make_model, shared_model
+from tests.zoo import FAMILIES, RECURRENT, WINDOW, make_model, shared_model
 
 # The chunk is no multiple of the window, nor of the block of keys; lengths are no multiple of it.
 PLAIN = Schedule(chunk=16, groups=1)
@@ -27,7 +27,7 @@ FP32_INSIDE = 1e-6
 
 
 def limits(name: str) -> dict[str, float]:
-    part = FAMILIES[name].fp32
+    part = {**FAMILIES, **RECURRENT}[name].fp32
     if part is None:
         return {}
     names = ["loss", *(key for key, _ in shared_model(name).named_parameters())]

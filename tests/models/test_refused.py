@@ -1,5 +1,6 @@
 """What cannot be exact is refused, with a message that says what to change."""
 
+import re
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,8 @@ BART = {
     "encoder_ffn_dim": 48,
     "decoder_ffn_dim": 48,
 }
+XGLM = {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48}
+GRIFFIN = {"num_hidden_layers": 3, "lru_width": 32}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 
 
@@ -55,16 +58,25 @@ class TestModels:
             ("gptj", {**CODE, "rotary_dim": 4}),
             ("codegen", {**CODE, "rotary_dim": 4}),
             ("gpt_neo", {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}),
-            ("xglm", {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48}),
-            ("mamba", {"state_size": 4}),
-            ("recurrent_gemma", {"num_hidden_layers": 3, "lru_width": 32}),
-            ("lfm2", {"layer_types": ["conv", "full_attention"]}),
         ],
     )
     def test_that_attend_otherwise(self, kind: str, fields: dict[str, Any]) -> None:
         message = refusal(build(kind, **fields))
         assert "called the attention interface" in message
         assert "every layer must attend through it exactly once" in message
+
+    @pytest.mark.parametrize(
+        ("kind", "fields", "words"),
+        [
+            ("xglm", XGLM, "keeps K, V but does not attend through the attention interface"),
+            ("mamba", {"state_size": 4}, "does not go on from the state recurrent.0"),
+            ("recurrent_gemma", GRIFFIN, "layer 0 of .* run in chunks differs from itself"),
+        ],
+    )
+    def test_that_keep_a_state_to_themselves(
+        self, kind: str, fields: dict[str, Any], words: str
+    ) -> None:
+        assert re.search(words, refusal(build(kind, **fields)))
 
     @pytest.mark.parametrize(
         ("kind", "fields"),

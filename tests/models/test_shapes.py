@@ -77,13 +77,27 @@ def test_weights_take_no_memory_of_their_own() -> None:
     ("changes", "words"),
     [
         ({"model_type": "none"}, "model_type: 'none' is none that transformers"),
-        ({"model_type": "mamba", "num_hidden_layers": 1}, "exactly once"),
+        ({"model_type": "recurrent_gemma"}, "a convolution over tokens and hands no state on"),
+        ({"model_type": "qwen3", "hidden_size": "many"}, "cannot read these fields of a qwen3"),
         ({"attention_dropout": 0.1}, r"dropout 0\.1 at .*attention_dropout"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(changes: dict[str, object], words: str) -> None:
     with pytest.raises(Refused, match=words):
         describe_config({**TINY, **changes}, "float32")
+
+
+def test_a_recurrent_model_as_it_is_saved(tmp_path: Path) -> None:
+    """Its limits of a time step are a number that JSON has not."""
+    model = make_model("nemotron_h", torch.bfloat16)
+    model.config.save_pretrained(tmp_path)
+    found = Request(str(tmp_path), 64, "h200").question().model
+    boundary = Boundary(model)
+    expected = with_work(boundary, describe(boundary))
+    assert found.layers[:3] == expected.layers[:3]  # the last has experts
+    assert found.parameters == expected.parameters
+    assert [layer.attends() for layer in found.layers] == [False, False, True, False]
+    assert [bool(layer.state) for layer in found.layers] == [True, False, False, False]
 
 
 def test_planning_looks_at_a_family_that_it_does_not_know(tmp_path: Path) -> None:

@@ -246,19 +246,3 @@ class _Attend(torch.autograd.Function):
 
 def _of(sinks: Tensor | None, heads: slice) -> Tensor | None:
     return None if sinks is None else sinks[heads]
-
-
-class Entry(torch.autograd.Function):
-    """The way into a cell's graph. The graph holds no tensor for it, so that the layer's input may
-    leave the device while the graph waits; the gradient is handed to `sink`."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, hidden: Tensor, sink: list[Tensor]) -> Tensor:
-        ctx.sink = sink
-        ctx.shape = anchor.shape
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.sink.append(gradient)
-        return gradient.new_zeros(ctx.shape), None, None

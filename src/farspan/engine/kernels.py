@@ -51,7 +51,8 @@ class AttentionKernels:
     def refuse(self, model: ModelSpec) -> None:
         """Raises Refused where a layer cannot have the kernel that is chosen."""
         for spec in set(model.layers):
-            self.of(spec)
+            if spec.attends():
+                self.of(spec)
         if self.choice is AttentionKernel.FA3:
             refuse_missing()
 

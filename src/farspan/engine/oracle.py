@@ -6,6 +6,7 @@ queries and keys and hide all that was not chosen. No gradient flows through the
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from farspan.attention.sparse.pages import page_means
 from farspan.attention.sparse.reference import reference as sparse_reference
 from farspan.attention.sparse.reference import seen
 from farspan.attention.sparse.select import Candidates, Selector, vote
-from farspan.engine.batch import IGNORED, make_batch
+from farspan.engine.batch import IGNORED, Batch, make_batch
 from farspan.models.boundary import Boundary
 from farspan.models.route import answering, routed
 from farspan.spec import Sparse
@@ -38,14 +39,18 @@ def oracle_loss(
 
     Attention is dense softmax in the model's dtype: Hugging Face's eager attention computes its
     softmax in float32 and could not tell 1e-8 from 1e-16. Needs memory for N x N scores. For a
-    sparse schedule's function give `attend=SparseOracle(...)`.
+    sparse schedule's function give `attend=SparseOracle(...)`. A model with recurrent layers, which
+    know no documents, sees one at a time.
     """
     boundary = Boundary(model)
     batch = make_batch(input_ids, labels, document_ids, boundary.vocab)
+    documents, calls = document_ids, 0
 
     def attention(
         _: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any
     ) -> Tensor:
+        nonlocal calls
+        calls += 1
         out = attend(
             q,
             k,
@@ -54,17 +59,37 @@ def oracle_loss(
             window=keywords.get("sliding_window"),
             softcap=keywords.get("softcap"),
             sinks=keywords.get("s_aux"),
-            document_ids=document_ids,
+            document_ids=documents,
         )
         return out.transpose(1, 2)
 
+    def logits_of(ids: Tensor, positions: Tensor) -> Tensor:
+        return boundary.model(input_ids=ids, position_ids=positions, use_cache=False).logits
+
     with routed(boundary.model), answering(attention):
-        out = boundary.model(input_ids=input_ids, position_ids=batch.position_ids, use_cache=False)
-    logits = out.logits.to(accumulate_dtype(out.logits.dtype))
+        logits = logits_of(input_ids, batch.position_ids)
+        if batch.documents is not None and calls < len(boundary.layers):
+            documents = None
+            logits = _one_by_one(batch, batch.documents, logits_of)
+    logits = logits.to(accumulate_dtype(logits.dtype))
     total = functional.cross_entropy(
         logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )
     return total / max(batch.trained, 1)
+
+
+def _one_by_one(
+    batch: Batch,
+    documents: tuple[tuple[int, ...], ...],
+    logits_of: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Logits of every document, run alone."""
+    rows = []
+    for row, starts in enumerate(documents):
+        cuts = pairwise((*starts, batch.input_ids.shape[1]))
+        places = [(slice(row, row + 1), slice(start, stop)) for start, stop in cuts]
+        rows.append([logits_of(batch.input_ids[p], batch.position_ids[p]) for p in places])
+    return torch.cat([torch.cat(row, dim=1) for row in rows])
 
 
 @dataclass(frozen=True, slots=True)

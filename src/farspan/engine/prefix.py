@@ -13,7 +13,7 @@ again: each taking is a generation, with its own events.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,27 +89,42 @@ class Prefix:
 
     def keys(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """K [B, Hk, T, D] and V [B, Hk, T, Dv] of tokens [start, stop)."""
+        rows = self.tensors(start, stop)
+        return rows["k"].permute(1, 2, 0, 3), rows["v"].permute(1, 2, 0, 3)
+
+    def tensors(self, start: int, stop: int) -> dict[str, Tensor]:
+        """All that the layer has of tokens [start, stop), each [T, B, ...]."""
         if self.on_host(self.keys_in):
             self.done()
             self.here = self.coming.popleft()
             assert self.here.span == (start, stop), (self.here.span, start, stop)
             self.storage.copies.wait(Lane.COMPUTE, self.here.keys.arrived, Hazard.NOT_ARRIVED)
-            rows = self._in_slot(self.here.keys)
-        else:
-            rows = self.storage.rows(self.keys_in, (start, stop), self.layer)
-        return rows["k"].permute(1, 2, 0, 3), rows["v"].permute(1, 2, 0, 3)
+            return self._in_slot(self.here.keys)
+        return self.storage.rows(self.keys_in, (start, stop), self.layer)
 
     def add_gradient(self, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
         """Add dK [b, Hk, T, D] and dV of batch `rows` for tokens [start, stop)."""
+        self._add(start, stop, lambda total: _add(total, rows, dk, dv))
+
+    def add(self, start: int, stop: int, gradients: dict[str, Tensor]) -> None:
+        """Add to the gradients of tensors of tokens [start, stop), each [T, B, ...]."""
+
+        def add_all(total: dict[str, Tensor]) -> None:
+            for name, gradient in gradients.items():
+                total[name].add_(gradient)
+
+        self._add(start, stop, add_all)
+
+    def _add(self, start: int, stop: int, add: Callable[[dict[str, Tensor]], None]) -> None:
         assert self.gradients_in is not None
         home = self.storage.rows(self.gradients_in, (start, stop), self.layer)
         slot = None if self.here is None else self.here.totals
         if slot is None:
-            _add(home, rows, dk, dv)
+            add(home)
             return
         copies, total = self.storage.copies, self._in_slot(slot)
         copies.wait(Lane.COMPUTE, slot.arrived, Hazard.NOT_ARRIVED)
-        _add(total, rows, dk, dv)
+        add(total)
         copies.wait(Lane.EVICT, copies.record(Lane.COMPUTE), Hazard.NOT_WRITTEN)
         for name, tensor in total.items():
             copies.evict(home[name], tensor)

@@ -3,22 +3,24 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch import Tensor, nn
 
-from farspan.attention.cell import AttentionCall
 from farspan.attention.sparse.select import Selector
 from farspan.engine.attending import Attending
 from farspan.engine.batch import IGNORED, Batch
-from farspan.engine.cell import Cell, CellDone, Entry, Rows
+from farspan.engine.cell import Cell, CellDone
+from farspan.engine.cells import AttentionCells
 from farspan.engine.deal import Dealt
 from farspan.engine.gradients import Gradients
+from farspan.engine.graphs import Graph, Run, build, differentiate
 from farspan.engine.head import Head as HeadStage
 from farspan.engine.kernels import AttentionKernels
 from farspan.engine.layers import Layers
-from farspan.engine.prefix import Prefix, Slots
+from farspan.engine.prefix import Slots
+from farspan.engine.recurrent import Recurrent, RecurrentCell
 from farspan.engine.sparse import SparseRun
 from farspan.engine.storage import Storage
 from farspan.models.boundary import Boundary, LayerCall
@@ -51,20 +53,11 @@ from farspan.plan.program import (
 )
 from farspan.plan.sizes import cell_place
 from farspan.plan.waits import Order
-from farspan.spec import Tier
 from farspan.transfer.copies import Followed
 from farspan.transfer.saved import SavedCell
 
-
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    """A cell's autograd graph, waiting for its backward."""
-
-    out: GradientEdge
-    anchor: Tensor
-    sink: list[Tensor]  # takes the gradient of the layer's input
-    cell: Cell
-    saved: SavedCell | None  # of a kept graph
+# A cell and its graph, until its backward; None: its graph is built then, from its input.
+Waiting = tuple[Cell | RecurrentCell, Graph | None]
 
 
 @dataclass(slots=True)
@@ -85,19 +78,24 @@ class Interpreter:
     dealt: Dealt | None = None  # None: this process is alone
     slots: Slots = field(init=False)
     attending: Attending = field(init=False)
+    cells: AttentionCells = field(init=False)
     sparse: SparseRun | None = None
     hidden: dict[int, Tensor] = field(default_factory=dict)
     gradient: dict[int, Tensor] = field(default_factory=dict)
     held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    graphs: dict[tuple[int, int], _Graph] = field(default_factory=dict)
+    graphs: dict[tuple[int, int], Waiting] = field(default_factory=dict)
     calls: tuple[int, list[LayerCall]] = (-1, [])  # of the chunk at hand
     loss: Tensor | None = None
     pipeline: Pipeline | None = field(init=False, default=None)
+    recurrent: Recurrent = field(init=False)
 
     def __post_init__(self) -> None:
         self.slots = Slots(self.storage.copies)
         ranks = None if self.dealt is None else self.dealt.ranks
         self.attending = Attending(self.program, self.batch, self.kernels, ranks)
+        self.recurrent = Recurrent(
+            self.boundary, self.program, self.storage, self.slots, self.attending
+        )
         if ranks is not None and ranks.layout.pipeline > 1:
             self.pipeline = Pipeline(ranks.among("pipeline"))
         sparse = self.program.schedule.sparse
@@ -106,6 +104,9 @@ class Interpreter:
                 *(self.storage, self.slots, sparse, self.select, self.kernels),
                 *(self.attending.documents, self.watched),
             )
+        self.cells = AttentionCells(
+            *(self.program, self.storage, self.slots, self.attending, self.sparse)
+        )
 
     def run(self, orders: tuple[Order, ...] | None = None) -> Tensor:
         """The mean loss, a float64 scalar. `orders` are the waits when copies run beside the
@@ -252,25 +253,16 @@ class Interpreter:
 
     def _forward(self, i: Forward) -> None:
         hidden = self.hidden[i.layer] if i.hold else self.hidden.pop(i.layer)
-        cell = Cell(
-            i.mode,
-            partial(self._attention_call, i.layer, i.chunk),
-            self._prefix(i.layer, i.chunk, i.prefix),
-            write_kv=self._rows(i.write_kv, i.chunk, i.layer),
-            attention=self._rows(i.attention, i.chunk, i.layer),
-            held=self.held.pop(i.layer) if i.mode is AttentionMode.HELD else None,
-            kept=i.kept,
-            sparse=None if self.sparse is None else self.sparse.cell(i),
-            exchange=self.attending.exchange(i.chunk),
-            spread=self.attending.spread(i.layer, i.chunk),
-            graph=i.graph,
-            at_hand=self._at_hand(i),
-            pieces=self.attending.pieces(i.layer),
-        )
-        if i.mode is AttentionMode.COMPUTE:
-            self._begin(cell, i.layer, i.chunk)
+        if not self.program.model.layers[i.layer].attends():
+            self._forward_recurrent(i, hidden)
+            return
+        held = self.held.pop(i.layer) if i.mode is AttentionMode.HELD else None
+        cell = self.cells.begin(i, held)
         if i.graph:
-            self.hidden[i.layer + 1] = self._forward_with_graph(i, cell, hidden)
+            run = partial(self.layers.run, i, call=self._call(i.layer, i.chunk))
+            with answering(cell):
+                self._build(i, cell, hidden, run)
+            cell.write_kv = cell.held = None
             return
         try:
             with torch.no_grad(), answering(cell):
@@ -282,30 +274,32 @@ class Interpreter:
             assert cell.held is not None
             self.held[i.layer] = cell.held
 
-    def _forward_with_graph(self, i: Forward, cell: Cell, hidden: Tensor) -> Tensor:
-        anchor = torch.zeros(0, dtype=hidden.dtype, device=hidden.device, requires_grad=True)
-        sink: list[Tensor] = []
-        call = self._call(i.layer, i.chunk)
-        with torch.enable_grad(), answering(cell):
-            if not i.kept:
-                out = self.layers.run(i, Entry.apply(anchor, hidden, sink), call)
-                saved = None
-            else:
-                layer = self.boundary.layers[i.layer]
-                saved = SavedCell(
-                    (*layer.parameters(), *layer.buffers()), self._named(i.layer, hidden, cell)
-                )
-                with saved.hooks():
-                    out = self.layers.run(i, Entry.apply(anchor, hidden, sink), call)
-                saved.seal(self._planned_cell(i))
-        cell.write_kv = cell.held = None
-        self.graphs[i.layer, i.chunk] = _Graph(get_gradient_edge(out), anchor, sink, cell, saved)
-        return out.detach()
+    def _forward_recurrent(self, i: Forward, hidden: Tensor) -> None:
+        cell = self.recurrent.cell(i)
+        again = i.kept and cell.is_cut()
+        if i.graph and not again:
+            self._build(i, cell, hidden, cell.run)
+        else:
+            with torch.no_grad():
+                self.hidden[i.layer + 1] = cell.run(hidden)
+        if again:
+            self._as_input(self._planned_cell(i), i.chunk).copy_(hidden)
+            self.graphs[i.layer, i.chunk] = cell, None
+        self.recurrent.leave(i, cell)
+        if i.mode is AttentionMode.NONE:
+            del self.hidden[i.layer + 1]
 
-    def _at_hand(self, i: Forward) -> Rows | None:
-        """The chunk's own K, V, where an earlier pass left them on the device."""
-        there = i.write_kv is None and self.program.buffers[i.prefix].tier is Tier.DEVICE
-        return self._rows(i.prefix, i.chunk, i.layer) if there else None
+    def _build(self, i: Forward, cell: Cell | RecurrentCell, hidden: Tensor, run: Run) -> None:
+        """Run a layer with the graph that its backward will find."""
+        saved = None
+        if i.kept:
+            layer = self.boundary.layers[i.layer]
+            tensors = *layer.parameters(), *layer.buffers()
+            saved = SavedCell(tensors, self._named(i.layer, hidden, cell))
+        graph, self.hidden[i.layer + 1] = build(run, hidden, saved)
+        if saved is not None:
+            saved.seal(self._planned_cell(i))
+        self.graphs[i.layer, i.chunk] = cell, graph
 
     def _planned_cell(self, i: Forward) -> Tensor:
         """The bytes planned for this layer's cell: a slot may be wider than its home."""
@@ -316,37 +310,65 @@ class Interpreter:
         return self.storage.cell(i.activations, i.chunk)[: stop - start]
 
     def _backward(self, i: Backward) -> None:
-        graph = self.graphs.pop((i.layer, i.chunk))
+        cell, graph = self.graphs.pop((i.layer, i.chunk))
         self.hidden.pop(i.layer + 1, None)
-        cell = graph.cell
-        cell.key_values = self._prefix(i.layer, i.chunk, i.prefix, i.accumulator)
-        if cell.sparse is not None and self.sparse is not None:
-            cell.sparse.choice = self.sparse.choice(i)
-        self._begin(cell, i.layer, i.chunk)
-        cell.own_dkv = self._rows(i.own_dkv, i.chunk, i.layer)
-        if graph.saved is not None:
-            cell.own_kv = self._rows(i.own_kv, i.chunk, i.layer)
-            cell.attention = self._rows(i.attention, i.chunk, i.layer)
-            assert i.activations is not None
-            store = self.storage.cell(i.activations, i.chunk)
-            hidden = self.hidden.pop(i.layer, None)
-            graph.saved.restore(store, self._named(i.layer, hidden, cell))
-        parameters = [p for p in self.boundary.layers[i.layer].parameters() if p.requires_grad]
-        *found, _ = torch.autograd.grad(
-            [graph.out],
-            [*parameters, graph.anchor],
-            [self.gradient.pop(i.layer + 1)],
-            allow_unused=True,
+        if isinstance(cell, RecurrentCell):
+            self._backward_recurrent(i, cell, graph)
+            return
+        assert graph is not None
+        self.cells.begin_backward(i, cell)
+        self._restore(i, cell, graph)
+        parameters = self._trained(i.layer)
+        found, self.gradient[i.layer] = differentiate(
+            graph, parameters, [self.gradient.pop(i.layer + 1)]
         )
         self.gradients.add(parameters, found)
-        (self.gradient[i.layer],) = graph.sink
 
-    def _named(self, layer: int, hidden: Tensor | None, cell: Cell) -> dict[str, Tensor]:
+    def _backward_recurrent(self, i: Backward, cell: RecurrentCell, graph: Graph | None) -> None:
+        coming = self.recurrent.begin_backward(i)
+        if graph is None:
+            assert i.activations is not None
+            self.hidden.pop(i.layer, None)
+            hidden = self._as_input(self.storage.cell(i.activations, i.chunk), i.chunk)
+            graph, _ = build(self.recurrent.again(i, cell), hidden)
+            cell.seal()
+        self._restore(i, cell, graph)
+        left, gradients = self.recurrent.given(i, cell)
+        parameters = self._trained(i.layer)
+        found, self.gradient[i.layer] = differentiate(
+            *(graph, parameters, [self.gradient.pop(i.layer + 1), *gradients]),
+            left=left,
+            inlets=cell.inlets,
+        )
+        self.gradients.add(parameters, found)
+        self.recurrent.add(coming, i, cell)
+
+    def _trained(self, layer: int) -> list[nn.Parameter]:
+        return [p for p in self.boundary.layers[layer].parameters() if p.requires_grad]
+
+    def _restore(self, i: Backward, cell: Cell | RecurrentCell, graph: Graph) -> None:
+        """What a kept graph saved is at hand again."""
+        if graph.saved is not None:
+            assert i.activations is not None
+            hidden = self.hidden.pop(i.layer, None)
+            store = self.storage.cell(i.activations, i.chunk)
+            graph.saved.restore(store, self._named(i.layer, hidden, cell))
+
+    def _as_input(self, store: Tensor, chunk: int) -> Tensor:
+        """The bytes of a kept cell as a layer's input [B, C, hidden]."""
+        span, width = self._span(chunk), self.program.model.hidden
+        shape = self.program.run.batch, span.stop - span.start, width
+        size = prod(shape) * self.storage.dtype.itemsize
+        return store[:size].view(self.storage.dtype).view(shape)
+
+    def _named(
+        self, layer: int, hidden: Tensor | None, cell: Cell | RecurrentCell
+    ) -> dict[str, Tensor]:
         """Tensors that will be at hand again when a kept graph runs backward."""
         named = {}
         if hidden is not None and layer in {first for first, _ in self.program.groups}:
             named["x"] = hidden
-        if cell.attention is not None:
+        if isinstance(cell, Cell) and cell.attention is not None:
             named["out"] = cell.attention["out"]
         return named
 
@@ -363,19 +385,3 @@ class Interpreter:
         if self.attending.is_filler(chunk):
             return positions[:, self._span(chunk)].expand(-1, rank.layout.tensor)
         return positions[:, slice(*rank.tokens(self.program.chunks[chunk], "tensor"))]
-
-    def _rows(self, name: str | None, chunk: int, layer: int) -> Rows | None:
-        return None if name is None else self.storage.chunk(name, chunk, layer)
-
-    def _begin(self, cell: Cell, layer: int, chunk: int) -> None:
-        """Keys of earlier chunks may be on their way before the cell asks for them."""
-        cell.key_values.begin(self.attending.streamed(layer, chunk))
-        if cell.sparse is not None:
-            cell.sparse.begin(cell.key_values)
-
-    def _attention_call(self, layer: int, chunk: int, scale: float) -> AttentionCall:
-        return self.attending.call(layer, chunk, scale)
-
-    def _prefix(self, layer: int, chunk: int, name: str, gradients: str | None = None) -> Prefix:
-        before = self.program.share.keys.rows[chunk][0]
-        return Prefix(self.storage, self.slots, layer, name, gradients, before)

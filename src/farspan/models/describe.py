@@ -11,10 +11,16 @@ from torch import Tensor, nn
 from farspan.models.boundary import Boundary, LayerCall, run_layer
 from farspan.models.compiled import is_compiled, uncompiled
 from farspan.models.probe import TOKENS, ask_layers, probe_layers
+from farspan.models.recurrent import States, with_states, zero_states
 from farspan.models.refuse import refuse_model
 from farspan.models.route import answering, routed
 from farspan.spec import LayerSpec, ModelSpec, Refused
 from farspan.transfer.saved import SavedCell
+
+SIZES = 4 * TOKENS, 8 * TOKENS  # of cells whose saved tensors are counted
+# Scans round their tokens up to 64, or 256 at the most: a token more than a multiple of these is
+# the most that a size can take.
+SCANNED = 257, 513
 
 
 @torch.no_grad()
@@ -74,17 +80,22 @@ def _with_activations(
         shapes = tuple((*p.shape, p.requires_grad) for p in module.parameters())
         key = type(module), shapes, layer
         if key not in measured:
-            few, many = (_saved(boundary, index, n * TOKENS, device) for n in (4, 8))
-            slope = -(-(many.bytes - few.bytes) // (4 * TOKENS))
-            # Each saved tensor is padded to an alignment line, whatever its size.
-            measured[key] = replace(
-                layer,
-                activation_bytes=slope,
-                activation_constant=max(0, few.bytes - slope * 4 * TOKENS) + 64 * few.tensors,
-                saves_input=few.saves_input,
-            )
+            measured[key] = _with_line(boundary, index, layer, device)
         result.append(measured[key])
     return result
+
+
+def _with_line(boundary: Boundary, index: int, layer: LayerSpec, device: torch.device) -> LayerSpec:
+    low, high = SCANNED if layer.state else SIZES
+    few, many = (_saved(boundary, index, layer, n, device) for n in (low, high))
+    slope = -(-(many.bytes - few.bytes) // (high - low))
+    # Each saved tensor is padded to an alignment line, whatever its size.
+    return replace(
+        layer,
+        activation_bytes=slope,
+        activation_constant=max(0, few.bytes - slope * low) + 64 * few.tensors,
+        saves_input=few.saves_input,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +105,9 @@ class _Saved:
     saves_input: bool
 
 
-def _saved(boundary: Boundary, index: int, tokens: int, device: torch.device) -> _Saved:
+def _saved(
+    boundary: Boundary, index: int, spec: LayerSpec, tokens: int, device: torch.device
+) -> _Saved:
     width = boundary.width
     # Few positions, again and again: the model may know no more than the probe's.
     positions = torch.arange(tokens, device=boundary.device)[None] % TOKENS
@@ -113,6 +126,9 @@ def _saved(boundary: Boundary, index: int, tokens: int, device: torch.device) ->
         named["out"] = _Shape.apply(q, k, v)
         return named["out"].transpose(1, 2)
 
+    states = States(zero_states(spec.state, 1, boundary.dtype, device))
+    if spec.state:
+        call = with_states(call, states)
     cell = hidden, call, named, attention
     found = _count(layer, cell)
     if is_compiled(layer):

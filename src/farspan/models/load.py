@@ -86,8 +86,24 @@ def config_from_fields(fields: Mapping[str, Any]) -> PretrainedConfig:
         raise Refused(
             f"model_type: {kind!r} is none that transformers {transformers.__version__} has"
         )
-    found: PretrainedConfig = CONFIG_MAPPING[kind].from_dict(dict(fields))
+    try:
+        found: PretrainedConfig = CONFIG_MAPPING[kind].from_dict(_decoded(dict(fields)))
+    except Exception as error:  # each family checks its own fields
+        raise Refused(
+            f"model: transformers cannot read these fields of a {kind} configuration: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     return found
+
+
+def _decoded(value: Any) -> Any:
+    """A field of a config.json with the numbers that JSON has not, which transformers writes as
+    {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _decoded(field) for name, field in value.items()}
+    return [_decoded(item) for item in value] if isinstance(value, list) else value
 
 
 def load_model(

@@ -2,12 +2,14 @@
 attention in its place: as itself, stage by stage, and every kind of layer in chunks.
 
 Where two of these differ, something mixes tokens outside of attention, or attention outside of the
-interface, and the model is refused. Stage by stage the operations are the same, so rounding is too;
+interface, and the model is refused. A layer that does not attend is asked for what it hands on, and
+run in chunks with that: in their outputs, and in their gradients, which tell whether a recurrence
+goes on from what it is given. Stage by stage the operations are the same, so rounding is too;
 layers in chunks are compared in float32 or wider, where mixing shows far above rounding.
 """
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,14 +22,20 @@ from farspan.attention.reference import reference
 from farspan.models.boundary import Boundary, LayerCall
 from farspan.models.compiled import uncompiled
 from farspan.models.experts import eager_experts
+from farspan.models.recurrent import States, run_piece, state_spec, takes_two, with_states
 from farspan.models.route import answering, routed, watching_masks
 from farspan.parallel.tensor_probe import customised
 from farspan.spec import LayerSpec, Refused
 
 TOKENS, CUT = 8, 5  # of the probe; the cut is off centre so that chunks differ
+PIECES = (0, 3, 7, 8)  # of a recurrent layer
+# Relative error of such pieces. Their own fp32 arithmetic, in another order, stays below 1e-5.
+LOST = 1e-3
 # Relative errors that chunks of a layer may show in float32 and wider: products of another shape
 # round apart by 1e-7, and a float64 model may have routers and norms in float32.
 MIXING = {torch.float32: 1e-4, torch.float64: 1e-6}
+
+UNATTENDING = LayerSpec(0, 0, 0, 0, window=1)  # a layer whose tokens see no others by attention
 
 # Keywords of an attention call that change no mathematics, or that farspan honours.
 KNOWN = {
@@ -117,9 +125,15 @@ def probe_layers(boundary: Boundary) -> list[LayerSpec]:
     hidden = torch.randn(1, TOKENS, boundary.width, generator=generator).to(boundary.device)
     with uncompiled(), _NoChance(boundary.model.config):
         with watching_masks(boundary.model) as windows:
-            whole = _run_whole(boundary, ids)
+            whole, calls = _run_whole(boundary, ids)
         with routed(boundary.model):
-            seen = _run_staged(boundary, ids, whole)
+            try:
+                seen = _run_staged(boundary, ids, whole)
+            except Exception as error:
+                if isinstance(error, Refused) or calls:
+                    raise
+                raise Refused(_attends_elsewhere(boundary, 0, 0)) from error
+            _refuse_other_calls(boundary, calls, seen)
             _run_layers_in_chunks(boundary, hidden, seen)
     # Qwen2-MoE asks for a mask of 0 tokens where windows are off, and no layer is handed it.
     unheard = windows - {layer.window for layer in seen} - {0}
@@ -142,8 +156,29 @@ def ask_layers(boundary: Boundary) -> list[LayerSpec]:
         for dense.layer, call in enumerate(boundary.calls(1, positions)):
             with answering(dense):
                 boundary.run_layer(dense.layer, hidden, call)
-            _refuse_other_calls(boundary, dense.calls, dense.layer + 1)
-    return [dense.seen[layer] for layer in range(len(boundary.layers))]
+            if dense.layer not in dense.seen:
+                dense.seen[dense.layer] = found = _unattending(boundary, hidden, dense.layer, call)
+                _refuse_hidden_state(boundary, dense.layer, found)
+    seen = [dense.seen[layer] for layer in range(len(boundary.layers))]
+    _refuse_other_calls(boundary, dense.calls, seen)
+    return seen
+
+
+def _unattending(boundary: Boundary, hidden: Tensor, index: int, call: LayerCall) -> LayerSpec:
+    """A layer that does not attend, with what it hands on."""
+    states = States()
+    boundary.run_layer(index, hidden, with_states(call, states))
+    return replace(UNATTENDING, state=state_spec(states.after))
+
+
+def _refuse_hidden_state(boundary: Boundary, index: int, spec: LayerSpec) -> None:
+    """Raises Refused for a layer that must mix tokens and hands nothing on."""
+    mixes = any(isinstance(module, nn.Conv1d) for module in boundary.layers[index].modules())
+    if mixes and not spec.state:
+        raise Refused(
+            f"model: layer {index} of {type(boundary.model).__name__} has a convolution over "
+            "tokens and hands no state on through the cache"
+        )
 
 
 def _refuse_lost_gradients(boundary: Boundary) -> None:
@@ -164,24 +199,29 @@ def _refuse_lost_gradients(boundary: Boundary) -> None:
             )
 
 
-def _run_whole(boundary: Boundary, ids: Tensor) -> Tensor:
+def _run_whole(boundary: Boundary, ids: Tensor) -> tuple[Tensor, int]:
+    """Its logits, and how often it attended."""
     dense = _Dense()
     with answering(dense):
         out = boundary.model(input_ids=ids, use_cache=False)
     name = type(boundary.model).__name__
     if not isinstance(getattr(out, "logits", None), Tensor) or out.logits.ndim != 3:
         raise Refused(f"model: {name} gives no logits a token; expected a causal LM")
-    _refuse_other_calls(boundary, dense.calls, len(boundary.layers))
-    return out.logits
+    return out.logits, dense.calls
 
 
-def _refuse_other_calls(boundary: Boundary, calls: int, layers: int) -> None:
-    if calls != layers:
-        raise Refused(
-            f"model: {type(boundary.model).__name__} called the attention interface {calls} times "
-            f"for {layers} layers; every layer must attend through it exactly once "
-            "(state-space, linear and hybrid layers do not)"
-        )
+def _refuse_other_calls(boundary: Boundary, calls: int, seen: list[LayerSpec]) -> None:
+    attending = sum(layer.attends() for layer in seen)
+    if calls != attending or not any(layer.attends() or layer.state for layer in seen):
+        raise Refused(_attends_elsewhere(boundary, calls, attending))
+
+
+def _attends_elsewhere(boundary: Boundary, calls: int, attending: int) -> str:
+    return (
+        f"model: {type(boundary.model).__name__} called the attention interface {calls} times for "
+        f"{len(boundary.layers)} layers, {attending} of which attend; every layer must attend "
+        "through it exactly once, or hand its state on through the cache"
+    )
 
 
 def _run_staged(boundary: Boundary, ids: Tensor, whole: Tensor) -> list[LayerSpec]:
@@ -190,8 +230,11 @@ def _run_staged(boundary: Boundary, ids: Tensor, whole: Tensor) -> list[LayerSpe
     hidden, calls = boundary.embed(ids, positions)
     _refuse_mixing(boundary, "embedded", *_embedded_in_chunks(boundary, ids, hidden))
     for dense.layer, call in enumerate(calls):
+        before = hidden
         with answering(dense):
-            hidden = boundary.run_layer(dense.layer, hidden, call)
+            hidden = boundary.run_layer(dense.layer, before, call)
+        if dense.layer not in dense.seen:
+            dense.seen[dense.layer] = _unattending(boundary, before, dense.layer, call)
     _refuse_mixing(boundary, "run layer by layer", boundary.logits(hidden), whole)
     pieces = [boundary.logits(hidden[:, start:stop]) for start, stop in pairwise((0, CUT, TOKENS))]
     _refuse_mixing(boundary, "given its head in pieces", torch.cat(pieces, dim=1), whole)
@@ -218,6 +261,9 @@ def _run_layers_in_chunks(boundary: Boundary, hidden: Tensor, seen: list[LayerSp
             continue
         known.add(kind)
         wide = layer if dtype is boundary.dtype else copy.deepcopy(layer).to(dtype)
+        if seen[index].state:
+            _refuse_other_gradients(boundary, index, wide, hidden.to(dtype))
+            continue
         outs = []
         with eager_experts(wide):
             for dense, (start, stop) in zip(_pair(), cuts, strict=True):
@@ -228,11 +274,62 @@ def _run_layers_in_chunks(boundary: Boundary, hidden: Tensor, seen: list[LayerSp
                 outs.append(out[0] if isinstance(out, tuple) else out)
         error = distance(torch.cat(outs[1:], dim=1), outs[0])
         if not error <= MIXING[dtype]:
+            raise Refused(_differs(boundary, index, error, "the attention interface"))
+
+
+def _differs(boundary: Boundary, index: int, error: float, where: str) -> str:
+    return (
+        f"model: layer {index} of {type(boundary.model).__name__} run in chunks differs from "
+        f"itself by {error:.1e}; something in it mixes tokens outside of {where}"
+    )
+
+
+def _refuse_other_gradients(
+    boundary: Boundary, index: int, layer: nn.Module, hidden: Tensor
+) -> None:
+    """Raises Refused where a recurrent layer is another one in pieces, the last of them one token,
+    or does not go on from what it is given: Jamba's scans do not, which shows by 3e-7 in outputs of
+    a model whose weights are fresh, and by more in gradients."""
+    shapes = [(0, TOKENS)], list(pairwise(PIECES))
+    whole, pieces = (_with_gradient(boundary, index, layer, hidden, cuts) for cuts in shapes)
+    error = max(distance(x, y) for x, y in zip(pieces, whole, strict=True))
+    if not error <= LOST:
+        raise Refused(_differs(boundary, index, error, "the states it hands on"))
+
+
+@torch.enable_grad()
+def _with_gradient(
+    boundary: Boundary,
+    index: int,
+    layer: nn.Module,
+    hidden: Tensor,
+    cuts: list[tuple[int, int]],
+) -> tuple[Tensor, Tensor]:
+    """The output of a recurrent layer on these pieces, and the gradient of its input."""
+    leaf, outs, states = hidden.detach().requires_grad_(), [], States()
+    given: dict[str, Tensor] = {}
+    with eager_experts(layer):
+        for start, stop in cuts:
+            # Tensors of their own: the piece that left a state may read it for its output too.
+            states = States({name: x.view_as(x) for name, x in states.after.items()})
+            given |= {f"{name} at {start}": state for name, state in states.before.items()}
+            more = takes_two(stop - start, states.before)
+            positions = torch.arange(start, stop + more)
+            call = boundary.calls(1, positions[None].to(hidden.device))[index]
+            piece = leaf[:, start:stop]
+            outs.append(run_piece(layer, piece, cast_call(call, hidden.dtype), states))
+    out = torch.cat(outs, dim=1)
+    towards = torch.sin(torch.arange(out.numel(), device=out.device)).view(out.shape)
+    gradient, *others = torch.autograd.grad(
+        out, [leaf, *given.values()], towards.to(out.dtype), allow_unused=True
+    )
+    for name, found in zip(given, others, strict=True):
+        if found is None:
             raise Refused(
-                f"model: layer {index} of {type(boundary.model).__name__} run in chunks differs "
-                f"from itself by {error:.1e}; something in it mixes tokens outside of the "
-                "attention interface"
+                f"model: layer {index} of {type(boundary.model).__name__} does not go on from the "
+                f"state {name.partition(' ')[0]} that it hands on"
             )
+    return out.detach(), gradient
 
 
 def _pair() -> tuple[_Dense, _Dense, _Dense]:

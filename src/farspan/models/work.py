@@ -23,11 +23,14 @@ def with_work(boundary: Boundary, spec: ModelSpec) -> ModelSpec:
 
 
 def _estimate(layer: nn.Module, active: int, saved: int) -> LayerWork:
-    """Every matrix is multiplied once a token; of stacked experts, `active` are. What autograd
+    """Every matrix is multiplied once a token; of stacked experts, `active` are. Convolutions of a
+    few tokens are left out. What autograd
     saves is written once and read once: elementwise work moves at least so much."""
     weights = list(layer.parameters())
     products = [(w.shape[1], w.shape[0]) for w in weights if w.ndim == 2]
-    products += [(w.shape[1], w.shape[2]) for w in weights if w.ndim == 3 for _ in range(active)]
+    narrow = {id(m.weight) for m in layer.modules() if isinstance(m, nn.Conv1d)}
+    stacked = [w for w in weights if w.ndim == 3 and id(w) not in narrow]
+    products += [(w.shape[1], w.shape[2]) for w in stacked for _ in range(active)]
     return LayerWork(
         parameters=sum(w.numel() for w in weights),
         trainable=sum(w.numel() for w in weights if w.requires_grad),

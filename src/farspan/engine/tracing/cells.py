@@ -6,14 +6,12 @@ memory of no interest here.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from farspan.attention.backends import CudaFlash
-from farspan.attention.cell import AttentionCall
+from farspan.attention.backends import BlockKernel, CudaFlash
 from farspan.attention.merge import accumulate_dtype
 from farspan.engine.batch import Batch
 from farspan.engine.gradients import Gradients
@@ -30,20 +28,19 @@ from farspan.models.boundary import Boundary
 from farspan.models.route import routed
 from farspan.plan.program import Backward, EmbedBackward, Forward, Instruction, Program
 from farspan.plan.program import Head as HeadInstruction
-from farspan.spec import Tier
+from farspan.spec import LayerSpec, Tier
 from farspan.transfer.arena import Arena
 from farspan.transfer.copies import CopyEngine
 
 META = torch.device("meta")
 
 
-class MetaInterpreter(Interpreter):
-    """Runs a program on tensors without memory."""
+class MetaKernels(AttentionKernels):
+    """Kernels for tensors without memory."""
 
-    def _attention_call(self, layer: int, chunk: int, scale: float) -> AttentionCall:
-        call = super()._attention_call(layer, chunk, scale)
-        # The meta device has no kernels and got the plain one; soft caps have no other anywhere.
-        return call if call.softcap is not None else replace(call, kernel=CudaFlash())
+    def of(self, spec: LayerSpec, program: Program | None = None) -> BlockKernel:
+        # The meta device has none and gets the plain one; soft caps have no other anywhere.
+        return CudaFlash() if spec.softcap is None else super().of(spec, program)
 
 
 def trace_cells(
@@ -103,8 +100,8 @@ def _run(
             last = name
             recorder.mark(name)
 
-    seams = mark, Layers(boundary), AttentionKernels(META, boundary.dtype)
-    interpreter = MetaInterpreter(boundary, program, storage, batch, head, Gradients(), *seams)
+    seams = mark, Layers(boundary), MetaKernels(META, boundary.dtype)
+    interpreter = Interpreter(boundary, program, storage, batch, head, Gradients(), *seams)
     mark()
     with routed(boundary.model):
         interpreter.run()

@@ -1,0 +1,260 @@
+"""Cells of layers that do not attend: recurrent ones, whose state goes from chunk to chunk, and
+bare feed-forwards.
+
+A chunk's state lies where K, V of its tokens would (plan.states). A cell reads what the chunk
+before left and, unless it is of the last chunk, leaves its own; its backward reads the gradient of
+what it left, and adds that of what it was given. Documents that end within a chunk cut it into
+pieces, of which only the first of a row goes on from the chunk before, and only the last hands on.
+
+Shapes. A state is [B, ...] in its own dtype; in a buffer it is rows [T, B, row] of its chunk, from
+their first element on, in the model's or the accumulate dtype.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby, pairwise
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from farspan.engine.attending import Attending
+from farspan.engine.graphs import Inlet, Run, enter
+from farspan.engine.prefix import Prefix, Slots, Span
+from farspan.engine.storage import Storage
+from farspan.models.boundary import Boundary, LayerCall, run_layer
+from farspan.models.recurrent import States, run_piece, state_dtype, takes_two
+from farspan.plan.program import AttentionMode, Backward, Forward, Program
+from farspan.spec import LayerSpec, StateTensor, Tier
+
+Rows = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Tokens [start, stop) of one document in some batch rows."""
+
+    rows: slice
+    start: int
+    stop: int
+    goes_on: bool  # from the chunk before
+    hands_on: bool  # to the next one
+
+
+@dataclass(slots=True)
+class RecurrentCell:
+    """One cell, from its forward to its backward."""
+
+    spec: LayerSpec
+    layer: nn.Module
+    pieces: list[_Piece]
+    call: Callable[[_Piece, int], LayerCall]  # for so many tokens
+    q_start: int
+    before: Rows  # what the chunk before left
+    only_state: bool = False  # nobody asks for the output
+    inlets: list[Inlet] = field(default_factory=list)  # of `before`
+    after: Rows = field(default_factory=dict)
+    edges: list[GradientEdge] = field(default_factory=list)  # of `after`
+
+    def is_cut(self) -> bool:
+        """Does it run piece by piece? How much autograd saves of it is not known then."""
+        return len(self.pieces) > 1
+
+    def run(self, hidden: Tensor) -> Tensor:
+        """The layer on its chunk, [B, C, hidden] in and out."""
+        if self.only_state:
+            self._hand_on(hidden)
+            return hidden
+        if torch.is_grad_enabled():
+            self._enter()
+        outs: list[list[Tensor]] = []
+        handed: list[Rows] = []
+        for _, pieces in groupby(self.pieces, key=lambda piece: piece.rows.start):
+            outs.append([])
+            for piece in pieces:
+                states = self._states(piece)
+                outs[-1].append(self._run(hidden, piece, states))
+                if piece.hands_on:
+                    handed.append(states.after)
+        self.after = {s.name: _joined([x[s.name] for x in handed], 0) for s in self.spec.state}
+        return _joined([_joined(row, 1) for row in outs], 0)
+
+    def _enter(self) -> None:
+        for name, state in self.before.items():
+            self.before[name], inlet = enter(state)
+            self.inlets.append(inlet)
+
+    def _hand_on(self, hidden: Tensor) -> None:
+        wanted, handed = frozenset(s.name for s in self.spec.state), []
+        for piece in self.pieces if wanted else ():
+            if piece.hands_on:
+                states = self._states(piece)
+                states.until_known(wanted, partial(self._run, hidden, piece, states))
+                handed.append(states.after)
+        self.after = {s.name: _joined([x[s.name] for x in handed], 0) for s in self.spec.state}
+
+    def seal(self) -> None:
+        """Keep no values."""
+        if any(state.requires_grad for state in self.after.values()):
+            self.edges = [get_gradient_edge(self.after[s.name]) for s in self.spec.state]
+        self.before, self.after = {}, {}
+
+    def _states(self, piece: _Piece) -> States:
+        if not piece.goes_on:
+            return States()
+        return States({name: x[piece.rows] for name, x in self.before.items()})
+
+    def _run(self, hidden: Tensor, piece: _Piece, states: States) -> Tensor:
+        tokens = piece.stop - piece.start
+        x = hidden[piece.rows, piece.start - self.q_start : piece.stop - self.q_start]
+        call = self.call(piece, tokens + takes_two(tokens, states.before))
+        if not self.spec.state:
+            return run_layer(self.layer, x, call)
+        return run_piece(self.layer, x, call, states)
+
+
+@dataclass(slots=True)
+class Recurrent:
+    """The layers of one program's run on one batch that do not attend."""
+
+    boundary: Boundary
+    program: Program
+    storage: Storage
+    slots: Slots
+    attending: Attending
+    chunk: int = -1
+    calls: dict[tuple[int, int, int], list[LayerCall]] = field(default_factory=dict)
+
+    def cell(self, i: Forward) -> RecurrentCell:
+        """The cell, with what the chunk before left."""
+        return RecurrentCell(
+            self.program.model.layers[i.layer],
+            self.boundary.layers[i.layer],
+            list(self._pieces(i.chunk)),
+            partial(self._call, i),
+            self.program.chunks[i.chunk][0],
+            self._before(i.layer, i.chunk, i.prefix),
+            i.mode is AttentionMode.NONE,
+        )
+
+    def again(self, i: Backward, cell: RecurrentCell) -> Run:
+        """What runs the cell a second time."""
+        cell.before = self._before(i.layer, i.chunk, i.prefix)
+        return cell.run
+
+    def leave(self, i: Forward, cell: RecurrentCell) -> None:
+        """What the cell leaves, in its chunk's rows."""
+        if i.write_kv is not None and not self._is_last(i.chunk):
+            rows = self.storage.chunk(i.write_kv, i.chunk, i.layer)
+            for state in cell.spec.state:
+                _held(rows[state.name], state).copy_(cell.after[state.name].detach())
+        cell.seal()
+
+    def begin_backward(self, i: Backward) -> Prefix:
+        """What the cell was given, and its gradient, may be on their way."""
+        return self._prefix(i.layer, i.chunk, i.prefix, i.accumulator)
+
+    def given(self, i: Backward, cell: RecurrentCell) -> tuple[list[GradientEdge], list[Tensor]]:
+        """What the cell left, and its gradient from the chunk after."""
+        if self._is_last(i.chunk) or not cell.spec.state:
+            return [], []
+        rows = self.storage.chunk(i.own_dkv, i.chunk, i.layer)
+        dtype = self.storage.dtype
+        found = [_held(rows[s.name], s).to(state_dtype(s, dtype)) for s in cell.spec.state]
+        return cell.edges, found
+
+    def add(self, prefix: Prefix, i: Backward, cell: RecurrentCell) -> None:
+        """Put the gradients of what the cell was given where the chunk before looks for them."""
+        if not cell.spec.state or not i.chunk:
+            return
+        start, stop = self.program.share.keys.rows[i.chunk - 1]
+        batch, whole = self.program.run.batch, {}
+        for state, inlet in zip(cell.spec.state, cell.inlets, strict=True):
+            shape = stop - start, batch, state.row
+            whole[state.name] = rows = torch.zeros(
+                shape, dtype=self.storage.accumulate_dtype, device=self.boundary.device
+            )
+            for gradient in inlet.sink:  # none, where documents begin with the chunk
+                _held(rows, state).copy_(gradient)
+        for low, high in self._spans(i.chunk, i.prefix):
+            prefix.tensors(low, high)
+            prefix.add(low, high, {n: x[low - start : high - start] for n, x in whole.items()})
+        prefix.done()
+
+    # -- what a cell is made of --------------------------------------------------------------------
+
+    def _before(self, layer: int, chunk: int, name: str) -> Rows:
+        """What the chunk before left, in memory of its own."""
+        spec, batch = self.program.model.layers[layer], self.program.run.batch
+        if not spec.state or not chunk:
+            return {}
+        prefix, parts = self._prefix(layer, chunk, name), []
+        for span in self._spans(chunk, name):
+            parts.append({name: x.flatten().clone() for name, x in prefix.tensors(*span).items()})
+        prefix.done()
+        found = {}
+        for state in spec.state:
+            flat = _joined([part[state.name] for part in parts], 0)[: batch * prod(state.shape)]
+            dtype = state_dtype(state, self.storage.dtype)
+            found[state.name] = flat.view(batch, *state.shape).to(dtype)
+        return found
+
+    def _pieces(self, chunk: int) -> Iterator[_Piece]:
+        """Row by row, in the order of tokens; rows that are cut alike together."""
+        start, stop = self.program.chunks[chunk]
+        rows, first = self.attending.runs(chunk), 0
+        if rows is None:
+            yield _Piece(slice(0, None), start, stop, goes_on=chunk > 0, hands_on=True)
+            return
+        for runs, alike in groupby(rows):
+            last = first + len(list(alike))
+            for run in runs:
+                goes_on, hands_on = run.document_start < start, run.stop == stop
+                yield _Piece(slice(first, last), run.start, run.stop, goes_on, hands_on)
+            first = last
+
+    def _call(self, i: Forward, piece: _Piece, tokens: int) -> LayerCall:
+        """How the layer is to be called on a piece, or on one token more."""
+        if self.chunk != i.chunk:
+            self.chunk, self.calls = i.chunk, {}
+        key = piece.rows.start, piece.start, tokens
+        if key not in self.calls:
+            rows = self.attending.batch.position_ids
+            rows = rows[piece.rows] if len(rows) > 1 else rows
+            positions = rows[:, piece.start : piece.stop]
+            more = positions[:, :1].expand(-1, tokens - positions.shape[1])
+            batch = len(range(*piece.rows.indices(self.program.run.batch)))
+            with torch.no_grad():
+                both = torch.cat([positions, more], dim=1)
+                self.calls[key] = self.boundary.calls(batch, both)
+        return self.calls[key][i.layer]
+
+    def _prefix(self, layer: int, chunk: int, name: str, sums: str | None = None) -> Prefix:
+        prefix = Prefix(self.storage, self.slots, layer, name, sums)
+        if chunk and self.program.model.layers[layer].state:
+            prefix.begin(self._spans(chunk, name))
+        return prefix
+
+    def _spans(self, chunk: int, name: str) -> list[Span]:
+        """Rows of exactly the chunk before, as they come: in blocks where they are on host."""
+        start, stop = self.program.share.keys.rows[chunk - 1]
+        if self.program.buffers[name].tier is Tier.DEVICE:
+            return [(start, stop)]
+        size = self.program.schedule.kv_block
+        cuts = [start, *range((start // size + 1) * size, stop, size), stop]
+        return list(pairwise(cuts))
+
+    def _is_last(self, chunk: int) -> bool:
+        return chunk == len(self.program.chunks) - 1
+
+
+def _held(rows: Tensor, state: StateTensor) -> Tensor:
+    """The state of a chunk's rows [T, B, row]."""
+    batch = rows.shape[1]
+    return rows.flatten()[: batch * prod(state.shape)].view(batch, *state.shape)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
