@@ -125,14 +125,14 @@ class Recurrent:
     slots: Slots
     attending: Attending
     chunk: int = -1
-    calls: dict[tuple[int, int, int], list[LayerCall]] = field(default_factory=dict)
+    calls: dict[tuple[int | None, ...], list[LayerCall]] = field(default_factory=dict)
 
     def cell(self, i: Forward) -> RecurrentCell:
         """The cell, with what the chunk before left."""
         return RecurrentCell(
             self.program.model.layers[i.layer],
             self.boundary.layers[i.layer],
-            list(self._pieces(i.chunk)),
+            list(self._pieces(i.layer, i.chunk)),
             partial(self._call, i),
             self.program.chunks[i.chunk][0],
             self._before(i.layer, i.chunk, i.prefix),
@@ -201,11 +201,12 @@ class Recurrent:
             found[state.name] = flat.view(batch, *state.shape).to(dtype)
         return found
 
-    def _pieces(self, chunk: int) -> Iterator[_Piece]:
-        """Row by row, in the order of tokens; rows that are cut alike together."""
+    def _pieces(self, layer: int, chunk: int) -> Iterator[_Piece]:
+        """Row by row, in the order of tokens; rows that are cut alike together. A layer without a
+        state knows no documents."""
         start, stop = self.program.chunks[chunk]
         rows, first = self.attending.runs(chunk), 0
-        if rows is None:
+        if rows is None or not self.program.model.layers[layer].state:
             yield _Piece(slice(0, None), start, stop, goes_on=chunk > 0, hands_on=True)
             return
         for runs, alike in groupby(rows):
@@ -219,7 +220,7 @@ class Recurrent:
         """How the layer is to be called on a piece, or on one token more."""
         if self.chunk != i.chunk:
             self.chunk, self.calls = i.chunk, {}
-        key = piece.rows.start, piece.start, tokens
+        key = piece.rows.start, piece.rows.stop, piece.start, tokens
         if key not in self.calls:
             rows = self.attending.batch.position_ids
             rows = rows[piece.rows] if len(rows) > 1 else rows
