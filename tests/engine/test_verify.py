@@ -36,6 +36,15 @@ def test_exact_in_float64(name: str) -> None:
     assert found.max_relative_error <= limit
 
 
+@pytest.mark.parametrize("name", ["lfm2", "olmo_hybrid", "qwen3_5_text", "nemotron_h"])
+def test_recurrences_are_exact_in_float64(name: str) -> None:
+    """Documents and chunks are cut where a scan's own blocks are not."""
+    found = verify(make_model(name).double(), SCHEDULE, RUN)
+    assert found.passed
+    assert found.max_relative_error < 1e-12
+    assert found.rule.endswith("computed in float64 on both sides")
+
+
 def test_a_gradient_that_is_zero_in_exact_arithmetic() -> None:
     found = verify(shared_model("opt"), SCHEDULE, RUN)
     assert found.passed, found

@@ -1,6 +1,5 @@
 """Layers that hand a state from chunk to chunk give the gradients of the whole sequence."""
 
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -14,91 +13,30 @@ from farspan.engine.step import Step
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
 from farspan.models.lora import add_adapters
+from farspan.models.wide import InFloat64
 from farspan.plan.states import with_states
 from farspan.spec import Kernels, Refused, Schedule, Sparse, Tier
 from tests.engine.checks import Data, assert_close, draw, run_oracle, run_step
 from tests.models.test_families import KEPT, STREAMED
 from tests.models.test_refused import refusal
 from tests.numerics import EXACT, relative_error
-from tests.zoo import COMMON, RECURRENT, make_model, shared_model
+from tests.zoo import COMMON, RECURRENT, make_model
 
 # Blocks of keys are smaller than chunks, so a state comes from host in several.
 BLOCKS = Schedule(chunk=11, groups=2, kv=Tier.HOST, kv_block=4, x=Tier.DEVICE, attention_open=True)
 SCHEDULES = {"kept": KEPT, "streamed": STREAMED, "blocks": BLOCKS}
 HOME = replace(KEPT, kv_kept=True, activations_kept=1.0, activations=Tier.DEVICE)
 
-# Decays and gated norms are in fp32 whatever the model is in: where a sequence is cut decides how
-# they round, by 6e-8 each, and layers on top of each other make more of it.
-FP32_RECURRENCE = 2e-5
-
-
-def delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """The gated delta rule of transformers in float64, token by token; [B, T, H, D] in and out."""
-    repeat = value.shape[2] // query.shape[2]
-    q, k = (x.double().repeat_interleave(repeat, 2) for x in (query, key))
-    if options["use_qk_l2norm_in_kernel"]:
-        q, k = (x * (x.pow(2).sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
-    q = q * q.shape[-1] ** -0.5
-    state = options["initial_state"]
-    if state is None:
-        state = value.new_zeros(value.shape[0], value.shape[2], key.shape[3], value.shape[3])
-    state, outs = state.double(), []
-    for t in range(query.shape[1]):
-        state = state * g[:, t].double().exp()[..., None, None]
-        error = value[:, t].double() - torch.einsum("bhd,bhdv->bhv", k[:, t], state)
-        error = error * beta[:, t].double()[..., None]
-        state = state + k[:, t, :, :, None] * error[:, :, None]
-        outs.append(torch.einsum("bhd,bhdv->bhv", q[:, t], state))
-    return torch.stack(outs, 1).to(query.dtype), state
-
-
-def scan(
-    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Any
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Mamba2's scan of transformers in float64, token by token; [B, T, H, D] in and out."""
-    x, repeat = hidden_states.double(), hidden_states.shape[2] // B.shape[2]
-    inward, outward = (y.double().repeat_interleave(repeat, 2) for y in (B, C))
-    dt = nn.functional.softplus(dt.double() + options["dt_bias"]).clamp(*options["dt_limit"])
-    state, outs = options["initial_states"], []
-    if state is None:
-        state = x.new_zeros(*x.shape[:1], *x.shape[2:], B.shape[3])
-    state = state.double()
-    for t in range(x.shape[1]):
-        grown = (dt[:, t, :, None] * x[:, t])[..., None] * inward[:, t, :, None]
-        state = state * (A.double() * dt[:, t]).exp()[..., None, None] + grown
-        out = torch.einsum("bhdn,bhn->bhd", state, outward[:, t])
-        outs.append(out + options["D"][:, None] * x[:, t])
-    out = torch.stack(outs, 1).to(hidden_states.dtype)
-    return (out, state) if options["return_final_states"] else out
-
-
-WIDE: dict[str, Any] = {"torch_chunk_gated_delta_rule": delta_rule, "mamba2_chunk_scan": scan}
-
-
-@pytest.fixture(autouse=True)
-def wide_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The families' own rules are in fp32, and their gradients of decays lose all but a few digits
-    in models this small; what surrounds them is not at fault."""
-    for name in RECURRENT:
-        shared_model(name)  # imports its module
-    for name, module in list(sys.modules.items()):
-        for rule in WIDE.keys() & vars(module).keys() if ".modeling_" in name else ():
-            monkeypatch.setattr(module, rule, WIDE[rule])
-
-
-def limits(name: str, model: nn.Module) -> dict[str, float]:
-    limit = EXACT if name.startswith("lfm2") else FP32_RECURRENCE
-    return dict.fromkeys(("loss", *dict(model.named_parameters())), limit)
-
 
 def assert_exact(name: str, schedule: Schedule, data: list[Data]) -> None:
-    model = make_model(name)
-    step = Step(model, schedule, poison=True)
-    for batch in data:
-        model.zero_grad()
-        assert_close(run_step(model, step, batch), run_oracle(model, batch), limits(name, model))
+    """Recurrences of most families, and OLMo-Hybrid's decays, are in float32 whatever the model is
+    in."""
+    model = make_model(name).double()
+    with InFloat64():
+        step = Step(model, schedule, poison=True)
+        for batch in data:
+            model.zero_grad()
+            assert_close(run_step(model, step, batch), run_oracle(model, batch))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
@@ -148,8 +86,10 @@ def test_evaluation_is_the_same_loss() -> None:
 def test_adapters_are_exact() -> None:
     model = make_model("qwen3_5_text")
     add_adapters(model, rank=2, alpha=4)
-    step, data = Step(model, KEPT, poison=True), draw(38, batch=2)
-    assert_close(run_step(model, step, data), run_oracle(model, data), limits("", model))
+    data = draw(38, batch=2)
+    with InFloat64():
+        step = Step(model, KEPT, poison=True)
+        assert_close(run_step(model, step, data), run_oracle(model, data))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # the compiler's own

@@ -44,7 +44,8 @@ def model_for(source: ModelConfig, drawn: bool, dtype: str, seed: int) -> PreTra
             seed=seed,
             zero=False,
         )
-    return model.eval()
+    # Some families keep a few parameters in float32, whatever is asked for.
+    return (model.double() if dtype == "float64" else model).eval()
 
 
 def verify_and_tell(

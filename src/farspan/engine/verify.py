@@ -2,8 +2,8 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -21,10 +21,12 @@ from farspan.engine.verify_sparse import Approximation, Function, Gradients, app
 from farspan.models.boundary import Boundary
 from farspan.models.experts import eager_experts
 from farspan.models.refuse import refuse_context
+from farspan.models.wide import InFloat64
 from farspan.spec import Refused, Schedule
 
 EXACT = 1e-12  # float64 throughout
 ROUNDED = 1e-6  # where the model's own code rounds to float32 on the way
+WIDE = "; what the model's own code computes in float32 was computed in float64 on both sides"
 FLOOR = 1e-7  # relative error below which two float32 results count as equal
 # A gradient that is zero in exact arithmetic (a key bias without RoPE) is rounding noise in every
 # computation. Below this share of the whole gradient an error is taken relative to the whole.
@@ -101,7 +103,8 @@ def verify(
     """Compare loss and every gradient of one step with plain full-sequence autograd.
 
     A float64 model must agree to 1e-12 in relative L2 norm for every parameter (1e-6 where the
-    model's own code rounds to float32). In a lower precision the error against a float64 copy may
+    model's own code rounds to float32; one with recurrences does not round while it is compared).
+    In a lower precision the error against a float64 copy may
     be at most twice that of plain autograd in the same precision. The model's `.grad` is kept.
 
     With `schedule.sparse` (and a `selector` as for `Step`) that is asked of sparse attention's own
@@ -113,12 +116,16 @@ def verify(
     if not any(p.requires_grad for p in model.parameters()):
         raise Refused("model: no parameter is trained, so there is no gradient to verify")
     # Both refuse now, not after the references, which take time and memory by the length squared.
-    Step(model, schedule, selector=selector)
+    step = Step(model, schedule, selector=selector)
     positions = make_batch(*data, boundary.vocab).position_ids
     refuse_context(boundary.model.config, int(positions.max()) + 1)
     function = Function(schedule, selector, next(model.parameters()).dtype)
-    with eager_experts(model):
-        return _verify(model, function, data, worst)
+    wide = step.model_spec.is_recurrent() and all(
+        p.dtype is torch.float64 for p in model.parameters()
+    )
+    with eager_experts(model), InFloat64() if wide else nullcontext():
+        found = _verify(model, function, data, worst)
+    return replace(found, rule=found.rule + WIDE) if wide else found
 
 
 @dataclass(frozen=True, slots=True)
