@@ -13,7 +13,16 @@ from farspan.plan.program import Kind
 from farspan.plan.reach import seen_pairs
 from farspan.plan.simulate import simulate
 from farspan.plan.tiled import feed_forward_passes
-from farspan.spec import LayerWork, ModelSpec, RunSpec, Schedule, Sparse, Tier
+from farspan.spec import (
+    LayerSpec,
+    LayerWork,
+    ModelSpec,
+    RunSpec,
+    Schedule,
+    Sparse,
+    StateTensor,
+    Tier,
+)
 from tests.plan import cases
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
@@ -119,6 +128,23 @@ def test_streamed_prefixes_grow_with_the_square(window: int | None, most: int) -
     assert found.evicted[Kind.KV] == KV * layers * tokens
     assert found.fetched[Kind.DKV] == DKV * layers * (prefix + tokens)
     assert found.evicted[Kind.DKV] == DKV * layers * (prefix + tokens)
+
+
+def test_streamed_states_are_those_of_the_chunk_before() -> None:
+    """All layers in one group, states on host: every forward reads the one before, also where
+    nothing else of the top layer is wanted; and a backward again, with its gradient both ways."""
+    layers, chunk, chunks, tokens = 3, 10, 5, 46
+    state = StateTensor("recurrent.0", (4 * chunk,), 4)
+    layer = LayerSpec(0, 0, 0, 0, window=1, state=(state,))
+    model = ModelSpec("recurrent", 64, 50, (layer,) * layers, 4)
+    found = simulate(build_program(model, RunSpec(1, tokens), Schedule(chunk, layers, kv=HOST)))
+    row, before = 4 * 4, chunk * layers  # bytes, and rows that each chunk but the first reads
+    first = (chunks - 2) * before  # without the last chunk, which the backward begins with
+    again = (chunks - 1) * before
+    assert found.fetched[Kind.KV] == row * (first + 2 * again)
+    assert found.evicted[Kind.KV] == row * layers * tokens
+    assert found.fetched[Kind.DKV] == row * (again + layers * tokens)
+    assert found.evicted[Kind.DKV] == row * (again + layers * tokens)
 
 
 def test_nothing_crosses_when_all_lives_on_the_device() -> None:
