@@ -55,6 +55,13 @@ def test_kept_graphs_are_exact(name: str) -> None:
     assert_exact(name, HOME, [draw(53, batch=2), draw(53, batch=2, documents=6, seed=1)])
 
 
+def test_a_graph_that_is_larger_than_planned_is_built_again() -> None:
+    """Of few tokens a scan saves more than what many let expect."""
+    assert_exact(
+        "nemotron_h", replace(HOME, groups=2), [draw(tokens, batch=3) for tokens in (1, 3)]
+    )
+
+
 @pytest.mark.parametrize("cuts", [(8,), (9,), (7, 8, 9, 16), (1, 2, 15, 17)])
 def test_documents_of_a_token(cuts: tuple[int, ...]) -> None:
     """At a chunk's first and last token, where a state is read or left."""

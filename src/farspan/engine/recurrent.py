@@ -101,6 +101,10 @@ class RecurrentCell:
             self.edges = [get_gradient_edge(self.after[s.name]) for s in self.spec.state]
         self.before, self.after = {}, {}
 
+    def forget(self) -> None:
+        """Hold nothing of its graph, which is built again."""
+        self.inlets, self.edges = [], []
+
     def _states(self, piece: _Piece) -> States:
         if not piece.goes_on:
             return States()

@@ -283,9 +283,10 @@ class Interpreter:
             with torch.no_grad():
                 self.hidden[i.layer + 1] = cell.run(hidden)
         if again:
-            self._as_input(self._planned_cell(i), i.chunk).copy_(hidden)
-            self.graphs[i.layer, i.chunk] = cell, None
+            self._keep_input(i, cell, hidden)
         self.recurrent.leave(i, cell)
+        if i.kept and self.graphs[i.layer, i.chunk][1] is None:
+            cell.forget()
         if i.mode is AttentionMode.NONE:
             del self.hidden[i.layer + 1]
 
@@ -298,8 +299,18 @@ class Interpreter:
             saved = SavedCell(tensors, self._named(i.layer, hidden, cell))
         graph, self.hidden[i.layer + 1] = build(run, hidden, saved)
         if saved is not None:
-            saved.seal(self._planned_cell(i))
+            store = self._planned_cell(i)
+            # What scans save is a little more than linear in their tokens.
+            if isinstance(cell, RecurrentCell) and saved.size() > len(store):
+                self._keep_input(i, cell, hidden)
+                return
+            saved.seal(store)
         self.graphs[i.layer, i.chunk] = cell, graph
+
+    def _keep_input(self, i: Forward, cell: RecurrentCell, hidden: Tensor) -> None:
+        """In a kept cell: its graph is built in the backward."""
+        self._as_input(self._planned_cell(i), i.chunk).copy_(hidden)
+        self.graphs[i.layer, i.chunk] = cell, None
 
     def _planned_cell(self, i: Forward) -> Tensor:
         """The bytes planned for this layer's cell: a slot may be wider than its home."""

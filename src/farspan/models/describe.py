@@ -21,6 +21,7 @@ SIZES = 4 * TOKENS, 8 * TOKENS  # of cells whose saved tensors are counted
 # Scans round their tokens up to 64, or 256 at the most: a token more than a multiple of these is
 # the most that a size can take.
 SCANNED = 257, 513
+BATCHES = 1, 2  # sequences that a scan is measured with
 
 
 @torch.no_grad()
@@ -80,22 +81,41 @@ def _with_activations(
         shapes = tuple((*p.shape, p.requires_grad) for p in module.parameters())
         key = type(module), shapes, layer
         if key not in measured:
-            measured[key] = _with_line(boundary, index, layer, device)
+            measured[key] = _with_line(_Measured(boundary, index, layer, device))
         result.append(measured[key])
     return result
 
 
-def _with_line(boundary: Boundary, index: int, layer: LayerSpec, device: torch.device) -> LayerSpec:
-    low, high = SCANNED if layer.state else SIZES
-    few, many = (_saved(boundary, index, layer, n, device) for n in (low, high))
-    slope = -(-(many.bytes - few.bytes) // (high - low))
-    # Each saved tensor is padded to an alignment line, whatever its size.
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """A layer, and where its cells will run."""
+
+    boundary: Boundary
+    index: int
+    spec: LayerSpec
+    device: torch.device
+
+
+def _with_line(layer: _Measured) -> LayerSpec:
+    """Scans turn their tensors round, which copies them where there are several sequences."""
+    batches = BATCHES if layer.spec.state else (1,)
+    found = [_line(layer, batch) for batch in batches]
     return replace(
-        layer,
-        activation_bytes=slope,
-        activation_constant=max(0, few.bytes - slope * low) + 64 * few.tensors,
-        saves_input=few.saves_input,
+        layer.spec,
+        activation_bytes=max(slope for slope, _, _ in found),
+        activation_constant=max(constant for _, constant, _ in found),
+        saves_input=any(saves_input for _, _, saves_input in found),
     )
+
+
+def _line(layer: _Measured, batch: int) -> tuple[int, int, bool]:
+    """Bytes a token and beside, of each of so many sequences; and whether the input is saved."""
+    low, high = SCANNED if layer.spec.state else SIZES
+    few, many = (_saved(layer, batch, tokens) for tokens in (low, high))
+    slope = -(-(many.bytes - few.bytes) // (batch * (high - low)))
+    # Each saved tensor is padded to an alignment line, whatever its size.
+    constant = max(0, -(-few.bytes // batch) - slope * low) + 64 * few.tensors
+    return slope, constant, few.saves_input
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +125,17 @@ class _Saved:
     saves_input: bool
 
 
-def _saved(
-    boundary: Boundary, index: int, spec: LayerSpec, tokens: int, device: torch.device
-) -> _Saved:
+def _saved(measured: _Measured, batch: int, tokens: int) -> _Saved:
+    boundary, device = measured.boundary, measured.device
     width = boundary.width
     # Few positions, again and again: the model may know no more than the probe's.
     positions = torch.arange(tokens, device=boundary.device)[None] % TOKENS
     # Tokens must differ, or a router would send all of them one way.
-    seeds = torch.arange(tokens, device=boundary.device)[None, :, None]
+    seeds = torch.arange(tokens, device=boundary.device)[None, :, None].repeat(batch, 1, 1)
     hidden = torch.sin(seeds + torch.arange(width, device=boundary.device))
     hidden = hidden.to(boundary.dtype)
-    call = boundary.calls(1, positions)[index]
-    layer = boundary.layers[index]
+    call = boundary.calls(batch, positions)[measured.index]
+    layer = boundary.layers[measured.index]
     if device != boundary.device:
         hidden, call = hidden.to(device), call.to(device)
         layer = copy.deepcopy(layer).to(device)
@@ -126,9 +145,9 @@ def _saved(
         named["out"] = _Shape.apply(q, k, v)
         return named["out"].transpose(1, 2)
 
-    states = States(zero_states(spec.state, 1, boundary.dtype, device))
-    if spec.state:
-        call = with_states(call, states)
+    if measured.spec.state:
+        states = zero_states(measured.spec.state, batch, boundary.dtype, device)
+        call = with_states(call, States({n: x.requires_grad_() for n, x in states.items()}))
     cell = hidden, call, named, attention
     found = _count(layer, cell)
     if is_compiled(layer):
