@@ -4,8 +4,8 @@ to chunk in training.
 A recurrent layer (linear attention, a state-space or short convolution) reads and writes a cache: a
 convolution's last inputs, a recurrence's state. `States` stands in that cache's place for one layer
 and one piece of a sequence. Nothing is changed in place, so that gradients flow from what a piece
-leaves back to what it was given. transformers before 5.20 asks the cache's layers, later ones the
-cache; both find what they look for.
+leaves back to what it was given. Families of transformers 5.17 ask the cache's layers, those of
+5.23 the cache; both find what they look for.
 """
 
 from collections.abc import Callable, Mapping
