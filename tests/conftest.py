@@ -1,10 +1,13 @@
 """What holds for every test: one thread, one seed, and no GPU test on a machine without one."""
 
 import os
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import torch
+
+from farspan.models.wide import InFloat64
 
 # `pytest --hypothesis-profile=explore` looks at new examples on every run.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -25,6 +28,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+@pytest.fixture
+def float64_throughout() -> Iterator[None]:
+    """What families' own code computes in float32 whatever the model is in."""
+    with InFloat64():
+        yield
 
 
 def pytest_runtest_setup() -> None:

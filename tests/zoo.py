@@ -43,7 +43,6 @@ class Family:
     softcap: float | None = None
     sinks: bool = False
     kv_heads: int = 2
-    fp32: str | None = None  # its own code computes in fp32 what parameters of such a name are in
     kind: str | None = None  # its model_type, if that is not its name here
 
 
@@ -101,10 +100,10 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(QWEN3_MOE),
     "mistral": Family({"sliding_window": WINDOW}, windows=(WINDOW,) * LAYERS),
     "mixtral": Family({"num_local_experts": 4}),
-    "deepseek_v3": Family(DEEPSEEK, kv_heads=4, fp32=""),
-    "gemma": Family(fp32="norm"),
-    "gemma2": Family(GEMMA2, windows=ALTERNATING, softcap=1.5, fp32="norm"),
-    "gemma3_text": Family(GEMMA3, windows=ALTERNATING, fp32="norm"),
+    "deepseek_v3": Family(DEEPSEEK, kv_heads=4),
+    "gemma": Family(),
+    "gemma2": Family(GEMMA2, windows=ALTERNATING, softcap=1.5),
+    "gemma3_text": Family(GEMMA3, windows=ALTERNATING),
     "gpt2": Family(GPT2, kv_heads=4),
     "gpt_neox": Family({"hidden_dropout": 0.0}, kv_heads=4),
     "opt": Family(OPT, kv_heads=4),
@@ -115,11 +114,10 @@ FAMILIES: dict[str, Family] = {
     "granite": Family({"embedding_multiplier": 3.0, "residual_multiplier": 0.5}),
     "gpt_oss": Family(GPT_OSS, windows=ALTERNATING, sinks=True),
     "starcoder2": Family(STARCODER2, windows=(WINDOW,) * LAYERS),
-    "cohere": Family(fp32="norm"),
+    "cohere": Family(),
     "cohere2": Family(
         {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2},
         windows=ALTERNATING,
-        fp32="norm",
     ),
     "stablelm": Family({"hidden_dropout": 0.0, "qk_layernorm": True}),
     "smollm3": Family(),
@@ -155,41 +153,37 @@ GEMMA4_26B = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
 
 # Families that are held exact by a test each; those above go through all of them.
 FURTHER: dict[str, Family] = {
-    "afmoe": Family({**SMALL_EXPERTS, **SLIDING}, fp32=""),
+    "afmoe": Family({**SMALL_EXPERTS, **SLIDING}),
     "apertus": Family(),
     "arcee": Family(),
     "aria_text": Family(),
     "bitnet": Family(),
-    "cohere2_moe": Family({**EXPERTS, **SLIDING}, fp32=""),
+    "cohere2_moe": Family({**EXPERTS, **SLIDING}),
     "cwm": Family(SLIDING),
-    "deepseek_v2": Family({**LATENT, **ROUTED_EXPERTS}, fp32=""),
-    "dots1": Family(
-        {**ROUTED_EXPERTS, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}, fp32=""
-    ),
+    "deepseek_v2": Family({**LATENT, **ROUTED_EXPERTS}),
+    "dots1": Family({**ROUTED_EXPERTS, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}),
     "ernie4_5": Family(),
-    "ernie4_5_moe": Family({**SMALL_EXPERTS, "moe_num_experts": 4}, fp32=""),
+    "ernie4_5_moe": Family({**SMALL_EXPERTS, "moe_num_experts": 4}),
     "exaone4": Family(SLIDING),
-    "exaone_moe": Family({**SMALL_EXPERTS, **SLIDING}, fp32=""),
+    "exaone_moe": Family({**SMALL_EXPERTS, **SLIDING}),
     "flex_olmo": Family(EXPERTS),
-    "gemma4_text": Family({**GEMMA4, **GEMMA4_31B}, fp32=""),
-    "gemma4_moe": Family(
-        {**GEMMA4, **GEMMA4_26B, "moe_intermediate_size": 16}, fp32="", kind="gemma4_text"
-    ),
+    "gemma4_text": Family({**GEMMA4, **GEMMA4_31B}),
+    "gemma4_moe": Family({**GEMMA4, **GEMMA4_26B, "moe_intermediate_size": 16}, kind="gemma4_text"),
     "glm": Family(),
-    "glm4_moe": Family(ROUTED_EXPERTS, fp32=""),
-    "glm4_moe_lite": Family({**LATENT, **ROUTED_EXPERTS}, fp32=""),
+    "glm4_moe": Family(ROUTED_EXPERTS),
+    "glm4_moe_lite": Family({**LATENT, **ROUTED_EXPERTS}),
     "granitemoe": Family(LOCAL_EXPERTS),
     "granitemoeshared": Family(LOCAL_EXPERTS),
-    "helium": Family(fp32=""),
+    "helium": Family(),
     "hunyuan_v1_dense": Family(),
-    "hunyuan_v1_moe": Family(EXPERTS, fp32=""),
+    "hunyuan_v1_moe": Family(EXPERTS),
     "hyperclovax": Family(),
     "internlm3": Family(),
     "jetmoe": Family(LOCAL_EXPERTS),
-    "laguna": Family({**SMALL_EXPERTS, **SLIDING}, fp32=""),
-    "mimo_v2_flash": Family({**ROUTED_EXPERTS, **SLIDING}, fp32=""),
+    "laguna": Family({**SMALL_EXPERTS, **SLIDING}),
+    "mimo_v2_flash": Family({**ROUTED_EXPERTS, **SLIDING}),
     "minicpm3": Family(LATENT),
-    "minimax_m2": Family(LOCAL_EXPERTS, fp32=""),
+    "minimax_m2": Family(LOCAL_EXPERTS),
     "ministral": Family(SLIDING),
     "ministral3": Family(SLIDING),
     "nanochat": Family(),
@@ -199,8 +193,8 @@ FURTHER: dict[str, Family] = {
     "persimmon": Family(),
     "qwen2_moe": Family(SMALL_EXPERTS),
     "seed_oss": Family({"residual_dropout": 0.0}),
-    "solar_open": Family(ROUTED_EXPERTS, fp32=""),
-    "vaultgemma": Family(SLIDING, fp32=""),
+    "solar_open": Family(ROUTED_EXPERTS),
+    "vaultgemma": Family(SLIDING),
     "youtu": Family(LATENT),
 }
 

@@ -78,13 +78,12 @@ def errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, f
     return {name: relative_error(found[name], expected[name], least[name]) for name in expected}
 
 
-def assert_close(found: Outcome, expected: Outcome, limits: dict[str, float] | None = None) -> None:
-    """Loss and every gradient to 1e-12, or to the limit given for a parameter or the "loss"."""
+def assert_close(found: Outcome, expected: Outcome) -> None:
+    """Loss and every gradient to 1e-12."""
     assert found.loss.shape == ()
     every = errors(found.gradients, expected.gradients)
     every["loss"] = relative_error(found.loss, expected.loss)
-    limits = limits or {}
-    wrong = {name: e for name, e in every.items() if not e <= limits.get(name, EXACT)}
+    wrong = {name: e for name, e in every.items() if not e <= EXACT}
     assert not wrong, ", ".join(f"{name}: {error:.3g}" for name, error in wrong.items())
 
 

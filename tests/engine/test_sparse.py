@@ -25,7 +25,6 @@ from tests.engine.checks import (
     run_step,
 )
 from tests.engine.test_exact import LAYERS, any_schedule
-from tests.models.test_families import limits
 from tests.numerics import EXACT, relative_error
 from tests.zoo import FAMILIES, make_model, shared_model
 
@@ -116,13 +115,13 @@ def test_a_budget_for_everything_is_dense(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.usefixtures("float64_throughout")
 def test_families(name: str) -> None:
-    """Windows stay as they are, sinks and caps hold, and every model's own rounding to float32
-    limits what may be asked of it."""
+    """Windows stay as they are, sinks and caps hold."""
     model, data = shared_model(name), draw(61)
     schedule = Schedule(chunk=16, groups=2, attention_kept=0.3, sparse=SPARSE)
     expected = run_sparse_oracle(model, schedule, data)
-    assert_close(run_step(model, schedule, data), expected, limits(name))
+    assert_close(run_step(model, schedule, data), expected)
 
 
 class TestSelectors:

@@ -20,7 +20,6 @@ from farspan.models.boundary import Boundary
 from farspan.spec import Refused, Schedule, Sparse
 from tests.engine.checks import Data, run_oracle
 from tests.engine.test_sparse import run_sparse_oracle
-from tests.models.test_families import limits
 from tests.numerics import EXACT, relative_error
 from tests.zoo import VOCAB, make_model, shared_model
 
@@ -41,9 +40,8 @@ def test_exact_for_its_own_function_in_float64(name: str) -> None:
     assert found.sparse.hides
     assert found.sparse.gradient_error > 1e-6  # it is not dense attention
     assert "each choosing for itself" in found.rule
-    if not limits(name):
-        assert found.max_relative_error <= EXACT
-        assert found.loss_error <= EXACT
+    assert found.max_relative_error <= EXACT
+    assert found.loss_error <= EXACT
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -151,7 +149,7 @@ def test_how_far_it_is_from_dense_fails_nothing() -> None:
 def test_dense_schedules_tell_nothing() -> None:
     found = verify(shared_model("qwen2"), replace(SCHEDULE, sparse=None), RUN)
     assert found.sparse is None
-    assert found.rule == "relative L2 error <= 1e-12"
+    assert found.rule == "relative L2 error <= 1e-12, float64 throughout"
 
 
 def test_json() -> None:

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -24,15 +24,13 @@ from farspan.models.refuse import refuse_context
 from farspan.models.wide import InFloat64
 from farspan.spec import Refused, Schedule
 
-EXACT = 1e-12  # float64 throughout
-ROUNDED = 1e-6  # where the model's own code rounds to float32 on the way
-WIDE = "; what the model's own code computes in float32 was computed in float64 on both sides"
+EXACT = 1e-12  # float64 throughout, where the model's own code would compute in float32 as well
 FLOOR = 1e-7  # relative error below which two float32 results count as equal
 # A gradient that is zero in exact arithmetic (a key bias without RoPE) is rounding noise in every
 # computation. Below this share of the whole gradient an error is taken relative to the whole.
 NOISE = 1e-14
-# The reference reads windows and caps where the engine does. The model's own attention does not,
-# but computes its softmax in float32 and in the weights' dtype: this far may it be off.
+# The reference reads windows and caps where the engine does, the model's own attention does not.
+# A float32 model's own softmax is of float32, whose roundings add up to less than this.
 OWN = 1e-4
 
 Data = tuple[Tensor, Tensor, Tensor | None]  # input_ids, labels, document_ids
@@ -102,10 +100,10 @@ def verify(
 ) -> Verification:
     """Compare loss and every gradient of one step with plain full-sequence autograd.
 
-    A float64 model must agree to 1e-12 in relative L2 norm for every parameter (1e-6 where the
-    model's own code rounds to float32; one with recurrences does not round while it is compared).
-    In a lower precision the error against a float64 copy may
-    be at most twice that of plain autograd in the same precision. The model's `.grad` is kept.
+    A float64 model must agree to 1e-12 in relative L2 norm for every parameter; what its own code
+    computes in float32 is computed in float64 meanwhile, on both sides. In a lower precision the
+    error against a float64 copy may be at most twice that of plain autograd in the same
+    precision. The model's `.grad` is kept.
 
     With `schedule.sparse` (and a `selector` as for `Step`) that is asked of sparse attention's own
     function, in float64 with pages chosen by each side for itself, in lower precision with the
@@ -116,16 +114,18 @@ def verify(
     if not any(p.requires_grad for p in model.parameters()):
         raise Refused("model: no parameter is trained, so there is no gradient to verify")
     # Both refuse now, not after the references, which take time and memory by the length squared.
-    step = Step(model, schedule, selector=selector)
+    Step(model, schedule, selector=selector)
     positions = make_batch(*data, boundary.vocab).position_ids
     refuse_context(boundary.model.config, int(positions.max()) + 1)
-    function = Function(schedule, selector, next(model.parameters()).dtype)
-    wide = step.model_spec.is_recurrent() and all(
-        p.dtype is torch.float64 for p in model.parameters()
-    )
-    with eager_experts(model), InFloat64() if wide else nullcontext():
-        found = _verify(model, function, data, worst)
-    return replace(found, rule=found.rule + WIDE) if wide else found
+    function = Function(schedule, selector, _dtype(model))
+    with eager_experts(model), InFloat64() if function.dtype is torch.float64 else nullcontext():
+        return _verify(model, function, data, worst)
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    """Of the parameters; of several dtypes, the first that is not float64."""
+    every = [p.dtype for p in model.parameters()]
+    return next((dtype for dtype in every if dtype is not torch.float64), torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +138,12 @@ class _Limits:
 def _verify(model: nn.Module, function: Function, data: Data, worst: int) -> Verification:
     in_double = function.dtype is torch.float64
     twin = model if in_double else copy.deepcopy(model).double()
-    with eager_experts(twin):
+    with eager_experts(twin), InFloat64():
         exact = _plain(twin, data, function.exact())
         is_sparse = function.schedule.sparse is not None
         dense = _plain(twin, data, reference) if is_sparse else None
     if in_double:
-        plain, limits = exact, _exact_limits(model, data)
+        plain, limits = exact, _exact_limits(model)
     else:
         plain = _plain(model, data, function.again())
         limits = _rounded_limits(model, data, plain, exact)
@@ -155,7 +155,8 @@ def _verify(model: nn.Module, function: Function, data: Data, worst: int) -> Ver
     errors.sort(key=lambda e: e.error / e.limit, reverse=True)
     loss_error = _error(loss, exact[0])
     own_error = _own_loss_error(model, data, plain[0] if dense is None else dense[0])
-    within = all(e.error <= e.limit for e in errors) and (own_error or 0.0) <= OWN
+    own_limit = EXACT if in_double else OWN
+    within = all(e.error <= e.limit for e in errors) and (own_error or 0.0) <= own_limit
     told = None
     if dense is not None:
         told = approximation(function, model, data[0].shape[1], (loss, found), dense)
@@ -198,9 +199,9 @@ def _rounded_limits(
     # Twice what plain autograd is off by; a short vector may be lucky there, so at least
     # twice what is typical of the model.
     typical = sorted(own.values())[len(own) // 2]
-    dtype = next(model.parameters()).dtype
+    dtype = _dtype(model)
     rule = f"error against float64 <= 2x that of plain autograd in {dtype} + {FLOOR:g}"
-    if _computation(model, data).chooses:
+    if _chooses(model, data):
         # A choice of experts that rounding tips differs by more than rounding, in plain
         # autograd as here, and in other parameters.
         typical = max(own.values())
@@ -223,26 +224,18 @@ def _own_loss_error(model: nn.Module, data: Data, reference: Tensor) -> float | 
     return _error(total, reference)
 
 
-def _exact_limits(model: nn.Module, data: Data) -> _Limits:
+def _exact_limits(model: nn.Module) -> _Limits:
     """For a float64 model."""
-    seen = _computation(model, data)
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    rounded = set(names) if seen.product else seen.parameters & set(names)
-    limits = {name: ROUNDED if name in rounded else EXACT for name in names}
-    rule = f"relative L2 error <= {EXACT:g}"
-    if rounded:
-        rule += (
-            f"; <= {ROUNDED:g} for {len(rounded)} parameters that the model's own code multiplies "
-            "in float32"
-        )
-    return _Limits(limits, ROUNDED if seen.product else EXACT, rule)
+    limits = {name: EXACT for name, p in model.named_parameters() if p.requires_grad}
+    return _Limits(limits, EXACT, f"relative L2 error <= {EXACT:g}, float64 throughout")
 
 
-def _computation(model: nn.Module, data: Data) -> "_Computation":
-    seen = _Computation(model)
+def _chooses(model: nn.Module, data: Data) -> bool:
+    """Whether it takes the largest of some scores, as a router of experts does."""
+    seen = _Choices()
     with torch.no_grad(), seen:
         oracle_loss(model, *data)
-    return seen
+    return seen.any
 
 
 def _errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
@@ -275,42 +268,15 @@ def _own_gradients(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-class _Computation(TorchDispatchMode):
-    """Notices where a float64 model computes in float32, and whether it chooses experts.
+class _Choices(TorchDispatchMode):
+    """Notices `topk`."""
 
-    A cast of activations alone (a norm's input) rounds the same in every order of the grid. What
-    multiplies a parameter in float32 gives it a gradient summed in float32; a matrix product in
-    float32 rounds by the shapes it is given.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._names = {p.untyped_storage().data_ptr(): n for n, p in model.named_parameters()}
-        self.parameters: set[str] = set()
-        self.product = False
-        self.chooses = False  # takes the largest of some scores, as a router of experts does
+        self.any = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        source = args[0] if args else None
-        self.chooses |= func.overloadpacket is torch.ops.aten.topk
-        if isinstance(out, Tensor) and isinstance(source, Tensor) and out.dtype is torch.float32:
-            if source.dtype is torch.float64:
-                name = self._names.get(source.untyped_storage().data_ptr())
-                self.parameters |= set() if name is None else {name}
-            if func.overloadpacket in _PRODUCTS:
-                # The one product every rotary model has in float32 is of positions and
-                # frequencies: a column by a row.
-                self.product |= all(min(a.shape[-2:]) > 1 for a in args[-2:])
-        return out
-
-
-_PRODUCTS = (
-    torch.ops.aten.mm,
-    torch.ops.aten.bmm,
-    torch.ops.aten.addmm,
-    torch.ops.aten.baddbmm,
-    torch.ops.aten.linear,
-)
+        self.any |= func.overloadpacket is torch.ops.aten.topk
+        return func(*args, **(kwargs or {}))

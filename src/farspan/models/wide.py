@@ -1,29 +1,26 @@
 """A float64 model whose own code computes nothing in float32: ground to compare on.
 
-Many families round to float32 on the way, in norms, routers and recurrences. Where a sequence is
-cut then decides how a recurrence rounds, by 1e-4 in gradients of decays, which no cut is to blame
-for: the uncut one is as far from what float64 gives.
+Many families round to float32 on the way. Gradients of Gemma's norm weights are then sums over
+tokens in float32, DeepSeek's router is a matrix product in float32, and where a sequence is cut
+decides how a recurrence rounds, by 1e-4 in gradients of decays. No cut is to blame for it: the
+uncut sequence is as far from what float64 gives.
 """
 
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class InFloat64(TorchFunctionMode):
-    """Inside it whoever asks for float32 gets float64. For models without a float32 parameter,
-    whose gradient would be of another dtype."""
+class InFloat64(TorchDispatchMode):
+    """Inside it whoever asks for float32 gets float64, also in a backward, which modes of the
+    level above do not see. For models without a float32 parameter, whose gradient would be of
+    another dtype."""
 
-    def __torch_function__(
+    def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is Tensor.float:
-            func = Tensor.double
-        return func(*tree_map(_widened, args), **tree_map(_widened, kwargs or {}))
-
-
-def _widened(leaf: Any) -> Any:
-    return torch.float64 if leaf is torch.float32 else leaf
+        kwargs = kwargs or {}
+        if kwargs.get("dtype") is torch.float32:
+            kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)
