@@ -212,6 +212,16 @@ SCAN = {"n_groups": 2, "chunk_size": 16}
 
 # Families of which layers hand a state from chunk to chunk.
 RECURRENT: dict[str, Family] = {
+    "bamba": Family(  # whose layers give tuples
+        {
+            "attn_layer_indices": [1, 3],
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 16,
+        }
+    ),
     "granitemoehybrid": Family(
         {
             **LOCAL_EXPERTS,

@@ -62,7 +62,7 @@ class TestWhatCouldNotBeNoticedByName:
         model.model.layers[1].mlp.register_forward_hook(
             lambda _, __, out: out + 0.05 * nn.functional.pad(out, (0, 0, 1, 0))[:, :-1]
         )
-        assert "mixes tokens outside of the attention interface" in refusal(model)
+        assert "tokens see each other by something beside the attention" in refusal(model)
 
     def test_a_tie_between_a_layer_and_the_outside(self) -> None:
         model = make_model("llama")

@@ -169,7 +169,7 @@ class TestRefused:
     def test_a_state_that_is_kept_from_the_cache(self) -> None:
         model = make_model("llama")
         model.model.layers[2] = _Summing()
-        assert "layer 2 of LlamaForCausalLM run in chunks differs" in refusal(model)
+        assert "in layer 2 of LlamaForCausalLM tokens see each other" in refusal(model)
 
 
 def _halve(_: nn.Module, given: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

@@ -70,7 +70,7 @@ class TestModels:
         [
             ("xglm", XGLM, "keeps K, V but does not attend through the attention interface"),
             ("mamba", {"state_size": 4}, "does not go on from the state recurrent.0"),
-            ("recurrent_gemma", GRIFFIN, "layer 0 of .* run in chunks differs from itself"),
+            ("recurrent_gemma", GRIFFIN, "in layer 0 of .* tokens see each other"),
         ],
     )
     def test_that_keep_a_state_to_themselves(
@@ -110,8 +110,30 @@ class TestModels:
         model = make_model("llama")
         model.model.layers[1].mlp.register_forward_hook(mix)
         message = refusal(model)
+        assert "in layer 1 of LlamaForCausalLM tokens see each other by something beside" in message
+
+    @pytest.mark.parametrize("share", [1e-9, -1e-9])
+    def test_that_hardly_mix_tokens(self, share: float) -> None:
+        """In bfloat16, forwards and backwards: fresh weights may forget all but that."""
+        model, steps = make_model("llama", torch.bfloat16), 1 if share > 0 else -1
+        model.model.layers[1].self_attn.k_proj.register_forward_hook(
+            lambda _, __, out: out + share * out.roll(steps, dims=1)
+        )
+        assert "in layer 1 of LlamaForCausalLM tokens see each other" in refusal(model)
+
+    def test_that_mix_tokens_where_no_gradient_goes(self) -> None:
+        model = make_model("llama")
+        model.model.layers[1].mlp.register_forward_hook(
+            lambda _, __, out: out + 0.1 * out.detach().cumsum(1)
+        )
+        message = refusal(model)
         assert "run in chunks differs from itself" in message
         assert "mixes tokens outside of the attention interface" in message
+
+    def test_that_attend_and_recur_in_one_layer(self) -> None:
+        scan = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 8}
+        message = refusal(build("falcon_h1", **scan))
+        assert "layer 0 of FalconH1ForCausalLM tokens see each other" in message
 
     def test_that_ask_for_router_losses(self) -> None:
         message = refusal(make_model("mixtral", output_router_logits=True))

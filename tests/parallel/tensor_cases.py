@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from farspan.models.boundary import Boundary, LayerCall, run_layer
-from farspan.models.probe import cast_call
+from farspan.models.mixing import cast_call
 from farspan.models.route import answering, routed
 from tests.zoo import make_model
 

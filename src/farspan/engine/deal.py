@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from farspan.attention.merge import accumulate_dtype
 from farspan.models.boundary import Boundary, LayerCall, run_layer
 from farspan.models.describe import describe
-from farspan.models.probe import TOKENS as PROBED
-from farspan.models.probe import cast_call
+from farspan.models.mixing import TOKENS as PROBED
+from farspan.models.mixing import cast_call
 from farspan.models.refuse import refuse_dropout
 from farspan.models.route import answering, routed
 from farspan.models.tiles import Tokenwise

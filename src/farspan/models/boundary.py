@@ -8,7 +8,8 @@ soft-capping. So no family needs code here.
 """
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
@@ -21,10 +22,15 @@ from farspan.models.text import tokens_as_read
 from farspan.spec import Refused
 
 Module = TypeVar("Module", bound=nn.Module)
+Found = TypeVar("Found")
 
 
 class _Recorded(Exception):
     """Every layer's arguments are known: the rest of the forward is not needed."""
+
+
+class _Unpacked(Exception):
+    """The model took what a layer gives for a tuple."""
 
 
 @dataclass(slots=True)
@@ -41,13 +47,22 @@ class LayerCall:
         return LayerCall(tree_map(move, self.arguments), tree_map(move, self.keywords))
 
 
+@dataclass(slots=True)
+class _Record:
+    """How the layers of a shell are called."""
+
+    in_tuples: bool  # what a layer gives: (hidden, None)
+    hidden: Tensor | None = None  # the first layer's input
+    calls: list[LayerCall] = field(default_factory=list)
+
+
 class _Recorder(nn.Module):
     """Stands in a layer's place in a shell and writes down how it is called."""
 
-    def __init__(self, layer: nn.Module, log: list[LayerCall], first: list[Tensor], last: bool):
+    def __init__(self, layer: nn.Module, record: "_Record", last: bool):
         super().__init__()
         object.__setattr__(self, "_layer", layer)
-        self._log, self._first, self._last = log, first, last
+        self._record, self._last = record, last
 
     def __getattr__(self, name: str) -> Any:
         # Families branch on attributes of a layer, such as its attention type.
@@ -56,22 +71,25 @@ class _Recorder(nn.Module):
         except AttributeError:
             return getattr(object.__getattribute__(self, "_layer"), name)
 
-    def forward(self, hidden: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        if not self._log:
-            self._first.append(hidden)
-        self._log.append(LayerCall(arguments, keywords))
+    def forward(self, hidden: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        record = self._record
+        if record.hidden is None:
+            record.hidden = hidden
+        elif hidden.shape != record.hidden.shape:
+            raise _Unpacked("what a layer gives is taken apart")
+        record.calls.append(LayerCall(arguments, keywords))
         if self._last:
             raise _Recorded
-        return hidden
+        return (hidden, None) if record.in_tuples else hidden
 
 
 class _Inject(nn.Module):
     """The only layer of the head's shell: gives out the hidden state to go on with."""
 
-    def __init__(self, layer: nn.Module, hidden: Tensor):
+    def __init__(self, layer: nn.Module, given: Any):
         super().__init__()
         object.__setattr__(self, "_layer", layer)
-        self._hidden = hidden
+        self._given = given
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -79,8 +97,8 @@ class _Inject(nn.Module):
         except AttributeError:
             return getattr(object.__getattribute__(self, "_layer"), name)
 
-    def forward(self, _: Tensor, *__: Any, **___: Any) -> Tensor:
-        return self._hidden
+    def forward(self, _: Tensor, *__: Any, **___: Any) -> Any:
+        return self._given
 
 
 def copy_module(module: Module) -> Module:
@@ -113,6 +131,7 @@ class Boundary:
         refuse_adapters(model)
         self.model = inner
         self._device = device
+        self._in_tuples = False  # do its layers give their hidden state in a tuple?
         self.decoder = inner.get_decoder()
         if self.decoder is None or not isinstance(self.decoder, nn.Module):
             raise Refused(f"model: {type(inner).__name__} has no decoder stack to run in chunks")
@@ -172,10 +191,13 @@ class Boundary:
         return self._record(inputs_embeds=blank.expand(shape), position_ids=position_ids)[1]
 
     def _record(self, **inputs: Tensor) -> tuple[Tensor, list[LayerCall]]:
-        log: list[LayerCall] = []
-        first: list[Tensor] = []
-        last = len(self.layers) - 1
-        recorders = [_Recorder(layer, log, first, i == last) for i, layer in enumerate(self.layers)]
+        record = self._alone_or_in_tuples(lambda tuples: self._recorded(tuples, inputs))
+        assert record.hidden is not None
+        return record.hidden, record.calls
+
+    def _recorded(self, in_tuples: bool, inputs: dict[str, Tensor]) -> _Record:
+        record, last = _Record(in_tuples), len(self.layers) - 1
+        recorders = [_Recorder(layer, record, i == last) for i, layer in enumerate(self.layers)]
         shell = copy_module(self.decoder)
         shell._modules[self._layers_name] = nn.ModuleList(recorders)
         # GPT-2's asks the device about the ends of each chunk, and the CPU waits for the answer.
@@ -183,10 +205,26 @@ class Boundary:
         try:
             shell(use_cache=False, **inputs)
         except _Recorded:
-            return first[0], log
+            return record
         raise Refused(
             f"model: {type(self.model).__name__} does not call every layer of its decoder in turn"
         )
+
+    def _alone_or_in_tuples(self, run: Callable[[bool], Found]) -> Found:
+        """What a run gives of which layers give their hidden state alone, as most families' do, or
+        in a tuple, as Bamba's do. What was seen once holds."""
+        if self._in_tuples:
+            return run(True)
+        try:
+            return run(False)
+        except (_Unpacked, ValueError) as error:
+            alone = error
+        try:
+            found = run(True)
+        except Exception:
+            raise alone from None
+        self._in_tuples = True
+        return found
 
     def run_layer(self, index: int, hidden: Tensor, call: LayerCall) -> Tensor:
         """One decoder layer on a chunk, [B, C, hidden] in and out."""
@@ -194,8 +232,12 @@ class Boundary:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head on the output of the top layer: [B, T, hidden] to [B, T, vocab]."""
+        return self._alone_or_in_tuples(lambda tuples: self._logits(tuples, hidden))
+
+    def _logits(self, in_tuples: bool, hidden: Tensor) -> Tensor:
+        given = (hidden, None) if in_tuples else hidden
         decoder = copy_module(self.decoder)
-        decoder._modules[self._layers_name] = nn.ModuleList([_Inject(self.layers[0], hidden)])
+        decoder._modules[self._layers_name] = nn.ModuleList([_Inject(self.layers[0], given)])
         root = copy_module(self.model)
         shell: nn.Module = root
         for name in self._path[:-1]:
@@ -211,6 +253,8 @@ class Boundary:
             position_ids=position_ids,
             use_cache=False,
         )
+        if out.logits.shape[:-1] != hidden.shape[:-1]:
+            raise _Unpacked("what a layer gives is taken apart")
         return out.logits
 
 

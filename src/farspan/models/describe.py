@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from farspan.models.boundary import Boundary, LayerCall, run_layer
 from farspan.models.compiled import is_compiled, uncompiled
-from farspan.models.probe import TOKENS, ask_layers, probe_layers
+from farspan.models.mixing import TOKENS
+from farspan.models.probe import ask_layers, probe_layers
 from farspan.models.recurrent import States, with_states, zero_states
 from farspan.models.refuse import refuse_model
 from farspan.models.route import answering, routed

@@ -21,7 +21,7 @@ from farspan.attention.reference import reference
 from farspan.models.boundary import Boundary, LayerCall, copy_module, run_layer
 from farspan.models.compiled import uncompiled
 from farspan.models.experts import eager_experts
-from farspan.models.probe import CUT, MIXING, TOKENS, cast_call, distance
+from farspan.models.mixing import CUT, MIXING, TOKENS, cast_call, distance
 from farspan.models.route import answering, routed
 from farspan.models.tiles import Tokenwise, blank, tiled
 from farspan.parallel.tensor_probe import customised
