@@ -379,6 +379,7 @@ class TestModelsOfTheirOwnKind:
     def test_mpt(self) -> None:
         message = refusal(build("mpt", d_model=32, n_heads=4, n_layers=2))
         assert "MptForCausalLM cannot be run through the attention interface" in message
+        assert "in its MptModel.forward, AttributeError" in message
 
     def test_dropped_layers(self) -> None:
         message = refusal(make_model("opt", layerdrop=1e-6))

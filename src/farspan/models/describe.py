@@ -1,6 +1,8 @@
 """Describe a model as the planner sees it: attention and what a cell saves, layer by layer."""
 
 import copy
+import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,7 +59,7 @@ def _described(
     except Exception as error:
         raise Refused(
             f"model: {type(model).__name__} cannot be run through the attention interface, stage "
-            f"by stage: {type(error).__name__}: {error}"
+            f"by stage: {_place(model, error)}{type(error).__name__}: {error}"
         ) from error
     parameters = list(model.parameters())
     return ModelSpec(
@@ -69,6 +71,14 @@ def _described(
         parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
     )
+
+
+def _place(model: nn.Module, error: Exception) -> str:
+    """Where in the family's own code, if it came so far."""
+    own = getattr(sys.modules[type(model).__module__], "__file__", None)
+    frames = traceback.walk_tb(error.__traceback__)
+    inside = [f.f_code.co_qualname for f, _ in frames if f.f_code.co_filename == own]
+    return f"in its {inside[-1]}, " if inside else ""
 
 
 def _with_activations(
