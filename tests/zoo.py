@@ -157,6 +157,7 @@ FURTHER: dict[str, Family] = {
     "apertus": Family(),
     "arcee": Family(),
     "aria_text": Family(),
+    "biogpt": Family({"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
     "bitnet": Family(),
     "cohere2_moe": Family({**EXPERTS, **SLIDING}),
     "cwm": Family(SLIDING),
@@ -167,25 +168,59 @@ FURTHER: dict[str, Family] = {
     "exaone4": Family(SLIDING),
     "exaone_moe": Family({**SMALL_EXPERTS, **SLIDING}),
     "flex_olmo": Family(EXPERTS),
+    "flint": Family({**SMALL_EXPERTS, **SLIDING, "shared_expert_intermediate_size": 16}),
+    "gemma4_unified_text": Family({**GEMMA4, **GEMMA4_31B}),
     "gemma4_text": Family({**GEMMA4, **GEMMA4_31B}),
     "gemma4_moe": Family({**GEMMA4, **GEMMA4_26B, "moe_intermediate_size": 16}, kind="gemma4_text"),
     "glm": Family(),
     "glm4_moe": Family(ROUTED_EXPERTS),
     "glm4_moe_lite": Family({**LATENT, **ROUTED_EXPERTS}),
+    "gpt_bigcode": Family(GPT2),
+    "granite_swa": Family(SLIDING),
     "granitemoe": Family(LOCAL_EXPERTS),
+    "granitemoe_swa": Family({**LOCAL_EXPERTS, **SLIDING}),
     "granitemoeshared": Family(LOCAL_EXPERTS),
     "helium": Family(),
     "hunyuan_v1_dense": Family(),
     "hunyuan_v1_moe": Family(EXPERTS),
+    "hy_v3": Family({**SMALL_EXPERTS, "num_shared_experts": 1}),
     "hyperclovax": Family(),
     "internlm3": Family(),
+    "iquestcoder": Family(),
+    "jais2": Family(),
     "jetmoe": Family(LOCAL_EXPERTS),
+    "kolibri1": Family(
+        {
+            **LOCAL_EXPERTS,
+            **SLIDING,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        }
+    ),
     "laguna": Family({**SMALL_EXPERTS, **SLIDING}),
+    "mellum": Family(
+        {
+            **LOCAL_EXPERTS,
+            **SLIDING,
+            "moe_intermediate_size": 16,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        }
+    ),
     "mimo_v2_flash": Family({**ROUTED_EXPERTS, **SLIDING}),
     "minicpm3": Family(LATENT),
     "minimax_m2": Family(LOCAL_EXPERTS),
+    "minimax_m3_vl_text": Family(
+        {
+            **LOCAL_EXPERTS,
+            "dense_intermediate_size": 48,
+            "shared_intermediate_size": 16,
+            "mlp_layer_types": ["dense", "sparse"] * 2,
+        }
+    ),
     "ministral": Family(SLIDING),
     "ministral3": Family(SLIDING),
+    "modernbert-decoder": Family(SLIDING),
+    "moshi": Family(SLIDING),
     "nanochat": Family(),
     "nemotron": Family(),
     "olmo": Family(),
@@ -222,6 +257,19 @@ RECURRENT: dict[str, Family] = {
             "mamba_chunk_size": 16,
         }
     ),
+    "bailing_hybrid": Family(
+        {
+            **LATENT,
+            **ALTERNATELY,
+            **SMALL_EXPERTS,
+            "num_experts_per_token": 2,
+            "num_expert_group": 1,
+            "topk_group": 1,
+            "linear_num_heads": 4,
+            "linear_head_dim": 8,
+            "qk_head_dim": 12,
+        }
+    ),
     "granitemoehybrid": Family(
         {
             **LOCAL_EXPERTS,
@@ -247,6 +295,13 @@ RECURRENT: dict[str, Family] = {
         }
     ),
     "lfm2": Family({**SHORT, "block_auto_adjust_ff_dim": False}),
+    "lfm3": Family(
+        {
+            "conv_L_cache": 3,
+            **SLIDING,
+            "layer_types": ["conv", "sliding_attention", "conv", "full_attention"],
+        }
+    ),
     "lfm2_moe": Family({**SHORT, **SMALL_EXPERTS, "num_dense_layers": 1}),
     "mamba2": Family({**SCAN, "state_size": 8, "num_heads": 4, "head_dim": 16}),
     "nemotron_h": Family(

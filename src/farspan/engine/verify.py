@@ -113,12 +113,13 @@ def verify(
     data = run.draw(boundary.vocab, boundary.device)
     if not any(p.requires_grad for p in model.parameters()):
         raise Refused("model: no parameter is trained, so there is no gradient to verify")
-    # Both refuse now, not after the references, which take time and memory by the length squared.
-    Step(model, schedule, selector=selector)
-    positions = make_batch(*data, boundary.vocab).position_ids
-    refuse_context(boundary.model.config, int(positions.max()) + 1)
     function = Function(schedule, selector, _dtype(model))
     with eager_experts(model), InFloat64() if function.dtype is torch.float64 else nullcontext():
+        # Both refuse now, not after the references, which take time and memory by the length
+        # squared.
+        Step(model, schedule, selector=selector)
+        positions = make_batch(*data, boundary.vocab).position_ids
+        refuse_context(boundary.model.config, int(positions.max()) + 1)
         return _verify(model, function, data, worst)
 
 

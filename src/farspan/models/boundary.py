@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from farspan.models.refuse import refuse_adapters
 from farspan.models.text import tokens_as_read
@@ -29,8 +29,14 @@ class _Recorded(Exception):
     """Every layer's arguments are known: the rest of the forward is not needed."""
 
 
-class _Unpacked(Exception):
-    """The model took what a layer gives for a tuple."""
+class _Unpacked(Refused):
+    """The model took what a layer gives for a tuple, or for something else."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(
+            f"model: {type(model).__name__} hands a layer something else than the hidden state "
+            "that the layer before gave (a part of it, or several of them)"
+        )
 
 
 @dataclass(slots=True)
@@ -51,6 +57,7 @@ class LayerCall:
 class _Record:
     """How the layers of a shell are called."""
 
+    model: nn.Module
     in_tuples: bool  # what a layer gives: (hidden, None)
     hidden: Tensor | None = None  # the first layer's input
     calls: list[LayerCall] = field(default_factory=list)
@@ -76,7 +83,7 @@ class _Recorder(nn.Module):
         if record.hidden is None:
             record.hidden = hidden
         elif hidden.shape != record.hidden.shape:
-            raise _Unpacked("what a layer gives is taken apart")
+            raise _Unpacked(record.model)
         record.calls.append(LayerCall(arguments, keywords))
         if self._last:
             raise _Recorded
@@ -132,10 +139,7 @@ class Boundary:
         self.model = inner
         self._device = device
         self._in_tuples = False  # do its layers give their hidden state in a tuple?
-        self.decoder = inner.get_decoder()
-        if self.decoder is None or not isinstance(self.decoder, nn.Module):
-            raise Refused(f"model: {type(inner).__name__} has no decoder stack to run in chunks")
-        self._layers_name = _layers_name(self.decoder)
+        self.decoder, self._layers_name = _decoder_of(inner)
         self.layers = cast(nn.ModuleList, self.decoder._modules[self._layers_name])
         self._path = _path_to(inner, self.decoder)
 
@@ -196,7 +200,7 @@ class Boundary:
         return record.hidden, record.calls
 
     def _recorded(self, in_tuples: bool, inputs: dict[str, Tensor]) -> _Record:
-        record, last = _Record(in_tuples), len(self.layers) - 1
+        record, last = _Record(self.model, in_tuples), len(self.layers) - 1
         recorders = [_Recorder(layer, record, i == last) for i, layer in enumerate(self.layers)]
         shell = copy_module(self.decoder)
         shell._modules[self._layers_name] = nn.ModuleList(recorders)
@@ -217,7 +221,7 @@ class Boundary:
             return run(True)
         try:
             return run(False)
-        except (_Unpacked, ValueError) as error:
+        except ValueError as error:
             alone = error
         try:
             found = run(True)
@@ -254,7 +258,7 @@ class Boundary:
             use_cache=False,
         )
         if out.logits.shape[:-1] != hidden.shape[:-1]:
-            raise _Unpacked("what a layer gives is taken apart")
+            raise _Unpacked(self.model)
         return out.logits
 
 
@@ -264,19 +268,29 @@ def run_layer(layer: nn.Module, hidden: Tensor, call: LayerCall) -> Tensor:
     return out[0] if isinstance(out, tuple) else out
 
 
-def _layers_name(decoder: nn.Module) -> str:
-    count = getattr(cast(PretrainedConfig, decoder.config), "num_hidden_layers", None)
-    lists = [
+def _decoder_of(model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
+    """The stack of decoder layers, and the name of their list in it. A few families' own answer is
+    another module: ModernBertDecoder's is its head."""
+    named = model.get_decoder()
+    inside = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    stacks = [named] if named in inside and len(_lists(named)) == 1 else inside
+    found = [(stack, name) for stack in stacks for name in _lists(stack)]
+    if len(found) != 1:
+        raise Refused(
+            f"model: {type(model).__name__} has {len(found)} lists of as many layers as its "
+            "configuration says; expected one, of decoder layers that are called in turn"
+        )
+    return found[0]
+
+
+def _lists(stack: PreTrainedModel) -> list[str]:
+    """The names of lists of all the layers there are."""
+    count = getattr(stack.config, "num_hidden_layers", None)
+    return [
         name
-        for name, child in decoder.named_children()
+        for name, child in stack.named_children()
         if isinstance(child, nn.ModuleList) and len(child) == count
     ]
-    if len(lists) != 1:
-        raise Refused(
-            f"model: {type(decoder).__name__} has {len(lists)} lists of its {count} layers; "
-            "expected one, of decoder layers that are called in turn"
-        )
-    return lists[0]
 
 
 def _path_to(root: nn.Module, target: nn.Module) -> list[str]:
