@@ -1,5 +1,6 @@
 """Models that also read images, trained on text: exact, and all else stays as it is."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -17,7 +18,16 @@ from farspan.models.text import reads_text_alone
 from farspan.models.work import with_work
 from farspan.spec import Refused, Schedule, Tier
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
-from tests.zoo import COMMON, GEMMA3, GEMMA4, GEMMA4_31B, WINDOW, make_model, scatter_weights
+from tests.zoo import (
+    COMMON,
+    GEMMA3,
+    GEMMA4,
+    GEMMA4_31B,
+    RECURRENT,
+    WINDOW,
+    make_model,
+    scatter_weights,
+)
 
 VISION = {
     "hidden_size": 16,
@@ -72,6 +82,25 @@ KINDS: dict[str, dict[str, Any]] = {
         "text_config": text("qwen2"),
         "vision_config": {**VISION, "image_size": [28, 28], "patch_size": [14, 14]},
         "image_token_id": 60,
+    },
+    "idefics3": {"text_config": text("llama"), "vision_config": VISION, "image_token_id": 60},
+    "aya_vision": {
+        "text_config": text("cohere2", sliding_window=WINDOW),
+        "vision_config": {**VISION, "model_type": "siglip_vision_model"},
+        "image_token_index": 60,
+    },
+    "lfm2_vl": {
+        "text_config": text("lfm2", **RECURRENT["lfm2"].fields),
+        "vision_config": {**VISION, "model_type": "siglip2_vision_model"},
+        "image_token_id": 60,
+    },
+    "glm4v": {
+        "text_config": text("glm4v_text", **ROPE),
+        "vision_config": {**QWEN_VISION, "image_size": 28},
+    },
+    "qwen2_vl": {
+        "text_config": text("qwen2_vl_text", **ROPE),
+        "vision_config": {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 32},
     },
     "qwen2_5_vl": {"text_config": text("qwen2_5_vl_text", **ROPE), "vision_config": QWEN_VISION},
     "qwen3_vl": {
@@ -128,6 +157,18 @@ def test_what_text_does_not_meet_is_frozen(kind: str) -> None:
 def test_without_weights_it_is_described_as_it_is(kind: str) -> None:
     boundary = Boundary(make(kind, torch.bfloat16))
     assert describe_config(fields(kind), "bfloat16") == with_work(boundary, describe(boundary))
+
+
+def test_fields_are_the_caller_s_own() -> None:
+    """Transformers writes what it takes for granted into fields that are nested."""
+    given = text("qwen3_5_text", **RECURRENT["qwen3_5_text"].fields, **copy.deepcopy(ROPE))
+    before = copy.deepcopy(given)
+    overrides = {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}
+    kept = copy.deepcopy(overrides)
+    load_model(config=given, dtype=torch.float32, overrides=overrides, weights=Weights.NONE)
+    describe_config(given, "bfloat16")
+    assert given == before
+    assert overrides == kept
 
 
 def test_a_model_of_text_has_nothing_frozen() -> None:

@@ -1,5 +1,6 @@
 """Load a causal LM: from a local folder, from a hub name, or with random weights from a config."""
 
+import copy
 import inspect
 import re
 import warnings
@@ -272,7 +273,7 @@ def _config_of(fields: dict[str, Any]) -> PretrainedConfig:
         )
     values = {name: value for name, value in fields.items() if name != "model_type"}
     try:
-        made = AutoConfig.for_model(kind, **values)
+        made = AutoConfig.for_model(kind, **copy.deepcopy(values))  # it writes in what is nested
     except Exception as error:  # of its own kind: transformers checks how some fields go together
         raise Refused(f"model.config: {' '.join(str(error).split())}") from error
     # What transformers makes others of is gone, as rope_theta is; what it does not know is kept.
@@ -346,7 +347,7 @@ def _apply(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None
             _apply(before, value, f"{where}.{name}")
             continue
         try:
-            setattr(config, name, _merged(before, value))
+            setattr(config, name, copy.deepcopy(_merged(before, value)))
         except Exception as error:  # of its own kind: transformers checks the types of some fields
             raise Refused(f"{where}.{name}: {' '.join(str(error).split())}") from error
     kinds = getattr(config, "layer_types", None)
