@@ -220,7 +220,6 @@ FURTHER: dict[str, Family] = {
     "ministral": Family(SLIDING),
     "ministral3": Family(SLIDING),
     "modernbert-decoder": Family(SLIDING),
-    "moshi": Family(SLIDING),
     "nanochat": Family(),
     "nemotron": Family(),
     "olmo": Family(),
