@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_map
 from farspan.models.boundary import Boundary, LayerCall, run_layer
 from farspan.models.dense import Dense
 from farspan.models.experts import eager_experts
+from farspan.models.kinds import kind_of
 from farspan.models.recurrent import States, run_piece, takes_two
 from farspan.models.route import answering
-from farspan.parallel.tensor_probe import customised
 from farspan.spec import LayerSpec, Refused
 
 TOKENS, CUT = 8, 5  # of the probe; the cut is off centre so that chunks differ
@@ -60,8 +60,7 @@ def refuse_forgetting(boundary: Boundary, seen: list[LayerSpec]) -> None:
 def _of_each_kind(boundary: Boundary, seen: list[LayerSpec]) -> Iterator[tuple[int, nn.Module]]:
     known = set()
     for index, layer in enumerate(boundary.layers):
-        shapes = tuple(tuple(p.shape) for p in layer.parameters())
-        kind = type(layer), seen[index], shapes, index if customised(layer) else None
+        kind = kind_of(layer, index), seen[index]
         if kind not in known:
             known.add(kind)
             yield index, layer

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from farspan.models.boundary import Boundary, LayerCall
 from farspan.models.compiled import uncompiled
 from farspan.models.dense import Dense
+from farspan.models.kinds import kind_of
 from farspan.models.mixing import CUT, MIXING, TOKENS, distance, refuse_forgetting, refuse_mixing
 from farspan.models.recurrent import States, state_spec, with_states
 from farspan.models.route import answering, routed, watching_masks
@@ -81,15 +82,20 @@ def probe_layers(boundary: Boundary) -> list[LayerSpec]:
 @torch.no_grad()
 def ask_layers(boundary: Boundary) -> list[LayerSpec]:
     """What attention each layer asks for, and nothing proven that takes numbers."""
-    dense = Dense()
+    dense, unattending = Dense(), dict[Any, LayerSpec]()
     with routed(boundary.model), uncompiled(), _NoChance(boundary.model.config):
         positions = torch.zeros(1, 1, dtype=torch.long, device=boundary.device)
         hidden = torch.ones(1, 1, boundary.width, dtype=boundary.dtype, device=boundary.device)
         for dense.layer, call in enumerate(boundary.calls(1, positions)):
+            kind = kind_of(boundary.layers[dense.layer], dense.layer)
+            if kind in unattending:  # a scan of a single token takes as long as one of hundreds
+                dense.seen[dense.layer] = unattending[kind]
+                continue
             with answering(dense):
                 boundary.run_layer(dense.layer, hidden, call)
             if dense.layer not in dense.seen:
-                dense.seen[dense.layer] = _unattending(boundary, hidden, dense.layer, call)
+                found = _unattending(boundary, hidden, dense.layer, call)
+                dense.seen[dense.layer] = unattending[kind] = found
             _refuse_hidden_state(boundary, dense.layer, dense.seen[dense.layer])
         seen = [dense.seen[layer] for layer in range(len(boundary.layers))]
         _refuse_other_calls(boundary, dense.calls, seen)

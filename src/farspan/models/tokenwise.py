@@ -21,10 +21,10 @@ from farspan.attention.reference import reference
 from farspan.models.boundary import Boundary, LayerCall, copy_module, run_layer
 from farspan.models.compiled import uncompiled
 from farspan.models.experts import eager_experts
+from farspan.models.kinds import kind_of
 from farspan.models.mixing import CUT, MIXING, TOKENS, cast_call, distance
 from farspan.models.route import answering, routed
 from farspan.models.tiles import Tokenwise, blank, tiled
-from farspan.parallel.tensor_probe import customised
 from farspan.spec import Refused
 from farspan.transfer.saved import SavedCell
 
@@ -50,9 +50,7 @@ def tokenwise(boundary: Boundary) -> tuple[tuple[Tokenwise, ...], ...]:
     found = []
     with uncompiled(), routed(boundary.model), torch.no_grad():
         for index, layer in enumerate(boundary.layers):
-            shapes = tuple((*p.shape, p.requires_grad) for p in layer.parameters())
-            kinds = tuple(type(module) for module in layer.modules())
-            key = kinds, shapes, index if customised(layer) else None
+            key = kind_of(layer, index)
             if key not in known:
                 known[key] = _Probe(boundary, index).run()
             found.append(known[key])
