@@ -153,6 +153,24 @@ class TestGradients:
         frozen = [p for p in model.parameters() if not p.requires_grad]
         assert all(p.grad is None for p in frozen)
 
+    def test_of_cells_that_save_more_than_was_planned(self) -> None:
+        """As a router's choice may have it, where experts run one by one."""
+        model = make_model("qwen2")
+        wasteful = [Wasteful(layer.mlp) for layer in model.model.layers]
+        for layer, mlp in zip(model.model.layers, wasteful, strict=True):
+            layer.mlp = mlp
+        expected = run_oracle(model, DATA)
+        for kept in Tier:
+            schedule = Schedule(chunk=16, groups=2, activations_kept=0.5, activations=kept)
+            step = Step(model, schedule, poison=True)
+            run_step(model, step, DATA)
+            for mlp in wasteful:
+                mlp.times = 3
+            with pytest.warns(UserWarning, match="saved more than was planned"):
+                assert_close(run_step(model, step, DATA), expected)
+            for mlp in wasteful:
+                mlp.times = 0
+
     @pytest.mark.parametrize("part", ["embed_tokens", "lm_head", "model.norm", "layers.0.mlp"])
     def test_of_one_part_alone(self, part: str) -> None:
         model = make_model("qwen2", tie_word_embeddings=False)
@@ -187,6 +205,20 @@ class TestGradients:
                 made.zero_grad()
         for found, expected in zip(*(model.parameters() for model in models), strict=True):
             assert relative_error(found, expected) <= 1e6 * EXACT  # Adam divides by small numbers
+
+
+class Wasteful(nn.Module):
+    """A module before which as many tensors are saved as it is told, for nothing."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.times = inner, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = x * torch.ones_like(x)
+        found: Tensor = self.inner(x)
+        return found
 
 
 class LowRank(nn.Module):

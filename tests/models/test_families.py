@@ -9,6 +9,8 @@ import torch
 
 from farspan.engine.oracle import oracle_loss
 from farspan.engine.step import Step
+from farspan.models.boundary import Boundary
+from farspan.models.describe import describe
 from farspan.spec import Schedule, Tier
 from tests.engine.checks import Data, Outcome, assert_close, draw, run_oracle, run_step
 from tests.numerics import EXACT, relative_error
@@ -140,6 +142,17 @@ def test_scaled_rope_is_exact(rope: dict[str, Any]) -> None:
     assert_close(run_step(model, KEPT, data), expected)
     unscaled = run_step(shared_model("llama"), KEPT, data)
     assert relative_error(unscaled.loss, expected.loss) > 1e-4
+
+
+def test_layers_that_one_setting_tells_apart() -> None:
+    """A layer that does not rotate saves less than the next, whose room is its own."""
+    model = make_model("smollm3", no_rope_layers=[0, 1, 1, 0])
+    layers = describe(Boundary(model)).layers
+    saved = [layer.activation_bytes + layer.activation_constant for layer in layers]
+    assert saved[1] == saved[2] > saved[0] == saved[3]
+    step = Step(model, Schedule(chunk=16, activations_kept=1.0), poison=True)
+    data = draw(40, batch=2)
+    assert_close(run_step(model, step, data), run_oracle(model, data))
 
 
 def test_longer_windows_than_a_kernel_s_tile() -> None:

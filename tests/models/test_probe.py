@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from farspan.engine.memory import forecast
 from farspan.engine.step import Progress, Step
@@ -64,6 +65,18 @@ class TestWhatCouldNotBeNoticedByName:
         )
         assert "tokens see each other by something beside the attention" in refusal(model)
 
+    def test_mixing_that_a_setting_turns_on_in_one_layer(self) -> None:
+        """Layers are made alike where their settings are, too: the first does not stand for all."""
+        model = make_model("llama")
+        for index, layer in enumerate(model.model.layers):
+            layer.__class__, layer.shifts = Shifting, index == 2
+        assert "in layer 2 of LlamaForCausalLM tokens see each other" in refusal(model)
+
+    @pytest.mark.parametrize("window", [0, -1])
+    def test_a_window_of_nothing(self, window: int) -> None:
+        said = refusal(make_model("mistral", sliding_window=window))
+        assert f"a token see {window} tokens; set its sliding_window to 1 or more" in said
+
     def test_a_tie_between_a_layer_and_the_outside(self) -> None:
         model = make_model("llama")
         model.model.norm.weight = model.model.layers[0].input_layernorm.weight
@@ -106,6 +119,16 @@ class TestWhatCouldNotBeNoticedByName:
         model = make_model("llama", max_position_embeddings=32)
         step = Step(model, replace(SCHEDULE, chunk=64, kv_block=64))
         assert forecast(step, 1, 256).transient > 0
+
+
+class Shifting(LlamaDecoderLayer):  # type: ignore[no-untyped-call, unused-ignore]
+    """Where its setting says so, a token sees the one before it."""
+
+    shifts: bool
+
+    def forward(self, *given: Any, **named: Any) -> torch.Tensor:
+        out: torch.Tensor = super().forward(*given, **named)
+        return out + nn.functional.pad(out, (0, 0, 1, 0))[:, :-1] if self.shifts else out
 
 
 QWEN2_MOE = {

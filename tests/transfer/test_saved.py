@@ -128,15 +128,23 @@ def test_a_cast_of_a_named_tensor_is_no_reference() -> None:
     assert cell.count() == 2
 
 
-def test_more_than_planned_is_an_error() -> None:
+@pytest.mark.parametrize("room", [0, 64, 128])
+def test_more_than_planned_stays_on_the_device(room: int) -> None:
+    """Beside the plan, and copied: the memory it lay in is written over."""
+    sources = [torch.randn(16), torch.randn(40)[24:], torch.randn(4, 4).T]
+    expected = [source.clone() for source in sources]
     cell = SavedCell([], {})
-    kept = [torch.randn(16) for _ in range(2)]
-    for tensor in kept:
-        cell.pack(tensor)
-    with pytest.raises(
-        RuntimeError, match=r"saved 128 bytes, more than the 64 planned.*activations_kept to 0"
-    ):
-        cell.seal(torch.empty(64, dtype=torch.uint8))
+    views = [cell.pack(source) for source in sources]
+    store = torch.full((room,), 0xAB, dtype=torch.uint8)
+    with pytest.warns(UserWarning, match="more than was planned.*activations_kept: 0"):
+        cell.seal(store)
+    for source in sources:
+        source.zero_()
+    cell.restore(store.clone(), {})
+    for view, tensor in zip(views, expected, strict=True):
+        found = cell.unpack(view)
+        assert torch.equal(found, tensor)
+        assert found.stride() == tensor.stride()
 
 
 def test_room_to_spare_is_left_alone() -> None:

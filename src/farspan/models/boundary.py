@@ -14,11 +14,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 from transformers import PreTrainedModel
 
 from farspan.models.refuse import refuse_adapters
 from farspan.models.text import tokens_as_read
+from farspan.parallel.kinds import kind_of
 from farspan.spec import Refused
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -51,6 +52,17 @@ class LayerCall:
             return leaf.to(device) if isinstance(leaf, Tensor) else leaf
 
         return LayerCall(tree_map(move, self.arguments), tree_map(move, self.keywords))
+
+    def kind(self) -> tuple[Any, ...]:
+        """What is handed over, but for the numbers in tensors."""
+        leaves, form = tree_flatten((self.arguments, self.keywords))
+        return str(form), *(_kind(leaf) for leaf in leaves)
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
 
 
 @dataclass(slots=True)
@@ -229,6 +241,12 @@ class Boundary:
             raise alone from None
         self._in_tuples = True
         return found
+
+    def kinds(self) -> list[tuple[Any, ...]]:
+        """Of every layer how it is made and called: those of one kind do the same."""
+        calls = self.calls(1, torch.zeros(1, 1, dtype=torch.long, device=self.device))
+        made = (kind_of(layer, index) for index, layer in enumerate(self.layers))
+        return [(*kind, *call.kind()) for kind, call in zip(made, calls, strict=True)]
 
     def run_layer(self, index: int, hidden: Tensor, call: LayerCall) -> Tensor:
         """One decoder layer on a chunk, [B, C, hidden] in and out."""

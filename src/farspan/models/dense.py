@@ -58,6 +58,12 @@ def _check_keywords(module: nn.Module, keywords: dict[str, Any]) -> None:
             f"model: {name} drops attention weights ({keywords['dropout']}), which cannot be "
             "repeated when a cell is recomputed; set its attention dropout to 0"
         )
+    window = keywords.get("sliding_window")
+    if window is not None and window < 1:
+        raise Refused(
+            f"model: {name} lets a token see {window} tokens; set its sliding_window to 1 or more, "
+            "or to null for full attention"
+        )
     for keyword, value in keywords.items():
         if keyword not in KNOWN and isinstance(value, Tensor | float | int) and value is not False:
             raise Refused(

@@ -17,6 +17,7 @@ from farspan.models.probe import ask_layers, probe_layers
 from farspan.models.recurrent import States, with_states, zero_states
 from farspan.models.refuse import refuse_model
 from farspan.models.route import answering, routed
+from farspan.plan.sizes import ALIGNMENT
 from farspan.spec import LayerSpec, ModelSpec, Refused
 from farspan.transfer.saved import SavedCell
 
@@ -87,13 +88,10 @@ def _with_activations(
     """What autograd saves in a cell grows linearly with its tokens: two sizes tell the line."""
     measured: dict[tuple[Any, ...], LayerSpec] = {}
     result = []
-    for index, layer in enumerate(layers):
-        module = boundary.layers[index]
-        shapes = tuple((*p.shape, p.requires_grad) for p in module.parameters())
-        key = type(module), shapes, layer
-        if key not in measured:
-            measured[key] = _with_line(_Measured(boundary, index, layer, device))
-        result.append(measured[key])
+    for index, kind in enumerate(zip(boundary.kinds(), layers, strict=True)):
+        if kind not in measured:
+            measured[kind] = _with_line(_Measured(boundary, index, layers[index], device))
+        result.append(measured[kind])
     return result
 
 
@@ -125,7 +123,8 @@ def _line(layer: _Measured, batch: int) -> tuple[int, int, bool]:
     few, many = (_saved(layer, batch, tokens) for tokens in (low, high))
     slope = -(-(many.bytes - few.bytes) // (batch * (high - low)))
     # Each saved tensor is padded to an alignment line, whatever its size.
-    constant = max(0, -(-few.bytes // batch) - slope * low) + 64 * few.tensors
+    tensors = max(few.tensors, many.tensors)
+    constant = max(0, -(-few.bytes // batch) - slope * low) + ALIGNMENT * tensors
     return slope, constant, few.saves_input
 
 
@@ -141,10 +140,10 @@ def _saved(measured: _Measured, batch: int, tokens: int) -> _Saved:
     width = boundary.width
     # Few positions, again and again: the model may know no more than the probe's.
     positions = torch.arange(tokens, device=boundary.device)[None] % TOKENS
-    # Tokens must differ, or a router would send all of them one way.
-    seeds = torch.arange(tokens, device=boundary.device)[None, :, None].repeat(batch, 1, 1)
-    hidden = torch.sin(seeds + torch.arange(width, device=boundary.device))
-    hidden = hidden.to(boundary.dtype)
+    # Tokens must differ in every direction, or a router would send them to few of its experts.
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(batch, tokens, width, generator=generator)
+    hidden = hidden.to(boundary.device, boundary.dtype)
     call = boundary.calls(batch, positions)[measured.index]
     layer = boundary.layers[measured.index]
     if device != boundary.device:

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_map
 from farspan.models.boundary import Boundary, LayerCall, run_layer
 from farspan.models.dense import Dense
 from farspan.models.experts import eager_experts
-from farspan.models.kinds import kind_of
 from farspan.models.recurrent import States, run_piece, takes_two
 from farspan.models.route import answering
 from farspan.spec import LayerSpec, Refused
@@ -59,11 +58,10 @@ def refuse_forgetting(boundary: Boundary, seen: list[LayerSpec]) -> None:
 
 def _of_each_kind(boundary: Boundary, seen: list[LayerSpec]) -> Iterator[tuple[int, nn.Module]]:
     known = set()
-    for index, layer in enumerate(boundary.layers):
-        kind = kind_of(layer, index), seen[index]
+    for index, kind in enumerate(zip(boundary.kinds(), seen, strict=True)):
         if kind not in known:
             known.add(kind)
-            yield index, layer
+            yield index, boundary.layers[index]
 
 
 @dataclass(slots=True)

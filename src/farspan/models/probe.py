@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from farspan.models.boundary import Boundary, LayerCall
 from farspan.models.compiled import uncompiled
 from farspan.models.dense import Dense
-from farspan.models.kinds import kind_of
 from farspan.models.mixing import CUT, MIXING, TOKENS, distance, refuse_forgetting, refuse_mixing
 from farspan.models.recurrent import States, state_spec, with_states
 from farspan.models.route import answering, routed, watching_masks
@@ -86,8 +85,9 @@ def ask_layers(boundary: Boundary) -> list[LayerSpec]:
     with routed(boundary.model), uncompiled(), _NoChance(boundary.model.config):
         positions = torch.zeros(1, 1, dtype=torch.long, device=boundary.device)
         hidden = torch.ones(1, 1, boundary.width, dtype=boundary.dtype, device=boundary.device)
+        kinds = boundary.kinds()
         for dense.layer, call in enumerate(boundary.calls(1, positions)):
-            kind = kind_of(boundary.layers[dense.layer], dense.layer)
+            kind = kinds[dense.layer]
             if kind in unattending:  # a scan of a single token takes as long as one of hundreds
                 dense.seen[dense.layer] = unattending[kind]
                 continue

@@ -21,7 +21,6 @@ from farspan.attention.reference import reference
 from farspan.models.boundary import Boundary, LayerCall, copy_module, run_layer
 from farspan.models.compiled import uncompiled
 from farspan.models.experts import eager_experts
-from farspan.models.kinds import kind_of
 from farspan.models.mixing import CUT, MIXING, TOKENS, cast_call, distance
 from farspan.models.route import answering, routed
 from farspan.models.tiles import Tokenwise, blank, tiled
@@ -49,11 +48,10 @@ def tokenwise(boundary: Boundary) -> tuple[tuple[Tokenwise, ...], ...]:
     known: dict[Any, tuple[Tokenwise, ...]] = {}
     found = []
     with uncompiled(), routed(boundary.model), torch.no_grad():
-        for index, layer in enumerate(boundary.layers):
-            key = kind_of(layer, index)
-            if key not in known:
-                known[key] = _Probe(boundary, index).run()
-            found.append(known[key])
+        for index, kind in enumerate(boundary.kinds()):
+            if kind not in known:
+                known[kind] = _Probe(boundary, index).run()
+            found.append(known[kind])
     return tuple(found)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from farspan.parallel.kinds import kind_of
 from farspan.parallel.tensor import GatherFeatures, Standing, first, local_block, twin, with_first
 from farspan.parallel.tensor_plan import INSTEAD, Block, LayerPlan, TensorPlan
 from farspan.spec import Refused
@@ -30,12 +31,10 @@ def check_layers(plan: TensorPlan, layers: nn.ModuleList, run: Run) -> None:
     """Raises Refused where a layer, before it is cut, is not what its parts add up to."""
     known = set()
     for index, (layer, cuts) in enumerate(zip(layers, plan.layers, strict=True)):
-        kinds = tuple(type(module) for module in layer.modules())
-        shapes = tuple(tuple(p.shape) for p in layer.parameters())
-        key = kinds, shapes, index if customised(layer) else None
-        if key in known:
+        kind = kind_of(layer, index)
+        if kind in known:
             continue
-        known.add(key)
+        known.add(kind)
         wide = copy.deepcopy(layer).to(torch.promote_types(_dtype(layer), torch.float32))
         _scatter(wide)
         where = f"{plan.prefix}.{index}"
@@ -125,14 +124,6 @@ def _sliced(module: nn.Module, name: str, cuts: LayerPlan, rank: int, ranks: int
         assert whole is not None
         parameters[leaf] = nn.Parameter(cut.slice(whole.detach(), rank, ranks), False)
     return shell
-
-
-def customised(layer: nn.Module) -> bool:
-    """Does somebody's hook or replaced forward make this layer one of its own?"""
-    return any(
-        bool(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m))
-        for m in layer.modules()
-    )
 
 
 def _dtype(layer: nn.Module) -> torch.dtype:

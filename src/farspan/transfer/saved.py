@@ -11,6 +11,7 @@ alignment it had; kernels choose by them, and the backward must give the same bi
 """
 
 import sys
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -19,6 +20,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from farspan.plan.sizes import ALIGNMENT, aligned
+
+MORE = (
+    "a cell saved more than was planned for it, as where experts run one by one and a router chose "
+    "more of them; the rest of it stays on the device, beside the plan. With activations_kept: 0 "
+    "the plan holds"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +57,7 @@ class SavedCell:
     """The saved tensors of one cell.
 
     Invariant: before `seal`, every storage with a saved view is held, so that its address tells it
-    from others. After `seal`, nothing holds a tensor.
+    from others. After `seal`, nothing holds a tensor; but for copies of what was not planned.
     """
 
     def __init__(self, parameters: Iterable[Tensor], named: dict[str, Tensor]) -> None:
@@ -58,6 +65,7 @@ class SavedCell:
         self._named = named
         self._spans: dict[int, _Span] = {}
         self._places: dict[int, tuple[int, int]] = {}  # storage: low, place
+        self._beyond: dict[int, tuple[int, Tensor]] = {}  # storage: low, the span's bytes
         self._bytes: Tensor | None = None
         self.references: set[str] = set()  # named tensors the graph saved
 
@@ -94,14 +102,14 @@ class SavedCell:
     def seal(self, store: Tensor) -> None:
         """The forward is over: copy what was saved into `store` (uint8)."""
         if self.size() > store.numel():
-            raise RuntimeError(
-                f"a cell saved {self.size():,} bytes, more than the {store.numel():,} planned for "
-                "it; this model's activations vary in size, set activations_kept to 0"
-            )
+            warnings.warn(MORE, stacklevel=2)
         place = 0
         for address, span in self._spans.items():
             length = span.high - span.low
             source = _typed(span.tensor, span.low, torch.Size([length]), (1,), torch.uint8)
+            if place + length > store.numel():
+                self._beyond[address] = span.low, source.clone()
+                continue
             store[place : place + length].copy_(source)
             self._places[address] = span.low, place
             place += span.size
@@ -117,6 +125,9 @@ class SavedCell:
         if isinstance(packed.source, str):
             base = self._named[packed.source]
             start = int(base.storage_offset()) * base.element_size() + packed.offset
+        elif packed.source in self._beyond:
+            low, base = self._beyond[packed.source]
+            start = packed.offset - low
         else:
             assert self._bytes is not None, "unpacked before it was sealed and restored"
             low, place = self._places[packed.source]
