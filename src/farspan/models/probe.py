@@ -81,26 +81,29 @@ def probe_layers(boundary: Boundary) -> list[LayerSpec]:
 @torch.no_grad()
 def ask_layers(boundary: Boundary) -> list[LayerSpec]:
     """What attention each layer asks for, and nothing proven that takes numbers."""
-    dense, unattending = Dense(), dict[Any, LayerSpec]()
+    asked: dict[Any, tuple[LayerSpec, int]] = {}
     with routed(boundary.model), uncompiled(), _NoChance(boundary.model.config):
         positions = torch.zeros(1, 1, dtype=torch.long, device=boundary.device)
-        hidden = torch.ones(1, 1, boundary.width, dtype=boundary.dtype, device=boundary.device)
         kinds = boundary.kinds()
-        for dense.layer, call in enumerate(boundary.calls(1, positions)):
-            kind = kinds[dense.layer]
-            if kind in unattending:  # a scan of a single token takes as long as one of hundreds
-                dense.seen[dense.layer] = unattending[kind]
-                continue
-            with answering(dense):
-                boundary.run_layer(dense.layer, hidden, call)
-            if dense.layer not in dense.seen:
-                found = _unattending(boundary, hidden, dense.layer, call)
-                dense.seen[dense.layer] = unattending[kind] = found
-            _refuse_hidden_state(boundary, dense.layer, dense.seen[dense.layer])
-        seen = [dense.seen[layer] for layer in range(len(boundary.layers))]
-        _refuse_other_calls(boundary, dense.calls, seen)
+        # A scan of a single token takes as long as one of hundreds: one layer answers for its kind.
+        for index, call in enumerate(boundary.calls(1, positions)):
+            if kinds[index] not in asked:
+                asked[kinds[index]] = _ask(boundary, index, call)
+        seen = [asked[kind][0] for kind in kinds]
+        _refuse_other_calls(boundary, sum(asked[kind][1] for kind in kinds), seen)
         refuse_forgetting(boundary, seen)
     return seen
+
+
+def _ask(boundary: Boundary, index: int, call: LayerCall) -> tuple[LayerSpec, int]:
+    """A layer, and its calls of attention."""
+    dense = Dense(layer=index)
+    hidden = torch.ones(1, 1, boundary.width, dtype=boundary.dtype, device=boundary.device)
+    with answering(dense):
+        boundary.run_layer(index, hidden, call)
+    spec = dense.seen.get(index) or _unattending(boundary, hidden, index, call)
+    _refuse_hidden_state(boundary, index, spec)
+    return spec, dense.calls
 
 
 def _unattending(boundary: Boundary, hidden: Tensor, index: int, call: LayerCall) -> LayerSpec:
