@@ -202,6 +202,29 @@ FEW_FLAT.append(Case("grouped", strategy("grouped", 4, 33), two(33, batch=2), fi
 TENSOR = [of_family(name) for name in ("gemma2", "phi3", "olmo2")]
 
 
+def one_long_row(seed: int) -> Data:
+    """Two rows of 29 tokens; documents of the first are short, those of the second are not."""
+    rows = torch.arange(29) // 6, torch.arange(29) // 20
+    return replace(draw(29, batch=2, seed=seed), document_ids=torch.stack(rows))
+
+
+# The table of every replica is that of the longest document of all.
+LONG_ROPE = Case(
+    "longrope",
+    SCHEDULES["groups"],
+    (one_long_row(0), one_long_row(1)),
+    "llama",
+    {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.5, 2.0, 4.0, 8.0],
+            "original_max_position_embeddings": 16,
+        }
+    },
+)
+
 # Stages and replicas each hand on states of their own.
 STATES = [
     Case("states", SCHEDULES["groups"], two(29, batch=2, documents=5), "lfm2"),
@@ -228,7 +251,7 @@ def words(value: object) -> str:
         (Layout(pipeline=2), SOME),
         (Layout(pipeline=4), FEW[:2]),
         (Layout(pipeline=2), STATES),
-        (Layout(data=2), STATES[:1]),
+        (Layout(data=2), [*STATES[:1], LONG_ROPE]),
         (Layout(pipeline=2, ulysses=2), FEW[1:]),
         (Layout(shards=2), [*SOME, *SPREAD]),
         (Layout(shards=4), FEW[:2]),
@@ -252,7 +275,7 @@ def test_every_layout_is_exact(layout: Layout, cases: list[Case]) -> None:
         (Layout(data=2), FEW, {"stage": Stage.ZERO_2, "offload": True}),
         (Layout(ulysses=2, shards=2), FEW[:2], {}),
         (Layout(pipeline=2, ulysses=2), FEW[:2], {}),
-        (Layout(pipeline=2, data=2), FEW[:2], {}),
+        (Layout(pipeline=2, data=2), [*FEW[:2], LONG_ROPE], {}),
         (Layout(data=2), STATES, {"stage": Stage.ZERO_2, "offload": True}),
         (Layout(pipeline=2, data=2), STATES[:2], {}),
         (Layout(pipeline=4), FEW[:2], {}),

@@ -201,26 +201,11 @@ class TestDropout:
                 run(*data)
 
 
-LONGROPE = {
-    "rope_type": "longrope",
-    "short_factor": [1.0] * 4,
-    "long_factor": [2.0] * 4,
-    "original_max_position_embeddings": 64,
-}
-
-
 class TestPositions:
-    @pytest.mark.parametrize(
-        ("kind", "rope"),
-        [
-            ("llama", {"rope_type": "dynamic", "factor": 2.0}),
-            ("llama", LONGROPE),
-            ("phi3", LONGROPE),
-        ],
-    )
-    def test_that_depend_on_the_longest(self, kind: str, rope: dict[str, Any]) -> None:
-        message = refusal(make_model(kind, rope_parameters={"rope_theta": 1e4, **rope}))
-        assert f"rope_type: {rope['rope_type']!r} depends on the longest position seen" in message
+    def test_that_depend_on_sequences_before(self) -> None:
+        rope = {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}
+        message = refusal(make_model("llama", rope_parameters=rope))
+        assert "rope_type: 'dynamic' depends on the longest position seen so far" in message
         assert "yarn" in message
 
     def test_beyond_what_the_model_knows(self) -> None:

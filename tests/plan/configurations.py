@@ -26,6 +26,9 @@ def config_of(family: str, **changes: Any) -> Config:
     return {name: value for name, value in changed.items() if value is not ...}
 
 
+# Phi-3's and Phi-4-mini's way to 128K: factors for each frequency, without one for the whole.
+LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
 CONFIGURATIONS: dict[str, Config] = {
     **{
         family: config_of(family)
@@ -45,6 +48,7 @@ CONFIGURATIONS: dict[str, Config] = {
     ),
     "gpt_neox all rotated": config_of("gpt_neox", rotary_pct=1.0),
     "phi3 half rotated": config_of("phi3", partial_rotary_factor=0.5),
+    "phi3 long": config_of("phi3", rope_scaling=LONG, original_max_position_embeddings=64),
     "gpt_oss plain": config_of("gpt_oss", attention_bias=False, layer_types=TYPES[::-1]),
     "llama biased": config_of("llama", attention_bias=True, mlp_bias=True),
     "llama wide heads": config_of("llama", head_dim=20, num_key_value_heads=1),

@@ -262,8 +262,16 @@ class Step:
                 value = given if isinstance(given, Tensor) else repr(given)
                 self.dealt.ranks.refuse_unlike(name, value, *SEQUENCE, "pipeline")
         batch = make_batch(input_ids, labels, document_ids, self.model_spec.vocab)
-        refuse_context(self.boundary.model.config, int(batch.position_ids.max()) + 1)
+        longest = int(batch.position_ids.max()) + 1
+        refuse_context(self.boundary.model.config, longest)
+        self.boundary.settle(self._longest(longest))
         return batch
+
+    def _longest(self, mine: int) -> int:
+        """Of all replicas, whose sequences are one batch to the model."""
+        if self.dealt is None or self.dealt.ranks.layout.data == 1:
+            return mine
+        return max(number for (number,) in self.dealt.ranks.figures([mine]))
 
     def _count(self, batch: Batch, given: int | None) -> int:
         """What the sum of losses is divided by. Without a trained token the loss is 0."""

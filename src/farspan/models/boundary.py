@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from transformers import PreTrainedModel
 
 from farspan.models.refuse import refuse_adapters
+from farspan.models.rope import chooses_by_length, settled
 from farspan.models.text import tokens_as_read
 from farspan.parallel.kinds import kind_of
 from farspan.spec import Refused
@@ -154,6 +155,12 @@ class Boundary:
         self.decoder, self._layers_name = _decoder_of(inner)
         self.layers = cast(nn.ModuleList, self.decoder._modules[self._layers_name])
         self._path = _path_to(inner, self.decoder)
+        self._settled: dict[str, nn.Module] = {}  # in place of the decoder's own, in shells
+
+    def settle(self, longest: int) -> None:
+        """Chunks to come are of a sequence of so many positions, by which some RoPE chooses."""
+        if chooses_by_length(self.model.config):
+            self._settled = settled(self.decoder, longest, self.device)
 
     @property
     def device(self) -> torch.device:
@@ -215,7 +222,7 @@ class Boundary:
         record, last = _Record(self.model, in_tuples), len(self.layers) - 1
         recorders = [_Recorder(layer, record, i == last) for i, layer in enumerate(self.layers)]
         shell = copy_module(self.decoder)
-        shell._modules[self._layers_name] = nn.ModuleList(recorders)
+        shell._modules |= {self._layers_name: nn.ModuleList(recorders), **self._settled}
         # GPT-2's asks the device about the ends of each chunk, and the CPU waits for the answer.
         shell.__dict__["warn_if_padding_and_no_attention_mask"] = lambda *_: None
         try:

@@ -51,6 +51,7 @@ class _NoChance(TorchDispatchMode):
 @torch.no_grad()
 def probe_layers(boundary: Boundary) -> list[LayerSpec]:
     """What attention each layer asks for. Raises Refused when chunks could not be exact."""
+    boundary.settle(TOKENS)
     _refuse_lost_gradients(boundary)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, boundary.vocab, (1, TOKENS), generator=generator).to(boundary.device)

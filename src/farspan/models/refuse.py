@@ -7,13 +7,10 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from farspan.models.rope import rope_types, ropes
 from farspan.models.text import text_modules
+from farspan.plan.model.positions import SLICEABLE_ROPE
 from farspan.spec import Refused
-
-# inv_freq of these does not depend on the positions seen, so a chunk's rotary table is the full
-# sequence's table, sliced. `dynamic` and `longrope` change it with the longest position so far.
-SLICEABLE_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
-
 
 # Attributes of modules that hold the probability of something random in training.
 DROPOUTS = (
@@ -53,8 +50,8 @@ def refuse_model(model: PreTrainedModel) -> None:
     for rope_type in rope_types(config):
         if rope_type not in SLICEABLE_ROPE:
             raise Refused(
-                f"rope_parameters.rope_type: {rope_type!r} depends on the longest position seen, "
-                "so a chunk's rotary table is not a slice of the full sequence's; expected one of "
+                f"rope_parameters.rope_type: {rope_type!r} depends on the longest position seen "
+                "so far, also in steps before, so no chunk can know its table; expected one of "
                 f"{', '.join(SLICEABLE_ROPE)} (yarn extends the context and is exact)"
             )
     # The model's own property has another name in every other release; its layers' flag has not.
@@ -153,23 +150,12 @@ def context_limit(config: PretrainedConfig) -> int | None:
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None:
         return None
-    for rope in _ropes(config):
+    for rope in ropes(config):
         original = rope.get("original_max_position_embeddings")
         factor = rope.get("factor")
         if original and factor:
             limit = max(limit, int(original * factor))
     return int(limit)
-
-
-def rope_types(config: PretrainedConfig) -> list[str]:
-    """The kinds of RoPE a model uses: one, or one for each type of layer."""
-    return [str(rope.get("rope_type", rope.get("type", "default"))) for rope in _ropes(config)]
-
-
-def _ropes(config: PretrainedConfig) -> Iterator[dict[str, Any]]:
-    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    yield from nested or ([parameters] if parameters else [])
 
 
 def _is_causal(model: PreTrainedModel) -> bool:

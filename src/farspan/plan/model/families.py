@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from farspan.plan.model import windows
 from farspan.plan.model.architecture import Architecture, Attention, Block, FeedForward
 from farspan.plan.model.fields import Fields
-from farspan.plan.model.positions import SLICEABLE_ROPE, longest, rotated
+from farspan.plan.model.positions import LONG_ROPE, SLICEABLE_ROPE, longest, rotated
 from farspan.spec import Refused
 
 Option = bool | tuple[str, bool]  # what always is, or a field of the configuration and its default
@@ -143,14 +143,14 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         131072, windows.everywhere, expert_width="intermediate_size", aliases=_EXPERTS
     ),
-    # Phi-3 reads yarn as longrope, whose table depends on the length.
+    # Phi-3 reads yarn as longrope, which needs factors that yarn has not.
     "phi3": Family(
         4096,
         windows.everywhere,
         fused=True,
         lone_heads=True,
         rotated=("partial_rotary_factor", 1.0),
-        ropes=("default",),
+        ropes=("default", LONG_ROPE),
     ),
     "qwen2": Family(32768, windows.from_layer, window=4096, qkv_bias=True),
     "qwen2_moe": Family(

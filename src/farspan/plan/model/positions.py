@@ -6,10 +6,11 @@ from typing import Any
 from farspan.plan.model.fields import Fields
 from farspan.spec import Refused
 
-# Tables of these do not change with the longest position seen: a chunk's is the full one, sliced.
-SLICEABLE_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
+LONG_ROPE = "longrope"  # one of two tables, by the longest position of a sequence
+# A chunk's table of these is the sequence's, sliced, once the sequence's longest position is known.
+SLICEABLE_ROPE = ("default", "linear", "llama3", "yarn", "proportional", LONG_ROPE)
 # transformers lets these begin at max_position_embeddings where they do not say.
-STRETCHED_ROPE = ("llama3", "yarn", "longrope")
+STRETCHED_ROPE = ("llama3", "yarn", LONG_ROPE)
 
 
 def longest(fields: Fields, default: int, kinds: tuple[str, ...], unsaid: Mapping[str, Any]) -> int:
@@ -21,8 +22,8 @@ def longest(fields: Fields, default: int, kinds: tuple[str, ...], unsaid: Mappin
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in kinds:
             raise Refused(
-                f"rope_parameters.rope_type: {kind!r} depends on the longest position seen, so a "
-                "chunk's rotary table is not a slice of the full sequence's; expected one of "
+                f"rope_parameters.rope_type: {kind!r} is not of this family, or its table depends "
+                "on sequences seen before; expected one of "
                 f"{', '.join(kinds)}"
             )
         begin = rope.get("original_max_position_embeddings")
