@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from farspan.engine.batch import trained_token_count
@@ -37,6 +38,21 @@ DATA = draw(53, batch=2, documents=4)
 def model() -> PreTrainedModel:
     """A model that a test may change."""
     return make_model("qwen2")
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts to fp32 of what is shaped as a weight."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.count = 0
+        self.shapes = {p.shape for p in model.parameters() if p.ndim == 2}
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and out.dtype is torch.float32:
+            self.count += out.shape in self.shapes
+        return out
 
 
 class TestLoss:
@@ -112,17 +128,32 @@ class TestGradients:
         run_step(model, SCHEDULE, DATA)
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.bfloat16}
 
-    def test_may_be_wider_than_parameters(self) -> None:
+    @pytest.mark.parametrize("dtype", [torch.float32, None])
+    def test_may_be_wider_than_parameters(self, dtype: torch.dtype | None) -> None:
         """`grad_dtype` of torch: fp32 gradients of bf16 parameters, added up without rounding."""
         model = make_model("qwen2", torch.bfloat16)
         for parameter in model.parameters():
-            parameter.grad_dtype = torch.float32
+            parameter.grad_dtype = dtype
         step = Step(model, SCHEDULE)
         once = run_step(model, step, DATA).gradients
         assert {g.dtype for g in once.values()} == {torch.float32}
         step(*DATA)
         assert all(torch.equal(g, 2 * once[name]) for name, g in gradients(model).items())
         assert any(not torch.equal(g, g.bfloat16().float()) for g in once.values())
+
+    def test_are_never_cast_before_they_are_added(self) -> None:
+        """No gradient of a weight exists in fp32 beside the sums."""
+        model = make_model("qwen2", torch.bfloat16)
+        for parameter in model.parameters():
+            parameter.grad_dtype = torch.float32
+        step = Step(model, SCHEDULE)
+        with Casts(model) as casts:
+            step(*DATA)
+        assert casts.count == 0
+        assert {p.grad_dtype for p in model.parameters()} == {torch.float32}
+        with Casts(model) as casts:
+            oracle_loss(model, *DATA).backward()
+        assert casts.count > 0
 
     def test_of_many_chunks_in_bf16(self) -> None:
         """100 chunks against float64: at most twice the error of plain autograd, which sums over

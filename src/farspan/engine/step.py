@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from farspan.attention.sparse.select import Selector
 from farspan.engine.batch import Batch, make_batch
 from farspan.engine.deal import Dealt, deal, refuse_schedule
-from farspan.engine.gradients import Gradients
+from farspan.engine.gradients import Gradients, uncast
 from farspan.engine.head import Head
 from farspan.engine.kernels import AttentionKernels, refuse_wide_calls
 from farspan.engine.layers import CutLayers, Layers, TiledLayers
@@ -326,7 +326,8 @@ class Step:
         orders = self._orders_of(program) if self.copies.overlap else None
         self.copies.begin()
         try:
-            with routed(self.boundary.model), self.kernels.ready():
+            model = self.boundary.model
+            with routed(model), uncast(model.parameters()), self.kernels.ready():
                 loss = interpreter.run(orders)
             if dealt is not None:
                 dealt.sharded.end()

@@ -353,8 +353,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype `.grad` is to have."""
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+    """The dtype `.grad` is to have: `grad_dtype`, or that of sums where it is None, which lets
+    `.grad` be wider than the gradients that autograd gives."""
+    wanted = parameter.grad_dtype
+    return accumulate_dtype(parameter.dtype) if wanted is None else wanted
 
 
 def square_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:

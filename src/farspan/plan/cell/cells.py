@@ -53,7 +53,6 @@ class Cells:
     architecture: Architecture
     batch: int
     width: int  # bytes of an element
-    gradient_width: int  # of an element of a weight's gradient
     kv_block: int
     in_place: bool
     tile: int = 0  # tokens, of cells that run on tiles
@@ -70,9 +69,7 @@ class Cells:
     def _run(self, kind: CellKind) -> CellBytes:
         memory = Memory(in_place=self.in_place)
         attention = kind.block.attention
-        weights = given_weights(
-            memory, self.architecture, kind.block, self.width, self.gradient_width
-        )
+        weights = given_weights(memory, self.architecture, kind.block, self.width)
         tables = given_tables(memory, self.architecture, attention, kind.tokens, self.width)
         shape = (self.batch, kind.tokens, self.architecture.hidden)
         x = memory.given(shape, self.width, trained=kind.graph)

@@ -130,17 +130,10 @@ def given_weights(
     architecture: Architecture,
     block: Block,
     element_bytes: int,
-    gradient_bytes: int | None = None,
 ) -> Weights:
-    """A layer's parameters, whose bytes are counted elsewhere, with gradients of elements of
-    `gradient_bytes`, their own by default."""
+    """A layer's parameters, whose bytes are counted elsewhere."""
     return {
-        name: memory.given(
-            shape,
-            element_bytes,
-            trained=trained(architecture, name),
-            gradient_width=gradient_bytes,
-        )
+        name: memory.given(shape, element_bytes, trained=trained(architecture, name))
         for name, shape in layer_weights(architecture, block).items()
     }
 

@@ -51,15 +51,12 @@ class Outside:
     memory: Memory
     batch: int
     width: int  # bytes of an element
-    gradient_width: int  # of an element of a weight's gradient
     weights: dict[str, Phantom] = field(init=False)
 
     def __post_init__(self) -> None:
         trained = not self.architecture.adapter_rank
         self.weights = {
-            name: self.memory.given(
-                shape, self.width, trained=trained, gradient_width=self.gradient_width
-            )
+            name: self.memory.given(shape, self.width, trained=trained)
             for name, shape in outer_weights(self.architecture).items()
         }
 
@@ -215,7 +212,6 @@ class Stages:
     architecture: Architecture
     batch: int
     width: int
-    gradient_width: int
     sums: int  # bytes of an element of a sum of weight gradients
     head_tokens: int
     in_place: bool
@@ -229,7 +225,7 @@ class Stages:
 
     def _run(self, what: str, tokens: int, known: frozenset[str]) -> StageBytes:
         memory = Memory(in_place=self.in_place)
-        stages = Outside(self.architecture, memory, self.batch, self.width, self.gradient_width)
+        stages = Outside(self.architecture, memory, self.batch, self.width)
         sums = Sums(self.sums, known)
         if what == "tables":
             tables = stages.tables(tokens)

@@ -35,15 +35,12 @@ class Memory:
         self.grad = False  # operations record nodes
         self.in_place = in_place
 
-    def given(
-        self, shape: Shape, width: int, *, trained: bool = False, gradient_width: int | None = None
-    ) -> "Phantom":
+    def given(self, shape: Shape, width: int, *, trained: bool = False) -> "Phantom":
         """A tensor that somebody else counts: a parameter, or a view of an arena. Autograd hands
-        out a trained one's gradient in elements of `gradient_width`, its own width by default, as
-        for a parameter with a `grad_dtype`."""
+        out a trained one's gradient in elements of the same width."""
         found = Phantom(Storage(self, 0), shape, dense(shape), 0, width)
         if trained:
-            found.node = Node(0, None, (), (), gradient_width or width)
+            found.node = Node(0, None, (), (), width)
         return found
 
     def new(self, shape: Shape, width: int, strides: Strides | None = None) -> "Phantom":

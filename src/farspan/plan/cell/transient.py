@@ -85,24 +85,24 @@ class Peak:
 def _cells(
     architecture: Architecture,
     batch: int,
-    widths: tuple[int, int],
+    width: int,
     kv_block: int,
     in_place: bool,
     tiles: tuple[int, int],
     sparse: tuple[Sparse | None, bool],
 ) -> Cells:
-    return Cells(architecture, batch, *widths, kv_block, in_place, *tiles, *sparse)
+    return Cells(architecture, batch, width, kv_block, in_place, *tiles, *sparse)
 
 
 @lru_cache(maxsize=8)
 def _stages(
     architecture: Architecture,
     batch: int,
-    widths: tuple[int, int],
+    width: int,
     sizes: tuple[int, int],
     in_place: bool,
 ) -> Stages:
-    return Stages(architecture, batch, *widths, *sizes, in_place)
+    return Stages(architecture, batch, width, *sizes, in_place)
 
 
 @dataclass(slots=True)
@@ -141,14 +141,13 @@ class Walk:
         self.final = gradient_bytes or width
         self.sharing = sharing
         self.sums_apart = self.final != self.wide or sharing.apart
-        widths = width, self.final
         self.tile = schedule.mlp_tokens
         self.unread = unread_outputs(program) if self.tile is not None else frozenset()
         sparse = schedule.sparse, schedule.kv is Tier.HOST
         fixed = schedule.kv_block, in_place, (self.tile or 0, self.wide), sparse
-        self.cells = _cells(architecture, program.run.batch, widths, *fixed)
+        self.cells = _cells(architecture, program.run.batch, width, *fixed)
         sizes = self.wide, schedule.head_tokens
-        self.stages = _stages(architecture, program.run.batch, widths, sizes, in_place)
+        self.stages = _stages(architecture, program.run.batch, width, sizes, in_place)
         self.live = self.peak = self.loss = 0
         self.hidden: dict[int, int] = {}
         self.gradient: dict[int, int] = {}
