@@ -21,6 +21,7 @@ ORDER = (
     {"models", "data", "report"},
     {"parallel"},
     {"attention", "transfer"},
+    {"kernels"},
     {"plan"},
     {"memory"},
     {"durable", "spec", "lazy", "version"},

@@ -1,0 +1,132 @@
+"""Where the kernels run, and how tensors are given to them.
+
+Named tuples are what Triton takes apart into single arguments; strides are in elements.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from farspan.lazy import load
+from farspan.spec import Refused
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TILE = 4096  # elements a program has at one time: 32 a thread of 4 warps
+
+
+class Rows(NamedTuple):
+    """A tensor of vectors with inner stride 1, whose vectors three indices count."""
+
+    base: Any
+    first: int
+    second: int
+    third: int
+
+
+class Sizes(NamedTuple):
+    """How many vectors there are, and how many of the two inner indices. All `veiled`."""
+
+    count: int
+    second: int
+    third: int
+
+
+class Launch(NamedTuple):
+    """One kernel with all it is given. Making it decides; `run` does."""
+
+    kernel: Any
+    programs: tuple[int, ...]
+    arguments: dict[str, Any]
+
+    def run(self, x: Tensor) -> None:
+        """On the device of x."""
+        if min(self.programs) == 0:
+            return
+        _check_device(x.device, self.kernel)
+        with torch.cuda.device_of(x):
+            # Fusion as it has always been; Triton 3.10 changes the default and 3.9 warns.
+            self.kernel[self.programs](**self.arguments, enable_fp_fusion=True)
+
+
+@cache
+def fused_for(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels take tensors of this dtype on this device; else PyTorch's operators do.
+
+    They want CUDA of compute capability 8.0 or more, and bf16, fp16 or fp32: fp64 is for checks.
+    """
+    if device.type != "cuda" or dtype not in DTYPES or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _check_device(device: torch.device, kernel: Any) -> None:
+    if device.type == "cuda":
+        return
+    if not isinstance(kernel, load("triton.runtime.interpreter", "InterpretedFunction")):
+        raise Refused(f"device: expected CUDA for Triton, got {device}; use the PyTorch path")
+
+
+def check(name: str, x: Tensor, like: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
+    """Raises Refused unless x has the shape and the device of `like`, and one of the dtypes."""
+    if x.shape != like.shape or x.device != like.device or x.dtype not in dtypes:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise Refused(
+            f"{name}: expected {tuple(like.shape)}, {wanted} on {like.device}, got "
+            f"{tuple(x.shape)}, {x.dtype} on {x.device}; use the PyTorch path"
+        )
+
+
+def check_inner(name: str, x: Tensor) -> None:
+    if x.stride(-1) != 1 and x.shape[-1] != 1:
+        raise Refused(f"{name}: expected inner stride 1; call .contiguous() on it")
+
+
+def veiled(size: int) -> int:
+    """16 size + 2, for the kernels to shift back.
+
+    Triton compiles a kernel anew for integers that are 1 and for multiples of 16. This is never
+    either, so that one kernel serves chunks of all lengths.
+    """
+    return 16 * size + 2
+
+
+def padded(size: int) -> int:
+    """The next power of two, as Triton wants a tile's edges."""
+    return 1 << (size - 1).bit_length()
+
+
+def warps_of(elements: int, each: int, most: int = 16) -> int:
+    """Warps for a tile of so many elements, `each` a thread."""
+    return min(max(elements // (32 * each), 1), most)
+
+
+def rows_of(*tensors: Tensor, ordered: bool = True) -> tuple[list[Rows], Sizes]:
+    """Tensors of the same leading dimensions as rows that the same three indices count.
+
+    A tensor may lack the last dimension: each of its rows is one number. `ordered`: neighbours in
+    the first tensor's memory are counted one after the other, else rows are counted in the order
+    of the dimensions. Four dimensions and any strides, or more that are contiguous.
+    """
+    outer = tensors[0].shape[:-1]
+    dims = [d for d, size in enumerate(outer) if size != 1]
+    if ordered:
+        dims.sort(key=lambda d: -tensors[0].stride(d))
+    sizes: list[int] = []
+    strides: list[list[int]] = []
+    for d in dims:
+        here = [x.stride(d) for x in tensors]
+        if sizes and strides[-1] == [outer[d] * stride for stride in here]:
+            sizes[-1], strides[-1] = sizes[-1] * outer[d], here
+        else:
+            sizes.append(outer[d])
+            strides.append(here)
+    assert len(sizes) <= 3, (outer, strides)
+    missing = 3 - len(sizes)
+    # A stride of 0 keeps what Triton knows of the address: a multiple of 16.
+    columns = zip(*([[0] * len(tensors)] * missing + strides), strict=True)
+    rows = [Rows(x, *column) for x, column in zip(tensors, columns, strict=True)]
+    _, second, third = [1] * missing + sizes
+    return rows, Sizes(veiled(outer.numel()), veiled(second), veiled(third))

@@ -1,0 +1,41 @@
+"""What the kernels compute, as models write it in PyTorch: what tests compare them with.
+
+In fp64 these are the formulas; in a lower dtype they round where models do. Gradients are
+autograd's. `farspan.attention.merge.merge_` and `Tensor.add_` are those of `joining`.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, cast: bool) -> Tensor:
+    """x [.., h], weight [h]."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if cast:
+        return (weight + offset) * normal.to(x.dtype)
+    return (normal * (weight.to(wide.dtype) + offset)).to(x.dtype)
+
+
+def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    """gate, up [.., I]; `act` by its name in Hugging Face's configurations."""
+    if act == "silu":
+        return functional.silu(gate) * up
+    return functional.gelu(gate, approximate="tanh" if act != "gelu" else "none") * up
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, H, T, D], cos and sin [1 | B, T, R]."""
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = turned.chunk(2, -1)
+    half = torch.cat((-second, first), -1)
+    return torch.cat((turned * cos[:, None] + half * sin[:, None], rest), -1)
+
+
+def losses(logits: Tensor, targets: Tensor, ignored: int, softcap: float | None) -> Tensor:
+    """logits [N, V], targets [N]; in fp32, or in fp64 for logits of fp64."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if softcap is not None:
+        wide = softcap * torch.tanh(wide / softcap)
+    return functional.cross_entropy(wide, targets, ignore_index=ignored, reduction="none")
