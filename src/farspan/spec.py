@@ -37,6 +37,9 @@ class Kernels:
     """Who computes what; the results differ in rounding alone."""
 
     attention: AttentionKernel = AttentionKernel.AUTO
+    # Norms, gates of MLPs, rotary embeddings and the loss run on farspan's own kernels on CUDA.
+    fused: bool = True
+    accumulate: bool = True  # products add weight gradients to their sums themselves, on CUDA
     compile: bool = False  # norms and dense MLPs of the layers go through torch.compile
 
     def __post_init__(self) -> None:
@@ -45,8 +48,10 @@ class Kernels:
                 f"attention: expected one of {', '.join(AttentionKernel)}, got {self.attention!r}"
             )
         object.__setattr__(self, "attention", AttentionKernel(self.attention))
-        if not isinstance(self.compile, bool):
-            raise Refused(f"compile: expected true or false, got {self.compile!r}")
+        for field in ("fused", "accumulate", "compile"):
+            value = getattr(self, field)
+            if not isinstance(value, bool):
+                raise Refused(f"{field}: expected true or false, got {value!r}")
 
 
 BACKWARD_PRODUCTS = 2.5  # attention's backward makes five matrix products, its forward two

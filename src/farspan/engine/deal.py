@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from farspan.attention.merge import accumulate_dtype
 from farspan.models.boundary import Boundary, LayerCall, run_layer
 from farspan.models.describe import describe
+from farspan.models.fused import fuse
 from farspan.models.mixing import TOKENS as PROBED
 from farspan.models.mixing import cast_call
 from farspan.models.refuse import refuse_dropout
@@ -28,7 +29,7 @@ from farspan.plan.grid import group_ranges
 from farspan.plan.layout import AXES, Layout, refuse_together
 from farspan.plan.program import Program
 from farspan.plan.share import local_heads, own_groups
-from farspan.spec import ModelSpec, Schedule
+from farspan.spec import Kernels, ModelSpec, Schedule
 
 WHOLE = ("ulysses", "shards", "ring", "data")  # ranks with the same weights, but for cuts by fsdp
 
@@ -89,6 +90,7 @@ def deal(
     stage: Stage | None = None,
     offload: bool = False,
     keep: bool = False,
+    kernels: Kernels | None = None,
 ) -> Dealt:
     """Deals a model over ranks, in place; steps with another schedule may follow, if a pipeline has
     the same stages.
@@ -99,7 +101,8 @@ def deal(
     With tensor parallelism the weights of layers become slices. Layers of other pipeline stages
     leave for the meta device, unless `keep`. The rest is cut as FSDP2 cuts it if the layout says
     `fsdp`; `stage` names another of ZeRO's. With `offload` the cut weights, their gradients and so
-    optimizer states live in main memory. Give an optimizer the parameters afterwards.
+    optimizer states live in main memory. Give an optimizer the parameters afterwards. `kernels`
+    are those of the steps to come.
 
     Raises Refused where the model or its weights are not the same on all ranks, and for what cannot
     be dealt exactly.
@@ -111,6 +114,8 @@ def deal(
     if not handed_out:
         refuse_unlike_models(ranks, boundary.model)
     device = ranks.device if handed_out else boundary.device
+    if ranks.layout.tensor == 1:
+        fuse(boundary, kernels or Kernels(), device)
 
     def look() -> _Looked:
         return _look(boundary, schedule, ranks.layout, device)

@@ -17,6 +17,16 @@ from farspan.parallel.fsdp import gradient_dtype
 Reduce = Callable[[int, dict[nn.Parameter, Tensor]], None]
 
 
+def add_product(total: Tensor, dout: Tensor, x: Tensor, *, fresh: bool) -> None:
+    """total += dout.T @ x, of one dtype or of a narrower one, in one product; with `fresh` what
+    total holds is not read."""
+    beta = 0 if fresh else 1
+    if total.dtype == x.dtype:
+        torch.addmm(total, dout.t(), x, beta=beta, out=total)
+    else:
+        torch.ops.aten.addmm.dtype_out(total, dout.t(), x, total.dtype, beta=beta, out=total)
+
+
 @contextmanager
 def uncast(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Inside it autograd gives gradients in their parameter's own dtype, whatever `grad_dtype` is.
@@ -52,18 +62,32 @@ class Gradients:
                 self._add(parameter, gradient)
 
     def _add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        final = gradient_dtype(parameter)
-        if final == accumulate_dtype(parameter.dtype) and self._reduce is None:
-            if parameter.grad is None:
-                # Not the tensor autograd gave: it may be shared or laid out otherwise.
-                parameter.grad = torch.empty_like(parameter, dtype=final).copy_(gradient)
-            else:
-                parameter.grad.add_(gradient)
-        elif parameter in self._open:
-            self._open[parameter].add_(gradient)
+        total, fresh = self._sum(parameter)
+        if fresh:
+            # Not the tensor autograd gave: it may be shared or laid out otherwise.
+            total.copy_(gradient)
         else:
-            wide = accumulate_dtype(parameter.dtype)
-            self._open[parameter] = torch.empty_like(parameter, dtype=wide).copy_(gradient)
+            total.add_(gradient)
+
+    def add_product(self, parameter: nn.Parameter, dout: Tensor, x: Tensor) -> None:
+        """Add dout.T @ x, the gradient of a linear module's weight [out, in], from dout [rows, out]
+        and x [rows, in] of the weight's dtype."""
+        total, fresh = self._sum(parameter)
+        add_product(total, dout, x, fresh=fresh)
+
+    def _sum(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
+        """What a parameter's gradients are added to, and whether it holds nothing yet."""
+        wide = accumulate_dtype(parameter.dtype)
+        if gradient_dtype(parameter) == wide and self._reduce is None:
+            found = parameter.grad
+            if found is None:
+                parameter.grad = torch.empty_like(parameter, dtype=wide)
+                return parameter.grad, True
+            return found, False
+        if parameter in self._open:
+            return self._open[parameter], False
+        self._open[parameter] = torch.empty_like(parameter, dtype=wide)
+        return self._open[parameter], True
 
     def close(self, parameters: Iterable[nn.Parameter]) -> None:
         """Round the accumulators of these parameters into `.grad`, once."""

@@ -58,7 +58,7 @@ class TiledLayers(Layers):
             return self.boundary.run_layer(i.layer, hidden, call)
         key = i.layer, not (i.graph and (i.layer, i.chunk) in self.unread)
         if key not in self.shells:
-            layer = self.boundary.layers[i.layer]
+            layer = self.boundary.running[i.layer]
             children = self.children[i.layer]
             self.shells[key] = tiled(layer, children, self.tokens, self.add, value=key[1])
         return run_layer(self.shells[key], hidden, call)

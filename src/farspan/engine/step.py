@@ -13,13 +13,16 @@ from farspan.engine.gradients import Gradients, uncast
 from farspan.engine.head import Head
 from farspan.engine.kernels import AttentionKernels, refuse_wide_calls
 from farspan.engine.layers import CutLayers, Layers, TiledLayers
+from farspan.engine.linear import Adding, adds_products
 from farspan.engine.reserve import reserve_together
 from farspan.engine.run import Interpreter
 from farspan.engine.sparse import PageFunction, Seen, selector_of, watched_cell
 from farspan.engine.storage import Storage
+from farspan.kernels.launch import fused_for
 from farspan.models.boundary import Boundary
 from farspan.models.compiled import compile_layers
 from farspan.models.describe import describe
+from farspan.models.fused import fuse
 from farspan.models.refuse import refuse_context, refuse_dropout, refuse_model, refuse_untrained
 from farspan.models.route import routed
 from farspan.models.tiles import Tokenwise
@@ -100,8 +103,9 @@ class Step:
                 f"schedule: expected a farspan.Schedule, got {schedule!r}; for a strategy's, call "
                 "farspan.strategy(name, layers, tokens)"
             )
+        kernels = kernels or Kernels()
         if isinstance(ranks, Ranks):
-            ranks = deal(model, schedule, ranks, stage=Stage.ZERO_0, keep=True)
+            ranks = deal(model, schedule, ranks, stage=Stage.ZERO_0, keep=True, kernels=kernels)
         elif ranks is not None:
             refuse_schedule(schedule, ranks.ranks)
         self.dealt = ranks
@@ -116,13 +120,15 @@ class Step:
         self.watches = sparse is not None  # what one cell a step sees is measured
         self._seen: Callable[[], Seen] | None = None  # the latest that was
         self._steps = 0
-        kernels = kernels or Kernels()
-        self.kernels = AttentionKernels(
-            self.boundary.device, self.boundary.dtype, kernels.attention
-        )
+        device, dtype = self.boundary.device, self.boundary.dtype
+        self.kernels = AttentionKernels(device, dtype, kernels.attention)
         if kernels.compile:
             compile_layers(self.boundary)
-        device = self.boundary.device
+        self._adding = Adding()
+        if ranks is None or ranks.tensor is None:  # slices of weights are in shells of their own
+            adds = kernels.accumulate and adds_products(device, dtype)
+            fuse(self.boundary, kernels, device, *(self._adding.forward_of,) * adds)
+        self._fused_loss = kernels.fused and fused_for(device, dtype)
         on_cuda = device.type == "cuda"
         self.copies = CopyEngine(device, overlap=on_cuda if overlap is None else overlap)
         self.arenas = {tier: Arena(tier, device) for tier in Tier}
@@ -304,6 +310,7 @@ class Step:
         storage = Storage(program, self.arenas, self.boundary.dtype, self.copies)
         dealt = self.dealt
         gradients = Gradients(None if dealt is None else dealt.reduce)
+        self._adding.gradients = gradients
         interpreter = Interpreter(
             self.boundary,
             program,
@@ -314,6 +321,7 @@ class Step:
                 count,
                 self.schedule.head_tokens,
                 self._outer_parameters(),
+                self._fused_loss,
             ),
             gradients,
             _Counter(program, self.progress),
@@ -338,6 +346,7 @@ class Step:
             raise
         finally:
             self.copies.end()
+            self._adding.gradients = None
         if interpreter.sparse is not None:
             self._seen = interpreter.sparse.seen or self._seen
         return loss.to(storage.accumulate_dtype)

@@ -156,6 +156,16 @@ class Boundary:
         self.layers = cast(nn.ModuleList, self.decoder._modules[self._layers_name])
         self._path = _path_to(inner, self.decoder)
         self._settled: dict[str, nn.Module] = {}  # in place of the decoder's own, in shells
+        self.running = list(self.layers)  # the layers, or shells in which they run
+        self._shells: dict[nn.Module, nn.Module] = {}  # of modules beside the layers
+
+    def run_in(self, shell: Callable[[nn.Module], nn.Module]) -> None:
+        """From now on layers, and modules between them and the logits, run in such shells."""
+        self.running = [shell(layer) for layer in self.layers]
+        path = [self.model.get_submodule(".".join(self._path[:i])) for i in range(len(self._path))]
+        inside = {*path, self.decoder, self.layers}
+        beside = [child for module in (*path, self.decoder) for child in module.children()]
+        self._shells = {child: shell(child) for child in beside if child not in inside}
 
     def settle(self, longest: int) -> None:
         """Chunks to come are of a sequence of so many positions, by which some RoPE chooses."""
@@ -257,7 +267,7 @@ class Boundary:
 
     def run_layer(self, index: int, hidden: Tensor, call: LayerCall) -> Tensor:
         """One decoder layer on a chunk, [B, C, hidden] in and out."""
-        return run_layer(self.layers[index], hidden, call)
+        return run_layer(self.running[index], hidden, call)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head on the output of the top layer: [B, T, hidden] to [B, T, vocab]."""
@@ -265,12 +275,12 @@ class Boundary:
 
     def _logits(self, in_tuples: bool, hidden: Tensor) -> Tensor:
         given = (hidden, None) if in_tuples else hidden
-        decoder = copy_module(self.decoder)
+        decoder = self._shell(self.decoder)
         decoder._modules[self._layers_name] = nn.ModuleList([_Inject(self.layers[0], given)])
-        root = copy_module(self.model)
+        root = self._shell(self.model)
         shell: nn.Module = root
         for name in self._path[:-1]:
-            child = copy_module(cast(nn.Module, shell._modules[name]))
+            child = self._shell(cast(nn.Module, shell._modules[name]))
             shell._modules[name] = child
             shell = child
         shell._modules[self._path[-1]] = decoder
@@ -285,6 +295,13 @@ class Boundary:
         if out.logits.shape[:-1] != hidden.shape[:-1]:
             raise _Unpacked(self.model)
         return out.logits
+
+    def _shell(self, module: Module) -> Module:
+        """A copy of one that holds the layers, with what is beside them as it runs."""
+        shell = copy_module(module)
+        for name, child in module.named_children():
+            shell._modules[name] = self._shells.get(child, child)
+        return shell
 
 
 def run_layer(layer: nn.Module, hidden: Tensor, call: LayerCall) -> Tensor:

@@ -145,7 +145,7 @@ def _saved(measured: _Measured, batch: int, tokens: int) -> _Saved:
     hidden = torch.randn(batch, tokens, width, generator=generator)
     hidden = hidden.to(boundary.device, boundary.dtype)
     call = boundary.calls(batch, positions)[measured.index]
-    layer = boundary.layers[measured.index]
+    layer = boundary.running[measured.index]
     if device != boundary.device:
         hidden, call = hidden.to(device), call.to(device)
         layer = copy.deepcopy(layer).to(device)

@@ -39,7 +39,7 @@ def deal_model(run: RunConfig, parts: Parts, model: Any, crew: Crew) -> Dealt | 
         hand_out(crew.ranks, model)
         return None
     # Stages and tiles follow from the schedule; of the planner's neither does.
-    return deal(model, parts.schedule_of(run, model), crew.ranks)
+    return deal(model, parts.schedule_of(run, model), crew.ranks, kernels=run.kernels)
 
 
 def whole_weights(dealt: Dealt, model: Any) -> dict[str, Tensor] | None:

@@ -7,11 +7,12 @@ from torch import nn
 
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
+from farspan.models.fused import fuse
 from farspan.models.work import with_work
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.architecture import Architecture
 from farspan.plan.model.families import architecture_from
-from farspan.spec import ModelSpec, Refused
+from farspan.spec import Kernels, ModelSpec, Refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +23,19 @@ class Looked:
     architecture: Architecture | None
 
 
-def look(model: nn.Module, dtype: str, device: torch.device, rank: int = 0) -> Looked:
+def look(
+    model: nn.Module,
+    dtype: str,
+    device: torch.device,
+    rank: int = 0,
+    kernels: Kernels | None = None,
+) -> Looked:
     """The model as it is, with the work of its layers: as its family is known to do it, otherwise
     estimated from its weights. `device` is where its cells will run, and `rank` that
-    of adapters on every linear module of the layers, 0 where there are others or none."""
-    boundary = Boundary(model)
+    of adapters on every linear module of the layers, 0 where there are others or none. `kernels`
+    are those of the run."""
+    boundary, kernels = Boundary(model), kernels or Kernels()
+    fuse(boundary, kernels, device)
     spec = with_work(boundary, describe(boundary, device))
     try:
         architecture = architecture_from(boundary.model.config)

@@ -181,7 +181,7 @@ def place_states(
         there = sum(parameter.nbytes for parameter in model.parameters()) * (crew.count > 1)
         machine = allowed(run, free_now(device, 0, there).limit(machine))
         adapters = run.model.lora.everywhere() if run.model.lora else 0
-        looked = look(model, run.model.dtype.value, device, adapters)
+        looked = look(model, run.model.dtype.value, device, adapters, run.kernels)
 
         def fits(states: StatesPlace) -> bool:
             question = question_of(run, looked, machine, states, crew)

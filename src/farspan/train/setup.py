@@ -146,7 +146,9 @@ def equip(run: RunConfig, parts: Parts, watch: Watch, place: Place, crew: Crew) 
     looked = None
     if run.schedule.strategy == AUTO:
         adapters = run.model.lora.everywhere() if run.model.lora else 0
-        looked = crew.by_first(lambda: look(model, run.model.dtype.value, device, adapters))
+        looked = crew.by_first(
+            lambda: look(model, run.model.dtype.value, device, adapters, run.kernels)
+        )
     dealt = deal_model(run, parts, model, crew)
     pieces = None if dealt is None else pieces_of(dealt)
     states = replace(run.optimizer, states=placed.states)

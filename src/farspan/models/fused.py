@@ -1,0 +1,239 @@
+"""Norms, gated MLPs and rotary embeddings of decoder layers by farspan's own kernels.
+
+A module is known by what it does, never by its name: small stand-ins take the place of its weights,
+and it is replaced where its own code then gives, bit for bit, what the formula in
+`kernels.reference` gives. A module that is not known runs as it is.
+
+Nothing of the model is changed: a layer runs in a shell (see `boundary`) whose modules have the
+model's parameters and another forward.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from itertools import permutations
+from types import FunctionType, MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from farspan.kernels import reference
+from farspan.kernels.functions import gated, normed, rotated
+from farspan.kernels.gate import Act
+from farspan.kernels.launch import fused_for
+from farspan.kernels.norm import WIDEST, Norm
+from farspan.models.boundary import Boundary, copy_module
+from farspan.spec import Kernels
+
+Forward = Callable[..., Any]
+Rule = Callable[[nn.Module], Forward | None]  # the forward of a module's shell; None: its own
+
+ROTATION = "apply_rotary_pos_emb"  # what families call the function that their attention calls
+TOKENS, WIDTH, INNER, HEADS = 3, 8, 12, 2  # of the stand-ins
+
+
+def in_shells(module: nn.Module, rules: Iterable[Rule]) -> nn.Module:
+    """The module, or a shell of it in which it and the modules inside have the forwards of the
+    first rules that know them."""
+    rules = tuple(rules)
+    own = {name: child for name, child in module._modules.items() if child is not None}
+    shells = {name: in_shells(child, rules) for name, child in own.items()}
+    changed = {name: shell for name, shell in shells.items() if shell is not own[name]}
+    own_way = "forward" in module.__dict__ or module._compiled_call_impl is not None
+    found = (None if own_way else rule(module) for rule in rules)
+    forward = next((f for f in found if f is not None), None)
+    if forward is None and not changed:
+        return module
+    shell = copy_module(module)
+    shell._modules |= changed
+    if forward is not None:
+        shell.__dict__["forward"] = MethodType(forward, shell)
+    return shell
+
+
+def _seen(look: Callable[[], bool]) -> bool:
+    """What was seen; a module that cannot be run on stand-ins is not known."""
+    try:
+        with torch.no_grad():
+            return look()
+    except Exception:
+        return False
+
+
+def _random(*shape: int, seed: int) -> Tensor:
+    """On a CPU in bf16, where every rounding shows in which order things are done."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+
+def _of_one(fused: Callable[[nn.Module, Tensor], Any]) -> Forward:
+    """The forward of a shell that runs on the kernels where they take what it is given, and as its
+    module does elsewhere."""
+
+    def forward(shell: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        if len(arguments) == 1 and not keywords and _takes(*arguments):
+            return fused(shell, *arguments)
+        return type(shell).forward(shell, *arguments, **keywords)
+
+    return forward
+
+
+def _takes(*tensors: Any) -> bool:
+    return all(isinstance(x, Tensor) and fused_for(x.device, x.dtype) for x in tensors)
+
+
+# -- norms -------------------------------------------------------------------------------------
+
+
+def norm_forward(module: nn.Module) -> Forward | None:
+    """Of an RMS norm of vectors, whose only parameter is a weight as wide as they."""
+    parameters = dict(module.named_parameters(recurse=False))
+    weight = parameters.get("weight")
+    if set(parameters) != {"weight"} or weight is None or weight.ndim != 1 or module._modules:
+        return None
+    for name in ("variance_epsilon", "eps", "epsilon"):
+        eps = getattr(module, name, None)
+        if isinstance(eps, float) and weight.shape[0] <= WIDEST:
+            break
+    else:
+        return None
+    for norm in (Norm(eps), Norm(eps, cast=False), Norm(eps, offset=1.0, cast=False)):
+        if _seen(partial(_norms, module, weight.shape[0], norm)):
+            return _of_one(partial(_normed, norm))
+    return None
+
+
+def _normed(norm: Norm, shell: nn.Module, x: Tensor) -> Tensor:
+    return normed(x, cast(Tensor, shell.weight), norm)
+
+
+def _norms(module: nn.Module, width: int, norm: Norm) -> bool:
+    shell = copy_module(module)
+    stand_in = _random(width, seed=1)
+    shell.__dict__["_parameters"] = {"weight": nn.Parameter(stand_in, requires_grad=False)}
+    # The second vector is so short that eps decides.
+    x = _random(1, TOKENS, width, seed=2) * torch.tensor([1.0, norm.eps**0.5, 30.0])[:, None]
+    x = x.to(torch.bfloat16)
+    expected = reference.rms_norm(x, stand_in, norm.eps, norm.offset, norm.cast)
+    return torch.equal(shell(x), expected)
+
+
+# -- gated MLPs --------------------------------------------------------------------------------
+
+
+def gate_forward(module: nn.Module) -> Forward | None:
+    """Of an MLP of an activation and three linear modules, or two of which the first makes both
+    halves."""
+    if list(module.named_parameters(recurse=False)):
+        return None
+    bare = [name for name, child in module.named_children() if not list(child.parameters())]
+    linear = [name for name, child in module.named_children() if list(child.parameters())]
+    if len(bare) != 1 or len(linear) not in (2, 3):
+        return None
+    act = _act_of(module.get_submodule(bare[0]))
+    if act is None:
+        return None
+    for names in permutations(linear):
+        if _seen(partial(_gates, module, names, act)):
+            return _of_one(partial(_gated, names, act))
+    return None
+
+
+def _act_of(module: nn.Module) -> Act | None:
+    x = _random(TOKENS, INNER, seed=3)
+    ones = torch.ones_like(x)
+    for act in Act:
+        if _seen(partial(_acts, module, x, reference.gated(x, ones, act))):
+            return act
+    return None
+
+
+def _acts(module: nn.Module, x: Tensor, expected: Tensor) -> bool:
+    return torch.equal(module(x), expected)
+
+
+def _gates(module: nn.Module, names: tuple[str, ...], act: Act) -> bool:
+    """Whether these are its gate, up and down, or its gate beside up, and down."""
+    *ups, down = names
+    outer = INNER if len(ups) == 2 else 2 * INNER
+    matrices = {name: _random(outer, WIDTH, seed=4 + i) for i, name in enumerate(ups)}
+    matrices[down] = _random(WIDTH, INNER, seed=6)
+    shell = copy_module(module)
+    shell._modules |= {name: _Times(matrix) for name, matrix in matrices.items()}
+    x = _random(1, TOKENS, WIDTH, seed=7)
+    halves = [x @ matrices[name].T for name in ups]
+    gate, up = halves if len(halves) == 2 else halves[0].chunk(2, -1)
+    return torch.equal(shell(x), reference.gated(gate, up, act) @ matrices[down].T)
+
+
+class _Times(nn.Module):
+    """Stands in a linear module's place."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        super().__init__()
+        self.matrix = matrix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.matrix.T
+
+
+def _gated(names: tuple[str, ...], act: Act, shell: nn.Module, x: Tensor) -> Any:
+    *ups, down = (shell.get_submodule(name) for name in names)
+    gate, up = (ups[0](x), ups[1](x)) if len(ups) == 2 else ups[0](x).chunk(2, -1)
+    return down(gated(gate, up, act))
+
+
+# -- rotary embeddings ---------------------------------------------------------------------------
+
+
+def rotation_forward(module: nn.Module) -> Forward | None:
+    """Of attention that rotates queries and keys by a function of its file: the same code, which
+    finds another function under that name."""
+    forward: Any = type(module).forward
+    if not isinstance(forward, FunctionType) or ROTATION not in forward.__code__.co_names:
+        return None
+    plain = forward.__globals__.get(ROTATION)
+    if plain is None or not _is_rotation(plain):
+        return None
+    names = {**forward.__globals__, ROTATION: partial(_rotate, plain)}
+    code, closure = forward.__code__, forward.__closure__
+    found = FunctionType(code, names, forward.__name__, forward.__defaults__, closure)
+    found.__kwdefaults__ = forward.__kwdefaults__
+    return found
+
+
+@cache
+def _is_rotation(plain: Forward) -> bool:
+    return _seen(partial(_rotates, plain))
+
+
+def _rotates(plain: Forward) -> bool:
+    q, k = (_random(1, heads, TOKENS, WIDTH, seed=8 + heads) for heads in (HEADS, 1))
+    angles = _random(1, TOKENS, WIDTH // 2, seed=11).repeat(1, 1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    found = plain(q, k, cos, sin)
+    expected = tuple(reference.rotated(x, cos, sin) for x in (q, k))
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def _rotate(
+    plain: Forward, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any
+) -> Any:
+    """The kernel where the call is the common one, the family's own function elsewhere."""
+    common = not more and not named and cos.ndim == 3 and cos.shape[-1] == q.shape[-1]
+    if common and q.stride(-1) == k.stride(-1) == 1 and _takes(q, k, cos):
+        return rotated(q, k, cos, sin)
+    return plain(q, k, cos, sin, *more, **named)
+
+
+RULES: tuple[Rule, ...] = (norm_forward, gate_forward, rotation_forward)
+
+
+def fuse(boundary: Boundary, kernels: Kernels, device: torch.device, *first: Rule) -> None:
+    """Have a model's layers, and what is beside them, run on the kernels of `device`, where their
+    cells will run, if that is what is wanted; the rules of `first` come before."""
+    rules = first
+    if kernels.fused and fused_for(device, boundary.dtype):
+        rules = *first, *RULES
+    if rules:
+        boundary.run_in(partial(in_shells, rules=rules))

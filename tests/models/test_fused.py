@@ -1,0 +1,147 @@
+"""Which modules run on farspan's kernels, and that a model of them learns the same."""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from farspan.engine.step import Step
+from farspan.models.boundary import Boundary
+from farspan.models.fused import RULES, in_shells
+from farspan.spec import Kernels, Schedule
+from tests.attention.sparse.triton_cases import interpreter
+from tests.engine.checks import draw, run_oracle, run_step
+from tests.numerics import relative_error
+from tests.zoo import make_model
+
+DATA = draw(37, batch=2, documents=3)
+SCHEDULE = Schedule(chunk=16, groups=2, attention_kept=0.5, activations_kept=0.5, head_tokens=7)
+
+
+def known(module: nn.Module, name: str = "") -> set[str]:
+    """Names of the modules that run on the kernels."""
+    found: set[str] = set()
+    for child_name, child in module.named_children():
+        found |= known(child, f"{name}.{child_name}".strip("."))
+    return found | ({name} if any(rule(module) is not None for rule in RULES) else set())
+
+
+NORMS = {"input_layernorm", "post_attention_layernorm"}
+KNOWN = {
+    "qwen2": {"self_attn", "mlp", *NORMS},
+    "qwen3": {"self_attn", "self_attn.q_norm", "self_attn.k_norm", "mlp", *NORMS},
+    "phi3": {"self_attn", "mlp", *NORMS},
+    "gemma2": {
+        *{"self_attn", "mlp", "pre_feedforward_layernorm", "post_feedforward_layernorm", *NORMS}
+    },
+    "gpt_oss": NORMS,  # tables half a head wide, gates that are clamped
+    "cohere": {"mlp"},  # norms about the mean; neighbours are rotated against each other
+    "gpt2": set(),
+}
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_modules_are_known_by_what_they_do(family: str) -> None:
+    layer = Boundary(make_model(family, torch.bfloat16)).layers[-1]
+    assert known(layer) == KNOWN[family]
+
+
+class Scaled(nn.Module):
+    """Looks like a norm."""
+
+    def __init__(self, power: float) -> None:
+        super().__init__()
+        self.weight, self.eps, self.power = nn.Parameter(torch.ones(8)), 1e-6, power
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        variance = wide.pow(2).mean(-1, keepdim=True) ** self.power
+        return self.weight * (wide * torch.rsqrt(variance + self.eps)).to(x.dtype)
+
+
+def test_what_only_looks_like_one_runs_as_it_is() -> None:
+    assert known(Scaled(1.0)) == {""}
+    assert known(Scaled(1.001)) == set()
+    own_way = Scaled(1.0)
+    own_way.forward = lambda x: x  # type: ignore[method-assign]
+    assert in_shells(own_way, RULES) is own_way
+
+
+def test_a_shell_shares_everything_but_the_way() -> None:
+    model = make_model("qwen2")
+    layer = Boundary(model).layers[0]
+    before = dict(layer.named_modules())
+    shell = in_shells(layer, RULES)
+    assert dict(shell.named_parameters()) == dict(layer.named_parameters())
+    assert dict(layer.named_modules()) == before
+    assert all("forward" not in module.__dict__ for module in before.values())
+
+
+# -- on the kernels, interpreted ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[ProcessPoolExecutor]:
+    with interpreter() as process:
+        yield process
+
+
+def _fused(*_: Any) -> bool:
+    return True
+
+
+def _errors(family: str, dtype: torch.dtype, changes: dict[str, Any]) -> dict[str, list[float]]:
+    """Relative errors of the loss and of all gradients together against plain autograd in float64:
+    of the kernels, in two steps, and of PyTorch's operators."""
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    torch.use_deterministic_algorithms(False)
+    exact = make_model(family, torch.float64, **changes)
+    model = make_model(family, torch.float64, **changes).to(dtype)
+    expected = run_oracle(exact, DATA)
+    found = {}
+    for fused in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if fused:
+                for place in ("models.fused", "engine.step", "engine.head"):
+                    patch.setattr(f"farspan.{place}.fused_for", _fused)
+            step = Step(model, SCHEDULE, kernels=Kernels(fused=fused), poison=True)
+            assert step._fused_loss == fused
+            runs = [run_step(model, step, DATA) for _ in range(2)]
+            evaluated = float(relative_error(step.evaluate(*DATA), expected.loss))
+        wide = torch.cat([g.flatten() for g in expected.gradients.values()])
+        named = [torch.cat([r.gradients[n].flatten() for n in expected.gradients]) for r in runs]
+        assert torch.equal(*named)
+        name = "fused" if fused else "plain"
+        found[name] = [float(relative_error(named[1], wide)), evaluated]
+        found[f"{name} loss"] = [float(relative_error(runs[1].loss, expected.loss))]
+        found[f"{name} bytes"] = [float(sum(x.activation_bytes for x in step.model_spec.layers))]
+    return found
+
+
+CASES = {
+    "qwen2": {},
+    "gemma2": {},  # norms in fp32, soft caps on logits, which save what they give
+    "phi3": {},  # halves of one product
+    "qwen3": {"tie_word_embeddings": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", CASES)
+def test_a_step_on_the_kernels(
+    interpreted: ProcessPoolExecutor, family: str, dtype: torch.dtype
+) -> None:
+    """No further from float64 than twice what PyTorch's operators are."""
+    found = interpreted.submit(_errors, family, dtype, CASES[family]).result()
+    floor = torch.finfo(torch.float32).eps
+    assert found["fused"][0] <= 2 * found["plain"][0] + floor
+    assert found["fused loss"][0] <= 2 * found["plain loss"][0] + floor
+    assert found["fused"][1] <= 2 * found["plain"][1] + floor
+    # In bf16 operators save what they compute in fp32.
+    assert found["fused bytes"] < found["plain bytes"]
+    assert found["fused"][0] > 0
