@@ -106,9 +106,10 @@ def warps_of(elements: int, each: int, most: int = 16) -> int:
 def rows_of(*tensors: Tensor, ordered: bool = True) -> tuple[list[Rows], Sizes]:
     """Tensors of the same leading dimensions as rows that the same three indices count.
 
-    A tensor may lack the last dimension: each of its rows is one number. `ordered`: neighbours in
-    the first tensor's memory are counted one after the other, else rows are counted in the order
-    of the dimensions. Four dimensions and any strides, or more that are contiguous.
+    A tensor may lack the last dimension: each of its rows is one number, and its strides, which go
+    by the length of a chunk, are veiled. `ordered`: neighbours in the first tensor's memory are
+    counted one after the other, else rows are counted in the order of the dimensions. Four
+    dimensions and any strides, or more that are contiguous.
     """
     outer = tensors[0].shape[:-1]
     dims = [d for d, size in enumerate(outer) if size != 1]
@@ -127,6 +128,9 @@ def rows_of(*tensors: Tensor, ordered: bool = True) -> tuple[list[Rows], Sizes]:
     missing = 3 - len(sizes)
     # A stride of 0 keeps what Triton knows of the address: a multiple of 16.
     columns = zip(*([[0] * len(tensors)] * missing + strides), strict=True)
-    rows = [Rows(x, *column) for x, column in zip(tensors, columns, strict=True)]
+    rows = []
+    for x, column in zip(tensors, columns, strict=True):
+        numbers = x.ndim == len(outer)
+        rows.append(Rows(x, *(veiled(stride) if numbers else stride for stride in column)))
     _, second, third = [1] * missing + sizes
     return rows, Sizes(veiled(outer.numel()), veiled(second), veiled(third))

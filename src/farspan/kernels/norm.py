@@ -16,6 +16,7 @@ from farspan.spec import Refused
 
 WIDEST = 16384
 ROWS_OF_DWEIGHT = 2  # sums of dweight a multiprocessor of the GPU makes at one time
+AHEAD = 32 * 1024  # bytes of shared memory a program of the backward may have for tiles to come
 
 
 class Norm(NamedTuple):
@@ -120,7 +121,9 @@ def _places(device: torch.device) -> int:
 def _shape(x: Tensor, norm: Norm) -> Shape:
     width = x.shape[-1]
     tile = max(1, TILE // padded(width))
-    return Shape(width, padded(width), tile, norm.eps, norm.offset, norm.cast, stages=2)
+    of_two = 2 * tile * padded(width) * x.element_size()  # x and dout
+    stages = 1 + min(2, AHEAD // of_two)
+    return Shape(width, padded(width), tile, norm.eps, norm.offset, norm.cast, stages)
 
 
 def _as_rows(x: Tensor) -> Tensor:

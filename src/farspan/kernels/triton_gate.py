@@ -31,8 +31,11 @@ def _act(x, act: tl.constexpr):
         else:
             y = x
             dy = 1.0
-        share = tl.sigmoid(y)
-        slope = share + x * share * (1.0 - share) * dy
+        # sigmoid(y) and sigmoid(-y), each without a difference, which would lose its digits.
+        e = tl.exp(-tl.abs(y))
+        share = tl.where(y > 0, 1.0, e) / (1.0 + e)
+        rest = tl.where(y > 0, e, 1.0) / (1.0 + e)
+        slope = share + x * share * rest * dy
     return x * share, slope
 
 

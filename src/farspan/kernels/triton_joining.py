@@ -9,7 +9,7 @@ Written for Triton 3.6 to 3.9.
 import triton
 import triton.language as tl
 
-from farspan.kernels.triton_rows import place, size_of
+from farspan.kernels.triton_rows import number_place, place, size_of
 
 
 @triton.jit
@@ -32,11 +32,10 @@ def add_kernel(total, part, sizes, shape: tl.constexpr):
 @triton.jit
 def merge_kernel(out, lse, part, part_lse, sizes, shape: tl.constexpr):
     row, column, fits, mask = _rows(sizes, shape)
-    at_lse = lse.base + place(lse, row, sizes)
+    at_lse = lse.base + number_place(lse, row, sizes)
     mine = tl.load(at_lse, mask=fits, other=float("-inf"))
-    theirs = tl.load(
-        part_lse.base + place(part_lse, row, sizes), mask=fits, other=float("-inf")
-    ).to(tl.float32)
+    at_theirs = part_lse.base + number_place(part_lse, row, sizes)
+    theirs = tl.load(at_theirs, mask=fits, other=float("-inf"))
     # -inf - -inf is nan; a part that saw nothing has weight 0.
     weight = tl.where(theirs == float("-inf"), 0.0, tl.sigmoid(theirs - mine))[:, None]
     target = out.base + place(out, row, sizes)[:, None] + column

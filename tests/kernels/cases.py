@@ -1,0 +1,72 @@
+"""The kernels, run in Triton's interpreter or on a GPU, and how their results are judged.
+
+What runs in the interpreter's process is in this file, which imports no test and no Triton.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farspan.kernels.joining import add_, merge_
+from farspan.kernels.loss import cross_entropy_
+from tests.numerics import relative_error
+
+# Calls a function with tensors where kernels run.
+Run = Callable[..., Any]
+HALF, SINGLE, BRAIN = torch.float16, torch.float32, torch.bfloat16
+# The interpreter rounds to fp16 as a GPU does, and cuts numbers off for bf16.
+INTERPRETED = (SINGLE, HALF)
+
+
+def on_gpu(function: Run, *arguments: Any) -> Any:
+    """What `Run` is on a GPU."""
+    there = [x.to("cuda") if isinstance(x, Tensor) else x for x in arguments]
+    results = function(*there)
+    return results.cpu() if isinstance(results, Tensor) else tuple(x.cpu() for x in results)
+
+
+def merged(*given: Tensor) -> tuple[Tensor, Tensor]:
+    merge_(*given)
+    return given[0], given[1]
+
+
+def added(total: Tensor, part: Tensor) -> Tensor:
+    add_(total, part)
+    return total
+
+
+def differentiated(
+    logits: Tensor, targets: Tensor, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    return cross_entropy_(logits, targets, scale, softcap=softcap), logits
+
+
+def assert_no_less_accurate(found: Tensor, exact: Tensor, plain: Tensor) -> None:
+    """At most twice the error of PyTorch in the same dtype, against fp64.
+
+    What PyTorch rounds to the right bits by luck is granted the rounding of the result.
+    """
+    assert found.dtype == plain.dtype
+    limit = max(2 * relative_error(plain, exact), torch.finfo(plain.dtype).eps / 2)
+    error = relative_error(found, exact)
+    assert error <= limit, f"{error:.3g} > {limit:.3g}"
+
+
+def gradients(
+    function: Callable[..., Tensor], dout: Tensor, *inputs: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The function's result and autograd's gradients, in the dtype of the inputs."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    return out.detach(), torch.autograd.grad(out, leaves, dout.to(out.dtype))
+
+
+def spread(x: Tensor) -> Tensor:
+    """The same along the first dimension so far apart that the last begins beyond 2**31 elements.
+    Memory between is never touched, hence never given."""
+    apart = 2**31 // (len(x) - 1) + 16
+    storage = torch.UntypedStorage((len(x) - 1) * apart * x.itemsize + x.nbytes)
+    far = x.new_empty(0).set_(storage, 0, x.shape, (apart, *x.stride()[1:]))
+    return far.copy_(x)

@@ -1,0 +1,103 @@
+"""act(gate) * up against the formula."""
+
+from functools import partial
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+from farspan.kernels.gate import BLOCK, Act, launch, swiglu, swiglu_backward
+from farspan.kernels.reference import gated
+from farspan.spec import Refused
+from tests.kernels.cases import (
+    BRAIN,
+    HALF,
+    INTERPRETED,
+    Run,
+    assert_no_less_accurate,
+    gradients,
+    on_gpu,
+    spread,
+)
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+
+# Of one block, of several with a ragged last, and of rows that are no multiple of anything.
+SHAPES = [(1,), (2, 3, 64), (3, 701), (2, BLOCK + 5)]
+
+
+def check(run: Run, gate: Tensor, up: Tensor, act: Act) -> None:
+    dout = torch.randn(gate.shape).to(gate.dtype)
+    formula = partial(gated, act=act)
+    exact, of_exact = gradients(formula, dout.double(), gate.double(), up.double())
+    plain, of_plain = gradients(formula, dout, gate, up)
+    out = run(swiglu, gate, up, act)
+    assert out.is_contiguous()
+    assert_no_less_accurate(out, exact, plain)
+    for found, right, usual in zip(
+        run(swiglu_backward, dout, gate, up, act), of_exact, of_plain, strict=True
+    ):
+        assert_no_less_accurate(found, right, usual)
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, fused: bool) -> tuple[Tensor, ...]:
+    """gate and up, which are halves of one product where `fused`."""
+    if fused:
+        return torch.randn(*shape[:-1], 2 * shape[-1]).mul(2).to(dtype).chunk(2, -1)
+    return tuple(torch.randn(shape).mul(2).to(dtype) for _ in range(2))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("act", Act)
+@pytest.mark.parametrize("dtype", INTERPRETED, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gate(
+    shape: tuple[int, ...], dtype: torch.dtype, act: Act, fused: bool, interpreted: Run
+) -> None:
+    check(interpreted, *drawn(shape, dtype, fused), act)
+
+
+@pytest.mark.parametrize("act", Act)
+def test_great_numbers(act: Act, interpreted: Run) -> None:
+    gate = torch.tensor([-1e4, -80.0, -5.0, -0.0, 0.0, 5.0, 80.0, 1e4])
+    check(interpreted, gate, torch.randn(8), act)
+
+
+def test_gradients_of_any_layout(interpreted: Run) -> None:
+    gate, up = drawn((6, 40), HALF, fused=False)
+    dout = torch.randn(40, 6).to(HALF).T
+    found = interpreted(swiglu_backward, dout, gate, up, Act.SILU)
+    wanted = interpreted(swiglu_backward, dout.contiguous(), gate, up, Act.SILU)
+    assert all(map(torch.equal, found, wanted))
+
+
+def far_apart(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Dense, and from rows to rows that are spread."""
+    tensors = {"gate": gate, "up": up, "out": torch.zeros_like(gate)}
+    far = {name: spread(x) for name, x in tensors.items()}
+    launch("forward_kernel", far, Act.SILU).run(gate)
+    return swiglu(gate, up, Act.SILU), far["out"].clone()
+
+
+def test_more_elements_than_an_int32_counts(interpreted: Run) -> None:
+    near, far = interpreted(far_apart, *drawn((4, 40), HALF, fused=False))
+    assert torch.equal(near, far)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x = torch.randn(3, 4)
+    with pytest.raises(Refused, match=r"gate: expected .* bfloat16"):
+        swiglu(x.double(), x.double())
+    with pytest.raises(Refused, match=r"up: expected .3, 4., float32"):
+        swiglu(x, x.half())
+    with pytest.raises(Refused, match=r"dout: expected .3, 4."):
+        swiglu_backward(x[:2], x, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("act", Act)
+@pytest.mark.parametrize("shape", [*SHAPES, (300, 18944)], ids=str)
+def test_gate_on_a_gpu(shape: tuple[int, ...], act: Act, fused: bool) -> None:
+    check(on_gpu, *drawn(shape, BRAIN, fused), act)

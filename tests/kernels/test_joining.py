@@ -1,0 +1,134 @@
+"""Parts that join a softmax, and parts that are added, against PyTorch's operators."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+from farspan.attention.merge import merge_ as reference
+from farspan.kernels.joining import add_, merge_
+from farspan.spec import Refused
+from tests.kernels.cases import (
+    BRAIN,
+    HALF,
+    INTERPRETED,
+    SINGLE,
+    Run,
+    added,
+    assert_no_less_accurate,
+    merged,
+    on_gpu,
+    spread,
+)
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+
+# B, H, S, Dv; in the last a program has no whole number of rows.
+SHAPES = [(1, 1, 1, 1), (2, 3, 5, 24), (1, 4, 9, 128), (2, 3, 37, 64)]
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, token_first: bool) -> tuple[Tensor, ...]:
+    """out, lse, part_out and part_lse; rows that one has not seen, or the other, or neither."""
+    batch, heads, tokens, width = shape
+    out, part = (torch.randn(batch, tokens, heads, width).transpose(1, 2) for _ in range(2))
+    lse, part_lse = (20 * torch.randn(shape[:3]) for _ in range(2))
+    if min(shape) > 1:
+        lse[0, 0, 0], part_lse[0, 0, 1] = -torch.inf, -torch.inf
+        lse[0, 1, 0], part_lse[0, 1, 0] = -torch.inf, -torch.inf
+    out = out if token_first else out.contiguous()
+    return out, lse, part.to(dtype), part_lse
+
+
+def check_merge(run: Run, given: tuple[Tensor, ...]) -> None:
+    out, lse, part, part_lse = given
+    exact, plain = (
+        [x.to(dtype, copy=True) for x in given[:2]] for dtype in (torch.float64, SINGLE)
+    )
+    reference(*exact, part.double(), part_lse.double())
+    reference(*plain, part, part_lse)
+    kept, taken = part_lse == -torch.inf, (lse == -torch.inf) & (part_lse != -torch.inf)
+    before = out[kept].clone(), lse[kept].clone()
+    found, found_lse = run(merged, *given)
+    assert torch.equal(found[kept], before[0])
+    assert torch.equal(found_lse[kept], before[1])
+    assert torch.equal(found[taken], part[taken].float())
+    assert torch.equal(found_lse[taken], part_lse[taken])
+    assert_no_less_accurate(found, exact[0], plain[0])
+    seen = found_lse != -torch.inf
+    assert_no_less_accurate(*(x.where(seen, 0.0) for x in (found_lse, exact[1], plain[1])))
+
+
+@pytest.mark.parametrize("token_first", [True, False])
+@pytest.mark.parametrize("dtype", INTERPRETED, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_merge(
+    shape: tuple[int, ...], dtype: torch.dtype, token_first: bool, interpreted: Run
+) -> None:
+    check_merge(interpreted, drawn(shape, dtype, token_first))
+
+
+def sums(shape: tuple[int, ...], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Totals and parts in the same order, in two orders, and parts of wider tensors."""
+    batch, heads, tokens, width = shape
+    part = torch.randn(shape).to(dtype)
+    token_first = torch.randn(tokens, batch, heads, width)
+    wider = torch.randn(batch, tokens, 3 * heads, width).to(dtype)[:, :, heads : 2 * heads]
+    return [
+        (torch.randn(shape), part),
+        (token_first, part.permute(2, 0, 1, 3)),
+        (token_first.permute(1, 2, 0, 3), part),
+        (torch.randn(shape), wider.transpose(1, 2)),
+        (torch.randn(shape).flatten(0, 2), part.flatten(0, 2)),
+    ]
+
+
+@pytest.mark.parametrize("dtype", INTERPRETED, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_add(shape: tuple[int, ...], dtype: torch.dtype, interpreted: Run) -> None:
+    for total, part in sums(shape, dtype):
+        wanted = total + part
+        assert torch.equal(interpreted(added, total, part), wanted)
+
+
+def far_apart(*given: Tensor) -> tuple[Tensor, ...]:
+    """Merged and added in place, dense and spread."""
+    out, lse, part, part_lse = given
+    far = spread(out)
+    merge_(far, spread(lse), spread(part), spread(part_lse))
+    added_far = spread(out)
+    add_(added_far, spread(part))
+    total = out.clone()
+    add_(total, part)
+    merge_(out, lse, part, part_lse)
+    return out, total, far.clone(), added_far.clone()
+
+
+def test_more_elements_than_an_int32_counts(interpreted: Run) -> None:
+    results = interpreted(far_apart, *drawn((4, 2, 3, 8), HALF, token_first=True))
+    assert all(map(torch.equal, results[:2], results[2:]))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    out, lse, part, part_lse = drawn(SHAPES[1], HALF, token_first=True)
+    for given, message in (
+        ((out.half(), lse, part, part_lse), "out: expected .* float32"),
+        ((out, lse[0], part, part_lse), "lse: expected .2, 3, 5., float32"),
+        ((out, lse, part.double(), part_lse), "part_out: expected .* bfloat16"),
+        ((out, lse, part, part_lse.half()), "part_lse: expected .2, 3, 5., float32"),
+        ((out, lse, part.mT.contiguous().mT, part_lse), "part_out: expected inner stride 1"),
+    ):
+        with pytest.raises(Refused, match=message):
+            merge_(*given)
+    with pytest.raises(Refused, match=r"total: expected .* float32"):
+        add_(part, part)
+    with pytest.raises(Refused, match=r"part: expected .2, 3, 5, 24."):
+        add_(out, part[:1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [*SHAPES, (1, 28, 700, 128)], ids=str)
+def test_joining_on_a_gpu(shape: tuple[int, ...]) -> None:
+    check_merge(on_gpu, drawn(shape, BRAIN, token_first=True))
+    for total, part in sums(shape, BRAIN):
+        assert torch.equal(on_gpu(added, total, part), total + part)
