@@ -26,6 +26,7 @@ from farspan.attention.sparse.triton_table import PageTable
 from farspan.attention.sparse.triton_tiles import Tiles, choose_tiles
 from farspan.lazy import load
 from tests.attention.sparse.triton_cases import PagedCase, PagedInputs, make_paged
+from tests.compiling import Compiler, compiling
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton"),
@@ -39,34 +40,11 @@ PRODUCTS = {(9, 0): "wgmma.mma_async", (8, 0): "mma.sync"}
 BF16 = replace(PagedCase(), page=128, tokens=1024, queries=256, head_dim=128, dtype=torch.bfloat16)
 
 
-class Compiler:
-    """Stands where Triton asks the driver which GPU there is."""
-
-    def __init__(self, capability: tuple[int, int]) -> None:
-        self.capability = 10 * capability[0] + capability[1]
-
-    def get_current_target(self) -> Any:
-        return load("triton.backends.compiler", "GPUTarget")("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        """A number for each capability: Triton keeps what it compiled by device."""
-        return self.capability
-
-    def get_current_stream(self, device: int) -> int:
-        return 0 * device
-
-
 @pytest.fixture
-def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Triton's, to be set; nothing is taken from or left in the user's cache."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+def driver(tmp_path: Path) -> Iterator[Any]:
     kernel = load("farspan.attention.sparse.triton_kernels", "forward_kernel")
-    if not hasattr(kernel, "warmup") or not hasattr(kernel, "device_caches"):
-        pytest.skip("Triton interprets in this process")
-    driver = load("triton.runtime.driver", "driver")
-    before = driver._active
-    yield driver
-    driver.set_active(before)
+    with compiling(kernel, tmp_path) as driver:
+        yield driver
 
 
 def launches(case: PagedCase, inputs: PagedInputs, tiles: Tiles) -> Iterator[Launch]:

@@ -1,0 +1,41 @@
+"""Triton's compiler without a GPU: launches are made as on one, and compiled instead of run."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farspan.lazy import load
+
+
+class Compiler:
+    """Stands where Triton asks the driver which GPU there is."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self.capability = 10 * capability[0] + capability[1]
+
+    def get_current_target(self) -> Any:
+        return load("triton.backends.compiler", "GPUTarget")("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        """A number for each capability: Triton keeps what it compiled by device."""
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0 * device
+
+
+@contextmanager
+def compiling(kernel: Any, cache: Path) -> Iterator[Any]:
+    """Triton's driver, to be set; nothing is taken from or left in the user's cache. `kernel` is
+    any that has been imported: a test of it is skipped where Triton interprets."""
+    if not hasattr(kernel, "warmup") or not hasattr(kernel, "device_caches"):
+        pytest.skip("Triton interprets in this process")
+    driver = load("triton.runtime.driver", "driver")
+    before = driver._active
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(cache))
+        yield driver
+    driver.set_active(before)
