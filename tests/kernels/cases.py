@@ -20,6 +20,11 @@ HALF, SINGLE, BRAIN = torch.float16, torch.float32, torch.bfloat16
 INTERPRETED = (SINGLE, HALF)
 
 
+def place_of(run: Run) -> str:
+    """Where PyTorch computes what is compared with: some of a GPU's functions are approximate."""
+    return "cuda" if run is on_gpu else "cpu"
+
+
 def on_gpu(function: Run, *arguments: Any) -> Any:
     """What `Run` is on a GPU."""
     there = [x.to("cuda") if isinstance(x, Tensor) else x for x in arguments]
@@ -55,12 +60,13 @@ def assert_no_less_accurate(found: Tensor, exact: Tensor, plain: Tensor) -> None
 
 
 def gradients(
-    function: Callable[..., Tensor], dout: Tensor, *inputs: Tensor
+    function: Callable[..., Tensor], dout: Tensor, *inputs: Tensor, place: str = "cpu"
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The function's result and autograd's gradients, in the dtype of the inputs."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
+    leaves = [x.detach().to(place).requires_grad_() for x in inputs]
     out = function(*leaves)
-    return out.detach(), torch.autograd.grad(out, leaves, dout.to(out.dtype))
+    found = torch.autograd.grad(out, leaves, dout.to(out))
+    return out.detach().cpu(), tuple(x.cpu() for x in found)
 
 
 def spread(x: Tensor) -> Tensor:

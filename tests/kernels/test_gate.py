@@ -18,6 +18,7 @@ from tests.kernels.cases import (
     assert_no_less_accurate,
     gradients,
     on_gpu,
+    place_of,
     spread,
 )
 
@@ -31,7 +32,7 @@ def check(run: Run, gate: Tensor, up: Tensor, act: Act) -> None:
     dout = torch.randn(gate.shape).to(gate.dtype)
     formula = partial(gated, act=act)
     exact, of_exact = gradients(formula, dout.double(), gate.double(), up.double())
-    plain, of_plain = gradients(formula, dout, gate, up)
+    plain, of_plain = gradients(formula, dout, gate, up, place=place_of(run))
     out = run(swiglu, gate, up, act)
     assert out.is_contiguous()
     assert_no_less_accurate(out, exact, plain)
@@ -41,11 +42,12 @@ def check(run: Run, gate: Tensor, up: Tensor, act: Act) -> None:
         assert_no_less_accurate(found, right, usual)
 
 
-def drawn(shape: tuple[int, ...], dtype: torch.dtype, fused: bool) -> tuple[Tensor, ...]:
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, fused: bool) -> tuple[Tensor, Tensor]:
     """gate and up, which are halves of one product where `fused`."""
     if fused:
-        return torch.randn(*shape[:-1], 2 * shape[-1]).mul(2).to(dtype).chunk(2, -1)
-    return tuple(torch.randn(shape).mul(2).to(dtype) for _ in range(2))
+        both = torch.randn(*shape[:-1], 2 * shape[-1]).mul(2).to(dtype)
+        return both[..., : shape[-1]], both[..., shape[-1] :]
+    return torch.randn(shape).mul(2).to(dtype), torch.randn(shape).mul(2).to(dtype)
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -13,12 +13,12 @@ from tests.kernels.cases import (
     BRAIN,
     HALF,
     INTERPRETED,
-    SINGLE,
     Run,
     added,
     assert_no_less_accurate,
     merged,
     on_gpu,
+    place_of,
     spread,
 )
 
@@ -42,11 +42,11 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, token_first: bool) -> tupl
 
 def check_merge(run: Run, given: tuple[Tensor, ...]) -> None:
     out, lse, part, part_lse = given
-    exact, plain = (
-        [x.to(dtype, copy=True) for x in given[:2]] for dtype in (torch.float64, SINGLE)
-    )
-    reference(*exact, part.double(), part_lse.double())
-    reference(*plain, part, part_lse)
+    exact, exact_lse = out.double(), lse.double()
+    reference(exact, exact_lse, part.double(), part_lse.double())
+    place = place_of(run)
+    plain, plain_lse = out.to(place, copy=True), lse.to(place, copy=True)
+    reference(plain, plain_lse, part.to(place), part_lse.to(place))
     kept, taken = part_lse == -torch.inf, (lse == -torch.inf) & (part_lse != -torch.inf)
     before = out[kept].clone(), lse[kept].clone()
     found, found_lse = run(merged, *given)
@@ -54,9 +54,10 @@ def check_merge(run: Run, given: tuple[Tensor, ...]) -> None:
     assert torch.equal(found_lse[kept], before[1])
     assert torch.equal(found[taken], part[taken].float())
     assert torch.equal(found_lse[taken], part_lse[taken])
-    assert_no_less_accurate(found, exact[0], plain[0])
-    seen = found_lse != -torch.inf
-    assert_no_less_accurate(*(x.where(seen, 0.0) for x in (found_lse, exact[1], plain[1])))
+    assert_no_less_accurate(found, exact, plain.cpu())
+    unseen = found_lse == -torch.inf
+    exact_lse, plain_lse = (x.cpu().masked_fill(unseen, 0.0) for x in (exact_lse, plain_lse))
+    assert_no_less_accurate(found_lse.masked_fill(unseen, 0.0), exact_lse, plain_lse)
 
 
 @pytest.mark.parametrize("token_first", [True, False])

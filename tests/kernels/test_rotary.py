@@ -1,6 +1,5 @@
 """Rotary position embedding against the formula, and its transpose against autograd."""
 
-from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -19,6 +18,7 @@ from tests.kernels.cases import (
     assert_no_less_accurate,
     gradients,
     on_gpu,
+    place_of,
     spread,
 )
 
@@ -41,13 +41,15 @@ def drawn(
 
 def check(run: Run, *given: Tensor) -> None:
     q, k, cos, sin = given
+
+    def formula(x: Tensor) -> Tensor:
+        return rotated(x, cos.to(x), sin.to(x))
+
     results = run(rotate, q, k, cos, sin)
     for x, found, back in zip((q, k), results, run(rotate, q, k, cos, sin, True), strict=True):
         # x stands for the gradient of the result, too.
-        exact, (right,) = gradients(
-            partial(rotated, cos=cos.double(), sin=sin.double()), x.double(), x.double()
-        )
-        plain, (usual,) = gradients(partial(rotated, cos=cos.to(x), sin=sin.to(x)), x, x)
+        exact, (right,) = gradients(formula, x.double(), x.double())
+        plain, (usual,) = gradients(formula, x, x, place=place_of(run))
         assert_no_less_accurate(found, exact, plain)
         assert_no_less_accurate(back, right, usual)
         for result in (found, back):
@@ -88,9 +90,9 @@ def far_apart(*given: Tensor) -> tuple[Tensor, ...]:
         return spread(x.movedim(token, 0).contiguous()).movedim(0, token)
 
     far = tuple(tokens_apart(x, 2) for x in (q, k))
-    tables = tuple(tokens_apart(x, 1) for x in (cos, sin))
+    far_cos, far_sin = tokens_apart(cos, 1), tokens_apart(sin, 1)
     results = tuple(tokens_apart(torch.zeros_like(x), 2) for x in (q, k))
-    rotate_launch((far[0], far[1]), (results[0], results[1]), *tables, False).run(q)
+    rotate_launch((far[0], far[1]), (results[0], results[1]), far_cos, far_sin, False).run(q)
     return *rotate(q, k, cos, sin), *(x.clone() for x in results)
 
 

@@ -29,7 +29,7 @@ class Rows(NamedTuple):
 class Sizes(NamedTuple):
     """How many vectors there are, and how many of the two inner indices. All `veiled`."""
 
-    count: int
+    rows: int
     second: int
     third: int
 
@@ -114,7 +114,7 @@ def rows_of(*tensors: Tensor, ordered: bool = True) -> tuple[list[Rows], Sizes]:
     outer = tensors[0].shape[:-1]
     dims = [d for d, size in enumerate(outer) if size != 1]
     if ordered:
-        dims.sort(key=lambda d: -tensors[0].stride(d))
+        dims.sort(key=tensors[0].stride, reverse=True)
     sizes: list[int] = []
     strides: list[list[int]] = []
     for d in dims:

@@ -17,7 +17,7 @@ def _rows(sizes, shape: tl.constexpr):
     """Rows of a program, its columns, and which of both there are."""
     row = tl.program_id(0) * shape.tile + tl.arange(0, shape.tile)
     column = tl.arange(0, shape.padded)[None, :]
-    fits = row < size_of(sizes.count)
+    fits = row < size_of(sizes.rows)
     return row, column, fits, fits[:, None] & (column < shape.width)
 
 

@@ -20,7 +20,7 @@ from farspan.kernels.triton_rows import place, size_of
 def forward_kernel(x, weight, out, rstd, sizes, shape: tl.constexpr):
     row = tl.program_id(0) * shape.tile + tl.arange(0, shape.tile)
     column = tl.arange(0, shape.padded)[None, :]
-    fits = row < size_of(sizes.count)
+    fits = row < size_of(sizes.rows)
     mask = fits[:, None] & (column < shape.width)
     values = tl.load(x.base + place(x, row, sizes)[:, None] + column, mask=mask, other=0.0)
     wide = values.to(tl.float32)
@@ -37,7 +37,7 @@ def forward_kernel(x, weight, out, rstd, sizes, shape: tl.constexpr):
 @triton.jit
 def backward_kernel(dout, x, weight, rstd, dx, partial, sizes, shape: tl.constexpr):
     """Row p of partial [programs, width] is program p's sum of dweight."""
-    count = size_of(sizes.count)
+    count = size_of(sizes.rows)
     column = tl.arange(0, shape.padded)[None, :]
     inside = column < shape.width
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + shape.offset
