@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 
 from tests.attention.sparse.triton_cases import interpreter
+from tests.kernels.cases import round_bfloat16
 
 
 @pytest.fixture(scope="package")
 def interpreted() -> Iterator[Callable[..., Any]]:
     """Calls a function there, with tensors; what it writes in place, it must return."""
     with interpreter() as pool:
+        pool.submit(round_bfloat16).result()
         yield lambda function, *given: pool.submit(function, *given).result()
