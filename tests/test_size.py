@@ -12,9 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("src", "tests", "benchmarks")
 
-FILE_LINES = 400
+FILE_LINES = 600
 FUNCTION_LINES = 60
-PARAMETERS = 8
 NESTING = 4
 COLUMNS = 100
 
@@ -59,24 +58,6 @@ def long_functions(path: str, text: str) -> list[str]:
         for f, lines in sizes
         if lines > FUNCTION_LINES
     ]
-
-
-def many_parameters(path: str, text: str) -> list[str]:
-    """Functions with too many parameters; `self` and `cls` are not counted.
-
-    A command of the command line has one parameter for each of its flags, and is let be.
-    """
-    found = []
-    for f in functions(text):
-        if any(".command(" in ast.unparse(decorator) for decorator in f.decorator_list):
-            continue
-        given = f.args
-        names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-        names += [a.arg for a in (given.vararg, given.kwarg) if a]
-        count = len(names) - (names[:1] in (["self"], ["cls"]))
-        if count > PARAMETERS:
-            found.append(f"{path}:{f.lineno}: '{f.name}' has {count} parameters")
-    return found
 
 
 def nested(node: ast.AST, depth: int = 0) -> Iterator[tuple[int, int]]:
@@ -151,7 +132,6 @@ GATES = (
     long_files,
     long_lines,
     long_functions,
-    many_parameters,
     deep_nesting,
     stray_tolerances,
     leftovers,
@@ -195,23 +175,13 @@ def blocks(depth: int, header: str = "if x:") -> str:
     return "\n".join([*lines, "    " * (depth + 1) + "pass"])
 
 
-def parameters(count: int) -> str:
-    return ", ".join(f"p{i}" for i in range(count))
-
-
 @pytest.mark.parametrize(
     ("gate", "passes", "fails"),
     [
-        (long_files, "x = 1\n" * 400, "x = 1\n" * 401),
+        (long_files, "x = 1\n" * 600, "x = 1\n" * 601),
         (long_lines, "x" * 100, "x" * 101),
         (long_functions, function(60), function(61)),
         (long_functions, "class A:\n    async def f(self): pass", "async " + function(61)),
-        (many_parameters, f"def f({parameters(8)}): pass", f"def f({parameters(9)}): pass"),
-        (
-            many_parameters,
-            f"def f(self, {parameters(8)}): pass",
-            "def f(a, b, /, c, d, *e, g, h, i, **j): pass",
-        ),
         (deep_nesting, blocks(4), blocks(5)),
         (deep_nesting, blocks(4, "for x in y:"), blocks(5, "with x:")),
         (deep_nesting, "def f():\n" + "    def g():\n        pass", blocks(5, "def g():")),

@@ -101,8 +101,8 @@ def deal(
     With tensor parallelism the weights of layers become slices. Layers of other pipeline stages
     leave for the meta device, unless `keep`. The rest is cut as FSDP2 cuts it if the layout says
     `fsdp`; `stage` names another of ZeRO's. With `offload` the cut weights, their gradients and so
-    optimizer states live in main memory. Give an optimizer the parameters afterwards. `kernels`
-    are those of the steps to come.
+    optimizer states live in main memory. Give an optimizer the parameters afterwards, and steps
+    the same `kernels`.
 
     Raises Refused where the model or its weights are not the same on all ranks, and for what cannot
     be dealt exactly.
@@ -114,12 +114,7 @@ def deal(
     if not handed_out:
         refuse_unlike_models(ranks, boundary.model)
     device = ranks.device if handed_out else boundary.device
-    if ranks.layout.tensor == 1:
-        fuse(boundary, kernels or Kernels(), device)
-
-    def look() -> _Looked:
-        return _look(boundary, schedule, ranks.layout, device)
-
+    look = partial(_look, boundary, schedule, ranks.layout, device, kernels or Kernels())
     looked = by_first(look) if handed_out else look()
     layers, tensor = list(boundary.layers), None
     if ranks.layout.tensor > 1:
@@ -162,8 +157,12 @@ class _Looked:
     tiles: tuple[tuple[Tokenwise, ...], ...]
 
 
-def _look(boundary: Boundary, schedule: Schedule, layout: Layout, device: torch.device) -> _Looked:
+def _look(
+    boundary: Boundary, schedule: Schedule, layout: Layout, device: torch.device, kernels: Kernels
+) -> _Looked:
     """Raises Refused for what cannot be dealt exactly. `device` is where cells will run."""
+    if layout.tensor == 1:
+        fuse(boundary, kernels, device)
     spec = describe(boundary, device)
     local_heads(spec, layout)
     tiles = () if schedule.mlp_tokens is None else tokenwise(boundary)

@@ -125,10 +125,8 @@ class Step:
         if kernels.compile:
             compile_layers(self.boundary)
         self._adding = Adding()
-        if ranks is None or ranks.tensor is None:  # slices of weights are in shells of their own
-            adds = kernels.accumulate and adds_products(device, dtype)
-            fuse(self.boundary, kernels, device, *(self._adding.forward_of,) * adds)
         self._fused_loss = kernels.fused and fused_for(device, dtype)
+        self._fuse(kernels)
         on_cuda = device.type == "cuda"
         self.copies = CopyEngine(device, overlap=on_cuda if overlap is None else overlap)
         self.arenas = {tier: Arena(tier, device) for tier in Tier}
@@ -138,6 +136,15 @@ class Step:
         self._tokenwise: tuple[tuple[Tokenwise, ...], ...] = ()
         self._described = self._state()
         self.model_spec: ModelSpec = self._describe()
+
+    def _fuse(self, kernels: Kernels) -> None:
+        """Have modules run on the device's own kernels, and products add to sums, if that is
+        wanted. Slices of weights over ranks are in shells of their own."""
+        if self.dealt is not None and self.dealt.tensor is not None:
+            return
+        device, dtype = self.boundary.device, self.boundary.dtype
+        adds = kernels.accumulate and adds_products(device, dtype)
+        fuse(self.boundary, kernels, device, *(self._adding.forward_of,) * adds)
 
     def __call__(
         self,
