@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from benchmarks.children import add_row, words_of
 from benchmarks.gpu.device import dtype_of, give_back
-from farspan.attention.backends import select_kernel
+from farspan.attention.choose import select_kernel
 from farspan.engine.bench import QUICK, Attention, Bench
 from farspan.engine.calibrate import Calibration
 from farspan.plan.blocks import Block

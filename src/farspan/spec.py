@@ -26,10 +26,11 @@ class Tier(StrEnum):
 class AttentionKernel(StrEnum):
     """Who computes attention on a CUDA GPU. Named ones are for comparisons: `auto` is fastest."""
 
-    AUTO = "auto"  # cuDNN where it is right and its plans are few, flash attention elsewhere
-    CUDNN = "cudnn"  # the same, refused where no block could go to cuDNN
+    AUTO = "auto"  # what `farspan calibrate` found fastest here, else by the card
+    CUDNN = "cudnn"  # where it is right and its plans are few, flash attention elsewhere
     FLASH = "flash"  # flash attention 2, which PyTorch has
-    FA3 = "fa3"  # flash attention 3, whose package must be installed; Hopper
+    FA3 = "fa3"  # flash attention 3 and 4, whose packages must be installed; Hopper
+    FA4 = "fa4"  # also data-centre Blackwell
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +42,14 @@ class Kernels:
     fused: bool = True
     accumulate: bool = True  # products add weight gradients to their sums themselves, on CUDA
     compile: bool = False  # norms and dense MLPs of the layers go through torch.compile
+    deterministic: bool = False  # the same bits from the same step on CUDA, slower
 
     def __post_init__(self) -> None:
-        if self.attention not in tuple(AttentionKernel):
-            raise Refused(
-                f"attention: expected one of {', '.join(AttentionKernel)}, got {self.attention!r}"
-            )
+        known = tuple(AttentionKernel)
+        if self.attention not in known:
+            raise Refused(f"attention: expected one of {', '.join(known)}, got {self.attention!r}")
         object.__setattr__(self, "attention", AttentionKernel(self.attention))
-        for field in ("fused", "accumulate", "compile"):
+        for field in ("fused", "accumulate", "compile", "deterministic"):
             value = getattr(self, field)
             if not isinstance(value, bool):
                 raise Refused(f"{field}: expected true or false, got {value!r}")
@@ -180,9 +181,10 @@ class Rates:
     softmax_forward: float = 0.0  # seconds of a query, key and head beside the products
     softmax_backward: float = 0.0
     logit: float = 0.0  # seconds of a logit's cross-entropy and its gradient; 0: as its traffic
-    # Bytes of a query or key, head and element of it that the backward of an attention call takes
-    # beside its inputs and results; 0: not known.
-    attention_workspace: float = 0.0
+    # Bytes a query or key, head and element that an attention backward takes beside its inputs and
+    attention_workspace: float = 0.0  # results; 0: not known
+    kernel: AttentionKernel | None = None  # of attention's curves, the fastest; None: not compared
+    deterministic: float = 1.0  # times as long as they say takes attention that is deterministic
 
     def product(self, flop: float, *, weights: bool = False) -> float:
         """Seconds of one matrix product."""
@@ -204,7 +206,7 @@ class Rates:
         backwards = self.attention_backward, self.causal_backward, self.softmax_backward
         plain, square, softmax = backwards if backward else forwards
         curve = square if causal and square is not None else plain
-        width = layer.head_dim + layer.value_dim
+        width = 2 * max(layer.head_dim, layer.value_dim)  # the narrower ones are padded
         flop = 2.0 * pairs * width * (BACKWARD_PRODUCTS if backward else 1.0)
         narrower = 1.0 - width / (2 * self.head_dim)
         one_head = flop / curve.at(flop) + pairs * softmax * narrower
@@ -232,6 +234,7 @@ class MachineSpec:
     overhead: float  # seconds of a cell beside its work
     reserve: int  # device bytes that nobody can use: context, libraries' workspaces
     unified: bool = False  # both tiers lie in main memory (a CPU): `device_bytes` is not used
+    processors: int = 0  # streaming multiprocessors of one device; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,13 +267,11 @@ class Sparse:
     sink_pages: int = 1
 
     def __post_init__(self) -> None:
-        if not _is_count(self.page):
-            raise Refused(f"page: expected a whole number of tokens >= 1, got {self.page!r}")
-        for field in ("budget", "recent", "sink_pages"):
-            value = getattr(self, field)
-            if not _is_count(value, least=0):
-                unit = "pages" if field == "sink_pages" else "tokens"
-                raise Refused(f"{field}: expected a whole number of {unit} >= 0, got {value!r}")
+        for field in ("page", "budget", "recent", "sink_pages"):
+            value, least = getattr(self, field), int(field == "page")
+            if not _is_count(value, least):
+                unit = f"{'pages' if field == 'sink_pages' else 'tokens'} >= {least}"
+                raise Refused(f"{field}: expected a whole number of {unit}, got {value!r}")
         if self.budget % self.page:
             below = self.budget // self.page * self.page
             raise Refused(
@@ -353,10 +354,8 @@ class Schedule:
             value = getattr(self, field)
             if not _is_count(value) and (field, value) != ("mlp_tokens", None):
                 raise Refused(f"{field}: expected a whole number of tokens >= 1, got {value!r}")
-        if not _is_count(self.exchange_pieces):
-            raise Refused(
-                f"exchange_pieces: expected a whole number >= 1, got {self.exchange_pieces!r}"
-            )
+        if not _is_count(pieces := self.exchange_pieces):
+            raise Refused(f"exchange_pieces: expected a whole number >= 1, got {pieces!r}")
         for field in ("attention_kept", "activations_kept"):
             value = getattr(self, field)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -14,10 +14,12 @@ from farspan.attention.backends import (
     CpuFlash,
     CudaCudnn,
     CudaFlash,
-    select_kernel,
+    Padded,
     token_first,
 )
 from farspan.attention.cell import attend
+from farspan.attention.choose import of_card, select_kernel
+from farspan.attention.packages import Flash4
 from farspan.attention.reference import reference
 from farspan.attention.tiled import Tiled, row_tiles, visible
 from farspan.plan.blocks import Block, plan_blocks
@@ -161,7 +163,7 @@ def test_cudnn_s_backward_is_of_one_layout(heads_first: bool) -> None:
     q = q.contiguous() if heads_first else q
     with cuda_ops_on_cpu() as calls:
         out, lse = kernel.forward(q, k, v, block, 0.3)
-        assert out.is_contiguous() == heads_first
+        assert out.transpose(1, 2).is_contiguous()
         found = [
             kernel.backward(of_dout, q, k, v, of_out, lse, block, 0.3)
             for of_dout in (dout.contiguous(), token_first(dout))
@@ -185,6 +187,60 @@ def test_a_cell_s_output_is_token_first(kernel: BlockKernel, chunk: int) -> None
             memory.begin(start)
             q, k, v = (x[:, :, span].contiguous() for x in (inputs.q, inputs.k, inputs.v))
             assert attend(call, q, k, v, memory)[0].transpose(1, 2).is_contiguous()
+
+
+UNEVEN = Case(tokens=47, chunk=20, kv_block=16, head_dim=12, value_dim=8)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        UNEVEN,
+        replace(UNEVEN, head_dim=5, value_dim=9, kv_heads=1),
+        replace(UNEVEN, head_dim=7, value_dim=7, sinks=True),
+        replace(UNEVEN, window=11),
+        replace(UNEVEN, batch=2, documents=((0, 3, 30), (0, 21))),
+    ],
+    ids=str,
+)
+def test_heads_padded_with_zeros_are_exact(case: Case) -> None:
+    """Against dense attention and tile by tile, whose widths are the true ones; what the backward
+    is given, O and LSE of all blocks, is that of the true width too."""
+    wide = max(case.head_dim, case.value_dim)
+    compare(case, Padded(CpuFlash(), wide))
+    compare(case, Padded(CpuFlash(), 16))
+    inputs = make_inputs(case)
+    padded = run_chunked(case, inputs, Padded(CpuFlash(), 16))
+    for name, tensor in run_chunked(case, inputs, Tiled()).items():
+        assert_exact(padded[name], tensor)
+    with cuda_ops_on_cpu() as calls:
+        compare(case, Padded(CudaFlash(), 16))
+    assert calls[FORWARD_FLASH] == calls[BACKWARD_FLASH] > 0
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_cudnn_gets_q_and_outputs_in_one_packed_layout(batch: int, heads: int) -> None:
+    """What a later torch demands: O and dO with the strides that a dense tensor in q's order has,
+    those of a dimension of one place included, whatever the layouts of the caller's."""
+    (block,) = plan_blocks(0, 128, 128, None)
+    sizes = replace(ALIGNED, tokens=256, batch=batch, heads=heads, kv_heads=1, head_dim=8)
+    kernel, inputs = CudaCudnn(CudaFlash(), grid=128), make_inputs(sizes)
+    k, v = inputs.k[:, :, :128], inputs.v[:, :, :128]
+    shapes: set[tuple[Any, ...]] = set()
+    with cuda_ops_on_cpu(shapes):
+        for of in (lambda x: x[:, :, :128], lambda x: x[:, :, :128].contiguous()):
+            q, dout = of(inputs.q), of(inputs.dout)
+            out, lse = kernel.forward(q, k, v, block, 0.3)
+            kernel.backward(dout, q, k, v, of(out), lse, block, 0.3)
+    assert {shape[0] for shape in shapes} == {FORWARD_CUDNN, BACKWARD_CUDNN}
+    packed = 128 * heads * 8, 8, heads * 8, 1
+    for op, *tensors in shapes:
+        of_queries = (tensors[0], tensors[1], tensors[4]) if op == BACKWARD_CUDNN else tensors[:1]
+        for size, strides in of_queries:
+            assert strides == packed, op
+            dense = torch.empty_strided(size, packed, device="meta")
+            assert torch.empty_like(dense).stride() == packed
 
 
 def test_cpu_kernel_never_sees_a_window_or_an_empty_block() -> None:
@@ -223,14 +279,16 @@ def test_windows_reach_the_cpu_op_in_tiles() -> None:
     [
         ("cpu", torch.float64, (64, 64), None, CpuFlash()),
         ("cpu", BF16, (5, 5), None, CpuFlash()),
-        ("cpu", FP32, (64, 32), None, Tiled()),
+        ("cpu", FP32, (64, 32), None, Padded(CpuFlash(), 64)),
+        ("cpu", FP32, (5, 9), None, Padded(CpuFlash(), 9)),
         ("cpu", FP32, (64, 64), 50.0, Tiled(50.0)),
         ("cuda", BF16, (128, 128), None, CudaCudnn(CudaFlash())),
         ("cuda", torch.float16, (64, 64), None, CudaCudnn(CudaFlash())),
         ("cuda", BF16, (256, 256), None, CudaFlash()),
         ("cuda", BF16, (264, 264), None, Tiled()),
-        ("cuda", BF16, (100, 100), None, Tiled()),
-        ("cuda", BF16, (192, 128), None, Tiled()),
+        ("cuda", BF16, (100, 100), None, Padded(CudaCudnn(CudaFlash()), 104)),
+        ("cuda", BF16, (192, 128), None, Padded(CudaFlash(), 192)),
+        ("cuda", FP32, (192, 128), None, Tiled()),
         ("cuda", BF16, (64, 64), 30.0, Tiled(30.0)),
         ("cuda", FP32, (64, 64), None, Tiled()),
         ("mps", FP32, (64, 64), None, Tiled()),
@@ -262,11 +320,39 @@ def test_choices_follow_the_device_and_the_switches_of_torch() -> None:
 
 
 @pytest.mark.parametrize(
+    ("capability", "kernel"),
+    [
+        ((8, 0), CudaFlash()),  # A100
+        ((8, 6), CudaFlash()),
+        ((8, 9), CudaFlash()),  # L40S
+        ((9, 0), CudaCudnn(CudaFlash())),
+        ((10, 0), CudaCudnn(CudaFlash())),
+        ((10, 3), CudaCudnn(CudaFlash())),  # B300
+        ((12, 0), CudaFlash()),  # RTX PRO 6000
+    ],
+)
+def test_the_card_decides_where_nothing_was_measured(
+    capability: tuple[int, int], kernel: BlockKernel
+) -> None:
+    assert select_kernel("cuda", BF16, 64, 64, None, capability) == kernel
+    assert (of_card(capability) is AttentionKernel.CUDNN) == isinstance(kernel, CudaCudnn)
+
+
+def test_flash_attention_4_has_soft_caps_and_widths_of_its_own() -> None:
+    chosen = partial(select_kernel, "cuda", BF16, choice=AttentionKernel.FA4)
+    assert chosen(64, 64, 30.0) == Flash4(30.0)
+    assert chosen(192, 192, None, (9, 0)) == Flash4()
+    assert chosen(192, 128, None, (10, 0)) == Padded(Flash4(), 256)
+    assert chosen(256, 256, 50.0, (10, 0)) == Flash4(50.0)
+
+
+@pytest.mark.parametrize(
     ("choice", "kernel"),
     [
         (AttentionKernel.CUDNN, CudaCudnn(CudaFlash(), queries=(512,))),
         (AttentionKernel.FLASH, CudaFlash()),
         (AttentionKernel.FA3, CudaFlash()),
+        (AttentionKernel.FA4, Flash4()),
     ],
 )
 def test_a_kernel_may_be_named(choice: AttentionKernel, kernel: BlockKernel) -> None:
@@ -279,7 +365,9 @@ def test_a_kernel_may_be_named(choice: AttentionKernel, kernel: BlockKernel) -> 
     [
         ("cudnn", ("cpu", BF16, 64, 64, None, (9, 0)), r"cudnn needs a CUDA GPU of compute"),
         ("flash", ("cuda", FP32, 64, 64, None, (9, 0)), r"flash needs .* bfloat16 or float16"),
-        ("flash", ("cuda", BF16, 64, 64, 30.0, (9, 0)), r"flash needs .* without a soft cap"),
+        ("flash", ("cuda", BF16, 64, 64, 30.0, (9, 0)), r"flash needs heads without a soft cap"),
+        ("fa4", ("cuda", BF16, 264, 264, None, (9, 0)), r"fa4 needs .* up to 256 elements"),
+        ("fa4", ("cuda", BF16, 64, 64, 30.0, (12, 0)), r"fa4 needs a GPU of .* \(Hopper\) or 10"),
         ("cudnn", ("cuda", BF16, 256, 256, None, (9, 0)), r"cudnn needs heads of up to 128"),
         ("fa3", ("cuda", BF16, 64, 64, None, (8, 0)), r"fa3 needs a GPU of .* \(Hopper\)"),
     ],

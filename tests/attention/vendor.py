@@ -6,6 +6,7 @@ call them are tested in float64 on a machine without a GPU. They refuse what the
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,27 +25,34 @@ Plans = dict[tuple[Any, ...], tuple[Layout, Layout]]  # what cuDNN keeps: of O a
 
 
 def dense_forward(
-    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """In float64, whatever the dtype; lse is in the one that the ops give it in."""
+    """In float64, whatever the dtype; lse is in the one that the ops give it in. A softcap of 0 is
+    none."""
     dtype, wide = q.dtype, accumulate_dtype(q.dtype)
     q, k, v = (x.double() for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = (q @ k.mT * scale).masked_fill(hidden, -torch.inf)
+    scores = q @ k.mT * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(hidden, -torch.inf)
     return (scores.softmax(-1) @ v).to(dtype), scores.logsumexp(-1).to(wide)
 
 
 def dense_backward(
-    tensors: tuple[Tensor, ...], hidden: Tensor, scale: float
+    tensors: tuple[Tensor, ...], hidden: Tensor, scale: float, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From the out and lse that are given, as all flash attention does."""
     dtype = tensors[1].dtype
     dout, q, k, v, out, lse = (x.double() for x in tensors)
     groups = q.shape[1] // k.shape[1]
     wide_k, wide_v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    scores = (q @ wide_k.mT * scale).masked_fill(hidden, -torch.inf)
-    weights = (scores - lse.unsqueeze(-1)).exp()
-    dscores = weights * (dout @ wide_v.mT - (dout * out).sum(-1, keepdim=True)) * scale
+    scores, slope = q @ wide_k.mT * scale, torch.ones((), dtype=torch.float64)
+    if softcap:
+        bounded = torch.tanh(scores / softcap)
+        scores, slope = softcap * bounded, 1 - bounded.square()
+    weights = (scores.masked_fill(hidden, -torch.inf) - lse.unsqueeze(-1)).exp()
+    dscores = weights * (dout @ wide_v.mT - (dout * out).sum(-1, keepdim=True)) * slope * scale
     dk, dv = dscores.mT @ q, weights.mT @ dout
     dk, dv = (x.unflatten(1, (k.shape[1], groups)).sum(2) for x in (dk, dv))
     return (dscores @ wide_k).to(dtype), dk.to(dtype), dv.to(dtype)
@@ -99,6 +107,39 @@ def flash_backward(*given: Any, **options: Any) -> tuple[Tensor, ...]:
     heads = (x.transpose(1, 2) for x in (dout, q, k, v, out))
     gradients = dense_backward((*heads, lse), hidden, options["scale"])
     return tuple(x.transpose(1, 2).contiguous() for x in gradients)
+
+
+@dataclass
+class FlashAttention4:
+    """The two private functions of the package, as they are since 2026-06-24: tensors are
+    [B, S, H, D], None is all keys of a side, softcap 0 is none."""
+
+    calls: list[tuple[str, bool]] = field(default_factory=list)  # and were they deterministic
+    off: float = 0.0  # by which results are wrong
+
+    def forward(self, *tensors: Tensor, return_lse: bool, **options: Any) -> tuple[Any, ...]:
+        self.calls.append(("forward", False))
+        assert return_lse
+        q, k, v = (x.transpose(1, 2) for x in tensors)
+        out, lse = dense_forward(q, k, v, *self._options(q, k, options))
+        return out.transpose(1, 2).contiguous() * (1 + self.off), lse, None, None
+
+    def backward(self, *tensors: Tensor, deterministic: bool, **options: Any) -> tuple[Any, ...]:
+        self.calls.append(("backward", deterministic))
+        q, k, v, out, dout = (x.transpose(1, 2) for x in tensors[:5])
+        given = (dout, q, k, v, out, tensors[5])
+        return tuple(
+            x.transpose(1, 2).contiguous()
+            for x in dense_backward(given, *self._options(q, k, options))
+        )
+
+    def _options(
+        self, q: Tensor, k: Tensor, options: dict[str, Any]
+    ) -> tuple[Tensor, float, float]:
+        left = options["window_size_left"]
+        sides = {"window_size_left": -1 if left is None else left, "window_size_right": -1}
+        hidden = flash_hidden(q.shape[2], k.shape[2], options["causal"], sides)
+        return hidden.to(q.device), options["softmax_scale"], options["softcap"]
 
 
 def cudnn_hidden(queries: int, keys: int, causal: bool) -> Tensor:

@@ -10,10 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from farspan.attention.backends import BlockKernel, CudaCudnn, CudaFlash
-from farspan.engine.kernels import INDEXED, AttentionKernels, chunk_lengths, refuse_wide_calls
+from farspan.engine.kernels import AttentionKernels, chunk_lengths, measured_here, same_bits
 from farspan.engine.meter import PeakMeter
 from farspan.engine.step import Step
-from farspan.plan.blocks import plan_blocks
+from farspan.plan import blocks as blocks_module
+from farspan.plan.blocks import cut_wide, most_of, plan_blocks
 from farspan.plan.build import build_program
 from farspan.plan.grid import chunk_ranges
 from farspan.plan.program import Program
@@ -40,14 +41,14 @@ def largest_index(run: RunSpec, schedule: Schedule, kv_heads: int = HEADS) -> in
     """Of any element that an attention call reaches in its tensors: q, k, v and their gradients in
     their layouts [B, C, H, D] and [S, B, Hk, D], and dK, dV at query heads, as flash attention
     holds them."""
-    chunks = chunk_ranges(run.tokens, schedule.chunk)
-    lengths = tuple({stop - start for start, stop in (chunks[0], chunks[-1])})
-    kernel = CudaCudnn(CudaFlash(), queries=lengths)
+    chunks, most = chunk_ranges(run.tokens, schedule.chunk), most_of(MODEL.layers[0], run)
+    program = build_program(MODEL, run, schedule)
+    kernel = CudaCudnn(CudaFlash(), queries=chunk_lengths(program, most))
     largest = 0
     # The last chunks see most keys; of the others only the first is alike.
     for start, stop in (chunks[0], *chunks[-2:]):
         for block in plan_blocks(start, stop, schedule.kv_block, None):
-            for piece in kernel.split(block):
+            for piece in (p for narrow in cut_wide(block, most) for p in kernel.split(narrow)):
                 queries = run.batch * piece.queries * HEADS * WIDTH
                 keys = piece.keys * run.batch * kv_heads * WIDTH
                 expanded = run.batch * piece.keys * HEADS * WIDTH
@@ -57,29 +58,55 @@ def largest_index(run: RunSpec, schedule: Schedule, kv_heads: int = HEADS) -> in
 
 @pytest.mark.parametrize(
     "schedule",
-    [Schedule(), Schedule(chunk=131072, kv_block=131072), Schedule(chunk=262143, kv_block=262143)],
+    [
+        Schedule(),
+        Schedule(chunk=131072, kv_block=131072),
+        Schedule(chunk=2**22, kv_block=2**22),
+        Schedule(chunk=10**6, kv_block=300_000),
+    ],
+    ids=str,
 )
 def test_no_index_is_beyond_32_bits(schedule: Schedule) -> None:
-    """At 4M tokens, two sequences, as many key heads as query heads: up to the largest chunk and
-    block that are taken."""
-    refuse_wide_calls(MODEL, LONG, schedule)
+    """At 4M tokens, two sequences, as many key heads as query heads, also where a chunk is all."""
     assert largest_index(LONG, schedule) < 2**31 - 1
 
 
-@pytest.mark.parametrize("field", ["chunk", "kv_block"])
-def test_what_would_be_beyond_is_refused(field: str) -> None:
-    schedule = Schedule(chunk=262144) if field == "chunk" else Schedule(kv_block=262144)
-    assert largest_index(LONG, schedule) + 1 >= INDEXED
-    with pytest.raises(Refused, match=rf"{field}: 262,144 tokens .* use at most 262,143"):
-        refuse_wide_calls(MODEL, LONG, schedule)
-    refuse_wide_calls(MODEL, RunSpec(1, 2**22), schedule)
-    refuse_wide_calls(MODEL, RunSpec(2, 100), schedule)
+def test_a_batch_that_no_cut_helps_is_refused() -> None:
+    """By the plan and so by the engine, whatever the device."""
+    for model in (MODEL, replace(MODEL, layers=(replace(MODEL.layers[0], window=10**6),))):
+        with pytest.raises(Refused, match=r"batch: 5,000 sequences of 4,096 .* use at most \d+"):
+            build_program(model, RunSpec(5000, 2**10), Schedule())
 
 
 def test_kernels_know_the_chunks_of_a_program() -> None:
     for tokens, lengths in ((100, (4, 16)), (96, (16,)), (7, (7,))):
         program = build_program(MODEL, RunSpec(1, tokens), Schedule(chunk=16))
-        assert chunk_lengths(program) == lengths
+        assert chunk_lengths(program, 10**6) == lengths
+    program = build_program(MODEL, RunSpec(1, 100), Schedule(chunk=100))
+    assert chunk_lengths(program, 30) == (10, 30)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("of", ["plain", "recompute", "swap", "fpdt"])
+def test_calls_that_are_cut_give_the_same_gradients(
+    name: str, of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk that is the whole sequence, in calls of a twentieth of it; logits likewise."""
+    model, data = make_model(name), draw(60, batch=2)
+    schedule = replace(strategy(of, 4, 60), kv_block=60, head_tokens=60)
+    row = most_row(Step(model, schedule).model_spec, 2)
+    monkeypatch.setattr(blocks_module, "INDEXED", 140 * row)
+    monkeypatch.setattr(blocks_module, "LEAST_CALL", 16)
+    seen: list[int] = []
+    kernels = AttentionKernels.of
+
+    def watched(self: AttentionKernels, spec: LayerSpec, program: Program | None = None) -> Any:
+        return Watched(kernels(self, spec, program), seen)
+
+    monkeypatch.setattr(AttentionKernels, "of", watched)
+    found = run_step(model, Step(model, schedule), data)
+    assert max(seen) <= 139
+    assert_close(found, run_oracle(model, data))
 
 
 @pytest.mark.parametrize("choice", [c for c in AttentionKernel if c is not AttentionKernel.AUTO])

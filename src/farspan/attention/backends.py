@@ -17,10 +17,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from farspan.attention.tiled import Tiled, visible
+from farspan.attention.tiled import visible
 from farspan.plan.blocks import Block, tile_window
-from farspan.spec import AttentionKernel, Refused
 
 aten = torch.ops.aten
 LENGTHS = 128  # cuDNN's gradients are right where lengths are multiples of this
@@ -65,6 +65,14 @@ def _rows_dense(*tensors: Tensor) -> tuple[Tensor, ...]:
 def token_first(x: Tensor) -> Tensor:
     """[B, H, S, D] that is [B, S, H, D] in memory, packed: x itself where it is."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _packed(x: Tensor) -> Tensor:
+    """`token_first` with the strides of a packed tensor also where a dimension has one place."""
+    x = token_first(x)
+    _, heads, tokens, width = x.shape
+    strides = tokens * heads * width, width, heads * width, 1
+    return x if x.stride() == strides else x.as_strided(x.shape, strides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +145,7 @@ class CudaFlash:
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
     ) -> tuple[Tensor, Tensor]:
         q_BSHD, k_BSHD, v_BSHD = (x.transpose(1, 2) for x in _rows_dense(q, k, v))
-        left, right = self._window(block)
+        left, right = self.window(block)
         out_BSHD, lse, *_ = aten._flash_attention_forward(
             *(q_BSHD, k_BSHD, v_BSHD, None, None, block.queries, block.keys),
             *(0.0, block.causal, False),
@@ -159,7 +167,7 @@ class CudaFlash:
         scale: float,
     ) -> Gradients:
         tensors_BSHD = (x.transpose(1, 2) for x in _rows_dense(dout, q, k, v, out))
-        left, right = self._window(block)
+        left, right = self.window(block)
         rng = torch.empty(2, dtype=torch.uint64, device=q.device)
         unused = torch.empty((), dtype=torch.uint64, device=q.device)
         dq, dk, dv = aten._flash_attention_backward(
@@ -171,7 +179,7 @@ class CudaFlash:
         )
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
-    def _window(self, block: Block) -> tuple[int, int]:
+    def window(self, block: Block) -> tuple[int, int]:
         """Keys to the left and right of the aligned diagonal; -1 is all of them.
 
         Row i of Sq sees columns from i + Sk - Sq - left. In a windowed block without causal mask
@@ -206,10 +214,13 @@ class CudaCudnn:
     left of them goes elsewhere, as documents do, whose lengths are any.
 
     Note: [One layout of O for each plan]. torch finds the plan of a backward by shapes and strides
-    of q, k and v alone, but the strides of O and dO of its first call are in it; another layout
-    would be read as that one. The forward makes O as q lies, which is token-first or heads-first
-    with the family, and a buffer holds it token-first. So the backward gives it nothing else:
-    `attend` hands out token-first O, models dO, and what is not is copied.
+    of q, k and v alone. In 2.11 to 2.13 the strides of O and dO of its first call are in it, and
+    another layout would be read as that one; later ones put those in that q's layout gives, and
+    refuse others, strides of dimensions of one place included. O is token-first in a buffer and as
+    `attend` hands it out, models give such a dO, and q is heads-first in some families (GPT-NeoX,
+    Phi, StableLM, GLM4, GPT-OSS). So all of q, O and dO go in packed token-first, which is right
+    for every torch. There q is copied, for 1 to 2% of the call's time at 16K tokens, where O and
+    dO in its layout would be two copies a backward and O one more a forward.
     """
 
     other: BlockKernel
@@ -241,7 +252,7 @@ class CudaCudnn:
     ) -> tuple[Tensor, Tensor]:
         if not self._fits(block):
             return self.other.forward(q, k, v, block, scale)
-        q, k, v = _rows_dense(q, k, v)
+        (k, v), q = _rows_dense(k, v), _packed(q)
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, block.causal, False, scale=scale
         )
@@ -260,9 +271,9 @@ class CudaCudnn:
     ) -> Gradients:
         if not self._fits(block):
             return self.other.backward(dout, q, k, v, out, lse, block, scale)
-        q, k, v = _rows_dense(q, k, v)
         # See Note: [One layout of O for each plan].
-        dout, out, lse = token_first(dout), token_first(out), lse.contiguous()
+        (k, v), (dout, q, out) = _rows_dense(k, v), (_packed(x) for x in (dout, q, out))
+        lse = lse.contiguous()
         if _cudnn_lse_rank() == 4:
             lse = lse.unsqueeze(-1)
         seed, offset = torch.empty((2,), dtype=torch.int64, device=q.device).unbind()
@@ -286,54 +297,48 @@ class CudaCudnn:
         return known and block.window is None
 
 
-def select_kernel(
-    device_type: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    value_dim: int,
-    softcap: float | None,
-    capability: tuple[int, int] = (9, 0),
-    choice: AttentionKernel = AttentionKernel.AUTO,
-    queries: tuple[int, ...] | None = None,
-) -> BlockKernel:
-    """The fastest exact kernel for these heads, or the one that is chosen.
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """`inner`, which needs D == Dv or certain widths, on heads that zeros make `width` wide.
 
-    `capability` is the CUDA device's; its flash and cuDNN ops need (8, 0). cuDNN's backward is
-    not deterministic, so it is left out under `torch.use_deterministic_algorithms`, and where
-    `torch.backends.cuda.enable_cudnn_sdp(False)` switched it off. `queries` are the lengths of
-    whole chunks. Raises Refused for a dtype that is not a floating type of 16 bits or more, and
-    where a choice cannot be met.
+    Exact: a zero adds nothing to a score, to rowsum(dout * out) or to a gradient, columns of out
+    that only zeros of v gave are cut off, and the scale is the caller's, of the true width.
     """
-    half = dtype in (torch.bfloat16, torch.float16)
-    if not half and dtype not in (torch.float32, torch.float64):
-        raise Refused(
-            f"dtype: expected float64, float32, bfloat16 or float16 for attention, got {dtype}; "
-            "load the model in one of these"
-        )
-    plain = softcap is None and head_dim == value_dim
-    on_cuda = device_type == "cuda" and capability >= (8, 0)
-    if not (on_cuda and plain and half and head_dim % 8 == 0 and head_dim <= 256):
-        _refuse_choice(
-            choice,
-            "a CUDA GPU of compute capability 8.0 or more, bfloat16 or "
-            "float16, and heads of a multiple of 8 up to 256 elements without a soft cap",
-        )
-        return CpuFlash() if plain and device_type == "cpu" else Tiled(softcap)
-    if choice is AttentionKernel.FA3 and capability[0] != 9:
-        _refuse_choice(choice, "a GPU of compute capability 9 (Hopper)")
-    if choice in (AttentionKernel.FLASH, AttentionKernel.FA3):
-        return CudaFlash()
-    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-    if head_dim > 128 or not cudnn or torch.are_deterministic_algorithms_enabled():
-        _refuse_choice(
-            choice,
-            "heads of up to 128 elements, torch.backends.cuda.enable_cudnn_sdp "
-            "and no torch.use_deterministic_algorithms",
-        )
-        return CudaFlash()
-    return CudaCudnn(CudaFlash(), queries=queries)
 
+    inner: BlockKernel
+    width: int
 
-def _refuse_choice(choice: AttentionKernel, needs: str) -> None:
-    if choice is not AttentionKernel.AUTO:
-        raise Refused(f"attention: {choice.value} needs {needs}; choose auto")
+    @property
+    def softcap(self) -> float | None:
+        return self.inner.softcap
+
+    def split(self, block: Block) -> tuple[Block, ...]:
+        return self.inner.split(block)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        q, k, wide_v = (self._wide(x) for x in (q, k, v))
+        out, lse = self.inner.forward(q, k, wide_v, block, scale)
+        return out[..., : v.shape[-1]], lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        block: Block,
+        scale: float,
+    ) -> Gradients:
+        dout, out, wide_q, wide_k, wide_v = (self._wide(x) for x in (dout, out, q, k, v))
+        dq, dk, dv = self.inner.backward(dout, wide_q, wide_k, wide_v, out, lse, block, scale)
+        return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
+
+    def _wide(self, x: Tensor) -> Tensor:
+        """Token-first, as vendor kernels take it without another copy."""
+        if x.shape[-1] == self.width:
+            return x
+        return functional.pad(x.transpose(1, 2), (0, self.width - x.shape[-1])).transpose(1, 2)

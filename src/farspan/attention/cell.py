@@ -244,7 +244,7 @@ def _attend_own(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
     for block in blocks:
         part_out, part_lse = _forward(call, q, k, v, block, call.own_start)
         if block.causal:
-            # Causal blocks share no query with any other, so there is nothing to merge.
+            # Causal blocks share no query and come before others of theirs: nothing to merge.
             _queries(call, out, block).copy_(part_out)
             _queries(call, lse, block).copy_(part_lse)
         else:

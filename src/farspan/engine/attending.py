@@ -16,7 +16,7 @@ from farspan.parallel.ranks import Ranks
 from farspan.parallel.ring import Ring
 from farspan.parallel.shards import Shards
 from farspan.parallel.ulysses import Ulysses
-from farspan.plan.blocks import Block, Run, document_runs, near_blocks
+from farspan.plan.blocks import Block, Run, cut_wide, document_runs, most_of, near_blocks
 from farspan.plan.exchange_pieces import Piece, pieces_of
 from farspan.plan.held_blocks import Held, plan_held_blocks
 from farspan.plan.layout import Range, Rank
@@ -36,7 +36,7 @@ class Attending:
     kernels: AttentionKernels
     ranks: Ranks | None
     chunk: int = -1
-    blocks: dict[tuple[int | None, int], tuple[Block, ...]] = field(default_factory=dict)
+    blocks: dict[tuple[int | None, int, int], tuple[Block, ...]] = field(default_factory=dict)
 
     @property
     def rank(self) -> Rank:
@@ -99,7 +99,8 @@ class Attending:
         spec, sparse = program.model.layers[layer], program.schedule.sparse
         if chunk != self.chunk:
             self.chunk, self.blocks = chunk, {}
-        key = spec.window, ring
+        most = most_of(spec, program.run)
+        key = spec.window, most, ring
         if key not in self.blocks:
             start, stop = self.queries(chunk)
             block, held = program.schedule.kv_block, self._held(ring)
@@ -107,7 +108,7 @@ class Attending:
             blocks = plan_held_blocks(start, stop, block, spec.window, runs, held)
             if sparse is not None and spec.window is None:
                 blocks = near_blocks(blocks, sparse, start)
-            self.blocks[key] = blocks
+            self.blocks[key] = tuple(piece for block in blocks for piece in cut_wide(block, most))
         return self.blocks[key]
 
     def runs(self, chunk: int) -> Sequence[tuple[Run, ...]] | None:

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from farspan.attention.backends import BlockKernel, select_kernel
+from farspan.attention.backends import BlockKernel
+from farspan.attention.choose import select_kernel
 from farspan.attention.merge import accumulate_dtype
 from farspan.engine.meter import PeakMeter
 from farspan.plan.blocks import Block
-from farspan.spec import BACKWARD_PRODUCTS, Curve, Tier
+from farspan.spec import BACKWARD_PRODUCTS, AttentionKernel, Curve, Tier
 from farspan.transfer.arena import Arena
 from farspan.transfer.copies import CopyEngine
 
@@ -68,6 +69,7 @@ class Bench:
     clock: Callable[[], float] = time.perf_counter
     generator: torch.Generator = field(init=False)
     looks: dict[tuple[str, float], list[float]] = field(init=False, default_factory=dict)
+    kernel: AttentionKernel = AttentionKernel.AUTO  # whose attention is looked at
     _curves: dict[str, Curve] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -96,6 +98,11 @@ class Bench:
             self.note(name, min(run[0] for run in runs), 1.0)
             self.note(name, min(run[1] for run in runs), 0.5)
         return 2 * min(self.looks[name, 0.5]) - min(self.looks[name, 1.0])
+
+    def glance(self, call: Call) -> float:
+        """Seconds of one call, to choose between calls of one moment: no look that is kept."""
+        self._run(call, 1)
+        return min(self._run(call, 1) for _ in range(self.effort.tries))
 
     def note(self, name: str, seconds: float, size: float = 1.0) -> float:
         """One more look at a call; the fastest of all."""
@@ -233,7 +240,8 @@ def attention(
         bench.random(tokens, 1, heads // KV_SHARE, width, dtype=dtype).permute(1, 2, 0, 3)
         for _ in range(2)
     )
-    kernel = select_kernel(bench.device.type, dtype, width, width, None, capability)
+    asked = width, width, None, capability, bench.kernel
+    kernel = select_kernel(bench.device.type, dtype, *asked)
     return Attention(
         kernel, Block(0, None, start, start + tokens, 0, tokens, causal), q, k, v, dout
     )

@@ -15,6 +15,7 @@ from farspan.engine.gradients import Gradients
 from farspan.kernels.launch import fused_for
 from farspan.kernels.loss import cross_entropy, cross_entropy_
 from farspan.models.boundary import Boundary
+from farspan.plan.blocks import most_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +79,10 @@ class Head:
         return self.fused and fused_for(logits.device, logits.dtype)
 
     def _pieces(self, hidden: Tensor) -> list[slice]:
-        tokens = hidden.shape[1]
-        return [slice(s, min(s + self.piece, tokens)) for s in range(0, tokens, self.piece)]
+        batch, tokens, _ = hidden.shape
+        # A kernel of the loss may count logits with 32 bits.
+        piece = min(self.piece, max(1, most_tokens(batch * self.boundary.vocab)))
+        return [slice(s, min(s + piece, tokens)) for s in range(0, tokens, piece)]
 
     def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         logits = self.boundary.logits(hidden)

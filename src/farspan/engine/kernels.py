@@ -1,45 +1,50 @@
 """Which kernels a program's attention runs on, and what they could not index."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
+from os import environ
 
 import torch
+from torch.utils import deterministic as memory
 
-from farspan.attention.backends import BlockKernel, select_kernel
-from farspan.attention.flash3 import flash_attention_3, refuse_missing
+from farspan.attention.backends import BlockKernel
+from farspan.attention.choose import WIDEST, select_kernel
+from farspan.attention.packages import flash_4_fault, flash_attention_3, refuse_missing
 from farspan.attention.sparse.far import FarKernel
 from farspan.attention.sparse.gathered import select_far
 from farspan.attention.sparse.triton_far import TritonFar
 from farspan.attention.sparse.triton_pages import supports
+from farspan.plan.blocks import most_of
+from farspan.plan.price.machines import read, user_file
 from farspan.plan.program import Program
-from farspan.spec import AttentionKernel, LayerSpec, ModelSpec, Refused, RunSpec, Schedule
+from farspan.spec import AttentionKernel, LayerSpec, ModelSpec, Refused
 
-INDEXED = 2**31  # CUDA attention kernels count a call's elements with 32 bits
+CUBLAS, SAME = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")  # what cuBLAS needs for same bits
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernels:
-    """The kernels of one device, dtype and choice."""
+    """The kernels of one device, dtype and choice.
+
+    Where the choice is open, a layer has `fastest`, which this machine was measured to have, if it
+    can; FlashAttention-4 for soft caps, which nothing else has at its speed, if it is installed
+    and right here; else what `select_kernel` knows by the card.
+    """
 
     device: torch.device
     dtype: torch.dtype
     choice: AttentionKernel = AttentionKernel.AUTO
+    deterministic: bool = False
+    fastest: AttentionKernel | None = None
 
     def of(self, spec: LayerSpec, program: Program | None = None) -> BlockKernel:
         """A layer's kernel. Raises Refused where the choice cannot be met."""
-        on_cuda = self.device.type == "cuda"
-        capability = torch.cuda.get_device_capability(self.device) if on_cuda else (0, 0)
-        return select_kernel(
-            self.device.type,
-            self.dtype,
-            spec.head_dim,
-            spec.value_dim,
-            spec.softcap,
-            capability,
-            self.choice,
-            None if program is None else chunk_lengths(program),
-        )
+        lengths = None
+        if program is not None:
+            lengths = chunk_lengths(program, most_of(spec, program.run))
+        return self._select(spec, self._choice(spec), lengths)
 
     def far(self, spec: LayerSpec) -> FarKernel:
         """What computes a layer's attention to chosen pages."""
@@ -50,40 +55,115 @@ class AttentionKernels:
 
     def refuse(self, model: ModelSpec) -> None:
         """Raises Refused where a layer cannot have the kernel that is chosen."""
-        for spec in set(model.layers):
-            if spec.attends():
-                self.of(spec)
-        if self.choice is AttentionKernel.FA3:
-            refuse_missing()
+        if self.deterministic:
+            refuse_cublas(self.device)
+        refuse_missing(self.choice)
+        with same_bits(self.deterministic):
+            for spec in set(model.layers):
+                if spec.attends():
+                    self.of(spec)
+                    self._refuse_fault(spec, self.choice)
 
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Inside it the kernels are what was chosen."""
-        with flash_attention_3() if self.choice is AttentionKernel.FA3 else nullcontext():
+        wanted, third = self.choice, AttentionKernel.FA3
+        if wanted is AttentionKernel.AUTO and self.fastest is third and _is_installed(third):
+            wanted = third
+        with ExitStack() as stack:
+            stack.enter_context(same_bits(self.deterministic))
+            if wanted is third:
+                stack.enter_context(flash_attention_3())
             yield
 
+    def _select(
+        self, spec: LayerSpec, choice: AttentionKernel, lengths: tuple[int, ...] | None = None
+    ) -> BlockKernel:
+        on_cuda = self.device.type == "cuda"
+        capability = torch.cuda.get_device_capability(self.device) if on_cuda else (0, 0)
+        dims = spec.head_dim, spec.value_dim
+        return select_kernel(
+            self.device.type, self.dtype, *dims, spec.softcap, capability, choice, lengths
+        )
 
-def chunk_lengths(program: Program) -> tuple[int, ...]:
-    """Of whole chunks and of a last one that is ragged."""
-    ends = program.chunks[0], program.chunks[-1]
-    return tuple(sorted({stop - start for start, stop in ends}))
+    def _choice(self, spec: LayerSpec) -> AttentionKernel:
+        if self.choice is not AttentionKernel.AUTO:
+            return self.choice
+        wanted = self.fastest if spec.softcap is None else AttentionKernel.FA4
+        if wanted is None or self.device.type != "cuda" or not _is_installed(wanted):
+            return AttentionKernel.AUTO
+        try:
+            self._select(spec, wanted)
+            self._refuse_fault(spec, wanted)
+        except Refused:
+            return AttentionKernel.AUTO
+        return wanted
+
+    def _refuse_fault(self, spec: LayerSpec, choice: AttentionKernel) -> None:
+        """Raises Refused where FlashAttention-4 is chosen and is not right on this device."""
+        if choice is not AttentionKernel.FA4:
+            return
+        refuse_missing(choice)
+        heads = max(spec.head_dim, spec.value_dim)
+        width = WIDEST if heads > 128 else -(-heads // 8) * 8
+        if (fault := flash_4_fault(spec.softcap, width, self.device)) is not None:
+            raise Refused(f"attention: fa4 does not work here: {fault}; choose auto or flash")
 
 
-def refuse_wide_calls(model: ModelSpec, run: RunSpec, schedule: Schedule) -> None:
-    """Raises Refused where a call would have more elements than 32 bits count.
-
-    Of queries, or of keys, whose gradients flash attention holds for every query head.
-    """
-    for field in ("chunk", "kv_block"):
-        tokens = min(getattr(schedule, field), run.tokens)
-        row = run.batch * widest(model)
-        if tokens * row >= INDEXED:
-            raise Refused(
-                f"{field}: {tokens:,} tokens of {row:,} elements each, all sequences together, are "
-                f"beyond what CUDA attention kernels index; use at most {(INDEXED - 1) // row:,}"
-            )
+def measured_here(device: torch.device, dtype: torch.dtype) -> AttentionKernel | None:
+    """The kernel that `farspan calibrate` found fastest on this device; None where it has not run,
+    or on another one. Raises Refused for a machine file that is none."""
+    if device.type != "cuda" or not user_file().is_file():
+        return None
+    machine = read(user_file()).spec
+    rates = machine.rates.get(str(dtype).removeprefix("torch."))
+    if rates is None or machine.name != torch.cuda.get_device_name(device):
+        return None
+    return rates.kernel
 
 
-def widest(model: ModelSpec) -> int:
-    """The most elements that a token's queries or outputs have."""
-    return max(spec.query_heads * max(spec.head_dim, spec.value_dim) for spec in model.layers)
+@cache
+def _is_installed(kernel: AttentionKernel) -> bool:
+    try:
+        refuse_missing(kernel)
+    except Refused:
+        return False
+    return True
+
+
+@contextmanager
+def same_bits(wanted: bool) -> Iterator[None]:
+    """Inside it, if wanted, PyTorch computes the same bits from the same inputs; an operator that
+    cannot raises. New memory is not filled, which costs a pass over it."""
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = memory.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)
+        memory.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+
+
+def refuse_cublas(device: torch.device) -> None:
+    """Raises Refused where products on a GPU may differ from call to call: cuBLAS reads how much
+    memory it may have for itself when the process begins."""
+    if device.type == "cuda" and environ.get(CUBLAS) not in SAME:
+        raise Refused(
+            f"deterministic: cuBLAS needs {CUBLAS}={SAME[0]} in the environment of the process; "
+            "set it before farspan starts"
+        )
+
+
+def chunk_lengths(program: Program, most: int) -> tuple[int, ...]:
+    """Of whole chunks and of a last one that is ragged, and of what they are cut into."""
+    ends = {stop - start for start, stop in (program.chunks[0], program.chunks[-1])}
+    found = {length for length in ends if length <= most}
+    for length in ends - found:
+        found |= {most, length % most} - {0}
+    return tuple(sorted(found))

@@ -11,7 +11,7 @@ from farspan.engine.batch import Batch, make_batch
 from farspan.engine.deal import Dealt, deal, refuse_schedule
 from farspan.engine.gradients import Gradients, uncast
 from farspan.engine.head import Head
-from farspan.engine.kernels import AttentionKernels, refuse_wide_calls
+from farspan.engine.kernels import AttentionKernels, measured_here
 from farspan.engine.layers import CutLayers, Layers, TiledLayers
 from farspan.engine.linear import Adding, adds_products
 from farspan.engine.reserve import reserve_together
@@ -91,7 +91,8 @@ class Step:
         """`progress` is called after every cell and may raise to abandon the step. `poison` fills
         the arenas with NaN before every step: nothing may depend on what they held. With `overlap`
         copies run beside the computation, which is what they do on CUDA unless it is False; the
-        results are the same bits. `kernels` says who computes. With `schedule.sparse`, `selector`
+        results are the same bits (on CUDA with `kernels.deterministic`, else up to rounding).
+        `kernels` says who computes. With `schedule.sparse`, `selector`
         chooses pages in place of the votes: one of `farspan.attention.sparse.select`, or a function
         from votes [B, Hk, M, n] and the range of their n pages to a choice, int32 [B, Hk, M, k] of
         pages or -1, k at most `budget // page`, which depends on nothing but its arguments. With
@@ -121,7 +122,8 @@ class Step:
         self._seen: Callable[[], Seen] | None = None  # the latest that was
         self._steps = 0
         device, dtype = self.boundary.device, self.boundary.dtype
-        self.kernels = AttentionKernels(device, dtype, kernels.attention)
+        chosen = kernels.attention, kernels.deterministic, measured_here(device, dtype)
+        self.kernels = AttentionKernels(device, dtype, *chosen)
         if kernels.compile:
             compile_layers(self.boundary)
         self._adding = Adding()
@@ -188,8 +190,6 @@ class Step:
         run = RunSpec(batch, tokens)
         key = run, evaluation
         if key not in self._programs:
-            if self.boundary.device.type == "cuda":
-                refuse_wide_calls(self.model_spec, run, self.schedule)
             build = build_evaluation if evaluation else build_program
             while len(self._programs) >= PROGRAMS_KEPT:
                 del self._programs[next(iter(self._programs))]

@@ -18,11 +18,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from farspan.spec import Sparse
+from farspan.spec import LayerSpec, ModelSpec, Refused, RunSpec, Sparse
 
 # A windowed tile on a kernel without windows computes up to tile / window more than it must.
 TILE_LEAST, TILE_MOST = 64, 256
 MASK_ELEMENTS = 2**22  # 16 MB in fp32; the most that a mask takes, unless the tile is the least
+INDEXED = 2**31  # CUDA's attention kernels count a call's elements with 32 bits
+EVEN = 1024  # a cut at multiples of it leaves lengths that cuDNN takes
+LEAST_CALL = 128  # queries or keys of a call: with fewer there would be no end of calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,64 @@ def _tiles(block: Block, window: int, size: int) -> Iterator[Block]:
         all_in_window = q_stop - window <= k_start
         plain = all_in_window and (k_start == q_start or not block.causal)
         yield replace(tile, window=None) if plain else tile
+
+
+def most_tokens(row: int) -> int:
+    """Queries or keys that one call may have, of `row` elements each: of all sequences of the
+    batch in every query head, as flash attention holds the gradients of keys."""
+    most = (INDEXED - 1) // row
+    return most // EVEN * EVEN or most
+
+
+def most_of(spec: LayerSpec, run: RunSpec) -> int:
+    """Queries or keys that one call of a layer's attention may have."""
+    return most_tokens(max(1, run.batch * spec.query_heads * max(spec.head_dim, spec.value_dim)))
+
+
+def refuse_wide_calls(model: ModelSpec, run: RunSpec) -> None:
+    """Raises Refused where even a short call of attention has more elements than 32 bits count, so
+    that longer ones could not be cut into such."""
+    for spec in set(model.layers):
+        most, seen = most_of(spec, run), 0 if spec.window is None else spec.window
+        if spec.attends() and most < seen + LEAST_CALL:
+            row = spec.query_heads * max(spec.head_dim, spec.value_dim)
+            raise Refused(
+                f"batch: {run.batch:,} sequences of {row:,} elements a token are beyond what "
+                "CUDA's attention kernels index; use at most "
+                f"{(INDEXED - 1) // row // (seen + 2 * EVEN):,}"
+            )
+
+
+def cut_wide(block: Block, most: int) -> tuple[Block, ...]:
+    """The block as blocks of at most `most` queries and as many keys: itself where it is one.
+
+    A square becomes squares on its diagonal and rectangles below them, squares first: they share
+    no query, so that each begins the sum of its queries.
+    """
+    if max(block.queries, block.keys) <= most:
+        return (block,)
+    if block.window is not None:
+        tiles = _tiles(block, block.window, most - block.window + 1)
+        return tuple(piece for tile in tiles for piece in _with_window(tile))
+    squares, rectangles = list[Block](), list[Block]()
+    for q_start in range(block.q_start, block.q_stop, most):
+        q_stop = min(q_start + most, block.q_stop)
+        rows = replace(block, q_start=q_start, q_stop=q_stop)
+        if block.causal:
+            squares.append(replace(rows, k_start=q_start, k_stop=q_stop))
+        last = q_start if block.causal else block.k_stop
+        for k_start in range(block.k_start, last, most):
+            k_stop = min(k_start + most, last)
+            rectangles.append(replace(rows, k_start=k_start, k_stop=k_stop, causal=False))
+    return (*squares, *rectangles)
+
+
+def _with_window(tile: Block) -> Iterator[Block]:
+    """A tile of `_tiles` as blocks that flash attention takes."""
+    if tile.causal or tile.window is None:
+        yield tile
+    else:
+        yield from cut_at_window(replace(tile, window=None), tile.window)
 
 
 def _row_ranges(

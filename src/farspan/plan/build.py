@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from farspan.plan import names
 from farspan.plan.balance import chunks_of
+from farspan.plan.blocks import refuse_wide_calls
 from farspan.plan.cell.sparse import far_of, slot_bytes
 from farspan.plan.grid import group_ranges
 from farspan.plan.layout import ONLY, Range, Rank
@@ -26,7 +27,7 @@ def build_program(
 
     Every linear extension of the grid's order gives the same gradients; this one walks group by
     group, forward and then back (DESIGN section 1). Raises Refused when the schedule's groups do
-    not fit the model.
+    not fit the model, and where a batch is too wide for attention's kernels.
     """
     ledger = _ledger(model, run, schedule, rank, chunks)
     passes = [GroupPasses(ledger, index) for index in own_groups(rank, len(ledger.groups))]
@@ -67,6 +68,7 @@ def _ledger(
     rank: Rank,
     chunks: tuple[Range, ...] | None = None,
 ) -> Ledger:
+    refuse_wide_calls(model, run)
     if chunks is None:
         chunks = chunks_of(model, run.tokens, schedule, rank.layout)
     return Ledger(

@@ -7,7 +7,7 @@ from typing import Any
 from farspan.lazy import load
 from farspan.plan.layout import ALONE, Layout
 from farspan.plan.model.architecture import Architecture
-from farspan.spec import MachineSpec, ModelSpec, RunSpec, Schedule, Sparse
+from farspan.spec import Kernels, MachineSpec, ModelSpec, RunSpec, Schedule, Sparse
 
 
 class Optimizer(StrEnum):
@@ -33,6 +33,7 @@ class Question:
     overlap: bool = False  # copies run beside the computation, as on a GPU
     sparse: Sparse | None = None  # attention that approximates; None: exact
     accumulates: bool = False  # gradients of earlier batches are there when the step begins
+    kernels: Kernels = field(default_factory=Kernels)
 
     def adapter_rank(self) -> int | None:
         """Of LoRA on every linear module; 0: none; None: not known, of a model that was looked at

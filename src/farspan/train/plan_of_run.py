@@ -13,6 +13,7 @@ from farspan.models.shapes import describe_shapes
 from farspan.plan.ask import HERE, Request
 from farspan.plan.grid import group_ranges
 from farspan.plan.layout import ALONE, Layout, sequence_layout
+from farspan.plan.price.workspace import with_kernels
 from farspan.plan.question import Optimizer, Plan, Question
 from farspan.plan.search.plans import best_plan, longest_contexts, plan_as_written
 from farspan.plan.strategies import AUTO
@@ -193,9 +194,10 @@ def _shared(run: RunConfig, question: Question, gpus: int | None) -> Question:
         machine = replace(machine, devices=layout.devices())
     return replace(
         question,
-        machine=allowed(run, machine),
+        machine=with_kernels(allowed(run, machine), run.kernels.deterministic),
         layout=layout,
         accumulates=run.accumulate > 1,
+        kernels=run.kernels,
     )
 
 

@@ -14,6 +14,7 @@ from farspan.models.describe import describe
 from farspan.plan.grid import group_ranges
 from farspan.plan.layout import Layout, refuse_together
 from farspan.plan.price.evaluate import size
+from farspan.plan.price.workspace import with_kernels
 from farspan.plan.question import Optimizer, Plan, Question
 from farspan.plan.strategies import AUTO
 from farspan.spec import MachineSpec, Refused, RunSpec, Schedule, Tier
@@ -152,7 +153,7 @@ def question_of(
         model=looked.model,
         run=RunSpec(run.batch, run.context),
         # Links and main memory are shared by the run's devices on this node, and by no others.
-        machine=replace(machine, devices=crew.near),
+        machine=with_kernels(replace(machine, devices=crew.near), run.kernels.deterministic),
         layout=crew.layout,
         optimizer=PLANNED[states],
         dtype=run.model.dtype.value,
@@ -160,6 +161,7 @@ def question_of(
         overlap=not machine.unified,  # as the engine's copies run on a GPU, and on a CPU
         sparse=run.pages(),
         accumulates=run.accumulate > 1,
+        kernels=run.kernels,
     )
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from farspan.attention.backends import select_kernel
 from farspan.attention.cell import AttentionCall
+from farspan.attention.choose import select_kernel
 from farspan.attention.merge import accumulate_dtype
 from farspan.attention.sparse.cell import (
     SparseCall,

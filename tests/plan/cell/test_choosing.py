@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from farspan.attention.backends import select_kernel
 from farspan.attention.cell import AttentionCall
+from farspan.attention.choose import select_kernel
 from farspan.attention.sparse.cell import SparseCall, choose, sparse_call
 from farspan.attention.sparse.gathered import select_far
 from farspan.attention.sparse.quality import sampled, seen_mass

@@ -7,12 +7,13 @@ C tokens of the chunk, H query heads, Hk key-value heads, D head dim.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from farspan.plan.blocks import Block, plan_blocks
+from farspan.plan.blocks import Block, cut_wide, most_tokens, plan_blocks
 from farspan.plan.cell.choosing import choice_bytes, watch_bytes
 from farspan.plan.cell.kernels import (
     SEEN_TILES,
     CpuFlash,
     Kernel,
+    Padded,
     Tiled,
     column,
     merge,
@@ -138,14 +139,21 @@ def _pass(memory: Memory, size: int) -> None:
     memory.new((size,), 1)
 
 
-def chunk_call(attention: Attention, start: int, stop: int, kv_block: int) -> Call:
-    """The dense attention of tokens [start, stop)."""
-    plain = attention.softcap is None and attention.head_dim == attention.value_dim
-    return Call(
-        CpuFlash() if plain else Tiled(attention.softcap is not None),
-        plan_blocks(start, stop, kv_block, attention.window),
-        start,
-    )
+def chunk_call(attention: Attention, batch: int, start: int, stop: int, kv_block: int) -> Call:
+    """The dense attention of tokens [start, stop) of so many sequences."""
+    row = batch * attention.query_heads * max(attention.head_dim, attention.value_dim)
+    blocks = plan_blocks(start, stop, kv_block, attention.window)
+    narrow = tuple(piece for block in blocks for piece in cut_wide(block, most_tokens(row)))
+    return Call(kernel_of(attention), narrow, start)
+
+
+def kernel_of(attention: Attention) -> Kernel:
+    """As `attention.choose.select_kernel` has it on a CPU."""
+    if attention.softcap is not None:
+        return Tiled(capped=True)
+    if attention.head_dim == attention.value_dim:
+        return CpuFlash()
+    return Padded(CpuFlash(), max(attention.head_dim, attention.value_dim))
 
 
 # -- a chunk over its blocks -------------------------------------------------------------------
@@ -186,7 +194,10 @@ def _attend_own(call: Call, q: Phantom, k: Phantom, v: Phantom) -> tuple[Phantom
     for block in blocks:
         keys, values = _keys(k, block), _keys(v, block)
         # As there, a part lives until the next one takes its name.
-        _part_of = call.kernel.forward(_queries(q, block), keys, values, block)
+        part_of = call.kernel.forward(_queries(q, block), keys, values, block)
+        if not block.causal:
+            out = as_width(out, lse.width)
+            merge(_queries(out, block), _queries(lse, block), *part_of)
     return out, lse
 
 

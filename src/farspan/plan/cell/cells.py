@@ -73,7 +73,8 @@ class Cells:
         tables = given_tables(memory, self.architecture, attention, kind.tokens, self.width)
         shape = (self.batch, kind.tokens, self.architecture.hidden)
         x = memory.given(shape, self.width, trained=kind.graph)
-        call = chunk_call(attention, kind.q_start, kind.q_start + kind.tokens, self.kv_block)
+        stop = kind.q_start + kind.tokens
+        call = chunk_call(attention, self.batch, kind.q_start, stop, self.kv_block)
         if self.sparse is not None and attention.window is None:
             call = self._sparse(call, self.sparse, kind)
         cell = Attending(kind.mode, call, kind.chooses, kind.buffered, None, kind.kept)

@@ -101,6 +101,39 @@ class CpuFlash:
         return like.memory.new(hidden.shape, like.width)
 
 
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """Heads made `width` wide for `inner` by zeros: copies that live as long as its call."""
+
+    inner: CpuFlash
+    width: int
+
+    def split(self, block: Block) -> tuple[Block, ...]:
+        return self.inner.split(block)
+
+    def forward(self, q: Phantom, k: Phantom, v: Phantom, block: Block) -> tuple[Phantom, Phantom]:
+        q, k, wide_v = map(self._wide, (q, k, v))
+        out, lse = self.inner.forward(q, k, wide_v, block)
+        return _cut(out, v.shape[3]), lse
+
+    def backward(
+        self, dout: Phantom, q: Phantom, k: Phantom, v: Phantom, out: Phantom, block: Block
+    ) -> tuple[Phantom, Phantom, Phantom]:
+        dout, out, wide_q, wide_k, wide_v = map(self._wide, (dout, out, q, k, v))
+        dq, dk, dv = self.inner.backward(dout, wide_q, wide_k, wide_v, out, block)
+        return _cut(dq, q.shape[3]), _cut(dk, k.shape[3]), _cut(dv, v.shape[3])
+
+    def _wide(self, x: Phantom) -> Phantom:
+        if x.shape[3] == self.width:
+            return x
+        return token_first(x.memory, (*x.shape[:3], self.width), x.width)
+
+
+def _cut(x: Phantom, elements: int) -> Phantom:
+    """The first elements of every head."""
+    return Phantom(x.storage, (*x.shape[:3], elements), x.strides, 0, x.width)
+
+
 def visible(memory: Memory, block: Block) -> Phantom:
     """bool [Sq, Sk], from distances in int64."""
     distance = memory.new((block.queries, block.keys), 8)

@@ -10,6 +10,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
+from farspan.plan.blocks import most_tokens
 from farspan.plan.cell.assumed import assumed
 from farspan.plan.cell.cells import CellBytes, CellKind, Cells
 from farspan.plan.cell.layer import layer_weights, trained
@@ -146,7 +147,8 @@ class Walk:
         sparse = schedule.sparse, schedule.kv is Tier.HOST
         fixed = schedule.kv_block, in_place, (self.tile or 0, self.wide), sparse
         self.cells = _cells(architecture, program.run.batch, width, *fixed)
-        sizes = self.wide, schedule.head_tokens
+        most = most_tokens(program.run.batch * model.vocab)  # of a piece, as in engine.head
+        sizes = self.wide, min(schedule.head_tokens, max(1, most))
         self.stages = _stages(architecture, program.run.batch, width, sizes, in_place)
         self.live = self.peak = self.loss = 0
         self.hidden: dict[int, int] = {}

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from farspan.spec import BACKWARD_PRODUCTS, Curve, MachineSpec, Rates, Refused
+from farspan.spec import BACKWARD_PRODUCTS, AttentionKernel, Curve, MachineSpec, Rates, Refused
 
 PRESETS = Path(__file__).parent / "machines.json"
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -25,8 +25,9 @@ CURVES = ("matmul", "attention_forward", "attention_backward")
 OTHER_CURVES = ("weights", "causal_forward", "causal_backward")  # may be left out
 MAY_BE_ZERO = (
     *("latency", "overhead", "reserve", "softmax_forward", "softmax_backward", "logit"),
-    "attention_workspace",
+    *("attention_workspace", "processors"),
 )
+KERNELS = [kernel.value for kernel in AttentionKernel if kernel is not AttentionKernel.AUTO]
 BESIDE = ("about", "sources", "measured_on", "spread")
 STEEPEST = 10.0  # a larger call's rate below a smaller one's: caches explain a factor of four
 TOGETHER = 2.0  # a direction beside the other one over itself alone; 1 but for noise
@@ -237,6 +238,12 @@ def _rate(path: str, value: object, where: str) -> Any:
     name = path.rsplit(".", 1)[1]
     if name in CURVES or name in OTHER_CURVES:
         return _curve(path, value, where)
+    if name == "kernel":
+        if value not in KERNELS:
+            raise Refused(
+                f"{where}: {path}: expected one of {', '.join(KERNELS)}, got {_got(value)}"
+            )
+        return AttentionKernel(value)
     return _number(path, value, where, zero=name in MAY_BE_ZERO)
 
 
@@ -285,7 +292,7 @@ def _rates_to_json(rates: Rates) -> dict[str, Any]:
         if isinstance(value, Curve):
             values[f.name] = [list(point) for point in value.points]
         elif f.default is MISSING or value != f.default:
-            values[f.name] = value
+            values[f.name] = value.value if isinstance(value, AttentionKernel) else value
     return values
 
 

@@ -1,7 +1,9 @@
-"""FlashAttention-3 behind the aten names: stood in for, as its package would register it."""
+"""FlashAttention-3 behind the aten names, and FlashAttention-4: stand-ins as their packages are."""
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -11,13 +13,23 @@ from torch.library import Library
 from torch.nn import attention
 
 from farspan.attention.backends import CudaFlash
-from farspan.attention.flash3 import NAME, PACKAGE, flash_attention_3, refuse_missing
-from farspan.spec import Refused
+from farspan.attention.packages import (
+    NAME,
+    PACKAGES,
+    Flash4,
+    flash_4_fault,
+    flash_attention_3,
+    refuse_missing,
+)
+from farspan.spec import AttentionKernel, Refused
 from tests.attention import vendor
 from tests.attention.cases import Case
 from tests.attention.test_cell import compare
 
 REGISTRY = sys.modules["torch.nn.attention._registry"]
+FA3, FA4 = AttentionKernel.FA3, AttentionKernel.FA4
+PACKAGE, PACKAGE_4 = (PACKAGES[kernel][0] for kernel in (FA3, FA4))
+CPU = torch.device("cpu")
 CASE = Case(tokens=50, chunk=20, kv_block=16, window=30)
 
 
@@ -80,7 +92,7 @@ def test_it_is_left_when_a_step_fails(calls: list[str]) -> None:
 def test_without_its_package_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, PACKAGE, None)
     with pytest.raises(Refused, match=f"attention: fa3 needs the package {PACKAGE}.*choose auto"):
-        refuse_missing()
+        refuse_missing(FA3)
     loaded = pytest.raises(Refused, match=r"attention: fa3 cannot be loaded: .*choose auto")
     with loaded, flash_attention_3():
         raise AssertionError
@@ -98,4 +110,59 @@ def test_a_package_of_that_name_without_its_kernels_is_refused(
 def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(attention, "list_flash_attention_impls")
     with pytest.raises(Refused, match=r"fa3 needs PyTorch 2\.11"):
-        refuse_missing()
+        refuse_missing(FA3)
+
+
+# -- FlashAttention-4 --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def four(monkeypatch: pytest.MonkeyPatch) -> vendor.FlashAttention4:
+    """The package, dense and on a CPU."""
+    made, module = vendor.FlashAttention4(), ModuleType(PACKAGE_4)
+    module.__spec__ = ModuleSpec(PACKAGE_4, None)
+    vars(module).update(_flash_attn_fwd=made.forward, _flash_attn_bwd=made.backward)
+    monkeypatch.setitem(sys.modules, PACKAGE_4, module)
+    flash_4_fault.cache_clear()
+    return made
+
+
+@pytest.mark.parametrize(
+    "case", [CASE, replace(CASE, window=None, softcap=3.0, sinks=True), replace(CASE, softcap=2.0)]
+)
+def test_flash_attention_4_equals_dense_attention(case: Case, four: vendor.FlashAttention4) -> None:
+    """Windows, soft caps, and sinks, which are a correction of its LSE."""
+    compare(case, Flash4(case.softcap))
+    assert {name for name, _ in four.calls} == {"forward", "backward"}
+    assert not any(deterministic for _, deterministic in four.calls)
+
+
+def test_flash_attention_4_is_deterministic_where_torch_is(four: vendor.FlashAttention4) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        compare(CASE, Flash4())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(deterministic for name, deterministic in four.calls if name == "backward")
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_it_is_tried_before_it_is_used(
+    softcap: float | None, four: vendor.FlashAttention4, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A result that is off, and a function that takes other arguments."""
+    refuse_missing(FA4)
+    assert flash_4_fault(softcap, 64, CPU) is None
+    flash_4_fault.cache_clear()
+    four.off = 0.05
+    assert "off by 0.05" in str(flash_4_fault(softcap, 64, CPU))
+    flash_4_fault.cache_clear()
+    monkeypatch.setattr(sys.modules[PACKAGE_4], "_flash_attn_bwd", lambda q: q)
+    four.off = 0.0
+    assert "TypeError" in str(flash_4_fault(softcap, 64, CPU))
+    flash_4_fault.cache_clear()
+
+
+def test_without_its_package_flash_attention_4_is_refused() -> None:
+    with pytest.raises(Refused, match=r"fa4 needs the package flash_attn\.cute.*flash-attn-4"):
+        refuse_missing(FA4)
