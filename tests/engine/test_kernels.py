@@ -1,7 +1,7 @@
 """Who computes: attention kernels, what they cannot index, and compiled modules."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from farspan.attention.backends import BlockKernel, CudaCudnn, CudaFlash
+from farspan.attention.packages import Flash4
+from farspan.attention.tiled import Tiled
 from farspan.engine.kernels import AttentionKernels, chunk_lengths, measured_here, same_bits
 from farspan.engine.meter import PeakMeter
 from farspan.engine.step import Step
 from farspan.plan import blocks as blocks_module
-from farspan.plan.blocks import cut_wide, most_of, plan_blocks
+from farspan.plan.blocks import Block, cut_wide, most_of, plan_blocks
 from farspan.plan.build import build_program
 from farspan.plan.grid import chunk_ranges
+from farspan.plan.price.machines import read, user_file, write
 from farspan.plan.program import Program
 from farspan.plan.strategies import strategy
 from farspan.spec import (
@@ -35,6 +38,7 @@ from tests.zoo import make_model, shared_model
 HEADS, WIDTH = 32, 128
 MODEL = ModelSpec("mha", 4096, 32000, (LayerSpec(HEADS, HEADS, WIDTH, WIDTH),), 2)
 LONG = RunSpec(2, 2**22)
+KEPT = Schedule(chunk=16, groups=2, attention_kept=0.5)
 
 
 def largest_index(run: RunSpec, schedule: Schedule, kv_heads: int = HEADS) -> int:
@@ -86,7 +90,7 @@ def test_kernels_know_the_chunks_of_a_program() -> None:
     assert chunk_lengths(program, 30) == (10, 30)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen2", "gpt_oss", "minicpm3"])
 @pytest.mark.parametrize("of", ["plain", "recompute", "swap", "fpdt"])
 def test_calls_that_are_cut_give_the_same_gradients(
     name: str, of: str, monkeypatch: pytest.MonkeyPatch
@@ -94,10 +98,11 @@ def test_calls_that_are_cut_give_the_same_gradients(
     """A chunk that is the whole sequence, in calls of a twentieth of it; logits likewise."""
     model, data = make_model(name), draw(60, batch=2)
     schedule = replace(strategy(of, 4, 60), kv_block=60, head_tokens=60)
-    row = most_row(Step(model, schedule).model_spec, 2)
-    monkeypatch.setattr(blocks_module, "INDEXED", 140 * row)
-    monkeypatch.setattr(blocks_module, "LEAST_CALL", 16)
-    seen: list[int] = []
+    layers = Step(model, schedule).model_spec.layers
+    row = 2 * max(layer.query_heads * max(layer.head_dim, layer.value_dim) for layer in layers)
+    monkeypatch.setattr(blocks_module, "INDEXED", 26 * row)
+    monkeypatch.setattr(blocks_module, "LEAST_CALL", 4)
+    seen: list[tuple[int, int]] = []
     kernels = AttentionKernels.of
 
     def watched(self: AttentionKernels, spec: LayerSpec, program: Program | None = None) -> Any:
@@ -105,8 +110,32 @@ def test_calls_that_are_cut_give_the_same_gradients(
 
     monkeypatch.setattr(AttentionKernels, "of", watched)
     found = run_step(model, Step(model, schedule), data)
-    assert max(seen) <= 139
+    assert len(set(seen)) > 1
+    assert max(max(sizes) for sizes in seen) <= 25
     assert_close(found, run_oracle(model, data))
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A kernel, and the lengths of the calls that it gets."""
+
+    inner: BlockKernel
+    seen: list[tuple[int, int]]
+
+    @property
+    def softcap(self) -> float | None:
+        return self.inner.softcap
+
+    def split(self, block: Block) -> tuple[Block, ...]:
+        return self.inner.split(block)
+
+    def forward(self, *given: Any) -> Any:
+        self.seen.append((given[0].shape[2], given[1].shape[2]))
+        return self.inner.forward(*given)
+
+    def backward(self, *given: Any) -> Any:
+        self.seen.append((given[1].shape[2], given[2].shape[2]))
+        return self.inner.backward(*given)
 
 
 @pytest.mark.parametrize("choice", [c for c in AttentionKernel if c is not AttentionKernel.AUTO])
@@ -136,16 +165,19 @@ class VendorOnCpu(AttentionKernels):
     """What a GPU has, asked for with tensors of a CPU."""
 
     def of(self, spec: LayerSpec, program: Program | None = None) -> BlockKernel:
-        del spec
-        lengths = None if program is None else chunk_lengths(program)
+        lengths = None
+        if program is not None:
+            lengths = chunk_lengths(program, most_of(spec, program.run))
         return CudaCudnn(CudaFlash(), grid=128, queries=lengths)
 
 
 def test_kernels_are_checked() -> None:
-    with pytest.raises(Refused, match="attention: expected one of auto, cudnn, flash, fa3, got"):
+    with pytest.raises(Refused, match="attention: expected one of auto, cudnn, flash, fa3, fa4"):
         Kernels("triton")  # type: ignore[arg-type]
     with pytest.raises(Refused, match="compile: expected true or false"):
         Kernels(compile="yes")  # type: ignore[arg-type]
+    with pytest.raises(Refused, match="deterministic: expected true or false"):
+        Kernels(deterministic=1)  # type: ignore[arg-type]
 
 
 def test_flash_attention_3_is_on_while_a_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +213,128 @@ class ThirdOnCpu(AttentionKernels):
     def of(self, spec: LayerSpec, program: object = None) -> object:  # type: ignore[override]
         del program
         return AttentionKernels(self.device, self.dtype).of(spec)
+
+
+# -- the same bits -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mixtral", "gpt_oss"])
+def test_deterministic_steps_are_steps(name: str) -> None:
+    """The switch of torch is on while a step runs, and as it was after it and where it failed."""
+    model, data = shared_model(name), draw(40)
+    seen: list[bool] = []
+
+    def look(_: object) -> None:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+        if len(seen) > 5:
+            raise KeyError
+
+    kernels = Kernels(deterministic=True)
+    found = run_step(model, Step(model, KEPT, kernels=kernels), data)
+    plain = run_step(model, Step(model, KEPT), data)
+    assert torch.equal(found.loss, plain.loss)
+    assert all(torch.equal(g, plain.gradients[n]) for n, g in found.gradients.items())
+    with pytest.raises(KeyError):
+        run_step(model, Step(model, KEPT, kernels=kernels, progress=look), data)
+    assert all(seen)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+
+
+def test_the_switch_of_torch_stays_as_somebody_set_it() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with same_bits(True):
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        with same_bits(False):
+            assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_leaves_cudnn_out(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward adds in any order; and cuBLAS is asked to repeat itself."""
+    del hopper
+    ask = torch.device("cuda"), torch.bfloat16
+    layer = LayerSpec(4, 2, 64, 64)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    kernels = AttentionKernels(*ask, deterministic=True)
+    kernels.refuse(MODEL)
+    with kernels.ready():
+        assert kernels.of(layer) == CudaFlash()
+    assert isinstance(kernels.of(layer), CudaCudnn)
+    named = AttentionKernels(*ask, AttentionKernel.CUDNN, deterministic=True)
+    with pytest.raises(Refused, match=r"cudnn needs .* neither kernels\.deterministic nor"):
+        named.refuse(MODEL)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    with pytest.raises(Refused, match=r"deterministic: cuBLAS needs CUBLAS_WORKSPACE_CONFIG=:4096"):
+        kernels.refuse(MODEL)
+
+
+# -- what a machine was measured to be fastest with --------------------------------------------
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_auto_takes_what_was_measured_on_this_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    ask = torch.device("cuda"), torch.bfloat16
+    layer = LayerSpec(4, 2, 64, 64)
+    assert measured_here(*ask) is None
+    file = read("h200")
+    rates = {
+        "bfloat16": replace(file.spec.rates["bfloat16"], kernel=AttentionKernel.FLASH),
+        "float32": file.spec.rates["float32"],
+    }
+    for name, kernel in (("NVIDIA H200", AttentionKernel.FLASH), ("NVIDIA H100", None)):
+        write(replace(file, spec=replace(file.spec, name=name, rates=rates)), user_file())
+        assert measured_here(*ask) is kernel
+    assert measured_here(ask[0], torch.float32) is None
+    assert measured_here(torch.device("cpu"), torch.bfloat16) is None
+    flash = AttentionKernels(*ask, fastest=AttentionKernel.FLASH)
+    assert flash.of(layer) == CudaFlash()
+    # What is named comes first; what the layer or this machine cannot have is left to the rule.
+    assert isinstance(replace(flash, choice=AttentionKernel.CUDNN).of(layer), CudaCudnn)
+    cudnn = AttentionKernels(*ask, fastest=AttentionKernel.CUDNN)
+    assert cudnn.of(LayerSpec(4, 2, 256, 256)) == CudaFlash()
+    for missing in (AttentionKernel.FA3, AttentionKernel.FA4):
+        kernels = AttentionKernels(*ask, fastest=missing)
+        assert isinstance(kernels.of(layer), CudaCudnn)
+        with kernels.ready():
+            assert isinstance(kernels.of(layer), CudaCudnn)
+        with pytest.raises(Refused, match=f"{missing.value} needs the package"):
+            replace(kernels, choice=missing).refuse(MODEL)
+    assert kernels.of(replace(layer, softcap=30.0)) == Tiled(30.0)
+
+
+@pytest.mark.parametrize("fault", [None, "TypeError: no such argument"])
+@pytest.mark.usefixtures("hopper")
+def test_soft_caps_are_flash_attention_4_s_where_it_is_right(
+    fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farspan.engine.kernels.refuse_missing", lambda _: None)
+    monkeypatch.setattr("farspan.engine.kernels.flash_4_fault", lambda *_: fault)
+    monkeypatch.setattr("farspan.engine.kernels._is_installed", lambda _: True)
+    kernels = AttentionKernels(torch.device("cuda"), torch.bfloat16)
+    capped = LayerSpec(4, 2, 64, 64, softcap=30.0)
+    assert kernels.of(capped) == (Flash4(30.0) if fault is None else Tiled(30.0))
+    assert isinstance(kernels.of(replace(capped, softcap=None)), CudaCudnn)
+    assert replace(kernels, dtype=torch.float32).of(capped) == Tiled(30.0)
+    named = replace(kernels, choice=AttentionKernel.FA4)
+    if fault is None:
+        named.refuse(MODEL)
+    else:
+        with pytest.raises(Refused, match=r"fa4 does not work here: TypeError.*choose auto"):
+            named.refuse(MODEL)
 
 
 # -- compiled modules --------------------------------------------------------------------------

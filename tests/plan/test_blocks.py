@@ -14,6 +14,7 @@ from farspan.plan.blocks import (
     TILE_MOST,
     Block,
     Run,
+    cut_wide,
     document_runs,
     plan_blocks,
     tile_window,
@@ -173,3 +174,30 @@ def test_a_block_with_an_empty_row_is_a_mistake() -> None:
     with pytest.raises(AssertionError):
         block.check()
     replace(block, q_stop=13, k_start=5).check()
+
+
+@given(geometry, documents, st.integers(1, 20))
+def test_blocks_that_are_cut_cover_the_same(
+    size: dict[str, int], starts: list[list[int]] | None, most: int
+) -> None:
+    """By blocks of no more queries or keys than asked for, each of which a kernel takes; those that
+    are causal share no query and come before the others of their block."""
+    q_start, kv_block, window = size["q_start"], size["kv_block"], size["window"]
+    q_stop = q_start + size["queries"]
+    runs = None if starts is None else [document_runs(row, q_start, q_stop) for row in starts]
+    chunk, batch = range(q_start, q_stop), 2 if starts is None else len(starts)
+    most += 0 if window is None else window
+    pieces = []
+    for block in plan_blocks(q_start, q_stop, kv_block, window, runs):
+        of_block = cut_wide(block, most)
+        assert of_block == (block,) or max(block.queries, block.keys) > most
+        causal = [piece.causal for piece in of_block]
+        assert causal == sorted(causal, reverse=True)
+        pieces.extend(of_block)
+    for piece in pieces:
+        piece.check()
+        assert max(piece.queries, piece.keys) <= most
+        if piece.window is not None:
+            assert piece.queries <= piece.keys + 1  # what flash attention takes
+    everything = allowed(chunk, window, starts or [[0]] * batch)
+    assert torch.equal(covered(pieces, batch, chunk), everything)

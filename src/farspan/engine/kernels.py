@@ -57,12 +57,13 @@ class AttentionKernels:
         """Raises Refused where a layer cannot have the kernel that is chosen."""
         if self.deterministic:
             refuse_cublas(self.device)
-        refuse_missing(self.choice)
+        layers = [spec for spec in set(model.layers) if spec.attends()]
         with same_bits(self.deterministic):
-            for spec in set(model.layers):
-                if spec.attends():
-                    self.of(spec)
-                    self._refuse_fault(spec, self.choice)
+            for spec in layers:
+                self.of(spec)
+        refuse_missing(self.choice)
+        for spec in layers:
+            self._refuse_fault(spec, self.choice)
 
     @contextmanager
     def ready(self) -> Iterator[None]:
@@ -103,7 +104,6 @@ class AttentionKernels:
         """Raises Refused where FlashAttention-4 is chosen and is not right on this device."""
         if choice is not AttentionKernel.FA4:
             return
-        refuse_missing(choice)
         heads = max(spec.head_dim, spec.value_dim)
         width = WIDEST if heads > 128 else -(-heads // 8) * 8
         if (fault := flash_4_fault(spec.softcap, width, self.device)) is not None:

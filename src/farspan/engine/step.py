@@ -92,13 +92,13 @@ class Step:
         the arenas with NaN before every step: nothing may depend on what they held. With `overlap`
         copies run beside the computation, which is what they do on CUDA unless it is False; the
         results are the same bits (on CUDA with `kernels.deterministic`, else up to rounding).
-        `kernels` says who computes. With `schedule.sparse`, `selector`
-        chooses pages in place of the votes: one of `farspan.attention.sparse.select`, or a function
-        from votes [B, Hk, M, n] and the range of their n pages to a choice, int32 [B, Hk, M, k] of
-        pages or -1, k at most `budget // page`, which depends on nothing but its arguments. With
-        `ranks` all of them make the same call with the same sequences (but for replicas along
-        `data`, which bring their own) and have the same loss after it; weights stay whole on each,
-        and so are their gradients, unless `engine.deal.deal` has dealt the model over them."""
+        `kernels` says who computes. With `schedule.sparse`, `selector` chooses pages in place of
+        the votes: one of `farspan.attention.sparse.select`, or a function from votes [B, Hk, M, n]
+        and the range of their n pages to a choice, int32 [B, Hk, M, k] of pages or -1, k at most
+        `budget // page`, which depends on nothing but its arguments. With `ranks` all of them make
+        the same call with the same sequences (but for replicas along `data`, which bring their own)
+        and have the same loss after it; weights stay whole on each, and so are their gradients,
+        unless `engine.deal.deal` has dealt the model over them."""
         if not isinstance(schedule, Schedule):
             raise Refused(
                 f"schedule: expected a farspan.Schedule, got {schedule!r}; for a strategy's, call "
