@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 
 from farspan.attention.backends import BlockKernel, token_first
-from farspan.attention.merge import accumulate_dtype, add_sinks, merge_, sink_gradient
+from farspan.attention.merge import (
+    accumulate_dtype,
+    add_,
+    add_sinks,
+    merge_,
+    sink_gradient,
+)
 from farspan.plan.blocks import Block
 
 
@@ -51,6 +57,7 @@ class AttentionCall:
     q_start: int  # first token of the chunk
     kernel: BlockKernel  # from select_kernel, with the same softcap
     k_start: int | None = None  # first row of the chunk's own keys; None: all are held, q_start
+    fused: bool = False  # parts are joined by farspan's own kernels, where the device has them
 
     def __post_init__(self) -> None:
         assert self.kernel.softcap == self.softcap, (self.kernel, self.softcap)
@@ -117,7 +124,8 @@ def attend_earlier(
         keys, values = key_values.keys(visit.start, visit.stop)
         for block in visit.blocks:
             part = _forward(call, q, keys, values, block, visit.start)
-            merge_(_queries(call, out, block), _queries(call, lse, block), *part)
+            whole = _queries(call, out, block), _queries(call, lse, block)
+            merge_(*whole, *part, fused=call.fused)
             del part
     return out, lse
 
@@ -140,7 +148,7 @@ def attend_backward(
     """
     dtype = accumulate_dtype(q.dtype)
     of_queries = dout, q, *attended
-    dq = _Sum(q, dtype)
+    dq = _Sum(q, dtype, call.fused)
     own = _Visit(call.own_start, call.own_start + k.shape[2], slice(0, None), _own_blocks(call))
     dk, dv = _gradients(call, of_queries, k, v, own, dq)
     _earlier_gradients(call, of_queries, key_values, dq)
@@ -158,7 +166,7 @@ def attend_earlier_backward(
 ) -> Tensor:
     """What earlier keys alone give to dq, in the accumulate dtype; their own gradients go to
     `key_values.add_gradient`. `attended` is that of all keys."""
-    dq = _Sum(q, accumulate_dtype(q.dtype))
+    dq = _Sum(q, accumulate_dtype(q.dtype), call.fused)
     _earlier_gradients(call, (dout, q, *attended), key_values, dq)
     return dq.total().to(dq.dtype)
 
@@ -169,8 +177,8 @@ class _Sum:
     Parts are fresh tensors of kernels, so that the first may be added into.
     """
 
-    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
-        self.like, self.dtype = like, dtype
+    def __init__(self, like: Tensor, dtype: torch.dtype, fused: bool) -> None:
+        self.like, self.dtype, self.fused = like, dtype, fused
         self.sum: Tensor | None = None
 
     def add(self, part: Tensor, rows: slice, start: int) -> None:
@@ -181,7 +189,7 @@ class _Sum:
         if self.sum is None:
             self.sum = torch.zeros_like(self.like, dtype=self.dtype)
         self.sum = self.sum.to(self.dtype)
-        self.sum[rows, :, start : start + part.shape[2]].add_(part)
+        add_(self.sum[rows, :, start : start + part.shape[2]], part, fused=self.fused)
 
     def total(self) -> Tensor:
         """The sum; of no parts, zeros."""
@@ -210,7 +218,7 @@ def _gradients(
     dq: _Sum,
 ) -> tuple[Tensor, Tensor]:
     """dk and dv of the visit's rows and keys, summed over its blocks; theirs is added to `dq`."""
-    dk, dv = (_Sum(x[visit.rows], dq.dtype) for x in (keys, values))
+    dk, dv = (_Sum(x[visit.rows], dq.dtype, call.fused) for x in (keys, values))
     # A visit of several row ranges holds all rows, so its rows count from 0.
     first_row = visit.rows.start
     for block in visit.blocks:
@@ -249,7 +257,8 @@ def _attend_own(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
             _queries(call, lse, block).copy_(part_lse)
         else:
             out = out.to(dtype)
-            merge_(_queries(call, out, block), _queries(call, lse, block), part_out, part_lse)
+            whole = _queries(call, out, block), _queries(call, lse, block)
+            merge_(*whole, part_out, part_lse, fused=call.fused)
     return out, lse
 
 

@@ -9,23 +9,40 @@ Shapes: out [B, H, Sq, Dv], lse [B, H, Sq] (natural logarithm), sinks [H].
 import torch
 from torch import Tensor
 
+from farspan.kernels import joining
+from farspan.kernels.launch import fused_for
+
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32 for 16 and 32 bit, fp64 for fp64: what is summed over blocks, and every LSE."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+def merge_(
+    out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, *, fused: bool = False
+) -> None:
     """Join a part into `out` and `lse`, both in the accumulate dtype, in place.
 
     A part whose row saw no key has lse = -inf and weight 0, whatever finite `part_out` is;
-    a row that no part has seen stays at lse = -inf.
+    a row that no part has seen stays at lse = -inf. `fused`: by one kernel where there is one.
     """
+    if fused and fused_for(out.device, out.dtype):
+        joining.merge_(out, lse, part_out, part_lse)
+        return
     weight = torch.sigmoid(part_lse - lse)
     # -inf - -inf is nan; a comparison is cheaper than nan_to_num, which would also hide real nans.
     weight = weight.masked_fill(part_lse == -torch.inf, 0.0)
     out.lerp_(part_out.to(out.dtype), weight.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, part_lse))
+
+
+def add_(total: Tensor, part: Tensor, *, fused: bool = False) -> None:
+    """total += part, of the accumulate dtype and of that or a narrower one. `fused`: by a kernel
+    that reads and writes 16 bytes at a time, as PyTorch's does not where dtypes differ."""
+    if fused and fused_for(total.device, total.dtype):
+        joining.add_(total, part)
+    else:
+        total.add_(part)
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

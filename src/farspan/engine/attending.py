@@ -47,7 +47,8 @@ class Attending:
         spec = self.program.model.layers[layer]
         blocks = self.blocks_of(layer, chunk, self.rank.along["ring"])
         kernel, first = self.kernels.of(spec, self.program), self._own_row(chunk)
-        return AttentionCall(scale, spec.softcap, blocks, self.queries(chunk)[0], kernel, first)
+        start, fused = self.queries(chunk)[0], self.kernels.fused
+        return AttentionCall(scale, spec.softcap, blocks, start, kernel, first, fused)
 
     def streamed(self, layer: int, chunk: int) -> list[Range]:
         """Ranges of earlier keys in the order in which they will be asked for."""

@@ -73,4 +73,5 @@ class AttentionCells:
 
     def _prefix(self, layer: int, chunk: int, name: str, gradients: str | None = None) -> Prefix:
         before = self.program.share.keys.rows[chunk][0]
-        return Prefix(self.storage, self.slots, layer, name, gradients, before)
+        fused = self.attending.kernels.fused
+        return Prefix(self.storage, self.slots, layer, name, gradients, before, fused)

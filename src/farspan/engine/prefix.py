@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from farspan.attention.merge import add_
 from farspan.engine.storage import Storage
 from farspan.plan import names
 from farspan.plan.blocks import Block
@@ -76,6 +77,7 @@ class Prefix:
     keys_in: str
     gradients_in: str | None = None
     before: int = 0  # rows before the chunk's own
+    fused: bool = False  # gradients are added by farspan's own kernel, where the device has it
     spans: Iterator[Span] = field(default_factory=lambda: iter(()))  # still to be fetched
     coming: deque[_Coming] = field(default_factory=deque)
     here: _Coming | None = None  # the block at hand
@@ -104,7 +106,7 @@ class Prefix:
 
     def add_gradient(self, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
         """Add dK [b, Hk, T, D] and dV of batch `rows` for tokens [start, stop)."""
-        self._add(start, stop, lambda total: _add(total, rows, dk, dv))
+        self._add(start, stop, lambda total: _add(total, rows, dk, dv, self.fused))
 
     def add(self, start: int, stop: int, gradients: dict[str, Tensor]) -> None:
         """Add to the gradients of tensors of tokens [start, stop), each [T, B, ...]."""
@@ -201,12 +203,13 @@ class HeadsOf:
         assert whole.gradients_in is not None
         assert not whole.on_host(whole.gradients_in)
         home = whole.storage.rows(whole.gradients_in, (start, stop), whole.layer)
-        _add({name: x[:, :, self.heads] for name, x in home.items()}, rows, dk, dv)
+        own = {name: x[:, :, self.heads] for name, x in home.items()}
+        _add(own, rows, dk, dv, whole.fused)
 
 
-def _add(total: dict[str, Tensor], rows: slice, dk: Tensor, dv: Tensor) -> None:
+def _add(total: dict[str, Tensor], rows: slice, dk: Tensor, dv: Tensor, fused: bool) -> None:
     for name, gradient in (("k", dk), ("v", dv)):
-        total[name][:, rows].add_(gradient.permute(2, 0, 1, 3))
+        add_(total[name][:, rows], gradient.permute(2, 0, 1, 3), fused=fused)
 
 
 def streamed_spans(blocks: tuple[Block, ...], q_start: int) -> list[Span]:

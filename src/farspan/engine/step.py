@@ -123,7 +123,7 @@ class Step:
         self._steps = 0
         device, dtype = self.boundary.device, self.boundary.dtype
         chosen = kernels.attention, kernels.deterministic, measured_here(device, dtype)
-        self.kernels = AttentionKernels(device, dtype, *chosen)
+        self.kernels = AttentionKernels(device, dtype, *chosen, kernels.fused)
         if kernels.compile:
             compile_layers(self.boundary)
         self._adding = Adding()

@@ -101,7 +101,8 @@ def attend_sparse(
     out, lse = attend_blocks(call.near, q, k, v, pages)
     if choice.shape[3]:
         out = out.to(lse.dtype)
-        merge_(out, lse, *call.kernel.forward(call.far, q, choice, pages))
+        part = call.kernel.forward(call.far, q, choice, pages)
+        merge_(out, lse, *part, fused=call.near.fused)
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks)
     return out.to(q.dtype), lse
