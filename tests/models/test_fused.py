@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,14 +13,19 @@ from torch import Tensor, nn
 from farspan.engine.step import Step
 from farspan.models.boundary import Boundary
 from farspan.models.fused import RULES, in_shells
+from farspan.plan.cell.describe import model_spec
+from farspan.plan.model.families import architecture_from
 from farspan.spec import Kernels, Schedule
 from tests.attention.sparse.triton_cases import interpreter
 from tests.engine.checks import draw, run_oracle, run_step
+from tests.kernels.cases import round_bfloat16
 from tests.numerics import relative_error
 from tests.zoo import make_model
 
-DATA = draw(37, batch=2, documents=3)
-SCHEDULE = Schedule(chunk=16, groups=2, attention_kept=0.5, activations_kept=0.5, head_tokens=7)
+# Few programs: interpreting one takes 5 ms.
+DATA = draw(19, documents=2)
+SCHEDULE = Schedule(chunk=8, groups=1, attention_kept=0.5, activations_kept=0.5, head_tokens=5)
+SMALL = {"num_hidden_layers": 2, "intermediate_size": 48}
 
 
 def known(module: nn.Module, name: str = "") -> set[str]:
@@ -87,6 +93,7 @@ def test_a_shell_shares_everything_but_the_way() -> None:
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[ProcessPoolExecutor]:
     with interpreter() as process:
+        process.submit(round_bfloat16).result()
         yield process
 
 
@@ -118,27 +125,31 @@ def _errors(family: str, dtype: torch.dtype, changes: dict[str, Any]) -> dict[st
         name = "fused" if fused else "plain"
         found[name] = [float(relative_error(named[1], wide)), evaluated]
         found[f"{name} loss"] = [float(relative_error(runs[1].loss, expected.loss))]
-        found[f"{name} bytes"] = [float(sum(x.activation_bytes for x in step.model_spec.layers))]
+        layers = [layer.activation_bytes for layer in step.model_spec.layers]
+        how = replace(architecture_from(exact.config), fused=fused)
+        planned = model_spec(how, str(dtype).removeprefix("torch.")).layers
+        assert layers == [layer.activation_bytes for layer in planned]
+        found[f"{name} bytes"] = [float(sum(layers))]
     return found
 
 
-CASES = {
-    "qwen2": {},
-    "gemma2": {},  # norms in fp32, soft caps on logits, which save what they give
-    "phi3": {},  # halves of one product
-    "qwen3": {"tie_word_embeddings": True},
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize(
+    ("family", "dtype", "changes"),
+    [
+        ("qwen3", torch.float32, {"tie_word_embeddings": True}),
+        ("gemma2", torch.bfloat16, {"layer_types": ["sliding_attention", "full_attention"]}),
+        ("phi3", torch.bfloat16, {}),  # halves of one product
+    ],
+)
 def test_a_step_on_the_kernels(
-    interpreted: ProcessPoolExecutor, family: str, dtype: torch.dtype
+    interpreted: ProcessPoolExecutor, family: str, dtype: torch.dtype, changes: dict[str, Any]
 ) -> None:
-    """No further from float64 than twice what PyTorch's operators are."""
-    found = interpreted.submit(_errors, family, dtype, CASES[family]).result()
-    floor = torch.finfo(torch.float32).eps
+    """No further from float64 than twice what PyTorch's operators are; Gemma 2 has norms in fp32,
+    and soft caps on logits, which save what they give. What is saved is what is planned."""
+    found = interpreted.submit(_errors, family, dtype, {**SMALL, **changes}).result()
+    # One number, such as a loss, is rounded by chance: half a spacing is what any may be off by.
+    floor = torch.finfo(dtype).eps / 2
     assert found["fused"][0] <= 2 * found["plain"][0] + floor
     assert found["fused loss"][0] <= 2 * found["plain loss"][0] + floor
     assert found["fused"][1] <= 2 * found["plain"][1] + floor

@@ -1,7 +1,7 @@
 """What a person asks, turned into a question for the planner: `farspan.plan(...)`."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -20,7 +20,7 @@ from farspan.plan.search.plans import best_plan
 from farspan.plan.strategies import AUTO, check_name
 from farspan.plan.units import read_memory, read_tokens
 from farspan.plan.words import did_you_mean
-from farspan.spec import MachineSpec, ModelSpec, Refused, RunSpec, Sparse
+from farspan.spec import Kernels, MachineSpec, ModelSpec, Refused, RunSpec, Sparse
 
 HERE = "here"
 
@@ -47,6 +47,7 @@ class Options(TypedDict, total=False):
     device_memory: str | int | None
     host_memory: str | int | None
     sparse: Sparse | None
+    kernels: Kernels
     progress: Callable[[str], None]
 
 
@@ -68,6 +69,7 @@ class Request:
     device_memory: str | int | None = None  # in place of what the machine's device has
     host_memory: str | int | None = None  # in place of what the machine's node has
     sparse: Sparse | None = None  # attention that approximates; None: exact
+    kernels: Kernels = field(default_factory=Kernels)  # who computes
     progress: Callable[[str], None] = _in_silence  # hears what of this machine is measured
 
     def question(self) -> Question:
@@ -76,7 +78,7 @@ class Request:
         optimizer, layout = _optimizer(self.optimizer), _layout(self.gpus, model)
         run = RunSpec(self.batch, read_tokens(self.context, "context"))
         machine = self._machine()  # last: it may have to be measured
-        return Question(
+        question = Question(
             model=model,
             run=run,
             machine=machine,
@@ -86,7 +88,9 @@ class Request:
             architecture=architecture,
             overlap=not machine.unified,  # as the engine's copies run on a GPU, and on a CPU
             sparse=self.sparse,
+            kernels=self.kernels,
         )
+        return as_run(question)
 
     def strategies(self) -> list[str] | None:
         """The strategies to choose from; None stands for all. Raises Refused."""
@@ -128,6 +132,16 @@ class Request:
         if self.host_memory is not None:
             found = replace(found, host_bytes=read_memory(self.host_memory, "host_memory"))
         return found
+
+
+def as_run(question: Question) -> Question:
+    """The question with its model as the machine's kernels run it. Of a family that is not known
+    nobody can tell what they save: it is asked as PyTorch's operators run it, which take more."""
+    if question.architecture is None:
+        return question
+    made = question.runs(question.architecture)
+    model = replace(model_spec(made, question.dtype), name=question.model.name)
+    return replace(question, architecture=made, model=model)
 
 
 def _signed(function: Callable[P, Plan]) -> Callable[P, Plan]:

@@ -1,6 +1,6 @@
 """What is asked of the planner, and what it answers."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -39,6 +39,13 @@ class Question:
         """Of LoRA on every linear module; 0: none; None: not known, of a model that was looked at
         and is not as its family has it."""
         return None if self.architecture is None else self.architecture.adapter_rank
+
+    def runs(self, architecture: Architecture) -> Architecture:
+        """The architecture as the machine runs it: on a GPU by farspan's own kernels, of 16 or 32
+        bits, unless the question says otherwise. Slices of weights run as the model has them."""
+        whole = not self.machine.unified and self.layout.tensor == 1
+        fused = whole and self.kernels.fused and self.dtype != "float64"
+        return replace(architecture, fused=fused, adds=whole and self.kernels.accumulate)
 
     def near(self) -> int:
         """Devices of the layout that share a node."""

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from farspan.engine.linear import adds_products
+from farspan.kernels.launch import fused_for
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
 from farspan.models.fused import fuse
@@ -36,10 +38,12 @@ def look(
     are those of the run."""
     boundary, kernels = Boundary(model), kernels or Kernels()
     fuse(boundary, kernels, device)
+    fused = kernels.fused and fused_for(device, boundary.dtype)
+    adds = kernels.accumulate and adds_products(device, boundary.dtype)
     spec = with_work(boundary, describe(boundary, device))
     try:
         architecture = architecture_from(boundary.model.config)
-        architecture = replace(architecture, adapter_rank=rank)
+        architecture = replace(architecture, adapter_rank=rank, fused=fused, adds=adds)
         known = [layer.work for layer in model_spec(architecture, dtype).layers]
     except Refused:
         architecture, known = None, []

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from farspan.models.load import blank_model, config_for_planning
 from farspan.models.refuse import refuse_dropout, refuse_model
 from farspan.models.shapes import describe_shapes
-from farspan.plan.ask import HERE, Request
+from farspan.plan.ask import HERE, Request, as_run
 from farspan.plan.grid import group_ranges
 from farspan.plan.layout import ALONE, Layout, sequence_layout
 from farspan.plan.price.workspace import with_kernels
@@ -152,6 +152,7 @@ def questions_of_run(
         device_memory=asked.get("device_memory"),
         host_memory=asked.get("host_memory"),
         sparse=run.pages(),
+        kernels=run.kernels,
     ).question()
     if run.model.path is not None:
         question = replace(question, model=replace(question.model, name=run.model.path))
@@ -192,13 +193,13 @@ def _shared(run: RunConfig, question: Question, gpus: int | None) -> Question:
     is_dealt(run, layout)  # refuses what dealt weights cannot have
     if machine.unified:  # the ranks of a CPU are processes beside each other
         machine = replace(machine, devices=layout.devices())
-    return replace(
+    shared = replace(
         question,
         machine=with_kernels(allowed(run, machine), run.kernels.deterministic),
         layout=layout,
         accumulates=run.accumulate > 1,
-        kernels=run.kernels,
     )
+    return as_run(shared)
 
 
 def _layout(given: Given, gpus: int | None, model: ModelSpec, machine: MachineSpec) -> Layout:

@@ -91,9 +91,11 @@ def measured(step: Step, batch: int, tokens: int, *, accumulates: bool = False) 
     return meter.peak
 
 
-def predicted(step: Step, batch: int, tokens: int, *, accumulates: bool = False) -> int:
+def predicted(
+    step: Step, batch: int, tokens: int, *, accumulates: bool = False, adds: bool = False
+) -> int:
     program = step.program(batch, tokens)
-    architecture = architecture_from(step.boundary.model.config)
+    architecture = replace(architecture_from(step.boundary.model.config), adds=adds)
     width = gradient_bytes(step)
     found = Walk(program, architecture, gradient_bytes=width, accumulates=accumulates).run()
     inputs = INDEX * (batch * tokens + tokens)  # what the step itself makes of them
@@ -196,6 +198,21 @@ SCHEDULES = {
         BASE, groups=2, mlp_tokens=24, activations_kept=0.5, layer_checkpoint=True
     ),
 }
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_products_that_add_are_predicted(
+    name: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No gradient of a matrix is made, and sums begin while autograd runs. In float32, since a CPU
+    adds products to sums of their own dtype alone."""
+    monkeypatch.setattr("farspan.engine.step.adds_products", lambda *_: True)
+    step = Step(make("qwen2", torch.float32, tie_word_embeddings=tied), SCHEDULES[name])
+    for accumulates in (False, True):
+        expected = predicted(step, 1, 250, accumulates=accumulates, adds=True)
+        found = measured(step, 1, 250, accumulates=accumulates)
+        assert expected == pytest.approx(found, rel=EXACT)
 
 
 # bfloat16 has all there is: gradients, and accumulators beside them. The others lack one or widen

@@ -27,7 +27,7 @@ class CellKind:
     hold: bool
     tiled: bool = False  # its token-wise modules run on tiles
     value: bool = True  # then: its output is read
-    fresh: bool = False  # then: its backward makes the sums of their weights' gradients
+    fresh: bool = False  # its backward makes sums of weight gradients while autograd runs
     chooses: bool = False  # pages are chosen in it
 
 
@@ -67,7 +67,9 @@ class Cells:
         return self.found[kind]
 
     def _run(self, kind: CellKind) -> CellBytes:
-        memory = Memory(in_place=self.in_place)
+        how = self.architecture
+        sums = self.wide if how.adds and kind.fresh else 0
+        memory = Memory(in_place=self.in_place, fused=how.fused, adds=how.adds, sums=sums)
         attention = kind.block.attention
         weights = given_weights(memory, self.architecture, kind.block, self.width)
         tables = given_tables(memory, self.architecture, attention, kind.tokens, self.width)
@@ -97,10 +99,9 @@ class Cells:
             return CellBytes(rise, out_bytes, memory.live if held else 0, 0, False, 0, 0, 0)
         cell.held = None
         made = self._backward(kind, memory, rise, x, out)
-        if tiles is None:
-            return made
-        sums = sum(total.storage.size for total in tiles.sums.values())
-        return replace(made, sums=sums, weight_gradients=made.weight_gradients - sums)
+        begun = [*memory.sums.values(), *(tiles.sums.values() if tiles is not None else ())]
+        size = sum(total.storage.size for total in begun)
+        return replace(made, sums=size, weight_gradients=made.weight_gradients - size)
 
     def _sparse(self, call: Call, sparse: Sparse, kind: CellKind) -> Call:
         """The sparse form of a dense call."""

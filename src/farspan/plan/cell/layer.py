@@ -321,7 +321,7 @@ class _Saved:
 
 
 def _saved(architecture: Architecture, block: Block, width: int, tokens: int) -> _Saved:
-    memory = Memory()
+    memory = Memory(fused=architecture.fused, adds=architecture.adds)
     memory.grad = True
     weights = given_weights(memory, architecture, block, width)
     tables = given_tables(memory, architecture, block.attention, tokens, width)

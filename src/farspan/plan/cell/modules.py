@@ -9,6 +9,9 @@ from farspan.plan.cell.operations import (
     add,
     as_width,
     concatenate,
+    fused_gate,
+    fused_norm,
+    fused_rotation,
     layer_norm,
     linear,
     mean_of_rows,
@@ -28,6 +31,7 @@ Tables = tuple[Phantom, Phantom]
 
 STATISTICS = 4  # bytes: RMSNorm and rotary tables are computed in fp32 whatever the model is in
 FLOAT_NORMS = ("gemma", "gemma2")  # the weight is applied in fp32, as 1 + weight
+GATES = ("silu", "gelu", "gelu_pytorch_tanh")  # `kernels.gate.Act`
 LATE_CASTS = ("gpt_oss",)  # the weight is applied in fp32
 
 
@@ -39,6 +43,8 @@ def norm(family: str, weights: Weights, name: str, x: Phantom) -> Phantom:
     weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
     if bias is not None:
         return layer_norm(x, weight, bias)
+    if x.memory.fused:
+        return fused_norm(x, weight, STATISTICS)
     if family in FLOAT_NORMS:
         return _float_norm(x, weight)
     return _row_norm(x, weight, late=family in LATE_CASTS)
@@ -82,6 +88,8 @@ def rotary_tables(memory: Memory, tokens: int, table: int, head: int, width: int
 def rotate(x: Phantom, tables: Tables) -> Phantom:
     """x [B, H, C, D] by tables [1, 1, C, D], or [1, 1, C, D / 2]."""
     cos, sin = tables
+    if cos.shape[-1] == x.shape[-1] and x.memory.fused:
+        return fused_rotation(x, tables)
     if cos.shape[-1] == x.shape[-1]:
         return add(multiply(x, cos), multiply(_turned(x), sin))
     first, second = split(x, 3, 2)
@@ -143,12 +151,17 @@ def mlp(feed_forward: FeedForward, weights: Weights, prefix: str, x: Phantom) ->
     if feed_forward.fused:
         up = project(weights, f"{prefix}gate_up", x)
         gate, up = split(up, 2, 2)
+        if x.memory.fused and act in GATES:
+            return project(weights, f"{prefix}down", fused_gate(gate, up))
         up = multiply(up, activate(act, gate))
         return project(weights, f"{prefix}down", up)
     return project(weights, f"{prefix}down", _gated(act, weights, prefix, x))
 
 
 def _gated(act: str, weights: Weights, prefix: str, x: Phantom) -> Phantom:
+    if x.memory.fused and act in GATES:
+        gate = project(weights, f"{prefix}gate", x)
+        return fused_gate(gate, project(weights, f"{prefix}up", x))
     return multiply(
         activate(act, project(weights, f"{prefix}gate", x)), project(weights, f"{prefix}up", x)
     )

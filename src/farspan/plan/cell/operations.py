@@ -243,16 +243,78 @@ def product(x: Phantom, weight: Phantom, bias: Phantom | None = None) -> Phantom
     return record(out, [x, weight, bias], backward, saved)
 
 
+def adding_product(x: Phantom, weight: Phantom, bias: Phantom | None) -> Phantom:
+    """x [rows, in] by a weight [out, in] whose gradient its backward adds to a sum
+    (`engine.linear`)."""
+    (rows, inner), needs = x.shape, (wants(x), wants(bias))
+    number, shape = id(weight.storage), weight.shape
+
+    def backward(gradients: Gradients, _: Saved) -> Found:
+        gradient, memory = _one(gradients), _one(gradients).memory
+        dx = memory.new((rows, inner), gradient.width) if needs[0] else None
+        if memory.sum_width and number not in memory.sums:
+            memory.sums[number] = memory.new(shape, memory.sum_width)
+        return [dx, gradient if needs[1] else None]
+
+    return record(x.memory.new((rows, shape[0]), x.width), [x, bias], backward, [x])
+
+
 def linear(x: Phantom, weight: Phantom, bias: Phantom | None = None) -> Phantom:
     """x [..., in] to [..., out]."""
     rows = 1
     for extent in x.shape[:-1]:
         rows *= extent
+    if x.memory.adds and wants(weight):
+        out = adding_product(reshape(x, (rows, x.shape[-1])), weight, bias)
+        return reshape(out, (*x.shape[:-1], out.shape[-1]))
     # Turned first: its gradient leaves autograd, in the width of `.grad`, after that of x.
     turned = transpose(weight, 0, 1)
     flat = reshape(x, (rows, x.shape[-1]))
     out = product(flat, turned, bias)
     return reshape(out, (*x.shape[:-1], out.shape[-1]))
+
+
+# -- farspan's own kernels ---------------------------------------------------------------------
+
+
+def fused_norm(x: Phantom, weight: Phantom, width: int) -> Phantom:
+    """`kernels.functions.normed`: the input and a number of `width` a row are saved."""
+    out = pointwise(x)
+    rstd = x.memory.new(x.shape[:-1], width)
+    shape, trained = weight.shape, wants(weight)
+
+    def backward(gradients: Gradients, saved: Saved) -> Found:
+        dx = pointwise(_one(gradients), _have(saved))
+        return [dx, dx.memory.new(shape, dx.width) if trained else None]
+
+    return record(out, [x, weight], backward, [x, weight, rstd])
+
+
+def fused_gate(gate: Phantom, up: Phantom) -> Phantom:
+    """`kernels.functions.gated`: both inputs are saved."""
+
+    def backward(gradients: Gradients, saved: Saved) -> Found:
+        dgate = pointwise(_one(gradients), _have(saved, 0), _have(saved, 1))
+        dup = dgate.memory.new(dgate.shape, dgate.width)
+        dgate.memory.traffic += dup.size
+        return [dgate, dup]
+
+    return record(pointwise(gate, up), [gate, up], backward, [gate, up])
+
+
+def fused_rotation(x: Phantom, tables: Sequence[Phantom]) -> Phantom:
+    """`kernels.functions.rotated`, of queries or of keys: the tables are saved, which are given."""
+    out = pointwise(x)
+    return record(out, [x], lambda gradients, _: [pointwise(_one(gradients))], tables)
+
+
+def fused_loss(logits: Phantom, *, copied_first: bool) -> Phantom:
+    """`kernels.loss.cross_entropy_`: the gradient takes the place of the logits, or of a copy."""
+    memory = logits.memory
+    rows = copied(logits) if copied_first else logits.bare()
+    losses = memory.new(logits.shape[:-1], 4)
+    memory.traffic += 3 * logits.size  # read twice, written once
+    return record(losses, [logits], lambda _, saved: [_have(saved)], [rows])
 
 
 # -- norms -------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from farspan.plan.cell.operations import (
     activation,
     add,
     as_width,
+    fused_loss,
     linear,
     reshape,
     scaled,
@@ -59,6 +60,17 @@ class Outside:
             name: self.memory.given(shape, self.width, trained=trained)
             for name, shape in outer_weights(self.architecture).items()
         }
+
+    def know(self, known: frozenset[str]) -> None:
+        """Sums of these weights' gradients exist already, and are counted elsewhere."""
+        for name in known:
+            weight = self.weights[name]
+            self.memory.sums[id(weight.storage)] = weight
+
+    def begun(self) -> frozenset[str]:
+        """Weights whose sums products have begun."""
+        made = {n for n, x in self.memory.sums.items() if x.storage.size}
+        return frozenset(name for name, x in self.weights.items() if id(x.storage) in made)
 
     def tables(self, tokens: int) -> Tables | None:
         """What each layer is handed beside its input."""
@@ -133,6 +145,9 @@ class Outside:
 
     def _loss(self, piece: Phantom) -> Phantom:
         logits = self._logits(piece)
+        if self.memory.fused:
+            capped = self.architecture.family in CAPPED_LOGITS
+            return fused_loss(logits, copied_first=capped)
         full = as_width(logits, max(4, self.width))
         return _cross_entropy(reshape(full, (full.shape[0] * full.shape[1], full.shape[2])))
 
@@ -224,7 +239,10 @@ class Stages:
         return self.found[key]
 
     def _run(self, what: str, tokens: int, known: frozenset[str]) -> StageBytes:
-        memory = Memory(in_place=self.in_place)
+        how = self.architecture
+        memory = Memory(
+            in_place=self.in_place, fused=how.fused, adds=how.adds, sums=self.sums * how.adds
+        )
         stages = Outside(self.architecture, memory, self.batch, self.width)
         sums = Sums(self.sums, known)
         if what == "tables":
@@ -237,9 +255,10 @@ class Stages:
         if what == "embed backward":
             sums.add(stages.embed_backward(tokens))
             return StageBytes(memory.peak, 0, 0, frozenset(sums.new))
+        stages.know(known)
         total = stages.head(self._pieces(tokens), sums, gradient=what == "head")
         out = 0 if total is None else total.storage.size
-        return StageBytes(memory.peak, out, 0, frozenset(sums.new))
+        return StageBytes(memory.peak, out, 0, frozenset(sums.new) | stages.begun())
 
     def _pieces(self, tokens: int) -> tuple[int, ...]:
         """The sizes of a head's pieces."""

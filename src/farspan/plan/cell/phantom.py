@@ -26,14 +26,23 @@ Apply = Callable[[list[Optional["Phantom"]], tuple[Optional["Phantom"], ...]], F
 class Memory:
     """Counts the bytes of storages that are alive, and what elementwise operations move."""
 
-    __slots__ = ("grad", "in_place", "live", "nodes", "peak", "traffic")
+    __slots__ = (
+        *("adds", "fused", "grad", "in_place", "live", "nodes", "peak"),
+        *("sum_width", "sums", "traffic"),
+    )
 
-    def __init__(self, *, in_place: bool = False) -> None:
+    def __init__(
+        self, *, in_place: bool = False, fused: bool = False, adds: bool = False, sums: int = 0
+    ) -> None:
         """`in_place`: autograd adds a second gradient into the first where nobody else holds it.
-        torch does so except while a dispatch mode, such as a meter of memory, looks on."""
+        torch does so except while a dispatch mode, such as a meter of memory, looks on. `fused`,
+        `adds`: see `Architecture`; `sums` is the width of an element of sums that products begin,
+        0 where these exist already."""
         self.live = self.peak = self.traffic = self.nodes = 0
         self.grad = False  # operations record nodes
-        self.in_place = in_place
+        self.in_place, self.fused, self.adds = in_place, fused, adds
+        self.sum_width = sums
+        self.sums: dict[int, Phantom] = {}  # by the weight's storage
 
     def given(self, shape: Shape, width: int, *, trained: bool = False) -> "Phantom":
         """A tensor that somebody else counts: a parameter, or a view of an arena. Autograd hands

@@ -111,6 +111,7 @@ class _Graph:
     bytes: int
     kept: bool
     cell: CellBytes
+    forward: Forward
 
 
 class Walk:
@@ -309,7 +310,7 @@ class Walk:
             graph = cell.graph + self.sharing.gathered(cell.out)
             size = graph + held + (0 if i.hold else entered)
             self.live += graph
-            self.graphs[i.layer, i.chunk] = _Graph(size, i.kept, cell)
+            self.graphs[i.layer, i.chunk] = _Graph(size, i.kept, cell, i)
         else:
             self.live -= held
         self.live += cell.out + cell.held - self.hidden.get(i.layer + 1, 0)
@@ -320,6 +321,8 @@ class Walk:
     def _backward(self, i: Backward) -> None:
         graph = self.graphs.pop((i.layer, i.chunk))
         cell = graph.cell
+        if cell.sums and i.layer in self.begun:  # by the backward of a later chunk, kept as well
+            cell = self._cell(graph.forward)
         self.live -= self.hidden.pop(i.layer + 1, 0)
         self._rise(cell.backward_rise)
         weight_gradients = self.sharing.slice(cell.weight_gradients)
@@ -353,10 +356,11 @@ class Walk:
 
     def _tiled(self, i: Forward) -> tuple[bool, bool, bool]:
         """Whether the cell runs on tiles, its output is read, and it makes the sums."""
+        fresh = i.graph and i.layer not in self.begun
         if self.tile is None or i.kept or self._tokens(i.chunk) <= self.tile:
-            return False, True, False
+            return False, True, fresh and self.architecture.adds
         value = not i.graph or (i.layer, i.chunk) not in self.unread
-        return True, value, i.graph and i.layer not in self.begun
+        return True, value, fresh
 
     def _start(self, start: int, block: Block) -> int:
         """An earlier start of a chunk that asks for the same sizes of blocks, but for how many of

@@ -58,5 +58,8 @@ class Architecture:
     norm: str = "rms"  # or "layer", which has a bias
     tied: bool = False  # the head is the embedding
     positions: int = 0  # rows of a table of learned positions; 0: none
+    # How it is run:
+    fused: bool = False  # norms, gates, rotations and the loss by farspan's own kernels
+    adds: bool = False  # products add weight gradients to their sums
     longest: int | None = None  # tokens the positions reach, where they are bounded
     adapter_rank: int = 0  # LoRA on every linear of the layers, all else frozen; 0: all is trained

@@ -101,7 +101,7 @@ class Prices:
         seen: dict[LayerSpec, int] = {}
         self._classes = [seen.setdefault(spec, len(seen)) for spec in self.program.model.layers]
         self._sizes = [stop - start for start, stop in self.program.chunks]
-        traffic = self._gradient_traffic()
+        traffic = self._gradient_traffic(product=True)
         self._tiled = TiledPrices(self.program, self._products, self._moved, traffic)
         self._tariffs = self._all_tariffs()
 
@@ -198,7 +198,7 @@ class Prices:
         compute = self._products(work.products, tokens)
         compute += trained * self._products(work.products, tokens, weights=True)
         compute += self._moved(work.backward_traffic * tokens * self.program.run.batch)
-        compute += self._moved(work.trainable * self._gradient_traffic())
+        compute += self._moved(work.trainable * self._gradient_traffic(product=True))
         compute += self._tiled.again(i)
         attention = self._attention(i.layer, i.chunk, backward=True)
         ring = self.collectives.ring(spec, self._span(i.chunk)[1], backward=True)
@@ -288,13 +288,16 @@ class Prices:
         seconds += rows * model.vocab * self._logit(gradient)
         if gradient and trained:
             seconds += self._moved(
-                rows / piece * model.hidden * model.vocab * self._gradient_traffic()
+                rows / piece * model.hidden * model.vocab * self._gradient_traffic(product=True)
             )
         return Cost(compute=seconds)
 
     def _logit(self, gradient: bool) -> float:
         """Seconds of one logit's cross-entropy, with its gradient or without."""
-        model = self.program.model
+        model, made = self.program.model, self.question.architecture
+        if made is not None and made.fused:
+            # Read twice; the gradient is written in the place of the logit.
+            return self._moved((3 if gradient else 1) * model.element_bytes)
         if self.rates.logit:
             return self.rates.logit if gradient else self.rates.logit / 2
         wide, narrow = model.accumulate_bytes(), model.element_bytes
@@ -381,9 +384,12 @@ class Prices:
     def _moved(self, size: float) -> float:
         return size / self.question.machine.memory
 
-    def _gradient_traffic(self) -> int:
-        """Bytes an element of dW that is read and added to its accumulator."""
-        model = self.program.model
+    def _gradient_traffic(self, *, product: bool = False) -> int:
+        """Bytes an element of dW that is read and added to its sum. A product that adds to the sum
+        reads and writes that in place of writing dW."""
+        model, made = self.program.model, self.question.architecture
+        if product and made is not None and made.adds:
+            return 2 * model.accumulate_bytes() - model.element_bytes
         return model.element_bytes + 2 * model.accumulate_bytes()
 
     def _tokens(self, chunk: int) -> int:
