@@ -7,8 +7,7 @@ curves of a laptop and of an H200 both end where the machine is as fast as it ge
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +21,6 @@ from farspan.engine.bench import (
     THOROUGH,
     Bench,
     Links,
-    attention,
     attentions,
     links,
     logit,
@@ -32,8 +30,8 @@ from farspan.engine.bench import (
     weight_products,
     workspace,
 )
-from farspan.engine.kernels import AttentionKernels, same_bits
 from farspan.engine.machine import machine as versions
+from farspan.engine.rivals import Fastest, fastest_attention, looking
 from farspan.engine.step import Step
 from farspan.memory.host import available_host_bytes
 from farspan.plan.price.machines import (
@@ -47,22 +45,10 @@ from farspan.plan.price.machines import (
     user_file,
 )
 from farspan.plan.program import Backward, Forward
-from farspan.spec import (
-    AttentionKernel,
-    Curve,
-    LayerSpec,
-    MachineSpec,
-    ModelSpec,
-    Rates,
-    Refused,
-    Schedule,
-)
+from farspan.spec import Curve, MachineSpec, Rates, Refused, Schedule
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 LATENCY = 2e-5  # of a collective, which one process cannot measure
-RIVALS = [kernel for kernel in AttentionKernel if kernel is not AttentionKernel.AUTO]
-RIVAL_TOKENS = (2048, 8192, 16384)  # of the calls that kernels are compared on
-RIVAL_HEADS = ModelSpec("", 0, 0, (LayerSpec(1, 1, HEAD_DIM, HEAD_DIM),), 2)
 ASSUMED = {
     "peer": "assumed: through main memory, as fast as the slower direction",
     "network": "assumed: as the link; one process cannot measure it",
@@ -119,7 +105,7 @@ class Calibration:
     bench: Bench
     dtypes: tuple[torch.dtype, ...]
     _rates: dict[str, Rates] = field(init=False, default_factory=dict)
-    _fastest: dict[str, "Fastest"] = field(init=False, default_factory=dict)
+    _fastest: dict[str, Fastest] = field(init=False, default_factory=dict)
     _memory: float = field(init=False, default=0.0)
     _links: Links | None = field(init=False, default=None)
     _overhead: float = field(init=False, default=0.0)
@@ -131,7 +117,7 @@ class Calibration:
             if name not in self._fastest:  # once: a curve is of one kernel
                 self._fastest[name] = fastest_attention(self.bench, dtype, said)
             fastest = self._fastest[name]
-            with _looking(self.bench, dtype, fastest.kernel):
+            with looking(self.bench, dtype, fastest.kernel):
                 found = _rates(self.bench, dtype, said)
             self._rates[name] = replace(
                 found, kernel=fastest.kernel, deterministic=fastest.deterministic
@@ -195,59 +181,6 @@ def here(progress: Progress = lambda _: None) -> MachineSpec:
 
 def _after(prefix: str, progress: Progress) -> Progress:
     return lambda what: progress(prefix + what)
-
-
-@dataclass(frozen=True, slots=True)
-class Fastest:
-    """Of a device's attention kernels in one dtype."""
-
-    kernel: AttentionKernel | None = None  # None: there is nothing to choose from
-    deterministic: float = 1.0  # times as long takes the fastest one whose bits are the same
-
-
-def fastest_attention(bench: Bench, dtype: torch.dtype, progress: Progress) -> Fastest:
-    """The kernel that is done first with a forward and a backward of a rectangle and of a square,
-    of each length in RIVAL_TOKENS; those that are not here, or fail, have lost."""
-    if bench.on_cpu or dtype not in (torch.bfloat16, torch.float16):
-        return Fastest()
-    seconds: dict[AttentionKernel, float] = {}
-    same: dict[AttentionKernel, float] = {}
-    for kernel in RIVALS:
-        progress(f"attention by {kernel.value}")
-        for found, deterministic in ((seconds, False), (same, True)):
-            try:
-                AttentionKernels(bench.device, dtype, kernel).refuse(RIVAL_HEADS)
-                with same_bits(deterministic), _looking(bench, dtype, kernel):
-                    found[kernel] = _rival_seconds(bench, dtype)
-            except (Refused, RuntimeError, AssertionError):  # as kernels say no
-                continue
-    if not seconds:
-        return Fastest()
-    best = min(seconds, key=lambda kernel: seconds[kernel])
-    # What a run takes there: the fastest, or flash attention where that is cuDNN.
-    second = best if best in same else AttentionKernel.FLASH
-    slower = same[second] / seconds[best] if second in same else 1.0
-    return Fastest(best, max(1.0, slower))
-
-
-def _rival_seconds(bench: Bench, dtype: torch.dtype) -> float:
-    made = (
-        attention(bench, dtype, tokens, HEAD_DIM, causal=causal)
-        for tokens in RIVAL_TOKENS
-        for causal in (False, True)
-    )
-    return sum(bench.glance(a.call(backward=way)) for a in made for way in (False, True))
-
-
-@contextmanager
-def _looking(bench: Bench, dtype: torch.dtype, kernel: AttentionKernel | None) -> Iterator[None]:
-    """Inside it the bench's attention is that of a kernel."""
-    bench.kernel = kernel or AttentionKernel.AUTO
-    try:
-        with AttentionKernels(bench.device, dtype, bench.kernel).ready():
-            yield
-    finally:
-        bench.kernel = AttentionKernel.AUTO
 
 
 def _rates(bench: Bench, dtype: torch.dtype, progress: Progress) -> Rates:

@@ -195,7 +195,7 @@ def _shared(run: RunConfig, question: Question, gpus: int | None) -> Question:
         machine = replace(machine, devices=layout.devices())
     shared = replace(
         question,
-        machine=with_kernels(allowed(run, machine), run.kernels.deterministic),
+        machine=with_kernels(allowed(run, machine), deterministic=run.kernels.deterministic),
         layout=layout,
         accumulates=run.accumulate > 1,
     )

@@ -153,7 +153,9 @@ def question_of(
         model=looked.model,
         run=RunSpec(run.batch, run.context),
         # Links and main memory are shared by the run's devices on this node, and by no others.
-        machine=with_kernels(replace(machine, devices=crew.near), run.kernels.deterministic),
+        machine=with_kernels(
+            replace(machine, devices=crew.near), deterministic=run.kernels.deterministic
+        ),
         layout=crew.layout,
         optimizer=PLANNED[states],
         dtype=run.model.dtype.value,

@@ -3,7 +3,7 @@
 import copy
 import json
 import math
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from farspan.plan.price.machines import (
     user_file,
     write,
 )
-from farspan.spec import MachineSpec, Refused
+from farspan.spec import AttentionKernel, MachineSpec, Refused
 
 KINDS = ("datasheet: ", "measured: ", "assumed: ")
 NEEDED = [f.name for f in fields(MachineSpec) if f.default is MISSING]
@@ -299,3 +299,20 @@ def test_the_users_file_lies_in_the_configuration_folder(monkeypatch: pytest.Mon
     monkeypatch.delenv("XDG_CONFIG_HOME")
     monkeypatch.setenv("HOME", "/home/me")
     assert user_file() == Path("/home/me/.config/farspan/machine.json")
+
+
+def test_the_fastest_kernel_comes_back_and_older_files_have_none() -> None:
+    file = read("h200")
+    assert file.spec.rates["bfloat16"].kernel is None
+    rates = replace(file.spec.rates["bfloat16"], kernel=AttentionKernel.FA4, deterministic=1.3)
+    mine = replace(file, spec=replace(file.spec, rates={"bfloat16": rates}))
+    assert from_json(json.loads(json.dumps(to_json(mine))), "m") == mine
+    old = to_json(mine)
+    for values_of, name in ((old["rates"]["bfloat16"], "kernel"), (old, "processors")):
+        del values_of[name]
+    read_again = from_json(old, "m").spec
+    assert (read_again.rates["bfloat16"].kernel, read_again.processors) == (None, 0)
+    for wrong in ("auto", "fast", 5, None):
+        old["rates"]["bfloat16"]["kernel"] = wrong
+        with pytest.raises(Refused, match=r"bfloat16\.kernel: expected one of cudnn, flash, fa3"):
+            from_json(old, "m")

@@ -8,12 +8,13 @@ from farspan.plan.layout import Layout
 from farspan.plan.price.evaluate import evaluate
 from farspan.plan.price.machines import from_json, machine, names, to_json
 from farspan.plan.price.machines import read as read_machine
+from farspan.plan.price.workspace import with_kernels, workspace_bytes
 from farspan.plan.question import Plan, Question
 from farspan.plan.search import quick
 from farspan.plan.search.estimate import estimate
 from farspan.plan.search.plans import best_plan, named_schedule
 from farspan.plan.strategies import STRATEGIES
-from farspan.spec import MachineSpec, Refused
+from farspan.spec import AttentionKernel, Kernels, LayerSpec, MachineSpec, Refused
 from tests.plan.search.test_plans import question
 
 TOKENS = 64 * 1024
@@ -87,3 +88,54 @@ def test_no_preset_says_it_and_files_may() -> None:
     values["rates"]["bfloat16"]["attention_workspace"] = -1.0
     with pytest.raises(Refused, match=r"rates\.bfloat16\.attention_workspace: expected zero or"):
         from_json(values, "here")
+
+
+HEADS, WIDTH, SUMS = 14, 64, 10  # of Qwen2.5-0.5B; ceil(128 / 14) sums on an RTX 4090
+
+
+def test_same_bits_take_more_sums_of_dq() -> None:
+    """As flash attention 2 has them, ceil(processors / heads) of all queries in fp32; the plan has
+    them where nothing was measured too, and one fewer where one sum was."""
+    asked = question(TOKENS)
+    same = replace(asked, kernels=Kernels(deterministic=True))
+    schedule = named_schedule(asked, "grouped")
+    of_one = schedule.chunk * HEADS * WIDTH * 4
+    grown = workspace_bytes(same, schedule) - workspace_bytes(asked, schedule)
+    assert grown == SUMS * of_one
+    known, same_known = (replace(q, machine=measured(q.machine, RATE)) for q in (asked, same))
+    grown = workspace_bytes(same_known, schedule) - workspace_bytes(known, schedule)
+    assert grown == (SUMS - 1) * of_one
+    # Of ranks with half of the heads each, twice as many of half the size.
+    halves = replace(same, layout=Layout(ulysses=2))
+    assert workspace_bytes(halves, replace(schedule, chunk=TOKENS)) == 19 * (TOKENS // 2) * (
+        HEADS * WIDTH * 4
+    )
+    # Who has no such sums.
+    for other in (
+        replace(same, dtype="float32"),
+        replace(same, machine=replace(same.machine, unified=True)),
+        replace(same, kernels=Kernels(AttentionKernel.FA4, deterministic=True)),
+    ):
+        assert workspace_bytes(other, schedule) == 0
+    unknown = replace(same, machine=replace(same.machine, processors=0))
+    assert workspace_bytes(unknown, schedule) > workspace_bytes(same, schedule)
+
+
+def test_same_bits_take_longer() -> None:
+    spec = machine("h200")
+    slower = with_kernels(spec, deterministic=True)
+    layer = LayerSpec(28, 4, 128, 128)
+    for causal, backward in ((False, False), (True, False), (False, True), (True, True)):
+        times = (
+            m.rates["bfloat16"].attention(2.0**28, layer, causal=causal, backward=backward)
+            for m in (spec, slower)
+        )
+        first, second = times
+        assert second == pytest.approx(spec.rates["bfloat16"].deterministic * first)
+    assert slower.rates["float32"] == spec.rates["float32"]
+    assert with_kernels(spec, deterministic=False) == spec
+    asked = question(TOKENS, machine=spec)
+    same = replace(asked, machine=slower, kernels=Kernels(deterministic=True))
+    schedule = named_schedule(asked, "grouped")
+    plans = [evaluate(q, "grouped", schedule) for q in (asked, same)]
+    assert plans[0].seconds.total < plans[1].seconds.total

@@ -63,7 +63,7 @@ def _up(count: int, unit: int) -> int:
     return -(-count // unit) * unit
 
 
-def with_kernels(machine: MachineSpec, deterministic: bool) -> MachineSpec:
+def with_kernels(machine: MachineSpec, *, deterministic: bool) -> MachineSpec:
     """The machine at the rates that attention has where its bits are the same every time."""
     if not deterministic or machine.unified:
         return machine
