@@ -22,6 +22,7 @@ from tests.train.planner import GIB, one_memory
 from tests.train.tiny import MODEL, Quiet, tiny_run
 
 SMALL = {**MODEL, "num_hidden_layers": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192}
+LONG = {**SMALL, "max_position_embeddings": 65536}
 RUN: dict[str, Any] = {
     "model": {"config": SMALL, "dtype": "bfloat16"},
     "data": {"source": "text", "path": "nowhere"},
@@ -346,3 +347,17 @@ def test_it_is_what_the_run_itself_plans(
 def test_the_help_names_it() -> None:
     outcome = CliRunner().invoke(cli.app, ["plan", "--help"])
     assert "[run]" in outcome.output
+
+
+def test_kernels_of_the_run_are_planned(file: Path) -> None:
+    """Same bits take flash attention's sums of dQ, and its time in place of cuDNN's."""
+    context = {"context": 65536, "model": {"config": LONG, "dtype": "bfloat16"}}
+    plain, same = (
+        planned(write(file, **context, **kernels))
+        for kernels in ({}, {"kernels": {"deterministic": True}})
+    )
+    heads, width = LONG["num_attention_heads"], LONG["hidden_size"]
+    sums = -(-132 // heads)  # of an H200
+    taken = [found["device_bytes"]["parts"]["cells"] for found in (plain, same)]
+    assert taken[1] - taken[0] == sums * 512 * -(-width // 32 // heads) * 32 * heads * 4
+    assert same["seconds"]["compute"] > plain["seconds"]["compute"]

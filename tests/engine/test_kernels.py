@@ -226,7 +226,7 @@ def test_deterministic_steps_are_steps(name: str) -> None:
 
     def look(_: object) -> None:
         seen.append(torch.are_deterministic_algorithms_enabled())
-        assert not torch.utils.deterministic.fill_uninitialized_memory
+        assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
         if len(seen) > 5:
             raise KeyError
 
@@ -239,7 +239,7 @@ def test_deterministic_steps_are_steps(name: str) -> None:
         run_step(model, Step(model, KEPT, kernels=kernels, progress=look), data)
     assert all(seen)
     assert not torch.are_deterministic_algorithms_enabled()
-    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
 
 
 def test_the_switch_of_torch_stays_as_somebody_set_it() -> None:

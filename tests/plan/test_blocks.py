@@ -187,7 +187,7 @@ def test_blocks_that_are_cut_cover_the_same(
     runs = None if starts is None else [document_runs(row, q_start, q_stop) for row in starts]
     chunk, batch = range(q_start, q_stop), 2 if starts is None else len(starts)
     most += 0 if window is None else window
-    pieces = []
+    pieces = list[Block]()
     for block in plan_blocks(q_start, q_stop, kv_block, window, runs):
         of_block = cut_wide(block, most)
         assert of_block == (block,) or max(block.queries, block.keys) > most

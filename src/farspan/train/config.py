@@ -250,7 +250,8 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """Everything that decides a run; the same values on the same machine give the same bits."""
+    """Everything that decides a run; the same values on the same machine give the same bits, on a
+    GPU with `kernels.deterministic`."""
 
     model: ModelConfig
     data: DataConfig
