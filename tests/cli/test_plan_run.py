@@ -22,7 +22,7 @@ from tests.train.planner import GIB, one_memory
 from tests.train.tiny import MODEL, Quiet, tiny_run
 
 SMALL = {**MODEL, "num_hidden_layers": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192}
-LONG = {**SMALL, "max_position_embeddings": 65536}
+LONG: dict[str, Any] = {**SMALL, "max_position_embeddings": 65536}
 RUN: dict[str, Any] = {
     "model": {"config": SMALL, "dtype": "bfloat16"},
     "data": {"source": "text", "path": "nowhere"},
