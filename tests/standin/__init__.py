@@ -6,7 +6,7 @@
 PyTorch must be one that is built for CUDA. Its allocator, streams, events, dispatcher and autograd
 are the real ones; device memory is main memory, whatever is asked of a stream is done at once, and
 operators compute by the CPU's kernels on the same memory, attention by `tests.attention.vendor`.
-Triton's kernels are interpreted (before Triton 3.7 that needs NumPy before 2.4), compiled ones are
-not compiled. So it shows what is called, in which order and with which memory. It shows nothing
-about speed, about what really runs beside what, or about the kernels of a GPU.
+Triton's kernels are interpreted, compiled ones are not compiled. So it shows what is called, in
+which order and with which memory. It shows nothing about speed, about what really runs beside what,
+or about the kernels of a GPU.
 """

@@ -12,15 +12,19 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 BUILT = ROOT / "build" / "standin"
 CUDA = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"
+NEEDED = ("cuda.h", "cuda_runtime_api.h", "crt/host_defines.h")  # of the toolkit
 FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC")
+# NCCL's header asks for types of few bits, whose headers ask for more of a toolkit than pip brings.
+LEFT_OUT = ("-D__CUDA_FP16_H__", "-D__CUDA_BF16_H__", "-D__CUDA_FP8_H__")
+COLLECTIVES = "libcollectives.so"
 OPERATORS = "liboperators.so"
 LIBRARIES = {
     "libruntime.so": ("runtime.cpp",),
     "libcuda.so.1": ("driver.cpp", "refused.cpp"),
-    "libcollectives.so": ("collectives.cpp",),
+    COLLECTIVES: ("collectives.cpp",),
     OPERATORS: ("operators.cpp",),
 }
-PRELOADED = ("libruntime.so", "libcollectives.so")
+PRELOADED = ("libruntime.so", COLLECTIVES)
 
 
 def main() -> None:
@@ -28,8 +32,12 @@ def main() -> None:
         sys.exit("standin: expected a command to run")
     if torch.version.cuda is None:
         sys.exit(f"standin: PyTorch {torch.__version__} is built without CUDA; install one with it")
-    if not (CUDA / "cuda.h").exists():
-        sys.exit(f"standin: no headers of CUDA's toolkit in {CUDA}; set CUDA_HOME to where it is")
+    for header in NEEDED:
+        if not any((place / header).exists() for place in _toolkit()):
+            sys.exit(
+                f"standin: no {header} of CUDA's toolkit in {CUDA}; set CUDA_HOME to where it is "
+                "(Triton's wheel brings what pip's nvidia/cu13 leaves out)"
+            )
     BUILT.mkdir(parents=True, exist_ok=True)
     for library, sources in LIBRARIES.items():
         _build(BUILT / library, [HERE / source for source in sources])
@@ -40,18 +48,25 @@ def _build(library: Path, sources: list[Path]) -> None:
     if library.exists() and library.stat().st_mtime > max(s.stat().st_mtime for s in sources):
         return
     torch_place = Path(torch.__file__).parent
-    headers = [CUDA, torch_place / "include", torch_place / "include/torch/csrc/api/include"]
-    headers += [nccl / "include" for nccl in _nccl()]
+    headers = [*_toolkit(), torch_place / "include"]
+    headers += [torch_place / "include/torch/csrc/api/include"]
+    headers += [nccl / "include" for nccl in _places("nvidia.nccl")]
     linked = ["-ldl"]
     if library.name == OPERATORS:
         linked += [f"-L{torch_place}/lib", "-ltorch_cpu", "-lc10", "-lc10_cuda"]
         linked += [f"-Wl,-rpath,{torch_place}/lib"]
     flags = [*FLAGS, *(f"-I{place}" for place in headers)]
+    flags += LEFT_OUT if library.name == COLLECTIVES else ()
     subprocess.run(["g++", *flags, *map(str, sources), *linked, "-o", str(library)], check=True)
 
 
-def _nccl() -> list[Path]:
-    found = find_spec("nvidia.nccl")
+def _toolkit() -> list[Path]:
+    """Where its headers are; Triton brings those that pip's nvidia/cu13 leaves out."""
+    return [CUDA, *(place / "backends/nvidia/include" for place in _places("triton"))]
+
+
+def _places(package: str) -> list[Path]:
+    found = find_spec(package)
     places = found.submodule_search_locations if found is not None else None
     return [Path(place) for place in places or ()]
 

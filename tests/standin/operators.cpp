@@ -29,6 +29,9 @@ const std::set<std::string> KEPT = {
     "aten::new_empty_strided",
 };
 
+// They have no kernel of CUDA's own: a composite one asks for a library's, which the CPU has not.
+const std::set<std::string> CHOOSING = {"aten::convolution"};
+
 // How large their results are, or what they answer, is read from the device.
 const std::set<std::string> WAITED_FOR = {
     "aten::nonzero",      "aten::masked_select",      "aten::equal",   "aten::_unique",
@@ -147,7 +150,8 @@ bool is_view(const c10::FunctionSchema& schema) {
 
 bool is_computed(const c10::OperatorHandle& op, const c10::OperatorName& name) {
     if (name.name.rfind("aten::", 0) != 0 || KEPT.count(name.name)) return false;
-    if (!op.hasKernelForDispatchKey(DispatchKey::CUDA) || is_view(op.schema())) return false;
+    bool is_cudas = op.hasKernelForDispatchKey(DispatchKey::CUDA) || CHOOSING.count(name.name);
+    if (!is_cudas || is_view(op.schema())) return false;
     for (auto key : {DispatchKey::CPU, DispatchKey::CompositeExplicitAutograd,
                      DispatchKey::CompositeImplicitAutograd,
                      DispatchKey::CompositeExplicitAutogradNonFunctional})

@@ -22,6 +22,7 @@ def install() -> None:
         ctypes.CDLL(os.environ["STANDIN_OPERATORS"]).standin_install()
     with suppress(ImportError):
         _interpret_bfloat16()
+        _interpret_numbers()
         _launch_unseen()
 
 
@@ -41,6 +42,19 @@ def _interpret_bfloat16() -> None:
         return dot(self, widened(a), widened(b), *rest)
 
     InterpreterBuilder.create_dot = create_dot
+
+
+def _interpret_numbers() -> None:
+    """Before Triton 3.7 a number is an array of one element, which NumPy 2.4 makes no integer."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: type, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
 
 
 def _launch_unseen() -> None:
