@@ -128,8 +128,7 @@ def seconds(system: System, tokens: int, on: MachineSpec) -> float:
 
 def _chunk_seconds(system: System, program: Program, prices: Prices, chunk: int) -> float:
     forward, backward = first_cells(program, chunk)
-    once = prices.of(forward).compute + prices.of(forward).host
-    back = prices.of(backward).compute + prices.of(backward).host
+    once, back = (max(c.compute, c.host) for c in map(prices.of, (forward, backward)))
     head = prices.of(Head(chunk, gradient=False)).compute
     graded = prices.of(Head(chunk, gradient=True)).compute
     passes = (2 if system.chunk else 1) + system.checkpoint

@@ -231,7 +231,7 @@ class MachineSpec:
     peer: float  # bytes a second one device sends to others of its node
     network: float  # bytes a second one device sends to other nodes
     latency: float  # seconds of a collective beside its bytes
-    overhead: float  # seconds of a cell beside its work
+    overhead: float  # seconds until a cell is issued: beside earlier cells' work, on a CPU in line
     reserve: int  # device bytes that nobody can use: context, libraries' workspaces
     unified: bool = False  # both tiers lie in main memory (a CPU): `device_bytes` is not used
     processors: int = 0  # streaming multiprocessors of one device; 0: not known

@@ -243,7 +243,7 @@ def test_a_plan_waits_as_the_stages_do() -> None:
     # Of one stage, which waits for nobody.
     own = replace(question, model=local_model(question), layout=Layout())
     prices = Prices(own, build_program(own.model, own.run, schedule, chunks=chunks))
-    alone = run_time(prices, overlap=True).total
+    alone = run_time(prices, overlap=question.overlap).total
     waits = (plan.seconds.total - alone) / alone
     assert 3 / len(chunks) < waits < 3 * 1.3 / len(chunks)
 

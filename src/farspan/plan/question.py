@@ -90,13 +90,13 @@ class Seconds:
     evict: float
     collective: float
     optimizer: float
-    host: float  # overhead of issuing cells
+    host: float  # issuing cells: beside their computing where lanes overlap
     bound: str  # compute, link, network or host: what the step would be faster without
 
-    def exposed(self) -> float:
-        """Time in which nothing is computed because something else is awaited. 0 where it is no
-        more than rounding."""
-        found = self.total - self.compute - self.optimizer - self.host
+    def exposed(self, *, overlap: bool) -> float:
+        """Time in which nothing is computed because something else is awaited; where lanes overlap
+        (`Question.overlap`) also the process that issues. 0 where it is no more than rounding."""
+        found = self.total - self.compute - self.optimizer - (0.0 if overlap else self.host)
         return found if found > ROUNDING * self.total else 0.0
 
 

@@ -164,7 +164,8 @@ def seconds_table(plan: Plan) -> RenderableType:
     """A step's time, how long each lane of the machine is busy in it, tokens a second and MFU."""
     seconds = plan.seconds
     busy = [(name, getattr(seconds, field)) for field, name in LANES.items()]
-    busy.append(("waiting, nothing is computed", seconds.exposed()))
+    waiting = seconds.exposed(overlap=plan.question.overlap)
+    busy.append(("waiting, nothing is computed", waiting))
     rows = [(name, write_seconds(time), time / seconds.total) for name, time in busy if time > 0]
     rate = f"{_rate(plan)} tokens/s, MFU {plan.mfu:.1%} ({MFU_CONVENTION})\n"
     if not plan.question.overlap and seconds.fetch + seconds.evict > 0:

@@ -12,7 +12,7 @@ from farspan.plan.build import build_program
 from farspan.plan.footprints import Lane
 from farspan.plan.layout import Layout
 from farspan.plan.price.seconds import Prices
-from farspan.plan.price.timeline import run_time, spans
+from farspan.plan.price.timeline import AHEAD, run_time, spans
 from farspan.plan.program import (
     Allocate,
     AttentionMode,
@@ -150,7 +150,7 @@ def test_overlap_is_no_longer_than_in_line_and_no_shorter_than_a_lane(
     prices = prices_of(*step)
     over, line = run_time(prices, overlap=True), run_time(prices, overlap=False)
     assert over.total <= line.total * (1 + CLOSE)
-    longest = max(over.compute + over.host, over.fetch, over.evict)
+    longest = max(over.compute, over.host, over.fetch, over.evict)
     assert over.total >= longest * (1 - CLOSE)
     assert line.total == pytest.approx(
         over.compute + over.host + over.fetch + over.evict + over.collective, rel=CLOSE
@@ -164,7 +164,7 @@ def test_with_a_fast_link_nothing_but_computing_is_left(name: str) -> None:
     fast: dict[str, Any] = {"fetch_together": 1e15, "evict_together": 1e15, "host_memory": 1e18}
     prices.question = replace(prices.question, machine=replace(slow_machine(), **fast))
     over = run_time(prices, overlap=True)
-    assert over.total == pytest.approx(over.compute + over.host, rel=1e-5)
+    assert over.total == pytest.approx(over.compute, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["memo", "fpdt", "oomb", "grouped"])
@@ -193,24 +193,33 @@ def ends_by_waits(prices: Prices) -> dict[tuple[str, int], float]:
     """When each lane has done its part of each instruction, by the waits of the engine."""
     program = prices.program
     free, ends = dict.fromkeys(Lane, 0.0), dict[tuple[str, int], float]()
-    orders = waits(program)
+    orders, issued, cells = waits(program), 0.0, list[float]()
     for index, (i, order) in enumerate(zip(program.instructions, orders, strict=True)):
+        cost, is_cell = prices.of(i), isinstance(i, Forward | Backward)
+        if is_cell and len(cells) >= AHEAD:
+            issued = max(issued, cells[-AHEAD])
         for lane, after in order.items():
             earlier = (ends[other.name.lower(), awaited] for other, awaited in after)
-            free[lane] = max([free[lane], *earlier]) + prices.of(i).in_line()
+            begin = max([free[lane], issued, *earlier])
+            free[lane] = max(begin + cost.in_line() - cost.host, issued + cost.host)
             ends[lane.name.lower(), index] = free[lane]
+        issued += cost.host
+        if is_cell:
+            cells.append(free[Lane.COMPUTE])
     return ends
 
 
+@pytest.mark.parametrize("overhead", [0.0, 1e-4, 1e-2, 10.0])
 @pytest.mark.parametrize("tier", Tier)
 @given(step=steps())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_times_are_those_of_the_engines_waits(
-    tier: Tier, step: tuple[ModelSpec, RunSpec, Schedule]
+    tier: Tier, overhead: float, step: tuple[ModelSpec, RunSpec, Schedule]
 ) -> None:
     """Of programs whose cells stream nothing: those use two lanes at a time."""
     model, run, schedule = step
     prices = prices_of(model, run, replace(schedule, kv=Tier.DEVICE, x=tier, attention=tier))
+    prices.question = replace(prices.question, machine=slow_machine(overhead=overhead))
     expected = ends_by_waits(prices)
     for span in spans(prices):
         assert span.end == pytest.approx(expected[span.lane, span.index], rel=CLOSE)
@@ -229,10 +238,10 @@ def test_without_simulation_the_total_is_a_lower_bound() -> None:
 @pytest.mark.parametrize("name", ["grouped", "oomb", "fpdt"])
 @pytest.mark.parametrize("tokens", [2**16, 2**18])
 def test_copies_hide_on_a_gpu(name: str, tokens: int) -> None:
-    """Under 3% of a step waits for them, Qwen2.5-7B on the H200 of the presets."""
+    """Under 4% of a step waits for them, Qwen2.5-7B on the H200 of the presets. Issuing hides."""
     question = Request("Qwen2.5-7B", tokens, "h200").question()
     schedule = strategy(name, len(question.model.layers), tokens)
     program = build_program(question.model, question.run, schedule)
     line = run_time(Prices(question, program, together=True), overlap=True)
-    assert line.fetch + line.evict > 0.03 * line.total  # there is something to hide
-    assert line.total - line.compute - line.host < 0.03 * line.total
+    assert line.fetch + line.evict > 0.04 * line.total  # there is something to hide
+    assert line.total - line.compute < 0.04 * line.total

@@ -45,7 +45,7 @@ class Cost:
     fetch: float = 0.0
     evict: float = 0.0
     collective: float = 0.0
-    host: float = 0.0  # issuing it; nothing else runs meanwhile
+    host: float = 0.0  # issuing it, which on a GPU goes on while cells before it are computed
 
     def in_line(self) -> float:
         """Seconds when nothing overlaps."""

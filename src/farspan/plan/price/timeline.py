@@ -1,5 +1,6 @@
 """When everything happens: a program simulated on a machine with lanes that work side by side.
 
+    issue       F(0,0) F(1,0) F(0,1) F(1,1) B(1,1) ...
     compute     F(0,0)  F(1,0)  F(0,1)  F(1,1)  B(1,1) ...
     fetch               x.1                 x.0
     evict               kv.0   x.1
@@ -14,9 +15,16 @@ streams its prefix from host (FPDT 4.2) keeps the links busy while it computes: 
 the first block and cannot end before the last has come. Blocks pass through two slots, so that a
 block is fetched while the one before is computed with, and none sooner.
 
-With `overlap=False` there is one lane: that is what a copy on the computing stream does.
+The process that issues all this is a lane, too. It runs ahead of the device, up to `AHEAD` cells:
+nothing begins before the process comes to it, and no cell ends before its last kernel is issued. So
+a cell is late where issuing it takes longer than computing it, and what issuing takes is hidden
+elsewhere.
+
+With `overlap=False` there is one lane: that is what a copy on the computing stream does, and what a
+CPU is, which issues with the cores that compute.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -26,6 +34,8 @@ from farspan.plan.program import Allocate, Backward, Buffer, Close, Forward, Fre
 from farspan.plan.waits import overlap
 
 BLOCK_SLOTS = 2  # blocks of the prefix on the device at a time
+# Cells that are issued and not done: CUDA queues some 1,024 launches, a cell is 50 to 170.
+AHEAD = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +120,8 @@ class _Clock:
     last_start: float = 0.0
     weights: dict[int, float] = field(default_factory=dict)  # since when a layer's are gathered
     block_slot: float = 0.0  # since when a slot for streamed blocks is free
+    issued: float = 0.0  # since when the process is done with what it issued
+    queued: deque[float] = field(default_factory=lambda: deque(maxlen=AHEAD))  # ends of cells
     spans: list[Span] | None = None  # filled when somebody wants to look
     index: int = 0
 
@@ -160,8 +172,8 @@ class _Clock:
     # -- lanes ---
 
     def _start(self, lane: Lane) -> float:
-        """When the lane is free and what it needs is there."""
-        return max(self.free[lane], self.ready[lane])
+        """When the lane is free, what it needs is there and the process has come to it."""
+        return max(self.free[lane], self.ready[lane], self.issued)
 
     def _do(self, lane: Lane, start: float, end: float) -> None:
         self.free[lane] = self.ends[lane] = end
@@ -177,13 +189,17 @@ class _Clock:
     # -- cells ---
 
     def _cell(self, i: Forward | Backward, cost: Cost, accesses: list[Access]) -> None:
+        if len(self.queued) == AHEAD:
+            self.issued = max(self.issued, self.queued[0])
         self._gather(i.layer)
         start = max(self._start(Lane.COMPUTE), self.weights.get(i.layer, 0.0))
-        busy = cost.compute + cost.collective + cost.host
+        busy = cost.compute + cost.collective
         if Lane.FETCH in {access.lane for access in accesses}:
             self._stream(i.chunk, cost, start, busy)
         else:
-            self._do(Lane.COMPUTE, start, start + busy)
+            self._do(Lane.COMPUTE, start, max(start + busy, self.issued + cost.host))
+        self.issued += cost.host
+        self.queued.append(self.free[Lane.COMPUTE])
 
     def _stream(self, chunk: int, cost: Cost, start: float, busy: float) -> None:
         """A cell whose prefix crosses the link block by block while it runs."""
@@ -204,6 +220,7 @@ class _Clock:
             evicted = max(begin + cost.evict, end + evict)
             end = max(end, evicted - BLOCK_SLOTS * evict)
             self._do(Lane.EVICT, evicted - cost.evict, evicted)
+        end = max(end, self.issued + cost.host)
         self._do(Lane.COMPUTE, start, end)
         self.block_slot = end - compute
 
@@ -243,7 +260,7 @@ def run_time(prices: Prices, *, overlap: bool, simulated: bool = True) -> Timeli
     elif simulated:
         total = _Clock(prices, costs).run()
     else:
-        total = max(compute + inside + host, fetch, evict, gathers)
+        total = max(compute + inside, host, fetch, evict, gathers)
     return Timeline(total, compute, fetch, evict, inside + gathers, host)
 
 

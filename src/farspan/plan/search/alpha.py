@@ -90,16 +90,16 @@ def _part(room: float, size: float) -> float:
 def _widest(ruler: Ruler) -> _Layer:
     """The layer that swaps most; in a model of equal layers any of them."""
     tokens, count = ruler.run.tokens, ruler.cells(np.array(len(ruler.chunks)))
-    found = []
+    beside, found = ruler.question.overlap, []
     for spec in ruler.classes:
         cell = ruler.cell_bytes(spec, with_attention=False) * count
         found.append(
             _Layer(
                 always=float((ruler.x_row() + ruler.attention_row(spec)) * tokens),
                 others=float(cell),
-                forward=ruler.forward[spec].seconds(),
-                again=ruler.given[spec].seconds(),
-                backward=ruler.backward[spec].seconds(),
+                forward=ruler.forward[spec].seconds(overlap=beside),
+                again=ruler.given[spec].seconds(overlap=beside),
+                backward=ruler.backward[spec].seconds(overlap=beside),
             )
         )
     return max(found, key=lambda layer: layer.others)

@@ -17,16 +17,16 @@ def seconds(frames: Frames) -> Array:
     """[K, F, T]: of a step, its update included; memory is not looked at."""
     ruler, question = frames.ruler, frames.ruler.question
     work, copies = lanes(frames)
-    working = work[:, COMPUTE] + work[:, HOST]
+    working = work[:, COMPUTE] + work[:, COLLECTIVE]
     if question.overlap:
         # FSDP's gathers go on beside the cells, whose own collectives they wait for.
         gathers = frames.cuts.gathers(ruler.prices)
-        busy = np.maximum(working + work[:, COLLECTIVE] - gathers, gathers)
+        busy = np.maximum(np.maximum(working - gathers, gathers), work[:, HOST])
         link = work[:, FETCH : EVICT + 1, :, None] + spread(copies, ON_HOST)
         total = np.maximum(busy[..., None], link.max(axis=1))
     else:
         total = spread(copies.sum(axis=1), ON_HOST)
-        total += (working + work[:, FETCH] + work[:, EVICT] + work[:, COLLECTIVE])[..., None]
+        total += (working + work[:, HOST] + work[:, FETCH] + work[:, EVICT])[..., None]
     stages, count = question.layout.pipeline, len(ruler.chunks)
     return np.asarray(total * ((count + stages - 1) / count) + ruler.update)
 

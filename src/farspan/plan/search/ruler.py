@@ -48,9 +48,12 @@ class Lane:
         lanes = (self.compute, self.fetch, self.evict, self.collective, self.host)
         return np.stack([counts @ choices.over(lane) for lane in lanes])
 
-    def seconds(self) -> float:
-        """Of the cells of all chunks, copies left out."""
-        return float((self.compute + self.collective + self.host).sum())
+    def seconds(self, *, overlap: bool) -> float:
+        """Of the cells of all chunks, copies left out; issuing them goes on beside where lanes
+        overlap."""
+        busy = self.compute + self.collective
+        both = np.maximum(busy, self.host) if overlap else busy + self.host
+        return float(both.sum())
 
 
 @dataclass(frozen=True, slots=True)
