@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks.children import Row, read_rows
-from benchmarks.gpu import child, exact, huggingface
+from benchmarks.gpu import ceilings, child, exact, huggingface
 from benchmarks.gpu.device import Peaks, make_model
 from benchmarks.gpu.floor import Ceilings, ceilings_of, floor, gap
 from benchmarks.gpu.huggingface import FITS, TIME, Baseline, longest, loss_of
@@ -20,7 +20,7 @@ from benchmarks.gpu.steps import reserve
 from benchmarks.gpu.work import Work, full, items, tiny
 from farspan import Step
 from farspan.memory.host import TooLarge
-from farspan.plan.price.machines import machine
+from farspan.plan.price.machines import from_json, machine
 from farspan.spec import Schedule, Tier
 
 GIB = 2**30
@@ -144,17 +144,40 @@ def test_floors_are_those_worked_out_by_hand(
     tokens: int, nothing_again: float, linear_again: float
 ) -> None:
     schedule = Schedule(chunk=CHUNK, groups=1, attention_kept=1.0, kv_kept=True)
-    ceilings = ceilings_of(ceiling_rows(), schedule, tokens)
-    assert ceilings is not None
-    assert ceilings.linear == pytest.approx(790e12)
-    assert ceilings.forward == pytest.approx(690e12)
-    assert ceilings.backward == pytest.approx(575e12)
+    rates = ceilings_of(ceiling_rows(), schedule, tokens)
+    assert rates is not None
+    assert rates.linear == pytest.approx(790e12)
+    assert rates.forward == pytest.approx(690e12)
+    assert rates.backward == pytest.approx(575e12)
     question = planner().question(tokens, 28)
-    assert floor(question, ceilings).total == pytest.approx(nothing_again, rel=0.01)
-    found = floor(question, ceilings, schedule)
+    assert floor(question, rates).total == pytest.approx(nothing_again, rel=0.01)
+    found = floor(question, rates, schedule)
     both = found.total + sum(found.again.values())
     # All but the last layer's products are computed again.
     assert both == pytest.approx(linear_again, rel=0.02)
+
+
+# The model's heads, and as few of everything else as it can be made of.
+NARROW = {
+    **{"model_type": "qwen2", "vocab_size": 256, "hidden_size": 256, "intermediate_size": 256},
+    **{"num_hidden_layers": 1, "num_attention_heads": 28, "num_key_value_heads": 4},
+    "head_dim": 128,
+}
+
+
+@pytest.mark.gpu
+def test_ceilings_are_measured_to_their_end(tmp_path: Path) -> None:
+    """At a glance: every call that a step is planned from runs, and every floor is found."""
+    settings = {"device": "cuda", "dtype": "bfloat16", "tiny": True, "config": NARROW}
+    ceilings.run(settings | {"rows": str(tmp_path / "rows")})
+    rows = read_rows(tmp_path / "rows")
+    spec = from_json(rows[0]["machine_file"], "ceilings").spec
+    assert spec.rates["bfloat16"].attention_backward.points
+    assert spec.overhead > 0
+    attended = [row["attention"] for row in rows if "attention" in row]
+    assert [row.get("words") for row in attended] == [None] * 4
+    assert {row["kernel"] for row in attended} == {"CudaCudnn", "CudaFlash"}
+    assert ceilings_of(rows, Schedule(chunk=1024, kv_block=1024), 4096) is not None
 
 
 def test_a_missing_ceiling_is_no_floor() -> None:

@@ -111,8 +111,9 @@ def limits(case: Case, inputs: Inputs) -> dict[str, float]:
 
 @dataclass
 class Memory:
-    """Keys, values and gradient sums of a sequence. What `keys` returned is poisoned at its next
-    call, as a streaming slot is; keys from `limit` on must not be asked for."""
+    """Keys, values and gradient sums of a sequence, laid out as a buffer is: [S, B, Hk, D] seen as
+    [B, Hk, S, D]. What `keys` returned is poisoned at its next call, as a streaming slot is; keys
+    from `limit` on must not be asked for."""
 
     k: Tensor
     v: Tensor
@@ -122,6 +123,9 @@ class Memory:
     slot: tuple[Tensor, ...] = ()
 
     def __post_init__(self) -> None:
+        self.k, self.v = (
+            x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for x in (self.k, self.v)
+        )
         dtype = accumulate_dtype(self.k.dtype)
         self.dk, self.dv = (torch.zeros_like(x, dtype=dtype) for x in (self.k, self.v))
 

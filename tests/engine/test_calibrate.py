@@ -11,10 +11,10 @@ from torch import Tensor
 
 from farspan.engine import calibrate as module
 from farspan.engine.bench import (
+    GLANCE,
     HEAD_DIM,
     Attention,
     Bench,
-    Effort,
     attention,
     attentions,
     products,
@@ -22,7 +22,7 @@ from farspan.engine.bench import (
     weight_products,
     workspace,
 )
-from farspan.engine.calibrate import Calibration, _peak, calibrate, here
+from farspan.engine.calibrate import Calibration, _name, _peak, calibrate, here
 from farspan.plan.price.machines import (
     CURVES,
     OTHER_CURVES,
@@ -37,8 +37,8 @@ from farspan.plan.price.machines import (
 from farspan.spec import Curve, LayerSpec, Refused
 
 CPU = torch.device("cpu")
+DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
 TIMED = (*CURVES, *OTHER_CURVES, "softmax_forward", "softmax_backward", "logit")
-GLANCE = Effort(longest=1e-4, tries=1, passes=2, most=30, seconds=1.0, copied=2**20, queries=64)
 
 
 @pytest.fixture
@@ -57,15 +57,20 @@ def bench(clock: Callable[[], float] | None = None) -> Bench:
 
 
 @pytest.mark.usefixtures("glance")
-def test_a_calibrated_machine_is_a_machine_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_a_calibrated_machine_is_a_machine_file(device: torch.device, tmp_path: Path) -> None:
     said: list[str] = []
-    dtypes = (torch.float32, torch.float64)
-    file = calibrate(CPU, dtypes, said.append, quick=True)
-    assert file.spec.unified
-    assert file.spec.rates.keys() == {"float32", "float64"}
-    assert file.spec.reserve == 0
-    assert not any(rates.attention_workspace for rates in file.spec.rates.values())
-    assert file.spec.fetch == file.spec.fetch_together
+    on_cpu = device.type == "cpu"
+    dtypes = (torch.float32, torch.float64 if on_cpu else torch.bfloat16)
+    names = {_name(dtype) for dtype in dtypes}
+    file = calibrate(device, dtypes, said.append, quick=True)
+    assert file.about == GLANCE.about
+    assert file.spec.unified == on_cpu
+    assert file.spec.rates.keys() == names
+    if on_cpu:
+        assert file.spec.reserve == 0
+        assert not any(rates.attention_workspace for rates in file.spec.rates.values())
+        assert file.spec.fetch == file.spec.fetch_together
     # Every number is one that a file may hold, and comes back.
     assert from_json(to_json(file), "m") == file
     path = tmp_path / "m.json"
@@ -76,7 +81,8 @@ def test_a_calibrated_machine_is_a_machine_file(tmp_path: Path) -> None:
     assert planned[-1] == "2 of 2: overhead of a cell"
     # Every field that was timed says how far its looks lay apart.
     timed = {"memory", "fetch", "evict", "overhead"}
-    timed |= {f"rates.{dtype}.{name}" for dtype in ("float32", "float64") for name in TIMED}
+    timed |= set() if on_cpu else {"fetch_together", "evict_together"}
+    timed |= {f"rates.{dtype}.{name}" for dtype in names for name in TIMED}
     assert file.spread.keys() == timed
     assert min(file.spread.values()) >= 1.0
     # What one process cannot measure is said to be assumed.

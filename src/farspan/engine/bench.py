@@ -34,13 +34,13 @@ KV_SHARE = 4  # query heads that share a K, V head, as in most models of today
 HEAD_DIM = 128  # of attention's curves
 WIDEST = 8192  # of a product
 LONGEST = 16384  # tokens of an attention call
-WORKSPACE_TOKENS = 4096  # of the call whose memory is looked at: 32 MiB of queries on a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long to look."""
+    """How long to look, and at how much."""
 
+    about: str  # what a machine file says of itself
     longest: float  # seconds of a call that sizes grow up to
     tries: int  # runs in a look
     passes: int  # looks at every call, two at least
@@ -48,12 +48,25 @@ class Effort:
     seconds: float  # after two passes, one that would end later only begins for a contradiction
     copied: int  # bytes of each arena that copies are timed on
     queries: int  # of the calls that tell the softmax apart, eight times as many on a GPU
+    moved: int = 2**22  # bytes of a tensor of elementwise work, 64 times as many on a GPU
+    held: int = 4096  # tokens of the call whose memory is looked at: 32 MiB of queries on a GPU
 
 
 THOROUGH = Effort(
-    longest=0.06, tries=3, passes=3, most=10, seconds=60.0, copied=2**28, queries=1024
+    "measured", longest=0.06, tries=3, passes=3, most=10, seconds=60.0, copied=2**28, queries=1024
 )
-QUICK = Effort(longest=0.004, tries=2, passes=2, most=10, seconds=15.0, copied=2**26, queries=512)
+QUICK = Effort(
+    "measured quickly", 0.004, tries=2, passes=2, most=10, seconds=15.0, copied=2**26, queries=512
+)
+# To see that everything runs, also where a GPU is stood in for: its rates say nothing of a machine.
+GLANCE = Effort(
+    "measured at a glance: no rates to plan with",
+    *(1e-4, 1, 2, 30, 1.0),  # as little as can be told apart, until nothing contradicts itself
+    copied=2**20,
+    queries=64,
+    moved=2**12,
+    held=256,
+)
 
 
 @dataclass(slots=True)
@@ -277,14 +290,14 @@ def workspace(bench: Bench, dtype: torch.dtype) -> float:
 
 
 def _workspace(bench: Bench, dtype: torch.dtype, *, causal: bool) -> float:
-    made = attention(bench, dtype, WORKSPACE_TOKENS, HEAD_DIM, causal=causal)
+    made = attention(bench, dtype, bench.effort.held, HEAD_DIM, causal=causal)
     call = made.call(backward=True)
     call()  # what libraries take once and keep is in the reserve
     bench.wait()
     with PeakMeter(bench.device) as meter:
         results: Any = call()
     taken = meter.peak - sum(result.nbytes for result in results)
-    return max(0, taken) / (2 * WORKSPACE_TOKENS * made.heads * HEAD_DIM)
+    return max(0, taken) / (2 * bench.effort.held * made.heads * HEAD_DIM)
 
 
 # -- memory and copies ---------------------------------------------------------------------------
@@ -293,7 +306,7 @@ def _workspace(bench: Bench, dtype: torch.dtype, *, causal: bool) -> float:
 def memory(bench: Bench) -> float:
     """Bytes a second that elementwise work reads and writes. Results are fresh, as a model's are:
     on a CPU their pages may have to be made first."""
-    size = 2**22 if bench.on_cpu else 2**28
+    size = bench.effort.moved * (1 if bench.on_cpu else 64)
     x, y = (bench.random(size // 4, dtype=torch.float32) for _ in range(2))
 
     def call() -> Tensor:
