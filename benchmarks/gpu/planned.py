@@ -153,7 +153,7 @@ def plan_json(plan: Plan) -> Row:
         "fits": plan.fits,
         "reason": plan.reason,
         "seconds": plan.seconds.total,
-        "exposed_seconds": plan.seconds.exposed(),
+        "exposed_seconds": plan.seconds.exposed(overlap=plan.question.overlap),
         "overlap": plan.question.overlap,
         "device_bytes": sum(device.values()),
         "host_bytes": plan.host.total,

@@ -49,6 +49,7 @@ class Effort:
     copied: int  # bytes of each arena that copies are timed on
     queries: int  # of the calls that tell the softmax apart, eight times as many on a GPU
     moved: int = 2**22  # bytes of a tensor of elementwise work, 64 times as many on a GPU
+    chunk: int = 1024  # tokens of cells that are issued on a GPU: cuDNN's blocks are no shorter
     held: int = 4096  # tokens of the call whose memory is looked at: 32 MiB of queries on a GPU
 
 
@@ -65,6 +66,7 @@ GLANCE = Effort(
     copied=2**20,
     queries=64,
     moved=2**12,
+    chunk=128,
     held=256,
 )
 

@@ -48,7 +48,6 @@ from farspan.spec import Curve, MachineSpec, Rates, Refused, Schedule
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 CHUNKS = 4  # of the steps that cells are issued in
-VENDOR_CHUNK = 1024  # tokens: cuDNN's attention is for no less (farspan.attention.backends)
 LATENCY = 2e-5  # of a collective, which one process cannot measure
 ASSUMED = {
     "peer": "assumed: through main memory, as fast as the slower direction",
@@ -237,6 +236,9 @@ def _cell_seconds(bench: Bench) -> float:
     On a GPU it is one in bfloat16, in chunks that the vendors' attention kernels take, since what
     is launched is what is counted. A CPU issues with the cores that compute: a few tokens, there.
     """
+    dtype, chunk = torch.bfloat16, bench.effort.chunk
+    if bench.on_cpu:
+        dtype, chunk = torch.float32, 16
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=32,
@@ -244,9 +246,8 @@ def _cell_seconds(bench: Bench) -> float:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=CHUNKS * VENDOR_CHUNK,
+        max_position_embeddings=CHUNKS * chunk,
     )
-    dtype, chunk = (torch.float32, 16) if bench.on_cpu else (torch.bfloat16, VENDOR_CHUNK)
     model: nn.Module = LlamaForCausalLM(config)
     step = Step(model.to(bench.device, dtype).train(), Schedule(chunk=chunk, kv_block=chunk))
     tokens = CHUNKS * chunk
