@@ -123,8 +123,10 @@ class Memory:
     slot: tuple[Tensor, ...] = ()
 
     def __post_init__(self) -> None:
+        # Fresh: `contiguous` keeps another stride of a batch of one, as any stride of one place.
         self.k, self.v = (
-            x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for x in (self.k, self.v)
+            x.new_empty([x.shape[i] for i in (2, 0, 1, 3)]).permute(1, 2, 0, 3).copy_(x)
+            for x in (self.k, self.v)
         )
         dtype = accumulate_dtype(self.k.dtype)
         self.dk, self.dv = (torch.zeros_like(x, dtype=dtype) for x in (self.k, self.v))
