@@ -9,6 +9,7 @@ curves of a laptop and of an H200 both end where the machine is as fast as it ge
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
