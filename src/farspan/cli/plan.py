@@ -14,6 +14,7 @@ from farspan.cli.planned import Answer, Longest, write_timeline
 from farspan.lazy import load
 from farspan.plan.ask import AS_IN_RUN_FILES, HERE, Request
 from farspan.plan.cell.describe import dtype_name
+from farspan.plan.headroom import SHARE
 from farspan.plan.model.catalog import presets
 from farspan.plan.pages import EXAMPLE, read_sparse
 from farspan.plan.price.machines import names as machine_names
@@ -34,7 +35,7 @@ from farspan.train.config import (
 app = typer_app()
 
 # Options that are of the machine, or say what no run file does; the others are put into the run.
-OF_MACHINE = ("machine", "gpus", "optimizer", "device_memory", "host_memory")
+OF_MACHINE = ("machine", "gpus", "optimizer", "device_memory", "host_memory", "headroom")
 MODELS = ", ".join(preset.name for preset in presets())
 MACHINES = ", ".join(machine_names())
 
@@ -84,6 +85,13 @@ DeviceMemory = Annotated[
 HostMemory = Annotated[
     str | None, typer.Option(help="Of the node, in place of the machine's: 128GiB.")
 ]
+Headroom = Annotated[
+    str | None,
+    typer.Option(
+        help="Of a device, left free where any plan can: 3GiB, 5%, 0; default: "
+        f"{SHARE:.0%} less what the machine's reserve explains."
+    ),
+]
 Lora = Annotated[
     int | None,
     typer.Option(help="Rank of adapters on every linear module; 0, the default: none."),
@@ -119,6 +127,7 @@ def plan_command(
     dtype: DTypeName = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
+    headroom: Headroom = None,
     sparse: SparseText = None,
     max_context: LongestToo = False,
     timeline: Timeline = None,
@@ -129,6 +138,7 @@ def plan_command(
         **{"model": model, "context": context, "machine": machine, "gpus": gpus, "batch": batch},
         **{"strategy": strategy, "optimizer": optimizer, "lora": lora, "dtype": dtype},
         **{"device_memory": device_memory, "host_memory": host_memory, "sparse": sparse},
+        **{"headroom": headroom},
     }
     given = {name: value for name, value in options.items() if value is not None}
     answer = _of_model(given, max_context) if run is None else _of_run(run, given, max_context)

@@ -8,6 +8,7 @@ import typer
 
 from farspan.cli.ending import typer_app
 from farspan.lazy import load
+from farspan.plan.headroom import SHARE
 from farspan.plan.pages import EXAMPLE, OFF, ON, read_sparse
 from farspan.plan.strategies import AUTO, STRATEGIES
 from farspan.train.config import RunConfig, load_run, with_sparse, with_strategy
@@ -44,6 +45,13 @@ def train_command(
             "file's, and of all that is available."
         ),
     ] = None,
+    headroom: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Of a GPU, that --strategy {AUTO} leaves free where any schedule can: 3GiB, 5%, "
+            f"0; default: {SHARE:.0%} less what the machine's reserve explains."
+        ),
+    ] = None,
     folder: Annotated[Path | None, typer.Option(help="Run folder; the same resumes.")] = None,
     steps: Annotated[int | None, typer.Option(help="Updates to do in all.")] = None,
     json_wanted: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -53,6 +61,8 @@ def train_command(
     chosen, notes = override(chosen, strategy_name, folder, steps)
     if host_memory is not None:
         chosen = replace(chosen, host_memory=host_memory)
+    if headroom is not None:
+        chosen = replace(chosen, headroom=headroom)
     if sparse is not None:
         chosen, note = with_sparse(chosen, read_sparse(sparse))
         notes += [] if note is None else [note]

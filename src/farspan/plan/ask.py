@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypedDict, Unpack, cast
 from farspan.lazy import load
 from farspan.plan.cell.describe import dtype_name, model_spec
 from farspan.plan.cell.layer import layer_weights
+from farspan.plan.headroom import headroom_bytes
 from farspan.plan.layout import Layout, sequence_layout
 from farspan.plan.model.architecture import Architecture
 from farspan.plan.model.catalog import find_architecture, find_config
@@ -46,6 +47,7 @@ class Options(TypedDict, total=False):
     dtype: str
     device_memory: str | int | None
     host_memory: str | int | None
+    headroom: str | int | None
     sparse: Sparse | None
     kernels: Kernels
     progress: Callable[[str], None]
@@ -68,6 +70,8 @@ class Request:
     dtype: str = "bfloat16"
     device_memory: str | int | None = None  # in place of what the machine's device has
     host_memory: str | int | None = None  # in place of what the machine's node has
+    # Of a device that a plan leaves where any can: bytes, "5%", 0; None: `headroom.SHARE` of it.
+    headroom: str | int | None = None
     sparse: Sparse | None = None  # attention that approximates; None: exact
     kernels: Kernels = field(default_factory=Kernels)  # who computes
     progress: Callable[[str], None] = _in_silence  # hears what of this machine is measured
@@ -89,6 +93,7 @@ class Request:
             overlap=not machine.unified,  # as the engine's copies run on a GPU, and on a CPU
             sparse=self.sparse,
             kernels=self.kernels,
+            headroom=headroom_bytes(self.headroom, machine),
         )
         return as_run(question)
 

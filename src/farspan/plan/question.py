@@ -1,7 +1,7 @@
 """What is asked of the planner, and what it answers."""
 
 from dataclasses import asdict, dataclass, field, replace
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Any
 
 from farspan.lazy import load
@@ -34,6 +34,7 @@ class Question:
     sparse: Sparse | None = None  # attention that approximates; None: exact
     accumulates: bool = False  # gradients of earlier batches are there when the step begins
     kernels: Kernels = field(default_factory=Kernels)
+    headroom: int = 0  # device bytes that a plan leaves where any can (plan.headroom)
 
     def adapter_rank(self) -> int | None:
         """Of LoRA on every linear module; 0: none; None: not known, of a model that was looked at
@@ -73,6 +74,21 @@ class Budget:
     def left(self) -> int:
         """Bytes to spare; negative when it does not fit."""
         return self.limit - self.total
+
+
+class Fit(IntEnum):
+    """How well a plan fits, the best last."""
+
+    NOT = 0
+    TIGHT = 1  # without the headroom that the question asks for
+    ROOMY = 2
+
+
+def fit_of(question: Question, device: Budget, host: Budget) -> Fit:
+    """Of a plan's bytes on a question's machine."""
+    if min(device.left, host.left) < 0:
+        return Fit.NOT
+    return Fit.TIGHT if device.left < question.headroom else Fit.ROOMY
 
 
 # Of a step: both sides of a difference are sums of up to a million times, each of which is off by
@@ -131,8 +147,17 @@ class Plan:
         )
 
     @property
+    def fit(self) -> Fit:
+        return fit_of(self.question, self.device, self.host)
+
+    @property
     def fits(self) -> bool:
-        return self.device.left >= 0 and self.host.left >= 0
+        return self.fit > Fit.NOT
+
+    @property
+    def tight(self) -> bool:
+        """Does it fit, and take of the device's headroom?"""
+        return self.fit is Fit.TIGHT
 
     @property
     def hides(self) -> bool:
@@ -141,10 +166,11 @@ class Plan:
         sparse = self.schedule.sparse
         return sparse is not None and sparse.hides(self.question.run.tokens, self.schedule.chunk)
 
-    def rank(self) -> tuple[bool, float]:
-        """Sorts plans: those that fit, the fastest first, then the others by what they miss."""
+    def rank(self) -> tuple[int, float]:
+        """Sorts plans: those that fit and leave headroom, the fastest first, then those that are
+        tight, then the others by what they miss."""
         over = -min(0, self.device.left) - min(0, self.host.left)
-        return not self.fits, self.seconds.total if self.fits else over
+        return -self.fit, self.seconds.total if self.fits else over
 
     @property
     def tokens_per_second(self) -> float:
@@ -165,6 +191,8 @@ class Plan:
             "batch": question.run.batch,
             "context": question.run.tokens,
             "fits": self.fits,
+            "tight": self.tight,
+            "headroom": question.headroom,
             "strategy": self.strategy,
             "schedule": {
                 "chunk": schedule.chunk,

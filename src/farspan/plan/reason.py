@@ -18,18 +18,22 @@ MOST_DEVICES = 64
 def reason_of(plan: Plan, others: Sequence[Plan]) -> str:
     """One or two sentences on what was chosen."""
     parts = [_choices(plan), *_given(plan, others)]
-    slower = [other for other in others if other.fits and other.strategy != plan.strategy]
+    if plan.tight:
+        parts.append(f"nothing leaves {write_bytes(plan.question.headroom)} of the device free")
+    slower = [o for o in others if o.fit is plan.fit and o.strategy != plan.strategy]
     if slower:
         ratio = slower[0].seconds.total / plan.seconds.total
         parts.append(f"{slower[0].strategy}, the next that fits, takes {ratio:.2f} times as long")
     if others and not slower:
-        parts.append("no other strategy fits")
+        with_room = " and leaves the headroom" if any(other.tight for other in others) else ""
+        parts.append(f"no other strategy fits{with_room}")
     return "; ".join(parts)
 
 
 def _given(plan: Plan, others: Sequence[Plan]) -> Iterator[str]:
     """What the fastest would take, where another is preferred."""
-    fastest = min((other for other in others if other.fits), key=Plan.rank, default=plan)
+    like = (other for other in others if other.fit is plan.fit)
+    fastest = min(like, key=Plan.rank, default=plan)
     ratio = fastest.seconds.total / plan.seconds.total
     if ratio < 1:
         host, device = fastest.host.total - plan.host.total, fastest.device.total

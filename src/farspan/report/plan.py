@@ -10,7 +10,7 @@ from rich.text import Text
 
 from farspan.plan.balance import chunks_of
 from farspan.plan.price.local import local_model, stage_schedule
-from farspan.plan.question import Budget, Optimizer, Plan, Question
+from farspan.plan.question import Budget, Fit, Optimizer, Plan, Question
 from farspan.plan.units import write_bytes, write_most, write_seconds, write_tokens
 from farspan.plan.words import part_words
 from farspan.report.tables import bars_table, lines_table
@@ -37,6 +37,7 @@ RECURRENT = (
     "what recurrent layers compute beside their projections is not priced: a step takes longer "
     "than is said here, most of all without the kernels that their family names"
 )
+FITS = {Fit.NOT: "no", Fit.TIGHT: "tight", Fit.ROOMY: "yes"}
 LANES = {
     "compute": "compute",
     "fetch": "host to device",
@@ -75,13 +76,15 @@ def verdict(plan: Plan) -> Text:
     """Does it fit, by how much on each tier; if not, what breaks first and what would help."""
     text = Text(f"{subject(plan)}\n")
     if plan.fits:
-        text.append("fits", "bold green")
+        text.append("fits, but tight" if plan.tight else "fits", "bold green")
     else:
         text.append("does NOT fit", "bold red")
     if plan.question.machine.unified:
         text.append(f": {_margin(plan.device)} in the one memory of both tiers\n")
     else:
         text.append(f": {_margin(plan.device)} on the device, {_margin(plan.host)} on the host\n")
+    if plan.tight:
+        text.append(f"{tight_words(plan)}\n", "yellow")
     if not plan.fits and plan.reason:
         text.append(f"{plan.reason}\n", "red")
     if not plan.fits and plan.remedy:
@@ -89,6 +92,16 @@ def verdict(plan: Plan) -> Text:
     for note in notes(plan):
         text.append(f"note: {note}\n")
     return text
+
+
+def tight_words(plan: Plan) -> str:
+    """What is missing of the headroom, and what it is for."""
+    question, left = plan.question, plan.device.left
+    return (
+        f"tight: {write_bytes(question.headroom)} of a device are better left to fragments, "
+        f"libraries' workspaces and messages, and {write_bytes(left)} are; a shorter context or "
+        "less that is kept there leaves more"
+    )
 
 
 def notes(plan: Plan) -> Iterator[str]:
@@ -199,7 +212,7 @@ def alternatives_table(plan: Plan) -> Table:
         groups = schedule.group_sizes(len(local_model(other.question).layers))
         table.add_row(
             other.strategy,
-            "yes" if other.fits else "no",
+            FITS[other.fit],
             write_seconds(other.seconds.total),
             _share(other.device),
             _share(other.host),

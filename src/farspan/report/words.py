@@ -23,6 +23,11 @@ def schedule_words(schedule: Schedule, layers: int, chunks: int) -> list[str]:
         lines.append("attention outputs of the open group kept while it is rebuilt")
     if schedule.layer_checkpoint:
         lines.append("backward holds one layer's activations at a time")
+    default = Schedule()
+    if schedule.head_tokens != default.head_tokens:
+        lines.append(f"logits of {schedule.head_tokens:,} tokens at a time")
+    if schedule.kv is Tier.DEVICE and schedule.kv_block != default.kv_block:
+        lines.append(f"attention calls on up to {schedule.kv_block:,} earlier keys")
     return lines
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from farspan.data.config import DataConfig
+from farspan.plan.headroom import read_headroom
 from farspan.plan.strategies import AUTO, check_name
 from farspan.plan.units import read_memory
 from farspan.spec import Kernels, Refused, Schedule, Sparse, Tier
@@ -263,6 +264,7 @@ class RunConfig:
     seed: int = 0
     device: str = "auto"  # auto, cpu, cuda, cuda:1
     host_memory: str | int | None = None  # that a node's ranks may take; null: what is available
+    headroom: str | int | None = None  # of a GPU that auto leaves: 3GiB, 5%, 0; null: 6% of it
     parallel: Parallel | Auto | None = None  # how the ranks that torchrun started share it
     allocator: DeviceAllocator = DeviceAllocator.DEFAULT
     nonfinite: OnNonfinite = OnNonfinite.STOP
@@ -285,6 +287,7 @@ class RunConfig:
                 f"got {self.optimizer.warmup}"
             )
         self.host_bytes()
+        read_headroom(self.headroom)
         self._check_chunk()
         if self.model.lora is not None:
             self._check_lora()

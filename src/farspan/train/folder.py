@@ -42,6 +42,7 @@ FREE = (
     *(
         "device",
         "host_memory",
+        "headroom",
         "allocator",
         "schedule.",
         "kernels.",

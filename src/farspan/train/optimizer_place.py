@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from farspan.memory.host import available_host_bytes
+from farspan.plan.question import Fit
 from farspan.spec import MachineSpec
 from farspan.train.config import StatesPlace
 
@@ -33,15 +34,21 @@ class Placed:
 DEFAULT = Placed(StatesPlace.DEVICE, "both tiers lie in main memory")
 
 
-def choose_place(fits: Callable[[StatesPlace], bool], before: str | None) -> Placed:
-    """The device if a step fits beside them, else the host. States that were on the host stay
-    there, so that a run goes on to the same bits. Never 8 bits: that is not AdamW."""
+def choose_place(fit: Callable[[StatesPlace], Fit], before: str | None) -> Placed:
+    """The device if a step fits beside them and leaves the device's headroom, else the host if it
+    fits better there. States that were on the host stay there, so that a run goes on to the same
+    bits. Never 8 bits: that is not AdamW."""
     if before == StatesPlace.HOST:
         return Placed(StatesPlace.HOST, "as before")
-    if fits(StatesPlace.DEVICE):
+    beside = fit(StatesPlace.DEVICE)
+    if beside is Fit.ROOMY:
         return Placed(StatesPlace.DEVICE, "they fit beside the step")
-    if fits(StatesPlace.HOST):
-        return Placed(StatesPlace.HOST, "by the plan they do not fit beside the step on the device")
+    if fit(StatesPlace.HOST) > beside:
+        tightly = " but tightly" if beside is Fit.TIGHT else ""
+        why = f"by the plan they do not fit beside the step on the device{tightly}"
+        return Placed(StatesPlace.HOST, why)
+    if beside is Fit.TIGHT:
+        return Placed(StatesPlace.DEVICE, "they fit beside the step, but tightly")
     return Placed(StatesPlace.DEVICE, "the plan finds room for the step nowhere")
 
 

@@ -14,7 +14,7 @@ from farspan.plan.ask import HERE, Request, as_run
 from farspan.plan.grid import group_ranges
 from farspan.plan.layout import ALONE, Layout, sequence_layout
 from farspan.plan.price.workspace import with_kernels
-from farspan.plan.question import Optimizer, Plan, Question
+from farspan.plan.question import Fit, Optimizer, Plan, Question
 from farspan.plan.search.plans import best_plan, longest_contexts, plan_as_written
 from farspan.plan.strategies import AUTO
 from farspan.plan.units import write_seconds
@@ -36,6 +36,7 @@ class Asked(TypedDict, total=False):
     optimizer: str  # in place of `optimizer.states`
     device_memory: str
     host_memory: str
+    headroom: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +92,14 @@ class QuestionsOfRun:
     questions: tuple[Question, ...]
 
     def plan(self) -> PlanOfRun:
-        """With the states in the first place where it fits; where it fits nowhere, in the first.
-        Raises Refused."""
+        """With the states in the first place where it fits and leaves headroom, or else fits at
+        all; where it fits nowhere, in the first. Raises Refused."""
         plans: list[Plan] = []
         for question in self.questions:
             plans.append(self._plan(question))
-            if plans[-1].fits:
-                return PlanOfRun(self.run, plans[-1])
-        return PlanOfRun(self.run, plans[0])
+            if plans[-1].fit is Fit.ROOMY:
+                break
+        return PlanOfRun(self.run, max(plans, key=lambda plan: plan.fit))  # of equals the first
 
     def longest(self) -> dict[str, Plan]:
         """As `longest_contexts`, with the states where most fits."""
@@ -151,6 +152,7 @@ def questions_of_run(
         dtype=run.model.dtype.value,
         device_memory=asked.get("device_memory"),
         host_memory=asked.get("host_memory"),
+        headroom=asked.get("headroom", run.headroom),
         sparse=run.pages(),
         kernels=run.kernels,
     ).question()

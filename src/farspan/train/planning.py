@@ -12,10 +12,11 @@ from farspan.engine.deal import Dealt
 from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
 from farspan.plan.grid import group_ranges
+from farspan.plan.headroom import headroom_bytes
 from farspan.plan.layout import Layout, refuse_together
 from farspan.plan.price.evaluate import size
 from farspan.plan.price.workspace import with_kernels
-from farspan.plan.question import Optimizer, Plan, Question
+from farspan.plan.question import Fit, Optimizer, Plan, Question, fit_of
 from farspan.plan.strategies import AUTO
 from farspan.spec import MachineSpec, Refused, RunSpec, Schedule, Tier
 from farspan.train.choice import (
@@ -164,6 +165,7 @@ def question_of(
         sparse=run.pages(),
         accumulates=run.accumulate > 1,
         kernels=run.kernels,
+        headroom=headroom_bytes(run.headroom, machine),
     )
 
 
@@ -187,13 +189,14 @@ def place_states(
         adapters = run.model.lora.everywhere() if run.model.lora else 0
         looked = look(model, run.model.dtype.value, device, adapters, run.kernels)
 
-        def fits(states: StatesPlace) -> bool:
+        def fit(states: StatesPlace) -> Fit:
             question = question_of(run, looked, machine, states, crew)
             if run.schedule.strategy == AUTO:
-                return parts.best_plan(question).fits
-            return size(question, parts.schedule_of(run, model)).fits
+                return parts.best_plan(question).fit
+            sized = size(question, parts.schedule_of(run, model))
+            return fit_of(question, sized.device, sized.host)
 
-        return choose_place(fits, before)
+        return choose_place(fit, before)
 
     # What is free differs from rank to rank.
     return lambda model, device: crew.by_first(lambda: place(model, device))

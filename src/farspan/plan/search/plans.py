@@ -6,15 +6,17 @@ from dataclasses import replace
 from functools import partial
 
 from farspan.plan.grid import group_ranges
+from farspan.plan.headroom import of_whole, with_room
 from farspan.plan.layout import Layout, refuse_together
 from farspan.plan.price.evaluate import evaluate, size
 from farspan.plan.price.local import local_model, refuse_layout, stage_schedule
-from farspan.plan.question import Plan, Question
+from farspan.plan.question import Fit, Plan, Question
 from farspan.plan.reason import breaks_first, reason_of, remedy_of
 from farspan.plan.search import quick
 from farspan.plan.search.alpha import with_alpha
 from farspan.plan.search.best_first import gap, search
 from farspan.plan.search.estimate import plan_of
+from farspan.plan.search.pieces import with_pieces
 from farspan.plan.search.room import roomiest, states_do_not_fit
 from farspan.plan.search.space import MOST_CELLS, thriftiest, whole_space
 from farspan.plan.search.sparse import best_sparse, longest_sparse
@@ -25,6 +27,7 @@ from farspan.spec import Refused, RunSpec, Schedule
 FINEST = 64  # the longest context is found to within 1 / FINEST of itself
 LEAST = 1024  # tokens
 MOST_TOKENS = 2**31  # a longer step is not planned: its blocks are too many even to count
+PIECES = 16  # sizes of pieces may take a part of the seconds that the search may
 CANDIDATES = 6  # schedules whose memory is looked at more closely where the least is sought
 MOST_NAMED = 4 * MOST_CELLS  # cells of a strategy whose chunk is its own
 
@@ -36,9 +39,10 @@ def best_plan(
     main memory found, or as much and less of the device; the others as its alternatives.
 
     `strategies` are the names to choose from, None for all; `grouped` stands for the whole space
-    of schedules, searched for about `seconds` of this process's time. If nothing fits, the plan
-    that misses by the least, with what breaks first and a change that would help. With
-    `question.sparse` see `search.sparse`. Raises Refused.
+    of schedules, searched for about `seconds` of this process's time. A plan that does not leave
+    the question's headroom is taken where none does. If nothing fits, the plan that misses by the
+    least, with what breaks first and a change that would help. With `question.sparse` see
+    `search.sparse`. Raises Refused.
     """
     refuse_layout(question)
     if question.run.tokens > MOST_TOKENS:
@@ -59,7 +63,7 @@ def best_plan(
             alternatives=others,
         )
     # What is known of the whole space holds for whichever is the best.
-    lowest = min(p.seconds.total / (1 + p.gap) for p in (best, *others) if p.fits)
+    lowest = min(p.seconds.total / (1 + p.gap) for p in (best, *others) if p.fit is best.fit)
     off = gap(best, lowest)
     return replace(best, gap=off, reason=reason_of(best, others), alternatives=others)
 
@@ -100,10 +104,20 @@ def _beside(plan: Plan, best: Plan) -> str:
 def longest_contexts(
     question: Question, strategies: Sequence[str] | None = None, seconds: float = 4.0
 ) -> dict[str, Plan]:
-    """By strategy, the plan at the longest context that fits; a strategy that fits none is left
-    out. Contexts are found to within 1 / 64 of themselves; plans are the fastest, since what a
-    longest context leaves of memory is of no use to it."""
+    """By strategy, the plan at the longest context that fits and leaves the question's headroom; a
+    strategy that has none is left out. Contexts are found to within 1 / 64 of themselves; plans are
+    the fastest, since what else a longest context leaves of memory is of no use to it."""
     refuse_layout(question)
+    plans = _longest_plans(with_room(question), strategies, seconds)
+    return {
+        name: of_whole(_at(question, plan.question.run.tokens), plan)
+        for name, plan in plans.items()
+    }
+
+
+def _longest_plans(
+    question: Question, strategies: Sequence[str] | None, seconds: float
+) -> dict[str, Plan]:
     if question.sparse is not None:
         dense = partial(longest_contexts, strategies=strategies, seconds=seconds)
         return longest_sparse(question, dense, LEAST, FINEST)
@@ -129,13 +143,15 @@ def _remedy(plan: Plan, strategies: Sequence[str] | None) -> str:
     return remedy_of(
         plan,
         lambda question, named=strategies: fits(question, named),
-        lambda: max(_longest(plan.question, name) for name in names),
+        lambda: max(_longest(with_room(plan.question), name) for name in names),
         strategies is not None,
     )
 
 
 def fits(question: Question, strategies: Sequence[str] | None = None) -> bool:
-    """Does any schedule of these strategies fit, by a close look at the thriftiest of each?"""
+    """Does any schedule of these strategies fit and leave the question's headroom, by a close look
+    at the thriftiest of each?"""
+    question = with_room(question)
     names = [GROUPED] if strategies is None else strategies
     return any(_fitting(question, name) is not None for name in names)
 
@@ -180,9 +196,20 @@ def _searched(
     question: Question, others: Sequence[Plan], seconds: float, tolerance: float = TOLERANCE
 ) -> list[Plan]:
     """The best of the whole space, which has the fastest of the others to beat, and what it was
-    preferred to for its bytes; where none is found the thriftiest schedule, which fits if any
-    does."""
-    fitting = [plan for plan in others if plan.fits]
+    preferred to for its bytes: of what leaves the headroom, or where nothing does of all. Where
+    none is found the thriftiest schedule, which fits if any does."""
+    roomy = with_room(question)
+    found = _found(roomy, [p for p in others if p.fit is Fit.ROOMY], seconds, tolerance)
+    if roomy is not question and not any(plan.fits for plan in found):
+        found = _found(question, [p for p in others if p.fits], seconds, tolerance)
+    return [of_whole(question, plan) for plan in found]
+
+
+def _found(
+    question: Question, fitting: list[Plan], seconds: float, tolerance: float
+) -> list[Plan]:
+    """By a search that has the fastest of the `fitting` to beat."""
+    others = tuple(fitting)
     if question.overlap:
         # Where copies run beside the computation many schedules have nearly one bound. What is
         # fastest without that is close to what is fastest with it, and soon found.
@@ -200,7 +227,8 @@ def _searched(
         if not any(plan is outcome.fastest for plan in (*found, *others)):
             found.append(outcome.fastest)
     gaps = [gap(plan, outcome.lowest) if plan.fits else 0.0 for plan in found]
-    return [replace(p, strategy=GROUPED, gap=off) for p, off in zip(found, gaps, strict=True)]
+    found = [replace(p, strategy=GROUPED, gap=off) for p, off in zip(found, gaps, strict=True)]
+    return with_pieces(found, seconds / PIECES) if found[0].fits else found
 
 
 def _at(question: Question, tokens: int) -> Question:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from farspan.plan.price.evaluate import evaluate
 from farspan.plan.question import Plan, Question
 from farspan.plan.reason import breaks_first, reason_of
+from farspan.plan.search.pieces import with_pieces
 from farspan.plan.search.space import chunk_sizes
 from farspan.plan.search.thrift import chosen
 from farspan.plan.strategies import GROUPED
@@ -76,7 +77,8 @@ def _grouped(question: Question, plans: Sequence[Plan]) -> list[Plan]:
     known = [*plans, *_narrower(question, plans)]
     best, fastest = chosen(known)[0], min(known, key=Plan.rank)
     found = [best] if best is fastest else [best, fastest]
-    return [replace(plan, strategy=GROUPED) for plan in found]
+    found = [replace(plan, strategy=GROUPED) for plan in found]
+    return with_pieces(found, NARROWING / 4) if best.fits else found
 
 
 def _narrower(question: Question, plans: Sequence[Plan]) -> list[Plan]:

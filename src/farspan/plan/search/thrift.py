@@ -32,9 +32,11 @@ def footprint(plan: Plan) -> Footprint:
 
 
 def lightest(plans: Iterable[Plan], tolerance: float = TOLERANCE) -> Plan:
-    """Of the plans that fit, one at least, and take at most `tolerance` longer than the fastest of
-    them that with the least footprint, and of equal ones the fastest."""
-    fitting = [plan for plan in plans if plan.fits]
+    """Of the plans that fit as well as any, and take at most `tolerance` longer than the fastest of
+    them, that with the least footprint, and of equal ones the fastest."""
+    found = list(plans)
+    most = max(plan.fit for plan in found)
+    fitting = [plan for plan in found if plan.fit is most]
     limit = min(plan.seconds.total for plan in fitting) * (1 + tolerance)
     near = [plan for plan in fitting if plan.seconds.total <= limit]
     return min(near, key=lambda plan: (footprint(plan), plan.seconds.total))
