@@ -6,7 +6,8 @@ Of each machine one device is used, with its share of the node's main memory, an
 the computation, as in the engine on CUDA. Rates are those of the presets.
 
 Models are trained in the way that is named with them: in full with AdamW's states on the device, or
-by LoRA adapters of rank 16. A longest context is found to within a sixty-fourth of itself.
+by LoRA adapters of rank 16. A longest context is found to within a sixty-fourth of itself, and
+leaves the headroom that plans leave by default.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from farspan.plan.cell.describe import model_spec
+from farspan.plan.headroom import headroom_bytes
 from farspan.plan.model.catalog import find_architecture
 from farspan.plan.price.evaluate import evaluate
 from farspan.plan.price.machines import machine
@@ -73,6 +75,7 @@ def ask(model: str, way: Way, on: MachineSpec, tokens: int) -> Question:
         optimizer=way.optimizer,
         architecture=architecture,
         overlap=True,
+        headroom=headroom_bytes(None, on),
     )
 
 

@@ -12,6 +12,7 @@ from benchmarks.coarse import Coarse, even_cuts
 from farspan.plan.layout import Layout
 from farspan.plan.price.evaluate import evaluate
 from farspan.plan.price.local import refuse_layout
+from farspan.plan.question import Fit
 from farspan.plan.search.best_first import search
 from farspan.plan.search.plans import named_schedule
 from farspan.plan.strategies import STRATEGIES
@@ -114,7 +115,7 @@ def test_one_device_has_its_share_of_main_memory() -> None:
 
 
 def test_longest_contexts_are_those_of_the_planner(planned: dict[str, Any]) -> None:
-    """Planned anew for one small model: nothing longer by a fortieth fits."""
+    """Planned anew for one small model: nothing longer by a fortieth fits and leaves headroom."""
     row = planned["longest"][0]
     on = fit.one_device(row["machine"])
     for name in ("plain", "recompute", "offload"):
@@ -122,7 +123,7 @@ def test_longest_contexts_are_those_of_the_planner(planned: dict[str, Any]) -> N
         for asked, does_fit in ((tokens, True), (tokens + tokens // 40 + 1024, False)):
             question = fit.ask(row["model"], fit.FULL, on, asked)
             plan = evaluate(question, name, named_schedule(question, name))
-            assert plan.fits is does_fit
+            assert (plan.fit is Fit.ROOMY) is does_fit
 
 
 # -- many devices ----------------------------------------------------------------------------------

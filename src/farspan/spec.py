@@ -235,6 +235,7 @@ class MachineSpec:
     reserve: int  # device bytes that nobody can use: context, libraries' workspaces
     unified: bool = False  # both tiers lie in main memory (a CPU): `device_bytes` is not used
     processors: int = 0  # streaming multiprocessors of one device; 0: not known
+    pinned: bool = True  # main memory can be locked for copies; else each holds up all that follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,8 +247,7 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         for field in ("batch", "tokens"):
-            value = getattr(self, field)
-            if not _is_count(value):
+            if not _is_count(value := getattr(self, field)):
                 raise Refused(f"{field}: expected a whole number of at least 1, got {value!r}")
 
 

@@ -85,9 +85,7 @@ def oomb() -> Plan:
 
 
 @pytest.mark.parametrize(("more", "fit"), [(GIB, Fit.ROOMY), (GIB - 1, Fit.TIGHT), (-1, Fit.NOT)])
-def test_a_named_schedule_may_use_the_headroom_to_the_byte(
-    oomb: Plan, more: int, fit: Fit
-) -> None:
+def test_a_named_schedule_may_use_the_headroom_to_the_byte(oomb: Plan, more: int, fit: Fit) -> None:
     asked = of_bytes(oomb, more, GIB, question(32 * 1024))
     plan = best_plan(asked, ["oomb"], SECONDS)
     assert (plan.fit, plan.fits, plan.tight) == (fit, fit is not Fit.NOT, fit is Fit.TIGHT)

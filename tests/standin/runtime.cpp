@@ -60,6 +60,12 @@ size_t device_bytes() {
     return given ? std::strtoull(given, nullptr, 0) : 150'110'011'392;
 }
 
+// STANDIN_LOCKS=none: no main memory can be locked; =own: only what the runtime itself allocates.
+bool locks(bool is_own) {
+    const char* given = std::getenv("STANDIN_LOCKS");
+    return !given || (is_own && std::strcmp(given, "own") == 0);
+}
+
 size_t whole(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 cudaError_t fail(cudaError_t error, const char* what) {
@@ -227,6 +233,7 @@ API cudaError_t cudaFree(void* pointer) { return give_back(pointer, Kind::Device
 
 API cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
     std::lock_guard guard(mutex);
+    if (!locks(/*is_own=*/true)) return last = cudaErrorMemoryAllocation;
     return take(pointer, whole(bytes, PAGE), Kind::Locked);
 }
 API cudaError_t cudaFreeHost(void* pointer) {
@@ -235,6 +242,7 @@ API cudaError_t cudaFreeHost(void* pointer) {
 
 API cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
     std::lock_guard guard(mutex);
+    if (!locks(/*is_own=*/false)) return last = cudaErrorNotSupported;
     auto begin = reinterpret_cast<uintptr_t>(pointer);
     for (auto& [other, range] : ranges)
         if (begin < other + range.bytes && other < begin + bytes)

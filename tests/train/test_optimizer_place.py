@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from farspan.plan.price.evaluate import size
-from farspan.plan.question import Optimizer, Question
+from farspan.plan.question import Fit, Optimizer, Question
 from farspan.spec import MachineSpec
 from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig, StatesPlace
 from farspan.train.crew import Crew
@@ -108,7 +108,7 @@ def test_the_planner_is_asked_for_both_places(
     def best_plan(question: Question) -> Any:
         asked.append(question)
         from_device = question.optimizer is Optimizer.ADAMW
-        return type("Plan", (), {"fits": not from_device})()
+        return type("Plan", (), {"fit": Fit.NOT if from_device else Fit.ROOMY})()
 
     def machine(*_: Any) -> MachineSpec:
         return replace(one_memory(), unified=False, device_bytes=GIB, host_bytes=GIB)
@@ -124,12 +124,31 @@ def test_the_planner_is_asked_for_both_places(
 def test_eight_bits_are_never_chosen() -> None:
     tried: list[StatesPlace] = []
 
-    def fits(states: StatesPlace) -> bool:
+    def fit(states: StatesPlace) -> Fit:
         tried.append(states)
-        return False
+        return Fit.NOT
 
-    assert choose_place(fits, None).states is StatesPlace.DEVICE
+    assert choose_place(fit, None).states is StatesPlace.DEVICE
     assert tried == [StatesPlace.DEVICE, StatesPlace.HOST]
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "place"),
+    [
+        (Fit.ROOMY, Fit.ROOMY, StatesPlace.DEVICE),
+        (Fit.TIGHT, Fit.ROOMY, StatesPlace.HOST),
+        (Fit.TIGHT, Fit.TIGHT, StatesPlace.DEVICE),
+        (Fit.TIGHT, Fit.NOT, StatesPlace.DEVICE),
+        (Fit.NOT, Fit.TIGHT, StatesPlace.HOST),
+    ],
+)
+def test_states_go_where_the_step_leaves_the_headroom(
+    device: Fit, host: Fit, place: StatesPlace
+) -> None:
+    found = {StatesPlace.DEVICE: device, StatesPlace.HOST: host}
+    chosen = choose_place(lambda states: found[states], None)
+    assert chosen.states is place
+    assert ("tightly" in chosen.reason) is (device is Fit.TIGHT)
 
 
 def test_states_that_were_on_the_host_stay_there(

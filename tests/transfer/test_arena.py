@@ -1,6 +1,7 @@
 """Views of an arena: where they are, what they share and what they do not."""
 
 import mmap
+import warnings
 from pathlib import Path
 
 import pytest
@@ -189,17 +190,83 @@ def test_what_the_system_does_not_give_is_said(monkeypatch: pytest.MonkeyPatch) 
     assert made.nbytes == 0
 
 
-def test_a_slab_that_cannot_be_locked_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise RuntimeError("out of memory")
+class Refusal:
+    """A system that locks no pages in place, and what torch's own allocator then does."""
 
-    Locks(monkeypatch)
-    monkeypatch.setattr(arena_module, "_pin", refuse)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int, own: bool) -> None:
+        self.own = own  # does it lock what it allocates itself?
+        self.asked: list[int] = []
+        self.given_back = 0
+        Locks(monkeypatch)
+        monkeypatch.setattr(arena_module, "_pin", self.refuse)
+        monkeypatch.setattr(arena_module, "allocate_pinned", self.allocate)
+        monkeypatch.setattr(arena_module, "_give_back_pinned", self.give_back)
+        monkeypatch.setattr(arena_module, "available_host_bytes", lambda: free)
+
+    def refuse(self, *_: object) -> None:
+        raise RuntimeError("operation not supported\nwhere it was asked")
+
+    def allocate(self, size: int) -> torch.Tensor:
+        self.asked.append(size)
+        if not self.own:
+            raise RuntimeError("out of memory")
+        return torch.empty(size, dtype=torch.uint8)
+
+    def give_back(self) -> None:
+        self.given_back += 1
+
+
+SIZE = 5 * mmap.PAGESIZE  # 8 pages as torch would lock it
+PAGEABLE = r"cannot be locked for copies here \(cudaHostRegister: operation not supported\): the"
+
+
+def test_what_cannot_be_locked_in_place_is_locked_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = Refusal(monkeypatch, free=3 * mmap.PAGESIZE, own=True)  # and the 5 given back
     made = Arena(Tier.HOST, torch.device("cuda:1"))
-    with pytest.raises(RuntimeError, match="out of memory"):
-        made.reserve(256)
-    assert made.nbytes == 0
+    made.reserve(SIZE)
+    assert (refusal.asked, made.nbytes, made.is_pageable) == ([SIZE], SIZE, False)
+    made.reserve(SIZE - 1)
     made.release()
+    made.release()
+    assert (len(refusal.asked), refusal.given_back, made.nbytes) == (1, 1, 0)
+    made.reserve(SIZE)
+    del made
+    assert refusal.given_back == 2
+
+
+@pytest.mark.parametrize(("free", "asked"), [(2**40, 1), (3 * mmap.PAGESIZE - 1, 0)])
+def test_what_cannot_be_locked_at_all_is_pageable(
+    monkeypatch: pytest.MonkeyPatch, free: int, asked: int
+) -> None:
+    """Torch is asked where it would have room for a power of two."""
+    refusal = Refusal(monkeypatch, free, own=False)
+    made = Arena(Tier.HOST, torch.device("cuda:1"))
+    with pytest.warns(UserWarning, match=PAGEABLE):
+        made.reserve(SIZE - 7)
+    assert len(refusal.asked) == asked
+    assert (made.nbytes, made.is_pageable) == (SIZE - 7, True)
+    view = made.view(64, (8,), torch.float32, mapped=True)
+    view.fill_(3)
+    assert view.device.type == "cpu"
+    assert bool((made.view(64, (8,), torch.float32) == 3).all())
+    made.release()
+    assert (made.nbytes, made.is_pageable, refusal.given_back) == (0, False, 0)
+
+
+def test_that_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    Refusal(monkeypatch, 0, own=False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for size in (100, 5000, 9000):
+            Arena(Tier.HOST, torch.device("cuda:1")).reserve(size)
+    assert len(said) == 1
+
+
+def test_what_no_gpu_copies_is_never_called_pageable() -> None:
+    for tier in Tier:
+        made = Arena(tier, torch.device("cpu"))
+        made.reserve(64)
+        assert not made.is_pageable
 
 
 @pytest.mark.gpu
@@ -208,3 +275,25 @@ def test_the_host_arena_is_pinned() -> None:
     made.reserve(256)
     assert made.view(0, (64,), torch.float32).is_pinned()
     assert made.view(0, (64,), torch.float32).device.type == "cpu"
+
+
+IS_STAND_IN = torch.cuda.is_available() and "stand-in" in torch.cuda.get_device_name()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_STAND_IN, reason="asks the stand-in to refuse")
+@pytest.mark.parametrize("locks", ["own", "none"])
+def test_a_driver_that_refuses(monkeypatch: pytest.MonkeyPatch, locks: str) -> None:
+    """And nothing of it is left to be reported by who asks CUDA next."""
+    monkeypatch.setenv("STANDIN_LOCKS", locks)
+    torch._C._host_emptyCache()  # what was locked before would be handed out again
+    made = Arena(Tier.HOST, torch.device("cuda"))
+    if locks == "own":
+        made.reserve(5000)
+    else:
+        with pytest.warns(UserWarning, match="cannot be locked"):
+            made.reserve(5000)
+    assert made.is_pageable is (locks == "none")
+    assert made.view(0, (64,), torch.float32).is_pinned() is (locks == "own")
+    torch.cuda.synchronize()
+    made.release()

@@ -133,6 +133,9 @@ class Watched:
         self.cuda = cuda
         self.nbytes = 8
 
+    def is_pinned(self) -> bool:
+        return True
+
     def copy_(self, source: object, *, non_blocking: bool) -> None:
         assert isinstance(source, Watched)
         assert non_blocking
@@ -198,3 +201,64 @@ def test_what_cuda_is_told(cuda: FakeCuda) -> None:
 def test_in_line_there_is_one_stream(cuda: FakeCuda) -> None:
     step(cuda, CopyEngine(CUDA))
     assert cuda.said == ["0 copies", "0 computes", "0 copies", "0 copies"]
+
+
+class Blocking(TorchDispatchMode):
+    """Of each copy, whether the CPU goes on before it has happened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on: list[bool] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        if func.overloadpacket.__name__ == "copy_":
+            self.goes_on.append(bool((*args, False)[2]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_the_cpu_waits_for_copies_of_memory_that_is_not_locked(
+    monkeypatch: pytest.MonkeyPatch, locked: bool
+) -> None:
+    """See Note: [Memory that is not locked]. It is the host's end that is asked."""
+    copies = CopyEngine(CUDA)
+    host, device = torch.arange(4.0), torch.zeros(4)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: locked and tensor is host)
+    with Blocking() as seen:
+        copies.fetch(device, host)
+        copies.evict(host, device)
+    assert seen.goes_on == [locked, locked]
+
+
+def test_a_small_tensor_is_read_where_nothing_can_be_locked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    class Elsewhere(torch.Tensor):
+        device = CUDA
+
+    copies, tensor = CopyEngine(CUDA), torch.arange(3).as_subclass(Elsewhere)
+    monkeypatch.setattr(torch, "empty", refuse)
+    assert copies.read(tensor)().tolist() == [0, 1, 2]
+
+
+@pytest.mark.gpu
+def test_rows_of_memory_that_is_not_locked_are_moved_by_the_cpu() -> None:
+    copies = CopyEngine(torch.device("cuda"), overlap=True)
+    total = torch.randn(9, 5)
+    before, rows = total.clone(), torch.tensor([7, 0, 4], device="cuda")
+    values = torch.randn(3, 5, device="cuda")
+    found = torch.empty_like(values)
+    copies.begin()
+    copies.gather(found, total, rows)
+    copies.add_rows(total, rows, values)
+    copies.end()
+    assert torch.equal(found.cpu(), before[rows.cpu()])
+    before[rows.cpu()] += values.cpu()
+    assert torch.equal(total, before)
+    assert (copies.fetched, copies.evicted) == (2 * values.nbytes, values.nbytes)

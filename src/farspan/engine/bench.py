@@ -343,6 +343,7 @@ class Links:
     fetch_together: float
     evict_together: float
     pinned: float  # host memory made usable for copies
+    locks: bool  # it is locked for them
 
 
 def _reserved(bench: Bench, arena: Arena, size: int) -> float:
@@ -359,7 +360,7 @@ def links(bench: Bench) -> Links:
     whole = bench.effort.copied
     arenas = {tier: Arena(tier, bench.device) for tier in Tier}
     seconds = {tier: _reserved(bench, arena, whole) for tier, arena in arenas.items()}
-    pinned = whole / seconds[Tier.HOST]
+    pinned, locks = whole / seconds[Tier.HOST], not arenas[Tier.HOST].is_pageable
     copies = CopyEngine(bench.device)
     piece = whole // 16
     device, host = (
@@ -381,7 +382,7 @@ def links(bench: Bench) -> Links:
         arena.release()
     # A direction is as fast alone as beside the other one, if a busy moment says otherwise.
     fetched, evicted = max(fetched, both[0]), max(evicted, both[1])
-    return Links(fetched, evicted, both[0], both[1], pinned)
+    return Links(fetched, evicted, both[0], both[1], pinned, locks)
 
 
 def _together(bench: Bench, whole: int, fetch: Call, evict: Call) -> tuple[float, float]:

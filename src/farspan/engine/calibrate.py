@@ -55,6 +55,7 @@ ASSUMED = {
     "network": "assumed: as the link; one process cannot measure it",
     "latency": "assumed: one process cannot measure it",
 }
+PAGEABLE = "measured: of pageable memory, since none can be locked here; copies run in line"
 
 Progress = Callable[[str], None]
 
@@ -156,10 +157,12 @@ class Calibration:
             processors=0
             if on_cpu
             else torch.cuda.get_device_properties(device).multi_processor_count,
+            pinned=link.locks,
         )
+        sources = ASSUMED if link.locks else ASSUMED | dict.fromkeys(("fetch", "evict"), PAGEABLE)
         record["pinned_bytes_a_second"] = link.pinned
         about = self.bench.effort.about
-        return MachineFile(spec, about, ASSUMED, record, self.bench.spread())
+        return MachineFile(spec, about, sources, record, self.bench.spread())
 
 
 def here(progress: Progress = lambda _: None) -> MachineSpec:

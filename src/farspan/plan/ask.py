@@ -90,7 +90,7 @@ class Request:
             optimizer=optimizer,
             dtype=dtype_name(self.dtype),
             architecture=architecture,
-            overlap=not machine.unified,  # as the engine's copies run on a GPU, and on a CPU
+            overlap=machine.pinned and not machine.unified,  # as the engine's copies run
             sparse=self.sparse,
             kernels=self.kernels,
             headroom=headroom_bytes(self.headroom, machine),

@@ -20,7 +20,7 @@ MFU_CONVENTION = (
     "FLOP of one forward and twice that for the backward, attention over the keys a query sees, "
     "recomputation counted as no work, over the datasheet's dense rate"
 )
-IN_LINE = "copies are priced in line with the computation, as the engine issues them on a CPU\n"
+IN_LINE = "copies are priced in line with the computation, as the engine issues them {}\n"
 EIGHT_BIT = (
     "moments of 8 bits give other results than AdamW's; farspan train has them with "
     "optimizer.states: 8bit, by farspan[8bit]"
@@ -182,7 +182,8 @@ def seconds_table(plan: Plan) -> RenderableType:
     rows = [(name, write_seconds(time), time / seconds.total) for name, time in busy if time > 0]
     rate = f"{_rate(plan)} tokens/s, MFU {plan.mfu:.1%} ({MFU_CONVENTION})\n"
     if not plan.question.overlap and seconds.fetch + seconds.evict > 0:
-        rate += IN_LINE
+        on_cpu = plan.question.machine.pinned
+        rate += IN_LINE.format("on a CPU" if on_cpu else "where main memory cannot be locked")
     step = f"step: {write_seconds(seconds.total)}, bound by {seconds.bound}"
     return Group(bars_table(step, rows), Text(rate))
 

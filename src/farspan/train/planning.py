@@ -161,7 +161,7 @@ def question_of(
         optimizer=PLANNED[states],
         dtype=run.model.dtype.value,
         architecture=looked.architecture,
-        overlap=not machine.unified,  # as the engine's copies run on a GPU, and on a CPU
+        overlap=machine.pinned and not machine.unified,  # as the engine's copies run
         sparse=run.pages(),
         accumulates=run.accumulate > 1,
         kernels=run.kernels,

@@ -2,17 +2,27 @@
 
 import ctypes
 import mmap
+import warnings
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 
+from farspan.memory.host import available_host_bytes
 from farspan.spec import Tier
 
 # All ones is NaN in every IEEE format from float64 to bfloat16, so poisoned memory that is read
 # before it is written shows up in the loss.
 POISON = 0xFF
+PAGEABLE = (
+    "main memory cannot be locked for copies here (cudaHostRegister: {}): the CPU now waits for "
+    "each copy between the device and main memory, so that a step computes nothing meanwhile and "
+    "takes longer; its results are the same. Raise the limit (ulimit -l unlimited; docker run "
+    "--ulimit memlock=-1), give the container the GPU's driver itself, or choose a schedule that "
+    "keeps more on the device; farspan calibrate measures how slow copies are"
+)
 
 
 class Arena:
@@ -34,28 +44,34 @@ class Arena:
     def nbytes(self) -> int:
         return self._slab.numel()
 
+    @property
+    def is_pageable(self) -> bool:
+        """Does it hold main memory that a GPU copies to and from, and that could not be locked?"""
+        return self._cuda is not None and self.nbytes > 0 and self._unlock is None
+
     def reserve(self, size: int) -> None:
-        """Hold at least `size` bytes; a slab that is large enough stays. Its content is gone."""
+        """Hold at least `size` bytes; a slab that is large enough stays. Its content is gone. For
+        copies of a GPU it is locked: in place, or by torch's allocator where that has room; where
+        neither can, it is not, with a warning."""
         if size > self.nbytes:
             self.release()  # give back first: both would not fit
             if self._cuda is None:
                 self._slab = torch.empty(size, dtype=torch.uint8, device=self._device)
                 return
-            slab = _pages(size)
-            _touch(slab)
-            _pin(slab, self._cuda)  # may fail: what was never locked is not to be unlocked
-            # An arena that is dropped ends like one that is released: `slab` lives until then.
-            self._unlock = weakref.finalize(self, _unpin, slab, self._cuda)
-            self._unlock.atexit = False
+            slab, unlock = _locked(size, self._cuda)
+            if unlock is not None:
+                # An arena that is dropped ends like one that is released: `slab` lives until then.
+                self._unlock = weakref.finalize(self, unlock)
+                self._unlock.atexit = False
             self._slab = slab[:size]
 
     def release(self) -> None:
         """Give the memory back."""
         self._mapped = None
+        self._slab = torch.empty(0, dtype=torch.uint8, device=self._device)
         if self._unlock is not None:
             self._unlock()
             self._unlock = None
-        self._slab = torch.empty(0, dtype=torch.uint8, device=self._device)
 
     def poison(self) -> None:
         """Fill with NaN: nothing may depend on what an earlier step left behind."""
@@ -65,7 +81,7 @@ class Arena:
         self, address: int, shape: tuple[int, ...], dtype: torch.dtype, *, mapped: bool = False
     ) -> Tensor:
         """A contiguous tensor at `address` bytes; `mapped`: of a host arena, as a tensor of the
-        device, whose kernels read and write it across the link.
+        device, whose kernels read and write it across the link; of one that is pageable, as it is.
 
         Each view has a version counter of its own: autograd may save a view, and writing another
         buffer of the same slab must not make it look modified.
@@ -83,7 +99,7 @@ class Arena:
         return view.set_(slab.untyped_storage(), first, shape, tuple(reversed(strides)))
 
     def _as_device(self) -> Tensor:
-        if self._cuda is None:
+        if self._cuda is None or self.is_pageable:
             return self._slab
         if self._mapped is None:
             self._mapped = torch.as_tensor(_Locked(self._slab), device=self._cuda)
@@ -102,6 +118,44 @@ class _Locked:
             "typestr": "|u1",
             "version": 3,
         }
+
+
+Unlock = Callable[[], None]
+
+
+def _locked(size: int, device: torch.device) -> tuple[Tensor, Unlock | None]:
+    """So much main memory and what unlocks it; None where it cannot be locked. Raises MemoryError."""
+    slab = _pages(size)
+    _touch(slab)
+    try:
+        _pin(slab, device)
+    except RuntimeError as error:
+        refused = str(error).strip().splitlines()[0]
+    else:
+        return slab, lambda: _unpin(slab, device)
+    # Some systems lock what the driver itself has allocated and nothing else. torch asks for a
+    # power of two, beside these pages or in their place.
+    if 1 << (size - 1).bit_length() <= available_host_bytes() + slab.numel():
+        del slab
+        try:
+            return allocate_pinned(size), _give_back_pinned
+        except RuntimeError:
+            slab = _pages(size)
+            _touch(slab)
+    warnings.warn(PAGEABLE.format(refused), stacklevel=2)
+    return slab, None
+
+
+def allocate_pinned(size: int) -> Tensor:
+    """Bytes that torch's own allocator locks: rounded up to a power of two, and kept when they are
+    freed. Raises RuntimeError."""
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+def _give_back_pinned() -> None:
+    """What is free of it; torch would keep it for whoever asks next."""
+    empty: Callable[[], None] | None = getattr(torch._C, "_host_emptyCache", None)
+    (empty or torch.accelerator.empty_host_cache)()
 
 
 def _pages(size: int) -> Tensor:

@@ -17,6 +17,11 @@ stream after a step (the optimizer, the next step, an allocator that hands out a
 comes after every copy, and only the CPU, should it touch an arena, has to call `wait`.
 
 In line, when copies do not run beside the computation, all three lanes are the computing stream.
+
+Note: [Memory that is not locked]. Of main memory that could not be locked (`Arena.is_pageable`) the
+CPU waits for each copy on its lane, so that whatever it issues or does afterwards comes after it:
+that is more order than any hazard asks for. Rows that kernels would take from there, or add to, are
+taken and added by the CPU.
 """
 
 from collections import Counter
@@ -61,14 +66,17 @@ class CopyEngine:
     def fetch(self, target: Tensor, source: Tensor) -> None:
         """Host to device."""
         with self.on(Lane.FETCH):
-            target.copy_(source, non_blocking=True)
+            target.copy_(source, non_blocking=self._is_locked(source))
         self.fetched += source.nbytes
 
     def evict(self, target: Tensor, source: Tensor) -> None:
         """Device to host."""
         with self.on(Lane.EVICT):
-            target.copy_(source, non_blocking=True)
+            target.copy_(source, non_blocking=self._is_locked(target))
         self.evicted += source.nbytes
+
+    def _is_locked(self, host: Tensor) -> bool:
+        return self.device.type == "cuda" and host.is_pinned()
 
     # -- rows of host memory that the device reads and writes where they lie ---------------------
 
@@ -76,7 +84,9 @@ class CopyEngine:
         """Rows [n] of a mapped host tensor (`Arena.view`) to the device, [n, D], contiguous."""
         with self.on(Lane.FETCH):
             wide, source = _wide(target, source)
-            if wide.device.type == "cuda":
+            if source.device != wide.device:
+                wide.copy_(source[rows.cpu()])
+            elif wide.device.type == "cuda":
                 launch_rows(load("farspan.transfer.triton_rows", "take_rows"), wide, source, rows)
             else:
                 torch.index_select(source, 0, rows, out=wide)
@@ -86,7 +96,9 @@ class CopyEngine:
         """Add values [n, D] of the device to rows [n], each another one, of a mapped host
         tensor."""
         with self.on(Lane.EVICT):
-            if total.device.type == "cuda":
+            if total.device != values.device:
+                total.index_add_(0, rows.cpu(), values.cpu())
+            elif total.device.type == "cuda":
                 launch_rows(load("farspan.transfer.triton_rows", "add_rows"), total, values, rows)
             else:
                 total.index_add_(0, rows, values)
@@ -103,7 +115,11 @@ class CopyEngine:
         computed from now on."""
         if tensor.device.type == "cpu":
             return lambda: tensor
-        here = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        try:
+            here = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        except RuntimeError:  # main memory cannot be locked
+            there = tensor.cpu()
+            return lambda: there
         here.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))

@@ -63,7 +63,7 @@ def test_presets_could_exist(name: str) -> None:
 @pytest.mark.parametrize("name", names())
 def test_every_number_of_a_preset_says_how_it_is_known(name: str) -> None:
     file = read(name)
-    expected = {f.name for f in fields(MachineSpec)} - {"name", "rates", "unified"}
+    expected = {f.name for f in fields(MachineSpec)} - {"name", "rates", "unified", "pinned"}
     for dtype in file.spec.rates:
         expected |= {f"rates.{dtype}.{field}" for field in values(name)["rates"][dtype]}
     assert file.sources.keys() == expected

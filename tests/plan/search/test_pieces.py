@@ -18,7 +18,8 @@ WHOLE = Schedule(chunk=8192, groups=24, kv=Tier.DEVICE, layer_checkpoint=True)
 
 
 def asked(context: str = "64K", **changes: object) -> Question:
-    return replace(Request("Qwen2.5-0.5B", context, "h100").question(), **changes)  # type: ignore[arg-type]
+    question = Request("Qwen2.5-0.5B", context, "h100").question()
+    return replace(question, **changes)  # type: ignore[arg-type]
 
 
 def with_blocks_that_pay(question: Question) -> Question:

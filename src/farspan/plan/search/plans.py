@@ -205,9 +205,7 @@ def _searched(
     return [of_whole(question, plan) for plan in found]
 
 
-def _found(
-    question: Question, fitting: list[Plan], seconds: float, tolerance: float
-) -> list[Plan]:
+def _found(question: Question, fitting: list[Plan], seconds: float, tolerance: float) -> list[Plan]:
     """By a search that has the fastest of the `fitting` to beat."""
     others = tuple(fitting)
     if question.overlap:
