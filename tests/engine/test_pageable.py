@@ -22,7 +22,6 @@ SCHEDULES = {
     **{name: replace(strategy(name, LAYERS, TOKENS), kv_block=20) for name in STRATEGIES},
     "streamed, kept": replace(BASE, kv=Tier.HOST, kv_kept=True, attention_kept=0.5),
     "cells": replace(BASE, activations_kept=0.6),
-    "sparse": replace(BASE, sparse=SPARSE, kv=Tier.HOST),
 }
 ON_HOST = [name for name in SCHEDULES if name not in ("plain", "recompute")]
 
@@ -45,13 +44,28 @@ def results(schedule: Schedule) -> tuple[Step, list[Tensor]]:
 def test_results_are_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     locked, expected = results(SCHEDULES[name])
     assert not locked.arenas[Tier.HOST].is_pageable
+    pageable, found = without_locks(monkeypatch, SCHEDULES[name])
+    assert all(map(torch.equal, found, expected))
+    for way in ("fetched", "evicted"):
+        assert getattr(pageable.copies, way) == getattr(locked.copies, way) > 0
+
+
+@pytest.mark.gpu
+def test_chosen_pages_are_moved_by_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a step whose keys never leave the device."""
+    sparse = replace(BASE, sparse=SPARSE)
+    _, expected = results(sparse)
+    _, found = without_locks(monkeypatch, replace(sparse, kv=Tier.HOST))
+    assert all(map(torch.equal, found, expected))
+
+
+def without_locks(monkeypatch: pytest.MonkeyPatch, schedule: Schedule) -> tuple[Step, list[Tensor]]:
+    """The results where nothing can be locked, which is said once."""
     monkeypatch.setattr(arena_module, "_pin", refuse)
     monkeypatch.setattr(arena_module, "allocate_pinned", refuse)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("default")
-        pageable, found = results(SCHEDULES[name])
-    assert pageable.arenas[Tier.HOST].is_pageable
+        step, found = results(schedule)
+    assert step.arenas[Tier.HOST].is_pageable
     assert sum("cannot be locked" in str(w.message) for w in said) == 1
-    assert all(map(torch.equal, found, expected))
-    for way in ("fetched", "evicted"):
-        assert getattr(pageable.copies, way) == getattr(locked.copies, way) > 0
+    return step, found

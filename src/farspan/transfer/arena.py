@@ -124,7 +124,7 @@ Unlock = Callable[[], None]
 
 
 def _locked(size: int, device: torch.device) -> tuple[Tensor, Unlock | None]:
-    """So much main memory and what unlocks it; None where it cannot be locked. Raises MemoryError."""
+    """So much main memory and what unlocks it, or None, not locked. Raises MemoryError."""
     slab = _pages(size)
     _touch(slab)
     try:
