@@ -23,6 +23,7 @@ from farspan.engine.bench import (
     workspace,
 )
 from farspan.engine.calibrate import Calibration, _name, _peak, calibrate, here
+from farspan.plan.ask import Request
 from farspan.plan.price.machines import (
     CURVES,
     OTHER_CURVES,
@@ -34,7 +35,9 @@ from farspan.plan.price.machines import (
     user_file,
     write,
 )
+from farspan.plan.search.plans import best_plan
 from farspan.spec import Curve, LayerSpec, Refused
+from farspan.transfer.arena import Arena
 
 CPU = torch.device("cpu")
 DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
@@ -367,3 +370,22 @@ def test_a_workspace_is_what_a_backward_takes_beside_its_results(
 
 def test_a_cpus_kernels_take_nothing_that_is_seen() -> None:
     assert workspace(bench(), torch.float32) == 0.0
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_machine_that_locks_no_main_memory_is_planned_as_one(
+    monkeypatch: pytest.MonkeyPatch, locks: bool
+) -> None:
+    """What copies reach there is measured through the same arenas; plans run them in line."""
+    monkeypatch.setattr(Arena, "is_pageable", not locks)
+    calibration = Calibration(bench(), (torch.float32,))
+    calibration.look()
+    file = from_json(to_json(calibration.file()), "machine")
+    assert file.spec.pinned is locks
+    assert ("pageable" in file.sources.get("fetch", "")) is not locks
+    gpu = replace(machine("h100"), pinned=file.spec.pinned)
+    question = Request("Qwen2.5-0.5B", "4K", gpu).question()
+    assert question.overlap is locks
+    words = "the engine issues them where main memory cannot be locked"
+    said = " ".join(str(best_plan(question, ["offload"])).split())
+    assert (words in said) is not locks

@@ -182,8 +182,8 @@ def seconds_table(plan: Plan) -> RenderableType:
     rows = [(name, write_seconds(time), time / seconds.total) for name, time in busy if time > 0]
     rate = f"{_rate(plan)} tokens/s, MFU {plan.mfu:.1%} ({MFU_CONVENTION})\n"
     if not plan.question.overlap and seconds.fetch + seconds.evict > 0:
-        on_cpu = plan.question.machine.pinned
-        rate += IN_LINE.format("on a CPU" if on_cpu else "where main memory cannot be locked")
+        locks = plan.question.machine.pinned
+        rate += IN_LINE.format("on a CPU" if locks else "where main memory cannot be locked")
     step = f"step: {write_seconds(seconds.total)}, bound by {seconds.bound}"
     return Group(bars_table(step, rows), Text(rate))
 
