@@ -380,10 +380,11 @@ def test_a_machine_that_locks_no_main_memory_is_planned_as_one(
     monkeypatch.setattr(Arena, "is_pageable", not locks)
     calibration = Calibration(bench(), (torch.float32,))
     calibration.look()
-    file = from_json(to_json(calibration.file()), "machine")
+    file = calibration.file()
     assert file.spec.pinned is locks
     assert ("pageable" in file.sources.get("fetch", "")) is not locks
     gpu = replace(machine("h100"), pinned=file.spec.pinned)
+    assert from_json(to_json(MachineFile(gpu)), "machine").spec == gpu
     question = Request("Qwen2.5-0.5B", "4K", gpu).question()
     assert question.overlap is locks
     words = "the engine issues them where main memory cannot be locked"

@@ -32,7 +32,8 @@ def refuse(*_: object) -> Any:
 
 def results(schedule: Schedule) -> tuple[Step, list[Tensor]]:
     """The losses of two steps and the gradients of both; arenas hold NaN before each."""
-    model = make_model("qwen2", torch.float32).cuda()
+    model: Any = make_model("qwen2", torch.float32)
+    model.cuda()
     step = Step(model, schedule, poison=True)
     batch = [t.cuda() for t in draw(TOKENS, batch=2, documents=3)]
     losses = [step(*batch).detach() for _ in range(2)]

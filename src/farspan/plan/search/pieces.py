@@ -33,10 +33,11 @@ def with_pieces(plans: Sequence[Plan], seconds: float) -> list[Plan]:
     deadline = time.process_time() + seconds
     first = _improved(plans[0], "head_tokens", HEADS, deadline)
     first = _improved(first, "kv_block", tuple(_blocks(first)), deadline)
-    if first.schedule.head_tokens == plans[0].schedule.head_tokens:
+    head = first.schedule.head_tokens
+    if head == plans[0].schedule.head_tokens:
         return [first, *plans[1:]]
-    heads = {"head_tokens": first.schedule.head_tokens}
-    return [first, *(_resized(plan, replace(plan.schedule, **heads)) for plan in plans[1:])]
+    others = (_resized(plan, replace(plan.schedule, head_tokens=head)) for plan in plans[1:])
+    return [first, *others]
 
 
 def _improved(plan: Plan, field: str, sizes: Sequence[int], deadline: float) -> Plan:
