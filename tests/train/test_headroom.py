@@ -1,0 +1,59 @@
+"""`headroom`: what a run's planner leaves of a GPU."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from farspan.plan.headroom import SHARE
+from farspan.plan.price.machines import machine
+from farspan.spec import Refused
+from farspan.train.config import RunConfig, StatesPlace, load_run
+from farspan.train.crew import Crew
+from farspan.train.folder import identity
+from farspan.train.inspection import look
+from farspan.train.planning import question_of
+from tests.cli.test_plan_run import RUN, planned, write
+from tests.train.tiny import MODEL, load_tiny, tiny_run
+
+GIB = 2**30
+
+
+def asked(run: RunConfig, unified: bool = False) -> int:
+    """What the run's question says."""
+    model = load_tiny(config=MODEL, dtype=torch.float32, seed=0)
+    looked = look(model, "float32", torch.device("cpu"))
+    here = replace(machine("h100"), unified=unified)
+    crew = Crew(torch.device("cpu"))
+    return question_of(run, looked, here, StatesPlace.DEVICE, crew).headroom
+
+
+def test_the_run_asks_for_it(tmp_path: Path) -> None:
+    made = machine("h100")
+    assert asked(tiny_run(tmp_path)) == int(SHARE * made.device_bytes) - made.reserve
+    assert asked(tiny_run(tmp_path, headroom="2GiB")) == 2 * GIB
+    assert asked(tiny_run(tmp_path, headroom=0)) == 0
+    assert asked(tiny_run(tmp_path), unified=True) == 0
+    with pytest.raises(Refused, match=r"^headroom: .* has one memory for both tiers"):
+        asked(tiny_run(tmp_path, headroom="2GiB"), unified=True)
+
+
+def test_what_is_no_size_is_refused_by_its_key(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: m}\ndata: {source: text, path: t}\nheadroom: much\n")
+    with pytest.raises(Refused, match=r"run\.yaml: headroom: expected bytes such as 3GiB"):
+        load_run(path)
+    with pytest.raises(Refused, match=r"^headroom: expected bytes such as 3GiB"):
+        tiny_run(tmp_path, headroom="lots")
+
+
+def test_it_may_change_when_a_run_is_resumed(tmp_path: Path) -> None:
+    assert identity(tiny_run(tmp_path)) == identity(tiny_run(tmp_path, headroom="1GiB"))
+
+
+def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path / "run.yaml", **RUN, headroom="1GiB")
+    assert planned(file)["headroom"] == GIB
+    assert planned(file, "--headroom", "10%")["headroom"] > 12 * GIB
+    assert planned(file, "--headroom", "0")["headroom"] == 0
