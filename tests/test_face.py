@@ -1,6 +1,8 @@
 """The package's face: every name is there, whoever reads it, and nothing heavy comes with it."""
 
 import ast
+import pkgutil
+import re
 import subprocess
 import sys
 import tomllib
@@ -62,6 +64,38 @@ def test_importing_farspan_imports_nothing_heavy() -> None:
 def test_what_needs_torch_comes_when_it_is_read() -> None:
     script = "import farspan\nprint(farspan.Step.__module__, 'torch' in sys.modules)"
     assert run(script) == "farspan.engine.step True"
+
+
+def test_the_allocator_is_there_without_another_import() -> None:
+    """As README.md has it: `import farspan`, then `farspan.memory.install("stitch")`."""
+    script = (
+        "import farspan\nprint(farspan.memory.__name__, 'torch' in sys.modules)\n"
+        "print(farspan.memory.install.__name__, 'torch' in sys.modules)"
+    )
+    assert run(script).splitlines() == ["farspan.memory False", "install True"]
+
+
+def names_in_pages() -> set[str]:
+    """Dotted names of farspan's that README.md and docs/ write as code; a name of a file is none."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    found = re.findall(r"(?<![\w/.-])farspan(?:\.[A-Za-z_]\w*)+", text)
+    return {name for name in found if not name.endswith((".json", ".md", ".py", ".yaml"))}
+
+
+def test_names_in_pages_are_there() -> None:
+    names = names_in_pages()
+    assert {"farspan.Step", "farspan.memory.install", "farspan.models.load"} <= names
+    for name in names:
+        assert pkgutil.resolve_name(name) is not None
+
+
+def test_names_of_the_face_need_no_other_import() -> None:
+    """Nor do names of the packages that it has; what lies deeper is imported by its reader."""
+    parts = (name.split(".") for name in names_in_pages())
+    names = sorted(".".join(n) for n in parts if n[1] in farspan.__all__ and len(n) <= 3)
+    assert "farspan.memory.statistics" in names
+    run("import farspan\n" + "\n".join(names))
 
 
 def test_a_slip_in_a_run_file_is_told_before_torch_is_imported(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """farspan trains Hugging Face language models on sequences far longer than memory, exactly."""
 
-from farspan import plan
+from farspan import memory, plan
 from farspan.lazy import attributes
 from farspan.plan.layout import Layout
 from farspan.plan.strategies import strategy
@@ -40,6 +40,7 @@ __all__ = [
     "VerificationRun",
     "__version__",
     "deal",
+    "memory",
     "plan",
     "strategy",
     "verify",

@@ -1,3 +1,4 @@
+from farspan import memory as memory
 from farspan.engine.deal import Dealt, deal
 from farspan.engine.step import Progress, Step
 from farspan.engine.verify import Verification, VerificationRun, verify
@@ -25,6 +26,7 @@ __all__ = [
     "VerificationRun",
     "__version__",
     "deal",
+    "memory",
     "plan",
     "strategy",
     "verify",
