@@ -32,16 +32,19 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a child left behind, and how it ended: completed, failed, timed out or not run."""
+    """What a child left behind, and how it ended: completed, failed, timed out or not run.
+    `seconds` are without those that it waited for the nursery's imports."""
 
     ended: str
     words: str
     seconds: float
     rows: list[Row] = field(default_factory=list)
+    import_seconds: float = 0.0
 
     def to_json(self) -> Row:
         """Without the rows."""
-        return {"ended": self.ended, "words": self.words, "seconds": round(self.seconds, 2)}
+        found = {"ended": self.ended, "words": self.words, "seconds": round(self.seconds, 2)}
+        return found | {"import_seconds": round(self.import_seconds, 2)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +128,14 @@ class Nursery:
         self, work: Callable[[dict[str, Any]], None], settings: Mapping[str, Any], seconds: float
     ) -> Outcome:
         """Runs work(settings) for at most so long. Raises nothing of the child's."""
-        began = time.monotonic()
+        asked = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             rows, said = Path(folder) / "rows", Path(folder) / "said"
             said.touch()
             given = {**settings, "rows": str(rows), "seconds": seconds}
             process = self._context.Process(target=_work, args=(work, given, str(said)))
-            process.start()
+            process.start()  # of the first child it returns when all is imported
+            began = time.monotonic()
             try:
                 process.join(max(0.0, seconds))
                 code = process.exitcode
@@ -142,7 +146,8 @@ class Nursery:
                 process.join()
             ended = "timed out" if code is None else "failed" if code else "completed"
             words = "" if ended == "completed" else last_words(said)
-            return Outcome(ended, words, time.monotonic() - began, read_rows(rows))
+            seconds = time.monotonic() - began
+            return Outcome(ended, words, seconds, read_rows(rows), began - asked)
 
 
 def _work(work: Callable[[dict[str, Any]], None], settings: dict[str, Any], said: str) -> None:

@@ -76,7 +76,7 @@ def test_the_allocator_is_there_without_another_import() -> None:
 
 
 def names_in_pages() -> set[str]:
-    """Dotted names of farspan's that README.md and docs/ write as code; a name of a file is none."""
+    """Dotted names of farspan's in README.md, CONTRIBUTING.md and docs/, names of files aside."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     found = re.findall(r"(?<![\w/.-])farspan(?:\.[A-Za-z_]\w*)+", text)

@@ -16,18 +16,29 @@ from benchmarks import children
 from benchmarks.children import Outcome, Row
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import session, show
-from benchmarks.gpu.planned import GROUPED, LESS_ROOM, ROOM, Planner, host_room
+from benchmarks.gpu.planned import (
+    GROUPED,
+    LESS_ROOM,
+    ROOM,
+    Card,
+    Planner,
+    host_room,
+)
+from benchmarks.gpu.rows import is_done
 from benchmarks.gpu.session import Session
 from benchmarks.gpu.split import LINES
-from benchmarks.gpu.work import AUTO, SPARSE, full, items, tiny
+from benchmarks.gpu.work import AUTO, SPARSE, Place, full, items, tiny
 from farspan.plan.price.evaluate import evaluate
 from farspan.plan.price.machines import machine
 from farspan.plan.question import Plan
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.spec import Refused
+from farspan.train.config import StatesPlace
+from farspan.train.optimizer_place import Placed
 
 GIB = 2**30
 PLANS: dict[tuple[str, int, float], Plan] = {}  # of the one machine; they are the same in all tests
+CARD = Card("NVIDIA H200", 150_109_106_995, 9.0)
 MACHINE = {"machine": {"gpu": "a GPU", "versions": {"torch": "2"}}, "cuda": "13"}
 
 
@@ -65,6 +76,8 @@ def test_a_tiny_run_goes_through_all_of_it(tmp_path: Path) -> None:
             check_step(row)
     check_exact(rows["exact"])
     check_split(rows["split at 128"])
+    check_update(rows["update at 128"])
+    assert {row["place"] for row in rows.values() if row["work"] == "huggingface"} == {*Place}
     found = {key: value for one in rows["longest"]["rows"] for key, value in one.items()}
     assert (found["longest"], found["fails_at"]) == (192, 208)  # three times 64 were let be
     assert "farspan s" in done.stdout
@@ -88,10 +101,14 @@ def check_step(row: Row) -> None:
     assert {"ready_seconds", "warm_seconds", "warm"} <= row.keys()
     if row["work"] == "huggingface":
         assert (row["warm"], row["warm_layers"]) == (row["tokens"], 1)
-        assert ("locked_bytes" in row) == row["offload"]
+        assert ("locked_bytes" in row) == row["place"].endswith("on host")
+        assert row["layers_by"] == "torch.compile" or row["layers_by"].startswith("transformers (")
     else:
         assert row["room"] == ROOM
         assert row["arenas"]["device"] > 0
+    assert len(row["runs"]) == 2
+    times = [run["seconds"] for run in row["runs"]]
+    assert row["variance"] == max(times) / min(times)
     for run in row["runs"]:
         assert run["allocated"] > 0
         assert run["host"] > 0
@@ -100,6 +117,16 @@ def check_step(row: Row) -> None:
 def check_exact(row: Row) -> None:
     assert [one["strategy"] for one in row["rows"]] == list(STRATEGIES)
     assert all(one["within"] for one in row["rows"])
+
+
+def check_update(row: Row) -> None:
+    found = {key: value for one in row["rows"] for key, value in one.items()}
+    assert (found["states"], found["layers"]) == ("device", 4)
+    assert len(found["seconds"]) == 2
+    assert min(found["seconds"]) > 0
+    # Two moments of fp32 weights, and a counter for each tensor of parameters.
+    assert 0 < found["held"]["device"] - 8 * found["parameters"] < 1024
+    assert found["held"]["host"] == 0
 
 
 def check_split(row: Row) -> None:
@@ -153,7 +180,7 @@ class Simulated(Session):
         return Outcome(ended, "", seconds, [MACHINE, *rows])
 
     def outcome(self, item: Any, settings: Row) -> tuple[float, list[Row]]:
-        fixed = {"ceilings": 35.0, "exact": 25.0, "longest": 30.0}
+        fixed = {"ceilings": 35.0, "exact": 25.0, "longest": 30.0, "update": 20.0}
         if item.work in fixed:
             return fixed[item.work], []
         assert self.planner is not None
@@ -163,7 +190,7 @@ class Simulated(Session):
         if item.work == "huggingface":
             seconds += one / 28
         if item.work == "split":
-            return seconds + 3 * one, [{"lines": dict.fromkeys(LINES, 1.0)}]
+            return seconds + 2 * one, [{"lines": dict.fromkeys(LINES, 1.0)}]
         peaks = {"allocated": 1, "reserved": 1, "outside": 0, "host": 1}
         count = settings["steps"]
         rows = [{"step": n + 1, "seconds": one, "loss": 1.0, **peaks} for n in range(count)]
@@ -172,7 +199,9 @@ class Simulated(Session):
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lent machine: one H200 and 128 GiB, of which 118 are free."""
+    """One H200 and 128 GiB, of which 118 are free."""
+    placed = Placed(StatesPlace.HOST, "by the plan they do not fit beside the step on the device")
+    monkeypatch.setattr(Planner, "_place", lambda _: placed)
     monkeypatch.setattr(session, "available_host_bytes", lambda: 118 * GIB)
     make = Planner._make
 
@@ -199,7 +228,7 @@ def simulate(seconds: float, record: Row | None = None, **fields: Any) -> Row:
     saved: list[int] = []
     kind = type("Simulated", (Simulated,), fields)
     save = lambda found: saved.append(len(found["measurements"]))  # noqa: E731
-    kind(full(), "cuda", Left(seconds), record, save, lambda _: None).run()
+    kind(full(), "cuda", Left(seconds), record, save, lambda _: None, card=CARD).run()
     assert saved == sorted(saved)  # after each
     return record
 
@@ -218,7 +247,9 @@ def test_nine_minutes_hold_the_headlines_at_full_depth(factor: float) -> None:
         assert row["layers"] == 28, row["name"]
         assert row["planned"]["fits"]
     for tokens in full().lengths[:2]:
-        assert rows[f"huggingface at {tokens}"]["layers"] == 28
+        assert rows[f"huggingface at {tokens}, {Place.DEVICE}"]["layers"] == 28
+        assert f"huggingface at {tokens}, {Place.KEPT}" in rows
+    assert f"huggingface at {full().middle}, {Place.HOST}" in rows
     assert all(row["child"]["ended"] == "completed" for row in rows.values())
     spent = sum(row["child"]["seconds"] for row in rows.values())
     assert spent <= 510
@@ -231,7 +262,7 @@ def test_nine_minutes_hold_the_headlines_at_full_depth(factor: float) -> None:
 
 @pytest.mark.usefixtures("h200")
 def test_what_was_measured_on_few_layers_says_so() -> None:
-    record = simulate(510)
+    record = simulate(700)
     cut = [row for row in record["measurements"] if row.get("layers", 28) < 28]
     steps = [row for row in cut if row["work"] == "step"]
     assert {row["strategy"] for row in steps} >= {"grouped", "memo", "fpdt", "oomb"}
@@ -241,8 +272,8 @@ def test_what_was_measured_on_few_layers_says_so() -> None:
         assert f"{row['layers']} layers" in scaled["how"]
     shown = show.text(record)
     assert "4 of 28" in shown
-    compared = shown[shown.index("beside") :].split("\n\n")[0]
-    assert "985.8" in compared  # of all layers
+    compared = shown[shown.index("exact steps beside") :].split("\n\n")[0]
+    assert "262144" in compared  # of all layers
     assert "524288" not in compared
 
 
@@ -311,10 +342,10 @@ def test_what_runs_out_twice_is_final() -> None:
     first = json.loads(json.dumps(simulate(510, full={name: 0})))
     (row,) = (row for row in first["measurements"] if row["name"] == name)
     assert (row["out_of_memory"], row["room"], row["seconds"]) == (True, LESS_ROOM, None)
-    assert session.is_done(row)
+    assert is_done(row)
     # A run that ended between the two goes on with the second.
     row |= {"room": ROOM, "planned": row["planned"] | {"schedule": {}}}
-    assert not session.is_done(row)
+    assert not is_done(row)
     record = simulate(60, first)
     (row,) = (row for row in record["measurements"] if row["name"] == name)
     assert (row["child"]["ended"], row["room"]) == ("completed", LESS_ROOM)
@@ -341,10 +372,36 @@ def test_the_memory_that_is_given_stands_for_what_is_seen(
 
 
 @pytest.mark.usefixtures("h200")
-def test_a_run_without_ceilings_plans_with_a_preset() -> None:
+def test_a_run_without_ceilings_plans_with_the_preset_of_the_gpu() -> None:
     record = simulate(200, broken=("ceilings",))
     assert record["planned_with"] == "preset h200"
     assert "auto at 131072" in names_of(record)
+
+
+@pytest.mark.usefixtures("h200")
+def test_what_is_much_slower_than_planned_is_measured_all_the_same() -> None:
+    record = simulate(510, factor=2.6)
+    rows = {row["name"]: row for row in record["measurements"]}
+    for tokens in full().lengths[:3]:
+        row = rows[f"auto at {tokens}"]
+        assert (row["child"]["ended"], row["layers"]) == ("completed", 28)
+
+
+@pytest.mark.usefixtures("h200")
+def test_a_child_never_has_more_than_is_left() -> None:
+    limits: list[tuple[float, float]] = []
+
+    class Limited(Simulated):
+        def _child(self, item: Any, settings: Row, limit: float) -> Outcome:
+            limits.append((limit, self.clock.left))
+            return super()._child(item, settings, limit)
+
+    record: Row = {"runs": [], "measurements": []}
+    clock: Any = Left(300)
+    Limited(full(), "cuda", clock, record, lambda _: None, lambda _: None).run()
+    assert len(limits) > 3
+    assert all(limit <= left for limit, left in limits)
+    assert limits[0][0] > 3 * session.CEILING_SECONDS
 
 
 def test_where_there_is_no_time_all_is_skipped() -> None:

@@ -1,23 +1,20 @@
 """What a GPU benchmark's record is worked out from, piece by piece."""
 
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional
 
 from benchmarks.children import Row, read_rows
 from benchmarks.gpu import ceilings, child, exact, huggingface
 from benchmarks.gpu.device import Peaks, make_model
 from benchmarks.gpu.floor import Ceilings, ceilings_of, floor, gap
-from benchmarks.gpu.huggingface import FITS, TIME, Baseline, longest, loss_of
 from benchmarks.gpu.planned import Planner, cut_sizes
 from benchmarks.gpu.session import warm_tokens
 from benchmarks.gpu.split import COPIES, HOST, Busy, attributed, kind_of, read
 from benchmarks.gpu.steps import reserve
-from benchmarks.gpu.work import Work, full, items, tiny
+from benchmarks.gpu.work import Place, Work, full, items, tiny
 from farspan import Step
 from farspan.memory.host import TooLarge
 from farspan.plan.price.machines import from_json, machine
@@ -193,94 +190,15 @@ def test_gap_lines_add_up() -> None:
     assert lines[0]["floor"] + lines[0]["slower"] == pytest.approx(5.0)
 
 
-@pytest.mark.parametrize(("most", "found", "fails"), [(700, 640, 704), (64, 64, 72), (63, 0, 64)])
-def test_the_longest_context_is_found(most: int, found: int, fails: int) -> None:
-    asked: list[int] = []
-
-    def attempt(tokens: int) -> str:
-        asked.append(tokens)
-        return FITS if tokens <= most else "device memory"
-
-    assert longest(attempt, 64, 3) == (found, fails, "device memory")
-    assert len(asked) == len(set(asked))
-
-
-def test_a_search_without_time_says_what_it_has() -> None:
-    left = iter([FITS, FITS, TIME])
-    assert longest(lambda _: next(left), 64, 3) == (128, None, TIME)
-
-
 def tiny_settings() -> Row:
     work: Work = tiny()
     return {"config": work.config, "dtype": "float64", "device": "cpu", "tiny": True}
 
 
-@pytest.mark.parametrize("offload", [True, False])
-def test_the_baseline_is_the_model_itself(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface, "PIECE", 16)
-    baseline = Baseline(tiny_settings(), 2, offload=offload)
-    ids = torch.randint(0, 256, (1, 50), generator=torch.Generator().manual_seed(0))
-    loss = baseline.step(ids)
-    found = {n: p.grad.clone() for n, p in baseline.model.named_parameters() if p.grad is not None}
-    baseline.model.zero_grad()
-    expected = baseline.model(input_ids=ids, labels=ids, use_cache=False).loss
-    expected.backward()
-    assert loss == pytest.approx(float(expected.detach()), rel=1e-6)  # logits are fp32 in both
-    for name, parameter in baseline.model.named_parameters():
-        assert parameter.grad is not None
-        apart = (found[name] - parameter.grad).norm() / parameter.grad.norm()
-        assert apart < 1e-5, name
-
-
-def test_the_baseline_offloads_every_layers_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed: list[tuple[int, ...]] = []
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        packed.append(tuple(x.shape))
-        return x
-
-    def save_on_cpu(**_: bool) -> torch.autograd.graph.saved_tensors_hooks:
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
-
-    monkeypatch.setattr(huggingface, "save_on_cpu", save_on_cpu)
-    baseline = Baseline(tiny_settings(), 3, offload=True)
-    baseline.step(torch.zeros(1, 40, dtype=torch.long))
-    assert packed.count((1, 40, 32)) >= 3  # inputs of layers
-    assert not any(64 in shape for shape in packed)  # nothing of the MLP
-    assert not any(256 in shape for shape in packed)  # no logits, nor the head
-
-
-def test_what_a_warm_up_locks_is_what_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By PyTorch's rule: a piece of a power of two is kept when it is freed, and taken again."""
-    taken: Counter[int] = Counter()
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        if x.shape[-1] == 32 and x.dim() == 3:
-            taken[1 << (x.nbytes - 1).bit_length()] += 1
-        return x
-
-    def save_on_cpu(**_: bool) -> torch.autograd.graph.saved_tensors_hooks:
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
-
-    monkeypatch.setattr(huggingface, "save_on_cpu", save_on_cpu)
-    settings = tiny_settings() | {"dtype": "bfloat16", "tokens": 50, "layers": 4}
-    baseline = Baseline(settings, 4, offload=True)
-    ids = torch.zeros(1, 50, dtype=torch.long)
-    assert baseline.warm_up(ids) == {"warm_layers": 1}
-    pieces, size = huggingface.locked_bytes(settings)
-    assert huggingface.lock(settings)["locked_bytes"] == pieces * size
-    kept = Counter(taken) | Counter({size: pieces})
-    taken.clear()
-    baseline.step(ids)  # all layers are there again
-    assert taken[size] >= 4
-    assert taken <= kept
-    assert pieces <= taken[size] + 1
-
-
 def test_what_a_machine_cannot_lock_is_refused() -> None:
     settings = tiny_settings() | {"tokens": 50, "layers": 4, "host_memory": 1000}
     with pytest.raises(TooLarge, match="the baseline's step needs"):
-        huggingface.lock(settings)
+        huggingface.lock(settings | {"place": Place.OFFLOAD})
     step = Step(make_model(settings), Schedule(chunk=16, x=Tier.HOST))
     with pytest.raises(TooLarge, match=r"a step of 50 tokens needs.*--host-memory"):
         reserve(settings, step)
@@ -311,17 +229,6 @@ def test_what_ran_out_is_told_apart(
     monkeypatch.setitem(child.WORKS, "step", lambda _: [].pop())
     with pytest.raises(IndexError):
         child.run({"device": "cpu", "work": "step", "rows": str(tmp_path / "rows")})
-
-
-def test_a_loss_in_pieces_is_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface, "PIECE", 7)
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, 30, 8, generator=generator)
-    weight = torch.randn(20, 8, generator=generator)
-    targets = torch.randint(0, 20, (1, 30), generator=generator)
-    targets[0, -1] = huggingface.IGNORED
-    expected = functional.cross_entropy((hidden @ weight.T)[0], targets[0])
-    assert float(loss_of(hidden, weight, targets)) == pytest.approx(float(expected), rel=1e-6)
 
 
 def test_gradients_that_are_off_are_told() -> None:

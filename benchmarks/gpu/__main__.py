@@ -4,11 +4,11 @@
 
 In this order, each measurement by a process of its own with a time limit: the machine's ceilings;
 Qwen2.5-7B of random weights in bf16 at 32K to 256K tokens, by the planner's own choice (`auto`) at
-full depth; Hugging Face's path in the same run; the gradients of a small model against fp64; a step
-taken apart; the longest context of Hugging Face's path; the other strategies, 512K and 1M tokens,
-on as many layers as the time allows, which each row says. FILE is written after each of them. What
-there is no time for is skipped and named; `--resume` goes on with it in another run, and then
-measures deeper what it has of few layers.
+full depth; the best ways to train with transformers in the same run; the gradients of a small model
+against fp64; a step taken apart; AdamW's update; the longest context of transformers; the other
+strategies, 512K and 1M tokens, on as many layers as the time allows, which each row says. FILE is
+written after each of them. What there is no time for is skipped and named; `--resume` goes on with
+it in another run, and then measures deeper what it has of few layers.
 
 `--tiny` runs the same on a CPU with a tiny model: nothing is to be learned about speed.
 """
@@ -25,6 +25,7 @@ import torch
 
 from benchmarks.children import EXPANDABLE, Clock, Nursery, Row, environment
 from benchmarks.gpu import show
+from benchmarks.gpu.planned import Card
 from benchmarks.gpu.session import CHILD, Session
 from benchmarks.gpu.work import Work, full, tiny
 from farspan.plan.units import read_bytes
@@ -32,10 +33,17 @@ from farspan.report.plan import MFU_CONVENTION
 from farspan.spec import Refused
 
 MINUTES = 8.6
+ASK = """import json, torch
+torch.empty(1, device="cuda")
+of = torch.cuda.get_device_properties(0)
+print(json.dumps([of.name, of.total_memory, of.major + of.minor / 10]))"""
 CONVENTIONS = {
     "seconds": "forward and backward of one step with all gradients, no update; the last of "
     "`runs`, after a shorter step of `warm` tokens; the baseline's after one of the same length on "
     "`warm_layers` layers, and with `locked_bytes` of main memory locked for it as arenas are",
+    "variance": "the slowest of `runs` over the fastest; attention's plans may be built in a first",
+    "gradients": "of farspan in fp32, as `farspan train` has them; of the baseline in bf16",
+    "update": "AdamW where `farspan train` would have its states, after a short step; in no step",
     "room": "of the device's bytes, what was planned with; `ran_out_before`: with more it ran out",
     "main_memory": "as the kernel shows it; `given` with --host-memory stands in its place",
     "mfu": MFU_CONVENTION,
@@ -43,19 +51,20 @@ CONVENTIONS = {
     "bytes": "allocated, reserved: PyTorch's allocator at the fullest moment of the step; outside: "
     "the context and libraries; host: most resident memory of the process",
     "allocator": "expandable_segments for every contender",
-    "huggingface": "gradient checkpointing, SDPA with cuDNN before flash, inputs of layers on host "
-    "(save_on_cpu, pinned) unless it says otherwise, loss in pieces or by Liger (`loss_by`)",
-    "lines": "of a profiled step on few layers; optimizer: an update of AdamW by itself after it",
+    "huggingface": "gradient checkpointing, SDPA with cuDNN before flash; `place`: what layers "
+    "keep and where, copies to host beside the computation but those of transformers' own offload; "
+    "`layers_by`, `loss_by`: who computes norms, SwiGLU and rope, and the loss",
+    "lines": "of a profiled step on few layers",
     "floor_seconds": "products and attention of one forward and one backward at the ceilings",
 }
 
 
-def device_of(is_tiny: bool) -> str:
-    """Raises Refused where there is nothing to measure on."""
+def card_of(is_tiny: bool) -> Card | None:
+    """The GPU. Raises Refused where there is nothing to measure on."""
     if is_tiny:
-        return "cpu"
+        return None
     # Asked in a process of its own: this one takes no part of the device.
-    asked = [sys.executable, "-c", "import torch; torch.empty(1, device='cuda')"]
+    asked = [sys.executable, "-c", ASK]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=120, env=environment(""))
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:]
@@ -63,7 +72,7 @@ def device_of(is_tiny: bool) -> str:
             f"gpu: this PyTorch ({torch.__version__}) reaches no CUDA device, and all that is "
             f"measured is measured on one ({''.join(last)}); --tiny runs the script without"
         )
-    return "cuda"
+    return Card(*json.loads(done.stdout.splitlines()[-1]))
 
 
 def begun(work: Work, path: Path | None, resume: bool) -> Row:
@@ -123,7 +132,8 @@ def main() -> None:
     clock = Clock.of(60 * given.minutes)
     try:
         host = None if given.host_memory is None else read_bytes(given.host_memory, "host_memory")
-        device = device_of(given.tiny)
+        card = card_of(given.tiny)
+        device = "cpu" if card is None else "cuda"
         work = tiny() if given.tiny else full()
         record = begun(work, given.out, given.resume)
         if given.traces is not None:
@@ -131,7 +141,7 @@ def main() -> None:
         save = saving(given.out)
         nursery = Nursery(CHILD, EXPANDABLE if device == "cuda" else "")
         session = Session(work, device, clock, record, save, say, given.traces, nursery=nursery)
-        session.host_memory = host
+        session.card, session.host_memory = card, host
         session.run()
     except Refused as error:
         sys.exit(f"farspan: {error}")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.children import add_row, settings_of, words_of
-from benchmarks.gpu import ceilings, exact, huggingface, split, steps
+from benchmarks.gpu import ceilings, exact, huggingface, split, steps, update
 from farspan.engine.machine import machine
 from farspan.spec import Tier
 from farspan.train.shortage import find_shortage
@@ -25,6 +25,7 @@ WORKS: dict[str, Callable[[Mapping[str, Any]], None]] = {
     "longest": huggingface.run_longest,
     "split": split.run,
     "exact": exact.run,
+    "update": update.run,
 }
 
 

@@ -1,7 +1,8 @@
 """In a child: are gradients on this device as good as plain PyTorch's in the same dtype?
 
 A small model in bf16, every strategy, several lengths, the second of two steps. The reference is
-full-sequence autograd in fp64 with dense attention; plain PyTorch is the same in bf16.
+full-sequence autograd in fp64 with dense attention; plain PyTorch is the same in bf16. farspan adds
+gradients up as in training.
 """
 
 import copy
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.children import add_row, words_of
 from benchmarks.gpu.device import draw, give_back, make_model
+from benchmarks.gpu.steps import widened
 from farspan import Step, strategy
 from farspan.engine.oracle import gradients_of, oracle_loss
 from farspan.plan.strategies import STRATEGIES
@@ -44,7 +46,7 @@ def run(settings: Mapping[str, Any]) -> None:
     small = {**settings, "config": settings["config"] | shape, "dtype": "bfloat16"}
     small["config"].pop("layer_types", None)
     model = make_model(small)
-    twin = copy.deepcopy(model).double()
+    twin, trained = copy.deepcopy(model).double(), widened(copy.deepcopy(model))
     for tokens in settings["lengths"]:
         ids = draw(small, tokens)
         exact = gradients_of(twin, oracle_loss(twin, ids, ids))
@@ -53,7 +55,7 @@ def run(settings: Mapping[str, Any]) -> None:
         for name in STRATEGIES:
             row: dict[str, Any] = {"strategy": name, "tokens": tokens}
             try:
-                found = second_step(model, name, ids)
+                found = second_step(trained, name, ids)
                 row |= compared(errors(found, exact), own)
             except Exception as error:
                 row |= {"within": False, "words": words_of(error)}

@@ -1,12 +1,15 @@
-"""In a child: the best that a Hugging Face user has without farspan.
+"""In a child: the best that a user of transformers has without farspan.
 
-Gradient checkpointing of every layer, its inputs on host where asked (`save_on_cpu`, pinned),
-scaled_dot_product_attention by cuDNN where it can, else flash; the loss by Liger where it is
-installed, else in pieces that are computed again in the backward, so that no more than one piece's
-logits exist.
+Gradient checkpointing of every layer. What it keeps is where Place says: layers' inputs on the
+device, or on host by transformers itself; or these and attention's outputs, which are then not
+computed again, on the device or on host beside the computation (kept.py).
+scaled_dot_product_attention by cuDNN where it can, else flash. Norms, SwiGLU, rope and loss by
+Liger where it is installed, or norms and SwiGLU by torch.compile; without Liger the loss is in
+pieces that are computed again in the backward, so that no more than one piece's logits exist.
 """
 
 import importlib.util
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -14,7 +17,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -22,7 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.children import Clock, Row, add_row
 from benchmarks.gpu.device import Peaks, draw, dtype_of, give_back, make_model, synchronize
+from benchmarks.gpu.kept import Kept
 from benchmarks.gpu.steps import ADVICE, time_steps
+from benchmarks.gpu.work import Place
 from farspan.memory.host import TooLarge, available_host_bytes, refuse_beyond
 
 PIECE = 1024  # tokens whose logits exist at a time
@@ -30,33 +35,37 @@ IGNORED = -100
 GROWTH = 4.4  # of the seconds of a step on twice the tokens, at most
 BISECTIONS = 3
 WARM_LAYERS = 1
-MORE = 2  # beside the inputs of layers: the last norm's rounded input, and one to spare
+MORE = 1  # beside what layers keep: the last norm's input
+LIGER = "liger_kernel.transformers"
 
 
 def run(settings: Mapping[str, Any]) -> None:
     """One step or two at one length."""
     began = time.perf_counter()
-    baseline = Baseline(settings, settings["layers"], offload=settings["offload"])
+    baseline = Baseline(settings, settings["layers"])
     synchronize(settings["device"])
-    add_row(settings, {"ready_seconds": time.perf_counter() - began, "loss_by": loss_words()})
+    add_row(settings, {"ready_seconds": time.perf_counter() - began, **baseline.words()})
 
     def warm_up(ids: Tensor) -> Row:
-        return baseline.warm_up(ids) | (lock(settings) if settings["offload"] else {})
+        return baseline.warm_up(ids) | (lock(settings) if baseline.on_host else {})
 
     time_steps(settings, baseline.model, baseline.step, warm_up)
 
 
 def locked_bytes(settings: Mapping[str, Any]) -> tuple[int, int]:
-    """Pieces of pinned memory that a step of `tokens` on `layers` takes for inputs of layers, and
-    the bytes of each: PyTorch rounds them up to a power of two."""
+    """Pieces of pinned memory that a step of `tokens` on `layers` takes for what layers keep, and
+    the bytes of each: PyTorch rounds them up to a power of two. Attention's output is taken to be
+    as wide as a layer's input."""
     itemsize: int = dtype_of(settings).itemsize
     size = settings["tokens"] * settings["config"]["hidden_size"] * itemsize
-    return settings["layers"] + MORE, 1 << (size - 1).bit_length()
+    each = {Place.HOST: 2, Place.OFFLOAD: 1}.get(Place(settings["place"]), 0)
+    pieces = each * settings["layers"] + MORE if each else 0
+    return pieces, 1 << (size - 1).bit_length()
 
 
 def lock(settings: Mapping[str, Any]) -> Row:
-    """Has PyTorch lock what the inputs of all layers take, and keep it: a first step would do so
-    while it is timed, at about 3 GB/s, and farspan's arenas are locked before. Raises TooLarge."""
+    """Has PyTorch lock what all layers keep, and keep it: a first step would do so while it is
+    timed, at about 3 GB/s, and farspan's arenas are locked before. Raises TooLarge."""
     pieces, size = locked_bytes(settings)
     needed, on_cuda = pieces * size, settings["device"] == "cuda"
     refuse_beyond(needed, "the baseline's step", ADVICE, settings.get("host_memory"))
@@ -73,26 +82,65 @@ def lock(settings: Mapping[str, Any]) -> Row:
 class Baseline:
     """A model with `layers` of its layers, and a step of it."""
 
-    def __init__(self, settings: Mapping[str, Any], layers: int, *, offload: bool) -> None:
+    def __init__(self, settings: Mapping[str, Any], layers: int) -> None:
+        self.place, self.on_cuda = Place(settings["place"]), settings["device"] == "cuda"
+        self.on_host = self.place in (Place.HOST, Place.OFFLOAD)
+        self.compiled = bool(settings.get("compiled"))
+        if has_liger() and not self.compiled:
+            fuse(settings["config"]["model_type"])
         self.model = make_model(settings, layers)
         self.model.set_attn_implementation("sdpa")
+        self.kept: Kept | None = None
+        if self.place in (Place.HOST, Place.KEPT):
+            self.kept = Kept(settings["device"], on_host=self.on_host)
+        self._own_offload = self._checkpoint()
+        if self.compiled:
+            for module in self._tokenwise():
+                module.compile(backend="eager" if settings["tiny"] else "inductor")
+
+    def _tokenwise(self) -> Iterator[nn.Module]:
+        """Norms and MLPs: what lies inside a checkpoint, and is compiled once for all layers."""
+        layers: Any = self.model.base_model.layers
+        for layer in layers:
+            yield from (found for name, found in layer.named_children() if "attn" not in name)
+
+    def _checkpoint(self) -> bool:
+        """Checkpoints every layer; whether their inputs are still to be taken to host."""
         # transformers is renaming this; both names take the same settings.
-        enable = getattr(self.model, "activation_checkpointing_enable", None)
-        (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
-        self.offload = offload
-        self.on_cuda = settings["device"] == "cuda"
+        enable: Any = getattr(self.model, "activation_checkpointing_enable", None)
+        enable = enable or self.model.gradient_checkpointing_enable
+        how: dict[str, Any] = {"use_reentrant": False}
+        if self.kept is not None:
+            how["context_fn"] = self.kept.contexts
+        # Since 5.16. It locks memory wherever it runs, which needs a GPU.
+        offers = self.on_cuda and "offload" in inspect.signature(enable).parameters
+        offloads = self.place is Place.OFFLOAD
+        enable(how, **({"offload": True} if offloads and offers else {}))
+        return offloads and not offers
+
+    def words(self) -> Row:
+        """Who computes what."""
+        by = "liger" if has_liger() else "transformers (liger-kernel is not installed)"
+        return {
+            "layers_by": "torch.compile" if self.compiled else by,
+            "loss_by": loss_words(),
+        }
 
     def step(self, ids: Tensor) -> float:
         """Loss and gradients of [1, tokens]."""
         with vendor_attention(self.on_cuda):
             with ExitStack() as stack:
-                if self.offload:
+                if self._own_offload:
                     stack.enter_context(save_on_cpu(pin_memory=self.on_cuda))
+                if self.kept is not None:
+                    stack.enter_context(self.kept.inputs())
                 out = self.model.base_model(input_ids=ids, use_cache=False)
             targets = functional.pad(ids[:, 1:], (0, 1), value=IGNORED)
             weight: Any = self.model.get_output_embeddings().weight
             loss = loss_of(out.last_hidden_state, weight, targets)
             loss.backward()
+        if self.kept is not None:
+            self.kept.clear()
         return float(loss.detach())
 
     def warm_up(self, ids: Tensor) -> Row:
@@ -129,6 +177,13 @@ def has_liger() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None
 
 
+def fuse(model_type: str) -> None:
+    """Models of this type are made with Liger's norms, SwiGLU and rope from here on; the loss is
+    called by itself."""
+    apply = getattr(import_module(LIGER), f"apply_liger_kernel_to_{model_type}")
+    apply(rope=True, rms_norm=True, swiglu=True, fused_linear_cross_entropy=False)
+
+
 def loss_words() -> str:
     return "liger" if has_liger() else f"pieces of {PIECE} tokens, computed again in the backward"
 
@@ -137,7 +192,7 @@ def loss_of(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The mean cross-entropy of hidden [1, T, hidden] against targets [1, T]."""
     rows, flat = hidden.flatten(0, 1), targets.flatten()
     if has_liger():
-        made = import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss
+        made = import_module(LIGER).LigerFusedLinearCrossEntropyLoss
         found: Tensor = made(ignore_index=IGNORED)(weight, rows, flat)
         return found
     total = torch.zeros((), device=hidden.device)
@@ -165,7 +220,7 @@ def run_longest(settings: Mapping[str, Any]) -> None:
     computed again alone, so no layer's peak is higher than that of one."""
     clock = Clock.of(settings["seconds"])
     began = time.perf_counter()
-    baseline = Baseline(settings, 1, offload=True)
+    baseline = Baseline({**settings, "place": Place.OFFLOAD}, 1)
     layers: Any = baseline.model.base_model.layers
     layer: int = sum(p.nbytes for p in layers.parameters())
     others = settings["of_layers"] - 1

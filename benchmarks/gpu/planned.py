@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import log
 from typing import Any
 
 from benchmarks.children import Row
@@ -16,11 +17,16 @@ from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.architecture import Architecture
 from farspan.plan.model.families import architecture_from
 from farspan.plan.price.evaluate import evaluate, useful_flop
+from farspan.plan.price.machines import machine, preset_of_gpu
 from farspan.plan.price.seconds import rates_of
+from farspan.plan.price.states import states, update_seconds
 from farspan.plan.question import Optimizer, Plan, Question
 from farspan.plan.search.plans import best_plan
 from farspan.plan.strategies import strategy
 from farspan.spec import MachineSpec, ModelSpec, RunSpec, Schedule
+from farspan.train.config import StatesPlace
+from farspan.train.optimizer_place import Placed, choose_place
+from farspan.train.planning import PLANNED
 
 GIB = 2**30
 # Of a device's bytes, what a plan may take, and what one may after that ran out. No plan has what
@@ -35,6 +41,63 @@ GROUPED = "grouped"  # its own defaults: a search for it would be auto's
 OFFLOAD = "offload"  # the strategy that is the baseline's
 SEARCH_SECONDS = 3.0
 
+NOWHERE = "h200"  # the preset to plan with where there is no GPU: the script is only seen to run
+CAPABILITIES = {
+    "h100": 9.0,
+    "h200": 9.0,
+    "b200": 10.0,
+    "b300": 10.3,
+    "a100-40g": 8.0,
+    "a100-80g": 8.0,
+    "a800": 8.0,
+    "l40s": 8.9,
+    "rtx4090": 8.9,
+    "rtx3090": 8.6,
+    "a6000": 8.6,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """The GPU that is there, as its driver has it."""
+
+    name: str
+    device_bytes: int
+    capability: float  # 9.0
+
+
+def preset_for(card: Card | None) -> tuple[MachineSpec, str]:
+    """What to plan with where nothing was measured, and words for it: the GPU's own preset, or
+    the nearest by capability, then by memory, with the bytes that are there."""
+    if card is None:
+        return machine(NOWHERE), f"preset {NOWHERE}: there is no GPU"
+    found = preset_of_gpu(card.name)
+    words = f"preset {found}"
+    if found is None:
+
+        def distance(name: str) -> tuple[float, float]:
+            near = abs(log(machine(name).device_bytes / card.device_bytes))
+            return abs(CAPABILITIES[name] - card.capability), near
+
+        found = min(CAPABILITIES, key=distance)
+        has = f"{card.device_bytes / GIB:.0f} GiB, capability {card.capability:.1f}"
+        words = f"preset {found}, the nearest to {card.name} ({has}), which none is of"
+    return replace(machine(found), device_bytes=card.device_bytes), words
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """AdamW's update, planned."""
+
+    placed: Placed
+    held: dict[str, int]  # bytes of the states by tier
+    seconds: float
+    fits: bool  # beside the weights and the gradients
+
+    def to_json(self) -> Row:
+        placed = {"states": str(self.placed.states), "reason": self.placed.reason}
+        return placed | {"held": self.held, "planned_seconds": self.seconds}
+
 
 @dataclass(slots=True)
 class Planner:
@@ -45,6 +108,7 @@ class Planner:
     _pool: ThreadPoolExecutor = field(init=False)
     _urgent: ThreadPoolExecutor = field(init=False)  # what is waited for at once: others are queued
     _plans: dict[tuple[str, int, float], "Future[Plan]"] = field(init=False, default_factory=dict)
+    _placed: "Future[Placed] | None" = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         host = host_room(self.machine.host_bytes)
@@ -54,7 +118,9 @@ class Planner:
     def prepare(self, items: Iterable[Item]) -> None:
         """Begins to plan what these items need, in their order."""
         for item in items:
-            if item.tokens and item.work != "longest":
+            if item.work == "update":
+                self._begin_placing()
+            elif item.tokens and item.work != "longest":
                 self._begin(name_of(item), item.tokens, ROOM)
 
     def plan(self, item: Item, room: float = ROOM) -> Plan:
@@ -65,7 +131,9 @@ class Planner:
         """The same on fewer layers."""
         schedule = cut_schedule(plan.schedule, self.work.layers, layers)
         question = self.question(plan.question.run.tokens, layers)
-        question = replace(question, machine=plan.question.machine, sparse=schedule.sparse)
+        asked = plan.question
+        question = replace(question, machine=asked.machine, sparse=schedule.sparse)
+        question = replace(question, wide_gradients=asked.wide_gradients)
         return evaluate(question, plan.strategy, schedule)
 
     def share(self, tokens: int, layers: int) -> float:
@@ -85,7 +153,38 @@ class Planner:
             dtype=self.work.dtype,
             architecture=architecture,
             overlap=not self.machine.unified,
+            wide_gradients=True,  # as in training
         )
+
+    def update(self, layers: int) -> Update:
+        """Of so many layers, the states where training at the middle length has them."""
+        placed = self._begin_placing().result()
+        question = self._with_states(self.work.middle, layers, placed.states)
+        parts, room = states(question, ((0, layers),)), int(LESS_ROOM * self.machine.device_bytes)
+        on_device = parts.weights + parts.gradients + parts.optimizer
+        return Update(
+            placed,
+            {"device": parts.optimizer, "host": parts.optimizer_on_host},
+            update_seconds(question),
+            on_device <= room and parts.optimizer_on_host <= self.machine.host_bytes,
+        )
+
+    def _with_states(self, tokens: int, layers: int, place: StatesPlace) -> Question:
+        return replace(self.question(tokens, layers), optimizer=PLANNED[place])
+
+    def _begin_placing(self) -> "Future[Placed]":
+        if self._placed is None:
+            self._placed = self._pool.submit(self._place)
+        return self._placed
+
+    def _place(self) -> Placed:
+        """As `farspan train` places the states of a run by `auto`."""
+
+        def fits(place: StatesPlace) -> bool:
+            question = self._with_states(self.work.middle, self.work.layers, place)
+            return best_plan(question, seconds=SEARCH_SECONDS).fits
+
+        return choose_place(fits, None)
 
     def mfu(self, schedule: Schedule, tokens: int, layers: int, seconds: float) -> float:
         """Of a step that took so long."""
@@ -101,6 +200,7 @@ class Planner:
 
     def _make(self, name: str, tokens: int, room: float) -> Plan:
         question = self.question(tokens, self.work.layers, room)
+        question = replace(question, wide_gradients=name != OFFLOAD)
         if name in (GROUPED, OFFLOAD):
             return evaluate(question, name, strategy(name, self.work.layers, tokens))
         if name == SPARSE:

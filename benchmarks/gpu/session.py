@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,24 +11,37 @@ from benchmarks.children import EXPANDABLE, LEAST_SECONDS, Clock, Nursery, Outco
 from benchmarks.gpu import child
 from benchmarks.gpu.floor import Floor, ceilings_of, floor, gap
 from benchmarks.gpu.huggingface import WARM_LAYERS, locked_bytes
-from benchmarks.gpu.planned import LESS_ROOM, ROOM, Planner, plan_json
-from benchmarks.gpu.work import Item, Work, items
+from benchmarks.gpu.planned import LESS_ROOM, ROOM, Card, Planner, plan_json, preset_for
+from benchmarks.gpu.rows import (
+    as_row,
+    is_cut,
+    is_done,
+    may_take_less,
+    merged,
+    short_of,
+    variance,
+    words_of,
+)
+from benchmarks.gpu.work import SPARSE, Item, Work, items
 from farspan.memory.host import available_host_bytes, describe_host
-from farspan.plan.price.machines import from_json, machine
+from farspan.plan.price.machines import from_json
 from farspan.plan.question import Plan
 from farspan.spec import Refused, Schedule
 
 CHILD = "benchmarks.gpu.child"
 PLANNED = ("step", "split")  # what runs a plan's schedule, and can be planned with less room
-PRESET = "h200"  # what is planned with where nothing was calibrated
 # What a process says that cannot start CUDA because it was forked.
 FORKED = ("forked subprocess", "initialization error")
 START_SECONDS = 8.0  # of a child: CUDA and the weights; its imports are the nursery's
+COMPILE_SECONDS = 30.0  # of a layer, forward and backward; a guess
+IMPORT_SECONDS = 60.0  # at most, of a child that is not the nursery's
 EXACT_SECONDS, CEILING_SECONDS, LONGEST_SECONDS = 40.0, 45.0, 25.0  # guesses
 END_SECONDS = 5.0  # of the time, that nothing is planned to take
-SLACK_SECONDS = 20.0  # beyond what a child is planned to take
-SLACK = 1.6
+# What a child may take beyond its plan: a step three times as slow is a finding, and no more than
+# a third of the time is lost with the longest of them that hangs.
+SLACK, SLACK_SECONDS = 3.0, 30.0
 SHORT = 1024  # tokens that load kernels
+REPEAT = 0.1  # of the time left, for a second step
 DEEPER = 0.7  # of the time left, for what a former run measured on few layers
 PINNED = 3e9  # bytes a second, where it was not measured
 
@@ -56,6 +69,7 @@ class Session:
     traces: Path | None = None
     planner: Planner | None = None
     nursery: Nursery | None = None
+    card: Card | None = None  # None where there is no GPU
     host_memory: int | None = None  # bytes, in place of what can be seen to be available
     start_seconds: float = START_SECONDS
     slower: dict[str, float] = field(default_factory=dict)  # measured over planned, by work
@@ -103,8 +117,11 @@ class Session:
         """Plans are made with the ceilings from here on."""
         rows = self._ceilings()
         files = [row["machine_file"] for row in rows if "machine_file" in row]
-        self.record["planned_with"] = "this machine's ceilings" if files else f"preset {PRESET}"
-        spec = from_json(files[-1], "ceilings").spec if files else machine(PRESET)
+        if files:
+            spec, words = from_json(files[-1], "ceilings").spec, "this machine's ceilings"
+        else:
+            spec, words = preset_for(self.card)
+        self.record["planned_with"] = words
         host = self.host_memory or available_host_bytes()
         self.planner = Planner(self.work, replace(spec, host_bytes=host))
         self.planner.prepare(todo)
@@ -128,6 +145,8 @@ class Session:
                 if self.work.tiny:
                     settings["pretended_most"] = 3 * self.work.first
                 return self._fixed(settings, seconds)
+            case "update":
+                return self._update(item)
             case _:
                 return self._of_layers(item)
 
@@ -137,6 +156,24 @@ class Session:
         if seconds + END_SECONDS > self.clock.left:
             return f"{self.clock.left:.0f} s are left and it takes about {seconds:.0f}"
         return Arranged(settings, seconds)
+
+    def _update(self, item: Item) -> Arranged | str:
+        """Of as many layers as the time and the machine hold: it grows with their parameters."""
+        assert self.planner is not None
+        why = "it does not fit"
+        for layers in self.work.depths:
+            update = self.planner.update(layers)
+            if not update.fits:
+                continue
+            locked = 0.0 if self.work.tiny else update.held["host"] / self._pinned()
+            fixed = 0.0 if self.work.tiny else self.start_seconds
+            settings: Row = {"layers": layers, "of_layers": self.work.layers, **update.to_json()}
+            settings["tokens"] = min(SHORT, item.tokens // 2)
+            arranged = self._fixed(settings, fixed + locked + 2 * (1.0 + update.seconds))
+            if not isinstance(arranged, str) and arranged.seconds <= item.share * self.clock.left:
+                return arranged
+            why = arranged if isinstance(arranged, str) else "it takes more than its share"
+        return why
 
     def _of_layers(self, item: Item) -> Arranged | str:
         """As many layers as its share of the time allows; a second step where that allows one."""
@@ -162,7 +199,8 @@ class Session:
             if self._ran_out_before(item, plan):
                 why = "the device ran out, and in less room the plan is the same"
                 continue
-            steps = 2 if fixed + 2 * one <= min(allowed, most) else 1
+            both = min(allowed, most, fixed + one + REPEAT * self.clock.left)
+            steps = 2 if fixed + 2 * one <= both else 1
             settings = self._settings(item, plan, layers) | {"steps": steps}
             return Arranged(settings, fixed + steps * one, plan, full)
         needed = f"{depths[-1]} layers take about {short:.0f}"
@@ -186,11 +224,12 @@ class Session:
         """Seconds before the steps, and of one."""
         assert self.planner is not None
         share = self.planner.share(item.tokens, layers)
-        one = full.seconds.total * share * self.slower.get(item.work, 1.1)
+        one = full.seconds.total * share * self.slower.get(kind_of(item), 1.1)
         fixed = 0.0 if self.work.tiny else self.start_seconds
         if item.work == "huggingface":
-            pieces, size = locked_bytes(self._common() | {"tokens": item.tokens, "layers": layers})
-            fixed += item.offload * pieces * size / self._pinned()
+            asked: Row = {"tokens": item.tokens, "layers": layers, "place": item.place}
+            pieces, size = locked_bytes(self._common() | asked)
+            fixed += pieces * size / self._pinned() + COMPILE_SECONDS * item.compiled
             return fixed + one * self.planner.share(item.tokens, WARM_LAYERS) / share, one
         fixed += full.host.total * layers / self.work.layers / self._pinned()
         warm = one if item.work == "split" else one * warm_tokens(full) / item.tokens
@@ -203,8 +242,9 @@ class Session:
         return float(found)
 
     def _settings(self, item: Item, plan: Plan, layers: int) -> Row:
-        found: Row = {"tokens": item.tokens, "layers": layers, "offload": item.offload}
+        found: Row = {"tokens": item.tokens, "layers": layers}
         if item.work == "huggingface":
+            found |= {"place": item.place, "compiled": item.compiled}
             return found | {"warm": item.tokens}  # on one layer
         if item.work == "split" and self.traces is not None:
             found["trace"] = str(self.traces / f"step-{item.tokens}-{layers}-layers.json")
@@ -240,7 +280,8 @@ class Session:
                 return made
             self.say("CUDA is not to be had in a forked process: each one starts afresh")
             self.nursery = None
-        return run_child(CHILD, given, max(limit, LEAST_SECONDS), configuration)
+        limit = min(limit + IMPORT_SECONDS, max(self.clock.left, LEAST_SECONDS))
+        return run_child(CHILD, given, limit, configuration)
 
     def _common(self) -> Row:
         """What every child is told."""
@@ -274,7 +315,10 @@ class Session:
             row["room"] = self._room(item)
         if item.name in self.ran_out:
             row["ran_out_before"] = self.ran_out[item.name]
-        row |= {"strategy": item.strategy} if item.strategy else {"offload": item.offload}
+        if item.strategy:
+            row["strategy"] = item.strategy
+        else:
+            row |= {"place": item.place, "compiled": item.compiled}
         if "ready_seconds" in row and self.device == "cuda":
             self.start_seconds = max(START_SECONDS / 2, row["ready_seconds"])
         seconds = row["runs"][-1]["seconds"] if row["runs"] else None
@@ -282,7 +326,6 @@ class Session:
         if seconds is not None:
             self._add_rates(item, arranged, row, seconds)
         if "lines" in row:
-            row["lines"]["optimizer"] = row["update"]["seconds"] if "update" in row else 0.0
             row["gap"] = self._gap(arranged.plan, row["lines"])
         return row
 
@@ -291,7 +334,8 @@ class Session:
         assert arranged.plan is not None
         assert arranged.full is not None
         plan, full, layers = arranged.plan, arranged.full, arranged.settings["layers"]
-        self.slower[item.work] = max(1.0, seconds / plan.seconds.total)
+        self.slower[kind_of(item)] = max(1.0, seconds / plan.seconds.total)
+        row["variance"] = variance(row["runs"])
         row["tokens_a_second"] = item.tokens / seconds
         row["mfu"] = self.planner.mfu(plan.schedule, item.tokens, layers, seconds)
         bound = self._floor(plan)
@@ -323,59 +367,14 @@ class Session:
         return gap(lines, bound) if bound is not None else None
 
 
+def kind_of(item: Item) -> str:
+    """Measurements that are off their plans by about as much."""
+    return SPARSE if item.strategy == SPARSE else item.work
+
+
 def warm_tokens(plan: Plan) -> int:
     """Of a short step that meets every shape of attention but ragged ones; where it would be half a
     step, of one that loads kernels only."""
     schedule, tokens = plan.schedule, plan.question.run.tokens
     whole = 2 * max(min(schedule.chunk, tokens), schedule.kv_block)
     return whole if 2 * whole <= tokens else min(SHORT, tokens // 2)
-
-
-def as_row(schedule: Schedule) -> Row:
-    """Fields of a schedule, as JSON has them."""
-    names = schedule.__dataclass_fields__
-    found = {name: getattr(schedule, name) for name in names}
-    found["sparse"] = None if schedule.sparse is None else asdict(schedule.sparse)
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in found.items()}
-
-
-def merged(rows: Iterable[Row]) -> Row:
-    """One row of a child's rows: steps under `runs`."""
-    found: Row = {"runs": []}
-    for row in rows:
-        if "step" in row:
-            found["runs"].append(row)
-        else:
-            found |= row
-    return found
-
-
-def is_done(row: Mapping[str, Any]) -> bool:
-    """Whether measuring it again would tell nothing new."""
-    is_final = row["out_of_memory"] and not may_take_less(row)
-    return bool(row["child"]["ended"] == "completed" or is_final)
-
-
-def may_take_less(row: Mapping[str, Any]) -> bool:
-    """Whether the device ran out with the first plan of a schedule: there is a second."""
-    return bool(row["out_of_memory"] and row.get("room", LESS_ROOM) > LESS_ROOM)
-
-
-def short_of(row: Mapping[str, Any]) -> Row:
-    """What is kept of a measurement for which the device ran out."""
-    planned = {key: row["planned"][key] for key in ("schedule", "device_bytes")}
-    return {"room": row["room"], "layers": row["layers"], **planned, **row["child"]}
-
-
-def is_cut(row: Mapping[str, Any]) -> bool:
-    """Whether a step was measured, on fewer layers than there are."""
-    return row.get("seconds") is not None and row["layers"] < row["of_layers"]
-
-
-def words_of(row: Mapping[str, Any]) -> str:
-    """What a row says in a line."""
-    if row.get("seconds") is not None:
-        depth = "" if row["layers"] == row["of_layers"] else f" on {row['layers']} layers"
-        return f"{row['seconds']:.2f} s a step{depth}"
-    last = row["child"]["words"].splitlines()[-1:]
-    return last[0] if last else f"{row['child']['seconds']:.0f} s"

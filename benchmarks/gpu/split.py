@@ -14,13 +14,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.children import add_row
 from benchmarks.gpu.device import draw, make_model, synchronize
-from benchmarks.gpu.steps import reserve, schedule_of
+from benchmarks.gpu.steps import reserve, schedule_of, widened
 from farspan import Step
 
 STEP = "farspan step"  # what the profile calls it
@@ -33,14 +31,12 @@ KINDS = (
         ("bprop", "dot_do_o", "convert_dq", "flash_bwd", "flashattnbwd", "_for_cpu_backward"),
     ),
     ("attention forward", ("fprop", "flash_fwd", "flashattnfwd", "attention_for_cpu")),
-    ("optimizer", ("adam", "multi_tensor_apply")),
     ("loss", ("softmax", "nll_loss", "cross_entropy")),
     ("linear", ("gemm", "nvjet", "cutlass", "cublas", "splitk", "aten::mm", "aten::addmm")),
 )
 OTHER = "elementwise"  # norms, rotations, activations, sums, copies on the device
 CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset", "cpu_op")
 LINES = (*(name for name, _ in KINDS), OTHER, *COPIES, HOST)
-BETAS, RATE = (0.9, 0.95), 1e-5
 
 
 class Busy(NamedTuple):
@@ -52,9 +48,9 @@ class Busy(NamedTuple):
 
 
 def run(settings: Mapping[str, Any]) -> None:
-    """A step as a profile sees it, and an update of AdamW."""
+    """A step as a profile sees it."""
     began = time.perf_counter()
-    model = make_model(settings, settings["layers"])
+    model = widened(make_model(settings, settings["layers"]))
     step = Step(model, schedule_of(settings["schedule"]))
     ids = draw(settings, settings["tokens"])
     add_row(settings, {"ready_seconds": time.perf_counter() - began})
@@ -76,8 +72,6 @@ def run(settings: Mapping[str, Any]) -> None:
         events = json.loads(path.read_text("utf-8"))["traceEvents"]
     window, busy = read(events, "gpu" if on_cuda else "cpu")
     add_row(settings, {"profiled_seconds": seconds, "lines": attributed(busy, window)})
-    step.release()
-    add_row(settings, {"update": update(model, settings)})
 
 
 def read(events: Iterable[Mapping[str, Any]], where: str) -> tuple[tuple[float, float], list[Busy]]:
@@ -128,25 +122,3 @@ def _instants(busy: list[Busy], window: tuple[float, float]) -> Iterator[Busy]:
         while running and running[0][2] <= start:
             heapq.heappop(running)
         yield Busy(start, end, running[0][3] if running else HOST)
-
-
-def update(model: nn.Module, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Seconds of AdamW on the device, fused, masters and moments in fp32, the weights rounded from
-    the masters; the second of two updates."""
-    weights: list[Tensor] = [p for p in model.parameters() if p.grad is not None]
-    masters: list[Tensor] = [nn.Parameter(p.detach().float()) for p in weights]
-    optimizer = torch.optim.AdamW(masters, lr=RATE, betas=BETAS, fused=True)
-    for master, weight in zip(masters, weights, strict=True):
-        assert weight.grad is not None
-        master.grad = weight.grad.float()
-        weight.grad = None
-    seconds = 0.0
-    for _ in range(2):
-        synchronize(settings["device"])
-        began = time.perf_counter()
-        optimizer.step()
-        with torch.no_grad():
-            torch._foreach_copy_(weights, masters)
-        synchronize(settings["device"])
-        seconds = time.perf_counter() - began
-    return {"parameters": sum(p.numel() for p in weights), "seconds": seconds}

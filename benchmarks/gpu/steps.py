@@ -5,12 +5,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from benchmarks.children import Row, add_row
 from benchmarks.gpu.device import Peaks, draw, make_model, synchronize
 from farspan import Schedule, Sparse, Step
 from farspan.memory.host import refuse_beyond
 from farspan.spec import Tier
+from farspan.train.optimizer_parts import widen_gradient
 
 ADVICE = "measure fewer tokens, or say with --host-memory what the machine has"
 OneStep = Callable[[Tensor], float]  # input_ids [1, tokens] to the loss; gradients are in .grad
@@ -19,7 +21,7 @@ OneStep = Callable[[Tensor], float]  # input_ids [1, tokens] to the loss; gradie
 def run(settings: Mapping[str, Any]) -> None:
     """The arenas, a short step that builds attention's plans, then one step or two."""
     began = time.perf_counter()
-    model = make_model(settings, settings["layers"])
+    model = widened(make_model(settings, settings["layers"]))
     step = Step(model, schedule_of(settings["schedule"]))
     synchronize(settings["device"])
     add_row(settings, {"ready_seconds": time.perf_counter() - began})
@@ -32,6 +34,13 @@ def run(settings: Mapping[str, Any]) -> None:
         return {}
 
     time_steps(settings, model, one_step, warm_up)
+
+
+def widened(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, its gradients added up as `farspan train` has it."""
+    for parameter in model.parameters():
+        widen_gradient(parameter)
+    return model
 
 
 def one_step_of(step: Step) -> OneStep:

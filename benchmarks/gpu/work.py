@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from farspan.plan.model.catalog import find_config
@@ -10,6 +11,15 @@ from farspan.spec import Sparse
 AUTO = "auto"
 SPARSE = "sparse"  # auto's choice with page-sparse attention, which approximates
 KILO = 1024
+
+
+class Place(StrEnum):
+    """Of the baseline: where what a checkpointed layer keeps is."""
+
+    DEVICE = "inputs on the device"  # checkpointing as it comes
+    KEPT = "inputs and attention outputs on the device"
+    HOST = "inputs and attention outputs on host"  # copies beside the computation
+    OFFLOAD = "inputs on host"  # transformers' own `offload=True`, copies in line
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,51 +96,55 @@ def tiny() -> Work:
 class Item:
     """One measurement, made by one child."""
 
-    work: str  # ceilings, step, huggingface, longest, split or exact
+    work: str  # ceilings, step, huggingface, longest, split, update or exact
     share: float  # of the time that is left, what it is planned to take at most
     tokens: int = 0
     strategy: str = ""
-    offload: bool = True  # of the baseline: inputs of its layers on host
+    place: Place = Place.DEVICE  # of the baseline
+    compiled: bool = False  # of the baseline: norms and SwiGLU by torch.compile
 
     @property
     def name(self) -> str:
         if self.work == "step":
             return f"{self.strategy} at {self.tokens}"
         if self.work == "huggingface":
-            kept = "" if self.offload else ", inputs on the device"
-            return f"huggingface at {self.tokens}{kept}"
+            return f"huggingface at {self.tokens}, {self.place}{', compiled' * self.compiled}"
         return f"{self.work} at {self.tokens}" if self.tokens else self.work
 
 
 def items(work: Work) -> Iterator[Item]:
     """Everything, the most important first: what comes last is skipped where time is short."""
     small, middle, headline = work.lengths[:-2], work.middle, work.lengths[-1]
+    short = small or (middle,)  # where all that a step keeps fits on the device
     yield Item("ceilings", 0.2)
-    yield Item("step", 0.15, middle, AUTO)
-    for tokens in reversed(small):
-        yield from _both(tokens)
-    yield Item("step", 0.75, headline, AUTO)
-    if not small:
-        yield Item("huggingface", 0.25, middle)
-    yield Item("exact", 0.3)
-    yield Item("split", 0.2, work.split, AUTO)
+    yield Item("step", 0.2, middle, AUTO)
+    for tokens in reversed(short):
+        yield Item("huggingface", 0.2, tokens)
+        if small:
+            yield Item("step", 0.2, tokens, AUTO)
+    yield Item("step", 0.8, headline, AUTO)
+    for tokens in reversed(short):
+        yield Item("huggingface", 0.2, tokens, place=Place.KEPT)
+    yield Item("huggingface", 0.5, middle, place=Place.HOST)
+    yield Item("exact", 0.4)
+    yield Item("update", 0.3, middle)
+    yield Item("split", 0.4, work.split, AUTO)
+    for tokens in reversed(short):
+        if small:
+            yield Item("huggingface", 0.3, tokens, place=Place.HOST)
+        yield Item("huggingface", 0.3, tokens, compiled=True)
     for name in work.strategies:
-        yield Item("step", 0.12, middle, name)
+        yield Item("step", 0.15, middle, name)
     for tokens in (middle, headline, *small[-1:]):
         yield Item("step", 0.3, tokens, SPARSE)
     yield Item("longest", 0.4)
-    if small:
-        yield Item("huggingface", 0.12, middle)
+    for tokens in (middle, headline, *reversed(small)):
+        yield Item("huggingface", 0.3, tokens, place=Place.OFFLOAD)
     for tokens in (headline, *reversed(small)):
         for name in work.strategies:
             yield Item("step", 0.15, tokens, name)
     for tokens in work.longer:
         yield Item("step", 0.4, tokens, AUTO)
-    yield Item("huggingface", 0.3, headline)
-    for tokens in (*small, middle):
-        yield Item("huggingface", 0.3, tokens, offload=False)
-
-
-def _both(tokens: int) -> Iterator[Item]:
-    yield Item("huggingface", 0.25, tokens)
-    yield Item("step", 0.25, tokens, AUTO)
+    yield Item("huggingface", 0.3, headline, place=Place.HOST)
+    for place in (Place.DEVICE, Place.KEPT) if small else ():
+        yield Item("huggingface", 0.3, middle, place=place)

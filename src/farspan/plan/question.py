@@ -35,6 +35,7 @@ class Question:
     accumulates: bool = False  # gradients of earlier batches are there when the step begins
     kernels: Kernels = field(default_factory=Kernels)
     headroom: int = 0  # device bytes that a plan leaves where any can (plan.headroom)
+    wide_gradients: bool = False  # `.grad` in fp32 without an optimizer, too: as training has it
 
     def adapter_rank(self) -> int | None:
         """Of LoRA on every linear module; 0: none; None: not known, of a model that was looked at

@@ -51,6 +51,13 @@ def test_bytes(
     assert found == (gradients, accumulators, device, host)
 
 
+def test_gradients_are_wide_where_that_is_asked_for() -> None:
+    """As the step's own sum, with nothing of an optimizer beside it."""
+    held = states(question(Optimizer.NONE, wide_gradients=True), CUT)
+    assert (held.gradients, held.accumulators) == (4 * ALL, 0)
+    assert (held.optimizer, held.optimizer_on_host) == (0, 0)
+
+
 def test_fsdp_cuts_states_and_gathers_a_group() -> None:
     held = states(question(Optimizer.ADAMW, layout=Layout(data=10)), CUT)
     assert held.weights == 2 * ALL // 10

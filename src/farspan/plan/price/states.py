@@ -65,9 +65,9 @@ def _own(sharing: Sharing, elements: int, outer: int) -> int:
 
 def gradient_bytes(question: Question) -> int:
     """Width of an element of `.grad`. With AdamW, wherever its states are, it is as wide as they,
-    so that it is the sum over chunks itself."""
+    so that it is the sum over chunks itself; so it is where that is asked for."""
     model = question.model
-    is_sum = question.optimizer in (Optimizer.ADAMW, Optimizer.HOST)
+    is_sum = question.wide_gradients or question.optimizer in (Optimizer.ADAMW, Optimizer.HOST)
     return _sum_bytes(model) if is_sum else model.element_bytes
 
 
