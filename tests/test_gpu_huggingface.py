@@ -106,7 +106,7 @@ def test_norms_and_mlps_are_compiled_where_that_is_asked_for() -> None:
 def test_liger_is_asked_for_all_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, bool]] = []
     made = ModuleType(huggingface.LIGER)
-    made.apply_liger_kernel_to_qwen2 = lambda **given: asked.append(given)  # type: ignore[attr-defined]
+    setattr(made, "apply_liger_kernel_to_qwen2", lambda **given: asked.append(given))  # noqa: B010
     monkeypatch.setitem(sys.modules, huggingface.LIGER, made)
     assert Baseline(settings_at(Place.DEVICE), 1).words()["layers_by"].startswith("transformers (")
     monkeypatch.setattr(huggingface, "has_liger", lambda: True)
