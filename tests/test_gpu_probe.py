@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import children
-from benchmarks.gpu import hour, probe
+from benchmarks.gpu import probe
 from benchmarks.gpu.hour import Part, left_over, parts, run_part, same_losses
 
 
@@ -83,7 +83,7 @@ def test_losses_of_allocators_are_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_hour_in_half_a_minute(tmp_path: Path) -> None:
+def test_a_minute_of_an_hour(tmp_path: Path) -> None:
     """As far as it comes: the run files are read, and each part says how it ended."""
     command = [sys.executable, "-m", "benchmarks.gpu.hour", "--tiny", "--out", str(tmp_path)]
     subprocess.run(
@@ -95,4 +95,5 @@ def test_an_hour_in_half_a_minute(tmp_path: Path) -> None:
     )
     made = json.loads((tmp_path / "hour.json").read_text())
     assert made["probe"]["ended"] == "completed"
-    assert hour.LEAST_SECONDS < 60
+    first = next(part for part in parts(tmp_path, True, None) if left_over(made, part))
+    assert first.name != "probe"
