@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -168,9 +169,8 @@ def rectangles(bench: Bench) -> Lines:
         first = time.perf_counter() - began
         if bench.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        forward = bench.ms(lambda q=q, k=k, v=v, g=given: kernel.forward(q, k, v, *g))
-        call = (dout, q, k, v, out, lse, *given)
-        backward = bench.ms(lambda call=call: kernel.backward(*call))
+        forward = bench.ms(partial(kernel.forward, q, k, v, *given))
+        backward = bench.ms(partial(kernel.backward, dout, q, k, v, out, lse, *given))
         taken = torch.cuda.max_memory_allocated() / MIB if bench.device == "cuda" else 0.0
         flop = 4e-9 * many * width * chunk * keys
         yield (
@@ -328,7 +328,7 @@ def locked(bench: Bench) -> Lines:
         began = time.perf_counter()
         to.copy_(of, non_blocking=True)
         issued = time.perf_counter() - began
-        rate = part / bench.ms(lambda to=to, of=of: to.copy_(of, non_blocking=True)) / 1e6
+        rate = part / bench.ms(partial(to.copy_, of, non_blocking=True)) / 1e6
         yield f"{name} {rate:.1f} GB/s, issued in {1e6 * issued:.0f} us"
     del host
     arena.release()
