@@ -34,13 +34,13 @@ from farspan.engine import gradients as sums
 from farspan.engine.batch import Batch
 from farspan.engine.head import Head
 from farspan.engine.kernels import AttentionKernels
-from farspan.engine.layers import Layers
+from farspan.engine.layers import Layers, SparingLayers
 from farspan.engine.linear import Adding
 from farspan.engine.run import Interpreter
 from farspan.engine.storage import Storage
 from farspan.kernels.launch import Launch
 from farspan.models.boundary import Boundary
-from farspan.models.fused import RULES, in_shells
+from farspan.models.fused import in_shells, rules
 from farspan.models.load import blank_model, config_from_fields
 from farspan.models.route import routed
 from farspan.plan import program as instructions
@@ -50,6 +50,7 @@ from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.catalog import find_architecture, find_config
 from farspan.plan.price.machines import machine
 from farspan.plan.program import Instruction, Program
+from farspan.plan.unread import unread_outputs
 from farspan.spec import LayerSpec, MachineSpec, RunSpec, Schedule, Tier
 from farspan.transfer.arena import Arena
 from farspan.transfer.copies import CopyEngine
@@ -220,8 +221,13 @@ def _as(how: str, count: Count, model: nn.Module) -> Iterator[None]:
 
 def _run(boundary: Boundary, program: Program, count: Count, how: str) -> None:
     fused, gradients = how == AFTER, sums.Gradients()
+    layers = Layers(boundary)
     if fused:
-        boundary.run_in(partial(in_shells, rules=(Adding(gradients).forward_of, *RULES)))
+        adding = Adding(gradients=gradients)
+        found = adding.forward_of, *rules(adding.last)
+        boundary.run_in(partial(in_shells, rules=found))
+        every = frozenset(range(LAYERS))
+        layers = SparingLayers(boundary, adding, unread_outputs(program), every)
     ids = torch.zeros(1, program.run.tokens, dtype=torch.long, device=META)
     arenas = {tier: Arena(Tier.DEVICE, META) for tier in Tier}
     for tier, arena in arenas.items():
@@ -242,7 +248,7 @@ def _run(boundary: Boundary, program: Program, count: Count, how: str) -> None:
             Head(boundary, program.run.tokens, program.schedule.head_tokens, outer, fused),
             gradients,
             mark,
-            Layers(boundary),
+            layers,
             CountedKernels(META, boundary.dtype, fused=fused, count=count),
         ).run()
 

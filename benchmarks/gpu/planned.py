@@ -20,7 +20,7 @@ from farspan.plan.price.evaluate import evaluate, useful_flop
 from farspan.plan.price.machines import machine, preset_of_gpu
 from farspan.plan.price.seconds import rates_of
 from farspan.plan.price.states import states, update_seconds
-from farspan.plan.question import Optimizer, Plan, Question
+from farspan.plan.question import Fit, Optimizer, Plan, Question
 from farspan.plan.search.plans import best_plan
 from farspan.plan.strategies import strategy
 from farspan.spec import MachineSpec, ModelSpec, RunSpec, Schedule
@@ -145,16 +145,17 @@ class Planner:
         device = int(room * self.machine.device_bytes)
         config = self.work.config | {"num_hidden_layers": layers}
         architecture = architecture_from(config)
-        return Question(
+        question = Question(
             model=_described(architecture, self.work.dtype),
             run=RunSpec(1, tokens),
             machine=replace(self.machine, device_bytes=device),
             optimizer=Optimizer.NONE,
             dtype=self.work.dtype,
-            architecture=architecture,
             overlap=not self.machine.unified,
             wide_gradients=True,  # as in training
         )
+        made = question.runs(architecture)
+        return replace(question, architecture=made, model=_described(made, self.work.dtype))
 
     def update(self, layers: int) -> Update:
         """Of so many layers, the states where training at the middle length has them."""
@@ -180,11 +181,11 @@ class Planner:
     def _place(self) -> Placed:
         """As `farspan train` places the states of a run by `auto`."""
 
-        def fits(place: StatesPlace) -> bool:
+        def fit(place: StatesPlace) -> Fit:
             question = self._with_states(self.work.middle, self.work.layers, place)
-            return best_plan(question, seconds=SEARCH_SECONDS).fits
+            return best_plan(question, seconds=SEARCH_SECONDS).fit
 
-        return choose_place(fits, None)
+        return choose_place(fit, None)
 
     def mfu(self, schedule: Schedule, tokens: int, layers: int, seconds: float) -> float:
         """Of a step that took so long."""

@@ -26,7 +26,8 @@ from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
 
 from benchmarks.gpu.device import give_back, synchronize
-from farspan.attention.backends import BlockKernel, CudaCudnn, CudaFlash, select_kernel
+from farspan.attention.backends import BlockKernel, CudaCudnn, CudaFlash
+from farspan.attention.choose import select_kernel
 from farspan.attention.merge import merge_
 from farspan.engine.machine import machine
 from farspan.plan.blocks import Block

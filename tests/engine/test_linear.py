@@ -43,6 +43,7 @@ def test_a_step_is_exact(family: str, schedule: Schedule) -> None:
     step(*data)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
+            assert parameter.grad is not None
             assert_exact(parameter.grad, 2 * expected.gradients[name])
 
 
@@ -77,7 +78,7 @@ def test_no_gradient_of_a_matrix_is_made(adds: bool) -> None:
 def test_a_linear_module_in_its_shell(dtype: torch.dtype) -> None:
     """Twice in one graph, once behind a transposed input."""
     torch.manual_seed(0)
-    module, adding = nn.Linear(5, 5, dtype=dtype), Adding(Gradients())
+    module, adding = nn.Linear(5, 5, dtype=dtype), Adding(gradients=Gradients())
     shell = in_shells(module, [adding.forward_of])
     x = torch.randn(5, 7, dtype=dtype, requires_grad=True)
     expected = torch.autograd.grad(module(module(x.t())).square().sum(), [x, *module.parameters()])
@@ -98,7 +99,7 @@ def test_frozen_weights_and_others_are_left_alone() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
-    adding = Adding(Gradients())
+    adding = Adding(gradients=Gradients())
     frozen = nn.Linear(3, 3).requires_grad_(False)
     shell = in_shells(frozen, [adding.forward_of])
     out = shell(torch.ones(1, 3, requires_grad=True))

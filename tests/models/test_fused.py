@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from farspan.engine.step import Step
+from farspan.kernels import reference
+from farspan.kernels.norm import Norm
 from farspan.models.boundary import Boundary
-from farspan.models.fused import RULES, in_shells
+from farspan.models.fused import in_shells, rules, spared_layers
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.families import architecture_from
 from farspan.spec import Kernels, Schedule
 from tests.attention.sparse.triton_cases import interpreter
-from tests.engine.checks import draw, run_oracle, run_step
+from tests.engine.checks import assert_close, draw, run_oracle, run_step
 from tests.kernels.cases import round_bfloat16
 from tests.numerics import relative_error
 from tests.zoo import make_model
@@ -33,7 +36,7 @@ def known(module: nn.Module, name: str = "") -> set[str]:
     found: set[str] = set()
     for child_name, child in module.named_children():
         found |= known(child, f"{name}.{child_name}".strip("."))
-    return found | ({name} if any(rule(module) is not None for rule in RULES) else set())
+    return found | ({name} if any(rule(module) is not None for rule in rules()) else set())
 
 
 NORMS = {"input_layernorm", "post_attention_layernorm"}
@@ -74,17 +77,82 @@ def test_what_only_looks_like_one_runs_as_it_is() -> None:
     assert known(Scaled(1.001)) == set()
     own_way = Scaled(1.0)
     own_way.forward = lambda x: x  # type: ignore[method-assign]
-    assert in_shells(own_way, RULES) is own_way
+    assert in_shells(own_way, rules()) is own_way
 
 
 def test_a_shell_shares_everything_but_the_way() -> None:
     model = make_model("qwen2")
     layer = Boundary(model).layers[0]
     before = dict(layer.named_modules())
-    shell = in_shells(layer, RULES)
+    shell = in_shells(layer, rules())
     assert dict(shell.named_parameters()) == dict(layer.named_parameters())
     assert dict(layer.named_modules()) == before
     assert all("forward" not in module.__dict__ for module in before.values())
+
+
+# -- the same by formulas ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def by_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules run in their shells on a CPU in any dtype."""
+    for place in ("models.fused", "engine.step"):
+        monkeypatch.setattr(f"farspan.{place}.fused_for", lambda *_: True)
+
+    def normed(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
+        return reference.rms_norm(x, weight, norm.eps, norm.offset, norm.cast)
+
+    def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.rotated(q, cos, sin), reference.rotated(k, cos, sin)
+
+    for name, function in (("normed", normed), ("gated", reference.gated), ("rotated", rotated)):
+        monkeypatch.setattr(f"farspan.models.fused.{name}", function)
+
+
+@pytest.mark.usefixtures("by_formulas", "float64_throughout")
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("family", KNOWN)
+def test_a_step_in_shells_is_exact(
+    family: str, adds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farspan.engine.step.adds_products", lambda *_: adds)
+    model, data = make_model(family), draw(45, batch=2, documents=3)
+    schedule = replace(SCHEDULE, chunk=16, activations_kept=0.2)
+    step, expected = Step(model, schedule, poison=True), run_oracle(model, data)
+    for _ in range(2):
+        assert_close(run_step(model, step, data), expected)
+
+
+@pytest.mark.usefixtures("by_formulas")
+def test_the_last_product_is_left_out_where_nobody_reads_it() -> None:
+    """Of a layer that runs forward twice, the second time; not of the last layer, nor where a norm
+    comes after."""
+    assert spared_layers(Boundary(make_model("qwen2"))) == {0, 1, 2, 3}
+    assert spared_layers(Boundary(make_model("gemma2"))) == set()
+    assert spared_layers(Boundary(make_model("gpt2"))) == set()
+    model = make_model("qwen2")
+    width, inner = model.config.hidden_size, model.config.intermediate_size
+    counts = []
+    for fused in (True, False):
+        step = Step(model, Schedule(chunk=17, attention_kept=1.0), kernels=Kernels(fused=fused))
+        with Products(17, inner, width) as products:
+            step(*draw(51))
+        counts.append(products.count)
+    layers, chunks = 4, 3
+    assert counts[1] - counts[0] == (layers - 1) * chunks
+
+
+class Products(TorchDispatchMode):
+    """Counts products of [rows, inner] by [inner, outer]."""
+
+    def __init__(self, rows: int, inner: int, outer: int) -> None:
+        super().__init__()
+        self.count, self.shapes = 0, (torch.Size((rows, inner)), torch.Size((inner, outer)))
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.count += tuple(x.shape for x in args) == self.shapes
+        return func(*args, **(kwargs or {}))
 
 
 # -- on the kernels, interpreted ---------------------------------------------------------------
@@ -107,7 +175,8 @@ def _errors(family: str, dtype: torch.dtype, changes: dict[str, Any]) -> dict[st
     assert os.environ["TRITON_INTERPRET"] == "1"
     torch.use_deterministic_algorithms(False)
     exact = make_model(family, torch.float64, **changes)
-    model = make_model(family, torch.float64, **changes).to(dtype)
+    model: Any = make_model(family, torch.float64, **changes)
+    model = model.to(dtype)
     expected = run_oracle(exact, DATA)
     found = {}
     for fused in (False, True):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from farspan.engine.linear import Adding
 from farspan.models.boundary import Boundary, LayerCall, run_layer
 from farspan.models.tiles import Add, Tokenwise, tiled
 from farspan.parallel.tensor import TensorParallel
@@ -23,6 +24,22 @@ class Layers:
     def run(self, i: Forward, hidden: Tensor, call: LayerCall) -> Tensor:
         """The layer of a cell on its chunk, [B, C, hidden] in and out."""
         return self.boundary.run_layer(i.layer, hidden, call)
+
+
+@dataclass(frozen=True, slots=True)
+class SparingLayers(Layers):
+    """Layers that leave out their last product in cells whose output nobody reads."""
+
+    adding: Adding
+    unread: frozenset[Cell]  # outputs that only autograd asks for
+    spared: frozenset[int]  # layers that may
+
+    def run(self, i: Forward, hidden: Tensor, call: LayerCall) -> Tensor:
+        self.adding.unread = i.layer in self.spared and (i.layer, i.chunk) in self.unread
+        try:
+            return self.boundary.run_layer(i.layer, hidden, call)
+        finally:
+            self.adding.unread = False
 
 
 @dataclass(frozen=True, slots=True)

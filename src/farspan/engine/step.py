@@ -12,7 +12,7 @@ from farspan.engine.deal import Dealt, deal, refuse_schedule
 from farspan.engine.gradients import Gradients, uncast
 from farspan.engine.head import Head
 from farspan.engine.kernels import AttentionKernels, measured_here
-from farspan.engine.layers import CutLayers, Layers, TiledLayers
+from farspan.engine.layers import CutLayers, Layers, SparingLayers, TiledLayers
 from farspan.engine.linear import Adding, adds_products
 from farspan.engine.reserve import reserve_together
 from farspan.engine.run import Interpreter
@@ -22,7 +22,7 @@ from farspan.kernels.launch import fused_for
 from farspan.models.boundary import Boundary
 from farspan.models.compiled import compile_layers
 from farspan.models.describe import describe
-from farspan.models.fused import fuse
+from farspan.models.fused import fuse, spared_layers
 from farspan.models.refuse import refuse_context, refuse_dropout, refuse_model, refuse_untrained
 from farspan.models.route import routed
 from farspan.models.tiles import Tokenwise
@@ -127,6 +127,7 @@ class Step:
         if kernels.compile:
             compile_layers(self.boundary)
         self._adding = Adding()
+        self._spared: frozenset[int] = frozenset()  # layers whose last product may be left out
         self._fused_loss = kernels.fused and fused_for(device, dtype)
         self._fuse(kernels)
         on_cuda = device.type == "cuda"
@@ -145,8 +146,12 @@ class Step:
         if self.dealt is not None and self.dealt.tensor is not None:
             return
         device, dtype = self.boundary.device, self.boundary.dtype
-        adds = kernels.accumulate and adds_products(device, dtype)
-        fuse(self.boundary, kernels, device, *(self._adding.forward_of,) * adds)
+        adding = self._adding
+        adding.adds = kernels.accumulate and adds_products(device, dtype)
+        first = (adding.forward_of,) * adding.adds
+        fuse(self.boundary, kernels, device, *first, last=adding.last)
+        if self._fused_loss and self.dealt is None:
+            self._spared = spared_layers(self.boundary)
 
     def __call__(
         self,
@@ -382,9 +387,11 @@ class Step:
         tokens = self.schedule.mlp_tokens
         if self.dealt is not None and self.dealt.tensor is not None:
             return CutLayers(self.boundary, self.dealt.tensor, program)
-        if tokens is None:
+        if tokens is None and not self._spared:
             return Layers(self.boundary)
         unread = unread_outputs(program)
+        if tokens is None:
+            return SparingLayers(self.boundary, self._adding, unread, self._spared)
         return TiledLayers(self.boundary, self._tokenwise, tokens, unread, gradients.add)
 
 

@@ -23,9 +23,12 @@ from farspan.kernels.gate import Act
 from farspan.kernels.launch import fused_for
 from farspan.kernels.norm import WIDEST, Norm
 from farspan.models.boundary import Boundary, copy_module
-from farspan.spec import Kernels
+from farspan.models.tiles import Tokenwise
+from farspan.models.tokenwise import tokenwise
+from farspan.spec import Kernels, Refused
 
 Forward = Callable[..., Any]
+Last = Callable[[nn.Module, Tensor], Any]  # runs the last module of an MLP on what it is given
 Rule = Callable[[nn.Module], Forward | None]  # the forward of a module's shell; None: its own
 
 ROTATION = "apply_rotary_pos_emb"  # what families call the function that their attention calls
@@ -121,7 +124,7 @@ def _norms(module: nn.Module, width: int, norm: Norm) -> bool:
 # -- gated MLPs --------------------------------------------------------------------------------
 
 
-def gate_forward(module: nn.Module) -> Forward | None:
+def gate_forward(module: nn.Module, last: Last = nn.Module.__call__) -> Forward | None:
     """Of an MLP of an activation and three linear modules, or two of which the first makes both
     halves."""
     if list(module.named_parameters(recurse=False)):
@@ -135,7 +138,7 @@ def gate_forward(module: nn.Module) -> Forward | None:
         return None
     for names in permutations(linear):
         if _seen(partial(_gates, module, names, act)):
-            return _of_one(partial(_gated, names, act))
+            return _of_one(partial(_gated, names, act, last))
     return None
 
 
@@ -177,10 +180,10 @@ class _Times(nn.Module):
         return x @ self.matrix.T
 
 
-def _gated(names: tuple[str, ...], act: Act, shell: nn.Module, x: Tensor) -> Any:
+def _gated(names: tuple[str, ...], act: Act, last: Last, shell: nn.Module, x: Tensor) -> Any:
     *ups, down = (shell.get_submodule(name) for name in names)
     gate, up = (ups[0](x), ups[1](x)) if len(ups) == 2 else ups[0](x).chunk(2, -1)
-    return down(gated(gate, up, act))
+    return last(down, gated(gate, up, act))
 
 
 # -- rotary embeddings ---------------------------------------------------------------------------
@@ -226,14 +229,37 @@ def _rotate(
     return plain(q, k, cos, sin, *more, **named)
 
 
-RULES: tuple[Rule, ...] = (norm_forward, gate_forward, rotation_forward)
+def rules(last: Last = nn.Module.__call__) -> tuple[Rule, ...]:
+    """By which modules run on the kernels; `last` runs the last module of a gated MLP."""
+    return norm_forward, partial(gate_forward, last=last), rotation_forward
 
 
-def fuse(boundary: Boundary, kernels: Kernels, device: torch.device, *first: Rule) -> None:
+def fuse(
+    boundary: Boundary,
+    kernels: Kernels,
+    device: torch.device,
+    *first: Rule,
+    last: Last = nn.Module.__call__,
+) -> None:
     """Have a model's layers, and what is beside them, run on the kernels of `device`, where their
     cells will run, if that is what is wanted; the rules of `first` come before."""
-    rules = first
+    found = first
     if kernels.fused and fused_for(device, boundary.dtype):
-        rules = *first, *RULES
-    if rules:
-        boundary.run_in(partial(in_shells, rules=rules))
+        found = *first, *rules(last)
+    if found:
+        boundary.run_in(partial(in_shells, rules=found))
+
+
+def spared_layers(boundary: Boundary) -> frozenset[int]:
+    """Layers that may leave out the last product of their one gated MLP where nobody reads what
+    they give: no gradient depends on its value (`tokenwise` looks)."""
+    try:
+        children = tokenwise(boundary)
+    except Refused:
+        return frozenset()
+    return frozenset(i for i, layer in enumerate(boundary.layers) if _spares(layer, children[i]))
+
+
+def _spares(layer: nn.Module, children: tuple[Tokenwise, ...]) -> bool:
+    gates = [name for name, module in layer.named_modules() if gate_forward(module) is not None]
+    return len(gates) == 1 and any(c.name == gates[0] and not c.needed for c in children)

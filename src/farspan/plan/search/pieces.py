@@ -70,7 +70,8 @@ def _work(plan: Plan, schedule: Schedule) -> float:
     if schedule.sparse is not None:
         return seconds
     for layer in ruler.model.layers:
-        seconds += ruler.forward[layer].seconds() + ruler.backward[layer].seconds()
+        for lane in (ruler.forward[layer], ruler.backward[layer]):
+            seconds += lane.seconds(overlap=plan.question.overlap)
     return seconds
 
 
