@@ -74,10 +74,10 @@ def test_a_router_that_rounding_tips_is_no_failure() -> None:
 
 
 def test_decays_of_which_plain_autograd_was_lucky() -> None:
-    """Four numbers a layer: off by 2.4 times what one run of plain autograd is."""
+    """Four numbers a layer: one run is off by 2.4 times what one of plain autograd is."""
     found = verify(make_model("bamba", torch.bfloat16), SCHEDULE, VerificationRun(tokens=61))
     assert found.passed, found
-    assert "in 3 runs that round apart" in found.rule
+    assert "over 2 runs that round apart" in found.rule
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -236,6 +236,8 @@ def test_fails_what_is_broken(broken: Break, tier: Tier, monkeypatch: pytest.Mon
 def test_fails_what_is_broken_in_lower_precision(
     broken: Break, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By what low precision itself shows: the same schedule in float64 is taken to be right."""
+    monkeypatch.setattr("farspan.engine.verify._structure", lambda *_: 0.0)
     broken(monkeypatch)
     assert_failed(verify(shared_model("qwen2", dtype), SCHEDULE, RUN))
 

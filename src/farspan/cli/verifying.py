@@ -82,9 +82,14 @@ def show(outcome: Verification) -> None:
     own = "" if outcome.sparse is None else " for sparse attention's own function"
     console.print(
         f"{verdict}{own}: {outcome.checked_parameters} parameters in {outcome.dtype}, worst "
-        f"relative error {outcome.max_relative_error:.2e}, loss {outcome.loss_error:.2e}\n"
-        f"limit: {outcome.rule}"
+        f"relative error {outcome.max_relative_error:.2e}, loss {outcome.loss_error:.2e}"
     )
+    if outcome.float64_error is not None:
+        console.print(
+            f"the same schedule in float64: {outcome.float64_error:.2e}; over all parameters "
+            f"{outcome.rounding_ratio:.2f}x plain autograd's error"
+        )
+    console.print(f"limit: {outcome.rule}")
     if outcome.sparse is not None:
         show_approximation(outcome.sparse, console)
 

@@ -1,0 +1,303 @@
+"""Low precision: `verify` passes what rounding draws, and fails what is more than rounding."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from farspan.attention import cell as attention
+from farspan.attention.merge import merge_
+from farspan.engine.batch import Batch, make_batch
+from farspan.engine.gradients import Gradients
+from farspan.engine.prefix import Prefix
+from farspan.engine.verify import VerificationRun, verify
+from farspan.engine.verify_rounding import (
+    FLOOR,
+    TWO_ROUNDINGS,
+    Errors,
+    GradientError,
+    beside_plain,
+    nudged,
+)
+from farspan.plan.blocks import Block, plan_blocks
+from farspan.spec import Schedule
+from tests.numerics import EXACT
+from tests.zoo import make_model, shared_model
+
+SCHEDULE = Schedule(chunk=16, groups=2, attention_kept=0.4, activations_kept=0.3, kv_block=24)
+RUN = VerificationRun(batch=2, tokens=61, documents=3)
+
+
+@pytest.mark.parametrize("first", [0, 10, 20, 30])
+def test_forty_seeds_without_a_false_alarm(first: int) -> None:
+    """One draw of rounding held against twice another fails three of 39 seeds of `SCHEDULE`."""
+    schedule = Schedule(chunk=8, groups=1, kv_block=12)
+    model = make_model("qwen2", torch.bfloat16, num_hidden_layers=1)
+    for seed in range(first, first + 10):
+        found = verify(model, schedule, VerificationRun(tokens=24, documents=2, seed=seed))
+        assert found.passed, found
+        assert found.float64_error is not None
+        assert found.rounding_ratio is not None
+        assert 0 < found.float64_error <= EXACT
+        assert 0.8 < found.rounding_ratio < 1.25
+
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def merge_too_much(patch: pytest.MonkeyPatch) -> None:
+    """A later block weighs 2% more than it should."""
+
+    def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+        weight = 1.02 * torch.sigmoid(part_lse - lse).unsqueeze(-1)
+        joined = out.lerp(part.to(out.dtype), weight)
+        merge_(out, lse, part, part_lse)
+        out.copy_(joined)
+
+    patch.setattr("farspan.attention.cell.merge_", merge)
+
+
+def lose_a_key(patch: pytest.MonkeyPatch) -> None:
+    """The last of every block."""
+    own = attention._forward
+
+    def forward(call: Any, q: Tensor, keys: Tensor, values: Tensor, block: Block, at: int) -> Any:
+        if not block.causal and block.window is None and block.k_stop - block.k_start > 1:
+            block = replace(block, k_stop=block.k_stop - 1)
+        return own(call, q, keys, values, block, at)
+
+    patch.setattr("farspan.attention.cell._forward", forward)
+
+
+def lse_too_large(patch: pytest.MonkeyPatch) -> None:
+
+    def attend(*arguments: Any) -> tuple[Tensor, Tensor]:
+        out, lse = attention.attend(*arguments)
+        return out, 1.01 * lse
+
+    patch.setattr("farspan.engine.cell.attend", attend)
+
+
+def lose_of_earlier_keys(patch: pytest.MonkeyPatch) -> None:
+    """A tenth of dK, dV of earlier keys."""
+    own = Prefix.add_gradient
+
+    def add(self: Prefix, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
+        own(self, start, stop, rows, 0.9 * dk, 0.9 * dv)
+
+    patch.setattr(Prefix, "add_gradient", add)
+
+
+def move_a_border(patch: pytest.MonkeyPatch) -> None:
+    """One document of one row begins a token late, for attention."""
+
+    def make(*arguments: Any) -> Batch:
+        batch = make_batch(*arguments)
+        assert batch.documents is not None
+        first, *others = batch.documents
+        moved = (first[0], first[1] + 1, *first[2:])
+        return replace(batch, documents=(moved, *others))
+
+    patch.setattr("farspan.engine.step.make_batch", make)
+
+
+def count_a_chunk_twice(patch: pytest.MonkeyPatch) -> None:
+    """In the gradient of one weight."""
+    count(patch, 2.0)
+
+
+def count_a_chunk_more(patch: pytest.MonkeyPatch) -> None:
+    """By a quarter, in the gradient of one weight."""
+    count(patch, 1.25)
+
+
+def count(patch: pytest.MonkeyPatch, factor: float) -> None:
+    own = Gradients._add
+    seen: list[nn.Parameter] = []
+
+    def add(self: Gradients, parameter: nn.Parameter, gradient: Tensor) -> None:
+        if parameter.shape == (48, 32):
+            seen.append(parameter)
+            # The first of them, in the second of its chunks.
+            if parameter is seen[0] and sum(p is parameter for p in seen) % 4 == 2:
+                gradient = gradient * factor
+        own(self, parameter, gradient)
+
+    patch.setattr(Gradients, "_add", add)
+
+
+def window_too_wide(patch: pytest.MonkeyPatch) -> None:
+    """By a token."""
+
+    def plan(start: int, stop: int, size: int, window: int, *rest: Any) -> tuple[Block, ...]:
+        return plan_blocks(start, stop, size, window + 1, *rest)
+
+    patch.setattr("farspan.plan.held_blocks.plan_blocks", plan)
+
+
+FAULTS = (
+    merge_too_much,
+    lose_a_key,
+    lse_too_large,
+    lose_of_earlier_keys,
+    move_a_border,
+    count_a_chunk_twice,
+    count_a_chunk_more,
+    window_too_wide,
+)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fails_what_only_low_precision_has_wrong(
+    fault: Break, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a kernel of bfloat16 may have: the same schedule in float64 is taken to be right."""
+    monkeypatch.setattr("farspan.engine.verify._structure", lambda *_: 0.0)
+    fault(monkeypatch)
+    model = shared_model("mistral" if fault is window_too_wide else "qwen2", torch.bfloat16)
+    found = verify(model, SCHEDULE, replace(RUN, seed=seed))
+    assert not found.passed, found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fails_what_no_rounding_could_hide(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part in a hundred million, which the same schedule in float64 shows."""
+    own = Prefix.add_gradient
+
+    def add(self: Prefix, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
+        own(self, start, stop, rows, (1 + 1e-8) * dk, dv)
+
+    monkeypatch.setattr(Prefix, "add_gradient", add)
+    found = verify(shared_model("qwen2", dtype), SCHEDULE, RUN)
+    assert not found.passed
+    assert found.float64_error is not None
+    assert found.float64_error > EXACT
+    assert all(error.error <= error.limit for error in found.worst)
+
+
+def test_fails_a_step_that_rounds_coarsely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention that gives its gradients in half the digits is within no parameter's chance."""
+    monkeypatch.setattr("farspan.engine.verify._structure", lambda *_: 0.0)
+
+    def attend(*arguments: Any) -> tuple[Tensor, Tensor]:
+        out, lse = attention.attend(*arguments)
+        return out.to(torch.float8_e4m3fn).to(out.dtype), lse
+
+    monkeypatch.setattr("farspan.engine.cell.attend", attend)
+    found = verify(shared_model("qwen2", torch.bfloat16), SCHEDULE, RUN)
+    assert not found.passed
+    assert found.rounding_ratio is not None
+    assert found.rounding_ratio > TWO_ROUNDINGS
+
+
+class TestNudged:
+    """Embeddings a rounding apart."""
+
+    def test_by_about_a_rounding_and_back(self) -> None:
+        model = make_model("qwen2", torch.bfloat16)
+        table = model.get_input_embeddings().weight.detach()
+        before = table.clone()
+        with nudged(model, 1):
+            moved = (table != before).float().mean()
+            off = ((table - before).float().norm() / before.float().norm()).item()
+        assert torch.equal(table, before)
+        assert 1 / 24 < float(moved) < 1 / 8
+        assert 0.5 < off / (torch.finfo(torch.bfloat16).eps * (1 / 12) ** 0.5) < 2
+
+    def test_the_first_run_is_of_the_model_itself(self) -> None:
+        model = make_model("qwen2", torch.bfloat16)
+        before = model.get_input_embeddings().weight.detach().clone()
+        with nudged(model, 0):
+            assert torch.equal(model.get_input_embeddings().weight, before)
+
+
+def runs(*errors: float) -> list[Errors]:
+    return [{f"layers.{i}.q": error for i in range(8)} for error in errors]
+
+
+def named(errors: list[GradientError], name: str) -> GradientError:
+    return next(error for error in errors if error.name == name)
+
+
+class TestBesidePlain:
+    """What errors are held against."""
+
+    def test_two_roundings_where_nothing_is_left_to_chance(self) -> None:
+        found = beside_plain(runs(0.1, 0.1), runs(0.14, 0.14), [0.0] * 2, chooses=False)
+        assert [error.name for error in found.errors] == [*runs(0)[0], "layers.*.q"]
+        for error in found.errors:
+            assert error.limit == pytest.approx(0.1 * 2**0.5)
+            assert error.error == pytest.approx(0.14)
+        assert found.ratio == pytest.approx(1.4)
+        assert found.passed(0.0)
+        assert not found.passed(0.21)
+        assert not beside_plain(
+            runs(0.1, 0.1), runs(0.142, 0.142), [0.0] * 2, chooses=False
+        ).passed(0.0)
+
+    def test_more_where_runs_differ(self) -> None:
+        """Errors of 0.09 and 0.11 have a spread of 0.142, and of nine things both runs of one are
+        beyond 1.83 of it times sqrt(2) once in a hundred times: e^(1.83 * 0.142 * sqrt(2))."""
+        found = beside_plain(runs(0.09, 0.11), runs(0.2, 0.2), [0.0] * 2, chooses=False)
+        error = named(found.errors, "layers.3.q")
+        assert error.error == pytest.approx(0.2)
+        assert error.limit / 0.11 / 2**0.5 == pytest.approx(1.444, rel=0.01)
+
+    def test_a_tail_in_one_run_is_passed_a_fault_in_both_is_not(self) -> None:
+        steps = runs(0.1, 0.1)
+        steps[0]["layers.0.q"] = 0.6
+        assert beside_plain(runs(0.1, 0.1), steps, [0.0] * 2, chooses=False).passed(0.0)
+        steps[1]["layers.0.q"] = 0.6
+        found = beside_plain(runs(0.1, 0.1), steps, [0.0] * 2, chooses=False)
+        assert not found.passed(0.0)
+        over = [error.name for error in found.errors if error.error > error.limit]
+        assert over == ["layers.0.q"]
+
+    def test_not_a_number_in_one_run(self) -> None:
+        steps = runs(0.1, 0.1)
+        steps[0]["layers.0.q"] = float("inf")
+        assert not beside_plain(runs(0.1, 0.1), steps, [0.0] * 2, chooses=False).passed(0.0)
+
+    def test_a_kind_that_is_off_in_most_layers(self) -> None:
+        """By less than what each layer alone may be, as its errors differ from run to run."""
+        plain = [
+            {f"layers.{i}.q": 0.1 * 2.0 ** ((i + run) % 3) for i in range(9)}
+            | {f"layers.{i}.o": 0.1 for i in range(9)}
+            for run in range(2)
+        ]
+        steps = [
+            {n: e * (1.8 if n.endswith("q") else 0.9) for n, e in run.items()} for run in plain
+        ]
+        found = beside_plain(plain, steps, [0.0] * 2, chooses=False)
+        assert found.ratio is not None
+        assert found.ratio < TWO_ROUNDINGS
+        over = [error.name for error in found.errors if error.error > error.limit]
+        assert over == ["layers.*.q"]
+
+    def test_of_the_worst_where_choices_tip(self) -> None:
+        plain = runs(0.1, 0.1)
+        plain[1]["layers.0.q"] = 0.5
+        found = beside_plain(plain, runs(0.9, 0.9), [0.0] * 2, chooses=True)
+        assert {error.limit for error in found.errors} == {1.0 + FLOOR}
+        assert found.passed(0.0)
+        assert not beside_plain(plain, runs(1.1, 1.1), [0.0] * 2, chooses=True).passed(0.0)
+        not_a_number = runs(0.1, float("inf"))
+        assert not beside_plain(plain, not_a_number, [0.0] * 2, chooses=True).passed(0.0)
+
+    def test_errors_of_nothing(self) -> None:
+        found = beside_plain(runs(0.0, 0.0), runs(0.0, 0.0), [0.0] * 2, chooses=False)
+        assert found.ratio == 1.0
+        assert found.passed(0.0)
+
+    def test_kinds(self) -> None:
+        names = [f"layers.{i}.mlp.experts.{j}.up.weight" for i in range(2) for j in range(2)]
+        run = dict.fromkeys([*names, "h.0", "h.1", "norm"], 0.1)
+        found = beside_plain([run, run], [run, run], [0.0] * 2, chooses=False)
+        kinds = [error.name for error in found.errors if "*" in error.name]
+        assert kinds == ["layers.*.mlp.experts.*.up.weight"]  # two are too few for a median
