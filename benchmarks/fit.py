@@ -22,6 +22,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from farspan.plan.ask import as_run
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.headroom import headroom_bytes
 from farspan.plan.model.catalog import find_architecture
@@ -67,9 +68,8 @@ def one_device(name: str) -> MachineSpec:
 
 def ask(model: str, way: Way, on: MachineSpec, tokens: int) -> Question:
     architecture = replace(find_architecture(model), adapter_rank=way.adapter_rank)
-    spec = model_spec(architecture)
-    return Question(
-        spec,
+    question = Question(
+        model_spec(architecture),
         RunSpec(1, tokens),
         on,
         optimizer=way.optimizer,
@@ -77,6 +77,7 @@ def ask(model: str, way: Way, on: MachineSpec, tokens: int) -> Question:
         overlap=True,
         headroom=headroom_bytes(None, on),
     )
+    return as_run(question)
 
 
 def longest() -> Iterator[dict[str, Any]]:

@@ -81,12 +81,14 @@ class Work:
 
 # -- counting ----------------------------------------------------------------------------------
 
-PRODUCTS = ("mm", "addmm", "bmm")
+PRODUCTS = ("mm", "addmm", "bmm", "addmm_")
 # They give memory, or views of it, and move nothing.
 FREE = ("empty", "empty_like", "new_empty", "empty_strided", "set_", "detach", "_unsafe_view")
-WRITTEN = ("copy_", "zero_", "fill_")  # they do not read what they write
+# They do not read the first tensor that they are given: it is written, or a likeness.
+UNREAD = ("copy_", "zero_", "fill_", "new_full", "new_zeros", "zeros_like")
+ROWS = ("embedding",)  # of a table they read as much as they give
 # What kernels read and write, beside what they only read or only write.
-TWICE = {"merge_kernel": ("out", "lse"), "add_kernel": ("total",)}
+TWICE = {"merge_kernel": ("lse",)}
 
 
 class Count(TorchDispatchMode):
@@ -107,6 +109,8 @@ class Count(TorchDispatchMode):
         if name in PRODUCTS:
             first, second = args[-2:]
             self.work.products[2 * first.numel() * second.shape[-1]] += 1
+            if name == "addmm_":  # what it adds to
+                self.work.bytes["sums in products"] += _size(out)
         elif not func.is_view and name not in FREE:
             self.work.bytes[name] += _moved(name, args, out)
         return out
@@ -115,6 +119,9 @@ class Count(TorchDispatchMode):
         """One of farspan's own kernels, in place of running it."""
         name = launch.kernel.fn.__name__
         tensors = {key: getattr(x, "base", x) for key, x in launch.arguments.items()}
+        if not launch.arguments.get("two", True):  # one part is given in the place of the next
+            del tensors["next_part"]
+            tensors.pop("next_lse", None)
         twice = TWICE.get(name, ())
         if name == "loss_kernel":  # logits are read twice, and may be written
             twice = ("logits",) * (1 + launch.arguments["shape"].write)
@@ -137,9 +144,11 @@ def _size(x: Tensor) -> int:
 
 
 def _moved(name: str, args: Sequence[Any], out: Any) -> int:
+    if name in ROWS:
+        return 2 * _size(out) + _size(args[1])
     lists = [list(x) if isinstance(x, list | tuple) else [x] for x in (*args, out)]
     given = [x for xs in lists for x in xs if isinstance(x, Tensor)]
-    return sum(map(_size, given[1:] if name in WRITTEN else given))
+    return sum(map(_size, given[1:] if name in UNREAD else given))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +219,7 @@ def _as(how: str, count: Count, model: nn.Module) -> Iterator[None]:
         yield
         return
     with ExitStack() as stack:
-        for place in ("models.fused", "engine.head", "attention.merge"):
+        for place in ("models.fused", "engine.head", "attention.merge", "attention.cell"):
             stack.enter_context(patch(f"farspan.{place}.fused_for", lambda *_: True))
         run = patch.object(Launch, "run", lambda launch, _: count.launch(launch))
         stack.enter_context(run)
@@ -224,7 +233,7 @@ def _run(boundary: Boundary, program: Program, count: Count, how: str) -> None:
     layers = Layers(boundary)
     if fused:
         adding = Adding(gradients=gradients)
-        found = adding.forward_of, *rules(adding.last)
+        found = adding.forward_of, *rules(adding)
         boundary.run_in(partial(in_shells, rules=found))
         every = frozenset(range(LAYERS))
         layers = SparingLayers(boundary, adding, unread_outputs(program), every)
@@ -233,7 +242,7 @@ def _run(boundary: Boundary, program: Program, count: Count, how: str) -> None:
     for tier, arena in arenas.items():
         arena.reserve(program.arena_bytes[tier])
     outer = tuple(boundary.outer_parameters())
-    kinds = iter([*map(_kind, program.instructions), ("", None)])
+    kinds = iter([*_kinds(program), ("", None)])
 
     def mark(_: object = None) -> None:
         count.kind = next(kinds)
@@ -253,11 +262,21 @@ def _run(boundary: Boundary, program: Program, count: Count, how: str) -> None:
         ).run()
 
 
+def _kinds(program: Program) -> Iterator[Kind]:
+    done: set[tuple[int, int]] = set()
+    for i in program.instructions:
+        if isinstance(i, instructions.Forward):
+            # A pass for K, V alone is made again whole: the last layer has one.
+            again = (i.layer, i.chunk) in done or i.mode is instructions.AttentionMode.NONE
+            if not again:
+                done.add((i.layer, i.chunk))
+            yield "forward again" if again else "forward", i.layer
+        else:
+            yield _kind(i)
+
+
 def _kind(i: Instruction) -> Kind:
     match i:
-        case instructions.Forward(layer, graph=graph):
-            # The last layer runs forward once, with its graph.
-            return "forward again" if graph and layer < LAYERS - 1 else "forward", layer
         case instructions.Backward(layer):
             return "backward", layer
         case instructions.Head():

@@ -303,7 +303,7 @@ def _fused_calls(bench: Bench) -> Iterator[tuple[str, int, Callable[[], object]]
     yield "rope", 4 * (q.numel() + k.numel()), lambda: rotate(q, k, cos, sin)
     wide, lse = q.float(), torch.zeros(1, many, tokens, device=bench.device)
     part = torch.zeros_like(lse)
-    yield "merge_", 10 * q.numel(), lambda: _named("joining", "merge_")(wide, lse, q, part)
+    yield "merge_", 10 * q.numel(), lambda: _named("joining", "merge_")(wide, lse, (q, part))
     yield "add_", 10 * q.numel(), lambda: _named("joining", "add_")(wide, q)
     logits = bench.random(bench.size(4096, 8), bench.size(152064, 256))
     targets = torch.zeros(len(logits), dtype=torch.long, device=bench.device)

@@ -16,7 +16,7 @@ from farspan.memory.trace import Free, Malloc, Mark, Trace
 from farspan.plan.ask import Request
 from farspan.plan.price.evaluate import Sized, size
 from farspan.plan.strategies import STRATEGIES, strategy
-from farspan.spec import Refused, Tier
+from farspan.spec import Kernels, Refused, Tier
 
 LAYERS, TOKENS, RANK = 3, 500, 4
 LLAMA: dict[str, Any] = {
@@ -41,6 +41,7 @@ def sized(name: str, rank: int = 0, optimizer: str = "none") -> Sized:
         "h200",
         lora=rank,
         optimizer=optimizer,
+        kernels=Kernels(fused=False, accumulate=False),  # a trace is of the model's own modules
     )
     question = request.question()
     assert question.architecture is not None

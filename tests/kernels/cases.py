@@ -53,13 +53,13 @@ def on_gpu(function: Run, *arguments: Any) -> Any:
     return results.cpu() if isinstance(results, Tensor) else tuple(x.cpu() for x in results)
 
 
-def merged(*given: Tensor) -> tuple[Tensor, Tensor]:
-    merge_(*given)
-    return given[0], given[1]
+def merged(out: Tensor, lse: Tensor, *part: Tensor) -> tuple[Tensor, Tensor]:
+    merge_(out, lse, (part[0], part[1]))
+    return out, lse
 
 
-def added(total: Tensor, part: Tensor) -> Tensor:
-    add_(total, part)
+def added(total: Tensor, *parts: Tensor) -> Tensor:
+    add_(total, *parts)
     return total
 
 

@@ -72,6 +72,7 @@ def of_gates(model: Model, tokens: int) -> Iterator[tuple[str, Launch]]:
         yield f"{act}", gate.launch("forward_kernel", given, act)
         given = {"dout": x, "gate": x, "up": x, "dgate": x, "dup": x}
         yield f"{act} backward", gate.launch("backward_kernel", given, act)
+        yield f"{act} again", gate.launch("again_kernel", {**given, "out": x}, act)
     halves = {"gate": fused[..., : model.inner], "up": fused[..., model.inner :], "out": x}
     yield "halves", gate.launch("forward_kernel", halves, gate.Act.SILU)
 
@@ -88,11 +89,17 @@ def of_attention(model: Model, tokens: int) -> Iterator[tuple[str, Launch]]:
         q_heads, k_heads, out = heads_first
         both = q_heads, k_heads
         yield f"rotary {token_first}", rotary.rotate_launch(both, both, table, table, False)
-        yield f"merge {token_first}", joining.merge_launch(out, lse, q_heads, lse)
-        yield f"sum of dq {token_first}", joining.add_launch(out, q_heads)
+        yield f"merge {token_first}", joining.merge_launch(out, lse, ((q_heads, lse),), out)
+        two = ((q_heads, lse),) * 2
+        yield f"merge of two {token_first}", joining.merge_launch(out, lse, two, q_heads)
+        yield f"sum of dq {token_first}", joining.add_launch(out, (q_heads,), out)
+        yield f"sum of two {token_first}", joining.add_launch(q_heads, (q_heads,) * 2, out)
         part = k_heads.permute(2, 0, 1, 3)
-        yield f"sum of dk {token_first}", joining.add_launch(sums.transpose(0, 1), part)
-    yield "merge of fp32", joining.merge_launch(out, lse, out, lse)
+        yield (
+            f"sum of dk {token_first}",
+            joining.add_launch(sums.transpose(0, 1), (part,), sums.transpose(0, 1)),
+        )
+    yield "merge of fp32", joining.merge_launch(out, lse, ((out, lse),), out)
 
 
 def of_loss(model: Model, tokens: int) -> Iterator[tuple[str, Launch]]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from farspan.kernels.gate import BLOCK, Act, launch, swiglu, swiglu_backward
+from farspan.kernels.gate import BLOCK, Act, launch, swiglu, swiglu_again, swiglu_backward
 from farspan.kernels.reference import gated
 from farspan.spec import Refused
 from tests.kernels.cases import (
@@ -40,6 +40,8 @@ def check(run: Run, gate: Tensor, up: Tensor, act: Act) -> None:
         run(swiglu_backward, dout, gate, up, act), of_exact, of_plain, strict=True
     ):
         assert_no_less_accurate(found, right, usual)
+    apart = out, *run(swiglu_backward, dout, gate, up, act)
+    assert all(map(torch.equal, run(swiglu_again, dout, gate, up, act), apart))
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, fused: bool) -> tuple[Tensor, Tensor]:

@@ -92,16 +92,64 @@ def test_add(shape: tuple[int, ...], dtype: torch.dtype, interpreted: Run) -> No
         assert torch.equal(interpreted(added, total, part), wanted)
 
 
+def joined_into(*given: Tensor) -> tuple[Tensor, ...]:
+    """Merged and added in place, and from the same narrow tensors into wide and narrow ones."""
+    out, lse, part, part_lse = given
+    found = []
+    for dtype in (torch.float32, part.dtype):
+        narrow, own_lse, into = out.to(part.dtype), lse.clone(), out.to(dtype, copy=True).zero_()
+        kept = narrow.clone()
+        merge_(narrow, own_lse, (part, part_lse), into=into)
+        total = torch.zeros_like(into)
+        add_(narrow, part, into=total)
+        assert torch.equal(narrow, kept)
+        found += [into, own_lse, total]
+    wide, total = (out.to(part.dtype).float().clone() for _ in range(2))
+    merge_(wide, lse, (part, part_lse))
+    add_(total, part)
+    return *found, wide, lse, total
+
+
+def two_at_once(*given: Tensor) -> tuple[Tensor, ...]:
+    """Merged and added one after the other, and together."""
+    out, lse, part, part_lse = given
+    parts = (part, part_lse), (part.neg(), part_lse + 0.7)
+    ones, one_lse, total = out.clone(), lse.clone(), out.clone()
+    for other, other_lse in parts:
+        merge_(ones, one_lse, (other, other_lse))
+        add_(total, other, into=total)
+    both, both_lse, total_both = out.clone(), lse.clone(), out.clone()
+    merge_(both, both_lse, *parts)
+    add_(total_both, *(other for other, _ in parts))
+    return ones, one_lse, total, both, both_lse, total_both
+
+
+@pytest.mark.parametrize("dtype", INTERPRETED, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_two_parts_at_once(shape: tuple[int, ...], dtype: torch.dtype, interpreted: Run) -> None:
+    found = interpreted(two_at_once, *drawn(shape, dtype, token_first=True))
+    assert all(map(torch.equal, found[:3], found[3:]))
+
+
+@pytest.mark.parametrize("dtype", INTERPRETED, ids=str)
+def test_what_is_joined_may_go_elsewhere(dtype: torch.dtype, interpreted: Run) -> None:
+    """The first of several parts is given narrow, the last is rounded: the same numbers."""
+    found = interpreted(joined_into, *drawn(SHAPES[3], dtype, token_first=True))
+    wide, rounded, (out, lse, total) = found[:3], found[3:6], found[6:]
+    assert all(map(torch.equal, wide, (out, lse, total)))
+    assert all(map(torch.equal, rounded, (out.to(dtype), lse, total.to(dtype))))
+
+
 def far_apart(*given: Tensor) -> tuple[Tensor, ...]:
     """Merged and added in place, dense and spread."""
     out, lse, part, part_lse = given
     far = spread(out)
-    merge_(far, spread(lse), spread(part), spread(part_lse))
+    merge_(far, spread(lse), (spread(part), spread(part_lse)))
     added_far = spread(out)
     add_(added_far, spread(part))
     total = out.clone()
     add_(total, part)
-    merge_(out, lse, part, part_lse)
+    merge_(out, lse, (part, part_lse))
     return out, total, far.clone(), added_far.clone()
 
 
@@ -120,7 +168,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ((out, lse, part.mT.contiguous().mT, part_lse), "part_out: expected inner stride 1"),
     ):
         with pytest.raises(Refused, match=message):
-            merge_(*given)
+            merge_(given[0], given[1], (given[2], given[3]))
     with pytest.raises(Refused, match=r"total: expected .* float32"):
         add_(part, part)
     with pytest.raises(Refused, match=r"part: expected .2, 3, 5, 24."):

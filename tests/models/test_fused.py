@@ -105,6 +105,13 @@ def by_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return reference.rotated(q, cos, sin), reference.rotated(k, cos, sin)
 
+    def again(dout: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            halves = [x.detach().requires_grad_() for x in (gate, up)]
+            out = reference.gated(*halves, act)
+        return out.detach(), *torch.autograd.grad(out, halves, dout)
+
+    monkeypatch.setattr("farspan.engine.linear.swiglu_again", again)
     for name, function in (("normed", normed), ("gated", reference.gated), ("rotated", rotated)):
         monkeypatch.setattr(f"farspan.models.fused.{name}", function)
 
@@ -165,6 +172,9 @@ def interpreted() -> Iterator[ProcessPoolExecutor]:
         yield process
 
 
+PLACES = "models.fused", "engine.step", "engine.head", "attention.merge", "attention.cell"
+
+
 def _fused(*_: Any) -> bool:
     return True
 
@@ -182,7 +192,7 @@ def _errors(family: str, dtype: torch.dtype, changes: dict[str, Any]) -> dict[st
     for fused in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             if fused:
-                for place in ("models.fused", "engine.step", "engine.head"):
+                for place in PLACES:
                     patch.setattr(f"farspan.{place}.fused_for", _fused)
             step = Step(model, SCHEDULE, kernels=Kernels(fused=fused), poison=True)
             assert step._fused_loss == fused

@@ -23,9 +23,12 @@ from farspan.attention.merge import (
     accumulate_dtype,
     add_,
     add_sinks,
+    added,
     merge_,
+    merged,
     sink_gradient,
 )
+from farspan.kernels.launch import fused_for
 from farspan.plan.blocks import Block
 
 
@@ -62,6 +65,10 @@ class AttentionCall:
     def __post_init__(self) -> None:
         assert self.kernel.softcap == self.softcap, (self.kernel, self.softcap)
 
+    def joins(self, part: Tensor, whole: Tensor) -> bool:
+        """Whether a kernel joins this part to what it is a part of, all of whose queries it has."""
+        return self.fused and part.shape == whole.shape and fused_for(part.device, part.dtype)
+
     @property
     def own_start(self) -> int:
         """Where the chunk's own keys begin."""
@@ -91,7 +98,7 @@ def attend(
 
     out is [B, C, H, Dv] in memory, so that out.transpose(1, 2) is contiguous.
     """
-    out, lse = attend_blocks(call, q, k, v, key_values)
+    out, lse = attend_blocks(call, q, k, v, key_values, narrow=sinks is None)
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks)
     return out.to(q.dtype), lse
@@ -99,35 +106,47 @@ def attend(
 
 @torch.no_grad()
 def attend_blocks(
-    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, key_values: KeyValues
+    call: AttentionCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_values: KeyValues,
+    *,
+    narrow: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The same without sinks, before it is rounded: out of several blocks is in the accumulate
-    dtype. A query that sees no held key has out = 0 and lse = -inf."""
+    dtype, or, if it is to be `narrow`, may be rounded with the last. A query that sees no held key
+    has out = 0 and lse = -inf."""
     out, lse = _attend_own(call, q, k, v)
-    if any(_visits(call)):
+    if not call.fused and any(_visits(call)):
         # A chunk of one block needs no sum, hence no wider output; the narrow one dies here.
         out = out.to(lse.dtype)
-    return attend_earlier(call, q, (out, lse), key_values)
+    return attend_earlier(call, q, (out, lse), key_values, narrow=narrow)
 
 
 @torch.no_grad()
 def attend_earlier(
-    call: AttentionCall, q: Tensor, attended: tuple[Tensor, Tensor], key_values: KeyValues
+    call: AttentionCall,
+    q: Tensor,
+    attended: tuple[Tensor, Tensor],
+    key_values: KeyValues,
+    *,
+    narrow: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`attended`, joined by what the queries see of earlier keys; it may be changed in place.
 
-    Given in the accumulate dtype, out needs no wider copy beside it.
+    Given in the accumulate dtype, out needs no wider copy beside it. For `narrow` see above.
     """
-    out, lse = attended
-    for visit in _visits(call):
-        out = out.to(lse.dtype)
+    found, visits = _Joined(call, *attended), list(_visits(call))
+    for visit in visits:
         keys, values = key_values.keys(visit.start, visit.stop)
         for block in visit.blocks:
             part = _forward(call, q, keys, values, block, visit.start)
-            whole = _queries(call, out, block), _queries(call, lse, block)
-            merge_(*whole, *part, fused=call.fused)
+            last = narrow and visit is visits[-1] and block is visit.blocks[-1]
+            found.join(block, part, q.dtype if last else None)
             del part
-    return out, lse
+    found.finish(found.lse.dtype)
+    return found.out, found.lse
 
 
 @torch.no_grad()
@@ -140,20 +159,26 @@ def attend_backward(
     attended: tuple[Tensor, Tensor],
     key_values: KeyValues,
     sinks: Tensor | None = None,
+    *,
+    narrow: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv and d sinks of the chunk, all in the accumulate dtype.
+    """dq, dk, dv and d sinks of the chunk, all in the accumulate dtype; dq, if it is to be
+    `narrow`, may be rounded to that of q with its last part.
 
     `attended` is what `attend` returned. dk and dv are what this chunk's queries give to its own
     keys; what they give to earlier keys goes to `key_values.add_gradient`.
     """
     dtype = accumulate_dtype(q.dtype)
     of_queries = dout, q, *attended
-    dq = _Sum(q, dtype, call.fused)
+    dq = _Sum(q, dtype, call)
     own = _Visit(call.own_start, call.own_start + k.shape[2], slice(0, None), _own_blocks(call))
     dk, dv = _gradients(call, of_queries, k, v, own, dq)
-    _earlier_gradients(call, of_queries, key_values, dq)
+    _earlier_gradients(call, of_queries, key_values, dq, narrow=narrow)
     dsinks = None if sinks is None else sink_gradient(dout, *attended, sinks)
-    return dq.total().to(dtype), dk.to(dtype), dv.to(dtype), dsinks
+    total = dq.total()
+    if not (narrow and call.fused):
+        total = total.to(dtype)
+    return total, dk.to(dtype), dv.to(dtype), dsinks
 
 
 @torch.no_grad()
@@ -166,44 +191,91 @@ def attend_earlier_backward(
 ) -> Tensor:
     """What earlier keys alone give to dq, in the accumulate dtype; their own gradients go to
     `key_values.add_gradient`. `attended` is that of all keys."""
-    dq = _Sum(q, accumulate_dtype(q.dtype), call.fused)
+    dq = _Sum(q, accumulate_dtype(q.dtype), call)
     _earlier_gradients(call, (dout, q, *attended), key_values, dq)
     return dq.total().to(dq.dtype)
+
+
+class _Joined:
+    """Joins parts of out and lse; by kernels, two parts at a time that are of all queries."""
+
+    def __init__(self, call: AttentionCall, out: Tensor, lse: Tensor) -> None:
+        self.call, self.out, self.lse = call, out, lse
+        self.waiting: list[tuple[Tensor, Tensor]] = []
+
+    def join(self, block: Block, part: tuple[Tensor, Tensor], last: torch.dtype | None) -> None:
+        """Join a block's part; `last` is the dtype that out may be rounded to with it."""
+        if self.call.joins(part[0], self.out):
+            self.waiting.append(part)
+            if last is not None or len(self.waiting) == 2:
+                self.finish(last or self.lse.dtype)
+            return
+        self.finish(self.lse.dtype)
+        self.out = self.out.to(self.lse.dtype)
+        out, lse = (_queries(self.call, x, block) for x in (self.out, self.lse))
+        merge_(out, lse, *part, fused=self.call.fused)
+
+    def finish(self, dtype: torch.dtype) -> None:
+        """Join what waits; out is of this dtype then."""
+        if self.waiting:
+            self.out = merged(self.out, self.lse, self.waiting, dtype)
+            self.waiting = []
 
 
 class _Sum:
     """Adds up parts of a tensor; a first part that is the whole is taken as it is, without a copy.
 
-    Parts are fresh tensors of kernels, so that the first may be added into.
+    Parts are fresh tensors of kernels, so that the first may be added into. Kernels add two parts
+    at a time that are the whole.
     """
 
-    def __init__(self, like: Tensor, dtype: torch.dtype, fused: bool) -> None:
-        self.like, self.dtype, self.fused = like, dtype, fused
+    def __init__(self, like: Tensor, dtype: torch.dtype, call: AttentionCall) -> None:
+        self.like, self.dtype, self.call = like, dtype, call
         self.sum: Tensor | None = None
+        self.waiting: list[Tensor] = []
 
-    def add(self, part: Tensor, rows: slice, start: int) -> None:
-        """Add a part that lies at these batch rows and at tokens from `start`."""
+    def add(self, part: Tensor, rows: slice, start: int, *, last: bool = False) -> None:
+        """Add a part that lies at these batch rows and at tokens from `start`. The last one may
+        round the sum to the dtype of `like`."""
         if self.sum is None and part.shape == self.like.shape:
             self.sum = part
             return
+        if self.sum is not None and self.call.joins(part, self.sum):
+            self.waiting.append(part)
+            if last or len(self.waiting) == 2:
+                self._finish(self.like.dtype if last else self.dtype)
+            return
+        self._finish(self.dtype)
         if self.sum is None:
             self.sum = torch.zeros_like(self.like, dtype=self.dtype)
         self.sum = self.sum.to(self.dtype)
-        add_(self.sum[rows, :, start : start + part.shape[2]], part, fused=self.fused)
+        add_(self.sum[rows, :, start : start + part.shape[2]], part, fused=self.call.fused)
+
+    def _finish(self, dtype: torch.dtype) -> None:
+        if self.waiting and self.sum is not None:
+            self.sum, self.waiting = added(self.sum, self.waiting, dtype), []
 
     def total(self) -> Tensor:
         """The sum; of no parts, zeros."""
+        self._finish(self.dtype)
         if self.sum is None:
             return torch.zeros_like(self.like, dtype=self.dtype)
         return self.sum
 
 
 def _earlier_gradients(
-    call: AttentionCall, of_queries: tuple[Tensor, ...], key_values: KeyValues, dq: _Sum
+    call: AttentionCall,
+    of_queries: tuple[Tensor, ...],
+    key_values: KeyValues,
+    dq: _Sum,
+    *,
+    narrow: bool = False,
 ) -> None:
-    for visit in _visits(call):
+    visits = list(_visits(call))
+    for visit in visits:
         keys, values = key_values.keys(visit.start, visit.stop)
-        parts = _gradients(call, of_queries, keys, values, visit, dq)
+        last = narrow and visit is visits[-1]
+        parts = _gradients(call, of_queries, keys, values, visit, dq, last=last)
         del keys, values
         key_values.add_gradient(visit.start, visit.stop, visit.rows, *parts)
         del parts
@@ -216,9 +288,12 @@ def _gradients(
     values: Tensor,
     visit: _Visit,
     dq: _Sum,
+    *,
+    last: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """dk and dv of the visit's rows and keys, summed over its blocks; theirs is added to `dq`."""
-    dk, dv = (_Sum(x[visit.rows], dq.dtype, call.fused) for x in (keys, values))
+    """dk and dv of the visit's rows and keys, summed over its blocks; what these give to `dq` is
+    added there, and may be rounded with the `last` visit."""
+    dk, dv = (_Sum(x[visit.rows], dq.dtype, call) for x in (keys, values))
     # A visit of several row ranges holds all rows, so its rows count from 0.
     first_row = visit.rows.start
     for block in visit.blocks:
@@ -228,7 +303,8 @@ def _gradients(
         dout, q, out, lse = (_queries(call, x, block) for x in of_queries)
         k, v = (_keys(x, block, visit.start) for x in (keys, values))
         parts = call.kernel.backward(dout, q, k, v, out, lse, block, call.scale)
-        dq.add(parts[0], block.rows, block.q_start + block.shift - call.q_start)
+        ends = last and block is visit.blocks[-1]
+        dq.add(parts[0], block.rows, block.q_start + block.shift - call.q_start, last=ends)
         dk.add(parts[1], rows, block.k_start - visit.start)
         dv.add(parts[2], rows, block.k_start - visit.start)
         del parts

@@ -6,6 +6,8 @@ A sink is one more logit whose value is zero: it only shrinks the output.
 Shapes: out [B, H, Sq, Dv], lse [B, H, Sq] (natural logarithm), sinks [H].
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,21 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def merged(out: Tensor, lse: Tensor, parts: Sequence[joining.Part], dtype: torch.dtype) -> Tensor:
+    """One or two parts joined by one kernel; `lse` changes in place. Where out has the dtype that
+    is wanted, it does, too, and is what is given; else a fresh tensor is, laid out as it."""
+    into = out if out.dtype is dtype else torch.empty_like(out, dtype=dtype)
+    joining.merge_(out, lse, *parts, into=into)
+    return into
+
+
+def added(total: Tensor, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """One or two parts added by one kernel, and what is given, in the same way."""
+    into = total if total.dtype is dtype else torch.empty_like(total, dtype=dtype)
+    joining.add_(total, *parts, into=into)
+    return into
+
+
 def merge_(
     out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, *, fused: bool = False
 ) -> None:
@@ -27,7 +44,7 @@ def merge_(
     a row that no part has seen stays at lse = -inf. `fused`: by one kernel where there is one.
     """
     if fused and fused_for(out.device, out.dtype):
-        joining.merge_(out, lse, part_out, part_lse)
+        joining.merge_(out, lse, (part_out, part_lse))
         return
     weight = torch.sigmoid(part_lse - lse)
     # -inf - -inf is nan; a comparison is cheaper than nan_to_num, which would also hide real nans.

@@ -151,7 +151,7 @@ class Cell:
             return self.spread.attend_backward(call, dout, of_keys, attended, prefix, sinks)
         if self.sparse is not None:
             return self.sparse.attend_backward(call, dout, of_keys, attended, sinks)
-        return attend_backward(call, dout, *of_keys, attended, prefix, sinks)
+        return attend_backward(call, dout, *of_keys, attended, prefix, sinks, narrow=True)
 
     def with_later(self, dk: Tensor, dv: Tensor, heads: slice) -> list[Tensor]:
         """dK, dV of the chunk's own keys, of these heads, with what later chunks gave them."""

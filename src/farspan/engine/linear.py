@@ -15,6 +15,8 @@ from torch.nn import functional
 
 from farspan.attention.merge import accumulate_dtype
 from farspan.engine.gradients import Gradients, add_product
+from farspan.kernels.gate import Act, swiglu_again
+from farspan.models.fused import Linears
 
 PROBE = 16  # rows and columns of the product that is tried
 
@@ -38,7 +40,7 @@ def adds_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @dataclass(slots=True)
-class Adding:
+class Adding(Linears):
     """How the linear modules of a step run: what they and the step share."""
 
     adds: bool = True  # products add to sums; else autograd has the gradients
@@ -48,27 +50,41 @@ class Adding:
     def forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
         """The forward of a linear module's shell (`models.fused.Rule`). One whose class has a
         forward of its own has none."""
-        return self.forward if self.adds and _is_plain(module) else None
+        return self.forward if self.adds and _is_linear(module) else None
 
     def forward(self, module: nn.Linear, x: Tensor) -> Tensor:
         if not _is_trained(module, x):
             return functional.linear(x, module.weight, module.bias)
-        return self._run(module, x, value=True)
-
-    def last(self, module: nn.Module, x: Tensor) -> Any:
-        """The last module of an MLP (`models.fused.Last`), whose value is only added to what the
-        layer gives: it is left out where nobody reads that, 29% of the products of a 7B layer that
-        runs again for its backward. What reads it all the same finds NaN."""
-        if self.unread and _is_plain(module) and _is_trained(module, x):
-            return self._run(cast(nn.Linear, module), x, value=False)
-        return module(x)
-
-    def _run(self, module: nn.Linear, x: Tensor, *, value: bool) -> Tensor:
-        out: Tensor = _Linear.apply(x, module.weight, module.bias, self, value)
+        out: Tensor = _Linear.apply(x, module.weight, module.bias, self)
         return out
 
+    def pair(self, gate: nn.Module, up: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The second adds its gradient of x to the first's in its product, where autograd would
+        read both and write a third."""
+        ours = (self.forward_of(m) and _is_trained(m, x) and m.bias is None for m in (gate, up))
+        if not all(ours):
+            return gate(x), up(x)
+        out: tuple[Tensor, Tensor] = _Pair.apply(x, gate.weight, up.weight, self)
+        return out
 
-def _is_plain(module: nn.Module) -> bool:
+    def last(self, down: nn.Module, gate: Tensor, up: Tensor, act: Act) -> Any:
+        """The value is only added to what the layer gives: it is left out where nobody reads that,
+        29% of the products of a 7B layer that runs again for its backward, and act(gate) * up is
+        made in the backward of the gate. What reads the value all the same finds NaN."""
+        if not (self.unread and _is_linear(down) and _is_trained(down, gate)):
+            return Linears.last(self, down, gate, up, act)
+        return _Unread.apply(gate, up, down.weight, down.bias, act, self)
+
+    def add(self, weight: nn.Parameter, dout: Tensor, x: Tensor) -> Tensor | None:
+        """The gradient of a weight, for autograd; None where its product adds to the sum."""
+        if not self.adds:
+            return dout.t() @ x
+        assert self.gradients is not None, "no step runs"
+        self.gradients.add_product(weight, dout, x)
+        return None
+
+
+def _is_linear(module: nn.Module) -> bool:
     return type(module).forward is nn.Linear.forward
 
 
@@ -77,28 +93,75 @@ def _is_trained(module: nn.Module, x: Tensor) -> bool:
     return torch.is_grad_enabled() and weight.requires_grad and x.dtype is weight.dtype
 
 
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, how: Adding, value: bool
+        ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, how: Adding
     ) -> Tensor:
         ctx.weight, ctx.how = weight, how  # a parameter: nothing moves it out of the graph
         ctx.save_for_backward(x)
-        if not value:
-            return x.new_full((), torch.nan).expand(*x.shape[:-1], weight.shape[0])
         return functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        weight, how = ctx.weight, ctx.how
-        rows, inputs = dout.reshape(-1, dout.shape[-1]), x.reshape(-1, x.shape[-1])
-        dx = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        dweight = None
-        if how.adds:
-            assert how.gradients is not None, "no step runs"
-            how.gradients.add_product(weight, rows, inputs)
-        else:
-            dweight = rows.t() @ inputs
-        dbias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return dx, dweight, dbias, None, None
+        rows = _rows(dout)
+        dx = (rows @ ctx.weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        dweight = ctx.how.add(ctx.weight, rows, _rows(x))
+        return dx, dweight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+class _Pair(torch.autograd.Function):
+    """Two linear modules without bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, first: nn.Parameter, second: nn.Parameter, how: Adding
+    ) -> tuple[Tensor, Tensor]:
+        ctx.weights, ctx.how = (first, second), how
+        ctx.save_for_backward(x)
+        return functional.linear(x, first), functional.linear(x, second)
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        (first, second), (one, other) = ctx.weights, map(_rows, douts)
+        dweights = [ctx.how.add(w, rows, _rows(x)) for w, rows in ((first, one), (second, other))]
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = (one @ first).addmm_(other, second).view(x.shape)
+        return dx, *dweights, None
+
+
+class _Unread(torch.autograd.Function):
+    """A linear module on act(gate) * up, without its value."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate: Tensor,
+        up: Tensor,
+        weight: nn.Parameter,
+        bias: Tensor | None,
+        act: Act,
+        how: Adding,
+    ) -> Tensor:
+        del bias
+        ctx.weight, ctx.act, ctx.how = weight, act, how
+        ctx.save_for_backward(gate, up)
+        return gate.new_full((), torch.nan).expand(*gate.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        rows = _rows(dout)
+        dx = (rows @ ctx.weight).view(gate.shape)
+        x, dgate, dup = swiglu_again(dx, gate, up, ctx.act)
+        del dx
+        dweight = ctx.how.add(ctx.weight, rows, _rows(x))
+        dbias = rows.sum(0) if ctx.needs_input_grad[3] else None
+        return dgate, dup, dweight, dbias, None, None

@@ -149,7 +149,7 @@ class Step:
         adding = self._adding
         adding.adds = kernels.accumulate and adds_products(device, dtype)
         first = (adding.forward_of,) * adding.adds
-        fuse(self.boundary, kernels, device, *first, last=adding.last)
+        fuse(self.boundary, kernels, device, *first, linears=adding)
         if self._fused_loss and self.dealt is None:
             self._spared = spared_layers(self.boundary)
 

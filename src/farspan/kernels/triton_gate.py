@@ -67,6 +67,19 @@ def forward_kernel(gate, up, out, width, act: tl.constexpr, block: tl.constexpr)
 
 
 @triton.jit
+def again_kernel(dout, gate, up, out, dgate, dup, width, act: tl.constexpr, block: tl.constexpr):
+    row, column, mask = _block(width, block)
+    x = _load(gate, row, column, mask)
+    other = _load(up, row, column, mask).to(tl.float32)
+    gradient = _load(dout, row, column, mask).to(tl.float32)
+    value, slope = _act(x.to(tl.float32), act)
+    rounded = value.to(x.dtype).to(tl.float32)
+    _store(out, row, column, mask, rounded * other)
+    _store(dgate, row, column, mask, gradient * other * slope)
+    _store(dup, row, column, mask, gradient * rounded)
+
+
+@triton.jit
 def backward_kernel(dout, gate, up, dgate, dup, width, act: tl.constexpr, block: tl.constexpr):
     row, column, mask = _block(width, block)
     x = _load(gate, row, column, mask)

@@ -28,11 +28,25 @@ from farspan.models.tokenwise import tokenwise
 from farspan.spec import Kernels, Refused
 
 Forward = Callable[..., Any]
-Last = Callable[[nn.Module, Tensor], Any]  # runs the last module of an MLP on what it is given
 Rule = Callable[[nn.Module], Forward | None]  # the forward of a module's shell; None: its own
 
 ROTATION = "apply_rotary_pos_emb"  # what families call the function that their attention calls
 TOKENS, WIDTH, INNER, HEADS = 3, 8, 12, 2  # of the stand-ins
+
+
+class Linears:
+    """How the linear modules of a gated MLP run; a step may know better (`engine.linear`)."""
+
+    def pair(self, gate: nn.Module, up: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Both of one input."""
+        return gate(x), up(x)
+
+    def last(self, down: nn.Module, gate: Tensor, up: Tensor, act: Act) -> Any:
+        """The one whose value is the MLP's, of act(gate) * up."""
+        return down(gated(gate, up, act))
+
+
+PLAIN = Linears()
 
 
 def in_shells(module: nn.Module, rules: Iterable[Rule]) -> nn.Module:
@@ -124,7 +138,7 @@ def _norms(module: nn.Module, width: int, norm: Norm) -> bool:
 # -- gated MLPs --------------------------------------------------------------------------------
 
 
-def gate_forward(module: nn.Module, last: Last = nn.Module.__call__) -> Forward | None:
+def gate_forward(module: nn.Module, linears: Linears = PLAIN) -> Forward | None:
     """Of an MLP of an activation and three linear modules, or two of which the first makes both
     halves."""
     if list(module.named_parameters(recurse=False)):
@@ -138,7 +152,7 @@ def gate_forward(module: nn.Module, last: Last = nn.Module.__call__) -> Forward 
         return None
     for names in permutations(linear):
         if _seen(partial(_gates, module, names, act)):
-            return _of_one(partial(_gated, names, act, last))
+            return _of_one(partial(_gated, names, act, linears))
     return None
 
 
@@ -180,10 +194,10 @@ class _Times(nn.Module):
         return x @ self.matrix.T
 
 
-def _gated(names: tuple[str, ...], act: Act, last: Last, shell: nn.Module, x: Tensor) -> Any:
+def _gated(names: tuple[str, ...], act: Act, linears: Linears, shell: nn.Module, x: Tensor) -> Any:
     *ups, down = (shell.get_submodule(name) for name in names)
-    gate, up = (ups[0](x), ups[1](x)) if len(ups) == 2 else ups[0](x).chunk(2, -1)
-    return last(down, gated(gate, up, act))
+    gate, up = linears.pair(ups[0], ups[1], x) if len(ups) == 2 else ups[0](x).chunk(2, -1)
+    return linears.last(down, gate, up, act)
 
 
 # -- rotary embeddings ---------------------------------------------------------------------------
@@ -229,9 +243,9 @@ def _rotate(
     return plain(q, k, cos, sin, *more, **named)
 
 
-def rules(last: Last = nn.Module.__call__) -> tuple[Rule, ...]:
-    """By which modules run on the kernels; `last` runs the last module of a gated MLP."""
-    return norm_forward, partial(gate_forward, last=last), rotation_forward
+def rules(linears: Linears = PLAIN) -> tuple[Rule, ...]:
+    """By which modules run on the kernels."""
+    return norm_forward, partial(gate_forward, linears=linears), rotation_forward
 
 
 def fuse(
@@ -239,13 +253,13 @@ def fuse(
     kernels: Kernels,
     device: torch.device,
     *first: Rule,
-    last: Last = nn.Module.__call__,
+    linears: Linears = PLAIN,
 ) -> None:
     """Have a model's layers, and what is beside them, run on the kernels of `device`, where their
     cells will run, if that is what is wanted; the rules of `first` come before."""
     found = first
     if kernels.fused and fused_for(device, boundary.dtype):
-        found = *first, *rules(last)
+        found = *first, *rules(linears)
     if found:
         boundary.run_in(partial(in_shells, rules=found))
 

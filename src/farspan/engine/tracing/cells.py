@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from farspan.attention.backends import BlockKernel, CudaFlash
 from farspan.attention.merge import accumulate_dtype
 from farspan.engine.batch import Batch
-from farspan.engine.gradients import Gradients
+from farspan.engine.gradients import Gradients, uncast
 from farspan.engine.head import Head
 from farspan.engine.kernels import AttentionKernels
 from farspan.engine.layers import Layers
@@ -103,7 +103,7 @@ def _run(
     seams = mark, Layers(boundary), MetaKernels(META, boundary.dtype)
     interpreter = Interpreter(boundary, program, storage, batch, head, Gradients(), *seams)
     mark()
-    with routed(boundary.model):
+    with routed(boundary.model), uncast(boundary.model.parameters()):
         interpreter.run()
 
 
