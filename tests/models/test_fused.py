@@ -108,7 +108,7 @@ def by_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     def again(dout: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, ...]:
         with torch.enable_grad():
             halves = [x.detach().requires_grad_() for x in (gate, up)]
-            out = reference.gated(*halves, act)
+            out = reference.gated(halves[0], halves[1], act)
         return out.detach(), *torch.autograd.grad(out, halves, dout)
 
     monkeypatch.setattr("farspan.engine.linear.swiglu_again", again)
@@ -147,6 +147,31 @@ def test_the_last_product_is_left_out_where_nobody_reads_it() -> None:
         counts.append(products.count)
     layers, chunks = 4, 3
     assert counts[1] - counts[0] == (layers - 1) * chunks
+
+
+class Sized(nn.Module):
+    """Gives twice as much in training."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x) * (2 if self.training else 1)
+
+
+@pytest.mark.usefixtures("by_formulas")
+def test_shells_are_of_the_model_s_mode() -> None:
+    model = make_model("qwen2")
+    layer = Boundary(model).layers[1]
+    layer.mlp = Sized(layer.get_submodule("mlp"))
+    model.eval()
+    step, data = Step(model, SCHEDULE), draw(19)
+    losses = [step.evaluate(*data)]
+    model.train()
+    losses.append(step.evaluate(*data))
+    assert relative_error(losses[1], run_oracle(model, data).loss) < 1e-5
+    assert relative_error(losses[0], losses[1]) > 1e-4
 
 
 class Products(TorchDispatchMode):
@@ -195,7 +220,7 @@ def _errors(family: str, dtype: torch.dtype, changes: dict[str, Any]) -> dict[st
                 for place in PLACES:
                     patch.setattr(f"farspan.{place}.fused_for", _fused)
             step = Step(model, SCHEDULE, kernels=Kernels(fused=fused), poison=True)
-            assert step._fused_loss == fused
+            assert step._fused == fused
             runs = [run_step(model, step, DATA) for _ in range(2)]
             evaluated = float(relative_error(step.evaluate(*DATA), expected.loss))
         wide = torch.cat([g.flatten() for g in expected.gradients.values()])

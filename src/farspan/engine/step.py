@@ -128,8 +128,8 @@ class Step:
             compile_layers(self.boundary)
         self._adding = Adding()
         self._spared: frozenset[int] = frozenset()  # layers whose last product may be left out
-        self._fused_loss = kernels.fused and fused_for(device, dtype)
-        self._fuse(kernels)
+        self._fused = kernels.fused and fused_for(device, dtype)
+        self._wanted = kernels
         on_cuda = device.type == "cuda"
         self.copies = CopyEngine(device, overlap=on_cuda if overlap is None else overlap)
         self.arenas = {tier: Arena(tier, device) for tier in Tier}
@@ -140,17 +140,18 @@ class Step:
         self._described = self._state()
         self.model_spec: ModelSpec = self._describe()
 
-    def _fuse(self, kernels: Kernels) -> None:
+    def _fuse(self) -> None:
         """Have modules run on the device's own kernels, and products add to sums, if that is
-        wanted. Slices of weights over ranks are in shells of their own."""
+        wanted. Slices of weights over ranks are in shells of their own. Shells are of the model in
+        its present mode."""
         if self.dealt is not None and self.dealt.tensor is not None:
             return
         device, dtype = self.boundary.device, self.boundary.dtype
         adding = self._adding
-        adding.adds = kernels.accumulate and adds_products(device, dtype)
+        adding.adds = self._wanted.accumulate and adds_products(device, dtype)
         first = (adding.forward_of,) * adding.adds
-        fuse(self.boundary, kernels, device, *first, linears=adding)
-        if self._fused_loss and self.dealt is None:
+        fuse(self.boundary, self._wanted, device, *first, linears=adding)
+        if self._fused and self.dealt is None:
             self._spared = spared_layers(self.boundary)
 
     def __call__(
@@ -245,6 +246,7 @@ class Step:
                 "scaling; load the model in bfloat16 or float32"
             )
         refuse_dropout(model)
+        self._fuse()
         spec = describe(self.boundary) if self.dealt is None else self.dealt.spec
         self.schedule.group_sizes(len(spec.layers))
         self.kernels.refuse(spec)
@@ -333,7 +335,7 @@ class Step:
                 count,
                 self.schedule.head_tokens,
                 self._outer_parameters(),
-                self._fused_loss,
+                self._fused,
             ),
             gradients,
             _Counter(program, self.progress),
