@@ -44,7 +44,9 @@ def test_the_floor_is_the_formula_s() -> None:
     tokens, card, flat = 2048, machine("h200"), Curve(((1.0, 1e15),))
     rates = replace(
         card.rates["bfloat16"],
-        **dict.fromkeys(("matmul", "attention_forward", "attention_backward"), flat),
+        matmul=flat,
+        attention_forward=flat,
+        attention_backward=flat,
         causal_forward=None,
         causal_backward=None,
     )

@@ -128,7 +128,8 @@ def seconds(system: System, tokens: int, on: MachineSpec) -> float:
 
 def _chunk_seconds(system: System, program: Program, prices: Prices, chunk: int) -> float:
     forward, backward = first_cells(program, chunk)
-    once, back = (max(c.compute, c.host) for c in map(prices.of, (forward, backward)))
+    costs = prices.of(forward), prices.of(backward)
+    once, back = (max(cost.compute, cost.host) for cost in costs)
     head = prices.of(Head(chunk, gradient=False)).compute
     graded = prices.of(Head(chunk, gradient=True)).compute
     passes = (2 if system.chunk else 1) + system.checkpoint

@@ -173,7 +173,7 @@ def test_a_step_with_the_heads_of_a_model(of: str) -> None:
     exact_model.load_state_dict(model.state_dict())
     data = draw(450)
     exact, plain = run_oracle(exact_model, data), run_oracle(model, data)
-    model.cuda()
+    model.to("cuda")  # type: ignore[arg-type]
     step = Step(model, replace(strategy(of, 2, 450), chunk=128, kv_block=128), poison=True)
     kernel = step.kernels.of(step.program(1, 450).model.layers[0], step.program(1, 450))
     assert kernel == CudaCudnn(CudaFlash(), queries=(66, 128))

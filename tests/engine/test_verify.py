@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -166,8 +167,8 @@ def skip_clearing(patch: pytest.MonkeyPatch) -> None:
 def forget_the_rest(patch: pytest.MonkeyPatch) -> None:
     """A chunk's own dK, dV without what later chunks gave."""
 
-    def backward(*arguments: object) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        dq, dk, dv, dsinks = attend_backward(*arguments)  # type: ignore[arg-type]
+    def backward(*arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        dq, dk, dv, dsinks = attend_backward(*arguments, **keywords)
         return dq, torch.zeros_like(dk), dv, dsinks
 
     patch.setattr("farspan.engine.cell.attend_backward", backward)
