@@ -1,14 +1,16 @@
 """Which modules run on farspan's kernels, and that a model of them learns the same."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from farspan.engine.step import Step
@@ -172,6 +174,88 @@ def test_shells_are_of_the_model_s_mode() -> None:
     losses.append(step.evaluate(*data))
     assert relative_error(losses[1], run_oracle(model, data).loss) < 1e-5
     assert relative_error(losses[0], losses[1]) > 1e-4
+
+
+# -- modules that do more than they seem to ------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    """A linear module in another one, which gives more."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = 2 * self.inner(x)
+        return out
+
+
+class Clamped(nn.Module):
+    """A gated MLP whose halves are clamped, as some families clamp at 7 or 10."""
+
+    def __init__(self, mlp: Any, limit: float, *, detached: bool = False) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = mlp.gate_proj, mlp.up_proj
+        self.down_proj, self.act_fn = mlp.down_proj, mlp.act_fn
+        self.limit, self.detached = limit, detached
+
+    def forward(self, x: Tensor) -> Any:
+        up = self.up_proj(x.detach() if self.detached else x).clamp(-self.limit, self.limit)
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * up)
+
+
+def bend(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+    return out * 0.5 + torch.tanh(out)
+
+
+def hooked(name: str, layer: nn.Module) -> None:
+    layer.get_submodule(name).register_forward_hook(bend)
+
+
+Change = Callable[[Any], Any]  # of a decoder layer
+CHANGES: dict[str, Change] = {
+    **{
+        f"hook of {name}": partial(hooked, name)
+        for name in ("mlp", "mlp.gate_proj", "mlp.down_proj", "self_attn.q_proj", "input_layernorm")
+    },
+    "hook of a weight": lambda layer: layer.mlp.up_proj.weight.register_hook(lambda g: 3 * g),
+    "its own forward": lambda layer: setattr(
+        layer.mlp.gate_proj, "forward", lambda x: torch.tanh(x) @ layer.mlp.gate_proj.weight.T
+    ),
+    "another module": lambda layer: setattr(layer.mlp, "down_proj", Wrapped(layer.mlp.down_proj)),
+    "a number": lambda layer: setattr(layer.self_attn, "scaling", 0.9),
+    "eps of a norm": lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 0.5),
+    "a clamp": lambda layer: setattr(layer, "mlp", Clamped(layer.mlp, 1e-3)),
+    "what is detached": lambda layer: setattr(layer, "mlp", Clamped(layer.mlp, 1e9, detached=True)),
+    "a weight that is computed": lambda layer: weight_norm(layer.mlp.up_proj),
+}
+
+
+@pytest.mark.usefixtures("by_formulas", "float64_throughout")
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_does_more_does_so_in_shells(
+    change: Change, later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before shells are made, and after a step."""
+    monkeypatch.setattr("farspan.engine.step.adds_products", lambda *_: True)
+    model, data = make_model("qwen2"), draw(25)
+    schedule = Schedule(chunk=8, groups=1, attention_kept=0.5)
+    step = Step(model, schedule) if later else None
+    if step is not None:
+        step(*data)
+    for layer in Boundary(model).layers:
+        change(layer)
+    expected = run_oracle(model, data)
+    found = run_step(model, step or schedule, data)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("limit", [7.0, 10.0, 20.0, 1e9])
+def test_a_clamp_is_seen(limit: float) -> None:
+    mlp = Clamped(make_model("qwen2").get_submodule("model.layers.0.mlp"), limit)
+    assert known(mlp) == ({""} if limit == 1e9 else set())
 
 
 class Products(TorchDispatchMode):

@@ -7,7 +7,7 @@ and a layer's are alive together (0.5 GB of a 7B model). Here the product adds t
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +61,8 @@ class Adding(Linears):
     def pair(self, gate: nn.Module, up: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         """The second adds its gradient of x to the first's in its product, where autograd would
         read both and write a third."""
-        ours = (self.forward_of(m) and _is_trained(m, x) and m.bias is None for m in (gate, up))
-        if not all(ours):
+        both = (gate, up)
+        if not all(self.adds and self._may(m, x) and m.bias is None for m in both):
             return gate(x), up(x)
         out: tuple[Tensor, Tensor] = _Pair.apply(x, gate.weight, up.weight, self)
         return out
@@ -71,9 +71,18 @@ class Adding(Linears):
         """The value is only added to what the layer gives: it is left out where nobody reads that,
         29% of the products of a 7B layer that runs again for its backward, and act(gate) * up is
         made in the backward of the gate. What reads the value all the same finds NaN."""
-        if not (self.unread and _is_linear(down) and _is_trained(down, gate)):
+        if not (self.unread and self._may(down, gate)):
             return Linears.last(self, down, gate, up, act)
         return _Unread.apply(gate, up, down.weight, down.bias, act, self)
+
+    def _may(self, module: nn.Module, x: Tensor) -> bool:
+        """Whether all that calling a module would do is known here: no hooks, and no forward but
+        that of a linear module's class or of its shell."""
+        forward = module.__dict__.get("forward")
+        ours = forward is None or getattr(forward, "__func__", None) == self.forward
+        hooks = (*_HOOKS, "_forward_hooks_always_called")
+        bare = not any(module.__dict__.get(name) for name in hooks)
+        return ours and bare and _is_linear(module) and _is_trained(module, x)
 
     def add(self, weight: nn.Parameter, dout: Tensor, x: Tensor) -> Tensor | None:
         """The gradient of a weight, for autograd; None where its product adds to the sum."""
@@ -84,13 +93,20 @@ class Adding(Linears):
         return None
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 def _is_linear(module: nn.Module) -> bool:
     return type(module).forward is nn.Linear.forward
 
 
 def _is_trained(module: nn.Module, x: Tensor) -> bool:
-    weight = cast(Tensor, module.weight)
-    return torch.is_grad_enabled() and weight.requires_grad and x.dtype is weight.dtype
+    """Whether autograd would give its weight a gradient that nobody but the sum is to have: a hook
+    of the weight's own is called with it, and what is computed is no parameter."""
+    weight = module._parameters.get("weight")
+    if weight is None or not weight.requires_grad or weight._backward_hooks:
+        return False
+    return torch.is_grad_enabled() and x.dtype is weight.dtype
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from farspan.kernels.launch import fused_for
 from farspan.models.boundary import Boundary
 from farspan.models.compiled import compile_layers
 from farspan.models.describe import describe
-from farspan.models.fused import fuse, spared_layers
+from farspan.models.fused import fingerprint, fuse, spared_layers
 from farspan.models.refuse import refuse_context, refuse_dropout, refuse_model, refuse_untrained
 from farspan.models.route import routed
 from farspan.models.tiles import Tokenwise
@@ -75,6 +76,10 @@ class Step:
 
     # Bytes of main memory that a step may take by its forecast; None: as many as there are.
     host_room: int | None = None
+    _spared: frozenset[int] = frozenset()  # layers whose last product may be left out
+    _shells_of: tuple[Any, ...] | None = None  # the model of which shells were made
+    _running = False
+    _steps = 0
 
     def __init__(
         self,
@@ -120,14 +125,12 @@ class Step:
         self.selector = None if sparse is None else selector_of(selector, sparse)
         self.watches = sparse is not None  # what one cell a step sees is measured
         self._seen: Callable[[], Seen] | None = None  # the latest that was
-        self._steps = 0
         device, dtype = self.boundary.device, self.boundary.dtype
         chosen = kernels.attention, kernels.deterministic, measured_here(device, dtype)
         self.kernels = AttentionKernels(device, dtype, *chosen, kernels.fused)
         if kernels.compile:
             compile_layers(self.boundary)
         self._adding = Adding()
-        self._spared: frozenset[int] = frozenset()  # layers whose last product may be left out
         self._fused = kernels.fused and fused_for(device, dtype)
         self._wanted = kernels
         on_cuda = device.type == "cuda"
@@ -135,7 +138,6 @@ class Step:
         self.arenas = {tier: Arena(tier, device) for tier in Tier}
         self._programs: dict[tuple[RunSpec, bool], Program] = {}
         self._orders: list[tuple[Program, tuple[Order, ...]]] = []
-        self._running = False
         self._tokenwise: tuple[tuple[Tokenwise, ...], ...] = ()
         self._described = self._state()
         self.model_spec: ModelSpec = self._describe()
@@ -153,6 +155,7 @@ class Step:
         fuse(self.boundary, self._wanted, device, *first, linears=adding)
         if self._fused and self.dealt is None:
             self._spared = spared_layers(self.boundary)
+        self._shells_of = fingerprint(self.boundary) if self._fused or adding.adds else None
 
     def __call__(
         self,
@@ -272,6 +275,8 @@ class Step:
         if self._state() != self._described:
             self.model_spec = self._describe()
             self._described = self._state()
+        elif self._shells_of is not None and self._shells_of != fingerprint(self.boundary):
+            self._fuse()
         if torch.is_autocast_enabled(self.boundary.device.type):
             raise Refused(
                 "autocast: the program is planned for one dtype; call the step outside autocast, "

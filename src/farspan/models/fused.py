@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from farspan.kernels import reference
 from farspan.kernels.functions import gated, normed, rotated
@@ -31,7 +32,9 @@ Forward = Callable[..., Any]
 Rule = Callable[[nn.Module], Forward | None]  # the forward of a module's shell; None: its own
 
 ROTATION = "apply_rotary_pos_emb"  # what families call the function that their attention calls
-TOKENS, WIDTH, INNER, HEADS = 3, 8, 12, 2  # of the stand-ins
+TOKENS, WIDTH, INNER, HEADS = 37, 8, 12, 2  # of the stand-ins
+SCALES = (1.0, 30.0, 1e4)  # of their numbers: families clamp at 7 to 20
+GRADIENTS = 8  # roundings that gradients of one formula, summed in two orders, may be apart
 
 
 class Linears:
@@ -53,6 +56,8 @@ def in_shells(module: nn.Module, rules: Iterable[Rule]) -> nn.Module:
     """The module, or a shell of it in which it and the modules inside have the forwards of the
     first rules that know them."""
     rules = tuple(rules)
+    if is_parametrized(module):  # its class is its own, and is not copied
+        return module
     own = {name: child for name, child in module._modules.items() if child is not None}
     shells = {name: in_shells(child, rules) for name, child in own.items()}
     changed = {name: shell for name, shell in shells.items() if shell is not own[name]}
@@ -71,16 +76,45 @@ def in_shells(module: nn.Module, rules: Iterable[Rule]) -> nn.Module:
 def _seen(look: Callable[[], bool]) -> bool:
     """What was seen; a module that cannot be run on stand-ins is not known."""
     try:
-        with torch.no_grad():
-            return look()
+        return look()
     except Exception:
         return False
 
 
-def _random(*shape: int, seed: int) -> Tensor:
-    """On a CPU in bf16, where every rounding shows in which order things are done."""
+def _random(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(torch.bfloat16)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def _same(own: Callable[..., Any], formula: Callable[..., Any], *given: Tensor) -> bool:
+    """Whether a module's code gives what a formula gives: bit for bit, in bf16, where every
+    rounding shows in which order things are done, and in fp32; of few vectors and of many, of
+    small and of great numbers, where clamps begin; with autograd and without. And whether the
+    gradients are those of the formula, up to rounding: what is detached has others."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for scale in SCALES:
+            xs = [(scale * x).to(dtype) for x in given]
+            with torch.no_grad():
+                expected = formula(*xs)
+                if not torch.equal(own(*xs), expected):
+                    return False
+            outs = []
+            for function in (own, formula):
+                leaves = [x.clone().requires_grad_() for x in xs]
+                out = function(*leaves)
+                towards = _random(*out.shape, seed=12, dtype=dtype)
+                outs.append((out.detach(), *torch.autograd.grad(out, leaves, towards)))
+            if not torch.equal(outs[0][0], expected):
+                return False
+            limit = GRADIENTS * torch.finfo(dtype).eps
+            if not all(_near(a, b, limit) for a, b in zip(*outs, strict=True)):
+                return False
+    return True
+
+
+def _near(found: Tensor, expected: Tensor, limit: float) -> bool:
+    error = float((found.double() - expected.double()).norm())
+    return error <= limit * float(expected.double().norm())
 
 
 def _of_one(fused: Callable[[nn.Module, Tensor], Any]) -> Forward:
@@ -106,7 +140,9 @@ def norm_forward(module: nn.Module) -> Forward | None:
     """Of an RMS norm of vectors, whose only parameter is a weight as wide as they."""
     parameters = dict(module.named_parameters(recurse=False))
     weight = parameters.get("weight")
-    if set(parameters) != {"weight"} or weight is None or weight.ndim != 1 or module._modules:
+    if set(parameters) != {"weight"} or weight is None or weight.ndim != 1:
+        return None
+    if module._modules or module._buffers:
         return None
     for name in ("variance_epsilon", "eps", "epsilon"):
         eps = getattr(module, name, None)
@@ -126,13 +162,19 @@ def _normed(norm: Norm, shell: nn.Module, x: Tensor) -> Tensor:
 
 def _norms(module: nn.Module, width: int, norm: Norm) -> bool:
     shell = copy_module(module)
-    stand_in = _random(width, seed=1)
-    shell.__dict__["_parameters"] = {"weight": nn.Parameter(stand_in, requires_grad=False)}
-    # The second vector is so short that eps decides.
-    x = _random(1, TOKENS, width, seed=2) * torch.tensor([1.0, norm.eps**0.5, 30.0])[:, None]
-    x = x.to(torch.bfloat16)
-    expected = reference.rms_norm(x, stand_in, norm.eps, norm.offset, norm.cast)
-    return torch.equal(shell(x), expected)
+    weight = _random(width, seed=1)
+    # Every third vector is so short that eps decides, every third long.
+    lengths = torch.tensor([1.0, norm.eps**0.5, 30.0]).repeat(1 + TOKENS // 3)[:TOKENS, None]
+
+    def own(x: Tensor) -> Tensor:
+        shell.__dict__["_parameters"] = {"weight": nn.Parameter(weight.to(x.dtype), False)}
+        out: Tensor = shell(x)
+        return out
+
+    def formula(x: Tensor) -> Tensor:
+        return reference.rms_norm(x, weight.to(x.dtype), norm.eps, norm.offset, norm.cast)
+
+    return _same(own, formula, _random(1, TOKENS, width, seed=2) * lengths)
 
 
 # -- gated MLPs --------------------------------------------------------------------------------
@@ -141,7 +183,7 @@ def _norms(module: nn.Module, width: int, norm: Norm) -> bool:
 def gate_forward(module: nn.Module, linears: Linears = PLAIN) -> Forward | None:
     """Of an MLP of an activation and three linear modules, or two of which the first makes both
     halves."""
-    if list(module.named_parameters(recurse=False)):
+    if list(module.named_parameters(recurse=False)) or module._buffers:
         return None
     bare = [name for name, child in module.named_children() if not list(child.parameters())]
     linear = [name for name, child in module.named_children() if list(child.parameters())]
@@ -158,15 +200,14 @@ def gate_forward(module: nn.Module, linears: Linears = PLAIN) -> Forward | None:
 
 def _act_of(module: nn.Module) -> Act | None:
     x = _random(TOKENS, INNER, seed=3)
-    ones = torch.ones_like(x)
     for act in Act:
-        if _seen(partial(_acts, module, x, reference.gated(x, ones, act))):
+        if _seen(partial(_same, module, partial(_activated, act), x)):
             return act
     return None
 
 
-def _acts(module: nn.Module, x: Tensor, expected: Tensor) -> bool:
-    return torch.equal(module(x), expected)
+def _activated(act: Act, x: Tensor) -> Tensor:
+    return reference.gated(x, torch.ones_like(x), act)
 
 
 def _gates(module: nn.Module, names: tuple[str, ...], act: Act) -> bool:
@@ -177,10 +218,13 @@ def _gates(module: nn.Module, names: tuple[str, ...], act: Act) -> bool:
     matrices[down] = _random(WIDTH, INNER, seed=6)
     shell = copy_module(module)
     shell._modules |= {name: _Times(matrix) for name, matrix in matrices.items()}
-    x = _random(1, TOKENS, WIDTH, seed=7)
-    halves = [x @ matrices[name].T for name in ups]
-    gate, up = halves if len(halves) == 2 else halves[0].chunk(2, -1)
-    return torch.equal(shell(x), reference.gated(gate, up, act) @ matrices[down].T)
+
+    def formula(x: Tensor) -> Tensor:
+        halves = [x @ matrices[name].T.to(x.dtype) for name in ups]
+        gate, up = halves if len(halves) == 2 else halves[0].chunk(2, -1)
+        return reference.gated(gate, up, act) @ matrices[down].T.to(x.dtype)
+
+    return _same(shell, formula, _random(1, TOKENS, WIDTH, seed=7))
 
 
 class _Times(nn.Module):
@@ -191,7 +235,7 @@ class _Times(nn.Module):
         self.matrix = matrix
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ self.matrix.T
+        return x @ self.matrix.T.to(x.dtype)
 
 
 def _gated(names: tuple[str, ...], act: Act, linears: Linears, shell: nn.Module, x: Tensor) -> Any:
@@ -228,9 +272,15 @@ def _rotates(plain: Forward) -> bool:
     q, k = (_random(1, heads, TOKENS, WIDTH, seed=8 + heads) for heads in (HEADS, 1))
     angles = _random(1, TOKENS, WIDTH // 2, seed=11).repeat(1, 1, 2)
     cos, sin = angles.cos(), angles.sin()
-    found = plain(q, k, cos, sin)
-    expected = tuple(reference.rotated(x, cos, sin) for x in (q, k))
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+    def own(q: Tensor, k: Tensor) -> Tensor:
+        return torch.cat(plain(q, k, cos.to(q.dtype), sin.to(q.dtype)), 1)
+
+    def formula(q: Tensor, k: Tensor) -> Tensor:
+        tables = cos.to(q.dtype), sin.to(q.dtype)
+        return torch.cat([reference.rotated(x, *tables) for x in (q, k)], 1)
+
+    return _same(own, formula, q, k)
 
 
 def _rotate(
@@ -269,7 +319,7 @@ def spared_layers(boundary: Boundary) -> frozenset[int]:
     they give: no gradient depends on its value (`tokenwise` looks)."""
     try:
         children = tokenwise(boundary)
-    except Refused:
+    except (Refused, RuntimeError):  # a weight that is computed cannot be copied
         return frozenset()
     return frozenset(i for i, layer in enumerate(boundary.layers) if _spares(layer, children[i]))
 
@@ -277,3 +327,25 @@ def spared_layers(boundary: Boundary) -> frozenset[int]:
 def _spares(layer: nn.Module, children: tuple[Tokenwise, ...]) -> bool:
     gates = [name for name, module in layer.named_modules() if gate_forward(module) is not None]
     return len(gates) == 1 and any(c.name == gates[0] and not c.needed for c in children)
+
+
+PLAIN_VALUES = (bool, int, float, str, type(None))
+
+
+def fingerprint(boundary: Boundary) -> tuple[Any, ...]:
+    """What shells have copied of a model, its modules and their plain attributes, and the hooks of
+    these, by which `spared_layers` goes. Parameters and buffers are shared. Shells are made anew
+    where it has changed."""
+    return tuple(_print_of(module) for module in boundary.model.modules())
+
+
+def _print_of(module: nn.Module) -> tuple[Any, ...]:
+    plain = [(name, value) for name, value in module.__dict__.items() if _is_plain(value)]
+    hooks = (*module._forward_pre_hooks, *module._forward_hooks)
+    return id(module), id(module.__dict__.get("forward")), hooks, repr(plain)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(isinstance(x, PLAIN_VALUES) for x in value)
+    return isinstance(value, PLAIN_VALUES)
