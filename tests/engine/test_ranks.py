@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -288,6 +289,27 @@ def test_every_layout_is_exact(layout: Layout, cases: list[Case]) -> None:
 )
 def test_dealt_models_are_exact(layout: Layout, cases: list[Case], dealing: Dealing) -> None:
     wrong = run_ranks(layout.devices(), outcomes_of, layout, cases, dealing)
+    assert not any(wrong), "\n".join(line for rank in wrong for line in rank)
+
+
+def outcomes_with_sums(layout: Layout, cases: list[Case], dealing: Dealing | None) -> list[str]:
+    """As a GPU has them: products add weight gradients to sums."""
+    with patch("farspan.engine.step.adds_products", lambda *_: True):
+        return outcomes_of(layout, cases, dealing)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dealing"),
+    [
+        (Layout(ulysses=2), None),
+        (Layout(ulysses=2), {}),
+        (Layout(pipeline=2), {}),
+        (Layout(data=2), {"stage": Stage.ZERO_2, "offload": True}),
+    ],
+    ids=words,
+)
+def test_products_that_add_to_sums_are_exact(layout: Layout, dealing: Dealing | None) -> None:
+    wrong = run_ranks(layout.devices(), outcomes_with_sums, layout, FEW[:2], dealing)
     assert not any(wrong), "\n".join(line for rank in wrong for line in rank)
 
 

@@ -38,7 +38,7 @@ class AttentionKernels:
     choice: AttentionKernel = AttentionKernel.AUTO
     deterministic: bool = False
     fastest: AttentionKernel | None = None
-    fused: bool = False  # parts are joined by farspan's own kernels, where the device has them
+    fused: bool = False  # parts are joined by farspan's own kernels, which the device has
 
     def of(self, spec: LayerSpec, program: Program | None = None) -> BlockKernel:
         """A layer's kernel. Raises Refused where the choice cannot be met."""

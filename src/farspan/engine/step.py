@@ -127,12 +127,11 @@ class Step:
         self._seen: Callable[[], Seen] | None = None  # the latest that was
         device, dtype = self.boundary.device, self.boundary.dtype
         chosen = kernels.attention, kernels.deterministic, measured_here(device, dtype)
-        self.kernels = AttentionKernels(device, dtype, *chosen, kernels.fused)
+        self._wanted, self._fused = kernels, kernels.fused and fused_for(device, dtype)
+        self.kernels = AttentionKernels(device, dtype, *chosen, self._fused)
         if kernels.compile:
             compile_layers(self.boundary)
         self._adding = Adding()
-        self._fused = kernels.fused and fused_for(device, dtype)
-        self._wanted = kernels
         on_cuda = device.type == "cuda"
         self.copies = CopyEngine(device, overlap=on_cuda if overlap is None else overlap)
         self.arenas = {tier: Arena(tier, device) for tier in Tier}
