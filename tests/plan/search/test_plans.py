@@ -72,15 +72,15 @@ def test_more_memory_is_never_slower() -> None:
 
 def test_main_memory_is_not_taken_for_nothing() -> None:
     """Adapters leave the device's memory to what is kept, and as fast as the fastest plan is one
-    that takes nothing of the host."""
-    best = best_plan(Request("Qwen2.5-0.5B", "128K", "rtx4090", lora=16).question())
+    that takes little of the host."""
+    best = best_plan(Request("Qwen2.5-1.5B", "128K", "rtx4090", lora=16).question())
     fastest = min((plan for plan in best.alternatives if plan.fits), key=Plan.rank)
     assert fastest.strategy == best.strategy == "grouped"
     assert fastest.host.total > 50 * GIB
-    assert best.host.total == 0
+    assert best.host.total < 11 * GIB
     assert 0 < best.gap <= TOLERANCE
-    assert best.seconds.total == pytest.approx(fastest.seconds.total * (1 + best.gap), rel=1e-9)
-    assert "the fastest takes 54.7 GiB more of main memory for at most 0.5% less" in best.reason
+    assert 1 < best.seconds.total / fastest.seconds.total <= 1 + best.gap
+    assert "the fastest takes 46.7 GiB more of main memory for at most 0.1% less" in best.reason
 
 
 def test_what_does_not_fit_says_what_breaks_and_what_would_help() -> None:
