@@ -32,7 +32,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, total: int, host: int) -> None:
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (free, total))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: MODEL_BYTES)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "made up")
-    monkeypatch.setattr("farspan.train.planning.look", lambda m, d, _, rank, __: look(m, d, CPU, rank))
+    on_cpu = lambda m, d, _, rank, kernels: look(m, d, CPU, rank, kernels)  # noqa: E731
+    monkeypatch.setattr("farspan.train.planning.look", on_cpu)
     monkeypatch.setattr("farspan.train.choice.available_host_bytes", lambda: host)
     monkeypatch.setattr("farspan.train.optimizer_place.available_host_bytes", lambda: host)
 
