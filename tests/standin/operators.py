@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tests.attention import vendor
 
+_library = torch.library.Library("aten", "IMPL")
 _held = vendor.cuda_ops_on_cpu()  # for as long as the process lives
 
 
@@ -20,10 +22,26 @@ def install() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # each operator has a kernel for CUDA already
         ctypes.CDLL(os.environ["STANDIN_OPERATORS"]).standin_install()
+        _library.impl("addmm.dtype_out", _add_product, "CUDA")
     with suppress(ImportError):
         _interpret_bfloat16()
         _interpret_numbers()
         _launch_unseen()
+
+
+def _add_product(
+    total: Tensor,
+    first: Tensor,
+    second: Tensor,
+    _: torch.dtype,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    out: Tensor,
+) -> Tensor:
+    """A product of narrow matrices that is added in fp32, which no CPU has."""
+    product = alpha * (first.float() @ second.float())
+    return out.copy_(product if beta == 0 else product + beta * total)
 
 
 def _interpret_bfloat16() -> None:
