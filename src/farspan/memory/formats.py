@@ -125,7 +125,7 @@ def from_text(text: str, name: str) -> Trace:
         elif line and (line[0] != "#" or line.startswith(MARK)):
             events.append(_event(line, where))
             places.append(number)
-    if (called and not end) or places[-1:] == [len(lines)]:
+    if (called and not end) or len(lines) in (end, *places[-1:]):
         raise Refused(
             f"{name}:{len(lines)}: the trace is cut off: a last line ends with a line break, and "
             f"what begins with `{NAME.strip()}` ends with `{END.strip()}`"
