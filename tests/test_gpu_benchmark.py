@@ -281,11 +281,13 @@ def test_a_run_without_ceilings_plans_with_the_preset_of_the_gpu() -> None:
 
 @pytest.mark.usefixtures("h200")
 def test_what_is_much_slower_than_planned_is_measured_all_the_same() -> None:
-    record = simulate(510, factor=2.4)
-    rows = {row["name"]: row for row in record["measurements"]}
-    for tokens in full().lengths[:3]:
-        row = rows[f"auto at {tokens}"]
-        assert (row["child"]["ended"], row["layers"]) == ("completed", 28)
+    """And at full depth as long as there is time for it, which at 2.6 times the plan 64K lacks."""
+    for factor, deep in ((2.6, [28, 20, 28]), (2.4, [28] * 3)):
+        record = simulate(510, factor=factor)
+        rows = {row["name"]: row for row in record["measurements"]}
+        found = [rows[f"auto at {tokens}"] for tokens in full().lengths[:3]]
+        assert [row["child"]["ended"] for row in found] == ["completed"] * 3
+        assert [row["layers"] for row in found] == deep
 
 
 @pytest.mark.usefixtures("h200")
