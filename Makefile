@@ -2,6 +2,8 @@
 #
 #   make train ARGS=RUN.yaml     train your own run
 #   make test WORKERS=8          more test processes
+#   make test-all                exhaustive tests, too
+#   make mutants                 plant faults, and see that tests catch each
 #   make PYTHON=python3.12 ...   another interpreter for .venv
 #   make check                   style, types and gates only
 #   make native-test             the native allocator's own tests, plain and with sanitizers
@@ -23,7 +25,7 @@ SANITIZE_thread   := thread
 # One thread has no races.
 ONLY_thread       := test_threads
 
-.PHONY: train test check format clean native-test $(NATIVE_TESTS:%=native-test-%)
+.PHONY: train test test-all mutants check format clean native-test $(NATIVE_TESTS:%=native-test-%)
 
 # OpenMP threads that wait without spinning: beside another process on two cores a step of the
 # default run took 3.5 to 4.4 s with this and 5 to 30 s without.
@@ -32,8 +34,16 @@ export OMP_WAIT_POLICY ?= PASSIVE
 train: $(STAMP)
 	$(BIN)/farspan train $(ARGS)
 
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(addprefix --ignore=,$(GATES))
+
 test: check
-	$(BIN)/python -m pytest -n $(WORKERS) $(addprefix --ignore=,$(GATES))
+	$(PYTEST)
+
+test-all: check
+	$(PYTEST) -m '' --hypothesis-profile=thorough
+
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants --workers $(WORKERS) $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -9,8 +9,15 @@ import torch
 
 from farspan.models.wide import InFloat64
 
-# `pytest --hypothesis-profile=explore` looks at new examples on every run.
-hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+# `make test-all` draws four times as many examples, and `pytest --hypothesis-profile=explore` new
+# ones on every run.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=25)
+hypothesis.settings.register_profile("thorough", deadline=None, derandomize=True, max_examples=100)
+hypothesis.settings.register_profile(
+    "unshrunk",
+    parent=hypothesis.settings.get_profile("repeatable"),
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=500)
 hypothesis.settings.load_profile("repeatable")
 

@@ -82,6 +82,7 @@ for script in sys.argv[1:]:
 """
 
 
+@pytest.mark.exhaustive
 def test_scripts_run() -> None:
     scripts = [f"benchmarks/{name}.py" for name in ("step", "memory", "curves")]
     scripts += ["benchmarks.agreement", "benchmarks.sparse.learning"]

@@ -40,6 +40,7 @@ def run_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_tiny_run_goes_through_all_of_it(tmp_path: Path) -> None:
     out = tmp_path / "record.json"

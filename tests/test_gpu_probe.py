@@ -82,6 +82,7 @@ def test_losses_of_allocators_are_compared(tmp_path: Path) -> None:
     assert same_losses(tmp_path).endswith("stitch: yes, replay: NO")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_minute_of_an_hour(tmp_path: Path) -> None:
     """As far as it comes: the run files are read, and each part says how it ended."""

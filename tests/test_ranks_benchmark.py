@@ -185,6 +185,7 @@ def test_measured_memory() -> None:
     check_memory(RECORD)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_script_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its processes are forked from where those of other tests are."""

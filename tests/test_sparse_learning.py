@@ -51,6 +51,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_votes_find_far_pages_and_chance_does_not() -> None:

@@ -25,6 +25,7 @@ from tests.attention.cases import (
     run_chunked,
 )
 from tests.attention.held import Deal, Spread, lopsided, run_spread
+from tests.grids import crossed, examples, part_of
 from tests.numerics import assert_exact, relative_error
 
 # Sums over 90 blocks, which must not be taken in 16 bits.
@@ -52,8 +53,13 @@ def test_tiles_equal_dense_attention_in_float64(case: Case) -> None:
     compare(case, Tiled(case.softcap, tile=7))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", [*long_cases()[:4], MANY_BLOCKS, cases()[0]], ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    crossed(
+        [*long_cases()[:4], MANY_BLOCKS, cases()[0]], [torch.float32, torch.bfloat16, torch.float16]
+    ),
+    ids=str,
+)
 def test_no_less_accurate_than_dense_attention(case: Case, dtype: torch.dtype) -> None:
     case = replace(case, dtype=dtype)
     inputs = make_inputs(case)
@@ -65,7 +71,7 @@ def test_no_less_accurate_than_dense_attention(case: Case, dtype: torch.dtype) -
 
 
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_equals_dense_attention_for_any_geometry(data: st.DataObject) -> None:
     tokens = data.draw(st.integers(1, 40))
     batch = data.draw(st.integers(1, 2))
@@ -168,7 +174,9 @@ class KeysInTwo(CpuFlash):
         return replace(block, k_stop=middle), replace(block, k_start=middle)
 
 
-@pytest.mark.parametrize("case", [*cases(), *long_cases()[1:]], ids=str)
+@pytest.mark.parametrize(
+    "case", part_of([*cases(), *long_cases()[1:]], *cases()[::3], long_cases()[2]), ids=str
+)
 def test_keys_spread_over_ranks_give_dense_attention(case: Case) -> None:
     inputs = make_inputs(case)
     wanted = expected(case, inputs)

@@ -155,6 +155,7 @@ def test_a_replay_that_forgets_learns_the_next_kind_of_step(
     assert result["planned"] is None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_library_that_assigns_a_chunk_twice_fails(
     shim: Path,

@@ -18,6 +18,7 @@ from tests.engine.checks import (
     draw,
     run_step,
 )
+from tests.grids import crossed, examples
 from tests.numerics import EXACT, relative_error
 from tests.zoo import shared_model
 
@@ -63,12 +64,14 @@ def sum_of_documents(model: nn.Module, data: Data) -> Outcome:
     return Outcome(loss, total)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma3_text", "gpt_oss", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    crossed(["qwen2", "mistral", "gemma3_text", "gpt_oss", "gpt2"], SCHEDULES),
+)
 @pytest.mark.usefixtures("float64_throughout")
-def test_documents_give_what_they_give_alone(name: str, schedule: Schedule) -> None:
+def test_documents_give_what_they_give_alone(name: str, kind: str) -> None:
     """Rotary and learned positions, full and sliding attention, sinks; rows cut differently."""
-    model = shared_model(name)
+    model, schedule = shared_model(name), SCHEDULES[kind]
     data = pack(LENGTHS, OTHERS)
     expected = sum_of_documents(model, data)
     assert_close(run_step(model, schedule, data), expected)
@@ -76,7 +79,7 @@ def test_documents_give_what_they_give_alone(name: str, schedule: Schedule) -> N
     assert relative_error(found, expected.loss) <= EXACT
 
 
-@settings(max_examples=16)
+@settings(max_examples=examples(16))
 @given(
     st.lists(st.integers(1, 20), min_size=1, max_size=12),
     st.sampled_from([3, 8, 16, 300]),

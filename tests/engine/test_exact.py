@@ -25,6 +25,7 @@ from tests.engine.checks import (
     run_oracle,
     run_step,
 )
+from tests.grids import crossed, examples
 from tests.numerics import EXACT, relative_error
 from tests.zoo import make_model, shared_model
 
@@ -80,7 +81,7 @@ shapes = st.builds(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(schedules, shapes)
 @example(Schedule(chunk=1, kv_block=1, groups=(1, 3)), draw(17, batch=2, documents=5))
 @example(Schedule(chunk=16, groups=(3, 1)), draw(1))
@@ -89,8 +90,7 @@ def test_any_schedule_is_exact(schedule: Schedule, data: Data) -> None:
     assert_close(run_step(model, schedule, data), run_oracle(model, data))
 
 
-@pytest.mark.parametrize("layers", [1, 3, 5])
-@pytest.mark.parametrize("groups", [1, 2, 5])
+@pytest.mark.parametrize(("layers", "groups"), crossed([1, 3, 5], [1, 2, 5]))
 def test_other_depths(layers: int, groups: int) -> None:
     """Sizes that leave a smaller first group, and more layers a group than there are."""
     model = make_model("qwen2", num_hidden_layers=layers)
@@ -106,11 +106,11 @@ def drawn(tokens: int, batch: int, seed: int) -> tuple[Data, Outcome]:
     return data, run_oracle(shared_model("qwen2"), data)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 53])
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_strategies_by_name(name: str, batch: int, tokens: int) -> None:
-    model = shared_model("qwen2")
+@pytest.mark.parametrize(
+    ("name", "shape"), crossed(STRATEGIES, [(1, 53), (2, 3), (2, 53), (1, 1), (1, 3), (2, 1)])
+)
+def test_strategies_by_name(name: str, shape: tuple[int, int]) -> None:
+    model, (batch, tokens) = shared_model("qwen2"), shape
     step = Step(model, strategy(name, LAYERS, tokens), poison=True)
     for seed in (0, 1):
         data, expected = drawn(tokens, batch, seed)

@@ -33,6 +33,7 @@ from farspan.spec import (
 )
 from tests.attention.vendor import BACKWARD_CUDNN, cuda_ops_on_cpu
 from tests.engine.checks import Data, assert_close, draw, errors, run_oracle, run_step
+from tests.grids import crossed, part_of
 from tests.zoo import make_model, shared_model
 
 HEADS, WIDTH = 32, 128
@@ -90,8 +91,10 @@ def test_kernels_know_the_chunks_of_a_program() -> None:
     assert chunk_lengths(program, 30) == (10, 30)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt_oss", "minicpm3"])
-@pytest.mark.parametrize("of", ["plain", "recompute", "swap", "fpdt"])
+@pytest.mark.parametrize(
+    ("name", "of"),
+    crossed(["qwen2", "gpt_oss", "minicpm3"], ["plain", "recompute", "swap", "fpdt"]),
+)
 def test_calls_that_are_cut_give_the_same_gradients(
     name: str, of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,8 +147,9 @@ def test_a_step_without_a_gpu_refuses_named_kernels(choice: AttentionKernel) -> 
         Step(shared_model("qwen2"), Schedule(chunk=16), kernels=Kernels(choice))
 
 
-@pytest.mark.parametrize("of", ["grouped", "memo", "fpdt"])
-@pytest.mark.parametrize("name", ["qwen2", "stablelm", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("name", "of"), crossed(["qwen2", "stablelm", "gpt_oss"], ["grouped", "memo", "fpdt"])
+)
 def test_cudnn_sees_one_layout_of_outputs(
     name: str, of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,7 +379,9 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("changes", [{}, {"mlp_tokens": 5}, {"activations_kept": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "changes", part_of([{}, {"mlp_tokens": 5}, {"activations_kept": 1.0}], {}), ids=str
+)
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of the compiler's own
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not:UserWarning")

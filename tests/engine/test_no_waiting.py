@@ -15,6 +15,7 @@ from farspan.plan.program import Forward
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.spec import Schedule, Sparse, Tier
 from tests.engine.checks import draw
+from tests.grids import part_of
 from tests.unread import Unread
 from tests.zoo import LAYERS, make_model, shared_model
 
@@ -35,7 +36,7 @@ class Waits:
     count = 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", part_of(FAMILIES, *list(FAMILIES)[::4]))
 def test_nothing_computed_is_read_in_a_step(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(shared_model(family), replace(BASE, kv=Tier.HOST, activations_kept=0.6))
     run = step._interpret

@@ -26,6 +26,7 @@ from farspan.spec import Refused, Schedule, Sparse, Tier
 from farspan.transfer.arena import Arena
 from farspan.transfer.copies import CopyEngine, Followed
 from tests.engine.checks import Data, Outcome, assert_same_bits, draw, gradients
+from tests.grids import part_of
 from tests.transfer.lanes import Deadlock, Manner, Recorder, Replay
 from tests.zoo import LAYERS, shared_model
 
@@ -70,7 +71,10 @@ def recorded(step: Step, data: Data, dropped: Hazard | None = None) -> Recorder:
     return recorder
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+OFTEN = ("grouped", "streamed, kept", "streamed, alpha", "kv home of three", "open")
+
+
+@pytest.mark.parametrize("name", part_of(SCHEDULES, *OFTEN))
 def test_the_same_bits_in_any_order(name: str) -> None:
     model = shared_model("qwen2", torch.float32)
     expected = two_steps(model, Step(model, SCHEDULES[name], poison=True), DATA)
@@ -81,7 +85,10 @@ def test_the_same_bits_in_any_order(name: str) -> None:
         assert_same_bits(two_steps(model, step, DATA), expected)
 
 
-@pytest.mark.parametrize("name", ["streamed", "streamed, kept", "streamed, alpha", "kv home"])
+@pytest.mark.parametrize(
+    "name",
+    part_of(["streamed", "streamed, kept", "streamed, alpha", "kv home"], "streamed, alpha"),
+)
 def test_states_come_and_go_in_any_order(name: str) -> None:
     """A state from host comes in two blocks, and its gradient goes back in two."""
     model = shared_model("lfm2", torch.float32)
@@ -100,7 +107,7 @@ def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_slabs")
-@pytest.mark.parametrize("name", SPARSE_SCHEDULES)
+@pytest.mark.parametrize("name", part_of(SPARSE_SCHEDULES, "streamed, kept", "kv home"))
 def test_chosen_pages_come_and_go_in_any_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One cell is watched, which reads all keys before it: the same in every step, so that all are
     told the same."""

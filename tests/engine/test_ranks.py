@@ -25,6 +25,7 @@ from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.plan.traffic import sent_bytes
 from farspan.spec import Refused, Schedule, Sparse, Tier
 from tests.engine.checks import Data, Outcome, assert_close, draw, run_oracle, run_step
+from tests.grids import exhaustive
 from tests.ranks import run_ranks
 from tests.zoo import make_model
 
@@ -246,20 +247,26 @@ def words(value: object) -> str:
 @pytest.mark.parametrize(
     ("layout", "cases"),
     [
-        (Layout(ulysses=2), ON_TWO),
-        (Layout(ulysses=4), FEW),
-        (Layout(ulysses=2, data=2), FEW),
-        (Layout(pipeline=2), SOME),
-        (Layout(pipeline=4), FEW[:2]),
-        (Layout(pipeline=2), STATES),
+        (Layout(ulysses=2), [*FEW, of_family("gpt_oss")]),
+        exhaustive(Layout(ulysses=2), ON_TWO),
+        exhaustive(Layout(ulysses=4), FEW),
+        exhaustive(Layout(ulysses=2, data=2), FEW),
+        (Layout(pipeline=2), FEW),
+        exhaustive(Layout(pipeline=2), SOME),
+        exhaustive(Layout(pipeline=4), FEW[:2]),
+        (Layout(pipeline=2), STATES[:1]),
+        exhaustive(Layout(pipeline=2), STATES[1:]),
         (Layout(data=2), [*STATES[:1], LONG_ROPE]),
-        (Layout(pipeline=2, ulysses=2), FEW[1:]),
-        (Layout(shards=2), [*SOME, *SPREAD]),
-        (Layout(shards=4), FEW[:2]),
-        (Layout(ulysses=2, shards=2), [*FEW[:2], THIN]),
-        (Layout(ring=2), [*ON_DEVICE, *SPREAD]),
-        (Layout(ring=2, shards=2), FEW[:2]),
-        (Layout(ulysses=2, ring=2), FEW[:2]),
+        exhaustive(Layout(pipeline=2, ulysses=2), FEW[1:]),
+        (Layout(shards=2), [*FEW, SPREAD[1]]),
+        exhaustive(Layout(shards=2), [*SOME, *SPREAD]),
+        exhaustive(Layout(shards=4), FEW[:2]),
+        (Layout(ulysses=2, shards=2), [FEW[1], THIN]),
+        exhaustive(Layout(ulysses=2, shards=2), FEW[:2]),
+        (Layout(ring=2), [*FEW[:2], SPREAD[1]]),
+        exhaustive(Layout(ring=2), [*ON_DEVICE, *SPREAD]),
+        exhaustive(Layout(ring=2, shards=2), FEW[:2]),
+        exhaustive(Layout(ulysses=2, ring=2), FEW[:2]),
     ],
     ids=words,
 )
@@ -272,18 +279,20 @@ def test_every_layout_is_exact(layout: Layout, cases: list[Case]) -> None:
     ("layout", "cases", "dealing"),
     [
         (Layout(), FEW[:1], {}),
-        (Layout(ulysses=2), [*CASES[:5], *SPREAD[:1]], {}),
-        (Layout(data=2), FEW, {"stage": Stage.ZERO_2, "offload": True}),
-        (Layout(ulysses=2, shards=2), FEW[:2], {}),
-        (Layout(pipeline=2, ulysses=2), FEW[:2], {}),
-        (Layout(pipeline=2, data=2), [*FEW[:2], LONG_ROPE], {}),
-        (Layout(data=2), STATES, {"stage": Stage.ZERO_2, "offload": True}),
-        (Layout(pipeline=2, data=2), STATES[:2], {}),
-        (Layout(pipeline=4), FEW[:2], {}),
-        (Layout(tensor=2), [*FLAT, *TENSOR], {}),
-        (Layout(tensor=2, ulysses=2), FEW_FLAT, {}),
-        (Layout(tensor=2, data=2, fsdp=False), FEW_FLAT[:2], {}),
-        (Layout(tensor=2, pipeline=2), FEW_FLAT[:2], {}),
+        (Layout(ulysses=2), [*FEW[1:], *SPREAD[:1]], {}),
+        exhaustive(Layout(ulysses=2), CASES[:5], {}),
+        (Layout(data=2), FEW[:2], {"stage": Stage.ZERO_2, "offload": True}),
+        exhaustive(Layout(ulysses=2, shards=2), FEW[:2], {}),
+        (Layout(pipeline=2, ulysses=2), FEW[:1], {}),
+        exhaustive(Layout(pipeline=2, data=2), [*FEW[:2], LONG_ROPE], {}),
+        exhaustive(Layout(data=2), STATES, {"stage": Stage.ZERO_2, "offload": True}),
+        exhaustive(Layout(pipeline=2, data=2), STATES[:2], {}),
+        exhaustive(Layout(pipeline=4), FEW[:2], {}),
+        (Layout(tensor=2), [*FEW_FLAT, TENSOR[0]], {}),
+        exhaustive(Layout(tensor=2), [*FLAT, *TENSOR], {}),
+        exhaustive(Layout(tensor=2, ulysses=2), FEW_FLAT, {}),
+        exhaustive(Layout(tensor=2, data=2, fsdp=False), FEW_FLAT[:2], {}),
+        exhaustive(Layout(tensor=2, pipeline=2), FEW_FLAT[:2], {}),
     ],
     ids=words,
 )
@@ -301,10 +310,10 @@ def outcomes_with_sums(layout: Layout, cases: list[Case], dealing: Dealing | Non
 @pytest.mark.parametrize(
     ("layout", "dealing"),
     [
-        (Layout(ulysses=2), None),
+        exhaustive(Layout(ulysses=2), None),
         (Layout(ulysses=2), {}),
-        (Layout(pipeline=2), {}),
-        (Layout(data=2), {"stage": Stage.ZERO_2, "offload": True}),
+        exhaustive(Layout(pipeline=2), {}),
+        exhaustive(Layout(data=2), {"stage": Stage.ZERO_2, "offload": True}),
     ],
     ids=words,
 )

@@ -17,6 +17,7 @@ from farspan.plan.price.machines import machine
 from farspan.plan.question import Optimizer, Question
 from farspan.spec import RunSpec, Schedule
 from farspan.train.inspection import look
+from tests.grids import exhaustive
 from tests.ranks import run_ranks
 from tests.zoo import VOCAB, make_model
 
@@ -63,8 +64,8 @@ def bytes_of(layout: Layout, schedules: list[Schedule]) -> list[tuple[dict[str, 
     ("layout", "within"),
     [
         (Layout(ulysses=2), 1.15),
-        (Layout(tensor=2, shards=2), 1.2),
-        (Layout(tensor=4), 1.15),
+        exhaustive(Layout(tensor=2, shards=2), 1.2),
+        exhaustive(Layout(tensor=4), 1.15),
     ],
     ids=str,
 )

@@ -29,6 +29,7 @@ from tests.engine.checks import (
     run_oracle,
     run_step,
 )
+from tests.grids import part_of
 from tests.zoo import FAMILIES, LAYERS, make_model, shared_model
 
 TILED = Schedule(chunk=16, groups=2, mlp_tokens=5)
@@ -36,7 +37,10 @@ APART = "opt"  # its feed-forward is no module of its own
 NORMS = "input_layernorm", "post_attention_layernorm"
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != APART])
+FAMILIES_OF_TILES = [name for name in FAMILIES if name != APART]
+
+
+@pytest.mark.parametrize("name", part_of(FAMILIES_OF_TILES, *FAMILIES_OF_TILES[::4]))
 @pytest.mark.usefixtures("float64_throughout")
 def test_every_family_is_exact(name: str) -> None:
     """Twice: the second step finds the first one's memory, poisoned."""
@@ -49,8 +53,10 @@ def test_every_family_is_exact(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "tile"),
-    [(name, 7) for name in STRATEGIES]
-    + [(name, (1, 16)[n % 2]) for n, name in enumerate(STRATEGIES)],
+    part_of(
+        [(name, tile) for name in STRATEGIES for tile in (1, 7, 16)],
+        *[(name, (1, 7, 16)[n % 3]) for n, name in enumerate(STRATEGIES)],
+    ),
 )
 def test_every_strategy_is_exact(name: str, tile: int) -> None:
     model, data = shared_model("qwen2"), draw(53, batch=2, documents=3)

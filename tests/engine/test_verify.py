@@ -19,6 +19,7 @@ from farspan.engine.storage import Storage
 from farspan.engine.verify import Verification, VerificationRun, verify
 from farspan.plan.strategies import STRATEGIES
 from farspan.spec import Refused, Schedule, Tier
+from tests.grids import crossed, part_of
 from tests.zoo import VOCAB, make_model, shared_model
 
 SCHEDULE = Schedule(chunk=16, groups=2, attention_kept=0.4, activations_kept=0.3, kv_block=24)
@@ -81,7 +82,7 @@ def test_decays_of_which_plain_autograd_was_lucky() -> None:
     assert "over 2 runs that round apart" in found.rule
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", part_of(STRATEGIES, "fpdt", "memo"))
 def test_every_strategy(name: str) -> None:
     schedule = farspan.strategy(name, 4, RUN.tokens)
     assert verify(shared_model("qwen2"), schedule, RUN).passed
@@ -224,16 +225,14 @@ BREAKS = (
 )
 
 
-@pytest.mark.parametrize("tier", Tier)
-@pytest.mark.parametrize("broken", BREAKS)
+@pytest.mark.parametrize(("broken", "tier"), crossed(BREAKS, Tier))
 def test_fails_what_is_broken(broken: Break, tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch)
     found = verify(shared_model("qwen2"), Schedule(chunk=16, groups=2, kv=tier), RUN)
     assert_failed(found)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("broken", BREAKS)
+@pytest.mark.parametrize(("broken", "dtype"), crossed(BREAKS, [torch.float32, torch.bfloat16]))
 def test_fails_what_is_broken_in_lower_precision(
     broken: Break, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

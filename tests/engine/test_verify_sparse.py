@@ -20,6 +20,7 @@ from farspan.models.boundary import Boundary
 from farspan.spec import Refused, Schedule, Sparse
 from tests.engine.checks import Data, run_oracle
 from tests.engine.test_sparse import run_sparse_oracle
+from tests.grids import crossed
 from tests.numerics import EXACT, relative_error
 from tests.zoo import VOCAB, make_model, shared_model
 
@@ -73,8 +74,10 @@ def test_a_choice_that_rounding_tips_is_no_failure() -> None:
     assert off > max(error.limit for error in found.worst)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("selector", [RandomPages(2, seed=1), Fraction(0.95), None])
+@pytest.mark.parametrize(
+    ("selector", "dtype"),
+    crossed([RandomPages(2, seed=1), Fraction(0.95), None], [torch.float64, torch.float32]),
+)
 def test_selectors(dtype: torch.dtype, selector: RandomPages | Fraction | None) -> None:
     schedule = replace(SCHEDULE, chunk=8, groups=(1, 3), layer_checkpoint=True)
     found = verify(shared_model("qwen2", dtype), schedule, RUN, selector=selector)
@@ -237,8 +240,10 @@ def test_fails_what_is_broken(broken: Break, monkeypatch: pytest.MonkeyPatch) ->
     assert found.worst[0].error > found.worst[0].limit
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("broken", [lose_what_comes_back, choose_again])
+@pytest.mark.parametrize(
+    ("broken", "dtype"),
+    crossed([lose_what_comes_back, choose_again], [torch.float32, torch.bfloat16]),
+)
 def test_fails_what_is_broken_in_lower_precision(
     broken: Break, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from farspan.kernels.gate import BLOCK, Act, launch, swiglu, swiglu_again, swiglu_backward
 from farspan.kernels.reference import gated
 from farspan.spec import Refused
+from tests.grids import crossed
 from tests.kernels.cases import (
     BRAIN,
     HALF,
@@ -52,10 +53,11 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, fused: bool) -> tuple[Tens
     return torch.randn(shape).mul(2).to(dtype), torch.randn(shape).mul(2).to(dtype)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("act", Act)
-@pytest.mark.parametrize("dtype", INTERPRETED, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "act", "fused"),
+    crossed(SHAPES, INTERPRETED, Act, [False, True]),
+    ids=str,
+)
 def test_gate(
     shape: tuple[int, ...], dtype: torch.dtype, act: Act, fused: bool, interpreted: Run
 ) -> None:

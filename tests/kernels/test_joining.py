@@ -9,6 +9,7 @@ from torch import Tensor
 from farspan.attention.merge import merge_ as reference
 from farspan.kernels.joining import add_, merge_
 from farspan.spec import Refused
+from tests.grids import crossed
 from tests.kernels.cases import (
     BRAIN,
     HALF,
@@ -60,9 +61,9 @@ def check_merge(run: Run, given: tuple[Tensor, ...]) -> None:
     assert_no_less_accurate(found_lse.masked_fill(unseen, 0.0), exact_lse, plain_lse)
 
 
-@pytest.mark.parametrize("token_first", [True, False])
-@pytest.mark.parametrize("dtype", INTERPRETED, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "token_first"), crossed(SHAPES, INTERPRETED, [True, False]), ids=str
+)
 def test_merge(
     shape: tuple[int, ...], dtype: torch.dtype, token_first: bool, interpreted: Run
 ) -> None:
@@ -84,8 +85,7 @@ def sums(shape: tuple[int, ...], dtype: torch.dtype) -> list[tuple[Tensor, Tenso
     ]
 
 
-@pytest.mark.parametrize("dtype", INTERPRETED, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), crossed(SHAPES, INTERPRETED), ids=str)
 def test_add(shape: tuple[int, ...], dtype: torch.dtype, interpreted: Run) -> None:
     for total, part in sums(shape, dtype):
         wanted = total + part
@@ -124,8 +124,7 @@ def two_at_once(*given: Tensor) -> tuple[Tensor, ...]:
     return ones, one_lse, total, both, both_lse, total_both
 
 
-@pytest.mark.parametrize("dtype", INTERPRETED, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), crossed(SHAPES, INTERPRETED), ids=str)
 def test_two_parts_at_once(shape: tuple[int, ...], dtype: torch.dtype, interpreted: Run) -> None:
     found = interpreted(two_at_once, *drawn(shape, dtype, token_first=True))
     assert all(map(torch.equal, found[:3], found[3:]))

@@ -10,6 +10,7 @@ from torch import Tensor
 from farspan.kernels.loss import BLOCK, cross_entropy, cross_entropy_
 from farspan.kernels.reference import losses
 from farspan.spec import Refused
+from tests.grids import crossed
 from tests.kernels.cases import (
     BRAIN,
     HALF,
@@ -55,9 +56,11 @@ def drawn(rows: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 # Of one block, of exactly two, and of three of which the last is ragged.
-@pytest.mark.parametrize("softcap", [None, 4.0])
-@pytest.mark.parametrize("dtype", INTERPRETED, ids=str)
-@pytest.mark.parametrize("size", [1, 5, 1000, 2 * BLOCK, 2 * BLOCK + 1001])
+@pytest.mark.parametrize(
+    ("size", "dtype", "softcap"),
+    crossed([1, 5, 1000, 2 * BLOCK, 2 * BLOCK + 1001], INTERPRETED, [None, 4.0]),
+    ids=str,
+)
 def test_loss(size: int, dtype: torch.dtype, softcap: float | None, interpreted: Run) -> None:
     check(interpreted, *drawn(5, size, dtype), softcap)
 

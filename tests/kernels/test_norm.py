@@ -11,6 +11,7 @@ from torch import Tensor
 from farspan.kernels.norm import Norm, forward_launch, rms_norm, rms_norm_backward
 from farspan.kernels.reference import rms_norm as reference
 from farspan.spec import Refused
+from tests.grids import crossed
 from tests.kernels.cases import (
     BRAIN,
     HALF,
@@ -82,9 +83,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("norm", [LLAMA, GEMMA], ids=["Llama", "Gemma"])
-@pytest.mark.parametrize("dtype", INTERPRETED, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype", "norm"), crossed(CASES, INTERPRETED, [LLAMA, GEMMA]), ids=str
+)
 def test_norm(case: Case, dtype: torch.dtype, norm: Norm, interpreted: Run) -> None:
     check(interpreted, replace(case, dtype=dtype, norm=norm))
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from farspan.kernels.reference import rotated
 from farspan.kernels.rotary import rotate, rotate_launch
 from farspan.spec import Refused
+from tests.grids import crossed
 from tests.kernels.cases import (
     BRAIN,
     HALF,
@@ -57,10 +58,11 @@ def check(run: Run, *given: Tensor) -> None:
             assert torch.equal(result[..., cos.shape[-1] :], x[..., cos.shape[-1] :])
 
 
-@pytest.mark.parametrize("tables", [1, BATCH])
-@pytest.mark.parametrize("token_first", [True, False])
-@pytest.mark.parametrize("dtype", INTERPRETED, ids=str)
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("size", "dtype", "token_first", "tables"),
+    crossed(SIZES, INTERPRETED, [True, False], [1, BATCH]),
+    ids=str,
+)
 def test_rotary(
     size: tuple[int, ...], dtype: torch.dtype, token_first: bool, tables: int, interpreted: Run
 ) -> None:

@@ -12,6 +12,7 @@ from farspan.memory.exact import place_exactly
 from farspan.memory.mip import count_overlapping, overlapping, place_by_mip, write_program
 from farspan.memory.place import Placement, Request, live_peak
 from farspan.spec import Refused
+from tests.grids import examples
 from tests.memory.instances import above_bound, least_height, requests, tight
 
 pytest.importorskip("scipy")
@@ -53,7 +54,7 @@ def test_the_rows_admit_placements_and_nothing_else(
 
 
 @given(requests(most=6, sizes=9, times=8))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 def test_its_optimum_is_that_of_brute_force(problem: list[Request]) -> None:
     problem = [r for r in problem if r.size < 10**12]
     found = place_by_mip(problem)
@@ -71,7 +72,7 @@ def one_huge(draw: st.DrawFn, most: int = 40) -> list[Request]:
 
 
 @given(one_huge())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 def test_beside_a_huge_request_no_proof_is_wrong(problem: list[Request]) -> None:
     """HiGHS is right to a millionth of the arena: below that it decides nothing."""
     found = place_by_mip(problem)
@@ -82,7 +83,7 @@ def test_beside_a_huge_request_no_proof_is_wrong(problem: list[Request]) -> None
 
 
 @given(one_huge(most=15), st.sampled_from([1, 512, 2**30]))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=examples(20))
 def test_what_is_far_above_its_tolerance_is_proved(problem: list[Request], unit: int) -> None:
     problem = [Request(r.size * unit, r.born, r.dies) for r in problem]
     found = place_by_mip(problem)
@@ -118,7 +119,7 @@ def test_pairs_are_counted_before_they_are_written(problem: list[Request]) -> No
 
 @library
 @given(tight(cuts=9) | requests(most=14, sizes=9).map(lambda r: (r, 0)))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=examples(25))
 def test_the_search_finds_its_optimum(case: tuple[list[Request], int]) -> None:
     problem = [r for r in case[0] if r.size < 10**12]
     found = place_by_mip(problem)

@@ -13,6 +13,7 @@ from farspan.models.boundary import Boundary
 from farspan.models.describe import describe
 from farspan.spec import Schedule, Tier
 from tests.engine.checks import Data, Outcome, assert_close, draw, run_oracle, run_step
+from tests.grids import crossed
 from tests.numerics import EXACT, relative_error
 from tests.zoo import FAMILIES, WINDOW, make_model, shared_model
 
@@ -32,20 +33,18 @@ def drawn(name: str, tokens: int, seed: int) -> tuple[Data, Outcome]:
     return data, run_oracle(shared_model(name), data)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_two_steps_are_exact(name: str, schedule: Schedule) -> None:
+@pytest.mark.parametrize(("name", "kind"), crossed(FAMILIES, SCHEDULES))
+def test_two_steps_are_exact(name: str, kind: str) -> None:
     """The second, shorter step finds the first one's memory, poisoned, and clears nothing."""
     model = shared_model(name)
-    step = Step(model, schedule, poison=True)
+    step = Step(model, SCHEDULES[kind], poison=True)
     for tokens, seed in ((53, 0), (38, 1)):
         data, expected = drawn(name, tokens, seed)
         assert all(bool(g.isfinite().all()) for g in expected.gradients.values())
         assert_close(run_step(model, step, data), expected)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "tied"), crossed(FAMILIES, [True, False]))
 def test_tied_and_untied_embeddings(name: str, tied: bool) -> None:
     model = make_model(name, tie_word_embeddings=tied)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

@@ -5,6 +5,7 @@ import pytest
 from farspan.engine.oracle import oracle_loss
 from farspan.engine.step import Step
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
+from tests.grids import part_of
 from tests.models.test_families import KEPT
 from tests.numerics import EXACT, relative_error
 from tests.zoo import FURTHER, make_model
@@ -12,7 +13,10 @@ from tests.zoo import FURTHER, make_model
 pytestmark = pytest.mark.usefixtures("float64_throughout")
 
 
-@pytest.mark.parametrize("name", FURTHER)
+SOME = list(FURTHER)[::7]
+
+
+@pytest.mark.parametrize("name", part_of(FURTHER, *SOME))
 def test_two_steps_are_exact(name: str) -> None:
     model = make_model(name)
     step = Step(model, KEPT, poison=True)
@@ -21,7 +25,7 @@ def test_two_steps_are_exact(name: str) -> None:
         assert_close(run_step(model, step, data), run_oracle(model, data))
 
 
-@pytest.mark.parametrize("name", FURTHER)
+@pytest.mark.parametrize("name", part_of(FURTHER, *SOME))
 def test_what_is_exact_is_the_model_of_hugging_face(name: str) -> None:
     """Windows, scales and caps come by the attention interface: nothing else is in the masks."""
     model = make_model(name)

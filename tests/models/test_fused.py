@@ -23,6 +23,7 @@ from farspan.plan.model.families import architecture_from
 from farspan.spec import Kernels, Schedule
 from tests.attention.sparse.triton_cases import interpreter
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
+from tests.grids import crossed, exhaustive
 from tests.kernels.cases import round_bfloat16
 from tests.numerics import relative_error
 from tests.zoo import make_model
@@ -119,8 +120,7 @@ def by_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("by_formulas", "float64_throughout")
-@pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize("family", KNOWN)
+@pytest.mark.parametrize(("family", "adds"), crossed(KNOWN, [False, True]))
 def test_a_step_in_shells_is_exact(
     family: str, adds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,10 +233,9 @@ CHANGES: dict[str, Change] = {
 
 
 @pytest.mark.usefixtures("by_formulas", "float64_throughout")
-@pytest.mark.parametrize("later", [False, True])
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(("what", "later"), crossed(CHANGES, [False, True]))
 def test_what_does_more_does_so_in_shells(
-    change: Change, later: bool, monkeypatch: pytest.MonkeyPatch
+    what: str, later: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before shells are made, and after a step."""
     monkeypatch.setattr("farspan.engine.step.adds_products", lambda *_: True)
@@ -246,7 +245,7 @@ def test_what_does_more_does_so_in_shells(
     if step is not None:
         step(*data)
     for layer in Boundary(model).layers:
-        change(layer)
+        CHANGES[what](layer)
     expected = run_oracle(model, data)
     found = run_step(model, step or schedule, data)
     assert_close(found, expected)
@@ -325,9 +324,9 @@ def _errors(family: str, dtype: torch.dtype, changes: dict[str, Any]) -> dict[st
 @pytest.mark.parametrize(
     ("family", "dtype", "changes"),
     [
-        ("qwen3", torch.float32, {"tie_word_embeddings": True}),
+        exhaustive("qwen3", torch.float32, {"tie_word_embeddings": True}),
         ("gemma2", torch.bfloat16, {"layer_types": ["sliding_attention", "full_attention"]}),
-        ("phi3", torch.bfloat16, {}),  # halves of one product
+        exhaustive("phi3", torch.bfloat16, {}),  # halves of one product
     ],
 )
 def test_a_step_on_the_kernels(

@@ -17,6 +17,7 @@ from farspan.models.wide import InFloat64
 from farspan.plan.states import with_states
 from farspan.spec import Kernels, Refused, Schedule, Sparse, Tier
 from tests.engine.checks import Data, assert_close, draw, run_oracle, run_step
+from tests.grids import crossed
 from tests.models.test_families import KEPT, STREAMED
 from tests.models.test_refused import refusal
 from tests.numerics import EXACT, relative_error
@@ -39,10 +40,10 @@ def assert_exact(name: str, schedule: Schedule, data: list[Data]) -> None:
             assert_close(run_step(model, step, batch), run_oracle(model, batch))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-@pytest.mark.parametrize("name", RECURRENT)
-def test_two_steps_are_exact(name: str, schedule: Schedule) -> None:
+@pytest.mark.parametrize(("name", "kind"), crossed(RECURRENT, SCHEDULES))
+def test_two_steps_are_exact(name: str, kind: str) -> None:
     """The last chunk of the first has one token; the second is cut into documents."""
+    schedule = SCHEDULES[kind]
     tokens = 5 * schedule.chunk + 1
     data = [draw(tokens, batch=2), draw(38, batch=2, documents=3, seed=1)]
     assert_exact(name, schedule, data)
@@ -99,6 +100,7 @@ def test_adapters_are_exact() -> None:
         assert_close(run_step(model, step, data), run_oracle(model, data))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # the compiler's own
 def test_compiled_modules_are_exact() -> None:
     model, data = make_model("lfm2"), draw(38)

@@ -31,6 +31,7 @@ from farspan.plan.search.peaks import peaks
 from farspan.plan.sizes import cell_place
 from farspan.plan.waits import waits
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier
+from tests.grids import examples
 from tests.plan.machines import slow_machine
 from tests.plan.search.test_bound import CLOSE, with_work
 
@@ -48,7 +49,7 @@ def each(costs: Costs, ranges: Ranges) -> list[int]:
     return [costs.before(stop) - costs.before(start) for start, stop in ranges]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(costs, st.integers(1, 400), st.integers(1, 120))
 def test_ranges_are_of_one_cost(costs: Costs, tokens: int, chunk: int) -> None:
     ranges = balanced_ranges(costs, tokens, chunk)
@@ -70,7 +71,7 @@ def test_ranges_are_of_one_cost(costs: Costs, tokens: int, chunk: int) -> None:
         assert min(free) > mean - token * sum(Fraction(1, n + 1) for n in range(len(free)))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(costs, st.integers(1, 400), st.integers(1, 120))
 def test_ranges_are_few(costs: Costs, tokens: int, chunk: int) -> None:
     """No cut into fewer has all chunks as cheap as the first `chunk` tokens, or as the last
@@ -145,7 +146,7 @@ def test_sparse_attention_sees_what_one_process_does() -> None:
     assert chunks_of(MODEL, 200, schedule, Layout(pipeline=2)) == chunk_ranges(200, 16)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     st.builds(
         Schedule,
@@ -248,7 +249,7 @@ def test_a_plan_waits_as_the_stages_do() -> None:
     assert 3 / len(chunks) < waits < 3 * 1.3 / len(chunks)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.builds(
         Schedule,

@@ -12,6 +12,7 @@ from torch import Tensor
 from farspan.plan.blocks import Block, document_runs, plan_blocks, tile_window
 from farspan.plan.held_blocks import Held, held_blocks, plan_held_blocks
 from farspan.plan.layout import part
+from tests.grids import examples
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -103,7 +104,7 @@ documents = st.none() | st.lists(
 
 
 @given(st.data(), sizes, chunks(), documents)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_any_part_of_each_chunk(
     data: st.DataObject,
     size: dict[str, int | None],
@@ -119,7 +120,7 @@ def test_any_part_of_each_chunk(
 
 
 @given(sizes, chunks(), documents, st.integers(1, 5))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_parts_of_ranks_together_hold_everything(
     size: dict[str, int | None], borders: list[int], starts: list[list[int]] | None, ranks: int
 ) -> None:

@@ -16,6 +16,7 @@ from farspan.plan.program import Instruction, Receive, Send
 from farspan.plan.share import share_of
 from farspan.plan.waits import waits
 from farspan.spec import LayerSpec, ModelSpec, Refused, RunSpec, Schedule, Tier
+from tests.grids import examples
 
 MODEL = ModelSpec("m", 8, 16, (LayerSpec(4, 4, 2, 2, activation_bytes=64),) * 4, 2)
 
@@ -103,7 +104,7 @@ few = st.builds(
 )
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(few, schedules, st.integers(1, 40), st.booleans())
 def test_programs_of_all_ranks_are_right(
     layout: Layout, schedule: Schedule, tokens: int, training: bool

@@ -13,12 +13,13 @@ from farspan.plan.program import Allocate, Evict, Fetch, Free, Program
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.plan.waits import Order, Wait, waits
 from farspan.spec import ModelSpec, RunSpec, Schedule
+from tests.grids import examples
 from tests.plan.cases import model_of, steps
 
 Step = tuple[ModelSpec, RunSpec, Schedule]
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(steps())
 def test_nothing_races(step: Step) -> None:
     for build in (build_program, build_evaluation):

@@ -175,6 +175,7 @@ def test_two_ranks_with_half_of_the_weights_are_one_process(tmp_path: Path) -> N
     AutoModelForCausalLM.from_pretrained(tmp_path / "pipeline" / "model")
 
 
+@pytest.mark.exhaustive
 def test_four_ranks_of_several_axes_are_one_process(tmp_path: Path) -> None:
     alone = a_run(tmp_path, "alone")
     fit(alone)
@@ -210,6 +211,7 @@ def end(runs: list[RunConfig]) -> None:
         fit(run)
 
 
+@pytest.mark.exhaustive
 def test_runs_go_on_with_other_ranks(tmp_path: Path) -> None:
     """From rows to slices of tensor and from these, by way of one process, to stages; and in the
     same layout, to the same bits."""

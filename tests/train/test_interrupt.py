@@ -13,11 +13,13 @@ from safetensors.torch import load_file
 
 from farspan.train.config import ModelConfig
 from farspan.train.interrupt import Interrupt, Interrupted
+from tests.grids import crossed
 from tests.train.tiny import MODEL, STEPS, Quiet, TinyStep, fit, tiny_run
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("calls", [0, 1, 5, 8])
+@pytest.mark.parametrize(
+    ("signum", "calls"), crossed([signal.SIGINT, signal.SIGTERM], [0, 1, 5, 8])
+)
 def test_a_step_is_abandoned_and_the_last_one_saved(
     tmp_path: Path, signum: signal.Signals, calls: int
 ) -> None:

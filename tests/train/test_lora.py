@@ -117,7 +117,17 @@ def test_a_run_does_not_go_on_beside_other_weights(tmp_path: Path) -> None:
         train(run, reporter=Quiet())
 
 
-def test_two_ranks_train_the_adapters_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("fsdp", "ulysses"),
+        pytest.param(
+            ("fsdp", "data", "ulysses-fsdp", "shards", "ring", "pipeline"),
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_two_ranks_train_the_adapters_of_one(tmp_path: Path, names: tuple[str, ...]) -> None:
     alone = a_run(tmp_path, "alone")  # two batches an update
     layouts = {
         "data": (Parallel(data=2, fsdp=False), 1),
@@ -131,6 +141,7 @@ def test_two_ranks_train_the_adapters_of_one(tmp_path: Path) -> None:
     shared = [
         a_run(tmp_path, name, parallel=parallel, accumulate=accumulate)
         for name, (parallel, accumulate) in layouts.items()
+        if name in names
     ]
     fit_all([alone])
     run_ranks(2, fit_all, shared)

@@ -27,6 +27,7 @@ from farspan.train.optimizer import Optimizer, decays
 from farspan.train.optimizer_host import HostStates
 from farspan.train.optimizer_parts import Rule
 from farspan.train.planning import question_of
+from tests.grids import crossed
 from tests.numerics import assert_exact
 from tests.train.late import LateCopies
 from tests.train.planner import one_memory, planned_parts
@@ -65,9 +66,9 @@ def same(model: nn.Module, other: nn.Module) -> bool:
 
 
 @pytest.mark.usefixtures("in_pieces")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("skip", ["none", "layers.1.mlp"])
+@pytest.mark.parametrize(
+    ("dtype", "clip", "skip"), crossed(DTYPES, [None, 0.5], ["none", "layers.1.mlp"])
+)
 def test_the_bits_are_those_of_states_on_the_device(
     dtype: torch.dtype, clip: float | None, skip: str
 ) -> None:
@@ -157,9 +158,10 @@ def test_each_hazard_is_seen_when_nobody_waits(
         assert not same(run_late(dtype)[0], expected_late(dtype))
 
 
-@pytest.mark.parametrize("place", [DEVICE, HOST])
-@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16, DType.FLOAT64])
-@pytest.mark.parametrize("staged", [PIECE, 2**24])
+@pytest.mark.parametrize(
+    ("place", "dtype", "staged"),
+    crossed([DEVICE, HOST], [DType.FLOAT32, DType.BFLOAT16, DType.FLOAT64], [PIECE, 2**24]),
+)
 def test_planned_bytes_are_those_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: StatesPlace, dtype: DType, staged: int
 ) -> None:

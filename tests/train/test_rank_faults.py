@@ -58,8 +58,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 @pytest.mark.parametrize(
     ("fault", "survivor", "words", "saved"),
     [
-        ("killed", 0, r"RankFailed: rank 1: died without a word \(killed\?\)", 2),
-        ("raises", 0, "RankFailed: rank 1: ValueError: no such thing", 2),
+        pytest.param(
+            *("killed", 0, r"RankFailed: rank 1: died without a word \(killed\?\)", 2),
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            *("raises", 0, "RankFailed: rank 1: ValueError: no such thing", 2),
+            marks=pytest.mark.exhaustive,
+        ),
         ("killed while saving", 1, r"RankFailed: rank \d: .*", 2),
     ],
 )
@@ -85,6 +91,7 @@ def noted_fit(run: RunConfig, fault: str) -> str:
     return f"{step}\n" + "\n".join(quiet.notes)
 
 
+@pytest.mark.exhaustive
 def test_a_named_schedule_that_ran_out_within_a_step_is_made_lighter(tmp_path: Path) -> None:
     """Nobody could choose another one then: the next start does."""
     run = a_run(tmp_path, "run")
@@ -131,6 +138,7 @@ def test_a_plan_that_ran_out_within_a_step_is_not_taken_again(tmp_path: Path) ->
     assert not (folder / "shortage.json").exists()
 
 
+@pytest.mark.exhaustive
 def test_torchrun_starts_it_again(whole: tuple[Path, dict[str, Any]]) -> None:
     """One command: rank 1 is killed in the third step, and all is as if it had not been."""
     root, expected = whole
@@ -167,6 +175,7 @@ def read_late(run: RunConfig) -> str:
         return fit(run, "nothing")
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_reads_too_long_is_named_by_all(tmp_path: Path) -> None:
     run = replace(a_run(tmp_path, "late"), parallel=Parallel(ulysses=2, timeout=5.0))
     for end in launch(tmp_path / "said", 2, read_late, run):

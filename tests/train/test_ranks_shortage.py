@@ -142,24 +142,33 @@ def go_on(runs: list[tuple[RunConfig, int]]) -> list[tuple[list[str], list[Quest
     return found
 
 
-def test_all_ranks_go_on_with_a_lighter_schedule(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [("within", "stages"), pytest.param(("planned", "named"), marks=pytest.mark.exhaustive)],
+)
+def test_all_ranks_go_on_with_a_lighter_schedule(tmp_path: Path, names: tuple[str, ...]) -> None:
     """Short before the rehearsal, within it or behind it, and by stages, which keep their layers:
     the losses are those of a run that began with that schedule."""
     large = ScheduleConfig("grouped", chunk=48, groups=3)
     staged = ScheduleConfig("grouped", chunk=48, groups=(1, 2))
     shards, stages = Parallel(shards=2), Parallel(pipeline=2)
+    cases = {
+        "planned": (shards, ScheduleConfig(AUTO), 1),
+        "named": (shards, large, 3),
+        "within": (shards, large, 0),
+        "stages": (stages, staged, 1),
+    }
     runs = [
-        (a_run(tmp_path, "planned", parallel=shards, steps=2, schedule=ScheduleConfig(AUTO)), 1),
-        (a_run(tmp_path, "named", parallel=shards, steps=2, schedule=large), 3),
-        (a_run(tmp_path, "within", parallel=shards, steps=2, schedule=large), 0),
-        (a_run(tmp_path, "stages", parallel=stages, steps=2, schedule=staged), 1),
+        (a_run(tmp_path, name, parallel=parallel, steps=2, schedule=schedule), look)
+        for name, (parallel, schedule, look) in cases.items()
+        if name in names
     ]
     for (run, look), ours, theirs in zip(runs, *run_ranks(2, go_on, runs), strict=True):
         said, asked = ours
         assert theirs == ([], []), "rank 0 speaks and plans for all"
         assert losses(run) == losses(whole(run)), run.folder
-        (schedule,) = tried(run)
-        assert run.schedule.groups != (1, 2) or schedule["groups"] == [1, 2]
+        (lighter,) = tried(run)
+        assert run.schedule.groups != (1, 2) or lighter["groups"] == [1, 2]
         (again,) = (note for note in said if note.startswith("out of memory"))
         (first,) = (note for note in said if note.startswith("schedule: "))
         before = first.removeprefix("schedule: ").partition(" (")[0]
@@ -229,6 +238,7 @@ def starve(run: RunConfig, other: RunConfig) -> str:
     return str(error.value)
 
 
+@pytest.mark.exhaustive
 def test_a_machine_that_is_too_small_for_a_step_is_found_by_all(tmp_path: Path) -> None:
     """Within a run: the step is taken again by all, or the one before it saved by all."""
     run = a_run(tmp_path, "run", parallel=Parallel(shards=2), accumulate=1)

@@ -19,6 +19,7 @@ from farspan.train.config import RunConfig
 from farspan.train.loop import Result, train
 from farspan.train.runner import REPLANS
 from farspan.train.shortage import OutOfMemory, find_shortage
+from tests.grids import part_of
 from tests.train.test_interrupt import same_metrics, same_weights
 from tests.train.tiny import STEPS, Quiet, TinyStep, fit, tiny_parts, tiny_run
 
@@ -109,7 +110,7 @@ def shortages(run: RunConfig) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, lines) if "out_of_memory" in line]
 
 
-@pytest.mark.parametrize("cell", [1, 3, 12, 25, 28])
+@pytest.mark.parametrize("cell", part_of([1, 3, 12, 25, 28], 1, 12, 28))
 def test_a_step_is_taken_again_on_the_same_data(tmp_path: Path, cell: int) -> None:
     """At cells of the first evaluation, of the middle of a step and of a later evaluation: weights
     and metrics are those of a run that never failed."""

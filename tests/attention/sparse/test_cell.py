@@ -17,6 +17,7 @@ from farspan.spec import Sparse
 from tests.attention import cases as dense_cases
 from tests.attention.cases import Case, Inputs, make_inputs
 from tests.attention.sparse.cases import MIXED, Sequence, SparseCase, cases, expected
+from tests.grids import crossed, examples
 from tests.numerics import EXACT, relative_error
 
 
@@ -72,8 +73,7 @@ SELECTORS: list[Selector] = [
 ]
 
 
-@pytest.mark.parametrize("select", SELECTORS, ids=lambda select: type(select).__name__)
-@pytest.mark.parametrize("documents", [None, MIXED], ids=["one", "documents"])
+@pytest.mark.parametrize(("select", "documents"), crossed(SELECTORS, [None, MIXED]), ids=str)
 def test_equals_the_reference_with_every_selector(
     select: Selector, documents: tuple[tuple[int, ...], ...] | None
 ) -> None:
@@ -84,7 +84,7 @@ def test_equals_the_reference_with_every_selector(
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_equals_the_reference_for_any_geometry(data: st.DataObject) -> None:
     page = data.draw(st.integers(1, 6))
     tokens, batch = data.draw(st.integers(1, 48)), data.draw(st.integers(1, 2))
@@ -113,8 +113,9 @@ DENSE = [
 ]
 
 
-@pytest.mark.parametrize("sparse", DENSE, ids=str)
-@pytest.mark.parametrize("dense", [case.dense for case in cases()[:19]], ids=str)
+@pytest.mark.parametrize(
+    ("sparse", "dense"), crossed(DENSE, [case.dense for case in cases()[:19]]), ids=str
+)
 def test_a_budget_for_the_whole_prefix_gives_dense_attention(sparse: Sparse, dense: Case) -> None:
     inputs = make_inputs(dense)
     found = Sequence(SparseCase(dense, sparse)).step(inputs)

@@ -24,6 +24,7 @@ from farspan.spec import Refused, Sparse
 from tests.attention.cases import Case, make_inputs
 from tests.attention.sparse.cases import MIXED, Sequence, SparseCase
 from tests.attention.sparse.memory_pages import MemoryPages
+from tests.grids import crossed
 from tests.numerics import assert_exact
 
 CANDIDATES = Candidates(range(2, 9))
@@ -55,9 +56,10 @@ def dumb_votes(
     return votes
 
 
-@pytest.mark.parametrize("least", [1, 3, 16])
-@pytest.mark.parametrize("scores", [1, 50, 100, 1000, 2**25])
-@pytest.mark.parametrize("documents", [None, MIXED])
+@pytest.mark.parametrize(
+    ("documents", "scores", "least"),
+    crossed([None, MIXED], [1, 50, 100, 1000, 2**25], [1, 3, 16]),
+)
 def test_votes_equal_those_counted_one_by_one(
     documents: tuple[tuple[int, ...], ...] | None,
     scores: int,

@@ -32,6 +32,7 @@ from farspan.plan.question import Optimizer, Question
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.plan.waits import waits
 from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
+from tests.grids import examples
 from tests.plan.cases import model_of, steps
 from tests.plan.machines import slow_machine
 from tests.plan.search.test_bound import with_work
@@ -124,7 +125,7 @@ def check_addresses(prices: Prices) -> None:
             assert used[before][1] <= used[after][0] + CLOSE, (before, after)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(steps())
 def test_no_race(step: tuple[ModelSpec, RunSpec, Schedule]) -> None:
     prices = prices_of(*step)
@@ -142,7 +143,7 @@ def test_kept_kv_is_waited_for(home: Tier) -> None:
     check_addresses(prices)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(steps())
 def test_overlap_is_no_longer_than_in_line_and_no_shorter_than_a_lane(
     step: tuple[ModelSpec, RunSpec, Schedule],
@@ -212,7 +213,7 @@ def ends_by_waits(prices: Prices) -> dict[tuple[str, int], float]:
 @pytest.mark.parametrize("overhead", [0.0, 1e-4, 1e-2, 10.0])
 @pytest.mark.parametrize("tier", Tier)
 @given(step=steps())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 def test_times_are_those_of_the_engines_waits(
     tier: Tier, overhead: float, step: tuple[ModelSpec, RunSpec, Schedule]
 ) -> None:

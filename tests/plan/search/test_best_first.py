@@ -20,6 +20,7 @@ from farspan.plan.search.quick import latest_fraction
 from farspan.plan.search.space import Space, even, tapered, thriftiest, whole_space
 from farspan.plan.search.thrift import TOLERANCE
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule
+from tests.grids import part_of
 from tests.plan.cases import model_of, models
 from tests.plan.machines import slow_machine
 from tests.plan.search.test_bound import with_work
@@ -86,7 +87,7 @@ def amounts() -> list[tuple[int, int]]:
     ]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", part_of([False, True], True))
 def test_the_search_finds_what_trying_everything_finds(
     amounts: list[tuple[int, int]], overlap: bool
 ) -> None:

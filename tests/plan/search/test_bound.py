@@ -19,6 +19,7 @@ from farspan.plan.search.peaks import device_slots, fixed, peaks
 from farspan.plan.search.quick import latest_fraction
 from farspan.plan.search.roles import Kept
 from farspan.spec import LayerWork, ModelSpec, RunSpec, Schedule, Tier
+from tests.grids import examples
 from tests.plan.cases import dense, steps
 from tests.plan.machines import slow_machine
 
@@ -66,7 +67,7 @@ def framed(step: Step, **fields: object) -> tuple[Question, Schedule, Frames]:
 STEPS = steps().map(dense)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(STEPS, st.booleans())
 def test_bounds_hold(step: Step, overlap: bool) -> None:
     question, schedule, frames = framed(step, overlap=overlap)
@@ -84,7 +85,7 @@ def test_bounds_hold(step: Step, overlap: bool) -> None:
     assert arena <= program.arena_bytes[Tier.DEVICE]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(STEPS, st.sampled_from(Optimizer), st.booleans())
 def test_memory_is_never_overestimated(step: Step, optimizer: Optimizer, accumulates: bool) -> None:
     """The whole of it: gradients and the graphs of a chunk need not be there together, unless an
@@ -96,7 +97,7 @@ def test_memory_is_never_overestimated(step: Step, optimizer: Optimizer, accumul
     assert bounds.host[0, 0, tiers] <= sized.host.total
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     STEPS,
     st.sampled_from(Optimizer),
@@ -123,7 +124,7 @@ def test_cells_of_a_kind_are_never_overestimated(
     assert device + max(beyond, least) <= size(question, schedule).device.total
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(STEPS, st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=2))
 def test_choices_and_cuts_do_not_disturb_each_other(
     step: Step, pairs: list[tuple[int, int]]

@@ -12,6 +12,7 @@ from farspan.plan.question import Optimizer, Plan
 from farspan.plan.search.plans import best_plan, longest_contexts
 from farspan.plan.search.thrift import TOLERANCE
 from farspan.spec import Kernels, Refused, Schedule, Sparse, Tier
+from tests.grids import exhaustive
 from tests.plan.search.test_plans import question
 
 SPARSE = Sparse(page=128, budget=2048, recent=1024)
@@ -42,11 +43,11 @@ def test_a_chunk_is_rounded_up_to_pages() -> None:
     assert plan.schedule.chunk % 100 == 0
 
 
-def test_long_contexts_are_faster_than_with_dense_attention() -> None:
-    for tokens, least in ((128 * 1024, 1.3), (512 * 1024, 3.0)):
-        dense = best_plan(question(tokens), NAMES, seconds=1.0)
-        assert dense.schedule.sparse is None
-        assert dense.seconds.total > least * planned(tokens).seconds.total
+@pytest.mark.parametrize(("tokens", "least"), [(128 * 1024, 1.3), exhaustive(512 * 1024, 3.0)])
+def test_long_contexts_are_faster_than_with_dense_attention(tokens: int, least: float) -> None:
+    dense = best_plan(question(tokens), NAMES, seconds=1.0)
+    assert dense.schedule.sparse is None
+    assert dense.seconds.total > least * planned(tokens).seconds.total
 
 
 def test_a_chunk_that_hides_nothing_is_not_chosen_for_its_time() -> None:
@@ -66,6 +67,7 @@ def test_a_strategy_that_is_named_keeps_its_chunk() -> None:
     assert plan.schedule.chunk == 64 * 1024
 
 
+@pytest.mark.exhaustive
 def test_what_is_said_to_help_is_not_refused_and_helps() -> None:
     asked = Request("Llama-3.1-8B", "256K", "h100", host_memory="32GiB", sparse=SPARSE).question()
     plan = best_plan(asked)

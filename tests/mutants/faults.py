@@ -1,0 +1,532 @@
+"""Faults that the tests must catch: one or two lines of `src/farspan`, and what stands in their
+place. A text is there once, whichever file it is in; whoever changes it changes it here, too."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault, and tests of a few seconds that fail with it."""
+
+    name: str
+    old: str  # found once in all of src/farspan
+    new: str
+    tests: tuple[str, ...]  # pytest's node ids
+
+
+BLOCKS = ("tests/plan/test_blocks.py",)
+CAUGHT = "tests/plan/test_check.py::"
+CELL = ("tests/attention/test_cell.py::test_equals_dense_attention_in_float64",)
+CHECKPOINT = ("tests/train/test_checkpoint.py",)
+COPIES = ("tests/engine/test_overlap.py::test_the_same_bits_in_any_order",)
+DOCUMENT = (
+    "tests/engine/test_documents.py::test_documents_of_one_token_train_nothing",
+    "tests/engine/test_documents.py::test_a_document_does_not_see_another",
+    "tests/engine/test_documents.py::test_documents_give_what_they_give_alone",
+)
+RECURRENT = ("tests/models/test_recurrent.py::test_documents_of_a_token",)
+HOST = "tests/train/test_optimizer_host.py::"
+RESUMED = "tests/train/test_interrupt.py::"
+RACES = ("tests/plan/test_waits.py::test_nothing_races",)
+
+PROGRAMS = (
+    Fault(
+        "checker: a buffer may lie outside of its arena",
+        "self.need(top <= self.program.arena_bytes[buffer.tier],",
+        "self.need(top - 64 <= self.program.arena_bytes[buffer.tier],",
+        (CAUGHT + "test_a_buffer_outside_its_arena_is_caught",),
+    ),
+    Fault(
+        "checker: overlapping buffers pass",
+        "apart = low >= min(other.address + other.bytes, top)",
+        "apart = low + 64 >= min(other.address + other.bytes, top)",
+        (CAUGHT + "test_an_overlap_is_caught",),
+    ),
+    Fault(
+        "checker: a chunk in another's place is read",
+        "found == (what, layer, chunk),",
+        "found is not False and found[:2] == (what, layer),",
+        (CAUGHT + "test_another_layer_chunk_or_group_is_caught",),
+    ),
+    Fault(
+        "checker: races between two writers pass",
+        "meet &= (wrote == 1) | writes",
+        "meet &= (wrote == 0) & writes",
+        ("tests/plan/test_waits.py::test_no_wait_is_spare",),
+    ),
+    Fault(
+        "program: a slot too few for the chunks",
+        "return ring[turn % len(ring)]",
+        "return ring[0]",
+        (
+            "tests/plan/price/test_timeline.py::test_copies_hide_on_a_gpu",
+            "tests/engine/test_overlap.py::test_without_waits_of_instructions",
+        ),
+    ),
+    Fault(
+        "waits: a write does not follow reads",
+        "            if access.writes:\n                _raise(after, last.read)",
+        "            if not access.writes:\n                _raise(after, last.read)",
+        RACES,
+    ),
+    Fault(
+        "waits: who follows a lane need not follow it far enough",
+        "self.then[third][after[third]][other] >= after[other]",
+        "self.then[third][after[third]][other] >= 0",
+        RACES,
+    ),
+    Fault(
+        "waits: addresses are reused before their last use",
+        "return max(self.owners[lane], self.every.written[lane], self.every.read[lane])",
+        "return max(self.owners[lane], self.every.written[lane])",
+        RACES,
+    ),
+    Fault(
+        "simulation: dK, dV of earlier keys do not go home",
+        "                yield False, Kind.DKV, size",
+        "                yield False, Kind.DKV, 0",
+        (
+            "tests/plan/test_simulate.py::test_streamed_prefixes_grow_with_the_square",
+            "tests/plan/test_simulate.py::test_streamed_states_are_those_of_the_chunk_before",
+        ),
+    ),
+)
+
+WINDOWS = (
+    Fault(
+        "window: a token narrower to earlier keys",
+        "low = max(low, run.start - window + 1)",
+        "low = max(low, run.start - window + 2)",
+        BLOCKS,
+    ),
+    Fault(
+        "window: tiles lose their first key",
+        "k_start = max(block.k_start, q_start - window + 1)",
+        "k_start = max(block.k_start, q_start - window + 2)",
+        BLOCKS,
+    ),
+    Fault(
+        "window: a block is taken for whole a token late",
+        "if block.q_stop - window <= block.k_start:",
+        "if block.q_stop - window <= block.k_start + 1:",
+        BLOCKS,
+    ),
+    Fault(
+        "blocks: the last key of a wide call is lost",
+        "k_stop = min(k_start + most, last)",
+        "k_stop = min(k_start + most, last - 1)",
+        BLOCKS,
+    ),
+)
+
+MERGES = (
+    Fault(
+        "merge: a part that saw nothing has a weight",
+        "weight = weight.masked_fill(part_lse == -torch.inf, 0.0)",
+        "weight = weight.masked_fill(part_lse == -torch.inf, 0.5)",
+        ("tests/attention/test_merge.py",),
+    ),
+    Fault(
+        "merge: LSE is the greater of two",
+        "lse.copy_(torch.logaddexp(lse, part_lse))",
+        "lse.copy_(torch.maximum(lse, part_lse))",
+        ("tests/attention/test_merge.py",),
+    ),
+    Fault(
+        "sinks: their gradient has the other sign",
+        "return -(weight * (dout.to(dtype) * out.to(dtype)).sum(-1))",
+        "return (weight * (dout.to(dtype) * out.to(dtype)).sum(-1))",
+        CELL,
+    ),
+    Fault(
+        "attention: dV of a block lands at the visit's first key",
+        "dv.add(parts[2], rows, block.k_start - visit.start)",
+        "dv.add(parts[2], rows, 0)",
+        CELL,
+    ),
+    Fault(
+        "attention: the first part of a sum counts twice",
+        "if self.sum is None and part.shape == self.like.shape:\n            self.sum = part",
+        "if self.sum is None and part.shape == self.like.shape:\n            self.sum = 2 * part",
+        CELL,
+    ),
+    Fault(
+        "attention: a sum loses what waits",
+        "self.sum, self.waiting = added(self.sum, self.waiting, dtype), []",
+        "self.sum, self.waiting = added(self.sum, self.waiting[:1], dtype), []",
+        ("tests/models/test_fused.py::test_a_step_on_the_kernels",),
+    ),
+    Fault(
+        "kernel: the nearer end of a merge is the wrong one",
+        "old + weight * step, new - (1.0 - weight) * step)",
+        "old + weight * step, new - weight * step)",
+        ("tests/kernels/test_joining.py::test_merge",),
+    ),
+)
+
+KERNELS = (
+    Fault(
+        "kernel: a norm's gradient without its projection",
+        "result = (weighted - normal * along) * inverse",
+        "result = weighted * inverse",
+        ("tests/kernels/test_norm.py::test_norm",),
+    ),
+    Fault(
+        "kernel: rotation does not turn back",
+        "new_second = second * cos[1] - first * sin[0]",
+        "new_second = second * cos[1] + first * sin[0]",
+        ("tests/kernels/test_rotary.py::test_rotary",),
+    ),
+    Fault(
+        "kernel: a capped logit's slope",
+        "slope = 1.0 - bent * bent",
+        "slope = 1.0 - bent",
+        ("tests/kernels/test_loss.py::test_loss",),
+    ),
+    Fault(
+        "kernel: the gate's slope",
+        "slope = share + x * share * rest * dy",
+        "slope = share + share * rest * dy",
+        ("tests/kernels/test_gate.py::test_gate",),
+    ),
+)
+
+STATES = (
+    Fault(
+        "recurrence: a document that begins with a chunk goes on",
+        "goes_on, hands_on = run.document_start < start,",
+        "goes_on, hands_on = run.document_start <= start,",
+        RECURRENT,
+    ),
+    Fault(
+        "recurrence: the gradient of a state twice",
+        "_held(rows, state).copy_(gradient)",
+        "_held(rows, state).copy_(2 * gradient)",
+        RECURRENT,
+    ),
+    Fault(
+        "recurrence: a convolution's earlier inputs shift",
+        'self._know(f"{CONV}.{state_idx}", whole[..., -size:])',
+        'self._know(f"{CONV}.{state_idx}", whole[..., :size])',
+        RECURRENT,
+    ),
+)
+
+GRADIENTS = (
+    Fault(
+        "gradients: a product overwrites the sum",
+        "beta = 0 if fresh else 1",
+        "beta = 0",
+        ("tests/engine/test_linear.py::test_a_linear_module_in_its_shell",),
+    ),
+    Fault(
+        "gradients: what was in .grad is lost",
+        "total.add_(parameter.grad)",
+        "total.add_(0)",
+        ("tests/engine/test_gradients.py",),
+    ),
+    Fault(
+        "loss: a chunk's share is of the piece before",
+        "gradient[:, span] = dpiece",
+        "gradient[:, : span.stop - span.start] = dpiece",
+        ("tests/engine/test_exact.py::test_any_schedule_is_exact",),
+    ),
+    Fault(
+        "prefix: a sum leaves before it is written",
+        "add(total)\n        copies.wait(Lane.EVICT,",
+        "add(total)\n        copies.wait(Lane.FETCH,",
+        COPIES,
+    ),
+    Fault(
+        "prefix: a slot is fetched into while it is read",
+        "self.copies.wait(Lane.FETCH, slot.done, hazard)",
+        "del hazard",
+        COPIES,
+    ),
+    Fault(
+        "saved tensors: a view loses its offset",
+        "start = int(base.storage_offset()) + place + packed.offset - low",
+        "start = int(base.storage_offset()) + place",
+        ("tests/transfer/test_saved.py",),
+    ),
+)
+
+DOCUMENTS = (
+    Fault(
+        "documents: a border a token late",
+        "begins[:, 1:] = torch.where(step != 0, places[1:], 0)",
+        "begins[:, 1:] = torch.where(step != 0, places[:-1], 0)",
+        DOCUMENT,
+    ),
+    Fault(
+        "documents: the last token is trained on the next document",
+        "targets[:, :-1].masked_fill_(last, IGNORED)",
+        "targets[:, 1:].masked_fill_(last, IGNORED)",
+        DOCUMENT,
+    ),
+    Fault(
+        "documents: the run before the chunk is left out",
+        "last = bisect_right(starts, q_stop - 1)",
+        "last = bisect_right(starts, q_stop)",
+        BLOCKS,
+    ),
+    Fault(
+        "packing: documents in a row are one",
+        "marks[row, begin:end] = number",
+        "marks[row, begin:end] = 0",
+        ("tests/data/test_cut.py", "tests/data/test_corpus.py"),
+    ),
+    Fault(
+        "packing: an epoch's end is cut off",
+        "taken = min(length, self._tokens - offset)",
+        "taken = min(length, self._tokens)",
+        ("tests/data/test_cut.py",),
+    ),
+    Fault(
+        "packing: masks turned round",
+        "np.where(self._store.trained[span], ids, UNTRAINED)",
+        "np.where(self._store.trained[span], UNTRAINED, ids)",
+        (
+            "tests/data/test_forms.py",
+            "tests/data/test_chat.py",
+        ),
+    ),
+    Fault(
+        "store: its digest does not depend on tokens",
+        "digest.update(tokens.append(ids))",
+        "tokens.append(ids)",
+        ("tests/data/test_store.py",),
+    ),
+    Fault(
+        "held-out documents: none where the fraction is small",
+        "count = max(1, round(fraction * documents))",
+        "count = round(fraction * documents)",
+        (
+            "tests/data/test_corpus.py",
+            "tests/data/test_cut.py",
+        ),
+    ),
+)
+
+OPTIMIZER = (
+    Fault(
+        "decay: of norms and biases too",
+        "name: parameter.ndim >= 2",
+        "name: parameter.ndim >= 1",
+        ("tests/train/test_optimizer.py",),
+    ),
+    Fault(
+        "decay: an embedding's",
+        "and id(parameter) not in embeddings",
+        "and id(parameter) in {*embeddings, id(parameter)}",
+        ("tests/train/test_optimizer.py",),
+    ),
+    Fault(
+        "learning rate: the cosine a step late",
+        "done = (step + 1 - config.warmup)",
+        "done = (step - config.warmup)",
+        ("tests/train/test_optimizer.py",),
+    ),
+    Fault(
+        "host optimizer: an update counts for two",
+        "[self._updates[piece.name] - 1]",
+        "[self._updates[piece.name]]",
+        (HOST + "test_the_bits_are_those_of_states_on_the_device",),
+    ),
+    Fault(
+        "host optimizer: reads a gradient on its way",
+        "_await(slot.arrived)",
+        "del slot.arrived",
+        (HOST + "test_copies_may_be_as_late_as_events_allow",),
+    ),
+    Fault(
+        "host optimizer: pieces one short",
+        "yield _Piece(name, start, min(start + self._staged, parameter.numel()))",
+        "yield _Piece(name, start, min(start + self._staged - 1, parameter.numel()))",
+        (HOST + "test_the_bits_are_those_of_states_on_the_device",),
+    ),
+)
+
+RESUMES = (
+    Fault(
+        "resume: random state is not restored",
+        "restore_rng(restored.rng, self._use.device)",
+        "pass",
+        (
+            "tests/train/test_interrupt.py::test_random_numbers_of_an_abandoned_step_are_drawn_again",
+        ),
+    ),
+    Fault(
+        "resume: skipped steps are forgotten",
+        "Position(step + 1, tokens, self.at.skipped + skipped)",
+        "Position(step + 1, tokens, skipped)",
+        ("tests/train/test_nonfinite.py::test_such_a_batch_can_be_skipped",),
+    ),
+    Fault(
+        "checkpoint: a changed byte passes",
+        'if digest(path) != entry.get("sha256"):',
+        "if not digest(path):",
+        CHECKPOINT,
+    ),
+    Fault(
+        "checkpoint: the oldest is resumed",
+        "for path in reversed(paths):",
+        "for path in paths:",
+        CHECKPOINT,
+    ),
+    Fault(
+        "checkpoint: one too many is removed",
+        "saved[: len(saved) - len(later)][:-keep]",
+        "saved[: len(saved) - len(later)][: 1 - keep]",
+        CHECKPOINT,
+    ),
+    Fault(
+        "checkpoint: published before it is on the disk",
+        "                sync(inner)",
+        "                inner.stat()",
+        ("tests/train/test_crash.py::test_moments_of_every_kind_were_met",),
+    ),
+    Fault(
+        "records: a torn line passes",
+        'if written <= len(line.encode("utf-8")):',
+        "if written < 0:",
+        ("tests/train/test_folder.py",),
+    ),
+)
+
+RANKS = (
+    Fault(
+        "ring: rows come from the other neighbour",
+        "source = (self.peers.index - step) % self.peers.size",
+        "source = (self.peers.index + step) % self.peers.size",
+        ("tests/parallel/test_ring.py",),
+    ),
+    Fault(
+        "ring: gradients of one peer's keys are lost",
+        "                rows.add(*sums.wait())",
+        "                sums.wait()",
+        ("tests/parallel/test_ring.py",),
+    ),
+    Fault(
+        "shares: a part begins a token late",
+        "return start + size * index // count, start",
+        "return start + (size * index + 1) // count, start",
+        ("tests/plan/test_share.py",),
+    ),
+    Fault(
+        "fsdp: a micro-batch's gradient replaces the sum",
+        "one.held[parameter] += total",
+        "one.held[parameter] = total",
+        ("tests/parallel/test_fsdp.py::test_gradients_are_summed_over_ranks_into_the_shards",),
+    ),
+    Fault(
+        "tensor: the bias of a block's end is left out",
+        "own if self.last_bias is None else own + self.last_bias",
+        "own",
+        ("tests/parallel/test_tensor.py::test_biases_norms_and_tiles",),
+    ),
+    Fault(
+        "replicas read the same sequences",
+        "start = (number * self.crew.replicas + self.crew.replica) * size",
+        "start = number * self.crew.replicas * size",
+        ("tests/train/test_ranks.py::test_an_update_of_replicas_is_one_of_micro_batches",),
+    ),
+)
+
+SPARSE = (
+    Fault(
+        "sparse: a page of the document before is chosen",
+        "return (pages < self.first[..., None]).unsqueeze(1)",
+        "return (pages < self.first[..., None] - 1).unsqueeze(1)",
+        (
+            "tests/attention/sparse/test_select.py::test_a_chunk_chooses_by_its_votes",
+            "tests/attention/sparse/test_select.py::test_a_choice_of_a_sequence_keeps_its_promise",
+        ),
+    ),
+    Fault(
+        "sparse: a page that two queries chose counts twice",
+        "first[1:] &= ordered[1:] != ordered[:-1]",
+        "first[1:] &= ordered[1:] >= ordered[:-1]",
+        ("tests/attention/sparse/test_pages.py::test_units_are_distinct_and_cover_the_choice",),
+    ),
+)
+
+ALLOCATORS = (
+    Fault(
+        "placement: the higher of two orders is kept",
+        "if best is None or found.height < best.height:",
+        "if best is None or found.height > best.height:",
+        ("tests/memory/test_place.py",),
+    ),
+    Fault(
+        "placement: the sweep passes a neighbour above",
+        "            if above < low + size:",
+        "            if above < low:",
+        ("tests/memory/test_check.py",),
+    ),
+    Fault(
+        "caching allocator: a large block is cut at a rest of 1 MiB",
+        "return size < self.settings.max_split and rest > SMALL_REQUEST",
+        "return size < self.settings.max_split and rest >= SMALL_REQUEST",
+        ("tests/memory/test_caching.py",),
+    ),
+    Fault(
+        "caching allocator: waits for other streams forgotten",
+        "if block is not None and stream != block.pool.stream:",
+        "if block is not None and stream == block.pool.stream:",
+        ("tests/memory/test_caching.py",),
+    ),
+    Fault(
+        "expandable segments: the room beyond a block is not seen",
+        "return entry[0] + (after.size if after is not None and not after.mapped else 0)",
+        "return entry[0]",
+        ("tests/memory/test_expandable.py",),
+    ),
+)
+
+PLANNER = (
+    Fault(
+        "bound: O and LSE of a kept cell are left out",
+        "outside = (self.kept.attention >= self.kept.graphs)",
+        "outside = (self.kept.attention >= 0)",
+        (
+            "tests/plan/search/test_bound.py::test_bounds_hold",
+            "tests/plan/search/test_bound.py::test_memory_is_never_overestimated",
+        ),
+    ),
+    Fault(
+        "bound: groups' first inputs are counted twice",
+        "inner[k, [first for first, _ in groups]] = 0.0",
+        "inner[k, [first for first, _ in groups]] = 1.0",
+        ("tests/plan/search/test_bound.py::test_memory_is_never_overestimated",),
+    ),
+    Fault(
+        "timeline: a write does not wait for reads",
+        "            if writes and use.read > end:",
+        "            if writes and use.read > end + 1e9:",
+        (
+            "tests/plan/price/test_timeline.py::test_no_race",
+            "tests/plan/price/test_timeline.py::test_times_are_those_of_the_engines_waits",
+        ),
+    ),
+    Fault(
+        "stages: chunks are cut by work that is done",
+        "wanted = done - (done - whole) // left",
+        "wanted = done + whole // left",
+        ("tests/plan/test_balance.py",),
+    ),
+    Fault(
+        "search: a plan above the limit is the lightest",
+        "if plan is not None and plan.seconds.total <= limit:",
+        "if plan is not None:",
+        (
+            "tests/plan/search/test_thrift.py",
+            "tests/plan/search/test_best_first.py::test_nothing_as_fast_takes_less",
+        ),
+    ),
+)
+
+FAULTS = (
+    *(*PROGRAMS, *WINDOWS, *MERGES, *KERNELS, *STATES, *GRADIENTS, *DOCUMENTS),
+    *(*OPTIMIZER, *RESUMES, *RANKS, *SPARSE, *ALLOCATORS, *PLANNER),
+)
