@@ -352,9 +352,7 @@ RESUMES = (
         "resume: random state is not restored",
         "restore_rng(restored.rng, self._use.device)",
         "pass",
-        (
-            "tests/train/test_interrupt.py::test_random_numbers_of_an_abandoned_step_are_drawn_again",
-        ),
+        (RESUMED + "test_random_numbers_of_an_abandoned_step_are_drawn_again",),
     ),
     Fault(
         "resume: skipped steps are forgotten",
@@ -384,7 +382,7 @@ RESUMES = (
         "checkpoint: published before it is on the disk",
         "                sync(inner)",
         "                inner.stat()",
-        ("tests/train/test_crash.py::test_moments_of_every_kind_were_met",),
+        ("tests/test_durable.py",),
     ),
     Fault(
         "records: a torn line passes",
@@ -417,7 +415,7 @@ RANKS = (
         "fsdp: a micro-batch's gradient replaces the sum",
         "one.held[parameter] += total",
         "one.held[parameter] = total",
-        ("tests/parallel/test_fsdp.py::test_gradients_are_summed_over_ranks_into_the_shards",),
+        ("tests/parallel/test_fsdp.py::test_stages_differ_in_what_they_keep",),
     ),
     Fault(
         "tensor: the bias of a block's end is left out",

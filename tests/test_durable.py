@@ -1,0 +1,38 @@
+"""What is published is on the disk before it has its name."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farspan.durable import publish
+
+
+def test_a_folder_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of its files, and it; and then the folder that has its name."""
+    partial = tmp_path / "partial"
+    (partial / "deep").mkdir(parents=True)
+    for path in (partial / "one", partial / "deep" / "two"):
+        path.write_text("text")
+    done: list[Any] = []
+    sync, rename = os.fsync, os.replace
+
+    def noted_sync(descriptor: int) -> None:
+        done.append(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    def noted_rename(source: Path, target: Path) -> None:
+        done.append("renamed")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(os, "replace", noted_rename)
+    inside = {path.stat().st_ino for path in (partial, *partial.rglob("*"))}
+    publish(partial, tmp_path / "whole")
+    place = done.index("renamed")
+    assert inside <= set(done[:place])
+    assert tmp_path.stat().st_ino in done[place:]
+    assert (tmp_path / "whole" / "deep" / "two").read_text() == "text"
