@@ -1,14 +1,18 @@
 """Chunked attention equals dense attention: forward, every gradient, every shape of visibility."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from farspan.attention.backends import BlockKernel, CpuFlash
 from farspan.attention.cell import AttentionCall, attend, attend_backward, attend_blocks
+from farspan.attention.merge import merge_
 from farspan.attention.tiled import Tiled
 from farspan.plan.blocks import Block
 from farspan.plan.layout import part
@@ -90,6 +94,34 @@ def test_equals_dense_attention_for_any_geometry(data: st.DataObject) -> None:
         value_dim=4,
     )
     compare(case)
+
+
+def test_parts_that_kernels_join_two_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By formulas in place of kernels: of an even and an odd number of parts none is lost."""
+
+    def call_of(*arguments: Any) -> tuple[AttentionCall, slice]:
+        call, span = chunk_call(*arguments)
+        return replace(call, fused=True), span
+
+    def merged(
+        out: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype
+    ) -> Tensor:
+        for one in parts:
+            merge_(out, lse, *one)
+        return out.to(dtype)
+
+    def added(total: Tensor, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        most.append(len(parts))
+        return sum(parts, total).to(dtype)
+
+    most: list[int] = []
+    monkeypatch.setattr("tests.attention.cases.chunk_call", call_of)
+    monkeypatch.setattr("farspan.attention.cell.fused_for", lambda *_: True)
+    monkeypatch.setattr("farspan.attention.cell.merged", merged)
+    monkeypatch.setattr("farspan.attention.cell.added", added)
+    for kv_block in (7, 16, 24):
+        compare(Case(tokens=61, chunk=16, kv_block=kv_block))
+    assert set(most) == {1, 2}
 
 
 def test_documents_equal_each_document_alone() -> None:
