@@ -64,7 +64,7 @@ def outcomes() -> dict[tuple[str, torch.dtype], Outcome]:
     }
 
 
-@pytest.mark.parametrize(("base", "change"), part_of(CASES, *CASES[: len(CHANGES)]))
+@pytest.mark.parametrize(("base", "change"), part_of(CASES, *CASES[: len(CHANGES) : 2]))
 def test_the_same_bits(
     base: str, change: str, outcomes: dict[tuple[str, torch.dtype], Outcome]
 ) -> None:

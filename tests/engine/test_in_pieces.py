@@ -14,6 +14,7 @@ from farspan.plan.exchange_pieces import Piece, cut_heads, exposed
 from farspan.plan.layout import Layout
 from farspan.spec import LayerSpec, Refused, Schedule
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
+from tests.grids import part_of
 from tests.ranks import run_ranks
 from tests.zoo import make_model
 
@@ -32,7 +33,7 @@ def every_number_of_pieces(kv_heads: int) -> None:
         assert_close(run_step(model, step, data), expected)
 
 
-@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("kv_heads", part_of([8, 2], 2))
 def test_any_number_of_pieces_is_exact(kv_heads: int) -> None:
     """Of whole K, V heads, some more than others, and of query heads of one."""
     run_ranks(2, every_number_of_pieces, kv_heads)

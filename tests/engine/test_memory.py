@@ -1,6 +1,7 @@
 """What a step takes is what was said it would take."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from farspan.plan.price.evaluate import INPUT_BYTES
 from farspan.plan.sizes import made_bytes
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.spec import Refused, Schedule, Sparse, Tier
+from tests.grids import crossed, part_of
 from tests.zoo import RECURRENT, make_model
 
 BASE = Schedule(chunk=64, kv_block=64)
@@ -58,7 +60,7 @@ def test_sparse_steps_take_no_more_than_predicted(kv: Tier) -> None:
         assert found <= predicted.new_device + predicted.host_arena <= 1.3 * found
 
 
-@pytest.mark.parametrize("page", [1, 2, 4])
+@pytest.mark.parametrize("page", part_of([1, 2, 4], 4))
 def test_many_small_pages_take_no_more_than_predicted(page: int) -> None:
     """Votes for so many are most of what a step holds."""
     model = make_model("qwen2", torch.float32, max_position_embeddings=4096)
@@ -70,9 +72,13 @@ def test_many_small_pages_take_no_more_than_predicted(page: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, torch.float32) for name in SCHEDULES]
-    # Gradients narrower than their sums: the accumulators of the open group count as well.
-    + [(name, torch.bfloat16) for name in ("g = 2", "alpha")],
+    part_of(
+        [(name, torch.float32) for name in SCHEDULES]
+        # Gradients narrower than their sums: the accumulators of the open group count as well.
+        + [(name, torch.bfloat16) for name in ("g = 2", "alpha")],
+        *[(name, torch.float32) for name in list(SCHEDULES)[::2]],
+        ("alpha", torch.bfloat16),
+    ),
 )
 def test_predicted_is_measured(name: str, dtype: torch.dtype) -> None:
     """To 2%, whatever the length; and what no program sizes does not grow with the length."""
@@ -87,8 +93,14 @@ def test_predicted_is_measured(name: str, dtype: torch.dtype) -> None:
     assert max(rest) == min(rest)
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    ("name", "family"),
+    part_of(
+        product(SCHEDULES, ["lfm2", "qwen3_5_text"]),
+        *[("phi", "lfm2"), ("alpha", "lfm2"), ("kv kept", "qwen3_5_text")],
+        ("streamed", "qwen3_5_text"),
+    ),
+)
 def test_steps_of_recurrent_layers_are_predicted(name: str, family: str) -> None:
     """To 2%; a longer step leaves more states, whose rows are their chunks'."""
     if family not in RECURRENT:
@@ -100,7 +112,7 @@ def test_steps_of_recurrent_layers_are_predicted(name: str, family: str) -> None
         assert measure(step, 2, tokens) == pytest.approx(planned, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "vaultgemma"])
+@pytest.mark.parametrize("name", part_of(["deepseek_v3", "vaultgemma"], "deepseek_v3"))
 def test_attention_that_takes_the_most_is_predicted_beside_gradients(name: str) -> None:
     """The last chunk of a step has no gradients beside it yet, and the first no earlier keys."""
     step = Step(make_model(name, torch.bfloat16, max_position_embeddings=4096), BASE)
@@ -122,8 +134,9 @@ def test_what_is_made_of_a_batch_is_known(batch: int, several: bool) -> None:
         assert ids.nbytes + made_bytes(batch, 50, documents=several) == INPUT_BYTES * batch * 50
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("name", ["g = 1", "g = 2", "g = L", "phi on device"])
+@pytest.mark.parametrize(
+    ("name", "batch"), crossed(["g = 1", "g = 2", "g = L", "phi on device"], [1, 2])
+)
 def test_what_a_longer_step_takes_is_predicted_to_the_byte(name: str, batch: int) -> None:
     """With documents, as a run has them. What no program sizes is the same at every length."""
     model = make_model("qwen2", torch.float32, max_position_embeddings=4096)
