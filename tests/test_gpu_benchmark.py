@@ -308,6 +308,7 @@ def test_a_child_never_has_more_than_is_left() -> None:
     assert limits[0][0] > 3 * session.CEILING_SECONDS
 
 
+@pytest.mark.exhaustive
 def test_where_there_is_no_time_all_is_skipped() -> None:
     record: Row = {"runs": [], "measurements": []}
     clock: Any = Left(-1.0)

@@ -237,6 +237,7 @@ def test_the_longest_context_of_a_run(file: Path) -> None:
     assert set(found["max_context_by_strategy"]) == {"fpdt"}
 
 
+@pytest.mark.exhaustive
 def test_the_longest_context_says_what_it_leaves_open(file: Path) -> None:
     small = ("--device-memory", "1300MiB", "--host-memory", "16MiB", "--max-context")
     words = "the longest contexts leave open what the schedule says of chunk"
@@ -268,6 +269,7 @@ def test_groups_that_the_run_cannot_have_or_no_plan_is_of(
         asked(file).plan()
 
 
+@pytest.mark.exhaustive
 def test_a_schedule_written_otherwise_is_no_other(file: Path) -> None:
     """Beside what the planner chose, whichever way its groups are written, stands nothing."""
     chosen = asked(write(file, schedule={"strategy": "auto"})).plan().plan

@@ -94,6 +94,7 @@ def test_a_calibrated_machine_is_a_machine_file(device: torch.device, tmp_path: 
     assert file.measured_on["pinned_bytes_a_second"] > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_quick_calibration_looks_at_what_models_are_trained_in() -> None:
     file = calibrate(CPU, quick=True)

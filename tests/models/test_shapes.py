@@ -16,6 +16,7 @@ from farspan.models.shapes import describe_config, describe_shapes
 from farspan.models.work import with_work
 from farspan.plan.ask import Request
 from farspan.spec import ModelSpec, Refused
+from tests.grids import crossed
 from tests.zoo import COMMON, FAMILIES, make_model
 
 # Which experts tokens are sent to is up to the weights, and each expert's rows are padded to lines.
@@ -33,8 +34,10 @@ def read(name: str, dtype: torch.dtype) -> ModelSpec:
     return with_work(boundary, describe(boundary))
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ROUTED])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    crossed([name for name in FAMILIES if name not in ROUTED], [torch.float64, torch.bfloat16]),
+)
 def test_it_is_that_of_the_model_with_weights(name: str, dtype: torch.dtype) -> None:
     assert unread(name, dtype) == read(name, dtype)
 

@@ -15,6 +15,7 @@ from farspan.parallel.launch import joined, launched
 from farspan.parallel.leader import by_first
 from farspan.parallel.meetings import busy
 from farspan.spec import Refused
+from tests.grids import exhaustive
 from tests.parallel.launched import Ended, launch
 
 CPU = torch.device("cpu")
@@ -78,10 +79,10 @@ def others(ended: list[Ended], culprit: int) -> list[Ended]:
     ("fault", "culprit", "cause"),
     [
         ("raises", 1, "rank 1: ValueError: no such thing"),
-        ("refused", 1, "rank 1: memory: ran out with\n  (1) this\n  (2) and that"),
-        ("out of memory", 0, "rank 0: OutOfMemoryError: tried to allocate 3 GiB"),
+        exhaustive("refused", 1, "rank 1: memory: ran out with\n  (1) this\n  (2) and that"),
+        exhaustive("out of memory", 0, "rank 0: OutOfMemoryError: tried to allocate 3 GiB"),
         ("killed", 2, "rank 2: died without a word (killed?)"),
-        ("leaves", 1, "rank 1: died without a word (killed?)"),
+        exhaustive("leaves", 1, "rank 1: died without a word (killed?)"),
         ("stopped", 1, "rank 1: died without a word (killed?)"),
     ],
 )
@@ -128,7 +129,9 @@ def test_a_rank_that_waited_too_long_names_what_the_first_does(tmp_path: Path) -
     assert max(first.seconds, other.seconds) < SOON
 
 
-@pytest.mark.parametrize(("late", "within"), [(0, True), (0, False), (1, False)])
+@pytest.mark.parametrize(
+    ("late", "within"), [exhaustive(0, True), (0, False), exhaustive(1, False)]
+)
 def test_all_blame_the_rank_that_is_late(tmp_path: Path, late: int, within: bool) -> None:
     """Itself too, when it comes after all; and not the one whom they were to hear."""
     what = "loading the model" if within else "reading the data"
@@ -148,11 +151,13 @@ def wait_within() -> str:
     return "went on"
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_waits_within_a_step_does_not_say_that_it_was_late(tmp_path: Path) -> None:
     for end in launch(tmp_path, 2, wait_within, seconds=SOON):
         assert end.said == f"RankFailed: rank 0: has waited for another rank {faults._TOO_LONG}"
 
 
+@pytest.mark.exhaustive
 def test_the_rank_that_has_the_store(tmp_path: Path) -> None:
     """Without torchrun, whose agent outlives it."""
     ended = launch(tmp_path, 2, run, "killed", 0, seconds=SOON)

@@ -14,6 +14,7 @@ from farspan.parallel import fsdp
 from farspan.parallel.cuts import dealt, gather_bytes, reduce_bytes
 from farspan.parallel.fsdp import Sharded, Stage, local
 from farspan.spec import Refused
+from tests.grids import exhaustive, part_of
 from tests.parallel.cut import Model, sharded, values
 from tests.ranks import run_ranks
 
@@ -82,7 +83,7 @@ def cut_twice(model: Model, cut: Sharded) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [(2, torch.bfloat16), (4, torch.float64)])
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, torch.bfloat16), exhaustive(4, torch.float64)])
 def test_cut_as_fully_shard_cuts_and_gathered_by_the_same_bits(
     ranks: int, dtype: torch.dtype
 ) -> None:
@@ -182,7 +183,7 @@ def reduce_all() -> None:
     reduce_twice(torch.float64, Stage.ZERO_3)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", part_of([2, 4], 2))
 def test_gradients_are_summed_over_ranks_into_the_shards(ranks: int) -> None:
     run_ranks(ranks, reduce_all)
 

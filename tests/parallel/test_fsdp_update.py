@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from farspan.parallel.fsdp import Stage, local, square_norm
+from tests.grids import part_of
 from tests.numerics import assert_exact
 from tests.parallel.cut import CPU, Model, sharded, values
 from tests.ranks import run_ranks
@@ -90,6 +91,6 @@ def train_all() -> None:
         assert_exact(torch.tensor(measured), torch.tensor(norms))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", part_of([1, 3], 3))
 def test_two_updates_are_those_of_one_process(ranks: int) -> None:
     run_ranks(ranks, train_all)

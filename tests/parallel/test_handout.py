@@ -14,6 +14,7 @@ from farspan.parallel.handout import hand_out
 from farspan.parallel.ranks import Ranks
 from farspan.plan.layout import Layout
 from farspan.spec import Refused, Schedule
+from tests.grids import part_of
 from tests.ranks import run_ranks
 from tests.zoo import COMMON, FAMILIES
 
@@ -190,7 +191,10 @@ def refused(have: list[str]) -> str:
     return str(found.value)
 
 
-@pytest.mark.parametrize("have", [["none", "none"], ["none", "all"], ["some", "none"]])
+HAVE = [["none", "none"], ["none", "all"], ["some", "none"]]
+
+
+@pytest.mark.parametrize("have", part_of(HAVE, HAVE[1]))
 def test_weights_that_nobody_has_are_missed_on_all_ranks(have: list[str]) -> None:
     for words in run_ranks(2, refused, have):
         assert "load the model whole on rank 0" in words

@@ -13,6 +13,7 @@ from farspan.plan.layout import Range
 from farspan.plan.traffic import shards_backward, shards_forward
 from tests.attention.cases import Case
 from tests.attention.held import Spread, fastest
+from tests.grids import part_of
 from tests.parallel.spread import Done, Sizes, Way, attend_everywhere, compare, everyone, spreads
 from tests.ranks import run_ranks
 
@@ -45,7 +46,7 @@ def attend(cases: list[Spread]) -> list[Done]:
     return [attend_everywhere(partial(way, peers), [peers], spread) for spread in cases]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", part_of([2, 3, 4], 3))
 def test_equals_attention_of_one_rank(ranks: int) -> None:
     cases = spreads(ranks)
     done = run_ranks(ranks, attend, cases)

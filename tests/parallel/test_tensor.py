@@ -14,6 +14,7 @@ from farspan.models.wide import InFloat64
 from farspan.parallel.peers import Peers
 from farspan.parallel.tensor import TensorParallel
 from farspan.parallel.tensor_plan import layer_sent, plan_tensor
+from tests.grids import part_of
 from tests.numerics import EXACT, relative_error
 from tests.parallel.tensor_cases import call_of, make_boundary, run
 from tests.ranks import run_ranks
@@ -191,12 +192,13 @@ OTHER_HALF = ["granite", "starcoder2", "cohere", "cohere2", "glm4"]
 FOUR = ["llama", "qwen3", "phi3", "olmo2"]
 
 
-@pytest.mark.parametrize("families", [ONE_HALF, OTHER_HALF], ids=" ".join)
+@pytest.mark.parametrize("families", part_of([ONE_HALF, OTHER_HALF], ONE_HALF), ids=" ".join)
 def test_two_ranks(families: list[str]) -> None:
     """Uneven shares, and one that is empty."""
     assert_exact(run_ranks(2, check_families, families, [[4, 5], [3, 0]]))
 
 
+@pytest.mark.exhaustive
 def test_four_ranks() -> None:
     assert_exact(run_ranks(4, check_families, FOUR, [[3, 2, 3, 3], [0, 1, 0, 2]]))
 

@@ -264,6 +264,7 @@ def cut_off(folder: Path, number: int) -> None:
     dist.barrier()
 
 
+@pytest.mark.exhaustive
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     run = a_run(tmp_path, "run", parallel=Parallel(ulysses=2))
     run_ranks(2, fit_all, [run])

@@ -203,6 +203,7 @@ def test_a_run_says_that_experts_stay_frozen(tmp_path: Path) -> None:
     assert "adapters: none on the experts, whose weights are stacked" in said.notes[0]
 
 
+@pytest.mark.exhaustive
 def test_the_planner_plans_for_adapters(tmp_path: Path) -> None:
     run = a_run(tmp_path, "run", schedule=ScheduleConfig(strategy="auto"), steps=3)
     train(run, reporter=Quiet())

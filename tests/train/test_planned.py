@@ -21,6 +21,7 @@ from farspan.train.loop import train
 from farspan.train.parts import Parts
 from farspan.train.shortage import OutOfMemory
 from farspan.transfer.arena import Arena
+from tests.grids import part_of
 from tests.numerics import assert_exact
 from tests.train.planner import one_memory, planned_parts
 from tests.train.test_interrupt import same_weights
@@ -172,7 +173,7 @@ def test_a_run_goes_on_with_what_fits(tmp_path: Path, monkeypatch: pytest.Monkey
     assert_exact(ours, theirs)
 
 
-@pytest.mark.parametrize("cell", [1, 4, 11])
+@pytest.mark.parametrize("cell", part_of([1, 4, 11], 4))
 def test_a_step_that_failed_half_way_leaves_nothing_behind(tmp_path: Path, cell: int) -> None:
     """Loss and gradients are bit by bit those of the second schedule alone, on the same tokens."""
     run = tiny_run(
@@ -304,7 +305,7 @@ def test_a_planned_model_of_bfloat16_learns(tmp_path: Path) -> None:
     assert read(run, "plan.json")["schedule"]["tiers"]["x"] == Tier.HOST
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", part_of([1, 2], 2))
 def test_the_planner_itself_plans_a_run(tmp_path: Path, accumulate: int) -> None:
     """Its own search, on a machine whose rates are made up: the memory is what it said."""
     run = tiny_run(tmp_path, schedule=AUTO, steps=3, accumulate=accumulate)

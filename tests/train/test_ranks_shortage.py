@@ -213,6 +213,7 @@ def refused(runs: list[RunConfig]) -> list[str]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_where_nothing_lighter_is_left_all_say_the_same(tmp_path: Path) -> None:
     runs = [
         a_run(tmp_path, name, parallel=Parallel(shards=2), schedule=ScheduleConfig(name))

@@ -181,6 +181,7 @@ def test_tries_are_bounded_and_the_last_step_is_saved(tmp_path: Path) -> None:
     same_weights(tmp_path / "whole", tmp_path / "run")
 
 
+@pytest.mark.exhaustive
 def test_a_later_step_may_run_out_again(tmp_path: Path) -> None:
     """The bound is for one step: every engine lasts for about one."""
     run = tiny_run(tmp_path, evaluation=replace(tiny_run(tmp_path).evaluation, every=0))

@@ -152,6 +152,7 @@ class TestRun:
         assert "sparse" not in result.message + "\n".join(quiet.notes)
         assert not result.sparse
 
+    @pytest.mark.exhaustive
     def test_twice_the_same_bits(self, tmp_path: Path) -> None:
         first = sparse_run(tmp_path)
         second = replace(first, folder=str(tmp_path / "second"))
@@ -236,6 +237,7 @@ class TestRun:
         runs = groups == 2
         assert kept == [True, *([False] * 3 if sparse is None else [True, runs, False])]
 
+    @pytest.mark.exhaustive
     def test_a_smaller_chunk_after_a_shortage_is_told_to_see_otherwise(
         self, tmp_path: Path
     ) -> None:
