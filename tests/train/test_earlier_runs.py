@@ -1,0 +1,126 @@
+"""Run folders and a run file that an earlier version wrote are read, and the runs go on to the same
+bits. `write_set` wrote the set, all but run.yaml."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from farspan.data.config import DataConfig, SourceKind
+from farspan.train.checkpoint import checkpoints
+from farspan.train.config import (
+    CheckpointConfig,
+    Decay,
+    DType,
+    EvaluationConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    load_run,
+)
+from farspan.train.layout import Parallel
+from farspan.train.loop import train
+from farspan.train.strict import to_mapping
+from tests.numerics import assert_exact
+from tests.ranks import run_ranks
+from tests.train.tiny import MODEL, Quiet, Stopped, TinyStep, fit, write_documents
+
+FIXTURES = Path(__file__).parent / "fixtures"
+STOPPED, STEPS = 2, 4
+SMALL = MODEL | {"hidden_size": 4, "intermediate_size": 8}
+
+
+def a_run(folder: str) -> RunConfig:
+    """Paths are relative: the text's belongs to what a checkpoint must find again."""
+    return RunConfig(
+        model=ModelConfig(config=SMALL, dtype=DType.FLOAT64),
+        data=DataConfig(source=SourceKind.TEXT, path="text", held_out=0.2, cache="cache"),
+        folder=folder,
+        steps=STEPS,
+        context=48,
+        batch=2,
+        schedule=ScheduleConfig(strategy="grouped", chunk=16, groups=1),
+        optimizer=OptimizerConfig(lr=1e-2, warmup=1, decay=Decay.CONSTANT),
+        evaluation=EvaluationConfig(every=2, sequences=2),
+        checkpoints=CheckpointConfig(every=2, keep=1),
+    )
+
+
+def train_quietly(run: RunConfig) -> None:
+    assert train(run, reporter=Quiet()).step == run.steps
+
+
+def on_two_ranks(folder: str) -> RunConfig:
+    return replace(a_run(folder), batch=1, parallel=Parallel(data=2))
+
+
+def write_set(root: Path) -> None:
+    """In a folder with a `text`: half of the run, by one process and by two ranks, and the weights
+    that all of it comes to."""
+    train_quietly(replace(a_run("alone"), steps=STOPPED))
+    run_ranks(2, train_quietly, replace(on_two_ranks("ranks"), steps=STOPPED))
+    train_quietly(a_run("whole"))
+    weights = load_file(Path("whole/model/model.safetensors"))
+    for name in ("alone", "ranks"):
+        shutil.rmtree(root / name, ignore_errors=True)
+        shutil.copytree(name, root / name)
+        (root / name / ".lock").unlink(missing_ok=True)
+        shutil.rmtree(root / name / "model")
+    save_file(weights, root / "weights.safetensors")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(FIXTURES, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    write_documents(Path("text"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["alone", "ranks"])
+def test_an_earlier_run_goes_on(folder: Path, name: str) -> None:
+    """A processor with other instructions rounds otherwise, hence the limit; on one that made the
+    set the bits are the same."""
+    quiet = Quiet()
+    assert train(a_run(name), reporter=quiet).step == STEPS
+    assert f"resuming after step {STOPPED} of {STEPS}" in quiet.notes
+    expected = load_file(folder / "weights.safetensors")
+    found = load_file(folder / name / "model" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for key, tensor in found.items():
+        assert_exact(tensor, expected[key])
+
+
+def test_ranks_go_on_with_an_earlier_run(folder: Path) -> None:
+    for name in ("alone", "ranks"):
+        run_ranks(2, train_quietly, on_two_ranks(name))
+        expected = load_file(folder / "weights.safetensors")
+        for key, tensor in load_file(folder / name / "model" / "model.safetensors").items():
+            assert_exact(tensor, expected[key])
+
+
+def test_what_was_saved_is_there_after_resuming(folder: Path) -> None:
+    """Whatever the processor: the sums of the files are those of the set."""
+    (path,) = checkpoints(folder / "alone" / "checkpoints")
+    saved = load_file(path / "model.safetensors")
+    found: dict[str, torch.Tensor] = {}
+
+    def look(step: TinyStep, _: int) -> None:
+        found.update({name: p.detach().clone() for name, p in step.model.named_parameters()})
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        fit(a_run("alone"), look)
+    assert found.keys() == saved.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, saved[name]), name
+
+
+def test_an_earlier_run_file_says_the_same(folder: Path) -> None:
+    written = json.loads((folder / "run.json").read_text())
+    assert to_mapping(load_run(folder / "run.yaml")) == written
