@@ -34,11 +34,12 @@ from farspan.plan.layout import Layout
 from farspan.plan.model.architecture import Architecture
 from farspan.plan.model.catalog import find_architecture
 from farspan.plan.price.evaluate import evaluate
-from farspan.plan.price.local import local_model, stage_schedule
 from farspan.plan.price.machines import machine
+from farspan.plan.price.ranks import most_layers, stage_schedule
 from farspan.plan.question import Budget, Plan, Question
 from farspan.plan.search.best_first import search, something_fits
 from farspan.plan.search.plans import best_plan, named_schedule
+from farspan.plan.search.space import whole_space
 from farspan.spec import ModelSpec, RunSpec
 
 MACHINE = "h100"
@@ -152,10 +153,12 @@ def ask(name: str, tokens: int, layout: Layout) -> Question:
 def coarse_space(question: Question, parts: tuple[float, ...] = (0.0, 0.5, 1.0)) -> Coarse:
     """Of at most 64 chunks. A pipeline stage is one group: with more of them stages would wait for
     each other."""
-    layers, tokens = len(local_model(question).layers), question.run.tokens
-    counts = (1,) if question.layout.pipeline > 1 else (1, 2, 4, 8, 16, layers)
+    layers, tokens = len(question.model.layers), question.run.tokens
+    cuts, staged = even_cuts(layers, (1, 2, 4, 8, 16, layers)), question.layout.pipeline > 1
+    if staged:
+        cuts = whole_space(question).cuts
     chunks = tuple(tokens // count for count in (64, 16, 4, 1))
-    return Coarse(chunks, even_cuts(layers, counts), parts, parts)
+    return Coarse(chunks, cuts, parts, parts, staged=staged)
 
 
 def plans(system: System, question: Question) -> Iterator[Plan]:
@@ -285,7 +288,7 @@ def cell(plan: Plan | None) -> dict[str, Any] | None:
     if plan is None:
         return None
     seconds, schedule = plan.seconds, stage_schedule(plan.question, plan.schedule)
-    sizes = schedule.group_sizes(len(local_model(plan.question).layers))
+    sizes = schedule.group_sizes(most_layers(plan.question))
     return {
         "tokens": plan.question.run.tokens,
         "layout": asdict(plan.question.layout),

@@ -14,7 +14,7 @@ class Coarse(Space):
 
     def schedules(self) -> Iterator[Schedule]:
         for chunk, cut, kv in product(self.chunks, self.cuts, Tier):
-            for kept in (False, True)[: len(cut)]:
+            for kept in (False, True)[: 1 if self.staged else len(cut)]:
                 for checkpoint in (True, False)[: max(cut)]:
                     yield Schedule(chunk, cut, kv=kv, kv_kept=kept, layer_checkpoint=checkpoint)
 

@@ -6,8 +6,8 @@ from functools import lru_cache
 from farspan.plan.build import build_program
 from farspan.plan.layout import Layout
 from farspan.plan.price.collectives import Collectives
-from farspan.plan.price.local import local_chunks, local_model, local_run, local_schedule
 from farspan.plan.price.machines import machine
+from farspan.plan.price.ranks import kinds_of
 from farspan.plan.price.seconds import Prices
 from farspan.plan.program import AttentionMode, Backward, Forward, Head, Program
 from farspan.plan.question import Optimizer, Question
@@ -76,14 +76,9 @@ def ask(model: ModelSpec, tokens: int, machine: MachineSpec, layout: Layout = AL
 
 
 def program_of(question: Question, schedule: Schedule) -> Program:
-    """The program of one device."""
-    part = replace(question, model=local_model(question))
-    return build_program(
-        part.model,
-        local_run(question, schedule),
-        local_schedule(schedule, part.layout),
-        chunks=local_chunks(question, schedule),
-    )
+    """The program of the rank that has the head."""
+    rank = kinds_of(question, schedule)[-1].rank
+    return build_program(question.model, question.run, schedule, rank)
 
 
 def first_cells(program: Program, chunk: int) -> tuple[Forward, Backward]:

@@ -55,7 +55,7 @@ def traced(
     name: str, rank: int = 0, optimizer: str = "none", recording: Recording = AS_PLANNED
 ) -> Trace:
     """Two steps: from the second on nothing is new."""
-    program = sized(name, rank, optimizer).program
+    program = sized(name, rank, optimizer).programs[0]
     model = meta_model(LLAMA, torch.bfloat16, rank)
     return trace_cells(model, [program] * 2, optimizer=optimizer == "adamw", recording=recording)
 
@@ -97,14 +97,14 @@ def test_nothing_of_a_step_outlives_it_but_the_arena(name: str) -> None:
         if isinstance(event, Free):
             del alive[event.tensor]
     model = meta_model(LLAMA, torch.bfloat16)
-    arena = sized(name).program.arena_bytes[Tier.DEVICE]
+    arena = sized(name).programs[0].arena_bytes[Tier.DEVICE]
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert sum(alive.values()) == arena + weights + buffers()
 
 
 def test_marks_follow_the_program() -> None:
     names = [event.name for event in traced("oomb").events if isinstance(event, Mark)]
-    chunks = len(sized("oomb").program.chunks)
+    chunks = len(sized("oomb").programs[0].chunks)
     assert names[:2] == ["step 0", "layer 0 forward"]
     assert names[-2:] == ["embedding backward", "optimizer"]
     for layer in range(LAYERS):

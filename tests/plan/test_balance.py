@@ -17,17 +17,16 @@ from farspan.plan.costs import work_of
 from farspan.plan.grid import are_equal, chunk_ranges
 from farspan.plan.layout import Layout, Range, Rank
 from farspan.plan.model.catalog import find_architecture
-from farspan.plan.price.evaluate import evaluate, size
-from farspan.plan.price.local import local_chunks, local_model, local_run, local_schedule
+from farspan.plan.price.evaluate import evaluate, size, slowest
 from farspan.plan.price.machines import machine
 from farspan.plan.price.seconds import Prices
 from farspan.plan.price.timeline import run_time
 from farspan.plan.program import Forward, Kind
 from farspan.plan.question import Question
-from farspan.plan.search.bound import frames_of, tiers_of
+from farspan.plan.search.bound import all_frames, tiers_of
 from farspan.plan.search.frontier import Cells
-from farspan.plan.search.lanes import seconds
-from farspan.plan.search.peaks import peaks
+from farspan.plan.search.room import slowest as slowest_bound
+from farspan.plan.search.room import taken
 from farspan.plan.sizes import cell_place
 from farspan.plan.waits import waits
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier
@@ -238,12 +237,13 @@ def test_a_plan_waits_as_the_stages_do() -> None:
     model = model_spec(find_architecture("Qwen2.5-7B"))
     question = Question(model, RunSpec(1, 2**18), machine("h200"), Layout(pipeline=4))
     schedule = Schedule(chunk=2**14, groups=28)
-    chunks = local_chunks(question, schedule)
+    sized = size(question, schedule)
+    plan = evaluate(question, "grouped", schedule, sized)
+    program, _ = slowest(question, sized)
+    chunks = program.chunks
     assert chunks == balanced_ranges(costs_of(model), 2**18, 2**14)
-    plan = evaluate(question, "grouped", schedule)
     # Of one stage, which waits for nobody.
-    own = replace(question, model=local_model(question), layout=Layout())
-    prices = Prices(own, build_program(own.model, own.run, schedule, chunks=chunks))
+    prices = Prices(question, program, together=question.overlap)
     alone = run_time(prices, overlap=question.overlap).total
     waits = (plan.seconds.total - alone) / alone
     assert 3 / len(chunks) < waits < 3 * 1.3 / len(chunks)
@@ -267,26 +267,13 @@ def test_a_plan_waits_as_the_stages_do() -> None:
 )
 def test_the_search_bounds_stages(schedule: Schedule, tokens: int, layout: Layout) -> None:
     question = asked(layout, tokens)
-    frames, tiers = frames_of(question, schedule), tiers_of(schedule)
-    assert frames.ruler.chunks == local_chunks(question, schedule)
-    sized, held = size(question, schedule), peaks(frames)
-    assert sized.program.chunks == frames.ruler.chunks
-    beyond = max(Cells().beyond(frames, 0, int(frames.kept.alike[0])), Cells().least(frames)[0, 0])
-    assert held.device[0, 0, tiers] + beyond <= sized.device.total
+    family, tiers = all_frames(question, schedule), tiers_of(schedule)
+    sized, (held, devices) = size(question, schedule), taken(family)
+    for frames, program, device in zip(family, sized.programs, devices, strict=True):
+        assert program.chunks == frames.ruler.chunks
+        alike = int(frames.kept.alike[0])
+        beyond = max(Cells().beyond(frames, 0, alike), Cells().least(frames)[0, 0])
+        assert device[0, 0, tiers] + beyond <= sized.device.total
     assert held.host[0, 0, tiers] <= sized.host.total
     total = evaluate(question, "grouped", schedule, sized).seconds.total
-    assert seconds(frames)[0, 0, tiers] <= total * (1 + CLOSE)
-
-
-@given(st.integers(1, 300), st.integers(1, 90), st.integers(1, 3))
-def test_a_device_cuts_its_tokens_as_all_together_do(tokens: int, chunk: int, shards: int) -> None:
-    question = asked(Layout(shards=shards, pipeline=2), tokens)
-    schedule = Schedule(chunk=chunk)
-    own = local_chunks(question, schedule)
-    lengths = [stop - start for start, stop in own]
-    assert [start for start, _ in own] == [0, *(stop for _, stop in own[:-1])]
-    assert own[-1][1] == local_run(question, schedule).tokens
-    assert min(lengths) > 0
-    assert max(lengths) == lengths[0] <= local_schedule(schedule, question.layout).chunk
-    if shards == 1:
-        assert own == chunks_of(question.model, tokens, schedule, question.layout)
+    assert slowest_bound(family)[0, 0, tiers] <= total * (1 + CLOSE)

@@ -40,11 +40,11 @@ def earlier_rows(program: Program, layer: LayerSpec, chunk: int) -> int:
         return start - program.chunks[chunk - 1][0] if chunk else 0
     sparse = sparse_of(program.schedule, layer)
     if sparse is None:
-        before = start if layer.window is None else min(start, layer.window - 1)
-        if program.share.keys.ranges == program.chunks:
-            return before
-        first = start - before
-        return sum(_within(held, (first, start)) for held in program.share.keys.ranges)
+        if layer.window is None:
+            return program.share.keys.rows[chunk][0]
+        first = max(0, start - layer.window + 1)
+        held = program.share.keys.ranges[:chunk]
+        return sum(_within(span, (first, start)) for span in held if span[1] > first)
     return sparse.near(start) + chosen_pages(sparse, start, stop) * sparse.page
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from farspan.plan.layout import sequence_layout
-from farspan.plan.price.local import local_model, stage_schedule
+from farspan.plan.price.ranks import most_layers, stage_schedule
 from farspan.plan.question import Budget, Optimizer, Plan, Question
 from farspan.plan.units import write_bytes, write_most
 from farspan.plan.words import part_words
@@ -131,7 +131,7 @@ def _fuller(plan: Plan) -> tuple[Tier, Budget]:
 
 def _choices(plan: Plan) -> str:
     schedule = stage_schedule(plan.question, plan.schedule)
-    sizes = schedule.group_sizes(len(local_model(plan.question).layers))
+    sizes = schedule.group_sizes(most_layers(plan.question))
     cut = "layer by layer" if max(sizes) == 1 else f"groups of up to {max(sizes)} layers"
     if len(sizes) == 1:
         stages = plan.question.layout.pipeline

@@ -21,8 +21,7 @@ class TiledCells:
 
     def sizes(self, i: Forward | Backward) -> tuple[int, ...]:
         """Tokens of each tile of a cell; of one that runs whole, its chunk's."""
-        start, stop = self.program.chunks[i.chunk]
-        tokens = stop - start
+        tokens = self._tokens(i)
         if not self.has_tiles(i):
             return (tokens,)
         assert self.tile is not None
@@ -31,9 +30,12 @@ class TiledCells:
 
     def has_tiles(self, i: Forward | Backward) -> bool:
         """Its chunk is longer than a tile, and its graph is not kept."""
-        start, stop = self.program.chunks[i.chunk]
         kept = i.kept if isinstance(i, Forward) else i.activations is not None
-        return self.tile is not None and not kept and stop - start > self.tile
+        return self.tile is not None and not kept and self._tokens(i) > self.tile
+
+    def _tokens(self, i: Forward | Backward) -> int:
+        start, stop = self.program.share.tokens.rows[i.chunk]
+        return stop - start
 
     def skips(self, i: Forward) -> bool:
         """The feed-forward is left out: only the backward, which recomputes it, needs it."""

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from farspan.plan.balance import chunks_of
-from farspan.plan.price.local import local_model, stage_schedule
+from farspan.plan.price.ranks import most_layers, stage_schedule
 from farspan.plan.question import Budget, Fit, Optimizer, Plan, Question
 from farspan.plan.units import write_bytes, write_most, write_seconds, write_tokens
 from farspan.plan.words import part_words
@@ -190,7 +190,7 @@ def seconds_table(plan: Plan) -> RenderableType:
 
 def schedule_view(plan: Plan) -> RenderableType:
     """The schedule in words and, where it fits, why it was chosen."""
-    question, layers = plan.question, len(local_model(plan.question).layers)
+    question, layers = plan.question, most_layers(plan.question)
     of_all = question.model, question.run.tokens, plan.schedule, question.layout
     title = Text("schedule: ")
     title.append(plan.strategy, "bold")
@@ -210,7 +210,7 @@ def alternatives_table(plan: Plan) -> Table:
     table = lines_table("the choice and its runners-up", *columns, "O kept", "rest kept")
     for other in (plan, *plan.alternatives):
         schedule = stage_schedule(other.question, other.schedule)
-        groups = schedule.group_sizes(len(local_model(other.question).layers))
+        groups = schedule.group_sizes(most_layers(other.question))
         table.add_row(
             other.strategy,
             FITS[other.fit],

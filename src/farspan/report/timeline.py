@@ -9,11 +9,9 @@ while another works. What pipeline stages wait for each other is in no row.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
-from farspan.plan.price.evaluate import walk
-from farspan.plan.price.local import local_model
+from farspan.plan.price.evaluate import size, slowest
 from farspan.plan.price.seconds import Prices
 from farspan.plan.price.timeline import Span, spans
 from farspan.plan.program import (
@@ -68,12 +66,11 @@ def timeline_json(plan: Plan) -> dict[str, Any]:
 
 
 def step_spans(plan: Plan) -> tuple[Program, tuple[Span, ...]]:
-    """A device's program and when each of its instructions keeps which lane busy, the update last;
-    seconds from the step's begin."""
+    """The slowest rank's program and when each of its instructions keeps which lane busy, the
+    update last; seconds from the step's begin."""
     question = plan.question
-    program = walk(question, plan.schedule).program
-    part = replace(question, model=local_model(question))
-    prices = Prices(part, program, together=question.overlap)
+    program, _ = slowest(question, size(question, plan.schedule))
+    prices = Prices(question, program, together=question.overlap)
     found = spans(prices) if question.overlap else tuple(_in_line(prices))
     end = max((span.end for span in found), default=0.0)
     update = plan.seconds.optimizer
@@ -104,9 +101,10 @@ def _closing(prices: Prices, instruction: Instruction) -> float:
     drawn where the group closes."""
     if not isinstance(instruction, Close):
         return 0.0
-    groups = prices.program.groups
-    gathers = sum(prices.gather(layer) for layer in range(*groups[instruction.group]))
-    passes = 1 if instruction.group == len(groups) - 1 else 2
+    program = prices.program
+    layers = range(*program.groups[instruction.group])
+    gathers = sum(prices.gather(layer) for layer in layers)
+    passes = 1 if instruction.group == program.own_groups()[-1] else 2
     return passes * gathers + prices.reduce(instruction.group)
 
 

@@ -4,11 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from farspan.plan.build import build_program
 from farspan.plan.layout import Layout
 from farspan.plan.price.collectives import Collectives, exchange_bytes, fsdp_ranks
-from farspan.plan.price.evaluate import evaluate
-from farspan.plan.price.local import local_chunks
+from farspan.plan.price.evaluate import evaluate, size, slowest
 from farspan.plan.price.seconds import Prices
 from farspan.plan.price.timeline import run_time
 from farspan.plan.program import AttentionMode
@@ -202,13 +200,12 @@ def test_messages_are_part_of_a_plan_and_of_the_sequence_they_belong_to() -> Non
 
 def test_stages_wait_for_each_other() -> None:
     """One group a stage, no collectives but the boundary's: sum + (stages - 1) longest."""
-    alone = replace(MODEL, layers=MODEL.layers[:2])
     question = ask(Layout(pipeline=2, fsdp=False))
     schedule = Schedule(chunk=512, groups=4, kv=Tier.DEVICE, x=Tier.DEVICE)
     staged = evaluate(question, "grouped", schedule)
-    chunks = local_chunks(question, schedule)
-    program = build_program(alone, question.run, schedule, chunks=chunks)
-    one = run_time(Prices(replace(question, model=alone, layout=Layout()), program), overlap=True)
+    program, _ = slowest(question, size(question, schedule))
+    chunks = program.chunks
+    one = run_time(Prices(question, program), overlap=True)
     sent = 2 * 8 * 512 * MODEL.hidden * BF16 / PEER
     assert staged.seconds.collective == pytest.approx(sent, rel=EXACT)
     waited = staged.seconds.total - sent - one.total

@@ -50,7 +50,9 @@ def test_a_plan_grows_by_what_was_measured(
     before, after, _ = pair(name, layout)
     schedule = before.schedule
     queries = min(TOKENS, schedule.chunk) // parts[0]
-    keys = min(TOKENS, schedule.kv_block) // parts[1]
+    # A block is of the keys that a rank holds: of all of them for half of the heads, or of half.
+    own = min(TOKENS // parts[1], schedule.kv_block // layout.ulysses)
+    keys = own if layout.devices() > 1 else min(TOKENS, schedule.kv_block)
     grown = RATE * (queries + keys) * 14 * 64  # heads of Qwen2.5-0.5B
     assert after.device.parts["cells"] - before.device.parts.get("cells", 0) == grown
     assert after.device.total - before.device.total == grown

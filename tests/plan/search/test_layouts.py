@@ -8,12 +8,20 @@ from farspan.plan.build import build_program
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.layout import Layout, Rank, refuse_together
 from farspan.plan.model.catalog import find_architecture
-from farspan.plan.price.evaluate import arena_parts, evaluate, walk
+from farspan.plan.price.evaluate import PAGE, evaluate, size
 from farspan.plan.price.machines import machine
 from farspan.plan.question import Plan, Question
-from farspan.plan.search.plans import best_plan, named_schedule
+from farspan.plan.search import quick
+from farspan.plan.search.bound import all_frames, tiers_of
+from farspan.plan.search.frontier import Cells
+from farspan.plan.search.plans import best_plan
+from farspan.plan.search.room import slowest, taken
 from farspan.spec import Refused, RunSpec, Schedule, Tier
 from tests.grids import part_of
+from tests.plan.price.test_ranks import LAYOUTS as PRICED
+from tests.plan.price.test_ranks import SCHEDULES, runs
+from tests.plan.price.test_ranks import asked as odd_question
+from tests.plan.search.test_bound import CLOSE
 
 TOKENS = 64 * 1024
 LAYOUTS = [
@@ -59,30 +67,40 @@ def test_plans_run_on_their_layouts(layout: Layout) -> None:
     assert (again.device, again.host) == (best.device, best.host)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(pipeline=3),
-        Layout(pipeline=2),
-        Layout(ulysses=2),
-        Layout(shards=2),
-        Layout(ulysses=2, shards=2, data=2),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("name", ["grouped", "fpdt", "memo", "swap"])
-def test_a_plan_takes_what_the_fullest_rank_takes(layout: Layout, name: str) -> None:
-    """Of every kind of buffer to the byte, but for slots and what the addresses leave unused."""
-    asked = question(layout)
-    schedule = replace(named_schedule(asked, name), activations_kept=0.5)
-    plan = evaluate(asked, name, schedule)
-    assert layout.pipeline == 1 or len(walk(asked, plan.schedule).program.groups) == 1
-    last = layout.devices() - 1
-    program = build_program(asked.model, asked.run, plan.schedule, Rank(layout, last))
-    for tier, budget in ((Tier.DEVICE, plan.device), (Tier.HOST, plan.host)):
-        for part, size in arena_parts(program, tier).items():
-            if part not in ("placement", "slots"):
-                assert budget.parts.get(part, 0) == size, (tier, part)
+@pytest.mark.parametrize("layout", PRICED, ids=str)
+def test_bounds_of_several_ranks_hold(layout: Layout) -> None:
+    """Of time, of device memory with what cells hold at least, and of a machine's main memory,
+    which falls short of it by padding alone."""
+    asked = odd_question(layout, devices=2)
+    for schedule in (s for s in SCHEDULES if s.sparse is None and runs(asked, s)):
+        sized, family = size(asked, schedule), all_frames(asked, schedule)
+        (found, devices), tiers, cells = taken(family), tiers_of(schedule), Cells()
+        held = [
+            max(cells.beyond(frames, 0, int(frames.kept.alike[0])), cells.least(frames)[0, 0])
+            for frames in family
+        ]
+        each = [found[0, 0, tiers] + beyond for found, beyond in zip(devices, held, strict=True)]
+        assert max(each) <= sized.device.total, schedule
+        assert sized.host.total * 0.9 - PAGE <= found.host[0, 0, tiers] <= sized.host.total
+        total = evaluate(asked, "grouped", schedule, sized).seconds.total
+        assert slowest(family)[0, 0, tiers] <= total * (1 + CLOSE), schedule
+        device, host = quick.left(asked, schedule)
+        assert device >= sized.device.left, schedule
+        assert host >= sized.host.left, schedule
+
+
+def test_a_pipeline_is_bounded_by_its_fullest_and_slowest_stage() -> None:
+    """A 7B model at 1M on four stages: main memory to a millionth, which is cells' padding, and the
+    device to a thousandth."""
+    model = model_spec(find_architecture("Qwen2.5-7B"))
+    whole = Question(model, RunSpec(1, 2**20), machine("h200"), Layout(pipeline=4))
+    schedule = Schedule(chunk=2**14, kv=Tier.HOST, attention_kept=0.5, activations_kept=0.1)
+    for devices in (1, 2):
+        asked = replace(whole, machine=replace(whole.machine, devices=devices))
+        sized, tiers = size(asked, schedule), tiers_of(schedule)
+        (found, _), left = taken(all_frames(asked, schedule)), quick.left(asked, schedule)
+        assert 1 - 1e-6 <= found.host[0, 0, tiers] / sized.host.total <= 1
+        assert sized.device.left <= left[0] <= sized.device.left + 0.001 * sized.device.total
 
 
 def test_what_a_layout_cannot_run_is_refused_by_name() -> None:

@@ -1,20 +1,24 @@
 """One schedule on one machine: build its program, walk it, and say what it takes."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from farspan.plan.build import build_program
-from farspan.plan.cell.transient import transient_bytes
-from farspan.plan.price.collectives import Collectives, exchange_bytes
-from farspan.plan.price.local import (
-    local_chunks,
-    local_model,
-    local_run,
-    local_schedule,
-    stage_schedule,
+from farspan.plan.layout import Range
+from farspan.plan.price.collectives import exchange_bytes
+from farspan.plan.price.ranks import (
+    RankKind,
+    RankWalk,
+    kinds_of,
+    on_machines,
+    own_schedule,
+    part_of,
+    stage_model,
     whole_schedule,
 )
 from farspan.plan.price.seconds import Prices, rates_of
-from farspan.plan.price.states import States, gradient_bytes, sharing_of, states, update_seconds
+from farspan.plan.price.states import states, update_seconds
 from farspan.plan.price.timeline import Timeline, run_time
 from farspan.plan.price.workspace import workspace_bytes
 from farspan.plan.program import Allocate, Clear, Close, Free, Gather, Kind, Program, Release
@@ -31,35 +35,40 @@ DENSE = Schedule()
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """A device's program and the bytes that it decides."""
+    """A kind of rank, its program, and the bytes that its cells hold for a moment."""
 
+    kind: RankKind
     program: Program
     transient: int
 
 
-def walk(question: Question, schedule: Schedule) -> Walked:
-    """The program that one device would run. Raises Refused when the groups do not fit."""
-    part = replace(question, model=local_model(question))
-    schedule = stage_schedule(question, schedule)
-    run, own = local_run(question, schedule), local_schedule(schedule, part.layout)
-    program = build_program(part.model, run, own, chunks=local_chunks(question, schedule))
-    held = transient_bytes(
-        program,
-        part.architecture,
-        gradient_bytes=gradient_bytes(part),
-        sharing=sharing_of(part),
-        accumulates=part.accumulates,
+def programs(question: Question, schedule: Schedule) -> list[tuple[RankKind, Program]]:
+    """What each kind of rank runs. Raises Refused when the groups do not fit."""
+    model, run = question.model, question.run
+    kinds = kinds_of(question, schedule)
+    return [(kind, build_program(model, run, schedule, kind.rank)) for kind in kinds]
+
+
+def walk(question: Question, schedule: Schedule) -> tuple[Walked, ...]:
+    """The same, with what their cells hold."""
+    return tuple(
+        Walked(kind, program, RankWalk(question, program).run().transient)
+        for kind, program in programs(question, schedule)
     )
-    return Walked(program, held)
 
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """A program and what it takes of each tier."""
+    """What the kinds of rank run, and what they take: the fullest device, and of main memory what
+    a rank has a share in where the ranks of one machine take the most together."""
 
-    program: Program
+    walked: tuple[Walked, ...]
     device: Budget
     host: Budget
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        return tuple(one.program for one in self.walked)
 
     @property
     def fits(self) -> bool:
@@ -67,24 +76,27 @@ class Sized:
 
 
 def size(question: Question, schedule: Schedule) -> Sized:
-    """The program of a schedule with its bytes, its time not asked for."""
-    part = replace(question, model=local_model(question))
+    """The programs of a schedule with their bytes, their time not asked for."""
     walked = walk(question, schedule)
-    device, host = budgets(part, walked, states(part, walked.program.groups))
-    return Sized(walked.program, device, host)
+    parts = [_parts(question, one) for one in walked]
+    devices, hosts = [device for device, _ in parts], [host for _, host in parts]
+    kinds = [one.kind for one in walked]
+    host, device = _together(question, kinds, hosts), max(devices, key=_total)
+    if question.machine.unified:
+        device = _together(question, kinds, devices)
+    return Sized(walked, *_limited(question, device, host))
 
 
 def evaluate(
     question: Question, strategy: str, schedule: Schedule, sized: Sized | None = None
 ) -> Plan:
-    """The plan of a schedule: bytes on each tier, seconds, what bounds them.
+    """The plan of a schedule: bytes on each tier, seconds of the slowest rank, what bounds them.
 
     What does not fit cannot run, and its lanes are not simulated: with copies beside the
     computation its time is the busiest lane's. (Eight strategies of Llama-3-70B at 16M tokens have
     a million instructions.)"""
     sized = sized or size(question, schedule)
-    part = replace(question, model=local_model(question))
-    seconds = step_seconds(part, sized.program, simulated=sized.fits)
+    seconds = slowest(question, sized)[1]
     return Plan(
         strategy=strategy,
         schedule=whole_schedule(question, schedule),
@@ -97,9 +109,20 @@ def evaluate(
     )
 
 
-def budgets(question: Question, walked: Walked, held: States) -> tuple[Budget, Budget]:
-    """What lives on the device and on its share of the host when each is fullest."""
-    program, machine = walked.program, question.machine
+def slowest(question: Question, sized: Sized) -> tuple[Program, Seconds]:
+    """The kind of rank that a step waits for."""
+    found = (
+        (one.program, step_seconds(question, one.program, simulated=sized.fits))
+        for one in sized.walked
+    )
+    return max(found, key=lambda pair: pair[1].total)
+
+
+def _parts(question: Question, walked: Walked) -> tuple[dict[str, int], dict[str, int]]:
+    """What lives on the device and on the host when each is fullest, of one kind of rank."""
+    program, part = walked.program, part_of(question, walked.kind)
+    held = states(part, own_ranges(program))
+    own = own_schedule(program.schedule, question.layout)
     device = {
         "weights": held.weights,
         "gathered": held.gathered,
@@ -107,27 +130,43 @@ def budgets(question: Question, walked: Walked, held: States) -> tuple[Budget, B
         "accumulators": held.accumulators,
         "optimizer": held.optimizer,
         **arena_parts(program, Tier.DEVICE),
-        "cells": max(0, walked.transient) + workspace_bytes(question, program.schedule),
-        "exchange": exchange_bytes(question, program.schedule.chunk),
-        "inputs": INPUT_BYTES * program.run.batch * program.run.tokens,
-        "reserve": machine.reserve,
+        "cells": max(0, walked.transient) + workspace_bytes(part, own),
+        "exchange": exchange_bytes(part, own.chunk),
+        "inputs": INPUT_BYTES * program.run.batch * program.share.tokens.total,
+        "reserve": question.machine.reserve,
     }
     if walked.transient < 0:
         # Cells are fullest while some gradients do not exist yet; at the end of a step all do.
         device["accumulators"] = max(0, held.accumulators + walked.transient)
     host = {"optimizer": held.optimizer_on_host, **arena_parts(program, Tier.HOST)}
-    parts = device if program.schedule.x is Tier.DEVICE else host
-    parts["x"] += _stage_input(question, program)
     host["pages"] = -sum(host.values()) % PAGE
-    return _limited(question, device, host)
+    return device, host
 
 
-def _stage_input(question: Question, program: Program) -> int:
-    """Bytes of x that a pipeline stage receives: the program, which embeds, makes it anew."""
-    if question.layout.pipeline == 1:
-        return 0
-    model, run = program.model, program.run
-    return run.batch * run.tokens * model.hidden * model.element_bytes
+def own_ranges(program: Program) -> tuple[Range, ...]:
+    """Layers of the rank's groups, counted from the first that it has."""
+    groups = [program.groups[group] for group in program.own_groups()]
+    first = groups[0][0]
+    return tuple((start - first, stop - first) for start, stop in groups)
+
+
+def _total(parts: dict[str, int]) -> int:
+    return sum(parts.values())
+
+
+def _together(
+    question: Question, kinds: Sequence[RankKind], parts: Sequence[dict[str, int]]
+) -> dict[str, int]:
+    """A rank's share of what the ranks of a machine take, where they take the most."""
+    near = question.near()
+
+    def shares(counts: tuple[int, ...]) -> dict[str, int]:
+        sums = Counter[str]()
+        for count, of in zip(counts, parts, strict=True):
+            sums.update({name: count * size for name, size in of.items()})
+        return {name: -(-size // near) for name, size in sums.items()}
+
+    return max(map(shares, on_machines(question, kinds)), key=_total)
 
 
 def _limited(
@@ -168,15 +207,17 @@ def arena_parts(program: Program, tier: Tier) -> dict[str, int]:
 
 
 def step_seconds(question: Question, program: Program, *, simulated: bool = True) -> Seconds:
-    """Of one step with its update, copies as the machine's engine issues them; for `simulated` see
-    `run_time`."""
+    """Of one step with its update on the rank whose program it is, copies as the machine's engine
+    issues them; for `simulated` see `run_time`."""
     prices = Prices(question, program, together=question.overlap)
     line = run_time(prices, overlap=question.overlap, simulated=simulated)
-    update = update_seconds(question)
-    collectives = Collectives(question)
-    sent = 2 * sum(collectives.boundary(stop - start) for start, stop in program.chunks)
+    groups = [program.groups[group] for group in program.own_groups()]
+    layers = groups[0][0], groups[-1][1]
+    update = update_seconds(replace(question, model=stage_model(question.model, layers)))
+    tokens = (stop - start for start, stop in program.share.tokens.rows)
+    sent = 2 * sum(map(prices.collectives.boundary, tokens))
     return Seconds(
-        total=line.total * _waiting(question, program) + sent + update,
+        total=line.total * _waiting(question, prices) + sent + update,
         compute=line.compute,
         fetch=line.fetch,
         evict=line.evict,
@@ -187,14 +228,13 @@ def step_seconds(question: Question, program: Program, *, simulated: bool = True
     )
 
 
-def _waiting(question: Question, program: Program) -> float:
+def _waiting(question: Question, prices: Prices) -> float:
     """By how much stages that wait for each other stretch a step. A stage begins when the first
     chunk comes through the stage before, and the slowest chunk sets the pace: passes over chunks
     that take t take sum(t) + (stages - 1) max(t)."""
-    stages = question.layout.pipeline
+    stages, program = question.layout.pipeline, prices.program
     if stages == 1:
         return 1.0
-    prices = Prices(question, program, together=question.overlap)
     busy = [0.0] * len(program.chunks)
     for instruction in program.instructions:
         if not isinstance(instruction, Allocate | Free | Clear | Close | Gather | Release):

@@ -1,13 +1,11 @@
 """Seconds of an instruction: matrix products, attention calls, memory traffic, copies, collectives.
 
-A device of a layout runs the program of its own share of the tokens, C / P of every chunk, where
-P = `layout.sequence()`. That program's bytes are right as they are: K, V, O and LSE of all C tokens
-for 1 / P of the heads are as many as of C / P tokens for all heads. Its products are right too.
-Attention alone looks further: a device's heads see all N tokens, so its pairs are counted in the
-tokens of the whole sequence and divided by P.
+A program is that of one rank. Its own tokens, C / P of every chunk, where P = `layout.sequence()`,
+are what all but attention counts; a layer's products and messages are of all heads, which is the
+question's model. Attention looks at whole chunks: a rank's heads and keys see a P-th of all pairs.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,7 +75,7 @@ class _Tariff:
 
 @dataclass(slots=True)
 class Prices:
-    """Prices the instructions of one device's program.
+    """Prices the instructions of one rank's program; the question has the whole model.
 
     `together`: both directions of the link are in use, so its rates are those of both at once.
     Equal layers at the same chunk cost the same and are priced once.
@@ -100,7 +98,7 @@ class Prices:
         self.sparse = SparsePrices(self.program, self.rates, self._moved)
         seen: dict[LayerSpec, int] = {}
         self._classes = [seen.setdefault(spec, len(seen)) for spec in self.program.model.layers]
-        self._sizes = [stop - start for start, stop in self.program.chunks]
+        self._sizes = [stop - start for start, stop in self.program.share.tokens.rows]
         traffic = self._gradient_traffic(product=True)
         self._tiled = TiledPrices(self.program, self._products, self._moved, traffic)
         self._tariffs = self._all_tariffs()
@@ -157,7 +155,7 @@ class Prices:
     # -- cells -----------------------------------------------------------------------------------
 
     def _forward(self, i: Forward) -> Cost:
-        spec = self.program.model.layers[i.layer]
+        spec = self._layer(i)
         tokens = self._tokens(i.chunk)
         if i.mode is AttentionMode.NONE:
             products = spec.work.products[: spec.work.projections]
@@ -174,7 +172,7 @@ class Prices:
         attention = self._attention(i.layer, i.chunk, backward=False) if attends else 0.0
         moved = self.collectives.forward(spec, tokens, i.mode, self._pieces(spec), attention)
         if attends:
-            ring = self.collectives.ring(spec, self._span(i.chunk)[1], backward=False)
+            ring = self.collectives.ring(spec, self.program.chunks[i.chunk][1], backward=False)
             compute += attention
             if i.chooses:
                 compute += self.sparse.votes(spec, i.chunk)
@@ -192,7 +190,7 @@ class Prices:
         return len(pieces_of(self.program.schedule, layout, local_layer(spec, layout)))
 
     def _backward(self, i: Backward) -> Cost:
-        spec = self.program.model.layers[i.layer]
+        spec = self._layer(i)
         work, tokens = spec.work, self._tokens(i.chunk)
         trained = work.trainable / work.parameters if work.parameters else 1.0
         compute = self._products(work.products, tokens)
@@ -201,7 +199,7 @@ class Prices:
         compute += self._moved(work.trainable * self._gradient_traffic(product=True))
         compute += self._tiled.again(i)
         attention = self._attention(i.layer, i.chunk, backward=True)
-        ring = self.collectives.ring(spec, self._span(i.chunk)[1], backward=True)
+        ring = self.collectives.ring(spec, self.program.chunks[i.chunk][1], backward=True)
         moved = self.collectives.backward(spec, tokens, self._pieces(spec), attention)
         moved += max(0.0, ring - attention)
         kv = streamed_bytes(self.program, i.layer, i.chunk, i.prefix)
@@ -216,13 +214,14 @@ class Prices:
 
     def _put_away(self, i: Forward) -> float:
         """Copies on the device into the program's buffers, each read and written."""
-        spec = self.program.model.layers[i.layer]
-        row = self.saved_row(spec) if i.kept else 0
+        spec, tokens = self.program.model.layers[i.layer], self._tokens(i.chunk)
+        start, stop = self.program.share.keys.rows[i.chunk]
+        size = tokens * self.saved_row(spec) if i.kept else 0
         if i.write_kv is not None:
-            row += self.kv_row(spec)
+            size += (stop - start) * self.kv_row(spec)
         if i.attention is not None and i.mode is AttentionMode.COMPUTE:
-            row += self.attention_row(spec)
-        return self._moved(2 * row * self._tokens(i.chunk))
+            size += (stop - start) * self.attention_row(spec)
+        return self._moved(2 * size)
 
     def _products(
         self, products: tuple[tuple[int, int], ...], tokens: int, *, weights: bool = False
@@ -236,12 +235,13 @@ class Prices:
     def _attention(self, layer: int, chunk: int, *, backward: bool) -> float:
         """Calls on blocks of earlier keys, then the square on the diagonal; where attention is
         sparse, chosen pages beside them."""
-        spec = self.program.model.layers[layer]
-        ranks = self.question.layout.sequence()
-        start, stop = self._span(chunk)
+        spec, layout = self.question.model.layers[layer], self.question.layout
+        ranks = layout.sequence()
+        start, stop = self.program.chunks[chunk]
         diagonal = seen_pairs(stop - start, spec.window)
         earlier = seen_pairs(stop, spec.window) - seen_pairs(start, spec.window) - diagonal
-        block = self.program.schedule.kv_block * ranks
+        # Blocks are of the keys that a rank holds.
+        block = self.program.schedule.kv_block * layout.shards * layout.ring
         prefix = start if spec.window is None else min(start, spec.window)
         sparse = sparse_of(self.program.schedule, spec)
         chosen = 0.0
@@ -321,14 +321,16 @@ class Prices:
 
     def gather(self, layer: int) -> float:
         """All-gather of a layer's weights before a pass of its group."""
-        return self.collectives.gather(self.program.model.layers[layer].work.parameters)
+        return self.collectives.gather(self.question.model.layers[layer].work.parameters)
 
     def reduce(self, group: int) -> float:
-        """Reduce-scatter of a group's weight gradients when it closes."""
-        return self._reduce(self.program.groups[group], group == 0)
+        """Reduce-scatter of a group's weight gradients when it closes. All stages of a pipeline
+        have some of what lies outside the layers."""
+        first = self.program.own_groups()[0]
+        return self._reduce(self.program.groups[group], is_first=group == first)
 
-    def _reduce(self, layers: tuple[int, int], is_first: bool) -> float:
-        model = self.program.model
+    def _reduce(self, layers: tuple[int, int], *, is_first: bool) -> float:
+        model = self.question.model
         elements = sum(layer.work.trainable for layer in model.layers[slice(*layers)])
         if is_first:
             elements += model.outer_trainable()
@@ -337,15 +339,16 @@ class Prices:
 
     def gathers(self) -> float:
         """Seconds of all gathers and reductions of a step."""
-        return self.gathers_of(self.program.groups)
+        return self.gathers_of([self.program.groups[group] for group in self.program.own_groups()])
 
-    def gathers_of(self, groups: tuple[tuple[int, int], ...]) -> float:
-        """The same for a cut into groups: each but the last is passed twice."""
+    def gathers_of(self, groups: Sequence[tuple[int, int]]) -> float:
+        """The same for a cut of its layers into groups: each but the last is passed twice."""
         last = len(groups) - 1
         seconds = 0.0
         for group, layers in enumerate(groups):
             once = sum(self.gather(layer) for layer in range(*layers))
-            seconds += once * (1 if group == last else 2) + self._reduce(layers, group == 0)
+            seconds += once * (1 if group == last else 2)
+            seconds += self._reduce(layers, is_first=group == 0)
         return seconds
 
     # -- bytes a token, batch included -----------------------------------------------------------
@@ -395,11 +398,9 @@ class Prices:
     def _tokens(self, chunk: int) -> int:
         return self._sizes[chunk]
 
-    def _span(self, chunk: int) -> tuple[int, int]:
-        """The chunk in tokens of the whole sequence."""
-        ranks = self.question.layout.sequence()
-        start, stop = self.program.chunks[chunk]
-        return start * ranks, stop * ranks
+    def _layer(self, i: Forward | Backward) -> LayerSpec:
+        """With all heads."""
+        return self.question.model.layers[i.layer]
 
     def _hidden_bytes(self, chunk: int) -> int:
         model = self.program.model

@@ -51,5 +51,5 @@ class TiledPrices:
         return sum(self.products(products, tokens) for tokens in self.cells.sizes(i))
 
     def _tokens(self, i: Forward | Backward) -> int:
-        start, stop = self.program.chunks[i.chunk]
+        start, stop = self.program.share.tokens.rows[i.chunk]
         return stop - start

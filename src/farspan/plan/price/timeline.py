@@ -204,7 +204,7 @@ class _Clock:
     def _stream(self, chunk: int, cost: Cost, start: float, busy: float) -> None:
         """A cell whose prefix crosses the link block by block while it runs."""
         program = self.prices.program
-        blocks = max(1, -(-program.chunks[chunk][0] // program.schedule.kv_block))
+        blocks = max(1, -(-program.share.keys.rows[chunk][0] // program.schedule.kv_block))
         fetch, evict, compute = cost.fetch / blocks, cost.evict / blocks, busy / blocks
         first = max(self._start(Lane.FETCH), self.block_slot)
         start = max(start, first + fetch)

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from farspan.plan.price.local import local_chunks, local_schedule
+from farspan.plan.balance import chunks_of
+from farspan.plan.price.ranks import own_schedule
 from farspan.plan.price.states import states
 from farspan.plan.question import Question
 from farspan.plan.search.ruler import Ruler
@@ -61,7 +62,7 @@ def solve_alpha(question: Question, schedule: Schedule) -> Alpha:
     fetch, evict = prices.fetch_rate(), prices.evict_rate()
     limits = {
         "host memory": _host(ruler, layer),
-        "rounding buffers": _buffers(ruler, local_schedule(schedule, question.layout)),
+        "rounding buffers": _buffers(ruler, own_schedule(schedule, question.layout)),
     }
     if question.overlap:
         limits["forward"] = _part(layer.forward * evict - layer.always, layer.others)
@@ -76,7 +77,8 @@ def solve_alpha(question: Question, schedule: Schedule) -> Alpha:
 
 def with_alpha(question: Question, schedule: Schedule) -> Schedule:
     """The schedule with alpha solved, rounded down to whole chunks."""
-    chunks, alpha = local_chunks(question, schedule), solve_alpha(question, schedule).value
+    layout, alpha = question.layout, solve_alpha(question, schedule).value
+    chunks = chunks_of(question.model, question.run.tokens, schedule, layout)
     tokens = chunks[-1][1]
     kept = (tokens - start for start, _ in chunks)
     whole = next((size for size in kept if size <= alpha * tokens), 0)
@@ -89,17 +91,17 @@ def _part(room: float, size: float) -> float:
 
 def _widest(ruler: Ruler) -> _Layer:
     """The layer that swaps most; in a model of equal layers any of them."""
-    tokens, count = ruler.run.tokens, ruler.cells(np.array(len(ruler.chunks)))
+    keys, count = ruler.share.keys.total, ruler.cells(np.array(len(ruler.chunks)))
     beside, found = ruler.question.overlap, []
     for spec in ruler.classes:
         cell = ruler.cell_bytes(spec, with_attention=False) * count
         found.append(
             _Layer(
-                always=float((ruler.x_row() + ruler.attention_row(spec)) * tokens),
+                always=float(ruler.x_row() * ruler.tokens + ruler.attention_row(spec) * keys),
                 others=float(cell),
-                forward=ruler.forward[spec].seconds(overlap=beside),
-                again=ruler.given[spec].seconds(overlap=beside),
-                backward=ruler.backward[spec].seconds(overlap=beside),
+                forward=ruler.lanes.forward[spec].seconds(overlap=beside),
+                again=ruler.lanes.given[spec].seconds(overlap=beside),
+                backward=ruler.lanes.backward[spec].seconds(overlap=beside),
             )
         )
     return max(found, key=lambda layer: layer.others)
@@ -116,7 +118,7 @@ def _host(ruler: Ruler, layer: _Layer) -> float:
         # What else a device would hold lies in the same memory.
         room -= held.weights + held.gradients + held.accumulators + held.optimizer
         kv = max(ruler.kv_row(spec) + ruler.dkv_row(spec) for spec in ruler.classes)
-        room -= kv * ruler.run.tokens + 2 * layer.others / len(ruler.chunks)
+        room -= kv * ruler.share.keys.total + 2 * layer.others / len(ruler.chunks)
     return _part(room, swapped * layer.others)
 
 
@@ -129,6 +131,6 @@ def _buffers(ruler: Ruler, schedule: Schedule) -> float:
     cell = max(ruler.cell_bytes(spec, with_attention=False) for spec in ruler.classes)
     kv = max(ruler.kv_row(spec) + ruler.dkv_row(spec) for spec in ruler.classes)
     taken = held.weights + held.gathered + held.gradients + held.accumulators + held.optimizer
-    taken += question.machine.reserve + kv * ruler.run.tokens
+    taken += question.machine.reserve + kv * ruler.share.keys.total
     taken += 4 * ruler.x_row() * schedule.chunk
     return 1.0 if taken + 2 * cell <= question.machine.device_bytes else 0.0

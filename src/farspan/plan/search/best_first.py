@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 
 from farspan.plan.price.evaluate import evaluate, size
-from farspan.plan.price.local import refuse_layout
+from farspan.plan.price.ranks import refuse_layout
 from farspan.plan.question import Plan, Question
 from farspan.plan.search.frontier import INFINITE, Cells, Frontier
 from farspan.plan.search.room import families, room, states_do_not_fit, taken
@@ -103,8 +103,8 @@ def something_fits(question: Question, space: Space) -> bool:
     """Do the bounds leave any schedule of the space?"""
     if states_do_not_fit(question):
         return False
-    for frames, _ in families(question, space):
-        bytes_ = taken(frames)
+    for family, _, _ in families(question, space):
+        bytes_, _ = taken(family)
         if (room(question, bytes_.device, bytes_.host) >= 0).any():
             return True
     return False

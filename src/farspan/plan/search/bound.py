@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farspan.plan.grid import kept_chunks
-from farspan.plan.price.local import local_schedule, stage_schedule
+from farspan.plan.price.ranks import kinds_of
 from farspan.plan.question import Question
 from farspan.plan.search.cuts import Cuts
 from farspan.plan.search.roles import Kept, Role
@@ -33,16 +33,17 @@ def spread(free: Array, counted: Array) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class Frames:
-    """Schedules that differ in their cut, fractions and three tiers."""
+    """Schedules that differ in their cut, fractions and three tiers, as one kind of rank runs
+    them."""
 
     ruler: Ruler
-    schedule: Schedule  # in the device's own tokens; what differs is left open
+    schedule: Schedule  # in tokens of the sequence; what differs is left open
     cuts: Cuts
     kept: Kept
 
     @cached_property
     def last_graphs(self) -> NDArray[np.int64]:
-        """[K, F]: chunks whose activations the last group keeps."""
+        """[K, F]: chunks whose activations the rank's last group keeps."""
         return np.where(self.cuts.alone, 0, self.kept.graphs)
 
     @property
@@ -62,6 +63,7 @@ class Frames:
         """Do kept K, V of a layer in this role cross the link to wait on host?"""
         schedule = self.schedule
         waits = schedule.kv_kept and role in (Role.INNER, Role.TOP)
+        waits = waits and not self.cuts.kind.is_stage
         return waits and schedule.kv is Tier.DEVICE and schedule.kv_home is Tier.HOST
 
     def covered(self, spec: LayerSpec, role: Role) -> Array:
@@ -73,17 +75,28 @@ class Frames:
         return np.where(outside, narrow, wide).astype(np.float64)
 
 
+Family = tuple[Frames, ...]  # the same schedules on every kind of rank
+
+
 def frames_of(question: Question, schedule: Schedule) -> Frames:
-    """Those of a single schedule, with all its tiers; it is in tokens of the sequence."""
-    schedule = stage_schedule(question, schedule)
-    ruler = Ruler(question, schedule)
-    own, chunks = local_schedule(schedule, question.layout), ruler.chunks
-    counts = [
-        np.array([len(kept_chunks(fraction, chunks))])
-        for fraction in (schedule.attention_kept, schedule.activations_kept)
-    ]
-    cuts = Cuts(ruler.question, (own.group_sizes(len(ruler.model.layers)),))
-    return Frames(ruler, own, cuts, Kept(counts[0], counts[1], len(chunks)))
+    """Those of a single schedule, with all its tiers, on the rank that has the head."""
+    return all_frames(question, schedule)[-1]
+
+
+def all_frames(question: Question, schedule: Schedule) -> Family:
+    """Those of a single schedule on every kind of rank."""
+    found, like = list[Frames](), None
+    for kind in kinds_of(question, schedule):
+        like = Ruler(question, schedule, kind, like)
+        chunks, layers = like.chunks, len(like.model.layers)
+        counts = [
+            np.array([len(kept_chunks(fraction, chunks))])
+            for fraction in (schedule.attention_kept, schedule.activations_kept)
+        ]
+        sizes = (layers,) if kind.is_stage else schedule.group_sizes(layers)
+        cuts = Cuts(like.question, (sizes,), kind)
+        found.append(Frames(like, schedule, cuts, Kept(counts[0], counts[1], len(chunks))))
+    return tuple(found)
 
 
 def tiers_of(schedule: Schedule) -> int:

@@ -7,8 +7,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from farspan.plan.price.ranks import RankKind
 from farspan.plan.price.seconds import Prices
-from farspan.plan.price.states import States, states
+from farspan.plan.price.states import States, gradient_bytes, sharing_of, states
 from farspan.plan.question import Question
 from farspan.plan.search.roles import Role
 from farspan.spec import LayerSpec
@@ -35,8 +36,9 @@ class Groups:
 class Cuts:
     """K cuts of a question's layers; sizes of the groups, first group first."""
 
-    question: Question  # of one device
+    question: Question  # about the rank's layers (ranks.part_of)
     sizes: tuple[tuple[int, ...], ...]
+    kind: RankKind
 
     @cached_property
     def bounds(self) -> list[tuple[tuple[int, int], ...]]:
@@ -52,14 +54,19 @@ class Cuts:
         """[K, 1]: groups."""
         return np.array([[len(sizes)] for sizes in self.sizes], dtype=np.float64)
 
+    @property
+    def has_head(self) -> bool:
+        """Is the rank's last group the last of all?"""
+        return self.kind.is_last
+
     @cached_property
     def alone(self) -> NDArray[np.bool_]:
-        """[K, 1]: is the last group a single layer, which keeps no activations?"""
-        return np.array([[sizes[-1] == 1] for sizes in self.sizes])
+        """[K, 1]: is the last group of all a single layer, which keeps no activations?"""
+        return np.array([[sizes[-1] == 1 and self.has_head] for sizes in self.sizes])
 
     @cached_property
     def last(self) -> Array:
-        """[K, 1]: layers of the last group."""
+        """[K, 1]: layers of the rank's last group."""
         return np.array([[sizes[-1]] for sizes in self.sizes], dtype=np.float64)
 
     @cached_property
@@ -75,13 +82,18 @@ class Cuts:
             tops = {stop - 1 for _, stop in groups}
             first, stop = groups[-1]
             roles = Counter(
-                (Role(2 * (layer >= first) + (layer in tops)), spec)
+                (self._role(is_last=layer >= first, is_top=layer in tops), spec)
                 for layer, spec in enumerate(self.question.model.layers)
             )
             for (role, spec), count in roles.items():
                 part = role, spec, role is Role.LAST_TOP and stop - first == 1
                 found.setdefault(part, np.zeros(len(self.sizes)))[k] = count
         return list(found), np.stack(list(found.values()), axis=1)
+
+    def _role(self, *, is_last: bool, is_top: bool) -> Role:
+        if is_last and not self.has_head:
+            return Role.STAGE_TOP if is_top else Role.STAGE_INNER
+        return Role(2 * is_last + is_top)
 
     @cached_property
     def inner(self) -> Array:
@@ -101,7 +113,9 @@ class Cuts:
             few = {0, 1, last // 2, last - 1, last} & set(range(last + 1))
             at.append(len(rows))
             looked_at = range(last + 1) if last < EVERY else sorted(few)
-            rows += [(k, group, *groups[group], group == last) for group in looked_at]
+            rows += [
+                (k, group, *groups[group], group == last and self.has_head) for group in looked_at
+            ]
         table = np.array(rows, dtype=np.int64)
         index, first, stop, is_last = (table[:, [column]] for column in range(1, 5))
         return Groups(table[:, 0], np.array(at), index, first, stop, is_last.astype(bool))
@@ -114,6 +128,18 @@ class Cuts:
         return [states(self.question, groups) for groups in self.bounds]
 
     @cached_property
+    def gradients(self) -> Array:
+        """[K, 1]: bytes of those that are there when the first layers' are: of all layers, and of
+        what lies outside them, of which a stage may have none."""
+        sizes = [[float(held.gradients)] for held in self.held]
+        if self.kind.is_stage:
+            model, width = self.question.model, gradient_bytes(self.question)
+            ranks = sharing_of(self.question).ranks
+            outer = -(-model.outer_trainable() // ranks) * width
+            sizes = [[max(0.0, size - outer)] for (size,) in sizes]
+        return np.array(sizes)
+
+    @cached_property
     def fixed(self) -> Array:
         """[K, 1]: bytes of weights, gathered weights and optimizer states on the device."""
         sizes = [[held.weights + held.gathered + held.optimizer] for held in self.held]
@@ -122,7 +148,9 @@ class Cuts:
     def gathers(self, prices: Prices) -> Array:
         """[K, 1]: seconds of FSDP's collectives."""
         if "_gathers" not in self.__dict__:
-            self.__dict__["_gathers"] = np.array([[prices.gathers_of(g)] for g in self.bounds])
+            first = self.kind.layers[0]
+            cuts = ([(start + first, stop + first) for start, stop in of] for of in self.bounds)
+            self.__dict__["_gathers"] = np.array([[prices.gathers_of(cut)] for cut in cuts])
         return np.asarray(self.__dict__["_gathers"])
 
     def graphs(self, saved: Array, *, one_layer: bool) -> tuple[Array, Array]:

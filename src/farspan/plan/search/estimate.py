@@ -6,6 +6,7 @@ of what lies between buffers: it may look as if a little less were missing, neve
 
 from farspan.plan.price.collectives import exchange_bytes
 from farspan.plan.price.evaluate import INPUT_BYTES, evaluate, useful_flop
+from farspan.plan.price.ranks import own_schedule
 from farspan.plan.price.seconds import rates_of
 from farspan.plan.price.workspace import workspace_bytes
 from farspan.plan.question import Budget, Plan, Question, Seconds
@@ -66,7 +67,7 @@ def _seconds(frames: Frames, tiers: int) -> Seconds:
 
 def _budgets(question: Question, frames: Frames, tiers: int) -> tuple[Budget, Budget]:
     ruler, held, cells = frames.ruler, frames.cuts.held[0], quick.cells(frames)
-    arenas = parts(frames, TIERS[tiers])
+    arenas, own = parts(frames, TIERS[tiers]), own_schedule(frames.schedule, question.layout)
     device = {
         "weights": held.weights,
         "gathered": held.gathered,
@@ -75,9 +76,9 @@ def _budgets(question: Question, frames: Frames, tiers: int) -> tuple[Budget, Bu
         "optimizer": held.optimizer,
         **{str(kind): int(size) for kind, size in arenas[Tier.DEVICE].items()},
         "slots": int(device_slots(frames)[0, 0, tiers]),
-        "cells": max(0, cells) + workspace_bytes(ruler.question, frames.schedule),
-        "exchange": exchange_bytes(ruler.question, frames.schedule.chunk),
-        "inputs": INPUT_BYTES * ruler.run.batch * ruler.run.tokens,
+        "cells": max(0, cells) + workspace_bytes(ruler.question, own),
+        "exchange": exchange_bytes(ruler.question, own.chunk),
+        "inputs": INPUT_BYTES * ruler.run.batch * ruler.tokens,
         "reserve": question.machine.reserve,
     }
     host = {

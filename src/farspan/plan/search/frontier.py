@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from farspan.plan.question import Question
 from farspan.plan.search import quick
-from farspan.plan.search.bound import TIERS, Frames
-from farspan.plan.search.lanes import seconds
+from farspan.plan.search.bound import TIERS, Family, Frames
 from farspan.plan.search.peaks import momentary
-from farspan.plan.search.room import room, taken
+from farspan.plan.search.room import fullest, room, slowest, taken
 from farspan.plan.search.ruler import Array
+from farspan.plan.search.space import Cut
 from farspan.spec import Schedule
 
 Index = NDArray[np.int64]
@@ -34,6 +34,7 @@ class Choices:
     device: Array  # bytes
     host: Array
     kind: Index
+    devices: Array  # [S, N]: bytes on the device of each kind of rank
 
     def only(self, which: Index | NDArray[np.bool_] | slice) -> "Choices":
         """Those at these places."""
@@ -43,6 +44,7 @@ class Choices:
             self.device[which],
             self.host[which],
             self.kind[which],
+            self.devices[:, which],
         )
 
 
@@ -51,15 +53,19 @@ class Frontier:
     `open` they are all that is there: most families are slower than the best of another, and never
     opened."""
 
-    def __init__(self, question: Question, frames: Frames, schedule: Schedule) -> None:
+    def __init__(
+        self, question: Question, family: Family, schedule: Schedule, cuts: tuple[Cut, ...]
+    ) -> None:
         self.question = question
-        self.frames = frames
-        self.schedule = schedule  # what the family has in common, in tokens of the sequence
+        self.family = family
+        self.schedule = schedule  # what the family has in common
+        self.cuts = cuts
+        self.kept = family[0].kept
         self.choices: Choices | None = None
         self.known: set[int] = set()  # kinds whose cells are counted
-        found = taken(frames)
+        found, _ = taken(family)
         fits = room(question, found.device, found.host) >= 0
-        self.bound = float(np.min(seconds(frames), where=fits, initial=INFINITE))
+        self.bound = float(np.min(slowest(family), where=fits, initial=INFINITE))
         self.lowest = self.bound
 
     def open(self, best: float, cells: "Cells") -> None:
@@ -70,17 +76,19 @@ class Frontier:
     def within(self, limit: float, cells: "Cells") -> Choices:
         """All choices, in no order, that may fit and may be faster than `limit` seconds; cells of
         no kind are counted."""
-        times, found = seconds(self.frames), taken(self.frames)
-        found.device += cells.least(self.frames)[..., None]
-        fits = (room(self.question, found.device, found.host) >= 0) & (times < limit)
+        times, (found, devices) = slowest(self.family), taken(self.family)
+        devices += np.stack([cells.least(frames) for frames in self.family])[..., None]
+        device = fullest(self.family, devices)
+        fits = (room(self.question, device, found.host) >= 0) & (times < limit)
         index = np.flatnonzero(fits)
-        cut, choice = np.divmod(index // len(TIERS), len(self.frames.kept.graphs))
+        cut, choice = np.divmod(index // len(TIERS), len(self.kept.graphs))
         return Choices(
             index,
             times.ravel()[index],
-            found.device.ravel()[index],
+            device.ravel()[index],
             found.host.ravel()[index],
-            cut * KINDS + self.frames.kept.alike[choice],
+            cut * KINDS + self.kept.alike[choice],
+            devices.reshape(len(devices), -1)[:, index],
         )
 
     def _keep(self, choices: Choices) -> None:
@@ -104,24 +112,30 @@ class Frontier:
         choices = self.choices
         assert choices is not None
         self.known.add(kind)
-        choices.device[choices.kind == kind] += self.held(kind, cells)
+        of = choices.kind == kind
+        choices.devices[:, of] += self.held(kind, cells)
+        choices.device[of] = fullest(self.family, choices.devices[:, of])
         self._keep(choices.only(room(self.question, choices.device, choices.host) >= 0))
 
-    def held(self, kind: int, cells: "Cells") -> float:
-        """Bytes that the cells of a kind hold for a moment beyond what `within` counts."""
+    def held(self, kind: int, cells: "Cells") -> Array:
+        """[S, 1]: bytes that the cells of a kind hold for a moment, on each kind of rank, beyond
+        what `within` counts."""
         cut, alike = divmod(kind, KINDS)
-        least = cells.least(self.frames)[cut, self.frames.kept.alike == alike][0]
-        return max(0.0, float(cells.beyond(self.frames, cut, alike) - least))
+        held = []
+        for frames in self.family:
+            least = cells.least(frames)[cut, self.kept.alike == alike][0]
+            held.append([max(0.0, float(cells.beyond(frames, cut, alike) - least))])
+        return np.array(held)
 
     def schedule_at(self, index: int) -> Schedule:
         """The schedule of a choice's index."""
         chosen, tiers = divmod(index, len(TIERS))
-        cut, choice = divmod(chosen, len(self.frames.kept.graphs))
+        cut, choice = divmod(chosen, len(self.kept.graphs))
         x, attention, activations = TIERS[tiers]
-        kept, chunks = self.frames.kept, self.frames.ruler.chunks
+        kept, chunks = self.kept, self.family[0].ruler.chunks
         return replace(
             self.schedule,
-            groups=self.frames.cuts.sizes[cut],
+            groups=self.cuts[cut],
             x=x,
             attention=attention,
             activations=activations,
@@ -152,10 +166,11 @@ class Cells:
         of = kept.alike == alike
         # Of all choices of the kind those chunks that have the fewest keys before them.
         most = int(kept.attention[of].max()), int(kept.graphs[of].max())
-        telling = quick.latest(kept.chunks, *most)
-        key = s.chunk, sizes, s.kv_kept, s.attention_open, s.layer_checkpoint, telling
+        telling = quick.latest(kept.chunks, *most, first=not frames.ruler.are_equal)
+        rank = frames.cuts.kind.rank
+        key = s.chunk, sizes, rank, s.kv_kept, s.attention_open, s.layer_checkpoint, telling
         if key not in self._known:
-            own = replace(s, groups=sizes)
+            own = s if frames.cuts.kind.is_stage else replace(s, groups=sizes)
             self._known[key] = quick.transient(frames.ruler, own, telling)
         held = frames.cuts.held[cut]
         gradients = held.gradients + max(0, held.accumulators + self._known[key])

@@ -69,15 +69,15 @@ def _cells(frames: Frames, part: Part, found: Cells) -> Array:
     """[5, F]: one layer's cells, and the copies of its K, V."""
     ruler, (role, spec, alone) = frames.ruler, part
     choices = frames.kept.without_graphs if alone else frames.kept
-    work = ruler.forward[spec].total(found.compute, choices)
-    work += ruler.given[spec].total(found.given, choices)
-    work += ruler.project[spec].total(found.project, choices)
-    work += ruler.backward[spec].total(np.ones_like(found.compute), choices)
-    sizes = choices.over(ruler.sizes)
-    kv, dkv = ruler.kv_row(spec) * sizes, ruler.dkv_row(spec) * sizes
+    work = ruler.lanes.forward[spec].total(found.compute, choices)
+    work += ruler.lanes.given[spec].total(found.given, choices)
+    work += ruler.lanes.project[spec].total(found.project, choices)
+    work += ruler.lanes.backward[spec].total(np.ones_like(found.compute), choices)
+    sizes, keys = choices.over(ruler.sizes), choices.over(ruler.keys)
+    kv, dkv = ruler.kv_row(spec) * keys, ruler.dkv_row(spec) * keys
     # Copies on the device into the program's buffers.
     put_away = found.kv_written @ kv
-    put_away += found.attention_out @ sizes * ruler.attention_row(spec)
+    put_away += found.attention_out @ keys * ruler.attention_row(spec)
     put_away += found.graph @ sizes * ruler.prices.saved_row(spec)
     work[COMPUTE] += 2 * put_away / ruler.question.machine.memory
     if frames.schedule.kv is Tier.HOST:
@@ -93,7 +93,7 @@ def _moved(frames: Frames, part: Part, found: Cells) -> Array:
     """[2, 3, F]: bytes of one layer's O, LSE and activations, where they are on host."""
     role, spec, alone = part
     choices = frames.kept.without_graphs if alone else frames.kept
-    row = frames.ruler.attention_row(spec) * choices.over(frames.ruler.sizes)
+    row = frames.ruler.attention_row(spec) * choices.over(frames.ruler.keys)
     graphs = frames.ruler.cells(choices.graphs)
     cell = graphs * frames.covered(spec, role)
     fetched = np.stack([frames.zero, found.attention_in @ row, cell])
@@ -103,10 +103,10 @@ def _moved(frames: Frames, part: Part, found: Cells) -> Array:
 
 def _boundaries(frames: Frames) -> Array:
     """[K, 2, 3, F]: bytes of x, its gradient, and the inputs inside kept cells."""
-    ruler, groups = frames.ruler, frames.cuts.counts
+    ruler, groups, kind = frames.ruler, frames.cuts.counts, frames.cuts.kind
     row = ruler.x_row() * ruler.sizes
-    graphs = ruler.latest(frames.last_graphs) * ruler.x_row()
-    skipped = row[-1] * (frames.last_graphs == 0)
+    graphs = ruler.latest(frames.last_graphs) * ruler.x_row() * kind.is_last
+    skipped = row[-1] * (frames.last_graphs == 0) * kind.is_last
     whole = row.sum()
     # The rebuild of a middle group and the first pass of the last begin without the last chunk.
     several = groups > 1
@@ -114,6 +114,8 @@ def _boundaries(frames: Frames) -> Array:
     fetched = graphs + 3 * (groups - 1) * whole - skipped * several
     fetched = fetched + rebuilt * (whole - row[-1] * (frames.kept.graphs == 0))
     evicted = graphs + 2 * (groups - 1) * whole
+    if kind.is_stage and not kind.is_first:  # what a stage received
+        fetched, evicted = fetched + whole - skipped, evicted + whole
     cells = ruler.cells(frames.kept.graphs)
     inputs = cells * frames.cell_inputs.sum(axis=1, keepdims=True)
     moved = [np.stack([x, np.zeros_like(x), inputs], axis=1) for x in (fetched, evicted)]
@@ -121,10 +123,11 @@ def _boundaries(frames: Frames) -> Array:
 
 
 def _outside(frames: Frames) -> Array:
-    """[K, F]: embedding and head."""
-    ruler, several = frames.ruler, frames.cuts.counts > 1
-    once, last = ruler.embed.sum(), ruler.embed[-1]
-    passes = 2 * once - last * (frames.last_graphs == 0) * ~several
+    """[K, F]: embedding and head, where the rank has them."""
+    lanes, several, kind = frames.ruler.lanes, frames.cuts.counts > 1, frames.cuts.kind
+    once, last = lanes.embed.sum() * kind.is_first, lanes.embed[-1] * kind.is_first
+    passes = 2 * once - last * (frames.last_graphs == 0) * ~several * kind.is_last
     if not frames.schedule.kv_kept:
         passes = passes + (once - last * (frames.kept.graphs == 0)) * several
-    return np.asarray(passes + ruler.head.sum() + ruler.embed_backward.sum())
+    head = lanes.head.sum() * kind.is_last
+    return np.asarray(passes + head + lanes.embed_backward.sum() * kind.is_first)

@@ -117,14 +117,18 @@ def _kept(frames: Frames) -> Array:
     ruler, kept, groups = frames.ruler, frames.kept, frames.cuts.groups
     sums, layers, is_last = ruler.sums, len(ruler.model.layers), groups.is_last
     graphs = np.where(is_last, frames.last_graphs[groups.cut], kept.graphs)
-    x = np.where(is_last, ruler.latest(graphs), ruler.run.tokens)
-    x = ruler.x_row() * (x + ruler.run.tokens * groups.index)
+    kind = frames.cuts.kind
+    # A stage hands on what it made, and keeps what it received.
+    left = 0 if kind.is_stage else ruler.tokens
+    received = groups.index + (kind.is_stage and not kind.is_first)
+    x = np.where(is_last, ruler.latest(graphs), left)
+    x = ruler.x_row() * (x + ruler.tokens * received)
     # The last group's only kept O would be the left out chunk's: then there is no buffer.
     written = (kept.attention > 1) | (graphs > 0) | ~is_last
     end = np.where(is_last, layers - 1, groups.stop)
     begun = sums.attention[groups.first]
     rows = begun + (sums.attention[end] - begun) * written
-    attention = rows * ruler.latest(kept.attention)
+    attention = rows * ruler.latest_keys(kept.attention)
     covered = kept.attention >= kept.graphs
     cells = np.where(covered, sums.narrow[end], sums.wide[end]) * ruler.cells(kept.graphs)
     # The top layer's cell holds its O; in a last group of one layer none is kept.
@@ -140,10 +144,13 @@ def _is_open(frames: Frames) -> bool:
 def _open(frames: Frames) -> Array:
     """[P, F]: O and LSE kept while the group is open."""
     ruler, kept, groups = frames.ruler, frames.kept, frames.cuts.groups
-    rebuilt = groups.is_last | (not frames.schedule.kv_kept)
+    kind = frames.cuts.kind
+    rebuilt = groups.is_last | (not frames.schedule.kv_kept) | kind.is_stage
     rows = ruler.sums.attention[groups.stop - 1] - ruler.sums.attention[groups.first]
-    tokens = ruler.run.tokens - ruler.latest(kept.attention)
-    return np.asarray(rows * tokens * (kept.attention < len(ruler.chunks) - 1) * rebuilt)
+    keys = ruler.share.keys.total - ruler.latest_keys(kept.attention)
+    # Of the last chunk alone nothing is written, but by a stage that hands it on.
+    fewest = 1 if kind.is_last else 0
+    return np.asarray(rows * keys * (kept.attention < len(ruler.chunks) - fewest) * rebuilt)
 
 
 # -- whatever the phase ------------------------------------------------------------------------
@@ -152,7 +159,7 @@ def _open(frames: Frames) -> Array:
 def fixed(frames: Frames) -> Array:
     """[K, F, T] on the device: states, slots, graphs of a chunk, inputs, reserve."""
     ruler, cuts = frames.ruler, frames.cuts
-    inputs = INPUT_BYTES * ruler.run.batch * ruler.run.tokens
+    inputs = INPUT_BYTES * ruler.run.batch * ruler.tokens
     fixed = cuts.fixed + inputs + ruler.question.machine.reserve
     switches = frames.schedule.kv_kept, frames.schedule.attention_open
     slots = ruler.once(("slots", cuts, *switches), lambda: device_slots(frames))
@@ -166,6 +173,7 @@ def momentary(frames: Frames) -> Array:
     the end of the step."""
     ruler = frames.ruler
     gradients = np.array([[float(states.gradients)] for states in frames.cuts.held])
+    there = frames.cuts.gradients
     saved = np.array([spec.activation_bytes for spec in ruler.model.layers], dtype=np.float64)
     saved *= ruler.run.batch * ruler.sizes[0]
     widest, first = frames.cuts.graphs(saved, one_layer=frames.schedule.layer_checkpoint)
@@ -173,21 +181,24 @@ def momentary(frames: Frames) -> Array:
     some = frames.kept.graphs < len(ruler.chunks)
     several = len(ruler.chunks) > 1
     before = gradients * ruler.question.accumulates
-    return np.asarray(np.maximum(before + widest * some, gradients + first * several * some))
+    found = np.maximum(before + widest * some, there + first * several * some)
+    return np.asarray(np.maximum(found, gradients))
 
 
 def device_slots(frames: Frames) -> Array:
     """[K, F, T]: device buffers that serve any layer, for what is on host."""
-    ruler, chunk = frames.ruler, frames.ruler.sizes[0]
+    ruler, chunk, kind = frames.ruler, frames.ruler.keys[0], frames.cuts.kind
     layers, many = ruler.model.layers, frames.cuts.counts > 1
     pair = min(2, len(ruler.chunks))
-    x = np.where(many, 2 * pair, pair * (frames.last_graphs > 0)) * ruler.x_row() * chunk
+    passed = kind.is_stage and not kind.is_first
+    ends = pair * ((frames.last_graphs > 0) & frames.cuts.has_head)
+    x = np.where(many, 2 * pair, ends + pair * passed) * ruler.x_row() * ruler.sizes[0]
     row = max(ruler.attention_row(spec) for spec in layers)
     attention = _attention_slots(frames) * row * chunk
     free = np.stack([x, attention, _cell_slots(frames)], axis=1)
     size = spread(free, ON_HOST)
     if frames.schedule.kv is Tier.HOST:
-        block = min(frames.schedule.kv_block, ruler.run.tokens) * (len(ruler.chunks) > 1)
+        block = min(frames.schedule.kv_block, ruler.share.keys.total) * (len(ruler.chunks) > 1)
         kv, dkv = max(map(ruler.kv_row, layers)), max(map(ruler.dkv_row, layers))
         own = np.minimum(2, _crossings(frames, lambda found: found.kv_written + found.graph))
         size = size + ((own * chunk + 2 * block) * kv + 2 * (chunk + block) * dkv)[..., None]
@@ -198,10 +209,10 @@ def _cell_slots(frames: Frames) -> Array:
     """[K, F]: two, taken in turn by the layers that keep cells, each for the greediest of all."""
     kept, sums, layers = frames.kept, frames.ruler.sums, len(frames.ruler.model.layers)
     narrow, wide = np.diff(sums.narrow), np.diff(sums.wide)
-    # The top layer's O is in its cell.
-    narrow[-1] = wide[-1]
+    if frames.cuts.has_head:
+        narrow[-1] = wide[-1]  # the top layer's O is in its cell
     largest = [(cell + frames.cell_inputs).max(axis=1, keepdims=True) for cell in (narrow, wide)]
-    keeping = layers - frames.cuts.last * (frames.last_graphs == 0)
+    keeping = layers - frames.cuts.last * (frames.last_graphs == 0) * frames.cuts.has_head
     slots = 2 * (keeping > 0) * (kept.graphs > 0)
     return np.asarray(slots * np.where(kept.attention >= kept.graphs, *largest))
 
@@ -209,6 +220,8 @@ def _cell_slots(frames: Frames) -> Array:
 def _attention_slots(frames: Frames) -> Array:
     """[K, F]: one more than the layers of the widest group, unless O and LSE cross less often."""
     widest = np.maximum(frames.cuts.last, frames.cuts.widest_earlier)
+    if frames.cuts.kind.is_stage:
+        widest = np.full_like(widest, frames.cuts.kind.widest)
     crossings = _crossings(frames, lambda found: found.attention_out + found.attention_in)
     return np.asarray(np.minimum(widest + 1, crossings), dtype=np.float64)
 

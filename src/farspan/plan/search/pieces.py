@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from farspan.plan.price.evaluate import evaluate
-from farspan.plan.price.local import stage_schedule
 from farspan.plan.question import Plan
 from farspan.plan.search.best_first import gap
 from farspan.plan.search.ruler import Ruler
@@ -65,12 +64,12 @@ def _worth_having(plan: Plan, field: str, sizes: Sequence[int]) -> list[int]:
 def _work(plan: Plan, schedule: Schedule) -> float:
     """Seconds that the head computes, and once forward and backward every cell, which are as many
     for any size; where attention is sparse the head alone, whose size is then the only choice."""
-    ruler = Ruler(plan.question, stage_schedule(plan.question, schedule))
-    seconds = float(ruler.head.sum())
+    ruler = Ruler(plan.question, schedule)
+    seconds = float(ruler.lanes.head.sum())
     if schedule.sparse is not None:
         return seconds
     for layer in ruler.model.layers:
-        for lane in (ruler.forward[layer], ruler.backward[layer]):
+        for lane in (ruler.lanes.forward[layer], ruler.lanes.backward[layer]):
             seconds += lane.seconds(overlap=plan.question.overlap)
     return seconds
 

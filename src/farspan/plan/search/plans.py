@@ -9,7 +9,7 @@ from farspan.plan.grid import group_ranges
 from farspan.plan.headroom import of_whole, with_room
 from farspan.plan.layout import Layout, refuse_together
 from farspan.plan.price.evaluate import evaluate, size
-from farspan.plan.price.local import local_model, refuse_layout, stage_schedule
+from farspan.plan.price.ranks import most_layers, refuse_layout, whole_schedule
 from farspan.plan.question import Fit, Plan, Question
 from farspan.plan.reason import breaks_first, reason_of, remedy_of
 from farspan.plan.search import quick
@@ -159,8 +159,10 @@ def fits(question: Question, strategies: Sequence[str] | None = None) -> bool:
 def named_schedule(question: Question, name: str, most: int = MOST_CELLS) -> Schedule:
     """A strategy's schedule for this question: memo's alpha solved, and chunks of which there
     would be more than `most` cells made wider."""
-    tokens, layers = question.run.tokens, len(local_model(question).layers)
-    schedule = stage_schedule(question, strategy(name, layers, tokens))
+    tokens, layers = question.run.tokens, most_layers(question)
+    schedule = strategy(name, layers, tokens)
+    if question.layout.pipeline > 1:  # whose stages are the groups
+        schedule = whole_schedule(question, replace(schedule, groups=1))
     least = -(-tokens * layers // most)
     if schedule.chunk < least:
         schedule = replace(schedule, chunk=least)

@@ -9,14 +9,15 @@ is at least as full.
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
+import numpy as np
+
 from farspan.plan.build import build_program
-from farspan.plan.cell.transient import Walk
-from farspan.plan.price.states import gradient_bytes, sharing_of
+from farspan.plan.price.ranks import RankWalk
 from farspan.plan.program import Close, EmbedBackward
 from farspan.plan.question import Question
-from farspan.plan.search.bound import Frames, frames_of, tiers_of
+from farspan.plan.search.bound import Frames, all_frames, tiers_of
 from farspan.plan.search.peaks import momentary
-from farspan.plan.search.room import limits, room, taken
+from farspan.plan.search.room import fullest, limits, room, taken
 from farspan.plan.search.ruler import Ruler
 from farspan.spec import Schedule, Tier
 
@@ -26,12 +27,15 @@ Telling = tuple[tuple[int, bool, bool], ...]  # chunk; are O and LSE kept; are a
 
 def left(question: Question, schedule: Schedule) -> tuple[int, int]:
     """Bytes to spare on the device and on its share of the host, negative where it is too much."""
-    frames = frames_of(question, schedule)
-    found, tiers = taken(frames), tiers_of(schedule)
-    device, host = float(found.device[0, 0, tiers]), float(found.host[0, 0, tiers])
-    held = frames.cuts.held[0]
-    gradients = held.gradients + max(0, held.accumulators + cells(frames))
-    device += gradients - momentary(frames)[0, 0]
+    family, tiers = all_frames(question, schedule), tiers_of(schedule)
+    found, devices = taken(family)
+    host = float(found.host[0, 0, tiers])
+    each = [float(size) for size in devices[:, 0, 0, tiers]]
+    for place, frames in enumerate(family):
+        held = frames.cuts.held[0]
+        gradients = held.gradients + max(0, held.accumulators + cells(frames))
+        each[place] += gradients - momentary(frames)[0, 0]
+    device = float(fullest(family, np.array(each)))
     first, second = limits(question)
     if question.machine.unified:
         return int(first - device - host), int(first - device - host)
@@ -40,8 +44,8 @@ def left(question: Question, schedule: Schedule) -> tuple[int, int]:
 
 def fits(question: Question, schedule: Schedule) -> bool:
     """Does it, by its bounds and then by all that is left?"""
-    frames = frames_of(question, schedule)
-    found, tiers = taken(frames), tiers_of(schedule)
+    found, _ = taken(all_frames(question, schedule))
+    tiers = tiers_of(schedule)
     free = room(question, found.device[..., tiers], found.host[..., tiers])
     return bool(free.min() >= 0) and min(left(question, schedule)) >= 0
 
@@ -49,15 +53,17 @@ def fits(question: Question, schedule: Schedule) -> bool:
 def cells(frames: Frames) -> int:
     """Bytes that cells of a single schedule hold for a moment, as `transient_bytes`."""
     kept = frames.kept
-    telling = latest(kept.chunks, int(kept.attention[0]), int(kept.graphs[0]))
+    chosen = int(kept.attention[0]), int(kept.graphs[0])
+    telling = latest(kept.chunks, *chosen, first=not frames.ruler.are_equal)
     return transient(frames.ruler, frames.schedule, telling)
 
 
-def latest(chunks: int, attention: int, graphs: int) -> Telling:
+def latest(chunks: int, attention: int, graphs: int, *, first: bool = False) -> Telling:
     """The chunks that tell: the latest of those kept alike, and of the earliest kind one more,
-    which runs backward when all layers have gradients."""
+    which runs backward when all layers have gradients; where chunks differ the `first` too, which
+    is the longest."""
     borders = sorted({0, chunks - attention, chunks - graphs, chunks})
-    found: set[int] = set()
+    found: set[int] = {0} if first else set()
     for start, stop in pairwise(borders):
         found.add(stop - 1)
         if start == 0:
@@ -66,15 +72,18 @@ def latest(chunks: int, attention: int, graphs: int) -> Telling:
 
 
 def transient(ruler: Ruler, schedule: Schedule, telling: Telling) -> int:
-    """Bytes that cells hold for a moment, as `transient_bytes`, in these of the ruler's chunks; the
-    schedule is one device's."""
+    """Bytes that cells of the ruler's rank hold for a moment, as `transient_bytes`, in these of its
+    chunks."""
     return _walk(ruler, schedule, telling).run().transient
 
 
 def outside(ruler: Ruler, schedule: Schedule) -> int:
     """Bytes of gradients, their sums and what the last backward of the embedding holds, at least,
-    whatever the schedule but for its chunk. All layers have gradients then; of the layers of the
-    first group, of which there is one at least, there are still the sums."""
+    whatever the schedule but for its chunk; 0 of a pipeline's stage. All layers have gradients
+    then; of the layers of the first group, of which there is one at least, there are still the
+    sums."""
+    if ruler.kind.is_stage:
+        return 0
     layers, chunks = len(ruler.model.layers), len(ruler.chunks)
     walk = _walk(ruler, replace(schedule, groups=(1,) * layers), latest(chunks, 0, 0))
     for instruction in walk.program.instructions:
@@ -85,11 +94,11 @@ def outside(ruler: Ruler, schedule: Schedule) -> int:
     return walk.peak
 
 
-def _walk(ruler: Ruler, schedule: Schedule, telling: Telling) -> Walk:
+def _walk(ruler: Ruler, schedule: Schedule, telling: Telling) -> RankWalk:
     """Through a program of these chunks alone. Tiers make no difference: what is held is on the
     device."""
-    question = ruler.question
-    chunks = tuple(ruler.chunks[chunk] for chunk, _, _ in telling)
+    chosen = [chunk for chunk, _, _ in telling]
+    chunks = tuple(ruler.chunks[chunk] for chunk in chosen)
     few = tuple(pairwise(accumulate((stop - start for start, stop in chunks), initial=0)))
     short = replace(
         schedule,
@@ -102,15 +111,11 @@ def _walk(ruler: Ruler, schedule: Schedule, telling: Telling) -> Walk:
         activations_kept=latest_fraction(few, sum(graph for _, _, graph in telling)),
     )
     run = replace(ruler.run, tokens=few[-1][1])
-    program = build_program(ruler.model, run, short, chunks=few)
-    return Walk(
-        # At their places in the sequence: what they hold depends on the keys before them.
-        replace(program, chunks=chunks),
-        question.architecture,
-        gradient_bytes=gradient_bytes(question),
-        sharing=sharing_of(question),
-        accumulates=question.accumulates,
-    )
+    program = build_program(ruler.whole.model, run, short, ruler.kind.rank, few)
+    # At their places in the sequence: what they hold depends on the keys before them.
+    rows = tuple(ruler.share.tokens.rows[chunk] for chunk in chosen)
+    share = replace(program.share, tokens=replace(program.share.tokens, rows=rows))
+    return RankWalk(ruler.whole, replace(program, chunks=chunks, share=share))
 
 
 def latest_fraction(chunks: Chunks, count: int) -> float:

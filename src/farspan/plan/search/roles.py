@@ -1,7 +1,8 @@
 """Work and traffic of a schedule by counting, for many fractions kept at once: what the search
 bounds with.
 
-A layer plays one of four roles: top of a group or below it, in the last group or an earlier one.
+A layer plays one of six roles: top of a group or below it, in the last group, an earlier one, or a
+pipeline's stage that is not the last.
 What it does with chunk c follows from its role and from whether the chunk's O and LSE are kept
 (`kept`), its activations are (`graph`), and it is the last chunk: see passes. Written from the
 rules, not by walking a program; the sums are equal to those of the program, which tests hold.
@@ -10,7 +11,7 @@ Shapes: F choices of (attention_kept, activations_kept), S spans of chunks. All 
 alike in every choice, so that of hundreds of chunks a few dozen spans are counted.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 
@@ -30,6 +31,8 @@ class Role(IntEnum):
     TOP = 1
     LAST_INNER = 2
     LAST_TOP = 3
+    STAGE_INNER = 4
+    STAGE_TOP = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +103,12 @@ def cells(role: Role, schedule: Schedule, choices: Kept) -> Cells:
         found = _earlier(role is Role.TOP, schedule, kept, graph, skipped)
     elif role is Role.LAST_INNER:
         found = _last_inner(schedule, kept, graph, skipped)
+    elif role is Role.STAGE_INNER:
+        found = _last_inner(schedule, kept, graph, np.zeros_like(graph))
+    elif role is Role.STAGE_TOP:
+        # It is run to be read above, and its backward runs it again at once.
+        plain = replace(schedule, attention_open=False, layer_checkpoint=False)
+        found = _last_inner(plain, kept, graph, np.zeros_like(graph))
     else:
         found = _last_top(graph, skipped)
     return found

@@ -7,9 +7,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from farspan.plan.balance import chunks_of
 from farspan.plan.grid import are_equal, group_ranges
-from farspan.plan.price.local import local_chunks, local_model, local_run, local_schedule
-from farspan.plan.price.seconds import Cost, Prices
+from farspan.plan.layout import Rank
+from farspan.plan.price.ranks import RankKind, kinds_of, part_of, stage_model
+from farspan.plan.price.seconds import Prices
 from farspan.plan.price.states import update_seconds
 from farspan.plan.program import (
     AttentionMode,
@@ -20,15 +22,16 @@ from farspan.plan.program import (
     EmbedBackward,
     Forward,
     Head,
+    Instruction,
     Kind,
     Program,
 )
 from farspan.plan.question import Question
 from farspan.plan.search.roles import Kept
-from farspan.plan.share import share_of
+from farspan.plan.share import Spans, local_heads, share_of
 from farspan.plan.sizes import activation_cell_bytes, regions, regions_bytes, row_bytes
 from farspan.plan.states import with_states
-from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Tier
+from farspan.spec import LayerSpec, ModelSpec, Schedule, Tier
 
 Array = NDArray[np.float64]
 
@@ -58,8 +61,8 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Bytes of the layers before each, [L + 1]: of the device's whole run for `kv` and `dkv`, a
-    token for `attention`, a kept cell for the others."""
+    """Bytes of the layers before each, [L + 1]: of all keys for `kv` and `dkv`, a key
+    for `attention`, a kept cell for the others."""
 
     kv: Array
     dkv: Array
@@ -68,59 +71,118 @@ class Sums:
     narrow: Array
 
 
-class Ruler:
-    """Prices of one question at one chunk size and one tier of K, V; frames share them."""
+class CellSeconds:
+    """Seconds of the cells of one chunk size and one tier of K, V: all kinds of rank share them."""
 
-    def __init__(self, question: Question, schedule: Schedule) -> None:
-        local = local_model(question)
-        self.chunks = local_chunks(question, schedule)
-        self.model: ModelSpec = with_states(local, self.chunks)
-        self.question = replace(question, model=self.model)
-        # A layer as this chunk size has it: the rows of a state depend on it.
-        self.held = dict(zip(local.layers, self.model.layers, strict=True))
-        self.held |= {spec: spec for spec in self.model.layers}
-        self.run: RunSpec = local_run(question, schedule)
-        own = local_schedule(schedule, question.layout)
-        self.schedule = own
-        self._are_equal = are_equal(self.chunks)
-        self.sizes = np.array([stop - start for start, stop in self.chunks], dtype=np.float64)
+    def __init__(
+        self, question: Question, schedule: Schedule, model: ModelSpec, rank: Rank
+    ) -> None:
+        chunks = chunks_of(question.model, question.run.tokens, schedule, question.layout)
+        self.count = range(len(chunks))
+        share, whole = share_of(chunks, rank), (0, question.run.tokens)
+        buffers = {
+            name: Buffer(name, kind, 0, schedule.kv, *whole, 0, 0, 0, 0, 0)
+            for name, kind in (("kv", Kind.KV), ("dkv", Kind.DKV))
+        }
+        groups = group_ranges(schedule, len(model.layers), question.layout.pipeline)
+        arenas = dict.fromkeys(Tier, 0)
+        # A program without instructions: prices ask it for sizes only.
+        shell = Program(model, question.run, schedule, chunks, groups, (), buffers, arenas, share)
+        self.prices = Prices(question, shell, together=question.overlap)
+        self.places = {spec: place for place, spec in enumerate(model.layers)}
+
+    # Looked up when somebody asks for time: memory alone needs none.
+
+    @cached_property
+    def forward(self) -> dict[LayerSpec, Lane]:
+        return {spec: self._cell(spec, AttentionMode.COMPUTE) for spec in self.places}
+
+    @cached_property
+    def given(self) -> dict[LayerSpec, Lane]:
+        return {spec: self._cell(spec, AttentionMode.GIVEN) for spec in self.places}
+
+    @cached_property
+    def project(self) -> dict[LayerSpec, Lane]:
+        return {spec: self._cell(spec, AttentionMode.NONE) for spec in self.places}
+
+    @cached_property
+    def backward(self) -> dict[LayerSpec, Lane]:
+        return {spec: self._back(spec) for spec in self.places}
+
+    @cached_property
+    def head(self) -> Array:
+        return self._in_line(Head)
+
+    @cached_property
+    def embed(self) -> Array:
+        return self._in_line(Embed)
+
+    @cached_property
+    def embed_backward(self) -> Array:
+        return self._in_line(EmbedBackward)
+
+    def _cell(self, spec: LayerSpec, mode: AttentionMode) -> Lane:
+        layer = self.places[spec]
+        return self._lane(lambda c: Forward(layer, c, mode, prefix="kv"))
+
+    def _back(self, spec: LayerSpec) -> Lane:
+        layer = self.places[spec]
+        return self._lane(lambda c: Backward(layer, c, "kv", "dkv", "dkv"))
+
+    def _lane(self, cell: Callable[[int], Instruction]) -> Lane:
+        costs = [self.prices.of(cell(chunk)) for chunk in self.count]
+        return Lane(
+            np.array([cost.compute for cost in costs]),
+            np.array([cost.fetch for cost in costs]),
+            np.array([cost.evict for cost in costs]),
+            np.array([cost.collective for cost in costs]),
+            np.array([cost.host for cost in costs]),
+        )
+
+    def _in_line(self, kind: Callable[[int], Instruction]) -> Array:
+        return np.array([self.prices.of(kind(chunk)).in_line() for chunk in self.count])
+
+
+class Ruler:
+    """Prices and bytes of one kind of rank at one chunk size and one tier of K, V; frames share
+    them. Without a kind it is that of the last stage, which has the head."""
+
+    def __init__(
+        self,
+        question: Question,
+        schedule: Schedule,
+        kind: RankKind | None = None,
+        like: "Ruler | None" = None,
+    ) -> None:
+        """`like` is of another kind of rank of the same schedule."""
+        kind = kinds_of(question, schedule)[-1] if kind is None else kind
+        layout = question.layout
+        chunks = chunks_of(question.model, question.run.tokens, schedule, layout)
+        whole = with_states(local_heads(question.model, layout), chunks)
+        self.kind, self.chunks, self.whole = kind, chunks, question
+        self.share = share_of(chunks, kind.rank)
+        self.model: ModelSpec = stage_model(whole, kind.layers)
+        self.question = part_of(question, kind)
+        # A layer as this rank has it at this chunk size: its heads, and the rows of a state.
+        self.held = dict(zip(self.question.model.layers, self.model.layers, strict=True))
+        self.run, self.schedule = question.run, schedule
+        self.are_equal = are_equal(chunks)
+        self.sizes = _sizes(self.share.tokens)
+        self.keys = _sizes(self.share.keys)
         self.classes = list(dict.fromkeys(self.model.layers))
-        self.prices = Prices(self.question, self._shell(), together=question.overlap)
+        lanes = None if like is None else like.lanes
+        self.lanes: CellSeconds = lanes or CellSeconds(question, schedule, whole, kind.rank)
+        self.prices = self.lanes.prices
         self.sums = self._sums()
         self.known: dict[tuple[object, ...], tuple[Array, Array]] = {}  # lanes, bytes moved
         self._shared: dict[tuple[object, ...], Array] = {}
         self._latest = np.concatenate([[0.0], np.cumsum(self.sizes[::-1])])
+        self._latest_keys = np.concatenate([[0.0], np.cumsum(self.keys[::-1])])
 
-    # -- prices, looked up when somebody asks for time: memory alone needs none ------------------
-
-    @cached_property
-    def forward(self) -> dict[LayerSpec, Lane]:
-        return {k: self._cell(k, AttentionMode.COMPUTE) for k in self.classes}
-
-    @cached_property
-    def given(self) -> dict[LayerSpec, Lane]:
-        return {k: self._cell(k, AttentionMode.GIVEN) for k in self.classes}
-
-    @cached_property
-    def project(self) -> dict[LayerSpec, Lane]:
-        return {k: self._cell(k, AttentionMode.NONE) for k in self.classes}
-
-    @cached_property
-    def backward(self) -> dict[LayerSpec, Lane]:
-        return {k: self._backward(k) for k in self.classes}
-
-    @cached_property
-    def head(self) -> Array:
-        return np.array([self.prices.of(Head(c)).in_line() for c in range(len(self.chunks))])
-
-    @cached_property
-    def embed(self) -> Array:
-        return np.array([self.prices.of(Embed(c)).in_line() for c in range(len(self.chunks))])
-
-    @cached_property
-    def embed_backward(self) -> Array:
-        count = range(len(self.chunks))
-        return np.array([self.prices.of(EmbedBackward(c)).in_line() for c in count])
+    @property
+    def tokens(self) -> int:
+        """That the rank has of the whole sequence."""
+        return self.share.tokens.total
 
     @cached_property
     def clear(self) -> float:
@@ -130,36 +192,11 @@ class Ruler:
     def zeros(self) -> float:
         """Copying them to host, for every layer."""
         row = sum(self.dkv_row(spec) for spec in self.model.layers)
-        return row * self.run.tokens / self.prices.evict_rate()
+        return row * self.share.keys.total / self.prices.evict_rate()
 
     @cached_property
     def update(self) -> float:
         return update_seconds(self.question)
-
-    def _shell(self) -> Program:
-        """A program without instructions: prices ask it for sizes only."""
-        tier = self.schedule.kv
-        whole = (0, self.run.tokens)
-        buffers = {
-            name: Buffer(name, kind, 0, tier, *whole, 0, 0, 0, 0, 0)
-            for name, kind in (("kv", Kind.KV), ("dkv", Kind.DKV))
-        }
-        groups = group_ranges(self.schedule, len(self.model.layers))
-        arenas = dict.fromkeys(Tier, 0)
-        share = share_of(self.chunks)
-        return Program(
-            self.model, self.run, self.schedule, self.chunks, groups, (), buffers, arenas, share
-        )
-
-    def _cell(self, spec: LayerSpec, mode: AttentionMode) -> Lane:
-        layer = self.model.layers.index(spec)
-        count = range(len(self.chunks))
-        return _lane([self.prices.of(Forward(layer, c, mode, prefix="kv")) for c in count])
-
-    def _backward(self, spec: LayerSpec) -> Lane:
-        layer = self.model.layers.index(spec)
-        count = range(len(self.chunks))
-        return _lane([self.prices.of(Backward(layer, c, "kv", "dkv", "dkv")) for c in count])
 
     # -- what frames have in common -------------------------------------------------------------
 
@@ -173,10 +210,14 @@ class Ruler:
         """[F]: tokens of the latest `chunks` chunks."""
         return np.asarray(self._latest[chunks])
 
+    def latest_keys(self, chunks: NDArray[np.int64]) -> Array:
+        """[F]: their keys."""
+        return np.asarray(self._latest_keys[chunks])
+
     def cells(self, chunks: NDArray[np.int64]) -> Array:
         """How many of the first chunk's cells those of the latest `chunks` are, in bytes that grow
         where chunks differ; of any shape."""
-        if self._are_equal:
+        if self.are_equal:
             return np.asarray(chunks, dtype=np.float64)
         return np.asarray(self._latest[chunks] / self.sizes[0])
 
@@ -184,10 +225,10 @@ class Ruler:
         def before(values: list[int]) -> Array:
             return np.concatenate([[0.0], np.cumsum(values)])
 
-        layers, tokens = self.model.layers, self.run.tokens
+        layers, keys = self.model.layers, self.share.keys.total
         return Sums(
-            before([self.kv_row(spec) * tokens for spec in layers]),
-            before([self.dkv_row(spec) * tokens for spec in layers]),
+            before([self.kv_row(spec) * keys for spec in layers]),
+            before([self.dkv_row(spec) * keys for spec in layers]),
             before([self.attention_row(spec) for spec in layers]),
             before([self.cell_bytes(spec, with_attention=True) for spec in layers]),
             before([self.cell_bytes(spec, with_attention=False) for spec in layers]),
@@ -210,15 +251,22 @@ class Ruler:
 
     def cell_bytes(self, spec: LayerSpec, *, with_attention: bool) -> int:
         """Of one kept cell of activations, the layer's input left out."""
-        tokens, batch = int(self.sizes[0]), self.run.batch
-        return activation_cell_bytes(self.model, spec, batch, tokens, with_attention)
+        start, stop = self.share.cells[0]
+        layout = self.question.layout
+        return activation_cell_bytes(
+            self.model,
+            spec,
+            self.run.batch,
+            stop - start,
+            with_attention,
+            layout.ulysses * layout.tensor,
+        )
 
     def _clear_seconds(self) -> float:
         """Zeroing dK, dV of every layer, or the slot that the zeros on host come from."""
-        on_host, tokens = self.schedule.kv is Tier.HOST, self.run.tokens
-        if on_host:
-            tokens = self.chunks[0][1]
-        sizes = [self._sums_bytes(spec, tokens) for spec in self.model.layers]
+        on_host, keys = self.schedule.kv is Tier.HOST, self.share.keys
+        rows = keys.most if on_host else keys.total
+        sizes = [self._sums_bytes(spec, rows) for spec in self.model.layers]
         if on_host:
             sizes = [max(sizes)] * len(sizes)
         return sum(self._cleared(size) for size in sizes)
@@ -233,11 +281,5 @@ class Ruler:
         return self.prices.of(Clear("slot")).in_line()
 
 
-def _lane(costs: list[Cost]) -> Lane:
-    return Lane(
-        np.array([cost.compute for cost in costs]),
-        np.array([cost.fetch for cost in costs]),
-        np.array([cost.evict for cost in costs]),
-        np.array([cost.collective for cost in costs]),
-        np.array([cost.host for cost in costs]),
-    )
+def _sizes(spans: Spans) -> Array:
+    return np.array([stop - start for start, stop in spans.rows], dtype=np.float64)

@@ -10,9 +10,12 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from farspan.plan.price.local import local_model
+from farspan.plan.grid import group_ranges
+from farspan.plan.price.ranks import most_layers
 from farspan.plan.question import Question
 from farspan.spec import ModelSpec, Schedule, Tier
+
+Cut = tuple[int, ...]  # sizes of the groups, first group first
 
 # A program of so many cells has about 200,000 instructions: three seconds to build and walk.
 MOST_CELLS = 24_576
@@ -28,10 +31,11 @@ class Space:
     `bound`."""
 
     chunks: tuple[int, ...]
-    cuts: tuple[tuple[int, ...], ...]
+    cuts: tuple[Cut, ...]
     attention: tuple[float, ...]
     activations: tuple[float, ...]
     kv: tuple[Tier, ...] = tuple(Tier)
+    staged: bool = False  # its groups are stages, whose K, V stay where they are
     lean: bool = False  # only switches that keep nothing which can be made again
 
     def schedules(self) -> Iterator[Schedule]:
@@ -41,9 +45,9 @@ class Space:
                 for base in self._switches(cut):
                     yield replace(base, chunk=chunk, groups=cut)
 
-    def families(self) -> Iterator[tuple[Schedule, tuple[tuple[int, ...], ...]]]:
+    def families(self) -> Iterator[tuple[Schedule, tuple[Cut, ...]]]:
         """The same, those that differ in their cut together: all but the cut, and every cut."""
-        found: dict[Schedule, list[tuple[int, ...]]] = {}
+        found: dict[Schedule, list[Cut]] = {}
         for schedule in replace(self, chunks=self.chunks[:1]).schedules():
             assert isinstance(schedule.groups, tuple)
             found.setdefault(replace(schedule, groups=1), []).append(schedule.groups)
@@ -51,7 +55,7 @@ class Space:
             for base, of in found.items():
                 yield replace(base, chunk=chunk), tuple(of)
 
-    def _switches(self, cut: tuple[int, ...]) -> Iterator[Schedule]:
+    def _switches(self, cut: Cut) -> Iterator[Schedule]:
         is_deep = max(cut) > 1
         opens = (False, True) if is_deep and not self.lean else (False,)
         for kv in self.kv:
@@ -66,9 +70,9 @@ class Space:
                             layer_checkpoint=checkpoint,
                         )
 
-    def _homes(self, cut: tuple[int, ...], kv: Tier) -> Iterator[tuple[bool, Tier]]:
+    def _homes(self, cut: Cut, kv: Tier) -> Iterator[tuple[bool, Tier]]:
         yield False, Tier.HOST
-        if len(cut) > 1 and not self.lean:
+        if len(cut) > 1 and not self.lean and not self.staged:
             yield True, Tier.HOST
             if kv is Tier.DEVICE:
                 yield True, Tier.DEVICE
@@ -76,16 +80,18 @@ class Space:
 
 def whole_space(question: Question) -> Space:
     """Everything that farspan can do for this question."""
-    layout, model = question.layout, local_model(question)
+    layout, model = question.layout, question.model
+    stages = group_ranges(Schedule(), len(model.layers), layout.pipeline)
     activations = tuple(part / PARTS_OF_ACTIVATIONS for part in range(PARTS_OF_ACTIVATIONS + 1))
     return Space(
         chunk_sizes(question),
         # The stages of a pipeline are its groups.
-        cuts(model) if layout.pipeline == 1 else ((len(model.layers),),),
+        cuts(model) if layout.pipeline == 1 else (tuple(stop - start for start, stop in stages),),
         tuple(part / PARTS for part in range(PARTS + 1)),
         # What ranks cannot run (layout.refuse_together).
         activations if layout.tensor == 1 else (0.0,),
         kv=tuple(Tier) if layout.ring == 1 else (Tier.DEVICE,),
+        staged=layout.pipeline > 1,
     )
 
 
@@ -98,7 +104,7 @@ def thriftiest(question: Question) -> Space:
 
 def chunk_sizes(question: Question) -> tuple[int, ...]:
     """Powers of two, and the whole sequence, in tokens of the sequence."""
-    tokens, layers = question.run.tokens, len(local_model(question).layers)
+    tokens, layers = question.run.tokens, most_layers(question)
     smallest = max(SMALLEST_CHUNK * question.layout.sequence(), layers * tokens // MOST_CELLS)
     smallest = max(smallest, tokens // MOST_CHUNKS)
     sizes = [tokens]
@@ -110,10 +116,10 @@ def chunk_sizes(question: Question) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def cuts(model: ModelSpec) -> tuple[tuple[int, ...], ...]:
+def cuts(model: ModelSpec) -> tuple[Cut, ...]:
     """Sizes of the groups: even and tapered for every number of groups that differs."""
     layers = len(model.layers)
-    found: dict[tuple[int, ...], None] = {}
+    found: dict[Cut, None] = {}
     for size in range(1, layers + 1):
         count = -(-layers // size)
         found[even(layers, count)] = None

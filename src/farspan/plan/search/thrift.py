@@ -108,7 +108,8 @@ class Thrift:
     def _counted(self, candidate: _Candidate) -> _Candidate:
         """With what the cells of its kind hold."""
         host, device = candidate.footprint
-        device += self.frontiers[candidate.at].held(candidate.kind, self.cells)
+        # Whichever kind of rank is the fullest.
+        device += float(self.frontiers[candidate.at].held(candidate.kind, self.cells).min())
         return replace(candidate, footprint=(host, device), is_counted=True)
 
     def _plan(self, candidate: _Candidate) -> Plan | None:
