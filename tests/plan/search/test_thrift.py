@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from farspan.plan.price.evaluate import PAGE, evaluate
 from farspan.plan.question import Budget, Plan
@@ -37,10 +38,11 @@ class Open:
         count = len(self.found)
         nothing = np.zeros(count, dtype=np.int64)
         host = np.array([float(one.bound * PAGE) for one in self.found])
-        return Choices(np.arange(count), np.full(count, 0.5), np.zeros(count), host, nothing)
+        index, seconds, none = np.arange(count), np.full(count, 0.5), np.zeros(count)
+        return Choices(index, seconds, none, host, nothing, none[None])
 
-    def held(self, *_: object) -> float:
-        return 0.0
+    def held(self, *_: object) -> NDArray[np.float64]:
+        return np.zeros((1, 1))
 
     def schedule_at(self, index: int) -> Any:
         return self.found[index]
