@@ -23,9 +23,8 @@ from typing import Any
 
 from farspan.engine.machine import machine
 from farspan.engine.tracing.request import TraceRequest
-from farspan.memory.compare import Comparison, compare
-from farspan.memory.rivals import contenders
-from farspan.memory.trace import Event, Free, Malloc, Mark, Trace
+from farspan.memory.compare.compare import AllocatorComparison, compare, contenders
+from farspan.memory.trace import Event, FreeEvent, Malloc, Mark, Trace
 
 KILO = 1024
 VARIED = (64 * KILO, 48 * KILO, 60 * KILO, 52 * KILO, 63 * KILO, 49 * KILO, 57 * KILO, 61 * KILO)
@@ -78,7 +77,7 @@ def gather(trace: Trace, size: int) -> Iterator[Event]:
     for event in trace.events:
         if isinstance(event, Mark):
             if held is not None:
-                yield Free(held)
+                yield FreeEvent(held)
             held = free if event.name.startswith("layer ") else None
             yield event
             if held is not None:
@@ -87,7 +86,7 @@ def gather(trace: Trace, size: int) -> Iterator[Event]:
         else:
             yield event
     if held is not None:
-        yield Free(held)
+        yield FreeEvent(held)
 
 
 def row(case: Case) -> dict[str, Any]:
@@ -104,7 +103,7 @@ def row(case: Case) -> dict[str, Any]:
     }
 
 
-def least(found: Comparison, name: str) -> float:
+def least(found: AllocatorComparison, name: str) -> float:
     """The least capacity that completes, as a multiple of the live peak."""
     result = next(result for result in found.results if result.name == name)
     return (result.smallest.capacity or 0) / found.live_peak

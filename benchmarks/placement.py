@@ -26,14 +26,18 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from farspan.memory.bilevel import place_bilevel, segments, signature
-from farspan.memory.check import sweep_placement
-from farspan.memory.exact import Solution, place_exactly, place_flat
-from farspan.memory.formats import read_trace
-from farspan.memory.mip import place_by_mip
-from farspan.memory.place import Request
-from farspan.memory.plan_file import rounded
-from farspan.memory.trace import Trace
+from farspan.memory.exact import (
+    Solution,
+    place_bilevel,
+    place_by_mip,
+    place_exactly,
+    place_flat,
+    segments,
+    signature,
+)
+from farspan.memory.placement import PlacementRequest, sweep_placement
+from farspan.memory.replay import rounded
+from farspan.memory.trace import Trace, read_trace
 
 SECONDS = 60.0
 ALIGNMENT = 512
@@ -55,7 +59,7 @@ SQUARE_SECONDS = 20.0
 Solve = Callable[[], Solution]
 
 
-def measured(requests: Sequence[Request], solve: Solve) -> dict[str, Any]:
+def measured(requests: Sequence[PlacementRequest], solve: Solve) -> dict[str, Any]:
     """Height, proof and processor seconds of a placement that passes the checker."""
     begin = time.process_time()
     found = solve()
@@ -105,7 +109,7 @@ def transient_rows(name: str, trace: Trace) -> list[dict[str, Any]]:
     for sign, segment in signs.items():
         if len(sign) > MIP_REQUESTS:
             continue
-        local = [Request(*request) for request in sign]
+        local = [PlacementRequest(*request) for request in sign]
         program = measured(local, partial(place_by_mip, local, SECONDS))
         search = measured(local, partial(place_exactly, local, SECONDS))
         row = {"trace": name, "segment": segment, "requests": len(local)}
@@ -116,7 +120,7 @@ def transient_rows(name: str, trace: Trace) -> list[dict[str, Any]]:
 def hard_row(path: Path) -> dict[str, Any]:
     with path.open(encoding="utf-8") as lines:
         rows = list(csv.DictReader(lines))
-    requests = [Request(int(r["size"]), int(r["lower"]), int(r["upper"])) for r in rows]
+    requests = [PlacementRequest(int(r["size"]), int(r["lower"]), int(r["upper"])) for r in rows]
     found = measured(requests, lambda: place_exactly(requests, SECONDS, HARD_CAPACITY))
     flat = measured(requests, lambda: place_flat(requests))
     return {
@@ -128,7 +132,7 @@ def hard_row(path: Path) -> dict[str, Any]:
     }
 
 
-def cut_square(pieces: int, side: int, seed: int) -> list[Request]:
+def cut_square(pieces: int, side: int, seed: int) -> list[PlacementRequest]:
     """Four pieces around a fifth, again and again: no straight cut undoes a pinwheel. Fewer pieces
     where none is left to cut."""
     random, found = Random(seed), [(0, side, 0, side)]
@@ -144,7 +148,7 @@ def cut_square(pieces: int, side: int, seed: int) -> list[Request]:
         found[at] = (born, d, low, lo)
         found += [(d, dies, low, hi), (b, dies, hi, high), (born, b, lo, high), (b, d, lo, hi)]
     random.shuffle(found)
-    return [Request(high - low, born, dies) for born, dies, low, high in found]
+    return [PlacementRequest(high - low, born, dies) for born, dies, low, high in found]
 
 
 def square_row(pieces: int, side: int, seed: int) -> dict[str, Any]:

@@ -38,11 +38,11 @@ from farspan.engine.layers import Layers, SparingLayers
 from farspan.engine.linear import Adding
 from farspan.engine.run import Interpreter
 from farspan.engine.storage import Storage
+from farspan.hf.attention_interface import routed
+from farspan.hf.fused_layers import in_shells, rules
+from farspan.hf.load import blank_model, config_from_fields
+from farspan.hf.stages import CausalLMStages
 from farspan.kernels.launch import Launch
-from farspan.models.boundary import Boundary
-from farspan.models.fused import in_shells, rules
-from farspan.models.load import blank_model, config_from_fields
-from farspan.models.route import routed
 from farspan.plan import program as instructions
 from farspan.plan.blocks import Block
 from farspan.plan.build import build_program
@@ -206,7 +206,7 @@ def count_step(tokens: int, how: str, schedule: Schedule = SCHEDULE) -> dict[Kin
     architecture = find_architecture(MODEL)
     spec = model_spec(replace(architecture, blocks=architecture.blocks[:LAYERS]))
     program = build_program(spec, RunSpec(1, tokens), schedule)
-    count, boundary = Count(), Boundary(model)
+    count, boundary = Count(), CausalLMStages(model)
     with _as(how, count, model):
         _run(boundary, program, count, how)
     return count.works
@@ -228,7 +228,7 @@ def _as(how: str, count: Count, model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _run(boundary: Boundary, program: Program, count: Count, how: str) -> None:
+def _run(boundary: CausalLMStages, program: Program, count: Count, how: str) -> None:
     fused, gradients = how == AFTER, sums.Gradients()
     layers = Layers(boundary)
     if fused:

@@ -7,7 +7,7 @@ import hypothesis
 import pytest
 import torch
 
-from farspan.models.wide import InFloat64
+from farspan.hf.probe import Float64Mode
 
 # `make test-all` draws four times as many examples, and `pytest --hypothesis-profile=explore` new
 # ones on every run.
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def float64_throughout() -> Iterator[None]:
     """What families' own code computes in float32 whatever the model is in."""
-    with InFloat64():
+    with Float64Mode():
         yield
 
 

@@ -85,7 +85,7 @@ def names_in_pages() -> set[str]:
 
 def test_names_in_pages_are_there() -> None:
     names = names_in_pages()
-    assert {"farspan.Step", "farspan.memory.install", "farspan.models.load"} <= names
+    assert {"farspan.Step", "farspan.memory.install", "farspan.hf.load"} <= names
     for name in names:
         assert pkgutil.resolve_name(name) is not None
 

@@ -20,10 +20,9 @@ from benchmarks.gpu_allocator.prepared import Prepared, mallocs
 from benchmarks.gpu_allocator.replayed import COMPLETED, OUT_OF_MEMORY, Pass, serve, smallest
 from benchmarks.gpu_allocator.served import CONTENDERS, Contender, Modelled, limit_pytorch
 from benchmarks.gpu_allocator.traces import divided
-from farspan.memory.caching import CachingAllocator
-from farspan.memory.compare import FREED
-from farspan.memory.settings import MIB
-from farspan.memory.trace import Free, Malloc, Trace
+from farspan.memory.compare.allocators import MIB, CachingAllocator
+from farspan.memory.compare.compare import FREED
+from farspan.memory.trace import FreeEvent, Malloc, Trace
 from tests.engine.cpu_allocator import build_driver, once
 
 COMMAND = [sys.executable, "-m", "benchmarks.gpu_allocator"]
@@ -196,10 +195,17 @@ def test_the_least_capacity_is_found(needed: int) -> None:
 
 
 def test_a_trace_is_cut_to_a_device() -> None:
-    events = (Malloc(0, 1000), Malloc(1, 0), Malloc(2, 3001), Free(1), Free(0), Free(2))
+    events = (
+        Malloc(0, 1000),
+        Malloc(1, 0),
+        Malloc(2, 3001),
+        FreeEvent(1),
+        FreeEvent(0),
+        FreeEvent(2),
+    )
     by, cut = divided(Trace(events), 1001)
     assert by == 4
-    assert cut.events == (Malloc(0, 250), Malloc(2, 751), Free(0), Free(2))
+    assert cut.events == (Malloc(0, 250), Malloc(2, 751), FreeEvent(0), FreeEvent(2))
     assert divided(Trace(events), 4001)[0] == 1
 
 

@@ -35,7 +35,7 @@ SEAM = "farspan.lazy"  # the only module that may import by name
 # prints a plan sees its tables, whoever installs the allocator installs it in torch.
 UPWARD = {
     ("farspan.plan.ask", "farspan.engine.calibrate"),
-    ("farspan.plan.ask", "farspan.models.shapes"),
+    ("farspan.plan.ask", "farspan.hf.describe"),
     ("farspan.plan.question", "farspan.report.plan"),
     ("farspan.memory", "farspan.engine.allocator"),
 }
@@ -229,7 +229,7 @@ def test_blocking_torch_catches_an_indirect_import(tmp_path: Path) -> None:
     [
         ("farspan.spec", "from farspan.memory import buffer"),
         ("farspan.plan.grid", "import farspan.engine.run"),
-        ("farspan.attention.merge", "from farspan.transfer.arena import Arena"),
+        ("farspan.attention.softmax", "from farspan.transfer.arena import Arena"),
         ("farspan.data.packing", "from farspan.report import tables"),
         ("farspan.train.loop", "from farspan import Step"),
         ("farspan.cli", "import farspan"),

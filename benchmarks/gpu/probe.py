@@ -28,7 +28,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
 from benchmarks.gpu.device import give_back, synchronize
 from farspan.attention.backends import BlockKernel, CudaCudnn, CudaFlash
 from farspan.attention.choose import select_kernel
-from farspan.attention.merge import merge_
+from farspan.attention.softmax import merge_
 from farspan.engine.machine import machine
 from farspan.plan.blocks import Block
 from farspan.spec import Tier

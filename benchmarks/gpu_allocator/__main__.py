@@ -30,8 +30,8 @@ import torch
 from benchmarks.children import ROOT, Clock, words_of
 from benchmarks.gpu_allocator import parts
 from farspan.engine.machine import machine
-from farspan.memory.library import library
-from farspan.memory.settings import MIB
+from farspan.memory.compare.allocators import MIB
+from farspan.memory.native import library
 from farspan.spec import Refused
 
 SECONDS = 500.0

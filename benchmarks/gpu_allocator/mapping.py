@@ -15,9 +15,8 @@ from typing import Any
 
 from benchmarks.children import Row, add_row, settings_of, words_of
 from farspan.engine.allocator_driver import DRIVER
-from farspan.memory.library import Backend, Options
-from farspan.memory.native import Allocator
-from farspan.memory.settings import MIB
+from farspan.memory.compare.allocators import MIB
+from farspan.memory.native import Allocator, AllocatorOptions, Backend
 
 CHUNKS = (2 * MIB, 8 * MIB, 32 * MIB, 128 * MIB, 512 * MIB)
 ROUNDS = 3
@@ -137,7 +136,7 @@ def driver_round(driver: Driver, chunk: int, count: int) -> dict[str, float]:
     return found
 
 
-def allocator_round(options: Options, count: int) -> dict[str, float]:
+def allocator_round(options: AllocatorOptions, count: int) -> dict[str, float]:
     """Seconds of the native allocator for `count` chunks: fresh, given back, and stitched."""
     chunk = options.chunk
     found = {}
@@ -171,7 +170,7 @@ def costs(rounds: list[dict[str, float]], chunk: int, count: int) -> dict[str, R
     return found
 
 
-def measure(options: Options, total: int, driver: Driver | None) -> Row:
+def measure(options: AllocatorOptions, total: int, driver: Driver | None) -> Row:
     """All of one size of chunk; what the driver takes only where there is one."""
     chunk, count = options.chunk, total // options.chunk
     row: Row = {"chunk": chunk, "chunks": count, "bytes": total}
@@ -189,7 +188,7 @@ def main() -> None:
     driver = Driver(library or DRIVER) if cuda else None
     for chunk in CHUNKS:
         backend = Backend.CUDA if cuda else Backend.POSIX
-        options = Options(backend, chunk=chunk, capacity=total, library=library)
+        options = AllocatorOptions(backend, chunk=chunk, capacity=total, library=library)
         try:
             row = measure(options, total, driver)
         except Exception as error:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from farspan.memory.compare import FREED
+from farspan.memory.compare.compare import FREED
 
 
 @dataclass(frozen=True, slots=True)

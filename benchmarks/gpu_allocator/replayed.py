@@ -26,9 +26,9 @@ from benchmarks.gpu_allocator.served import (
     rows_of,
     serving,
 )
-from farspan.memory.compare import FREED, LEAST_STEP, STEP
-from farspan.memory.library import Backend, Options
-from farspan.memory.settings import MIB
+from farspan.memory.compare.allocators import MIB
+from farspan.memory.compare.compare import FREED, LEAST_STEP, STEP
+from farspan.memory.native import AllocatorOptions, Backend
 
 # The least memory is looked for upwards: most allocators complete within 1% of what is alive, and
 # a probe that fails ends early.
@@ -217,7 +217,7 @@ def main() -> None:
         torch.set_num_threads(1)
     driver = settings.get("driver")
     backend = Backend.CUDA if driver else Backend.POSIX
-    options = Options(backend=backend, capacity=settings["capacity"], library=driver)
+    options = AllocatorOptions(backend=backend, capacity=settings["capacity"], library=driver)
     served = serving(contender, settings["device"], options, settings["capacity"])
     paths = [Path(path) for path in settings["traces"]]
     for number, path in enumerate(paths):

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 
 from farspan import memory
-from farspan.memory import caching, native
-from farspan.memory.expandable import ExpandableAllocator
-from farspan.memory.library import LIBRARY, Options, Row, library, verify
-from farspan.memory.settings import MIB, UNLIMITED
+from farspan.memory import native
+from farspan.memory.compare.allocators import MIB, UNLIMITED, ExpandableAllocator
+from farspan.memory.compare.compare import allocators as caching
+from farspan.memory.native import LIBRARY, AllocatorOptions, PlanRow, library, verify
 
 DEVICE = 0
 MARGIN = 1 << 30  # bytes of the device left to the driver
@@ -65,7 +65,7 @@ class Served(Protocol):
 
 def out_of_memory(error: Exception) -> bool:
     """Whether that is what an exception says."""
-    kinds = (torch.OutOfMemoryError, native.OutOfMemory, caching.OutOfMemory)
+    kinds = (torch.OutOfMemoryError, native.NativeOutOfMemory, caching.SimulatedOutOfMemory)
     return isinstance(error, kinds) or "out of memory" in str(error)
 
 
@@ -193,10 +193,10 @@ def torch_allocator(chunk: int) -> native.Allocator:
     found, made = library(LIBRARY), ctypes.c_void_p()
     verify(found, found.farspan_torch_allocator(DEVICE, ctypes.byref(made)))
     assert made.value is not None
-    return native.Allocator.borrowed(made.value, Options(chunk=chunk))
+    return native.Allocator.borrowed(made.value, AllocatorOptions(chunk=chunk))
 
 
-def serving(contender: Contender, device: str, options: Options, capacity: int) -> Served:
+def serving(contender: Contender, device: str, options: AllocatorOptions, capacity: int) -> Served:
     """The contender on the device. `options` and `capacity` (bytes) are for a CPU. Raises Refused
     where the native allocator cannot be."""
     if device == "cuda":
@@ -208,6 +208,6 @@ def serving(contender: Contender, device: str, options: Options, capacity: int) 
     return Modelled(kind, capacity)
 
 
-def rows_of(sizes: list[int], addresses: list[int]) -> list[Row]:
+def rows_of(sizes: list[int], addresses: list[int]) -> list[PlanRow]:
     """A plan as the native allocator takes it."""
-    return [Row(size, 0, address) for size, address in zip(sizes, addresses, strict=True)]
+    return [PlanRow(size, 0, address) for size, address in zip(sizes, addresses, strict=True)]

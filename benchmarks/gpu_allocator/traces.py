@@ -16,11 +16,11 @@ from benchmarks.allocator import QWEN, SUITE, Case
 from benchmarks.children import Row, add_row, settings_of, words_of
 from benchmarks.gpu_allocator.prepared import Prepared
 from farspan.engine.tracing.request import TraceRequest
-from farspan.memory.check import sweep_placement
-from farspan.memory.compare import steps_of
+from farspan.memory.compare.compare import steps_of
 from farspan.memory.exact import place_exactly
-from farspan.memory.plan_file import rounded
-from farspan.memory.trace import Free, Malloc, Trace
+from farspan.memory.placement import sweep_placement
+from farspan.memory.replay import rounded
+from farspan.memory.trace import FreeEvent, Malloc, Trace
 
 ALIGNMENT = 512  # bytes
 PLAN_SECONDS = 10.0
@@ -38,14 +38,14 @@ def divided(trace: Trace, limit: int) -> tuple[int, Trace]:
     while peak > limit * by:
         by *= 2
     gone: set[int] = set()
-    events: list[Malloc | Free] = []
+    events: list[Malloc | FreeEvent] = []
     for event in trace.events:
         if isinstance(event, Malloc) and event.size == 0:
             gone.add(event.tensor)
         elif isinstance(event, Malloc):
             gone.discard(event.tensor)
             events.append(Malloc(event.tensor, -(-event.size // by), event.stream))
-        elif isinstance(event, Free) and event.tensor not in gone:
+        elif isinstance(event, FreeEvent) and event.tensor not in gone:
             events.append(event)
     return by, Trace(tuple(events), trace.name)
 

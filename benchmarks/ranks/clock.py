@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from farspan.attention import cell
+from farspan.attention import chunk as cell
 from farspan.parallel import peers, ring
 from farspan.parallel.peers import Peers
 from farspan.parallel.pipeline import Pipeline

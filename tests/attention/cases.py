@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from farspan.attention.backends import BlockKernel
-from farspan.attention.cell import AttentionCall, attend, attend_backward
 from farspan.attention.choose import select_kernel
-from farspan.attention.merge import accumulate_dtype
-from farspan.attention.reference import reference
+from farspan.attention.chunk import AttentionCall, attend, attend_backward
+from farspan.attention.softmax import accumulate_dtype, reference
 from farspan.plan.blocks import document_runs, plan_blocks
 from tests.numerics import relative_error
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from farspan.attention.backends import BlockKernel
-from farspan.attention.cell import AttentionCall, attend_backward, attend_blocks
 from farspan.attention.choose import select_kernel
-from farspan.attention.merge import accumulate_dtype, add_sinks, merge_, sink_gradient
+from farspan.attention.chunk import AttentionCall, attend_backward, attend_blocks
+from farspan.attention.softmax import accumulate_dtype, add_sinks, merge_, sink_gradient
 from farspan.plan.blocks import Block, document_runs
 from farspan.plan.held_blocks import Held, plan_held_blocks
 from farspan.plan.layout import Range, part

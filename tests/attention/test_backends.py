@@ -17,9 +17,8 @@ from farspan.attention.backends import (
     Padded,
     token_first,
 )
-from farspan.attention.cell import attend
-from farspan.attention.reference import reference
-from farspan.attention.tiled import Tiled, row_tiles, visible
+from farspan.attention.chunk import attend
+from farspan.attention.softmax import Tiled, reference, row_tiles, visible
 from farspan.plan.blocks import Block, plan_blocks
 from farspan.plan.grid import chunk_ranges
 from tests.attention.cases import (

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from farspan.attention.backends import BlockKernel, CpuFlash
-from farspan.attention.cell import AttentionCall, attend, attend_backward, attend_blocks
-from farspan.attention.merge import merge_
-from farspan.attention.tiled import Tiled
+from farspan.attention.chunk import AttentionCall, attend, attend_backward, attend_blocks
+from farspan.attention.softmax import Tiled, merge_
 from farspan.plan.blocks import Block
 from farspan.plan.layout import part
 from tests.attention.cases import (
@@ -116,9 +115,9 @@ def test_parts_that_kernels_join_two_at_a_time(monkeypatch: pytest.MonkeyPatch) 
 
     most: list[int] = []
     monkeypatch.setattr("tests.attention.cases.chunk_call", call_of)
-    monkeypatch.setattr("farspan.attention.cell.fused_for", lambda *_: True)
-    monkeypatch.setattr("farspan.attention.cell.merged", merged)
-    monkeypatch.setattr("farspan.attention.cell.added", added)
+    monkeypatch.setattr("farspan.attention.chunk.fused_for", lambda *_: True)
+    monkeypatch.setattr("farspan.attention.chunk.merged", merged)
+    monkeypatch.setattr("farspan.attention.chunk.added", added)
     for kv_block in (7, 16, 24):
         compare(Case(tokens=61, chunk=16, kv_block=kv_block))
     assert set(most) == {1, 2}

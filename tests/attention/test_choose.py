@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from farspan.attention.backends import BlockKernel, CpuFlash, CudaCudnn, CudaFlash, Padded
-from farspan.attention.choose import of_card, select_kernel
-from farspan.attention.packages import Flash4
-from farspan.attention.tiled import Tiled
+from farspan.attention.choose import Flash4, of_card, select_kernel
+from farspan.attention.softmax import Tiled
 from farspan.spec import AttentionKernel, Refused
 
 BF16, FP32 = torch.bfloat16, torch.float32

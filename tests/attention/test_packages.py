@@ -13,7 +13,7 @@ from torch.library import Library
 from torch.nn import attention
 
 from farspan.attention.backends import CudaFlash
-from farspan.attention.packages import (
+from farspan.attention.choose import (
     NAME,
     PACKAGES,
     Flash4,

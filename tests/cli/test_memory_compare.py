@@ -12,9 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from farspan import cli
-from farspan.memory.formats import write_trace
-from farspan.memory.native import Allocator, NativeError, Options
-from farspan.memory.trace import Event, Free, Malloc, Trace
+from farspan.memory.native import Allocator, AllocatorOptions, NativeError
+from farspan.memory.trace import Event, FreeEvent, Malloc, Trace, write_trace
 from farspan.spec import Refused
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +29,7 @@ def call(*arguments: str) -> Any:
 def native() -> None:
     """Skips where the native library is not built; its own tests fail there."""
     try:
-        Allocator(Options()).close()
+        Allocator(AllocatorOptions()).close()
     except NativeError as error:
         pytest.skip(str(error))
 
@@ -40,9 +39,9 @@ def trace(tmp_path: Path) -> Path:
     """A tensor that grows: 190 MiB alive."""
     events: list[Event] = [Malloc(0, 30 * MIB)]
     for number in range(1, 7):
-        events += [Malloc(number, (100 + 10 * number) * MIB), Free(number)]
+        events += [Malloc(number, (100 + 10 * number) * MIB), FreeEvent(number)]
     path = tmp_path / "growing.txt"
-    write_trace(Trace((*events, Free(0)), "growing"), path)
+    write_trace(Trace((*events, FreeEvent(0)), "growing"), path)
     return path
 
 

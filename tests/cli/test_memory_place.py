@@ -11,13 +11,11 @@ from typer.testing import CliRunner
 
 from farspan import cli
 from farspan.cli import memory_place
-from farspan.memory import solver
-from farspan.memory.check import PlacementError, check_placement
+from farspan.memory import placement as solver
 from farspan.memory.exact import Solution, place_flat
-from farspan.memory.formats import to_csv, to_text, write_trace
-from farspan.memory.place import Placement, Request
-from farspan.memory.plan_file import read_plan, rounded
-from farspan.memory.trace import Malloc, Trace
+from farspan.memory.placement import Placement, PlacementError, PlacementRequest, check_placement
+from farspan.memory.replay import read_plan, rounded
+from farspan.memory.trace import Malloc, Trace, to_csv, to_text, write_trace
 from farspan.spec import Refused
 from tests.memory.instances import HARD, HARD_CAPACITY
 from tests.memory.layers import step
@@ -104,7 +102,7 @@ def test_the_program_of_the_paper(tmp_path: Path) -> None:
 def test_what_the_solver_prints_is_not_among_the_answer(
     trace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def loud(problem: Sequence[Request], *_: object) -> Solution:
+    def loud(problem: Sequence[PlacementRequest], *_: object) -> Solution:
         ctypes.CDLL(None).puts(b"a line of C")
         return place_flat(problem)
 
@@ -137,7 +135,7 @@ def test_the_time_limit_is_that_of_the_greedy_orders_too(
 ) -> None:
     given: list[float] = []
 
-    def timed(problem: Sequence[Request], seconds: float) -> Solution:
+    def timed(problem: Sequence[PlacementRequest], seconds: float) -> Solution:
         given.append(seconds)
         return place_flat(problem)
 

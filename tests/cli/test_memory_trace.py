@@ -8,8 +8,7 @@ import pytest
 
 from farspan.cli.memory_trace import app, read_contexts, read_temporaries
 from farspan.engine.tracing.temporaries import ALL, NONE, Temporaries, Temporary
-from farspan.memory.formats import read_trace
-from farspan.memory.trace import Mark
+from farspan.memory.trace import Mark, read_trace
 from farspan.spec import Refused
 
 SMALL = ("--model", "Qwen2.5-0.5B", "--layers", "2")

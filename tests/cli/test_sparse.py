@@ -159,7 +159,7 @@ class TestVerify:
     def test_what_is_broken_fails(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr("farspan.engine.pages.BufferPages.add", lambda *_: None)
+        monkeypatch.setattr("farspan.sparse.engine.BufferPages.add", lambda *_: None)
         shape = ["--context", "100", "--chunk", "16", "--sparse", SMALL]
         assert run(monkeypatch, "verify", str(folder), *shape) == 1
         assert "NOT exact for sparse attention's own function" in capsys.readouterr().out

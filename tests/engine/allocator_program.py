@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from farspan.engine.allocator_error import out_of_memory_raiser
 from farspan.engine.allocator_native import NativeMemory
 from farspan.engine.allocator_session import Session
-from farspan.memory.library import Backend, Broken, Options, Policy, Row
+from farspan.memory.native import AllocatorOptions, Backend, Broken, PlanRow, Policy
 from farspan.memory.replay import ReplayPlan
 
 STEPS = 5
@@ -92,13 +92,13 @@ def train(scenario: Scenario, begin: Callable[[], None]) -> Iterator[str]:
 def prepare(settings: dict[str, Any]) -> Session:
     """The allocator as the settings want it."""
     policy = Policy.SHUFFLE | Policy.STEAL | Policy.MERGE
-    options = Options(
+    options = AllocatorOptions(
         Backend.POSIX, chunk=CHUNK, small=SMALL, capacity=settings["capacity"], policy=policy
     )
     memory = NativeMemory(settings["mode"], options, Path(settings["library"]))
     given, plan = settings.get("plan"), None
     if given is not None:
-        made = tuple(Row(*row) for row in given["rows"])
+        made = tuple(PlanRow(*row) for row in given["rows"])
         plan = ReplayPlan(made, given["arena"], given["lower_bound"])
     if settings.get("companion"):
         raiser = out_of_memory_raiser(Path(settings["companion"]))

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from farspan.engine.allocator_error import COMPILERS, flags, links
-from farspan.memory.library import LIBRARY
+from farspan.memory.native import LIBRARY
 
 ROOT = Path(__file__).resolve().parents[2]
 NATIVE = ROOT / "native"

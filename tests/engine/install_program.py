@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from farspan import memory
-from farspan.memory.library import Options
+from farspan.memory.native import AllocatorOptions
 from tests.engine.allocator_program import SCENARIOS, train
 
 GIB = 2**30
@@ -65,7 +65,7 @@ def main() -> None:
     shim = ctypes.CDLL(settings["shim"])
     expected = list(train(SCENARIOS["fixed"], lambda: None))
     pretend_cuda(shim)
-    options = Options(library=settings["driver"], small=SMALL)
+    options = AllocatorOptions(library=settings["driver"], small=SMALL)
     made = memory.install(settings["mode"], capacity=GIB, options=options)
     vars(torch.cuda.memory)["is_initialized"] = lambda: True
     found = list(train(SCENARIOS["fixed"], memory.begin_iteration))

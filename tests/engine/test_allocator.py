@@ -16,7 +16,7 @@ import torch
 from farspan import memory
 from farspan.engine import allocator, allocator_pytorch
 from farspan.engine.allocator_error import Raiser
-from farspan.memory.library import Backend, Options, Row
+from farspan.memory.native import AllocatorOptions, Backend, PlanRow
 from farspan.memory.replay import ReplayPlan
 from farspan.spec import Refused
 
@@ -201,7 +201,7 @@ def test_a_plan_is_for_replay() -> None:
 @pytest.mark.usefixtures("cuda")
 def test_a_plan_beyond_its_arena_is_refused() -> None:
     with pytest.raises(Refused, match=r"malloc 1, 1 bytes at 1,048,576, lies beyond the arena"):
-        memory.install("replay", ReplayPlan((Row(MIB, 0, 0), Row(1, 0, MIB)), MIB, MIB))
+        memory.install("replay", ReplayPlan((PlanRow(MIB, 0, 0), PlanRow(1, 0, MIB)), MIB, MIB))
 
 
 @pytest.mark.parametrize(
@@ -221,14 +221,16 @@ def test_names_that_this_torch_lacks_stay_absent() -> None:
 
 @pytest.mark.usefixtures("cuda")
 def test_options_keep_what_is_given() -> None:
-    made = memory.install("stitch", options=Options(Backend.NULL, fragment_limit=7, peers=2))
+    made = memory.install(
+        "stitch", options=AllocatorOptions(Backend.NULL, fragment_limit=7, peers=2)
+    )
     assert made.options.backend is Backend.CUDA
     assert (made.options.fragment_limit, made.options.peers) == (7, 2)
 
 
 @pytest.mark.usefixtures("cuda")
 def test_chunk_and_capacity_may_stand_in_the_options() -> None:
-    wanted = Options(chunk=32 * MIB, capacity=512 * MIB)
+    wanted = AllocatorOptions(chunk=32 * MIB, capacity=512 * MIB)
     made = memory.install("stitch", options=wanted)
     assert (made.options.chunk, made.options.capacity) == (32 * MIB, 512 * MIB)
 
@@ -241,7 +243,9 @@ def test_what_both_say_is_refused(given: dict[str, Any]) -> None:
     """Also what is equal: which one counts would be a guess when one of them changes."""
     ((name, value),) = given.items()
     with pytest.raises(Refused, match=f"{name}: {value} is given, and [0-9]+ in options"):
-        memory.install("stitch", **given, options=Options(chunk=32 * MIB, capacity=512 * MIB))
+        memory.install(
+            "stitch", **given, options=AllocatorOptions(chunk=32 * MIB, capacity=512 * MIB)
+        )
     assert memory.installed() is None
 
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from farspan.memory.check import check_placement
-from farspan.memory.library import LIBRARY, UNPLANNED, Event, Kind, library
-from farspan.memory.place import Placement, Request
+from farspan.memory.native import LIBRARY, UNPLANNED, EventKind, NativeEvent, library
+from farspan.memory.placement import Placement, PlacementRequest, check_placement
 from farspan.memory.replay import iteration, plan_iteration, trace_of
 from farspan.spec import Refused
 from tests.engine.cpu_allocator import PROGRAM, build_broken, build_driver, build_shim, once, run
@@ -89,7 +88,7 @@ def test_recorded_training_computes_the_same_bits(recording: Any) -> None:
 
 
 def test_a_recording_has_every_tensor(recording: Any) -> None:
-    trace = trace_of(Event(Kind(k), *rest) for k, *rest in recording["events"])
+    trace = trace_of(NativeEvent(EventKind(k), *rest) for k, *rest in recording["events"])
     counted = recording["statistics"][ALL[-1]]
     requests = trace.requests()
     assert len(requests) == counted["mallocs"]
@@ -114,7 +113,7 @@ def test_replayed_training_computes_the_same_bits(
     recording: Any, expected: dict[str, Any], shim: Path, tmp_path: Path
 ) -> None:
     """The plan is of one step of the fixed scenario; the others deviate from it in every step."""
-    trace = trace_of(Event(Kind(k), *rest) for k, *rest in recording["events"])
+    trace = trace_of(NativeEvent(EventKind(k), *rest) for k, *rest in recording["events"])
     plan = plan_iteration(iteration(trace, 2))
     rows = [list(row) for row in plan.rows]
     written = {"rows": rows, "arena": plan.arena, "lower_bound": plan.lower_bound}
@@ -191,11 +190,11 @@ def test_out_of_memory_is_pytorchs(shim: Path, tmp_path: Path, companion: bool) 
 
 
 def test_a_plan_of_a_real_step_lies_within_its_lower_bound(recording: Any) -> None:
-    trace = trace_of(Event(Kind(k), *rest) for k, *rest in recording["events"])
+    trace = trace_of(NativeEvent(EventKind(k), *rest) for k, *rest in recording["events"])
     step = iteration(trace, 2)
     plan = plan_iteration(step)
     placed = [
-        (Request(-(-row.size // 512) * 512, r.born, r.dies), row.address)
+        (PlacementRequest(-(-row.size // 512) * 512, r.born, r.dies), row.address)
         for row, r in zip(plan.rows, step.requests(), strict=True)
         if row.address != UNPLANNED
     ]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from farspan.engine.oracle import gradients_of, oracle_loss
 from farspan.engine.step import Step
-from farspan.models.boundary import Boundary
-from farspan.models.route import answering, routed
+from farspan.hf.attention_interface import answering, routed
+from farspan.hf.stages import CausalLMStages
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.spec import Schedule, Tier
 from tests.engine.checks import (
@@ -139,7 +139,7 @@ def torch_attention(
 
 def torch_outcome(model: nn.Module, data: Data) -> Outcome:
     """Loss and gradients with torch's own attention and nothing of the oracle's."""
-    with routed(Boundary(model).model), answering(torch_attention):
+    with routed(CausalLMStages(model).model), answering(torch_attention):
         logits = model(input_ids=data.input_ids, use_cache=False).logits
     loss = nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, 1), data.labels[:, 1:].flatten(), ignore_index=-100

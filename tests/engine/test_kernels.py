@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from farspan.attention.backends import BlockKernel, CudaCudnn, CudaFlash
-from farspan.attention.packages import Flash4
-from farspan.attention.tiled import Tiled
+from farspan.attention.choose import Flash4
+from farspan.attention.softmax import Tiled
 from farspan.engine.kernels import AttentionKernels, chunk_lengths, measured_here, same_bits
 from farspan.engine.meter import PeakMeter
 from farspan.engine.step import Step

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from farspan.engine.gradients import Gradients
 from farspan.engine.linear import Adding, adds_products
 from farspan.engine.step import Step
-from farspan.models.fused import in_shells
+from farspan.hf.fused_layers import in_shells
 from farspan.spec import Kernels, Schedule, Tier
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
 from tests.grids import crossed

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from farspan.engine.cell import Cell
 from farspan.engine.cells import AttentionCells
-from farspan.engine.sparse import watched_cell
 from farspan.engine.step import Step
 from farspan.engine.storage import Storage
 from farspan.plan import names
@@ -22,6 +21,7 @@ from farspan.plan.footprints import Lane
 from farspan.plan.program import Allocate, Backward, Evict, Fetch, Forward
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.plan.waits import EVERY, Hazard, waits
+from farspan.sparse.engine import watched_cell
 from farspan.spec import Refused, Schedule, Sparse, Tier
 from farspan.transfer.arena import Arena
 from farspan.transfer.copies import CopyEngine, Followed

@@ -17,7 +17,7 @@ from farspan.engine.batch import trained_token_count
 from farspan.engine.deal import Dealt, deal
 from farspan.engine.oracle import gradients_of, oracle_loss
 from farspan.engine.step import Step
-from farspan.models.wide import InFloat64
+from farspan.hf.probe import Float64Mode
 from farspan.parallel.fsdp import Stage
 from farspan.parallel.ranks import Ranks
 from farspan.plan.layout import AXES, Layout
@@ -56,7 +56,7 @@ def outcomes_of(layout: Layout, cases: list[Case], dealing: Dealing | None = Non
 
 def float64_of(family: str) -> AbstractContextManager[object]:
     """What a family's own code computes in float32. Ours would show in qwen2."""
-    return nullcontext() if family == "qwen2" else InFloat64()
+    return nullcontext() if family == "qwen2" else Float64Mode()
 
 
 def differences(case: Case, ranks: Ranks, dealing: Dealing | None) -> list[str]:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import farspan.models.tiles as mechanism
+import farspan.hf.tiled_mlp as mechanism
 from farspan.engine.step import Step
-from farspan.models.boundary import Boundary
-from farspan.models.tokenwise import tokenwise
+from farspan.hf.stages import CausalLMStages
+from farspan.hf.tiled_mlp import tokenwise
 from farspan.plan.build import build_program
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.families import architecture_from
@@ -104,7 +104,7 @@ def test_feed_forwards_run_as_often_as_planned(name: str, tile: int | None) -> N
     model = make_model("qwen2")
     step = Step(model, replace(PASSES[name], mlp_tokens=tile))
     rows: list[int] = []
-    for layer in Boundary(model).layers:
+    for layer in CausalLMStages(model).layers:
         mlp = layer.get_submodule("mlp")
         mlp.register_forward_hook(lambda *call: rows.append(call[1][0].shape[1]))
     run_step(model, step, draw(53))
@@ -244,10 +244,10 @@ class Mixing(nn.Module):
 )
 def test_what_is_not_token_by_token_is_refused(kind: type[nn.Module], why: str) -> None:
     model = make_model("qwen2")
-    layer = Boundary(model).layers[2]
+    layer = CausalLMStages(model).layers[2]
     layer.mlp = kind(layer.mlp)
     with pytest.raises(Refused, match=rf"mlp_tokens: layer 2\.mlp of Qwen2ForCausalLM .*{why}"):
-        tokenwise(Boundary(model))
+        tokenwise(CausalLMStages(model))
 
 
 def test_a_feed_forward_in_pieces_is_refused() -> None:
@@ -258,10 +258,10 @@ def test_a_feed_forward_in_pieces_is_refused() -> None:
 def test_a_layer_that_does_not_call_its_children_is_refused() -> None:
     """Its own forward was replaced by one that knows the layer, not its shell."""
     model = make_model("qwen2")
-    layer = Boundary(model).layers[1]
+    layer = CausalLMStages(model).layers[1]
     vars(layer)["forward"] = layer.forward
     with pytest.raises(Refused, match=r"mlp_tokens: layer 1 of Qwen2.* has no module"):
-        tokenwise(Boundary(model))
+        tokenwise(CausalLMStages(model))
 
 
 @pytest.mark.parametrize("value", [0, 2.5, True, "4"])
@@ -288,7 +288,7 @@ def test_only_whole_numbers_of_tokens(value: Any) -> None:
 def test_what_is_found(name: str, found: dict[str, bool]) -> None:
     """Which children, and whether a gradient needs their value: of a norm after the MLP, its
     input."""
-    children = tokenwise(Boundary(shared_model(name)))
+    children = tokenwise(CausalLMStages(shared_model(name)))
     assert all({c.name: c.needed for c in layer} == found for layer in children)
 
 
@@ -296,7 +296,7 @@ def test_what_is_found(name: str, found: dict[str, bool]) -> None:
 def test_plans_know_whose_value_is_needed(name: str) -> None:
     model = shared_model(name)
     layers = model_spec(architecture_from(model.config)).layers
-    for layer, children in zip(layers, tokenwise(Boundary(model)), strict=True):
+    for layer, children in zip(layers, tokenwise(CausalLMStages(model)), strict=True):
         (mlp,) = (child for child in children if child.name == "mlp")
         assert layer.work.skippable is not mlp.needed
 

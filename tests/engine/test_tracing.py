@@ -32,7 +32,7 @@ from farspan.engine.tracing.training import (
     run_training,
     trace_training,
 )
-from farspan.memory.trace import Free, Malloc, Mark, Trace
+from farspan.memory.trace import FreeEvent, Malloc, Mark, Trace
 from farspan.spec import Refused
 
 # torch 2.11 says it of every profile.
@@ -128,7 +128,7 @@ def traced_sizes(trace: Trace) -> list[int]:
         if isinstance(event, Malloc):
             sizes[event.tensor] = event.size
             found.append(event.size)
-        elif isinstance(event, Free):
+        elif isinstance(event, FreeEvent):
             found.append(-sizes[event.tensor])
         elif event.name == "step 0":
             found = []
@@ -173,7 +173,7 @@ def test_what_is_left_is_weights_and_moments() -> None:
     for kept in Kept:
         trace = llama((64, 64, 64), kept)
         alive = {event.tensor for event in trace.events if isinstance(event, Malloc)}
-        alive -= {event.tensor for event in trace.events if isinstance(event, Free)}
+        alive -= {event.tensor for event in trace.events if isinstance(event, FreeEvent)}
         model = meta_model(LLAMA, torch.bfloat16)
         parameters = list(model.parameters())
         buffers = {b.untyped_storage()._cdata for b in model.buffers()}
@@ -198,7 +198,7 @@ def steps(trace: Trace) -> list[list[int | str]]:
             match event:
                 case Malloc(_, size):
                     found[-1].append(size)
-                case Free(tensor):
+                case FreeEvent(tensor):
                     found[-1].append(-sizes[tensor])
                 case Mark(name):
                     found[-1].append(name)
@@ -323,7 +323,7 @@ def test_views_of_what_was_there_before_are_no_memory() -> None:
         del z, w
         torch.empty(0, device="meta")
         torch.empty(5)
-    assert recorder.events == [Malloc(0, 61 * 64 * 4), Free(0)]
+    assert recorder.events == [Malloc(0, 61 * 64 * 4), FreeEvent(0)]
 
 
 # -- what is refused ---------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from farspan.engine.tracing.model import meta_model
 from farspan.engine.tracing.request import TraceRequest, own_strategy
 from farspan.engine.tracing.temporaries import NONE
 from farspan.engine.tracing.training import Recording
-from farspan.memory.trace import Free, Malloc, Mark, Trace
+from farspan.memory.trace import FreeEvent, Malloc, Mark, Trace
 from farspan.plan.ask import Request
 from farspan.plan.price.evaluate import Sized, size
 from farspan.plan.strategies import STRATEGIES, strategy
@@ -94,7 +94,7 @@ def test_nothing_of_a_step_outlives_it_but_the_arena(name: str) -> None:
     trace = traced(name)
     alive = {event.tensor: event.size for event in trace.events if isinstance(event, Malloc)}
     for event in trace.events:
-        if isinstance(event, Free):
+        if isinstance(event, FreeEvent):
             del alive[event.tensor]
     model = meta_model(LLAMA, torch.bfloat16)
     arena = sized(name).programs[0].arena_bytes[Tier.DEVICE]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import farspan
-from farspan.attention.cell import attend_backward
+from farspan.attention.chunk import attend_backward
 from farspan.engine.gradients import Gradients
 from farspan.engine.head import Head
 from farspan.engine.prefix import Prefix

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farspan.attention import cell as attention
-from farspan.attention.merge import merge_
+from farspan.attention import chunk as attention
+from farspan.attention.softmax import merge_
 from farspan.engine.batch import Batch, make_batch
 from farspan.engine.gradients import Gradients
 from farspan.engine.prefix import Prefix
@@ -62,7 +62,7 @@ def merge_too_much(patch: pytest.MonkeyPatch) -> None:
         merge_(out, lse, part, part_lse)
         out.copy_(joined)
 
-    patch.setattr("farspan.attention.cell.merge_", merge)
+    patch.setattr("farspan.attention.chunk.merge_", merge)
 
 
 def lose_a_key(patch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def lose_a_key(patch: pytest.MonkeyPatch) -> None:
             block = replace(block, k_stop=block.k_stop - 1)
         return own(call, q, keys, values, block, at)
 
-    patch.setattr("farspan.attention.cell._forward", forward)
+    patch.setattr("farspan.attention.chunk._forward", forward)
 
 
 def lse_too_large(patch: pytest.MonkeyPatch) -> None:

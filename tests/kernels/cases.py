@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from farspan.kernels.joining import add_, merge_
-from farspan.kernels.loss import cross_entropy_
+from farspan.kernels.operations import cross_entropy_
 from farspan.lazy import load
 from tests.numerics import relative_error
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.attention.sparse.triton_cases import interpreter
 from tests.kernels.cases import round_bfloat16
+from tests.sparse.triton_cases import interpreter
 
 
 @pytest.fixture(scope="package")

@@ -16,7 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from farspan.kernels import gate, joining, loss, norm, rotary
+from farspan.kernels import joining
+from farspan.kernels import operations as gate
+from farspan.kernels import operations as loss
+from farspan.kernels import operations as norm
+from farspan.kernels import operations as rotary
 from farspan.kernels.launch import Launch
 from farspan.lazy import load
 from tests.compiling import Compiler, compiling
@@ -60,8 +64,8 @@ def of_norms(model: Model, tokens: int) -> Iterator[tuple[str, Launch]]:
         for llama in (True, False):
             kind = norm.Norm(1e-6, offset=float(not llama), cast=llama)
             x, weight, rstd = empty(*shape), empty(shape[-1]), empty(*shape[:-1], dtype=FP32)
-            yield f"{name} {llama}", norm.forward_launch(x, weight, x, rstd, kind)
-            launch, _ = norm.backward_launch((x, x, x), weight, rstd, kind)
+            yield f"{name} {llama}", norm.norm_launch(x, weight, x, rstd, kind)
+            launch, _ = norm.norm_backward_launch((x, x, x), weight, rstd, kind)
             yield f"{name} backward {llama}", launch
 
 
@@ -69,12 +73,12 @@ def of_gates(model: Model, tokens: int) -> Iterator[tuple[str, Launch]]:
     x, fused = empty(1, tokens, model.inner), empty(1, tokens, 2 * model.inner)
     for act in gate.Act:
         given = {"gate": x, "up": x, "out": x}
-        yield f"{act}", gate.launch("forward_kernel", given, act)
+        yield f"{act}", gate.gate_launch("forward_kernel", given, act)
         given = {"dout": x, "gate": x, "up": x, "dgate": x, "dup": x}
-        yield f"{act} backward", gate.launch("backward_kernel", given, act)
-        yield f"{act} again", gate.launch("again_kernel", {**given, "out": x}, act)
+        yield f"{act} backward", gate.gate_launch("backward_kernel", given, act)
+        yield f"{act} again", gate.gate_launch("again_kernel", {**given, "out": x}, act)
     halves = {"gate": fused[..., : model.inner], "up": fused[..., model.inner :], "out": x}
-    yield "halves", gate.launch("forward_kernel", halves, gate.Act.SILU)
+    yield "halves", gate.gate_launch("forward_kernel", halves, gate.Act.SILU)
 
 
 def of_attention(model: Model, tokens: int) -> Iterator[tuple[str, Launch]]:
@@ -112,7 +116,7 @@ def of_loss(model: Model, tokens: int) -> Iterator[tuple[str, Launch]]:
 
 @pytest.fixture
 def driver(tmp_path: Path) -> Iterator[Any]:
-    with compiling(load("farspan.kernels.triton_gate", "forward_kernel"), tmp_path) as driver:
+    with compiling(load("farspan.kernels.triton_kernels", "forward_kernel"), tmp_path) as driver:
         yield driver
 
 

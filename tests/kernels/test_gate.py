@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from farspan.kernels.gate import BLOCK, Act, launch, swiglu, swiglu_again, swiglu_backward
+from farspan.kernels.operations import (
+    GATE_BLOCK,
+    Act,
+    gate_launch,
+    swiglu,
+    swiglu_again,
+    swiglu_backward,
+)
 from farspan.kernels.reference import gated
 from farspan.spec import Refused
 from tests.grids import crossed
@@ -26,7 +33,7 @@ from tests.kernels.cases import (
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 # Of one block, of several with a ragged last, and of rows that are no multiple of anything.
-SHAPES = [(1,), (2, 3, 64), (3, 701), (2, BLOCK + 5)]
+SHAPES = [(1,), (2, 3, 64), (3, 701), (2, GATE_BLOCK + 5)]
 
 
 def check(run: Run, gate: Tensor, up: Tensor, act: Act) -> None:
@@ -82,7 +89,7 @@ def far_apart(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Dense, and from rows to rows that are spread."""
     tensors = {"gate": gate, "up": up, "out": torch.zeros_like(gate)}
     far = {name: spread(x) for name, x in tensors.items()}
-    launch("forward_kernel", far, Act.SILU).run(gate)
+    gate_launch("forward_kernel", far, Act.SILU).run(gate)
     return swiglu(gate, up, Act.SILU), far["out"].clone()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from farspan.kernels.loss import BLOCK, cross_entropy, cross_entropy_
+from farspan.kernels.operations import LOSS_BLOCK, cross_entropy, cross_entropy_
 from farspan.kernels.reference import losses
 from farspan.spec import Refused
 from tests.grids import crossed
@@ -58,7 +58,7 @@ def drawn(rows: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 # Of one block, of exactly two, and of three of which the last is ragged.
 @pytest.mark.parametrize(
     ("size", "dtype", "softcap"),
-    crossed([1, 5, 1000, 2 * BLOCK, 2 * BLOCK + 1001], INTERPRETED, [None, 4.0]),
+    crossed([1, 5, 1000, 2 * LOSS_BLOCK, 2 * LOSS_BLOCK + 1001], INTERPRETED, [None, 4.0]),
     ids=str,
 )
 def test_loss(size: int, dtype: torch.dtype, softcap: float | None, interpreted: Run) -> None:
@@ -68,12 +68,12 @@ def test_loss(size: int, dtype: torch.dtype, softcap: float | None, interpreted:
 @pytest.mark.parametrize("dtype", INTERPRETED, ids=str)
 def test_extreme_logits(dtype: torch.dtype, interpreted: Run) -> None:
     """A target that is certain, one that is impossible, all equal, and -inf in whole blocks."""
-    logits = torch.zeros(6, BLOCK + 3)
-    targets = torch.tensor([7, 7, 7, BLOCK + 1, BLOCK + 1, 5])
+    logits = torch.zeros(6, LOSS_BLOCK + 3)
+    targets = torch.tensor([7, 7, 7, LOSS_BLOCK + 1, LOSS_BLOCK + 1, 5])
     logits[0, 7], logits[1, 9] = 1e4, 1e4
     logits[2] = -1e4
-    logits[3, :BLOCK] = -torch.inf
-    logits[4] = 1e4 * (-1.0) ** torch.arange(BLOCK + 3)
+    logits[3, :LOSS_BLOCK] = -torch.inf
+    logits[4] = 1e4 * (-1.0) ** torch.arange(LOSS_BLOCK + 3)
     logits[5, 6:] = -torch.inf
     check(interpreted, logits.to(dtype), targets)
 

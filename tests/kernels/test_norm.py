@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from farspan.kernels.norm import Norm, forward_launch, rms_norm, rms_norm_backward
+from farspan.kernels.operations import Norm, norm_launch, rms_norm, rms_norm_backward
 from farspan.kernels.reference import rms_norm as reference
 from farspan.spec import Refused
 from tests.grids import crossed
@@ -108,7 +108,7 @@ def far_apart(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     """out, dx and dweight, dense and from tensors that are spread; out is written far apart."""
     out, rstd = rms_norm(x, weight, LLAMA)
     far, far_out = spread(x), spread(torch.zeros_like(x))
-    forward_launch(far, weight, far_out, rstd.clone().zero_(), LLAMA).run(x)
+    norm_launch(far, weight, far_out, rstd.clone().zero_(), LLAMA).run(x)
     near = rms_norm_backward(x, x, weight, rstd, LLAMA)
     return out, *near, far_out.clone(), *rms_norm_backward(far, far, weight, rstd, LLAMA)
 

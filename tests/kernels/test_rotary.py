@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from farspan.kernels.operations import rotate, rotate_launch
 from farspan.kernels.reference import rotated
-from farspan.kernels.rotary import rotate, rotate_launch
 from farspan.spec import Refused
 from tests.grids import crossed
 from tests.kernels.cases import (

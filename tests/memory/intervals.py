@@ -4,7 +4,7 @@ a block that is recorded on another stream is not modelled."""
 
 from dataclasses import dataclass, field
 
-from farspan.memory.caching import OutOfMemory
+from farspan.memory.compare.allocators import SimulatedOutOfMemory
 
 MIB = 2**20
 SMALL, PAGE = 2 * MIB, 20 * MIB
@@ -65,7 +65,7 @@ class Segments:
                 s: owner for s, owner in self.segments.items() if gaps(*s, used) != [s]
             }
         if self.reserved() + size > self.capacity:
-            raise OutOfMemory
+            raise SimulatedOutOfMemory
         self.top = getattr(self, "top", 0) + 1
         start = self.top << 50  # addresses grow with every segment
         self.segments[start, start + size] = pool
@@ -136,7 +136,7 @@ class Pages:
             self.unmap()
             start = self.lowest(pool, size)
             if not self.map(pool, start, start + size):
-                raise OutOfMemory
+                raise SimulatedOutOfMemory
         return start
 
     def map(self, pool: Pool, start: int, end: int) -> bool:

@@ -1,6 +1,6 @@
 """A small training step with marks, as `farspan memory trace` writes them."""
 
-from farspan.memory.trace import Event, Free, Malloc, Mark, Trace
+from farspan.memory.trace import Event, FreeEvent, Malloc, Mark, Trace
 
 
 def step(layers: int, odd: int | None = None) -> Trace:
@@ -11,12 +11,12 @@ def step(layers: int, odd: int | None = None) -> Trace:
         events.append(Mark(f"layer {layer} forward"))
         events += _locals(1000 + 10 * layer, (96, 32, 16) + (8,) * (layer == odd))
         events.append(Malloc(layer + 1, 64))
-    events += [Mark("head"), Malloc(500, 200), Malloc(600 + layers, 64), Free(500)]
+    events += [Mark("head"), Malloc(500, 200), Malloc(600 + layers, 64), FreeEvent(500)]
     for layer in reversed(range(layers)):
         events.append(Mark(f"layer {layer} backward"))
         events += _locals(3000 + 10 * layer, (128, 64, 48))
-        events += [Malloc(600 + layer, 64), Free(601 + layer), Free(layer + 1)]
-    events += [Mark("optimizer"), Malloc(9000, 10), Free(600), Free(9000), Free(0)]
+        events += [Malloc(600 + layer, 64), FreeEvent(601 + layer), FreeEvent(layer + 1)]
+    events += [Mark("optimizer"), Malloc(9000, 10), FreeEvent(600), FreeEvent(9000), FreeEvent(0)]
     return Trace(tuple(events), "step")
 
 
@@ -24,5 +24,5 @@ def _locals(first: int, sizes: tuple[int, ...]) -> list[Event]:
     """Each is alive with the next."""
     events: list[Event] = [Malloc(first, sizes[0])]
     for number, size in enumerate(sizes[1:], first + 1):
-        events += [Malloc(number, size), Free(number - 1)]
-    return [*events, Free(first + len(sizes) - 1)]
+        events += [Malloc(number, size), FreeEvent(number - 1)]
+    return [*events, FreeEvent(first + len(sizes) - 1)]

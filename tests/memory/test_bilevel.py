@@ -4,12 +4,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.memory import solver
-from farspan.memory.bilevel import place_bilevel, segments, signature
-from farspan.memory.check import check_placement
-from farspan.memory.exact import Solution, place_exactly, place_flat
-from farspan.memory.place import Request
-from farspan.memory.trace import Free, Malloc, Mark, Trace
+from farspan.memory import placement as solver
+from farspan.memory.exact import (
+    Solution,
+    place_bilevel,
+    place_exactly,
+    place_flat,
+    segments,
+    signature,
+)
+from farspan.memory.placement import PlacementRequest, check_placement
+from farspan.memory.trace import FreeEvent, Malloc, Mark, Trace
 from tests.memory.layers import step
 from tests.memory.traces import traces
 
@@ -52,20 +57,27 @@ def test_a_layer_that_differs_gets_a_plan_of_its_own() -> None:
 
 
 def test_a_signature_is_the_order_not_the_moment() -> None:
-    early = [Request(8, 0, 2), Request(4, 1, 3)]
-    late = [Request(8, 50, 57), Request(4, 53, 99)]
-    nested = [Request(8, 0, 3), Request(4, 1, 2)]
+    early = [PlacementRequest(8, 0, 2), PlacementRequest(4, 1, 3)]
+    late = [PlacementRequest(8, 50, 57), PlacementRequest(4, 53, 99)]
+    nested = [PlacementRequest(8, 0, 3), PlacementRequest(4, 1, 2)]
     assert signature(early, (0, 1)) == signature(late, (0, 1))
     assert signature(early, (0, 1)) != signature(nested, (0, 1))
-    assert signature(early, (0, 1)) != signature([Request(9, 0, 2), early[1]], (0, 1))
+    assert signature(early, (0, 1)) != signature([PlacementRequest(9, 0, 2), early[1]], (0, 1))
 
 
 def test_what_crosses_a_border_is_not_local() -> None:
     """Born before, freed after, or never freed at all."""
     trace = Trace(
         (
-            *(Malloc(1, 8), Mark("layer 0 forward"), Free(1), Malloc(2, 8), Malloc(3, 8)),
-            *(Free(3), Mark("layer 1 forward"), Free(2), Malloc(4, 8), Malloc(5, 8), Free(5)),
+            *(Malloc(1, 8), Mark("layer 0 forward"), FreeEvent(1), Malloc(2, 8), Malloc(3, 8)),
+            *(
+                FreeEvent(3),
+                Mark("layer 1 forward"),
+                FreeEvent(2),
+                Malloc(4, 8),
+                Malloc(5, 8),
+                FreeEvent(5),
+            ),
         )
     )
     assert [s.local for s in segments(trace)] == [(2,), (4,)]
@@ -92,8 +104,8 @@ def test_the_pseudo_request_may_cost_room() -> None:
     """A tensor born late in the segment fits into what its locals leave, but not beside them."""
     trace = Trace(
         (
-            *(Mark("layer 0 forward"), Malloc(1, 10), Free(1), Malloc(2, 2), Malloc(3, 8)),
-            *(Free(2), Mark("head"), Free(3)),
+            *(Mark("layer 0 forward"), Malloc(1, 10), FreeEvent(1), Malloc(2, 2), Malloc(3, 8)),
+            *(FreeEvent(2), Mark("head"), FreeEvent(3)),
         )
     )
     flat = place_exactly(trace.requests())

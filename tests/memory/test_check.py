@@ -9,17 +9,25 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from farspan.memory.check import PlacementError, check_placement, sweep_placement
-from farspan.memory.place import Placement, Request, live_peak, place, placed_at
+from farspan.memory.placement import (
+    Placement,
+    PlacementError,
+    PlacementRequest,
+    check_placement,
+    live_peak,
+    place,
+    placed_at,
+    sweep_placement,
+)
 from tests.memory.instances import requests
 
 #   24 +----+
 #   16 |  b +----+     b and c meet in time only where nothing of c is below 16
 #    8 +----+-c--+
 #    0 | a       |
-Check = Callable[[Sequence[Request], Placement], None]
+Check = Callable[[Sequence[PlacementRequest], Placement], None]
 CHECKERS = pytest.mark.parametrize("check", [check_placement, sweep_placement])
-REQUESTS = (Request(8, 0, 4), Request(16, 0, 2), Request(16, 2, 4))
+REQUESTS = (PlacementRequest(8, 0, 4), PlacementRequest(16, 0, 2), PlacementRequest(16, 2, 4))
 RIGHT = Placement((0, 8, 8), 24, 24)
 
 
@@ -53,14 +61,14 @@ def test_a_wrong_placement_is_caught(check: Check, change: dict[str, Any], messa
 @CHECKERS
 def test_lifetimes_that_run_backwards_are_caught(check: Check) -> None:
     with pytest.raises(PlacementError, match="is no range"):
-        check([Request(8, 4, 2)], Placement((0,), 8, 0))
+        check([PlacementRequest(8, 4, 2)], Placement((0,), 8, 0))
 
 
 @given(st.data())
 def test_two_that_share_a_byte_are_caught(data: st.DataObject) -> None:
     """Any two of a random placement, moved onto one another while both live."""
     sizes = data.draw(st.lists(st.integers(1, 9), min_size=2, max_size=8))
-    requests = [Request(size, i, i + len(sizes)) for i, size in enumerate(sizes)]
+    requests = [PlacementRequest(size, i, i + len(sizes)) for i, size in enumerate(sizes)]
     found = place(requests)
     moved, onto = data.draw(st.permutations(range(len(sizes))))[:2]
     shift = data.draw(st.integers(1 - sizes[moved], sizes[onto] - 1))
@@ -71,7 +79,9 @@ def test_two_that_share_a_byte_are_caught(data: st.DataObject) -> None:
 
 
 @given(requests(most=8, sizes=4, times=8), st.data())
-def test_the_sweep_agrees_with_every_pair(problem: list[Request], data: st.DataObject) -> None:
+def test_the_sweep_agrees_with_every_pair(
+    problem: list[PlacementRequest], data: st.DataObject
+) -> None:
     """Addresses drawn at random: either both let them pass or both refuse."""
     low = st.integers(0, 12)
     addresses = data.draw(st.lists(low, min_size=len(problem), max_size=len(problem)))

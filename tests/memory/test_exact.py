@@ -3,11 +3,19 @@
 import pytest
 from hypothesis import given, settings
 
-from farspan.memory import exact, solver
-from farspan.memory.check import check_placement
+from farspan.memory import exact
+from farspan.memory import placement as solver
 from farspan.memory.exact import place_exactly, place_flat
-from farspan.memory.place import Placement, Request, place
-from farspan.memory.solver import Answer, Columns, Fit, fit
+from farspan.memory.placement import (
+    Columns,
+    Feasibility,
+    FitResult,
+    Placement,
+    PlacementRequest,
+    check_placement,
+    fit,
+    place,
+)
 from tests.memory.instances import HARD_CAPACITY, above_bound, hard, least_height, requests, tight
 
 pytestmark = pytest.mark.skipif(not solver.available(), reason="the native library is not built")
@@ -15,7 +23,7 @@ pytestmark = pytest.mark.skipif(not solver.available(), reason="the native libra
 
 @given(requests(most=6, times=8))
 @settings(deadline=None)
-def test_it_is_the_optimum_of_brute_force(problem: list[Request]) -> None:
+def test_it_is_the_optimum_of_brute_force(problem: list[PlacementRequest]) -> None:
     found = place_exactly(problem)
     check_placement(problem, found.placement)
     assert found.placement.height == least_height(problem) == found.proved_bound
@@ -24,7 +32,7 @@ def test_it_is_the_optimum_of_brute_force(problem: list[Request]) -> None:
 
 @given(tight())
 @settings(deadline=None)
-def test_a_rectangle_cut_to_pieces_is_put_together(cut: tuple[list[Request], int]) -> None:
+def test_a_rectangle_cut_to_pieces_is_put_together(cut: tuple[list[PlacementRequest], int]) -> None:
     problem, height = cut
     found = place_exactly(problem)
     check_placement(problem, found.placement)
@@ -34,7 +42,7 @@ def test_a_rectangle_cut_to_pieces_is_put_together(cut: tuple[list[Request], int
 
 @pytest.mark.parametrize("scale", [1, 512])
 def test_a_height_above_the_bound_is_proved_by_search(scale: int) -> None:
-    problem = [Request(r.size * scale, r.born, r.dies) for r in above_bound()]
+    problem = [PlacementRequest(r.size * scale, r.born, r.dies) for r in above_bound()]
     found = place_exactly(problem)
     check_placement(problem, found.placement)
     assert (found.placement.lower_bound, found.placement.height) == (8 * scale, 9 * scale)
@@ -58,7 +66,7 @@ def test_a_capacity_below_the_bound_takes_no_search() -> None:
 def test_greedy_orders_leave_time_for_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
 
-    def orders(problem: list[Request], seconds: float) -> Placement:
+    def orders(problem: list[PlacementRequest], seconds: float) -> Placement:
         given.append(seconds)
         return place(problem)
 
@@ -70,8 +78,8 @@ def test_greedy_orders_leave_time_for_the_search(monkeypatch: pytest.MonkeyPatch
 def test_what_was_not_proved_is_not_called_optimal(monkeypatch: pytest.MonkeyPatch) -> None:
     """A solver that knows nothing leaves the greedy placement, with the bound as the bound."""
 
-    def unknown(columns: Columns, height: int, seconds: float) -> Fit:  # noqa: ARG001
-        return Fit(Answer.UNKNOWN, (), 7)
+    def unknown(columns: Columns, height: int, seconds: float) -> FitResult:  # noqa: ARG001
+        return FitResult(Feasibility.UNKNOWN, (), 7)
 
     monkeypatch.setattr(exact, "fit", unknown)
     found = place_exactly(hard("D"))
@@ -86,10 +94,10 @@ def test_unknown_heights_are_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound is not known, what lies above it is found: lower than greedy, not proved."""
     asked = []
 
-    def forgetful(columns: Columns, height: int, seconds: float) -> Fit:
+    def forgetful(columns: Columns, height: int, seconds: float) -> FitResult:
         asked.append(height)
         if len(asked) == 1:
-            return Fit(Answer.UNKNOWN, (), 0)
+            return FitResult(Feasibility.UNKNOWN, (), 0)
         return fit(columns, height, min(seconds, 1.0))
 
     monkeypatch.setattr(exact, "fit", forgetful)

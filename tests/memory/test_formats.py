@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.memory.formats import (
-    Format,
+from farspan.memory.placement import PlacementRequest
+from farspan.memory.trace import (
+    LARGEST,
+    FreeEvent,
+    Malloc,
+    Mark,
+    Trace,
+    TraceFormat,
     from_csv,
     from_text,
     read_format,
@@ -19,12 +25,10 @@ from farspan.memory.formats import (
     to_text,
     write_trace,
 )
-from farspan.memory.place import Request
-from farspan.memory.trace import LARGEST, Free, Malloc, Mark, Trace
 from farspan.spec import Refused
 from tests.memory.traces import traces
 
-SMALL = Trace((Malloc(1, 10), Mark("layer 0 forward"), Malloc(2, 5, 3), Free(1)), "small")
+SMALL = Trace((Malloc(1, 10), Mark("layer 0 forward"), Malloc(2, 5, 3), FreeEvent(1)), "small")
 TEXT = """# trace small
 malloc 1 10
 # mark layer 0 forward
@@ -47,7 +51,7 @@ def test_text_comes_back(trace: Trace) -> None:
 
 def test_memos_own_lines_are_read() -> None:
     text = "malloc 7 4096\n\n# a comment\nfree 7 4096\r\nmalloc 7 1\n"
-    assert from_text(text, "f").events == (Malloc(7, 4096), Free(7), Malloc(7, 1))
+    assert from_text(text, "f").events == (Malloc(7, 4096), FreeEvent(7), Malloc(7, 1))
     assert from_text(text, "f").name == "f"
 
 
@@ -103,19 +107,28 @@ def test_csv_is_minimallocs() -> None:
     text = "id,lower,upper,size\n8,3,9,4\n2,0,3,5\n9,9,12,1\n"
     found = from_csv(text, "f")
     # What dies at a time makes room for what is born then.
-    assert found.events == (Malloc(2, 5), Free(2), Malloc(8, 4), Free(8), Malloc(9, 1), Free(9))
+    assert found.events == (
+        Malloc(2, 5),
+        FreeEvent(2),
+        Malloc(8, 4),
+        FreeEvent(8),
+        Malloc(9, 1),
+        FreeEvent(9),
+    )
 
 
 def test_columns_may_stand_elsewhere_and_among_others() -> None:
     text = "size, alignment, id, upper, lower\n4,8,1,9,3\n"
-    assert from_csv(text, "f").events == (Malloc(1, 4), Free(1))
+    assert from_csv(text, "f").events == (Malloc(1, 4), FreeEvent(1))
 
 
 @given(traces(marks=False))
 def test_csv_keeps_sizes_and_who_meets_whom(trace: Trace) -> None:
     found = from_csv(to_csv(trace), "f").requests()
     end = len(trace.events)
-    assert tuple(Request(r.size, r.born, min(r.dies, end)) for r in found) == trace.requests()
+    assert (
+        tuple(PlacementRequest(r.size, r.born, min(r.dies, end)) for r in found) == trace.requests()
+    )
 
 
 ROWS = st.lists(
@@ -148,7 +161,7 @@ def test_a_csv_that_was_cut_within_a_line_is_refused(trace: Trace, data: st.Data
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_any_line_break_ends_a_csv(end: str) -> None:
     text = end.join(("id,lower,upper,size", "0,0,3,5", ""))
-    assert from_csv(text, "f").events == (Malloc(0, 5), Free(0))
+    assert from_csv(text, "f").events == (Malloc(0, 5), FreeEvent(0))
 
 
 @pytest.mark.parametrize(
@@ -176,15 +189,15 @@ def test_the_format_is_told_by_the_content(tmp_path: Path) -> None:
     place = tmp_path / "trace.bin"
     write_trace(SMALL, place)
     assert read_trace(place) == SMALL
-    assert read_format(place)[1] is Format.TEXT
+    assert read_format(place)[1] is TraceFormat.TEXT
     place.write_text("\ufeff" + to_csv(SMALL))
-    assert read_trace(place).requests()[0] == Request(10, 0, 2)
-    assert read_format(place)[1] is Format.CSV
+    assert read_trace(place).requests()[0] == PlacementRequest(10, 0, 2)
+    assert read_format(place)[1] is TraceFormat.CSV
     snapshot = {"device_traces": [[{"action": "alloc", "addr": 16, "size": 3, "stream": 0}]]}
     for content in (pickle.dumps(snapshot), json.dumps(snapshot).encode()):
         place.write_bytes(content)
         assert read_trace(place).events == (Malloc(0, 3),)
-        assert read_format(place)[1] is Format.SNAPSHOT
+        assert read_format(place)[1] is TraceFormat.SNAPSHOT
 
 
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:

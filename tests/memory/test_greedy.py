@@ -7,18 +7,24 @@ from random import Random
 import pytest
 from hypothesis import given
 
-from farspan.memory import greedy as greedy_module
-from farspan.memory import place as place_module
-from farspan.memory import solver
-from farspan.memory.check import check_placement, sweep_placement
-from farspan.memory.greedy import ORDERS, place_greedily
-from farspan.memory.place import Request, lowest_of, place
-from farspan.memory.solver import Columns
+from farspan.memory import placement as greedy_module
+from farspan.memory import placement as place_module
+from farspan.memory import placement as solver
+from farspan.memory.placement import (
+    ORDERS,
+    Columns,
+    PlacementRequest,
+    check_placement,
+    lowest_of,
+    place,
+    place_greedily,
+    sweep_placement,
+)
 from tests.memory.instances import hard, requests
 
 
 @given(requests())
-def test_every_placement_passes(problem: list[Request]) -> None:
+def test_every_placement_passes(problem: list[PlacementRequest]) -> None:
     found = place_greedily(problem)
     check_placement(problem, found)
     assert found.height <= place(problem).height
@@ -28,12 +34,12 @@ def test_best_fit_is_lower_where_first_fit_splits_the_larger_gap() -> None:
     """A gap of 3 at 0 and one of 2 above it: a 2 in the first leaves the 3 nowhere to go."""
     # Walls at [3, 4) and [6, 7); at time 1 the gaps open, and 2 comes before 3.
     problem = [
-        Request(3, 0, 1),
-        Request(1, 0, 9),
-        Request(2, 0, 1),
-        Request(1, 0, 8),
-        Request(2, 1, 9),
-        Request(3, 1, 9),
+        PlacementRequest(3, 0, 1),
+        PlacementRequest(1, 0, 9),
+        PlacementRequest(2, 0, 1),
+        PlacementRequest(1, 0, 8),
+        PlacementRequest(2, 1, 9),
+        PlacementRequest(3, 1, 9),
     ]
     order = (lambda request: (problem.index(request),),)
     first, best = lowest_of(problem, order), lowest_of(problem, order, best_fit=True)
@@ -71,7 +77,9 @@ def test_a_step_of_thousands_of_requests_takes_no_time() -> None:
     """5,000 requests whose lifetimes nest and overlap: all orders well under 2 s of processor."""
     random = Random(0)
     problem = [
-        Request(random.choice([1, 3, 8, 64]) << 20, born, born + random.choice([3, 40, 5000]))
+        PlacementRequest(
+            random.choice([1, 3, 8, 64]) << 20, born, born + random.choice([3, 40, 5000])
+        )
         for born in range(5000)
     ]
     begin = time.process_time()

@@ -6,11 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.memory import mip, solver
-from farspan.memory.check import check_placement
-from farspan.memory.exact import place_exactly
-from farspan.memory.mip import count_overlapping, overlapping, place_by_mip, write_program
-from farspan.memory.place import Placement, Request, live_peak
+from farspan.memory import exact as mip
+from farspan.memory import placement as solver
+from farspan.memory.exact import (
+    count_overlapping,
+    overlapping,
+    place_by_mip,
+    place_exactly,
+    write_program,
+)
+from farspan.memory.placement import Placement, PlacementRequest, check_placement, live_peak
 from farspan.spec import Refused
 from tests.grids import examples
 from tests.memory.instances import above_bound, least_height, requests, tight
@@ -20,7 +25,7 @@ pytest.importorskip("scipy")
 library = pytest.mark.skipif(not solver.available(), reason="the native library is not built")
 
 
-def satisfies(problem: list[Request], addresses: list[int], height: int, cap: int) -> bool:
+def satisfies(problem: list[PlacementRequest], addresses: list[int], height: int, cap: int) -> bool:
     """Is there a z with which the program's rows hold for these addresses and this M?"""
     program = write_program(problem, 1, cap)
     for z in product((0, 1), repeat=len(program.pairs)):
@@ -35,7 +40,7 @@ def satisfies(problem: list[Request], addresses: list[int], height: int, cap: in
 
 @given(requests(most=4, sizes=3, times=5), st.data())
 def test_the_rows_admit_placements_and_nothing_else(
-    problem: list[Request], data: st.DataObject
+    problem: list[PlacementRequest], data: st.DataObject
 ) -> None:
     problem = [r for r in problem if r.size < 10**12]
     low = st.integers(0, 6)
@@ -55,7 +60,7 @@ def test_the_rows_admit_placements_and_nothing_else(
 
 @given(requests(most=6, sizes=9, times=8))
 @settings(max_examples=examples(40))
-def test_its_optimum_is_that_of_brute_force(problem: list[Request]) -> None:
+def test_its_optimum_is_that_of_brute_force(problem: list[PlacementRequest]) -> None:
     problem = [r for r in problem if r.size < 10**12]
     found = place_by_mip(problem)
     check_placement(problem, found.placement)
@@ -64,16 +69,16 @@ def test_its_optimum_is_that_of_brute_force(problem: list[Request]) -> None:
 
 
 @st.composite
-def one_huge(draw: st.DrawFn, most: int = 40) -> list[Request]:
+def one_huge(draw: st.DrawFn, most: int = 40) -> list[PlacementRequest]:
     """A few bytes beside one request of up to 2^most."""
     problem = [r for r in draw(requests(most=5, sizes=9, times=8)) if r.size < 10**12]
-    huge = Request(2 ** draw(st.integers(10, most)) + draw(st.integers(-1, 1)), 0, 9)
+    huge = PlacementRequest(2 ** draw(st.integers(10, most)) + draw(st.integers(-1, 1)), 0, 9)
     return [*problem, huge]
 
 
 @given(one_huge())
 @settings(max_examples=examples(60))
-def test_beside_a_huge_request_no_proof_is_wrong(problem: list[Request]) -> None:
+def test_beside_a_huge_request_no_proof_is_wrong(problem: list[PlacementRequest]) -> None:
     """HiGHS is right to a millionth of the arena: below that it decides nothing."""
     found = place_by_mip(problem)
     check_placement(problem, found.placement)
@@ -84,8 +89,10 @@ def test_beside_a_huge_request_no_proof_is_wrong(problem: list[Request]) -> None
 
 @given(one_huge(most=15), st.sampled_from([1, 512, 2**30]))
 @settings(max_examples=examples(20))
-def test_what_is_far_above_its_tolerance_is_proved(problem: list[Request], unit: int) -> None:
-    problem = [Request(r.size * unit, r.born, r.dies) for r in problem]
+def test_what_is_far_above_its_tolerance_is_proved(
+    problem: list[PlacementRequest], unit: int
+) -> None:
+    problem = [PlacementRequest(r.size * unit, r.born, r.dies) for r in problem]
     found = place_by_mip(problem)
     assert found.optimal
     assert found.placement.height == least_height(problem)
@@ -94,7 +101,7 @@ def test_what_is_far_above_its_tolerance_is_proved(problem: list[Request], unit:
 def test_a_million_bytes_beside_one() -> None:
     """The bound is reached by greedy placement; HiGHS ends one byte above it, at its tolerance."""
     lives = [(1, 1, 3), (8, 0, 4), (10**6, 3, 4), (1, 0, 4), (8, 2, 4), (7, 0, 2)]
-    problem = [Request(*life) for life in lives]
+    problem = [PlacementRequest(*life) for life in lives]
     assert place_by_mip(problem).placement.height == 1_000_017 == live_peak(problem)
 
 
@@ -113,14 +120,14 @@ def test_a_solver_that_ends_wrongly_proves_nothing(monkeypatch: pytest.MonkeyPat
 
 
 @given(requests(times=6))
-def test_pairs_are_counted_before_they_are_written(problem: list[Request]) -> None:
+def test_pairs_are_counted_before_they_are_written(problem: list[PlacementRequest]) -> None:
     assert count_overlapping(problem) == len(overlapping(problem))
 
 
 @library
 @given(tight(cuts=9) | requests(most=14, sizes=9).map(lambda r: (r, 0)))
 @settings(max_examples=examples(25))
-def test_the_search_finds_its_optimum(case: tuple[list[Request], int]) -> None:
+def test_the_search_finds_its_optimum(case: tuple[list[PlacementRequest], int]) -> None:
     problem = [r for r in case[0] if r.size < 10**12]
     found = place_by_mip(problem)
     assert found.optimal
@@ -137,8 +144,8 @@ def test_it_certifies_an_optimum_above_the_bound() -> None:
 @library
 def test_forty_transients_of_a_layer() -> None:
     """A chain of activations, two alive at a time, with a workspace in each: as in a layer."""
-    problem = [Request(3 + i % 5, 2 * i, 2 * i + 4) for i in range(27)]
-    problem += [Request(1 + i % 7, 4 * i, 4 * i + 1) for i in range(13)]
+    problem = [PlacementRequest(3 + i % 5, 2 * i, 2 * i + 4) for i in range(27)]
+    problem += [PlacementRequest(1 + i % 7, 4 * i, 4 * i + 1) for i in range(13)]
     found = place_by_mip(problem)
     assert len(problem) == 40
     assert found.optimal

@@ -4,12 +4,11 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from farspan.memory.check import check_placement, most_alive
-from farspan.memory.place import Request, live_peak, place
+from farspan.memory.placement import PlacementRequest, check_placement, live_peak, most_alive, place
 
 REQUESTS = st.lists(
     st.builds(
-        lambda size, born, length: Request(size, born, born + length),
+        lambda size, born, length: PlacementRequest(size, born, born + length),
         st.integers(0, 12) | st.integers(0, 10**12),
         st.integers(0, 20),
         st.integers(0, 12),
@@ -19,7 +18,7 @@ REQUESTS = st.lists(
 
 
 @given(REQUESTS)
-def test_every_placement_passes(requests: list[Request]) -> None:
+def test_every_placement_passes(requests: list[PlacementRequest]) -> None:
     found = place(requests)
     check_placement(requests, found)
     assert found.height >= found.lower_bound
@@ -29,7 +28,7 @@ def test_every_placement_passes(requests: list[Request]) -> None:
 
 
 @given(REQUESTS)
-def test_the_bound_is_the_most_bytes_alive(requests: list[Request]) -> None:
+def test_the_bound_is_the_most_bytes_alive(requests: list[PlacementRequest]) -> None:
     assert live_peak(requests) == most_alive(requests)
     times = range(33)
     alive = (sum(r.size for r in requests if r.born <= t < r.dies) for t in times)
@@ -37,7 +36,7 @@ def test_the_bound_is_the_most_bytes_alive(requests: list[Request]) -> None:
 
 
 @given(REQUESTS)
-def test_a_placement_is_the_same_every_time(requests: list[Request]) -> None:
+def test_a_placement_is_the_same_every_time(requests: list[PlacementRequest]) -> None:
     assert place(requests) == place(list(requests))
 
 
@@ -48,19 +47,27 @@ def test_nothing_takes_nothing() -> None:
 @pytest.mark.parametrize("depth", [1, 2, 7])
 def test_nested_lifetimes_are_placed_without_a_gap(depth: int) -> None:
     """The shape of forward and backward: what comes first goes last."""
-    requests = [Request(10 * level + 3, level, 2 * depth - level) for level in range(depth)]
+    requests = [
+        PlacementRequest(10 * level + 3, level, 2 * depth - level) for level in range(depth)
+    ]
     found = place(requests)
     assert found.height == found.lower_bound == sum(r.size for r in requests)
 
 
 def test_one_after_the_other_share_an_address() -> None:
     """A buffer that dies when another is born makes room for it."""
-    found = place([Request(64, 0, 5), Request(64, 5, 9), Request(64, 9, 12)])
+    found = place(
+        [PlacementRequest(64, 0, 5), PlacementRequest(64, 5, 9), PlacementRequest(64, 9, 12)]
+    )
     assert found.addresses == (0, 0, 0)
     assert found.height == 64
 
 
 def test_a_gap_is_filled() -> None:
-    wall, before, after = Request(10, 0, 9), Request(30, 0, 4), Request(20, 5, 9)
+    wall, before, after = (
+        PlacementRequest(10, 0, 9),
+        PlacementRequest(30, 0, 4),
+        PlacementRequest(20, 5, 9),
+    )
     found = place([before, wall, after])
     assert found.height == found.lower_bound == 40

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from farspan.memory.place import place
-from farspan.memory.plan_file import Plan, digest, make_plan, read_plan, rounded, write_plan
-from farspan.memory.trace import LAST_STREAM, Free, Malloc, Mark, Trace
+from farspan.memory.placement import place
+from farspan.memory.replay import PlacementPlan, digest, make_plan, read_plan, rounded, write_plan
+from farspan.memory.trace import LAST_STREAM, FreeEvent, Malloc, Mark, Trace
 from farspan.spec import Refused
 from tests.memory.traces import traces
 
-TRACE = Trace((Malloc(7, 100), Malloc(8, 600, 2), Free(7), Malloc(9, 5), Free(8)))
+TRACE = Trace((Malloc(7, 100), Malloc(8, 600, 2), FreeEvent(7), Malloc(9, 5), FreeEvent(8)))
 
 
-def plan_of(trace: Trace, alignment: int = 512) -> Plan:
+def plan_of(trace: Trace, alignment: int = 512) -> PlacementPlan:
     return make_plan(trace, place(rounded(trace.requests(), alignment)), alignment, False, "greedy")
 
 
@@ -32,7 +32,15 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, trace
 
 def test_names_and_marks_do_not_matter(tmp_path: Path) -> None:
     renamed = Trace(
-        (Mark("a"), Malloc(1, 100), Malloc(2, 600, 2), Free(1), Malloc(1, 5), Mark("b"), Free(2))
+        (
+            Mark("a"),
+            Malloc(1, 100),
+            Malloc(2, 600, 2),
+            FreeEvent(1),
+            Malloc(1, 5),
+            Mark("b"),
+            FreeEvent(2),
+        )
     )
     write_plan(plan_of(TRACE), tmp_path / "plan")
     assert digest(renamed) == digest(TRACE)
@@ -42,11 +50,11 @@ def test_names_and_marks_do_not_matter(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "events",
     [
-        (Malloc(7, 101), Malloc(8, 600, 2), Free(7), Malloc(9, 5), Free(8)),
-        (Malloc(7, 100), Malloc(8, 600, 1), Free(7), Malloc(9, 5), Free(8)),
-        (Malloc(7, 100), Malloc(8, 600, 2), Free(8), Malloc(9, 5), Free(7)),
-        (Malloc(7, 100), Malloc(8, 600, 2), Free(7), Malloc(9, 5)),
-        (Malloc(7, 100), Malloc(8, 600, 2), Malloc(9, 5), Free(7), Free(8)),
+        (Malloc(7, 101), Malloc(8, 600, 2), FreeEvent(7), Malloc(9, 5), FreeEvent(8)),
+        (Malloc(7, 100), Malloc(8, 600, 1), FreeEvent(7), Malloc(9, 5), FreeEvent(8)),
+        (Malloc(7, 100), Malloc(8, 600, 2), FreeEvent(8), Malloc(9, 5), FreeEvent(7)),
+        (Malloc(7, 100), Malloc(8, 600, 2), FreeEvent(7), Malloc(9, 5)),
+        (Malloc(7, 100), Malloc(8, 600, 2), Malloc(9, 5), FreeEvent(7), FreeEvent(8)),
     ],
 )
 def test_another_program_is_refused(tmp_path: Path, events: tuple[Any, ...]) -> None:

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.memory.snapshot import from_snapshot, read_snapshot
-from farspan.memory.trace import Free, Malloc, Trace
+from farspan.memory.trace import FreeEvent, Malloc, Trace, from_snapshot, read_snapshot
 from farspan.spec import Refused
 from tests.memory.traces import traces
 
@@ -36,7 +35,7 @@ def test_requests_for_tensors_are_events_and_the_rest_is_not() -> None:
     assert read_snapshot(found, "s").events == (
         Malloc(0, 512),
         Malloc(1, 100, 1),
-        Free(0),
+        FreeEvent(0),
         Malloc(2, 256),
     )
 
@@ -56,7 +55,7 @@ def test_what_was_there_before_comes_first() -> None:
         segments=[segment, other],
     )
     trace = read_snapshot(found, "s")
-    assert trace.events == (Malloc(1, 500), Malloc(2, 400), Malloc(0, 1000), Free(1))
+    assert trace.events == (Malloc(1, 500), Malloc(2, 400), Malloc(0, 1000), FreeEvent(1))
 
 
 def test_the_first_device_with_events_is_taken() -> None:
@@ -73,7 +72,7 @@ def test_a_recorded_trace_comes_back(trace: Trace) -> None:
         if isinstance(event, Malloc):
             sizes[event.tensor] = event.size
             entries.append(entry("alloc", event.tensor, event.size))
-        elif isinstance(event, Free):
+        elif isinstance(event, FreeEvent):
             entries.append(entry("free_requested", event.tensor, sizes[event.tensor]))
             entries.append(entry("free_completed", event.tensor, sizes[event.tensor]))
     if entries:
@@ -82,7 +81,7 @@ def test_a_recorded_trace_comes_back(trace: Trace) -> None:
 
 
 def trace_requests(trace: Trace) -> Any:
-    return Trace(tuple(e for e in trace.events if isinstance(e, Malloc | Free))).requests()
+    return Trace(tuple(e for e in trace.events if isinstance(e, Malloc | FreeEvent))).requests()
 
 
 class Attack:

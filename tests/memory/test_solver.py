@@ -6,10 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.memory import solver
-from farspan.memory.check import check_placement
-from farspan.memory.place import Request, live_peak, place, placed_at, to_columns
-from farspan.memory.solver import Answer, Columns, fit, greedy
+from farspan.memory import placement as solver
+from farspan.memory.placement import (
+    Columns,
+    Feasibility,
+    PlacementRequest,
+    check_placement,
+    fit,
+    greedy,
+    live_peak,
+    place,
+    placed_at,
+    to_columns,
+)
 from tests.memory.instances import HARD_CAPACITY, hard, least_height, requests, tight
 
 pytestmark = pytest.mark.skipif(not solver.available(), reason="the native library is not built")
@@ -17,7 +26,7 @@ pytestmark = pytest.mark.skipif(not solver.available(), reason="the native libra
 NEVER = 30.0  # seconds; none of these problems needs one
 
 
-def verify(problem: list[Request], height: int, addresses: tuple[int, ...]) -> None:
+def verify(problem: list[PlacementRequest], height: int, addresses: tuple[int, ...]) -> None:
     """The addresses are a placement within the height."""
     found = placed_at(problem, addresses, live_peak(problem))
     check_placement(problem, found)
@@ -26,7 +35,7 @@ def verify(problem: list[Request], height: int, addresses: tuple[int, ...]) -> N
 
 @given(requests(), st.booleans(), st.randoms())
 def test_python_and_the_library_place_alike(
-    problem: list[Request], best: bool, random: Random
+    problem: list[PlacementRequest], best: bool, random: Random
 ) -> None:
     order = list(range(len(problem)))
     random.shuffle(order)
@@ -36,22 +45,22 @@ def test_python_and_the_library_place_alike(
 
 @given(requests(most=6, times=8))
 @settings(deadline=None)
-def test_it_fits_exactly_where_brute_force_says_so(problem: list[Request]) -> None:
+def test_it_fits_exactly_where_brute_force_says_so(problem: list[PlacementRequest]) -> None:
     least = least_height(problem)
     columns = to_columns(problem)
     found = fit(columns, least, NEVER)
-    assert found.answer is Answer.FITS
+    assert found.answer is Feasibility.FITS
     verify(problem, least, found.addresses)
     if least:
-        assert fit(columns, least - 1, NEVER).answer is Answer.NO_FIT
+        assert fit(columns, least - 1, NEVER).answer is Feasibility.NO_FIT
 
 
 @given(tight())
 @settings(deadline=None)
-def test_a_rectangle_cut_to_pieces_is_put_together(cut: tuple[list[Request], int]) -> None:
+def test_a_rectangle_cut_to_pieces_is_put_together(cut: tuple[list[PlacementRequest], int]) -> None:
     problem, height = cut
     found = fit(to_columns(problem), height, NEVER)
-    assert found.answer is Answer.FITS
+    assert found.answer is Feasibility.FITS
     verify(problem, height, found.addresses)
 
 
@@ -59,7 +68,7 @@ def test_a_rectangle_cut_to_pieces_is_put_together(cut: tuple[list[Request], int
 def test_hard_instances_fit_into_their_capacity(letter: str) -> None:
     problem = hard(letter)
     found = fit(to_columns(problem), HARD_CAPACITY, 60.0)
-    assert found.answer is Answer.FITS
+    assert found.answer is Feasibility.FITS
     verify(problem, HARD_CAPACITY, found.addresses)
 
 
@@ -72,8 +81,8 @@ def test_the_time_limit_ends_a_search() -> None:
     """Half of the bytes alive is refuted at once; the bound itself, in no time, is not known."""
     columns = to_columns(hard("D"))
     bound = live_peak(hard("D"))
-    assert fit(columns, bound // 2, NEVER).answer is Answer.NO_FIT
-    assert fit(columns, bound, 0.0).answer is Answer.UNKNOWN
+    assert fit(columns, bound // 2, NEVER).answer is Feasibility.NO_FIT
+    assert fit(columns, bound, 0.0).answer is Feasibility.UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -88,9 +97,9 @@ def test_what_is_no_problem_is_refused(
 
 
 def test_sizes_beyond_64_bits_are_left_to_python() -> None:
-    problem = [Request(2**62, 0, 2), Request(2**63, 1, 3)]
+    problem = [PlacementRequest(2**62, 0, 2), PlacementRequest(2**63, 1, 3)]
     assert place(problem).height == 2**62 + 2**63
-    assert fit(to_columns(problem), 2**70, NEVER).answer is Answer.UNKNOWN
+    assert fit(to_columns(problem), 2**70, NEVER).answer is Feasibility.UNKNOWN
 
 
 def test_placing_needs_no_library(monkeypatch: pytest.MonkeyPatch) -> None:

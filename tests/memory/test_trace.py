@@ -4,15 +4,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.memory.place import Request
-from farspan.memory.trace import LARGEST, Event, Free, Malloc, Mark, Trace
+from farspan.memory.placement import PlacementRequest
+from farspan.memory.trace import LARGEST, Event, FreeEvent, Malloc, Mark, Trace
 from farspan.spec import Refused
 from tests.memory.traces import traces
 
 
 def test_requests_are_one_for_each_malloc_in_order() -> None:
-    trace = Trace((Malloc(1, 10), Mark("m"), Malloc(2, 5), Free(1), Malloc(1, 7), Free(2)))
-    assert trace.requests() == (Request(10, 0, 3), Request(5, 2, 5), Request(7, 4, 6))
+    trace = Trace(
+        (Malloc(1, 10), Mark("m"), Malloc(2, 5), FreeEvent(1), Malloc(1, 7), FreeEvent(2))
+    )
+    assert trace.requests() == (
+        PlacementRequest(10, 0, 3),
+        PlacementRequest(5, 2, 5),
+        PlacementRequest(7, 4, 6),
+    )
     assert trace.live_peak() == 15
 
 
@@ -28,7 +34,7 @@ def test_the_peak_is_that_of_counting_along(trace: Trace) -> None:
     for event in trace.events:
         if isinstance(event, Malloc):
             sizes[event.tensor] = event.size
-        elif isinstance(event, Free):
+        elif isinstance(event, FreeEvent):
             del sizes[event.tensor]
         peak = max(peak, sum(sizes.values()))
     assert trace.live_peak() == peak
@@ -37,8 +43,11 @@ def test_the_peak_is_that_of_counting_along(trace: Trace) -> None:
 @pytest.mark.parametrize(
     ("events", "words"),
     [
-        ((Free(3),), "event 0: free of tensor 3 without a malloc"),
-        ((Malloc(3, 1), Free(3), Mark("m"), Free(3)), "event 3: free of tensor 3 a second time"),
+        ((FreeEvent(3),), "event 0: free of tensor 3 without a malloc"),
+        (
+            (Malloc(3, 1), FreeEvent(3), Mark("m"), FreeEvent(3)),
+            "event 3: free of tensor 3 a second time",
+        ),
         ((Malloc(3, 1), Malloc(3, 1)), "event 1: malloc of tensor 3, which was not freed"),
         ((Malloc(3, -1),), "event 0: size -1"),
         ((Malloc(3, LARGEST + 1),), f"event 0: size {LARGEST + 1}"),
@@ -53,7 +62,9 @@ def test_what_no_allocator_can_serve_is_refused(events: tuple[Event, ...], words
 
 @given(traces(), st.data())
 def test_a_free_less_is_a_tensor_that_lives_to_the_end(trace: Trace, data: st.DataObject) -> None:
-    frees = [(i, event.tensor) for i, event in enumerate(trace.events) if isinstance(event, Free)]
+    frees = [
+        (i, event.tensor) for i, event in enumerate(trace.events) if isinstance(event, FreeEvent)
+    ]
     if not frees:
         return
     gone, tensor = data.draw(st.sampled_from(frees))

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from farspan.memory.trace import Event, Free, Malloc, Mark, Trace
+from farspan.memory.trace import Event, FreeEvent, Malloc, Mark, Trace
 
 SIZES = st.integers(0, 64) | st.integers(0, 2**40)
 # What stands in a line of its own: no line breaks, and not blank at its ends.
@@ -24,5 +24,5 @@ def traces(draw: st.DrawFn, streams: int = 3, most: int = 40, marks: bool = True
         elif kind == "mark":
             events.append(Mark(draw(NAMES)))
         elif alive:
-            events.append(Free(alive.pop(draw(st.integers(0, len(alive) - 1)))))
+            events.append(FreeEvent(alive.pop(draw(st.integers(0, len(alive) - 1)))))
     return Trace(tuple(events))

@@ -25,7 +25,7 @@ DOCUMENT = (
     "tests/engine/test_documents.py::test_a_document_does_not_see_another",
     "tests/engine/test_documents.py::test_documents_give_what_they_give_alone",
 )
-RECURRENT = ("tests/models/test_recurrent.py::test_documents_of_a_token",)
+RECURRENT = ("tests/hf/test_recurrent.py::test_documents_of_a_token",)
 HOST = "tests/train/test_optimizer_host.py::"
 RESUMED = "tests/train/test_interrupt.py::"
 RACES = ("tests/plan/test_waits.py::test_nothing_races",)
@@ -438,15 +438,15 @@ SPARSE = (
         "return (pages < self.first[..., None]).unsqueeze(1)",
         "return (pages < self.first[..., None] - 1).unsqueeze(1)",
         (
-            "tests/attention/sparse/test_select.py::test_a_chunk_chooses_by_its_votes",
-            "tests/attention/sparse/test_select.py::test_a_choice_of_a_sequence_keeps_its_promise",
+            "tests/sparse/test_select.py::test_a_chunk_chooses_by_its_votes",
+            "tests/sparse/test_select.py::test_a_choice_of_a_sequence_keeps_its_promise",
         ),
     ),
     Fault(
         "sparse: a page that two queries chose counts twice",
         "first[1:] &= ordered[1:] != ordered[:-1]",
         "first[1:] &= ordered[1:] >= ordered[:-1]",
-        ("tests/attention/sparse/test_pages.py::test_units_are_distinct_and_cover_the_choice",),
+        ("tests/sparse/test_pages.py::test_units_are_distinct_and_cover_the_choice",),
     ),
 )
 
@@ -467,19 +467,19 @@ ALLOCATORS = (
         "caching allocator: a large block is cut at a rest of 1 MiB",
         "return size < self.settings.max_split and rest > SMALL_REQUEST",
         "return size < self.settings.max_split and rest >= SMALL_REQUEST",
-        ("tests/memory/test_caching.py",),
+        ("tests/memory/compare/test_caching.py",),
     ),
     Fault(
         "caching allocator: waits for other streams forgotten",
         "if block is not None and stream != block.pool.stream:",
         "if block is not None and stream == block.pool.stream:",
-        ("tests/memory/test_caching.py",),
+        ("tests/memory/compare/test_caching.py",),
     ),
     Fault(
         "expandable segments: the room beyond a block is not seen",
         "return entry[0] + (after.size if after is not None and not after.mapped else 0)",
         "return entry[0]",
-        ("tests/memory/test_expandable.py",),
+        ("tests/memory/compare/test_expandable.py",),
     ),
 )
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from farspan.memory.library import LIBRARY
+from farspan.memory.native import LIBRARY
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from hypothesis import strategies as st
 
-from farspan.memory.native import Allocator, Backend, Options, OutOfMemory, Policy
+from farspan.memory.native import Allocator, AllocatorOptions, Backend, NativeOutOfMemory, Policy
 
 CHUNK = 64 << 10
 CAPACITY = 24 * CHUNK
@@ -33,7 +33,7 @@ STEPS = st.one_of(
 )
 POLICIES = st.integers(0, 63).map(Policy)
 OPTIONS = st.builds(
-    Options,
+    AllocatorOptions,
     backend=st.just(Backend.POSIX),
     capacity=st.just(CAPACITY),
     chunk=st.just(CHUNK),
@@ -84,7 +84,7 @@ class Program:
         self.made += 1
         try:
             tensor = Tensor(self.allocator.malloc(size, stream), size, 37 * self.made)
-        except OutOfMemory:
+        except NativeOutOfMemory:
             self.refused += 1
             return
         tensor.write()

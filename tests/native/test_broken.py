@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from farspan.memory.native import Allocator, Backend, Broken, Options, Policy
+from farspan.memory.native import Allocator, AllocatorOptions, Backend, Broken, Policy
 from tests.engine.cpu_allocator import build_broken, once
 from tests.native.programs import CAPACITY, CHUNK, Corrupted, Program, Step
 
@@ -28,7 +28,7 @@ def steps(seed: int) -> list[Step]:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [Policy.PAPER, Policy.SHUFFLE])
 def test_a_double_assignment_is_caught(broken: Path, policy: Policy) -> None:
-    options = Options(Backend.POSIX, capacity=CAPACITY, chunk=CHUNK, policy=policy)
+    options = AllocatorOptions(Backend.POSIX, capacity=CAPACITY, chunk=CHUNK, policy=policy)
     program = [step for seed in range(10) for step in steps(seed)]
     with Allocator(options, broken) as allocator, pytest.raises(Corrupted):
         Program(allocator).run(program, check=False)

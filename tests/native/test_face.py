@@ -6,18 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from farspan.memory.library import COptions, CStatistics, library
 from farspan.memory.native import (
     Allocator,
+    AllocatorOptions,
     Backend,
-    Event,
-    Kind,
+    COptions,
+    CStatistics,
+    EventKind,
     NativeError,
-    Options,
-    OutOfMemory,
-    Row,
+    NativeEvent,
+    NativeOutOfMemory,
+    PlanRow,
     Statistics,
     UnknownPointer,
+    library,
 )
 
 HEADER = Path(__file__).resolve().parents[2] / "native/include/farspan_memory.h"
@@ -25,7 +27,7 @@ CHUNK = 64 << 10
 
 
 def make(capacity: int = 8 * CHUNK) -> Allocator:
-    return Allocator(Options(capacity=capacity, chunk=CHUNK))
+    return Allocator(AllocatorOptions(capacity=capacity, chunk=CHUNK))
 
 
 def c_fields(struct: str) -> list[str]:
@@ -52,7 +54,7 @@ def test_a_missing_library_says_how_to_build_it(tmp_path: Path) -> None:
 
 def test_errors_have_types_and_words() -> None:
     with make() as allocator:
-        with pytest.raises(OutOfMemory, match=r"Tried to allocate 1\.00 MiB"):
+        with pytest.raises(NativeOutOfMemory, match=r"Tried to allocate 1\.00 MiB"):
             allocator.malloc(16 * CHUNK)
         pointer = allocator.malloc(100)
         allocator.free(pointer)
@@ -60,38 +62,40 @@ def test_errors_have_types_and_words() -> None:
             allocator.free(pointer)
         with pytest.raises(NativeError, match="size: expected"):
             allocator.malloc(-1)
-        with pytest.raises(OutOfMemory, match=r"Tried to allocate 1\.00 EiB"):
+        with pytest.raises(NativeOutOfMemory, match=r"Tried to allocate 1\.00 EiB"):
             allocator.malloc(2**60)
-        with pytest.raises(OutOfMemory, match=r"Tried to allocate 4\.00 KiB"):
-            Allocator(Options(capacity=1, chunk=4096)).malloc(512)
+        with pytest.raises(NativeOutOfMemory, match=r"Tried to allocate 4\.00 KiB"):
+            Allocator(AllocatorOptions(capacity=1, chunk=4096)).malloc(512)
         allocator.set_capturing(3)
-        with pytest.raises(OutOfMemory, match="synchronize and empty the cache before the capture"):
+        with pytest.raises(
+            NativeOutOfMemory, match="synchronize and empty the cache before the capture"
+        ):
             allocator.malloc(16 * CHUNK, stream=3)
         with pytest.raises(NativeError, match="an arena of"):
-            allocator.plan([Row(512, 0, 0)], 2**64 - 1)
+            allocator.plan([PlanRow(512, 0, 0)], 2**64 - 1)
     with pytest.raises(NativeError, match="closed"):
         allocator.malloc(1)
 
 
 def test_bad_options_are_named() -> None:
     with pytest.raises(NativeError, match="chunk"):
-        Allocator(Options(chunk=1000))
+        Allocator(AllocatorOptions(chunk=1000))
     with pytest.raises(NativeError, match="small"):
-        Allocator(Options(chunk=CHUNK, small=2 * CHUNK))
+        Allocator(AllocatorOptions(chunk=CHUNK, small=2 * CHUNK))
     with pytest.raises(NativeError, match="capacity: expected"):
-        Allocator(Options(capacity=-1))
+        Allocator(AllocatorOptions(capacity=-1))
     with pytest.raises(NativeError, match="chunk: a power of two, or a multiple of 2 MiB"):
-        Allocator(Options(chunk=3 << 20))
+        Allocator(AllocatorOptions(chunk=3 << 20))
     # ctypes would take the low bits of these, which are fine.
     for name, options in (
-        ("device", Options(device=2**32 + 1)),
-        ("chunk", Options(chunk=2**64 + 4096)),
-        ("capacity", Options(capacity=2**64 + 5)),
+        ("device", AllocatorOptions(device=2**32 + 1)),
+        ("chunk", AllocatorOptions(chunk=2**64 + 4096)),
+        ("capacity", AllocatorOptions(capacity=2**64 + 5)),
     ):
         with pytest.raises(NativeError, match=rf"^{name}: expected 0 to 2\*\*"):
             Allocator(options)
     with pytest.raises(NativeError, match="no CUDA driver"):
-        Allocator(Options(backend=Backend.CUDA, library="/nowhere/libcuda.so.1"))
+        Allocator(AllocatorOptions(backend=Backend.CUDA, library="/nowhere/libcuda.so.1"))
 
 
 def test_a_recording_has_every_request() -> None:
@@ -105,12 +109,12 @@ def test_a_recording_has_every_request() -> None:
         allocator.begin_iteration()
         allocator.free(before)
         assert list(allocator.events()) == [
-            Event(Kind.MARK, 0, 7, 0),
-            Event(Kind.MALLOC, 1, 1000, 2),
-            Event(Kind.MALLOC, 2, 3 * CHUNK, 0),
-            Event(Kind.FREE, 1, 1000, 2),
-            Event(Kind.MARK, 0, 0, 0),
-            Event(Kind.FREE, 0, 10, 0),
+            NativeEvent(EventKind.MARK, 0, 7, 0),
+            NativeEvent(EventKind.MALLOC, 1, 1000, 2),
+            NativeEvent(EventKind.MALLOC, 2, 3 * CHUNK, 0),
+            NativeEvent(EventKind.FREE, 1, 1000, 2),
+            NativeEvent(EventKind.MARK, 0, 0, 0),
+            NativeEvent(EventKind.FREE, 0, 10, 0),
         ]
         allocator.record()
         assert list(allocator.events()) == []
@@ -142,5 +146,5 @@ def test_statistics_count_bytes_as_asked_and_as_given() -> None:
 def test_a_row_beyond_the_arena_is_refused() -> None:
     with make() as allocator:
         with pytest.raises(NativeError, match="row 0"):
-            allocator.plan([Row(1024, 0, 512)], 1024)
+            allocator.plan([PlanRow(1024, 0, 512)], 1024)
         allocator.check()

@@ -3,7 +3,7 @@
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from farspan.memory.native import Allocator, Call, Options
+from farspan.memory.native import Allocator, AllocatorOptions, BackendCall
 from tests.native.programs import CAPACITY, CHUNK, OPTIONS, STEPS, Program, Step
 
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -11,7 +11,7 @@ SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 @SLOW
 @given(OPTIONS, st.lists(STEPS, max_size=40))
-def test_bytes_and_invariants_hold(options: Options, steps: list[Step]) -> None:
+def test_bytes_and_invariants_hold(options: AllocatorOptions, steps: list[Step]) -> None:
     with Allocator(options) as allocator:
         program = Program(allocator)
         program.run(steps)
@@ -22,12 +22,12 @@ def test_bytes_and_invariants_hold(options: Options, steps: list[Step]) -> None:
 @given(
     OPTIONS,
     st.lists(STEPS, min_size=5, max_size=30),
-    st.sampled_from(Call),
+    st.sampled_from(BackendCall),
     st.integers(1, 40),
     st.sampled_from([1, 2, 1000]),
 )
 def test_a_failing_backend_loses_nothing(
-    options: Options, steps: list[Step], call: Call, nth: int, times: int
+    options: AllocatorOptions, steps: list[Step], call: BackendCall, nth: int, times: int
 ) -> None:
     with Allocator(options) as allocator:
         program = Program(allocator)
@@ -40,7 +40,9 @@ def test_a_failing_backend_loses_nothing(
 
 @SLOW
 @given(OPTIONS, st.lists(st.integers(1, 12 * CHUNK), min_size=1, max_size=30))
-def test_memory_is_refused_only_when_chunks_are_out(options: Options, sizes: list[int]) -> None:
+def test_memory_is_refused_only_when_chunks_are_out(
+    options: AllocatorOptions, sizes: list[int]
+) -> None:
     """Without fragmentation the count of chunks alone decides (4.2.1 of the paper); the pool for
     small requests has chunks of its own."""
     with Allocator(options) as allocator:

@@ -5,11 +5,18 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.memory.native import Allocator, Backend, Event, Kind, Options, Row
-from farspan.memory.place import Request, place
+from farspan.memory.native import (
+    Allocator,
+    AllocatorOptions,
+    Backend,
+    EventKind,
+    NativeEvent,
+    PlanRow,
+)
+from farspan.memory.placement import PlacementRequest, place
 from tests.native.programs import CHUNK, Program
 
-OPTIONS = Options(backend=Backend.POSIX, capacity=64 * CHUNK, chunk=CHUNK)
+OPTIONS = AllocatorOptions(backend=Backend.POSIX, capacity=64 * CHUNK, chunk=CHUNK)
 # A request, and after how many further requests it is freed.
 PROGRAMS = st.lists(
     st.tuples(st.integers(1, 2 * CHUNK), st.integers(0, 9), st.integers(0, 1)),
@@ -35,17 +42,19 @@ def iterate(program: Program, requests: Requests, check: bool = True) -> None:
         program.free(0)
 
 
-def planned(events: list[Event]) -> tuple[list[Row], int]:
+def planned(events: list[NativeEvent]) -> tuple[list[PlanRow], int]:
     """First fit over the recording; streams share bytes, in order."""
-    born = {e.id: (t, e) for t, e in enumerate(events) if e.kind is Kind.MALLOC}
-    dies = {e.id: t for t, e in enumerate(events) if e.kind is Kind.FREE}
-    requests = [Request(-(-e.size // 512) * 512, t, dies[id]) for id, (t, e) in born.items()]
+    born = {e.id: (t, e) for t, e in enumerate(events) if e.kind is EventKind.MALLOC}
+    dies = {e.id: t for t, e in enumerate(events) if e.kind is EventKind.FREE}
+    requests = [
+        PlacementRequest(-(-e.size // 512) * 512, t, dies[id]) for id, (t, e) in born.items()
+    ]
     placement = place(requests)
     rows = zip((e for _, e in born.values()), placement.addresses, strict=True)
-    return [Row(e.size, e.stream, address) for e, address in rows], placement.height
+    return [PlanRow(e.size, e.stream, address) for e, address in rows], placement.height
 
 
-def recorded(requests: Requests) -> tuple[list[Row], int]:
+def recorded(requests: Requests) -> tuple[list[PlanRow], int]:
     with Allocator(OPTIONS) as allocator:
         allocator.record()
         iterate(Program(allocator), requests, check=False)
@@ -73,7 +82,9 @@ def test_a_program_that_deviates_keeps_its_bytes(
     requests: Requests, chance: random.Random, misses: int
 ) -> None:
     rows, arena = recorded(requests)
-    options = Options(backend=Backend.POSIX, capacity=64 * CHUNK, chunk=CHUNK, replay_misses=misses)
+    options = AllocatorOptions(
+        backend=Backend.POSIX, capacity=64 * CHUNK, chunk=CHUNK, replay_misses=misses
+    )
     with Allocator(options) as allocator:
         allocator.plan(rows, arena)
         program = Program(allocator)

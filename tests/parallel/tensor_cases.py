@@ -5,19 +5,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farspan.models.boundary import Boundary, LayerCall, run_layer
-from farspan.models.mixing import cast_call
-from farspan.models.route import answering, routed
+from farspan.hf.attention_interface import answering, routed
+from farspan.hf.probe import cast_call
+from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
 from tests.zoo import make_model
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}  # enough for four ranks
 
 
-def make_boundary(family: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Boundary:
+def make_boundary(
+    family: str, dtype: torch.dtype = torch.float64, **changes: Any
+) -> CausalLMStages:
     layers = {"num_hidden_layers": 2, **HEADS, **changes}
     if family in ("gemma3_text", "cohere2"):
         layers["layer_types"] = ["sliding_attention", "full_attention"]
-    return Boundary(make_model(family, dtype, **layers))
+    return CausalLMStages(make_model(family, dtype, **layers))
 
 
 def attention(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **__: Any) -> Tensor:
@@ -28,18 +30,18 @@ def attention(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **__:
     return out.transpose(1, 2)
 
 
-def call_of(boundary: Boundary, index: int, batch: int, tokens: int) -> LayerCall:
+def call_of(boundary: CausalLMStages, index: int, batch: int, tokens: int) -> LayerCall:
     with routed(boundary.model):
         return boundary.calls(batch, torch.arange(tokens)[None])[index]
 
 
-def run(boundary: Boundary, layer: nn.Module, hidden: Tensor, call: LayerCall) -> Tensor:
+def run(boundary: CausalLMStages, layer: nn.Module, hidden: Tensor, call: LayerCall) -> Tensor:
     """The layer, or a shell of it, as the model's own attention would run it."""
     with routed(boundary.model), answering(attention):
         return run_layer(layer, hidden, call)
 
 
-def random_run(boundary: Boundary) -> Any:
+def random_run(boundary: CausalLMStages) -> Any:
     """Runs a layer on random tokens, for a probe."""
 
     def run_one(index: int, layer: nn.Module) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from farspan.engine.deal import Dealt, deal
-from farspan.models.load import Weights, load_model
+from farspan.hf.load import Weights, load_model
 from farspan.parallel.fsdp import local
 from farspan.parallel.handout import hand_out
 from farspan.parallel.ranks import Ranks

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from farspan.models.boundary import Boundary
-from farspan.models.wide import InFloat64
+from farspan.hf.probe import Float64Mode
+from farspan.hf.stages import CausalLMStages
 from farspan.parallel.peers import Peers
 from farspan.parallel.tensor import TensorParallel
 from farspan.parallel.tensor_plan import layer_sent, plan_tensor
@@ -39,7 +39,9 @@ def data(tokens: int, width: int) -> tuple[Tensor, Tensor]:
     return x, dout
 
 
-def outcome(boundary: Boundary, layer: nn.Module, x: Tensor, dout: Tensor, tokens: int) -> Outcome:
+def outcome(
+    boundary: CausalLMStages, layer: nn.Module, x: Tensor, dout: Tensor, tokens: int
+) -> Outcome:
     x = x.clone().requires_grad_()
     out = run(boundary, layer, x, call_of(boundary, LAYER, BATCH, tokens))
     boundary.model.zero_grad()
@@ -71,7 +73,7 @@ def halved(name: str, block: nn.Module) -> nn.Module:
 
 
 def compare(
-    tensor: TensorParallel, boundary: Boundary, whole: Outcome, counts: list[int], inside: Any
+    tensor: TensorParallel, boundary: CausalLMStages, whole: Outcome, counts: list[int], inside: Any
 ) -> Errors:
     """Errors of one call of the cut layer, on this rank's tokens of all."""
     peers = tensor.peers
@@ -101,7 +103,7 @@ def compare(
     return errors
 
 
-def make_tensor(boundary: Boundary) -> TensorParallel:
+def make_tensor(boundary: CausalLMStages) -> TensorParallel:
     ranks = dist.get_world_size()
     plan = plan_tensor(boundary.model, boundary.layers, ranks)
     return TensorParallel(plan, Peers(dist.new_group(list(range(ranks)))))
@@ -135,14 +137,14 @@ def check_family(
 
 def check_families(families: list[str], shares: list[list[int]]) -> dict[str, list[Errors]]:
     torch.set_num_threads(1)
-    with InFloat64():
+    with Float64Mode():
         return {family: check_family(family, shares) for family in families}
 
 
 def check_special(shares: list[list[int]]) -> dict[str, list[Errors]]:
     llama = check_family("llama", shares, halved, attention_bias=True, mlp_bias=True)
     assert halved_tokens == [sum(counts) for counts in shares]
-    with InFloat64():
+    with Float64Mode():
         cohere = check_family("cohere", shares, use_qk_norm=True)
     phi = check_family("phi", shares, qk_layernorm=True, head_dim=4)
     return {"llama": llama, "cohere": cohere, "phi": phi}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from farspan.models.boundary import Boundary
+from farspan.hf.stages import CausalLMStages
 from farspan.parallel.tensor_plan import Cut, layer_sent, plan_tensor
 from farspan.parallel.tensor_probe import check_layers
 from farspan.spec import Refused
@@ -78,7 +78,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_no_plan_serves_is_refused(family: str) -> None:
-    boundary = Boundary(make_model(family))
+    boundary = CausalLMStages(make_model(family))
     with pytest.raises(Refused, match=REFUSED[family]):
         plan_tensor(boundary.model, boundary.layers, 2)
 

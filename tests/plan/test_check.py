@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import event, given
 
-from farspan.memory.check import check_placement
-from farspan.memory.place import Placement, Request
+from farspan.memory.placement import Placement, PlacementRequest, check_placement
 from farspan.plan import names
 from farspan.plan.build import build_evaluation, build_program
 from farspan.plan.check import check_program
@@ -96,13 +95,13 @@ def program(request: pytest.FixtureRequest) -> Program:
     return build_program(cases.model_of(5), RunSpec(1, 46), RICH[request.param])
 
 
-def arena_requests(program: Program, tier: Tier) -> tuple[list[Request], Placement]:
+def arena_requests(program: Program, tier: Tier) -> tuple[list[PlacementRequest], Placement]:
     """The buffers of an arena and where they are, with the most bytes alive counted anew."""
     held = [b for b in program.buffers.values() if b.tier is tier]
     times = {b.born for b in held}
     bound = max((sum(b.bytes for b in held if b.born <= t < b.dies) for t in times), default=0)
     return (
-        [Request(b.bytes, b.born, b.dies) for b in held],
+        [PlacementRequest(b.bytes, b.born, b.dies) for b in held],
         Placement(tuple(b.address for b in held), program.arena_bytes[tier], bound),
     )
 

@@ -6,9 +6,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from farspan.memory.compare import PLAN, Comparison, Result, Run
-from farspan.memory.costs import CREATE, MAP, PUBLISHED, RELEASE, UNMAP
-from farspan.memory.rivals import CACHING, EXPANDABLE, STITCHING
+from farspan.memory.compare.allocators import CREATE, MAP, PUBLISHED, RELEASE, UNMAP
+from farspan.memory.compare.compare import (
+    CACHING,
+    EXPANDABLE,
+    PLAN,
+    STITCHING,
+    AllocatorComparison,
+    AllocatorResult,
+    AllocatorRun,
+)
 from farspan.plan.units import write_seconds
 from farspan.report.memory import MODELLED, PLANNED, PROVED, REAL, compare_view, remark
 from farspan.report.memory_picture import LIVE, page, picture
@@ -17,14 +24,14 @@ from tests.report.cases import GIB, text_of
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def served(gib: float, retries: int, calls: dict[str, int], completed: bool = True) -> Run:
+def served(gib: float, retries: int, calls: dict[str, int], completed: bool = True) -> AllocatorRun:
     size = int(gib * GIB)
-    return Run(size, completed, size, retries, calls, 0.25, (size // 2, size, size))
+    return AllocatorRun(size, completed, size, retries, calls, 0.25, (size // 2, size, size))
 
 
-def result(name: str, modelled: bool, reserved: float, least: float) -> Result:
+def result(name: str, modelled: bool, reserved: float, least: float) -> AllocatorResult:
     calls = {"cudaMalloc": 266, "cudaFree": 4} if name == CACHING else {"cuMemMap": 6770}
-    return Result(
+    return AllocatorResult(
         name,
         modelled,
         replace(served(reserved, 0, calls), capacity=None),
@@ -33,9 +40,9 @@ def result(name: str, modelled: bool, reserved: float, least: float) -> Result:
     )
 
 
-def comparison(expandable: float = 80.5) -> Comparison:
+def comparison(expandable: float = 80.5) -> AllocatorComparison:
     """A trace of 80 GiB alive; numbers chosen to be recognised."""
-    return Comparison(
+    return AllocatorComparison(
         trace="7B <64K>",
         events=81_117,
         live_peak=80 * GIB,
@@ -52,7 +59,7 @@ def comparison(expandable: float = 80.5) -> Comparison:
     )
 
 
-def asked_about(found: Comparison) -> Comparison:
+def asked_about(found: AllocatorComparison) -> AllocatorComparison:
     """88 GiB on the device: the caching allocator's half do not suffice."""
     results = [
         replace(result, given=served(88, 3, {"cudaMalloc": 5}, completed=index > 0))
@@ -159,8 +166,8 @@ def test_many_marks_leave_only_the_steps_and_too_many_none() -> None:
 
 @pytest.mark.parametrize("live", [(), (0,)])
 def test_a_trace_without_bytes_can_be_drawn(live: tuple[int, ...]) -> None:
-    nothing = Run(0, True, 0, 0, {}, 0.0, live)
-    results = (Result(CACHING, True, nothing, nothing, None),)
+    nothing = AllocatorRun(0, True, 0, 0, {}, 0.0, live)
+    results = (AllocatorResult(CACHING, True, nothing, nothing, None),)
     found = replace(comparison(), live_peak=0, live=live, marks=(), results=results)
     ElementTree.fromstring(picture([found]))
     assert "1.000x" in text_of(compare_view([found]))

@@ -9,7 +9,7 @@ import torch
 
 from farspan.engine import allocator
 from farspan.engine.allocator import Installed
-from farspan.memory.library import Options
+from farspan.memory.native import AllocatorOptions
 from farspan.spec import Refused
 from farspan.train.allocator import DeviceMemory, choose_allocator
 from farspan.train.config import DeviceAllocator, load_run
@@ -34,7 +34,7 @@ class Native:
 
     def install(self, mode: str) -> None:
         self.calls.append(("install", mode))
-        self.now = Installed(mode, Options(), Path(), "")
+        self.now = Installed(mode, AllocatorOptions(), Path(), "")
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from farspan.models.boundary import Boundary
-from farspan.models.describe import describe
-from farspan.models.lora import add_adapters
+from farspan.hf.describe import describe
+from farspan.hf.load import add_adapters
+from farspan.hf.stages import CausalLMStages
 from farspan.plan.layout import Layout, refuse_together
 from farspan.plan.price.machines import machine
 from farspan.plan.question import Budget, Plan, Question
@@ -46,7 +46,7 @@ SHORT = {tier: Shortage(tier, "no memory") for tier in Tier}
 
 
 def spec() -> Any:
-    return describe(Boundary(make_model("llama")))
+    return describe(CausalLMStages(make_model("llama")))
 
 
 def chooser(spec_: MachineSpec, schedule: Schedule) -> PlannedChooser:

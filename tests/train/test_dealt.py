@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from farspan.data.tokenizers import BYTES
-from farspan.models.load import load_model
+from farspan.hf.load import load_model
 from farspan.parallel.fsdp import gradient_dtype, local
 from farspan.parallel.places import everything
 from farspan.parallel.states import load, read_shapes

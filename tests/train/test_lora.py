@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from farspan.cli.verify import source_of
 from farspan.cli.verifying import model_for
-from farspan.models.load import load_model
-from farspan.models.lora import add_adapters
+from farspan.hf.load import add_adapters, load_model
 from farspan.spec import Kernels, Refused
 from farspan.train.config import (
     CheckpointConfig,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from farspan.engine.step import Progress, Step
+from farspan.hf.load import load_model
 from farspan.memory.host import TooLarge
-from farspan.models.load import load_model
 from farspan.plan.price.evaluate import evaluate
 from farspan.plan.question import Question
 from farspan.spec import Refused, Schedule, Tier

@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from farspan.models.load import load_model
+from farspan.hf.load import load_model
 from farspan.train.config import DType, EvaluationConfig, ModelConfig, RunConfig, ScheduleConfig
 from farspan.train.layout import Parallel
 from farspan.train.loop import train
-from tests.models.test_text import KINDS, fields
+from tests.hf.test_text import KINDS, fields
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
 from tests.train.tiny import Quiet, tiny_run

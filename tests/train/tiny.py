@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from farspan.data.config import DataConfig, SourceKind
 from farspan.data.forms import UNTRAINED
-from farspan.engine.sparse import Seen
+from farspan.sparse.engine import Seen
 from farspan.spec import Schedule
 from farspan.train.config import (
     CheckpointConfig,

@@ -11,7 +11,7 @@ from farspan.plan.footprints import Lane
 from farspan.spec import Tier
 from farspan.transfer.arena import Arena
 from farspan.transfer.copies import PROGRAMS, TILE_BYTES, CopyEngine, launch_rows
-from tests.attention.sparse.triton_cases import interpreter
+from tests.sparse.triton_cases import interpreter
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from farspan.attention.tiled import visible
+from farspan.attention.softmax import visible
 from farspan.plan.blocks import Block, tile_window
 
 aten = torch.ops.aten

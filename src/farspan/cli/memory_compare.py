@@ -8,11 +8,9 @@ import typer
 from rich.console import Console
 
 from farspan.cli.ending import typer_app
-from farspan.memory.compare import Comparison, compare
-from farspan.memory.costs import PUBLISHED
-from farspan.memory.formats import read_trace
-from farspan.memory.rivals import contenders
-from farspan.memory.settings import NAMES, read_settings
+from farspan.memory.compare.allocators import NAMES, PUBLISHED, read_settings
+from farspan.memory.compare.compare import AllocatorComparison, compare, contenders
+from farspan.memory.trace import read_trace
 from farspan.plan.units import read_bytes
 from farspan.report.memory import compare_view, remark
 from farspan.report.memory_picture import page, picture
@@ -66,7 +64,7 @@ def compare_command(
         write(output, PICTURES[output.suffix](comparisons))
 
 
-def answer_json(comparisons: list[Comparison]) -> dict[str, Any]:
+def answer_json(comparisons: list[AllocatorComparison]) -> dict[str, Any]:
     """Every comparison, and where unit costs come from."""
     return {
         "comparisons": [found.to_json() | {"remark": remark(found)} for found in comparisons],

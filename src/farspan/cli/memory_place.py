@@ -14,15 +14,17 @@ import typer
 from rich.console import Console
 
 from farspan.cli.ending import FAILED, typer_app
-from farspan.memory.bilevel import place_bilevel, segments
-from farspan.memory.check import sweep_placement
-from farspan.memory.exact import Solution, place_exactly, place_flat
-from farspan.memory.formats import Format, read_format
-from farspan.memory.mip import place_by_mip
-from farspan.memory.place import Request
-from farspan.memory.plan_file import make_plan, rounded, write_plan
-from farspan.memory.solver import available
-from farspan.memory.trace import Trace
+from farspan.memory.exact import (
+    Solution,
+    place_bilevel,
+    place_by_mip,
+    place_exactly,
+    place_flat,
+    segments,
+)
+from farspan.memory.placement import PlacementRequest, available, sweep_placement
+from farspan.memory.replay import make_plan, rounded, write_plan
+from farspan.memory.trace import Trace, TraceFormat, read_format
 from farspan.plan.units import read_bytes
 from farspan.spec import Refused
 
@@ -48,7 +50,7 @@ class Question:
     """A trace to place."""
 
     trace: Trace
-    requests: tuple[Request, ...]  # sizes rounded up
+    requests: tuple[PlacementRequest, ...]  # sizes rounded up
     seconds: float
     capacity: int | None
 
@@ -84,7 +86,7 @@ def place_command(
         raise Refused(f"time-limit: expected more than 0 seconds, got {time_limit:g}")
     read, found = read_format(trace)
     if alignment is None:
-        alignment = 1 if found is Format.CSV else ALIGNMENT
+        alignment = 1 if found is TraceFormat.CSV else ALIGNMENT
     limit = None if capacity is None else read_bytes(capacity, "capacity")
     question = Question(read, rounded(read.requests(), alignment), time_limit, limit)
     solution, used = METHODS[method](question)

@@ -12,9 +12,8 @@ from farspan.engine.allocator import record_script
 from farspan.engine.tracing.request import OWN, TraceRequest
 from farspan.engine.tracing.temporaries import Temporaries, Temporary
 from farspan.engine.tracing.training import Kept, Recording
-from farspan.memory.formats import write_trace
 from farspan.memory.host import GIB
-from farspan.memory.trace import Malloc, Trace
+from farspan.memory.trace import Malloc, Trace, write_trace
 from farspan.plan.model.catalog import presets
 from farspan.plan.strategies import STRATEGIES
 from farspan.plan.units import read_tokens

@@ -11,13 +11,12 @@ from transformers import PreTrainedModel
 
 from farspan.cli.ending import FAILED
 from farspan.engine.verify import Verification, VerificationRun, verify
-from farspan.engine.verify_sparse import Approximation
-from farspan.models.load import Weights, load_model
-from farspan.models.lora import add_adapters
+from farspan.hf.load import Weights, add_adapters, load_model
 from farspan.plan.pages import sparse_words
+from farspan.sparse.train import fraction_of
+from farspan.sparse.verify import Approximation
 from farspan.spec import Schedule
 from farspan.train.config import ModelConfig, SparseConfig
-from farspan.train.sparse import fraction_of
 
 FURTHEST = "gradients furthest from plain autograd's"
 

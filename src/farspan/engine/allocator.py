@@ -24,7 +24,7 @@ from farspan.engine.allocator_pytorch import (
     refuse_unready,
 )
 from farspan.engine.allocator_session import Session
-from farspan.memory.library import LIBRARY, Backend, Options, Statistics, library
+from farspan.memory.native import LIBRARY, AllocatorOptions, Backend, Statistics, library
 from farspan.memory.replay import ReplayPlan, load_plan
 from farspan.memory.trace import Trace
 from farspan.spec import Refused
@@ -35,7 +35,7 @@ class Installed:
     """What took effect."""
 
     mode: str
-    options: Options
+    options: AllocatorOptions
     library: Path
     out_of_memory: str  # the exception that a program sees, and why when it is not torch's own
 
@@ -59,7 +59,7 @@ def install(
     trace: Path | str | None = None,
     chunk: int | None = None,
     capacity: int | None = None,
-    options: Options | None = None,
+    options: AllocatorOptions | None = None,
 ) -> Installed:
     """Makes the native allocator PyTorch's CUDA allocator. Call it before CUDA starts.
 
@@ -72,7 +72,7 @@ def install(
     these two in their place. Raises Refused, and then nothing has changed.
     """
     _refuse_unwanted(mode, plan, trace)
-    base = options or Options()
+    base = options or AllocatorOptions()
     chunk, capacity = _once("chunk", chunk, base), _once("capacity", capacity, base)
     wanted = replace(base, backend=Backend.CUDA, chunk=chunk, capacity=capacity)
     given = load_plan(Path(plan), Path(trace or "")) if isinstance(plan, Path | str) else plan
@@ -153,12 +153,12 @@ def record_script(script: Path, arguments: Sequence[str] = ()) -> Trace:
     return recorded()
 
 
-def _once(name: str, given: int | None, options: Options) -> int:
+def _once(name: str, given: int | None, options: AllocatorOptions) -> int:
     """A keyword's value, or that in the options. Raises Refused for what both say."""
     value: int = getattr(options, name)
     if given is None:
         return value
-    if value != getattr(Options(), name):
+    if value != getattr(AllocatorOptions(), name):
         raise Refused(f"{name}: {given} is given, and {value} in options; give it once")
     return given
 

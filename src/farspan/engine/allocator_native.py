@@ -10,8 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from farspan.engine.allocator_pytorch import EntryPoints
-from farspan.memory.library import LIBRARY, NativeError, Options, Statistics, library, rows, verify
-from farspan.memory.native import Allocator
+from farspan.memory.native import (
+    LIBRARY,
+    Allocator,
+    AllocatorOptions,
+    NativeError,
+    Statistics,
+    library,
+    rows,
+    verify,
+)
 from farspan.memory.replay import ReplayPlan, trace_of
 from farspan.memory.trace import Trace
 
@@ -55,7 +63,7 @@ class NativeMemory:
     Invariant: an allocator is made at a device's first use and lives as long as the process.
     """
 
-    def __init__(self, mode: str, options: Options, path: Path = LIBRARY) -> None:
+    def __init__(self, mode: str, options: AllocatorOptions, path: Path = LIBRARY) -> None:
         """Raises NativeError when the library is absent or refuses the options."""
         if mode not in MODES:
             raise NativeError(f"mode: expected {', '.join(MODES)}, got {mode!r}")

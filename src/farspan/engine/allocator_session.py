@@ -5,7 +5,7 @@ import warnings
 from dataclasses import dataclass, field
 
 from farspan.engine.allocator_native import NativeMemory
-from farspan.memory.library import NativeError
+from farspan.memory.native import NativeError
 from farspan.memory.replay import ReplayPlan, iteration, plan_iteration
 from farspan.memory.trace import Trace
 

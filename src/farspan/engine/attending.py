@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from farspan.attention.cell import AttentionCall
+from farspan.attention.chunk import AttentionCall
 from farspan.engine.batch import Batch
 from farspan.engine.exchange import ALONE, Exchange
 from farspan.engine.kernels import AttentionKernels

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from farspan.attention.backends import BlockKernel
 from farspan.attention.choose import select_kernel
-from farspan.attention.merge import accumulate_dtype
+from farspan.attention.softmax import accumulate_dtype
 from farspan.engine.meter import PeakMeter
 from farspan.plan.blocks import Block
 from farspan.spec import BACKWARD_PRODUCTS, AttentionKernel, Curve, Tier

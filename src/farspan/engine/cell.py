@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farspan.attention.cell import AttentionCall, attend, attend_backward
+from farspan.attention.chunk import AttentionCall, attend, attend_backward
 from farspan.engine.exchange import ALONE, Exchange
 from farspan.engine.in_pieces import Attended, Gradients, InPieces, OfKeys
 from farspan.engine.prefix import HeadsOf, Prefix
-from farspan.engine.sparse import SparseCell
 from farspan.parallel.ring import Ring
 from farspan.parallel.shards import Shards
 from farspan.plan.exchange_pieces import Piece
 from farspan.plan.program import AttentionMode
+from farspan.sparse.engine import SparseCell
 from farspan.spec import Refused
 
 Rows = dict[str, Tensor]

@@ -8,9 +8,9 @@ from torch import Tensor
 from farspan.engine.attending import Attending
 from farspan.engine.cell import Cell, Rows
 from farspan.engine.prefix import Prefix, Slots
-from farspan.engine.sparse import SparseRun
 from farspan.engine.storage import Storage
 from farspan.plan.program import AttentionMode, Backward, Forward, Program
+from farspan.sparse.engine import SparseRun
 from farspan.spec import Tier
 
 

@@ -8,16 +8,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from farspan.attention.merge import accumulate_dtype
-from farspan.models.boundary import Boundary, LayerCall, run_layer
-from farspan.models.describe import describe
-from farspan.models.fused import fuse
-from farspan.models.mixing import TOKENS as PROBED
-from farspan.models.mixing import cast_call
-from farspan.models.refuse import refuse_dropout
-from farspan.models.route import answering, routed
-from farspan.models.tiles import Tokenwise
-from farspan.models.tokenwise import dense, tokenwise
+from farspan.attention.softmax import accumulate_dtype
+from farspan.hf.attention_interface import answering, routed
+from farspan.hf.describe import describe
+from farspan.hf.fused_layers import fuse
+from farspan.hf.probe import TOKENS as PROBED
+from farspan.hf.probe import cast_call
+from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
+from farspan.hf.tiled_mlp import Tokenwise, answer_densely, tokenwise
+from farspan.hf.unsupported import refuse_dropout
 from farspan.parallel.fsdp import Sharded, Stage
 from farspan.parallel.handout import Handout, is_handed_out
 from farspan.parallel.leader import by_first
@@ -107,7 +106,7 @@ def deal(
     Raises Refused where the model or its weights are not the same on all ranks, and for what cannot
     be dealt exactly.
     """
-    boundary = Boundary(model)
+    boundary = CausalLMStages(model)
     refuse_dropout(boundary.model)
     refuse_schedule(schedule, ranks)
     handed_out = is_handed_out(ranks, boundary.model)
@@ -158,7 +157,11 @@ class _Looked:
 
 
 def _look(
-    boundary: Boundary, schedule: Schedule, layout: Layout, device: torch.device, kernels: Kernels
+    boundary: CausalLMStages,
+    schedule: Schedule,
+    layout: Layout,
+    device: torch.device,
+    kernels: Kernels,
 ) -> _Looked:
     """Raises Refused for what cannot be dealt exactly. `device` is where cells will run."""
     if layout.tensor == 1:
@@ -172,14 +175,14 @@ def _look(
     return _Looked(spec, tiles)
 
 
-def _run(boundary: Boundary, index: int, layer: nn.Module) -> Tensor:
+def _run(boundary: CausalLMStages, index: int, layer: nn.Module) -> Tensor:
     """A layer on random hidden states."""
     dtype = next(layer.parameters()).dtype
     generator = torch.Generator(boundary.device).manual_seed(index)
     shape = 2, PROBED, boundary.width
     hidden = torch.randn(shape, generator=generator, dtype=dtype, device=boundary.device)
     positions = torch.arange(PROBED, device=boundary.device)[None]
-    with routed(boundary.model), answering(dense):
+    with routed(boundary.model), answering(answer_densely):
         call: LayerCall = boundary.calls(2, positions)[index]
         return run_layer(layer, hidden, cast_call(call, dtype))
 
@@ -188,7 +191,7 @@ def _fill(sharded: Sharded, tensor: TensorParallel | None, name: str, whole: Ten
     sharded.fill(name, whole if tensor is None else tensor.cut(name, whole))
 
 
-def _leave(boundary: Boundary, schedule: Schedule, ranks: Ranks) -> list[int]:
+def _leave(boundary: CausalLMStages, schedule: Schedule, ranks: Ranks) -> list[int]:
     """Layers that other pipeline stages run keep no memory here; the others are returned."""
     stages = ranks.layout.pipeline
     groups = group_ranges(schedule, len(boundary.layers), stages)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from farspan.attention.merge import accumulate_dtype
+from farspan.attention.softmax import accumulate_dtype
 from farspan.parallel.fsdp import gradient_dtype
 
 # Adds to `.grad` of a unit's parameters what all ranks have of them, and takes theirs out.

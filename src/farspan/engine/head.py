@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
-from farspan.attention.merge import accumulate_dtype
+from farspan.attention.softmax import accumulate_dtype
 from farspan.engine.batch import IGNORED
 from farspan.engine.gradients import Gradients
+from farspan.hf.stages import CausalLMStages
 from farspan.kernels.launch import fused_for
-from farspan.kernels.loss import cross_entropy, cross_entropy_
-from farspan.models.boundary import Boundary
+from farspan.kernels.operations import cross_entropy, cross_entropy_
 from farspan.plan.blocks import most_tokens
 
 
@@ -23,7 +23,7 @@ class Head:
     """Sum of the cross-entropy over trained tokens, divided by a count known before the step: so
     the scale is right for every piece, chunk, micro-batch and rank."""
 
-    boundary: Boundary
+    boundary: CausalLMStages
     count: int  # trained tokens the mean is taken over, at least 1
     piece: int  # tokens whose logits exist at one time
     parameters: tuple[nn.Parameter, ...]  # trained outside the layers

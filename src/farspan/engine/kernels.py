@@ -10,15 +10,19 @@ import torch
 from torch.utils import deterministic as memory
 
 from farspan.attention.backends import BlockKernel
-from farspan.attention.choose import WIDEST, select_kernel
-from farspan.attention.packages import flash_4_fault, flash_attention_3, refuse_missing
-from farspan.attention.sparse.far import FarKernel
-from farspan.attention.sparse.gathered import select_far
-from farspan.attention.sparse.triton_far import TritonFar
-from farspan.attention.sparse.triton_pages import supports
+from farspan.attention.choose import (
+    WIDEST,
+    flash_4_fault,
+    flash_attention_3,
+    refuse_missing,
+    select_kernel,
+)
 from farspan.plan.blocks import most_of
 from farspan.plan.price.machines import read, user_file
 from farspan.plan.program import Program
+from farspan.sparse.attend import FarKernel
+from farspan.sparse.gathered import select_far
+from farspan.sparse.kernel_calls import TritonFar, supports
 from farspan.spec import AttentionKernel, LayerSpec, ModelSpec, Refused
 
 CUBLAS, SAME = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")  # what cuBLAS needs for same bits

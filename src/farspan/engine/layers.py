@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from farspan.engine.linear import Adding
-from farspan.models.boundary import Boundary, LayerCall, run_layer
-from farspan.models.tiles import Add, Tokenwise, tiled
+from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
+from farspan.hf.tiled_mlp import Add, Tokenwise, tiled
 from farspan.parallel.tensor import TensorParallel
 from farspan.plan.layout import Rank
 from farspan.plan.program import Forward, Program
@@ -19,7 +19,7 @@ from farspan.plan.unread import Cell
 class Layers:
     """The model's layers as they are."""
 
-    boundary: Boundary
+    boundary: CausalLMStages
 
     def run(self, i: Forward, hidden: Tensor, call: LayerCall) -> Tensor:
         """The layer of a cell on its chunk, [B, C, hidden] in and out."""

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from farspan.attention.merge import accumulate_dtype
+from farspan.attention.softmax import accumulate_dtype
 from farspan.engine.gradients import Gradients, add_product
-from farspan.kernels.gate import Act, swiglu_again
-from farspan.models.fused import Linears
+from farspan.hf.fused_layers import Linears
+from farspan.kernels.operations import Act, swiglu_again
 
 PROBE = 16  # rows and columns of the product that is tried
 

@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import nn
 
-from farspan.attention.merge import accumulate_dtype
+from farspan.attention.softmax import accumulate_dtype
 from farspan.engine.meter import PeakMeter
 from farspan.engine.reserve import DeviceTooSmall
 from farspan.engine.step import ADVICE, Progress, Step
+from farspan.hf.unsupported import context_limit
 from farspan.memory.host import GIB, UNLIMITED
-from farspan.models.refuse import context_limit
 from farspan.parallel.fsdp import gradient_dtype, local
 from farspan.parallel.node import refuse_beyond_together
 from farspan.parallel.ranks import Ranks

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from farspan.models.compiled import uncompiled
+from farspan.hf.stages import uncompiled
 
 
 class LiveStorage(TorchDispatchMode):

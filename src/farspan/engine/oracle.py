@@ -13,15 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from farspan.attention.merge import accumulate_dtype
-from farspan.attention.reference import reference
-from farspan.attention.sparse.pages import page_means
-from farspan.attention.sparse.reference import reference as sparse_reference
-from farspan.attention.sparse.reference import seen
-from farspan.attention.sparse.select import Candidates, Selector, vote
+from farspan.attention.softmax import accumulate_dtype, reference
 from farspan.engine.batch import IGNORED, Batch, make_batch
-from farspan.models.boundary import Boundary
-from farspan.models.route import answering, routed
+from farspan.hf.attention_interface import answering, routed
+from farspan.hf.stages import CausalLMStages
+from farspan.sparse.attend import seen_mask
+from farspan.sparse.attend import sparse_reference as sparse_reference
+from farspan.sparse.pages import page_means
+from farspan.sparse.select import Candidates, Selector, vote
 from farspan.spec import Sparse
 
 Attention = Callable[..., Tensor]  # what `reference` takes and gives
@@ -42,7 +41,7 @@ def oracle_loss(
     sparse schedule's function give `attend=SparseOracle(...)`. A model with recurrent layers, which
     know no documents, sees one at a time.
     """
-    boundary = Boundary(model)
+    boundary = CausalLMStages(model)
     batch = make_batch(input_ids, labels, document_ids, boundary.vocab)
     documents, calls = document_ids, 0
 
@@ -127,7 +126,7 @@ class SparseOracle:
         if document_ids is None:
             document_ids = torch.zeros(q.shape[0], q.shape[2], dtype=torch.int64, device=q.device)
         choice = self.choice(q.detach(), k.detach(), scale, document_ids)
-        mask = seen(choice, self.sparse, self.chunk, document_ids)
+        mask = seen_mask(choice, self.sparse, self.chunk, document_ids)
         return sparse_reference(q, k, v, mask, scale, softcap or torch.inf, sinks)
 
     def choice(self, q: Tensor, k: Tensor, scale: float, document_ids: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from farspan.attention.merge import add_
+from farspan.attention.softmax import add_
 from farspan.engine.storage import Storage
 from farspan.plan import names
 from farspan.plan.blocks import Block

@@ -24,8 +24,8 @@ from farspan.engine.attending import Attending
 from farspan.engine.graphs import Inlet, Run, enter
 from farspan.engine.prefix import Prefix, Slots, Span
 from farspan.engine.storage import Storage
-from farspan.models.boundary import Boundary, LayerCall, run_layer
-from farspan.models.recurrent import States, run_piece, state_dtype, takes_two
+from farspan.hf.recurrent import RecurrentStates, run_piece, state_dtype, takes_two
+from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
 from farspan.plan.program import AttentionMode, Backward, Forward, Program
 from farspan.spec import LayerSpec, StateTensor, Tier
 
@@ -105,12 +105,12 @@ class RecurrentCell:
         """Hold nothing of its graph, which is built again."""
         self.inlets, self.edges = [], []
 
-    def _states(self, piece: _Piece) -> States:
+    def _states(self, piece: _Piece) -> RecurrentStates:
         if not piece.goes_on:
-            return States()
-        return States({name: x[piece.rows] for name, x in self.before.items()})
+            return RecurrentStates()
+        return RecurrentStates({name: x[piece.rows] for name, x in self.before.items()})
 
-    def _run(self, hidden: Tensor, piece: _Piece, states: States) -> Tensor:
+    def _run(self, hidden: Tensor, piece: _Piece, states: RecurrentStates) -> Tensor:
         tokens = piece.stop - piece.start
         x = hidden[piece.rows, piece.start - self.q_start : piece.stop - self.q_start]
         call = self.call(piece, tokens + takes_two(tokens, states.before))
@@ -123,7 +123,7 @@ class RecurrentCell:
 class Recurrent:
     """The layers of one program's run on one batch that do not attend."""
 
-    boundary: Boundary
+    boundary: CausalLMStages
     program: Program
     storage: Storage
     slots: Slots

@@ -8,7 +8,6 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from farspan.attention.sparse.select import Selector
 from farspan.engine.attending import Attending
 from farspan.engine.batch import IGNORED, Batch
 from farspan.engine.cell import Cell, CellDone
@@ -21,10 +20,9 @@ from farspan.engine.kernels import AttentionKernels
 from farspan.engine.layers import Layers
 from farspan.engine.prefix import Slots
 from farspan.engine.recurrent import Recurrent, RecurrentCell
-from farspan.engine.sparse import SparseRun
 from farspan.engine.storage import Storage
-from farspan.models.boundary import Boundary, LayerCall
-from farspan.models.route import answering
+from farspan.hf.attention_interface import answering
+from farspan.hf.stages import CausalLMStages, LayerCall
 from farspan.parallel.pipeline import Pipeline
 from farspan.plan import names
 from farspan.plan.program import (
@@ -53,6 +51,8 @@ from farspan.plan.program import (
 )
 from farspan.plan.sizes import cell_place
 from farspan.plan.waits import Order
+from farspan.sparse.engine import SparseRun
+from farspan.sparse.select import Selector
 from farspan.transfer.copies import Followed
 from farspan.transfer.saved import SavedCell
 
@@ -64,7 +64,7 @@ Waiting = tuple[Cell | RecurrentCell, Graph | None]
 class Interpreter:
     """Runs one program on one batch."""
 
-    boundary: Boundary
+    boundary: CausalLMStages
     program: Program
     storage: Storage
     batch: Batch

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farspan.attention.sparse.select import Selector
 from farspan.engine.batch import Batch, make_batch
 from farspan.engine.deal import Dealt, deal, refuse_schedule
 from farspan.engine.gradients import Gradients, uncast
@@ -17,17 +16,14 @@ from farspan.engine.layers import CutLayers, Layers, SparingLayers, TiledLayers
 from farspan.engine.linear import Adding, adds_products
 from farspan.engine.reserve import reserve_together
 from farspan.engine.run import Interpreter
-from farspan.engine.sparse import PageFunction, Seen, selector_of, watched_cell
 from farspan.engine.storage import Storage
+from farspan.hf.attention_interface import routed
+from farspan.hf.describe import describe
+from farspan.hf.fused_layers import fingerprint, fuse, spared_layers
+from farspan.hf.stages import CausalLMStages, compile_layers
+from farspan.hf.tiled_mlp import Tokenwise, tokenwise
+from farspan.hf.unsupported import refuse_context, refuse_dropout, refuse_model, refuse_untrained
 from farspan.kernels.launch import fused_for
-from farspan.models.boundary import Boundary
-from farspan.models.compiled import compile_layers
-from farspan.models.describe import describe
-from farspan.models.fused import fingerprint, fuse, spared_layers
-from farspan.models.refuse import refuse_context, refuse_dropout, refuse_model, refuse_untrained
-from farspan.models.route import routed
-from farspan.models.tiles import Tokenwise
-from farspan.models.tokenwise import tokenwise
 from farspan.parallel.fsdp import Stage
 from farspan.parallel.node import refuse_beyond_together
 from farspan.parallel.ranks import Ranks
@@ -38,6 +34,8 @@ from farspan.plan.program import Backward, Forward, Instruction, Program
 from farspan.plan.program import Head as HeadInstruction
 from farspan.plan.unread import unread_outputs
 from farspan.plan.waits import Order, waits
+from farspan.sparse.engine import PageFunction, Seen, selector_of, watched_cell
+from farspan.sparse.select import Selector
 from farspan.spec import Kernels, ModelSpec, Refused, RunSpec, Schedule, Tier
 from farspan.transfer.arena import Arena
 from farspan.transfer.copies import CopyEngine
@@ -98,7 +96,7 @@ class Step:
         copies run beside the computation, which is what they do on CUDA unless it is False; the
         results are the same bits (on CUDA with `kernels.deterministic`, else up to rounding).
         `kernels` says who computes. With `schedule.sparse`, `selector` chooses pages in place of
-        the votes: one of `farspan.attention.sparse.select`, or a function from votes [B, Hk, M, n]
+        the votes: one of `farspan.sparse.select`, or a function from votes [B, Hk, M, n]
         and the range of their n pages to a choice, int32 [B, Hk, M, k] of pages or -1, k at most
         `budget // page`, which depends on nothing but its arguments. With `ranks` all of them make
         the same call with the same sequences (but for replicas along `data`, which bring their own)
@@ -115,7 +113,7 @@ class Step:
         elif ranks is not None:
             refuse_schedule(schedule, ranks.ranks)
         self.dealt = ranks
-        self.boundary = Boundary(model, None if ranks is None else ranks.sharded.device)
+        self.boundary = CausalLMStages(model, None if ranks is None else ranks.sharded.device)
         self.schedule = schedule
         self.progress = progress
         self.poison = poison

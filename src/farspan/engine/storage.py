@@ -10,7 +10,7 @@ O [B, C, H, Dv], LSE [B, H, C].
 import torch
 from torch import Tensor
 
-from farspan.attention.merge import accumulate_dtype
+from farspan.attention.softmax import accumulate_dtype
 from farspan.plan.program import Buffer, Kind, Program
 from farspan.plan.sizes import aligned, cell_place, regions
 from farspan.spec import Tier

@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from farspan.attention.reference import reference
-from farspan.attention.sparse.select import Selector
+from farspan.attention.softmax import reference
 from farspan.engine.batch import IGNORED, make_batch
 from farspan.engine.oracle import Attention, gradients_of, oracle_loss
-from farspan.engine.sparse import PageFunction
 from farspan.engine.step import Step
 from farspan.engine.verify_rounding import (
     EXACT,
@@ -27,11 +25,13 @@ from farspan.engine.verify_rounding import (
     nudged,
     root_mean_square,
 )
-from farspan.engine.verify_sparse import Approximation, Function, Gradients, approximation
-from farspan.models.boundary import Boundary
-from farspan.models.experts import eager_experts
-from farspan.models.refuse import refuse_context
-from farspan.models.wide import InFloat64
+from farspan.hf.attention_interface import eager_experts
+from farspan.hf.probe import Float64Mode
+from farspan.hf.stages import CausalLMStages
+from farspan.hf.unsupported import refuse_context
+from farspan.sparse.engine import PageFunction
+from farspan.sparse.select import Selector
+from farspan.sparse.verify import Approximation, Function, Gradients, approximation
 from farspan.spec import Refused, Schedule
 
 # A gradient that is zero in exact arithmetic (a key bias without RoPE) is rounding noise in every
@@ -118,12 +118,12 @@ def verify(
     function, in float64 with pages chosen by each side for itself, in lower precision with the
     pages that float64 chooses. How far it is from dense attention is told in `sparse`.
     """
-    boundary = Boundary(model)
+    boundary = CausalLMStages(model)
     data = run.draw(boundary.vocab, boundary.device)
     if not any(p.requires_grad for p in model.parameters()):
         raise Refused("model: no parameter is trained, so there is no gradient to verify")
     function = Function(schedule, selector, _dtype(model))
-    with eager_experts(model), InFloat64() if function.dtype is torch.float64 else nullcontext():
+    with eager_experts(model), Float64Mode() if function.dtype is torch.float64 else nullcontext():
         # Both refuse now, not after the references, which take time and memory by the length
         # squared.
         Step(model, schedule, selector=selector)
@@ -142,7 +142,7 @@ def _verify(model: nn.Module, function: Function, data: Data, worst: int) -> Ver
     in_double = function.dtype is torch.float64
     twin = model if in_double else copy.deepcopy(model).double()
     structure = dense = None
-    with eager_experts(twin), InFloat64():
+    with eager_experts(twin), Float64Mode():
         exact = _plain(twin, data, function.exact())
         if function.schedule.sparse is not None:
             dense = _plain(twin, data, reference)

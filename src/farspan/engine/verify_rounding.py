@@ -34,7 +34,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from farspan.models.boundary import Boundary
+from farspan.hf.stages import CausalLMStages
 
 EXACT = 1e-12  # float64 throughout, where the model's own code would compute in float32 as well
 RUNS = 2
@@ -172,7 +172,7 @@ def nudged(model: nn.Module, seed: int) -> Iterator[None]:
     if seed == 0:
         yield
         return
-    table = cast(Tensor, Boundary(model).model.get_input_embeddings().weight)
+    table = cast(Tensor, CausalLMStages(model).model.get_input_embeddings().weight)
     before = table.detach().clone()
     drawn = torch.rand(table.shape, generator=torch.Generator().manual_seed(seed))
     steps = (drawn < 1 / 24).float() - (drawn > 23 / 24).float()

@@ -1,6 +1,6 @@
 """A part joins the softmax over the others, or is added to their sum, in one launch and in place.
 
-`merge_` is `farspan.attention.merge.merge_`, and `add_` is `total.add_(part)`: 10 bytes an element
+`merge_` is `farspan.attention.softmax.merge_`, and `add_` is `total.add_(part)`: 10 bytes an element
 for a total in fp32 and a part in bf16, 12 for two parts at once, 2 less where the total is narrow
 before or after.
 """
@@ -28,7 +28,7 @@ from farspan.spec import Refused
 FP32 = (torch.float32,)
 
 
-class Shape(NamedTuple):
+class JoinShape(NamedTuple):
     """What the code is compiled for."""
 
     width: int
@@ -98,12 +98,12 @@ def _rows(vectors: dict[str, Tensor], *numbers: Tensor) -> tuple[list[Rows], Siz
 
 def _launch(kernel: str, rows: dict[str, Rows], sizes: Sizes, like: Tensor, parts: int) -> Launch:
     width = like.shape[-1]
-    shape = Shape(width, padded(width), max(1, TILE // padded(width)))
+    shape = JoinShape(width, padded(width), max(1, TILE // padded(width)))
     compiled_for = {
         "shape": shape,
         "two": parts == 2,
         "num_warps": warps_of(shape.tile * shape.padded, 32),
     }
     count = like.shape[:-1].numel()
-    function = load("farspan.kernels.triton_joining", kernel)
+    function = load("farspan.kernels.triton_kernels", kernel)
     return Launch(function, (-(-count // shape.tile),), rows | {"sizes": sizes} | compiled_for)

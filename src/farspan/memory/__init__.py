@@ -14,11 +14,11 @@ __getattr__, __dir__ = attributes(
         "install": "farspan.engine.allocator",
         "installed": "farspan.engine.allocator",
         "plan_iteration": "farspan.memory.replay",
-        "read_trace": "farspan.memory.formats",
+        "read_trace": "farspan.memory.trace",
         "recorded": "farspan.engine.allocator",
         "statistics": "farspan.engine.allocator",
         "uninstall": "farspan.engine.allocator",
-        "write_trace": "farspan.memory.formats",
+        "write_trace": "farspan.memory.trace",
     },
 )
 

@@ -8,8 +8,8 @@ from farspan.engine.allocator import (
     statistics,
     uninstall,
 )
-from farspan.memory.formats import read_trace, write_trace
 from farspan.memory.replay import plan_iteration
+from farspan.memory.trace import read_trace, write_trace
 
 __all__ = [
     "begin_iteration",

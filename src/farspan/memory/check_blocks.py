@@ -4,7 +4,7 @@ adds up. It shares nothing with them but the rows it reads."""
 from itertools import groupby, pairwise
 from operator import attrgetter
 
-from farspan.memory.caching import CachingAllocator
+from farspan.memory.compare.allocators import CachingAllocator
 
 CLOSED = ("free", "unmapped")  # states in which neighbours must have become one
 

@@ -1,26 +1,184 @@
-"""From what a step asked for to where its tensors go the next time.
+"""From what a step asked for to where its tensors go the next time, and static plans as files.
 
-iteration   begins                                      ends
-transient     |------|   |-----|  |-----------|          |    gets an address in the arena
-kept          |          |-------------------------------|--> expected, and served elsewhere
-older    -----|--------------|                           |    no request of this iteration
+    iteration   begins                                      ends
+    transient     |------|   |-----|  |-----------|          |    gets an address in the arena
+    kept          |          |-------------------------------|--> expected, and served elsewhere
+    older    -----|--------------|                           |    no request of this iteration
+
+A file is JSON, for one program only:
+
+    {"format": "farspan memory plan", "version": 1, "program": "sha256...", "alignment": 512,
+     "peak": ..., "lower_bound": ..., "optimal": ..., "method": ..., "tensors": [[size, stream,
+     address], ...]}
+
+A tensor a malloc, in the order of the program. `program` digests sizes, streams and the order of
+births and deaths: a plan is right for a program that asks for the same, whatever its tensors are
+called.
 """
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from farspan.memory.exact import place_exactly, place_flat
-from farspan.memory.formats import read_trace
-from farspan.memory.library import UNPLANNED, Event, Kind, Row
-from farspan.memory.place import Placement, Request, live_peak
-from farspan.memory.plan_file import Plan, read_plan
-from farspan.memory.solver import available
+from farspan.memory.native import UNPLANNED, EventKind, NativeEvent, PlanRow
+from farspan.memory.placement import (
+    Placement,
+    PlacementError,
+    PlacementRequest,
+    available,
+    live_peak,
+    sweep_placement,
+)
+from farspan.memory.trace import LAST_STREAM, FreeEvent, Malloc, Mark, Trace, read_trace
 from farspan.memory.trace import Event as TraceEvent
-from farspan.memory.trace import Free, Malloc, Mark, Trace
 from farspan.spec import Refused
+
+FORMAT, VERSION = "farspan memory plan", 1
+MOST = 2**63 - 1  # bytes that the native allocator can count
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementPlan:
+    """Where each malloc of a program goes."""
+
+    program: str  # digest of the trace
+    alignment: int  # addresses and sizes are multiples of it
+    peak: int  # bytes of the arena
+    lower_bound: int  # most bytes alive at one time, sizes rounded up
+    optimal: bool
+    method: str
+    tensors: tuple[PlanRow, ...]
+
+
+def digest(trace: Trace) -> str:
+    """What the program asks for, names of tensors and marks left out."""
+    found = hashlib.sha256()
+    numbers: dict[int, int] = {}
+    mallocs = 0
+    for event in trace.events:
+        if isinstance(event, Mark):
+            continue
+        if isinstance(event, Malloc):
+            numbers[event.tensor] = mallocs
+            mallocs += 1
+            found.update(b"m%d %d\n" % (event.size, event.stream))
+        else:
+            found.update(b"f%d\n" % numbers[event.tensor])
+    return found.hexdigest()
+
+
+def rounded(requests: Sequence[PlacementRequest], alignment: int) -> tuple[PlacementRequest, ...]:
+    """Sizes rounded up: then every address of a placement without gaps is a multiple too."""
+    return tuple(replace(r, size=-(-r.size // alignment) * alignment) for r in requests)
+
+
+def make_plan(
+    trace: Trace, placement: Placement, alignment: int, optimal: bool, method: str
+) -> PlacementPlan:
+    """The placement of the trace's rounded requests as a plan."""
+    mallocs = [event for event in trace.events if isinstance(event, Malloc)]
+    rows = tuple(
+        PlanRow(malloc.size, malloc.stream, address)
+        for malloc, address in zip(mallocs, placement.addresses, strict=True)
+    )
+    return PlacementPlan(
+        *(digest(trace), alignment, placement.height, placement.lower_bound, optimal, method, rows)
+    )
+
+
+def write_plan(plan: PlacementPlan, path: Path) -> None:
+    """Raises Refused where the file cannot be written."""
+    content = {"format": FORMAT, "version": VERSION} | asdict(plan)
+    try:
+        path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise Refused(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def read_plan(path: Path, trace: Trace) -> PlacementPlan:
+    """The plan, checked against the trace. That one above the lower bound is optimal took a search
+    to prove, and is believed unless nothing lies at address 0. Raises Refused for what is no plan,
+    a plan of another version or another program, and for one that does not hold together."""
+    plan = _parse(path)
+    if plan.program != digest(trace):
+        raise Refused(
+            f"{path}: a plan of another program: it has {len(plan.tensors)} tensors and digest "
+            f"{plan.program[:12]}, the trace {trace.name or 'given'} has {len(trace.requests())} "
+            f"and {digest(trace)[:12]}; place the trace again"
+        )
+    try:
+        _check(plan, trace)
+    except PlacementError as error:
+        raise Refused(f"{path}: the plan is damaged: {error}") from error
+    return plan
+
+
+def _check(plan: PlacementPlan, trace: Trace) -> None:
+    """Raises PlacementError for rows that are not the trace's or not at the plan's alignment, for
+    tensors that overlap, and for a peak or a lower bound that is another."""
+    requests = rounded(trace.requests(), plan.alignment)
+    addresses = tuple(row.address for row in plan.tensors)
+    sweep_placement(requests, Placement(addresses, plan.peak, plan.lower_bound))
+    if plan.optimal and min(addresses, default=0) > 0:
+        raise PlacementError(f"called optimal, and nothing lies below {min(addresses)}")
+    mallocs = (event for event in trace.events if isinstance(event, Malloc))
+    for number, (row, malloc) in enumerate(zip(plan.tensors, mallocs, strict=True)):
+        if (row.size, row.stream) != (malloc.size, malloc.stream):
+            raise PlacementError(
+                f"tensor {number} has {row.size} bytes on stream {row.stream}, the trace's "
+                f"{malloc.size} on {malloc.stream}"
+            )
+        if row.address % plan.alignment:
+            raise PlacementError(
+                f"tensor {number} at {row.address}, no multiple of {plan.alignment}"
+            )
+
+
+def _parse(path: Path) -> PlacementPlan:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Refused(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"{path}: no plan: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise Refused(f"{path}: no plan: expected the format {FORMAT!r}")
+    if content.get("version") != VERSION:
+        raise Refused(f"{path}: a plan of version {content.get('version')!r}, expected {VERSION}")
+    try:
+        return _plan_of(content)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Refused(f"{path}: the plan is damaged: {error!r}") from error
+
+
+def _plan_of(content: dict[str, Any]) -> PlacementPlan:
+    rows = tuple(
+        PlanRow(_count(size), _count(stream, LAST_STREAM), _count(address))
+        for size, stream, address in content["tensors"]
+    )
+    numbers = (_count(content[name]) for name in ("alignment", "peak", "lower_bound"))
+    alignment, peak, lower_bound = numbers
+    if alignment < 1:
+        raise ValueError(f"alignment {alignment}")
+    if not isinstance(content["optimal"], bool):
+        raise TypeError(f"optimal {content['optimal']!r}")
+    program, method = str(content["program"]), str(content["method"])
+    return PlacementPlan(program, alignment, peak, lower_bound, content["optimal"], method, rows)
+
+
+def _count(value: Any, most: int = MOST) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"expected a count, got {value!r}")
+    if value > most:
+        raise ValueError(f"expected at most {most}, got {value}")
+    return value
+
 
 UNIT = 512  # bytes; the native allocator rounds requests up to a multiple
 BEGIN = "iteration"
@@ -36,7 +194,7 @@ class ReplayPlan:
     Raises Refused for a place that the arena does not have or that is not aligned.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[PlanRow, ...]
     arena: int  # bytes
     lower_bound: int  # most bytes of planned tensors alive at one time
 
@@ -55,19 +213,19 @@ class ReplayPlan:
         return sum(row.address != UNPLANNED for row in self.rows)
 
 
-def trace_of(events: Iterable[Event], name: str = "") -> Trace:
+def trace_of(events: Iterable[NativeEvent], name: str = "") -> Trace:
     """A native recording as a trace. Frees of what was there before it are left out."""
-    found: list[Malloc | Free | Mark] = []
+    found: list[Malloc | FreeEvent | Mark] = []
     alive: set[int] = set()
     for event in events:
-        if event.kind is Kind.MALLOC:
+        if event.kind is EventKind.MALLOC:
             alive.add(event.id)
             found.append(Malloc(event.id, event.size, event.stream))
-        elif event.kind is Kind.MARK:
+        elif event.kind is EventKind.MARK:
             found.append(Mark(BEGIN if event.size == 0 else f"mark {event.size}"))
         elif event.id in alive:
             alive.remove(event.id)
-            found.append(Free(event.id))
+            found.append(FreeEvent(event.id))
     return Trace(tuple(found), name)
 
 
@@ -78,11 +236,11 @@ def iteration(trace: Trace, number: int = -1) -> Trace:
     """
     first, last = _borders(trace, number)
     alive: set[int] = set()
-    kept: list[Malloc | Free | Mark] = []
+    kept: list[Malloc | FreeEvent | Mark] = []
     for event in trace.events[first + 1 : last]:
         if isinstance(event, Malloc):
             alive.add(event.tensor)
-        elif isinstance(event, Free) and event.tensor not in alive:
+        elif isinstance(event, FreeEvent) and event.tensor not in alive:
             continue
         kept.append(event)
     return Trace(tuple(kept), trace.name)
@@ -101,7 +259,7 @@ def plan_iteration(trace: Trace, smallest: int = 1, seconds: float = SECONDS) ->
         asked[malloc.stream] += malloc.size
     busiest = max(asked, key=asked.__getitem__, default=0)
     chosen = {
-        number: Request(_rounded(request.size), request.born, request.dies)
+        number: PlacementRequest(_rounded(request.size), request.born, request.dies)
         for number, request in enumerate(trace.requests())
         if request.size >= max(1, smallest)
         and request.dies < len(trace.events)
@@ -110,7 +268,7 @@ def plan_iteration(trace: Trace, smallest: int = 1, seconds: float = SECONDS) ->
     placement = _place(list(chosen.values()), seconds)
     addresses = dict(zip(chosen, placement.addresses, strict=True))
     rows = tuple(
-        Row(malloc.size, malloc.stream, addresses.get(number, UNPLANNED))
+        PlanRow(malloc.size, malloc.stream, addresses.get(number, UNPLANNED))
         for number, malloc in enumerate(mallocs)
         if malloc.size
     )
@@ -128,7 +286,7 @@ def load_plan(plan: Path, trace: Path) -> ReplayPlan:
     return replay_plan(read_plan(plan, of), of)
 
 
-def replay_plan(plan: Plan, trace: Trace) -> ReplayPlan:
+def replay_plan(plan: PlacementPlan, trace: Trace) -> ReplayPlan:
     """The last iteration of a plan for the whole trace; the whole when it has no marks of any."""
     marked = Mark(BEGIN) in trace.events
     first, last = _borders(trace) if marked else (0, len(trace.events))
@@ -139,7 +297,7 @@ def replay_plan(plan: Plan, trace: Trace) -> ReplayPlan:
     return _lowered(rows, [request for _, request in pairs])
 
 
-def _lowered(rows: Sequence[Row], requests: Sequence[Request]) -> ReplayPlan:
+def _lowered(rows: Sequence[PlanRow], requests: Sequence[PlacementRequest]) -> ReplayPlan:
     """The rows in an arena no larger than they need."""
     placed = [row for row in rows if row.address != UNPLANNED]
     base = min((row.address for row in placed), default=0)
@@ -149,14 +307,14 @@ def _lowered(rows: Sequence[Row], requests: Sequence[Request]) -> ReplayPlan:
     )
     arena = max((row.address + _rounded(row.size) - base for row in placed), default=0)
     alive = [
-        Request(_rounded(r.size), r.born, r.dies)
+        PlacementRequest(_rounded(r.size), r.born, r.dies)
         for row, r in zip(rows, requests, strict=True)
         if row.address != UNPLANNED
     ]
     return ReplayPlan(lowered, arena, live_peak(alive))
 
 
-def _place(requests: Sequence[Request], seconds: float) -> Placement:
+def _place(requests: Sequence[PlacementRequest], seconds: float) -> Placement:
     if not requests:
         return Placement((), 0, 0)
     placer = place_exactly if available() else place_flat

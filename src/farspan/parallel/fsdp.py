@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from farspan.attention.merge import accumulate_dtype
+from farspan.attention.softmax import accumulate_dtype
 from farspan.parallel.cuts import (
     Found,
     Slot,

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from farspan.attention.cell import (
+from farspan.attention.chunk import (
     AttentionCall,
     KeyValues,
     attend_backward,
@@ -30,7 +30,7 @@ from farspan.attention.cell import (
     attend_earlier,
     attend_earlier_backward,
 )
-from farspan.attention.merge import accumulate_dtype, add_sinks, sink_gradient
+from farspan.attention.softmax import accumulate_dtype, add_sinks, sink_gradient
 from farspan.parallel.peers import Peers
 from farspan.plan.blocks import Block
 

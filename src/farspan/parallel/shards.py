@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from farspan.attention.cell import AttentionCall, KeyValues, attend_backward, attend_blocks
-from farspan.attention.merge import add_sinks, merge_, sink_gradient
+from farspan.attention.chunk import AttentionCall, KeyValues, attend_backward, attend_blocks
+from farspan.attention.softmax import add_sinks, merge_, sink_gradient
 from farspan.parallel.peers import Counts, Peers
 from farspan.parallel.ring import Ring, WholeRows
 

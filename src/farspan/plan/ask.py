@@ -211,7 +211,7 @@ def _from_shapes(config: Config, dtype: str, lora: int, unknown: UnknownFamily) 
     """What makes a model of any family needs torch, and stands above planning."""
     _check_rank(lora)
     try:
-        describe: Callable[..., ModelSpec] = load("farspan.models.shapes", "describe_config")
+        describe: Callable[..., ModelSpec] = load("farspan.hf.describe", "describe_config")
     except ImportError as error:
         raise Refused(
             f"{unknown}; planning any other needs torch and transformers ({error})"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import get_args
 
-from farspan.memory.place import Request, place
+from farspan.memory.placement import PlacementRequest, place
 from farspan.plan import names
 from farspan.plan.layout import Range
 from farspan.plan.program import (
@@ -173,7 +173,7 @@ class Ledger:
         arena_bytes = {}
         for tier in Tier:
             held = [b for b in self.buffers.values() if b.tier is tier]
-            found = place([Request(b.bytes, b.born, b.dies) for b in held])
+            found = place([PlacementRequest(b.bytes, b.born, b.dies) for b in held])
             for buffer, address in zip(held, found.addresses, strict=True):
                 self.buffers[buffer.name] = replace(buffer, address=address)
             arena_bytes[tier] = found.height

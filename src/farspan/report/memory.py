@@ -6,9 +6,25 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from farspan.memory.compare import AS_GOOD, PLAN, Comparison, Result, Run
-from farspan.memory.costs import ASSUMED, CREATE, FREE, MALLOC, MAP, PUBLISHED, RELEASE, UNMAP
-from farspan.memory.rivals import EXPANDABLE, STITCHING
+from farspan.memory.compare.allocators import (
+    ASSUMED,
+    CREATE,
+    FREE,
+    MALLOC,
+    MAP,
+    PUBLISHED,
+    RELEASE,
+    UNMAP,
+)
+from farspan.memory.compare.compare import (
+    AS_GOOD,
+    EXPANDABLE,
+    PLAN,
+    STITCHING,
+    AllocatorComparison,
+    AllocatorResult,
+    AllocatorRun,
+)
 from farspan.plan.units import write_bytes, write_seconds
 from farspan.report.tables import lines_table
 
@@ -26,7 +42,7 @@ CALLS = {
 }
 
 
-def compare_view(comparisons: Sequence[Comparison]) -> RenderableType:
+def compare_view(comparisons: Sequence[AllocatorComparison]) -> RenderableType:
     """Each trace: memory, calls, and what to make of it; how calls are priced, once."""
     parts: list[RenderableType] = []
     for found in comparisons:
@@ -43,7 +59,7 @@ def compare_view(comparisons: Sequence[Comparison]) -> RenderableType:
     return Group(*parts, Text(POLICY + pricing()))
 
 
-def subject(found: Comparison) -> Text:
+def subject(found: AllocatorComparison) -> Text:
     """What was compared."""
     text = Text(found.trace or "trace", "bold")
     text.append(f": {found.events:,} mallocs and frees, at most ", "not bold")
@@ -51,7 +67,7 @@ def subject(found: Comparison) -> Text:
     return text
 
 
-def memory_table(found: Comparison) -> Table:
+def memory_table(found: AllocatorComparison) -> Table:
     """What each reserves without a limit, and the least capacity it completes with."""
     title = f"memory; the least capacity is found to {write_bytes(found.step)}"
     columns = ("allocator", "known by", "reserved", "unused", "least", "x live", "retries")
@@ -70,7 +86,7 @@ def memory_table(found: Comparison) -> Table:
     return table
 
 
-def calls_table(title: str, runs: Sequence[tuple[str, Run]]) -> Table:
+def calls_table(title: str, runs: Sequence[tuple[str, AllocatorRun]]) -> Table:
     """Calls of the driver over the whole trace, and what they cost."""
     table = lines_table(title, "allocator", *CALLS, "cost")
     for name, run in runs:
@@ -80,7 +96,7 @@ def calls_table(title: str, runs: Sequence[tuple[str, Run]]) -> Table:
     return table
 
 
-def given_table(found: Comparison) -> Table:
+def given_table(found: AllocatorComparison) -> Table:
     """How each fares with the capacity that was asked about."""
     runs = given_runs(found)
     title = f"with {write_bytes(runs[0][1].capacity or 0)}"
@@ -91,12 +107,12 @@ def given_table(found: Comparison) -> Table:
     return table
 
 
-def given_runs(found: Comparison) -> list[tuple[str, Run]]:
+def given_runs(found: AllocatorComparison) -> list[tuple[str, AllocatorRun]]:
     """Those with the capacity that was asked about, if any was."""
     return [(result.name, result.given) for result in found.results if result.given]
 
 
-def known_by(result: Result) -> str:
+def known_by(result: AllocatorResult) -> str:
     """Whether the numbers are a model's or those of the code that runs on a GPU."""
     if result.name == PLAN:
         return PROVED if result.proved else PLANNED
@@ -108,7 +124,7 @@ def over(capacity: int, live: int) -> str:
     return f"{capacity / live:.3f}x" if live else "1.000x"
 
 
-def remark(found: Comparison) -> str:
+def remark(found: AllocatorComparison) -> str:
     """Whether stitching gains anything over expandable segments; nothing where one is missing."""
     expandable, stitching = found.least_of(EXPANDABLE), found.least_of(STITCHING)
     if expandable is None or stitching is None:
@@ -124,7 +140,7 @@ def remark(found: Comparison) -> str:
     return f"{verdict}. {'; '.join(needs)}."
 
 
-def _needs(result: Result) -> str:
+def _needs(result: AllocatorResult) -> str:
     run = result.smallest
     retries = "1 retry" if run.retries == 1 else f"{run.retries:,} retries"
     return f"{write_bytes(run.capacity or 0)}, {retries}, calls for {write_seconds(run.seconds)}"

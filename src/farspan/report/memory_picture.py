@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import groupby
 
-from farspan.memory.compare import Comparison, Result
+from farspan.memory.compare.compare import AllocatorComparison, AllocatorResult
 from farspan.plan.units import write_bytes
 from farspan.report.memory import known_by, over, remark
 
@@ -21,7 +21,7 @@ MARKS = 16  # the most that are drawn; more would be a grey field
 INK, GRID, LIVE, RESERVED, LOST = "#1f2933", "#d5dbe1", "#8fb8de", "#b3261e", "#f3d9d7"
 
 
-def picture(comparisons: Sequence[Comparison]) -> str:
+def picture(comparisons: Sequence[AllocatorComparison]) -> str:
     """All traces below each other, as one SVG document."""
     parts, top = [], 0
     for number, found in enumerate(comparisons):
@@ -34,7 +34,7 @@ def picture(comparisons: Sequence[Comparison]) -> str:
     )
 
 
-def page(comparisons: Sequence[Comparison]) -> str:
+def page(comparisons: Sequence[AllocatorComparison]) -> str:
     """The picture and its numbers as an HTML document."""
     tables = "\n".join(_table(found) for found in comparisons)
     return (
@@ -46,7 +46,7 @@ def page(comparisons: Sequence[Comparison]) -> str:
     )
 
 
-def _trace(found: Comparison, live: str) -> str:
+def _trace(found: AllocatorComparison, live: str) -> str:
     """The panels of a trace; its live bytes are drawn once, by the name `live`."""
     most = max([found.live_peak, *(max(shown(r), default=0) for r in found.results)]) or 1
     title = f"{found.trace or 'trace'}: {found.events:,} mallocs and frees"
@@ -70,7 +70,7 @@ def _legend() -> str:
     return "".join(parts)
 
 
-def _panel(found: Comparison, result: Result, most: int, live: str) -> str:
+def _panel(found: AllocatorComparison, result: AllocatorResult, most: int, live: str) -> str:
     capacity = result.smallest.capacity or 0
     words = (
         f"{result.name} ({known_by(result)}): reserves "
@@ -93,7 +93,7 @@ def _panel(found: Comparison, result: Result, most: int, live: str) -> str:
     return "".join(parts)
 
 
-def shown(result: Result) -> tuple[int, ...]:
+def shown(result: AllocatorResult) -> tuple[int, ...]:
     """The curve under the capacity asked about, or else without a limit."""
     return (result.given or result.unlimited).curve
 
@@ -136,7 +136,7 @@ def _tick(share: float, most: int) -> str:
     )
 
 
-def _marks(found: Comparison) -> list[str]:
+def _marks(found: AllocatorComparison) -> list[str]:
     """Borders of the trace, where they are few: else those of its steps."""
     marks = found.marks
     if len(marks) > MARKS:
@@ -151,7 +151,7 @@ def _marks(found: Comparison) -> list[str]:
     ]
 
 
-def _table(found: Comparison) -> str:
+def _table(found: AllocatorComparison) -> str:
     head = ("allocator", "known by", "reserved", "fragmentation", "least capacity", "retries")
     rows = [
         (

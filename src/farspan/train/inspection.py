@@ -6,11 +6,10 @@ import torch
 from torch import nn
 
 from farspan.engine.linear import adds_products
+from farspan.hf.describe import describe, with_work
+from farspan.hf.fused_layers import fuse
+from farspan.hf.stages import CausalLMStages
 from farspan.kernels.launch import fused_for
-from farspan.models.boundary import Boundary
-from farspan.models.describe import describe
-from farspan.models.fused import fuse
-from farspan.models.work import with_work
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.architecture import Architecture
 from farspan.plan.model.families import architecture_from
@@ -36,7 +35,7 @@ def look(
     estimated from its weights. `device` is where its cells will run, and `rank` that
     of adapters on every linear module of the layers, 0 where there are others or none. `kernels`
     are those of the run."""
-    boundary, kernels = Boundary(model), kernels or Kernels()
+    boundary, kernels = CausalLMStages(model), kernels or Kernels()
     fuse(boundary, kernels, device)
     fused = kernels.fused and fused_for(device, boundary.dtype)
     adds = kernels.accumulate and adds_products(device, boundary.dtype)

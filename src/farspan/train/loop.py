@@ -9,6 +9,7 @@ from rich.console import Console
 
 from farspan.durable import read_json
 from farspan.parallel.launch import launched
+from farspan.sparse.train import HIDING_NOTHING, SPARSELY, hides, what_changes
 from farspan.train.config import RunConfig
 from farspan.train.crew import Crew, crew_of
 from farspan.train.folder import OthersFolder, RunFolder
@@ -19,7 +20,6 @@ from farspan.train.planning import place_states
 from farspan.train.progress import NoReporter, Reporter, make_reporter
 from farspan.train.runner import Comparison
 from farspan.train.setup import choose_device, equip, introduce, resolve
-from farspan.train.sparse import HIDING_NOTHING, SPARSELY, hides, what_changes
 from farspan.train.trackers import make_trackers
 from farspan.train.tracking import Lane, Tracked
 from farspan.train.trainer import ABOUT, Trainer

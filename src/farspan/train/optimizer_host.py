@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from farspan.attention.merge import accumulate_dtype
+from farspan.attention.softmax import accumulate_dtype
 from farspan.parallel.node import refuse_beyond_together
 from farspan.parallel.ranks import Ranks
 from farspan.plan.footprints import Lane

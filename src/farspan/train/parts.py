@@ -9,14 +9,14 @@ from torch import Tensor
 
 from farspan.engine.batch import trained_token_count
 from farspan.engine.calibrate import calibrate, here
-from farspan.engine.sparse import Seen
 from farspan.engine.step import Step
-from farspan.models.load import load_model
+from farspan.hf.load import load_model
 from farspan.plan.price.evaluate import evaluate
 from farspan.plan.price.machines import user_file
 from farspan.plan.question import Plan, Question
 from farspan.plan.search.plans import best_plan
 from farspan.plan.strategies import AUTO, strategy
+from farspan.sparse.engine import Seen
 from farspan.spec import MachineSpec, Schedule
 from farspan.train.allocator import DeviceMemory, choose_allocator
 from farspan.train.config import DeviceAllocator, RunConfig

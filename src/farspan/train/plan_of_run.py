@@ -7,9 +7,9 @@ from typing import Any, TypedDict
 
 from transformers import PretrainedConfig
 
-from farspan.models.load import blank_model, config_for_planning
-from farspan.models.refuse import refuse_dropout, refuse_model
-from farspan.models.shapes import describe_shapes
+from farspan.hf.describe import describe_shapes
+from farspan.hf.load import blank_model, config_for_planning
+from farspan.hf.unsupported import refuse_dropout, refuse_model
 from farspan.plan.ask import HERE, Request, as_run
 from farspan.plan.grid import group_ranges
 from farspan.plan.layout import ALONE, Layout, sequence_layout

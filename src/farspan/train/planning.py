@@ -9,8 +9,8 @@ import torch
 
 from farspan.durable import read_json
 from farspan.engine.deal import Dealt
-from farspan.models.boundary import Boundary
-from farspan.models.describe import describe
+from farspan.hf.describe import describe
+from farspan.hf.stages import CausalLMStages
 from farspan.plan.grid import group_ranges
 from farspan.plan.headroom import headroom_bytes
 from farspan.plan.layout import Layout, refuse_together
@@ -73,7 +73,7 @@ def make_chooser(
         strategy=named or OWN,
         schedule=parts.schedule_of(run, use.model),
         run=RunSpec(run.batch, run.context),
-        model=lambda: describe(Boundary(use.model)) if use.dealt is None else use.dealt.spec,
+        model=lambda: describe(CausalLMStages(use.model)) if use.dealt is None else use.dealt.spec,
         unified=use.device.type == "cpu",
         layout=use.crew.layout,
         short=before.named_short,

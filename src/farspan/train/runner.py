@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from farspan.engine.meter import PeakMeter
 from farspan.parallel.meetings import busy
 from farspan.plan.grid import group_ranges
+from farspan.sparse.train import fraction_of, hides, other_chunk
 from farspan.spec import Kernels, Refused, Schedule, Tier
 from farspan.train.choice import Choice, Chooser, describe_schedule
 from farspan.train.config import RunConfig, as_yaml
@@ -24,7 +25,6 @@ from farspan.train.shortage import (
     clear_up,
     find_shortage,
 )
-from farspan.train.sparse import fraction_of, hides, other_chunk
 from farspan.train.strict import to_mapping
 
 T = TypeVar("T")

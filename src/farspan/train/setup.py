@@ -13,17 +13,16 @@ from farspan.data.store import Watch
 from farspan.data.tokenizers import BYTES, Tokenizer, load_tokenizer
 from farspan.engine.deal import Dealt
 from farspan.engine.machine import machine
-from farspan.models.boundary import Boundary
-from farspan.models.describe import describe
-from farspan.models.load import Weights
-from farspan.models.lora import add_adapters, frozen_digest, stacked_experts
-from farspan.models.refuse import refuse_context, refuse_dropout, refuse_model
-from farspan.models.text import reads_text_alone
+from farspan.hf.describe import describe
+from farspan.hf.load import Weights, add_adapters, frozen_digest, stacked_experts
+from farspan.hf.stages import CausalLMStages
+from farspan.hf.unsupported import reads_text_alone, refuse_context, refuse_dropout, refuse_model
 from farspan.parallel.meetings import busy
 from farspan.plan.grid import group_ranges
 from farspan.plan.layout import AXES
 from farspan.plan.model.catalog import refuse_absent
 from farspan.plan.strategies import AUTO
+from farspan.sparse.train import marks, opening_words
 from farspan.spec import ModelSpec, Refused, Schedule
 from farspan.train.allocator import DeviceMemory
 from farspan.train.choice import Choice
@@ -39,7 +38,6 @@ from farspan.train.optimizer_8bit import load_adamw
 from farspan.train.optimizer_parts import Held
 from farspan.train.optimizer_place import DEFAULT, STATES, Placed
 from farspan.train.parts import Parts
-from farspan.train.sparse import marks, opening_words
 
 Place = Callable[[Any, torch.device], Placed]
 
@@ -136,7 +134,7 @@ def equip(run: RunConfig, parts: Parts, watch: Watch, place: Place, crew: Crew) 
     model = _load_model(run, parts, crew, blank)
 
     def looked_at() -> ModelSpec:
-        return crew.by_first(lambda: describe(Boundary(model)))
+        return crew.by_first(lambda: describe(CausalLMStages(model)))
 
     crew.lay_out(layout_of(run.parallel, crew.count, looked_at))
     crew.refuse_unlike("data", corpus.identity)

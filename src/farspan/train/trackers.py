@@ -12,10 +12,10 @@ import yaml
 
 from farspan.durable import read_json, write_whole
 from farspan.lazy import load
+from farspan.sparse.train import marks
 from farspan.spec import Refused
 from farspan.train.config import ReportTo, RunConfig
 from farspan.train.folder import identity
-from farspan.train.sparse import marks
 from farspan.train.strict import to_mapping
 
 STEP = "train/global_step"  # as transformers calls the axis of its charts in wandb

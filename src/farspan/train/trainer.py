@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from farspan.durable import WriteFailed, read_json
-from farspan.engine.sparse import Seen
 from farspan.plan.question import Question
+from farspan.sparse.engine import Seen
+from farspan.sparse.train import MassWatch, marks, mass_json, other_chunk
 from farspan.spec import Refused
 from farspan.train import checkpoint
 from farspan.train.batches import Batches, Micro
@@ -43,7 +44,6 @@ from farspan.train.runner import Callbacks, Comparison, Runner, shortage_json
 from farspan.train.saver import saver_of
 from farspan.train.setup import Equipment, about
 from farspan.train.shortage import OneRankShort, OutOfMemory, Shortage
-from farspan.train.sparse import MassWatch, marks, mass_json, other_chunk
 
 PLAN = "plan.json"
 ABOUT = "about.json"

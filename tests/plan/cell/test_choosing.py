@@ -3,18 +3,17 @@
 import pytest
 import torch
 
-from farspan.attention.cell import AttentionCall
 from farspan.attention.choose import select_kernel
-from farspan.attention.sparse.cell import SparseCall, choose, sparse_call
-from farspan.attention.sparse.gathered import select_far
-from farspan.attention.sparse.quality import sampled, seen_mass
-from farspan.attention.sparse.select import TopK
+from farspan.attention.chunk import AttentionCall
 from farspan.engine.meter import PeakMeter
 from farspan.plan.blocks import plan_blocks
 from farspan.plan.cell.choosing import SAMPLES, WATCHED_KEYS, choice_bytes, watch_bytes
 from farspan.plan.cell.sparse import Far
+from farspan.sparse.attend import SparseCall, choose, sampled, seen_mass, sparse_call
+from farspan.sparse.gathered import select_far
+from farspan.sparse.select import TopK
 from farspan.spec import Sparse
-from tests.attention.sparse.memory_pages import MemoryPages
+from tests.sparse.memory_pages import MemoryPages
 
 # batch, query heads, K, V heads, head dim, chunk, first token, page, chosen pages
 SHAPES = [

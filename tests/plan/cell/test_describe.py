@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from farspan.models.boundary import Boundary
-from farspan.models.describe import describe
+from farspan.hf.describe import describe
+from farspan.hf.stages import CausalLMStages
 from farspan.plan.cell.describe import dtype_name, model_spec
 from farspan.plan.cell.layer import LayerCosts, layer_costs
 from farspan.plan.model.architecture import Architecture
@@ -61,7 +61,7 @@ UNPROBED = ("gemma2 of one kind", *(name for name in CONFIGURATIONS if "qwen2_mo
 @pytest.mark.parametrize("name", [name for name in CONFIGURATIONS if name not in UNPROBED])
 def test_attention_is_what_a_probe_of_the_model_finds(name: str) -> None:
     config = CONFIGURATIONS[name]
-    found = describe(Boundary(real_model(config, "cpu")))
+    found = describe(CausalLMStages(real_model(config, "cpu")))
     spec = model_spec(architecture_from(config), "fp32")
     assert [only_attention(one) for one in spec.layers] == [
         only_attention(one) for one in found.layers

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from farspan.attention import backends
-from farspan.attention.cell import AttentionCall, attend
-from farspan.attention.tiled import Tiled
+from farspan.attention.chunk import AttentionCall, attend
+from farspan.attention.softmax import Tiled
 from farspan.engine.meter import PeakMeter
 from farspan.plan import blocks as blocks_module
 from farspan.plan.blocks import Block, cut_wide, most_tokens, plan_blocks

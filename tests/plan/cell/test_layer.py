@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from farspan.models.boundary import Boundary
-from farspan.models.describe import describe
-from farspan.models.route import answering, routed
+from farspan.hf.attention_interface import answering, routed
+from farspan.hf.describe import describe
+from farspan.hf.stages import CausalLMStages
 from farspan.plan.cell.layer import layer_costs
 from farspan.plan.model.families import architecture_from
 from farspan.plan.sizes import aligned
@@ -42,7 +42,7 @@ def _layer_types(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_layer_saves_what_the_probe_finds(name: str, dtype: torch.dtype) -> None:
     model = model_of(name, dtype)
-    found = describe(Boundary(model))
+    found = describe(CausalLMStages(model))
     architecture = architecture_from(model.config)
     for block, layer in zip(architecture.blocks, found.layers, strict=True):
         costs = layer_costs(architecture, block, dtype.itemsize)
@@ -89,7 +89,7 @@ def test_a_layer_moves_the_bytes_that_it_is_said_to_move(name: str, dtype: torch
 
 
 def _moved(model: PreTrainedModel, tokens: int, *, backward: bool) -> int:
-    boundary = Boundary(model)
+    boundary = CausalLMStages(model)
     with routed(model):
         call = boundary.calls(1, torch.arange(tokens)[None])[0]
         hidden = torch.randn(1, tokens, boundary.width).to(boundary.dtype).requires_grad_()

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from farspan.attention.sparse.far import FarCall
-from farspan.attention.sparse.gathered import FlashPages, Gathered, PlainPages
 from farspan.engine.meter import LiveStorage
 from farspan.plan.cell.sparse import MOST_UNITS, PART_BYTES, Far, far_bytes, slab_units
-from tests.attention.sparse.memory_pages import MemoryPages
+from farspan.sparse.attend import FarCall
+from farspan.sparse.gathered import FlashPages, Gathered, PlainPages
+from tests.sparse.memory_pages import MemoryPages
 
 LARGE = Far(1, 8, 2, 64, 64, 4, page=64, chosen=16, tokens=1024, candidates=600)
 # Of the bound, by the worst choice of real sizes: forward and backward. What aten takes and gives

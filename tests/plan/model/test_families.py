@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from farspan.models.refuse import context_limit
+from farspan.hf.unsupported import context_limit
 from farspan.plan.model.families import FAMILIES, architecture_from
 from farspan.spec import Refused
 from tests.plan.configurations import CONFIGURATIONS, SLIDING, Config, config_of, real_model

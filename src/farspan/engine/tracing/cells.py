@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from farspan.attention.backends import BlockKernel, CudaFlash
-from farspan.attention.merge import accumulate_dtype
+from farspan.attention.softmax import accumulate_dtype
 from farspan.engine.batch import Batch
 from farspan.engine.gradients import Gradients, uncast
 from farspan.engine.head import Head
@@ -23,9 +23,9 @@ from farspan.engine.storage import Storage
 from farspan.engine.tracing.model import numbers_unread
 from farspan.engine.tracing.recorder import Recorder
 from farspan.engine.tracing.training import ALL_OF_IT, Recording, collected_before
+from farspan.hf.attention_interface import routed
+from farspan.hf.stages import CausalLMStages
 from farspan.memory.trace import Trace
-from farspan.models.boundary import Boundary
-from farspan.models.route import routed
 from farspan.plan.program import Backward, EmbedBackward, Forward, Instruction, Program
 from farspan.plan.program import Head as HeadInstruction
 from farspan.spec import LayerSpec, Tier
@@ -62,7 +62,7 @@ def trace_cells(
         states = States(model) if optimizer else None
     if states is not None:
         recorder.keep(states.tensors)
-    boundary = Boundary(model)
+    boundary = CausalLMStages(model)
     host = Arena(Tier.DEVICE, META)  # on the meta device too: nothing is to be copied for real
     host.reserve(max(program.arena_bytes[Tier.HOST] for program in programs))
     arenas = {Tier.DEVICE: Arena(Tier.DEVICE, META), Tier.HOST: host}
@@ -80,7 +80,7 @@ def trace_cells(
 
 
 def _run(
-    boundary: Boundary, program: Program, arenas: dict[Tier, Arena], recorder: Recorder
+    boundary: CausalLMStages, program: Program, arenas: dict[Tier, Arena], recorder: Recorder
 ) -> None:
     shape = program.run.batch, program.run.tokens
     # Tokens, targets and positions. A token less is trained than there are; no size knows.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from farspan.models.boundary import Boundary
+from farspan.hf.stages import CausalLMStages
 from farspan.spec import Refused
 
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")  # the field's names, the usual one first
@@ -89,7 +89,7 @@ def add_adapters(model: PreTrainedModel, rank: int) -> None:
     model.requires_grad_(False)
     found = [
         (parent, name, child)
-        for layer in Boundary(model).layers
+        for layer in CausalLMStages(model).layers
         for parent in layer.modules()
         for name, child in parent.named_children()
     ]

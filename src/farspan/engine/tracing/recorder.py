@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from farspan.engine.tracing.temporaries import NONE, Temporaries
-from farspan.memory.trace import Event, Free, Malloc, Mark, Trace
+from farspan.memory.trace import Event, FreeEvent, Malloc, Mark, Trace
 
 ADD, ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 
@@ -135,7 +135,7 @@ class Recorder(TorchDispatchMode):
     def _dies(self, death: _Death) -> None:
         del self._alive[death.key]
         if death.tensor is not None:
-            self.events.append(Free(death.tensor))
+            self.events.append(FreeEvent(death.tensor))
 
     def _borrow(self, func: Any, args: Sequence[Any]) -> None:
         """What a kernel takes within itself, and what the first of its kind takes for good."""
@@ -145,7 +145,7 @@ class Recorder(TorchDispatchMode):
             self._handles.add(thread)
             self.lasting.add(self._malloc(workspace))
         taken = [self._malloc(size) for size in self._temporaries.within(func, args)]
-        self.events.extend(map(Free, reversed(taken)))
+        self.events.extend(map(FreeEvent, reversed(taken)))
 
 
 def in_backward() -> bool:

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from farspan.engine.tracing.model import flash_attention, numbers_unread
 from farspan.engine.tracing.recorder import Recorder
 from farspan.engine.tracing.temporaries import ALL, Temporaries
+from farspan.hf.attention_interface import Attention, answering, routed
+from farspan.hf.stages import CausalLMStages
 from farspan.memory.trace import Trace
-from farspan.models.boundary import Boundary
-from farspan.models.route import Attention, answering, routed
 
 Marker = Callable[[str], None]
 
@@ -56,7 +56,7 @@ def trace_training(
 
     Raises Refused for a model whose step looks at numbers.
     """
-    device = Boundary(model).device
+    device = CausalLMStages(model).device
     recorder = Recorder(device, recording.temporaries, in_place=recording.in_place)
     recorder.hold((*model.parameters(), *model.buffers()))
     optimizer = adamw(model)
@@ -76,7 +76,7 @@ def run_training(
 ) -> None:
     """The steps themselves, on any device; `how` is the batch and what answers for attention."""
     batch, attention = how
-    device = Boundary(model).device
+    device = CausalLMStages(model).device
     with marked(model, mark), checkpointed(model, kept), routed(model), answering(attention):
         for step, tokens in enumerate(contexts):
             mark(f"step {step}")
@@ -125,7 +125,7 @@ def collected_before() -> Iterator[None]:
 @contextmanager
 def marked(model: PreTrainedModel, mark: Marker) -> Iterator[None]:
     """Marks where each layer's forward and backward begin, and what lies around the layers."""
-    layers = Boundary(model).layers
+    layers = CausalLMStages(model).layers
     last = len(layers) - 1
 
     def before(index: int) -> Callable[..., None]:

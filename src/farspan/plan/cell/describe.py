@@ -1,4 +1,4 @@
-"""From an architecture to a ModelSpec: what `farspan.models.describe` finds in a real model,
+"""From an architecture to a ModelSpec: what `farspan.hf.describe` finds in a real model,
 computed from its shapes alone."""
 
 from dataclasses import replace

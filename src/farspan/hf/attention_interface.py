@@ -1,0 +1,119 @@
+"""The interface to Hugging Face attention: one registered function hands every call to whoever runs
+a cell.
+
+transformers looks the name in `config._attn_implementation` up in its AttentionInterface at every
+call. A name without a mask function gets `attention_mask=None`, so nothing of size N x N is built.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+
+@contextmanager
+def config_field(model: nn.Module, name: str, value: str) -> Iterator[None]:
+    """Set a field of every configuration that the model's modules hold, inside the block."""
+    found = (getattr(module, "config", None) for module in model.modules())
+    configs = {id(config): config for config in found if isinstance(config, PretrainedConfig)}
+    before = {key: getattr(config, name, None) for key, config in configs.items()}
+    for config in configs.values():
+        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for key, config in configs.items():
+            setattr(config, name, before[key])
+
+
+NAME = "farspan"
+PROBE = "farspan_probe"  # the same, but its masks are asked for, and looked at
+
+# (module, query [B, H, C, D], key [B, Hk, C, D], value [B, Hk, C, Dv], scale, **the model's own
+# keywords such as sliding_window, softcap, s_aux) -> out [B, C, H, Dv]
+Attention = Callable[..., Tensor]
+
+_active: ContextVar[Attention | None] = ContextVar("farspan_attention", default=None)
+
+
+_local_sizes: ContextVar[set[int] | None] = ContextVar("farspan_local_sizes", default=None)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    active = _active.get()
+    if active is None:
+        raise RuntimeError(
+            "the 'farspan' attention was called outside a farspan step; set another attention "
+            "implementation with model.set_attn_implementation('sdpa')"
+        )
+    if attention_mask is not None:
+        raise RuntimeError("the model built an attention mask of its own, which farspan cannot use")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    out = active(module, query, key, value, scale, **keywords)
+    return out.contiguous(), None  # as transformers' own: AFMoE and JetMoE view it
+
+
+def _mask(*_: Any, local_size: int | None = None, **__: Any) -> None:
+    """Build no mask, but note a window or chunk that the model means one to have."""
+    noted = _local_sizes.get()
+    if noted is not None and local_size is not None:
+        noted.add(int(local_size))
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionInterface.register(PROBE, _attention)
+AttentionMaskInterface.register(PROBE, _mask)
+
+
+@contextmanager
+def answering(attention: Attention) -> Iterator[None]:
+    """Let `attention` answer the calls of every routed model inside the block."""
+    token = _active.set(attention)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+@contextmanager
+def watching_masks(model: PreTrainedModel) -> Iterator[set[int]]:
+    """Route the model's attention as `routed` does, and collect the windows of its masks."""
+    noted: set[int] = set()
+    token = _local_sizes.set(noted)
+    try:
+        with config_field(model, "_attn_implementation_internal", PROBE):
+            yield noted
+    finally:
+        _local_sizes.reset(token)
+
+
+@contextmanager
+def routed(model: PreTrainedModel) -> Iterator[None]:
+    """Send the model's attention calls here inside the block, and to where they went before
+    afterwards: generation and evaluation by others stay as they were."""
+    with config_field(model, "_attn_implementation_internal", NAME):
+        yield
+
+
+@contextmanager
+def eager_experts(model: nn.Module) -> Iterator[None]:
+    """Compute experts one by one inside the block. The default, torch's grouped product, has no
+    float64 and rounds otherwise, so it is no ground to compare gradients on."""
+    with config_field(model, "_experts_implementation_internal", "eager"):
+        yield

@@ -1,0 +1,294 @@
+"""Describe a model as the planner sees it: attention, saved bytes and work, layer by layer; also
+from its configuration alone, by running its layers on stand-ins for the weights.
+"""
+
+import copy
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from farspan.hf.attention_interface import answering, routed
+from farspan.hf.load import add_adapters, blank_model, config_from_fields
+from farspan.hf.probe import TOKENS, ask_layers, probe_layers
+from farspan.hf.recurrent import RecurrentStates, with_states, zero_states
+from farspan.hf.stages import CausalLMStages, LayerCall, is_compiled, run_layer, uncompiled
+from farspan.hf.unsupported import refuse_dropout, refuse_model
+from farspan.plan.sizes import ALIGNMENT
+from farspan.spec import LayerSpec, LayerWork, ModelSpec, Refused
+from farspan.transfer.saved import SavedCell
+
+SIZES = 4 * TOKENS, 8 * TOKENS  # of cells whose saved tensors are counted
+# Scans round their tokens up to 64, or 256 at the most: a token more than a multiple of these is
+# the most that a size can take.
+SCANNED = 257, 513
+BATCHES = 1, 2  # sequences that a scan is measured with
+
+
+@torch.no_grad()
+def describe(boundary: CausalLMStages, device: torch.device | None = None) -> ModelSpec:
+    """The ModelSpec of a model. Raises Refused when chunks of it cannot be exact. `device` is where
+    its cells will run, if that is not where its weights are: what autograd saves differs."""
+    return _described(boundary, probe_layers, device)
+
+
+@torch.no_grad()
+def describe_unproven(boundary: CausalLMStages) -> ModelSpec:
+    """The same of a model whose weights have the right shapes and no meaning: that chunks of it are
+    exact takes numbers, and is not looked at."""
+    return _described(boundary, ask_layers, None)
+
+
+def _described(
+    boundary: CausalLMStages,
+    attention: Callable[[CausalLMStages], list[LayerSpec]],
+    device: torch.device | None,
+) -> ModelSpec:
+    model = boundary.model
+    # With its number, as parameters have it.
+    device = boundary.device if device is None else torch.empty(0, device=device).device
+    refuse_model(model)
+    try:
+        layers = attention(boundary)
+        with routed(model):
+            layers = _with_activations(boundary, layers, device)
+    except Refused:
+        raise
+    except Exception as error:
+        raise Refused(
+            f"model: {type(model).__name__} cannot be run through the attention interface, stage "
+            f"by stage: {_place(model, error)}{type(error).__name__}: {error}"
+        ) from error
+    parameters = list(model.parameters())
+    return ModelSpec(
+        name=getattr(model.config, "name_or_path", "") or type(model).__name__,
+        hidden=boundary.width,
+        vocab=boundary.vocab,
+        layers=tuple(layers),
+        element_bytes=boundary.dtype.itemsize,
+        parameters=sum(p.numel() for p in parameters),
+        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+    )
+
+
+def _place(model: nn.Module, error: Exception) -> str:
+    """Where in the family's own code, if it came so far."""
+    own = getattr(sys.modules[type(model).__module__], "__file__", None)
+    frames = traceback.walk_tb(error.__traceback__)
+    inside = [f.f_code.co_qualname for f, _ in frames if f.f_code.co_filename == own]
+    return f"in its {inside[-1]}, " if inside else ""
+
+
+def _with_activations(
+    boundary: CausalLMStages, layers: list[LayerSpec], device: torch.device
+) -> list[LayerSpec]:
+    """What autograd saves in a cell grows linearly with its tokens: two sizes tell the line."""
+    measured: dict[tuple[Any, ...], LayerSpec] = {}
+    result = []
+    for index, kind in enumerate(zip(boundary.kinds(), layers, strict=True)):
+        if kind not in measured:
+            measured[kind] = _with_line(_Measured(boundary, index, layers[index], device))
+        result.append(measured[kind])
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """A layer, and where its cells will run."""
+
+    boundary: CausalLMStages
+    index: int
+    spec: LayerSpec
+    device: torch.device
+
+
+def _with_line(layer: _Measured) -> LayerSpec:
+    """Scans turn their tensors round, which copies them where there are several sequences."""
+    batches = BATCHES if layer.spec.state else (1,)
+    found = [_line(layer, batch) for batch in batches]
+    return replace(
+        layer.spec,
+        activation_bytes=max(slope for slope, _, _ in found),
+        activation_constant=max(constant for _, constant, _ in found),
+        saves_input=any(saves_input for _, _, saves_input in found),
+    )
+
+
+def _line(layer: _Measured, batch: int) -> tuple[int, int, bool]:
+    """Bytes a token and beside, of each of so many sequences; and whether the input is saved."""
+    low, high = SCANNED if layer.spec.state else SIZES
+    few, many = (_saved(layer, batch, tokens) for tokens in (low, high))
+    slope = -(-(many.bytes - few.bytes) // (batch * (high - low)))
+    # Each saved tensor is padded to an alignment line, whatever its size.
+    tensors = max(few.tensors, many.tensors)
+    constant = max(0, -(-few.bytes // batch) - slope * low) + ALIGNMENT * tensors
+    return slope, constant, few.saves_input
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedByTokens:
+    bytes: int
+    tensors: int
+    saves_input: bool
+
+
+def _saved(measured: _Measured, batch: int, tokens: int) -> _SavedByTokens:
+    boundary, device = measured.boundary, measured.device
+    width = boundary.width
+    # Few positions, again and again: the model may know no more than the probe's.
+    positions = torch.arange(tokens, device=boundary.device)[None] % TOKENS
+    # Tokens must differ in every direction, or a router would send them to few of its experts.
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(batch, tokens, width, generator=generator)
+    hidden = hidden.to(boundary.device, boundary.dtype)
+    call = boundary.calls(batch, positions)[measured.index]
+    layer = boundary.running[measured.index]
+    if device != boundary.device:
+        hidden, call = hidden.to(device), call.to(device)
+        layer = copy.deepcopy(layer).to(device)
+    named = {"x": hidden}
+
+    def attention(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, __: float, **___: Any) -> Tensor:
+        named["out"] = _Shape.apply(q, k, v)
+        return named["out"].transpose(1, 2)
+
+    if measured.spec.state:
+        states = zero_states(measured.spec.state, batch, boundary.dtype, device)
+        call = with_states(
+            call, RecurrentStates({n: x.requires_grad_() for n, x in states.items()})
+        )
+    cell = hidden, call, named, attention
+    found = _count(layer, cell)
+    if is_compiled(layer):
+        # A step that is measured runs its modules as they are written, which may save more.
+        with uncompiled():
+            found = max(found, _count(layer, cell), key=lambda saved: saved.bytes)
+    return found
+
+
+def _count(
+    layer: nn.Module,
+    cell: tuple[Tensor, LayerCall, dict[str, Tensor], Callable[..., Tensor]],
+) -> _SavedByTokens:
+    hidden, call, named, attention = cell
+    saved = SavedCell((*layer.parameters(), *layer.buffers()), named)
+    with torch.enable_grad(), answering(attention), saved.hooks():
+        out = run_layer(layer, hidden.requires_grad_(), call)
+    # The graph of `out` held the saved tensors while they were counted; nothing outlives this.
+    del out
+    return _SavedByTokens(saved.size(), saved.count(), "x" in saved.references)
+
+
+class _Shape(torch.autograd.Function):
+    """Stands for attention where only what is saved matters: q is, O is somebody else's."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q)
+        batch, heads, tokens, _ = q.shape
+        # In memory as a cell's: some families view what attention gives.
+        return (q.new_ones(batch, tokens, heads, v.shape[3]) + 0 * k.sum()).transpose(1, 2)
+
+    @staticmethod
+    def backward(_: Any, __: Tensor) -> tuple[None, None, None]:
+        raise AssertionError("the probe is never differentiated")
+
+
+PROJECTIONS = 3  # q, k and v, where nothing better is known
+
+
+def with_work(boundary: CausalLMStages, spec: ModelSpec) -> ModelSpec:
+    """The description of a model with the work of each of its layers."""
+    config = boundary.model.config.get_text_config()
+    active = getattr(config, "num_experts_per_tok", None) or 1
+    pairs = zip(boundary.layers, spec.layers, strict=True)
+    layers = (
+        replace(layer, work=_estimate(module, active, layer.activation_bytes))
+        for module, layer in pairs
+    )
+    return replace(spec, layers=tuple(layers))
+
+
+def _estimate(layer: nn.Module, active: int, saved: int) -> LayerWork:
+    """Every matrix is multiplied once a token; of stacked experts, `active` are. Convolutions of a
+    few tokens are left out. What autograd
+    saves is written once and read once: elementwise work moves at least so much."""
+    weights = list(layer.parameters())
+    products = [(w.shape[1], w.shape[0]) for w in weights if w.ndim == 2]
+    narrow = {id(m.weight) for m in layer.modules() if isinstance(m, nn.Conv1d)}
+    stacked = [w for w in weights if w.ndim == 3 and id(w) not in narrow]
+    products += [(w.shape[1], w.shape[2]) for w in stacked for _ in range(active)]
+    return LayerWork(
+        parameters=sum(w.numel() for w in weights),
+        trainable=sum(w.numel() for w in weights if w.requires_grad),
+        products=tuple(products),
+        projections=min(PROJECTIONS, len(products)),
+        forward_traffic=saved,
+        backward_traffic=saved,
+    )
+
+
+def describe_config(fields: Mapping[str, Any], dtype: str, rank: int = 0) -> ModelSpec:
+    """The ModelSpec of the model that the content of a config.json stands for, in a dtype of
+    torch's name, with LoRA of `rank` on every linear module of its layers; 0: none. Raises Refused.
+    """
+    model = blank_model(config_from_fields(fields), getattr(torch, dtype))
+    if rank:
+        add_adapters(model, rank=rank, alpha=rank)
+    return describe_shapes(model)
+
+
+@torch.no_grad()
+def describe_shapes(model: PreTrainedModel) -> ModelSpec:
+    """The ModelSpec of a model whose parameters are on the meta device, with its layers' work.
+
+    Its parameters become stand-ins, in place. What takes the weights' own numbers, that chunks are
+    exact, is not looked at. Raises Refused for what is refused of any weights.
+    """
+    refuse_dropout(model)
+    _stand_in(model)
+    boundary = CausalLMStages(model)
+    return with_work(boundary, describe_unproven(boundary))
+
+
+def _stand_in(model: PreTrainedModel) -> None:
+    """Gives every parameter zeros: those of a dtype lie in one run of memory, as large as the
+    largest matrix of a layer; embeddings and the head, which no layer reads, are one element."""
+    tables = {id(p) for p in _tables(model)}
+    largest = max(_matrix(p) for p in model.parameters() if id(p) not in tables)
+    zeros: dict[torch.dtype, Tensor] = {}
+    made: dict[int, nn.Parameter] = {}
+
+    def stand_in(parameter: nn.Parameter) -> Tensor:
+        shape, dtype = parameter.shape, parameter.dtype
+        if id(parameter) in tables:
+            return torch.zeros((), dtype=dtype).expand(shape)
+        if dtype not in zeros:
+            zeros[dtype] = torch.zeros(largest, dtype=dtype)
+        return zeros[dtype][: _matrix(parameter)].view(shape[-2:]).expand(shape)
+
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(stand_in(parameter), parameter.requires_grad)
+            module._parameters[name] = made[id(parameter)]
+
+
+def _tables(model: PreTrainedModel) -> list[Any]:
+    """Weights of embeddings and of the head."""
+    found = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    head = model.get_output_embeddings()
+    return found if head is None else [*found, head.weight]
+
+
+def _matrix(parameter: Tensor) -> int:
+    """Elements of a weight, or of one of stacked ones."""
+    return prod(parameter.shape[-2:])

@@ -1,0 +1,347 @@
+"""Norms, gated MLPs and rotary embeddings of decoder layers by farspan's own kernels.
+
+A module is known by what it does, never by its name: small stand-ins take the place of its weights,
+and it is replaced where its own code then gives, bit for bit, what the formula in
+`kernels.reference` gives. A module that is not known runs as it is.
+
+Nothing of the model is changed: a layer runs in a shell (see `boundary`) whose modules have the
+model's parameters and another forward."""
+
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from itertools import permutations
+from types import FunctionType, MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from farspan.hf.stages import CausalLMStages, copy_module
+from farspan.hf.tiled_mlp import Tokenwise, tokenwise
+from farspan.kernels import reference
+from farspan.kernels.launch import fused_for
+from farspan.kernels.operations import WIDEST, Act, Norm, gated, normed, rotated
+from farspan.spec import Kernels, Refused
+
+Forward = Callable[..., Any]
+Rule = Callable[[nn.Module], Forward | None]  # the forward of a module's shell; None: its own
+
+ROTATION = "apply_rotary_pos_emb"  # what families call the function that their attention calls
+TOKENS, WIDTH, INNER, HEADS = 37, 8, 12, 2  # of the stand-ins
+SCALES = (1.0, 30.0, 1e4)  # of their numbers: families clamp at 7 to 20
+GRADIENTS = 8  # roundings that gradients of one formula, summed in two orders, may be apart
+
+
+class Linears:
+    """How the linear modules of a gated MLP run; a step may know better (`engine.linear`)."""
+
+    def pair(self, gate: nn.Module, up: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Both of one input."""
+        return gate(x), up(x)
+
+    def last(self, down: nn.Module, gate: Tensor, up: Tensor, act: Act) -> Any:
+        """The one whose value is the MLP's, of act(gate) * up."""
+        return down(gated(gate, up, act))
+
+
+PLAIN = Linears()
+
+
+def in_shells(module: nn.Module, rules: Iterable[Rule]) -> nn.Module:
+    """The module, or a shell of it in which it and the modules inside have the forwards of the
+    first rules that know them."""
+    rules = tuple(rules)
+    if is_parametrized(module):  # its class is its own, and is not copied
+        return module
+    own = {name: child for name, child in module._modules.items() if child is not None}
+    shells = {name: in_shells(child, rules) for name, child in own.items()}
+    changed = {name: shell for name, shell in shells.items() if shell is not own[name]}
+    own_way = "forward" in module.__dict__ or module._compiled_call_impl is not None
+    found = (None if own_way else rule(module) for rule in rules)
+    forward = next((f for f in found if f is not None), None)
+    if forward is None and not changed:
+        return module
+    shell = copy_module(module)
+    shell._modules |= changed
+    if forward is not None:
+        shell.__dict__["forward"] = MethodType(forward, shell)
+    return shell
+
+
+def _seen(look: Callable[[], bool]) -> bool:
+    """What was seen; a module that cannot be run on stand-ins is not known."""
+    try:
+        return look()
+    except Exception:
+        return False
+
+
+def _random(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def _same(own: Callable[..., Any], formula: Callable[..., Any], *given: Tensor) -> bool:
+    """Whether a module's code gives what a formula gives: bit for bit, in bf16, where every
+    rounding shows in which order things are done, and in fp32; of few vectors and of many, of
+    small and of great numbers, where clamps begin; with autograd and without. And whether the
+    gradients are those of the formula, up to rounding: what is detached has others."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for scale in SCALES:
+            xs = [(scale * x).to(dtype) for x in given]
+            with torch.no_grad():
+                expected = formula(*xs)
+                if not torch.equal(own(*xs), expected):
+                    return False
+            outs = []
+            for function in (own, formula):
+                leaves = [x.clone().requires_grad_() for x in xs]
+                out = function(*leaves)
+                towards = _random(*out.shape, seed=12, dtype=dtype)
+                outs.append((out.detach(), *torch.autograd.grad(out, leaves, towards)))
+            if not torch.equal(outs[0][0], expected):
+                return False
+            limit = GRADIENTS * torch.finfo(dtype).eps
+            if not all(_near(a, b, limit) for a, b in zip(*outs, strict=True)):
+                return False
+    return True
+
+
+def _near(found: Tensor, expected: Tensor, limit: float) -> bool:
+    error = float((found.double() - expected.double()).norm())
+    return error <= limit * float(expected.double().norm())
+
+
+def _of_one(fused: Callable[[nn.Module, Tensor], Any]) -> Forward:
+    """The forward of a shell that runs on the kernels where they take what it is given, and as its
+    module does elsewhere."""
+
+    def forward(shell: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        if len(arguments) == 1 and not keywords and _takes(*arguments):
+            return fused(shell, *arguments)
+        return type(shell).forward(shell, *arguments, **keywords)
+
+    return forward
+
+
+def _takes(*tensors: Any) -> bool:
+    return all(isinstance(x, Tensor) and fused_for(x.device, x.dtype) for x in tensors)
+
+
+# -- norms -------------------------------------------------------------------------------------
+
+
+def norm_forward(module: nn.Module) -> Forward | None:
+    """Of an RMS norm of vectors, whose only parameter is a weight as wide as they."""
+    parameters = dict(module.named_parameters(recurse=False))
+    weight = parameters.get("weight")
+    if set(parameters) != {"weight"} or weight is None or weight.ndim != 1:
+        return None
+    if module._modules or module._buffers:
+        return None
+    for name in ("variance_epsilon", "eps", "epsilon"):
+        eps = getattr(module, name, None)
+        if isinstance(eps, float) and weight.shape[0] <= WIDEST:
+            break
+    else:
+        return None
+    for norm in (Norm(eps), Norm(eps, cast=False), Norm(eps, offset=1.0, cast=False)):
+        if _seen(partial(_norms, module, weight.shape[0], norm)):
+            return _of_one(partial(_normed, norm))
+    return None
+
+
+def _normed(norm: Norm, shell: nn.Module, x: Tensor) -> Tensor:
+    return normed(x, cast(Tensor, shell.weight), norm)
+
+
+def _norms(module: nn.Module, width: int, norm: Norm) -> bool:
+    shell = copy_module(module)
+    weight = _random(width, seed=1)
+    # Every third vector is so short that eps decides, every third long.
+    lengths = torch.tensor([1.0, norm.eps**0.5, 30.0]).repeat(1 + TOKENS // 3)[:TOKENS, None]
+
+    def own(x: Tensor) -> Tensor:
+        shell.__dict__["_parameters"] = {"weight": nn.Parameter(weight.to(x.dtype), False)}
+        out: Tensor = shell(x)
+        return out
+
+    def formula(x: Tensor) -> Tensor:
+        return reference.rms_norm(x, weight.to(x.dtype), norm.eps, norm.offset, norm.cast)
+
+    return _same(own, formula, _random(1, TOKENS, width, seed=2) * lengths)
+
+
+# -- gated MLPs --------------------------------------------------------------------------------
+
+
+def gate_forward(module: nn.Module, linears: Linears = PLAIN) -> Forward | None:
+    """Of an MLP of an activation and three linear modules, or two of which the first makes both
+    halves."""
+    if list(module.named_parameters(recurse=False)) or module._buffers:
+        return None
+    bare = [name for name, child in module.named_children() if not list(child.parameters())]
+    linear = [name for name, child in module.named_children() if list(child.parameters())]
+    if len(bare) != 1 or len(linear) not in (2, 3):
+        return None
+    act = _act_of(module.get_submodule(bare[0]))
+    if act is None:
+        return None
+    for names in permutations(linear):
+        if _seen(partial(_gates, module, names, act)):
+            return _of_one(partial(_gated, names, act, linears))
+    return None
+
+
+def _act_of(module: nn.Module) -> Act | None:
+    x = _random(TOKENS, INNER, seed=3)
+    for act in Act:
+        if _seen(partial(_same, module, partial(_activated, act), x)):
+            return act
+    return None
+
+
+def _activated(act: Act, x: Tensor) -> Tensor:
+    return reference.gated(x, torch.ones_like(x), act)
+
+
+def _gates(module: nn.Module, names: tuple[str, ...], act: Act) -> bool:
+    """Whether these are its gate, up and down, or its gate beside up, and down."""
+    *ups, down = names
+    outer = INNER if len(ups) == 2 else 2 * INNER
+    matrices = {name: _random(outer, WIDTH, seed=4 + i) for i, name in enumerate(ups)}
+    matrices[down] = _random(WIDTH, INNER, seed=6)
+    shell = copy_module(module)
+    shell._modules |= {name: _Times(matrix) for name, matrix in matrices.items()}
+
+    def formula(x: Tensor) -> Tensor:
+        halves = [x @ matrices[name].T.to(x.dtype) for name in ups]
+        gate, up = halves if len(halves) == 2 else halves[0].chunk(2, -1)
+        return reference.gated(gate, up, act) @ matrices[down].T.to(x.dtype)
+
+    return _same(shell, formula, _random(1, TOKENS, WIDTH, seed=7))
+
+
+class _Times(nn.Module):
+    """Stands in a linear module's place."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        super().__init__()
+        self.matrix = matrix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.matrix.T.to(x.dtype)
+
+
+def _gated(names: tuple[str, ...], act: Act, linears: Linears, shell: nn.Module, x: Tensor) -> Any:
+    *ups, down = (shell.get_submodule(name) for name in names)
+    gate, up = linears.pair(ups[0], ups[1], x) if len(ups) == 2 else ups[0](x).chunk(2, -1)
+    return linears.last(down, gate, up, act)
+
+
+# -- rotary embeddings ---------------------------------------------------------------------------
+
+
+def rotation_forward(module: nn.Module) -> Forward | None:
+    """Of attention that rotates queries and keys by a function of its file: the same code, which
+    finds another function under that name."""
+    forward: Any = type(module).forward
+    if not isinstance(forward, FunctionType) or ROTATION not in forward.__code__.co_names:
+        return None
+    plain = forward.__globals__.get(ROTATION)
+    if plain is None or not _is_rotation(plain):
+        return None
+    names = {**forward.__globals__, ROTATION: partial(_rotate, plain)}
+    code, closure = forward.__code__, forward.__closure__
+    found = FunctionType(code, names, forward.__name__, forward.__defaults__, closure)
+    found.__kwdefaults__ = forward.__kwdefaults__
+    return found
+
+
+@cache
+def _is_rotation(plain: Forward) -> bool:
+    return _seen(partial(_rotates, plain))
+
+
+def _rotates(plain: Forward) -> bool:
+    q, k = (_random(1, heads, TOKENS, WIDTH, seed=8 + heads) for heads in (HEADS, 1))
+    angles = _random(1, TOKENS, WIDTH // 2, seed=11).repeat(1, 1, 2)
+    cos, sin = angles.cos(), angles.sin()
+
+    def own(q: Tensor, k: Tensor) -> Tensor:
+        return torch.cat(plain(q, k, cos.to(q.dtype), sin.to(q.dtype)), 1)
+
+    def formula(q: Tensor, k: Tensor) -> Tensor:
+        tables = cos.to(q.dtype), sin.to(q.dtype)
+        return torch.cat([reference.rotated(x, *tables) for x in (q, k)], 1)
+
+    return _same(own, formula, q, k)
+
+
+def _rotate(
+    plain: Forward, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any
+) -> Any:
+    """The kernel where the call is the common one, the family's own function elsewhere."""
+    common = not more and not named and cos.ndim == 3 and cos.shape[-1] == q.shape[-1]
+    if common and q.stride(-1) == k.stride(-1) == 1 and _takes(q, k, cos):
+        return rotated(q, k, cos, sin)
+    return plain(q, k, cos, sin, *more, **named)
+
+
+def rules(linears: Linears = PLAIN) -> tuple[Rule, ...]:
+    """By which modules run on the kernels."""
+    return norm_forward, partial(gate_forward, linears=linears), rotation_forward
+
+
+def fuse(
+    boundary: CausalLMStages,
+    kernels: Kernels,
+    device: torch.device,
+    *first: Rule,
+    linears: Linears = PLAIN,
+) -> None:
+    """Have a model's layers, and what is beside them, run on the kernels of `device`, where their
+    cells will run, if that is what is wanted; the rules of `first` come before."""
+    found = first
+    if kernels.fused and fused_for(device, boundary.dtype):
+        found = *first, *rules(linears)
+    if found:
+        boundary.run_in(partial(in_shells, rules=found))
+
+
+def spared_layers(boundary: CausalLMStages) -> frozenset[int]:
+    """Layers that may leave out the last product of their one gated MLP where nobody reads what
+    they give: no gradient depends on its value (`tokenwise` looks)."""
+    try:
+        children = tokenwise(boundary)
+    except (Refused, RuntimeError):  # a weight that is computed cannot be copied
+        return frozenset()
+    return frozenset(i for i, layer in enumerate(boundary.layers) if _spares(layer, children[i]))
+
+
+def _spares(layer: nn.Module, children: tuple[Tokenwise, ...]) -> bool:
+    gates = [name for name, module in layer.named_modules() if gate_forward(module) is not None]
+    return len(gates) == 1 and any(c.name == gates[0] and not c.needed for c in children)
+
+
+PLAIN_VALUES = (bool, int, float, str, type(None))
+
+
+def fingerprint(boundary: CausalLMStages) -> tuple[Any, ...]:
+    """What shells have copied of a model, its modules and their plain attributes, and the hooks of
+    these, by which `spared_layers` goes. Parameters and buffers are shared. Shells are made anew
+    where it has changed."""
+    return tuple(_print_of(module) for module in boundary.model.modules())
+
+
+def _print_of(module: nn.Module) -> tuple[Any, ...]:
+    plain = [(name, value) for name, value in module.__dict__.items() if _is_plain(value)]
+    hooks = (*module._forward_pre_hooks, *module._forward_hooks)
+    return id(module), id(module.__dict__.get("forward")), hooks, repr(plain)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(isinstance(x, PLAIN_VALUES) for x in value)
+    return isinstance(value, PLAIN_VALUES)

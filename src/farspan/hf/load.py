@@ -1,0 +1,478 @@
+"""Load a causal LM: from a local folder, from a hub name, or with random weights from a config; and
+put LoRA adapters on it (the only place that imports peft).
+"""
+
+import copy
+import hashlib
+import inspect
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
+from transformers.pytorch_utils import Conv1D
+
+from farspan.hf.stages import CausalLMStages
+from farspan.hf.unsupported import freeze_unmet
+from farspan.lazy import load
+from farspan.plan.model.catalog import find_config, refuse_absent
+from farspan.spec import Refused
+
+NAMES_SHOWN = 5  # of missing weights: a wrong folder lacks hundreds
+ADAPTERS = (
+    "model.path: {path} holds adapters, which would be laid on the model and not trained; give the "
+    "folder of a model alone: theirs, or one with them merged into it (peft's merge_and_unload)"
+)
+
+
+class Weights(StrEnum):
+    SAVED = "saved"  # those of the path; a config has none, and gets random ones
+    RANDOM = "random"
+    NONE = "none"  # parameters on the meta device, for others to fill
+
+
+def load_config(
+    *,
+    path: str | None,
+    config: dict[str, Any] | None,
+    overrides: dict[str, Any],
+    trust_remote_code: bool = False,
+) -> PretrainedConfig:
+    """The model's configuration with `overrides` applied (rope_parameters, attention_dropout...).
+
+    `path` is a local folder or a hub name; `config` a dict with `model_type`. Exactly one is
+    given. Raises Refused when the model is unknown or an override is no field of its config.
+    """
+    if (path is None) == (config is None):
+        raise Refused("model: give either path (a folder or a hub name) or config, not both")
+    if path is not None:
+        found = _config_at(path, trust_remote_code)
+    else:
+        assert config is not None
+        found = _config_of(config)
+    _apply(found, overrides, "model.overrides")
+    return found
+
+
+def config_for_planning(
+    *, path: str | None, config: dict[str, Any] | None, overrides: dict[str, Any]
+) -> PretrainedConfig:
+    """As `load_config`, for a model that may be nowhere near: `path` may also be the hub name of a
+    model that `farspan plan` knows, and no code of a model's own is run."""
+    if path is None:
+        return load_config(path=None, config=config, overrides=overrides)
+    refuse_absent("model.path", path)
+    fields = find_config(path)
+    found = config_from_fields(fields)
+    _apply(found, overrides, "model.overrides")
+    return found
+
+
+def config_from_fields(fields: Mapping[str, Any]) -> PretrainedConfig:
+    """The configuration that the content of a config.json stands for. Raises Refused."""
+    kind = str(fields.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise Refused(
+            f"model_type: {kind!r} is none that transformers {transformers.__version__} has"
+        )
+    try:
+        found: PretrainedConfig = CONFIG_MAPPING[kind].from_dict(_decoded(dict(fields)))
+    except Exception as error:  # each family checks its own fields
+        raise Refused(
+            f"model: transformers cannot read these fields of a {kind} configuration: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return found
+
+
+def _decoded(value: Any) -> Any:
+    """A field of a config.json with the numbers that JSON has not, which transformers writes as
+    {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _decoded(field) for name, field in value.items()}
+    return [_decoded(item) for item in value] if isinstance(value, list) else value
+
+
+def load_model(
+    *,
+    path: str | None = None,
+    config: dict[str, Any] | None = None,
+    dtype: torch.dtype,
+    overrides: dict[str, Any] | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+    weights: Weights = Weights.SAVED,
+) -> PreTrainedModel:
+    """A model in training mode on `device`. Random weights are drawn from `seed`.
+
+    What text does not meet, such as an encoder of images, is frozen. Only safetensors weights are
+    read. Raises Refused when the folder holds none, or not all that
+    the model has; warns of weights that the model has no place for.
+    """
+    made = load_config(
+        path=path, config=config, overrides=overrides or {}, trust_remote_code=trust_remote_code
+    )
+    with _naming(overrides or {}):
+        if weights is Weights.NONE:
+            return blank_model(made, dtype, trust_remote_code)
+        if path is None or weights is Weights.RANDOM:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model: Any = _with_random_weights(made, dtype, trust_remote_code)
+        else:
+            model = _with_saved_weights(path, made, dtype, trust_remote_code)
+    freeze_unmet(model)
+    return model.to(device).train()
+
+
+def blank_model(
+    config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """A model in training mode whose parameters are on the meta device. Raises Refused."""
+    with _without_weights():
+        model = _with_random_weights(config, dtype, trust_remote_code)
+    freeze_unmet(model)
+    return model.train()
+
+
+@contextmanager
+def _naming(overrides: dict[str, Any]) -> Iterator[None]:
+    """A model that cannot be made says of which fields: what a family's own code stumbles over
+    names none."""
+    try:
+        yield
+    except Refused as error:
+        if not overrides:
+            raise
+        given = ", ".join(f"model.overrides.{name}: {value}" for name, value in overrides.items())
+        raise Refused(f"{error}; changed by {given}") from error
+
+
+@contextmanager
+def _without_weights() -> Iterator[None]:
+    """Parameters that modules are given here go to the meta device. Buffers stay: many hold what
+    a family computes from its configuration and no file has."""
+    module: Any = nn.Module
+    register = module.register_parameter
+
+    def register_blank(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(self, name, parameter)
+
+    module.register_parameter = register_blank
+    try:
+        yield
+    finally:
+        module.register_parameter = register
+
+
+def _with_random_weights(
+    config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool
+) -> PreTrainedModel:
+    try:
+        made: PreTrainedModel = _auto(config).from_config(
+            config, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+        return made
+    except Exception as error:  # whatever a family's own code stumbles over
+        raise Refused(
+            f"model: transformers cannot make a {type(config).__name__} model of these fields: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _auto(config: PretrainedConfig) -> Any:
+    """Of a model that also reads images only the whole may be known as a language model."""
+    seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if seeing and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+def _with_saved_weights(
+    path: str, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool
+) -> PreTrainedModel:
+    try:
+        loaded: Any = _auto(config).from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except Exception as error:  # unreadable files, sizes that do not match, other kinds
+        raise Refused(
+            f"model.path: no causal LM could be loaded from the safetensors weights of "
+            f"{path!r}: {type(error).__name__}: {error}"
+        ) from error
+    model, found = loaded
+    if getattr(model, "peft_config", None):
+        raise Refused(ADAPTERS.format(path=path))
+    # What transformers knows to follow from the rest, such as a tied head, is not among these.
+    missing, unexpected = found["missing_keys"], found["unexpected_keys"]
+    if missing:
+        raise Refused(
+            f"model.path: {path} holds no weights for {_few(missing)}, which would start from "
+            "random numbers; give a complete causal LM's folder, or train from model.config"
+        )
+    if unexpected:
+        warnings.warn(
+            f"model.path: {path} holds weights that {type(model).__name__} has no place for: "
+            f"{_few(unexpected)}; they are left out",
+            stacklevel=3,
+        )
+    return model
+
+
+def _few(names: set[str]) -> str:
+    """The first of these names, and how many more there are."""
+    shown = sorted(names)[:NAMES_SHOWN]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def _config_at(path: str, trust_remote_code: bool) -> PretrainedConfig:
+    refuse_absent("model.path", path)
+    folder = Path(path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise Refused(ADAPTERS.format(path=path))
+        raise Refused(f"model.path: {path} holds no config.json; expected a saved model's folder")
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise Refused(
+            f"model.path: {path!r} is neither a folder with a model nor a hub name that can be "
+            f"reached: {error}"
+        ) from error
+
+
+def _config_of(fields: dict[str, Any]) -> PretrainedConfig:
+    kind = str(fields.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise Refused(
+            f"model.config.model_type: {kind!r} is not a transformers model type; expected for "
+            "example 'llama', 'qwen2' or 'mistral'"
+        )
+    values = {name: value for name, value in fields.items() if name != "model_type"}
+    try:
+        made = AutoConfig.for_model(kind, **copy.deepcopy(values))  # it writes in what is nested
+    except Exception as error:  # of its own kind: transformers checks how some fields go together
+        raise Refused(f"model.config: {' '.join(str(error).split())}") from error
+    # What transformers makes others of is gone, as rope_theta is; what it does not know is kept.
+    kept = {name: value for name, value in values.items() if name in vars(made)}
+    _check_fields(AutoConfig.for_model(kind), kept, "model.config")
+    return made
+
+
+def _has(config: PretrainedConfig, name: str) -> bool:
+    try:
+        return hasattr(config, name)
+    except RuntimeError:  # Gemma4's layers differ in it, and no one answer is right
+        return True
+
+
+def _check_fields(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None:
+    for name in fields:
+        if not _has(config, name) and not _is_read(config, name):
+            raise Refused(f"{where}.{name}: {type(config).__name__} has no such field")
+
+
+def _is_read(config: PretrainedConfig, name: str) -> bool:
+    """Does the family's causal model ask for a field that its configuration does not declare?
+    Qwen3-MoE does so for head_dim. It must do so by getattr, or fail where there is none."""
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    module = inspect.getmodule(model)
+    if module is None:
+        return False
+    try:
+        source = inspect.getsource(module)
+    except OSError:  # installed without it
+        return False
+    asks = rf"""getattr\(\s*(self\.)?config,\s*["']{re.escape(name)}["']"""
+    return re.search(asks, source) is not None
+
+
+def _merged(before: Any, value: Any) -> Any:
+    """A part of a dict, such as a new rope_type, keeps the rest, such as rope_theta; so does one
+    within it, such as the rope of one kind of layers."""
+    if not isinstance(before, dict) or not isinstance(value, dict):
+        return value
+    return {**before, **{name: _merged(before.get(name), part) for name, part in value.items()}}
+
+
+def _before(config: PretrainedConfig, name: str, where: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except RuntimeError as error:
+        raise Refused(
+            f"{where}.{name}: the layers of {type(config).__name__} differ in it, and one number "
+            "for all would be of some of them; leave it out"
+        ) from error
+
+
+def _apply(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None:
+    """Changes fields; of a model that reads more than text, those that only its text's part has
+    there."""
+    text = config.get_text_config()
+    if text is not config:
+        of_text = {n: v for n, v in fields.items() if _has(text, n) and not _has(config, n)}
+        fields = {name: value for name, value in fields.items() if name not in of_text}
+        _apply(text, of_text, where)
+    _check_fields(config, fields, where)
+    if "model_type" in fields:  # of a class: set on one of its objects it would change nothing
+        raise Refused(
+            f"{where}.model_type: a model keeps its own, {config.model_type}; leave it out"
+        )
+    for name, value in fields.items():
+        before = _before(config, name, where)
+        if isinstance(before, PretrainedConfig) and isinstance(value, dict):
+            _apply(before, value, f"{where}.{name}")
+            continue
+        try:
+            setattr(config, name, copy.deepcopy(_merged(before, value)))
+        except Exception as error:  # of its own kind: transformers checks the types of some fields
+            raise Refused(f"{where}.{name}: {' '.join(str(error).split())}") from error
+    kinds = getattr(config, "layer_types", None)
+    if "num_hidden_layers" in fields and "layer_types" not in fields and kinds:
+        # The first layers are built; a saved model with names for more cannot be loaded.
+        config.layer_types = kinds[: config.num_hidden_layers]
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
+    if layers < 1:  # transformers makes a model of them
+        raise Refused(f"model: num_hidden_layers is {layers}, expected a whole number above 0")
+
+
+LINEAR = "linear"  # every linear module of the layers
+MISSING = (
+    "model.lora: needs peft, which cannot be imported here ({error}); "
+    'pip install "farspan[lora]", or leave model.lora out'
+)
+
+
+def add_adapters(
+    model: Any,
+    *,
+    rank: int,
+    alpha: float,
+    targets: str | Sequence[str] = LINEAR,
+    seed: int = 0,
+    zero: bool = True,
+) -> None:
+    """Freezes a PreTrainedModel, in place, and makes W x there W x + alpha / rank * B(A(x)).
+
+    A [rank, inner] and B [outer, rank] have the dtype and device of the weight. A is drawn from
+    `seed` alone, and B is zero; without `zero` it is drawn too, so that A has a gradient. `targets`
+    are last parts of the names of linear modules in the layers. Raises Refused for a name that is
+    none or that peft reads otherwise, a rank above every module's narrower side, and where peft is
+    not installed.
+    """
+    try:
+        config_type = load("peft", "LoraConfig")
+    except ImportError as error:
+        raise Refused(MISSING.format(error=error)) from error
+    modules = _targeted(_linears(model), targets)
+    widest = max(min(module.weight.shape) for module in modules.values())
+    if rank > widest:
+        raise Refused(
+            f"model.lora.rank: {rank} is above {widest}, the narrower side of the largest linear "
+            f"module, where an adapter is a whole matrix; give {widest} or less"
+        )
+    config = config_type(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=sorted(modules),
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in modules.values()),
+        init_lora_weights=zero,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model.add_adapter(config)
+        except ValueError as error:  # such as of one of two names that it takes for halves of one
+            raise Refused(f"model.lora.targets: peft refuses them: {error}") from error
+    _check_adapted(model, modules)
+
+
+def stacked_experts(model: nn.Module) -> bool:
+    """Whether weights of experts lie in one tensor, which is no linear module."""
+    return any(p.ndim == 3 and "expert" in name for name, p in model.named_parameters())
+
+
+def frozen_digest(model: nn.Module) -> str | None:
+    """Of all weights that are not trained, which checkpoints leave out; None where all are."""
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    if not frozen:
+        return None
+    read = (
+        (name, torch.hash_tensor(p.detach()).view(torch.int64).item())
+        for name, p in sorted(frozen.items())
+    )
+    return hashlib.sha256(repr(list(read)).encode()).hexdigest()
+
+
+def _linears(model: Any) -> dict[str, Any]:
+    """The linear modules of the layers by their names in the model."""
+    inside = {id(module) for layer in CausalLMStages(model).layers for module in layer.modules()}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and id(module) in inside
+    }
+
+
+def _targeted(linears: dict[str, Any], targets: str | Sequence[str]) -> dict[str, Any]:
+    if not linears:
+        raise Refused("model.lora: the layers of this model have no linear modules")
+    if targets == LINEAR:
+        return linears
+    wanted = [targets] if isinstance(targets, str) else list(targets)
+    for target in wanted:
+        if not any(_ends(name, target) for name in linears):
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
+            raise Refused(
+                f"model.lora.targets: {target!r} is no linear module of the layers; expected "
+                f"{LINEAR}, or a list of {known}"
+            )
+    return {n: m for n, m in linears.items() if any(_ends(n, target) for target in wanted)}
+
+
+def _check_adapted(model: Any, wanted: dict[str, Any]) -> None:
+    """Peft reads names that were those of experts before they were stacked, such as gate_proj, as
+    the stacked ones: in dense layers and shared experts too, and when it loads what was saved."""
+    found = {name.partition(".lora_A.")[0] for name, _ in model.named_parameters()}
+    lost = {name.rpartition(".")[2] for name in wanted.keys() - found}
+    if lost:
+        left = {name.rpartition(".")[2] for name in wanted} - lost
+        instead = f"give {', '.join(sorted(left))}, or some of them" if left else "give others"
+        raise Refused(
+            f"model.lora.targets: peft takes {', '.join(sorted(lost))} of {type(model).__name__} "
+            f"for its stacked experts, which are no linear modules; {instead}"
+        )
+
+
+def _ends(name: str, target: str) -> bool:
+    return f".{name}".endswith(f".{target}")

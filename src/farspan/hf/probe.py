@@ -1,0 +1,466 @@
+"""Prove that a model can be run in chunks by running it on a handful of tokens.
+
+Attention is answered densely. The model runs as itself, then stage by stage, then every kind of
+layer alone. Where two of these differ, something mixes tokens outside of attention, or attention
+outside of the interface, and the model is refused. Stage by stage the operations are the same, so
+rounding is too.
+
+Each kind of layer is asked twice whether it mixes tokens by anything but attention and the states
+it hands on. With attention answered by numbers that nothing depends on, no gradient may go from one
+token to another: not a small one either, so that a scan whose fresh weights forget all but 1e-7 of
+a token shows. And run in chunks the layer must be what it is whole: one that attends in its
+outputs, in float32 or wider, where mixing shows far above rounding; one that recurs also in its
+gradients, which tell whether it continues from what it is given.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from farspan.attention.softmax import reference
+from farspan.hf.attention_interface import answering, eager_experts, routed, watching_masks
+from farspan.hf.recurrent import RecurrentStates, run_piece, state_spec, takes_two, with_states
+from farspan.hf.stages import CausalLMStages, LayerCall, run_layer, uncompiled
+from farspan.spec import LayerSpec, Refused
+
+# Keywords of an attention call that change no mathematics, or that farspan honours.
+KNOWN = {
+    "dropout", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "use_cache",
+    "output_attentions", "output_router_logits", "output_hidden_states", "cache_position",
+    "past_key_values", "logits_to_keep",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class ProbeAttention:
+    """Answers attention calls densely, over the keys of the chunks seen so far, and notes them."""
+
+    layer: int | None = None  # None: count layers by calls, while the model itself runs
+    seen: dict[int, LayerSpec] = field(default_factory=dict)
+    calls: int = 0
+    past: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def __call__(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any
+    ) -> Tensor:
+        _check_keywords(module, keywords)
+        layer = self.calls if self.layer is None else self.layer
+        self.calls += 1
+        window = keywords.get("sliding_window")
+        sinks = keywords.get("s_aux")
+        softcap = keywords.get("softcap")
+        self.seen[layer] = LayerSpec(
+            q.shape[1], k.shape[1], q.shape[3], v.shape[3], window, sinks is not None, softcap
+        )
+        if layer in self.past:
+            before = self.past[layer]
+            k, v = (torch.cat(pair, dim=2) for pair in zip(before, (k, v), strict=True))
+        self.past[layer] = k, v
+        earlier = k.shape[2] - q.shape[2]
+        # The reference takes whole sequences: rows before the chunk are computed and dropped.
+        q = nn.functional.pad(q, (0, 0, earlier, 0))
+        out = reference(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return out[:, :, earlier:].transpose(1, 2)
+
+
+def _check_keywords(module: nn.Module, keywords: dict[str, Any]) -> None:
+    name = type(module).__name__
+    if keywords.get("is_causal") is False:
+        raise Refused(f"model: {name} asks for attention to later tokens (is_causal=False)")
+    if (keywords.get("dropout") or 0.0) > 0:
+        raise Refused(
+            f"model: {name} drops attention weights ({keywords['dropout']}), which cannot be "
+            "repeated when a cell is recomputed; set its attention dropout to 0"
+        )
+    window = keywords.get("sliding_window")
+    if window is not None and window < 1:
+        raise Refused(
+            f"model: {name} lets a token see {window} tokens; set its sliding_window to 1 or more, "
+            "or to null for full attention"
+        )
+    for keyword, value in keywords.items():
+        if keyword not in KNOWN and isinstance(value, Tensor | float | int) and value is not False:
+            raise Refused(
+                f"model: {name} passes {keyword!r} to attention, which farspan does not know how "
+                "to honour exactly"
+            )
+
+
+TOKENS, CUT = 8, 5  # of the probe; the cut is off centre so that chunks differ
+PIECES = (0, 3, 7, 8)  # of a recurrent layer
+# Relative error of such pieces. Their own fp32 arithmetic, in another order, stays below 1e-5.
+LOST = 1e-3
+# Relative errors that chunks of a layer may show in float32 and wider: products of another shape
+# round apart by 1e-7, and a float64 model may have routers and norms in float32.
+MIXING = {torch.float32: 1e-4, torch.float64: 1e-6}
+
+
+def refuse_mixing(boundary: CausalLMStages, hidden: Tensor, seen: list[LayerSpec]) -> None:
+    """Raises Refused where tokens of a layer see each other in another way than `seen`; every kind
+    of layer, on these hidden states [1, TOKENS, hidden]."""
+    dtype = boundary.dtype if boundary.dtype in MIXING else torch.float32
+    for index, layer in _of_each_kind(boundary, seen):
+        if not seen[index].state:
+            _refuse_gradients_between_tokens(boundary, index, hidden.to(boundary.dtype))
+        wide = layer if dtype is boundary.dtype else copy.deepcopy(layer).to(dtype)
+        differs = _refuse_other_gradients if seen[index].state else _refuse_other_outputs
+        differs(boundary, index, wide, hidden.to(dtype))
+
+
+def refuse_forgetting(boundary: CausalLMStages, seen: list[LayerSpec]) -> None:
+    """Raises Refused where a layer does not go on from the states it hands on; takes no numbers."""
+    shape = 1, TOKENS, boundary.width
+    hidden = torch.zeros(shape, dtype=boundary.dtype, device=boundary.device)
+    for index, layer in _of_each_kind(boundary, seen):
+        if seen[index].state:
+            _with_gradient(boundary, index, layer, hidden, list(pairwise(PIECES)))
+
+
+def _of_each_kind(
+    boundary: CausalLMStages, seen: list[LayerSpec]
+) -> Iterator[tuple[int, nn.Module]]:
+    known = set()
+    for index, kind in enumerate(zip(boundary.kinds(), seen, strict=True)):
+        if kind not in known:
+            known.add(kind)
+            yield index, boundary.layers[index]
+
+
+@dataclass(slots=True)
+class _Constant:
+    """Answers an attention call with numbers of its own, and keeps what it was given."""
+
+    given: list[Tensor] = field(default_factory=list)  # [B, heads, T, head dim] each
+
+    def __call__(
+        self, _: nn.Module, q: Tensor, k: Tensor, v: Tensor, __: float, **___: Any
+    ) -> Tensor:
+        self.given += q, k, v
+        batch, heads, tokens, _width = q.shape
+        shape = batch, tokens, heads, v.shape[-1]
+        numbers = torch.sin(torch.arange(1, 1 + prod(shape), device=q.device))
+        return numbers.view(shape).to(q.dtype)
+
+
+@torch.enable_grad()
+def _refuse_gradients_between_tokens(boundary: CausalLMStages, index: int, hidden: Tensor) -> None:
+    layer, leaf, answer = boundary.layers[index], hidden.detach().requires_grad_(), _Constant()
+    positions = torch.arange(TOKENS, device=hidden.device)[None]
+    call = boundary.calls(1, positions)[index]
+    with eager_experts(layer), answering(answer):
+        out = run_layer(layer, leaf, call)
+    made = [out, *(x.transpose(1, 2) for x in answer.given)]  # tokens second
+    for here, there in (slice(CUT), slice(CUT, None)), (slice(CUT, None), slice(CUT)):
+        total = torch.stack([x[:, here].double().square().sum() for x in made]).sum()
+        (found,) = torch.autograd.grad(total, leaf, retain_graph=True)
+        if bool(found[:, there].any()):
+            raise Refused(
+                f"model: in layer {index} of {type(boundary.model).__name__} tokens see each other "
+                "by something beside the attention interface (a convolution or a scan of its own, "
+                "a statistic over tokens), which chunks would cut"
+            )
+
+
+def _refuse_other_outputs(
+    boundary: CausalLMStages, index: int, layer: nn.Module, hidden: Tensor
+) -> None:
+    """Raises Refused where the layer cut in two is another one."""
+    cuts, outs = ((0, TOKENS), (0, CUT), (CUT, TOKENS)), []
+    remembers = ProbeAttention(layer=0)
+    with eager_experts(layer):
+        for dense, (start, stop) in zip(
+            (ProbeAttention(layer=0), remembers, remembers), cuts, strict=True
+        ):
+            positions = torch.arange(start, stop, device=hidden.device)[None]
+            call = cast_call(boundary.calls(1, positions)[index], hidden.dtype)
+            with answering(dense):
+                outs.append(run_layer(layer, hidden[:, start:stop], call))
+    error = distance(torch.cat(outs[1:], dim=1), outs[0])
+    if not error <= MIXING[hidden.dtype]:
+        raise Refused(_differs(boundary, index, error, "the attention interface"))
+
+
+def _differs(boundary: CausalLMStages, index: int, error: float, where: str) -> str:
+    return (
+        f"model: layer {index} of {type(boundary.model).__name__} run in chunks differs from "
+        f"itself by {error:.1e}; something in it mixes tokens outside of {where}"
+    )
+
+
+def _refuse_other_gradients(
+    boundary: CausalLMStages, index: int, layer: nn.Module, hidden: Tensor
+) -> None:
+    """Raises Refused where a recurrent layer is another one in pieces, the last of them one token,
+    or does not go on from what it is given: Jamba's scans do not, which shows by 3e-7 in outputs of
+    a model whose weights are fresh, and by more in gradients."""
+    shapes = [(0, TOKENS)], list(pairwise(PIECES))
+    whole, pieces = (_with_gradient(boundary, index, layer, hidden, cuts) for cuts in shapes)
+    error = max(distance(x, y) for x, y in zip(pieces, whole, strict=True))
+    if not error <= LOST:
+        raise Refused(_differs(boundary, index, error, "the states it hands on"))
+
+
+@torch.enable_grad()
+def _with_gradient(
+    boundary: CausalLMStages,
+    index: int,
+    layer: nn.Module,
+    hidden: Tensor,
+    cuts: list[tuple[int, int]],
+) -> tuple[Tensor, Tensor]:
+    """The output of a recurrent layer on these pieces, and the gradient of its input."""
+    leaf, outs, states = hidden.detach().requires_grad_(), [], RecurrentStates()
+    given: dict[str, Tensor] = {}
+    with eager_experts(layer):
+        for start, stop in cuts:
+            # Tensors of their own: the piece that left a state may read it for its output too.
+            states = RecurrentStates({name: x.view_as(x) for name, x in states.after.items()})
+            given |= {f"{name} at {start}": state for name, state in states.before.items()}
+            more = takes_two(stop - start, states.before)
+            positions = torch.arange(start, stop + more)
+            call = boundary.calls(1, positions[None].to(hidden.device))[index]
+            piece = leaf[:, start:stop]
+            outs.append(run_piece(layer, piece, cast_call(call, hidden.dtype), states))
+    out = torch.cat(outs, dim=1)
+    towards = torch.sin(torch.arange(out.numel(), device=out.device)).view(out.shape)
+    gradient, *others = torch.autograd.grad(
+        out, [leaf, *given.values()], towards.to(out.dtype), allow_unused=True
+    )
+    for name, found in zip(given, others, strict=True):
+        if found is None:
+            raise Refused(
+                f"model: layer {index} of {type(boundary.model).__name__} does not go on from the "
+                f"state {name.partition(' ')[0]} that it hands on"
+            )
+    return out.detach(), gradient
+
+
+def cast_call(call: LayerCall, dtype: torch.dtype) -> LayerCall:
+    """The call with its floating-point tensors in another dtype."""
+
+    def widen(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return LayerCall(tree_map(widen, call.arguments), tree_map(widen, call.keywords))
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """|found - expected| / |expected|."""
+    found, expected = found.double(), expected.double()
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+UNATTENDING = LayerSpec(0, 0, 0, 0, window=1)  # a layer whose tokens see no others by attention
+
+
+class _NoChance(TorchDispatchMode):
+    """Refuses whatever draws random numbers: a recomputed cell would draw others. One number
+    against a LayerDrop of zero decides nothing; before transformers 5.23 OPT draws it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.drops_no_layer = getattr(config, "layerdrop", None) == 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        one = func is torch.ops.aten.rand.default and args == ([],)
+        against_nothing = one and self.drops_no_layer
+        if torch.Tag.nondeterministic_seeded in func.tags and not against_nothing:
+            raise Refused(
+                f"model: its forward draws random numbers ({func}), which cannot be repeated when "
+                "a cell is recomputed; set its dropout and jitter options to 0 (in a run file: "
+                "model.overrides) or call model.eval()"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def probe_layers(boundary: CausalLMStages) -> list[LayerSpec]:
+    """What attention each layer asks for. Raises Refused when chunks could not be exact."""
+    boundary.settle(TOKENS)
+    _refuse_lost_gradients(boundary)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, boundary.vocab, (1, TOKENS), generator=generator).to(boundary.device)
+    hidden = torch.randn(1, TOKENS, boundary.width, generator=generator).to(boundary.device)
+    with uncompiled(), _NoChance(boundary.model.config):
+        with watching_masks(boundary.model) as windows:
+            whole, calls = _run_whole(boundary, ids)
+        with routed(boundary.model):
+            try:
+                seen = _run_staged(boundary, ids, whole)
+            except Exception as error:
+                if isinstance(error, Refused) or calls:
+                    raise
+                raise Refused(_attends_elsewhere(boundary, 0, 0)) from error
+            _refuse_other_calls(boundary, calls, seen)
+            refuse_mixing(boundary, hidden, seen)
+    # Qwen2-MoE asks for a mask of 0 tokens where windows are off, and no layer is handed it.
+    unheard = windows - {layer.window for layer in seen} - {0}
+    if unheard:
+        raise Refused(
+            f"model: {type(boundary.model).__name__} limits attention to {sorted(unheard)} tokens "
+            "by its mask alone (a window or chunked attention) and does not tell the attention "
+            "interface, so it could not be honoured"
+        )
+    return seen
+
+
+@torch.no_grad()
+def ask_layers(boundary: CausalLMStages) -> list[LayerSpec]:
+    """What attention each layer asks for, and nothing proven that takes numbers."""
+    asked: dict[Any, tuple[LayerSpec, int]] = {}
+    with routed(boundary.model), uncompiled(), _NoChance(boundary.model.config):
+        positions = torch.zeros(1, 1, dtype=torch.long, device=boundary.device)
+        kinds = boundary.kinds()
+        # A scan of a single token takes as long as one of hundreds: one layer answers for its kind.
+        for index, call in enumerate(boundary.calls(1, positions)):
+            if kinds[index] not in asked:
+                asked[kinds[index]] = _ask(boundary, index, call)
+        seen = [asked[kind][0] for kind in kinds]
+        _refuse_other_calls(boundary, sum(asked[kind][1] for kind in kinds), seen)
+        refuse_forgetting(boundary, seen)
+    return seen
+
+
+def _ask(boundary: CausalLMStages, index: int, call: LayerCall) -> tuple[LayerSpec, int]:
+    """A layer, and its calls of attention."""
+    dense = ProbeAttention(layer=index)
+    hidden = torch.ones(1, 1, boundary.width, dtype=boundary.dtype, device=boundary.device)
+    with answering(dense):
+        boundary.run_layer(index, hidden, call)
+    spec = dense.seen.get(index) or _unattending(boundary, hidden, index, call)
+    _refuse_hidden_state(boundary, index, spec)
+    return spec, dense.calls
+
+
+def _unattending(
+    boundary: CausalLMStages, hidden: Tensor, index: int, call: LayerCall
+) -> LayerSpec:
+    """A layer that does not attend, with what it hands on."""
+    states = RecurrentStates()
+    boundary.run_layer(index, hidden, with_states(call, states))
+    return replace(UNATTENDING, state=state_spec(states.after))
+
+
+def _refuse_hidden_state(boundary: CausalLMStages, index: int, spec: LayerSpec) -> None:
+    """Raises Refused for a layer that must mix tokens in a way that `spec` does not have."""
+    mixes = any(isinstance(module, nn.Conv1d) for module in boundary.layers[index].modules())
+    if mixes and not spec.state:
+        attends = "attends; expected one or the other in a layer"
+        hides = "hands no state on through the cache"
+        raise Refused(
+            f"model: layer {index} of {type(boundary.model).__name__} has a convolution over "
+            f"tokens and {attends if spec.attends() else hides}"
+        )
+
+
+def _refuse_lost_gradients(boundary: CausalLMStages) -> None:
+    tied = boundary.tied_across()
+    if tied is not None:
+        raise Refused(
+            f"model: {tied} is shared between a layer and the outside of the layers, where its "
+            "gradients would not meet; untie it"
+        )
+    with torch.enable_grad(), routed(boundary.model):
+        calls = boundary.calls(1, torch.arange(2, device=boundary.device)[None])
+    for call in calls:
+        leaves = tree_leaves((call.arguments, call.keywords))
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            raise Refused(
+                f"model: {type(boundary.model).__name__} hands its layers a trained tensor beside "
+                "the hidden state, whose gradient would be lost; freeze what makes it"
+            )
+
+
+def _run_whole(boundary: CausalLMStages, ids: Tensor) -> tuple[Tensor, int]:
+    """Its logits, and how often it attended."""
+    dense = ProbeAttention()
+    with answering(dense):
+        out = boundary.model(input_ids=ids, use_cache=False)
+    name = type(boundary.model).__name__
+    if not isinstance(getattr(out, "logits", None), Tensor) or out.logits.ndim != 3:
+        raise Refused(f"model: {name} gives no logits a token; expected a causal LM")
+    return out.logits, dense.calls
+
+
+def _refuse_other_calls(boundary: CausalLMStages, calls: int, seen: list[LayerSpec]) -> None:
+    attending = sum(layer.attends() for layer in seen)
+    if calls != attending or not any(layer.attends() or layer.state for layer in seen):
+        raise Refused(_attends_elsewhere(boundary, calls, attending))
+
+
+def _attends_elsewhere(boundary: CausalLMStages, calls: int, attending: int) -> str:
+    return (
+        f"model: {type(boundary.model).__name__} called the attention interface {calls} times for "
+        f"{len(boundary.layers)} layers, {attending} of which attend; every layer must attend "
+        "through it exactly once, or hand its state on through the cache"
+    )
+
+
+def _run_staged(boundary: CausalLMStages, ids: Tensor, whole: Tensor) -> list[LayerSpec]:
+    dense = ProbeAttention()
+    positions = torch.arange(TOKENS, device=ids.device)[None]
+    hidden, calls = boundary.embed(ids, positions)
+    _refuse_mixing(boundary, "embedded", *_embedded_in_chunks(boundary, ids, hidden))
+    for dense.layer, call in enumerate(calls):
+        before = hidden
+        with answering(dense):
+            hidden = boundary.run_layer(dense.layer, before, call)
+        if dense.layer not in dense.seen:
+            dense.seen[dense.layer] = _unattending(boundary, before, dense.layer, call)
+    _refuse_mixing(boundary, "run layer by layer", boundary.logits(hidden), whole)
+    pieces = [boundary.logits(hidden[:, start:stop]) for start, stop in pairwise((0, CUT, TOKENS))]
+    _refuse_mixing(boundary, "given its head in pieces", torch.cat(pieces, dim=1), whole)
+    return [dense.seen[layer] for layer in range(len(boundary.layers))]
+
+
+def _embedded_in_chunks(
+    boundary: CausalLMStages, ids: Tensor, whole: Tensor
+) -> tuple[Tensor, Tensor]:
+    parts = []
+    for start, stop in pairwise((0, CUT, TOKENS)):
+        positions = torch.arange(start, stop, device=ids.device)[None]
+        parts.append(boundary.embed(ids[:, start:stop], positions)[0])
+    return torch.cat(parts, dim=1), whole
+
+
+def _refuse_mixing(boundary: CausalLMStages, how: str, found: Tensor, whole: Tensor) -> None:
+    error = distance(found, whole)
+    # Half of the dtype's digits, or of float32's where a model rounds to it inside.
+    limit = max(torch.finfo(whole.dtype).eps ** 0.5, MIXING[torch.float64])
+    if not error <= limit:
+        raise Refused(
+            f"model: {type(boundary.model).__name__} {how} differs from itself by {error:.1e}; "
+            "something in it mixes tokens outside of the attention interface"
+        )
+
+
+class Float64Mode(TorchDispatchMode):
+    """Inside it whoever asks for float32 gets float64, also in a backward, which modes of the
+    level above do not see. For models without a float32 parameter, whose gradient would be of
+    another dtype."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("dtype") is torch.float32:
+            kwargs = {**kwargs, "dtype": torch.float64}
+        if func.overloadpacket in PRODUCTS:
+            first, second, *rest = args
+            # A table that was float32 to begin with, such as frequencies, was asked for nothing.
+            if first.dtype is not second.dtype:
+                args = first.double(), second.double(), *rest
+        return func(*args, **kwargs)
+
+
+PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.bmm)

@@ -1,0 +1,177 @@
+"""Recurrent layers of Hugging Face: what they keep for generation is handed from chunk to chunk in
+training.
+
+A recurrent layer (linear attention, a state-space or short convolution) reads and writes a cache: a
+convolution's last inputs, a recurrence's state. `RecurrentStates` stands in that cache's place for
+one layer and one piece of a sequence. Nothing is changed in place, so that gradients flow from what
+a piece leaves back to what it was given. Families of transformers 5.17 ask the cache's layers,
+those of 5.23 the cache; both find what they look for.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farspan.hf.stages import LayerCall, run_layer
+from farspan.spec import Refused, StateTensor
+
+CACHES = ("past_key_values", "cache_params")  # keywords of a layer that take a cache
+CONV, RECURRENT = "conv", "recurrent"
+
+
+class _Known(Exception):
+    """All that the layer hands on is known, and nothing else is wanted."""
+
+
+@dataclass(slots=True)
+class RecurrentStates:
+    """A cache of one layer. Names of tensors are `conv.0`, `recurrent.0`, by the family's own
+    numbers."""
+
+    before: Mapping[str, Tensor] = field(default_factory=dict)  # none: a sequence begins
+    wanted: frozenset[str] = frozenset()  # names after which to stop; none: run to the end
+    after: dict[str, Tensor] = field(default_factory=dict)
+
+    def until_known(self, wanted: frozenset[str], run: Callable[[], Tensor]) -> None:
+        """Run the layer until it has handed on what is wanted."""
+        self.wanted = wanted
+        with suppress(_Known):
+            run()
+
+    # -- what families call, transformers.Cache's words ------------------------------------------
+
+    def get_conv_state(self, _: int, state_idx: int = 0) -> Tensor | None:
+        return self.before.get(f"{CONV}.{state_idx}")
+
+    def get_recurrent_state(self, _: int, state_idx: int = 0) -> Tensor | None:
+        return self.before.get(f"{RECURRENT}.{state_idx}")
+
+    def has_previous_state(self, *_: int, **__: int) -> bool:
+        return bool(self.before)
+
+    def is_recording_past(self, _: int) -> bool:
+        return False
+
+    def get_seq_length(self, *_: int) -> int:
+        return 0
+
+    @property
+    def layers(self) -> Any:
+        return _Layers(self)
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,  # noqa: ARG002 - families give it by its name
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+    ) -> Tensor:
+        """The inputs of a convolution [B, D, T], with those before them."""
+        earlier = self.before.get(f"{CONV}.{state_idx}")
+        size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+        if earlier is not None:
+            size = earlier.shape[-1]
+            whole = torch.cat([earlier.to(conv_states.dtype), conv_states], dim=-1)
+        else:
+            missing = max(0, size - conv_states.shape[-1])
+            whole = nn.functional.pad(conv_states, (missing, 0))
+        self._know(f"{CONV}.{state_idx}", whole[..., -size:])
+        return whole
+
+    def update_recurrent_state(
+        self,
+        recurrent_states: Tensor,
+        layer_idx: int,  # noqa: ARG002 - families give it by its name
+        state_idx: int = 0,
+    ) -> Tensor:
+        """What a recurrence leaves."""
+        self._know(f"{RECURRENT}.{state_idx}", recurrent_states)
+        return recurrent_states
+
+    def update(self, *_: Any, **__: Any) -> Any:
+        raise Refused(
+            "model: a layer of it keeps K, V but does not attend through the attention interface"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise Refused(
+            f"model: a layer of it asks its cache for {name!r}; expected states of "
+            "convolutions and recurrences alone"
+        )
+
+    def _know(self, name: str, state: Tensor) -> None:
+        self.after[name] = state
+        if self.wanted and self.wanted <= self.after.keys():
+            raise _Known
+
+
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """A cache's layers, of which there is one whatever its number."""
+
+    states: RecurrentStates
+
+    def __getitem__(self, _: int) -> Any:
+        before = self.states.before
+
+        def of(kind: str) -> dict[int, Tensor]:
+            return {int(name.split(".")[1]): x for name, x in before.items() if kind in name}
+
+        return SimpleNamespace(
+            conv_states=of(CONV), recurrent_states=of(RECURRENT), record_past=False
+        )
+
+
+def with_states(call: LayerCall, states: RecurrentStates) -> LayerCall:
+    """The call with these states where the family's layers look for a cache."""
+    taken = [name for name in CACHES if name in call.keywords]
+    return replace(call, keywords={**call.keywords, **dict.fromkeys(taken, states)})
+
+
+def run_piece(layer: nn.Module, hidden: Tensor, call: LayerCall, states: RecurrentStates) -> Tensor:
+    """A recurrent layer on a piece [B, T, hidden] of a sequence. `call` is for T tokens, or for 2
+    where `takes_two` says so.
+
+    A family takes one token after others for one that is generated: its code for that changes
+    states in place, and rounds otherwise. Such a token is run with another one behind it, and hands
+    no state on.
+    """
+    if not takes_two(hidden.shape[1], states.before):
+        return run_layer(layer, hidden, with_states(call, states))
+    return run_layer(layer, hidden.expand(-1, 2, -1), with_states(call, states))[:, :1]
+
+
+def takes_two(tokens: int, before: Mapping[str, Tensor]) -> bool:
+    """Is a piece run as two tokens, though it is one?"""
+    return tokens == 1 and bool(before)
+
+
+def state_spec(states: Mapping[str, Tensor]) -> tuple[StateTensor, ...]:
+    """What a layer was seen to hand on, in the order of names."""
+    return tuple(
+        StateTensor(name, tuple(states[name].shape[1:]), states[name].element_size())
+        for name in sorted(states)
+    )
+
+
+def state_dtype(state: StateTensor, model: torch.dtype) -> torch.dtype:
+    """The dtype a layer hands a state on in."""
+    widths = {4: torch.float32, 8: torch.float64}
+    return model if state.element_bytes == model.itemsize else widths[state.element_bytes]
+
+
+def zero_states(
+    spec: tuple[StateTensor, ...], batch: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """States of nothing, as a layer that goes on from a chunk is given them."""
+    return {
+        s.name: torch.zeros(batch, *s.shape, dtype=state_dtype(s, dtype), device=device)
+        for s in spec
+    }

@@ -1,0 +1,384 @@
+"""An unmodified Hugging Face causal LM, run stage by stage: embed, layers, logits.
+
+A *shell* is a shallow copy of the model's modules in which the list of decoder layers is replaced;
+parameters and every other submodule are shared with the model, which is left as it is. Running a
+shell runs the family's own code for everything around the layers: embeddings and their scaling,
+position embeddings, the arguments each layer is given, the final norm, the head, logit scaling and
+soft-capping. So no family needs code here.
+"""
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+from transformers import PreTrainedModel
+
+from farspan.hf.unsupported import chooses_by_length, refuse_adapters, settled, tokens_as_read
+from farspan.parallel.kinds import kind_of
+from farspan.spec import Refused
+
+Module = TypeVar("Module", bound=nn.Module)
+Found = TypeVar("Found")
+
+
+class _AllRecorded(Exception):
+    """Every layer's arguments are known: the rest of the forward is not needed."""
+
+
+class _Unpacked(Refused):
+    """The model took what a layer gives for a tuple, or for something else."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(
+            f"model: {type(model).__name__} hands a layer something else than the hidden state "
+            "that the layer before gave (a part of it, or several of them)"
+        )
+
+
+@dataclass(slots=True)
+class LayerCall:
+    """What the model's own forward hands to one layer."""
+
+    arguments: tuple[Any, ...]  # positional, after the hidden state
+    keywords: dict[str, Any]
+
+    def to(self, device: torch.device) -> "LayerCall":
+        def move(leaf: Any) -> Any:
+            return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+        return LayerCall(tree_map(move, self.arguments), tree_map(move, self.keywords))
+
+    def kind(self) -> tuple[Any, ...]:
+        """What is handed over, but for the numbers in tensors."""
+        leaves, form = tree_flatten((self.arguments, self.keywords))
+        return str(form), *(_kind(leaf) for leaf in leaves)
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
+
+
+@dataclass(slots=True)
+class _Record:
+    """How the layers of a shell are called."""
+
+    model: nn.Module
+    in_tuples: bool  # what a layer gives: (hidden, None)
+    hidden: Tensor | None = None  # the first layer's input
+    calls: list[LayerCall] = field(default_factory=list)
+
+
+class _Recorder(nn.Module):
+    """Stands in a layer's place in a shell and writes down how it is called."""
+
+    def __init__(self, layer: nn.Module, record: "_Record", last: bool):
+        super().__init__()
+        object.__setattr__(self, "_layer", layer)
+        self._record, self._last = record, last
+
+    def __getattr__(self, name: str) -> Any:
+        # Families branch on attributes of a layer, such as its attention type.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "_layer"), name)
+
+    def forward(self, hidden: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        record = self._record
+        if record.hidden is None:
+            record.hidden = hidden
+        elif hidden.shape != record.hidden.shape:
+            raise _Unpacked(record.model)
+        record.calls.append(LayerCall(arguments, keywords))
+        if self._last:
+            raise _AllRecorded
+        return (hidden, None) if record.in_tuples else hidden
+
+
+class _Inject(nn.Module):
+    """The only layer of the head's shell: gives out the hidden state to go on with."""
+
+    def __init__(self, layer: nn.Module, given: Any):
+        super().__init__()
+        object.__setattr__(self, "_layer", layer)
+        self._given = given
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "_layer"), name)
+
+    def forward(self, _: Tensor, *__: Any, **___: Any) -> Any:
+        return self._given
+
+
+def copy_module(module: Module) -> Module:
+    """A module whose children may be replaced; they and its parameters are the module's own."""
+    twin = copy.copy(module)
+    twin.__dict__["_modules"] = dict(module._modules)
+    return twin
+
+
+class CausalLMStages:
+    """A causal LM as three stages: embed, layers, logits."""
+
+    def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
+        """`device` is where the model computes, if its parameters may lie elsewhere."""
+        unwrap = getattr(model, "get_base_model", None)  # of a PEFT model
+        inner = unwrap() if callable(unwrap) else model
+        if not isinstance(inner, PreTrainedModel):
+            raise Refused(
+                f"model: expected a transformers PreTrainedModel, got {type(model).__name__}; load "
+                "it with AutoModelForCausalLM"
+            )
+        own = {id(p) for p in inner.parameters()}
+        strangers = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in own]
+        if strangers:
+            raise Refused(
+                f"model: {strangers[0]} is trained outside of the causal LM (prompt or prefix "
+                "tuning), where no chunk would meet it; adapters inside the layers, such as LoRA, "
+                "are exact"
+            )
+        refuse_adapters(model)
+        self.model = inner
+        self._device = device
+        self._in_tuples = False  # do its layers give their hidden state in a tuple?
+        self.decoder, self._layers_name = _decoder_of(inner)
+        self.layers = cast(nn.ModuleList, self.decoder._modules[self._layers_name])
+        self._path = _path_to(inner, self.decoder)
+        self._settled: dict[str, nn.Module] = {}  # in place of the decoder's own, in shells
+        self.running = list(self.layers)  # the layers, or shells in which they run
+        self._shells: dict[nn.Module, nn.Module] = {}  # of modules beside the layers
+
+    def run_in(self, shell: Callable[[nn.Module], nn.Module]) -> None:
+        """From now on layers, and modules between them and the logits, run in such shells."""
+        self.running = [shell(layer) for layer in self.layers]
+        path = [self.model.get_submodule(".".join(self._path[:i])) for i in range(len(self._path))]
+        inside = {*path, self.decoder, self.layers}
+        beside = [child for module in (*path, self.decoder) for child in module.children()]
+        self._shells = {child: shell(child) for child in beside if child not in inside}
+
+    def settle(self, longest: int) -> None:
+        """Chunks to come are of a sequence of so many positions, by which some RoPE chooses."""
+        if chooses_by_length(self.model.config):
+            self._settled = settled(self.decoder, longest, self.device)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device or next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def vocab(self) -> int:
+        head = self.model.get_output_embeddings()
+        rows = [self._embedding, *([] if head is None else [cast(Tensor, head.weight)])]
+        return min(table.shape[0] for table in rows)
+
+    @property
+    def width(self) -> int:
+        """Elements of a token's hidden state."""
+        return int(self.model.config.get_text_config().hidden_size)
+
+    @property
+    def _embedding(self) -> Tensor:
+        return cast(Tensor, self.model.get_input_embeddings().weight)
+
+    def outer_parameters(self) -> list[nn.Parameter]:
+        """Trainable parameters outside the layers: embeddings, final norm, head."""
+        inside = {id(p) for p in self.layers.parameters()}
+        return [p for p in self.model.parameters() if p.requires_grad and id(p) not in inside]
+
+    def tied_across(self) -> str | None:
+        """A parameter that is part of a layer and of something outside the layers, if any."""
+        inside = {id(p) for p in self.layers.parameters()}
+        stack = ".".join([*self._path, self._layers_name, ""])
+        for name, p in self.model.named_parameters(remove_duplicate=False):
+            if id(p) in inside and not name.startswith(stack):
+                return name
+        return None
+
+    def embed(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, list[LayerCall]]:
+        """The input of layer 0 [B, C, hidden] and how each layer is to be called."""
+        input_ids = tokens_as_read(self.model, input_ids)
+        return self._record(input_ids=input_ids, position_ids=position_ids)
+
+    def calls(self, batch: int, position_ids: Tensor) -> list[LayerCall]:
+        """How each layer is to be called on these positions, without an embedding lookup."""
+        # Rotary tables take their dtype and device from the embeddings and nothing else, so one
+        # expanded number stands in for them.
+        width = self._embedding.shape[-1]
+        blank = torch.zeros((), dtype=self.dtype, device=self.device)
+        shape = (batch, position_ids.shape[1], width)
+        return self._record(inputs_embeds=blank.expand(shape), position_ids=position_ids)[1]
+
+    def _record(self, **inputs: Tensor) -> tuple[Tensor, list[LayerCall]]:
+        record = self._alone_or_in_tuples(lambda tuples: self._recorded(tuples, inputs))
+        assert record.hidden is not None
+        return record.hidden, record.calls
+
+    def _recorded(self, in_tuples: bool, inputs: dict[str, Tensor]) -> _Record:
+        record, last = _Record(self.model, in_tuples), len(self.layers) - 1
+        recorders = [_Recorder(layer, record, i == last) for i, layer in enumerate(self.layers)]
+        shell = copy_module(self.decoder)
+        shell._modules |= {self._layers_name: nn.ModuleList(recorders), **self._settled}
+        # GPT-2's asks the device about the ends of each chunk, and the CPU waits for the answer.
+        shell.__dict__["warn_if_padding_and_no_attention_mask"] = lambda *_: None
+        try:
+            shell(use_cache=False, **inputs)
+        except _AllRecorded:
+            return record
+        raise Refused(
+            f"model: {type(self.model).__name__} does not call every layer of its decoder in turn"
+        )
+
+    def _alone_or_in_tuples(self, run: Callable[[bool], Found]) -> Found:
+        """What a run gives of which layers give their hidden state alone, as most families' do, or
+        in a tuple, as Bamba's do. What was seen once holds."""
+        if self._in_tuples:
+            return run(True)
+        try:
+            return run(False)
+        except ValueError as error:
+            alone = error
+        try:
+            found = run(True)
+        except Exception:
+            raise alone from None
+        self._in_tuples = True
+        return found
+
+    def kinds(self) -> list[tuple[Any, ...]]:
+        """Of every layer how it is made and called: those of one kind do the same."""
+        calls = self.calls(1, torch.zeros(1, 1, dtype=torch.long, device=self.device))
+        made = (kind_of(layer, index) for index, layer in enumerate(self.layers))
+        return [(*kind, *call.kind()) for kind, call in zip(made, calls, strict=True)]
+
+    def run_layer(self, index: int, hidden: Tensor, call: LayerCall) -> Tensor:
+        """One decoder layer on a chunk, [B, C, hidden] in and out."""
+        return run_layer(self.running[index], hidden, call)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and head on the output of the top layer: [B, T, hidden] to [B, T, vocab]."""
+        return self._alone_or_in_tuples(lambda tuples: self._logits(tuples, hidden))
+
+    def _logits(self, in_tuples: bool, hidden: Tensor) -> Tensor:
+        given = (hidden, None) if in_tuples else hidden
+        decoder = self._shell(self.decoder)
+        decoder._modules[self._layers_name] = nn.ModuleList([_Inject(self.layers[0], given)])
+        root = self._shell(self.model)
+        shell: nn.Module = root
+        for name in self._path[:-1]:
+            child = self._shell(cast(nn.Module, shell._modules[name]))
+            shell._modules[name] = child
+            shell = child
+        shell._modules[self._path[-1]] = decoder
+        blank = torch.zeros((), dtype=hidden.dtype, device=hidden.device)
+        width = self._embedding.shape[-1]
+        position_ids = torch.zeros(1, hidden.shape[1], dtype=torch.long, device=hidden.device)
+        out = root(
+            inputs_embeds=blank.expand(*hidden.shape[:2], width),
+            position_ids=position_ids,
+            use_cache=False,
+        )
+        if out.logits.shape[:-1] != hidden.shape[:-1]:
+            raise _Unpacked(self.model)
+        return out.logits
+
+    def _shell(self, module: Module) -> Module:
+        """A copy of one that holds the layers, with what is beside them as it runs."""
+        shell = copy_module(module)
+        for name, child in module.named_children():
+            shell._modules[name] = self._shells.get(child, child)
+        return shell
+
+
+def run_layer(layer: nn.Module, hidden: Tensor, call: LayerCall) -> Tensor:
+    """A decoder layer, or its shell, called as the model calls it."""
+    out = layer(hidden, *call.arguments, **call.keywords)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _decoder_of(model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
+    """The stack of decoder layers, and the name of their list in it. A few families' own answer is
+    another module: ModernBertDecoder's is its head."""
+    named = model.get_decoder()
+    inside = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    stacks = [named] if named in inside and len(_lists(named)) == 1 else inside
+    found = [(stack, name) for stack in stacks for name in _lists(stack)]
+    if len(found) != 1:
+        raise Refused(
+            f"model: {type(model).__name__} has {len(found)} lists of as many layers as its "
+            "configuration says; expected one, of decoder layers that are called in turn"
+        )
+    return found[0]
+
+
+def _lists(stack: PreTrainedModel) -> list[str]:
+    """The names of lists of all the layers there are."""
+    count = getattr(stack.config, "num_hidden_layers", None)
+    return [
+        name
+        for name, child in stack.named_children()
+        if isinstance(child, nn.ModuleList) and len(child) == count
+    ]
+
+
+def _path_to(root: nn.Module, target: nn.Module) -> list[str]:
+    for name, module in root.named_modules():
+        if module is target and name:
+            return name.split(".")
+    raise Refused(f"model: the decoder of {type(root).__name__} is not one of its submodules")
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside it compiled modules run as they are written. A module that is first called while a
+    dispatch mode looks on would stay uncompiled for good: the compiler gives such code up."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def compile_layers(boundary: CausalLMStages) -> None:
+    """Compile in place: parameters, their names and the modules stay what they are, and the model
+    is called, saved and loaded as ever. Lengths are dynamic, so that ragged chunks and tiles
+    compile nothing anew; layers of one kind share what is compiled."""
+    for layer in boundary.layers:
+        for module in _fusible(layer):
+            if module._compiled_call_impl is None:
+                module.compile(dynamic=True)
+
+
+def is_compiled(layer: nn.Module) -> bool:
+    """Some module of it goes through the compiler."""
+    return any(module._compiled_call_impl is not None for module in layer.modules())
+
+
+def _fusible(layer: nn.Module) -> Iterator[nn.Module]:
+    """Children without attention or routing: of norms, vectors; of dense MLPs, matrices beside an
+    activation. Experts hold tensors of three dimensions, or lists of modules."""
+    for child in layer.children():
+        leaves = [module for module in child.modules() if not list(module.children())]
+        lists = any(isinstance(module, nn.ModuleList) for module in child.modules())
+        parameters = list(child.parameters())
+        if not parameters or lists or any(p.ndim > 2 for p in parameters):
+            continue
+        is_norm = len(leaves) == 1 and all(p.ndim == 1 for p in parameters)
+        bare = any(not list(leaf.parameters()) for leaf in leaves)  # an activation
+        asks = any(hasattr(module, "is_causal") for module in child.modules())
+        if is_norm or (bare and not asks):
+            yield child

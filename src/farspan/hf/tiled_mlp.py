@@ -1,0 +1,415 @@
+"""Run the token-wise modules of decoder layers, MLPs above all, on a few tokens at a time.
+
+A module that gives each token's output from that token alone may run on tiles of T tokens. Its
+forward then holds the activations of one tile; its backward recomputes a tile, differentiates it,
+hands over its weight gradients and frees it. What autograd saves of the module is its input. Where
+nothing reads the module's output but autograd, and no gradient depends on its value, it is not
+computed: the tiles' backward is then the only time the module runs.
+
+Such modules are found by running them, never by name: every direct child of a layer is watched
+while the layer runs on a handful of tokens. A child is worth tiles when autograd saves at least as
+much of it, besides its input and weights, as its output has bytes: an MLP, experts, an RMSNorm; not
+a linear module, an activation or torch's LayerNorm, which would be recomputed for nothing. Where
+such a child is not a function of each token alone, tiles are refused.
+
+Nothing of the model is changed: a layer runs in a shell (see `stages`), which is thrown away with
+the step.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farspan.attention.softmax import reference
+from farspan.hf.attention_interface import answering, eager_experts, routed
+from farspan.hf.probe import CUT, MIXING, TOKENS, cast_call, distance
+from farspan.hf.stages import CausalLMStages, LayerCall, copy_module, run_layer, uncompiled
+from farspan.spec import Refused
+from farspan.transfer.saved import SavedCell
+
+# Takes weight gradients of a tile: adds them in the accumulate dtype.
+Add = Callable[[Sequence[nn.Parameter], Sequence[Tensor | None]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenwise:
+    """A direct child of a decoder layer that works token by token."""
+
+    name: str
+    outputs: int | None  # of a module that returns a tuple; of it only the first is used
+    needed: bool  # some gradient of the layer depends on the value of its output
+
+
+def tiled(
+    layer: nn.Module, children: Sequence[Tokenwise], tokens: int, add: Add, *, value: bool
+) -> nn.Module:
+    """The layer's shell for cells of more than `tokens` tokens; smaller ones run as they are.
+
+    `value`: the layer's output is read, not only differentiated. Otherwise what no gradient needs
+    is NaN, so that whoever reads it is found out.
+    """
+    shell = copy_module(layer)
+    for child in children:
+        module = layer.get_submodule(child.name)
+        computed = value or child.needed
+        shell._modules[child.name] = _StandIn(module, child, tokens, add, computed)
+    return shell
+
+
+class _StandIn(nn.Module):
+    """Stands in a token-wise module's place in a shell."""
+
+    def __init__(self, module: nn.Module, child: Tokenwise, tokens: int, add: Add, value: bool):
+        super().__init__()
+        object.__setattr__(self, "_module", module)
+        self._child, self._tokens, self._add, self._value = child, tokens, add, value
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "_module"), name)
+
+    def forward(self, x: Tensor) -> Any:
+        if x.shape[1] <= self._tokens:
+            return self._module(x)
+        out = _Tiled.apply(x, self) if torch.is_grad_enabled() else self.whole(x)
+        outputs = self._child.outputs
+        return out if outputs is None else (out, *[None] * (outputs - 1))
+
+    def answer(self, x: Tensor) -> Tensor:
+        """What the graph of a cell is given."""
+        return self.whole(x) if self._value else blank(x)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """[B, C, h], tile by tile."""
+        out: Tensor | None = None
+        for span in self._spans(x):
+            part = self._first(x[:, span].contiguous())
+            if out is None:
+                out = part.new_empty(*x.shape[:2], *part.shape[2:])
+            out[:, span] = part
+        assert out is not None
+        return out
+
+    def gradient(self, x: Tensor, dout: Tensor) -> Tensor:
+        """The gradient of x; those of the weights are handed over tile by tile."""
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        dx = torch.empty_like(x)
+        for span in self._spans(x):
+            dx[:, span] = self._differentiate(x, dout, span, parameters)
+        return dx
+
+    def _differentiate(
+        self, x: Tensor, dout: Tensor, span: slice, parameters: list[nn.Parameter]
+    ) -> Tensor:
+        # Modules may view rows of several sequences as one: what a whole chunk is, a tile must be.
+        tile = x[:, span].contiguous().detach().requires_grad_()
+        with torch.enable_grad():
+            out = self._first(tile)
+        wanted = [tile, *parameters]
+        towards = dout[:, span].contiguous()
+        dx, *found = torch.autograd.grad(out, wanted, towards, allow_unused=True)
+        self._add(parameters, found)
+        return dx
+
+    def _first(self, x: Tensor) -> Tensor:
+        out = self._module(x)
+        return out if self._child.outputs is None else out[0]
+
+    def _spans(self, x: Tensor) -> list[slice]:
+        tokens = x.shape[1]
+        return [slice(s, min(s + self._tokens, tokens)) for s in range(0, tokens, self._tokens)]
+
+
+def blank(like: Tensor) -> Tensor:
+    """One NaN, as large as another tensor."""
+    return like.new_full((), torch.nan).expand(like.shape)
+
+
+class _Tiled(torch.autograd.Function):
+    """A token-wise module of which autograd keeps the input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: _StandIn) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x)
+        return module.answer(x)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return ctx.module.gradient(x, dout), None
+
+
+TILE = 3  # of the probe: TOKENS are two tiles and a smaller one
+OFF = "leave mlp_tokens out"
+
+
+@dataclass(slots=True)
+class _ChildUse:
+    """What a child was seen to do."""
+
+    calls: int = 0
+    attends: bool = False
+    arguments: tuple[Any, ...] = ()
+    out: Any = None
+    saved: int = 0  # bytes, besides input and weights
+
+
+def tokenwise(boundary: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
+    """The children of each layer that may run on tiles. Raises Refused where one that matters may
+    not, or a layer has none."""
+    known: dict[Any, tuple[Tokenwise, ...]] = {}
+    found = []
+    with uncompiled(), routed(boundary.model), torch.no_grad():
+        for index, kind in enumerate(boundary.kinds()):
+            if kind not in known:
+                known[kind] = _Probe(boundary, index).run()
+            found.append(known[kind])
+    return tuple(found)
+
+
+@dataclass(slots=True)
+class _Probe:
+    """One layer, on random hidden states."""
+
+    boundary: CausalLMStages
+    index: int
+    hidden: Tensor = field(init=False)
+    call: LayerCall = field(init=False)
+
+    def __post_init__(self) -> None:
+        boundary, generator = self.boundary, torch.Generator().manual_seed(0)
+        hidden = torch.randn(1, TOKENS, boundary.width, generator=generator)
+        self.hidden = hidden.to(boundary.device, boundary.dtype)
+        positions = torch.arange(TOKENS, device=boundary.device)[None]
+        self.call = boundary.calls(1, positions)[self.index]
+
+    def run(self) -> tuple[Tokenwise, ...]:
+        layer, dtype = self.boundary.layers[self.index], self.boundary.dtype
+        seen = self._watch(layer)
+        worth = {name: child for name, child in seen.items() if _is_worth(child)}
+        # Rounding must not hide a dependence, nor a router's choice look like one.
+        wide = copy.deepcopy(layer).to(dtype if dtype in MIXING else torch.float32)
+        with eager_experts(wide):
+            for name, child in worth.items():
+                self._refuse(name, _why_not_tokenwise(wide.get_submodule(name), child))
+            if not worth:
+                self._refuse("", "it has no module that works token by token and saves more")
+            return self._needs(wide, worth)
+
+    def _refuse(self, name: str, why: str | None) -> None:
+        if why is not None:
+            what = f".{name}" if name else ""
+            kind = type(self.boundary.model).__name__
+            raise Refused(
+                f"mlp_tokens: layer {self.index}{what} of {kind} cannot run on a few tokens at a "
+                f"time: {why}; {OFF}"
+            )
+
+    def _watch(self, layer: nn.Module) -> dict[str, _ChildUse]:
+        """Run the layer, and see what its children do."""
+        log: dict[str, _ChildUse] = {}
+        inside: list[str] = []
+        shell = copy_module(layer)
+        for name, child in layer.named_children():
+            # A container is no module that runs.
+            if type(child).forward is not nn.Module.forward:
+                shell._modules[name] = _Watch(name, child, log, inside)
+
+        def attend(*arguments: Any, **keywords: Any) -> Tensor:
+            for name in inside:
+                log[name].attends = True
+            return answer_densely(*arguments, **keywords)
+
+        with torch.enable_grad(), answering(attend):
+            run_layer(shell, self.hidden.detach().requires_grad_(), self.call)
+        return log
+
+    def _needs(self, wide: nn.Module, worth: dict[str, _ChildUse]) -> tuple[Tokenwise, ...]:
+        """Whose output's value gradients depend on; and that tiles change nothing."""
+        with torch.enable_grad():
+            plain = self._gradients(wide, wide)
+            children = []
+            for name, child in worth.items():
+                outputs = len(child.out) if isinstance(child.out, tuple) else None
+                alike = _first_of(child.out).shape == child.arguments[0].shape
+                alike = alike and _first_of(child.out).dtype is child.arguments[0].dtype
+                with _blanked(wide, name, outputs) as shell:
+                    needed = not alike or not self._same(self._gradients(wide, shell), plain)
+                children.append(Tokenwise(name, outputs, needed))
+            total: dict[nn.Parameter, Tensor] = {}
+            shell = tiled(wide, children, TILE, _adder(total), value=False)
+            found = self._gradients(wide, shell, total)
+        if not self._same(found, plain):
+            self._refuse("", "its gradients change")
+        return tuple(children)
+
+    def _gradients(
+        self,
+        layer: nn.Module,
+        shell: nn.Module,
+        total: dict[nn.Parameter, Tensor] | None = None,
+    ) -> list[Tensor | None]:
+        """Of the layer's input and weights, run in a shell of it."""
+        dtype = next(layer.parameters()).dtype
+        hidden = self.hidden.to(dtype).detach().requires_grad_()
+        parameters = [p for p in layer.parameters() if p.requires_grad]
+        with answering(answer_densely):
+            out = run_layer(shell, hidden, cast_call(self.call, dtype))
+        towards = torch.sin(torch.arange(out.numel(), device=out.device)).to(out.dtype)
+        inputs = [hidden, *parameters]
+        found: list[Tensor | None] = list(
+            torch.autograd.grad(out, inputs, towards.view(out.shape), allow_unused=True)
+        )
+        for place, parameter in enumerate(parameters, 1):
+            apart = None if total is None else total.get(parameter)
+            if apart is not None:
+                own = found[place]
+                found[place] = apart if own is None else own + apart
+        return found
+
+    def _same(self, found: list[Tensor | None], plain: list[Tensor | None]) -> bool:
+        limit = MIXING[next(p.dtype for p in plain if p is not None)]
+        whole = sum(float(p.double().norm()) ** 2 for p in plain if p is not None) ** 0.5
+        for ours, theirs in zip(found, plain, strict=True):
+            if ours is None or theirs is None:
+                if ours is not theirs:
+                    return False
+                continue
+            # A gradient that is zero but for rounding is compared with all of them.
+            error = float((ours.double() - theirs.double()).norm())
+            if not error <= limit * max(float(theirs.double().norm()), limit * whole):
+                return False
+        return True
+
+
+class _Watch(nn.Module):
+    """Stands in a child's place, and writes down how it is called and what autograd saves."""
+
+    def __init__(self, name: str, child: nn.Module, log: dict[str, _ChildUse], inside: list[str]):
+        super().__init__()
+        object.__setattr__(self, "_child", child)
+        self._name, self._log, self._inside = name, log, inside
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "_child"), name)
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        child: nn.Module = self._child
+        seen = self._log.setdefault(self._name, _ChildUse())
+        given = [x for x in (*arguments, *keywords.values()) if isinstance(x, Tensor)]
+        named = {str(number): x for number, x in enumerate(given)}
+        saved = SavedCell((*child.parameters(), *child.buffers()), named)
+        self._inside.append(self._name)
+        with saved.hooks():
+            out = child(*arguments, **keywords)
+        self._inside.pop()
+        seen.calls += 1
+        seen.arguments, seen.out = (*arguments, *keywords.values()), out
+        seen.saved += saved.size()
+        return out
+
+
+def _is_worth(child: _ChildUse) -> bool:
+    out = _first_of(child.out)
+    return not child.attends and isinstance(out, Tensor) and child.saved >= out.nbytes
+
+
+def _first_of(out: Any) -> Any:
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _why_not_tokenwise(module: nn.Module, seen: _ChildUse) -> str | None:
+    """Why a child is no function of each token alone."""
+    if seen.calls != 1:
+        return f"it is called {seen.calls} times"
+    if len(seen.arguments) != 1 or not isinstance(seen.arguments[0], Tensor):
+        return "it is given more than the tokens"
+    x = seen.arguments[0].detach()
+    if x.ndim < 3 or _first_of(seen.out).shape[:2] != x.shape[:2]:
+        return "what it gives is not [batch, tokens, ...]"
+    x = x.to(next((p.dtype for p in module.parameters()), x.dtype))
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    whole, again = _first_of(module(x)), _first_of(module(x))
+    pieces = [_first_of(module(x[:, start:stop])) for start, stop in pairwise((0, CUT, TOKENS))]
+    turned = _first_of(module(x.flip(1))).flip(1)
+    limit = MIXING.get(x.dtype, MIXING[torch.float32])
+    if not distance(again, whole) <= limit or any(
+        not torch.equal(value, state[name]) for name, value in module.state_dict().items()
+    ):
+        return "it has a state that changes as it runs"
+    if not all(distance(x, whole) <= limit for x in (torch.cat(pieces, 1), turned)):
+        return "it mixes tokens"
+    return None
+
+
+@contextmanager
+def _blanked(layer: nn.Module, name: str, outputs: int | None) -> Iterator[nn.Module]:
+    """A shell of the layer in which the value of a child's output is NaN."""
+    shell = copy_module(layer)
+    shell._modules[name] = _BlankOut(layer.get_submodule(name), outputs)
+    yield shell
+
+
+class _BlankOut(nn.Module):
+    def __init__(self, module: nn.Module, outputs: int | None):
+        super().__init__()
+        object.__setattr__(self, "_module", module)
+        self._outputs = outputs
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "_module"), name)
+
+    def forward(self, x: Tensor) -> Any:
+        out = _Blank.apply(_first_of(self._module(x)))
+        return out if self._outputs is None else (out, *[None] * (self._outputs - 1))
+
+
+class _Blank(torch.autograd.Function):
+    """Forgets a value and lets its gradient through."""
+
+    @staticmethod
+    def forward(_: Any, out: Tensor) -> Tensor:
+        return blank(out)
+
+    @staticmethod
+    def backward(_: Any, dout: Tensor) -> Tensor:
+        return dout
+
+
+def _adder(total: dict[nn.Parameter, Tensor]) -> Any:
+    def add(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                before = total.get(parameter)
+                total[parameter] = gradient.clone() if before is None else before + gradient
+
+    return add
+
+
+def answer_densely(
+    _: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any
+) -> Tensor:
+    """Answers an attention call over the keys that come with it."""
+    out = reference(
+        *(q, k, v),
+        scale=scale,
+        window=keywords.get("sliding_window"),
+        softcap=keywords.get("softcap"),
+        sinks=keywords.get("s_aux"),
+    )
+    return out.transpose(1, 2)

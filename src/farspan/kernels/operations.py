@@ -1,0 +1,481 @@
+"""The fused kernels as operations on tensors: RMS norm, gated activation, rotary embedding, loss.
+
+Each comes as plain functions (forward, backward); `normed`, `gated` and `rotated` are the first
+three as operations that autograd knows. What autograd saves: of a norm its input and a number a
+row, where PyTorch's operators save the input in fp32 twice and the normed rows; of a gate its two
+inputs; of a rotation the tables. All raise Refused for fp64 and for tensors that do not fit each
+other.
+"""
+
+from enum import StrEnum
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from farspan.kernels.launch import (
+    DTYPES,
+    TILE,
+    Launch,
+    check,
+    check_inner,
+    padded,
+    rows_of,
+    warps_of,
+)
+from farspan.lazy import load
+from farspan.spec import Refused
+
+WIDEST = 16384
+ROWS_OF_DWEIGHT = 2  # sums of dweight a multiprocessor of the GPU makes at one time
+AHEAD = 32 * 1024  # bytes of shared memory a program of the backward may have for tiles to come
+
+
+class Norm(NamedTuple):
+    """Which norm. x_hat = x / sqrt(mean(x**2) + eps) in fp32, out = x_hat * (weight + offset)."""
+
+    eps: float
+    offset: float = 0.0  # Gemma's weights are 0 where others are 1
+    # x_hat is rounded to x's dtype before the weight (Llama, Qwen), or only the product (Gemma).
+    cast: bool = True
+
+
+class NormShape(NamedTuple):
+    """What the code is compiled for."""
+
+    width: int
+    padded: int
+    tile: int
+    eps: float
+    offset: float
+    cast: bool
+    stages: int
+
+
+def rms_norm(x: Tensor, weight: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    """out, in x's layout, and rstd = 1 / sqrt(mean(x**2) + eps), fp32 [..] contiguous.
+
+    out is in x's dtype; where `norm.cast`, in what PyTorch promotes x's and weight's dtypes to.
+    Raises Refused for fp64, and for widths beyond 16384.
+    """
+    _check_norm(x, weight)
+    dtype = torch.promote_types(x.dtype, weight.dtype) if norm.cast else x.dtype
+    x = _as_rows(x)
+    out = torch.empty_like(x, dtype=dtype)
+    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    norm_launch(x, weight, out, rstd, norm).run(x)
+    return out, rstd
+
+
+def rms_norm_backward(
+    dout: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, norm: Norm
+) -> tuple[Tensor, Tensor]:
+    """dx, in x's dtype and layout, and dweight, fp32 [h]; rstd is the forward's."""
+    _check_norm(x, weight)
+    check("dout", dout, x)
+    check("rstd", rstd, x[..., 0], (torch.float32,))
+    x, dout = _as_rows(x), _as_rows(dout)
+    dx = torch.empty_like(x)
+    if x.numel() == 0:
+        return dx, torch.zeros_like(weight, dtype=torch.float32)
+    launch, partial = norm_backward_launch((dout, x, dx), weight, rstd.contiguous(), norm)
+    launch.run(x)
+    return dx, partial.sum(0)
+
+
+def norm_launch(x: Tensor, weight: Tensor, out: Tensor, rstd: Tensor, norm: Norm) -> Launch:
+    (of_x, of_out), sizes = rows_of(x, out, ordered=False)
+    shape = _norm_shape(x, norm)
+    arguments = {
+        "x": of_x,
+        "weight": weight,
+        "out": of_out,
+        "rstd": rstd,
+        "sizes": sizes,
+        "shape": shape,
+        "num_warps": warps_of(shape.tile * shape.padded, 32),
+    }
+    kernel = load("farspan.kernels.triton_kernels", "forward_kernel")
+    return Launch(kernel, (-(-rstd.numel() // shape.tile),), arguments)
+
+
+def norm_backward_launch(
+    of_rows: tuple[Tensor, Tensor, Tensor], weight: Tensor, rstd: Tensor, norm: Norm
+) -> tuple[Launch, Tensor]:
+    """`of_rows` is dout, x and dx. Also what the kernel writes its sums of dweight to."""
+    (of_dout, of_x, of_dx), sizes = rows_of(*of_rows, ordered=False)
+    shape = _norm_shape(of_rows[1], norm)
+    programs = min(-(-rstd.numel() // shape.tile), _places(rstd.device))
+    partial = torch.empty(programs, shape.width, dtype=torch.float32, device=rstd.device)
+    arguments = {
+        "dout": of_dout,
+        "x": of_x,
+        "weight": weight,
+        "rstd": rstd,
+        "dx": of_dx,
+        "partial": partial,
+        "sizes": sizes,
+        "shape": shape,
+        "num_warps": warps_of(shape.tile * shape.padded, 16),
+    }
+    kernel = load("farspan.kernels.triton_kernels", "backward_kernel")
+    return Launch(kernel, (programs,), arguments), partial
+
+
+@cache
+def _places(device: torch.device) -> int:
+    """Programs that run at one time."""
+    if device.type != "cuda":
+        return ROWS_OF_DWEIGHT
+    return ROWS_OF_DWEIGHT * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _norm_shape(x: Tensor, norm: Norm) -> NormShape:
+    width = x.shape[-1]
+    tile = max(1, TILE // padded(width))
+    of_two = 2 * tile * padded(width) * x.element_size()  # x and dout
+    stages = 1 + min(2, AHEAD // of_two)
+    return NormShape(width, padded(width), tile, norm.eps, norm.offset, norm.cast, stages)
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """x, or a copy where `rows_of` does not take it."""
+    return x if x.stride(-1) == 1 and x.ndim <= 4 else x.contiguous()
+
+
+def _check_norm(x: Tensor, weight: Tensor) -> None:
+    check("x", x, x)
+    check("weight", weight, weight)
+    if weight.shape != x.shape[-1:] or not weight.is_contiguous() or weight.device != x.device:
+        raise Refused(
+            f"weight: expected contiguous [{x.shape[-1]}] on {x.device}, got "
+            f"{tuple(weight.shape)} on {weight.device}; use the PyTorch path"
+        )
+    if x.shape[-1] > WIDEST:
+        raise Refused(
+            f"x: expected at most {WIDEST} in the last dimension, got {x.shape[-1]}; use the "
+            "PyTorch path"
+        )
+
+
+GATE_BLOCK = 2048  # elements a program: 16 a thread of 4 warps
+
+
+class Act(StrEnum):
+    """Activations, by their names in Hugging Face's configurations."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_pytorch_tanh"
+
+
+class Lines(NamedTuple):
+    """A tensor of vectors with inner stride 1, all the same distance apart, in elements."""
+
+    base: Any
+    row: int
+
+
+def swiglu(gate: Tensor, up: Tensor, act: Act = Act.SILU) -> Tensor:
+    """act(gate) * up, contiguous; act is rounded to the dtype before the product.
+
+    Raises Refused for fp64 and for tensors that do not fit each other.
+    """
+    check("gate", gate, gate)
+    check("up", up, gate, (gate.dtype,))
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    gate_launch("forward_kernel", {"gate": gate, "up": up, "out": out}, act).run(gate)
+    return out
+
+
+def swiglu_backward(
+    dout: Tensor, gate: Tensor, up: Tensor, act: Act = Act.SILU
+) -> tuple[Tensor, Tensor]:
+    """dgate and dup, contiguous, in gate's dtype; nothing is rounded on the way but act(gate)."""
+    check("gate", gate, gate)
+    check("up", up, gate, (gate.dtype,))
+    check("dout", dout, gate)
+    dgate, dup = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
+    tensors = {"dout": dout, "gate": gate, "up": up, "dgate": dgate, "dup": dup}
+    gate_launch("backward_kernel", tensors, act).run(gate)
+    return dgate, dup
+
+
+def swiglu_again(
+    dout: Tensor, gate: Tensor, up: Tensor, act: Act = Act.SILU
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `swiglu` gives, dgate and dup, contiguous: a forward that only the backward needs costs
+    one write beside it."""
+    check("gate", gate, gate)
+    check("up", up, gate, (gate.dtype,))
+    check("dout", dout, gate)
+    out, dgate, dup = (
+        torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(3)
+    )
+    tensors = {"dout": dout, "gate": gate, "up": up, "out": out, "dgate": dgate, "dup": dup}
+    gate_launch("again_kernel", tensors, act).run(gate)
+    return out, dgate, dup
+
+
+def gate_launch(kernel: str, tensors: dict[str, Tensor], act: Act) -> Launch:
+    """Contiguous tensors are one line; else each row is."""
+    dense = all(x.is_contiguous() for x in tensors.values())
+    shape = next(iter(tensors.values())).shape
+    width = shape.numel() if dense else shape[-1]
+    lines = {name: _lines(x, dense) for name, x in tensors.items()}
+    blocks = -(-width // GATE_BLOCK) * (shape.numel() // max(width, 1))
+    sizes = {"width": width, "act": act.name, "block": GATE_BLOCK, "num_warps": 4}
+    function = load("farspan.kernels.triton_kernels", kernel)
+    return Launch(function, (blocks,), lines | sizes)
+
+
+def _lines(x: Tensor, dense: bool) -> Lines:
+    if dense:
+        return Lines(x, 0)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    x = x.reshape(-1, x.shape[-1])
+    return Lines(x, x.stride(0))
+
+
+class Heads(NamedTuple):
+    """[B, H, T, D] as the kernel addresses it."""
+
+    base: Any
+    batch: int
+    head: int
+    token: int
+
+
+class Angles(NamedTuple):
+    """[1 | B, T, R] as the kernel addresses it."""
+
+    base: Any
+    batch: int
+    token: int
+
+
+class RotaryShape(NamedTuple):
+    """What the code is compiled for."""
+
+    heads: int
+    padded_heads: int
+    kv_heads: int
+    padded_kv_heads: int
+    half: int
+    padded_half: int
+    rest: int
+    padded_rest: int
+    inverse: bool
+
+
+def rotate(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """q * cos + rotate_half(q) * sin, and so for k, in fp32 and rounded once to the dtype of q.
+
+    Each result has the layout of its input. `inverse` multiplies by the transposed matrix: from
+    gradients of results to gradients of q and k, exactly, whatever cos and sin are. Raises Refused
+    for fp64 and for tensors that do not fit each other.
+    """
+    _check_rotation(q, k, cos, sin)
+    results = torch.empty_like(q), torch.empty_like(k)
+    rotate_launch((q, k), results, cos, sin, inverse).run(q)
+    return results
+
+
+def rotate_launch(
+    given: tuple[Tensor, Tensor],
+    results: tuple[Tensor, Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    inverse: bool,
+) -> Launch:
+    q, k = given
+    heads, kv_heads, half = q.shape[1], k.shape[1], cos.shape[-1] // 2
+    rest = q.shape[3] - 2 * half
+    shape = RotaryShape(
+        heads=heads,
+        padded_heads=padded(heads),
+        kv_heads=kv_heads,
+        padded_kv_heads=padded(kv_heads),
+        half=half,
+        padded_half=padded(half),
+        rest=rest,
+        padded_rest=padded(max(rest, 1)),
+        inverse=inverse,
+    )
+    arguments = {
+        "q": _heads(q),
+        "k": _heads(k),
+        "q_out": _heads(results[0]),
+        "k_out": _heads(results[1]),
+        "cos": _angles(cos),
+        "sin": _angles(sin),
+        "shape": shape,
+        "num_warps": warps_of(padded(heads) * padded(q.shape[3]), 32),
+    }
+    kernel = load("farspan.kernels.triton_kernels", "rotate_kernel")
+    # The second of a grid's numbers is at most 65535, the first 2**31 - 1.
+    return Launch(kernel, (q.shape[2], q.shape[0]), arguments)
+
+
+def _heads(x: Tensor) -> Heads:
+    return Heads(x, *x.stride()[:3])
+
+
+def _angles(x: Tensor) -> Angles:
+    return Angles(x, 0 if x.shape[0] == 1 else x.stride(0), x.stride(1))
+
+
+def _check_rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    check("q", q, q)
+    check("k", k, q[:, :1].expand(-1, k.shape[1], -1, -1), (q.dtype,))
+    rows, width = cos.shape[0], cos.shape[-1]
+    fits = cos.ndim == 3 and rows in (1, q.shape[0]) and cos.shape[1] == q.shape[2]
+    if not fits or width % 2 or not 2 <= width <= q.shape[3] or cos.dtype not in DTYPES:
+        raise Refused(
+            f"cos: expected [1 or {q.shape[0]}, {q.shape[2]}, even, at most {q.shape[3]}], "
+            f"bfloat16, float16 or float32, got {tuple(cos.shape)}, {cos.dtype}; use the PyTorch "
+            "path"
+        )
+    check("sin", sin, cos)
+    for name, x in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
+        check_inner(name, x)
+
+
+LOSS_BLOCK = 8192  # logits a program has at one time: 16 a thread of 16 warps
+STAGES = 3
+
+
+class LossShape(NamedTuple):
+    """What the code is compiled for."""
+
+    block: int
+    ignored: int
+    write: bool
+    capped: bool
+    stages: int
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, *, ignored: int = -100, softcap: float | None = None
+) -> Tensor:
+    """-log softmax(logits)[target] of each row, 0 where the target is `ignored`; reads only.
+
+    With `softcap`, logits are softcap * tanh(logits / softcap) first. A target that is neither
+    ignored nor in [0, V) has a loss of nan. Raises Refused for fp64 and tensors that do not fit.
+    """
+    return _cross_entropy(logits, targets, None, ignored, softcap)
+
+
+def cross_entropy_(
+    logits: Tensor,
+    targets: Tensor,
+    scale: float,
+    *,
+    ignored: int = -100,
+    softcap: float | None = None,
+) -> Tensor:
+    """The same; d(scale * sum of the losses) / d logits is written over `logits`, in its dtype."""
+    return _cross_entropy(logits, targets, scale, ignored, softcap)
+
+
+def _cross_entropy(
+    logits: Tensor, targets: Tensor, scale: float | None, ignored: int, softcap: float | None
+) -> Tensor:
+    check("logits", logits, logits)
+    check_inner("logits", logits)
+    if logits.ndim != 2 or targets.shape != logits.shape[:1] or targets.dtype != torch.int64:
+        raise Refused(
+            f"targets: expected [N], int64 for logits [N, V], got {tuple(targets.shape)}, "
+            f"{targets.dtype} for {tuple(logits.shape)}; flatten both"
+        )
+    losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    loss_launch(logits, targets.contiguous(), losses, scale, ignored, softcap).run(logits)
+    return losses
+
+
+def loss_launch(
+    logits: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    scale: float | None,
+    ignored: int = -100,
+    softcap: float | None = None,
+) -> Launch:
+    """`scale` is None where nothing is to be written."""
+    size = logits.shape[1]
+    block = min(LOSS_BLOCK, max(padded(size), 16))
+    arguments = {
+        "logits": logits,
+        "stride": logits.stride(0),
+        "targets": targets,
+        "losses": losses,
+        "size": size,
+        "scale": 0.0 if scale is None else scale,
+        "cap": 1.0 if softcap is None else softcap,
+        "shape": LossShape(block, ignored, scale is not None, softcap is not None, STAGES),
+        "num_warps": max(block // 512, 1),
+    }
+    return Launch(load("farspan.kernels.triton_kernels", "loss_kernel"), (len(logits),), arguments)
+
+
+def normed(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
+    """The norm of each vector of x."""
+    out: Tensor = _Normed.apply(x, weight, norm)
+    return out
+
+
+def gated(gate: Tensor, up: Tensor, act: Act) -> Tensor:
+    """act(gate) * up."""
+    out: Tensor = _Gated.apply(gate, up, act)
+    return out
+
+
+def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys at their positions; no gradient reaches the tables."""
+    out: tuple[Tensor, Tensor] = _Rotated.apply(q, k, cos, sin)
+    return out
+
+
+class _Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
+        out, rstd = rms_norm(x, weight, norm)
+        ctx.norm = norm
+        ctx.save_for_backward(x, weight, rstd)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        dx, dweight = rms_norm_backward(dout, x, weight, rstd, ctx.norm)
+        return dx, dweight.to(weight.dtype), None
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, act: Act) -> Tensor:
+        ctx.act = act
+        ctx.save_for_backward(gate, up)
+        return swiglu(gate, up, act)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        return *swiglu_backward(dout, gate, up, ctx.act), None
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return rotate(q, k, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+        # A gradient that autograd expanded has inner stride 0.
+        dq, dk = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk))
+        cos, sin = ctx.saved_tensors
+        return *rotate(dq, dk, cos, sin, inverse=True), None, None

@@ -1,0 +1,398 @@
+"""The Triton kernels of `operations` and `joining`; loaded by name when one is launched.
+
+    norm     a program has a tile of whole rows: one wide row, or many narrow ones. The backward
+             runs as many programs as the GPU runs at one time, each over its tiles in turn: dx, and
+             its own sum of dweight, which PyTorch adds up
+    gate     a block of a row a program. act is computed in fp32 and rounded to the dtype of gate
+             before the product, as PyTorch does it
+    rotary   a program turns all heads of queries and keys of one token; cos and sin are read once
+    loss     one program a row, two passes: the greatest logit and the sum of exponentials; then the
+             gradient takes the place of the logits. A row of 152,064 bf16 logits is 0.3 MB: the
+             second read is likely from the L2 cache
+    joining  a part joins a softmax, or is added to a sum, in place: a tile of rows a program
+
+Offsets are int64, since tensors go beyond 2**31 elements. Written for Triton 3.6 to 3.9.
+"""
+
+import triton
+import triton.language as tl
+
+# Triton reads annotations of parameters itself: only tl.constexpr may stand there.
+# mypy: disable-error-code="no-untyped-def"
+
+
+@triton.jit
+def size_of(veiled):
+    """An integer of `Sizes`."""
+    return veiled >> 4
+
+
+@triton.jit
+def _indices(row, sizes):
+    second, third = size_of(sizes.second), size_of(sizes.third)
+    rest = row // third
+    return (rest // second).to(tl.int64), (rest % second).to(tl.int64), (row % third).to(tl.int64)
+
+
+@triton.jit
+def row_offsets(x, row, sizes):
+    """Offsets of rows [n] in a tensor of vectors."""
+    i = _indices(row, sizes)
+    return i[0] * x.first + i[1] * x.second + i[2] * x.third
+
+
+@triton.jit
+def number_offsets(x, row, sizes):
+    """Offsets of rows [n] in a tensor of one number a row, whose strides are `veiled`."""
+    i = _indices(row, sizes)
+    return i[0] * size_of(x.first) + i[1] * size_of(x.second) + i[2] * size_of(x.third)
+
+
+# Triton reads annotations of parameters itself: only tl.constexpr may stand there.
+# mypy: disable-error-code="no-untyped-def"
+
+
+@triton.jit
+def norm_kernel(x, weight, out, rstd, sizes, shape: tl.constexpr):
+    row = tl.program_id(0) * shape.tile + tl.arange(0, shape.tile)
+    column = tl.arange(0, shape.padded)[None, :]
+    fits = row < size_of(sizes.rows)
+    mask = fits[:, None] & (column < shape.width)
+    values = tl.load(x.base + row_offsets(x, row, sizes)[:, None] + column, mask=mask, other=0.0)
+    wide = values.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, 1) / shape.width + shape.eps)
+    normal = wide * inverse[:, None]
+    if shape.cast:
+        normal = normal.to(values.dtype).to(tl.float32)
+    scale = tl.load(weight + column, mask=column < shape.width, other=0.0).to(tl.float32)
+    result = normal * (scale + shape.offset)
+    tl.store(out.base + row_offsets(out, row, sizes)[:, None] + column, result, mask=mask)
+    tl.store(rstd + row, inverse, mask=fits)
+
+
+@triton.jit
+def norm_backward_kernel(dout, x, weight, rstd, dx, partial, sizes, shape: tl.constexpr):
+    """Row p of partial [programs, width] is program p's sum of dweight."""
+    count = size_of(sizes.rows)
+    column = tl.arange(0, shape.padded)[None, :]
+    inside = column < shape.width
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + shape.offset
+    total = tl.full([shape.tile, shape.padded], 0.0, tl.float32)
+    first, step = tl.program_id(0) * shape.tile, tl.num_programs(0) * shape.tile
+    for start in tl.range(first, count, step, num_stages=shape.stages):
+        row = start + tl.arange(0, shape.tile)
+        fits = row < count
+        mask = fits[:, None] & inside
+        values = tl.load(
+            x.base + row_offsets(x, row, sizes)[:, None] + column, mask=mask, other=0.0
+        )
+        given = tl.load(
+            dout.base + row_offsets(dout, row, sizes)[:, None] + column, mask=mask, other=0.0
+        )
+        inverse = tl.load(rstd + row, mask=fits, other=0.0)[:, None]
+        gradient = given.to(tl.float32)
+        normal = values.to(tl.float32) * inverse
+        weighted = gradient * scale
+        along = tl.sum(weighted * normal, 1)[:, None] / shape.width
+        result = (weighted - normal * along) * inverse
+        tl.store(dx.base + row_offsets(dx, row, sizes)[:, None] + column, result, mask=mask)
+        if shape.cast:
+            normal = normal.to(values.dtype).to(tl.float32)
+        total += gradient * normal
+    at = partial + tl.program_id(0).to(tl.int64) * shape.width + tl.arange(0, shape.padded)
+    tl.store(at, tl.sum(total, 0), mask=tl.arange(0, shape.padded) < shape.width)
+
+
+# Triton reads annotations of parameters itself: only tl.constexpr may stand there.
+# mypy: disable-error-code="no-untyped-def"
+
+
+TWICE_ROOT_2_OVER_PI = tl.constexpr(1.5957691216057308)
+CUBIC = tl.constexpr(0.044715)
+ROOT_HALF = tl.constexpr(0.7071067811865476)
+DENSITY_AT_0 = tl.constexpr(0.3989422804014327)
+
+
+@triton.jit
+def _act(x, act: tl.constexpr):
+    """act(x) and its derivative, fp32."""
+    if act == "GELU":
+        share = 0.5 + 0.5 * tl.erf(x * ROOT_HALF)
+        slope = share + x * DENSITY_AT_0 * tl.exp(-0.5 * x * x)
+    else:
+        if act == "GELU_TANH":
+            y = TWICE_ROOT_2_OVER_PI * x * (1.0 + CUBIC * x * x)
+            dy = TWICE_ROOT_2_OVER_PI * (1.0 + 3.0 * CUBIC * x * x)
+        else:
+            y = x
+            dy = 1.0
+        # sigmoid(y) and sigmoid(-y), each without a difference, which would lose its digits.
+        e = tl.exp(-tl.abs(y))
+        share = tl.where(y > 0, 1.0, e) / (1.0 + e)
+        rest = tl.where(y > 0, e, 1.0) / (1.0 + e)
+        slope = share + x * share * rest * dy
+    return x * share, slope
+
+
+@triton.jit
+def _load_block(x, row, column, mask):
+    return tl.load(x.base + row * x.row + column, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_block(x, row, column, mask, values):
+    tl.store(x.base + row * x.row + column, values, mask=mask)
+
+
+@triton.jit
+def _block(width, block: tl.constexpr):
+    """Row and columns of a program; both int64: contiguous tensors are one row."""
+    blocks = tl.cdiv(width, block)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks).to(tl.int64) * block + tl.arange(0, block)
+    return row, column, column < width
+
+
+@triton.jit
+def gate_kernel(gate, up, out, width, act: tl.constexpr, block: tl.constexpr):
+    row, column, mask = _block(width, block)
+    x = _load_block(gate, row, column, mask)
+    value = _act(x.to(tl.float32), act)[0].to(x.dtype).to(tl.float32)
+    _store_block(out, row, column, mask, value * _load_block(up, row, column, mask).to(tl.float32))
+
+
+@triton.jit
+def gate_again_kernel(
+    dout, gate, up, out, dgate, dup, width, act: tl.constexpr, block: tl.constexpr
+):
+    row, column, mask = _block(width, block)
+    x = _load_block(gate, row, column, mask)
+    other = _load_block(up, row, column, mask).to(tl.float32)
+    gradient = _load_block(dout, row, column, mask).to(tl.float32)
+    value, slope = _act(x.to(tl.float32), act)
+    rounded = value.to(x.dtype).to(tl.float32)
+    _store_block(out, row, column, mask, rounded * other)
+    _store_block(dgate, row, column, mask, gradient * other * slope)
+    _store_block(dup, row, column, mask, gradient * rounded)
+
+
+@triton.jit
+def gate_backward_kernel(dout, gate, up, dgate, dup, width, act: tl.constexpr, block: tl.constexpr):
+    row, column, mask = _block(width, block)
+    x = _load_block(gate, row, column, mask)
+    other = _load_block(up, row, column, mask).to(tl.float32)
+    gradient = _load_block(dout, row, column, mask).to(tl.float32)
+    value, slope = _act(x.to(tl.float32), act)
+    _store_block(dgate, row, column, mask, gradient * other * slope)
+    _store_block(dup, row, column, mask, gradient * value.to(x.dtype).to(tl.float32))
+
+
+# Triton reads annotations of parameters itself: only tl.constexpr may stand there.
+# mypy: disable-error-code="no-untyped-def"
+
+
+@triton.jit
+def _angles(x, shape: tl.constexpr):
+    """Of this program's token: those of the first half and of the second, fp32."""
+    column = tl.arange(0, shape.padded_half)[None, :]
+    row = tl.program_id(1).to(tl.int64) * x.batch + tl.program_id(0).to(tl.int64) * x.token
+    mask = column < shape.half
+    first = tl.load(x.base + row + column, mask=mask, other=0.0)
+    second = tl.load(x.base + row + shape.half + column, mask=mask, other=0.0)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def _places(x, heads: tl.constexpr):
+    """Where each head of this program's token lies, [heads, 1]."""
+    token = tl.program_id(1).to(tl.int64) * x.batch + tl.program_id(0).to(tl.int64) * x.token
+    return x.base + token + tl.arange(0, heads).to(tl.int64)[:, None] * x.head
+
+
+@triton.jit
+def _turn(x, out, cos, sin, heads: tl.constexpr, padded: tl.constexpr, shape: tl.constexpr):
+    there = tl.arange(0, padded)[:, None] < heads
+    source, target = _places(x, padded), _places(out, padded)
+    column = tl.arange(0, shape.padded_half)[None, :]
+    mask = there & (column < shape.half)
+    first = tl.load(source + column, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + shape.half + column, mask=mask, other=0.0).to(tl.float32)
+    if shape.inverse:
+        new_first = first * cos[0] + second * sin[1]
+        new_second = second * cos[1] - first * sin[0]
+    else:
+        new_first = first * cos[0] - second * sin[0]
+        new_second = second * cos[1] + first * sin[1]
+    tl.store(target + column, new_first, mask=mask)
+    tl.store(target + shape.half + column, new_second, mask=mask)
+    if shape.rest > 0:
+        column = 2 * shape.half + tl.arange(0, shape.padded_rest)[None, :]
+        mask = there & (column < 2 * shape.half + shape.rest)
+        tl.store(target + column, tl.load(source + column, mask=mask), mask=mask)
+
+
+@triton.jit
+def rotate_kernel(q, k, q_out, k_out, cos, sin, shape: tl.constexpr):
+    of_cos, of_sin = _angles(cos, shape), _angles(sin, shape)
+    _turn(q, q_out, of_cos, of_sin, shape.heads, shape.padded_heads, shape)
+    _turn(k, k_out, of_cos, of_sin, shape.kv_heads, shape.padded_kv_heads, shape)
+
+
+# Triton reads annotations of parameters itself: only tl.constexpr may stand there.
+# mypy: disable-error-code="no-untyped-def"
+
+
+@triton.jit
+def _tanh(y):
+    """By its series below 1/4, where 1 - exp(-2 y) would lose digits; relative error 3e-7."""
+    square = y * y
+    series = -17.0 / 315 + square * (62.0 / 2835 - square * (1382.0 / 155925))
+    series = 1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * series))
+    e = tl.exp(-2.0 * tl.abs(y))
+    large = (1.0 - e) / (1.0 + e)
+    return tl.where(tl.abs(y) < 0.25, y * series, tl.where(y < 0, -large, large))
+
+
+@triton.jit
+def _logits(place, column, size, cap, shape: tl.constexpr):
+    """Logits, -inf beyond the last, and their derivative by what is stored."""
+    mask = column < size
+    x = tl.load(place + column, mask=mask, other=float("-inf")).to(tl.float32)
+    slope = 1.0
+    if shape.capped:
+        bent = _tanh(x / cap)
+        x = tl.where(mask, cap * bent, float("-inf"))
+        slope = 1.0 - bent * bent
+    return x, slope
+
+
+@triton.jit
+def _softmax(place, size, cap, shape: tl.constexpr):
+    """The greatest logit, and the sum of exp(logit - greatest)."""
+    most = float("-inf")
+    sums = tl.full([shape.block], 0.0, tl.float32)
+    for start in tl.range(0, size, shape.block, num_stages=shape.stages):
+        x, _ = _logits(place, start + tl.arange(0, shape.block), size, cap, shape)
+        new_most = tl.maximum(most, tl.max(x, 0))
+        # -inf - -inf is nan: where all are -inf so far, they are compared with 0 instead.
+        base = tl.where(new_most == float("-inf"), 0.0, new_most)
+        sums = sums * tl.exp(most - base) + tl.exp(x - base)
+        most = new_most
+    return most, tl.sum(sums, 0)
+
+
+@triton.jit
+def _differentiate(place, size, softmax, target, scale, cap, shape: tl.constexpr):
+    """`softmax` is the greatest logit and the inverse of the sum."""
+    for start in tl.range(0, size, shape.block, num_stages=shape.stages):
+        column = start + tl.arange(0, shape.block)
+        x, slope = _logits(place, column, size, cap, shape)
+        share = tl.exp(x - softmax[0]) * softmax[1]
+        gradient = (share - tl.where(column == target, 1.0, 0.0)) * scale * slope
+        tl.store(place + column, gradient, mask=column < size)
+
+
+@triton.jit
+def _clear(place, size, shape: tl.constexpr):
+    for start in tl.range(0, size, shape.block):
+        column = start + tl.arange(0, shape.block)
+        zeros = tl.full([shape.block], 0.0, tl.float32)
+        tl.store(place + column, zeros, mask=column < size)
+
+
+@triton.jit
+def loss_kernel(logits, stride, targets, losses, size, scale, cap, shape: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    place = logits + row * stride
+    target = tl.load(targets + row)
+    if target == shape.ignored:
+        tl.store(losses + row, 0.0)
+        if shape.write:
+            _clear(place, size, shape)
+    else:
+        there = (target >= 0) & (target < size)
+        x = tl.load(place + target, mask=there, other=float("nan")).to(tl.float32)
+        if shape.capped:
+            x = cap * _tanh(x / cap)
+        most, total = _softmax(place, size, cap, shape)
+        # What there is no logit for has a loss of nan: PyTorch's kernel would end the process.
+        tl.store(losses + row, (most - x) + tl.log(total))
+        if shape.write:
+            # The target's logit is read by all before one overwrites it.
+            tl.debug_barrier()
+            softmax = most, 1.0 / total
+            _differentiate(place, size, softmax, target.to(tl.int32), scale, cap, shape)
+
+
+# Triton reads annotations of parameters itself: only tl.constexpr may stand there.
+# mypy: disable-error-code="no-untyped-def"
+
+
+@triton.jit
+def _tile_rows(sizes, shape: tl.constexpr):
+    """Rows of a program, its columns, and which of both there are."""
+    row = tl.program_id(0) * shape.tile + tl.arange(0, shape.tile)
+    column = tl.arange(0, shape.padded)[None, :]
+    fits = row < size_of(sizes.rows)
+    return row, column, fits, fits[:, None] & (column < shape.width)
+
+
+@triton.jit
+def add_kernel(total, part, next_part, into, sizes, shape: tl.constexpr, two: tl.constexpr):
+    row, column, _, mask = _tile_rows(sizes, shape)
+    one = _vectors(total, row, column, mask, sizes) + _vectors(part, row, column, mask, sizes)
+    if two:
+        one += _vectors(next_part, row, column, mask, sizes)
+    # Rounded, where `into` is narrower, as it is stored.
+    tl.store(into.base + row_offsets(into, row, sizes)[:, None] + column, one, mask=mask)
+
+
+@triton.jit
+def _vectors(x, row, column, mask, sizes):
+    found = tl.load(x.base + row_offsets(x, row, sizes)[:, None] + column, mask=mask, other=0.0)
+    return found.to(tl.float32)
+
+
+@triton.jit
+def _numbers(x, row, fits, sizes):
+    return tl.load(x.base + number_offsets(x, row, sizes), mask=fits, other=float("-inf"))
+
+
+@triton.jit
+def _join(old, mine, new, theirs):
+    """Both outputs and LSEs as one."""
+    # -inf - -inf is nan; a part that saw nothing has weight 0.
+    weight = tl.where(theirs == float("-inf"), 0.0, tl.sigmoid(theirs - mine))[:, None]
+    # From the nearer end, as torch.lerp does it: weights of 0 and 1 are exact.
+    step = new - old
+    out = tl.where(weight < 0.5, old + weight * step, new - (1.0 - weight) * step)
+    most = tl.maximum(mine, theirs)
+    lse = most + tl.log(1.0 + tl.exp(tl.minimum(mine, theirs) - most))
+    return out, tl.where(theirs == float("-inf"), mine, lse)
+
+
+@triton.jit
+def merge_kernel(
+    out,
+    lse,
+    part,
+    part_lse,
+    next_part,
+    next_lse,
+    into,
+    sizes,
+    shape: tl.constexpr,
+    two: tl.constexpr,
+):
+    row, column, fits, mask = _tile_rows(sizes, shape)
+    mine, theirs = _numbers(lse, row, fits, sizes), _numbers(part_lse, row, fits, sizes)
+    old = _vectors(out, row, column, mask, sizes)
+    old, mine = _join(old, mine, _vectors(part, row, column, mask, sizes), theirs)
+    if two:
+        theirs = _numbers(next_lse, row, fits, sizes)
+        new = _vectors(next_part, row, column, mask, sizes)
+        old, mine = _join(old, mine, new, theirs)
+    tl.store(into.base + row_offsets(into, row, sizes)[:, None] + column, old, mask=mask)
+    # Several warps may have read a row's lse: none overwrites it before all have.
+    tl.debug_barrier()
+    tl.store(lse.base + number_offsets(lse, row, sizes), mine, mask=fits)

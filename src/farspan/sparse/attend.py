@@ -1,0 +1,277 @@
+"""Page-sparse attention of one cell, beside attention/chunk.py and with its conventions.
+
+    keys      sinks | candidates: some pages for each page of queries | recent | the chunk's own
+    computed  near  | far                                             | near   | near
+
+Near keys are the same for all queries: dense attention (attention/chunk.py) over fewer blocks. Far
+keys are the chosen pages, which a `FarKernel` reads: `gathered.Gathered` copies them and runs
+everywhere, `kernel_calls.TritonFar` reads them in place. The two join by their LSEs, and the
+backward of each part takes out and LSE of the whole, so that gradients are exact for the function
+that the choice makes. `sparse_reference` is that function, dense and differentiable.
+
+A cell's first forward calls `choose`, right after its queries are known, and keeps the choice;
+rebuild and backward get it back. Layers with a window are exact as they are: not for here.
+
+How much of dense attention the sparse one sees is measured on a few queries: what is seen holds
+exp(lse_seen - lse_all) of a query's softmax. lse_seen is known already, so only the LSE over all
+keys is computed.
+
+Shapes: q [B, H, C, D], out [B, H, C, Dv], lse [B, H, C], choice [B, Hk, M, k].
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from farspan.attention.chunk import AttentionCall, KeyValues, attend_backward, attend_blocks
+from farspan.attention.softmax import accumulate_dtype, add_sinks, merge_
+from farspan.plan.blocks import near_blocks
+from farspan.sparse.pages import Pages
+from farspan.sparse.select import Candidates, Selector, vote
+from farspan.spec import Sparse
+
+
+@dataclass(frozen=True, slots=True)
+class FarCall:
+    """What attention to chosen pages is, besides queries, keys and values."""
+
+    scale: float
+    page: int
+    documents: Tensor | None = None  # [B, C]: first token of each query's document
+
+
+class FarKernel(Protocol):
+    """Attention to chosen pages, which `pages` was told of (`Pages.begin`). Kernels are stateless
+    values."""
+
+    @property
+    def softcap(self) -> float | None:
+        """The cap that the kernel puts on scores."""
+
+    def forward(
+        self, call: FarCall, q: Tensor, choice: Tensor, pages: Pages
+    ) -> tuple[Tensor, Tensor]:
+        """out in the dtype of q and lse in the accumulate dtype over the chosen pages alone.
+
+        A query that sees no key of them has lse -inf and out zero.
+        """
+
+    def backward(
+        self,
+        call: FarCall,
+        dout: Tensor,
+        q: Tensor,
+        attended: tuple[Tensor, Tensor],
+        choice: Tensor,
+        pages: Pages,
+    ) -> Tensor:
+        """dq in the accumulate dtype; dK, dV of the pages go to `pages.sums`, then `pages.add`.
+
+        `attended` is out and lse of the whole softmax, as in backends.py.
+        """
+
+
+Attended = tuple[Tensor, Tensor, Tensor]  # out, lse, choice
+
+
+@dataclass(frozen=True, slots=True)
+class SparseCall:
+    """What sparse attention of one chunk is, besides its tensors. One serves all dense layers that
+    have the same scale and heads."""
+
+    near: AttentionCall
+    far: FarCall
+    candidates: Candidates
+    select: Selector
+    kernel: FarKernel  # from select_far, with the soft cap of the near part
+
+    def __post_init__(self) -> None:
+        assert self.kernel.softcap == self.near.softcap, (self.kernel, self.near.softcap)
+        assert all(block.window is None for block in self.near.blocks)
+
+
+def sparse_call(
+    sparse: Sparse,
+    dense: AttentionCall,
+    select: Selector,
+    kernel: FarKernel,
+    documents: Tensor | None = None,
+) -> SparseCall:
+    """The sparse form of a chunk's dense call. `documents` [B, C] int64, on the queries' device:
+    the first token of each query's document; None if each row is one."""
+    assert dense.q_start % sparse.page == 0, (dense.q_start, sparse.page)
+    blocks = near_blocks(dense.blocks, sparse, dense.q_start)
+    pages = sparse.candidates(dense.q_start)
+    first = None
+    if documents is not None:
+        # Documents ascend: the first query of a page sees the most.
+        first = documents[:, :: sparse.page] // sparse.page
+    return SparseCall(
+        replace(dense, blocks=blocks),
+        FarCall(dense.scale, sparse.page, documents),
+        Candidates(pages, first),
+        select,
+        kernel,
+    )
+
+
+@torch.no_grad()
+def choose(call: SparseCall, q: Tensor, pages: Pages) -> Tensor:
+    """The choice [B, Hk, M, k] of a chunk's queries q [B, H, C, D]."""
+    candidates = call.candidates
+    representatives = pages.representatives(candidates.pages)
+    if not candidates.pages:
+        page_count = -(-q.shape[2] // call.far.page)
+        shape = *representatives.shape[:2], page_count, 0
+        return torch.empty(shape, dtype=torch.int32, device=q.device)
+    votes = vote(
+        *(q, representatives, call.far.page, call.far.scale, call.far.documents),
+        candidates.pages.start,
+    )
+    return call.select(votes, candidates)
+
+
+@torch.no_grad()
+def attend_sparse(
+    call: SparseCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    choice: Tensor,
+    pages: Pages,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out, in the dtype of q, and lse, in the accumulate dtype, over all that is seen and sinks."""
+    choice = _possible(call, choice)
+    if choice.shape[3]:
+        pages.begin(choice)
+    out, lse = attend_blocks(call.near, q, k, v, pages)
+    if choice.shape[3]:
+        out = out.to(lse.dtype)
+        part = call.kernel.forward(call.far, q, choice, pages)
+        merge_(out, lse, *part, fused=call.near.fused)
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
+    return out.to(q.dtype), lse
+
+
+@torch.no_grad()
+def attend_sparse_backward(
+    call: SparseCall,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attended: Attended,
+    pages: Pages,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv and d sinks of the chunk, all in the accumulate dtype.
+
+    `attended` is what `attend_sparse` returned, and the choice it was given. What the chunk's
+    queries give to earlier keys goes to `pages`: `add_gradient` for near ones, `add` for far ones.
+    """
+    out, lse, choice = attended
+    choice = _possible(call, choice)
+    if choice.shape[3]:
+        pages.begin(choice)
+    dq, dk, dv, dsinks = attend_backward(call.near, dout, q, k, v, (out, lse), pages, sinks)
+    if choice.shape[3]:
+        part = call.kernel.backward(call.far, dout, q, (out, lse), choice, pages)
+        dq = dq.to(accumulate_dtype(q.dtype)).add_(part)
+    return dq, dk, dv, dsinks
+
+
+def _possible(call: SparseCall, choice: Tensor) -> Tensor:
+    """Without the -1 at the ends of all rows of a choice that is wider than there are candidates:
+    rows with -1 need masks."""
+    return choice[..., : len(call.candidates.pages)]
+
+
+@dataclass(frozen=True, slots=True)
+class Mass:
+    """Attention mass that is seen, over sampled queries and all heads; 1 where nothing is lost."""
+
+    mean: float
+    minimum: float
+
+
+def sampled(tokens: int, samples: int) -> range:
+    """Evenly spaced tokens of a chunk, its last among them: those see the most."""
+    step = max(1, tokens // max(1, samples))
+    return range((tokens - 1) % step, tokens, step)
+
+
+@torch.no_grad()
+def seen_mass(
+    call: SparseCall,
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    key_values: KeyValues,
+    tokens: range,
+    spans: Iterable[tuple[int, int]],
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Mass of these tokens of a chunk, whose q [B, H, C, D], own k and lse are given: the mean and
+    the minimum, [2] in the accumulate dtype, for which the CPU has not waited.
+
+    `spans` are ranges that cover all earlier keys, in ascending order, as `key_values` serves them.
+    It reads all earlier keys once: with K on host it costs as much transfer as dense attention, so
+    ask now and then.
+    """
+    dtype = accumulate_dtype(q.dtype)
+    sample = torch.arange(tokens.start, tokens.stop, tokens.step, device=q.device)
+    few, position = q[:, :, sample].to(dtype), sample + call.near.q_start
+    first = torch.zeros_like(sample)[None]
+    if call.far.documents is not None:
+        first = call.far.documents[:, sample]
+    everything = few.new_full(few.shape[:3], -torch.inf)
+    if sinks is not None:
+        everything = everything.logaddexp(sinks.to(dtype)[:, None])
+    own = call.near.q_start, call.near.q_start + k.shape[2]
+    for start, stop in (*spans, own):
+        keys = k if start == own[0] else key_values.keys(start, stop)[0]
+        # The heads of a group stacked: their keys are read once, not copied for each.
+        stacked = few.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
+        scores = (stacked @ keys.to(dtype).mT).mul_(call.near.scale).view(*few.shape[:3], -1)
+        if call.near.softcap is not None:
+            scores = call.near.softcap * torch.tanh(scores / call.near.softcap)
+        key = torch.arange(start, stop, device=q.device)
+        hidden = (key > position[:, None]) | (key < first[..., None])
+        everything = everything.logaddexp(
+            scores.masked_fill_(hidden.unsqueeze(1), -torch.inf).logsumexp(3)
+        )
+    mass = (lse[:, :, sample] - everything).exp()
+    return torch.stack([mass.mean(), mass.min()])
+
+
+def seen_mask(choice: Tensor, sparse: Sparse, chunk: int, ids: Tensor) -> Tensor:
+    """choice [B, Hk, M, k] of a whole sequence, document ids [B, S] -> bool [B, Hk, S, S]."""
+    tokens, page = ids.shape[1], sparse.page
+    pages = -(-tokens // page)
+    marks = torch.zeros(*choice.shape[:3], pages + 1, dtype=torch.bool, device=choice.device)
+    marks = marks.scatter(3, choice.long().masked_fill(choice < 0, pages), True)[..., :pages]
+    chosen = marks.repeat_interleave(page, 2).repeat_interleave(page, 3)[:, :, :tokens, :tokens]
+    key = torch.arange(tokens, device=ids.device)
+    near = (key // chunk * chunk - sparse.recent).clamp(min=0) // page * page
+    always = (key >= near[:, None]) | (key < sparse.sink_pages * page)
+    visible = (ids[:, None, :, None] == ids[:, None, None, :]) & (key <= key[:, None])
+    return (chosen | always) & visible
+
+
+def sparse_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float, sinks: Tensor | None
+) -> Tensor:
+    """q [B, H, S, D], k [B, Hk, S, D], v [B, Hk, S, Dv], mask from `seen_mask`, cap inf if there is none
+    -> [B, H, S, Dv]."""
+    k, v, mask = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v, mask))
+    scores = scale * q @ k.mT
+    scores = scores if cap == torch.inf else cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    return scores.softmax(-1)[..., : k.shape[2]] @ v

@@ -1,0 +1,529 @@
+"""Page-sparse attention in the engine: a cell's and a run's part of it, and how chosen pages come
+from a program's buffers (OOMB 4.2).
+
+Near keys stream in through the prefix as in dense attention, only fewer of them. Chosen pages whose
+K, V are on the device are read where they lie, or gathered in line. Those on host come through two
+slots, a slab in each (`sparse.pages`), while near keys or the slab before are attended to; in a
+backward, sums of their gradients go back behind the computation:
+
+    compute   choose | near keys | slab 0   | slab 1           the first time
+    fetch               slab 0     slab 1
+    compute   other modules | near keys | slab 0 | slab 1      again, and in the backward
+    fetch     slab 0, slab 1                       slab 2
+    evict                                          sums of 0
+
+How many units there are decides how much is asked for, so the CPU must know it: it waits for the
+number, once a step and cell, behind the choice and not behind near keys, which are under way then.
+Cells that ask again know it, and begin when they begin.
+
+Legend: B batch, C tokens of the chunk, H query heads, Hk key-value heads, P tokens a page, D head
+dim, Dv value dim, M pages of queries, k chosen pages, U units.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farspan.attention.chunk import AttentionCall
+from farspan.engine.kernels import AttentionKernels
+from farspan.engine.prefix import Prefix, Slots
+from farspan.engine.storage import Storage
+from farspan.plan import names
+from farspan.plan.cell.choosing import SAMPLES, WATCHED_KEYS
+from farspan.plan.cell.sparse import Far, far_of, most_units_of, slot_parts
+from farspan.plan.footprints import Lane
+from farspan.plan.program import Backward, Forward, Program
+from farspan.plan.sizes import CHOICE_BYTES, aligned
+from farspan.plan.waits import Hazard
+from farspan.sparse.attend import (
+    Attended,
+    Mass,
+    SparseCall,
+    attend_sparse,
+    attend_sparse_backward,
+    choose,
+    sampled,
+    seen_mass,
+    sparse_call,
+)
+from farspan.sparse.pages import (
+    Ends,
+    Resident,
+    Slab,
+    Units,
+    ends_of,
+    index_of,
+    page_means,
+    slabs_of,
+    units_of,
+)
+from farspan.sparse.select import Checked, Fraction, RandomPages, Selector, TopK
+from farspan.spec import LayerSpec, Refused, Sparse
+
+ROWS = ("k", "v", "dk", "dv")  # parts of a slot that are rows of keys or values
+
+
+@dataclass(slots=True)
+class Means:
+    """Mean keys of a layer's pages in their buffer, a cell a chunk; see `storage.Storage.cells`."""
+
+    cells: Tensor  # [chunks, n, B, Hk, D], n pages of a full chunk
+    page: int
+
+    def write(self, chunk: int, k: Tensor) -> None:
+        """Note the whole pages of a chunk's k [C, B, Hk, D]."""
+        found = page_means(k, self.page)
+        self.cells[chunk, : len(found)] = found
+
+    def read(self, pages: range) -> Tensor:
+        """[B, Hk, len(pages), D], a view where the cells lie side by side."""
+        found = self.cells.flatten(0, 1)[pages.start : pages.stop]
+        return found.permute(1, 2, 0, 3)
+
+
+@dataclass(slots=True)
+class _PageSlot:
+    """One slot; its events are of the present generation."""
+
+    name: str
+    arrived: Any = None  # its slab
+    read: Any = None  # the last use of that
+    left: Any = None  # the sums: all of them are at home
+
+
+@dataclass(slots=True)
+class PageSlots:
+    """The slots for chosen pages, which the cells of a step take in turn, and where slabs end: the
+    second time that a cell asks for its pages, nobody has to wait for the numbers."""
+
+    storage: Storage
+    ring: deque[_PageSlot] = field(default_factory=lambda: deque(map(_PageSlot, names.PAGES)))
+    ends: dict[tuple[int, int], Ends] = field(default_factory=dict)  # by layer and chunk
+
+    def take(self) -> _PageSlot:
+        """The slot whose turn it is; what is fetched from now on comes after its last use."""
+        self.ring.rotate(-1)
+        slot, copies = self.ring[-1], self.storage.copies
+        copies.wait(Lane.FETCH, slot.read, Hazard.STILL_READ)
+        copies.wait(Lane.FETCH, slot.left, Hazard.STILL_LEAVING)
+        slot.read = slot.left = None
+        return slot
+
+
+@dataclass(frozen=True, slots=True)
+class _ComingPages:
+    """A slab on its way through a slot."""
+
+    slot: _PageSlot
+    slab: Slab
+    places: Tensor  # [U * P], rows of the layer's buffers
+    sums: tuple[Tensor, Tensor] | None  # of a backward
+
+
+@dataclass(slots=True)
+class BufferPages:
+    """Implements `attention.sparse.pages.Pages` for one cell."""
+
+    prefix: Prefix
+    slots: PageSlots
+    chunk: int
+    far: Far | None  # None: there is nothing to choose
+    page: int
+    means: Means | None = None  # None: nothing is chosen here
+    choice: Tensor | None = None  # [B, Hk, M, k], from `begin` on
+    counted: Callable[[], Tensor] | None = None  # its index, where slabs are still to be cut
+    chosen: Any = None  # the event of a choice that is made in this cell
+    runs: Iterator[tuple[slice, int]] = field(default_factory=lambda: iter(()))  # still to come
+    coming: deque[_ComingPages] = field(default_factory=deque)
+    here: _ComingPages | None = None  # the slab at hand
+
+    # -- near keys -------------------------------------------------------------------------------
+
+    def keys(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        return self.prefix.keys(start, stop)
+
+    def add_gradient(self, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
+        self.prefix.add_gradient(start, stop, rows, dk, dv)
+
+    # -- chosen pages ----------------------------------------------------------------------------
+
+    def representatives(self, pages: range) -> Tensor:
+        assert self.means is not None
+        return self.means.read(pages)
+
+    def begin(self, choice: Tensor) -> None:
+        """A cell whose choice is known begins before its attention does, and only once."""
+        if self.choice is not None:
+            return
+        self.choice = choice
+        if not self._on_host():
+            return
+        if self._ends() is not None:
+            self._start()
+            return
+        copies = self.prefix.storage.copies
+        self.counted = copies.read(index_of(choice))
+        self.chosen = copies.record(Lane.COMPUTE)
+
+    def resident(self) -> Resident | None:
+        if self._on_host():
+            return None
+        kv, sums = self.prefix.everything(self.prefix.keys_in), self.prefix.gradients_in
+        dkv = None if sums is None else self.prefix.everything(sums)
+        totals = (None, None) if dkv is None else (dkv["k"], dkv["v"])
+        return Resident(kv["k"], kv["v"], *totals)
+
+    def slabs(self) -> Iterator[Slab]:
+        if not self._on_host():
+            yield from self._in_line()
+            return
+        if self.counted is not None:
+            self._cut(self.counted())
+            self._start()
+        copies = self.prefix.storage.copies
+        while self.coming:
+            self.here = self.coming.popleft()
+            copies.wait(Lane.COMPUTE, self.here.slot.arrived, Hazard.NOT_ARRIVED)
+            yield self.here.slab
+            self.here.slot.read = copies.record(Lane.COMPUTE)
+            self.here = None
+            self._fetch_next()
+
+    def sums(self, slab: Slab) -> tuple[Tensor, Tensor]:
+        dtype = self.prefix.storage.accumulate_dtype
+        if self.here is None:
+            dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (slab.keys, slab.values))
+            return dk, dv
+        assert self.here.slab is slab
+        assert self.here.sums is not None
+        dk, dv = (x.zero_() for x in self.here.sums)
+        return dk, dv
+
+    def add(self, slab: Slab, dk: Tensor, dv: Tensor) -> None:
+        assert self.prefix.gradients_in is not None
+        totals = self._rows(self.prefix.gradients_in)
+        gradients = dk.flatten(0, 1), dv.flatten(0, 1)
+        if self.here is None:
+            places = self._places(slab.units)
+            for total, gradient in zip(totals, gradients, strict=True):
+                # Units are distinct: nothing is added twice to one place, so no order matters.
+                total.index_add_(0, places, gradient)
+            return
+        copies = self.prefix.storage.copies
+        copies.wait(Lane.EVICT, copies.record(Lane.COMPUTE), Hazard.NOT_WRITTEN)
+        for total, gradient in zip(totals, gradients, strict=True):
+            copies.add_rows(total, self.here.places, gradient)
+        self.here.slot.left = copies.record(Lane.EVICT)
+
+    def _cut(self, index: Tensor) -> None:
+        assert self.far is not None
+        self.slots.ends[self._cell()] = ends_of(index, most_units_of(self.far))
+        self.counted = None
+
+    # -- through slots ---------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Fetch the first slabs, where K, V are on host."""
+        ends = self._ends()
+        if ends is None or not self._on_host():
+            return
+        starts = [0, *(stop for stop, _ in ends)]
+        runs = (slice(start, stop) for start, (stop, _) in zip(starts, ends, strict=False))
+        self.runs = zip(runs, [count for _, count in ends], strict=True)
+        self.prefix.storage.copies.wait(Lane.FETCH, self.chosen, Hazard.NOT_WRITTEN)
+        for _ in names.PAGES:
+            self._fetch_next()
+
+    def _fetch_next(self) -> None:
+        found = next(self.runs, None)
+        if found is None:
+            return
+        assert self.choice is not None
+        run, count = found
+        copies, slot, choice = self.prefix.storage.copies, self.slots.take(), self.choice[:, :, run]
+        with copies.on(Lane.FETCH):
+            units = units_of(choice, count)
+            numbers = {
+                "numbers": torch.stack([units.rows, units.heads, units.pages]),
+                "index": units.index,
+                "places": self._places(units),
+            }
+        parts = self._parts(slot, count, choice.numel())
+        for name, values in numbers.items():
+            copies.note(parts[name], values.flatten())
+        for name, rows in zip("kv", self._rows(self.prefix.keys_in), strict=True):
+            copies.gather(parts[name], rows, parts["places"])
+        slot.arrived = copies.record(Lane.FETCH)
+        self.coming.append(self._on_its_way(slot, run, choice.shape, parts))
+
+    def _on_its_way(
+        self, slot: _PageSlot, run: slice, shape: torch.Size, parts: dict[str, Tensor]
+    ) -> _ComingPages:
+        rows, heads, pages = parts["numbers"].view(3, -1)
+        units = Units(rows, heads, pages, parts["index"].view(shape))
+        keys, values, *sums = (
+            parts[name].unflatten(0, (len(units), self.page)) for name in ROWS if name in parts
+        )
+        of_backward = (sums[0], sums[1]) if sums else None
+        return _ComingPages(slot, Slab(run, units, keys, values), parts["places"], of_backward)
+
+    def _parts(self, slot: _PageSlot, units: int, entries: int) -> dict[str, Tensor]:
+        """What the slot holds of a slab: numbers flat, of keys and values rows."""
+        assert self.far is not None
+        storage, far = self.prefix.storage, self.far
+        backward = self.prefix.gradients_in is not None
+        sizes = slot_parts(far, units, entries, backward=backward)
+        starts = accumulate(map(aligned, sizes.values()), initial=0)
+        whole, found = storage.cell(slot.name, self.chunk), {}
+        # What is too short would be made longer by what writes to it, into what lies behind.
+        assert sum(map(aligned, sizes.values())) <= len(whole), f"{slot.name}: {units} units"
+        for (name, size), start in zip(sizes.items(), starts, strict=False):
+            part = whole[start : start + size]
+            if name not in ROWS:
+                found[name] = part.view(torch.int64)
+                continue
+            dtype = storage.accumulate_dtype if name.startswith("d") else storage.dtype
+            dim = far.head_dim if name.endswith("k") else far.value_dim
+            found[name] = part.view(dtype).view(-1, dim)
+        return found
+
+    # -- in line ---------------------------------------------------------------------------------
+
+    def _in_line(self) -> Iterator[Slab]:
+        assert self.choice is not None
+        if self._ends() is None:
+            self._cut(index_of(self.choice).cpu())
+        for run, units in slabs_of(self.choice, self._ends() or ()):
+            yield Slab(run, units, *self._gathered(units))
+
+    def _gathered(self, units: Units) -> tuple[Tensor, Tensor]:
+        """K [U, P, D] and V [U, P, Dv], gathered on the device."""
+        places = self._places(units)
+        k, v = (
+            rows.index_select(0, places).unflatten(0, (len(units), self.page))
+            for rows in self._rows(self.prefix.keys_in)
+        )
+        return k, v
+
+    def _rows(self, name: str) -> tuple[Tensor, Tensor]:
+        """K [T * B * Hk, D] and V of one of the layer's buffers, where they lie."""
+        home = self.prefix.everything(name)
+        return home["k"].flatten(0, 2), home["v"].flatten(0, 2)
+
+    def _places(self, units: Units) -> Tensor:
+        assert self.far is not None
+        return units.places(self.page, self.far.batch, self.far.kv_heads)
+
+    def _ends(self) -> Ends | None:
+        return self.slots.ends.get(self._cell())
+
+    def _cell(self) -> tuple[int, int]:
+        return self.prefix.layer, self.chunk
+
+    def _on_host(self) -> bool:
+        return self.prefix.on_host(self.prefix.keys_in)
+
+
+PageFunction = Callable[[Tensor, range], Tensor]  # votes [B, Hk, M, n] and their pages, to a choice
+OWN_SELECTORS = (TopK, Fraction, RandomPages, Checked)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The attention mass that sparse attention of one cell sees (1: nothing is lost)."""
+
+    layer: int
+    chunk: int
+    mass: Mass
+
+
+def selector_of(given: Selector | PageFunction | None, sparse: Sparse) -> Selector:
+    """The selector of a step: by votes (OOMB 4.2), unless the user has another."""
+    if given is None:
+        return TopK(sparse.budget // sparse.page)
+    if isinstance(given, OWN_SELECTORS):
+        return given
+    if not callable(given):
+        raise Refused(f"selector: expected a function from votes to pages, got {given!r}")
+    return Checked(given)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class SparseCell:
+    """The sparse side of one cell's attention, from its forward to its backward."""
+
+    call: Callable[[AttentionCall], SparseCall]
+    pages: Callable[[Prefix], BufferPages]
+    chunk: int
+    means: Means | None = None
+    choice: Tensor | None = None  # [B, Hk, M, k] in its buffer; None: there is nothing to choose
+    chooses: bool = False  # what is in it is still to be chosen
+    watch: Callable[[SparseCall, Tensor, Tensor, Tensor, Tensor | None], None] | None = None
+    at_hand: BufferPages | None = None  # from `begin` on
+
+    def begin(self, prefix: Prefix) -> None:
+        """The cell will attend, or run backward: pages that are known may be on their way."""
+        self.at_hand = self.pages(prefix)
+        if self.choice is not None and not self.chooses:
+            self.at_hand.begin(self.choice)
+
+    def note(self, k: Tensor) -> None:
+        """A chunk's k [C, B, Hk, D] was written."""
+        if self.means is not None:
+            self.means.write(self.chunk, k)
+
+    def attend(
+        self, dense: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """As `attention.cell.attend`."""
+        call, pages = self.call(dense), self.at_hand
+        assert pages is not None
+        if self.chooses:
+            assert self.choice is not None
+            _keep(choose(call, q, pages), self.choice)
+            self.chooses = False
+        out, lse = attend_sparse(call, q, k, v, self._choice(q, pages), pages, sinks)
+        if self.watch is not None:
+            pages.prefix.done()
+            self.watch(call, q, k, lse, sinks)
+        return out, lse
+
+    def attend_backward(
+        self,
+        dense: AttentionCall,
+        dout: Tensor,
+        of_keys: tuple[Tensor, Tensor, Tensor],
+        attended: tuple[Tensor, Tensor],
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """As `attention.cell.attend_backward`; `of_keys` is q, k and v."""
+        call, pages, (q, k, v) = self.call(dense), self.at_hand, of_keys
+        assert pages is not None
+        given: Attended = (*attended, self._choice(q, pages))
+        return attend_sparse_backward(call, dout, q, k, v, given, pages, sinks)
+
+    def _choice(self, q: Tensor, pages: BufferPages) -> Tensor:
+        if self.choice is not None:
+            return self.choice
+        heads = pages.prefix.storage.program.model.layers[pages.prefix.layer].kv_heads
+        page_count = -(-q.shape[2] // pages.page)
+        return torch.empty(q.shape[0], heads, page_count, 0, dtype=torch.int32, device=q.device)
+
+
+def _keep(found: Tensor, kept: Tensor) -> None:
+    """Write a choice [B, Hk, M, k'] into its buffer [B, Hk, M, k]."""
+    width, most = found.shape[3], kept.shape[3]
+    if width > most and bool((found[..., most:] >= 0).any()):
+        raise Refused(
+            f"selector: chose {width} pages for a page of queries, where the budget is {most}; "
+            "raise sparse.budget, or choose fewer"
+        )
+    width = min(width, most)
+    kept[..., :width] = found[..., :width]
+    kept[..., width:] = -1
+
+
+@dataclass(slots=True)
+class SparseRun:
+    """The sparse attention of one run of a program. Calls are shared by the layers of a chunk that
+    are alike."""
+
+    storage: Storage
+    slots: Slots
+    sparse: Sparse
+    select: Selector
+    kernels: AttentionKernels
+    documents: Callable[[int], Tensor | None]  # of a chunk: see `sparse_call`
+    watched: tuple[int, int] | None = None  # the cell whose seen mass is measured
+    seen: Callable[[], Seen] | None = None  # the CPU waits where it asks
+    page_slots: PageSlots = field(init=False)
+    chunk: int = -1  # the one at hand
+    calls: dict[tuple[LayerSpec, float], SparseCall] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.page_slots = PageSlots(self.storage)
+
+    def cell(self, i: Forward) -> SparseCell | None:
+        """The sparse side of a forward cell; None where the layer has a window: that is exact."""
+        program, storage = self.storage.program, self.storage
+        spec = program.model.layers[i.layer]
+        if spec.window is not None:
+            return None
+        page, batch = self.sparse.page, program.run.batch
+        means = watch = None
+        if i.means is not None:
+            shape = program.schedule.chunk // page, batch, spec.kv_heads, spec.head_dim
+            means = Means(storage.cells(i.means, shape, storage.accumulate_dtype), page)
+        if i.chooses and (i.layer, i.chunk) == self.watched:
+            watch = partial(self._watch, i)
+        call = partial(self._call, spec, i.chunk)
+        pages = partial(self._pages, spec, i.chunk, means)
+        return SparseCell(call, pages, i.chunk, means, self.choice(i), i.chooses, watch)
+
+    def choice(self, i: Forward | Backward) -> Tensor | None:
+        """The choice [B, Hk, M, k] of a cell, where it is kept; None: it has none."""
+        if i.choice is None:
+            return None
+        program, spec = self.storage.program, self.storage.program.model.layers[i.layer]
+        start, stop = program.chunks[i.chunk]
+        pages = -(-(stop - start) // self.sparse.page)
+        size = program.run.batch, spec.kv_heads, pages, self.sparse.width(start)
+        kept = self.storage.cell(i.choice, i.chunk)
+        return kept[: prod(size) * CHOICE_BYTES].view(torch.int32).view(size)
+
+    def _pages(
+        self, spec: LayerSpec, chunk: int, means: Means | None, prefix: Prefix
+    ) -> BufferPages:
+        program = self.storage.program
+        start, stop = program.chunks[chunk]
+        run = program.run.batch, program.model.element_bytes
+        far = far_of(spec, self.sparse, run, start, stop - start)
+        return BufferPages(prefix, self.page_slots, chunk, far, self.sparse.page, means)
+
+    def _call(self, spec: LayerSpec, chunk: int, dense: AttentionCall) -> SparseCall:
+        if chunk != self.chunk:
+            self.chunk, self.calls = chunk, {}
+        key = spec, dense.scale
+        if key not in self.calls:
+            kernel = self.kernels.far(spec)
+            self.calls[key] = sparse_call(
+                self.sparse, dense, self.select, kernel, self.documents(chunk)
+            )
+        return self.calls[key]
+
+    def _watch(
+        self, i: Forward, call: SparseCall, q: Tensor, k: Tensor, lse: Tensor, sinks: Tensor | None
+    ) -> None:
+        """Measure what the cell sees of a few of its queries. It reads all keys before the chunk,
+        of one cell a step."""
+        start = call.near.q_start
+        block = min(self.storage.program.schedule.kv_block, WATCHED_KEYS)
+        spans = [(first, min(first + block, start)) for first in range(0, start, block)]
+        prefix = Prefix(self.storage, self.slots, i.layer, i.prefix)
+        prefix.begin(spans)
+        mass = seen_mass(call, q, k, lse, prefix, sampled(q.shape[2], SAMPLES), spans, sinks)
+        prefix.done()
+        self.seen = partial(_seen, i, mass)
+
+
+def _seen(i: Forward, mass: Tensor) -> Seen:
+    mean, minimum = mass.tolist()
+    return Seen(i.layer, i.chunk, Mass(mean, minimum))
+
+
+def watched_cell(program: Program, step: int) -> tuple[int, int] | None:
+    """The cell that a step measures: of the last chunk, which misses most, and of one layer after
+    the other. None where nothing is chosen."""
+    chosen = [i for i in program.instructions if isinstance(i, Forward) and i.chooses]
+    if not chosen:
+        return None
+    last = max(i.chunk for i in chosen)
+    layers = sorted(i.layer for i in chosen if i.chunk == last)
+    return layers[step % len(layers)], last

@@ -1,0 +1,644 @@
+"""Attention of a chunk over its chosen pages by the Triton kernels: what the engine calls on CUDA.
+
+Only the chosen pages: the chunk's own tokens, the recent ones and the sink pages are dense, and
+join by `merge_`; attention sinks join by `add_sinks`; the backward takes the out and lse of it all.
+
+    call = PagedCall(PageTable(choice, page, tokens, keys.shape[0]), scale)
+    out, lse = attend_pages(call, q, keys, values)
+    dq = attend_pages_backward(call, dout, q, keys, values, (whole_out, whole_lse), totals)
+
+    choice[b, h, m]      = pages that query page m of the chunk reads, -1 for none
+    its inverse, by page = query pages that read it, ascending
+
+The inverse lets one program own all of a page's dK, dV: it walks its visitors in a fixed order and
+adds to the totals once, so there are no atomics and the result does not depend on timing.
+
+Letters: B batch rows, H query heads, Hk heads of keys and values, C tokens of the chunk, D head
+size, M query pages, k chosen pages, S slots. Shapes: q, out, dout, dq [B, H, C, D], keys, values
+and totals [T, B, Hk, D] (page p at tokens [p * page, (p + 1) * page), or where `slots` say), lse
+[B, H, C] natural; inner stride 1, other strides as they are, in elements. Heads of 8 to 256, keys
+as wide as values, no soft-capping, bf16 or fp16 (fp32 for checks). Compute capability 8.0 or more.
+Importing this module does not import Triton.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from farspan.lazy import load
+from farspan.sparse.attend import FarCall
+from farspan.sparse.pages import Pages, Resident, Slab
+from farspan.spec import Refused
+
+
+class HeadRows(NamedTuple):
+    """A tensor of vectors with inner stride 1: its address and its strides, in elements."""
+
+    base: Any
+    batch: int
+    head: int
+    token: int
+
+
+class PageReads(NamedTuple):
+    """What each query page reads (`PageTable`), and the first key each query sees, or None."""
+
+    choice: Any  # [B, Hk, M, k]
+    slots: Any  # [B, Hk, M, k]
+    first_key: Any  # [B, C] int32, or None
+
+
+class Visits(NamedTuple):
+    """Who reads each page (`Inverse`), and the first key each query sees, or None."""
+
+    query_pages: Any
+    pages: Any
+    starts: Any
+    rows: Any
+    first_key: Any
+
+
+class Softmax(NamedTuple):
+    """Of the whole softmax, per query: [B, H, C] fp32, contiguous."""
+
+    lse: Any
+    delta: Any  # rowsum(dO * O)
+
+
+class Totals(NamedTuple):
+    """Sums of the gradients of keys and values, fp32."""
+
+    dk: HeadRows
+    dv: HeadRows
+
+
+class PageSizes(NamedTuple):
+    """What changes from chunk to chunk, made by `veiled`; heads and scale, which do not, as they
+    are."""
+
+    queries: int  # tokens of the chunk
+    tokens: int  # tokens of the sequence so far; no key beyond
+    query_pages: int  # M
+    chosen: int  # k
+    slots: int  # pages that the buffer of keys and values holds
+    kv_heads: int
+    scale: float
+
+
+LARGEST = 2**27 - 1  # of what `veiled` takes: what it gives is an int32
+
+
+def veiled(size: int) -> int:
+    """16 size + 2, for the kernels to shift back.
+
+    Triton compiles a kernel anew for integers that are 1 and for multiples of 16, in tuples even
+    where `do_not_specialize` is asked for. This is never either, so that one kernel serves all
+    chunks of all sequences.
+    """
+    assert 0 <= size <= LARGEST, size
+    return 16 * size + 2
+
+
+class PageShape(NamedTuple):
+    """What the code is compiled for."""
+
+    page: int
+    group: int  # query heads of a head of keys and values
+    head_dim: int
+    padded_dim: int
+    tile_queries: int
+    tile_keys: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageTile:
+    """One kernel's tile: rows of queries by keys of a page, and how it runs."""
+
+    queries: int  # rows, a power of two, 16 or more
+    keys: int  # a power of two, 16 or more
+    warps: int
+    stages: int  # loads in flight: tiles of the inner loop that shared memory holds
+
+
+@dataclass(frozen=True, slots=True)
+class PageTiles:
+    forward: PageTile
+    dq: PageTile
+    dkv: PageTile
+
+
+# By padded head size. Shared memory: 227 KiB on Hopper, 163 KiB on Ampere (99 KiB on its smaller
+# chips, compute capability 8.6 and 8.9, which take the last column).
+HOPPER = {
+    64: PageTiles(PageTile(128, 128, 8, 3), PageTile(128, 64, 8, 3), PageTile(64, 128, 8, 3)),
+    128: PageTiles(PageTile(128, 128, 8, 2), PageTile(128, 64, 8, 2), PageTile(64, 128, 8, 2)),
+    256: PageTiles(PageTile(128, 64, 8, 2), PageTile(64, 32, 8, 2), PageTile(32, 64, 8, 2)),
+}
+AMPERE = {
+    64: PageTiles(PageTile(128, 64, 4, 3), PageTile(128, 64, 8, 2), PageTile(64, 128, 8, 2)),
+    128: PageTiles(PageTile(128, 64, 8, 3), PageTile(64, 64, 4, 2), PageTile(32, 128, 8, 2)),
+    256: PageTiles(PageTile(64, 64, 8, 2), PageTile(32, 32, 4, 2), PageTile(32, 32, 4, 2)),
+}
+SMALL_AMPERE = {
+    64: PageTiles(PageTile(64, 64, 4, 3), PageTile(64, 64, 4, 2), PageTile(64, 64, 4, 2)),
+    128: PageTiles(PageTile(64, 32, 4, 3), PageTile(64, 32, 4, 2), PageTile(32, 64, 4, 2)),
+    256: PageTiles(PageTile(32, 32, 4, 2), PageTile(32, 16, 4, 2), PageTile(16, 32, 4, 2)),
+}
+# fp32 has no tensor cores at full precision and tiles of twice the bytes: for checks, not speed.
+FULL_PRECISION = PageTiles(PageTile(32, 32, 4, 1), PageTile(32, 32, 4, 1), PageTile(32, 32, 4, 1))
+
+
+def padded(size: int) -> int:
+    """The next power of two from 16 on: what a tile of a matrix product can be."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def choose_tiles(capability: tuple[int, int], head_dim: int, itemsize: int) -> PageTiles:
+    """The table's entry for a GPU's compute capability, heads of head_dim, elements of bytes."""
+    if itemsize > 2:
+        return FULL_PRECISION
+    table = HOPPER if capability >= (9, 0) else AMPERE if capability == (8, 0) else SMALL_AMPERE
+    return table[max(64, padded(head_dim))]
+
+
+@dataclass(frozen=True, slots=True)
+class Inverse:
+    """Visits ordered by (b, h, slot), then by query page. int32, on the device of the choice.
+
+    Rows r = (b * Hk + h) * S + slot own visits [starts[r], starts[r + 1]).
+    """
+
+    query_pages: Tensor  # [B * Hk * M * k]; those of entries without a page come last
+    pages: Tensor  # [B * Hk * M * k], the visited page of the sequence
+    starts: Tensor  # [B * Hk * S + 1]
+    rows: Tensor  # [B * Hk * S], the most visited first: the longest program does not start last
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """A choice as one call of the kernels reads it: of a chunk in a layer, or of a slab of it.
+
+    Page p is tokens [p * page, (p + 1) * page) of the sequence; query page m is tokens
+    [m * page, (m + 1) * page) of the chunk. All chosen pages lie before the chunk: the kernels
+    have no causal mask. Without `slots` page p lies at tokens [p * page, ...) of the buffer of
+    keys and values; with it, entry e's page lies at [slots[e] * page, ...).
+    """
+
+    choice: Tensor  # [B, Hk, M, k] int32, -1 = none, in any order, none twice in a row
+    page: int  # tokens
+    tokens: int  # of the sequence so far: the last page may be shorter than the others
+    buffer_tokens: int  # of the buffer of keys and values
+    slots: Tensor | None = None  # [B, Hk, M, k] int32, or None where page p lies in slot p
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        choice, slots = self.choice, self.places
+        none = choice < 0
+        ordered = choice.sort(-1).values
+        twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+        _refuse(twice.any(), "choice: expected each page at most once in a row; drop repetitions")
+        _refuse(
+            ((choice < -1) | (choice >= self.pages)).any(),
+            f"choice: expected pages below {self.pages}, or -1 for none; choose among those of "
+            f"{self.tokens} tokens",
+        )
+        _refuse(
+            (~none & ((slots < 0) | (slots >= self.slot_count))).any(),
+            f"slots: expected places below {self.slot_count} pages of {self.page} tokens; give "
+            "a larger buffer or other slots",
+        )
+
+    @property
+    def pages(self) -> int:
+        return -(-self.tokens // self.page)
+
+    @property
+    def slot_count(self) -> int:
+        return -(-self.buffer_tokens // self.page)
+
+    @property
+    def places(self) -> Tensor:
+        """The slot of each entry."""
+        return self.choice if self.slots is None else self.slots
+
+    @cached_property
+    def inverse(self) -> Inverse:
+        """Built by one stable sort, without waiting for the device."""
+        batch, kv_heads, query_pages, chosen = self.choice.shape
+        rows, slots = batch * kv_heads, self.slot_count
+        device = self.choice.device
+        first = slots * torch.arange(rows, device=device).view(batch, kv_heads, 1, 1)
+        row = (self.places + first).masked_fill(self.choice < 0, rows * slots).flatten()
+        ordered, order = row.sort(stable=True)
+        starts = torch.searchsorted(ordered, torch.arange(rows * slots + 1, device=device))
+        return Inverse(
+            query_pages=(order // chosen % query_pages).int(),
+            pages=self.choice.flatten()[order],
+            starts=starts.int(),
+            rows=starts.diff().argsort(descending=True, stable=True).int(),
+        )
+
+    def _check_types(self) -> None:
+        counts = self.page >= 1 and self.tokens >= 1 and self.buffer_tokens >= 0
+        if not counts or max(self.tokens, self.buffer_tokens) > LARGEST:
+            raise Refused(
+                f"page, tokens: expected 1 to {LARGEST}, buffer_tokens 0 to {LARGEST}, got "
+                f"{(self.page, self.tokens, self.buffer_tokens)}; give the sizes in tokens"
+            )
+        for name, table in (("choice", self.choice), ("slots", self.places)):
+            right = table.dtype == torch.int32 and table.shape == self.choice.shape
+            if not right or table.ndim != 4 or not table.is_contiguous() or not table.numel():
+                raise Refused(
+                    f"{name}: expected a contiguous int32 [B, Hk, M, k] with k of 1 or more, got "
+                    f"{table.dtype} {tuple(table.shape)}; convert it, or leave out the call "
+                    "where nothing is chosen"
+                )
+
+
+def _refuse(wrong: Tensor, message: str) -> None:
+    """Raise Refused on a CPU. A GPU is not waited for: it stops at the check when it gets there."""
+    if wrong.device.type == "cpu":
+        if wrong:
+            raise Refused(message)
+        return
+    torch._assert_async(~wrong, message)
+
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCall:
+    """What attention over chosen pages is, besides its tensors."""
+
+    table: PageTable
+    scale: float
+    # [B, C] int32, contiguous: the first token of the sequence that each query may see (the start
+    # of its document, or of its window). None: all of the chosen pages.
+    first_key: Tensor | None = None
+    tiles: PageTiles | None = None  # None: those of the GPU's table
+
+
+@dataclass(frozen=True, slots=True)
+class PageLaunch:
+    """One kernel with all it is given. Making it decides; `run` does."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+
+    def run(self) -> None:
+        self.kernel[self.grid](**self.arguments)
+
+
+class PageGradients(NamedTuple):
+    """Where dK and dV of all pages are summed: fp32 [T, B, Hk, D], set to zero by their owner."""
+
+    dk: Tensor
+    dv: Tensor
+
+
+def supports(
+    device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: float | None
+) -> bool:
+    """Whether `attend_pages` takes such heads on this device."""
+    if softcap is not None or dtype not in DTYPES or find_spec("triton") is None:
+        return False
+    if head_dim != value_dim or head_dim % 8 or not 8 <= head_dim <= 256:
+        return False
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def attend_pages(call: PagedCall, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """out, in the dtype of q, and lse fp32 over the chosen pages alone. Both are fresh.
+
+    A query that sees nothing has out 0 and lse -inf, which `merge_` gives no weight. out is
+    [B, C, H, D] in memory. Raises Refused for tensors that do not fit each other or the kernels.
+    """
+    _check(call, q, keys, values)
+    out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
+    out = out.transpose(1, 2)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    with torch.cuda.device_of(q):
+        forward_launch(call, q, keys, values, (out, lse)).run()
+    return out, lse
+
+
+def attend_pages_backward(
+    call: PagedCall,
+    dout: Tensor,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    attended: tuple[Tensor, Tensor],
+    totals: PageGradients,
+) -> Tensor:
+    """dq, fp32 and fresh, of the chosen pages; adds their dk and dv to `totals`.
+
+    `attended` is out, in the dtype of q, and lse, fp32, of the whole softmax: dense parts and sinks
+    included. Totals of pages that nobody chose are neither read nor written. The same inputs give
+    the same bits.
+    """
+    _check(call, q, keys, values)
+    out, lse = attended
+    _check_gradients(q, keys, {"dout": dout, "out": out}, lse, totals)
+    dout, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, out))
+    dq = torch.empty_like(
+        q.transpose(1, 2), dtype=torch.float32, memory_format=torch.contiguous_format
+    ).transpose(1, 2)
+    of_rows = Softmax(
+        lse.contiguous(), torch.empty_like(lse, memory_format=torch.contiguous_format)
+    )
+    with torch.cuda.device_of(q):
+        for launch in backward_launches(call, (q, keys, values, dout), out, of_rows, (dq, totals)):
+            launch.run()
+    return dq
+
+
+def forward_launch(
+    call: PagedCall, q: Tensor, keys: Tensor, values: Tensor, results: tuple[Tensor, Tensor]
+) -> PageLaunch:
+    tile = _tiles(call, q).forward
+    arguments = {
+        "q": _heads_first(q),
+        "keys": _tokens_first(keys),
+        "values": _tokens_first(values),
+        "out": _heads_first(results[0]),
+        "lse": results[1],
+        "table": _pages(call),
+    }
+    return _launch("forward_kernel", _query_grid(call, q, tile), arguments, call, (q, tile))
+
+
+def backward_launches(
+    call: PagedCall,
+    of_queries_and_keys: tuple[Tensor, Tensor, Tensor, Tensor],
+    out: Tensor,
+    of_rows: Softmax,
+    results: tuple[Tensor, PageGradients],
+) -> Iterator[PageLaunch]:
+    """delta, dQ, and dK with dV, in this order: delta is read by the others."""
+    q, keys, values, dout = of_queries_and_keys
+    dq, totals = results
+    tiles = _tiles(call, q)
+    arguments: dict[str, Any] = {
+        "dout": _heads_first(dout),
+        "out": _heads_first(out),
+        "delta": of_rows.delta,
+    }
+    grid = _query_grid(call, q, tiles.forward)
+    yield _launch("delta_kernel", grid, arguments, call, (q, tiles.forward))
+    arguments = {
+        "q": _heads_first(q),
+        "keys": _tokens_first(keys),
+        "values": _tokens_first(values),
+        "dout": _heads_first(dout),
+    }
+    of_dq = {"dq": _heads_first(dq), "given": (of_rows, _pages(call))}
+    grid = _query_grid(call, q, tiles.dq)
+    yield _launch("dq_kernel", grid, arguments | of_dq, call, (q, tiles.dq))
+    inverse = call.table.inverse
+    visits = Visits(
+        *(inverse.query_pages, inverse.pages, inverse.starts, inverse.rows), call.first_key
+    )
+    sums = Totals(_tokens_first(totals.dk), _tokens_first(totals.dv))
+    of_dkv = {"totals": sums, "given": (of_rows, visits)}
+    # The most visited pages come first, so those that anyone visits are among the first of these.
+    visited = min(inverse.rows.numel(), inverse.query_pages.numel())
+    grid = visited * -(-call.table.page // _shape(call, q, tiles.dkv).tile_keys), 1
+    yield _launch("dkv_kernel", grid, arguments | of_dkv, call, (q, tiles.dkv))
+
+
+def _launch(
+    kernel: str,
+    grid: tuple[int, ...],
+    arguments: dict[str, Any],
+    call: PagedCall,
+    compiled_for: tuple[Tensor, PageTile],
+) -> PageLaunch:
+    q, tile = compiled_for
+    _, kv_heads, query_pages, chosen = call.table.choice.shape
+    table = call.table
+    sizes = PageSizes(
+        queries=veiled(q.shape[2]),
+        tokens=veiled(table.tokens),
+        query_pages=veiled(query_pages),
+        chosen=veiled(chosen),
+        slots=veiled(table.slot_count),
+        kv_heads=kv_heads,
+        scale=call.scale,
+    )
+    common = {
+        "sizes": sizes,
+        "shape": _shape(call, q, tile),
+        "num_warps": tile.warps,
+        # As it has always been; Triton 3.10 changes the default and 3.9 warns.
+        "enable_fp_fusion": True,
+    }
+    function = load("farspan.sparse.kernels", kernel)
+    return PageLaunch(function, grid, arguments | common)
+
+
+def _shape(call: PagedCall, q: Tensor, tile: PageTile) -> PageShape:
+    page, group = call.table.page, q.shape[1] // call.table.choice.shape[1]
+    return PageShape(
+        page=page,
+        group=group,
+        head_dim=q.shape[3],
+        padded_dim=padded(q.shape[3]),
+        tile_queries=min(tile.queries, padded(group * page)),
+        tile_keys=min(tile.keys, padded(page)),
+        stages=tile.stages,
+    )
+
+
+def _query_grid(call: PagedCall, q: Tensor, tile: PageTile) -> tuple[int, int]:
+    """(tiles of all query pages, B * Hk)."""
+    shape = _shape(call, q, tile)
+    batch, kv_heads, query_pages, _ = call.table.choice.shape
+    tiles = -(-shape.group * shape.page // shape.tile_queries)
+    return query_pages * tiles, batch * kv_heads
+
+
+def _tiles(call: PagedCall, q: Tensor) -> PageTiles:
+    if call.tiles is not None:
+        return call.tiles
+    cuda = q.device.type == "cuda"
+    capability = torch.cuda.get_device_capability(q.device) if cuda else (9, 0)
+    return choose_tiles(capability, q.shape[3], q.element_size())
+
+
+def _pages(call: PagedCall) -> PageReads:
+    return PageReads(call.table.choice, call.table.places, call.first_key)
+
+
+def _heads_first(x: Tensor) -> HeadRows:
+    """[B, H, C, D] as the kernels address it."""
+    batch, head, token, _ = x.stride()
+    return HeadRows(x, batch, head, token)
+
+
+def _tokens_first(x: Tensor) -> HeadRows:
+    """[T, B, Hk, D] as the kernels address it."""
+    token, batch, head, _ = x.stride()
+    return HeadRows(x, batch, head, token)
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type == "cuda":
+        return
+    kernel = load("farspan.sparse.kernels", "forward_kernel")
+    if not isinstance(kernel, load("triton.runtime.interpreter", "InterpretedFunction")):
+        raise Refused(f"device: expected CUDA for Triton, got {device}; use the PyTorch path")
+
+
+def _check(call: PagedCall, q: Tensor, keys: Tensor, values: Tensor) -> None:
+    _check_device(q.device)
+    choice, table = call.table.choice, call.table
+    batch, kv_heads, query_pages, _ = choice.shape
+    fits = q.ndim == 4 and q.shape[0] == batch and q.shape[1] % kv_heads == 0
+    if not fits or -(-q.shape[2] // table.page) != query_pages:
+        raise Refused(
+            f"q: expected [{batch}, a multiple of {kv_heads} heads, tokens of {query_pages} pages "
+            f"of {table.page}, head size] for the choice {tuple(choice.shape)}, got "
+            f"{tuple(q.shape)}; make the choice for these queries"
+        )
+    if q.shape[3] % 8 or not 8 <= q.shape[3] <= 256 or q.dtype not in DTYPES:
+        raise Refused(
+            "q: expected bfloat16, float16 or float32 and a head size that is a multiple of 8 up "
+            f"to 256, got {q.dtype} and {q.shape[3]}; use the PyTorch path"
+        )
+    expected = table.buffer_tokens, batch, kv_heads, q.shape[3]
+    for name, x in (("keys", keys), ("values", values)):
+        _expect(name, x, expected, q.dtype, q.device)
+    _expect("choice", choice, choice.shape, torch.int32, q.device)
+    if q.stride(3) != 1:
+        raise Refused("q: expected inner stride 1; call .contiguous() on it")
+    if call.first_key is not None:
+        _expect("first_key", call.first_key, (batch, q.shape[2]), torch.int32, q.device)
+        if not call.first_key.is_contiguous():
+            raise Refused("first_key: expected a contiguous tensor; call .contiguous() on it")
+
+
+def _check_gradients(
+    q: Tensor, keys: Tensor, like_q: dict[str, Tensor], lse: Tensor, totals: PageGradients
+) -> None:
+    for name, x in like_q.items():
+        _expect(name, x, q.shape, q.dtype, q.device, dense=False)
+    _expect("lse", lse, q.shape[:3], torch.float32, q.device, dense=False)
+    for name, x in totals._asdict().items():
+        _expect(name, x, keys.shape, torch.float32, q.device)
+
+
+def _expect(
+    name: str,
+    x: Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    dense: bool = True,
+) -> None:
+    if tuple(x.shape) != tuple(shape) or x.dtype != dtype or x.device != device:
+        raise Refused(
+            f"{name}: expected {tuple(shape)}, {dtype} on {device}, got {tuple(x.shape)}, "
+            f"{x.dtype} on {x.device}; convert it before the call"
+        )
+    if dense and x.stride(-1) != 1:
+        raise Refused(f"{name}: expected inner stride 1; call .contiguous() on it")
+
+
+@dataclass(frozen=True, slots=True)
+class TritonFar:
+    """Implements `FarKernel` where `triton_pages.supports` says so."""
+
+    tiles: PageTiles | None = None  # None: those of the GPU's table
+    softcap: None = None
+
+    def forward(
+        self, call: FarCall, q: Tensor, choice: Tensor, pages: Pages
+    ) -> tuple[Tensor, Tensor]:
+        there = pages.resident()
+        if there is not None:
+            return attend_pages(self._in_place(call, choice, there), q, there.k, there.v)
+        parts = []
+        for slab in pages.slabs():
+            keys, values = (_as_buffer(x, choice) for x in (slab.keys, slab.values))
+            paged = self._gathered(call, choice, slab)
+            parts.append(attend_pages(paged, q[:, :, _span(call, slab)], keys, values))
+            del slab, keys, values
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+
+    def backward(
+        self,
+        call: FarCall,
+        dout: Tensor,
+        q: Tensor,
+        attended: tuple[Tensor, Tensor],
+        choice: Tensor,
+        pages: Pages,
+    ) -> Tensor:
+        attended = attended[0].to(q.dtype), attended[1]
+        there = pages.resident()
+        if there is not None:
+            assert there.dk is not None
+            assert there.dv is not None
+            paged, totals = self._in_place(call, choice, there), PageGradients(there.dk, there.dv)
+            return attend_pages_backward(paged, dout, q, there.k, there.v, attended, totals)
+        parts = []
+        for slab in pages.slabs():
+            paged = self._gathered(call, choice, slab)
+            span = _span(call, slab)
+            of_queries = dout[:, :, span], q[:, :, span], *(x[:, :, span] for x in attended)
+            parts.append(self._differentiate(paged, of_queries, slab, pages))
+            del slab
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+    def _differentiate(
+        self, paged: PagedCall, of_queries: tuple[Tensor, ...], slab: Slab, pages: Pages
+    ) -> Tensor:
+        """dq of a slab's queries; `of_queries` is dout, q, out and lse."""
+        dout, q, out, lse = of_queries
+        sums = pages.sums(slab)
+        keys, values, *totals = (
+            _as_buffer(x, paged.table.choice) for x in (slab.keys, slab.values, *sums)
+        )
+        dq = attend_pages_backward(paged, dout, q, keys, values, (out, lse), PageGradients(*totals))
+        pages.add(slab, *sums)
+        return dq
+
+    def _in_place(self, call: FarCall, choice: Tensor, there: Resident) -> PagedCall:
+        tokens = there.k.shape[0]
+        return self._call(call, PageTable(choice.contiguous(), call.page, tokens, tokens))
+
+    def _gathered(self, call: FarCall, choice: Tensor, slab: Slab) -> PagedCall:
+        """The call cut to a slab's queries, on its copies."""
+        documents = None if call.documents is None else call.documents[:, _span(call, slab)]
+        slots = slab.units.index.int().contiguous()
+        of_run = choice[:, :, slab.run].contiguous()
+        tokens = len(slab.keys) * call.page
+        # Chosen pages are whole and lie before the chunk: the sequence's end cuts off no key.
+        table = PageTable(of_run, call.page, LARGEST, tokens, slots)
+        return self._call(replace(call, documents=documents), table)
+
+    def _call(self, call: FarCall, table: PageTable) -> PagedCall:
+        first = None if call.documents is None else call.documents.int().contiguous()
+        return PagedCall(table, call.scale, first, self.tiles)
+
+
+def _span(call: FarCall, slab: Slab) -> slice:
+    """The queries of a slab."""
+    return slice(slab.run.start * call.page, slab.run.stop * call.page)
+
+
+def _as_buffer(of_units: Tensor, choice: Tensor) -> Tensor:
+    """[U, P, D] as [U * P, B, Hk, D]: each row and head sees all slots and uses its own."""
+    rows, heads = choice.shape[:2]
+    return of_units.flatten(0, 1)[:, None, None].expand(-1, rows, heads, -1)

@@ -1,0 +1,163 @@
+"""Every supported family gives the gradients of plain full-sequence autograd."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from farspan.engine.oracle import oracle_loss
+from farspan.engine.step import Step
+from farspan.hf.describe import describe
+from farspan.hf.stages import CausalLMStages
+from farspan.spec import Schedule, Tier
+from tests.engine.checks import Data, Outcome, assert_close, draw, run_oracle, run_step
+from tests.grids import crossed
+from tests.numerics import EXACT, relative_error
+from tests.zoo import FAMILIES, WINDOW, make_model, shared_model
+
+pytestmark = pytest.mark.usefixtures("float64_throughout")
+
+# The chunk is no multiple of the window, nor of the block of keys; lengths are no multiple of it.
+PLAIN = Schedule(chunk=16, groups=1)
+KEPT = Schedule(chunk=13, groups=(1, 3), attention_kept=0.4, activations_kept=0.5, kv_block=16)
+STREAMED = Schedule(chunk=10, groups=4, kv=Tier.HOST, kv_block=12, layer_checkpoint=True)
+SCHEDULES = {"plain": PLAIN, "kept": KEPT, "streamed": STREAMED}
+
+
+@cache
+def drawn(name: str, tokens: int, seed: int) -> tuple[Data, Outcome]:
+    """A batch, and what plain autograd gives."""
+    data = draw(tokens, batch=2, documents=3 * seed, seed=seed)
+    return data, run_oracle(shared_model(name), data)
+
+
+@pytest.mark.parametrize(("name", "kind"), crossed(FAMILIES, SCHEDULES))
+def test_two_steps_are_exact(name: str, kind: str) -> None:
+    """The second, shorter step finds the first one's memory, poisoned, and clears nothing."""
+    model = shared_model(name)
+    step = Step(model, SCHEDULES[kind], poison=True)
+    for tokens, seed in ((53, 0), (38, 1)):
+        data, expected = drawn(name, tokens, seed)
+        assert all(bool(g.isfinite().all()) for g in expected.gradients.values())
+        assert_close(run_step(model, step, data), expected)
+
+
+@pytest.mark.parametrize(("name", "tied"), crossed(FAMILIES, [True, False]))
+def test_tied_and_untied_embeddings(name: str, tied: bool) -> None:
+    model = make_model(name, tie_word_embeddings=tied)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert (embedding.weight is head.weight) is tied
+    data = draw(29, seed=2)
+    assert_close(run_step(model, KEPT, data), run_oracle(model, data))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_parameter_takes_part(name: str) -> None:
+    """The gradients compared above are no zeros, except where mathematics makes them so."""
+    found = drawn(name, 53, 0)[1].gradients
+    whole = sum(float(g.norm()) ** 2 for g in found.values()) ** 0.5
+    zero = {key for key, g in found.items() if not float(g.norm()) > 1e-6 * whole}
+    assert zero <= {key for key in found if "k_proj.bias" in key and name == "opt"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_probe_sees_the_attention(name: str) -> None:
+    family = FAMILIES[name]
+    layers = Step(shared_model(name), PLAIN).model_spec.layers
+    assert tuple(layer.window for layer in layers) == family.windows
+    assert {layer.softcap for layer in layers} == {family.softcap}
+    assert {layer.sinks for layer in layers} == {family.sinks}
+    assert {layer.kv_heads for layer in layers} == {family.kv_heads}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_oracle_is_the_family_s_own_loss(name: str) -> None:
+    """By Hugging Face's eager attention: no window, cap, sink or scale is forgotten."""
+    model = make_model(name)
+    model.set_attn_implementation("eager")
+    data = draw(53, batch=2)
+    with torch.no_grad():
+        own = model(input_ids=data.input_ids, labels=data.labels).loss
+        assert relative_error(oracle_loss(model, *data), own) <= EXACT
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mistral", {"sliding_window": None}),
+        ("starcoder2", {"sliding_window": None}),
+        ("gemma2", {"sliding_window": 4 * WINDOW}),
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("gemma2", {"final_logit_softcapping": None}),
+        ("gemma3_text", {"sliding_window": 4 * WINDOW}),
+        ("gpt_oss", {"sliding_window": 4 * WINDOW}),
+        ("granite", {"embedding_multiplier": 1.0}),
+        ("granite", {"residual_multiplier": 1.0}),
+    ],
+)
+def test_what_is_special_changes_the_loss(name: str, changes: dict[str, Any]) -> None:
+    """Otherwise exactness would say nothing about it."""
+    data = draw(53)
+    special = run_step(shared_model(name), PLAIN, data).loss
+    ordinary = run_step(make_model(name, **changes), PLAIN, data).loss
+    assert relative_error(ordinary, special) > 1e-4
+
+
+def test_sinks_change_the_loss() -> None:
+    model = make_model("gpt_oss")
+    data = draw(53)
+    special = run_step(model, PLAIN, data).loss
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("sinks"):
+                parameter.fill_(-1e4)
+    assert relative_error(run_step(model, PLAIN, data).loss, special) > 1e-4
+
+
+ROPES = {
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+def test_scaled_rope_is_exact(rope: dict[str, Any]) -> None:
+    """Beyond the original length, where the scaling is felt."""
+    changes: dict[str, Any] = {
+        "rope_parameters": {"rope_theta": 1e4, **rope},
+        "max_position_embeddings": 64,
+    }
+    model, data = make_model("llama", **changes), draw(61, seed=3)
+    expected = run_oracle(model, data)
+    assert_close(run_step(model, KEPT, data), expected)
+    unscaled = run_step(shared_model("llama"), KEPT, data)
+    assert relative_error(unscaled.loss, expected.loss) > 1e-4
+
+
+def test_layers_that_one_setting_tells_apart() -> None:
+    """A layer that does not rotate saves less than the next, whose room is its own."""
+    model = make_model("smollm3", no_rope_layers=[0, 1, 1, 0])
+    layers = describe(CausalLMStages(model)).layers
+    saved = [layer.activation_bytes + layer.activation_constant for layer in layers]
+    assert saved[1] == saved[2] > saved[0] == saved[3]
+    step = Step(model, Schedule(chunk=16, activations_kept=1.0), poison=True)
+    data = draw(40, batch=2)
+    assert_close(run_step(model, step, data), run_oracle(model, data))
+
+
+def test_longer_windows_than_a_kernel_s_tile() -> None:
+    """Windows of 70 tokens in chunks of 90: tiles of queries inside a block of keys."""
+    model, data = make_model("mistral", sliding_window=70), draw(203, seed=4)
+    schedule = Schedule(chunk=90, groups=2, kv_block=64)
+    expected = run_oracle(model, data)
+    assert_close(run_step(model, schedule, data), expected)
+    assert_close(run_step(model, replace(schedule, chunk=203), data), expected)

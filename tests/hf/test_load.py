@@ -1,0 +1,241 @@
+"""Weights come from the folder, all of them, or the folder is refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+
+from farspan.hf.load import Weights, add_adapters, load_config, load_model
+from farspan.spec import Refused
+from tests.zoo import FAMILIES, make_model
+
+MISSING = "model.layers.1.mlp.up_proj.weight"
+Tensors = dict[str, Tensor]
+Save = Callable[[Callable[[Tensors], object], bool], Path]
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Save:
+    """Writes a tiny model's folder after a change to its weights; the flag ties its head."""
+
+    def write(change: Callable[[Tensors], object], tied: bool = False) -> Path:
+        config = Qwen2Config(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            tie_word_embeddings=tied,
+        )
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+        file = tmp_path / "model.safetensors"
+        weights = load_file(file)
+        change(weights)
+        save_file(weights, file, metadata={"format": "pt"})
+        return tmp_path
+
+    return write
+
+
+def test_what_is_saved_is_what_is_loaded(save: Save) -> None:
+    folder = save(lambda _: None, False)
+    saved = load_file(folder / "model.safetensors")
+    model = load_model(path=str(folder), dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, saved[name]), name
+    assert model.training
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_without_weights_is_the_model_but_for_them(name: str, tmp_path: Path) -> None:
+    make_model(name, torch.float32).config.save_pretrained(tmp_path)
+    model, blank = (
+        load_model(path=str(tmp_path), dtype=torch.bfloat16, weights=weights)
+        for weights in (Weights.RANDOM, Weights.NONE)
+    )
+    known = dict(model.named_parameters(remove_duplicate=False))
+    found = dict(blank.named_parameters(remove_duplicate=False))
+    assert {n: (p.shape, p.dtype) for n, p in found.items()} == {
+        n: (p.shape, p.dtype) for n, p in known.items()
+    }
+    assert all(p.is_meta for p in found.values())
+    assert len(set(found.values())) == len(set(known.values()))  # tied alike
+    buffers = dict(blank.named_buffers())
+    assert buffers.keys() == dict(model.named_buffers()).keys()
+    for path, buffer in model.named_buffers():
+        assert torch.equal(buffers[path], buffer), path
+    assert blank.training
+
+
+def test_missing_weights_are_refused_by_name(save: Save) -> None:
+    folder = save(lambda weights: weights.pop(MISSING), False)
+    message = rf"model\.path: .* holds no weights for {MISSING}, which would start from random"
+    with pytest.raises(Refused, match=message):
+        load_model(path=str(folder), dtype=torch.float32)
+
+
+def test_many_missing_weights_are_counted(save: Save) -> None:
+    folder = save(lambda w: [w.pop(name) for name in list(w) if "layers.1." in name], False)
+    with pytest.raises(Refused, match=r"layers\.1\.\S+ and 7 more, which would"):
+        load_model(path=str(folder), dtype=torch.float32)
+
+
+def test_a_head_that_is_the_embedding_is_not_missing(save: Save) -> None:
+    folder = save(lambda _: None, True)
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    model = load_model(path=str(folder), dtype=torch.float32)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_head_of_its_own_is_missing_when_it_is(save: Save) -> None:
+    folder = save(lambda weights: weights.pop("lm_head.weight"), False)
+    with pytest.raises(Refused, match=r"no weights for lm_head\.weight"):
+        load_model(path=str(folder), dtype=torch.float32)
+
+
+def test_weights_without_a_place_are_told(save: Save) -> None:
+    folder = save(lambda weights: weights.update({"visual.weight": torch.zeros(2)}), False)
+    message = r"weights that Qwen2ForCausalLM has no place for: visual\.weight; they are left out"
+    with pytest.warns(UserWarning, match=message):
+        load_model(path=str(folder), dtype=torch.float32)
+
+
+def test_weights_of_another_size_are_refused(save: Save) -> None:
+    folder = save(lambda weights: weights.update({MISSING: torch.zeros(3, 3)}), False)
+    with pytest.raises(Refused, match=r"model\.path: no causal LM could be loaded"):
+        load_model(path=str(folder), dtype=torch.float32)
+
+
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+}
+
+
+def test_a_field_that_a_family_reads_without_declaring_it_is_one(tmp_path: Path) -> None:
+    """Heads of Qwen3-MoE are wider than their share of the hidden size: 128 of 2048 / 32 = 64."""
+    assert not hasattr(Qwen3MoeConfig(), "head_dim")
+    wide = {**QWEN3_MOE, "head_dim": 32}
+    model = load_model(config=wide, dtype=torch.float32)
+    assert model.model.layers[0].self_attn.q_proj.weight.shape == (2 * 32, 16)
+    load_model(config=QWEN3_MOE, dtype=torch.float32).config.save_pretrained(tmp_path)
+    changed = load_config(path=str(tmp_path), config=None, overrides={"head_dim": 32})
+    assert changed.head_dim == 32
+
+
+def test_fields_that_transformers_makes_others_of_are_taken() -> None:
+    """As published files have them."""
+    made = load_config(path=None, config={**QWEN3_MOE, "rope_theta": 5e5}, overrides={})
+    assert made.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
+    layers = ["sliding_attention", "full_attention"]
+    gemma = {"model_type": "gemma4_text", "num_hidden_layers": 2, "layer_types": layers}
+    made = load_config(path=None, config={**gemma, "global_head_dim": 32}, overrides={})
+    assert [layer.head_dim for layer in made.per_layer_config] == [256, 32]
+
+
+def test_a_field_that_differs_by_layer_is_one() -> None:
+    """Gemma4's configuration refuses to tell it of all layers."""
+    gemma = {"model_type": "gemma4_text", "head_dim": 16}
+    made = load_config(path=None, config=gemma, overrides={})
+    assert made.per_layer_config[0].head_dim == 16
+    with pytest.raises(Refused, match=r"^model\.overrides\.head_dim: the layers of Gemma4Text"):
+        load_config(path=None, config=gemma, overrides={"head_dim": 8})
+
+
+def test_fields_that_do_not_go_together_are_refused() -> None:
+    with pytest.raises(Refused, match=r"^model\.config: .*mamba_n_heads must divide"):
+        load_config(path=None, config={"model_type": "bamba", "hidden_size": 40}, overrides={})
+    with pytest.raises(Refused, match=r"^model\.config: .*'self'"):
+        load_config(path=None, config={**QWEN3_MOE, "self": 32}, overrides={})
+
+
+@pytest.mark.parametrize("name", ["heads_dim", "head", "head_dims", "hidden_sizes"])
+def test_a_field_that_nobody_reads_is_refused(name: str) -> None:
+    with pytest.raises(Refused, match=rf"^model\.config\.{name}: Qwen3MoeConfig has no such field"):
+        load_model(config={**QWEN3_MOE, name: 32}, dtype=torch.float32)
+
+
+def test_what_no_override_changes_is_refused() -> None:
+    with pytest.raises(
+        Refused, match=r"^model\.overrides\.model_type: a model keeps its own, qwen3_"
+    ):
+        load_config(path=None, config=QWEN3_MOE, overrides={"model_type": "gpt2"})
+
+
+@pytest.mark.parametrize("layers", [0, -1])
+def test_a_model_without_layers_is_refused(layers: int) -> None:
+    given = {"num_hidden_layers": layers}
+    words = f"^model: num_hidden_layers is {layers}, expected a whole number above 0"
+    with pytest.raises(Refused, match=words):
+        load_config(path=None, config=QWEN3_MOE, overrides=given)
+    with pytest.raises(Refused, match=words):
+        load_config(path=None, config={**QWEN3_MOE, **given}, overrides={})
+
+
+def test_of_a_family_without_a_causal_model_only_what_it_declares_is_a_field() -> None:
+    with pytest.raises(Refused, match=r"model\.config\.head_dim: ViTConfig has no such field"):
+        load_config(path=None, config={"model_type": "vit", "head_dim": 32}, overrides={})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"num_hidden_layers": 99}, r"changed by model\.overrides\.num_hidden_layers: 99$"),
+        ({"hidden_act": "soft"}, r"'soft'; changed by model\.overrides\.hidden_act: soft$"),
+        ({"hidden_size": "wide"}, r"^model\.overrides\.hidden_size: .*expected int, got str"),
+        (
+            {"rope_parameters": {"rope_type": "yarm", "factor": 2.0}},
+            r"changed by model\.overrides\.rope_parameters: .*'yarm'",
+        ),
+    ],
+)
+def test_an_override_that_no_model_can_have_is_named(
+    overrides: dict[str, object], message: str
+) -> None:
+    config = {
+        "model_type": "qwen2",
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    with pytest.raises(Refused, match=message):
+        load_model(config=config, overrides=overrides, dtype=torch.float32, weights=Weights.NONE)
+
+
+def test_a_model_with_fewer_layers_is_one_that_can_be_loaded(tmp_path: Path) -> None:
+    config = {"model_type": "qwen2", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 4}
+    few = {"num_hidden_layers": 2}
+    model = load_model(config=config | heads, overrides=few, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert len(again.model.layers) == len(again.config.layer_types) == 2
+
+
+def test_a_folder_of_adapters_is_refused(save: Save, tmp_path: Path) -> None:
+    """Beside a model transformers would lay them on it; alone they are none."""
+    folder = save(lambda _: None, False)
+    model = load_model(path=str(folder), dtype=torch.float32)
+    add_adapters(model, rank=4, alpha=8.0)
+    model.save_pretrained(folder)
+    model.save_pretrained(tmp_path / "alone")
+    for place in (folder, tmp_path / "alone"):
+        with pytest.raises(
+            Refused, match=r"model\.path: .* holds adapters, .* the folder of a model"
+        ):
+            load_model(path=str(place), dtype=torch.float32)

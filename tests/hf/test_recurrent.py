@@ -1,0 +1,195 @@
+"""Layers that hand a state from chunk to chunk give the gradients of the whole sequence."""
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from farspan.engine.oracle import oracle_loss
+from farspan.engine.step import Step
+from farspan.hf.describe import describe
+from farspan.hf.load import add_adapters
+from farspan.hf.probe import Float64Mode
+from farspan.hf.stages import CausalLMStages
+from farspan.plan.states import with_states
+from farspan.spec import Kernels, Refused, Schedule, Sparse, Tier
+from tests.engine.checks import Data, assert_close, draw, run_oracle, run_step
+from tests.grids import exhaustive, part_of
+from tests.hf.test_families import KEPT, STREAMED
+from tests.hf.test_refused import refusal
+from tests.numerics import EXACT, relative_error
+from tests.zoo import COMMON, RECURRENT, make_model
+
+# Blocks of keys are smaller than chunks, so a state comes from host in several.
+BLOCKS = Schedule(chunk=11, groups=2, kv=Tier.HOST, kv_block=4, x=Tier.DEVICE, attention_open=True)
+SCHEDULES = {"kept": KEPT, "streamed": STREAMED, "blocks": BLOCKS}
+HOME = replace(KEPT, kv_kept=True, activations_kept=1.0, activations=Tier.DEVICE)
+
+
+def assert_exact(name: str, schedule: Schedule, data: list[Data]) -> None:
+    """Recurrences of most families, and OLMo-Hybrid's decays, are in float32 whatever the model is
+    in."""
+    model = make_model(name).double()
+    with Float64Mode():
+        step = Step(model, schedule, poison=True)
+        for batch in data:
+            model.zero_grad()
+            assert_close(run_step(model, step, batch), run_oracle(model, batch))
+
+
+PAIRS = [(name, list(SCHEDULES)[n % 3]) for n, name in enumerate(list(RECURRENT)[::2])]
+
+
+@pytest.mark.parametrize(("name", "kind"), part_of(product(RECURRENT, SCHEDULES), *PAIRS))
+def test_two_steps_are_exact(name: str, kind: str) -> None:
+    """The last chunk of the first has one token; the second is cut into documents."""
+    schedule = SCHEDULES[kind]
+    tokens = 5 * schedule.chunk + 1
+    data = [draw(tokens, batch=2), draw(38, batch=2, documents=3, seed=1)]
+    assert_exact(name, schedule, data)
+
+
+@pytest.mark.parametrize("name", part_of(["lfm2", "qwen3_5_text", "nemotron_h"], "nemotron_h"))
+def test_kept_graphs_are_exact(name: str) -> None:
+    """All of them, which wait on the device for their backward; those of cut chunks are built
+    again."""
+    assert_exact(name, HOME, [draw(53, batch=2), draw(53, batch=2, documents=6, seed=1)])
+
+
+def test_a_graph_that_is_larger_than_planned_is_built_again() -> None:
+    """Of few tokens a scan saves more than what many let expect."""
+    assert_exact(
+        "nemotron_h", replace(HOME, groups=2), [draw(tokens, batch=3) for tokens in (1, 3)]
+    )
+
+
+CUTS = [(8,), (9,), (7, 8, 9, 16), (1, 2, 15, 17)]
+
+
+@pytest.mark.parametrize("cuts", [CUTS[2], *map(exhaustive, [CUTS[0], CUTS[1], CUTS[3]])])
+def test_documents_of_a_token(cuts: tuple[int, ...]) -> None:
+    """At a chunk's first and last token, where a state is read or left."""
+    data = draw(30)
+    documents = torch.zeros(1, 30, dtype=torch.long)
+    for cut in cuts:
+        documents[:, cut:] += 1
+    data = replace(data, document_ids=documents)
+    for name in ("lfm2", "qwen3_5_text"):
+        assert_exact(name, Schedule(chunk=8, groups=2), [data])
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_what_is_exact_is_the_model_of_hugging_face(name: str) -> None:
+    model = make_model(name)
+    data = draw(53, batch=2)
+    ours = oracle_loss(model, data.input_ids, data.labels)
+    model.set_attn_implementation("eager")
+    theirs = model(input_ids=data.input_ids, labels=data.labels).loss
+    assert relative_error(ours, theirs) < 1e-6
+
+
+def test_evaluation_is_the_same_loss() -> None:
+    model, data = make_model("lfm2"), draw(53, batch=2, documents=3)
+    step = Step(model, KEPT)
+    assert relative_error(step.evaluate(*data), run_oracle(model, data).loss) < EXACT
+
+
+def test_adapters_are_exact() -> None:
+    model = make_model("qwen3_5_text")
+    add_adapters(model, rank=2, alpha=4)
+    data = draw(38, batch=2)
+    with Float64Mode():
+        step = Step(model, KEPT, poison=True)
+        assert_close(run_step(model, step, data), run_oracle(model, data))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # the compiler's own
+def test_compiled_modules_are_exact() -> None:
+    model, data = make_model("lfm2"), draw(38)
+    step = Step(model, KEPT, kernels=Kernels(compile=True))
+    assert_close(run_step(model, step, data), run_oracle(model, data))
+
+
+def test_sparse_attention_leaves_recurrences_exact() -> None:
+    """A budget no smaller than the prefix is dense attention; recurrent layers choose nothing."""
+    model, data = make_model("lfm2"), draw(53)
+    sparse = Sparse(page=4, budget=64, recent=0, sink_pages=0)
+    step = Step(model, Schedule(chunk=8, groups=2, sparse=sparse))
+    assert_close(run_step(model, step, data), run_oracle(model, data))
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text", "mamba2", "nemotron_h"])
+def test_bfloat16_is_as_close_as_plain(name: str) -> None:
+    """Twice the error of plain bfloat16 autograd on the same model, both against float64."""
+    model, data = make_model(name), draw(53)
+    exact = run_oracle(model, data).gradients
+    model.bfloat16()
+    plain = run_oracle(model, data).gradients
+    found = run_step(model, Step(model, KEPT), data).gradients
+
+    def error(gradients: dict[str, Tensor]) -> float:
+        whole = [gradients[key].double() - exact[key] for key in exact]
+        return sum(float(x.norm()) ** 2 for x in whole) ** 0.5
+
+    assert error(found) <= 2 * error(plain)
+
+
+def test_states_take_the_rows_of_their_chunk() -> None:
+    spec = describe(CausalLMStages(make_model("qwen3_5_text")))
+    conv, recurrent = spec.layers[0].state
+    assert (conv.name, conv.shape, conv.element_bytes) == ("conv.0", (64, 4), 8)
+    assert (recurrent.name, recurrent.shape) == ("recurrent.0", (4, 8, 8))
+    rows = [s.row for s in with_states(spec, ((0, 10), (10, 17), (17, 18))).layers[0].state]
+    assert rows == [-(-64 * 4 // 7), -(-4 * 8 * 8 // 7)]
+    assert not any(s.row for s in with_states(spec, ((0, 10),)).layers[0].state)
+
+
+class TestRefused:
+    """What could not be exact, in words."""
+
+    def test_chunks_of_a_token(self) -> None:
+        step = Step(make_model("lfm2"), Schedule(chunk=1))
+        with pytest.raises(Refused, match="chunk: expected at least 2 tokens with recurrent"):
+            step(*draw(8))
+        step(*draw(1))
+
+    def test_tiles(self) -> None:
+        message = refusal(make_model("qwen3_5_text"), Schedule(chunk=16, mlp_tokens=4))
+        assert "mlp_tokens: layer 0.linear_attn" in message
+
+    @pytest.mark.parametrize("kind", ["jamba", "mamba"])
+    def test_a_scan_that_begins_anew(self, kind: str) -> None:
+        """Fresh weights are so small that neither outputs nor gradients would tell."""
+        config = AutoConfig.for_model(kind, **COMMON)
+        message = refusal(AutoModelForCausalLM.from_config(config))
+        assert "does not go on from the state recurrent.0 that it hands on" in message
+
+    def test_a_state_that_is_changed_on_its_way(self) -> None:
+        model = make_model("mamba2")
+        for layer in model.base_model.layers:  # type: ignore[union-attr]
+            layer.mixer.register_forward_pre_hook(_halve, with_kwargs=True)
+        assert "mixes tokens outside of the states it hands on" in refusal(model)
+
+    def test_a_state_that_is_kept_from_the_cache(self) -> None:
+        model = make_model("llama")
+        model.model.layers[2] = _Summing()
+        assert "in layer 2 of LlamaForCausalLM tokens see each other" in refusal(model)
+
+
+def _halve(_: nn.Module, given: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    cache = keywords["cache_params"]
+    if cache is not None:
+        cache.before = {name: x / 2 for name, x in cache.before.items()}
+    return given, keywords
+
+
+class _Summing(nn.Module):
+    """Adds up what it has seen."""
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden + 0.1 * hidden.cumsum(1)

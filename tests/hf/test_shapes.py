@@ -1,0 +1,123 @@
+"""A model without weights is described as the one with them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from farspan.hf.describe import describe, describe_config, describe_shapes, with_work
+from farspan.hf.load import add_adapters, blank_model
+from farspan.hf.stages import CausalLMStages
+from farspan.plan.ask import Request
+from farspan.spec import ModelSpec, Refused
+from tests.grids import crossed
+from tests.zoo import COMMON, FAMILIES, make_model
+
+# Which experts tokens are sent to is up to the weights, and each expert's rows are padded to lines.
+ROUTED = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
+TINY = {**COMMON, "model_type": "olmo2"}
+
+
+def unread(name: str, dtype: torch.dtype) -> ModelSpec:
+    config = make_model(name, dtype).config
+    return describe_shapes(blank_model(config, dtype))
+
+
+def read(name: str, dtype: torch.dtype) -> ModelSpec:
+    boundary = CausalLMStages(make_model(name, dtype))
+    return with_work(boundary, describe(boundary))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    crossed([name for name in FAMILIES if name not in ROUTED], [torch.float64, torch.bfloat16]),
+)
+def test_it_is_that_of_the_model_with_weights(name: str, dtype: torch.dtype) -> None:
+    assert unread(name, dtype) == read(name, dtype)
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_experts_save_as_much(name: str) -> None:
+    """But for the padding of each expert's rows to lines of 64 bytes."""
+    found, expected = unread(name, torch.float64), read(name, torch.float64)
+    for layer, other in zip(found.layers, expected.layers, strict=True):
+        assert layer.activation_bytes == pytest.approx(other.activation_bytes, rel=0.02)
+        assert layer.work.products == other.work.products
+        assert layer == replace(
+            other,
+            activation_bytes=layer.activation_bytes,
+            activation_constant=layer.activation_constant,
+            work=layer.work,
+        )
+
+
+def test_adapters_are_there() -> None:
+    model, blank = make_model("olmo2"), blank_model(make_model("olmo2").config, torch.float64)
+    for each in (model, blank):
+        add_adapters(each, rank=2, alpha=4, targets=["q_proj"])
+    boundary = CausalLMStages(model)
+    assert describe_shapes(blank) == with_work(boundary, describe(boundary))
+
+
+def test_weights_take_no_memory_of_their_own() -> None:
+    model = blank_model(make_model("olmo2").config, torch.bfloat16)
+    describe_shapes(model)
+    parameters = list(CausalLMStages(model).layers.parameters())
+    assert len({p.untyped_storage().data_ptr() for p in parameters}) == 1
+    largest = max(p.nbytes for p in parameters)
+    assert parameters[0].untyped_storage().nbytes() == largest
+    table: Any = model.get_input_embeddings().weight
+    assert table.untyped_storage().nbytes() == table.element_size()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "none"}, "model_type: 'none' is none that transformers"),
+        ({"model_type": "recurrent_gemma"}, "a convolution over tokens and hands no state on"),
+        ({"model_type": "falcon_h1"}, "a convolution over tokens and attends; expected one or"),
+        ({"model_type": "jamba"}, r"does not go on from the state recurrent\.0 that it hands on"),
+        ({"model_type": "qwen3", "hidden_size": "many"}, "cannot read these fields of a qwen3"),
+        ({"attention_dropout": 0.1}, r"dropout 0\.1 at .*attention_dropout"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(Refused, match=words):
+        describe_config({**TINY, **changes}, "float32")
+
+
+def test_a_recurrent_model_as_it_is_saved(tmp_path: Path) -> None:
+    """Its limits of a time step are a number that JSON has not."""
+    model = make_model("nemotron_h", torch.bfloat16)
+    model.config.save_pretrained(tmp_path)
+    found = Request(str(tmp_path), 64, "h200").question().model
+    boundary = CausalLMStages(model)
+    expected = with_work(boundary, describe(boundary))
+    assert found.layers[:3] == expected.layers[:3]  # the last has experts
+    assert found.parameters == expected.parameters
+    assert [layer.attends() for layer in found.layers] == [False, False, True, False]
+    assert [bool(layer.state) for layer in found.layers] == [True, False, False, False]
+
+
+def test_planning_looks_at_a_family_that_it_does_not_know(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    question = Request(str(tmp_path), 64, "h200", dtype="fp32").question()
+    assert question.model == replace(describe_config(TINY, "float32"), name=str(tmp_path))
+    assert question.architecture is None
+    adapted = Request(TINY, 64, "h200", dtype="fp32", lora=2).question().model
+    assert adapted == describe_config(TINY, "float32", 2)
+    assert adapted.trainable < adapted.parameters
+    with pytest.raises(Refused, match="lora: expected the rank"):
+        Request(TINY, 64, "h200", lora=-1).question()
+
+
+def test_without_torch_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(_: str, __: str) -> None:
+        raise ImportError("No module named 'torch'")
+
+    monkeypatch.setattr("farspan.plan.ask.load", load)
+    with pytest.raises(Refused, match=r"model_type: .*'olmo2'; planning any other .*torch"):
+        Request(TINY, 64, "h200").question()

@@ -1,0 +1,240 @@
+"""Sparse steps: exact for the function that the choice makes, dense where nothing is hidden."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from farspan.engine.oracle import SparseOracle, gradients_of, oracle_loss
+from farspan.engine.step import Step
+from farspan.plan.program import Forward
+from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.sparse.select import Candidates, Fraction, RandomPages, Selector, TopK
+from farspan.spec import Refused, Schedule, Sparse, Tier
+from tests.engine.checks import (
+    Data,
+    Outcome,
+    assert_close,
+    assert_same_bits,
+    draw,
+    run_oracle,
+    run_step,
+)
+from tests.engine.test_exact import LAYERS, any_schedule
+from tests.grids import examples, part_of
+from tests.numerics import EXACT, relative_error
+from tests.zoo import FAMILIES, make_model, shared_model
+
+SPARSE = Sparse(page=4, budget=8, recent=6, sink_pages=1)
+SCHEDULES = {
+    "device": Schedule(chunk=16, groups=2, kv_block=20, sparse=SPARSE),
+    "host": Schedule(chunk=16, groups=(1, 3), kv=Tier.HOST, kv_block=12, sparse=SPARSE),
+    "kept": Schedule(chunk=8, groups=3, kv_kept=True, layer_checkpoint=True, sparse=SPARSE),
+    "given": Schedule(chunk=12, groups=2, attention_kept=0.5, attention_open=True, sparse=SPARSE),
+    "graphs": Schedule(chunk=16, groups=2, activations_kept=0.6, sparse=SPARSE),
+}
+DATA = draw(101, batch=2, documents=3)
+
+# Any sizes that make sense, of which most hide something from most queries.
+sparsities = st.builds(
+    Sparse,
+    page=st.just(4),
+    budget=st.sampled_from([0, 4, 8, 1000]),
+    recent=st.sampled_from([0, 1, 7, 30]),
+    sink_pages=st.integers(0, 3),
+)
+schedules = any_schedule(
+    chunk=st.sampled_from([4, 8, 20, 200]),
+    kv_block=st.sampled_from([5, 16, 1000]),
+    sparse=sparsities,
+)
+shapes = st.builds(
+    draw,
+    st.sampled_from([1, 4, 37, 61, 83]),
+    batch=st.integers(1, 2),
+    documents=st.sampled_from([0, 0, 3]),
+    seed=st.integers(0, 3),
+)
+
+
+def run_sparse_oracle(
+    model: nn.Module, schedule: Schedule, data: Data, select: Selector | None = None
+) -> Outcome:
+    """Plain autograd of the whole sequence with everything hidden that was not chosen."""
+    sparse = schedule.sparse
+    assert sparse is not None
+    select = select or TopK(sparse.budget // sparse.page)
+    loss = oracle_loss(model, *data, attend=SparseOracle(sparse, schedule.chunk, select))
+    return Outcome(loss.detach(), gradients_of(model, loss))
+
+
+@settings(max_examples=examples(40))
+@given(schedules, shapes)
+@example(SCHEDULES["graphs"], draw(83, batch=2))
+@example(SCHEDULES["host"], draw(83, batch=2, documents=3))
+def test_any_schedule_is_exact_for_its_choice(schedule: Schedule, data: Data) -> None:
+    model = shared_model("qwen2")
+    assert_close(run_step(model, schedule, data), run_sparse_oracle(model, schedule, data))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_second_steps_and_evaluations(name: str) -> None:
+    model, schedule = shared_model("qwen2"), SCHEDULES[name]
+    step = Step(model, schedule, poison=True)
+    for seed, tokens in enumerate((101, 101, 40)):
+        data = draw(tokens, batch=2, documents=3, seed=seed)
+        expected = run_sparse_oracle(model, schedule, data)
+        assert_close(run_step(model, step, data), expected)
+        assert relative_error(step.evaluate(*data), expected.loss) <= EXACT
+
+
+def test_something_is_hidden() -> None:
+    """Or else these tests would pass with dense attention."""
+    model = shared_model("qwen2")
+    dense = run_oracle(model, DATA)
+    for schedule in SCHEDULES.values():
+        found = run_sparse_oracle(model, schedule, DATA)
+        assert relative_error(found.loss, dense.loss) > 1e-6
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategies_by_name(name: str) -> None:
+    model = shared_model("qwen2")
+    schedule = replace(strategy(name, LAYERS, 101), chunk=16, sparse=SPARSE)
+    assert_close(run_step(model, schedule, DATA), run_sparse_oracle(model, schedule, DATA))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_budget_for_everything_is_dense(name: str) -> None:
+    model = shared_model("qwen2")
+    schedule = replace(SCHEDULES[name], sparse=replace(SPARSE, budget=104))
+    assert_close(run_step(model, schedule, DATA), run_oracle(model, DATA))
+
+
+@pytest.mark.parametrize("name", part_of(FAMILIES, *list(FAMILIES)[::4]))
+@pytest.mark.usefixtures("float64_throughout")
+def test_families(name: str) -> None:
+    """Windows stay as they are, sinks and caps hold."""
+    model, data = shared_model(name), draw(61)
+    schedule = Schedule(chunk=16, groups=2, attention_kept=0.3, sparse=SPARSE)
+    expected = run_sparse_oracle(model, schedule, data)
+    assert_close(run_step(model, schedule, data), expected)
+
+
+class TestSelectors:
+    """What chooses in place of the votes."""
+
+    @pytest.mark.parametrize(
+        ("name", "select"),
+        [(name, select) for name in SCHEDULES for select in (RandomPages(2, seed=3), Fraction(0.7))]
+        + [("device", Fraction(1.0))],
+    )
+    def test_own(self, name: str, select: Selector) -> None:
+        model = shared_model("qwen2")
+        schedule = replace(SCHEDULES[name], sparse=replace(SPARSE, budget=80))
+        step = Step(model, schedule, selector=select, poison=True)
+        assert_close(run_step(model, step, DATA), run_sparse_oracle(model, schedule, DATA, select))
+
+    def test_a_user_s(self) -> None:
+        """The first page and the last, in no order."""
+
+        def ends(votes: Tensor, pages: range) -> Tensor:
+            chosen = torch.tensor([pages[-1], pages[0] if len(pages) > 1 else -1])
+            return chosen.expand(*votes.shape[:3], 2)
+
+        def select(votes: Tensor, candidates: Candidates) -> Tensor:
+            return ends(votes, candidates.pages).int()
+
+        model, schedule = shared_model("qwen2"), SCHEDULES["host"]
+        step = Step(model, schedule, selector=ends, poison=True)
+        assert_close(run_step(model, step, DATA), run_sparse_oracle(model, schedule, DATA, select))
+
+    @pytest.mark.parametrize("name", SCHEDULES)
+    def test_is_asked_once_a_cell(self, name: str) -> None:
+        """Rebuild and backward get the same choice: one that changes its mind is not heard."""
+        asked: list[range] = []
+
+        def fickle(votes: Tensor, pages: range) -> Tensor:
+            asked.append(pages)
+            return torch.full((*votes.shape[:3], 1), pages[len(asked) % len(pages)])
+
+        model, schedule = shared_model("qwen2"), SCHEDULES[name]
+        step = Step(model, schedule, selector=fickle)
+        step(*DATA)
+        cells = [
+            (i.layer, i.chunk)
+            for i in step.program(2, 101).instructions
+            if isinstance(i, Forward) and i.choice is not None
+        ]
+        assert len(asked) == len(set(cells)) > 0
+        if name != "graphs":
+            assert len(cells) > len(set(cells))
+
+    def test_too_many_pages(self) -> None:
+        def greedy(votes: Tensor, pages: range) -> Tensor:
+            return torch.tensor(pages).expand(*votes.shape[:3], len(pages))
+
+        step = Step(shared_model("qwen2"), SCHEDULES["device"], selector=greedy)
+        with pytest.raises(Refused, match=r"selector: chose 5 pages .* the budget is 2"):
+            step(*DATA)
+
+    def test_is_no_function(self) -> None:
+        word: Any = "votes"
+        with pytest.raises(Refused, match="selector: expected a function from votes to pages"):
+            Step(shared_model("qwen2"), SCHEDULES["device"], selector=word)
+
+    def test_without_sparse_attention(self) -> None:
+        with pytest.raises(Refused, match=r"selector: dense attention chooses no pages"):
+            Step(shared_model("qwen2"), Schedule(), selector=TopK(2))
+
+
+class TestSchedule:
+    def test_chunk_is_no_multiple_of_the_page(self) -> None:
+        with pytest.raises(Refused, match=r"chunk: .*multiple of page \(4 tokens\).*make it 12"):
+            Schedule(chunk=10, sparse=SPARSE)
+
+    def test_sparse_is_something_else(self) -> None:
+        with pytest.raises(Refused, match=r"sparse: expected a farspan\.Sparse or None, got 8192"):
+            Schedule(sparse=8192)  # type: ignore[arg-type]
+
+
+class TestSeen:
+    """The quality signal: attention mass of one cell a step."""
+
+    @pytest.mark.parametrize("kv", Tier)
+    def test_each_layer_in_turn(self, kv: Tier) -> None:
+        model = shared_model("gpt_oss")  # layers 1 and 3 have no window
+        step = Step(model, Schedule(chunk=16, kv=kv, kv_block=12, groups=2, sparse=SPARSE))
+        seen = []
+        for _ in range(3):
+            step(*DATA)
+            assert step.seen is not None
+            seen.append(step.seen)
+        assert [s.layer for s in seen] == [1, 3, 1]
+        assert {s.chunk for s in seen} == {6}
+        assert all(0 < s.mass.minimum <= s.mass.mean < 1 for s in seen)
+        assert seen[0] == seen[2]
+
+    @pytest.mark.parametrize("name", SCHEDULES)
+    def test_changes_no_bit(self, name: str) -> None:
+        """Steps that watch different cells."""
+        model, schedule = shared_model("qwen2"), SCHEDULES[name]
+        step = Step(model, schedule, poison=True)
+        first = run_step(model, step, DATA)
+        assert_same_bits(run_step(model, step, DATA), first)
+
+    def test_is_everything_when_nothing_is_hidden(self) -> None:
+        schedule = replace(SCHEDULES["host"], sparse=replace(SPARSE, budget=104))
+        step = Step(shared_model("qwen2"), schedule)
+        step(*DATA)
+        assert step.seen is not None
+        assert abs(step.seen.mass.minimum - 1) <= EXACT
+
+    def test_is_not_there_without_a_choice(self) -> None:
+        step = Step(make_model("qwen2"), SCHEDULES["device"])
+        step(*draw(9))
+        assert step.seen is None

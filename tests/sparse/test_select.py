@@ -1,0 +1,243 @@
+"""Votes are what equation 4 of OOMB says, and selectors read them exactly."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from farspan.sparse import select as selecting
+from farspan.sparse.attend import choose
+from farspan.sparse.select import Candidates, Checked, Fraction, RandomPages, Selector, TopK, vote
+from farspan.spec import Refused, Sparse
+from tests.attention.cases import Case, make_inputs
+from tests.grids import crossed
+from tests.numerics import assert_exact
+from tests.sparse.cases import MIXED, Sequence, SparseCase
+from tests.sparse.memory_pages import MemoryPages
+
+CANDIDATES = Candidates(range(2, 9))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def dumb_votes(
+    q: Tensor, keys: Tensor, page: int, scale: float, documents: Tensor | None, first: int
+) -> Tensor:
+    """One query after the other; keys [B, Hk, T, D] from token 0 on."""
+    batch, heads, tokens, _ = q.shape
+    kv_heads, last = keys.shape[1], keys.shape[2] // page
+    votes = torch.zeros(batch, kv_heads, -(-tokens // page), last - first, dtype=q.dtype)
+    for b in range(batch):
+        for h in range(heads):
+            own = h // (heads // kv_heads)
+            for i in range(tokens):
+                start = 0 if documents is None else int(documents[b, i])
+                seen = [p for p in range(first, last) if (p + 1) * page > start]
+                if not seen:
+                    continue
+                means = [keys[b, own, p * page : (p + 1) * page].mean(0) for p in seen]
+                share = torch.stack([q[b, h, i] @ mean * scale for mean in means]).softmax(0)
+                votes[b, own, i // page, [p - first for p in seen]] += share
+    return votes
+
+
+@pytest.mark.parametrize(
+    ("documents", "scores", "least"),
+    crossed([None, MIXED], [1, 50, 100, 1000, 2**25], [1, 3, 16]),
+)
+def test_votes_equal_those_counted_one_by_one(
+    documents: tuple[tuple[int, ...], ...] | None,
+    scores: int,
+    least: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However few of a chunk's queries and heads vote at a time."""
+    monkeypatch.setitem(selecting.SCORES, "cpu", scores)
+    monkeypatch.setattr(selecting, "LEAST", least)
+    dense = Case(tokens=61, chunk=13, kv_block=100, batch=2, documents=documents)
+    inputs = make_inputs(dense)
+    q, keys = inputs.q[:, :, 48:], inputs.k[:, :, :44]
+    means = keys.unflatten(2, (11, 4)).mean(3)[:, :, 1:]
+    starts = None
+    if documents is not None:
+        starts = torch.tensor(
+            [[max(s for s in row if s <= i) for i in range(48, 61)] for row in documents]
+        )
+        assert starts.max() < 44 < starts.max() + 8
+    wanted = dumb_votes(q, keys, 4, dense.scale, starts, 1)
+    assert_exact(vote(q, means, 4, dense.scale, starts, 1), wanted)
+
+
+def test_a_query_without_candidates_does_not_vote() -> None:
+    q, means = torch.randn(1, 2, 4, 8), torch.randn(1, 1, 3, 8)
+    votes = vote(q, means, 4, 1.0, torch.tensor([[0, 0, 12, 14]]), 0)
+    assert_exact(votes.sum(), torch.tensor(4.0), limit=4 * torch.finfo(torch.float32).eps)
+    assert vote(q, means, 4, 1.0, torch.full((1, 4), 12), 0).eq(0).all()
+
+
+@given(data=st.data())
+def test_most_votes_and_of_equals_the_lower_page(data: st.DataObject) -> None:
+    """Against a sort in Python, with few distinct votes."""
+    count, pages = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
+    rows = data.draw(st.lists(st.lists(st.integers(0, 2), min_size=count, max_size=count)))
+    votes = torch.tensor(rows or [[0] * count]).view(1, 1, -1, count) / 2
+    first = data.draw(st.integers(0, 5))
+    seen = data.draw(st.integers(first, first + count))
+    numbers = range(first, first + count)
+    hides = torch.full((1, votes.shape[2]), seen)
+    found = TopK(pages)(votes, Candidates(numbers, hides))
+    for row, choice in zip(votes[0, 0].tolist(), found[0, 0].tolist(), strict=True):
+        ranked = sorted((-row[p - first], p) for p in numbers if p >= seen)
+        wanted = sorted(page for _, page in ranked[:pages])
+        assert choice == wanted + [-1] * (min(pages, count) - len(wanted))
+    assert found.dtype == torch.int32
+
+
+def test_a_fraction_is_of_the_pages_that_a_page_of_queries_sees() -> None:
+    candidates = Candidates(range(3, 13), torch.tensor([[3, 8, 12, 13]]))
+    votes = torch.rand(1, 2, 4, 10)
+
+    def counts(sparsity: float, candidates: Candidates) -> list[int]:
+        return (Fraction(sparsity)(votes, candidates) >= 0).sum(3)[0, 1].tolist()
+
+    assert counts(0.5, candidates) == [5, 3, 1, 0]
+    assert counts(0.9, candidates) == [1, 1, 1, 0]
+    assert counts(0.0, candidates) == [10, 5, 1, 0]
+    assert counts(1.0, candidates) == [0, 0, 0, 0]
+    for tenths in range(11):
+        assert counts(tenths / 10, replace(candidates, first=None)) == [10 - tenths] * 4
+
+
+def test_a_fraction_takes_the_pages_with_most_votes() -> None:
+    votes = torch.tensor([0.1, 0.5, 0.0, 0.4]).view(1, 1, 1, 4)
+    assert Fraction(0.5)(votes, Candidates(range(7, 11))).tolist() == [[[[8, 10]]]]
+
+
+@pytest.mark.parametrize("sparsity", [-0.1, 1.1, float("nan"), "0.5", True, None])
+def test_a_sparsity_is_a_fraction(sparsity: Any) -> None:
+    with pytest.raises(Refused, match=r"^sparsity: expected a fraction from 0 to 1, got"):
+        Fraction(sparsity)
+
+
+def test_random_pages_depend_on_seed_and_chunk_alone() -> None:
+    votes = torch.rand(2, 2, 8, 7)
+    once = RandomPages(3, seed=1)(votes, CANDIDATES)
+    assert torch.equal(once, RandomPages(3, seed=1)(torch.rand_like(votes), CANDIDATES))
+    assert not torch.equal(once, RandomPages(3, seed=2)(votes, CANDIDATES))
+    assert not torch.equal(once - 2, RandomPages(3, seed=1)(votes, Candidates(range(3, 10))) - 3)
+    assert once.unique().tolist() == [*range(2, 9)]
+    assert len(once.flatten(0, 2).unique(dim=0)) > 10
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, r"expected an int32 tensor \[1, 2, 3, any\] of pages, got NoneType"),
+        (torch.zeros(1, 2, 3, 1), r"expected an int32 tensor .* got torch.float32"),
+        (torch.zeros(1, 2, 3).int(), r"expected pages of shape \[1, 2, 3, any\], got \[1, 2, 3\]"),
+        (torch.zeros(1, 1, 3, 1).int(), r"expected pages of shape .*, got \[1, 1, 3, 1\]"),
+        (torch.full((1, 2, 3, 1), 1), r"expected pages from 2 to 8, or -1 for none, got 1; column"),
+        (torch.full((1, 2, 3, 1), 9), r"expected pages from 2 to 8, or -1 for none, got 9; column"),
+        (torch.full((1, 2, 3, 1), -2), r"expected pages from 2 to 8, .*, got -2; column"),
+        (torch.full((1, 2, 3, 2), 5), r"expected each page once in a row, got page 5 twice"),
+    ],
+)
+def test_what_is_no_choice_is_refused(answer: Any, message: str) -> None:
+    selector = Checked(lambda *_: answer)
+    with pytest.raises(Refused, match=rf"^selector: {message}"):
+        selector(torch.rand(1, 2, 3, 7), CANDIDATES)
+
+
+def test_a_function_of_a_user_is_put_in_order() -> None:
+    selector = Checked(lambda *_: torch.tensor([8, -1, 2, -1]).expand(1, 2, 3, 4))
+    found = selector(torch.rand(1, 2, 3, 7), CANDIDATES)
+    assert found.dtype == torch.int32
+    assert torch.equal(found, torch.tensor([2, 8, -1, -1]).int().expand(1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("select", [TopK(3), Fraction(0.5), RandomPages(3, 0)], ids=str)
+def test_a_choice_of_a_sequence_keeps_its_promise(select: Selector) -> None:
+    """int32, ascending, -1 last, among the candidates, none that hides from the whole page."""
+    dense = Case(tokens=93, chunk=16, kv_block=24, batch=2, documents=((0, 5, 40), (0, 33)))
+    case = SparseCase(dense, Sparse(page=4, budget=12, recent=6, sink_pages=1), select)
+    sequence = Sequence(case)
+    sequence.forward(make_inputs(dense))
+    ids = dense.document_ids
+    assert ids is not None
+    for start, choice in sequence.choices.items():
+        assert choice.dtype == torch.int32
+        for (row, _, m), pages in ((i, choice[i].tolist()) for i in _rows(choice)):
+            some = [page for page in pages if page >= 0]
+            assert pages == sorted(set(some)) + [-1] * (len(pages) - len(some))
+            assert all(page in case.sparse.candidates(start) for page in some)
+            mine = int(ids[row, start + 4 * m])
+            assert all(mine in ids[row, 4 * page : 4 * page + 4].tolist() for page in some)
+    assert (sequence.choice() >= 0).sum() > 100
+
+
+def _rows(choice: Tensor) -> list[tuple[int, int, int]]:
+    batch, heads, pages, _ = choice.shape
+    return [(b, h, m) for b in range(batch) for h in range(heads) for m in range(pages)]
+
+
+@pytest.mark.parametrize("documents", [None, MIXED], ids=["one", "documents"])
+def test_a_chunk_chooses_by_its_votes(documents: tuple[tuple[int, ...], ...] | None) -> None:
+    dense = Case(tokens=93, chunk=16, kv_block=24, batch=2, documents=documents)
+    case = SparseCase(dense, Sparse(page=4, budget=12, recent=6, sink_pages=2))
+    inputs, sequence = make_inputs(dense), Sequence(case)
+    sequence.forward(inputs)
+    for start in (48, 64, 80):
+        _, span = case.call(start)
+        pages = case.sparse.candidates(start)
+        starts = None
+        if documents is not None:
+            own = [[max(s for s in row if s <= i) for i in range(93)[span]] for row in documents]
+            starts = torch.tensor(own)
+        q, keys = inputs.q[:, :, span], inputs.k[:, :, : 4 * pages.stop]
+        votes = dumb_votes(q, keys, 4, dense.scale, starts, pages.start)
+        first = None if starts is None else starts[:, ::4] // 4
+        wanted = TopK(3)(votes, Candidates(pages, first))
+        assert torch.equal(sequence.choices[start], wanted)
+
+
+def test_the_page_that_answers_a_query_is_chosen() -> None:
+    """A key that one head's queries look for, 150 pages back, among noise."""
+    dense = Case(tokens=704, chunk=64, kv_block=1000, heads=4, kv_heads=2, head_dim=16)
+    case = SparseCase(dense, Sparse(page=4, budget=4, recent=8, sink_pages=1))
+    inputs = make_inputs(dense)
+    inputs.k[0, 1, 39] = 100 * inputs.q[0, 2, 650]
+    inputs.q[0, 2:, 648:652] = inputs.q[0, 2, 650]
+    sequence = Sequence(case)
+    sequence.forward(inputs)
+    assert sequence.choice()[0, 1, 162].tolist() == [9]
+    assert sequence.choice()[0, 0, 162].tolist() != [9]
+
+
+def test_choosing_reads_only_pages_that_are_written() -> None:
+    dense = Case(tokens=32, chunk=16, kv_block=16)
+    case = SparseCase(dense, Sparse(page=4, budget=4, recent=0, sink_pages=0))
+    inputs, sequence = make_inputs(dense), Sequence(case)
+    first, span = case.call(0)
+    assert choose(first, inputs.q[:, :, span], sequence.pages).shape == (1, 2, 4, 0)
+    sequence.pages.write(0, inputs.k[:, :, span], inputs.v[:, :, span])
+    second, span = case.call(16)
+    assert (choose(second, inputs.q[:, :, span], sequence.pages) >= 0).all()
+
+
+def test_representatives_are_means_of_what_was_written_last() -> None:
+    k, v = torch.randn(2, 1, 3, 10, 8).to(torch.bfloat16).unbind()
+    empty = torch.full((20, 1, 3, 8), torch.nan, dtype=torch.bfloat16)
+    pages = MemoryPages(empty, empty.clone(), 4)
+    for scale in (1.0, 2.0):
+        pages.write(8, scale * k, v)
+        wanted = scale * k[:, :, :8].float().unflatten(2, (2, 4)).mean(3)
+        found = pages.representatives(range(2, 4))
+        assert found.dtype == torch.float32
+        assert_exact(found, wanted, limit=4 * torch.finfo(torch.float32).eps)

@@ -1,0 +1,399 @@
+"""A run with sparse attention: it learns by the engine's step, says so everywhere, and warns."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from farspan.engine.step import Step
+from farspan.hf.describe import describe
+from farspan.hf.load import load_model
+from farspan.hf.stages import CausalLMStages
+from farspan.plan.layout import Layout
+from farspan.plan.question import Question
+from farspan.sparse.select import Fraction
+from farspan.sparse.train import fraction_of, hides, other_chunk
+from farspan.spec import ModelSpec, Refused, RunSpec, Schedule, Sparse, Tier
+from farspan.train.choice import KEPT, Choice, describe_schedule
+from farspan.train.config import (
+    CheckpointConfig,
+    DType,
+    ModelConfig,
+    RunConfig,
+    ScheduleConfig,
+    SparseConfig,
+)
+from farspan.train.lighter import lighter
+from farspan.train.loop import train
+from farspan.train.parts import Parts
+from farspan.train.planning import plan_json, recall_plan
+from tests.numerics import assert_exact
+from tests.train.planner import one_memory, plan_for, planned_parts
+from tests.train.tiny import MODEL, STEPS, Quiet, Stopped, Stopping, tiny_run
+
+# Of 48 tokens in chunks of 8 the last chunk sees 4 + 4 + 4 of 40 before it.
+SPARSE = SparseConfig(page=4, budget=4, recent=4, sink_pages=1)
+SCHEDULE = ScheduleConfig(strategy="grouped", chunk=8, groups=1)
+# Documents of one sequence each, so that there is something far to hide.
+LONG = "to be or not to be, that is the question "
+
+
+def sparse_run(root: Path, **changes: Any) -> RunConfig:
+    run = tiny_run(root, sparse=SPARSE, schedule=SCHEDULE)
+    for path in (root / "text").glob("*.txt"):
+        path.write_text(path.stem + LONG * 2)
+    return replace(run, **changes)
+
+
+def lines(run: RunConfig) -> list[dict[str, Any]]:
+    text = (Path(run.folder) / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def read(run: RunConfig, name: str) -> dict[str, Any]:
+    return json.loads((Path(run.folder) / name).read_text())
+
+
+class Watched(Step):
+    """Keeps how it was made and what it was given."""
+
+    made: list["Watched"]
+
+    def __init__(self, model: Any, schedule: Schedule, **keywords: Any) -> None:
+        super().__init__(model, schedule, **keywords)
+        self.made.append(self)
+        self.calls: list[tuple[tuple[Any, ...], float]] = []
+
+    def __call__(self, *args: Any, **keywords: Any) -> torch.Tensor:
+        loss = super().__call__(*args, **keywords)
+        if keywords:  # not in the rehearsal
+            self.calls.append((args, float(loss)))
+        return loss
+
+
+@pytest.fixture
+def watched() -> type[Watched]:
+    class Own(Watched):
+        made: list[Watched] = []  # noqa: RUF012
+
+    return Own
+
+
+class TestRun:
+    def test_the_step_is_sparse(self, tmp_path: Path, watched: type[Watched]) -> None:
+        """The loss of the first step is that of a sparse step, and not of a dense one."""
+        run = sparse_run(
+            tmp_path, model=ModelConfig(config=MODEL, dtype=DType.FLOAT64), accumulate=1, steps=3
+        )
+        result = train(run, parts=replace(Parts(), make_step=watched), reporter=Quiet())
+        (step,) = watched.made
+        assert step.schedule.sparse == Sparse(4, 4, 4, 1)
+        args, loss = step.calls[0]
+        model = load_model(config=MODEL, dtype=torch.float64, seed=run.seed)
+        sparse = Schedule(chunk=8, sparse=Sparse(4, 4, 4, 1))
+        expected = Step(model, sparse).evaluate(*args)
+        assert_exact(torch.tensor(loss, dtype=torch.float64), expected)
+        dense = Step(model, Schedule(chunk=8)).evaluate(*args)
+        assert abs(float(dense - expected)) > 1e-6
+        assert lines(run)[1]["loss"] == loss
+        assert result.sparse
+
+    def test_every_output_says_so(self, tmp_path: Path) -> None:
+        run, quiet = sparse_run(tmp_path), Quiet()
+        result = train(run, reporter=quiet)
+        assert all(line["attention"] == "sparse" for line in lines(run))
+        assert len(lines(run)) == STEPS + 4
+        about = read(run, "about.json")
+        assert about["attention"] == "sparse"
+        assert about["sparse"]["budget"] == about["schedule"]["sparse"]["budget"] == 4
+        assert read(run, "model/farspan.json")["attention"] == "sparse"
+        assert "with sparse attention, an approximation" in result.message
+        opening = "\n".join(quiet.notes[: len(quiet.notes) - 1])
+        assert "sparse attention, approximate: of earlier tokens 4 in chosen pages of 4" in opening
+        assert "not of dense attention" in opening
+        schedule = next(note for note in quiet.notes if note.startswith("schedule: "))
+        assert "sparse attention" in schedule
+
+    def test_a_run_that_hides_nothing_says_that(self, tmp_path: Path) -> None:
+        """40 tokens before the last page, less the sink and the recent one, leave 36. The marks
+        stay: it is another program all the same."""
+        whole = replace(SPARSE, budget=36)
+        run, quiet = sparse_run(tmp_path, sparse=whole, steps=3), Quiet()
+        result = train(run, reporter=quiet)
+        assert "sparse attention, which hides nothing at this context" in result.message
+        assert "approximat" not in result.message + "\n".join(quiet.notes)
+        assert "not of dense attention" not in "\n".join(quiet.notes)
+        assert lines(run)[0]["attention"] == read(run, "about.json")["attention"] == "sparse"
+
+    def test_what_is_certain_to_hide_nothing(self, tmp_path: Path) -> None:
+        """Whatever chunk memory that runs out leaves; a share of the pages is never certain."""
+        run = sparse_run(tmp_path, context=48)
+        wide = replace(SPARSE, budget=36)
+        assert hides(run)
+        assert not hides(replace(run, sparse=None))
+        assert not hides(replace(run, sparse=wide))
+        assert hides(replace(run, sparse=replace(wide, budget=32)))
+        assert hides(replace(run, sparse=replace(wide, sparsity=0.5)))
+        assert not hides(replace(run, sparse=replace(wide, sparsity=0.5, recent=48)))
+
+    def test_a_dense_run_does_not(self, tmp_path: Path) -> None:
+        run, quiet = sparse_run(tmp_path, sparse=None), Quiet()
+        result = train(run, reporter=quiet)
+        folder = Path(run.folder)
+        for name in ("metrics.jsonl", "model/farspan.json"):
+            assert "sparse" not in (folder / name).read_text()
+        assert "sparse" not in read(run, "about.json")
+        assert "attention" not in read(run, "about.json")
+        assert "sparse" not in result.message + "\n".join(quiet.notes)
+        assert not result.sparse
+
+    @pytest.mark.exhaustive
+    def test_twice_the_same_bits(self, tmp_path: Path) -> None:
+        first = sparse_run(tmp_path)
+        second = replace(first, folder=str(tmp_path / "second"))
+        train(first, reporter=Quiet())
+        train(second, reporter=Quiet())
+        name = "model/model.safetensors"
+        ours, theirs = (load_file(Path(run.folder) / name) for run in (first, second))
+        assert all(torch.equal(tensor, theirs[key]) for key, tensor in ours.items())
+
+    @pytest.mark.parametrize("strategy", ["plain", "fpdt", "oomb", "memo"])
+    def test_strategies_have_their_chunks_rounded_up(self, tmp_path: Path, strategy: str) -> None:
+        run = sparse_run(tmp_path, schedule=ScheduleConfig(strategy=strategy), steps=3, context=45)
+        train(run, reporter=Quiet())
+        chunk = read(run, "about.json")["schedule"]["chunk"]
+        assert chunk == {"plain": 48, "fpdt": 12, "oomb": 12, "memo": 4}[strategy]
+
+    def test_the_planner_is_asked_for_it(self, tmp_path: Path) -> None:
+        asked: list[Question] = []
+        sparse = Sparse(4, 4, 4, 1)
+        run = sparse_run(tmp_path, schedule=ScheduleConfig(strategy="auto"), steps=3)
+        schedules = (Schedule(chunk=8, groups=1, sparse=sparse),)
+        result = train(run, parts=planned_parts(schedules, asked=asked), reporter=Quiet())
+        assert [question.sparse for question in asked] == [sparse]
+        assert (
+            read(run, "plan.json")["fields"]["sparse"]
+            == read(run, "about.json")["schedule"]["sparse"]
+        )
+        assert result.comparison is not None
+        assert read(run, "comparison.json") == {
+            "attention": "sparse",
+            **result.comparison.to_json(),
+        }
+
+    def test_the_planner_itself_plans_it(self, tmp_path: Path) -> None:
+        run = sparse_run(tmp_path, schedule=ScheduleConfig(strategy="auto"), steps=3)
+        own = Parts()
+        parts = replace(planned_parts(()), best_plan=own.best_plan, evaluate=own.evaluate)
+        result = train(run, parts=parts, reporter=Quiet())
+        assert read(run, "about.json")["schedule"]["sparse"]["page"] == 4
+        assert result.comparison is not None
+
+    def test_a_run_that_goes_on_keeps_its_plan(self, tmp_path: Path) -> None:
+        """The plan is read back with its sparse attention."""
+        chosen = Schedule(chunk=8, groups=1, sparse=Sparse(4, 4, 4, 1))
+        run = sparse_run(tmp_path, schedule=ScheduleConfig(strategy="auto"))
+
+        with pytest.raises(Stopped):
+            train(run, parts=planned_parts((chosen,)), reporter=Stopping(4))
+        quiet = Quiet()
+        other = replace(chosen, chunk=16)
+        train(run, parts=planned_parts((other,)), reporter=quiet)
+        assert any("chunk 8;" in note and "(as planned before)" in note for note in quiet.notes)
+
+    def test_a_plan_of_other_attention_is_not_kept(self, tmp_path: Path) -> None:
+        sparse = Sparse(4, 4, 4, 1)
+        question = Question(
+            describe_tiny(), RunSpec(1, 48), one_memory(), dtype="float32", sparse=sparse
+        )
+        for kept in (sparse, Sparse(4, 8, 4, 1), None):
+            plan = plan_for(question, "mine", Schedule(chunk=8, sparse=kept))
+            path = tmp_path / "plan.json"
+            path.write_text(json.dumps(plan_json(Choice("mine", plan.schedule, plan=plan))))
+            found = recall_plan(path, question, plan_for)
+            assert (found is not None) == (kept == sparse)
+
+    @pytest.mark.parametrize("sparse", [None, Sparse(4, 4, 4, 1)])
+    def test_in_another_layout_only_a_sparse_plan_that_runs_there_is_kept(
+        self, tmp_path: Path, sparse: Sparse | None
+    ) -> None:
+        path = tmp_path / "plan.json"
+        question = Question(
+            describe_tiny(), RunSpec(1, 48), one_memory(), dtype="float32", sparse=sparse
+        )
+        groups = len(question.model.layers)
+        plan = plan_for(question, "mine", Schedule(chunk=8, groups=(1,) * groups, sparse=sparse))
+        path.write_text(json.dumps(plan_json(Choice("mine", plan.schedule, plan=plan))))
+        layouts = Layout(), Layout(data=2), Layout(pipeline=2), Layout(pipeline=1, shards=2)
+        kept = [
+            recall_plan(path, replace(question, layout=layout), plan_for) is not None
+            for layout in layouts
+        ]
+        runs = groups == 2
+        assert kept == [True, *([False] * 3 if sparse is None else [True, runs, False])]
+
+    @pytest.mark.exhaustive
+    def test_a_smaller_chunk_after_a_shortage_is_told_to_see_otherwise(
+        self, tmp_path: Path
+    ) -> None:
+        made: list[int] = []
+
+        class Failing(Step):
+            def __call__(self, *args: Any, **keywords: Any) -> torch.Tensor:
+                if keywords and self.schedule.chunk == 16:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+                made.append(self.schedule.chunk)
+                return super().__call__(*args, **keywords)
+
+        parts, said = replace(Parts(), make_step=Failing), []
+        for name, sparse in (("sparse", SPARSE), ("dense", None)):
+            folder, schedule = str(tmp_path / name), replace(SCHEDULE, chunk=16)
+            run = sparse_run(tmp_path, sparse=sparse, folder=folder, schedule=schedule, steps=3)
+            quiet = Quiet()
+            assert train(run, parts=parts, reporter=quiet).step == 3
+            (note,) = (note for note in quiet.notes if note.startswith("out of memory"))
+            said.append("not the same gradients" in note)
+            (line,) = (line for line in lines(run) if "out_of_memory" in line)
+            assert ("attention" in line) == (name == "sparse")
+            assert read(run, "about.json")["schedule"]["chunk"] == 8
+        assert said == [True, False]
+        assert set(made) == {16, 8}  # the first is rehearsed and no more
+
+
+class TestResuming:
+    def test_another_sparse_attention_is_refused(self, tmp_path: Path) -> None:
+        run = sparse_run(tmp_path, steps=3)
+        train(run, reporter=Quiet())
+        other = replace(run, sparse=replace(SPARSE, budget=8))
+        with pytest.raises(Refused, match=r"another run: sparse\.budget was 4, is now 8; set"):
+            train(other, reporter=Quiet())
+        with pytest.raises(Refused, match=r"another run: sparse\.budget was 4, is now None"):
+            train(replace(run, sparse=None), reporter=Quiet())
+
+    def test_dense_runs_do_not_become_sparse(self, tmp_path: Path) -> None:
+        run = sparse_run(tmp_path, steps=3, sparse=None)
+        train(run, reporter=Quiet())
+        with pytest.raises(Refused, match=r"another run: sparse\.budget was None, is now 4"):
+            train(replace(run, sparse=SPARSE), reporter=Quiet())
+
+    def test_without_its_record_a_folder_is_refused_as_well(self, tmp_path: Path) -> None:
+        """The checkpoint itself knows what it is of."""
+        run = sparse_run(tmp_path, steps=3)
+        train(run, reporter=Quiet())
+        (Path(run.folder) / "config.yaml").unlink()
+        with pytest.raises(Refused):
+            train(replace(run, sparse=None), reporter=Quiet())
+
+    def test_the_threshold_of_the_warning_is_free(self, tmp_path: Path) -> None:
+        run = sparse_run(tmp_path, steps=3)
+        train(run, reporter=Quiet())
+        other = replace(run, sparse=replace(SPARSE, warn_below=0.5))
+        assert train(other, reporter=Quiet()).step == 3
+
+    def test_another_chunk_is_told_to_give_other_gradients(self, tmp_path: Path) -> None:
+        run, quiet = sparse_run(tmp_path, steps=3), Quiet()
+        train(run, reporter=Quiet())
+        train(replace(run, schedule=replace(SCHEDULE, chunk=16)), reporter=quiet)
+        (note,) = (note for note in quiet.notes if note.startswith("schedule.chunk was 8"))
+        assert "gradients differ" in note
+        assert "same up to rounding" not in note
+
+
+class TestSelector:
+    def test_a_fraction_reaches_the_engine(self, tmp_path: Path, watched: type[Watched]) -> None:
+        sparse = replace(SPARSE, budget=16, sparsity=0.75)
+        quiet = Quiet()
+        run = sparse_run(tmp_path, sparse=sparse, steps=3)
+        train(run, parts=replace(Parts(), make_step=watched), reporter=quiet)
+        assert watched.made[0].selector == Fraction(0.75)
+        assert any("chosen at a sparsity of 0.75" in note for note in quiet.notes)
+        assert read(run, "about.json")["sparse"]["sparsity"] == 0.75
+
+    def test_without_one_it_is_the_votes(self, tmp_path: Path, watched: type[Watched]) -> None:
+        run = sparse_run(tmp_path, steps=3)
+        train(run, parts=replace(Parts(), make_step=watched), reporter=Quiet())
+        assert fraction_of(run.sparse, watched.made[0].schedule, run.context) is None
+
+    def test_more_than_the_budget_is_refused_before_the_first_step(self, tmp_path: Path) -> None:
+        """Of 9 pages, which the smallest chunk chooses from, a quarter is left out: 7 are not
+        within a budget of one."""
+        run = sparse_run(tmp_path, sparse=replace(SPARSE, sparsity=0.25))
+        message = (
+            r"sparse\.sparsity: 0\.25 leaves 7 of 9 pages, more than the budget of 1; "
+            r"raise sparse\.budget to 28, or sparse\.sparsity to 0\.8889$"
+        )
+        with pytest.raises(Refused, match=message):
+            train(run, reporter=Quiet())
+        assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+    @pytest.mark.parametrize("change", [{"budget": 28}, {"sparsity": 0.8889}])
+    def test_what_the_refusal_says_helps(self, tmp_path: Path, change: dict[str, Any]) -> None:
+        sparse = replace(SPARSE, **{"sparsity": 0.25, **change})
+        run = sparse_run(tmp_path, sparse=sparse, steps=3)
+        assert train(run, reporter=Quiet()).step == 3
+
+
+class TestAnotherChunk:
+    """A query sees its own chunk whole, so that another chunk is another function."""
+
+    def test_is_said_when_a_run_goes_on(self, tmp_path: Path) -> None:
+        checkpoints = CheckpointConfig(every=2, keep=5)
+        run = sparse_run(tmp_path, steps=5, checkpoints=checkpoints)
+        train(run, reporter=Quiet())
+        notes = []
+        for chunk in (4, None):  # as after a shortage; as it is
+            about = read(run, "about.json")
+            about["schedule"]["chunk"] = chunk or about["schedule"]["chunk"]
+            (Path(run.folder) / "about.json").write_text(json.dumps(about))
+            latest = max((Path(run.folder) / "checkpoints").iterdir())
+            shutil.rmtree(latest)
+            quiet = Quiet()
+            train(run, reporter=quiet)
+            notes.append([note for note in quiet.notes if "in place of" in note])
+        assert notes[0][0].startswith(
+            "schedule: chunk 8 in place of 4: sparse attention sees other tokens"
+        )
+        assert notes[1] == []
+
+    def test_is_nothing_to_dense_attention(self) -> None:
+        assert other_chunk(4, Schedule(chunk=8)) == ""
+        assert other_chunk(None, Schedule(chunk=8, sparse=Sparse(page=4, budget=4))) == ""
+
+
+class TestSchedules:
+    def test_a_lighter_one_still_begins_on_pages(self) -> None:
+        model, run = describe_tiny(), RunSpec(1, 200)
+        schedule: Schedule | None = Schedule(chunk=200, groups=2, sparse=Sparse(8, 16, 8, 1))
+        chunks = []
+        while schedule is not None:
+            chunks.append(schedule.chunk)
+            schedule = lighter(model, run, schedule, (Tier.DEVICE,), KEPT)
+        assert all(chunk % 8 == 0 for chunk in chunks)
+        assert chunks[-1] == 8
+
+    def test_one_longer_than_the_sequence(self) -> None:
+        """200 tokens in a chunk of 16,384: what is cut is a chunk of whole pages."""
+        schedule = Schedule(groups=2, sparse=Sparse(128, 128, 0, 1))
+        found = lighter(describe_tiny(), RunSpec(1, 200), schedule, (Tier.DEVICE,), KEPT)
+        assert found is not None
+        assert found.chunk % 128 == 0
+
+    def test_on_pages(self) -> None:
+        sparse = Sparse(page=48, budget=480)
+        assert Schedule(chunk=100).with_sparse(sparse) == Schedule(chunk=144, sparse=sparse)
+        assert Schedule(chunk=96).with_sparse(sparse).chunk == 96
+        assert Schedule(chunk=100).with_sparse(None) == Schedule(chunk=100)
+
+    def test_in_words(self) -> None:
+        words = describe_schedule(Choice("mine", Schedule().with_sparse(Sparse())))
+        assert words.endswith("4K recent, 1 first page")
+        assert "sparse" not in describe_schedule(Choice("mine", Schedule()))
+
+
+def describe_tiny() -> ModelSpec:
+    return describe(CausalLMStages(load_model(config=MODEL, dtype=torch.float32, seed=0)))
