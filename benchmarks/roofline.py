@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from farspan.attention.backends import BlockKernel, Gradients
+from farspan.attention.softmax import BackwardQueries
 from farspan.engine import gradients as sums
 from farspan.engine.batch import Batch
 from farspan.engine.head import Head
@@ -169,19 +170,11 @@ class Counted:
         return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        block: Block,
-        scale: float,
+        self, queries: BackwardQueries, k: Tensor, v: Tensor, block: Block, scale: float
     ) -> Gradients:
-        del dout, out, lse, scale
+        del scale
         self.count.work.attention[block.queries, block.keys, block.causal, "backward"] += 1
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        return torch.empty_like(queries.q), torch.empty_like(k), torch.empty_like(v)
 
 
 @dataclass(frozen=True)
@@ -219,7 +212,7 @@ def _as(how: str, count: Count, model: nn.Module) -> Iterator[None]:
         yield
         return
     with ExitStack() as stack:
-        for place in ("models.fused", "engine.head", "attention.merge", "attention.cell"):
+        for place in ("hf.fused_layers", "engine.head", "attention.softmax", "attention.chunk"):
             stack.enter_context(patch(f"farspan.{place}.fused_for", lambda *_: True))
         run = patch.object(Launch, "run", lambda launch, _: count.launch(launch))
         stack.enter_context(run)

@@ -28,7 +28,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
 from benchmarks.gpu.device import give_back, synchronize
 from farspan.attention.backends import BlockKernel, CudaCudnn, CudaFlash
 from farspan.attention.choose import select_kernel
-from farspan.attention.softmax import merge_
+from farspan.attention.softmax import BackwardQueries, merge_
 from farspan.engine.machine import machine
 from farspan.plan.blocks import Block
 from farspan.spec import Tier
@@ -134,8 +134,9 @@ def blocks(bench: Bench) -> Lines:
         dq, dk, dv = torch.autograd.grad(exact, leaves, dout.float())
         runs = []
         for _ in range(2):
-            near = kernel.backward(dout, q, own_k, own_v, out, lse, square, scale)
-            runs.append((*near, *kernel.backward(dout, q, k, v, out, lse, before, scale)))
+            queries = BackwardQueries(dout, q, out, lse)
+            near = kernel.backward(queries, own_k, own_v, square, scale)
+            runs.append((*near, *kernel.backward(queries, k, v, before, scale)))
         found = runs[0]
         errors = {
             "out": (out, exact),
@@ -165,13 +166,14 @@ def rectangles(bench: Bench) -> Lines:
         given = Block(0, None, keys, keys + chunk, 0, keys, False), width**-0.5
         began = time.perf_counter()
         out, lse = kernel.forward(q, k, v, *given)
-        kernel.backward(dout, q, k, v, out, lse, *given)
+        queries = BackwardQueries(dout, q, out, lse)
+        kernel.backward(queries, k, v, *given)
         synchronize(bench.device)
         first = time.perf_counter() - began
         if bench.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         forward = bench.ms(partial(kernel.forward, q, k, v, *given))
-        backward = bench.ms(partial(kernel.backward, dout, q, k, v, out, lse, *given))
+        backward = bench.ms(partial(kernel.backward, queries, k, v, *given))
         taken = torch.cuda.max_memory_allocated() / MIB if bench.device == "cuda" else 0.0
         flop = 4e-9 * many * width * chunk * keys
         yield (
@@ -289,17 +291,17 @@ def _fused_calls(bench: Bench) -> Iterator[tuple[str, int, Callable[[], object]]
     tokens, hidden, inner = (bench.size(*s) for s in ((16384, 32), (3584, 32), (18944, 64)))
     many, few, width = bench.heads
     x, gate, up = bench.random(tokens, hidden), *(bench.random(tokens, inner) for _ in range(2))
-    norm, weight = _named("norm", "Norm")(1e-6), bench.random(hidden)
-    _, rstd = _named("norm", "rms_norm")(x, weight, norm)
-    yield "norm", 4 * x.numel(), lambda: _named("norm", "rms_norm")(x, weight, norm)
-    back = _named("norm", "rms_norm_backward")
+    norm, weight = _named("operations", "Norm")(1e-6), bench.random(hidden)
+    _, rstd = _named("operations", "rms_norm")(x, weight, norm)
+    yield "norm", 4 * x.numel(), lambda: _named("operations", "rms_norm")(x, weight, norm)
+    back = _named("operations", "rms_norm_backward")
     yield "norm backward", 6 * x.numel(), lambda: back(x, x, weight, rstd, norm)
-    yield "swiglu", 6 * up.numel(), lambda: _named("gate", "swiglu")(gate, up)
-    gated = _named("gate", "swiglu_backward")
+    yield "swiglu", 6 * up.numel(), lambda: _named("operations", "swiglu")(gate, up)
+    gated = _named("operations", "swiglu_backward")
     yield "swiglu backward", 10 * up.numel(), lambda: gated(up, gate, up)
     q, k = (bench.random(1, tokens, heads, width).transpose(1, 2) for heads in (many, few))
     cos, sin = (bench.random(1, tokens, width) for _ in range(2))
-    rotate = _named("rotary", "rotate")
+    rotate = _named("operations", "rotate")
     yield "rope", 4 * (q.numel() + k.numel()), lambda: rotate(q, k, cos, sin)
     wide, lse = q.float(), torch.zeros(1, many, tokens, device=bench.device)
     part = torch.zeros_like(lse)
@@ -307,7 +309,7 @@ def _fused_calls(bench: Bench) -> Iterator[tuple[str, int, Callable[[], object]]
     yield "add_", 10 * q.numel(), lambda: _named("joining", "add_")(wide, q)
     logits = bench.random(bench.size(4096, 8), bench.size(152064, 256))
     targets = torch.zeros(len(logits), dtype=torch.long, device=bench.device)
-    loss = _named("loss", "cross_entropy_")
+    loss = _named("operations", "cross_entropy_")
     # Read twice, and the gradient written once.
     yield "loss", 6 * logits.numel(), lambda: loss(logits, targets, 1.0)
 

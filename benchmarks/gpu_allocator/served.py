@@ -13,8 +13,8 @@ import torch
 
 from farspan import memory
 from farspan.memory import native
+from farspan.memory.compare import allocators
 from farspan.memory.compare.allocators import MIB, UNLIMITED, ExpandableAllocator
-from farspan.memory.compare.compare import allocators as caching
 from farspan.memory.native import LIBRARY, AllocatorOptions, PlanRow, library, verify
 
 DEVICE = 0
@@ -65,7 +65,7 @@ class Served(Protocol):
 
 def out_of_memory(error: Exception) -> bool:
     """Whether that is what an exception says."""
-    kinds = (torch.OutOfMemoryError, native.NativeOutOfMemory, caching.SimulatedOutOfMemory)
+    kinds = (torch.OutOfMemoryError, native.NativeOutOfMemory, allocators.SimulatedOutOfMemory)
     return isinstance(error, kinds) or "out of memory" in str(error)
 
 
@@ -160,7 +160,7 @@ class Modelled:
 
     modelled = True
 
-    def __init__(self, kind: type[caching.CachingAllocator], capacity: int) -> None:
+    def __init__(self, kind: type[allocators.CachingAllocator], capacity: int) -> None:
         self._kind = kind
         self.capacity = capacity
         self._limit, self._next = UNLIMITED, 0
@@ -204,7 +204,7 @@ def serving(contender: Contender, device: str, options: AllocatorOptions, capaci
     if contender.mode:
         made = native.Allocator(replace(options, chunk=contender.chunk))
         return OfLibrary(made, capacity)
-    kind = ExpandableAllocator if contender.configuration else caching.CachingAllocator
+    kind = ExpandableAllocator if contender.configuration else allocators.CachingAllocator
     return Modelled(kind, capacity)
 
 

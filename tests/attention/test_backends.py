@@ -18,7 +18,7 @@ from farspan.attention.backends import (
     token_first,
 )
 from farspan.attention.chunk import attend
-from farspan.attention.softmax import Tiled, reference, row_tiles, visible
+from farspan.attention.softmax import BackwardQueries, Tiled, reference, row_tiles, visible
 from farspan.plan.blocks import Block, plan_blocks
 from farspan.plan.grid import chunk_ranges
 from tests.attention.cases import (
@@ -161,7 +161,7 @@ def test_cudnn_s_backward_is_of_one_layout(heads_first: bool) -> None:
         out, lse = kernel.forward(q, k, v, block, 0.3)
         assert out.transpose(1, 2).is_contiguous()
         found = [
-            kernel.backward(of_dout, q, k, v, of_out, lse, block, 0.3)
+            kernel.backward(BackwardQueries(of_dout, q, of_out, lse), k, v, block, 0.3)
             for of_dout in (dout.contiguous(), token_first(dout))
             for of_out in (out.contiguous(), token_first(out))
         ]
@@ -228,7 +228,7 @@ def test_cudnn_gets_q_and_outputs_in_one_packed_layout(batch: int, heads: int) -
         for of in (lambda x: x[:, :, :128], lambda x: x[:, :, :128].contiguous()):
             q, dout = of(inputs.q), of(inputs.dout)
             out, lse = kernel.forward(q, k, v, block, 0.3)
-            kernel.backward(dout, q, k, v, of(out), lse, block, 0.3)
+            kernel.backward(BackwardQueries(dout, q, of(out), lse), k, v, block, 0.3)
     assert {shape[0] for shape in shapes} == {FORWARD_CUDNN, BACKWARD_CUDNN}
     packed = 128 * heads * 8, 8, heads * 8, 1
     for op, *tensors in shapes:

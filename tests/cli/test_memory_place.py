@@ -13,12 +13,13 @@ from farspan import cli
 from farspan.cli import memory_place
 from farspan.memory import placement as solver
 from farspan.memory.exact import Solution, place_flat
-from farspan.memory.placement import Placement, PlacementError, PlacementRequest, check_placement
+from farspan.memory.placement import Placement, PlacementError, PlacementRequest
 from farspan.memory.replay import read_plan, rounded
 from farspan.memory.trace import Malloc, Trace, to_csv, to_text, write_trace
 from farspan.spec import Refused
 from tests.memory.instances import HARD, HARD_CAPACITY
 from tests.memory.layers import step
+from tests.oracles.check_placement import check_placement
 
 pytestmark = pytest.mark.skipif(not solver.available(), reason="the native library is not built")
 

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from farspan.memory.native import LIBRARY, UNPLANNED, EventKind, NativeEvent, library
-from farspan.memory.placement import Placement, PlacementRequest, check_placement
+from farspan.memory.placement import Placement, PlacementRequest
 from farspan.memory.replay import iteration, plan_iteration, trace_of
 from farspan.spec import Refused
 from tests.engine.cpu_allocator import PROGRAM, build_broken, build_driver, build_shim, once, run
+from tests.oracles.check_placement import check_placement
 
 MIB = 2**20
 CAPACITY = 96 * MIB

@@ -137,7 +137,7 @@ class Watched:
         return self.inner.forward(*given)
 
     def backward(self, *given: Any) -> Any:
-        self.seen.append((given[1].shape[2], given[2].shape[2]))
+        self.seen.append((given[0].q.shape[2], given[1].shape[2]))
         return self.inner.backward(*given)
 
 

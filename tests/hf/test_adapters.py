@@ -80,7 +80,7 @@ def test_adapters_on_stacked_experts_are_exact() -> None:
         ),
         (
             AdaLoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", total_step=9),
-            "AdaLoraModel has a forward of its own around the causal LM",
+            "AdaLoraModel wraps the causal LM in a forward of its own",
         ),
     ],
 )

@@ -99,7 +99,7 @@ def test_a_shell_shares_everything_but_the_way() -> None:
 @pytest.fixture
 def by_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules run in their shells on a CPU in any dtype."""
-    for place in ("models.fused", "engine.step"):
+    for place in ("hf.fused_layers", "engine.step"):
         monkeypatch.setattr(f"farspan.{place}.fused_for", lambda *_: True)
 
     def normed(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
@@ -280,7 +280,7 @@ def interpreted() -> Iterator[ProcessPoolExecutor]:
         yield process
 
 
-PLACES = "models.fused", "engine.step", "engine.head", "attention.merge", "attention.cell"
+PLACES = "hf.fused_layers", "engine.step", "engine.head", "attention.softmax", "attention.chunk"
 
 
 def _fused(*_: Any) -> bool:

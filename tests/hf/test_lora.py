@@ -97,8 +97,11 @@ def test_named_modules_alone_are_adapted() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"targets": ("q_proj", "lm_head")}, r"model\.lora\.targets: 'lm_head' is no linear"),
-        ({"targets": "q"}, r"model\.lora\.targets: 'q' is no linear module"),
+        (
+            {"targets": ("q_proj", "lm_head")},
+            r"model\.lora\.targets: the layers have no linear module 'lm_head'",
+        ),
+        ({"targets": "q"}, r"model\.lora\.targets: the layers have no linear module 'q'"),
         ({"rank": 17}, r"model\.lora\.rank: 17 is above 16"),
     ],
 )
@@ -113,11 +116,11 @@ def test_what_cannot_be_adapted_is_refused(given: dict[str, Any], message: str) 
     [
         (
             "linear",
-            r"takes down_proj, gate_proj, up_proj of Deepseek\w+ for its stacked experts.*; give "
-            r"kv_a_proj_with_mqa, kv_b_proj, o_proj, q_a_proj, q_b_proj, or some of them",
+            r"mistakes down_proj, gate_proj, up_proj of Deepseek\w+ for its stacked experts.*; "
+            r"give kv_a_proj_with_mqa, kv_b_proj, o_proj, q_a_proj, q_b_proj, or some of them",
         ),
-        (("shared_experts.down_proj",), r"takes down_proj of Deepseek\w+ .*; give others"),
-        (("gate_proj",), r"peft refuses them: Cannot convert PEFT target\(s\) gate_proj"),
+        (("shared_experts.down_proj",), r"mistakes down_proj of Deepseek\w+ .*; give others"),
+        (("gate_proj",), r"peft does not accept them: Cannot convert PEFT target\(s\) gate_proj"),
     ],
 )
 def test_names_that_peft_reads_as_experts_are_refused(targets: Any, message: str) -> None:

@@ -63,14 +63,14 @@ class TestWhatCouldNotBeNoticedByName:
         model.model.layers[1].mlp.register_forward_hook(
             lambda _, __, out: out + 0.05 * nn.functional.pad(out, (0, 0, 1, 0))[:, :-1]
         )
-        assert "tokens see each other by something beside the attention" in refusal(model)
+        assert "mixes tokens beside the attention" in refusal(model)
 
     def test_mixing_that_a_setting_turns_on_in_one_layer(self) -> None:
         """Layers are made alike where their settings are, too: the first does not stand for all."""
         model = make_model("llama")
         for index, layer in enumerate(model.model.layers):
             layer.__class__, layer.shifts = Shifting, index == 2
-        assert "in layer 2 of LlamaForCausalLM tokens see each other" in refusal(model)
+        assert "layer 2 of LlamaForCausalLM mixes tokens" in refusal(model)
 
     @pytest.mark.parametrize("window", [0, -1])
     def test_a_window_of_nothing(self, window: int) -> None:
@@ -80,7 +80,7 @@ class TestWhatCouldNotBeNoticedByName:
     def test_a_tie_between_a_layer_and_the_outside(self) -> None:
         model = make_model("llama")
         model.model.norm.weight = model.model.layers[0].input_layernorm.weight
-        assert "is shared between a layer and the outside" in refusal(model)
+        assert "is shared between a layer and a module outside" in refusal(model)
 
     def test_float16(self) -> None:
         assert "bfloat16 or float32" in refusal(make_model("llama", torch.float16))

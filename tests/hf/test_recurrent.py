@@ -167,7 +167,7 @@ class TestRefused:
         """Fresh weights are so small that neither outputs nor gradients would tell."""
         config = AutoConfig.for_model(kind, **COMMON)
         message = refusal(AutoModelForCausalLM.from_config(config))
-        assert "does not go on from the state recurrent.0 that it hands on" in message
+        assert "does not continue from the state recurrent.0 that it hands on" in message
 
     def test_a_state_that_is_changed_on_its_way(self) -> None:
         model = make_model("mamba2")
@@ -178,7 +178,7 @@ class TestRefused:
     def test_a_state_that_is_kept_from_the_cache(self) -> None:
         model = make_model("llama")
         model.model.layers[2] = _Summing()
-        assert "in layer 2 of LlamaForCausalLM tokens see each other" in refusal(model)
+        assert "layer 2 of LlamaForCausalLM mixes tokens" in refusal(model)
 
 
 def _halve(_: nn.Module, given: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

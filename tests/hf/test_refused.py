@@ -68,9 +68,9 @@ class TestModels:
     @pytest.mark.parametrize(
         ("kind", "fields", "words"),
         [
-            ("xglm", XGLM, "keeps K, V but does not attend through the attention interface"),
-            ("mamba", {"state_size": 4}, "does not go on from the state recurrent.0"),
-            ("recurrent_gemma", GRIFFIN, "in layer 0 of .* tokens see each other"),
+            ("xglm", XGLM, "caches K and V but does not attend through the attention interface"),
+            ("mamba", {"state_size": 4}, "does not continue from the state recurrent.0"),
+            ("recurrent_gemma", GRIFFIN, "layer 0 of .* mixes tokens"),
         ],
     )
     def test_that_keep_a_state_to_themselves(
@@ -110,7 +110,7 @@ class TestModels:
         model = make_model("llama")
         model.model.layers[1].mlp.register_forward_hook(mix)
         message = refusal(model)
-        assert "in layer 1 of LlamaForCausalLM tokens see each other by something beside" in message
+        assert "layer 1 of LlamaForCausalLM mixes tokens beside" in message
 
     @pytest.mark.parametrize("share", [1e-9, -1e-9])
     def test_that_hardly_mix_tokens(self, share: float) -> None:
@@ -119,7 +119,7 @@ class TestModels:
         model.model.layers[1].self_attn.k_proj.register_forward_hook(
             lambda _, __, out: out + share * out.roll(steps, dims=1)
         )
-        assert "in layer 1 of LlamaForCausalLM tokens see each other" in refusal(model)
+        assert "layer 1 of LlamaForCausalLM mixes tokens" in refusal(model)
 
     def test_that_mix_tokens_where_no_gradient_goes(self) -> None:
         model = make_model("llama")
@@ -133,7 +133,7 @@ class TestModels:
     def test_that_attend_and_recur_in_one_layer(self) -> None:
         scan = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 8}
         message = refusal(build("falcon_h1", **scan))
-        assert "layer 0 of FalconH1ForCausalLM tokens see each other" in message
+        assert "layer 0 of FalconH1ForCausalLM mixes tokens" in message
 
     def test_that_ask_for_router_losses(self) -> None:
         message = refusal(make_model("mixtral", output_router_logits=True))
@@ -147,7 +147,7 @@ class TestModels:
             monkeypatch.setattr(layer.self_attn, "forward", biased)
         message = refusal(model)
         assert "'score_bias'" in message
-        assert "does not know how to honour exactly" in message
+        assert "which farspan does not support" in message
 
     def test_that_are_no_language_models(self) -> None:
         message = refusal(nn.Linear(2, 2))
@@ -359,11 +359,11 @@ class TestModelsOfTheirOwnKind:
     @pytest.mark.parametrize("alibi", [False, True])
     def test_falcon(self, alibi: bool) -> None:
         message = refusal(build("falcon", alibi=alibi))
-        assert "FalconForCausalLM cannot be run through the attention interface" in message
+        assert "FalconForCausalLM cannot be run stage by stage" in message
 
     def test_mpt(self) -> None:
         message = refusal(build("mpt", d_model=32, n_heads=4, n_layers=2))
-        assert "MptForCausalLM cannot be run through the attention interface" in message
+        assert "MptForCausalLM cannot be run stage by stage" in message
         assert "in its MptModel.forward, AttributeError" in message
 
     def test_dropped_layers(self) -> None:
@@ -382,4 +382,4 @@ class TestModelsOfTheirOwnKind:
 
     def test_a_classifier(self) -> None:
         message = refusal(build("llama", AutoModelForSequenceClassification))
-        assert "gives no logits a token; expected a causal LM" in message
+        assert "returns no logits for each token; expected a causal LM" in message

@@ -97,12 +97,12 @@ class OfItsOwn(nn.Module):
 def test_a_table_that_is_chosen_in_another_way_is_refused() -> None:
     model = long_rope("llama")
     model.model.rotary_emb = OfItsOwn(model.model.rotary_emb)
-    with pytest.raises(Refused, match="OfItsOwn has a way of its own to choose the table"):
+    with pytest.raises(Refused, match="OfItsOwn chooses the table"):
         CausalLMStages(model).settle(100)
 
 
 def test_one_that_is_not_beside_the_layers_is_refused() -> None:
     model = long_rope("llama")
     model.model.rotary_emb.rope_type = "default"
-    with pytest.raises(Refused, match="LlamaModel has a way of its own"):
+    with pytest.raises(Refused, match="LlamaModel chooses the table"):
         Step(model, SCHEDULE)

@@ -16,11 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from farspan.kernels import joining
-from farspan.kernels import operations as gate
-from farspan.kernels import operations as loss
-from farspan.kernels import operations as norm
-from farspan.kernels import operations as rotary
+from farspan.kernels import joining, operations
 from farspan.kernels.launch import Launch
 from farspan.lazy import load
 from tests.compiling import Compiler, compiling
@@ -62,23 +58,23 @@ def of_norms(model: Model, tokens: int) -> Iterator[tuple[str, Launch]]:
         ("norm of heads", (1, tokens, model.heads, model.head_dim)),
     ):
         for llama in (True, False):
-            kind = norm.Norm(1e-6, offset=float(not llama), cast=llama)
+            kind = operations.Norm(1e-6, offset=float(not llama), cast=llama)
             x, weight, rstd = empty(*shape), empty(shape[-1]), empty(*shape[:-1], dtype=FP32)
-            yield f"{name} {llama}", norm.norm_launch(x, weight, x, rstd, kind)
-            launch, _ = norm.norm_backward_launch((x, x, x), weight, rstd, kind)
+            yield f"{name} {llama}", operations.norm_launch(x, weight, x, rstd, kind)
+            launch, _ = operations.norm_backward_launch(x, x, x, weight, rstd, kind)
             yield f"{name} backward {llama}", launch
 
 
 def of_gates(model: Model, tokens: int) -> Iterator[tuple[str, Launch]]:
     x, fused = empty(1, tokens, model.inner), empty(1, tokens, 2 * model.inner)
-    for act in gate.Act:
+    for act in operations.Act:
         given = {"gate": x, "up": x, "out": x}
-        yield f"{act}", gate.gate_launch("forward_kernel", given, act)
+        yield f"{act}", operations.gate_launch("gate_kernel", given, act)
         given = {"dout": x, "gate": x, "up": x, "dgate": x, "dup": x}
-        yield f"{act} backward", gate.gate_launch("backward_kernel", given, act)
-        yield f"{act} again", gate.gate_launch("again_kernel", {**given, "out": x}, act)
+        yield f"{act} backward", operations.gate_launch("gate_backward_kernel", given, act)
+        yield f"{act} again", operations.gate_launch("gate_again_kernel", {**given, "out": x}, act)
     halves = {"gate": fused[..., : model.inner], "up": fused[..., model.inner :], "out": x}
-    yield "halves", gate.gate_launch("forward_kernel", halves, gate.Act.SILU)
+    yield "halves", operations.gate_launch("gate_kernel", halves, operations.Act.SILU)
 
 
 def of_attention(model: Model, tokens: int) -> Iterator[tuple[str, Launch]]:
@@ -92,7 +88,7 @@ def of_attention(model: Model, tokens: int) -> Iterator[tuple[str, Launch]]:
         ]
         q_heads, k_heads, out = heads_first
         both = q_heads, k_heads
-        yield f"rotary {token_first}", rotary.rotate_launch(both, both, table, table, False)
+        yield f"rotary {token_first}", operations.rotate_launch(*both, *both, table, table, False)
         yield f"merge {token_first}", joining.merge_launch(out, lse, ((q_heads, lse),), out)
         two = ((q_heads, lse),) * 2
         yield f"merge of two {token_first}", joining.merge_launch(out, lse, two, q_heads)
@@ -110,13 +106,13 @@ def of_loss(model: Model, tokens: int) -> Iterator[tuple[str, Launch]]:
     logits, losses = empty(tokens, model.vocabulary), empty(tokens, dtype=FP32)
     targets = empty(tokens, dtype=torch.int64)
     for scale in (None, 1.0):
-        yield f"loss {scale}", loss.loss_launch(logits, targets, losses, scale)
-    yield "capped loss", loss.loss_launch(logits, targets, losses, 1.0, softcap=30.0)
+        yield f"loss {scale}", operations.loss_launch(logits, targets, losses, scale)
+    yield "capped loss", operations.loss_launch(logits, targets, losses, 1.0, softcap=30.0)
 
 
 @pytest.fixture
 def driver(tmp_path: Path) -> Iterator[Any]:
-    with compiling(load("farspan.kernels.triton_kernels", "forward_kernel"), tmp_path) as driver:
+    with compiling(load("farspan.kernels.triton_kernels", "gate_kernel"), tmp_path) as driver:
         yield driver
 
 

@@ -89,7 +89,7 @@ def far_apart(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Dense, and from rows to rows that are spread."""
     tensors = {"gate": gate, "up": up, "out": torch.zeros_like(gate)}
     far = {name: spread(x) for name, x in tensors.items()}
-    gate_launch("forward_kernel", far, Act.SILU).run(gate)
+    gate_launch("gate_kernel", far, Act.SILU).run(gate)
     return swiglu(gate, up, Act.SILU), far["out"].clone()
 
 

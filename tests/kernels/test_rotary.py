@@ -94,7 +94,7 @@ def far_apart(*given: Tensor) -> tuple[Tensor, ...]:
     far = tuple(tokens_apart(x, 2) for x in (q, k))
     far_cos, far_sin = tokens_apart(cos, 1), tokens_apart(sin, 1)
     results = tuple(tokens_apart(torch.zeros_like(x), 2) for x in (q, k))
-    rotate_launch((far[0], far[1]), (results[0], results[1]), far_cos, far_sin, False).run(q)
+    rotate_launch(far[0], far[1], results[0], results[1], far_cos, far_sin, False).run(q)
     return *rotate(q, k, cos, sin), *(x.clone() for x in results)
 
 

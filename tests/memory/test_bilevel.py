@@ -13,10 +13,11 @@ from farspan.memory.exact import (
     segments,
     signature,
 )
-from farspan.memory.placement import PlacementRequest, check_placement
+from farspan.memory.placement import PlacementRequest
 from farspan.memory.trace import FreeEvent, Malloc, Mark, Trace
 from tests.memory.layers import step
 from tests.memory.traces import traces
+from tests.oracles.check_placement import check_placement
 
 pytestmark = pytest.mark.skipif(not solver.available(), reason="the native library is not built")
 

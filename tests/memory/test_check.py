@@ -13,13 +13,13 @@ from farspan.memory.placement import (
     Placement,
     PlacementError,
     PlacementRequest,
-    check_placement,
     live_peak,
     place,
     placed_at,
     sweep_placement,
 )
 from tests.memory.instances import requests
+from tests.oracles.check_placement import check_placement
 
 #   24 +----+
 #   16 |  b +----+     b and c meet in time only where nothing of c is below 16
@@ -45,7 +45,7 @@ def test_a_right_placement_passes(check: Check) -> None:
         ({"addresses": (1, 8, 8)}, "0 and 1 live together"),
         ({"addresses": (0, 8, 0)}, "0 and 2 live together"),
         ({"addresses": (0, 8)}, "2 addresses for 3 requests"),
-        ({"addresses": (-8, 8, 8)}, "0: .* is no range"),
+        ({"addresses": (-8, 8, 8)}, "0: .* is not a range"),
         ({"addresses": (0, 8, 9)}, "height 24, but addresses reach 25"),
         ({"height": 25}, "height 25, but addresses reach 24"),
         ({"height": 23}, "height 23, but addresses reach 24"),
@@ -60,7 +60,7 @@ def test_a_wrong_placement_is_caught(check: Check, change: dict[str, Any], messa
 
 @CHECKERS
 def test_lifetimes_that_run_backwards_are_caught(check: Check) -> None:
-    with pytest.raises(PlacementError, match="is no range"):
+    with pytest.raises(PlacementError, match="is not a range"):
         check([PlacementRequest(8, 4, 2)], Placement((0,), 8, 0))
 
 

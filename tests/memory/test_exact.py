@@ -12,11 +12,11 @@ from farspan.memory.placement import (
     FitResult,
     Placement,
     PlacementRequest,
-    check_placement,
     fit,
     place,
 )
 from tests.memory.instances import HARD_CAPACITY, above_bound, hard, least_height, requests, tight
+from tests.oracles.check_placement import check_placement
 
 pytestmark = pytest.mark.skipif(not solver.available(), reason="the native library is not built")
 

@@ -170,11 +170,11 @@ def test_any_line_break_ends_a_csv(end: str) -> None:
         ("id,lower,upper\n1,2,3\n", "f:1: expected the columns"),
         ("id,lower,upper,size\n1,2,3\n", "f:2: expected 4 fields"),
         ("id,lower,upper,size\n1,2,3,4\n\n1,2,3,x\n", "f:4: expected whole numbers"),
-        ("id,lower,upper,size\n1,3,3,4\n", "f:2: alive in"),
-        ("id,lower,upper,size\n1,2,3,4\n1,5,6,4\n", "f:3: id 1 was given before"),
+        ("id,lower,upper,size\n1,3,3,4\n", "f:2: the tensor lives in"),
+        ("id,lower,upper,size\n1,2,3,4\n1,5,6,4\n", "f:3: id 1 occurs twice"),
         ("id,lower,upper,size\n1,2,3,-4\n", "f:2: size -4"),
-        ("id,lower,upper,size\n1,2,3,512\n2,2,3,51", "f:3: cut off"),
-        ("id,lower,upper,size", "f:1: cut off"),
+        ("id,lower,upper,size\n1,2,3,512\n2,2,3,51", "f:3: the file is cut off"),
+        ("id,lower,upper,size", "f:1: the file is cut off"),
     ],
 )
 def test_broken_csv_is_refused_by_its_line(text: str, words: str) -> None:
@@ -217,5 +217,5 @@ def test_an_empty_file_is_refused(tmp_path: Path, content: bytes) -> None:
     """Of a trace that was cut off before its first line nothing is left."""
     path = tmp_path / "t"
     path.write_bytes(content)
-    with pytest.raises(Refused, match="t: is empty"):
+    with pytest.raises(Refused, match="t: the file is empty"):
         read_trace(path)

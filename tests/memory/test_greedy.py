@@ -7,20 +7,18 @@ from random import Random
 import pytest
 from hypothesis import given
 
-from farspan.memory import placement as greedy_module
-from farspan.memory import placement as place_module
-from farspan.memory import placement as solver
+from farspan.memory import placement
 from farspan.memory.placement import (
     ORDERS,
     Columns,
     PlacementRequest,
-    check_placement,
     lowest_of,
     place,
     place_greedily,
     sweep_placement,
 )
 from tests.memory.instances import hard, requests
+from tests.oracles.check_placement import check_placement
 
 
 @given(requests())
@@ -55,15 +53,15 @@ def test_time_ends_the_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each order takes 4 s of a clock: of 10 s two are taken, of none one all the same."""
     now = [0.0]
     tried: list[bool] = []
+    first_fit = placement.greedy
 
     def slow(columns: Columns, order: Sequence[int], best: bool = False) -> list[int]:
         now[0] += 4.0
         tried.append(best)
-        return solver.greedy(columns, order, best)
+        return first_fit(columns, order, best)
 
-    for module in (place_module, greedy_module):
-        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(place_module, "greedy", slow)
+    monkeypatch.setattr(placement, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(placement, "greedy", slow)
     for seconds, orders in ((10.0, 2), (0.0, 1), (1e9, 2 * len(ORDERS))):
         tried.clear()
         found = place_greedily(hard("K"), seconds)
@@ -72,7 +70,7 @@ def test_time_ends_the_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == place_greedily(hard("K"))
 
 
-@pytest.mark.skipif(not solver.available(), reason="the native library is not built")
+@pytest.mark.skipif(not placement.available(), reason="the native library is not built")
 def test_a_step_of_thousands_of_requests_takes_no_time() -> None:
     """5,000 requests whose lifetimes nest and overlap: all orders well under 2 s of processor."""
     random = Random(0)

@@ -15,10 +15,11 @@ from farspan.memory.exact import (
     place_exactly,
     write_program,
 )
-from farspan.memory.placement import Placement, PlacementRequest, check_placement, live_peak
+from farspan.memory.placement import Placement, PlacementRequest, live_peak
 from farspan.spec import Refused
 from tests.grids import examples
 from tests.memory.instances import above_bound, least_height, requests, tight
+from tests.oracles.check_placement import check_placement
 
 pytest.importorskip("scipy")
 
@@ -111,11 +112,11 @@ def test_a_solver_that_ends_wrongly_proves_nothing(monkeypatch: pytest.MonkeyPat
     class Wrong:
         x, message, mip_dual_bound = None, "The problem is infeasible.", None
 
-    monkeypatch.setattr(mip, "_solve", lambda *_: Wrong)
+    monkeypatch.setattr(mip, "_solve_mip", lambda *_: Wrong)
     found = place_by_mip(above_bound())
     check_placement(above_bound(), found.placement)
     assert found.proved_bound == 8
-    with pytest.raises(Refused, match=r"no placement found .* The problem is infeasible"):
+    with pytest.raises(Refused, match=r"no placement within .* The problem is infeasible"):
         place_by_mip(above_bound(), capacity=8)
 
 
@@ -153,13 +154,15 @@ def test_forty_transients_of_a_layer() -> None:
 
 
 def test_a_capacity_below_the_optimum_has_no_solution() -> None:
-    with pytest.raises(Refused, match="mip: no placement found"):
+    with pytest.raises(Refused, match="mip: the solver found no placement"):
         place_by_mip(above_bound(), 60.0, 8)
 
 
 def test_too_many_pairs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mip, "MOST_PAIRS", 3)
-    with pytest.raises(Refused, match="pairs live together, at most 3"):
+    with pytest.raises(
+        Refused, match="pairs of tensors live together, but the solver takes at most 3"
+    ):
         place_by_mip(above_bound())
 
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from farspan.memory.placement import PlacementRequest, check_placement, live_peak, most_alive, place
+from farspan.memory.placement import PlacementRequest, live_peak, place
+from tests.oracles.check_placement import check_placement, most_alive
 
 REQUESTS = st.lists(
     st.builds(

@@ -59,7 +59,9 @@ def test_names_and_marks_do_not_matter(tmp_path: Path) -> None:
 )
 def test_another_program_is_refused(tmp_path: Path, events: tuple[Any, ...]) -> None:
     write_plan(plan_of(TRACE), tmp_path / "plan")
-    with pytest.raises(Refused, match="plan: a plan of another program: it has 3 tensors"):
+    with pytest.raises(
+        Refused, match="plan: the plan belongs to another program: it has 3 tensors"
+    ):
         read_plan(tmp_path / "plan", Trace(events))
 
 
@@ -79,8 +81,8 @@ def damage(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (damage(version=2), "a plan of version 2, expected 1"),
-        (damage(format="other"), "no plan: expected the format 'farspan memory plan'"),
+        (damage(version=2), "the plan has version 2, expected 1"),
+        (damage(format="other"), "not a plan: expected the format 'farspan memory plan'"),
         (damage(tensors=[[100, 0, 0], [600, 2, 0], [5, 0, 0]]), "damaged: 0 and 1 live together"),
         (damage(tensors=[[100, 0, 0]]), "damaged: 1 addresses for 3 requests"),
         (damage(tensors=[[100, 0]]), "damaged"),
@@ -92,8 +94,8 @@ def damage(**changes: Any) -> dict[str, Any]:
         (damage(optimal=1), "damaged.*optimal 1"),
         (damage(tensors=[[1, 0, 0], [1, 2, 512], [1, 0, 0]]), "damaged: tensor 0 has 1 bytes"),
         (damage(tensors=[[100, 0, 1024], [600, 3, 0], [5, 0, 1024]]), "tensor 1 .* on stream 3"),
-        (damage(tensors=[[100, 0, 1025], [600, 2, 0], [5, 0, 1024]], peak=1537), "no multiple"),
-        (damage(tensors=SHIFTED, peak=2560, optimal=True), "called optimal, and nothing lies"),
+        (damage(tensors=[[100, 0, 1025], [600, 2, 0], [5, 0, 1024]], peak=1537), "not a multiple"),
+        (damage(tensors=SHIFTED, peak=2560, optimal=True), "marked optimal, but nothing lies"),
         (damage(lower_bound=1), "damaged: lower bound 1, but 1536 bytes are alive"),
         (damage(tensors=[[100, 0, 2**70]]), "damaged.*expected at most"),
         (damage(tensors=[[100, 2**64, 0]]), "damaged.*expected at most"),
@@ -112,7 +114,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, changes: dict[str, Any], mess
 @pytest.mark.parametrize("text", ["", "{", "[]", "malloc 1 2", "[" * 10**5])
 def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "plan").write_text(text)
-    with pytest.raises(Refused, match="no plan"):
+    with pytest.raises(Refused, match="not a plan"):
         read_plan(tmp_path / "plan", TRACE)
 
 

@@ -114,7 +114,7 @@ def test_a_plan_of_another_program_is_refused(tmp_path: Path) -> None:
     write_trace(trace, tmp_path / "trace")
     write_trace(other, tmp_path / "other")
     assert load_plan(tmp_path / "plan", tmp_path / "trace").rows == (PlanRow(100, 0, 0),)
-    with pytest.raises(Refused, match="a plan of another program"):
+    with pytest.raises(Refused, match="the plan belongs to another program"):
         load_plan(tmp_path / "plan", tmp_path / "other")
 
 

@@ -124,7 +124,7 @@ def test_harmless_names_are_refused_too() -> None:
         ([entry("alloc", 1, 2**51)], "entry 0: size"),
         ([{"action": "alloc", "addr": "1", "size": 2}], "entry 0: addr: expected a number"),
         ([{"action": "alloc", "addr": 1}], "entry 0: size: expected a number"),
-        ([entry("allocate", 1, 2)], "entry 0: the action 'allocate'"),
+        ([entry("allocate", 1, 2)], "entry 0: unknown action 'allocate'"),
         ([7], "entry 0: expected an entry"),
         ([], "has no events"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import event, given
 
-from farspan.memory.placement import Placement, PlacementRequest, check_placement
+from farspan.memory.placement import Placement, PlacementRequest
 from farspan.plan import names
 from farspan.plan.build import build_evaluation, build_program
 from farspan.plan.check import check_program
@@ -38,6 +38,7 @@ from farspan.plan.program import (
     StoreGradient,
 )
 from farspan.spec import ModelSpec, RunSpec, Schedule, Sparse, Tier
+from tests.oracles.check_placement import check_placement
 from tests.plan import cases, mutate
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

@@ -6,11 +6,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from farspan.memory.compare.allocators import CREATE, MAP, PUBLISHED, RELEASE, UNMAP
+from farspan.memory.compare.allocators import CREATE, MAP, RELEASE, UNMAP
 from farspan.memory.compare.compare import (
     CACHING,
     EXPANDABLE,
     PLAN,
+    PUBLISHED,
     STITCHING,
     AllocatorComparison,
     AllocatorResult,

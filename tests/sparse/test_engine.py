@@ -179,7 +179,7 @@ class TestSelectors:
             return torch.tensor(pages).expand(*votes.shape[:3], len(pages))
 
         step = Step(shared_model("qwen2"), SCHEDULES["device"], selector=greedy)
-        with pytest.raises(Refused, match=r"selector: chose 5 pages .* the budget is 2"):
+        with pytest.raises(Refused, match=r"selector: chose 5 pages .* more than the budget of 2"):
             step(*DATA)
 
     def test_is_no_function(self) -> None:

@@ -62,7 +62,7 @@ class TestQuality:
         assert watch.warning(1, high) is None
         first = watch.warning(2, [*high, *low])
         assert first is not None
-        assert "80.0% of the attention mass in layer 2 (of one query 10.0%)" in first
+        assert "80.0% of the attention mass in layer 2 (10.0% for one query)" in first
         said = [step for step in range(3, 3 * REMIND) if watch.warning(step, low)]
         assert said == [2 + REMIND, 2 + 2 * REMIND]
         assert watch.warning(3 * REMIND + 3, high) is None

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from farspan.attention.softmax import BackwardQueries
 from farspan.sparse.kernel_calls import (
     PagedCall,
     PageGradients,
@@ -122,7 +123,8 @@ def run_spread(case: PagedCase) -> list[tuple[torch.Tensor, ...]]:
         k, v = place(inputs.k), place(inputs.v)
         totals = PageGradients(*(place(torch.zeros_like(x, dtype=torch.float32)) for x in (k, v)))
         attended = attend_pages(call, inputs.q, k, v)
-        dq = attend_pages_backward(call, inputs.dout, inputs.q, k, v, attended, totals)
+        queries = BackwardQueries(inputs.dout, inputs.q, *attended)
+        dq = attend_pages_backward(call, queries, k, v, totals)
         results.append((*attended, dq, totals.dk.clone(), totals.dv.clone()))
     return results
 
@@ -204,7 +206,7 @@ def attend_changed(changed: dict[str, torch.Tensor]) -> None:
     if not changed.keys() & {"out", "lse", "dk"}:
         attend_pages(call, q, k, v)
     totals = PageGradients(dk, torch.zeros_like(inputs.v))
-    attend_pages_backward(call, inputs.dout, q, k, v, (out, lse), totals)
+    attend_pages_backward(call, BackwardQueries(inputs.dout, q, out, lse), k, v, totals)
 
 
 def test_without_an_interpreter_a_cpu_is_refused() -> None:

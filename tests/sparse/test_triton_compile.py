@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from farspan.attention.softmax import BackwardQueries
+from farspan.kernels.launch import Launch
 from farspan.lazy import load
 from farspan.sparse.kernel_calls import (
     PagedCall,
     PageGradients,
-    PageLaunch,
     PageTable,
     PageTiles,
-    Softmax,
     backward_launches,
     choose_tiles,
     forward_launch,
@@ -48,15 +48,15 @@ def driver(tmp_path: Path) -> Iterator[Any]:
         yield driver
 
 
-def launches(case: PagedCase, inputs: PagedInputs, tiles: PageTiles) -> Iterator[PageLaunch]:
+def launches(case: PagedCase, inputs: PagedInputs, tiles: PageTiles) -> Iterator[Launch]:
     table = PageTable(inputs.choice, case.page, case.tokens, case.tokens)
     call = PagedCall(table, case.scale, inputs.first_key, tiles)
     q, keys, values, out = inputs.q, inputs.k, inputs.v, inputs.dout
     lse = torch.empty(q.shape[:3])
-    yield forward_launch(call, q, keys, values, (out, lse))
+    yield forward_launch(call, q, keys, values, out, lse)
     totals = PageGradients(keys.float(), values.float())
-    of_rows = Softmax(lse, torch.empty_like(lse))
-    yield from backward_launches(call, (q, keys, values, out), out, of_rows, (q.float(), totals))
+    queries, delta = BackwardQueries(out, q, out, lse), torch.empty_like(lse)
+    yield from backward_launches(call, queries, delta, keys, values, q.float(), totals)
 
 
 def compiled(case: PagedCase, capability: tuple[int, int]) -> dict[str, Any]:
@@ -64,7 +64,9 @@ def compiled(case: PagedCase, capability: tuple[int, int]) -> dict[str, Any]:
     tiles = choose_tiles(capability, case.head_dim, case.dtype.itemsize)
     made = {}
     for launch in launches(case, make_paged(case), tiles):
-        made[launch.kernel.fn.__name__] = launch.kernel.warmup(grid=launch.grid, **launch.arguments)
+        made[launch.kernel.fn.__name__] = launch.kernel.warmup(
+            grid=launch.programs, **launch.arguments, enable_fp_fusion=True
+        )
     return made
 
 

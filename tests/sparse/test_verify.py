@@ -53,7 +53,7 @@ def test_in_lower_precision_for_the_pages_that_float64_chooses(
     found = verify(shared_model(name, dtype), SCHEDULE, RUN)
     assert found.passed, found
     assert found.max_relative_error > EXACT
-    assert "a choice that rounding tips is no error" in found.rule
+    assert "a choice that rounding flips is not an error" in found.rule
 
 
 def test_a_choice_that_rounding_tips_is_no_failure() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from farspan.attention.softmax import BackwardQueries
 from farspan.sparse.attend import FarCall, sparse_reference
 from farspan.sparse.kernel_calls import (
     PagedCall,
@@ -165,8 +166,9 @@ def run_paged(case: PagedCase, inputs: PagedInputs, calls: int = 1) -> Results:
     call = PagedCall(table, case.scale, inputs.first_key, case.tiles)
     out, lse = attend_pages(call, inputs.q, keys, values)
     totals = PageGradients(*(torch.zeros_like(x, dtype=torch.float32) for x in (keys, values)))
+    queries = BackwardQueries(inputs.dout, inputs.q, out, lse)
     for _ in range(calls):
-        dq = attend_pages_backward(call, inputs.dout, inputs.q, keys, values, (out, lse), totals)
+        dq = attend_pages_backward(call, queries, keys, values, totals)
     assert all(not total[~lies].any() for total in totals)
     dk, dv = (_collected(x, places, inputs.k, case.page) for x in totals)
     return {"out": out, "lse": lse, "q": dq, "k": dk, "v": dv}
@@ -251,12 +253,6 @@ class FarFromElsewhere(TritonFar):
         return TritonFar.forward(self, call, q, choice, Elsewhere(pages))
 
     def backward(
-        self,
-        call: FarCall,
-        dout: Tensor,
-        q: Tensor,
-        attended: tuple[Tensor, Tensor],
-        choice: Tensor,
-        pages: Pages,
+        self, call: FarCall, queries: BackwardQueries, choice: Tensor, pages: Pages
     ) -> Tensor:
-        return TritonFar.backward(self, call, dout, q, attended, choice, Elsewhere(pages))
+        return TritonFar.backward(self, call, queries, choice, Elsewhere(pages))

@@ -220,7 +220,7 @@ def test_a_vocabulary_too_small_is_refused(tmp_path: Path) -> None:
 
 def test_a_document_longer_than_the_model_knows_is_refused_at_once(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, model=ModelConfig(config=MODEL | {"max_position_embeddings": 40}))
-    with pytest.raises(Refused, match=r"context: a document of 48 tokens is beyond"):
+    with pytest.raises(Refused, match=r"context: a document of 48 tokens exceeds"):
         fit(run)
 
 

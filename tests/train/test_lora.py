@@ -189,7 +189,7 @@ def test_a_target_that_is_not_there_is_told_before_text_is_read(tmp_path: Path) 
     lora = replace(LORA, targets=("query",))
     run = replace(run, model=replace(run.model, lora=lora))
     run = replace(run, data=replace(run.data, path=str(tmp_path / "none")))
-    with pytest.raises(Refused, match=r"targets: 'query' is no linear module of the layers"):
+    with pytest.raises(Refused, match=r"targets: the layers have no linear module 'query'"):
         train(run, reporter=Quiet())
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from farspan.attention.softmax import visible
+from farspan.attention.softmax import BackwardQueries, visible
 from farspan.plan.blocks import Block, tile_window
 
 aten = torch.ops.aten
@@ -43,15 +43,7 @@ class BlockKernel(Protocol):
         """The block's own out, in the dtype of q, and lse. Both are fresh."""
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        block: Block,
-        scale: float,
+        self, queries: BackwardQueries, k: Tensor, v: Tensor, block: Block, scale: float
     ) -> Gradients:
         """dq, dk (Hk heads), dv (Hk heads) of the block. All are fresh."""
 
@@ -98,21 +90,12 @@ class CpuFlash:
         )
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        block: Block,
-        scale: float,
+        self, queries: BackwardQueries, k: Tensor, v: Tensor, block: Block, scale: float
     ) -> Gradients:
-        dout, q, k, v, out = _rows_dense(dout, q, k, v, out)
+        dout, q, k, v, out = _rows_dense(queries.dout, queries.q, k, v, queries.out)
+        square, mask = self._square(block), self._mask(block, q)
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(dout, q, k, v, out, lse, 0.0, self._square(block)),
-            attn_mask=self._mask(block, q),
-            scale=scale,
+            dout, q, k, v, out, queries.lse, 0.0, square, attn_mask=mask, scale=scale
         )
 
     def _square(self, block: Block) -> bool:
@@ -145,39 +128,28 @@ class CudaFlash:
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
     ) -> tuple[Tensor, Tensor]:
         q_BSHD, k_BSHD, v_BSHD = (x.transpose(1, 2) for x in _rows_dense(q, k, v))
-        left, right = self.window(block)
+        most, options = (block.queries, block.keys), self._options(block, scale)
         out_BSHD, lse, *_ = aten._flash_attention_forward(
-            *(q_BSHD, k_BSHD, v_BSHD, None, None, block.queries, block.keys),
-            *(0.0, block.causal, False),
-            scale=scale,
-            window_size_left=left,
-            window_size_right=right,
+            q_BSHD, k_BSHD, v_BSHD, None, None, *most, 0.0, block.causal, False, **options
         )
         return out_BSHD.transpose(1, 2), lse
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        block: Block,
-        scale: float,
+        self, queries: BackwardQueries, k: Tensor, v: Tensor, block: Block, scale: float
     ) -> Gradients:
-        tensors_BSHD = (x.transpose(1, 2) for x in _rows_dense(dout, q, k, v, out))
-        left, right = self.window(block)
-        rng = torch.empty(2, dtype=torch.uint64, device=q.device)
-        unused = torch.empty((), dtype=torch.uint64, device=q.device)
+        dense = _rows_dense(queries.dout, queries.q, k, v, queries.out)
+        tensors_BSHD, lse = [x.transpose(1, 2) for x in dense], queries.lse.contiguous()
+        most, options = (block.queries, block.keys), self._options(block, scale)
+        rng = torch.empty(2, dtype=torch.uint64, device=k.device)
+        unused = torch.empty((), dtype=torch.uint64, device=k.device)
         dq, dk, dv = aten._flash_attention_backward(
-            *(*tensors_BSHD, lse.contiguous(), None, None, block.queries, block.keys),
-            *(0.0, block.causal, rng, unused),
-            scale=scale,
-            window_size_left=left,
-            window_size_right=right,
+            *tensors_BSHD, lse, None, None, *most, 0.0, block.causal, rng, unused, **options
         )
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+    def _options(self, block: Block, scale: float) -> dict[str, float]:
+        left, right = self.window(block)
+        return {"scale": scale, "window_size_left": left, "window_size_right": right}
 
     def window(self, block: Block) -> tuple[int, int]:
         """Keys to the left and right of the aligned diagonal; -1 is all of them.
@@ -259,28 +231,20 @@ class CudaCudnn:
         return out, lse.view(lse.shape[:3])
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        block: Block,
-        scale: float,
+        self, queries: BackwardQueries, k: Tensor, v: Tensor, block: Block, scale: float
     ) -> Gradients:
         if not self._fits(block):
-            return self.other.backward(dout, q, k, v, out, lse, block, scale)
+            return self.other.backward(queries, k, v, block, scale)
         # See Note: [One layout of O for each plan].
-        (k, v), (dout, q, out) = _rows_dense(k, v), (_packed(x) for x in (dout, q, out))
-        lse = lse.contiguous()
+        dout, q, out = (_packed(x) for x in (queries.dout, queries.q, queries.out))
+        k, v = _rows_dense(k, v)
+        lse = queries.lse.contiguous()
         if _cudnn_lse_rank() == 4:
             lse = lse.unsqueeze(-1)
         seed, offset = torch.empty((2,), dtype=torch.int64, device=q.device).unbind()
+        none, most = (None,) * 3, (block.queries, block.keys)  # no bias, no ragged lengths
         return aten._scaled_dot_product_cudnn_attention_backward(
-            *(dout, q, k, v, out, lse, seed, offset, None, None, None),
-            *(block.queries, block.keys, 0.0, block.causal),
-            scale=scale,
+            dout, q, k, v, out, lse, seed, offset, *none, *most, 0.0, block.causal, scale=scale
         )
 
     def _fits(self, block: Block) -> bool:
@@ -323,19 +287,13 @@ class Padded:
         return out[..., : v.shape[-1]], lse
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        block: Block,
-        scale: float,
+        self, queries: BackwardQueries, k: Tensor, v: Tensor, block: Block, scale: float
     ) -> Gradients:
-        dout, out, wide_q, wide_k, wide_v = (self._wide(x) for x in (dout, out, q, k, v))
-        dq, dk, dv = self.inner.backward(dout, wide_q, wide_k, wide_v, out, lse, block, scale)
-        return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
+        dout, q, out = (self._wide(x) for x in (queries.dout, queries.q, queries.out))
+        wide_k, wide_v = self._wide(k), self._wide(v)
+        given = BackwardQueries(dout, q, out, queries.lse)
+        dq, dk, dv = self.inner.backward(given, wide_k, wide_v, block, scale)
+        return dq[..., : queries.q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
 
     def _wide(self, x: Tensor) -> Tensor:
         """Token-first, as vendor kernels take it without another copy."""

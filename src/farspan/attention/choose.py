@@ -25,163 +25,10 @@ from farspan.attention.backends import (
     Gradients,
     Padded,
 )
-from farspan.attention.softmax import Tiled
+from farspan.attention.softmax import BackwardQueries, Tiled
 from farspan.lazy import load
 from farspan.plan.blocks import Block
 from farspan.spec import AttentionKernel, Refused
-
-NAME = "FA3"  # in PyTorch's registry
-PACKAGES = {
-    AttentionKernel.FA3: (
-        "flash_attn_interface",
-        "FlashAttention-3, built from its sources for a Hopper GPU",
-    ),
-    AttentionKernel.FA4: ("flash_attn.cute.interface", "pip install flash-attn-4"),
-}
-# Of a probe's results, relative: rounding to bfloat16 gives 0.004, a wrong mask or scale 0.1.
-TRUE_WITHIN = 0.02
-
-
-def refuse_missing(choice: AttentionKernel) -> None:
-    """Raises Refused where the package of a kernel, if it needs one, is not there."""
-    if choice not in PACKAGES:
-        return
-    known = getattr(attention, "list_flash_attention_impls", list)
-    if choice is AttentionKernel.FA3 and NAME not in known():
-        raise Refused("attention: fa3 needs PyTorch 2.11 or later; choose auto or flash")
-    package, words = PACKAGES[choice]
-    if not _is_there(package):
-        raise Refused(
-            f"attention: {choice.value} needs the package {package} ({words}), which is not "
-            "installed; install it, or choose auto or flash"
-        )
-
-
-@contextmanager
-def flash_attention_3() -> Iterator[None]:
-    """Inside it aten's flash attention is FlashAttention-3. Raises Refused where its package is
-    not what PyTorch expects."""
-    before = attention.current_flash_attention_impl()
-    if before == NAME:
-        yield
-        return
-    try:
-        attention.activate_flash_attention_impl(NAME)
-    except (ImportError, RuntimeError, OSError) as error:
-        raise Refused(f"attention: fa3 cannot be loaded: {error}; choose auto or flash") from error
-    try:
-        yield
-    finally:
-        attention.restore_flash_attention_impl(_raise_warn=False)
-        if before is not None:
-            attention.activate_flash_attention_impl(before)
-
-
-@dataclass(frozen=True, slots=True)
-class Flash4:
-    """FlashAttention-4 for Hopper and data-centre Blackwell: bf16, fp16; D == Dv, a multiple of 8
-    up to 128, or 256 (any up to 256 on Hopper); GQA, windows and soft caps inside; tensors are
-    [B, S, H, D].
-
-    Causal masks and windows are aligned bottom right, None is all keys of a side. It sums dQ in a
-    fixed order under `torch.use_deterministic_algorithms`. It compiles its kernels when they are
-    first called, seconds each.
-    """
-
-    softcap: float | None = None
-
-    def split(self, block: Block) -> tuple[Block, ...]:
-        return (block,)
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        call = load("flash_attn.cute.interface", "_flash_attn_fwd")
-        out_BSHD, lse, *_ = call(
-            *(x.transpose(1, 2) for x in (q, k, v)),
-            softmax_scale=scale,
-            causal=block.causal,
-            softcap=self.softcap or 0.0,
-            window_size_left=self._left(block),
-            return_lse=True,
-        )
-        return out_BSHD.transpose(1, 2), lse
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        block: Block,
-        scale: float,
-    ) -> Gradients:
-        call = load("flash_attn.cute.interface", "_flash_attn_bwd")
-        dq, dk, dv, *_ = call(
-            *(x.transpose(1, 2) for x in (q, k, v, out, dout)),
-            lse.contiguous(),
-            softmax_scale=scale,
-            causal=block.causal,
-            softcap=self.softcap or 0.0,
-            window_size_left=self._left(block),
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-    def _left(self, block: Block) -> int | None:
-        """Keys to the left of the aligned diagonal, as `CudaFlash` counts them."""
-        left, _ = CudaFlash().window(block)
-        return None if left < 0 else left
-
-
-@cache
-def flash_4_fault(softcap: float | None, width: int, device: torch.device) -> str | None:
-    """What is wrong with FlashAttention-4 on this device, for heads of `width`; None: nothing.
-
-    A causal square, a rectangle and a window, forward and backward, are held against plain
-    PyTorch: the package changes its private functions, which farspan's backward needs, as it likes.
-    """
-    generator = torch.Generator(device).manual_seed(0)
-
-    def random(heads: int, tokens: int) -> Tensor:
-        shape = 1, tokens, heads, width
-        x = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
-        return x.transpose(1, 2)
-
-    kernel, plain, scale = Flash4(softcap), Tiled(softcap), width**-0.5
-    for block in (
-        Block(0, None, 0, 200, 0, 200, True),
-        Block(0, None, 0, 200, 0, 200, True, window=70),
-        Block(0, None, 300, 500, 0, 300, False),
-        Block(0, None, 300, 500, 71, 300, False, window=230),
-    ):
-        q, dout = random(4, block.queries), random(4, block.queries)
-        k, v = random(2, block.keys), random(2, block.keys)
-        wanted = plain.forward(q, k, v, block, scale)
-        try:
-            found = kernel.forward(q, k, v, block, scale)
-            of_block = dout, q, k, v, *wanted, block, scale
-            pairs = zip(
-                (*found, *kernel.backward(*of_block)),
-                (*wanted, *plain.backward(*of_block)),
-                strict=True,
-            )
-            errors = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs]
-        except Exception as error:  # whatever its compiler or a changed signature raises
-            return f"{type(error).__name__}: {error}"
-        if not max(errors) <= TRUE_WITHIN:
-            return f"a call is off by {max(errors):.2g} of its result"
-    return None
-
-
-def _is_there(package: str) -> bool:
-    try:
-        return find_spec(package) is not None
-    except (ImportError, ValueError):  # its parent is missing; a name imported without a file
-        return False
-
 
 WIDEST = 256  # elements of a head in flash attention
 CUDNN_WIDEST = 128
@@ -275,3 +122,151 @@ def _flash_4(
 def _refuse_choice(choice: AttentionKernel, needs: str) -> None:
     if choice is not AttentionKernel.AUTO:
         raise Refused(f"attention: {choice.value} needs {needs}; choose auto")
+
+
+# -- FlashAttention-3 and -4 --------------------------------------------------------------------
+
+
+NAME = "FA3"  # in PyTorch's registry
+PACKAGES = {
+    AttentionKernel.FA3: (
+        "flash_attn_interface",
+        "FlashAttention-3, built from its sources for a Hopper GPU",
+    ),
+    AttentionKernel.FA4: ("flash_attn.cute.interface", "pip install flash-attn-4"),
+}
+# Of a probe's results, relative: rounding to bfloat16 gives 0.004, a wrong mask or scale 0.1.
+TRUE_WITHIN = 0.02
+
+
+def refuse_missing(choice: AttentionKernel) -> None:
+    """Raises Refused where the package of a kernel, if it needs one, is not there."""
+    if choice not in PACKAGES:
+        return
+    known = getattr(attention, "list_flash_attention_impls", list)
+    if choice is AttentionKernel.FA3 and NAME not in known():
+        raise Refused("attention: fa3 needs PyTorch 2.11 or later; choose auto or flash")
+    package, words = PACKAGES[choice]
+    if not _is_there(package):
+        raise Refused(
+            f"attention: {choice.value} needs the package {package} ({words}), which is not "
+            "installed; install it, or choose auto or flash"
+        )
+
+
+@contextmanager
+def flash_attention_3() -> Iterator[None]:
+    """Inside it aten's flash attention is FlashAttention-3. Raises Refused where its package is
+    not what PyTorch expects."""
+    before = attention.current_flash_attention_impl()
+    if before == NAME:
+        yield
+        return
+    try:
+        attention.activate_flash_attention_impl(NAME)
+    except (ImportError, RuntimeError, OSError) as error:
+        raise Refused(f"attention: fa3 cannot be loaded: {error}; choose auto or flash") from error
+    try:
+        yield
+    finally:
+        attention.restore_flash_attention_impl(_raise_warn=False)
+        if before is not None:
+            attention.activate_flash_attention_impl(before)
+
+
+@dataclass(frozen=True, slots=True)
+class Flash4:
+    """FlashAttention-4 for Hopper and data-centre Blackwell: bf16, fp16; D == Dv, a multiple of 8
+    up to 128, or 256 (any up to 256 on Hopper); GQA, windows and soft caps inside; tensors are
+    [B, S, H, D].
+
+    Causal masks and windows are aligned bottom right, None is all keys of a side. It sums dQ in a
+    fixed order under `torch.use_deterministic_algorithms`. It compiles its kernels when they are
+    first called, seconds each.
+    """
+
+    softcap: float | None = None
+
+    def split(self, block: Block) -> tuple[Block, ...]:
+        return (block,)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        call = load("flash_attn.cute.interface", "_flash_attn_fwd")
+        out_BSHD, lse, *_ = call(
+            *(x.transpose(1, 2) for x in (q, k, v)),
+            softmax_scale=scale,
+            causal=block.causal,
+            softcap=self.softcap or 0.0,
+            window_size_left=self._left(block),
+            return_lse=True,
+        )
+        return out_BSHD.transpose(1, 2), lse
+
+    def backward(
+        self, queries: BackwardQueries, k: Tensor, v: Tensor, block: Block, scale: float
+    ) -> Gradients:
+        call = load("flash_attn.cute.interface", "_flash_attn_bwd")
+        dq, dk, dv, *_ = call(
+            *(x.transpose(1, 2) for x in (queries.q, k, v, queries.out, queries.dout)),
+            queries.lse.contiguous(),
+            softmax_scale=scale,
+            causal=block.causal,
+            softcap=self.softcap or 0.0,
+            window_size_left=self._left(block),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+    def _left(self, block: Block) -> int | None:
+        """Keys to the left of the aligned diagonal, as `CudaFlash` counts them."""
+        left, _ = CudaFlash().window(block)
+        return None if left < 0 else left
+
+
+@cache
+def flash_4_fault(softcap: float | None, width: int, device: torch.device) -> str | None:
+    """What is wrong with FlashAttention-4 on this device, for heads of `width`; None: nothing.
+
+    A causal square, a rectangle and a window, forward and backward, are held against plain
+    PyTorch: the package changes its private functions, which farspan's backward needs, as it likes.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(heads: int, tokens: int) -> Tensor:
+        shape = 1, tokens, heads, width
+        x = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+        return x.transpose(1, 2)
+
+    kernel, plain, scale = Flash4(softcap), Tiled(softcap), width**-0.5
+    for block in (
+        Block(0, None, 0, 200, 0, 200, True),
+        Block(0, None, 0, 200, 0, 200, True, window=70),
+        Block(0, None, 300, 500, 0, 300, False),
+        Block(0, None, 300, 500, 71, 300, False, window=230),
+    ):
+        q, dout = random(4, block.queries), random(4, block.queries)
+        k, v = random(2, block.keys), random(2, block.keys)
+        wanted = plain.forward(q, k, v, block, scale)
+        try:
+            found = kernel.forward(q, k, v, block, scale)
+            queries = BackwardQueries(dout, q, *wanted)
+            pairs = zip(
+                (*found, *kernel.backward(queries, k, v, block, scale)),
+                (*wanted, *plain.backward(queries, k, v, block, scale)),
+                strict=True,
+            )
+            errors = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs]
+        except Exception as error:  # whatever its compiler or a changed signature raises
+            return f"{type(error).__name__}: {error}"
+        if not max(errors) <= TRUE_WITHIN:
+            return f"a call is off by {max(errors):.2g} of its result"
+    return None
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except (ImportError, ValueError):  # its parent is missing; a name imported without a file
+        return False

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from farspan.attention.backends import BlockKernel, token_first
 from farspan.attention.softmax import (
+    BackwardQueries,
     accumulate_dtype,
     add_,
     add_sinks,
@@ -168,7 +169,7 @@ def attend_backward(
     keys; what they give to earlier keys goes to `key_values.add_gradient`.
     """
     dtype = accumulate_dtype(q.dtype)
-    of_queries = dout, q, *attended
+    of_queries = BackwardQueries(dout, q, *attended)
     dq = _BlockSum(q, dtype, call)
     own = _Visit(call.own_start, call.own_start + k.shape[2], slice(0, None), _own_blocks(call))
     dk, dv = _gradients(call, of_queries, k, v, own, dq)
@@ -191,7 +192,7 @@ def attend_earlier_backward(
     """What earlier keys alone give to dq, in the accumulate dtype; their own gradients go to
     `key_values.add_gradient`. `attended` is that of all keys."""
     dq = _BlockSum(q, accumulate_dtype(q.dtype), call)
-    _earlier_gradients(call, (dout, q, *attended), key_values, dq)
+    _earlier_gradients(call, BackwardQueries(dout, q, *attended), key_values, dq)
     return dq.total().to(dq.dtype)
 
 
@@ -264,7 +265,7 @@ class _BlockSum:
 
 def _earlier_gradients(
     call: AttentionCall,
-    of_queries: tuple[Tensor, ...],
+    of_queries: BackwardQueries,
     key_values: KeyValues,
     dq: _BlockSum,
     *,
@@ -282,7 +283,7 @@ def _earlier_gradients(
 
 def _gradients(
     call: AttentionCall,
-    of_queries: tuple[Tensor, ...],
+    of_queries: BackwardQueries,
     keys: Tensor,
     values: Tensor,
     visit: _Visit,
@@ -299,9 +300,9 @@ def _gradients(
         rows = slice(block.row_start - first_row, None)
         if block.row_stop is not None:
             rows = slice(rows.start, block.row_stop - first_row)
-        dout, q, out, lse = (_queries(call, x, block) for x in of_queries)
+        queries = BackwardQueries(*(_queries(call, x, block) for x in of_queries))
         k, v = (_keys(x, block, visit.start) for x in (keys, values))
-        parts = call.kernel.backward(dout, q, k, v, out, lse, block, call.scale)
+        parts = call.kernel.backward(queries, k, v, block, call.scale)
         ends = last and block is visit.blocks[-1]
         dq.add(parts[0], block.rows, block.q_start + block.shift - call.q_start, last=ends)
         dk.add(parts[1], rows, block.k_start - visit.start)

@@ -10,6 +10,7 @@ Shapes: q [B, H, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv], out [B, H, Sq, Dv]
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,35 @@ from farspan.plan.blocks import Block
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32 for 16 and 32 bit, fp64 for fp64: what is summed over blocks, and every LSE."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    document_ids: Tensor | None = None,
+) -> Tensor:
+    """q [B, H, S, D], k [B, Hk, S, D], v [B, Hk, S, Dv], sinks [H], ids [B, S] -> [B, H, S, Dv]."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = scale * q @ k.mT
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    tokens = q.shape[2]
+    visible = q.new_ones(tokens, tokens).tril().triu(1 - (window or tokens)).bool()
+    if document_ids is not None:
+        visible = visible & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    return scores.softmax(-1)[..., :tokens] @ v
+
+
+# -- softmaxes joined from their parts ----------------------------------------------------------
 
 
 def merged(out: Tensor, lse: Tensor, parts: Sequence[joining.Part], dtype: torch.dtype) -> Tensor:
@@ -84,30 +114,7 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tens
     return -(weight * (dout.to(dtype) * out.to(dtype)).sum(-1)).sum((0, 2))
 
 
-def reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    document_ids: Tensor | None = None,
-) -> Tensor:
-    """q [B, H, S, D], k [B, Hk, S, D], v [B, Hk, S, Dv], sinks [H], ids [B, S] -> [B, H, S, Dv]."""
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = scale * q @ k.mT
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    tokens = q.shape[2]
-    visible = q.new_ones(tokens, tokens).tril().triu(1 - (window or tokens)).bool()
-    if document_ids is not None:
-        visible = visible & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
-    scores = scores.masked_fill(~visible, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
-    return scores.softmax(-1)[..., :tokens] @ v
+# -- one block, tile by tile --------------------------------------------------------------------
 
 
 def visible(block: Block, device: torch.device) -> Tensor:
@@ -118,9 +125,25 @@ def visible(block: Block, device: torch.device) -> Tensor:
     return seen if block.window is None else seen & (distance < block.window)
 
 
+class BackwardQueries(NamedTuple):
+    """The queries' side of a backward, [B, H, Sq, ..]: out and lse are those of the whole softmax,
+    over all blocks and sinks."""
+
+    dout: Tensor
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Tiled:
-    """Scores become softcap * tanh(scores / softcap) when there is a cap."""
+    """A kernel for what no vendor's does: soft caps, values wider or narrower than keys, fp32 on
+    CUDA, any device. Scores become softcap * tanh(scores / softcap) when there is a cap.
+
+    Arithmetic is in the accumulate dtype; memory beyond inputs and outputs is a few tiles of
+    B * H * tile**2 elements. The queries of the heads that share a key head are stacked, q_BKRD
+    with R = H / Hk * tile rows, so that GQA is one matrix product.
+    """
 
     softcap: float | None = None
     tile: int = 512
@@ -150,18 +173,10 @@ class Tiled:
         return out, lse
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        block: Block,
-        scale: float,
+        self, queries: BackwardQueries, k: Tensor, v: Tensor, block: Block, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype = accumulate_dtype(q.dtype)
-        kv_heads = k.shape[1]
+        dout, q, out, lse = queries
+        dtype, kv_heads = accumulate_dtype(q.dtype), k.shape[1]
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
         for rows, tiles in row_tiles(block, self.tile):
             dout_BKRD = _stack(dout[:, :, rows].to(dtype), kv_heads)

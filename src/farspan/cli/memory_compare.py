@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 
 from farspan.cli.ending import typer_app
-from farspan.memory.compare.allocators import NAMES, PUBLISHED, read_settings
-from farspan.memory.compare.compare import AllocatorComparison, compare, contenders
+from farspan.memory.compare.allocators import NAMES, read_settings
+from farspan.memory.compare.compare import PUBLISHED, AllocatorComparison, compare, contenders
 from farspan.memory.trace import read_trace
 from farspan.plan.units import read_bytes
 from farspan.report.memory import compare_view, remark

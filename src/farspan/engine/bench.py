@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from farspan.attention.backends import BlockKernel
 from farspan.attention.choose import select_kernel
-from farspan.attention.softmax import accumulate_dtype
+from farspan.attention.softmax import BackwardQueries, accumulate_dtype
 from farspan.engine.meter import PeakMeter
 from farspan.plan.blocks import Block
 from farspan.spec import BACKWARD_PRODUCTS, AttentionKernel, Curve, Tier
@@ -238,9 +238,8 @@ class Attention:
         if not backward:
             return forward
         out, lse = forward()
-        return lambda: self.kernel.backward(
-            self.dout, self.q, self.k, self.v, out, lse, self.block, scale
-        )
+        queries = BackwardQueries(self.dout, self.q, out, lse)
+        return lambda: self.kernel.backward(queries, self.k, self.v, self.block, scale)
 
 
 def attention(

@@ -48,7 +48,7 @@ class Adding(Linears):
     unread: bool = False  # nobody reads what the layer at hand gives
 
     def forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
-        """The forward of a linear module's shell (`models.fused.Rule`). One whose class has a
+        """The forward of a linear module's shell (`hf.fused_layers.Rule`). One whose class has a
         forward of its own has none."""
         return self.forward if self.adds and _is_linear(module) else None
 

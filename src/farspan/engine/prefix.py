@@ -69,7 +69,7 @@ class _Coming:
 
 @dataclass(slots=True)
 class Prefix:
-    """Implements `attention.cell.KeyValues` over a program's buffers."""
+    """Implements `attention.chunk.KeyValues` over a program's buffers."""
 
     storage: Storage
     slots: Slots

@@ -18,22 +18,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-
-@contextmanager
-def config_field(model: nn.Module, name: str, value: str) -> Iterator[None]:
-    """Set a field of every configuration that the model's modules hold, inside the block."""
-    found = (getattr(module, "config", None) for module in model.modules())
-    configs = {id(config): config for config in found if isinstance(config, PretrainedConfig)}
-    before = {key: getattr(config, name, None) for key, config in configs.items()}
-    for config in configs.values():
-        setattr(config, name, value)
-    try:
-        yield
-    finally:
-        for key, config in configs.items():
-            setattr(config, name, before[key])
-
-
 NAME = "farspan"
 PROBE = "farspan_probe"  # the same, but its masks are asked for, and looked at
 
@@ -59,11 +43,11 @@ def _attention(
     active = _active.get()
     if active is None:
         raise RuntimeError(
-            "the 'farspan' attention was called outside a farspan step; set another attention "
+            "the model called the 'farspan' attention outside a farspan step; set another "
             "implementation with model.set_attn_implementation('sdpa')"
         )
     if attention_mask is not None:
-        raise RuntimeError("the model built an attention mask of its own, which farspan cannot use")
+        raise RuntimeError("the model built its own attention mask, which farspan cannot use")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     out = active(module, query, key, value, scale, **keywords)
     return out.contiguous(), None  # as transformers' own: AFMoE and JetMoE view it
@@ -109,6 +93,21 @@ def routed(model: PreTrainedModel) -> Iterator[None]:
     afterwards: generation and evaluation by others stay as they were."""
     with config_field(model, "_attn_implementation_internal", NAME):
         yield
+
+
+@contextmanager
+def config_field(model: nn.Module, name: str, value: str) -> Iterator[None]:
+    """Set a field of every configuration that the model's modules hold, inside the block."""
+    found = (getattr(module, "config", None) for module in model.modules())
+    configs = {id(config): config for config in found if isinstance(config, PretrainedConfig)}
+    before = {key: getattr(config, name, None) for key, config in configs.items()}
+    for config in configs.values():
+        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for key, config in configs.items():
+            setattr(config, name, before[key])
 
 
 @contextmanager

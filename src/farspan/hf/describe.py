@@ -18,7 +18,7 @@ from farspan.hf.attention_interface import answering, routed
 from farspan.hf.load import add_adapters, blank_model, config_from_fields
 from farspan.hf.probe import TOKENS, ask_layers, probe_layers
 from farspan.hf.recurrent import RecurrentStates, with_states, zero_states
-from farspan.hf.stages import CausalLMStages, LayerCall, is_compiled, run_layer, uncompiled
+from farspan.hf.stages import CausalLMStages, is_compiled, run_layer, uncompiled
 from farspan.hf.unsupported import refuse_dropout, refuse_model
 from farspan.plan.sizes import ALIGNMENT
 from farspan.spec import LayerSpec, LayerWork, ModelSpec, Refused
@@ -32,46 +32,46 @@ BATCHES = 1, 2  # sequences that a scan is measured with
 
 
 @torch.no_grad()
-def describe(boundary: CausalLMStages, device: torch.device | None = None) -> ModelSpec:
+def describe(stages: CausalLMStages, device: torch.device | None = None) -> ModelSpec:
     """The ModelSpec of a model. Raises Refused when chunks of it cannot be exact. `device` is where
     its cells will run, if that is not where its weights are: what autograd saves differs."""
-    return _described(boundary, probe_layers, device)
+    return _described(stages, probe_layers, device)
 
 
 @torch.no_grad()
-def describe_unproven(boundary: CausalLMStages) -> ModelSpec:
+def describe_unproven(stages: CausalLMStages) -> ModelSpec:
     """The same of a model whose weights have the right shapes and no meaning: that chunks of it are
     exact takes numbers, and is not looked at."""
-    return _described(boundary, ask_layers, None)
+    return _described(stages, ask_layers, None)
 
 
 def _described(
-    boundary: CausalLMStages,
+    stages: CausalLMStages,
     attention: Callable[[CausalLMStages], list[LayerSpec]],
     device: torch.device | None,
 ) -> ModelSpec:
-    model = boundary.model
+    model = stages.model
     # With its number, as parameters have it.
-    device = boundary.device if device is None else torch.empty(0, device=device).device
+    device = stages.device if device is None else torch.empty(0, device=device).device
     refuse_model(model)
     try:
-        layers = attention(boundary)
+        layers = attention(stages)
         with routed(model):
-            layers = _with_activations(boundary, layers, device)
+            layers = _with_activations(stages, layers, device)
     except Refused:
         raise
     except Exception as error:
         raise Refused(
-            f"model: {type(model).__name__} cannot be run through the attention interface, stage "
-            f"by stage: {_place(model, error)}{type(error).__name__}: {error}"
+            f"model: {type(model).__name__} cannot be run stage by stage through the attention "
+            f"interface: {_place(model, error)}{type(error).__name__}: {error}"
         ) from error
     parameters = list(model.parameters())
     return ModelSpec(
         name=getattr(model.config, "name_or_path", "") or type(model).__name__,
-        hidden=boundary.width,
-        vocab=boundary.vocab,
+        hidden=stages.width,
+        vocab=stages.vocab,
         layers=tuple(layers),
-        element_bytes=boundary.dtype.itemsize,
+        element_bytes=stages.dtype.itemsize,
         parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
     )
@@ -86,14 +86,14 @@ def _place(model: nn.Module, error: Exception) -> str:
 
 
 def _with_activations(
-    boundary: CausalLMStages, layers: list[LayerSpec], device: torch.device
+    stages: CausalLMStages, layers: list[LayerSpec], device: torch.device
 ) -> list[LayerSpec]:
     """What autograd saves in a cell grows linearly with its tokens: two sizes tell the line."""
     measured: dict[tuple[Any, ...], LayerSpec] = {}
     result = []
-    for index, kind in enumerate(zip(boundary.kinds(), layers, strict=True)):
+    for index, kind in enumerate(zip(stages.kinds(), layers, strict=True)):
         if kind not in measured:
-            measured[kind] = _with_line(_Measured(boundary, index, layers[index], device))
+            measured[kind] = _with_line(_Measured(stages, index, layers[index], device))
         result.append(measured[kind])
     return result
 
@@ -102,7 +102,7 @@ def _with_activations(
 class _Measured:
     """A layer, and where its cells will run."""
 
-    boundary: CausalLMStages
+    stages: CausalLMStages
     index: int
     spec: LayerSpec
     device: torch.device
@@ -139,17 +139,16 @@ class _SavedByTokens:
 
 
 def _saved(measured: _Measured, batch: int, tokens: int) -> _SavedByTokens:
-    boundary, device = measured.boundary, measured.device
-    width = boundary.width
+    stages, device = measured.stages, measured.device
     # Few positions, again and again: the model may know no more than the probe's.
-    positions = torch.arange(tokens, device=boundary.device)[None] % TOKENS
+    positions = torch.arange(tokens, device=stages.device)[None] % TOKENS
     # Tokens must differ in every direction, or a router would send them to few of its experts.
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(batch, tokens, width, generator=generator)
-    hidden = hidden.to(boundary.device, boundary.dtype)
-    call = boundary.calls(batch, positions)[measured.index]
-    layer = boundary.running[measured.index]
-    if device != boundary.device:
+    hidden = torch.randn(batch, tokens, stages.width, generator=generator)
+    hidden = hidden.to(stages.device, stages.dtype)
+    call = stages.calls(batch, positions)[measured.index]
+    layer = stages.running[measured.index]
+    if device != stages.device:
         hidden, call = hidden.to(device), call.to(device)
         layer = copy.deepcopy(layer).to(device)
     named = {"x": hidden}
@@ -159,30 +158,24 @@ def _saved(measured: _Measured, batch: int, tokens: int) -> _SavedByTokens:
         return named["out"].transpose(1, 2)
 
     if measured.spec.state:
-        states = zero_states(measured.spec.state, batch, boundary.dtype, device)
-        call = with_states(
-            call, RecurrentStates({n: x.requires_grad_() for n, x in states.items()})
-        )
-    cell = hidden, call, named, attention
-    found = _count(layer, cell)
+        states = zero_states(measured.spec.state, batch, stages.dtype, device)
+        given = RecurrentStates({name: x.requires_grad_() for name, x in states.items()})
+        call = with_states(call, given)
+
+    def count() -> _SavedByTokens:
+        saved = SavedCell((*layer.parameters(), *layer.buffers()), named)
+        with torch.enable_grad(), answering(attention), saved.hooks():
+            out = run_layer(layer, hidden.requires_grad_(), call)
+        # The graph of `out` held the saved tensors while they were counted; nothing outlives this.
+        del out
+        return _SavedByTokens(saved.size(), saved.count(), "x" in saved.references)
+
+    found = count()
     if is_compiled(layer):
         # A step that is measured runs its modules as they are written, which may save more.
         with uncompiled():
-            found = max(found, _count(layer, cell), key=lambda saved: saved.bytes)
+            found = max(found, count(), key=lambda saved: saved.bytes)
     return found
-
-
-def _count(
-    layer: nn.Module,
-    cell: tuple[Tensor, LayerCall, dict[str, Tensor], Callable[..., Tensor]],
-) -> _SavedByTokens:
-    hidden, call, named, attention = cell
-    saved = SavedCell((*layer.parameters(), *layer.buffers()), named)
-    with torch.enable_grad(), answering(attention), saved.hooks():
-        out = run_layer(layer, hidden.requires_grad_(), call)
-    # The graph of `out` held the saved tensors while they were counted; nothing outlives this.
-    del out
-    return _SavedByTokens(saved.size(), saved.count(), "x" in saved.references)
 
 
 class _Shape(torch.autograd.Function):
@@ -200,14 +193,17 @@ class _Shape(torch.autograd.Function):
         raise AssertionError("the probe is never differentiated")
 
 
+# -- work ---------------------------------------------------------------------------------------
+
+
 PROJECTIONS = 3  # q, k and v, where nothing better is known
 
 
-def with_work(boundary: CausalLMStages, spec: ModelSpec) -> ModelSpec:
+def with_work(stages: CausalLMStages, spec: ModelSpec) -> ModelSpec:
     """The description of a model with the work of each of its layers."""
-    config = boundary.model.config.get_text_config()
+    config = stages.model.config.get_text_config()
     active = getattr(config, "num_experts_per_tok", None) or 1
-    pairs = zip(boundary.layers, spec.layers, strict=True)
+    pairs = zip(stages.layers, spec.layers, strict=True)
     layers = (
         replace(layer, work=_estimate(module, active, layer.activation_bytes))
         for module, layer in pairs
@@ -217,8 +213,8 @@ def with_work(boundary: CausalLMStages, spec: ModelSpec) -> ModelSpec:
 
 def _estimate(layer: nn.Module, active: int, saved: int) -> LayerWork:
     """Every matrix is multiplied once a token; of stacked experts, `active` are. Convolutions of a
-    few tokens are left out. What autograd
-    saves is written once and read once: elementwise work moves at least so much."""
+    few tokens are left out. What autograd saves is written once and read once: elementwise work
+    moves at least so much."""
     weights = list(layer.parameters())
     products = [(w.shape[1], w.shape[0]) for w in weights if w.ndim == 2]
     narrow = {id(m.weight) for m in layer.modules() if isinstance(m, nn.Conv1d)}
@@ -232,6 +228,9 @@ def _estimate(layer: nn.Module, active: int, saved: int) -> LayerWork:
         forward_traffic=saved,
         backward_traffic=saved,
     )
+
+
+# -- from a configuration alone -----------------------------------------------------------------
 
 
 def describe_config(fields: Mapping[str, Any], dtype: str, rank: int = 0) -> ModelSpec:
@@ -253,8 +252,8 @@ def describe_shapes(model: PreTrainedModel) -> ModelSpec:
     """
     refuse_dropout(model)
     _stand_in(model)
-    boundary = CausalLMStages(model)
-    return with_work(boundary, describe_unproven(boundary))
+    stages = CausalLMStages(model)
+    return with_work(stages, describe_unproven(stages))
 
 
 def _stand_in(model: PreTrainedModel) -> None:

@@ -4,7 +4,7 @@ A module is known by what it does, never by its name: small stand-ins take the p
 and it is replaced where its own code then gives, bit for bit, what the formula in
 `kernels.reference` gives. A module that is not known runs as it is.
 
-Nothing of the model is changed: a layer runs in a shell (see `boundary`) whose modules have the
+Nothing of the model is changed: a layer runs in a shell (see `stages`) whose modules have the
 model's parameters and another forward."""
 
 from collections.abc import Callable, Iterable
@@ -295,7 +295,7 @@ def rules(linears: Linears = PLAIN) -> tuple[Rule, ...]:
 
 
 def fuse(
-    boundary: CausalLMStages,
+    stages: CausalLMStages,
     kernels: Kernels,
     device: torch.device,
     *first: Rule,
@@ -304,20 +304,20 @@ def fuse(
     """Have a model's layers, and what is beside them, run on the kernels of `device`, where their
     cells will run, if that is what is wanted; the rules of `first` come before."""
     found = first
-    if kernels.fused and fused_for(device, boundary.dtype):
+    if kernels.fused and fused_for(device, stages.dtype):
         found = *first, *rules(linears)
     if found:
-        boundary.run_in(partial(in_shells, rules=found))
+        stages.run_in(partial(in_shells, rules=found))
 
 
-def spared_layers(boundary: CausalLMStages) -> frozenset[int]:
+def spared_layers(stages: CausalLMStages) -> frozenset[int]:
     """Layers that may leave out the last product of their one gated MLP where nobody reads what
     they give: no gradient depends on its value (`tokenwise` looks)."""
     try:
-        children = tokenwise(boundary)
+        children = tokenwise(stages)
     except (Refused, RuntimeError):  # a weight that is computed cannot be copied
         return frozenset()
-    return frozenset(i for i, layer in enumerate(boundary.layers) if _spares(layer, children[i]))
+    return frozenset(i for i, layer in enumerate(stages.layers) if _spares(layer, children[i]))
 
 
 def _spares(layer: nn.Module, children: tuple[Tokenwise, ...]) -> bool:
@@ -328,11 +328,11 @@ def _spares(layer: nn.Module, children: tuple[Tokenwise, ...]) -> bool:
 PLAIN_VALUES = (bool, int, float, str, type(None))
 
 
-def fingerprint(boundary: CausalLMStages) -> tuple[Any, ...]:
+def fingerprint(stages: CausalLMStages) -> tuple[Any, ...]:
     """What shells have copied of a model, its modules and their plain attributes, and the hooks of
     these, by which `spared_layers` goes. Parameters and buffers are shared. Shells are made anew
     where it has changed."""
-    return tuple(_print_of(module) for module in boundary.model.modules())
+    return tuple(_print_of(module) for module in stages.model.modules())
 
 
 def _print_of(module: nn.Module) -> tuple[Any, ...]:

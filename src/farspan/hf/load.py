@@ -38,8 +38,9 @@ from farspan.spec import Refused
 
 NAMES_SHOWN = 5  # of missing weights: a wrong folder lacks hundreds
 ADAPTERS = (
-    "model.path: {path} holds adapters, which would be laid on the model and not trained; give the "
-    "folder of a model alone: theirs, or one with them merged into it (peft's merge_and_unload)"
+    "model.path: {path} holds adapters, which would be applied to the model but not trained; "
+    "give the folder of a model without adapters: the one they belong to, or one they were "
+    "merged into (peft's merge_and_unload)"
 )
 
 
@@ -91,7 +92,8 @@ def config_from_fields(fields: Mapping[str, Any]) -> PretrainedConfig:
     kind = str(fields.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise Refused(
-            f"model_type: {kind!r} is none that transformers {transformers.__version__} has"
+            f"model_type: transformers {transformers.__version__} has no {kind!r}; check the "
+            "name, or install a release that has it"
         )
     try:
         found: PretrainedConfig = CONFIG_MAPPING[kind].from_dict(_decoded(dict(fields)))
@@ -166,7 +168,7 @@ def _naming(overrides: dict[str, Any]) -> Iterator[None]:
         if not overrides:
             raise
         given = ", ".join(f"model.overrides.{name}: {value}" for name, value in overrides.items())
-        raise Refused(f"{error}; changed by {given}") from error
+        raise Refused(f"{error}; check {given}") from error
 
 
 @contextmanager
@@ -225,7 +227,7 @@ def _with_saved_weights(
         )
     except Exception as error:  # unreadable files, sizes that do not match, other kinds
         raise Refused(
-            f"model.path: no causal LM could be loaded from the safetensors weights of "
+            "model.path: transformers could not load a causal LM from the safetensors weights of "
             f"{path!r}: {type(error).__name__}: {error}"
         ) from error
     model, found = loaded
@@ -236,12 +238,12 @@ def _with_saved_weights(
     if missing:
         raise Refused(
             f"model.path: {path} holds no weights for {_few(missing)}, which would start from "
-            "random numbers; give a complete causal LM's folder, or train from model.config"
+            "random numbers; give the folder of a complete causal LM, or train from model.config"
         )
     if unexpected:
         warnings.warn(
             f"model.path: {path} holds weights that {type(model).__name__} has no place for: "
-            f"{_few(unexpected)}; they are left out",
+            f"{_few(unexpected)}; they are ignored",
             stacklevel=3,
         )
     return model
@@ -298,7 +300,9 @@ def _has(config: PretrainedConfig, name: str) -> bool:
 def _check_fields(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None:
     for name in fields:
         if not _has(config, name) and not _is_read(config, name):
-            raise Refused(f"{where}.{name}: {type(config).__name__} has no such field")
+            raise Refused(
+                f"{where}.{name}: {type(config).__name__} has no such field; check its name"
+            )
 
 
 def _is_read(config: PretrainedConfig, name: str) -> bool:
@@ -329,8 +333,8 @@ def _before(config: PretrainedConfig, name: str, where: str) -> Any:
         return getattr(config, name, None)
     except RuntimeError as error:
         raise Refused(
-            f"{where}.{name}: the layers of {type(config).__name__} differ in it, and one number "
-            "for all would be of some of them; leave it out"
+            f"{where}.{name}: the layers of {type(config).__name__} have different values, so one "
+            "value cannot stand for all; leave it out"
         ) from error
 
 
@@ -345,7 +349,8 @@ def _apply(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None
     _check_fields(config, fields, where)
     if "model_type" in fields:  # of a class: set on one of its objects it would change nothing
         raise Refused(
-            f"{where}.model_type: a model keeps its own, {config.model_type}; leave it out"
+            f"{where}.model_type: the type of a {config.model_type} model cannot be changed; "
+            "leave it out"
         )
     for name, value in fields.items():
         before = _before(config, name, where)
@@ -363,6 +368,9 @@ def _apply(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None
     layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
     if layers < 1:  # transformers makes a model of them
         raise Refused(f"model: num_hidden_layers is {layers}, expected a whole number above 0")
+
+
+# -- adapters -----------------------------------------------------------------------------------
 
 
 LINEAR = "linear"  # every linear module of the layers
@@ -398,7 +406,7 @@ def add_adapters(
     if rank > widest:
         raise Refused(
             f"model.lora.rank: {rank} is above {widest}, the narrower side of the largest linear "
-            f"module, where an adapter is a whole matrix; give {widest} or less"
+            f"module; give {widest} or less"
         )
     config = config_type(
         r=rank,
@@ -413,7 +421,7 @@ def add_adapters(
         try:
             model.add_adapter(config)
         except ValueError as error:  # such as of one of two names that it takes for halves of one
-            raise Refused(f"model.lora.targets: peft refuses them: {error}") from error
+            raise Refused(f"model.lora.targets: peft does not accept them: {error}") from error
     _check_adapted(model, modules)
 
 
@@ -454,7 +462,7 @@ def _targeted(linears: dict[str, Any], targets: str | Sequence[str]) -> dict[str
         if not any(_ends(name, target) for name in linears):
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
             raise Refused(
-                f"model.lora.targets: {target!r} is no linear module of the layers; expected "
+                f"model.lora.targets: the layers have no linear module {target!r}; expected "
                 f"{LINEAR}, or a list of {known}"
             )
     return {n: m for n, m in linears.items() if any(_ends(n, target) for target in wanted)}
@@ -469,8 +477,9 @@ def _check_adapted(model: Any, wanted: dict[str, Any]) -> None:
         left = {name.rpartition(".")[2] for name in wanted} - lost
         instead = f"give {', '.join(sorted(left))}, or some of them" if left else "give others"
         raise Refused(
-            f"model.lora.targets: peft takes {', '.join(sorted(lost))} of {type(model).__name__} "
-            f"for its stacked experts, which are no linear modules; {instead}"
+            f"model.lora.targets: peft mistakes {', '.join(sorted(lost))} of "
+            f"{type(model).__name__} for its stacked experts, which are not linear modules; "
+            f"{instead}"
         )
 
 

@@ -39,6 +39,358 @@ KNOWN = {
 }  # fmt: skip
 
 
+TOKENS, CUT = 8, 5  # of the probe; the cut is off centre so that chunks differ
+PIECES = (0, 3, 7, 8)  # of a recurrent layer
+# Relative error of such pieces. Their own fp32 arithmetic, in another order, stays below 1e-5.
+LOST = 1e-3
+# Relative errors that chunks of a layer may show in float32 and wider: products of another shape
+# round apart by 1e-7, and a float64 model may have routers and norms in float32.
+MIXING = {torch.float32: 1e-4, torch.float64: 1e-6}
+
+
+UNATTENDING = LayerSpec(0, 0, 0, 0, window=1)  # a layer whose tokens see no others by attention
+
+
+class _NoChance(TorchDispatchMode):
+    """Refuses whatever draws random numbers: a recomputed cell would draw others. One number
+    against a LayerDrop of zero decides nothing; before transformers 5.23 OPT draws it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.drops_no_layer = getattr(config, "layerdrop", None) == 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        one = func is torch.ops.aten.rand.default and args == ([],)
+        against_nothing = one and self.drops_no_layer
+        if torch.Tag.nondeterministic_seeded in func.tags and not against_nothing:
+            raise Refused(
+                f"model: its forward draws random numbers ({func}), which a recomputed cell "
+                "cannot repeat; set its dropout and jitter options to 0 (in a run file: "
+                "model.overrides) or call model.eval()"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def probe_layers(stages: CausalLMStages) -> list[LayerSpec]:
+    """What attention each layer asks for. Raises Refused when chunks could not be exact."""
+    stages.settle(TOKENS)
+    _refuse_lost_gradients(stages)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, stages.vocab, (1, TOKENS), generator=generator).to(stages.device)
+    hidden = torch.randn(1, TOKENS, stages.width, generator=generator).to(stages.device)
+    with uncompiled(), _NoChance(stages.model.config):
+        with watching_masks(stages.model) as windows:
+            whole, calls = _run_whole(stages, ids)
+        with routed(stages.model):
+            try:
+                seen = _run_staged(stages, ids, whole)
+            except Exception as error:
+                if isinstance(error, Refused) or calls:
+                    raise
+                raise Refused(_attends_elsewhere(stages, 0, 0)) from error
+            _refuse_other_calls(stages, calls, seen)
+            refuse_mixing(stages, hidden, seen)
+    # Qwen2-MoE asks for a mask of 0 tokens where windows are off, and no layer is handed it.
+    unheard = windows - {layer.window for layer in seen} - {0}
+    if unheard:
+        raise Refused(
+            f"model: {type(stages.model).__name__} limits attention to {sorted(unheard)} tokens "
+            "by its mask alone (a window or chunked attention) and does not tell the attention "
+            "interface, so farspan cannot apply it"
+        )
+    return seen
+
+
+@torch.no_grad()
+def ask_layers(stages: CausalLMStages) -> list[LayerSpec]:
+    """What attention each layer asks for, and nothing proven that takes numbers."""
+    asked: dict[Any, tuple[LayerSpec, int]] = {}
+    with routed(stages.model), uncompiled(), _NoChance(stages.model.config):
+        positions = torch.zeros(1, 1, dtype=torch.long, device=stages.device)
+        kinds = stages.kinds()
+        # A scan of a single token takes as long as one of hundreds: one layer answers for its kind.
+        for index, call in enumerate(stages.calls(1, positions)):
+            if kinds[index] not in asked:
+                asked[kinds[index]] = _ask(stages, index, call)
+        seen = [asked[kind][0] for kind in kinds]
+        _refuse_other_calls(stages, sum(asked[kind][1] for kind in kinds), seen)
+        refuse_forgetting(stages, seen)
+    return seen
+
+
+def _ask(stages: CausalLMStages, index: int, call: LayerCall) -> tuple[LayerSpec, int]:
+    """A layer, and its calls of attention."""
+    dense = ProbeAttention(layer=index)
+    hidden = torch.ones(1, 1, stages.width, dtype=stages.dtype, device=stages.device)
+    with answering(dense):
+        stages.run_layer(index, hidden, call)
+    spec = dense.seen.get(index) or _unattending(stages, hidden, index, call)
+    _refuse_hidden_state(stages, index, spec)
+    return spec, dense.calls
+
+
+def _unattending(stages: CausalLMStages, hidden: Tensor, index: int, call: LayerCall) -> LayerSpec:
+    """A layer that does not attend, with what it hands on."""
+    states = RecurrentStates()
+    stages.run_layer(index, hidden, with_states(call, states))
+    return replace(UNATTENDING, state=state_spec(states.after))
+
+
+def _refuse_hidden_state(stages: CausalLMStages, index: int, spec: LayerSpec) -> None:
+    """Raises Refused for a layer that must mix tokens in a way that `spec` does not have."""
+    mixes = any(isinstance(module, nn.Conv1d) for module in stages.layers[index].modules())
+    if mixes and not spec.state:
+        attends = "attends; expected one or the other in a layer"
+        hides = "hands no state on through the cache"
+        raise Refused(
+            f"model: layer {index} of {type(stages.model).__name__} has a convolution over "
+            f"tokens and {attends if spec.attends() else hides}"
+        )
+
+
+def _refuse_lost_gradients(stages: CausalLMStages) -> None:
+    tied = stages.tied_across()
+    if tied is not None:
+        raise Refused(
+            f"model: {tied} is shared between a layer and a module outside the layers, where its "
+            "gradients would not be added up; untie it"
+        )
+    with torch.enable_grad(), routed(stages.model):
+        calls = stages.calls(1, torch.arange(2, device=stages.device)[None])
+    for call in calls:
+        leaves = tree_leaves((call.arguments, call.keywords))
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            raise Refused(
+                f"model: {type(stages.model).__name__} passes its layers a trained tensor besides "
+                "the hidden state, whose gradient would be lost; freeze the module that makes it"
+            )
+
+
+def _run_whole(stages: CausalLMStages, ids: Tensor) -> tuple[Tensor, int]:
+    """Its logits, and how often it attended."""
+    dense = ProbeAttention()
+    with answering(dense):
+        out = stages.model(input_ids=ids, use_cache=False)
+    name = type(stages.model).__name__
+    if not isinstance(getattr(out, "logits", None), Tensor) or out.logits.ndim != 3:
+        raise Refused(f"model: {name} returns no logits for each token; expected a causal LM")
+    return out.logits, dense.calls
+
+
+def _refuse_other_calls(stages: CausalLMStages, calls: int, seen: list[LayerSpec]) -> None:
+    attending = sum(layer.attends() for layer in seen)
+    if calls != attending or not any(layer.attends() or layer.state for layer in seen):
+        raise Refused(_attends_elsewhere(stages, calls, attending))
+
+
+def _attends_elsewhere(stages: CausalLMStages, calls: int, attending: int) -> str:
+    return (
+        f"model: {type(stages.model).__name__} called the attention interface {calls} times for "
+        f"{len(stages.layers)} layers, {attending} of which attend; every layer must attend "
+        "through it exactly once, or hand its state on through the cache"
+    )
+
+
+def _run_staged(stages: CausalLMStages, ids: Tensor, whole: Tensor) -> list[LayerSpec]:
+    dense = ProbeAttention()
+    positions = torch.arange(TOKENS, device=ids.device)[None]
+    hidden, calls = stages.embed(ids, positions)
+    _refuse_mixing(stages, "embedded", *_embedded_in_chunks(stages, ids, hidden))
+    for dense.layer, call in enumerate(calls):
+        before = hidden
+        with answering(dense):
+            hidden = stages.run_layer(dense.layer, before, call)
+        if dense.layer not in dense.seen:
+            dense.seen[dense.layer] = _unattending(stages, before, dense.layer, call)
+    _refuse_mixing(stages, "run layer by layer", stages.logits(hidden), whole)
+    pieces = [stages.logits(hidden[:, start:stop]) for start, stop in pairwise((0, CUT, TOKENS))]
+    _refuse_mixing(stages, "given its head in pieces", torch.cat(pieces, dim=1), whole)
+    return [dense.seen[layer] for layer in range(len(stages.layers))]
+
+
+def _embedded_in_chunks(
+    stages: CausalLMStages, ids: Tensor, whole: Tensor
+) -> tuple[Tensor, Tensor]:
+    parts = []
+    for start, stop in pairwise((0, CUT, TOKENS)):
+        positions = torch.arange(start, stop, device=ids.device)[None]
+        parts.append(stages.embed(ids[:, start:stop], positions)[0])
+    return torch.cat(parts, dim=1), whole
+
+
+def _refuse_mixing(stages: CausalLMStages, how: str, found: Tensor, whole: Tensor) -> None:
+    error = distance(found, whole)
+    # Half of the dtype's digits, or of float32's where a model rounds to it inside.
+    limit = max(torch.finfo(whole.dtype).eps ** 0.5, MIXING[torch.float64])
+    if not error <= limit:
+        raise Refused(
+            f"model: {type(stages.model).__name__} {how} differs from itself by {error:.1e}; "
+            "something in it mixes tokens outside of the attention interface"
+        )
+
+
+# -- does a layer mix tokens by anything else? --------------------------------------------------
+
+
+def refuse_mixing(stages: CausalLMStages, hidden: Tensor, seen: list[LayerSpec]) -> None:
+    """Raises Refused where tokens of a layer see each other in another way than `seen`; every kind
+    of layer, on these hidden states [1, TOKENS, hidden]."""
+    dtype = stages.dtype if stages.dtype in MIXING else torch.float32
+    for index, layer in _of_each_kind(stages, seen):
+        if not seen[index].state:
+            _refuse_gradients_between_tokens(stages, index, hidden.to(stages.dtype))
+        wide = layer if dtype is stages.dtype else copy.deepcopy(layer).to(dtype)
+        differs = _refuse_other_gradients if seen[index].state else _refuse_other_outputs
+        differs(stages, index, wide, hidden.to(dtype))
+
+
+def refuse_forgetting(stages: CausalLMStages, seen: list[LayerSpec]) -> None:
+    """Raises Refused where a layer does not go on from the states it hands on; takes no numbers."""
+    shape = 1, TOKENS, stages.width
+    hidden = torch.zeros(shape, dtype=stages.dtype, device=stages.device)
+    for index, layer in _of_each_kind(stages, seen):
+        if seen[index].state:
+            _with_gradient(stages, index, layer, hidden, list(pairwise(PIECES)))
+
+
+def _of_each_kind(stages: CausalLMStages, seen: list[LayerSpec]) -> Iterator[tuple[int, nn.Module]]:
+    known = set()
+    for index, kind in enumerate(zip(stages.kinds(), seen, strict=True)):
+        if kind not in known:
+            known.add(kind)
+            yield index, stages.layers[index]
+
+
+@dataclass(slots=True)
+class _Constant:
+    """Answers an attention call with numbers of its own, and keeps what it was given."""
+
+    given: list[Tensor] = field(default_factory=list)  # [B, heads, T, head dim] each
+
+    def __call__(
+        self, _: nn.Module, q: Tensor, k: Tensor, v: Tensor, __: float, **___: Any
+    ) -> Tensor:
+        self.given += q, k, v
+        batch, heads, tokens, _width = q.shape
+        shape = batch, tokens, heads, v.shape[-1]
+        numbers = torch.sin(torch.arange(1, 1 + prod(shape), device=q.device))
+        return numbers.view(shape).to(q.dtype)
+
+
+@torch.enable_grad()
+def _refuse_gradients_between_tokens(stages: CausalLMStages, index: int, hidden: Tensor) -> None:
+    layer, leaf, answer = stages.layers[index], hidden.detach().requires_grad_(), _Constant()
+    positions = torch.arange(TOKENS, device=hidden.device)[None]
+    call = stages.calls(1, positions)[index]
+    with eager_experts(layer), answering(answer):
+        out = run_layer(layer, leaf, call)
+    made = [out, *(x.transpose(1, 2) for x in answer.given)]  # tokens second
+    for here, there in (slice(CUT), slice(CUT, None)), (slice(CUT, None), slice(CUT)):
+        total = torch.stack([x[:, here].double().square().sum() for x in made]).sum()
+        (found,) = torch.autograd.grad(total, leaf, retain_graph=True)
+        if bool(found[:, there].any()):
+            raise Refused(
+                f"model: layer {index} of {type(stages.model).__name__} mixes tokens beside the "
+                "attention interface (by a convolution or a scan of its own, or a statistic over "
+                "tokens), which chunks would cut off"
+            )
+
+
+def _refuse_other_outputs(
+    stages: CausalLMStages, index: int, layer: nn.Module, hidden: Tensor
+) -> None:
+    """Raises Refused where the layer cut in two is another one."""
+    cuts, outs = ((0, TOKENS), (0, CUT), (CUT, TOKENS)), []
+    remembers = ProbeAttention(layer=0)
+    with eager_experts(layer):
+        for dense, (start, stop) in zip(
+            (ProbeAttention(layer=0), remembers, remembers), cuts, strict=True
+        ):
+            positions = torch.arange(start, stop, device=hidden.device)[None]
+            call = cast_call(stages.calls(1, positions)[index], hidden.dtype)
+            with answering(dense):
+                outs.append(run_layer(layer, hidden[:, start:stop], call))
+    error = distance(torch.cat(outs[1:], dim=1), outs[0])
+    if not error <= MIXING[hidden.dtype]:
+        raise Refused(_differs(stages, index, error, "the attention interface"))
+
+
+def _differs(stages: CausalLMStages, index: int, error: float, where: str) -> str:
+    return (
+        f"model: layer {index} of {type(stages.model).__name__} run in chunks differs from "
+        f"itself by {error:.1e}; something in it mixes tokens outside of {where}"
+    )
+
+
+def _refuse_other_gradients(
+    stages: CausalLMStages, index: int, layer: nn.Module, hidden: Tensor
+) -> None:
+    """Raises Refused where a recurrent layer is another one in pieces, the last of them one token,
+    or does not go on from what it is given: Jamba's scans do not, which shows by 3e-7 in outputs of
+    a model whose weights are fresh, and by more in gradients."""
+    shapes = [(0, TOKENS)], list(pairwise(PIECES))
+    whole, pieces = (_with_gradient(stages, index, layer, hidden, cuts) for cuts in shapes)
+    error = max(distance(x, y) for x, y in zip(pieces, whole, strict=True))
+    if not error <= LOST:
+        raise Refused(_differs(stages, index, error, "the states it hands on"))
+
+
+@torch.enable_grad()
+def _with_gradient(
+    stages: CausalLMStages,
+    index: int,
+    layer: nn.Module,
+    hidden: Tensor,
+    cuts: list[tuple[int, int]],
+) -> tuple[Tensor, Tensor]:
+    """The output of a recurrent layer on these pieces, and the gradient of its input."""
+    leaf, outs, states = hidden.detach().requires_grad_(), [], RecurrentStates()
+    given: dict[str, Tensor] = {}
+    with eager_experts(layer):
+        for start, stop in cuts:
+            # Tensors of their own: the piece that left a state may read it for its output too.
+            states = RecurrentStates({name: x.view_as(x) for name, x in states.after.items()})
+            given |= {f"{name} at {start}": state for name, state in states.before.items()}
+            more = takes_two(stop - start, states.before)
+            positions = torch.arange(start, stop + more)
+            call = stages.calls(1, positions[None].to(hidden.device))[index]
+            piece = leaf[:, start:stop]
+            outs.append(run_piece(layer, piece, cast_call(call, hidden.dtype), states))
+    out = torch.cat(outs, dim=1)
+    towards = torch.sin(torch.arange(out.numel(), device=out.device)).view(out.shape)
+    gradient, *others = torch.autograd.grad(
+        out, [leaf, *given.values()], towards.to(out.dtype), allow_unused=True
+    )
+    for name, found in zip(given, others, strict=True):
+        if found is None:
+            raise Refused(
+                f"model: layer {index} of {type(stages.model).__name__} does not continue from "
+                f"the state {name.partition(' ')[0]} that it hands on"
+            )
+    return out.detach(), gradient
+
+
+def cast_call(call: LayerCall, dtype: torch.dtype) -> LayerCall:
+    """The call with its floating-point tensors in another dtype."""
+
+    def widen(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return LayerCall(tree_map(widen, call.arguments), tree_map(widen, call.keywords))
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """|found - expected| / |expected|."""
+    found, expected = found.double(), expected.double()
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+# -- attention, as the probe answers it ---------------------------------------------------------
+
+
 @dataclass(slots=True)
 class ProbeAttention:
     """Answers attention calls densely, over the keys of the chunks seen so far, and notes them."""
@@ -74,11 +426,14 @@ class ProbeAttention:
 def _check_keywords(module: nn.Module, keywords: dict[str, Any]) -> None:
     name = type(module).__name__
     if keywords.get("is_causal") is False:
-        raise Refused(f"model: {name} asks for attention to later tokens (is_causal=False)")
+        raise Refused(
+            f"model: {name} asks for attention to later tokens (is_causal=False); only "
+            "causal models run in chunks"
+        )
     if (keywords.get("dropout") or 0.0) > 0:
         raise Refused(
-            f"model: {name} drops attention weights ({keywords['dropout']}), which cannot be "
-            "repeated when a cell is recomputed; set its attention dropout to 0"
+            f"model: {name} applies dropout to attention weights ({keywords['dropout']}), which a "
+            "recomputed cell cannot repeat; set its attention dropout to 0"
         )
     window = keywords.get("sliding_window")
     if window is not None and window < 1:
@@ -89,365 +444,27 @@ def _check_keywords(module: nn.Module, keywords: dict[str, Any]) -> None:
     for keyword, value in keywords.items():
         if keyword not in KNOWN and isinstance(value, Tensor | float | int) and value is not False:
             raise Refused(
-                f"model: {name} passes {keyword!r} to attention, which farspan does not know how "
-                "to honour exactly"
+                f"model: {name} passes {keyword!r} to attention, which farspan does not support: "
+                "ignoring it would not be exact"
             )
 
 
-TOKENS, CUT = 8, 5  # of the probe; the cut is off centre so that chunks differ
-PIECES = (0, 3, 7, 8)  # of a recurrent layer
-# Relative error of such pieces. Their own fp32 arithmetic, in another order, stays below 1e-5.
-LOST = 1e-3
-# Relative errors that chunks of a layer may show in float32 and wider: products of another shape
-# round apart by 1e-7, and a float64 model may have routers and norms in float32.
-MIXING = {torch.float32: 1e-4, torch.float64: 1e-6}
+# -- float64 throughout -------------------------------------------------------------------------
 
 
-def refuse_mixing(boundary: CausalLMStages, hidden: Tensor, seen: list[LayerSpec]) -> None:
-    """Raises Refused where tokens of a layer see each other in another way than `seen`; every kind
-    of layer, on these hidden states [1, TOKENS, hidden]."""
-    dtype = boundary.dtype if boundary.dtype in MIXING else torch.float32
-    for index, layer in _of_each_kind(boundary, seen):
-        if not seen[index].state:
-            _refuse_gradients_between_tokens(boundary, index, hidden.to(boundary.dtype))
-        wide = layer if dtype is boundary.dtype else copy.deepcopy(layer).to(dtype)
-        differs = _refuse_other_gradients if seen[index].state else _refuse_other_outputs
-        differs(boundary, index, wide, hidden.to(dtype))
-
-
-def refuse_forgetting(boundary: CausalLMStages, seen: list[LayerSpec]) -> None:
-    """Raises Refused where a layer does not go on from the states it hands on; takes no numbers."""
-    shape = 1, TOKENS, boundary.width
-    hidden = torch.zeros(shape, dtype=boundary.dtype, device=boundary.device)
-    for index, layer in _of_each_kind(boundary, seen):
-        if seen[index].state:
-            _with_gradient(boundary, index, layer, hidden, list(pairwise(PIECES)))
-
-
-def _of_each_kind(
-    boundary: CausalLMStages, seen: list[LayerSpec]
-) -> Iterator[tuple[int, nn.Module]]:
-    known = set()
-    for index, kind in enumerate(zip(boundary.kinds(), seen, strict=True)):
-        if kind not in known:
-            known.add(kind)
-            yield index, boundary.layers[index]
-
-
-@dataclass(slots=True)
-class _Constant:
-    """Answers an attention call with numbers of its own, and keeps what it was given."""
-
-    given: list[Tensor] = field(default_factory=list)  # [B, heads, T, head dim] each
-
-    def __call__(
-        self, _: nn.Module, q: Tensor, k: Tensor, v: Tensor, __: float, **___: Any
-    ) -> Tensor:
-        self.given += q, k, v
-        batch, heads, tokens, _width = q.shape
-        shape = batch, tokens, heads, v.shape[-1]
-        numbers = torch.sin(torch.arange(1, 1 + prod(shape), device=q.device))
-        return numbers.view(shape).to(q.dtype)
-
-
-@torch.enable_grad()
-def _refuse_gradients_between_tokens(boundary: CausalLMStages, index: int, hidden: Tensor) -> None:
-    layer, leaf, answer = boundary.layers[index], hidden.detach().requires_grad_(), _Constant()
-    positions = torch.arange(TOKENS, device=hidden.device)[None]
-    call = boundary.calls(1, positions)[index]
-    with eager_experts(layer), answering(answer):
-        out = run_layer(layer, leaf, call)
-    made = [out, *(x.transpose(1, 2) for x in answer.given)]  # tokens second
-    for here, there in (slice(CUT), slice(CUT, None)), (slice(CUT, None), slice(CUT)):
-        total = torch.stack([x[:, here].double().square().sum() for x in made]).sum()
-        (found,) = torch.autograd.grad(total, leaf, retain_graph=True)
-        if bool(found[:, there].any()):
-            raise Refused(
-                f"model: in layer {index} of {type(boundary.model).__name__} tokens see each other "
-                "by something beside the attention interface (a convolution or a scan of its own, "
-                "a statistic over tokens), which chunks would cut"
-            )
-
-
-def _refuse_other_outputs(
-    boundary: CausalLMStages, index: int, layer: nn.Module, hidden: Tensor
-) -> None:
-    """Raises Refused where the layer cut in two is another one."""
-    cuts, outs = ((0, TOKENS), (0, CUT), (CUT, TOKENS)), []
-    remembers = ProbeAttention(layer=0)
-    with eager_experts(layer):
-        for dense, (start, stop) in zip(
-            (ProbeAttention(layer=0), remembers, remembers), cuts, strict=True
-        ):
-            positions = torch.arange(start, stop, device=hidden.device)[None]
-            call = cast_call(boundary.calls(1, positions)[index], hidden.dtype)
-            with answering(dense):
-                outs.append(run_layer(layer, hidden[:, start:stop], call))
-    error = distance(torch.cat(outs[1:], dim=1), outs[0])
-    if not error <= MIXING[hidden.dtype]:
-        raise Refused(_differs(boundary, index, error, "the attention interface"))
-
-
-def _differs(boundary: CausalLMStages, index: int, error: float, where: str) -> str:
-    return (
-        f"model: layer {index} of {type(boundary.model).__name__} run in chunks differs from "
-        f"itself by {error:.1e}; something in it mixes tokens outside of {where}"
-    )
-
-
-def _refuse_other_gradients(
-    boundary: CausalLMStages, index: int, layer: nn.Module, hidden: Tensor
-) -> None:
-    """Raises Refused where a recurrent layer is another one in pieces, the last of them one token,
-    or does not go on from what it is given: Jamba's scans do not, which shows by 3e-7 in outputs of
-    a model whose weights are fresh, and by more in gradients."""
-    shapes = [(0, TOKENS)], list(pairwise(PIECES))
-    whole, pieces = (_with_gradient(boundary, index, layer, hidden, cuts) for cuts in shapes)
-    error = max(distance(x, y) for x, y in zip(pieces, whole, strict=True))
-    if not error <= LOST:
-        raise Refused(_differs(boundary, index, error, "the states it hands on"))
-
-
-@torch.enable_grad()
-def _with_gradient(
-    boundary: CausalLMStages,
-    index: int,
-    layer: nn.Module,
-    hidden: Tensor,
-    cuts: list[tuple[int, int]],
-) -> tuple[Tensor, Tensor]:
-    """The output of a recurrent layer on these pieces, and the gradient of its input."""
-    leaf, outs, states = hidden.detach().requires_grad_(), [], RecurrentStates()
-    given: dict[str, Tensor] = {}
-    with eager_experts(layer):
-        for start, stop in cuts:
-            # Tensors of their own: the piece that left a state may read it for its output too.
-            states = RecurrentStates({name: x.view_as(x) for name, x in states.after.items()})
-            given |= {f"{name} at {start}": state for name, state in states.before.items()}
-            more = takes_two(stop - start, states.before)
-            positions = torch.arange(start, stop + more)
-            call = boundary.calls(1, positions[None].to(hidden.device))[index]
-            piece = leaf[:, start:stop]
-            outs.append(run_piece(layer, piece, cast_call(call, hidden.dtype), states))
-    out = torch.cat(outs, dim=1)
-    towards = torch.sin(torch.arange(out.numel(), device=out.device)).view(out.shape)
-    gradient, *others = torch.autograd.grad(
-        out, [leaf, *given.values()], towards.to(out.dtype), allow_unused=True
-    )
-    for name, found in zip(given, others, strict=True):
-        if found is None:
-            raise Refused(
-                f"model: layer {index} of {type(boundary.model).__name__} does not go on from the "
-                f"state {name.partition(' ')[0]} that it hands on"
-            )
-    return out.detach(), gradient
-
-
-def cast_call(call: LayerCall, dtype: torch.dtype) -> LayerCall:
-    """The call with its floating-point tensors in another dtype."""
-
-    def widen(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-    return LayerCall(tree_map(widen, call.arguments), tree_map(widen, call.keywords))
-
-
-def distance(found: Tensor, expected: Tensor) -> float:
-    """|found - expected| / |expected|."""
-    found, expected = found.double(), expected.double()
-    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
-
-
-UNATTENDING = LayerSpec(0, 0, 0, 0, window=1)  # a layer whose tokens see no others by attention
-
-
-class _NoChance(TorchDispatchMode):
-    """Refuses whatever draws random numbers: a recomputed cell would draw others. One number
-    against a LayerDrop of zero decides nothing; before transformers 5.23 OPT draws it."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.drops_no_layer = getattr(config, "layerdrop", None) == 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        one = func is torch.ops.aten.rand.default and args == ([],)
-        against_nothing = one and self.drops_no_layer
-        if torch.Tag.nondeterministic_seeded in func.tags and not against_nothing:
-            raise Refused(
-                f"model: its forward draws random numbers ({func}), which cannot be repeated when "
-                "a cell is recomputed; set its dropout and jitter options to 0 (in a run file: "
-                "model.overrides) or call model.eval()"
-            )
-        return func(*args, **(kwargs or {}))
-
-
-@torch.no_grad()
-def probe_layers(boundary: CausalLMStages) -> list[LayerSpec]:
-    """What attention each layer asks for. Raises Refused when chunks could not be exact."""
-    boundary.settle(TOKENS)
-    _refuse_lost_gradients(boundary)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, boundary.vocab, (1, TOKENS), generator=generator).to(boundary.device)
-    hidden = torch.randn(1, TOKENS, boundary.width, generator=generator).to(boundary.device)
-    with uncompiled(), _NoChance(boundary.model.config):
-        with watching_masks(boundary.model) as windows:
-            whole, calls = _run_whole(boundary, ids)
-        with routed(boundary.model):
-            try:
-                seen = _run_staged(boundary, ids, whole)
-            except Exception as error:
-                if isinstance(error, Refused) or calls:
-                    raise
-                raise Refused(_attends_elsewhere(boundary, 0, 0)) from error
-            _refuse_other_calls(boundary, calls, seen)
-            refuse_mixing(boundary, hidden, seen)
-    # Qwen2-MoE asks for a mask of 0 tokens where windows are off, and no layer is handed it.
-    unheard = windows - {layer.window for layer in seen} - {0}
-    if unheard:
-        raise Refused(
-            f"model: {type(boundary.model).__name__} limits attention to {sorted(unheard)} tokens "
-            "by its mask alone (a window or chunked attention) and does not tell the attention "
-            "interface, so it could not be honoured"
-        )
-    return seen
-
-
-@torch.no_grad()
-def ask_layers(boundary: CausalLMStages) -> list[LayerSpec]:
-    """What attention each layer asks for, and nothing proven that takes numbers."""
-    asked: dict[Any, tuple[LayerSpec, int]] = {}
-    with routed(boundary.model), uncompiled(), _NoChance(boundary.model.config):
-        positions = torch.zeros(1, 1, dtype=torch.long, device=boundary.device)
-        kinds = boundary.kinds()
-        # A scan of a single token takes as long as one of hundreds: one layer answers for its kind.
-        for index, call in enumerate(boundary.calls(1, positions)):
-            if kinds[index] not in asked:
-                asked[kinds[index]] = _ask(boundary, index, call)
-        seen = [asked[kind][0] for kind in kinds]
-        _refuse_other_calls(boundary, sum(asked[kind][1] for kind in kinds), seen)
-        refuse_forgetting(boundary, seen)
-    return seen
-
-
-def _ask(boundary: CausalLMStages, index: int, call: LayerCall) -> tuple[LayerSpec, int]:
-    """A layer, and its calls of attention."""
-    dense = ProbeAttention(layer=index)
-    hidden = torch.ones(1, 1, boundary.width, dtype=boundary.dtype, device=boundary.device)
-    with answering(dense):
-        boundary.run_layer(index, hidden, call)
-    spec = dense.seen.get(index) or _unattending(boundary, hidden, index, call)
-    _refuse_hidden_state(boundary, index, spec)
-    return spec, dense.calls
-
-
-def _unattending(
-    boundary: CausalLMStages, hidden: Tensor, index: int, call: LayerCall
-) -> LayerSpec:
-    """A layer that does not attend, with what it hands on."""
-    states = RecurrentStates()
-    boundary.run_layer(index, hidden, with_states(call, states))
-    return replace(UNATTENDING, state=state_spec(states.after))
-
-
-def _refuse_hidden_state(boundary: CausalLMStages, index: int, spec: LayerSpec) -> None:
-    """Raises Refused for a layer that must mix tokens in a way that `spec` does not have."""
-    mixes = any(isinstance(module, nn.Conv1d) for module in boundary.layers[index].modules())
-    if mixes and not spec.state:
-        attends = "attends; expected one or the other in a layer"
-        hides = "hands no state on through the cache"
-        raise Refused(
-            f"model: layer {index} of {type(boundary.model).__name__} has a convolution over "
-            f"tokens and {attends if spec.attends() else hides}"
-        )
-
-
-def _refuse_lost_gradients(boundary: CausalLMStages) -> None:
-    tied = boundary.tied_across()
-    if tied is not None:
-        raise Refused(
-            f"model: {tied} is shared between a layer and the outside of the layers, where its "
-            "gradients would not meet; untie it"
-        )
-    with torch.enable_grad(), routed(boundary.model):
-        calls = boundary.calls(1, torch.arange(2, device=boundary.device)[None])
-    for call in calls:
-        leaves = tree_leaves((call.arguments, call.keywords))
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-            raise Refused(
-                f"model: {type(boundary.model).__name__} hands its layers a trained tensor beside "
-                "the hidden state, whose gradient would be lost; freeze what makes it"
-            )
-
-
-def _run_whole(boundary: CausalLMStages, ids: Tensor) -> tuple[Tensor, int]:
-    """Its logits, and how often it attended."""
-    dense = ProbeAttention()
-    with answering(dense):
-        out = boundary.model(input_ids=ids, use_cache=False)
-    name = type(boundary.model).__name__
-    if not isinstance(getattr(out, "logits", None), Tensor) or out.logits.ndim != 3:
-        raise Refused(f"model: {name} gives no logits a token; expected a causal LM")
-    return out.logits, dense.calls
-
-
-def _refuse_other_calls(boundary: CausalLMStages, calls: int, seen: list[LayerSpec]) -> None:
-    attending = sum(layer.attends() for layer in seen)
-    if calls != attending or not any(layer.attends() or layer.state for layer in seen):
-        raise Refused(_attends_elsewhere(boundary, calls, attending))
-
-
-def _attends_elsewhere(boundary: CausalLMStages, calls: int, attending: int) -> str:
-    return (
-        f"model: {type(boundary.model).__name__} called the attention interface {calls} times for "
-        f"{len(boundary.layers)} layers, {attending} of which attend; every layer must attend "
-        "through it exactly once, or hand its state on through the cache"
-    )
-
-
-def _run_staged(boundary: CausalLMStages, ids: Tensor, whole: Tensor) -> list[LayerSpec]:
-    dense = ProbeAttention()
-    positions = torch.arange(TOKENS, device=ids.device)[None]
-    hidden, calls = boundary.embed(ids, positions)
-    _refuse_mixing(boundary, "embedded", *_embedded_in_chunks(boundary, ids, hidden))
-    for dense.layer, call in enumerate(calls):
-        before = hidden
-        with answering(dense):
-            hidden = boundary.run_layer(dense.layer, before, call)
-        if dense.layer not in dense.seen:
-            dense.seen[dense.layer] = _unattending(boundary, before, dense.layer, call)
-    _refuse_mixing(boundary, "run layer by layer", boundary.logits(hidden), whole)
-    pieces = [boundary.logits(hidden[:, start:stop]) for start, stop in pairwise((0, CUT, TOKENS))]
-    _refuse_mixing(boundary, "given its head in pieces", torch.cat(pieces, dim=1), whole)
-    return [dense.seen[layer] for layer in range(len(boundary.layers))]
-
-
-def _embedded_in_chunks(
-    boundary: CausalLMStages, ids: Tensor, whole: Tensor
-) -> tuple[Tensor, Tensor]:
-    parts = []
-    for start, stop in pairwise((0, CUT, TOKENS)):
-        positions = torch.arange(start, stop, device=ids.device)[None]
-        parts.append(boundary.embed(ids[:, start:stop], positions)[0])
-    return torch.cat(parts, dim=1), whole
-
-
-def _refuse_mixing(boundary: CausalLMStages, how: str, found: Tensor, whole: Tensor) -> None:
-    error = distance(found, whole)
-    # Half of the dtype's digits, or of float32's where a model rounds to it inside.
-    limit = max(torch.finfo(whole.dtype).eps ** 0.5, MIXING[torch.float64])
-    if not error <= limit:
-        raise Refused(
-            f"model: {type(boundary.model).__name__} {how} differs from itself by {error:.1e}; "
-            "something in it mixes tokens outside of the attention interface"
-        )
+PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.bmm)
 
 
 class Float64Mode(TorchDispatchMode):
-    """Inside it whoever asks for float32 gets float64, also in a backward, which modes of the
-    level above do not see. For models without a float32 parameter, whose gradient would be of
-    another dtype."""
+    """Code that asks for float32 gets float64, also in a backward, which modes of the level above
+    do not see: a float64 model is then one to compare with.
+
+    Many families round to float32 on the way. Gradients of Gemma's norm weights are then sums over
+    tokens in float32, DeepSeek's router is a matrix product in float32, and where a sequence is cut
+    decides how a recurrence rounds, by 1e-4 in gradients of decays. The uncut sequence is as far
+    from what float64 gives. For models without a float32 parameter, whose gradient would be of
+    another dtype.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -461,6 +478,3 @@ class Float64Mode(TorchDispatchMode):
             if first.dtype is not second.dtype:
                 args = first.double(), second.double(), *rest
         return func(*args, **kwargs)
-
-
-PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.bmm)

@@ -95,15 +95,16 @@ class RecurrentStates:
 
     def update(self, *_: Any, **__: Any) -> Any:
         raise Refused(
-            "model: a layer of it keeps K, V but does not attend through the attention interface"
+            "model: one of its layers caches K and V but does not attend through the attention "
+            "interface"
         )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         raise Refused(
-            f"model: a layer of it asks its cache for {name!r}; expected states of "
-            "convolutions and recurrences alone"
+            f"model: one of its layers asks its cache for {name!r}; expected only the states of "
+            "convolutions and recurrences"
         )
 
     def _know(self, name: str, state: Tensor) -> None:

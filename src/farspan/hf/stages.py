@@ -36,8 +36,9 @@ class _Unpacked(Refused):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(
-            f"model: {type(model).__name__} hands a layer something else than the hidden state "
-            "that the layer before gave (a part of it, or several of them)"
+            f"model: {type(model).__name__} passes a layer something other than the hidden state "
+            "of the layer before (a part of it, or several of them); expected layers that pass "
+            "on one hidden state"
         )
 
 
@@ -76,20 +77,27 @@ class _Record:
     calls: list[LayerCall] = field(default_factory=list)
 
 
-class _Recorder(nn.Module):
-    """Stands in a layer's place in a shell and writes down how it is called."""
+class StandIn(nn.Module):
+    """Takes a module's place in a shell, and has its attributes: families branch on those of a
+    layer, such as its attention type. The module is no submodule of it."""
 
-    def __init__(self, layer: nn.Module, record: "_Record", last: bool):
+    def __init__(self, module: nn.Module):
         super().__init__()
-        object.__setattr__(self, "_layer", layer)
-        self._record, self._last = record, last
+        object.__setattr__(self, "_module", module)
 
     def __getattr__(self, name: str) -> Any:
-        # Families branch on attributes of a layer, such as its attention type.
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(object.__getattribute__(self, "_layer"), name)
+            return getattr(object.__getattribute__(self, "_module"), name)
+
+
+class _Recorder(StandIn):
+    """Takes a layer's place and records how it is called."""
+
+    def __init__(self, layer: nn.Module, record: _Record, last: bool):
+        super().__init__(layer)
+        self._record, self._last = record, last
 
     def forward(self, hidden: Tensor, *arguments: Any, **keywords: Any) -> Any:
         record = self._record
@@ -103,19 +111,12 @@ class _Recorder(nn.Module):
         return (hidden, None) if record.in_tuples else hidden
 
 
-class _Inject(nn.Module):
-    """The only layer of the head's shell: gives out the hidden state to go on with."""
+class _Inject(StandIn):
+    """The only layer of the head's shell: returns the hidden state that it was made with."""
 
     def __init__(self, layer: nn.Module, given: Any):
-        super().__init__()
-        object.__setattr__(self, "_layer", layer)
+        super().__init__(layer)
         self._given = given
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(object.__getattribute__(self, "_layer"), name)
 
     def forward(self, _: Tensor, *__: Any, **___: Any) -> Any:
         return self._given
@@ -145,8 +146,8 @@ class CausalLMStages:
         if strangers:
             raise Refused(
                 f"model: {strangers[0]} is trained outside of the causal LM (prompt or prefix "
-                "tuning), where no chunk would meet it; adapters inside the layers, such as LoRA, "
-                "are exact"
+                "tuning), where no chunk would use it; use adapters inside the layers, such as "
+                "LoRA"
             )
         refuse_adapters(model)
         self.model = inner
@@ -319,8 +320,8 @@ def _decoder_of(model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
     found = [(stack, name) for stack in stacks for name in _lists(stack)]
     if len(found) != 1:
         raise Refused(
-            f"model: {type(model).__name__} has {len(found)} lists of as many layers as its "
-            "configuration says; expected one, of decoder layers that are called in turn"
+            f"model: {type(model).__name__} has {len(found)} lists of num_hidden_layers modules; "
+            "expected one, of decoder layers that are called in turn"
         )
     return found[0]
 
@@ -342,6 +343,9 @@ def _path_to(root: nn.Module, target: nn.Module) -> list[str]:
     raise Refused(f"model: the decoder of {type(root).__name__} is not one of its submodules")
 
 
+# -- layers through torch.compile ---------------------------------------------------------------
+
+
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Inside it compiled modules run as they are written. A module that is first called while a
@@ -353,11 +357,11 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
-def compile_layers(boundary: CausalLMStages) -> None:
+def compile_layers(stages: CausalLMStages) -> None:
     """Compile in place: parameters, their names and the modules stay what they are, and the model
     is called, saved and loaded as ever. Lengths are dynamic, so that ragged chunks and tiles
     compile nothing anew; layers of one kind share what is compiled."""
-    for layer in boundary.layers:
+    for layer in stages.layers:
         for module in _fusible(layer):
             if module._compiled_call_impl is None:
                 module.compile(dynamic=True)

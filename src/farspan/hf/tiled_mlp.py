@@ -17,8 +17,7 @@ the step.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 from farspan.attention.softmax import reference
 from farspan.hf.attention_interface import answering, eager_experts, routed
 from farspan.hf.probe import CUT, MIXING, TOKENS, cast_call, distance
-from farspan.hf.stages import CausalLMStages, LayerCall, copy_module, run_layer, uncompiled
+from farspan.hf.stages import CausalLMStages, LayerCall, StandIn, copy_module, run_layer, uncompiled
 from farspan.spec import Refused
 from farspan.transfer.saved import SavedCell
 
@@ -58,23 +57,16 @@ def tiled(
     for child in children:
         module = layer.get_submodule(child.name)
         computed = value or child.needed
-        shell._modules[child.name] = _StandIn(module, child, tokens, add, computed)
+        shell._modules[child.name] = _TiledModule(module, child, tokens, add, computed)
     return shell
 
 
-class _StandIn(nn.Module):
-    """Stands in a token-wise module's place in a shell."""
+class _TiledModule(StandIn):
+    """Takes a token-wise module's place and runs it tile by tile."""
 
     def __init__(self, module: nn.Module, child: Tokenwise, tokens: int, add: Add, value: bool):
-        super().__init__()
-        object.__setattr__(self, "_module", module)
+        super().__init__(module)
         self._child, self._tokens, self._add, self._value = child, tokens, add, value
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(object.__getattribute__(self, "_module"), name)
 
     def forward(self, x: Tensor) -> Any:
         if x.shape[1] <= self._tokens:
@@ -137,7 +129,7 @@ class _Tiled(torch.autograd.Function):
     """A token-wise module of which autograd keeps the input alone."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, module: _StandIn) -> Tensor:
+    def forward(ctx: Any, x: Tensor, module: _TiledModule) -> Tensor:
         ctx.module = module
         ctx.save_for_backward(x)
         return module.answer(x)
@@ -146,6 +138,9 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         return ctx.module.gradient(x, dout), None
+
+
+# -- which modules may run on tiles -------------------------------------------------------------
 
 
 TILE = 3  # of the probe: TOKENS are two tiles and a smaller one
@@ -163,15 +158,15 @@ class _ChildUse:
     saved: int = 0  # bytes, besides input and weights
 
 
-def tokenwise(boundary: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
+def tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
     """The children of each layer that may run on tiles. Raises Refused where one that matters may
     not, or a layer has none."""
     known: dict[Any, tuple[Tokenwise, ...]] = {}
     found = []
-    with uncompiled(), routed(boundary.model), torch.no_grad():
-        for index, kind in enumerate(boundary.kinds()):
+    with uncompiled(), routed(stages.model), torch.no_grad():
+        for index, kind in enumerate(stages.kinds()):
             if kind not in known:
-                known[kind] = _Probe(boundary, index).run()
+                known[kind] = _Probe(stages, index).run()
             found.append(known[kind])
     return tuple(found)
 
@@ -180,20 +175,20 @@ def tokenwise(boundary: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
 class _Probe:
     """One layer, on random hidden states."""
 
-    boundary: CausalLMStages
+    stages: CausalLMStages
     index: int
     hidden: Tensor = field(init=False)
     call: LayerCall = field(init=False)
 
     def __post_init__(self) -> None:
-        boundary, generator = self.boundary, torch.Generator().manual_seed(0)
-        hidden = torch.randn(1, TOKENS, boundary.width, generator=generator)
-        self.hidden = hidden.to(boundary.device, boundary.dtype)
-        positions = torch.arange(TOKENS, device=boundary.device)[None]
-        self.call = boundary.calls(1, positions)[self.index]
+        stages, generator = self.stages, torch.Generator().manual_seed(0)
+        hidden = torch.randn(1, TOKENS, stages.width, generator=generator)
+        self.hidden = hidden.to(stages.device, stages.dtype)
+        positions = torch.arange(TOKENS, device=stages.device)[None]
+        self.call = stages.calls(1, positions)[self.index]
 
     def run(self) -> tuple[Tokenwise, ...]:
-        layer, dtype = self.boundary.layers[self.index], self.boundary.dtype
+        layer, dtype = self.stages.layers[self.index], self.stages.dtype
         seen = self._watch(layer)
         worth = {name: child for name, child in seen.items() if _is_worth(child)}
         # Rounding must not hide a dependence, nor a router's choice look like one.
@@ -202,13 +197,13 @@ class _Probe:
             for name, child in worth.items():
                 self._refuse(name, _why_not_tokenwise(wide.get_submodule(name), child))
             if not worth:
-                self._refuse("", "it has no module that works token by token and saves more")
+                self._refuse("", "no module in it works token by token and saves enough")
             return self._needs(wide, worth)
 
     def _refuse(self, name: str, why: str | None) -> None:
         if why is not None:
             what = f".{name}" if name else ""
-            kind = type(self.boundary.model).__name__
+            kind = type(self.stages.model).__name__
             raise Refused(
                 f"mlp_tokens: layer {self.index}{what} of {kind} cannot run on a few tokens at a "
                 f"time: {why}; {OFF}"
@@ -242,8 +237,8 @@ class _Probe:
                 outputs = len(child.out) if isinstance(child.out, tuple) else None
                 alike = _first_of(child.out).shape == child.arguments[0].shape
                 alike = alike and _first_of(child.out).dtype is child.arguments[0].dtype
-                with _blanked(wide, name, outputs) as shell:
-                    needed = not alike or not self._same(self._gradients(wide, shell), plain)
+                shell = _blanked(wide, name, outputs)
+                needed = not alike or not self._same(self._gradients(wide, shell), plain)
                 children.append(Tokenwise(name, outputs, needed))
             total: dict[nn.Parameter, Tensor] = {}
             shell = tiled(wide, children, TILE, _adder(total), value=False)
@@ -291,22 +286,15 @@ class _Probe:
         return True
 
 
-class _Watch(nn.Module):
-    """Stands in a child's place, and writes down how it is called and what autograd saves."""
+class _Watch(StandIn):
+    """Takes a child's place and records how it is called and what autograd saves."""
 
     def __init__(self, name: str, child: nn.Module, log: dict[str, _ChildUse], inside: list[str]):
-        super().__init__()
-        object.__setattr__(self, "_child", child)
+        super().__init__(child)
         self._name, self._log, self._inside = name, log, inside
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(object.__getattribute__(self, "_child"), name)
-
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        child: nn.Module = self._child
+        child: nn.Module = self._module
         seen = self._log.setdefault(self._name, _ChildUse())
         given = [x for x in (*arguments, *keywords.values()) if isinstance(x, Tensor)]
         named = {str(number): x for number, x in enumerate(given)}
@@ -335,10 +323,10 @@ def _why_not_tokenwise(module: nn.Module, seen: _ChildUse) -> str | None:
     if seen.calls != 1:
         return f"it is called {seen.calls} times"
     if len(seen.arguments) != 1 or not isinstance(seen.arguments[0], Tensor):
-        return "it is given more than the tokens"
+        return "it takes more than the hidden states"
     x = seen.arguments[0].detach()
     if x.ndim < 3 or _first_of(seen.out).shape[:2] != x.shape[:2]:
-        return "what it gives is not [batch, tokens, ...]"
+        return "its output is not [batch, tokens, ...]"
     x = x.to(next((p.dtype for p in module.parameters()), x.dtype))
     state = {name: value.clone() for name, value in module.state_dict().items()}
     whole, again = _first_of(module(x)), _first_of(module(x))
@@ -354,25 +342,19 @@ def _why_not_tokenwise(module: nn.Module, seen: _ChildUse) -> str | None:
     return None
 
 
-@contextmanager
-def _blanked(layer: nn.Module, name: str, outputs: int | None) -> Iterator[nn.Module]:
+def _blanked(layer: nn.Module, name: str, outputs: int | None) -> nn.Module:
     """A shell of the layer in which the value of a child's output is NaN."""
     shell = copy_module(layer)
     shell._modules[name] = _BlankOut(layer.get_submodule(name), outputs)
-    yield shell
+    return shell
 
 
-class _BlankOut(nn.Module):
+class _BlankOut(StandIn):
+    """Takes a child's place and gives NaN in place of its output."""
+
     def __init__(self, module: nn.Module, outputs: int | None):
-        super().__init__()
-        object.__setattr__(self, "_module", module)
+        super().__init__(module)
         self._outputs = outputs
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(object.__getattribute__(self, "_module"), name)
 
     def forward(self, x: Tensor) -> Any:
         out = _Blank.apply(_first_of(self._module(x)))
@@ -406,7 +388,9 @@ def answer_densely(
 ) -> Tensor:
     """Answers an attention call over the keys that come with it."""
     out = reference(
-        *(q, k, v),
+        q,
+        k,
+        v,
         scale=scale,
         window=keywords.get("sliding_window"),
         softcap=keywords.get("softcap"),

@@ -26,6 +26,15 @@ class Rows(NamedTuple):
     third: int
 
 
+class Heads(NamedTuple):
+    """A tensor [B, H, T, D] with inner stride 1; one of [T, B, H, D] has its strides reordered."""
+
+    base: Any
+    batch: int
+    head: int
+    token: int
+
+
 class Sizes(NamedTuple):
     """How many vectors there are, and how many of the two inner indices. All `veiled`."""
 
@@ -84,11 +93,17 @@ def check_inner(name: str, x: Tensor) -> None:
         raise Refused(f"{name}: expected inner stride 1; call .contiguous() on it")
 
 
+def heads_of(x: Tensor) -> Heads:
+    """[B, H, T, D] as a kernel addresses it."""
+    return Heads(x, *x.stride()[:3])
+
+
 def veiled(size: int) -> int:
     """16 size + 2, for the kernels to shift back.
 
-    Triton compiles a kernel anew for integers that are 1 and for multiples of 16. This is never
-    either, so that one kernel serves chunks of all lengths.
+    Triton compiles a kernel anew for integers that are 1 and for multiples of 16, in tuples even
+    where `do_not_specialize` is asked for. This is never either, so that one kernel serves chunks
+    of all lengths.
     """
     return 16 * size + 2
 

@@ -20,12 +20,19 @@ from farspan.kernels.launch import (
     Launch,
     check,
     check_inner,
+    heads_of,
     padded,
     rows_of,
     warps_of,
 )
 from farspan.lazy import load
 from farspan.spec import Refused
+
+# -- RMS norm: of hidden states, and of each head of queries or keys ----------------------------
+#
+# x, out, dout, dx [.., h] with inner stride 1 and any other strides, weight [h]. Narrow vectors
+# (heads of 64 to 256) share a program, wide ones have one each; h is at most 16384.
+
 
 WIDEST = 16384
 ROWS_OF_DWEIGHT = 2  # sums of dweight a multiprocessor of the GPU makes at one time
@@ -79,7 +86,7 @@ def rms_norm_backward(
     dx = torch.empty_like(x)
     if x.numel() == 0:
         return dx, torch.zeros_like(weight, dtype=torch.float32)
-    launch, partial = norm_backward_launch((dout, x, dx), weight, rstd.contiguous(), norm)
+    launch, partial = norm_backward_launch(dout, x, dx, weight, rstd.contiguous(), norm)
     launch.run(x)
     return dx, partial.sum(0)
 
@@ -96,16 +103,16 @@ def norm_launch(x: Tensor, weight: Tensor, out: Tensor, rstd: Tensor, norm: Norm
         "shape": shape,
         "num_warps": warps_of(shape.tile * shape.padded, 32),
     }
-    kernel = load("farspan.kernels.triton_kernels", "forward_kernel")
+    kernel = load("farspan.kernels.triton_kernels", "norm_kernel")
     return Launch(kernel, (-(-rstd.numel() // shape.tile),), arguments)
 
 
 def norm_backward_launch(
-    of_rows: tuple[Tensor, Tensor, Tensor], weight: Tensor, rstd: Tensor, norm: Norm
+    dout: Tensor, x: Tensor, dx: Tensor, weight: Tensor, rstd: Tensor, norm: Norm
 ) -> tuple[Launch, Tensor]:
-    """`of_rows` is dout, x and dx. Also what the kernel writes its sums of dweight to."""
-    (of_dout, of_x, of_dx), sizes = rows_of(*of_rows, ordered=False)
-    shape = _norm_shape(of_rows[1], norm)
+    """The launch, and the sums of dweight that it writes, one row a program."""
+    (of_dout, of_x, of_dx), sizes = rows_of(dout, x, dx, ordered=False)
+    shape = _norm_shape(x, norm)
     programs = min(-(-rstd.numel() // shape.tile), _places(rstd.device))
     partial = torch.empty(programs, shape.width, dtype=torch.float32, device=rstd.device)
     arguments = {
@@ -119,7 +126,7 @@ def norm_backward_launch(
         "shape": shape,
         "num_warps": warps_of(shape.tile * shape.padded, 16),
     }
-    kernel = load("farspan.kernels.triton_kernels", "backward_kernel")
+    kernel = load("farspan.kernels.triton_kernels", "norm_backward_kernel")
     return Launch(kernel, (programs,), arguments), partial
 
 
@@ -159,6 +166,12 @@ def _check_norm(x: Tensor, weight: Tensor) -> None:
         )
 
 
+# -- act(gate) * up: the middle of a gated MLP --------------------------------------------------
+#
+# gate, up, out and their gradients [.., I], of one dtype. Halves of one product (views of
+# [.., 2 I]) are read where they lie.
+
+
 GATE_BLOCK = 2048  # elements a program: 16 a thread of 4 warps
 
 
@@ -185,7 +198,7 @@ def swiglu(gate: Tensor, up: Tensor, act: Act = Act.SILU) -> Tensor:
     check("gate", gate, gate)
     check("up", up, gate, (gate.dtype,))
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    gate_launch("forward_kernel", {"gate": gate, "up": up, "out": out}, act).run(gate)
+    gate_launch("gate_kernel", {"gate": gate, "up": up, "out": out}, act).run(gate)
     return out
 
 
@@ -198,7 +211,7 @@ def swiglu_backward(
     check("dout", dout, gate)
     dgate, dup = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
     tensors = {"dout": dout, "gate": gate, "up": up, "dgate": dgate, "dup": dup}
-    gate_launch("backward_kernel", tensors, act).run(gate)
+    gate_launch("gate_backward_kernel", tensors, act).run(gate)
     return dgate, dup
 
 
@@ -214,7 +227,7 @@ def swiglu_again(
         torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(3)
     )
     tensors = {"dout": dout, "gate": gate, "up": up, "out": out, "dgate": dgate, "dup": dup}
-    gate_launch("again_kernel", tensors, act).run(gate)
+    gate_launch("gate_again_kernel", tensors, act).run(gate)
     return out, dgate, dup
 
 
@@ -238,13 +251,11 @@ def _lines(x: Tensor, dense: bool) -> Lines:
     return Lines(x, x.stride(0))
 
 
-class Heads(NamedTuple):
-    """[B, H, T, D] as the kernel addresses it."""
-
-    base: Any
-    batch: int
-    head: int
-    token: int
+# -- rotary position embedding ------------------------------------------------------------------
+#
+# q [B, H, T, D], k [B, Hk, T, D], cos and sin [1 | B, T, R] with R <= D even: the first R of each
+# vector are rotated, halves against each other (`rotate_half`), the rest passes through. Inner
+# stride 1, other strides as they are.
 
 
 class Angles(NamedTuple):
@@ -280,18 +291,19 @@ def rotate(
     """
     _check_rotation(q, k, cos, sin)
     results = torch.empty_like(q), torch.empty_like(k)
-    rotate_launch((q, k), results, cos, sin, inverse).run(q)
+    rotate_launch(q, k, *results, cos, sin, inverse).run(q)
     return results
 
 
 def rotate_launch(
-    given: tuple[Tensor, Tensor],
-    results: tuple[Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    q_out: Tensor,
+    k_out: Tensor,
     cos: Tensor,
     sin: Tensor,
     inverse: bool,
 ) -> Launch:
-    q, k = given
     heads, kv_heads, half = q.shape[1], k.shape[1], cos.shape[-1] // 2
     rest = q.shape[3] - 2 * half
     shape = RotaryShape(
@@ -306,10 +318,10 @@ def rotate_launch(
         inverse=inverse,
     )
     arguments = {
-        "q": _heads(q),
-        "k": _heads(k),
-        "q_out": _heads(results[0]),
-        "k_out": _heads(results[1]),
+        "q": heads_of(q),
+        "k": heads_of(k),
+        "q_out": heads_of(q_out),
+        "k_out": heads_of(k_out),
         "cos": _angles(cos),
         "sin": _angles(sin),
         "shape": shape,
@@ -318,10 +330,6 @@ def rotate_launch(
     kernel = load("farspan.kernels.triton_kernels", "rotate_kernel")
     # The second of a grid's numbers is at most 65535, the first 2**31 - 1.
     return Launch(kernel, (q.shape[2], q.shape[0]), arguments)
-
-
-def _heads(x: Tensor) -> Heads:
-    return Heads(x, *x.stride()[:3])
 
 
 def _angles(x: Tensor) -> Angles:
@@ -342,6 +350,11 @@ def _check_rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     check("sin", sin, cos)
     for name, x in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
         check_inner(name, x)
+
+
+# -- cross-entropy ------------------------------------------------------------------------------
+#
+# logits [N, V] with inner stride 1 and rows any distance apart, targets [N] int64, losses [N] fp32.
 
 
 LOSS_BLOCK = 8192  # logits a program has at one time: 16 a thread of 16 warps
@@ -419,6 +432,9 @@ def loss_launch(
         "num_warps": max(block // 512, 1),
     }
     return Launch(load("farspan.kernels.triton_kernels", "loss_kernel"), (len(logits),), arguments)
+
+
+# -- as operations that autograd knows ----------------------------------------------------------
 
 
 def normed(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:

@@ -14,11 +14,11 @@
 Offsets are int64, since tensors go beyond 2**31 elements. Written for Triton 3.6 to 3.9.
 """
 
-import triton
-import triton.language as tl
-
 # Triton reads annotations of parameters itself: only tl.constexpr may stand there.
 # mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
 
 
 @triton.jit
@@ -48,8 +48,7 @@ def number_offsets(x, row, sizes):
     return i[0] * size_of(x.first) + i[1] * size_of(x.second) + i[2] * size_of(x.third)
 
 
-# Triton reads annotations of parameters itself: only tl.constexpr may stand there.
-# mypy: disable-error-code="no-untyped-def"
+# -- norm ---------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -103,8 +102,9 @@ def norm_backward_kernel(dout, x, weight, rstd, dx, partial, sizes, shape: tl.co
     tl.store(at, tl.sum(total, 0), mask=tl.arange(0, shape.padded) < shape.width)
 
 
-# Triton reads annotations of parameters itself: only tl.constexpr may stand there.
-# mypy: disable-error-code="no-untyped-def"
+# -- gate ---------------------------------------------------------------------------------------
+#
+# tanh(y) = 2 sigmoid(2 y) - 1 turns the approximate GELU into x sigmoid(2 y): one exponential.
 
 
 TWICE_ROOT_2_OVER_PI = tl.constexpr(1.5957691216057308)
@@ -187,8 +187,10 @@ def gate_backward_kernel(dout, gate, up, dgate, dup, width, act: tl.constexpr, b
     _store_block(dup, row, column, mask, gradient * value.to(x.dtype).to(tl.float32))
 
 
-# Triton reads annotations of parameters itself: only tl.constexpr may stand there.
-# mypy: disable-error-code="no-untyped-def"
+# -- rotary -------------------------------------------------------------------------------------
+#
+# The first half of a rotated vector and the second are two tiles, [heads, half]; what is not
+# rotated is copied.
 
 
 @triton.jit
@@ -238,8 +240,10 @@ def rotate_kernel(q, k, q_out, k_out, cos, sin, shape: tl.constexpr):
     _turn(k, k_out, of_cos, of_sin, shape.kv_heads, shape.padded_kv_heads, shape)
 
 
-# Triton reads annotations of parameters itself: only tl.constexpr may stand there.
-# mypy: disable-error-code="no-untyped-def"
+# -- loss ---------------------------------------------------------------------------------------
+#
+# The first pass keeps the greatest logit so far, and for each place in a block the sum of
+# exponentials less it, so that a block needs one reduction.
 
 
 @triton.jit
@@ -324,8 +328,7 @@ def loss_kernel(logits, stride, targets, losses, size, scale, cap, shape: tl.con
             _differentiate(place, size, softmax, target.to(tl.int32), scale, cap, shape)
 
 
-# Triton reads annotations of parameters itself: only tl.constexpr may stand there.
-# mypy: disable-error-code="no-untyped-def"
+# -- joining ------------------------------------------------------------------------------------
 
 
 @triton.jit

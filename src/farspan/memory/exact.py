@@ -152,6 +152,9 @@ class _Search:
             self.ask(self.given_up + (steps - 1) // 2 * self.step, SHARE)
 
 
+# -- two levels ---------------------------------------------------------------------------------
+
+
 LAYER = re.compile(r"layer \d+ (forward|backward)\b")
 Solve = Callable[[Sequence[PlacementRequest], float], Solution]
 Signature = tuple[tuple[int, int, int], ...]  # of the local requests: size, birth, death in order
@@ -257,6 +260,9 @@ def _solution(
     return Solution(placement, least_height(requests, placement), seconds)
 
 
+# -- the mixed-integer program ------------------------------------------------------------------
+
+
 Pairs = list[tuple[int, int]]
 # More makes rows by the million, of which no solver makes anything in a useful time.
 MOST_PAIRS = 50_000
@@ -327,7 +333,10 @@ def place_by_mip(
     begin = perf_counter()
     pairs = count_overlapping(requests)
     if pairs > MOST_PAIRS:
-        raise Refused(f"mip: {pairs} pairs live together, at most {MOST_PAIRS} are tried")
+        raise Refused(
+            f"mip: {pairs} pairs of tensors live together, but the solver takes at most "
+            f"{MOST_PAIRS}; use another method"
+        )
     greedy = place_greedily(requests, seconds * GREEDY_SHARE)
     if not requests or greedy.height == 0:
         return Solution(greedy, greedy.height, perf_counter() - begin)
@@ -340,8 +349,8 @@ def place_by_mip(
     kept = [p for p in (greedy, found) if p and (capacity is None or p.height <= capacity)]
     if not kept:
         raise Refused(
-            f"mip: no placement found of at most {cap:,} bytes in {seconds:g} s, which proves "
-            f"nothing: {answer.message}"
+            f"mip: the solver found no placement within {cap:,} bytes in {seconds:g} s, which "
+            f"does not prove that there is none: {answer.message}"
         )
     best = min(kept, key=lambda placement: placement.height)
     bound = _proved(answer.mip_dual_bound, program.cap) * unit

@@ -256,7 +256,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
     found.farspan_abi.restype = ctypes.c_uint32
     if found.farspan_abi() != ABI:
         raise NativeError(
-            f"the native allocator is of version {found.farspan_abi()}, not {ABI}; {build}"
+            f"the native allocator has version {found.farspan_abi()}, expected {ABI}; {build}"
         )
     for name, arguments in _signatures().items():
         getattr(found, f"farspan_{name}").argtypes = arguments
@@ -293,22 +293,8 @@ def whole(name: str, value: int, bits: int = 64) -> int:
     return value
 
 
-__all__ = [
-    "UNPLANNED",
-    "Allocator",
-    "Backend",
-    "Broken",
-    "Call",
-    "Event",
-    "Kind",
-    "NativeError",
-    "Options",
-    "OutOfMemory",
-    "Policy",
-    "Row",
-    "Statistics",
-    "UnknownPointer",
-]
+# -- the allocator ------------------------------------------------------------------------------
+
 
 # Events copied at a time: 8 MiB of them.
 EVENTS = 1 << 18

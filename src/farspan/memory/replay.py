@@ -87,9 +87,8 @@ def make_plan(
         PlanRow(malloc.size, malloc.stream, address)
         for malloc, address in zip(mallocs, placement.addresses, strict=True)
     )
-    return PlacementPlan(
-        *(digest(trace), alignment, placement.height, placement.lower_bound, optimal, method, rows)
-    )
+    height, bound = placement.height, placement.lower_bound
+    return PlacementPlan(digest(trace), alignment, height, bound, optimal, method, rows)
 
 
 def write_plan(plan: PlacementPlan, path: Path) -> None:
@@ -108,9 +107,9 @@ def read_plan(path: Path, trace: Trace) -> PlacementPlan:
     plan = _parse(path)
     if plan.program != digest(trace):
         raise Refused(
-            f"{path}: a plan of another program: it has {len(plan.tensors)} tensors and digest "
-            f"{plan.program[:12]}, the trace {trace.name or 'given'} has {len(trace.requests())} "
-            f"and {digest(trace)[:12]}; place the trace again"
+            f"{path}: the plan belongs to another program: it has {len(plan.tensors)} tensors and "
+            f"digest {plan.program[:12]}, the trace {trace.name or 'given'} has "
+            f"{len(trace.requests())} and {digest(trace)[:12]}; place the trace again"
         )
     try:
         _check(plan, trace)
@@ -126,7 +125,7 @@ def _check(plan: PlacementPlan, trace: Trace) -> None:
     addresses = tuple(row.address for row in plan.tensors)
     sweep_placement(requests, Placement(addresses, plan.peak, plan.lower_bound))
     if plan.optimal and min(addresses, default=0) > 0:
-        raise PlacementError(f"called optimal, and nothing lies below {min(addresses)}")
+        raise PlacementError(f"the plan is marked optimal, but nothing lies below {min(addresses)}")
     mallocs = (event for event in trace.events if isinstance(event, Malloc))
     for number, (row, malloc) in enumerate(zip(plan.tensors, mallocs, strict=True)):
         if (row.size, row.stream) != (malloc.size, malloc.stream):
@@ -136,7 +135,7 @@ def _check(plan: PlacementPlan, trace: Trace) -> None:
             )
         if row.address % plan.alignment:
             raise PlacementError(
-                f"tensor {number} at {row.address}, no multiple of {plan.alignment}"
+                f"tensor {number} at {row.address}, not a multiple of {plan.alignment}"
             )
 
 
@@ -146,11 +145,14 @@ def _parse(path: Path) -> PlacementPlan:
     except OSError as error:
         raise Refused(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise Refused(f"{path}: no plan: {error}") from error
+        raise Refused(f"{path}: not a plan: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise Refused(f"{path}: no plan: expected the format {FORMAT!r}")
+        raise Refused(f"{path}: not a plan: expected the format {FORMAT!r}")
     if content.get("version") != VERSION:
-        raise Refused(f"{path}: a plan of version {content.get('version')!r}, expected {VERSION}")
+        raise Refused(
+            f"{path}: the plan has version {content.get('version')!r}, expected "
+            f"{VERSION}; place the trace again"
+        )
     try:
         return _plan_of(content)
     except (KeyError, TypeError, ValueError) as error:
@@ -178,6 +180,9 @@ def _count(value: Any, most: int = MOST) -> int:
     if value > most:
         raise ValueError(f"expected at most {most}, got {value}")
     return value
+
+
+# -- replay -------------------------------------------------------------------------------------
 
 
 UNIT = 512  # bytes; the native allocator rounds requests up to a multiple

@@ -126,6 +126,9 @@ def faults(events: Iterable[Event]) -> Iterator[tuple[int, str]]:
             freed.add(event.tensor)
 
 
+# -- PyTorch's memory snapshots -----------------------------------------------------------------
+
+
 PICKLE = b"\x80"  # the opcode that says which protocol follows; of protocols from 2 on
 ALLOC, FREED = "alloc", "free_requested"  # `free_completed` comes when other streams are done
 OTHERS = {
@@ -170,7 +173,7 @@ def from_snapshot(found: Any, name: str, device: int | None = None) -> Trace:
     """The same of a snapshot in memory (`torch.cuda.memory._snapshot()`)."""
     traces = found.get("device_traces") if isinstance(found, dict) else found
     if not isinstance(traces, list) or not all(isinstance(trace, list) for trace in traces):
-        raise Refused(f"{name}: expected a snapshot with device_traces, a list for each device")
+        raise Refused(f"{name}: expected a snapshot with device_traces, one list for each device")
     if device is None:
         device = next((number for number, trace in enumerate(traces) if trace), 0)
     if not 0 <= device < len(traces) or not traces[device]:
@@ -246,7 +249,7 @@ class _Reading:
         if action in OTHERS:
             return False
         if action not in (ALLOC, FREED):
-            raise Refused(f"{self._where(number)}: the action {action[:SHOWN]!r} is not known")
+            raise Refused(f"{self._where(number)}: unknown action {action[:SHOWN]!r}")
         where = self._where(number)
         address, size = (_number(entry, field, where) for field in ("addr", "size"))
         stream = _number(entry, "stream", where, 0)
@@ -287,16 +290,18 @@ def _values(content: bytes, name: str) -> Any:
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise Refused(f"{name}: no JSON that can be read: {error}") from error
+            raise Refused(f"{name}: the JSON cannot be read: {error}") from error
     try:
         return _NoNames(io.BytesIO(content)).load()
     except Refused as error:
         raise Refused(f"{name}: {error}") from None
     except Exception as error:  # whatever a broken pickle makes of the stack and the memo
         raise Refused(
-            f"{name}: no pickle that can be read, or one that was cut off: "
-            f"{type(error).__name__}: {error}"
+            f"{name}: the pickle cannot be read, or was cut off: {type(error).__name__}: {error}"
         ) from error
+
+
+# -- files --------------------------------------------------------------------------------------
 
 
 CSV_COLUMNS = ("id", "lower", "upper", "size")
@@ -331,11 +336,12 @@ def read_format(path: str | Path) -> tuple[Trace, TraceFormat]:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise Refused(
-            f"{path}: neither text nor a memory snapshot of PyTorch: byte {error.start} is not "
-            "UTF-8"
+            f"{path}: neither text nor a PyTorch memory snapshot: byte {error.start} is not UTF-8"
         ) from error
     if not text.strip("\ufeff \t\r\n"):
-        raise Refused(f"{path}: is empty; a trace has at least one line, such as `malloc 0 512`")
+        raise Refused(
+            f"{path}: the file is empty; a trace has at least one line, such as `malloc 0 512`"
+        )
     if _is_csv(text):
         return from_csv(text, path.name), TraceFormat.CSV
     return from_text(text, path.name), TraceFormat.TEXT
@@ -378,7 +384,9 @@ def _event_line(event: Event) -> str:
 
 def _line(name: str) -> str:
     if not name.isprintable() or name != name.strip() or not name:
-        raise Refused(f"trace: the name {name!r} cannot stand in a line of its own")
+        raise Refused(
+            f"trace: the name {name!r} does not fit on a line of its own; choose a printable one"
+        )
     return name
 
 
@@ -391,7 +399,7 @@ def from_text(text: str, name: str) -> Trace:
     for number, line in enumerate(map(str.strip, lines), 1):
         where = f"{name}:{number}"
         if end and line:
-            raise Refused(f"{where}: the trace ended in line {end}, and more comes after it")
+            raise Refused(f"{where}: the trace ended in line {end}, but more lines follow")
         if line.startswith(NAME):
             called = line.removeprefix(NAME)
         elif line.startswith(END):
@@ -402,8 +410,8 @@ def from_text(text: str, name: str) -> Trace:
             places.append(number)
     if (called and not end) or len(lines) in (end, *places[-1:]):
         raise Refused(
-            f"{name}:{len(lines)}: the trace is cut off: a last line ends with a line break, and "
-            f"what begins with `{NAME.strip()}` ends with `{END.strip()}`"
+            f"{name}:{len(lines)}: the trace is cut off: its last line must end with a line "
+            f"break, and a trace that begins with `{NAME.strip()}` must end with `{END.strip()}`"
         )
     return _checked(events, places, name, called or name)
 
@@ -468,12 +476,14 @@ def from_csv(text: str, name: str) -> Trace:
     except csv.Error as error:
         raise Refused(f"{name}:{rows.line_num}: {error}") from error
     if not text.endswith(("\n", "\r")):  # of the last number some digits may be missing
-        raise Refused(f"{name}:{rows.line_num}: cut off: a last line ends with a line break")
+        raise Refused(
+            f"{name}:{rows.line_num}: the file is cut off: its last line must end with a line break"
+        )
     changes: list[tuple[int, int, int, int, Event]] = []
     known: set[int] = set()
     for order, (number, (tensor, lower, upper, size)) in enumerate(found):
         if tensor in known:
-            raise Refused(f"{name}:{number}: id {tensor} was given before")
+            raise Refused(f"{name}:{number}: id {tensor} occurs twice")
         known.add(tensor)
         changes.append((lower, 1, order, number, Malloc(tensor, size)))
         changes.append((upper, 0, order, number, FreeEvent(tensor)))
@@ -489,5 +499,8 @@ def _row(row: list[str], places: list[int], width: int, where: str) -> tuple[int
     except ValueError as error:
         raise Refused(f"{where}: expected whole numbers, got {','.join(row)[:60]!r}") from error
     if lower >= upper:
-        raise Refused(f"{where}: alive in [{lower}, {upper}), which is no time at all")
+        raise Refused(
+            f"{where}: the tensor lives in [{lower}, {upper}), which is empty; expected "
+            "lower < upper"
+        )
     return tensor, lower, upper, size

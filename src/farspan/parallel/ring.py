@@ -67,7 +67,7 @@ class Ring:
         key_values: WholeRows,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `attention.cell.attend`, for the queries q [B, H, n, D] and keys k, v [B, Hk, n, D] of
+        """As `chunk.attend`, for the queries q [B, H, n, D] and keys k, v [B, Hk, n, D] of
         this rank's part of the chunk: over the keys of all."""
         out, lse = self.attend_blocks(call, q, k, v, key_values)
         if sinks is not None:
@@ -96,7 +96,7 @@ class Ring:
         key_values: WholeRows,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """As `attention.cell.attend_backward`: dq, dk and dv of this rank's part of the chunk,
+        """As `chunk.attend_backward`: dq, dk and dv of this rank's part of the chunk,
         complete, and what its queries give to d sinks. Gradients of its earlier rows, from its own
         queries and from others', go to `key_values`."""
         q, k, v = of_keys

@@ -49,7 +49,7 @@ class Shards:
         key_values: KeyValues,
         sinks: Tensor | None = None,
     ) -> Attended:
-        """As `attention.cell.attend`, for the queries q [B, H, n, D] of this rank's part and its
+        """As `chunk.attend`, for the queries q [B, H, n, D] of this rank's part and its
         keys k, v [B, Hk, t, D] of the chunk: out [B, H, n, Dv] and lse over the keys of all."""
         of_all = _heads_first(self.peers.gather(_token_first(q), self.counts))
         if self.ring is None:
@@ -71,7 +71,7 @@ class Shards:
         key_values: KeyValues,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """As `attention.cell.attend_backward`: dq of own queries, dk, dv of own keys, complete, and
+        """As `chunk.attend_backward`: dq of own queries, dk, dv of own keys, complete, and
         what own queries give to d sinks. `attended` is what `attend` returned."""
         q, k, v = of_keys
         of_queries = [_token_first(x) for x in (q, attended[0], dout, attended[1])]

@@ -6,20 +6,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from farspan.memory.compare.allocators import (
-    ASSUMED,
-    CREATE,
-    FREE,
-    MALLOC,
-    MAP,
-    PUBLISHED,
-    RELEASE,
-    UNMAP,
-)
+from farspan.memory.compare.allocators import CREATE, FREE, MALLOC, MAP, RELEASE, UNMAP
 from farspan.memory.compare.compare import (
     AS_GOOD,
+    ASSUMED,
     EXPANDABLE,
     PLAN,
+    PUBLISHED,
     STITCHING,
     AllocatorComparison,
     AllocatorResult,

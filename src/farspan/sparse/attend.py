@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from farspan.attention.chunk import AttentionCall, KeyValues, attend_backward, attend_blocks
-from farspan.attention.softmax import accumulate_dtype, add_sinks, merge_
+from farspan.attention.softmax import BackwardQueries, accumulate_dtype, add_sinks, merge_
 from farspan.plan.blocks import near_blocks
 from farspan.sparse.pages import Pages
 from farspan.sparse.select import Candidates, Selector, vote
@@ -60,18 +60,9 @@ class FarKernel(Protocol):
         """
 
     def backward(
-        self,
-        call: FarCall,
-        dout: Tensor,
-        q: Tensor,
-        attended: tuple[Tensor, Tensor],
-        choice: Tensor,
-        pages: Pages,
+        self, call: FarCall, queries: BackwardQueries, choice: Tensor, pages: Pages
     ) -> Tensor:
-        """dq in the accumulate dtype; dK, dV of the pages go to `pages.sums`, then `pages.add`.
-
-        `attended` is out and lse of the whole softmax, as in backends.py.
-        """
+        """dq in the accumulate dtype; dK, dV of the pages go to `pages.sums`, then `pages.add`."""
 
 
 Attended = tuple[Tensor, Tensor, Tensor]  # out, lse, choice
@@ -127,10 +118,8 @@ def choose(call: SparseCall, q: Tensor, pages: Pages) -> Tensor:
         page_count = -(-q.shape[2] // call.far.page)
         shape = *representatives.shape[:2], page_count, 0
         return torch.empty(shape, dtype=torch.int32, device=q.device)
-    votes = vote(
-        *(q, representatives, call.far.page, call.far.scale, call.far.documents),
-        candidates.pages.start,
-    )
+    far, first = call.far, candidates.pages.start
+    votes = vote(q, representatives, far.page, far.scale, far.documents, first)
     return call.select(votes, candidates)
 
 
@@ -180,7 +169,8 @@ def attend_sparse_backward(
         pages.begin(choice)
     dq, dk, dv, dsinks = attend_backward(call.near, dout, q, k, v, (out, lse), pages, sinks)
     if choice.shape[3]:
-        part = call.kernel.backward(call.far, dout, q, (out, lse), choice, pages)
+        queries = BackwardQueries(dout, q, out, lse)
+        part = call.kernel.backward(call.far, queries, choice, pages)
         dq = dq.to(accumulate_dtype(q.dtype)).add_(part)
     return dq, dk, dv, dsinks
 
@@ -189,6 +179,9 @@ def _possible(call: SparseCall, choice: Tensor) -> Tensor:
     """Without the -1 at the ends of all rows of a choice that is wider than there are candidates:
     rows with -1 need masks."""
     return choice[..., : len(call.candidates.pages)]
+
+
+# -- how much of dense attention is seen --------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +242,9 @@ def seen_mass(
     return torch.stack([mass.mean(), mass.min()])
 
 
+# -- the function that sparse attention is ------------------------------------------------------
+
+
 def seen_mask(choice: Tensor, sparse: Sparse, chunk: int, ids: Tensor) -> Tensor:
     """choice [B, Hk, M, k] of a whole sequence, document ids [B, S] -> bool [B, Hk, S, S]."""
     tokens, page = ids.shape[1], sparse.page
@@ -266,8 +262,8 @@ def seen_mask(choice: Tensor, sparse: Sparse, chunk: int, ids: Tensor) -> Tensor
 def sparse_reference(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float, sinks: Tensor | None
 ) -> Tensor:
-    """q [B, H, S, D], k [B, Hk, S, D], v [B, Hk, S, Dv], mask from `seen_mask`, cap inf if there is none
-    -> [B, H, S, Dv]."""
+    """q [B, H, S, D], k [B, Hk, S, D], v [B, Hk, S, Dv], mask from `seen_mask`, cap inf if there is
+    none -> [B, H, S, Dv]."""
     k, v, mask = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v, mask))
     scores = scale * q @ k.mT
     scores = scores if cap == torch.inf else cap * torch.tanh(scores / cap)

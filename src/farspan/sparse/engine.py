@@ -129,7 +129,7 @@ class _ComingPages:
 
 @dataclass(slots=True)
 class BufferPages:
-    """Implements `attention.sparse.pages.Pages` for one cell."""
+    """Implements `sparse.pages.Pages` for one cell."""
 
     prefix: Prefix
     slots: PageSlots
@@ -331,6 +331,9 @@ class BufferPages:
         return self.prefix.on_host(self.prefix.keys_in)
 
 
+# -- cells and runs -----------------------------------------------------------------------------
+
+
 PageFunction = Callable[[Tensor, range], Tensor]  # votes [B, Hk, M, n] and their pages, to a choice
 OWN_SELECTORS = (TopK, Fraction, RandomPages, Checked)
 
@@ -382,7 +385,7 @@ class SparseCell:
     def attend(
         self, dense: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """As `attention.cell.attend`."""
+        """As `attention.chunk.attend`."""
         call, pages = self.call(dense), self.at_hand
         assert pages is not None
         if self.chooses:
@@ -403,7 +406,7 @@ class SparseCell:
         attended: tuple[Tensor, Tensor],
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """As `attention.cell.attend_backward`; `of_keys` is q, k and v."""
+        """As `attention.chunk.attend_backward`; `of_keys` is q, k and v."""
         call, pages, (q, k, v) = self.call(dense), self.at_hand, of_keys
         assert pages is not None
         given: Attended = (*attended, self._choice(q, pages))
@@ -422,8 +425,8 @@ def _keep(found: Tensor, kept: Tensor) -> None:
     width, most = found.shape[3], kept.shape[3]
     if width > most and bool((found[..., most:] >= 0).any()):
         raise Refused(
-            f"selector: chose {width} pages for a page of queries, where the budget is {most}; "
-            "raise sparse.budget, or choose fewer"
+            f"selector: chose {width} pages for a page of queries, more than the budget of "
+            f"{most}; raise sparse.budget, or choose fewer"
         )
     width = min(width, most)
     kept[..., :width] = found[..., :width]

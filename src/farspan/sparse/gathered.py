@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from farspan.attention.softmax import accumulate_dtype
+from farspan.attention.softmax import BackwardQueries, accumulate_dtype
 from farspan.plan.cell.sparse import PART_BYTES, FarRow
 from farspan.sparse.attend import FarCall, FarKernel
 from farspan.sparse.pages import Pages, Slab, Units
@@ -40,15 +40,9 @@ class PageKernel(Protocol):
         """out and lse of these keys alone."""
 
     def backward(
-        self,
-        dout: Tensor,
-        of_queries: tuple[Tensor, Tensor, Tensor],
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        scale: float,
+        self, queries: BackwardQueries, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv; `of_queries` is q, and out and lse of the whole softmax."""
+        """dq, dk, dv."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +63,12 @@ class FlashPages:
         return out, lse
 
     def backward(
-        self,
-        dout: Tensor,
-        of_queries: tuple[Tensor, Tensor, Tensor],
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        scale: float,
+        self, queries: BackwardQueries, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, out, lse = of_queries
+        dout, q, out, lse = queries
+        mask = self._float(mask, q.dtype)
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(dout, q, k, v, out, lse, 0.0, False),
-            attn_mask=self._float(mask, q.dtype),
-            scale=scale,
+            dout, q, k, v, out, lse, 0.0, False, attn_mask=mask, scale=scale
         )
 
     def _float(self, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -106,15 +93,9 @@ class PlainPages:
         return (weights @ v.to(scores.dtype)).to(q.dtype), lse
 
     def backward(
-        self,
-        dout: Tensor,
-        of_queries: tuple[Tensor, Tensor, Tensor],
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        scale: float,
+        self, queries: BackwardQueries, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, out, lse = of_queries
+        dout, q, out, lse = queries
         scores, slope = self._scores(q, k, mask, scale)
         dout, out, wide_q, k, v = (x.to(scores.dtype) for x in (dout, out, q, k, v))
         weights = (scores - lse.unsqueeze(3)).exp()
@@ -244,23 +225,18 @@ class Gathered:
         return out[:, :, :tokens], lse[:, :, :tokens]
 
     def backward(
-        self,
-        call: FarCall,
-        dout: Tensor,
-        q: Tensor,
-        attended: tuple[Tensor, Tensor],
-        choice: Tensor,
-        pages: Pages,
+        self, call: FarCall, queries: BackwardQueries, choice: Tensor, pages: Pages
     ) -> Tensor:
+        q = queries.q
         (batch, heads, tokens, dim), padded = q.shape, choice.shape[2] * call.page
         dtype = accumulate_dtype(q.dtype)
-        given = [_by_page(x, choice, call.page) for x in (dout, q, *attended)]
+        given = BackwardQueries(*(_by_page(x, choice, call.page) for x in queries))
         dq = q.new_zeros(batch, padded, heads, dim, dtype=dtype).transpose(1, 2)
         result = _by_page(dq, choice, call.page)
         for slab in pages.slabs():
             dk, dv = pages.sums(slab)
             of_slab = _slab_rows(call, slab, choice)
-            for rows, masked in self._parts(of_slab, slab, given[1], backward=True):
+            for rows, masked in self._parts(of_slab, slab, given.q, backward=True):
                 part = of_slab.part(rows, masked)
                 found = self._differentiate(slab, part, given, call.scale)
                 result[part.places] = found[0].to(dtype)
@@ -276,11 +252,11 @@ class Gathered:
         return self.kernel.forward(part.queries(q), k, v, part.mask, scale)
 
     def _differentiate(
-        self, slab: Slab, part: _Part, given: list[Tensor], scale: float
+        self, slab: Slab, part: _Part, given: BackwardQueries, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dout, q, out, lse = (part.queries(x) for x in given)
+        queries = BackwardQueries(*(part.queries(x) for x in given))
         k, v = (part.copies(x) for x in (slab.keys, slab.values))
-        return self.kernel.backward(dout, (q, out, lse), k, v, part.mask, scale)
+        return self.kernel.backward(queries, k, v, part.mask, scale)
 
     def _parts(
         self, of_slab: _SlabRows, slab: Slab, queries: Tensor, *, backward: bool
@@ -290,8 +266,12 @@ class Gathered:
             return
         dims = slab.keys.shape[2], slab.values.shape[2]
         row = FarRow(
-            *(queries.shape[3], of_slab.page, slab.units.index.shape[3], *dims),
-            *(queries.element_size(), isinstance(self.kernel, PlainPages)),
+            queries.shape[3],
+            of_slab.page,
+            slab.units.index.shape[3],
+            *dims,
+            queries.element_size(),
+            isinstance(self.kernel, PlainPages),
         )
         for rows, masked in zip(of_slab.with_pages(), (False, True), strict=True):
             count = max(1, self.part_bytes // row.bytes(masked=masked, backward=backward))

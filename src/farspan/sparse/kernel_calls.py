@@ -5,7 +5,7 @@ join by `merge_`; attention sinks join by `add_sinks`; the backward takes the ou
 
     call = PagedCall(PageTable(choice, page, tokens, keys.shape[0]), scale)
     out, lse = attend_pages(call, q, keys, values)
-    dq = attend_pages_backward(call, dout, q, keys, values, (whole_out, whole_lse), totals)
+    dq = attend_pages_backward(call, BackwardQueries(dout, q, out, lse), keys, values, totals)
 
     choice[b, h, m]      = pages that query page m of the chunk reads, -1 for none
     its inverse, by page = query pages that read it, ascending
@@ -30,19 +30,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from farspan.attention.softmax import BackwardQueries
+from farspan.kernels.launch import DTYPES, Heads, Launch, heads_of, padded, veiled
 from farspan.lazy import load
 from farspan.sparse.attend import FarCall
 from farspan.sparse.pages import Pages, Resident, Slab
 from farspan.spec import Refused
-
-
-class HeadRows(NamedTuple):
-    """A tensor of vectors with inner stride 1: its address and its strides, in elements."""
-
-    base: Any
-    batch: int
-    head: int
-    token: int
 
 
 class PageReads(NamedTuple):
@@ -73,8 +66,8 @@ class Softmax(NamedTuple):
 class Totals(NamedTuple):
     """Sums of the gradients of keys and values, fp32."""
 
-    dk: HeadRows
-    dv: HeadRows
+    dk: Heads
+    dv: Heads
 
 
 class PageSizes(NamedTuple):
@@ -90,18 +83,7 @@ class PageSizes(NamedTuple):
     scale: float
 
 
-LARGEST = 2**27 - 1  # of what `veiled` takes: what it gives is an int32
-
-
-def veiled(size: int) -> int:
-    """16 size + 2, for the kernels to shift back.
-
-    Triton compiles a kernel anew for integers that are 1 and for multiples of 16, in tuples even
-    where `do_not_specialize` is asked for. This is never either, so that one kernel serves all
-    chunks of all sequences.
-    """
-    assert 0 <= size <= LARGEST, size
-    return 16 * size + 2
+LARGEST = 2**27 - 1  # of what is veiled: `veiled` gives an int32
 
 
 class PageShape(NamedTuple):
@@ -133,6 +115,12 @@ class PageTiles:
     dkv: PageTile
 
 
+# -- tiles --------------------------------------------------------------------------------------
+#
+# Tile sizes are part of a run's arithmetic (sums are taken tile by tile), so they come from a table
+# and not from a stopwatch: two runs on one machine give the same bits.
+
+
 # By padded head size. Shared memory: 227 KiB on Hopper, 163 KiB on Ampere (99 KiB on its smaller
 # chips, compute capability 8.6 and 8.9, which take the last column).
 HOPPER = {
@@ -154,9 +142,9 @@ SMALL_AMPERE = {
 FULL_PRECISION = PageTiles(PageTile(32, 32, 4, 1), PageTile(32, 32, 4, 1), PageTile(32, 32, 4, 1))
 
 
-def padded(size: int) -> int:
+def _tile_edge(size: int) -> int:
     """The next power of two from 16 on: what a tile of a matrix product can be."""
-    return max(16, 1 << (size - 1).bit_length())
+    return max(16, padded(size))
 
 
 def choose_tiles(capability: tuple[int, int], head_dim: int, itemsize: int) -> PageTiles:
@@ -164,7 +152,10 @@ def choose_tiles(capability: tuple[int, int], head_dim: int, itemsize: int) -> P
     if itemsize > 2:
         return FULL_PRECISION
     table = HOPPER if capability >= (9, 0) else AMPERE if capability == (8, 0) else SMALL_AMPERE
-    return table[max(64, padded(head_dim))]
+    return table[max(64, _tile_edge(head_dim))]
+
+
+# -- what each page of queries reads ------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +261,7 @@ def _refuse(wrong: Tensor, message: str) -> None:
     torch._assert_async(~wrong, message)
 
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# -- calls --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,18 +274,6 @@ class PagedCall:
     # of its document, or of its window). None: all of the chosen pages.
     first_key: Tensor | None = None
     tiles: PageTiles | None = None  # None: those of the GPU's table
-
-
-@dataclass(frozen=True, slots=True)
-class PageLaunch:
-    """One kernel with all it is given. Making it decides; `run` does."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-
-    def run(self) -> None:
-        self.kernel[self.grid](**self.arguments)
 
 
 class PageGradients(NamedTuple):
@@ -325,94 +304,86 @@ def attend_pages(call: PagedCall, q: Tensor, keys: Tensor, values: Tensor) -> tu
     out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
     out = out.transpose(1, 2)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    with torch.cuda.device_of(q):
-        forward_launch(call, q, keys, values, (out, lse)).run()
+    forward_launch(call, q, keys, values, out, lse).run(q)
     return out, lse
 
 
 def attend_pages_backward(
     call: PagedCall,
-    dout: Tensor,
-    q: Tensor,
+    queries: BackwardQueries,
     keys: Tensor,
     values: Tensor,
-    attended: tuple[Tensor, Tensor],
     totals: PageGradients,
 ) -> Tensor:
     """dq, fp32 and fresh, of the chosen pages; adds their dk and dv to `totals`.
 
-    `attended` is out, in the dtype of q, and lse, fp32, of the whole softmax: dense parts and sinks
-    included. Totals of pages that nobody chose are neither read nor written. The same inputs give
-    the same bits.
+    out is in the dtype of q, lse fp32. Totals of pages that nobody chose are neither read nor
+    written. The same inputs give the same bits.
     """
+    dout, q, out, lse = queries
     _check(call, q, keys, values)
-    out, lse = attended
-    _check_gradients(q, keys, {"dout": dout, "out": out}, lse, totals)
+    _check_gradients(queries, keys, totals)
     dout, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, out))
     dq = torch.empty_like(
         q.transpose(1, 2), dtype=torch.float32, memory_format=torch.contiguous_format
     ).transpose(1, 2)
-    of_rows = Softmax(
-        lse.contiguous(), torch.empty_like(lse, memory_format=torch.contiguous_format)
-    )
-    with torch.cuda.device_of(q):
-        for launch in backward_launches(call, (q, keys, values, dout), out, of_rows, (dq, totals)):
-            launch.run()
+    lse = lse.contiguous()
+    queries = BackwardQueries(dout, q, out, lse)
+    delta = torch.empty_like(lse)
+    for launch in backward_launches(call, queries, delta, keys, values, dq, totals):
+        launch.run(q)
     return dq
 
 
 def forward_launch(
-    call: PagedCall, q: Tensor, keys: Tensor, values: Tensor, results: tuple[Tensor, Tensor]
-) -> PageLaunch:
+    call: PagedCall, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor
+) -> Launch:
     tile = _tiles(call, q).forward
     arguments = {
-        "q": _heads_first(q),
+        "q": heads_of(q),
         "keys": _tokens_first(keys),
         "values": _tokens_first(values),
-        "out": _heads_first(results[0]),
-        "lse": results[1],
+        "out": heads_of(out),
+        "lse": lse,
         "table": _pages(call),
     }
-    return _launch("forward_kernel", _query_grid(call, q, tile), arguments, call, (q, tile))
+    return _launch("forward_kernel", _query_grid(call, q, tile), arguments, call, q, tile)
 
 
 def backward_launches(
     call: PagedCall,
-    of_queries_and_keys: tuple[Tensor, Tensor, Tensor, Tensor],
-    out: Tensor,
-    of_rows: Softmax,
-    results: tuple[Tensor, PageGradients],
-) -> Iterator[PageLaunch]:
-    """delta, dQ, and dK with dV, in this order: delta is read by the others."""
-    q, keys, values, dout = of_queries_and_keys
-    dq, totals = results
-    tiles = _tiles(call, q)
-    arguments: dict[str, Any] = {
-        "dout": _heads_first(dout),
-        "out": _heads_first(out),
-        "delta": of_rows.delta,
-    }
+    queries: BackwardQueries,
+    delta: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    dq: Tensor,
+    totals: PageGradients,
+) -> Iterator[Launch]:
+    """delta, dQ, and dK with dV, in this order: delta [B, H, C] is read by the others."""
+    dout, q, out, lse = queries
+    tiles, inverse = _tiles(call, q), call.table.inverse
+    of_rows = Softmax(lse, delta)
+    arguments: dict[str, Any] = {"dout": heads_of(dout), "out": heads_of(out), "delta": delta}
     grid = _query_grid(call, q, tiles.forward)
-    yield _launch("delta_kernel", grid, arguments, call, (q, tiles.forward))
+    yield _launch("delta_kernel", grid, arguments, call, q, tiles.forward)
     arguments = {
-        "q": _heads_first(q),
+        "q": heads_of(q),
         "keys": _tokens_first(keys),
         "values": _tokens_first(values),
-        "dout": _heads_first(dout),
+        "dout": heads_of(dout),
     }
-    of_dq = {"dq": _heads_first(dq), "given": (of_rows, _pages(call))}
+    of_dq = {"dq": heads_of(dq), "given": (of_rows, _pages(call))}
     grid = _query_grid(call, q, tiles.dq)
-    yield _launch("dq_kernel", grid, arguments | of_dq, call, (q, tiles.dq))
-    inverse = call.table.inverse
+    yield _launch("dq_kernel", grid, arguments | of_dq, call, q, tiles.dq)
     visits = Visits(
-        *(inverse.query_pages, inverse.pages, inverse.starts, inverse.rows), call.first_key
+        inverse.query_pages, inverse.pages, inverse.starts, inverse.rows, call.first_key
     )
     sums = Totals(_tokens_first(totals.dk), _tokens_first(totals.dv))
     of_dkv = {"totals": sums, "given": (of_rows, visits)}
     # The most visited pages come first, so those that anyone visits are among the first of these.
     visited = min(inverse.rows.numel(), inverse.query_pages.numel())
     grid = visited * -(-call.table.page // _shape(call, q, tiles.dkv).tile_keys), 1
-    yield _launch("dkv_kernel", grid, arguments | of_dkv, call, (q, tiles.dkv))
+    yield _launch("dkv_kernel", grid, arguments | of_dkv, call, q, tiles.dkv)
 
 
 def _launch(
@@ -420,9 +391,9 @@ def _launch(
     grid: tuple[int, ...],
     arguments: dict[str, Any],
     call: PagedCall,
-    compiled_for: tuple[Tensor, PageTile],
-) -> PageLaunch:
-    q, tile = compiled_for
+    q: Tensor,
+    tile: PageTile,
+) -> Launch:
     _, kv_heads, query_pages, chosen = call.table.choice.shape
     table = call.table
     sizes = PageSizes(
@@ -434,15 +405,8 @@ def _launch(
         kv_heads=kv_heads,
         scale=call.scale,
     )
-    common = {
-        "sizes": sizes,
-        "shape": _shape(call, q, tile),
-        "num_warps": tile.warps,
-        # As it has always been; Triton 3.10 changes the default and 3.9 warns.
-        "enable_fp_fusion": True,
-    }
-    function = load("farspan.sparse.kernels", kernel)
-    return PageLaunch(function, grid, arguments | common)
+    common = {"sizes": sizes, "shape": _shape(call, q, tile), "num_warps": tile.warps}
+    return Launch(load("farspan.sparse.kernels", kernel), grid, arguments | common)
 
 
 def _shape(call: PagedCall, q: Tensor, tile: PageTile) -> PageShape:
@@ -451,9 +415,9 @@ def _shape(call: PagedCall, q: Tensor, tile: PageTile) -> PageShape:
         page=page,
         group=group,
         head_dim=q.shape[3],
-        padded_dim=padded(q.shape[3]),
-        tile_queries=min(tile.queries, padded(group * page)),
-        tile_keys=min(tile.keys, padded(page)),
+        padded_dim=_tile_edge(q.shape[3]),
+        tile_queries=min(tile.queries, _tile_edge(group * page)),
+        tile_keys=min(tile.keys, _tile_edge(page)),
         stages=tile.stages,
     )
 
@@ -478,28 +442,13 @@ def _pages(call: PagedCall) -> PageReads:
     return PageReads(call.table.choice, call.table.places, call.first_key)
 
 
-def _heads_first(x: Tensor) -> HeadRows:
-    """[B, H, C, D] as the kernels address it."""
-    batch, head, token, _ = x.stride()
-    return HeadRows(x, batch, head, token)
-
-
-def _tokens_first(x: Tensor) -> HeadRows:
+def _tokens_first(x: Tensor) -> Heads:
     """[T, B, Hk, D] as the kernels address it."""
     token, batch, head, _ = x.stride()
-    return HeadRows(x, batch, head, token)
-
-
-def _check_device(device: torch.device) -> None:
-    if device.type == "cuda":
-        return
-    kernel = load("farspan.sparse.kernels", "forward_kernel")
-    if not isinstance(kernel, load("triton.runtime.interpreter", "InterpretedFunction")):
-        raise Refused(f"device: expected CUDA for Triton, got {device}; use the PyTorch path")
+    return Heads(x, batch, head, token)
 
 
 def _check(call: PagedCall, q: Tensor, keys: Tensor, values: Tensor) -> None:
-    _check_device(q.device)
     choice, table = call.table.choice, call.table
     batch, kv_heads, query_pages, _ = choice.shape
     fits = q.ndim == 4 and q.shape[0] == batch and q.shape[1] % kv_heads == 0
@@ -526,12 +475,11 @@ def _check(call: PagedCall, q: Tensor, keys: Tensor, values: Tensor) -> None:
             raise Refused("first_key: expected a contiguous tensor; call .contiguous() on it")
 
 
-def _check_gradients(
-    q: Tensor, keys: Tensor, like_q: dict[str, Tensor], lse: Tensor, totals: PageGradients
-) -> None:
-    for name, x in like_q.items():
+def _check_gradients(queries: BackwardQueries, keys: Tensor, totals: PageGradients) -> None:
+    q = queries.q
+    for name, x in (("dout", queries.dout), ("out", queries.out)):
         _expect(name, x, q.shape, q.dtype, q.device, dense=False)
-    _expect("lse", lse, q.shape[:3], torch.float32, q.device, dense=False)
+    _expect("lse", queries.lse, q.shape[:3], torch.float32, q.device, dense=False)
     for name, x in totals._asdict().items():
         _expect(name, x, keys.shape, torch.float32, q.device)
 
@@ -553,9 +501,12 @@ def _expect(
         raise Refused(f"{name}: expected inner stride 1; call .contiguous() on it")
 
 
+# -- as a FarKernel -----------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class TritonFar:
-    """Implements `FarKernel` where `triton_pages.supports` says so."""
+    """Implements `FarKernel` where `supports` says so."""
 
     tiles: PageTiles | None = None  # None: those of the GPU's table
     softcap: None = None
@@ -577,40 +528,33 @@ class TritonFar:
         return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
 
     def backward(
-        self,
-        call: FarCall,
-        dout: Tensor,
-        q: Tensor,
-        attended: tuple[Tensor, Tensor],
-        choice: Tensor,
-        pages: Pages,
+        self, call: FarCall, queries: BackwardQueries, choice: Tensor, pages: Pages
     ) -> Tensor:
-        attended = attended[0].to(q.dtype), attended[1]
+        queries = queries._replace(out=queries.out.to(queries.q.dtype))
         there = pages.resident()
         if there is not None:
             assert there.dk is not None
             assert there.dv is not None
             paged, totals = self._in_place(call, choice, there), PageGradients(there.dk, there.dv)
-            return attend_pages_backward(paged, dout, q, there.k, there.v, attended, totals)
+            return attend_pages_backward(paged, queries, there.k, there.v, totals)
         parts = []
         for slab in pages.slabs():
             paged = self._gathered(call, choice, slab)
             span = _span(call, slab)
-            of_queries = dout[:, :, span], q[:, :, span], *(x[:, :, span] for x in attended)
-            parts.append(self._differentiate(paged, of_queries, slab, pages))
+            of_slab = BackwardQueries(*(x[:, :, span] for x in queries))
+            parts.append(self._differentiate(paged, of_slab, slab, pages))
             del slab
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def _differentiate(
-        self, paged: PagedCall, of_queries: tuple[Tensor, ...], slab: Slab, pages: Pages
+        self, paged: PagedCall, queries: BackwardQueries, slab: Slab, pages: Pages
     ) -> Tensor:
-        """dq of a slab's queries; `of_queries` is dout, q, out and lse."""
-        dout, q, out, lse = of_queries
+        """dq of a slab's queries."""
         sums = pages.sums(slab)
         keys, values, *totals = (
             _as_buffer(x, paged.table.choice) for x in (slab.keys, slab.values, *sums)
         )
-        dq = attend_pages_backward(paged, dout, q, keys, values, (out, lse), PageGradients(*totals))
+        dq = attend_pages_backward(paged, queries, keys, values, PageGradients(*totals))
         pages.add(slab, *sums)
         return dq
 

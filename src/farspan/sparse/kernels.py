@@ -10,7 +10,7 @@ that share it lie one after the other, row = head * page + token. K and V are re
               the order of `Inverse`; adds to the totals once. No atomics: the same bits each time
 
 Written for Triton 3.6 to 3.9: pointers, not block pointers; keyword arguments; arguments in named
-tuples (triton_arguments.py).
+tuples (see kernel_calls.py).
 
 Numbers: products are in the inputs' dtype with fp32 sums (`ieee`: no TF32 for fp32 inputs); scores,
 softmax and totals are fp32. Scores are kept in base 2 (exp2 is one instruction); lse is natural.

@@ -15,7 +15,7 @@ from farspan.train.diagnosis import as_json
 
 SPARSELY = "with sparse attention, an approximation"
 HIDING_NOTHING = f"with sparse attention, {SEES_ALL}"
-NOT_DENSE = "loss and gradients are those of what is seen, not of dense attention"
+NOT_DENSE = "loss and gradients are those of sparse attention, not of dense attention"
 REMIND = 100  # steps between two warnings: attention changes slowly, and layers take turns
 
 
@@ -61,8 +61,8 @@ def other_chunk(before: int | None, now: Schedule) -> str:
     if now.sparse is None or before in (None, now.chunk):
         return ""
     return (
-        f"chunk {now.chunk:,} in place of {before:,}: sparse attention sees other tokens, not the "
-        "same gradients"
+        f"chunk {now.chunk:,} instead of {before:,}: sparse attention sees other tokens, so "
+        "gradients differ"
     )
 
 
@@ -120,7 +120,7 @@ class MassWatch:
         self.warned = step
         return (
             f"warning: step {step}: sparse attention sees {worst.mass.mean:.1%} of the attention "
-            f"mass in layer {worst.layer} (of one query {worst.mass.minimum:.1%}), less than "
+            f"mass in layer {worst.layer} ({worst.mass.minimum:.1%} for one query), less than "
             f"sparse.warn_below of {self.below:.0%}: gradients may be far from those of dense "
             "attention; raise sparse.budget or sparse.recent, or make sparse.page smaller"
         )

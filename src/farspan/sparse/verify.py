@@ -97,7 +97,7 @@ class Function:
             return "; all against plain autograd of the sparse function, each choosing for itself"
         return (
             "; all of the sparse function, for the pages that float64 chooses: a choice that "
-            "rounding tips is no error of the step"
+            "rounding flips is not an error of the step"
         )
 
 

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.memory.check_blocks import BrokenModel, check_blocks
 from farspan.memory.compare.allocators import (
     FREE,
     MALLOC,
@@ -18,6 +17,7 @@ from farspan.memory.compare.allocators import (
     read_settings,
 )
 from farspan.spec import Refused
+from tests.oracles.check_blocks import BrokenModel, check_blocks
 
 KIB, MIB = 2**10, 2**20
 SIZES = (0, 1, 512, 700 * KIB, MIB, MIB + 1, 3 * MIB, 9 * MIB, 10 * MIB, 25 * MIB, 50 * MIB)

@@ -3,7 +3,6 @@ ones, under the dumb checker, are with the caching allocator's."""
 
 import pytest
 
-from farspan.memory.check_blocks import check_blocks
 from farspan.memory.compare.allocators import (
     ACCESS,
     CREATE,
@@ -18,6 +17,7 @@ from farspan.memory.compare.allocators import (
 )
 from farspan.memory.compare.allocators import ExpandableAllocator as Expandable
 from tests.memory.compare.test_caching import KIB, MIB, layout
+from tests.oracles.check_blocks import check_blocks
 
 PAGE = 20 * MIB
 

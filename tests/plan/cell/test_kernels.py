@@ -6,7 +6,7 @@ from torch import Tensor
 
 from farspan.attention import backends
 from farspan.attention.chunk import AttentionCall, attend
-from farspan.attention.softmax import Tiled
+from farspan.attention.softmax import BackwardQueries, Tiled
 from farspan.engine.meter import PeakMeter
 from farspan.plan import blocks as blocks_module
 from farspan.plan.blocks import Block, cut_wide, most_tokens, plan_blocks
@@ -54,7 +54,7 @@ def forward_and_backward(
     measured = [meter.peak]
     dout_, out_, lse_ = real(HEADS, dims[1]), real(HEADS, dims[1]), found[1].clone()
     with PeakMeter(torch.device("cpu")) as meter:
-        kernel.backward(dout_, q_, k_, v_, out_, lse_, SQUARE, 0.2)
+        kernel.backward(BackwardQueries(dout_, q_, out_, lse_), k_, v_, SQUARE, 0.2)
     return said, [*measured, meter.peak]
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from farspan.attention.softmax import BackwardQueries
 from farspan.engine.meter import LiveStorage
 from farspan.plan.cell.sparse import MOST_UNITS, PART_BYTES, Far, far_bytes, slab_units
 from farspan.sparse.attend import FarCall
@@ -52,10 +53,10 @@ class Worst:
         pages.begin(choice)
         with LiveStorage() as forward:
             out, lse = kernel.forward(call, q, choice, pages)
-        attended = out, lse.clamp(min=0)
+        queries = BackwardQueries(dout, q, out, lse.clamp(min=0))
         pages.begin(choice)
         with LiveStorage() as backward:
-            kernel.backward(call, dout, q, attended, choice, pages)
+            kernel.backward(call, queries, choice, pages)
         return forward.peak, backward.peak
 
     def bounds(self) -> tuple[int, int]:

@@ -1,48 +1,35 @@
-"""Models of PyTorch's allocators: where blocks lie, when they call the driver, what that costs.
+"""Models of PyTorch's allocators: where their blocks lie, and when they call the driver.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp in PyTorch 2.11 to 2.13. Not modelled:
 graph capture, private pools, peers. Addresses are never given twice, which the driver may do; they
 decide between equals alone.
-
-The caching allocator:
 
     segment, from one cudaMalloc          free lists, one a stream and kind of pool
     +-----------+------+-----------+      small: requests to 1 MiB, segments of 2 MiB
     | in use    | free | in use    |      large: segments of 20 MiB for requests below 10 MiB,
     +-----------+------+-----------+             else the request rounded up to 2 MiB
 
-A request takes the smallest free block that holds it, of equals the one at the lowest address, and
-a free block joins its free neighbours. A segment goes back only as one whole free block, and only
-when cudaMalloc failed.
+The caching allocator gives a request the smallest free block that holds it, of equals the one at
+the lowest address; a free block joins its free neighbours. A segment goes back only as one whole
+free block, and only when cudaMalloc failed.
 
-Expandable segments: pages mapped behind each other, best fit above them.
-
-    segment of one stream and one kind of request: addresses for 9/8 of the device
+    expandable segment, one a stream and kind of pool: addresses for 9/8 of the device
     +------------------+-------------+------------------------------------------+
     | mapped, in use   | mapped free | addresses without memory                 |
     +------------------+-------------+------------------------------------------+
     pages: 2 MiB for requests to 1 MiB, 20 MiB for all others
 
-A request that no free block holds has pages mapped at the lowest address where free and unmapped
-blocks make room for it. A max_split_size limits which free block serves a request, as in the
-caching allocator, but neither the splitting nor what pages are mapped behind. Memory goes back to
-the device only when it is full: then every page that is free as a whole is unmapped, and the
-request tried once more. The capacity is what the driver has, not a memory fraction, which PyTorch
-compares in steps of 2 MiB before it maps pages of 20.
-
-Costs of the driver's calls are published measurements, by the bytes of a handle. GMLake's Table 1
-gives each call in units of one cuMalloc of 2 GiB, for 2 GiB made of handles of 2, 128 and 1,024
-MiB. The unit in seconds comes from a run of its release: a stitch of 256 handles of 2 MiB, mapped
-and made accessible, took 20.435 ms, where the table has 0.70 + 96.8 units for 1,024. A table of
-another machine takes its place as it is.
+With expandable segments a request that no free block holds has pages mapped at the lowest address
+where free and unmapped blocks make room for it. A max_split_size limits which free block serves a
+request, but neither the splitting nor what pages are mapped behind. When the device is full, every
+page that is free as a whole is unmapped, and the request tried once more. The capacity is what the
+driver has, not a memory fraction, which PyTorch compares in steps of 2 MiB before it maps pages.
 """
 
-import math
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
 
 from farspan.spec import Refused
 
@@ -50,69 +37,16 @@ MALLOC, FREE = "cudaMalloc", "cudaFree"
 RESERVE, CREATE, MAP, ACCESS = "cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess"
 UNMAP, RELEASE, VACATE = "cuMemUnmap", "cuMemRelease", "cuMemAddressFree"
 
-TABLE_MIB = 2**20
-STITCH_SECONDS, STITCHED = 20.435e-3, 256
-UNIT = STITCH_SECONDS / STITCHED * 1024 / (0.70 + 96.8)  # seconds of a cuMalloc of 2 GiB: 0.84 ms
-
-TABLE = "GMLake, Table 1"
-RUN = "antgroup/glake issue 22"
-ASSUMED = "assumed"
-
-Calls = Mapping[tuple[str, int], int]  # call and bytes of its handle, 0 for any: how often
-
-
-@dataclass(frozen=True, slots=True)
-class DriverCost:
-    """Seconds of a call for handles of some sizes; between two of them a power of the size."""
-
-    points: tuple[tuple[int, float], ...]  # bytes of a handle, ascending, and seconds
-    source: str
-
-    def seconds(self, size: int) -> float:
-        """Of one call; beyond the ends as at the end."""
-        if size <= self.points[0][0]:
-            return self.points[0][1]
-        for (low, before), (high, after) in pairwise(self.points):
-            if size <= high:
-                part = math.log(size / low) / math.log(high / low)
-                return before * math.pow(after / before, part)
-        return self.points[-1][1]
-
-
-def _of_table(*units: float) -> tuple[tuple[int, float], ...]:
-    """Units of all handles of 2 GiB to seconds of one call."""
-    sizes = (2 * TABLE_MIB, 128 * TABLE_MIB, 1024 * TABLE_MIB)
-    return tuple(
-        (size, UNIT * unit * size / (2048 * TABLE_MIB))
-        for size, unit in zip(sizes, units, strict=True)
-    )
-
-
-# One cuMemSetAccess may cover many handles; nobody published what that costs, and PyTorch says of
-# such changes that they take as long as there are handles. So one is charged for each handle.
-PUBLISHED: Mapping[str, DriverCost] = {
-    MALLOC: DriverCost(((0, UNIT),), f"{TABLE}, for 2 GiB, at any size; its unit from {RUN}"),
-    FREE: DriverCost(((0, UNIT),), f"{ASSUMED} as cudaMalloc; it waits for the device besides"),
-    RESERVE: DriverCost(((0, 0.003 * UNIT),), TABLE),
-    CREATE: DriverCost(_of_table(18.1, 0.89, 0.79), TABLE),
-    MAP: DriverCost(_of_table(0.70, 0.01, 0.002), TABLE),
-    ACCESS: DriverCost(_of_table(96.8, 8.2, 0.7), f"{TABLE}, for each handle"),
-    UNMAP: DriverCost(_of_table(0.70, 0.01, 0.002), f"{ASSUMED} as cuMemMap"),
-    RELEASE: DriverCost(_of_table(18.1, 0.89, 0.79), f"{ASSUMED} as cuMemCreate"),
-    VACATE: DriverCost(((0, 0.003 * UNIT),), f"{ASSUMED} as cuMemAddressReserve"),
-}
-
-
-def driver_seconds(calls: Calls, costs: Mapping[str, DriverCost] = PUBLISHED) -> float:
-    """What the calls take, waiting for the device left out."""
-    return sum(count * costs[call].seconds(size) for (call, size), count in calls.items())
-
-
 MIB = 2**20
 UNLIMITED = 2**60  # bytes, more than any device has
+
+
+# -- settings -----------------------------------------------------------------------------------
+
+
 MIN_BLOCK = 512
 LARGE_SEGMENT = 20 * MIB
-LEAST_LARGE_SEGMENT = 10 * MIB  # such a segment serves requests up to here
+LEAST_SEGMENT = 10 * MIB  # such a segment serves requests up to here
 LEAST_LIMIT = 20 * MIB
 
 # Name in PYTORCH_CUDA_ALLOC_CONF: field, and bytes of its unit.
@@ -137,25 +71,16 @@ class Settings:
     event_delay: int = 16  # mallocs until the work of a recorded stream is taken to be over
 
     def __post_init__(self) -> None:
-        given = {
-            "max_split_size_mb": self.max_split,
-            "max_non_split_rounding_mb": self.max_rounding,
-        }
-        for name, size in given.items():
-            if size < LEAST_LIMIT:
-                raise Refused(f"{name}: expected at least 20, got {size // MIB}")
-        if self.large_segment <= LEAST_LARGE_SEGMENT:
-            raise Refused(
-                f"large_segment_size_mb: expected more than 10, got {self.large_segment // MIB}"
-            )
-        if self.divisions < 0 or self.divisions & (self.divisions - 1):
-            raise Refused(
-                f"roundup_power2_divisions: expected a power of two, got {self.divisions}"
-            )
-        if not 0 <= self.collect_at < 1:
-            raise Refused(
-                f"garbage_collection_threshold: expected 0 up to 1, got {self.collect_at}"
-            )
+        split, rounding = self.max_split, self.max_rounding
+        _expect("max_split_size_mb", split >= LEAST_LIMIT, "at least 20", split // MIB)
+        _expect(
+            "max_non_split_rounding_mb", rounding >= LEAST_LIMIT, "at least 20", rounding // MIB
+        )
+        segment, divisions, share = self.large_segment, self.divisions, self.collect_at
+        _expect("large_segment_size_mb", segment > LEAST_SEGMENT, "more than 10", segment // MIB)
+        power = divisions >= 0 and not divisions & (divisions - 1)
+        _expect("roundup_power2_divisions", power, "a power of two", divisions)
+        _expect("garbage_collection_threshold", 0 <= share < 1, "0 up to 1", share)
 
     def rounded(self, size: int) -> int:
         """Bytes of the block for a request of `size` > 0 bytes."""
@@ -164,6 +89,11 @@ class Settings:
             part = power // self.divisions
             return -(-size // part) * part
         return -(-size // MIN_BLOCK) * MIN_BLOCK
+
+
+def _expect(name: str, valid: bool, expected: str, value: float) -> None:
+    if not valid:
+        raise Refused(f"{name}: expected {expected}, got {value}")
 
 
 def read_settings(text: str) -> Settings:
@@ -183,6 +113,9 @@ def read_settings(text: str) -> Settings:
     return Settings(**given)  # type: ignore[arg-type]
 
 
+# -- the caching allocator ----------------------------------------------------------------------
+
+
 SMALL_REQUEST = MIB  # the largest that the small pools serve
 SMALL_SEGMENT = 2 * MIB
 OWN_SEGMENT = 10 * MIB  # from here a request has a segment of its own size
@@ -193,34 +126,31 @@ class SimulatedOutOfMemory(Exception):
     """The device is full, also after everything unused was given back."""
 
 
-class CachedBlock:
-    """A range of a segment. `before` and `after` are its neighbours there."""
-
-    __slots__ = (
-        *("address", "size", "pool", "segment", "before", "after", "free", "mapped"),
-        *("asked", "streams", "age"),
-    )
-
-    def __init__(self, address: int, size: int, pool: "Pool", segment: int) -> None:
-        self.address, self.size, self.pool, self.segment = address, size, pool, segment
-        self.before: CachedBlock | None = None
-        self.after: CachedBlock | None = None
-        self.free = False
-        self.mapped = True  # expandable segments alone have others
-        self.asked = 0  # bytes before rounding
-        self.streams: set[int] = set()  # that also use it
-        self.age = 0  # searches so far when it came into its free list
-
-
+@dataclass(slots=True, eq=False)
 class Pool:
     """Free blocks of one stream and one kind of request, ordered by size and then address."""
 
-    __slots__ = ("free", "small", "stream", "unmapped")
+    small: bool
+    stream: int
+    free: list[tuple[int, int]] = field(default_factory=list)
+    unmapped: list[int] = field(default_factory=list)  # addresses
 
-    def __init__(self, small: bool, stream: int) -> None:
-        self.small, self.stream = small, stream
-        self.free: list[tuple[int, int]] = []
-        self.unmapped: list[int] = []  # addresses
+
+@dataclass(slots=True, eq=False)
+class CachedBlock:
+    """A range of a segment. `before` and `after` are its neighbours there."""
+
+    address: int
+    size: int
+    pool: Pool
+    segment: int
+    before: "CachedBlock | None" = None
+    after: "CachedBlock | None" = None
+    free: bool = False
+    mapped: bool = True  # expandable segments alone have others
+    asked: int = 0  # bytes before rounding
+    streams: set[int] = field(default_factory=set)  # that also use it
+    age: int = 0  # searches so far when it came into its free list
 
 
 @dataclass(frozen=True, slots=True)
@@ -486,6 +416,9 @@ class CachingAllocator:
         else:
             unmapped = block.pool.unmapped
             del unmapped[bisect_left(unmapped, block.address)]
+
+
+# -- expandable segments ------------------------------------------------------------------------
 
 
 class ExpandableAllocator(CachingAllocator):

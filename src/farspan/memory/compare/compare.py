@@ -1,18 +1,27 @@
 """One trace through PyTorch's caching allocator and its expandable segments (both modelled), the
 native allocator's stitching, and a static plan: what each reserves, the least memory it completes
 with, and the calls of the driver it makes.
+
+What the driver's calls cost is published: GMLake's Table 1 gives each in units of one cuMalloc of
+2 GiB, for 2 GiB made of handles of 2, 128 and 1,024 MiB. The unit in seconds comes from a run of
+its release: a stitch of 256 handles of 2 MiB, mapped and made accessible, took 20.435 ms, where the
+table has 0.70 + 96.8 units for 1,024.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 from farspan.memory import native
 from farspan.memory.compare.allocators import (
     ACCESS,
     CREATE,
+    FREE,
+    MALLOC,
     MAP,
     MIB,
     RELEASE,
@@ -25,11 +34,70 @@ from farspan.memory.compare.allocators import (
     Settings,
     SimulatedOutOfMemory,
 )
-from farspan.memory.compare.allocators import driver_seconds as cost_of
 from farspan.memory.exact import place_exactly
 from farspan.memory.placement import sweep_placement
 from farspan.memory.replay import rounded
 from farspan.memory.trace import FreeEvent, Malloc, Mark, Trace
+
+# -- what calls of the driver cost ------------------------------------------------------------
+
+STITCH_SECONDS, STITCHED = 20.435e-3, 256
+UNIT = STITCH_SECONDS / STITCHED * 1024 / (0.70 + 96.8)  # seconds of a cuMalloc of 2 GiB: 0.84 ms
+
+TABLE = "GMLake, Table 1"
+RUN = "antgroup/glake issue 22"
+ASSUMED = "assumed"
+
+Calls = Mapping[tuple[str, int], int]  # call and bytes of its handle, 0 for any: how often
+
+
+@dataclass(frozen=True, slots=True)
+class DriverCost:
+    """Seconds of a call for handles of some sizes; between two of them a power of the size."""
+
+    points: tuple[tuple[int, float], ...]  # bytes of a handle, ascending, and seconds
+    source: str
+
+    def seconds(self, size: int) -> float:
+        """Of one call; beyond the ends as at the end."""
+        if size <= self.points[0][0]:
+            return self.points[0][1]
+        for (low, before), (high, after) in pairwise(self.points):
+            if size <= high:
+                part = math.log(size / low) / math.log(high / low)
+                return before * math.pow(after / before, part)
+        return self.points[-1][1]
+
+
+def _of_table(*units: float) -> tuple[tuple[int, float], ...]:
+    """Units of all handles of 2 GiB to seconds of one call."""
+    sizes = (2 * MIB, 128 * MIB, 1024 * MIB)
+    return tuple(
+        (size, UNIT * unit * size / (2048 * MIB)) for size, unit in zip(sizes, units, strict=True)
+    )
+
+
+# One cuMemSetAccess may cover many handles; nobody published what that costs, and PyTorch says of
+# such changes that they take as long as there are handles. So one is charged for each handle.
+PUBLISHED: Mapping[str, DriverCost] = {
+    MALLOC: DriverCost(((0, UNIT),), f"{TABLE}, for 2 GiB, at any size; its unit from {RUN}"),
+    FREE: DriverCost(((0, UNIT),), f"{ASSUMED} as cudaMalloc; it waits for the device besides"),
+    RESERVE: DriverCost(((0, 0.003 * UNIT),), TABLE),
+    CREATE: DriverCost(_of_table(18.1, 0.89, 0.79), TABLE),
+    MAP: DriverCost(_of_table(0.70, 0.01, 0.002), TABLE),
+    ACCESS: DriverCost(_of_table(96.8, 8.2, 0.7), f"{TABLE}, for each handle"),
+    UNMAP: DriverCost(_of_table(0.70, 0.01, 0.002), f"{ASSUMED} as cuMemMap"),
+    RELEASE: DriverCost(_of_table(18.1, 0.89, 0.79), f"{ASSUMED} as cuMemCreate"),
+    VACATE: DriverCost(((0, 0.003 * UNIT),), f"{ASSUMED} as cuMemAddressReserve"),
+}
+
+
+def driver_seconds(calls: Calls, costs: Mapping[str, DriverCost] = PUBLISHED) -> float:
+    """What the calls take, waiting for the device left out."""
+    return sum(count * costs[call].seconds(size) for (call, size), count in calls.items())
+
+
+# -- allocators --------------------------------------------------------------------------------
 
 CHUNKS = (2 * MIB, 32 * MIB)  # of stitching: the paper's, and one for long contexts
 TAIL = 2 * MIB  # of a block that fills no whole chunk; the default of native.Options
@@ -38,7 +106,7 @@ CACHING, EXPANDABLE, STITCHING = "caching allocator", "expandable segments", "st
 
 
 class Served(Protocol):
-    """An allocator as far as a trace is concerned. malloc raises OutOfMemory."""
+    """An allocator as far as a trace is concerned. malloc raises SimulatedOutOfMemory."""
 
     @property
     def reserved(self) -> int: ...
@@ -138,6 +206,9 @@ def contenders(
     )
 
 
+# -- comparison ---------------------------------------------------------------------------------
+
+
 STEP, LEAST_STEP = 32 * MIB, 2 * MIB  # to which the least capacity is found
 FINE = 1000  # steps in a live peak, where it is small
 ARENA_CHUNK = 32 * MIB  # handles that a plan's arena is made of
@@ -161,7 +232,7 @@ class AllocatorRun:
     reserved_peak: int  # bytes
     retries: int  # times everything unused was given back, after waiting for the device
     calls: Mapping[str, int]  # of the driver; one cuMemSetAccess for each handle made accessible
-    seconds: float  # what the calls cost by costs.PUBLISHED
+    seconds: float  # what the calls cost by PUBLISHED
     curve: tuple[int, ...]  # reserved bytes after each of the samples' shares of the events
 
 
@@ -334,7 +405,7 @@ def run(rival: Contender, steps: Sequence[Step], capacity: int | None) -> Alloca
             reserved_peak=served.reserved_peak,
             retries=served.retries,
             calls=dict(by_name),
-            seconds=cost_of(calls),
+            seconds=driver_seconds(calls),
             curve=tuple(curve),
         )
 
@@ -386,7 +457,9 @@ def planned(trace: Trace, samples: int, capacity: int | None) -> AllocatorResult
 
     def arena(limit: int | None) -> AllocatorRun:
         fits = limit is None or height <= limit
-        return AllocatorRun(limit, fits, height, 0, by_name, cost_of(calls), (height,) * samples)
+        return AllocatorRun(
+            limit, fits, height, 0, by_name, driver_seconds(calls), (height,) * samples
+        )
 
     given = None if capacity is None else arena(capacity)
     return AllocatorResult(PLAN, False, arena(None), arena(height), given, solution.optimal)
