@@ -20,10 +20,9 @@ import torch
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from farspan.engine.bench import THOROUGH, Bench
 from farspan.engine.calibrate import Calibration
-from farspan.engine.machine import machine
-from farspan.engine.meter import PeakMeter
+from farspan.engine.memory import PeakMemory
+from farspan.engine.microbench import THOROUGH, Bench, describe_machine
 from farspan.engine.step import Step
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.architecture import Architecture
@@ -92,7 +91,7 @@ class Bed:
         CPU, of the device on a GPU."""
         self.model.zero_grad(set_to_none=True)
         step.release()
-        with PeakMeter(self.device) as meter:
+        with PeakMemory(self.device) as meter:
             step(ids, ids)
         step.release()
         self.model.zero_grad(set_to_none=True)
@@ -192,7 +191,7 @@ def record(names: Sequence[str], lengths: Sequence[int] | None, rounds: int) -> 
     file, rows = measure(cases_of(beds, names, lengths), rounds)
     return {
         "benchmark": "agreement",
-        "machine": machine(),
+        "machine": describe_machine(),
         "clock": "wall" if on_gpu else "seconds that one thread computed",
         "model": LARGE if on_gpu else SMALL,
         "dtype": beds[0].dtype_name,

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from farspan.engine.machine import machine
-from farspan.engine.tracing.request import TraceRequest
+from farspan.engine.microbench import describe_machine
+from farspan.engine.trace_steps import TraceRequest
 from farspan.memory.compare.compare import AllocatorComparison, compare, contenders
 from farspan.memory.trace import Event, FreeEvent, Malloc, Mark, Trace
 
@@ -132,7 +132,7 @@ def main() -> None:
         print(f"{case.name}: {shares}", flush=True)
     native = hits() if shutil.which("cmake") else []
     print("\n".join(native))
-    record = {"machine": machine(), "rows": rows, "hits": native}
+    record = {"machine": describe_machine(), "rows": rows, "hits": native}
     if arguments.out:
         arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

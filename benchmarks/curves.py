@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from farspan import Step, strategy
-from farspan.engine.machine import machine
-from farspan.engine.oracle import oracle_loss
+from farspan.engine.microbench import describe_machine
+from farspan.engine.reference import reference_loss
 from farspan.plan.strategies import STRATEGIES
 
 STEPS = 100
@@ -61,7 +61,7 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
 
 def plain(model: nn.Module) -> StepFunction:
     def step(ids: Tensor, documents: Tensor) -> float:
-        loss = oracle_loss(model, ids, ids, documents)
+        loss = reference_loss(model, ids, ids, documents)
         loss.backward()
         return float(loss.detach())
 
@@ -102,7 +102,7 @@ def main() -> None:
         print(f"{name:12} first {curves[name][0]:.4f} last {curves[name][-1]:.4f} apart {far:.1e}")
     record: dict[str, Any] = {
         "benchmark": "curves",
-        "machine": machine(),
+        "machine": describe_machine(),
         "dtype": "float32",
         "tokens": TOKENS,
         "steps": STEPS,

@@ -16,8 +16,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from farspan import Schedule, Step, Tier
-from farspan.engine.machine import machine
-from farspan.engine.meter import PeakMeter
+from farspan.engine.memory import PeakMemory
+from farspan.engine.microbench import describe_machine
 from farspan.plan.sizes import made_bytes
 from farspan.spec import ModelSpec
 
@@ -86,7 +86,7 @@ def measure(schedule: Schedule) -> dict[str, Any]:
         ids = torch.arange(tokens)[None] % step.model_spec.vocab
         model.zero_grad(set_to_none=True)
         step.release()
-        with PeakMeter(torch.device("cpu")) as meter:
+        with PeakMemory(torch.device("cpu")) as meter:
             step(ids, ids)
         host = step.arenas[Tier.HOST].nbytes
         made = made_bytes(1, tokens, documents=False)  # whatever the schedule
@@ -119,7 +119,7 @@ def main() -> None:
     given = parser.parse_args()
     rows = {name: measure(schedule) for name, schedule in SCHEDULES.items()}
     if given.out is not None:
-        record = {"benchmark": "memory", "machine": machine(), "rows": rows}
+        record = {"benchmark": "memory", "machine": describe_machine(), "rows": rows}
         given.out.write_text(json.dumps(record, indent=1) + "\n")
     heads = ("device B/token", "formula", "host B/token", "formula")
     print(f"{'schedule':28}" + "".join(f"{head:>16}" for head in heads))

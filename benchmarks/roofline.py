@@ -32,13 +32,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from farspan.attention.backends import BlockKernel, Gradients
 from farspan.attention.softmax import BackwardQueries
 from farspan.engine import gradients as sums
-from farspan.engine.batch import Batch
-from farspan.engine.head import Head
+from farspan.engine.buffers import ProgramBuffers
+from farspan.engine.gradients import AccumulatingLinears
+from farspan.engine.interpreter import Interpreter, Layers, SparingLayers
 from farspan.engine.kernels import AttentionKernels
-from farspan.engine.layers import Layers, SparingLayers
-from farspan.engine.linear import Adding
-from farspan.engine.run import Interpreter
-from farspan.engine.storage import Storage
+from farspan.engine.loss import LossHead, StepInputs
+from farspan.engine.tiers import Arena, CopyEngine
 from farspan.hf.attention_interface import routed
 from farspan.hf.fused_layers import in_shells, rules
 from farspan.hf.load import blank_model, config_from_fields
@@ -53,8 +52,6 @@ from farspan.plan.price.machines import machine
 from farspan.plan.program import Instruction, Program
 from farspan.plan.unread import unread_outputs
 from farspan.spec import LayerSpec, MachineSpec, RunSpec, Schedule, Tier
-from farspan.transfer.arena import Arena
-from farspan.transfer.copies import CopyEngine
 
 MODEL = "Qwen2.5-7B"
 META = torch.device("meta")
@@ -222,10 +219,10 @@ def _as(how: str, count: Count, model: nn.Module) -> Iterator[None]:
 
 
 def _run(boundary: CausalLMStages, program: Program, count: Count, how: str) -> None:
-    fused, gradients = how == AFTER, sums.Gradients()
+    fused, gradients = how == AFTER, sums.GradientAccumulator()
     layers = Layers(boundary)
     if fused:
-        adding = Adding(gradients=gradients)
+        adding = AccumulatingLinears(gradients=gradients)
         found = adding.forward_of, *rules(adding)
         boundary.run_in(partial(in_shells, rules=found))
         every = frozenset(range(LAYERS))
@@ -245,9 +242,9 @@ def _run(boundary: CausalLMStages, program: Program, count: Count, how: str) -> 
         Interpreter(
             boundary,
             program,
-            Storage(program, arenas, boundary.dtype, CopyEngine(META)),
-            Batch(ids, ids, ids, None),
-            Head(boundary, program.run.tokens, program.schedule.head_tokens, outer, fused),
+            ProgramBuffers(program, arenas, boundary.dtype, CopyEngine(META)),
+            StepInputs(ids, ids, ids, None),
+            LossHead(boundary, program.run.tokens, program.schedule.head_tokens, outer, fused),
             gradients,
             mark,
             layers,

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from farspan import Schedule, Step, strategy
-from farspan.engine.machine import machine
+from farspan.engine.microbench import describe_machine
 
 MODEL: dict[str, Any] = {
     "vocab_size": 4096,
@@ -91,7 +91,7 @@ def measure(tokens: int, repeats: int) -> dict[str, Any]:
     best = {name: min(times) for name, times in seconds.items()}
     return {
         "benchmark": "step",
-        "machine": machine(),
+        "machine": describe_machine(),
         "model": MODEL,
         "dtype": "float32",
         "tokens": tokens,

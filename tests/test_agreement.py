@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import agreement
-from farspan.engine.bench import QUICK
+from farspan.engine.microbench import QUICK
 from farspan.engine.step import Step
 from farspan.plan.price.machines import from_json, machine
 from farspan.plan.strategies import STRATEGIES

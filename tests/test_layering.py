@@ -232,8 +232,8 @@ def test_blocking_torch_catches_an_indirect_import(tmp_path: Path) -> None:
     ("module", "text"),
     [
         ("farspan.spec", "from farspan.memory import buffer"),
-        ("farspan.plan.grid", "import farspan.engine.run"),
-        ("farspan.attention.softmax", "from farspan.transfer.arena import Arena"),
+        ("farspan.plan.grid", "import farspan.engine.interpreter"),
+        ("farspan.attention.softmax", "from farspan.engine.tiers import Arena"),
         ("farspan.data.packing", "from farspan.report import tables"),
         ("farspan.train.loop", "from farspan import Step"),
         ("farspan.cli", "import farspan"),
@@ -259,8 +259,8 @@ def test_imports_that_go_down_pass() -> None:
     sources = {
         "farspan": "from farspan.engine.step import Step\nfrom farspan.spec import Schedule",
         "farspan.cli": "import json\nfrom farspan.plan import grid\nimport farspan.report.tables",
-        "farspan.engine.step": "from farspan.engine.cells import forward\nimport torch",
-        "farspan.engine.cells": "from farspan.spec import Schedule",
+        "farspan.engine.step": "from farspan.engine.attention_op import forward\nimport torch",
+        "farspan.engine.attention_op": "from farspan.spec import Schedule",
         "farspan.plan": "",
         "farspan.plan.grid": "from farspan.memory.buffer import Buffer",
     }

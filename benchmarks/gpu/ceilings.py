@@ -14,8 +14,8 @@ from torch.nn import functional
 from benchmarks.children import add_row, words_of
 from benchmarks.gpu.device import dtype_of, give_back
 from farspan.attention.choose import select_kernel
-from farspan.engine.bench import GLANCE, QUICK, Attention, Bench
 from farspan.engine.calibrate import Calibration
+from farspan.engine.microbench import GLANCE, QUICK, AttentionProblem, Bench
 from farspan.plan.blocks import Block
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.families import architecture_from
@@ -127,7 +127,7 @@ def attentions(
 
 def attention(
     bench: Bench, settings: Mapping[str, Any], layer: LayerSpec, row: Mapping[str, Any]
-) -> Attention:
+) -> AttentionProblem:
     """One call with the model's heads, laid out as the engine's are."""
     dtype = dtype_of(settings)
     torch.backends.cuda.enable_cudnn_sdp(row["backend"] == "cudnn")
@@ -146,4 +146,4 @@ def attention(
     )
     start = 0 if row["causal"] else keys
     block = Block(0, None, start, start + queries, 0, keys, row["causal"])
-    return Attention(kernel, block, q, k, v, dout)
+    return AttentionProblem(kernel, block, q, k, v, dout)

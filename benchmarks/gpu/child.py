@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.children import add_row, settings_of, words_of
 from benchmarks.gpu import ceilings, exact, huggingface, split, steps, update
-from farspan.engine.machine import machine
+from farspan.engine.microbench import describe_machine
 from farspan.spec import Tier
 from farspan.train.shortage import find_shortage
 
@@ -33,7 +33,7 @@ def run(settings: dict[str, Any]) -> None:
     """In a process of its own. What it is measured on is its first row."""
     if settings["device"] == "cpu":
         torch.set_num_threads(1)  # tiny tensors: a second thread waits for the first
-    add_row(settings, {"machine": machine(), "cuda": torch.version.cuda})
+    add_row(settings, {"machine": describe_machine(), "cuda": torch.version.cuda})
     try:
         WORKS[settings["work"]](settings)
     except Exception as error:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.children import Row
-from farspan.engine.meter import PeakMeter
+from farspan.engine.memory import PeakMemory
 
 SEED = 0
 
@@ -63,7 +63,7 @@ class Peaks:
 
     def __init__(self, device: str) -> None:
         self._on_cuda = device == "cuda"
-        self._meter = None if self._on_cuda else PeakMeter(torch.device("cpu"))
+        self._meter = None if self._on_cuda else PeakMemory(torch.device("cpu"))
 
     def __enter__(self) -> Self:
         if self._meter is not None:

@@ -17,7 +17,7 @@ from benchmarks.children import add_row, words_of
 from benchmarks.gpu.device import draw, give_back, make_model
 from benchmarks.gpu.steps import widened
 from farspan import Step, strategy
-from farspan.engine.oracle import gradients_of, oracle_loss
+from farspan.engine.reference import gradients_of, reference_loss
 from farspan.plan.strategies import STRATEGIES
 
 LAYERS = 4
@@ -49,8 +49,8 @@ def run(settings: Mapping[str, Any]) -> None:
     twin, trained = copy.deepcopy(model).double(), widened(copy.deepcopy(model))
     for tokens in settings["lengths"]:
         ids = draw(small, tokens)
-        exact = gradients_of(twin, oracle_loss(twin, ids, ids))
-        plain = gradients_of(model, oracle_loss(model, ids, ids))
+        exact = gradients_of(twin, reference_loss(twin, ids, ids))
+        plain = gradients_of(model, reference_loss(model, ids, ids))
         own = errors(plain, exact)
         for name in STRATEGIES:
             row: dict[str, Any] = {"strategy": name, "tokens": tokens}

@@ -30,7 +30,7 @@ ALLOCATORS = ("default", "stitch", "replay")
 # By name: to collect all tests takes longer than these take.
 TESTS = (
     *("tests/transfer", "tests/attention/test_backends.py", "tests/engine/test_no_waiting.py"),
-    *("tests/parallel/test_nccl.py", "tests/sparse/test_triton.py"),
+    *("tests/distributed/test_nccl.py", "tests/sparse/test_triton.py"),
 )
 RUN_FILE = """\
 model:

@@ -29,10 +29,10 @@ from benchmarks.gpu.device import give_back, synchronize
 from farspan.attention.backends import BlockKernel, CudaCudnn, CudaFlash
 from farspan.attention.choose import select_kernel
 from farspan.attention.softmax import BackwardQueries, merge_
-from farspan.engine.machine import machine
+from farspan.engine.microbench import describe_machine
+from farspan.engine.tiers import Arena
 from farspan.plan.blocks import Block
 from farspan.spec import Tier
-from farspan.transfer.arena import Arena
 
 BF16 = torch.bfloat16
 MIB, GIB = 2**20, 2**30
@@ -378,7 +378,11 @@ def main() -> None:
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     bench = Bench(device, given.tiny or device == "cpu")
-    record: dict[str, Any] = {"benchmark": "gpu probe", "tiny": bench.tiny, "machine": machine()}
+    record: dict[str, Any] = {
+        "benchmark": "gpu probe",
+        "tiny": bench.tiny,
+        "machine": describe_machine(),
+    }
     record["probes"] = {one.__name__: probe(bench, one) for one in PROBES}
     if given.out is not None:
         given.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.children import ROOT, Clock, words_of
 from benchmarks.gpu_allocator import parts
-from farspan.engine.machine import machine
+from farspan.engine.microbench import describe_machine
 from farspan.memory.compare.allocators import MIB
 from farspan.memory.native import library
 from farspan.spec import Refused
@@ -81,7 +81,7 @@ def measured(place: parts.Place, seconds: float, save: Callable[[Any], None]) ->
     """The record; saved after each of its parts."""
     clock = Clock.of(seconds)
     record: dict[str, Any] = {
-        "machine": machine() if place.device == "cpu" else None,
+        "machine": describe_machine() if place.device == "cpu" else None,
         "cuda": torch.version.cuda,
         "device": place.device,
         "tiny": place.tiny,
@@ -96,7 +96,7 @@ def measured(place: parts.Place, seconds: float, save: Callable[[Any], None]) ->
             print(f"{name}: {record[name]['words']}", flush=True)
         save(record)
     # Asked last: it starts CUDA in this process, which takes memory of the device.
-    record["machine"] = machine()
+    record["machine"] = describe_machine()
     save(record)
     return record
 

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.children import Row, add_row, settings_of, words_of
-from farspan.engine.allocator_driver import DRIVER
+from farspan.engine.allocator_torch import DRIVER
 from farspan.memory.compare.allocators import MIB
 from farspan.memory.native import Allocator, AllocatorOptions, Backend
 

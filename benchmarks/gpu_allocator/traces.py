@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.allocator import QWEN, SUITE, Case
 from benchmarks.children import Row, add_row, settings_of, words_of
 from benchmarks.gpu_allocator.prepared import Prepared
-from farspan.engine.tracing.request import TraceRequest
+from farspan.engine.trace_steps import TraceRequest
 from farspan.memory.compare.compare import steps_of
 from farspan.memory.exact import place_exactly
 from farspan.memory.placement import sweep_placement

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.ranks import page
 from benchmarks.ranks.measure import ALONE, FULL, MODEL, TINY, Size, schedule_of
 from benchmarks.ranks.processes import counted, measured
-from farspan.engine.machine import machine
+from farspan.engine.microbench import describe_machine
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
     size = TINY if given.tiny else FULL
     record = json.loads(given.out.read_text("utf-8")) if given.counts else measure(size)
     record["counted"] = {
-        "date": machine()["date"],
+        "date": describe_machine()["date"],
         "chunk": size.counted_chunk,
         "rows": [row for ranks in size.ranks for row in counted(size, ranks)],
     }
@@ -49,7 +49,7 @@ def measure(size: Size) -> dict[str, Any]:
     rows = [row for ranks in size.ranks for row in measured(size, ranks)]
     return {
         "benchmark": "ranks",
-        "machine": machine() | {"threads": 1, "processors": os.cpu_count()},
+        "machine": describe_machine() | {"threads": 1, "processors": os.cpu_count()},
         "dtype": "float32",
         "backend": "gloo",
         "model": MODEL,

@@ -17,9 +17,9 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from farspan.attention import chunk as cell
-from farspan.parallel import peers, ring
-from farspan.parallel.peers import Peers
-from farspan.parallel.pipeline import Pipeline
+from farspan.distributed import collectives as peers
+from farspan.distributed import ring
+from farspan.distributed.collectives import Communicator, Pipeline
 
 ATTENTION, REST, COLLECTIVES = "attention", "rest", "collectives"
 MEET, BEGIN, END, SEND, RECEIVE = "meet", "begin", "end", "send", "receive"
@@ -141,9 +141,9 @@ class Clock:
     def _wrapped(self) -> Iterator[None]:
         of_peers = self._meeting(MEET, of_peers_of)
         places: list[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = [
-            *((Peers, name, of_peers) for name in MEETINGS),
-            (Peers, "begin_exchange", self._meeting(BEGIN, of_peers_of)),
-            (peers.Arrival, "wait", self._meeting(END, self._ended)),
+            *((Communicator, name, of_peers) for name in MEETINGS),
+            (Communicator, "begin_exchange", self._meeting(BEGIN, of_peers_of)),
+            (peers.PendingExchange, "wait", self._meeting(END, self._ended)),
             (Pipeline, "send", self._meeting(SEND, next_stage)),
             (Pipeline, "receive", self._meeting(RECEIVE, stage_before)),
             (ring, "_pass_on", self._meeting(SEND, self._passed)),

@@ -15,11 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.ranks.clock import Clock, Event
 from benchmarks.ranks.counting import Counted
 from farspan import Schedule, Step
-from farspan.engine.deal import deal
-from farspan.engine.meter import LiveStorage
+from farspan.distributed.context import ParallelContext
+from farspan.distributed.fsdp import ShardedParameters
+from farspan.engine.memory import LiveStorage
+from farspan.engine.parallelize import parallelize
 from farspan.engine.step import _Counter
-from farspan.parallel.fsdp import Sharded
-from farspan.parallel.ranks import Ranks
 from farspan.plan.layout import Layout
 from farspan.plan.program import AttentionMode, Backward, Forward, Program, Send
 from farspan.plan.traffic import sent_bytes
@@ -103,7 +103,7 @@ class Work:
     """A step of one layout."""
 
     name: str
-    ranks: Ranks | None
+    ranks: ParallelContext | None
     model: nn.Module
     step: Step
 
@@ -112,10 +112,10 @@ class Work:
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**MODEL))
         schedule = schedule_of(name, count, chunk)
-        ranks = None if count == 1 else Ranks(layout_of(name, count), CPU)
+        ranks = None if count == 1 else ParallelContext(layout_of(name, count), CPU)
         # Weights of layers are cut by tensor and pipeline themselves, by all else with fsdp alone.
         cut = name in ("fsdp", "tensor", "pipeline")
-        team = deal(model, schedule, ranks) if ranks is not None and cut else ranks
+        team = parallelize(model, schedule, ranks) if ranks is not None and cut else ranks
         return cls(name, ranks, model, Step(model, schedule, ranks=team))
 
     def measure(self, tokens: int, runs: int) -> tuple[Row, list[Event]]:
@@ -234,7 +234,7 @@ def gathered(meter: LiveStorage) -> Iterator[None]:
     """Counts weights that FSDP gathers, which grow within a storage that was born before."""
 
     def count(function: Callable[..., None], sign: int) -> Callable[..., None]:
-        def counted(sharded: Sharded, unit: Any) -> None:
+        def counted(sharded: ShardedParameters, unit: Any) -> None:
             one = sharded._units[unit] if isinstance(unit, int) else unit
             before = one.gathered
             function(sharded, unit)
@@ -245,13 +245,13 @@ def gathered(meter: LiveStorage) -> Iterator[None]:
         return counted
 
     with (
-        patch.object(Sharded, "gather", count(Sharded.gather, 1)),
-        patch.object(Sharded, "_release", count(Sharded._release, -1)),
+        patch.object(ShardedParameters, "gather", count(ShardedParameters.gather, 1)),
+        patch.object(ShardedParameters, "_release", count(ShardedParameters._release, -1)),
     ):
         yield
 
 
-def _sent(ranks: Ranks | None) -> dict[str, int]:
+def _sent(ranks: ParallelContext | None) -> dict[str, int]:
     """Bytes sent along axes so far."""
     return {} if ranks is None else {"+".join(k): p.sent for k, p in ranks.groups.items()}
 

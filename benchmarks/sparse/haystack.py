@@ -21,7 +21,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from farspan import Step
-from farspan.engine.batch import IGNORED
+from farspan.engine.loss import IGNORED
 
 FIRST_KEY, FIRST_VALUE, CLASSES = 128, 192, 64
 FIRST_PAIR = 8  # tokens before the first pair: a sink page shows them to all

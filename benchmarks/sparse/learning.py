@@ -24,7 +24,7 @@ from benchmarks.sparse import reading, retrieval
 from benchmarks.sparse.arms import ARMS, SPARSE
 from benchmarks.sparse.reading import READING
 from benchmarks.sparse.retrieval import LESSON, LONGER_PAGES, Lesson
-from farspan.engine.machine import machine
+from farspan.engine.microbench import describe_machine
 
 SEEDS = (0, 1)
 DIGITS = 5  # of losses that are kept
@@ -62,7 +62,7 @@ def record(seeds: Sequence[int], workers: int) -> Row:
     torch.set_num_threads(1)
     return {
         "benchmark": "sparse_learning",
-        "machine": machine(),
+        "machine": describe_machine(),
         "dtype": "float32",
         "clock": "seconds that one thread computed",
         "retrieval": {

@@ -19,8 +19,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from farspan import Schedule, Sparse, Step, Tier
-from farspan.engine.machine import machine
-from farspan.engine.meter import PeakMeter
+from farspan.engine.memory import PeakMemory
+from farspan.engine.microbench import describe_machine
 
 SPARSE = Schedule(
     chunk=1024,
@@ -60,7 +60,7 @@ def measure(model: LlamaForCausalLM, name: str, tokens: int) -> dict[str, Any]:
         seconds.append(time.process_time() - began)
     step.release()
     model.zero_grad(set_to_none=True)
-    with PeakMeter(torch.device("cpu")) as meter:
+    with PeakMemory(torch.device("cpu")) as meter:
         step(ids, ids)
     on_host = step.program(1, tokens).arena_bytes[Tier.HOST]
     return {
@@ -99,7 +99,7 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
     record = {
         "benchmark": "sparse scaling",
-        "machine": machine(),
+        "machine": describe_machine(),
         "threads": 1,
         "dtype": "float32",
         "model": MODEL,

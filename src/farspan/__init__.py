@@ -11,15 +11,15 @@ from farspan.version import VERSION as __version__
 __getattr__, __dir__ = attributes(
     __name__,
     {
-        "Dealt": "farspan.engine.deal",
+        "Dealt": "farspan.engine.parallelize",
         "LongContext": "farspan.train.hugging_face",
         "Progress": "farspan.engine.step",
-        "Ranks": "farspan.parallel.ranks",
+        "Ranks": "farspan.distributed.context",
         "Step": "farspan.engine.step",
         "Trainer": "farspan.train.hugging_face",
         "Verification": "farspan.engine.verify",
         "VerificationRun": "farspan.engine.verify",
-        "deal": "farspan.engine.deal",
+        "deal": "farspan.engine.parallelize",
         "verify": "farspan.engine.verify",
     },
 )

@@ -1,8 +1,8 @@
 from farspan import memory as memory
-from farspan.engine.deal import Dealt, deal
+from farspan.distributed.context import Ranks
+from farspan.engine.parallelize import Dealt, deal
 from farspan.engine.step import Progress, Step
 from farspan.engine.verify import Verification, VerificationRun, verify
-from farspan.parallel.ranks import Ranks
 from farspan.plan.ask import plan
 from farspan.plan.layout import Layout
 from farspan.plan.strategies import strategy

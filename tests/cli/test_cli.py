@@ -70,7 +70,7 @@ def test_verify_reports_json_and_passes(
 def test_verify_fails_with_exit_code_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("farspan.engine.prefix.Prefix.add_gradient", lambda *_: None)
+    monkeypatch.setattr("farspan.engine.buffers.KVPrefix.add_gradient", lambda *_: None)
     assert run(monkeypatch, "verify", str(folder), "--context", "50", "--chunk", "16") == 1
     said = capsys.readouterr().out
     assert "NOT exact" in said

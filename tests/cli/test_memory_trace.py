@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from farspan.cli.memory_trace import app, read_contexts, read_temporaries
-from farspan.engine.tracing.temporaries import ALL, NONE, Temporaries, Temporary
+from farspan.engine.trace import ALL_TEMPORARIES, NO_TEMPORARIES, Temporaries, Temporary
 from farspan.memory.trace import Mark, read_trace
 from farspan.spec import Refused
 
@@ -50,8 +50,8 @@ def test_lengths_begin_anew_where_steps_are_more() -> None:
 
 
 def test_temporaries_are_named() -> None:
-    assert read_temporaries("none") == NONE
-    assert read_temporaries("cublas,flash,embedding") == ALL
+    assert read_temporaries("none") == NO_TEMPORARIES
+    assert read_temporaries("cublas,flash,embedding") == ALL_TEMPORARIES
     assert read_temporaries("flash") == Temporaries(frozenset({Temporary.FLASH}))
     with pytest.raises(Refused, match="temporaries: 'cub' is not known"):
         read_temporaries("flash,cub")

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from farspan.engine.allocator_error import out_of_memory_raiser
-from farspan.engine.allocator_native import NativeMemory
-from farspan.engine.allocator_session import Session
+from farspan.engine.allocator import Session
+from farspan.engine.allocator_torch import NativeMemory, out_of_memory_raiser
 from farspan.memory.native import AllocatorOptions, Backend, Broken, PlanRow, Policy
 from farspan.memory.replay import ReplayPlan
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from farspan.engine.oracle import gradients_of, oracle_loss
+from farspan.engine.reference import gradients_of, reference_loss
 from farspan.engine.step import Step
 from farspan.spec import Schedule
 from tests.numerics import EXACT, relative_error
@@ -48,7 +48,7 @@ def draw(tokens: int, *, batch: int = 1, documents: int = 0, seed: int = 0) -> D
 
 
 def run_oracle(model: nn.Module, data: Data) -> Outcome:
-    loss = oracle_loss(model, *data)
+    loss = reference_loss(model, *data)
     return Outcome(loss.detach(), gradients_of(model, loss))
 
 

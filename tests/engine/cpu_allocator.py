@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from farspan.engine.allocator_error import COMPILERS, flags, links
+from farspan.engine.allocator_torch import COMPILERS, flags, links
 from farspan.memory.native import LIBRARY
 
 ROOT = Path(__file__).resolve().parents[2]

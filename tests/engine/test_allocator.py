@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from farspan import memory
-from farspan.engine import allocator, allocator_pytorch
-from farspan.engine.allocator_error import Raiser
+from farspan.engine import allocator
+from farspan.engine import allocator_torch as allocator_pytorch
+from farspan.engine.allocator_torch import Raiser
 from farspan.memory.native import AllocatorOptions, Backend, PlanRow
 from farspan.memory.replay import ReplayPlan
 from farspan.spec import Refused

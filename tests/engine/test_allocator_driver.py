@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from farspan.engine.allocator_driver import VIRTUAL_MEMORY, refuse_without_virtual_memory
+from farspan.engine.allocator_torch import VIRTUAL_MEMORY, refuse_without_virtual_memory
 from farspan.spec import Refused
 
 # A driver of so many devices, the last of which may lack virtual memory management.

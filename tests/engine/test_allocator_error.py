@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from farspan.engine.allocator_error import out_of_memory_raiser
+from farspan.engine.allocator_torch import out_of_memory_raiser
 
 
 def compiler(folder: Path, script: str) -> tuple[str, ...]:

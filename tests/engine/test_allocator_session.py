@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from farspan.engine.allocator_session import FIRST_REPLAYED, Session
+from farspan.engine.allocator import FIRST_REPLAYED, Session
 from farspan.memory.native import NativeError
 from farspan.memory.replay import ReplayPlan
 

@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farspan.engine.deal import deal
-from farspan.engine.memory import forecast, rehearse_apart
-from farspan.engine.meter import PeakMeter
+from farspan.distributed.context import ParallelContext
+from farspan.engine.memory import PeakMemory, estimate_memory, rehearse_apart
+from farspan.engine.parallelize import parallelize
 from farspan.engine.step import Step
-from farspan.parallel.ranks import Ranks
 from farspan.plan.layout import Layout
 from farspan.spec import Schedule, Sparse
 from tests.ranks import run_ranks
@@ -37,20 +36,20 @@ def peaks(layout: Layout, schedule: Schedule, family: str) -> tuple[int, int]:
     Among them the least of three is taken: on a busy machine gloo's threads hold what has left, or
     come, a little longer (9 KiB of 446 were seen), which only ever adds to a peak."""
     model = make_model(family)
-    step = Step(model, schedule, ranks=deal(model, schedule, Ranks(layout, CPU)))
+    step = Step(model, schedule, ranks=parallelize(model, schedule, ParallelContext(layout, CPU)))
     apart = rehearse_apart(step, 1, TOKENS) if dist.get_rank() == 1 else 0
     measured: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        leave = PeakMeter.__exit__
+        leave = PeakMemory.__exit__
 
-        def noted(meter: PeakMeter, *rest: Any) -> None:
+        def noted(meter: PeakMemory, *rest: Any) -> None:
             leave(meter, *rest)
             measured.append(meter.peak)
 
-        patch.setattr(PeakMeter, "__exit__", noted)
+        patch.setattr(PeakMemory, "__exit__", noted)
         among = []
         for _ in range(3):
-            forecast(step, 1, TOKENS)
+            estimate_memory(step, 1, TOKENS)
             among.append(measured[-1])
     return apart, min(among)
 
@@ -84,11 +83,13 @@ def by_itself() -> tuple[int, bool]:
     """Rank 1 rehearses where there is room for it but not for two: how many steps of it were
     watched, and whether one was seen."""
     model, schedule = make_model("llama"), CASES[1][1]
-    step = Step(model, schedule, ranks=deal(model, schedule, Ranks(Layout(ulysses=2), CPU)))
+    step = Step(
+        model, schedule, ranks=parallelize(model, schedule, ParallelContext(Layout(ulysses=2), CPU))
+    )
     if dist.get_rank() == 1:
         arenas = sum(step.program(1, 2 * schedule.chunk).arena_bytes.values())
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("farspan.parallel.node.available_host_bytes", lambda: 2 * arenas - 1)
+            patch.setattr("farspan.engine.tiers.available_host_bytes", lambda: 2 * arenas - 1)
             rehearse_apart(step, 1, 2 * schedule.chunk)
     dist.barrier()
     return step._steps, step.seen is not None

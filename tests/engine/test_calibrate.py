@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from farspan.engine import calibrate as module
-from farspan.engine.bench import (
+from farspan.engine.calibrate import Calibration, _name, _peak, calibrate, here
+from farspan.engine.microbench import (
     GLANCE,
     HEAD_DIM,
-    Attention,
+    AttentionProblem,
     Bench,
     attention,
     attentions,
@@ -22,7 +23,7 @@ from farspan.engine.bench import (
     weight_products,
     workspace,
 )
-from farspan.engine.calibrate import Calibration, _name, _peak, calibrate, here
+from farspan.engine.tiers import Arena
 from farspan.plan.ask import Request
 from farspan.plan.price.machines import (
     CURVES,
@@ -37,7 +38,6 @@ from farspan.plan.price.machines import (
 )
 from farspan.plan.search.plans import best_plan
 from farspan.spec import Curve, LayerSpec, Refused
-from farspan.transfer.arena import Arena
 
 CPU = torch.device("cpu")
 DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
@@ -332,13 +332,13 @@ def test_the_softmax_is_what_narrow_heads_do_not_save(monkeypatch: pytest.Monkey
     exponential = 5e-10
     now = [0.0]
 
-    def made(self: Attention, *, backward: bool) -> Callable[[], object]:
+    def made(self: AttentionProblem, *, backward: bool) -> Callable[[], object]:
         assert backward
         one = 3e-9 * self.q.shape[3] / HEAD_DIM + exponential
         seconds = self.pairs * self.heads * one
         return lambda: now.__setitem__(0, now[0] + seconds)
 
-    monkeypatch.setattr(Attention, "call", made)
+    monkeypatch.setattr(AttentionProblem, "call", made)
     found = softmax(bench(clock=lambda: now[0]), "softmax", torch.float32, backward=True)
     assert found == pytest.approx(exponential)
 
@@ -351,7 +351,7 @@ def test_a_workspace_is_what_a_backward_takes_beside_its_results(
     is none."""
     kept: list[Tensor] = []
 
-    def made(self: Attention, *, backward: bool) -> Callable[[], object]:
+    def made(self: AttentionProblem, *, backward: bool) -> Callable[[], object]:
         assert backward
         taken = squares if self.block.causal else 2
 
@@ -365,7 +365,7 @@ def test_a_workspace_is_what_a_backward_takes_beside_its_results(
 
         return call
 
-    monkeypatch.setattr(Attention, "call", made)
+    monkeypatch.setattr(AttentionProblem, "call", made)
     assert workspace(bench(), torch.float32) == expected
 
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from farspan.engine.batch import trained_token_count
-from farspan.engine.oracle import gradients_of, oracle_loss
+from farspan.engine.loss import trained_token_count
+from farspan.engine.reference import gradients_of, reference_loss
 from farspan.engine.step import Step
 from farspan.spec import Schedule, Tier
 from tests.engine.checks import (
@@ -57,7 +57,7 @@ def sum_of_documents(model: nn.Module, data: Data) -> Outcome:
     loss = torch.zeros((), dtype=torch.float64)
     total: dict[str, Tensor] = {}
     for (ids, labels), count in zip(pieces, counts, strict=True):
-        share = oracle_loss(model, ids, labels) * (count / max(sum(counts), 1))
+        share = reference_loss(model, ids, labels) * (count / max(sum(counts), 1))
         loss += share.detach()
         for name, gradient in gradients_of(model, share).items():
             total[name] = total.get(name, 0) + gradient

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from farspan.engine.oracle import gradients_of, oracle_loss
+from farspan.engine.reference import gradients_of, reference_loss
 from farspan.engine.step import Step
 from farspan.hf.attention_interface import answering, routed
 from farspan.hf.stages import CausalLMStages
@@ -158,7 +158,7 @@ def test_the_oracle_agrees_with_hugging_face_s_loss() -> None:
     fp32: one rounding of 2**-24 a logit."""
     model, data = shared_model("qwen2"), draw(53, batch=2)
     own = model(input_ids=data.input_ids, labels=data.labels).loss
-    loss = oracle_loss(model, *data)
+    loss = reference_loss(model, *data)
     limit = torch.finfo(torch.float32).eps
     assert relative_error(loss, own) <= limit
     names = errors(gradients_of(model, loss), gradients_of(model, own))

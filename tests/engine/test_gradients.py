@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farspan.engine.gradients import Gradients
+from farspan.engine.gradients import GradientAccumulator
 from tests.numerics import relative_error
 
 CHUNKS = 1024
@@ -23,7 +23,7 @@ def total(parts: list[Tensor]) -> Tensor:
 
 
 def accumulate(parameter: nn.Parameter, parts: list[Tensor]) -> Tensor:
-    gradients = Gradients()
+    gradients = GradientAccumulator()
     for part in parts:
         gradients.add([parameter], [part])
     gradients.close([parameter])
@@ -77,7 +77,7 @@ def test_a_gradient_is_nobody_s_else() -> None:
     """Autograd may hand out one tensor twice, or an expanded one."""
     one, other = (nn.Parameter(torch.zeros(4, 3)) for _ in range(2))
     shared = torch.ones(1, 1).expand(4, 3)
-    gradients = Gradients()
+    gradients = GradientAccumulator()
     gradients.add([one, other], [shared, shared])
     gradients.add([one], [shared])
     gradients.close([one, other])
@@ -90,7 +90,7 @@ def test_a_gradient_is_nobody_s_else() -> None:
 
 def test_no_gradient_stays_none() -> None:
     parameter = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
-    gradients = Gradients()
+    gradients = GradientAccumulator()
     gradients.add([parameter], [None])
     gradients.close([parameter])
     assert parameter.grad is None

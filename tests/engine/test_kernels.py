@@ -13,7 +13,7 @@ from farspan.attention.backends import BlockKernel, CudaCudnn, CudaFlash
 from farspan.attention.choose import Flash4
 from farspan.attention.softmax import Tiled
 from farspan.engine.kernels import AttentionKernels, chunk_lengths, measured_here, same_bits
-from farspan.engine.meter import PeakMeter
+from farspan.engine.memory import PeakMemory
 from farspan.engine.step import Step
 from farspan.plan import blocks as blocks_module
 from farspan.plan.blocks import Block, cut_wide, most_of, plan_blocks
@@ -398,7 +398,7 @@ def test_compiled_modules_are_no_less_accurate(changes: dict[str, Any], tmp_path
     step = Step(model, Schedule(chunk=16, **changes), kernels=Kernels(compile=True))
     compiled = [m for m in model.modules() if m._compiled_call_impl is not None]
     assert len(compiled) == 2 * 3
-    with PeakMeter(torch.device("cpu")):
+    with PeakMemory(torch.device("cpu")):
         run_step(model, step, data)
     found = run_step(model, step, data)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from farspan.engine.gradients import Gradients
-from farspan.engine.linear import Adding, adds_products
+from farspan.engine.gradients import AccumulatingLinears, GradientAccumulator, adds_products
 from farspan.engine.step import Step
 from farspan.hf.fused_layers import in_shells
 from farspan.spec import Kernels, Schedule, Tier
@@ -80,7 +79,10 @@ def test_no_gradient_of_a_matrix_is_made(adds: bool) -> None:
 def test_a_linear_module_in_its_shell(dtype: torch.dtype) -> None:
     """Twice in one graph, once behind a transposed input."""
     torch.manual_seed(0)
-    module, adding = nn.Linear(5, 5, dtype=dtype), Adding(gradients=Gradients())
+    module, adding = (
+        nn.Linear(5, 5, dtype=dtype),
+        AccumulatingLinears(gradients=GradientAccumulator()),
+    )
     shell = in_shells(module, [adding.forward_of])
     x = torch.randn(5, 7, dtype=dtype, requires_grad=True)
     expected = torch.autograd.grad(module(module(x.t())).square().sum(), [x, *module.parameters()])
@@ -101,7 +103,7 @@ def test_frozen_weights_and_others_are_left_alone() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
-    adding = Adding(gradients=Gradients())
+    adding = AccumulatingLinears(gradients=GradientAccumulator())
     frozen = nn.Linear(3, 3).requires_grad_(False)
     shell = in_shells(frozen, [adding.forward_of])
     out = shell(torch.ones(1, 3, requires_grad=True))

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from farspan.engine.batch import make_batch
-from farspan.engine.memory import forecast, refuse_too_large
-from farspan.engine.meter import LiveStorage, PeakMeter
+from farspan.engine.loss import make_inputs
+from farspan.engine.memory import LiveStorage, PeakMemory, estimate_memory, refuse_too_large
 from farspan.engine.step import Step
 from farspan.plan.price.evaluate import INPUT_BYTES
 from farspan.plan.sizes import made_bytes
@@ -42,7 +41,7 @@ def measure(
     ids = torch.arange(tokens).repeat(batch, 1) % step.model_spec.vocab
     step.boundary.model.zero_grad(set_to_none=True)
     step.release()
-    with PeakMeter(torch.device("cpu")) as meter:
+    with PeakMemory(torch.device("cpu")) as meter:
         for _ in range(steps):
             step(ids, ids, documents)
     return meter.peak
@@ -55,7 +54,7 @@ def test_sparse_steps_take_no_more_than_predicted(kv: Tier) -> None:
     sparse = Sparse(page=16, budget=256, recent=64)
     schedule = Schedule(chunk=128, kv_block=128, groups=2, kv=kv, sparse=sparse)
     for tokens in (600, 1200):
-        predicted = forecast(Step(model, schedule), 1, tokens)
+        predicted = estimate_memory(Step(model, schedule), 1, tokens)
         found = measure(Step(model, schedule), 1, tokens)
         assert found <= predicted.new_device + predicted.host_arena <= 1.3 * found
 
@@ -66,7 +65,7 @@ def test_many_small_pages_take_no_more_than_predicted(page: int) -> None:
     model = make_model("qwen2", torch.float32, max_position_embeddings=4096)
     sparse = Sparse(page=page, budget=16 * page, recent=16)
     schedule = Schedule(chunk=128, kv_block=128, groups=1, kv=Tier.HOST, sparse=sparse)
-    predicted = forecast(Step(model, schedule), 1, 4096)
+    predicted = estimate_memory(Step(model, schedule), 1, 4096)
     assert measure(Step(model, schedule), 1, 4096) <= predicted.new_device + predicted.host_arena
 
 
@@ -86,7 +85,7 @@ def test_predicted_is_measured(name: str, dtype: torch.dtype) -> None:
     step = Step(model, SCHEDULES[name])
     rest = set()
     for tokens in (192, 408):
-        expected = forecast(step, 1, tokens)
+        expected = estimate_memory(step, 1, tokens)
         planned = expected.new_device + expected.host_arena
         assert measure(step, 1, tokens) == pytest.approx(planned, rel=0.02)
         rest.add(expected.transient)
@@ -107,7 +106,7 @@ def test_steps_of_recurrent_layers_are_predicted(name: str, family: str) -> None
         pytest.skip(f"this transformers has no {family}")
     step = Step(make_model(family, torch.float32, max_position_embeddings=4096), SCHEDULES[name])
     for tokens in (192, 408):
-        expected = forecast(step, 2, tokens)
+        expected = estimate_memory(step, 2, tokens)
         planned = expected.new_device + expected.host_arena
         assert measure(step, 2, tokens) == pytest.approx(planned, rel=0.02)
 
@@ -117,7 +116,7 @@ def test_attention_that_takes_the_most_is_predicted_beside_gradients(name: str) 
     """The last chunk of a step has no gradients beside it yet, and the first no earlier keys."""
     step = Step(make_model(name, torch.bfloat16, max_position_embeddings=4096), BASE)
     for tokens in (128, 192, 408):
-        expected = forecast(step, 1, tokens)
+        expected = estimate_memory(step, 1, tokens)
         assert measure(step, 1, tokens) == expected.new_device + expected.host_arena
 
 
@@ -127,7 +126,7 @@ def test_what_is_made_of_a_batch_is_known(batch: int, several: bool) -> None:
     ids = torch.arange(50).repeat(batch, 1)
     documents = ids // 20 if several else None
     with LiveStorage() as meter:
-        made = make_batch(ids, ids, documents, vocab=50)
+        made = make_inputs(ids, ids, documents, vocab=50)
         assert meter.live == made_bytes(batch, 50, documents=several)
     assert made.input_ids is ids
     if batch == 1 or several:  # what is planned for a batch, whose labels are its ids
@@ -143,7 +142,7 @@ def test_what_a_longer_step_takes_is_predicted_to_the_byte(name: str, batch: int
     step = Step(model, SCHEDULES[name])
     grown = []
     for tokens in (192, 320):
-        expected = forecast(step, batch, tokens)
+        expected = estimate_memory(step, batch, tokens)
         found = measure(step, batch, tokens, documents=torch.zeros(batch, tokens).long())
         grown.append((expected.new_device + expected.host_arena, found))
     (few, before), (many, after) = grown
@@ -154,7 +153,7 @@ def test_what_a_longer_step_takes_is_predicted_to_the_byte(name: str, batch: int
 def test_strategies_are_predicted(name: str) -> None:
     model = make_model("qwen2", max_position_embeddings=4096)
     step = Step(model, strategy(name, 4, 300))
-    expected = forecast(step, 2, 300)
+    expected = estimate_memory(step, 2, 300)
     planned = expected.new_device + expected.host_arena
     assert measure(step, 2, 300) == pytest.approx(planned, rel=0.02)
 
@@ -163,7 +162,7 @@ def test_strategies_are_predicted(name: str) -> None:
 def test_gradients_that_were_there_before_are_counted(name: str) -> None:
     model = make_model("qwen2", torch.float32, max_position_embeddings=4096)
     step = Step(model, SCHEDULES[name])
-    one, more = (forecast(step, 1, 300, accumulate=several) for several in (False, True))
+    one, more = (estimate_memory(step, 1, 300, accumulate=several) for several in (False, True))
     # With one group all gradients are there at the peak in any case.
     assert (more.new_device > one.new_device) is (name == "g = 1")
     for expected, steps in ((one, 1), (more, 2)):
@@ -177,7 +176,7 @@ def test_a_forecast_leaves_the_model_alone() -> None:
         parameter.grad = torch.ones_like(parameter)
     calls: list[object] = []
     step = Step(model, BASE, progress=calls.append)
-    forecast(step, 1, 100)
+    estimate_memory(step, 1, 100)
     assert all(bool((p.grad == 1).all()) for p in model.parameters() if p.grad is not None)
     assert step.progress == calls.append
     assert not calls
@@ -187,7 +186,7 @@ def test_what_the_host_cannot_hold_is_refused_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     step = Step(make_model("qwen2"), BASE)
-    expected = forecast(step, 1, 100)
+    expected = estimate_memory(step, 1, 100)
     needed = expected.new_device + expected.host_arena + 1000
     monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: needed)
     refuse_too_large(step, expected, optimizer=1000)
@@ -240,4 +239,4 @@ def test_a_rehearsal_that_would_not_fit_is_not_begun(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: room)
     monkeypatch.setattr(Step, "__call__", lambda *_: pytest.fail("the rehearsal began"))
     with pytest.raises(Refused, match="host memory: a step"):
-        forecast(step, 1, 2000)
+        estimate_memory(step, 1, 2000)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from farspan.engine.cell import Cell
-from farspan.engine.cells import AttentionCells
+from farspan.engine.attention_op import AttentionCells, ChunkAttention
+from farspan.engine.buffers import ProgramBuffers
 from farspan.engine.step import Step
-from farspan.engine.storage import Storage
+from farspan.engine.tiers import Arena, CopyEngine, StreamOrder
 from farspan.plan import names
 from farspan.plan.check_order import check_order
 from farspan.plan.contents import ProgramError
@@ -23,11 +23,9 @@ from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.plan.waits import EVERY, Hazard, waits
 from farspan.sparse.engine import watched_cell
 from farspan.spec import Refused, Schedule, Sparse, Tier
-from farspan.transfer.arena import Arena
-from farspan.transfer.copies import CopyEngine, Followed
 from tests.engine.checks import Data, Outcome, assert_same_bits, draw, gradients
+from tests.engine.lanes import Deadlock, Manner, Recorder, Replay
 from tests.grids import exhaustive, part_of
-from tests.transfer.lanes import Deadlock, Manner, Recorder, Replay
 from tests.zoo import LAYERS, shared_model
 
 TOKENS = 42  # of four chunks the last is not full
@@ -178,7 +176,7 @@ def test_pages_are_fetched_when_they_are_known(monkeypatch: pytest.MonkeyPatch) 
     step.watches, step.copies = False, Asked()
     copies, begin, ahead = step.copies, AttentionCells._fetch, Counter[int]()
 
-    def counted(self: AttentionCells, cell: Cell, layer: int, chunk: int) -> None:
+    def counted(self: AttentionCells, cell: ChunkAttention, layer: int, chunk: int) -> None:
         before = copies.gathers
         begin(self, cell, layer, chunk)
         ahead[copies.gathers - before] += 1
@@ -310,10 +308,10 @@ def bare(hazards: frozenset[Hazard], manner: Manner) -> Tensor:
     recorder = Recorder()
     for replays in (False, True):
         copies: CopyEngine = Replay(recorder.told, manner) if replays else recorder
-        storage = Storage(program, arenas, torch.float32, copies)
+        storage = ProgramBuffers(program, arenas, torch.float32, copies)
         for name, value in (("x.1", 1.0), ("x.in.0", 2.0), ("x.out.0", 3.0)):
             storage.chunk(name, 0, 0)["x"].fill_(value)
-        followed = Followed(copies, orders)
+        followed = StreamOrder(copies, orders)
         copies.begin()
         for index, copy in enumerate(copying, start=3):
             followed.before(index)

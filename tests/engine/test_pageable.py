@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from farspan.engine import tiers as arena_module
 from farspan.engine.step import Step
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.spec import Schedule, Sparse, Tier
-from farspan.transfer import arena as arena_module
 from tests.engine.checks import draw
 from tests.zoo import LAYERS, make_model
 

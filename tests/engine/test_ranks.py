@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from farspan.engine.batch import trained_token_count
-from farspan.engine.deal import Dealt, deal
-from farspan.engine.oracle import gradients_of, oracle_loss
+from farspan.distributed.context import ParallelContext
+from farspan.distributed.fsdp import Stage
+from farspan.engine.loss import trained_token_count
+from farspan.engine.parallelize import ShardedModel, parallelize
+from farspan.engine.reference import gradients_of, reference_loss
 from farspan.engine.step import Step
 from farspan.hf.probe import Float64Mode
-from farspan.parallel.fsdp import Stage
-from farspan.parallel.ranks import Ranks
 from farspan.plan.layout import AXES, Layout
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.plan.traffic import sent_bytes
@@ -30,7 +30,7 @@ from tests.ranks import run_ranks
 from tests.zoo import make_model
 
 CPU = torch.device("cpu")
-Dealing = dict[str, Any]  # options of `deal`
+Dealing = dict[str, Any]  # options of `parallelize`
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Case:
 
 def outcomes_of(layout: Layout, cases: list[Case], dealing: Dealing | None = None) -> list[str]:
     """On each rank: what is wrong, case by case. Without a dealing weights stay whole."""
-    ranks = Ranks(layout, CPU)
+    ranks = ParallelContext(layout, CPU)
     wrong = []
     for case in cases:
         with float64_of(case.family):
@@ -59,12 +59,12 @@ def float64_of(family: str) -> AbstractContextManager[object]:
     return nullcontext() if family == "qwen2" else Float64Mode()
 
 
-def differences(case: Case, ranks: Ranks, dealing: Dealing | None) -> list[str]:
+def differences(case: Case, ranks: ParallelContext, dealing: Dealing | None) -> list[str]:
     wrong = []
     model, whole = (make_model(case.family, **case.fields) for _ in range(2))
-    team: Ranks | Dealt = ranks
+    team: ParallelContext | ShardedModel = ranks
     if dealing is not None:
-        team = deal(model, case.schedule, ranks, **dealing)
+        team = parallelize(model, case.schedule, ranks, **dealing)
     step = Step(model, case.schedule, poison=True, ranks=team)
     for number, data in enumerate(case.inputs):
         expected = run_oracle(whole, data)
@@ -90,7 +90,7 @@ def check(model: Any, step: Step, data: Data, expected: Outcome) -> None:
     assert_close(found, expected)
 
 
-def sent(ranks: Ranks) -> dict[str, int]:
+def sent(ranks: ParallelContext) -> dict[str, int]:
     return {axis: ranks.among(axis).sent for axis in ("ulysses", "shards", "ring", "pipeline")}
 
 
@@ -104,7 +104,7 @@ def assert_sent(step: Step, data: Data, found: dict[str, int]) -> None:
     assert found == expected
 
 
-def whole_gradients(model: Any, dealt: Dealt, others: set[str]) -> dict[str, Tensor]:
+def whole_gradients(model: Any, dealt: ShardedModel, others: set[str]) -> dict[str, Tensor]:
     """Of the layers that run here, put together from all ranks. Others have none."""
     found = {}
     for name, p in model.named_parameters():
@@ -131,7 +131,7 @@ def stage_of_others(step: Step, expected: Outcome) -> set[str]:
     return {name for name, match in layers.items() if match and int(match[1]) not in own}
 
 
-def rows_of(ranks: Ranks, data: Data) -> Data:
+def rows_of(ranks: ParallelContext, data: Data) -> Data:
     """The sequences of a replica."""
     index, count = ranks.rank.along["data"], ranks.layout.data
     documents = data.document_ids
@@ -326,7 +326,10 @@ def sparse_as_alone() -> None:
     """Pages are chosen by the heads of one K, V head, which Ulysses keeps together."""
     schedule = Schedule(chunk=8, groups=2, sparse=Sparse(page=4, budget=8, recent=4))
     one, several = (make_model("qwen2", num_key_value_heads=4) for _ in range(2))
-    steps = Step(one, schedule), Step(several, schedule, ranks=Ranks(Layout(ulysses=2), CPU))
+    steps = (
+        Step(one, schedule),
+        Step(several, schedule, ranks=ParallelContext(Layout(ulysses=2), CPU)),
+    )
     for data in two(45, batch=2, documents=3):
         expected = run_step(one, steps[0], data)
         assert_close(run_step(several, steps[1], data), expected)
@@ -349,8 +352,8 @@ def refused_on_ranks() -> list[str]:
     model, number = make_model("qwen2"), dist.get_rank()
     pages = Schedule(chunk=8, sparse=Sparse(page=4, budget=8, recent=4))
     layouts = Layout(ulysses=2), Layout(shards=2), Layout(ring=2), Layout(tensor=2)
-    heads, shards, ring, tensor = (Ranks(layout, CPU) for layout in layouts)
-    refuse(lambda: Ranks(Layout(ulysses=3), CPU))
+    heads, shards, ring, tensor = (ParallelContext(layout, CPU) for layout in layouts)
+    refuse(lambda: ParallelContext(Layout(ulysses=3), CPU))
     refuse(lambda: Step(model, pages, ranks=shards))
     refuse(lambda: Step(model, Schedule(kv=Tier.HOST), ranks=ring))
     refuse(lambda: Step(model, Schedule(activations_kept=0.5), ranks=tensor))
@@ -368,7 +371,7 @@ def refused_on_ranks() -> list[str]:
         if number:
             weight.copy_(weight.flip(0))  # the same numbers elsewhere
     refuse(lambda: Step(model, Schedule(), ranks=shards))
-    stages = Ranks(Layout(pipeline=2), CPU)
+    stages = ParallelContext(Layout(pipeline=2), CPU)
     refuse(lambda: Step(model, Schedule(), ranks=stages))
     same = Step(make_model("qwen2"), Schedule(chunk=8), ranks=stages)
     refuse(lambda: same(*draw(20 + number)))
@@ -395,13 +398,13 @@ def test_what_ranks_refuse() -> None:
 def replicas_of_unlike_length() -> None:
     """One replica has more tokens than the other, then none that is trained; what is frozen stays
     so, and gradients add up over steps that do not clear them."""
-    ranks = Ranks(Layout(data=2), CPU)
+    ranks = ParallelContext(Layout(data=2), CPU)
     model, whole = (make_model("qwen2") for _ in range(2))
     for one in (model, whole):
         one.get_input_embeddings().requires_grad_(False)
         one.model.layers[1].requires_grad_(False)
     schedule = Schedule(chunk=8, groups=2)
-    step = Step(model, schedule, ranks=deal(model, schedule, ranks))
+    step = Step(model, schedule, ranks=parallelize(model, schedule, ranks))
     total: dict[str, Tensor] = {}
     for number, lengths in enumerate(((5, 31), (17, 9))):
         datas = [draw(tokens, seed=10 * number + i) for i, tokens in enumerate(lengths)]
@@ -410,7 +413,7 @@ def replicas_of_unlike_length() -> None:
         counts = [trained_token_count(data.labels) for data in datas]
         # Scaled before the backward: norms round gradients to fp32.
         shares = [count / sum(counts) for count in counts]
-        losses = [oracle_loss(whole, *data) * n for data, n in zip(datas, shares, strict=True)]
+        losses = [reference_loss(whole, *data) * n for data, n in zip(datas, shares, strict=True)]
         for share in losses:
             for name, gradient in gradients_of(whole, share).items():
                 total[name] = total.get(name, torch.zeros(())) + gradient

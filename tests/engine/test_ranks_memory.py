@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from farspan.engine.deal import deal
-from farspan.engine.meter import PeakMeter
+from farspan.distributed.context import ParallelContext
+from farspan.distributed.fsdp import local
+from farspan.engine.memory import PeakMemory
+from farspan.engine.parallelize import parallelize
 from farspan.engine.step import Step
-from farspan.parallel.fsdp import local
-from farspan.parallel.ranks import Ranks
 from farspan.plan.layout import Layout
 from farspan.plan.price.evaluate import size
 from farspan.plan.price.machines import machine
@@ -35,7 +35,7 @@ FIELDS = {
 def bytes_of(layout: Layout, schedules: list[Schedule]) -> list[tuple[dict[str, int], int, int]]:
     """Of each: what is planned, the peak of a step beside the weights, and the weights; of the last
     once more in a step that finds gradients of the one before."""
-    ranks, found = Ranks(layout, CPU), []
+    ranks, found = ParallelContext(layout, CPU), []
     for schedule in schedules:
         model: Any = make_model("llama", torch.float32, **FIELDS)
         looked = look(model, "float32", CPU)
@@ -44,7 +44,7 @@ def bytes_of(layout: Layout, schedules: list[Schedule]) -> list[tuple[dict[str, 
             *(looked.model, RunSpec(1, TOKENS), node, layout, Optimizer.NONE, "float32"),
             architecture=looked.architecture,
         )
-        dealt = deal(model, schedule, ranks)
+        dealt = parallelize(model, schedule, ranks)
         step = Step(model, schedule, ranks=dealt)
         ids = torch.arange(TOKENS)[None] % VOCAB
         parameters = dealt.sharded.parameters().values()
@@ -53,7 +53,7 @@ def bytes_of(layout: Layout, schedules: list[Schedule]) -> list[tuple[dict[str, 
             sized = size(replace(question, accumulates=accumulates), schedule)
             there = sum(local(p.grad).nbytes for p in parameters if p.grad is not None)
             step.release()
-            with PeakMeter(CPU) as meter:
+            with PeakMemory(CPU) as meter:
                 step(ids, ids)
             planned = {**sized.device.parts, "host": sized.host.total}
             found.append((planned, meter.peak + there, own))

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from farspan.engine.batch import trained_token_count
-from farspan.engine.oracle import gradients_of, oracle_loss
+from farspan.engine.loss import trained_token_count
+from farspan.engine.reference import gradients_of, reference_loss
 from farspan.engine.step import Progress, Step
 from farspan.spec import Schedule, Tier
 from tests.engine.checks import (
@@ -75,7 +75,7 @@ class TestLoss:
         labels = ids.clone()
         labels[:, 20:] = -100
         short = Step(model, SCHEDULE)(ids, labels)
-        assert_exact(short, oracle_loss(model, ids[:, :20], labels[:, :20]))
+        assert_exact(short, reference_loss(model, ids[:, :20], labels[:, :20]))
 
     @pytest.mark.parametrize("tokens", [1, 20])
     def test_without_trained_tokens_is_zero(self, tokens: int) -> None:
@@ -116,7 +116,7 @@ class TestGradients:
     def test_are_added_to_what_others_left(self, model: PreTrainedModel) -> None:
         expected = run_oracle(model, DATA)
         model.zero_grad(set_to_none=True)
-        oracle_loss(model, *DATA).backward()
+        reference_loss(model, *DATA).backward()
         before = {name: p.grad for name, p in model.named_parameters()}
         Step(model, SCHEDULE)(*DATA)
         assert all(p.grad is before[name] for name, p in model.named_parameters())
@@ -152,7 +152,7 @@ class TestGradients:
         assert casts.count == 0
         assert {p.grad_dtype for p in model.parameters()} == {torch.float32}
         with Casts(model) as casts:
-            oracle_loss(model, *DATA).backward()
+            reference_loss(model, *DATA).backward()
         assert casts.count > 0
 
     def test_of_many_chunks_in_bf16(self) -> None:
@@ -230,7 +230,7 @@ class TestGradients:
         for seed in range(3):
             data = draw(40, seed=seed)
             step(*data)
-            oracle_loss(models[1], *data).backward()
+            reference_loss(models[1], *data).backward()
             for made in makers:
                 made.step()
                 made.zero_grad()
@@ -281,7 +281,7 @@ class TestEvaluate:
     def test_works_without_gradients_and_in_eval_mode(self, model: PreTrainedModel) -> None:
         step = Step(model.eval(), SCHEDULE)
         with torch.no_grad():
-            assert_exact(step.evaluate(*DATA), oracle_loss(model, *DATA))
+            assert_exact(step.evaluate(*DATA), reference_loss(model, *DATA))
         assert not model.training
 
     def test_a_step_inside_no_grad_still_gives_gradients(self) -> None:

@@ -16,22 +16,20 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from farspan.engine.tracing.model import (
+from farspan.engine.trace import (
+    ALL_TEMPORARIES,
+    CUBLAS_WORKSPACE,
+    NO_TEMPORARIES,
+    Recorder,
+    Temporaries,
+    Temporary,
     add_adapters,
     cpu_attention,
     meta_model,
     numbers_unread,
     shortened,
 )
-from farspan.engine.tracing.recorder import Recorder
-from farspan.engine.tracing.temporaries import ALL, CUBLAS_WORKSPACE, NONE, Temporaries, Temporary
-from farspan.engine.tracing.training import (
-    Kept,
-    Recording,
-    adamw,
-    run_training,
-    trace_training,
-)
+from farspan.engine.trace_steps import Checkpointing, Recording, adamw, run_training, trace_training
 from farspan.memory.trace import FreeEvent, Malloc, Mark, Trace
 from farspan.spec import Refused
 
@@ -67,11 +65,11 @@ GPT2: dict[str, Any] = {
     **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
 }
 NEOX = {**LLAMA, "model_type": "gpt_neox", "use_parallel_residual": False}
-BARE = Recording(NONE)
+BARE = Recording(NO_TEMPORARIES)
 
 
 def real_sizes(
-    config: dict[str, Any], contexts: tuple[int, ...], kept: Kept, rank: int
+    config: dict[str, Any], contexts: tuple[int, ...], kept: Checkpointing, rank: int
 ) -> list[int]:
     """+bytes of each malloc and -bytes of each free of a real run, without the exceptions."""
     fields = {name: value for name, value in config.items() if name != "model_type"}
@@ -138,18 +136,18 @@ def traced_sizes(trace: Trace) -> list[int]:
 @pytest.mark.parametrize(
     ("config", "kept", "rank", "contexts"),
     [
-        (LLAMA, Kept.PLAIN, 0, (128,)),
-        (LLAMA, Kept.PLAIN, 4, (128, 96)),
-        (LLAMA, Kept.RECOMPUTE, 0, (128, 96)),
-        (QWEN, Kept.RECOMPUTE, 4, (128,)),
-        (QWEN, Kept.PLAIN, 0, (96,)),
-        (GPT2, Kept.RECOMPUTE, 0, (128, 96)),
-        (NEOX, Kept.PLAIN, 0, (128,)),
+        (LLAMA, Checkpointing.PLAIN, 0, (128,)),
+        (LLAMA, Checkpointing.PLAIN, 4, (128, 96)),
+        (LLAMA, Checkpointing.RECOMPUTE, 0, (128, 96)),
+        (QWEN, Checkpointing.RECOMPUTE, 4, (128,)),
+        (QWEN, Checkpointing.PLAIN, 0, (96,)),
+        (GPT2, Checkpointing.RECOMPUTE, 0, (128, 96)),
+        (NEOX, Checkpointing.PLAIN, 0, (128,)),
     ],
     ids=lambda value: value.get("model_type") if isinstance(value, dict) else str(value),
 )
 def test_the_trace_is_what_torch_asks_for(
-    config: dict[str, Any], kept: Kept, rank: int, contexts: tuple[int, ...]
+    config: dict[str, Any], kept: Checkpointing, rank: int, contexts: tuple[int, ...]
 ) -> None:
     model = meta_model(config, torch.float32, rank)
     found = trace_training(model, contexts, kept, attention=cpu_attention, recording=BARE)
@@ -159,8 +157,10 @@ def test_the_trace_is_what_torch_asks_for(
 
 
 @cache
-def llama(contexts: tuple[int, ...] = (4096,), kept: Kept = Kept.PLAIN, **options: Any) -> Trace:
-    recording = Recording(**{"temporaries": NONE, **options})
+def llama(
+    contexts: tuple[int, ...] = (4096,), kept: Checkpointing = Checkpointing.PLAIN, **options: Any
+) -> Trace:
+    recording = Recording(**{"temporaries": NO_TEMPORARIES, **options})
     return trace_training(meta_model(LLAMA, torch.bfloat16), contexts, kept, recording=recording)
 
 
@@ -170,7 +170,7 @@ def test_additions_out_of_place_would_be_events_that_are_not() -> None:
 
 def test_what_is_left_is_weights_and_moments() -> None:
     """No cycle of references keeps a tensor; states are born with the first step."""
-    for kept in Kept:
+    for kept in Checkpointing:
         trace = llama((64, 64, 64), kept)
         alive = {event.tensor for event in trace.events if isinstance(event, Malloc)}
         alive -= {event.tensor for event in trace.events if isinstance(event, FreeEvent)}
@@ -217,8 +217,8 @@ def test_two_traces_are_the_same() -> None:
     assert llama.__wrapped__() == llama()
 
 
-@pytest.mark.parametrize("kept", Kept)
-def test_marks_follow_the_layers(kept: Kept) -> None:
+@pytest.mark.parametrize("kept", Checkpointing)
+def test_marks_follow_the_layers(kept: Checkpointing) -> None:
     names = [event.name for event in llama((64,), kept).events if isinstance(event, Mark)]
     assert names == [
         "step 0",
@@ -233,10 +233,10 @@ def test_marks_follow_the_layers(kept: Kept) -> None:
 
 
 def test_less_is_kept_from_strategy_to_strategy() -> None:
-    peaks = [llama((1 << 16,), kept).live_peak() for kept in Kept]
+    peaks = [llama((1 << 16,), kept).live_peak() for kept in Checkpointing]
     assert peaks == sorted(peaks, reverse=True)
     # What offloading saves is the input of every layer, once the forward holds it no more.
-    later = [_alive_at(llama((1 << 16,), kept), "layer 1 backward") for kept in Kept]
+    later = [_alive_at(llama((1 << 16,), kept), "layer 1 backward") for kept in Checkpointing]
     assert later[1] - later[2] == 2 * 2**16 * 64 * 2
 
 
@@ -252,7 +252,7 @@ def extra(*kinds: Temporary, tokens: int = 4096) -> list[int]:
     """Sizes that these kinds add to the trace, in order."""
     bare, more = (
         [e.size for e in llama((tokens,), temporaries=t).events if isinstance(e, Malloc)]
-        for t in (NONE, Temporaries(frozenset(kinds)))
+        for t in (NO_TEMPORARIES, Temporaries(frozenset(kinds)))
     )
     added = []
     for size in more:
@@ -280,7 +280,7 @@ def test_lengths_are_rounded_up_where_the_kernel_does() -> None:
 
 def test_all_temporaries_are_on_by_default() -> None:
     model = meta_model(LLAMA, torch.bfloat16)
-    assert trace_training(model, (64,)) == llama((64,), temporaries=ALL)
+    assert trace_training(model, (64,)) == llama((64,), temporaries=ALL_TEMPORARIES)
 
 
 # -- the recorder ------------------------------------------------------------------------------

@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from farspan.engine.tracing.cells import trace_cells
-from farspan.engine.tracing.model import meta_model
-from farspan.engine.tracing.request import TraceRequest, own_strategy
-from farspan.engine.tracing.temporaries import NONE
-from farspan.engine.tracing.training import Recording
+from farspan.engine.trace import NO_TEMPORARIES, meta_model
+from farspan.engine.trace_steps import Recording, TraceRequest, own_strategy, trace_cells
 from farspan.memory.trace import FreeEvent, Malloc, Mark, Trace
 from farspan.plan.ask import Request
 from farspan.plan.price.evaluate import Sized, size
@@ -30,7 +27,7 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 512,
 }
 # As plans count: without what kernels take for themselves, every addition out of place.
-AS_PLANNED = Recording(NONE, in_place=False)
+AS_PLANNED = Recording(NO_TEMPORARIES, in_place=False)
 NOT_OF_A_STEP = ("reserve", "exchange")  # the driver's, and other devices'
 
 
@@ -112,7 +109,7 @@ def test_marks_follow_the_program() -> None:
 
 
 def test_gradients_are_added_in_place_unless_plans_are_compared() -> None:
-    in_place = traced("recompute", recording=Recording(NONE))
+    in_place = traced("recompute", recording=Recording(NO_TEMPORARIES))
     assert len(in_place.events) < len(traced("recompute").events)
     assert in_place.live_peak() <= traced("recompute").live_peak()
 
@@ -130,7 +127,9 @@ def test_what_belongs_to_no_step_is_left_out_on_request() -> None:
 
 def test_a_request_is_of_plain_training_or_of_cells() -> None:
     plain, own = (
-        TraceRequest("Qwen2.5-0.5B", (256,), layers=2, strategy=name, recording=Recording(NONE))
+        TraceRequest(
+            "Qwen2.5-0.5B", (256,), layers=2, strategy=name, recording=Recording(NO_TEMPORARIES)
+        )
         for name in ("plain", "farspan:plain")
     )
     assert plain.trace().live_peak() != own.trace().live_peak()

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 import farspan
 from farspan.attention.chunk import attend_backward
-from farspan.engine.gradients import Gradients
-from farspan.engine.head import Head
-from farspan.engine.prefix import Prefix
-from farspan.engine.storage import Storage
+from farspan.engine.buffers import KVPrefix, ProgramBuffers
+from farspan.engine.gradients import GradientAccumulator
+from farspan.engine.loss import LossHead
 from farspan.engine.verify import Verification, VerificationRun, verify
 from farspan.plan.strategies import STRATEGIES
 from farspan.spec import Refused, Schedule, Tier
@@ -152,17 +151,17 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 def drop_a_block(patch: pytest.MonkeyPatch) -> None:
     """dK, dV of the first keys are lost."""
-    own = Prefix.add_gradient
+    own = KVPrefix.add_gradient
 
-    def add(self: Prefix, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
+    def add(self: KVPrefix, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
         if start > 0:
             own(self, start, stop, rows, dk, dv)
 
-    patch.setattr(Prefix, "add_gradient", add)
+    patch.setattr(KVPrefix, "add_gradient", add)
 
 
 def skip_clearing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Storage, "clear", lambda *_: None)
+    patch.setattr(ProgramBuffers, "clear", lambda *_: None)
 
 
 def forget_the_rest(patch: pytest.MonkeyPatch) -> None:
@@ -172,47 +171,47 @@ def forget_the_rest(patch: pytest.MonkeyPatch) -> None:
         dq, dk, dv, dsinks = attend_backward(*arguments, **keywords)
         return dq, torch.zeros_like(dk), dv, dsinks
 
-    patch.setattr("farspan.engine.cell.attend_backward", backward)
+    patch.setattr("farspan.engine.attention_op.attend_backward", backward)
 
 
 def lose_a_norm(patch: pytest.MonkeyPatch) -> None:
-    own = Gradients._add
+    own = GradientAccumulator._add
 
-    def add(self: Gradients, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def add(self: GradientAccumulator, parameter: nn.Parameter, gradient: Tensor) -> None:
         if parameter.shape != (32,):
             own(self, parameter, gradient)
 
-    patch.setattr(Gradients, "_add", add)
+    patch.setattr(GradientAccumulator, "_add", add)
 
 
 def normalise_by_the_chunk(patch: pytest.MonkeyPatch) -> None:
-    own = Head._loss
+    own = LossHead._loss
 
-    def loss(self: Head, hidden: Tensor, targets: Tensor) -> Tensor:
+    def loss(self: LossHead, hidden: Tensor, targets: Tensor) -> Tensor:
         return own(self, hidden, targets) * self.count / max(int((targets != -100).sum()), 1)
 
-    patch.setattr(Head, "_loss", loss)
+    patch.setattr(LossHead, "_loss", loss)
 
 
 def swap_keys(patch: pytest.MonkeyPatch) -> None:
     """Earlier keys one row off, as a wrong offset would have it."""
-    own = Prefix.keys
+    own = KVPrefix.keys
 
-    def keys(self: Prefix, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def keys(self: KVPrefix, start: int, stop: int) -> tuple[Tensor, Tensor]:
         k, v = own(self, start, stop)
         return k.roll(1, dims=2), v
 
-    patch.setattr(Prefix, "keys", keys)
+    patch.setattr(KVPrefix, "keys", keys)
 
 
 def nudge(patch: pytest.MonkeyPatch) -> None:
     """The gradients of weights by a part in a hundred billion."""
-    own = Gradients._add
+    own = GradientAccumulator._add
 
-    def add(self: Gradients, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def add(self: GradientAccumulator, parameter: nn.Parameter, gradient: Tensor) -> None:
         own(self, parameter, gradient * (1 + 1e-11 * (parameter.ndim == 2)))
 
-    patch.setattr(Gradients, "_add", add)
+    patch.setattr(GradientAccumulator, "_add", add)
 
 
 BREAKS = (

@@ -10,17 +10,18 @@ from torch import Tensor, nn
 
 from farspan.attention import chunk as attention
 from farspan.attention.softmax import merge_
-from farspan.engine.batch import Batch, make_batch
-from farspan.engine.gradients import Gradients
-from farspan.engine.prefix import Prefix
-from farspan.engine.verify import VerificationRun, verify
-from farspan.engine.verify_rounding import (
+from farspan.engine.buffers import KVPrefix
+from farspan.engine.gradients import GradientAccumulator
+from farspan.engine.loss import StepInputs, make_inputs
+from farspan.engine.verify import (
     FLOOR,
     TWO_ROUNDINGS,
     Errors,
     GradientError,
+    VerificationRun,
     beside_plain,
     nudged,
+    verify,
 )
 from farspan.plan.blocks import Block, plan_blocks
 from farspan.spec import Schedule
@@ -83,24 +84,24 @@ def lse_too_large(patch: pytest.MonkeyPatch) -> None:
         out, lse = attention.attend(*arguments)
         return out, 1.01 * lse
 
-    patch.setattr("farspan.engine.cell.attend", attend)
+    patch.setattr("farspan.engine.attention_op.attend", attend)
 
 
 def lose_of_earlier_keys(patch: pytest.MonkeyPatch) -> None:
     """A tenth of dK, dV of earlier keys."""
-    own = Prefix.add_gradient
+    own = KVPrefix.add_gradient
 
-    def add(self: Prefix, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
+    def add(self: KVPrefix, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
         own(self, start, stop, rows, 0.9 * dk, 0.9 * dv)
 
-    patch.setattr(Prefix, "add_gradient", add)
+    patch.setattr(KVPrefix, "add_gradient", add)
 
 
 def move_a_border(patch: pytest.MonkeyPatch) -> None:
     """One document of one row begins a token late, for attention."""
 
-    def make(*arguments: Any) -> Batch:
-        batch = make_batch(*arguments)
+    def make(*arguments: Any) -> StepInputs:
+        batch = make_inputs(*arguments)
         assert batch.documents is not None
         first, *others = batch.documents
         moved = (first[0], first[1] + 1, *first[2:])
@@ -120,10 +121,10 @@ def count_a_chunk_more(patch: pytest.MonkeyPatch) -> None:
 
 
 def count(patch: pytest.MonkeyPatch, factor: float) -> None:
-    own = Gradients._add
+    own = GradientAccumulator._add
     seen: list[nn.Parameter] = []
 
-    def add(self: Gradients, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def add(self: GradientAccumulator, parameter: nn.Parameter, gradient: Tensor) -> None:
         if parameter.shape == (48, 32):
             seen.append(parameter)
             # The first of them, in the second of its chunks.
@@ -131,7 +132,7 @@ def count(patch: pytest.MonkeyPatch, factor: float) -> None:
                 gradient = gradient * factor
         own(self, parameter, gradient)
 
-    patch.setattr(Gradients, "_add", add)
+    patch.setattr(GradientAccumulator, "_add", add)
 
 
 def window_too_wide(patch: pytest.MonkeyPatch) -> None:
@@ -173,12 +174,12 @@ def test_fails_what_no_rounding_could_hide(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part in a hundred million, which the same schedule in float64 shows."""
-    own = Prefix.add_gradient
+    own = KVPrefix.add_gradient
 
-    def add(self: Prefix, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
+    def add(self: KVPrefix, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
         own(self, start, stop, rows, (1 + 1e-8) * dk, dv)
 
-    monkeypatch.setattr(Prefix, "add_gradient", add)
+    monkeypatch.setattr(KVPrefix, "add_gradient", add)
     found = verify(shared_model("qwen2", dtype), SCHEDULE, RUN)
     assert not found.passed
     assert found.float64_error is not None
@@ -194,7 +195,7 @@ def test_fails_a_step_that_rounds_coarsely(monkeypatch: pytest.MonkeyPatch) -> N
         out, lse = attention.attend(*arguments)
         return out.to(torch.float8_e4m3fn).to(out.dtype), lse
 
-    monkeypatch.setattr("farspan.engine.cell.attend", attend)
+    monkeypatch.setattr("farspan.engine.attention_op.attend", attend)
     found = verify(shared_model("qwen2", torch.bfloat16), SCHEDULE, RUN)
     assert not found.passed
     assert found.rounding_ratio is not None

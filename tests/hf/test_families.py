@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from farspan.engine.oracle import oracle_loss
+from farspan.engine.reference import reference_loss
 from farspan.engine.step import Step
 from farspan.hf.describe import describe
 from farspan.hf.stages import CausalLMStages
@@ -80,7 +80,7 @@ def test_the_oracle_is_the_family_s_own_loss(name: str) -> None:
     data = draw(53, batch=2)
     with torch.no_grad():
         own = model(input_ids=data.input_ids, labels=data.labels).loss
-        assert relative_error(oracle_loss(model, *data), own) <= EXACT
+        assert relative_error(reference_loss(model, *data), own) <= EXACT
 
 
 @pytest.mark.parametrize(

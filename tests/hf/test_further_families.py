@@ -2,7 +2,7 @@
 
 import pytest
 
-from farspan.engine.oracle import oracle_loss
+from farspan.engine.reference import reference_loss
 from farspan.engine.step import Step
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
 from tests.grids import part_of
@@ -30,7 +30,7 @@ def test_what_is_exact_is_the_model_of_hugging_face(name: str) -> None:
     """Windows, scales and caps come by the attention interface: nothing else is in the masks."""
     model = make_model(name)
     data = draw(53, batch=2, seed=0)
-    ours = oracle_loss(model, data.input_ids, data.labels)
+    ours = reference_loss(model, data.input_ids, data.labels)
     model.set_attn_implementation("eager")
     theirs = model(input_ids=data.input_ids, labels=data.labels).loss
     assert relative_error(ours, theirs) <= EXACT

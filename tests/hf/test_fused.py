@@ -114,7 +114,7 @@ def by_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
             out = reference.gated(halves[0], halves[1], act)
         return out.detach(), *torch.autograd.grad(out, halves, dout)
 
-    monkeypatch.setattr("farspan.engine.linear.swiglu_again", again)
+    monkeypatch.setattr("farspan.engine.gradients.swiglu_again", again)
     for name, function in (("normed", normed), ("gated", reference.gated), ("rotated", rotated)):
         monkeypatch.setattr(f"farspan.hf.fused_layers.{name}", function)
 

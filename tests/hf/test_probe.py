@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from farspan.engine.memory import forecast
+from farspan.engine.memory import estimate_memory
 from farspan.engine.step import Progress, Step
 from farspan.spec import Refused, Schedule
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
@@ -118,7 +118,7 @@ class TestWhatCouldNotBeNoticedByName:
     def test_a_forecast_of_packed_documents_shorter_than_the_rehearsal(self) -> None:
         model = make_model("llama", max_position_embeddings=32)
         step = Step(model, replace(SCHEDULE, chunk=64, kv_block=64))
-        assert forecast(step, 1, 256).transient > 0
+        assert estimate_memory(step, 1, 256).transient > 0
 
 
 class Shifting(LlamaDecoderLayer):  # type: ignore[no-untyped-call, unused-ignore]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from farspan.engine.oracle import oracle_loss
+from farspan.engine.reference import reference_loss
 from farspan.engine.step import Step
 from farspan.hf.describe import describe
 from farspan.hf.load import add_adapters
@@ -86,7 +86,7 @@ def test_documents_of_a_token(cuts: tuple[int, ...]) -> None:
 def test_what_is_exact_is_the_model_of_hugging_face(name: str) -> None:
     model = make_model(name)
     data = draw(53, batch=2)
-    ours = oracle_loss(model, data.input_ids, data.labels)
+    ours = reference_loss(model, data.input_ids, data.labels)
     model.set_attn_implementation("eager")
     theirs = model(input_ids=data.input_ids, labels=data.labels).loss
     assert relative_error(ours, theirs) < 1e-6

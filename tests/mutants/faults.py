@@ -248,7 +248,7 @@ GRADIENTS = (
         "saved tensors: a view loses its offset",
         "start = int(base.storage_offset()) + place + packed.offset - low",
         "start = int(base.storage_offset()) + place",
-        ("tests/transfer/test_saved.py",),
+        ("tests/test_activations.py",),
     ),
 )
 
@@ -398,13 +398,13 @@ RANKS = (
         "ring: rows come from the other neighbour",
         "source = (self.peers.index - step) % self.peers.size",
         "source = (self.peers.index + step) % self.peers.size",
-        ("tests/parallel/test_ring.py",),
+        ("tests/distributed/test_ring.py",),
     ),
     Fault(
         "ring: gradients of one peer's keys are lost",
         "                rows.add(*sums.wait())",
         "                sums.wait()",
-        ("tests/parallel/test_ring.py",),
+        ("tests/distributed/test_ring.py",),
     ),
     Fault(
         "shares: a part begins a token late",
@@ -416,13 +416,13 @@ RANKS = (
         "fsdp: a micro-batch's gradient replaces the sum",
         "one.held[parameter] += total",
         "one.held[parameter] = total",
-        ("tests/parallel/test_fsdp.py::test_stages_differ_in_what_they_keep",),
+        ("tests/distributed/test_fsdp.py::test_stages_differ_in_what_they_keep",),
     ),
     Fault(
         "tensor: the bias of a block's end is left out",
         "own if self.last_bias is None else own + self.last_bias",
         "own",
-        ("tests/parallel/test_tensor.py::test_biases_norms_and_tiles",),
+        ("tests/distributed/test_tensor.py::test_biases_norms_and_tiles",),
     ),
     Fault(
         "replicas read the same sequences",

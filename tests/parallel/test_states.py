@@ -12,13 +12,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farspan import durable
+from farspan.distributed.fsdp import (
+    ShardPlacement,
+    ShardRegion,
+    Stage,
+    local,
+    placement_along,
+    whole_placement,
+)
 from farspan.durable import WriteFailed
-from farspan.parallel.fsdp import Stage, local
-from farspan.parallel.places import Box, Place, along, everything
 from farspan.parallel.states import load, read_shapes, read_state, save
 from farspan.parallel.states_plan import Entries
 from farspan.spec import Refused
-from tests.parallel.cut import Model, sharded
+from tests.distributed.cut import Model, sharded
 from tests.ranks import RankError, run_ranks
 
 STATE = {"step": 7, "loss": 1.25}
@@ -28,7 +34,7 @@ def entries_of(model: Model, stage: Stage) -> Entries:
     """Of a model that is cut, and of AdamW on its parameters."""
     cut = sharded(model, stage)
     places = cut.places()
-    found: dict[str, tuple[Tensor, Place]] = {}
+    found: dict[str, tuple[Tensor, ShardPlacement]] = {}
     adam = torch.optim.AdamW([p for p in cut.parameters().values() if p.requires_grad], 1e-2)
     for name, parameter in cut.parameters().items():
         found[f"model/{name}"] = local(parameter), places[name]
@@ -37,7 +43,7 @@ def entries_of(model: Model, stage: Stage) -> Entries:
     adam.step()
     for name, parameter in cut.parameters().items():
         for key, value in adam.state.get(parameter, {}).items():
-            place = places[name] if value.ndim else everything(())
+            place = places[name] if value.ndim else whole_placement(())
             found[f"{key}/{name}"] = local(value), place
     return found
 
@@ -95,7 +101,7 @@ def in_one_process(path: Path, names: list[str]) -> None:
     shapes = read_shapes(path)
     assert shapes == {name: (t.dtype, tuple(t.shape)) for name, t in should.items()}
     found = {name: torch.full(shape, 77, dtype=dtype) for name, (dtype, shape) in shapes.items()}
-    load(path, {name: (t, everything(t.shape)) for name, t in found.items()})
+    load(path, {name: (t, whole_placement(t.shape)) for name, t in found.items()})
     assert all(torch.equal(found[name], should[name]) for name in names)
     assert read_state(path)["step"] == STATE["step"]
 
@@ -107,7 +113,7 @@ def numbers(shape: tuple[int, ...]) -> Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
 
 
-def parts(tensor: int, rows: int) -> dict[str, tuple[Tensor, Place]]:
+def parts(tensor: int, rows: int) -> dict[str, tuple[Tensor, ShardPlacement]]:
     """A fused projection, one cut by columns and an odd one: over `tensor` ranks, then by rows."""
     rank = dist.get_rank()
     t, r = rank % tensor, rank // tensor
@@ -120,7 +126,7 @@ def parts(tensor: int, rows: int) -> dict[str, tuple[Tensor, Place]]:
         if name == "fused":  # the gate's rows and then the up projection's
             ranges = [*ranges, (6 + ranges[0][0], 6 + ranges[0][1])]
         shape = (12, 5)
-        place = along(shape, dim, ranges)
+        place = placement_along(shape, dim, ranges)
         mine = torch.cat([numbers(shape).narrow(dim, a, b - a) for a, b in ranges], dim)
         each = -(-mine.shape[0] // rows)
         first, last = min(r * each, mine.shape[0]), min((r + 1) * each, mine.shape[0])
@@ -144,19 +150,19 @@ def test_boxes_of_fused_projections_and_columns_come_together(tmp_path: Path) ->
     run_ranks(3, load_parts, tmp_path / "a", 1, 3)
     run_ranks(3, load_parts, tmp_path / "a", 3, 1)
     found = {name: torch.zeros(12, 5, dtype=torch.float64) for name in ("fused", "columns", "same")}
-    load(tmp_path / "a", {name: (t, everything(t.shape)) for name, t in found.items()})
+    load(tmp_path / "a", {name: (t, whole_placement(t.shape)) for name, t in found.items()})
     assert all(torch.equal(t, numbers((12, 5))) for t in found.values())
 
 
 def test_rows_of_a_part_keep_their_place() -> None:
-    place = along((12, 5), 0, [(3, 6), (9, 12)])
+    place = placement_along((12, 5), 0, [(3, 6), (9, 12)])
     assert place.rows(2, 5).boxes == (
-        Box((0, 0), (5, 0), (1, 5)),
-        Box((1, 0), (9, 0), (2, 5)),
+        ShardRegion((0, 0), (5, 0), (1, 5)),
+        ShardRegion((1, 0), (9, 0), (2, 5)),
     )
     assert place.rows(6, 6).boxes == ()
-    assert everything((0, 3)).boxes == along((4, 3), 1, [(2, 2)]).boxes == ()
-    assert everything(()).boxes == (Box((), (), ()),)
+    assert whole_placement((0, 3)).boxes == placement_along((4, 3), 1, [(2, 2)]).boxes == ()
+    assert whole_placement(()).boxes == (ShardRegion((), (), ()),)
 
 
 # -- faults -------------------------------------------------------------------------------------
@@ -197,9 +203,10 @@ def test_a_rank_that_dies_or_fails_leaves_what_was_there(tmp_path: Path) -> None
     run_ranks(2, loaded, path, Stage.ZERO_3)
 
 
-def a_checkpoint(path: Path) -> dict[str, tuple[Tensor, Place]]:
+def a_checkpoint(path: Path) -> dict[str, tuple[Tensor, ShardPlacement]]:
     entries = {
-        name: (numbers(shape), everything(shape)) for name, shape in (("a", (3, 2)), ("b", (4,)))
+        name: (numbers(shape), whole_placement(shape))
+        for name, shape in (("a", (3, 2)), ("b", (4,)))
     }
     save(path, entries, STATE)
     return entries
@@ -306,7 +313,7 @@ def cut_in_halves(path: Path) -> Entries:
     """Rank 0 has rows 0 and 1 of four, rank 1 the others."""
     first = 2 * dist.get_rank()
     rows = numbers((4, 2))[first : first + 2].clone()
-    entries = {"a": (rows, along((4, 2), 0, [(first, first + 2)]))}
+    entries = {"a": (rows, placement_along((4, 2), 0, [(first, first + 2)]))}
     save(path, entries, STATE, dist.group.WORLD)
     return entries
 
@@ -361,19 +368,22 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     assert "only the model has c" in refused(tmp_path / "step", {"a": a, "b": b, "c": b})
     wide = {"a": a, "b": (b[0].float(), b[1])}
     assert "b is float64[4], here float32[4]" in refused(tmp_path / "step", wide)
-    long = {"a": a, "b": (numbers((5,)), everything((5,)))}
+    long = {"a": a, "b": (numbers((5,)), whole_placement((5,)))}
     assert "b is float64[4], here float64[5]" in refused(tmp_path / "step", long)
 
 
 def test_boxes_that_do_not_fill_a_tensor_are_not_saved(tmp_path: Path) -> None:
-    rows = {"a": (numbers((3, 2)), along((4, 2), 0, [(0, 3)]))}
+    rows = {"a": (numbers((3, 2)), placement_along((4, 2), 0, [(0, 3)]))}
     with pytest.raises(WriteFailed, match="parts of a do not make the whole"):
         save(tmp_path / "step", rows, STATE)
     assert not any(tmp_path.iterdir())
 
 
 def test_a_tensor_without_elements_needs_no_box(tmp_path: Path) -> None:
-    none = {"a": (numbers((2,)), everything((2,))), "b": (numbers((0, 3)), everything((0, 3)))}
+    none = {
+        "a": (numbers((2,)), whole_placement((2,))),
+        "b": (numbers((0, 3)), whole_placement((0, 3))),
+    }
     save(tmp_path / "step", none, STATE)
     found = blank(none)
     load(tmp_path / "step", found)

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from farspan.engine.oracle import SparseOracle, gradients_of, oracle_loss
+from farspan.engine.reference import SparseReference, gradients_of, reference_loss
 from farspan.engine.step import Step
 from farspan.plan.program import Forward
 from farspan.plan.strategies import STRATEGIES, strategy
@@ -68,7 +68,7 @@ def run_sparse_oracle(
     sparse = schedule.sparse
     assert sparse is not None
     select = select or TopK(sparse.budget // sparse.page)
-    loss = oracle_loss(model, *data, attend=SparseOracle(sparse, schedule.chunk, select))
+    loss = reference_loss(model, *data, attend=SparseReference(sparse, schedule.chunk, select))
     return Outcome(loss.detach(), gradients_of(model, loss))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import farspan
-from farspan.engine.oracle import SparseOracle
+from farspan.engine.reference import SparseReference
 from farspan.engine.step import Step
 from farspan.engine.verify import VerificationRun, verify
 from farspan.hf.stages import CausalLMStages
@@ -212,14 +212,14 @@ def least_votes(patch: pytest.MonkeyPatch) -> None:
         counts = torch.tensor(min(self.pages, votes.shape[3]))
         return take_most(votes.max() - votes, candidates, counts, int(counts))
 
-    patch.setattr(SparseOracle, "choice", with_selector(choose))
+    patch.setattr(SparseReference, "choice", with_selector(choose))
 
 
 def with_selector(choose: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The oracle's own choice, by another selector than the step's."""
-    own = SparseOracle.choice
+    own = SparseReference.choice
 
-    def choice(self: SparseOracle, *rest: Any) -> Tensor:
+    def choice(self: SparseReference, *rest: Any) -> Tensor:
         other = replace(self, select=lambda votes, pages: choose(self.select, votes, pages))
         return own(other, *rest)
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farspan.engine.tiers import CopyEngine
 from farspan.plan.footprints import Lane
-from farspan.transfer.copies import CopyEngine
 
 Work = Callable[[], object]
 

@@ -15,9 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from farspan.data.tokenizers import BYTES
+from farspan.distributed.fsdp import gradient_dtype, local, whole_placement
 from farspan.hf.load import load_model
-from farspan.parallel.fsdp import gradient_dtype, local
-from farspan.parallel.places import everything
 from farspan.parallel.states import load, read_shapes
 from farspan.plan.layout import Layout
 from farspan.plan.question import Question
@@ -88,7 +87,7 @@ def states_of(run: RunConfig) -> dict[str, torch.Tensor]:
         return load_file(path / "optimizer.safetensors")
     forms = {name: form for name, form in read_shapes(path).items() if "optimizer/" in name}
     found = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in forms.items()}
-    entries = {name: (tensor, everything(tensor.shape)) for name, tensor in found.items()}
+    entries = {name: (tensor, whole_placement(tensor.shape)) for name, tensor in found.items()}
     load(path, entries, unread=("model/", "rng/"))
     return {name.removeprefix("optimizer/"): tensor for name, tensor in found.items()}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from farspan.engine.batch import trained_token_count
+from farspan.engine.loss import trained_token_count
 from farspan.engine.step import Step
 from farspan.spec import AttentionKernel, Kernels, Refused, Schedule
 from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from farspan.distributed import failure as faults
+from farspan.distributed import launch
+from farspan.distributed.failure import CooperativeStop
 from farspan.engine.step import Progress, Step
-from farspan.parallel import faults, launch
-from farspan.parallel.halt import Halt
 from farspan.plan.build import build_evaluation, build_program
 from farspan.plan.layout import Layout
 from farspan.plan.program import Backward, Forward, Head
@@ -55,7 +56,7 @@ def run_of(root: Path, name: str, parallel: Parallel) -> RunConfig:
 def signalled(run: RunConfig, step: int) -> tuple[int, int, int]:
     """Where a run ends to whose rank 1 a signal comes behind the second cell of a step; the cells
     of that step that this rank had done then, and the last of its first batch."""
-    faults.PULSE = PULSE
+    faults.HEARTBEAT = PULSE
     done: list[Moment] = []
 
     def happen(moment: Moment) -> None:
@@ -80,7 +81,7 @@ def fit(runs: list[RunConfig]) -> list[int]:
     """How many places each of the runs passes."""
     passed = []
     for run in runs:
-        halts: list[Halt] = []
+        halts: list[CooperativeStop] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(launch, "Halt", partial(noted, halts))
             assert loop.train(run, reporter=Quiet()).step == run.steps
@@ -145,7 +146,7 @@ class Rehearsing(Step):
 
 
 def abandon_rehearsal(run: RunConfig) -> int:
-    faults.PULSE, Rehearsing.reached = PULSE, Path(f"{run.folder}-reached")
+    faults.HEARTBEAT, Rehearsing.reached = PULSE, Path(f"{run.folder}-reached")
     result = loop.train(run, parts=replace(Parts(), make_step=Rehearsing), reporter=Quiet())
     assert result.exit_code == 128 + signal.SIGTERM
     assert Rehearsing.cells >= 2
@@ -158,8 +159,8 @@ def test_ranks_that_rehearse_apart_end_together(tmp_path: Path) -> None:
     assert saved(run) == ["step-00000000"]
 
 
-def noted(halts: list[Halt], *arguments: Any) -> Halt:
-    halts.append(Halt(*arguments))
+def noted(halts: list[CooperativeStop], *arguments: Any) -> CooperativeStop:
+    halts.append(CooperativeStop(*arguments))
     return halts[-1]
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from farspan.engine.memory import forecast, refuse_too_large
+from farspan.distributed.context import ParallelContext
+from farspan.engine.memory import estimate_memory, refuse_too_large
 from farspan.engine.step import Step
+from farspan.engine.tiers import refuse_beyond_together
 from farspan.memory.host import GIB, TooLarge
-from farspan.parallel.node import refuse_beyond_together
-from farspan.parallel.ranks import Ranks
 from farspan.plan.layout import Layout
 from farspan.plan.price.machines import machine
 from farspan.plan.question import Question
@@ -90,7 +90,7 @@ def test_a_named_schedule_beyond_it_is_not_begun(tmp_path: Path) -> None:
 
 def test_the_guard_counts_what_is_new_to_the_byte() -> None:
     step = Step(make_model("qwen2"), Schedule(chunk=8, groups=2))
-    expected = forecast(step, 1, 40)
+    expected = estimate_memory(step, 1, 40)
     step.host_room = expected.new_device + expected.host_arena + 1000
     refuse_too_large(step, expected, optimizer=1000)
     with pytest.raises(TooLarge, match="host_memory leaves"):
@@ -105,7 +105,7 @@ def test_states_in_main_memory_count() -> None:
 
 
 def asked(rooms: list[int]) -> str:
-    ranks = Ranks(Layout(ulysses=len(rooms)), CPU)
+    ranks = ParallelContext(Layout(ulysses=len(rooms)), CPU)
     try:
         refuse_beyond_together(ranks, 100, "a step", "shorten it", rooms[ranks.rank.number])
     except TooLarge as error:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from farspan.engine.meter import PeakMeter
+from farspan.engine.memory import PeakMemory
 from farspan.memory.host import TooLarge
 from farspan.plan.price.evaluate import evaluate
 from farspan.plan.price.states import SLOTS, states
@@ -171,7 +171,7 @@ def test_planned_bytes_are_those_taken(
     run = tiny_run(tmp_path, model=ModelConfig(config=MODEL, dtype=dtype))
     found, crew = look(model, dtype.value, CPU), Crew(CPU)
     planned = states(question_of(run, found, one_memory(), place, crew), ((0, 1), (1, 2)))
-    with PeakMeter(torch.device("cpu")) as meter:
+    with PeakMemory(torch.device("cpu")) as meter:
         optimizer = Optimizer(model, OptimizerConfig(states=place))
     counters = 4 * len(optimizer.parameters)
     held = optimizer.held()

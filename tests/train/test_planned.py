@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from farspan.engine.step import Progress, Step
+from farspan.engine.tiers import Arena
 from farspan.hf.load import load_model
 from farspan.memory.host import TooLarge
 from farspan.plan.price.evaluate import evaluate
@@ -20,7 +21,6 @@ from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig
 from farspan.train.loop import train
 from farspan.train.parts import Parts
 from farspan.train.shortage import OutOfMemory
-from farspan.transfer.arena import Arena
 from tests.grids import part_of
 from tests.numerics import assert_exact
 from tests.train.planner import one_memory, planned_parts

@@ -20,7 +20,7 @@ from farspan.train import loop, setup
 from farspan.train.config import ModelConfig, RunConfig, ScheduleConfig
 from farspan.train.layout import Parallel
 from farspan.train.strict import to_mapping
-from tests.parallel.launched import launch
+from tests.distributed.launched import launch
 from tests.train.crash import outcome
 from tests.train.faulty import ACCUMULATE, faulty_parts, fit
 from tests.train.planner import planned_parts

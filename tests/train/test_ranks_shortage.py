@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from farspan.distributed import failure as faults
 from farspan.engine.step import Progress, Step
-from farspan.parallel import faults
+from farspan.engine.tiers import Arena
 from farspan.plan.layout import Layout
 from farspan.plan.question import Question
 from farspan.plan.strategies import AUTO
@@ -26,7 +27,6 @@ from farspan.train.crew import Crew
 from farspan.train.layout import Parallel
 from farspan.train.runner import Runner
 from farspan.train.shortage import OutOfMemory, Shortage
-from farspan.transfer.arena import Arena
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
 from tests.train.planner import GIB, planned_parts
@@ -88,7 +88,7 @@ class Starving(Step):
         with pytest.MonkeyPatch.context() as patch:
             if 2 <= Starving.steps < 2 + self.times and dist.get_rank() == 1:
                 # Less than none: the arenas are there from the first step.
-                patch.setattr("farspan.parallel.node.available_host_bytes", lambda: -1)
+                patch.setattr("farspan.engine.tiers.available_host_bytes", lambda: -1)
             return super().__call__(*arguments, **named)
 
 
@@ -116,7 +116,7 @@ def fit(
 ) -> tuple[list[str], list[Question]]:
     """What a rank says and what the planner is asked, where rank 1 has a byte left on its device
     when it looks for these times, and half a GiB in main memory; rank 0 has no end of either."""
-    faults.PULSE = PULSE
+    faults.HEARTBEAT = PULSE
     quiet, asked, looks, last = Quiet(), list[Question](), count(1), dist.get_rank() == 1
 
     def room(_: object) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from farspan.engine.memory import forecast
+from farspan.engine.memory import estimate_memory
 from farspan.engine.step import Progress, Step
 from farspan.spec import Schedule
 from farspan.train.config import ScheduleConfig
@@ -110,8 +110,8 @@ def test_a_forecast_can_be_watched_and_abandoned() -> None:
     model = make_model("qwen2")
     step = Step(model, Schedule(chunk=64, kv_block=64))
     seen: list[Progress] = []
-    watched = forecast(step, 1, 100, seen.append)
-    assert watched == forecast(step, 1, 100)
+    watched = estimate_memory(step, 1, 100, seen.append)
+    assert watched == estimate_memory(step, 1, 100)
     assert seen[-1].cells_done == seen[-1].cells == len(seen)
 
     class Enough(Exception):
@@ -123,7 +123,7 @@ def test_a_forecast_can_be_watched_and_abandoned() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     with pytest.raises(Enough):
-        forecast(step, 1, 100, stop)
+        estimate_memory(step, 1, 100, stop)
     assert step.progress is None
     assert all(bool((p.grad == 1).all()) for p in model.parameters() if p.grad is not None)
     assert sum(step.arena_bytes().values()) == 0

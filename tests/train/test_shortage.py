@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from farspan.engine.reserve import DeviceTooSmall
+from farspan.engine.tiers import DeviceTooSmall
 from farspan.memory.host import TooLarge, refuse_beyond
 from farspan.spec import Refused, Schedule, Tier
 from farspan.train.config import RunConfig

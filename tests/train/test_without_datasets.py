@@ -75,4 +75,4 @@ def test_tests_of_a_gpu_are_collected_without_it() -> None:
     done = without(COLLECT)
     assert done.returncode == 0, done.stdout[-2000:]
     assert "errors" not in done.stdout
-    assert "tests/transfer/test_arena.py" in done.stdout
+    assert "tests/engine/test_arena.py" in done.stdout

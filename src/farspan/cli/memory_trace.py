@@ -9,9 +9,8 @@ import typer
 
 from farspan.cli.ending import typer_app
 from farspan.engine.allocator import record_script
-from farspan.engine.tracing.request import OWN, TraceRequest
-from farspan.engine.tracing.temporaries import Temporaries, Temporary
-from farspan.engine.tracing.training import Kept, Recording
+from farspan.engine.trace import Temporaries, Temporary
+from farspan.engine.trace_steps import OWN, Checkpointing, Recording, TraceRequest
 from farspan.memory.host import GIB
 from farspan.memory.trace import Malloc, Trace, write_trace
 from farspan.plan.model.catalog import presets
@@ -33,7 +32,7 @@ Model = Annotated[
 Strategy = Annotated[
     str,
     typer.Option(
-        help=f"Of plain Hugging Face training: {', '.join(Kept)}. Of farspan's own cells: "
+        help=f"Of plain Hugging Face training: {', '.join(Checkpointing)}. Of farspan's own cells: "
         f"{', '.join(STRATEGIES)}, with {OWN} before it where both have the name."
     ),
 ]
@@ -49,7 +48,7 @@ def trace_command(
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps.")] = None,
     layers: Annotated[int | None, typer.Option(help="Only the first so many.")] = None,
-    strategy: Strategy = Kept.PLAIN,
+    strategy: Strategy = Checkpointing.PLAIN,
     lora: Annotated[
         int, typer.Option(min=0, max=2**16, help="Rank of adapters; 0 trains all weights.")
     ] = 0,

@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 
 from farspan.cli.ending import FAILED, USAGE
+from farspan.distributed.failure import RankFailed, is_shared
 from farspan.durable import WriteFailed
-from farspan.parallel.faults import RankFailed, is_shared
 from farspan.spec import Refused
 from farspan.train.config import RunConfig
 from farspan.train.diagnosis import Diverged, as_json

@@ -1,33 +1,108 @@
-"""farspan's native allocator as PyTorch's CUDA allocator, in any PyTorch program.
+"""What an installed allocator does between the steps of a program.
+
+farspan's native allocator as PyTorch's CUDA allocator, in any PyTorch program.
 
 farspan.memory.install("stitch")      before CUDA starts
 ...
-farspan.memory.begin_iteration()      before each step: where a plan starts over
-"""
+farspan.memory.begin_iteration()      before each step: where a plan starts over"""
 
+import contextlib
 import runpy
 import sys
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from farspan.engine.allocator_driver import DRIVER, refuse_without_virtual_memory
-from farspan.engine.allocator_error import out_of_memory_raiser
-from farspan.engine.allocator_native import MODES, NativeMemory
-from farspan.engine.allocator_pytorch import (
+from farspan.engine.allocator_torch import (
+    DRIVER,
+    MODES,
+    NativeMemory,
     Plugged,
     lend_statistics,
     limit_free_memory,
+    out_of_memory_raiser,
     plug_in,
     refuse_unready,
+    refuse_without_virtual_memory,
 )
-from farspan.engine.allocator_session import Session
-from farspan.memory.native import LIBRARY, AllocatorOptions, Backend, Statistics, library
-from farspan.memory.replay import ReplayPlan, load_plan
+from farspan.memory.native import (
+    LIBRARY,
+    AllocatorOptions,
+    Backend,
+    NativeError,
+    Statistics,
+    library,
+)
+from farspan.memory.replay import ReplayPlan, iteration, load_plan, plan_iteration
 from farspan.memory.trace import Trace
 from farspan.spec import Refused
+
+# Counted from 1. The first iteration also makes what stays, such as optimizer states: a plan of
+# another iteration must not have them in its arena, where they would be in the way ever after.
+FIRST_REPLAYED = 2
+
+
+@dataclass(slots=True)
+class Session:
+    """The native allocators of a process, and how far each device's iterations have come.
+
+    Invariant: `begun` counts the iterations of a device since it forgot; `plans` has the plan that
+    each follows.
+    """
+
+    memory: NativeMemory
+    given: ReplayPlan | None = None  # without one a replay learns its own
+    begun: dict[int, int] = field(default_factory=dict)
+    plans: dict[int, ReplayPlan] = field(default_factory=dict)
+
+    def begin_iteration(self, device: int) -> None:
+        """A step begins: a plan starts over, and a recording gets a mark."""
+        number = self.begun[device] = self.begun.get(device, 0) + 1
+        if self.memory.mode == "replay":
+            self._prepare_replay(device, number)
+        self.memory.begin_iteration(device)
+
+    def _prepare_replay(self, device: int, number: int) -> None:
+        allocator = self.memory.of(device)
+        if self.given is not None and number == FIRST_REPLAYED:
+            self._follow(device, self.given)
+        elif self.given is None and number == FIRST_REPLAYED:
+            allocator.record()
+        elif self.given is None and number == FIRST_REPLAYED + 1:
+            allocator.begin_iteration()  # its mark ends the recorded one
+            allocator.record(False)
+            self._follow(device, plan_iteration(iteration(self.memory.recorded(device))))
+
+    def _follow(self, device: int, plan: ReplayPlan) -> None:
+        """From the iteration on that begins next. Where there is no room for the arena, a stream
+        cannot be waited for, or tensors of the plan before are still there, stitching goes on as it
+        was, and a warning says so."""
+        try:
+            self.memory.of(device).release()  # the arena needs the chunks that served without it
+            self.memory.follow(device, plan)
+        except NativeError as error:
+            warnings.warn(f"replay: the plan cannot be followed: {error}", stacklevel=4)
+            return
+        self.plans[device] = plan
+
+    def forget(self, device: int) -> None:
+        """The steps that follow are of another kind. A replay begins as at first."""
+        if self.memory.mode == "replay":
+            allocator = self.memory.of(device)
+            allocator.record(False)
+            # Tensors of the plan that are still there keep its arena until the next one is made.
+            with contextlib.suppress(NativeError):
+                allocator.plan((), 0)
+        self.begun.pop(device, None)
+        self.plans.pop(device, None)
+
+    def recorded(self, device: int, number: int | None = None) -> Trace:
+        """All that was recorded, or one whole iteration of it (-1: the last)."""
+        trace = self.memory.recorded(device, f"device {device}")
+        return trace if number is None else iteration(trace, number)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,15 @@
-"""Measure the machine at hand: what `farspan plan` and `farspan train` reckon with.
+"""Which attention kernel is fastest on the GPU at hand, of those that are here.
+
+Measure the machine at hand: what `farspan plan` and `farspan train` reckon with.
 
 Every rate is that of the code the engine runs: torch's products in the orders a linear layer needs,
 attention through `select_kernel`, elementwise work that allocates its results, copies between the
 arenas of a step, cells of a tiny model. Sizes grow until one call takes too long, so that the
-curves of a laptop and of an H200 both end where the machine is as fast as it gets.
-"""
+curves of a laptop and of an H200 both end where the machine is as fast as it gets."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,12 +17,14 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from farspan.engine.bench import (
+from farspan.engine.kernels import AttentionKernels, same_bits
+from farspan.engine.microbench import (
     HEAD_DIM,
     QUICK,
     THOROUGH,
     Bench,
     Links,
+    attention,
     attentions,
     links,
     logit,
@@ -30,8 +34,7 @@ from farspan.engine.bench import (
     weight_products,
     workspace,
 )
-from farspan.engine.machine import machine as versions
-from farspan.engine.rivals import Fastest, fastest_attention, looking
+from farspan.engine.microbench import describe_machine as versions
 from farspan.engine.step import Step
 from farspan.memory.host import available_host_bytes
 from farspan.plan.price.machines import (
@@ -45,7 +48,78 @@ from farspan.plan.price.machines import (
     user_file,
 )
 from farspan.plan.program import Backward, Forward
-from farspan.spec import Curve, MachineSpec, Rates, Refused, Schedule
+from farspan.spec import (
+    AttentionKernel,
+    Curve,
+    LayerSpec,
+    MachineSpec,
+    ModelSpec,
+    Rates,
+    Refused,
+    Schedule,
+)
+
+CANDIDATES = [kernel for kernel in AttentionKernel if kernel is not AttentionKernel.AUTO]
+KERNEL_TOKENS = (2048, 8192, 16384)  # of the calls that they are compared on
+KERNEL_MODEL = ModelSpec("", 0, 0, (LayerSpec(1, 1, HEAD_DIM, HEAD_DIM),), 2)
+
+
+@dataclass(frozen=True, slots=True)
+class FastestKernel:
+    """Of a device's attention kernels in one dtype."""
+
+    kernel: AttentionKernel | None = None  # None: there is nothing to choose from
+    deterministic: float = 1.0  # times as long takes the fastest one whose bits are the same
+
+
+def fastest_attention(
+    bench: Bench, dtype: torch.dtype, progress: Callable[[str], None]
+) -> FastestKernel:
+    """The kernel that is done first with a forward and a backward of a rectangle and of a square,
+    of each length in TOKENS; those that are not here, or fail, have lost."""
+    if bench.on_cpu or dtype not in (torch.bfloat16, torch.float16):
+        return FastestKernel()
+    seconds: dict[AttentionKernel, float] = {}
+    same: dict[AttentionKernel, float] = {}
+    for kernel in CANDIDATES:
+        progress(f"attention by {kernel.value}")
+        for found, deterministic in ((seconds, False), (same, True)):
+            try:
+                AttentionKernels(bench.device, dtype, kernel).refuse(KERNEL_MODEL)
+                with same_bits(deterministic), measuring_kernel(bench, dtype, kernel):
+                    found[kernel] = _kernel_seconds(bench, dtype)
+            except (Refused, RuntimeError, AssertionError):  # as kernels say no
+                continue
+    if not seconds:
+        return FastestKernel()
+    best = min(seconds, key=lambda kernel: seconds[kernel])
+    # What a run takes there: the fastest, or flash attention where that is cuDNN.
+    second = best if best in same else AttentionKernel.FLASH
+    slower = same[second] / seconds[best] if second in same else 1.0
+    return FastestKernel(best, max(1.0, slower))
+
+
+def _kernel_seconds(bench: Bench, dtype: torch.dtype) -> float:
+    made = (
+        attention(bench, dtype, tokens, HEAD_DIM, causal=causal)
+        for tokens in KERNEL_TOKENS
+        for causal in (False, True)
+    )
+    return sum(bench.glance(a.call(backward=way)) for a in made for way in (False, True))
+
+
+@contextmanager
+def measuring_kernel(
+    bench: Bench, dtype: torch.dtype, kernel: AttentionKernel | None
+) -> Iterator[None]:
+    """Inside it the bench's attention is that of a kernel."""
+    bench.kernel = kernel or AttentionKernel.AUTO
+    try:
+        with AttentionKernels(bench.device, dtype, bench.kernel).ready():
+            yield
+    finally:
+        bench.kernel = AttentionKernel.AUTO
+
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 CHUNKS = 4  # of the steps that cells are issued in
@@ -107,7 +181,7 @@ class Calibration:
     bench: Bench
     dtypes: tuple[torch.dtype, ...]
     _rates: dict[str, Rates] = field(init=False, default_factory=dict)
-    _fastest: dict[str, Fastest] = field(init=False, default_factory=dict)
+    _fastest: dict[str, FastestKernel] = field(init=False, default_factory=dict)
     _memory: float = field(init=False, default=0.0)
     _links: Links | None = field(init=False, default=None)
     _overhead: float = field(init=False, default=0.0)
@@ -119,7 +193,7 @@ class Calibration:
             if name not in self._fastest:  # once: a curve is of one kernel
                 self._fastest[name] = fastest_attention(self.bench, dtype, said)
             fastest = self._fastest[name]
-            with looking(self.bench, dtype, fastest.kernel):
+            with measuring_kernel(self.bench, dtype, fastest.kernel):
                 found = _rates(self.bench, dtype, said)
             self._rates[name] = replace(
                 found, kernel=fastest.kernel, deterministic=fastest.deterministic

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from farspan.engine.attending import Attending
-from farspan.engine.graphs import Inlet, Run, enter
-from farspan.engine.prefix import Prefix, Slots, Span
-from farspan.engine.storage import Storage
+from farspan.engine.attention_op import AttentionContext
+from farspan.engine.buffers import KVPrefix, ProgramBuffers, Span, StagingBuffers
+from farspan.engine.gradients import Inlet, RunChunk, enter
 from farspan.hf.recurrent import RecurrentStates, run_piece, state_dtype, takes_two
 from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
 from farspan.plan.program import AttentionMode, Backward, Forward, Program
@@ -33,7 +32,7 @@ Rows = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _DocumentPiece:
     """Tokens [start, stop) of one document in some batch rows."""
 
     rows: slice
@@ -49,8 +48,8 @@ class RecurrentCell:
 
     spec: LayerSpec
     layer: nn.Module
-    pieces: list[_Piece]
-    call: Callable[[_Piece, int], LayerCall]  # for so many tokens
+    pieces: list[_DocumentPiece]
+    call: Callable[[_DocumentPiece, int], LayerCall]  # for so many tokens
     q_start: int
     before: Rows  # what the chunk before left
     only_state: bool = False  # nobody asks for the output
@@ -105,12 +104,12 @@ class RecurrentCell:
         """Hold nothing of its graph, which is built again."""
         self.inlets, self.edges = [], []
 
-    def _states(self, piece: _Piece) -> RecurrentStates:
+    def _states(self, piece: _DocumentPiece) -> RecurrentStates:
         if not piece.goes_on:
             return RecurrentStates()
         return RecurrentStates({name: x[piece.rows] for name, x in self.before.items()})
 
-    def _run(self, hidden: Tensor, piece: _Piece, states: RecurrentStates) -> Tensor:
+    def _run(self, hidden: Tensor, piece: _DocumentPiece, states: RecurrentStates) -> Tensor:
         tokens = piece.stop - piece.start
         x = hidden[piece.rows, piece.start - self.q_start : piece.stop - self.q_start]
         call = self.call(piece, tokens + takes_two(tokens, states.before))
@@ -125,9 +124,9 @@ class Recurrent:
 
     boundary: CausalLMStages
     program: Program
-    storage: Storage
-    slots: Slots
-    attending: Attending
+    storage: ProgramBuffers
+    slots: StagingBuffers
+    attending: AttentionContext
     chunk: int = -1
     calls: dict[tuple[int | None, ...], list[LayerCall]] = field(default_factory=dict)
 
@@ -143,7 +142,7 @@ class Recurrent:
             i.mode is AttentionMode.NONE,
         )
 
-    def again(self, i: Backward, cell: RecurrentCell) -> Run:
+    def again(self, i: Backward, cell: RecurrentCell) -> RunChunk:
         """What runs the cell a second time."""
         cell.before = self._before(i.layer, i.chunk, i.prefix)
         return cell.run
@@ -156,7 +155,7 @@ class Recurrent:
                 _held(rows[state.name], state).copy_(cell.after[state.name].detach())
         cell.seal()
 
-    def begin_backward(self, i: Backward) -> Prefix:
+    def begin_backward(self, i: Backward) -> KVPrefix:
         """What the cell was given, and its gradient, may be on their way."""
         return self._prefix(i.layer, i.chunk, i.prefix, i.accumulator)
 
@@ -169,7 +168,7 @@ class Recurrent:
         found = [_held(rows[s.name], s).to(state_dtype(s, dtype)) for s in cell.spec.state]
         return cell.edges, found
 
-    def add(self, prefix: Prefix, i: Backward, cell: RecurrentCell) -> None:
+    def add(self, prefix: KVPrefix, i: Backward, cell: RecurrentCell) -> None:
         """Put the gradients of what the cell was given where the chunk before looks for them."""
         if not cell.spec.state or not i.chunk:
             return
@@ -205,22 +204,22 @@ class Recurrent:
             found[state.name] = flat.view(batch, *state.shape).to(dtype)
         return found
 
-    def _pieces(self, layer: int, chunk: int) -> Iterator[_Piece]:
+    def _pieces(self, layer: int, chunk: int) -> Iterator[_DocumentPiece]:
         """Row by row, in the order of tokens; rows that are cut alike together. A layer without a
         state knows no documents."""
         start, stop = self.program.chunks[chunk]
         rows, first = self.attending.runs(chunk), 0
         if rows is None or not self.program.model.layers[layer].state:
-            yield _Piece(slice(0, None), start, stop, goes_on=chunk > 0, hands_on=True)
+            yield _DocumentPiece(slice(0, None), start, stop, goes_on=chunk > 0, hands_on=True)
             return
         for runs, alike in groupby(rows):
             last = first + len(list(alike))
             for run in runs:
                 goes_on, hands_on = run.document_start < start, run.stop == stop
-                yield _Piece(slice(first, last), run.start, run.stop, goes_on, hands_on)
+                yield _DocumentPiece(slice(first, last), run.start, run.stop, goes_on, hands_on)
             first = last
 
-    def _call(self, i: Forward, piece: _Piece, tokens: int) -> LayerCall:
+    def _call(self, i: Forward, piece: _DocumentPiece, tokens: int) -> LayerCall:
         """How the layer is to be called on a piece, or on one token more."""
         if self.chunk != i.chunk:
             self.chunk, self.calls = i.chunk, {}
@@ -236,8 +235,8 @@ class Recurrent:
                 self.calls[key] = self.boundary.calls(batch, both)
         return self.calls[key][i.layer]
 
-    def _prefix(self, layer: int, chunk: int, name: str, sums: str | None = None) -> Prefix:
-        prefix = Prefix(self.storage, self.slots, layer, name, sums)
+    def _prefix(self, layer: int, chunk: int, name: str, sums: str | None = None) -> KVPrefix:
+        prefix = KVPrefix(self.storage, self.slots, layer, name, sums)
         if chunk and self.program.model.layers[layer].state:
             prefix.begin(self._spans(chunk, name))
         return prefix

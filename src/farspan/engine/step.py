@@ -7,16 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farspan.engine.batch import Batch, make_batch
-from farspan.engine.deal import Dealt, deal, refuse_schedule
-from farspan.engine.gradients import Gradients, uncast
-from farspan.engine.head import Head
+from farspan.distributed.context import ParallelContext
+from farspan.distributed.fsdp import Stage
+from farspan.engine.buffers import ProgramBuffers
+from farspan.engine.gradients import AccumulatingLinears, GradientAccumulator, adds_products, uncast
+from farspan.engine.interpreter import CutLayers, Interpreter, Layers, SparingLayers, TiledLayers
 from farspan.engine.kernels import AttentionKernels, measured_here
-from farspan.engine.layers import CutLayers, Layers, SparingLayers, TiledLayers
-from farspan.engine.linear import Adding, adds_products
-from farspan.engine.reserve import reserve_together
-from farspan.engine.run import Interpreter
-from farspan.engine.storage import Storage
+from farspan.engine.loss import LossHead, StepInputs, make_inputs
+from farspan.engine.parallelize import ShardedModel, parallelize, refuse_schedule
+from farspan.engine.tiers import Arena, CopyEngine, refuse_beyond_together, reserve_together
 from farspan.hf.attention_interface import routed
 from farspan.hf.describe import describe
 from farspan.hf.fused_layers import fingerprint, fuse, spared_layers
@@ -24,9 +23,6 @@ from farspan.hf.stages import CausalLMStages, compile_layers
 from farspan.hf.tiled_mlp import Tokenwise, tokenwise
 from farspan.hf.unsupported import refuse_context, refuse_dropout, refuse_model, refuse_untrained
 from farspan.kernels.launch import fused_for
-from farspan.parallel.fsdp import Stage
-from farspan.parallel.node import refuse_beyond_together
-from farspan.parallel.ranks import Ranks
 from farspan.plan.build import build_evaluation, build_program
 from farspan.plan.costs import work_of
 from farspan.plan.layout import AXES, ONLY, SEQUENCE
@@ -37,8 +33,6 @@ from farspan.plan.waits import Order, waits
 from farspan.sparse.engine import PageFunction, Seen, selector_of, watched_cell
 from farspan.sparse.select import Selector
 from farspan.spec import Kernels, ModelSpec, Refused, RunSpec, Schedule, Tier
-from farspan.transfer.arena import Arena
-from farspan.transfer.copies import CopyEngine
 
 ADVICE = (
     "shorten the context, use smaller groups, or keep less (attention_kept, activations_kept, "
@@ -89,7 +83,7 @@ class Step:
         overlap: bool | None = None,
         kernels: Kernels | None = None,
         selector: Selector | PageFunction | None = None,
-        ranks: Ranks | Dealt | None = None,
+        ranks: ParallelContext | ShardedModel | None = None,
     ) -> None:
         """`progress` is called after every cell and may raise to abandon the step. `poison` fills
         the arenas with NaN before every step: nothing may depend on what they held. With `overlap`
@@ -101,15 +95,17 @@ class Step:
         `budget // page`, which depends on nothing but its arguments. With `ranks` all of them make
         the same call with the same sequences (but for replicas along `data`, which bring their own)
         and have the same loss after it; weights stay whole on each, and so are their gradients,
-        unless `engine.deal.deal` has dealt the model over them."""
+        unless `engine.deal.parallelize` has dealt the model over them."""
         if not isinstance(schedule, Schedule):
             raise Refused(
                 f"schedule: expected a farspan.Schedule, got {schedule!r}; for a strategy's, call "
                 "farspan.strategy(name, layers, tokens)"
             )
         kernels = kernels or Kernels()
-        if isinstance(ranks, Ranks):
-            ranks = deal(model, schedule, ranks, stage=Stage.ZERO_0, keep=True, kernels=kernels)
+        if isinstance(ranks, ParallelContext):
+            ranks = parallelize(
+                model, schedule, ranks, stage=Stage.ZERO_0, keep=True, kernels=kernels
+            )
         elif ranks is not None:
             refuse_schedule(schedule, ranks.ranks)
         self.dealt = ranks
@@ -129,7 +125,7 @@ class Step:
         self.kernels = AttentionKernels(device, dtype, *chosen, self._fused)
         if kernels.compile:
             compile_layers(self.boundary)
-        self._adding = Adding()
+        self._adding = AccumulatingLinears()
         on_cuda = device.type == "cuda"
         self.copies = CopyEngine(device, overlap=on_cuda if overlap is None else overlap)
         self.arenas = {tier: Arena(tier, device) for tier in Tier}
@@ -262,7 +258,7 @@ class Step:
             raise Refused("mlp_tokens: the model was dealt for a schedule without; deal it again")
         return self.dealt.tiles
 
-    def _batch(self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None) -> Batch:
+    def _batch(self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None) -> StepInputs:
         refuse_model(self.boundary.model)
         if self._state() != self._described and self.dealt is not None:
             raise Refused(
@@ -283,7 +279,7 @@ class Step:
             for name, given in zip(_INPUTS, (input_ids, labels, document_ids), strict=True):
                 value = given if isinstance(given, Tensor) else repr(given)
                 self.dealt.ranks.refuse_unlike(name, value, *SEQUENCE, "pipeline")
-        batch = make_batch(input_ids, labels, document_ids, self.model_spec.vocab)
+        batch = make_inputs(input_ids, labels, document_ids, self.model_spec.vocab)
         longest = int(batch.position_ids.max()) + 1
         refuse_context(self.boundary.model.config, longest)
         self.boundary.settle(self._longest(longest))
@@ -295,7 +291,7 @@ class Step:
             return mine
         return max(number for (number,) in self.dealt.ranks.figures([mine]))
 
-    def _count(self, batch: Batch, given: int | None) -> int:
+    def _count(self, batch: StepInputs, given: int | None) -> int:
         """What the sum of losses is divided by. Without a trained token the loss is 0."""
         if self.dealt is not None:
             self.dealt.ranks.refuse_unlike("trained_tokens", repr(given), *AXES)
@@ -312,7 +308,7 @@ class Step:
             )
         return max(1, trained)
 
-    def _run(self, program: Program, batch: Batch, count: int) -> Tensor:
+    def _run(self, program: Program, batch: StepInputs, count: int) -> Tensor:
         if self._running:
             raise RuntimeError("this Step is in the middle of a step; use another one")
         self._running = True
@@ -321,18 +317,18 @@ class Step:
         finally:
             self._running = False
 
-    def _interpret(self, program: Program, batch: Batch, count: int) -> Tensor:
+    def _interpret(self, program: Program, batch: StepInputs, count: int) -> Tensor:
         self._reserve(program)
-        storage = Storage(program, self.arenas, self.boundary.dtype, self.copies)
+        storage = ProgramBuffers(program, self.arenas, self.boundary.dtype, self.copies)
         dealt = self.dealt
-        gradients = Gradients(None if dealt is None else dealt.reduce)
+        gradients = GradientAccumulator(None if dealt is None else dealt.reduce)
         self._adding.gradients = gradients
         interpreter = Interpreter(
             self.boundary,
             program,
             storage,
             batch,
-            Head(
+            LossHead(
                 self.boundary,
                 count,
                 self.schedule.head_tokens,
@@ -387,7 +383,7 @@ class Step:
         self._orders = [*self._orders[1 - PROGRAMS_KEPT :], (program, waits(program))]
         return self._orders[-1][1]
 
-    def _layers(self, program: Program, gradients: Gradients) -> Layers:
+    def _layers(self, program: Program, gradients: GradientAccumulator) -> Layers:
         tokens = self.schedule.mlp_tokens
         if self.dealt is not None and self.dealt.tensor is not None:
             return CutLayers(self.boundary, self.dealt.tensor, program)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from farspan.activations import SavedActivations
 from farspan.hf.attention_interface import answering, routed
 from farspan.hf.load import add_adapters, blank_model, config_from_fields
 from farspan.hf.probe import TOKENS, ask_layers, probe_layers
@@ -22,7 +23,6 @@ from farspan.hf.stages import CausalLMStages, is_compiled, run_layer, uncompiled
 from farspan.hf.unsupported import refuse_dropout, refuse_model
 from farspan.plan.sizes import ALIGNMENT
 from farspan.spec import LayerSpec, LayerWork, ModelSpec, Refused
-from farspan.transfer.saved import SavedCell
 
 SIZES = 4 * TOKENS, 8 * TOKENS  # of cells whose saved tensors are counted
 # Scans round their tokens up to 64, or 256 at the most: a token more than a multiple of these is
@@ -163,7 +163,7 @@ def _saved(measured: _Measured, batch: int, tokens: int) -> _SavedByTokens:
         call = with_states(call, given)
 
     def count() -> _SavedByTokens:
-        saved = SavedCell((*layer.parameters(), *layer.buffers()), named)
+        saved = SavedActivations((*layer.parameters(), *layer.buffers()), named)
         with torch.enable_grad(), answering(attention), saved.hooks():
             out = run_layer(layer, hidden.requires_grad_(), call)
         # The graph of `out` held the saved tensors while they were counted; nothing outlives this.

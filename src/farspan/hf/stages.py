@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 from transformers import PreTrainedModel
 
+from farspan.distributed.tensor_plan import layer_signature
 from farspan.hf.unsupported import chooses_by_length, refuse_adapters, settled, tokens_as_read
-from farspan.parallel.kinds import kind_of
 from farspan.spec import Refused
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -263,7 +263,7 @@ class CausalLMStages:
     def kinds(self) -> list[tuple[Any, ...]]:
         """Of every layer how it is made and called: those of one kind do the same."""
         calls = self.calls(1, torch.zeros(1, 1, dtype=torch.long, device=self.device))
-        made = (kind_of(layer, index) for index, layer in enumerate(self.layers))
+        made = (layer_signature(layer, index) for index, layer in enumerate(self.layers))
         return [(*kind, *call.kind()) for kind, call in zip(made, calls, strict=True)]
 
     def run_layer(self, index: int, hidden: Tensor, call: LayerCall) -> Tensor:

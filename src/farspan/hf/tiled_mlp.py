@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from farspan.activations import SavedActivations
 from farspan.attention.softmax import reference
 from farspan.hf.attention_interface import answering, eager_experts, routed
 from farspan.hf.probe import CUT, MIXING, TOKENS, cast_call, distance
 from farspan.hf.stages import CausalLMStages, LayerCall, StandIn, copy_module, run_layer, uncompiled
 from farspan.spec import Refused
-from farspan.transfer.saved import SavedCell
 
 # Takes weight gradients of a tile: adds them in the accumulate dtype.
 Add = Callable[[Sequence[nn.Parameter], Sequence[Tensor | None]], None]
@@ -298,7 +298,7 @@ class _Watch(StandIn):
         seen = self._log.setdefault(self._name, _ChildUse())
         given = [x for x in (*arguments, *keywords.values()) if isinstance(x, Tensor)]
         named = {str(number): x for number, x in enumerate(given)}
-        saved = SavedCell((*child.parameters(), *child.buffers()), named)
+        saved = SavedActivations((*child.parameters(), *child.buffers()), named)
         self._inside.append(self._name)
         with saved.hooks():
             out = child(*arguments, **keywords)

@@ -1,7 +1,7 @@
 """Plans of torch.distributed.checkpoint for tensors that are cut into boxes over ranks.
 
 Its own plans know DTensors and whole tensors. A rank's part of a fused projection that is cut over
-`tensor` is several boxes of the whole, of which FSDP has cut off some rows: a `Place`.
+`tensor` is several boxes of the whole, of which FSDP has cut off some rows: a `ShardPlacement`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,11 +28,11 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from farspan.parallel.places import Box, Place
+from farspan.distributed.fsdp import ShardPlacement, ShardRegion
 from farspan.spec import Refused
 
 # A rank's tensor, live, and where it lies in the whole.
-Entries = Mapping[str, tuple[Tensor, Place]]
+Entries = Mapping[str, tuple[Tensor, ShardPlacement]]
 
 
 class Saving(DefaultSavePlanner):
@@ -99,7 +99,7 @@ class Loading(LoadPlanner):
             items += create_read_items_for_chunk_list(index.fqn, saved, [_chunk(box)])
         return LoadPlan(items, planner_data=sorted(self._entries))
 
-    def _refuse(self, name: str, tensor: Tensor, place: Place) -> None:
+    def _refuse(self, name: str, tensor: Tensor, place: ShardPlacement) -> None:
         saved = self._saved.get(name)
         if 0 in place.shape:
             return  # nothing of it was saved
@@ -129,7 +129,9 @@ class Loading(LoadPlanner):
         index = read_item.dest_index
         tensor = self._boxes[index].of(self._entries[index.fqn][0].detach())
         zeros = (0,) * tensor.ndim
-        return Box(tuple(read_item.dest_offsets), zeros, tuple(read_item.lengths)).of(tensor)
+        return ShardRegion(tuple(read_item.dest_offsets), zeros, tuple(read_item.lengths)).of(
+            tensor
+        )
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """It was read into place."""
@@ -150,7 +152,7 @@ def _overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
     return all(a < b + m and b < a + n for a, n, b, m in pairs)
 
 
-def boxes_of(entries: Entries) -> dict[MetadataIndex, Box]:
+def boxes_of(entries: Entries) -> dict[MetadataIndex, ShardRegion]:
     return {
         MetadataIndex(name, box.there): box
         for name, (_, place) in entries.items()
@@ -158,7 +160,7 @@ def boxes_of(entries: Entries) -> dict[MetadataIndex, Box]:
     }
 
 
-def _chunk(box: Box) -> ChunkStorageMetadata:
+def _chunk(box: ShardRegion) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.there), torch.Size(box.sizes))
 
 

@@ -32,9 +32,8 @@ import torch
 from torch import Tensor
 
 from farspan.attention.chunk import AttentionCall
+from farspan.engine.buffers import KVPrefix, ProgramBuffers, StagingBuffers
 from farspan.engine.kernels import AttentionKernels
-from farspan.engine.prefix import Prefix, Slots
-from farspan.engine.storage import Storage
 from farspan.plan import names
 from farspan.plan.cell.choosing import SAMPLES, WATCHED_KEYS
 from farspan.plan.cell.sparse import Far, far_of, most_units_of, slot_parts
@@ -103,7 +102,7 @@ class PageSlots:
     """The slots for chosen pages, which the cells of a step take in turn, and where slabs end: the
     second time that a cell asks for its pages, nobody has to wait for the numbers."""
 
-    storage: Storage
+    storage: ProgramBuffers
     ring: deque[_PageSlot] = field(default_factory=lambda: deque(map(_PageSlot, names.PAGES)))
     ends: dict[tuple[int, int], Ends] = field(default_factory=dict)  # by layer and chunk
 
@@ -131,7 +130,7 @@ class _ComingPages:
 class BufferPages:
     """Implements `sparse.pages.Pages` for one cell."""
 
-    prefix: Prefix
+    prefix: KVPrefix
     slots: PageSlots
     chunk: int
     far: Far | None  # None: there is nothing to choose
@@ -363,7 +362,7 @@ class SparseCell:
     """The sparse side of one cell's attention, from its forward to its backward."""
 
     call: Callable[[AttentionCall], SparseCall]
-    pages: Callable[[Prefix], BufferPages]
+    pages: Callable[[KVPrefix], BufferPages]
     chunk: int
     means: Means | None = None
     choice: Tensor | None = None  # [B, Hk, M, k] in its buffer; None: there is nothing to choose
@@ -371,7 +370,7 @@ class SparseCell:
     watch: Callable[[SparseCall, Tensor, Tensor, Tensor, Tensor | None], None] | None = None
     at_hand: BufferPages | None = None  # from `begin` on
 
-    def begin(self, prefix: Prefix) -> None:
+    def begin(self, prefix: KVPrefix) -> None:
         """The cell will attend, or run backward: pages that are known may be on their way."""
         self.at_hand = self.pages(prefix)
         if self.choice is not None and not self.chooses:
@@ -438,8 +437,8 @@ class SparseRun:
     """The sparse attention of one run of a program. Calls are shared by the layers of a chunk that
     are alike."""
 
-    storage: Storage
-    slots: Slots
+    storage: ProgramBuffers
+    slots: StagingBuffers
     sparse: Sparse
     select: Selector
     kernels: AttentionKernels
@@ -482,7 +481,7 @@ class SparseRun:
         return kept[: prod(size) * CHOICE_BYTES].view(torch.int32).view(size)
 
     def _pages(
-        self, spec: LayerSpec, chunk: int, means: Means | None, prefix: Prefix
+        self, spec: LayerSpec, chunk: int, means: Means | None, prefix: KVPrefix
     ) -> BufferPages:
         program = self.storage.program
         start, stop = program.chunks[chunk]
@@ -509,7 +508,7 @@ class SparseRun:
         start = call.near.q_start
         block = min(self.storage.program.schedule.kv_block, WATCHED_KEYS)
         spans = [(first, min(first + block, start)) for first in range(0, start, block)]
-        prefix = Prefix(self.storage, self.slots, i.layer, i.prefix)
+        prefix = KVPrefix(self.storage, self.slots, i.layer, i.prefix)
         prefix.begin(spans)
         mass = seen_mass(call, q, k, lse, prefix, sampled(q.shape[2], SAMPLES), spans, sinks)
         prefix.done()

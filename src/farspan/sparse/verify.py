@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from farspan.attention.softmax import reference
-from farspan.engine.oracle import Attention, SparseOracle
+from farspan.engine.reference import Attention, SparseReference
 from farspan.hf.describe import describe
 from farspan.hf.stages import CausalLMStages
 from farspan.plan.build import build_program
@@ -57,21 +57,21 @@ class Function:
             return reference
         select = selector_of(self.given, sparse)
         if self.dtype is torch.float64:
-            return SparseOracle(sparse, self.schedule.chunk, select)
+            return SparseReference(sparse, self.schedule.chunk, select)
         self.choices = made = []
 
         def record(votes: Tensor, candidates: Candidates) -> Tensor:
             made.append(select(votes, candidates))
             return made[-1]
 
-        return SparseOracle(sparse, self.schedule.chunk, record)
+        return SparseReference(sparse, self.schedule.chunk, record)
 
     def again(self) -> Attention:
         """The same in the model's own precision."""
         if self.schedule.sparse is None or self.choices is None:
             return self.exact()
         left = iter(self.choices)
-        return SparseOracle(self.schedule.sparse, self.schedule.chunk, lambda *_: next(left))
+        return SparseReference(self.schedule.sparse, self.schedule.chunk, lambda *_: next(left))
 
     def selector(self, model: nn.Module, batch: int, tokens: int) -> Selector | PageFunction | None:
         """What chooses in the step."""

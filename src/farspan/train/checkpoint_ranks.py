@@ -15,8 +15,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
+from farspan.distributed.fsdp import whole_placement
 from farspan.parallel import states
-from farspan.parallel.places import everything
 from farspan.parallel.states_list import STATE, TENSORS, Forms
 from farspan.parallel.states_plan import Entries
 from farspan.spec import Refused
@@ -41,7 +41,7 @@ def entries_of(model: Tensors, optimizer: Tensors, pieces: Pieces | None = None)
 
     def place(tensor: Tensor, name: str) -> Any:
         # Counts of updates are scalars, and the same on all ranks.
-        return places[name] if tensor.ndim and name in places else everything(tensor.shape)
+        return places[name] if tensor.ndim and name in places else whole_placement(tensor.shape)
 
     found = {f"model/{name}": (tensor, place(tensor, name)) for name, tensor in model.items()}
     for key, tensor in optimizer.items():
@@ -54,7 +54,7 @@ def write(path: Path, entries: Entries, rng: Tensors, state: Mapping[str, Any], 
     """Writes a checkpoint from all ranks. Raises WriteFailed on all of them."""
     number, names = _number(crew), _generators(crew.device)
     own = {
-        _own(number) + kind: (rng[name], everything(rng[name].shape))
+        _own(number) + kind: (rng[name], whole_placement(rng[name].shape))
         for kind, name in names.items()
         if name in rng
     }
@@ -82,7 +82,7 @@ def read(
         start = _own(0)
     kinds = [kind for kind in _generators(crew.device) if start + kind in forms]
     read = {kind: torch.empty(forms[start + kind][1], dtype=torch.uint8) for kind in kinds}
-    generators = {start + kind: (t, everything(t.shape)) for kind, t in read.items()}
+    generators = {start + kind: (t, whole_placement(t.shape)) for kind, t in read.items()}
     state = states.load(path, {**entries, **generators}, _group(crew), unread=(RNG,))
     return state, {_generators(crew.device)[kind]: t for kind, t in read.items()}
 

@@ -14,12 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from farspan.distributed.context import ParallelContext, broadcast_bits, run_on_rank0
+from farspan.distributed.failure import CooperativeStop, record_sync
+from farspan.distributed.launch import LaunchEnv, process_group
 from farspan.durable import WriteFailed
-from farspan.parallel.halt import Halt
-from farspan.parallel.launch import Launched, joined
-from farspan.parallel.leader import broadcast, by_first
-from farspan.parallel.meetings import meet
-from farspan.parallel.ranks import Ranks
 from farspan.plan.layout import ALONE, AXES, Layout, Rank
 from farspan.spec import Refused
 from farspan.train.config import RunConfig
@@ -46,11 +44,11 @@ class Crew:
     """This process among those of its run. All of them make the same calls in the same order."""
 
     device: torch.device
-    place: Launched | None = None  # None: alone
+    place: LaunchEnv | None = None  # None: alone
     timeout: float = Parallel().timeout  # seconds that ranks wait for each other
-    ranks: Ranks | None = None  # once the layout is known
+    ranks: ParallelContext | None = None  # once the layout is known
     layout: Layout = field(default=ALONE)
-    halt: Halt | None = None  # None: alone
+    halt: CooperativeStop | None = None  # None: alone
 
     @property
     def leads(self) -> bool:
@@ -79,7 +77,7 @@ class Crew:
         """From now on ranks have their places in a layout."""
         if self.place is not None:
             timeout = timedelta(seconds=self.timeout)
-            self.ranks, self.layout = Ranks(layout, self.device, timeout), layout
+            self.ranks, self.layout = ParallelContext(layout, self.device, timeout), layout
 
     def agree(self, value: int) -> int:
         """The largest of what all ranks give, at least 0."""
@@ -140,14 +138,14 @@ class Crew:
     def by_first(self, work: Callable[[], T], what: str = "what it does for all") -> T:
         """What `work` returns on rank 0, everywhere; the others wait for it. Refused and
         WriteFailed are raised everywhere too; `what` it is is said where it takes too long."""
-        return work() if self.place is None else by_first(work, (Refused, WriteFailed), what)
+        return work() if self.place is None else run_on_rank0(work, (Refused, WriteFailed), what)
 
     def spread(self, tensors: Iterable[Tensor]) -> None:
         """Rank 0's tensors, copied into everybody's."""
         if self.place is None:
             return
         for tensor in tensors:
-            broadcast(tensor)
+            broadcast_bits(tensor)
 
     def refuse_unlike(self, what: str, value: str) -> None:
         """Raises Refused, on all ranks, where they do not have the same."""
@@ -156,7 +154,7 @@ class Crew:
 
 
 @contextmanager
-def crew_of(run: RunConfig, place: Launched | None, device: torch.device) -> Iterator[Crew]:
+def crew_of(run: RunConfig, place: LaunchEnv | None, device: torch.device) -> Iterator[Crew]:
     """This process and the others that were started with it, which have been found to want the
     same. `device` is what the run names. Raises Refused where they do not, and RankFailed where
     another rank failed."""
@@ -165,12 +163,12 @@ def crew_of(run: RunConfig, place: Launched | None, device: torch.device) -> Ite
         return
     device = _own_device(run, device, place)
     seconds = run.parallel.timeout if isinstance(run.parallel, Parallel) else Parallel().timeout
-    with joined(place, device, seconds) as halt:
+    with process_group(place, device, seconds) as halt:
         _refuse_unlike(run)
         yield Crew(device, place, seconds, halt=halt)
 
 
-def _own_device(run: RunConfig, device: torch.device, place: Launched) -> torch.device:
+def _own_device(run: RunConfig, device: torch.device, place: LaunchEnv) -> torch.device:
     """The device of this process. Raises Refused where it is another one's too."""
     if device.type != "cuda" or (device.index is not None and place.ranks == 1):
         return device
@@ -204,7 +202,7 @@ def _refuse_unlike(run: RunConfig) -> None:
 
 def _everyone(value: T) -> list[T]:
     """What each rank of the process group gives, in their order."""
-    meet()
+    record_sync()
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from farspan.engine.deal import Dealt, deal
-from farspan.parallel.handout import hand_out
+from farspan.distributed.context import broadcast_from_rank0
+from farspan.engine.parallelize import ShardedModel, parallelize
 from farspan.plan.layout import Layout, Rank
 from farspan.spec import Refused
 from farspan.train.config import RunConfig, StatesPlace
@@ -31,18 +31,18 @@ def is_dealt(run: RunConfig, layout: Layout) -> bool:
     return True
 
 
-def deal_model(run: RunConfig, parts: Parts, model: Any, crew: Crew) -> Dealt | None:
+def deal_model(run: RunConfig, parts: Parts, model: Any, crew: Crew) -> ShardedModel | None:
     """Deals a model that rank 0 has loaded, in place; None where all ranks have it whole then."""
     if crew.ranks is None:
         return None
     if not is_dealt(run, crew.layout):
-        hand_out(crew.ranks, model)
+        broadcast_from_rank0(crew.ranks, model)
         return None
     # Stages and tiles follow from the schedule; of the planner's neither does.
-    return deal(model, parts.schedule_of(run, model), crew.ranks, kernels=run.kernels)
+    return parallelize(model, parts.schedule_of(run, model), crew.ranks, kernels=run.kernels)
 
 
-def whole_weights(dealt: Dealt, model: Any) -> dict[str, Tensor] | None:
+def whole_weights(dealt: ShardedModel, model: Any) -> dict[str, Tensor] | None:
     """What `model.state_dict()` would be of the whole model, in main memory of rank 0; None on
     others. All ranks call it."""
     found: dict[str, Tensor] = {}
@@ -75,7 +75,7 @@ def _in_order(model: Any, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: found[named.get(name, name)] for name in model.state_dict(keep_vars=True)}
 
 
-def _outer(dealt: Dealt) -> set[str]:
+def _outer(dealt: ShardedModel) -> set[str]:
     return set(dealt.sharded.whole(dealt.sharded.outer))
 
 

@@ -8,10 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from farspan.engine.deal import WHOLE, Dealt
-from farspan.parallel.fsdp import Stage, gradient_dtype, local, square_norm
-from farspan.parallel.places import Place, along
-from farspan.parallel.tensor_plan import Cut
+from farspan.distributed.fsdp import (
+    ShardPlacement,
+    Stage,
+    gradient_dtype,
+    local,
+    placement_along,
+    square_norm,
+)
+from farspan.distributed.tensor_plan import ParameterCut
+from farspan.engine.parallelize import WHOLE, ShardedModel
 from farspan.plan.layout import AXES, part
 from farspan.train.optimizer_parts import Parameters
 
@@ -23,10 +29,10 @@ class Pieces:
     Invariant: a piece's `.grad`, where it has one, is the piece of the weight's.
     """
 
-    dealt: Dealt
+    dealt: ShardedModel
     trained: Parameters  # by the names of the model; no weights of other pipeline stages
     pieces: Parameters  # the frozen ones too
-    places: dict[str, Place]  # of the pieces, in the whole
+    places: dict[str, ShardPlacement]  # of the pieces, in the whole
     counted: frozenset[str]  # those whose gradient this rank counts: of several that hold it, one
 
     def take(self) -> None:
@@ -64,7 +70,7 @@ class Pieces:
         return sum(piece.nbytes for piece in self.pieces.values())
 
 
-def pieces_of(dealt: Dealt) -> Pieces:
+def pieces_of(dealt: ShardedModel) -> Pieces:
     sharded = dealt.sharded
     pieces = {name: _piece(own) for name, own in sharded.parameters().items()}
     trained = {name: piece for name, piece in pieces.items() if piece.requires_grad}
@@ -77,7 +83,7 @@ def _piece(own: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(local(own), own.requires_grad) if isinstance(own, DTensor) else own
 
 
-def _counts(dealt: Dealt, name: str, *, outer: bool) -> bool:
+def _counts(dealt: ShardedModel, name: str, *, outer: bool) -> bool:
     tensor = dealt.tensor
     if tensor is not None and not tensor.is_cut(name) and tensor.peers.index > 0:
         return False
@@ -85,28 +91,28 @@ def _counts(dealt: Dealt, name: str, *, outer: bool) -> bool:
     return dealt.sharded.stage is not Stage.ZERO_0 or holders.index == 0
 
 
-def _slices(dealt: Dealt) -> dict[str, Place]:
+def _slices(dealt: ShardedModel) -> dict[str, ShardPlacement]:
     """Where this rank's slices of the weights that are cut over `tensor` lie."""
     tensor = dealt.tensor
     if tensor is None:
         return {}
 
-    def place(cut: Cut) -> Place:
+    def place(cut: ParameterCut) -> ShardPlacement:
         ranges, start = [], 0
         for size in cut.parts:
             ranges.append(part((start, start + size), tensor.peers.index, tensor.peers.size))
             start += size
-        return along(cut.shape, cut.dim, ranges)
+        return placement_along(cut.shape, cut.dim, ranges)
 
     return {name: place(cut) for name, cut in tensor.plan.cuts.items()}
 
 
-def first_of_stage(dealt: Dealt) -> bool:
+def first_of_stage(dealt: ShardedModel) -> bool:
     """Whether this rank is the one that speaks for its pipeline stage."""
     return all(i == 0 for axis, i in dealt.ranks.rank.along.items() if axis != "pipeline")
 
 
-def gather_wholes(dealt: Dealt, keep: Callable[[str, Tensor], None]) -> None:
+def gather_wholes(dealt: ShardedModel, keep: Callable[[str, Tensor], None]) -> None:
     """Every weight of this rank's pipeline stage whole, one unit on the device at a time; all ranks
     call it. `keep` is called on the stage's first rank alone."""
     speaks = first_of_stage(dealt)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer as HuggingFaceTrainer
 
-from farspan.engine.batch import IGNORED, document_starts, trained_token_count
+from farspan.engine.loss import IGNORED, document_starts, trained_token_count
 from farspan.engine.step import Step
 from farspan.spec import Kernels, Refused, Schedule
 

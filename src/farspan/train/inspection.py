@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from farspan.engine.linear import adds_products
+from farspan.engine.gradients import adds_products
 from farspan.hf.describe import describe, with_work
 from farspan.hf.fused_layers import fuse
 from farspan.hf.stages import CausalLMStages

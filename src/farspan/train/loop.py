@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from farspan.distributed.launch import launch_env
 from farspan.durable import read_json
-from farspan.parallel.launch import launched
 from farspan.sparse.train import HIDING_NOTHING, SPARSELY, hides, what_changes
 from farspan.train.config import RunConfig
 from farspan.train.crew import Crew, crew_of
@@ -76,7 +76,7 @@ def train(
     processes, or in a process group, all of them call this and have the same result; then also
     RankFailed, which names another rank that failed.
     """
-    place = launched()
+    place = launch_env()
     run = resolve(run, None if place is None else place.ranks)
     with crew_of(run, place, choose_device(run.device)) as crew:
         lanes: list[Lane] = []

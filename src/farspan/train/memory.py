@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from farspan.engine.memory import forecast, refuse_known, refuse_too_large
+from farspan.engine.memory import estimate_memory, refuse_known, refuse_too_large
 from farspan.engine.memory import rehearse_apart as apart
 from farspan.train.optimizer_parts import Held
 
@@ -34,7 +34,7 @@ def expect_memory(
     """Sizes a step of `[batch, tokens]`, one of several of an update with `accumulate`; `watch` is
     called after each cell of the rehearsal that this takes. Raises TooLarge when main memory cannot
     hold it and the optimizer's states."""
-    found = forecast(step, batch, tokens, watch, accumulate=accumulate)
+    found = estimate_memory(step, batch, tokens, watch, accumulate=accumulate)
     # Counted although they exist: memory of zeros is taken from the machine when first written.
     refuse_too_large(step, found, optimizer.untouched)
     on_cpu = step.boundary.device.type == "cpu"

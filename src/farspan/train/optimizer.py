@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from farspan.parallel.ranks import Ranks
+from farspan.distributed.context import ParallelContext
 from farspan.train.config import Decay, OptimizerConfig, StatesPlace
 from farspan.train.dealt_weights import Pieces
 from farspan.train.optimizer_8bit import EightBitStates
@@ -62,7 +62,7 @@ class Optimizer:
         model: nn.Module,
         config: OptimizerConfig,
         pieces: Pieces | None = None,
-        ranks: Ranks | None = None,
+        ranks: ParallelContext | None = None,
         room: int | None = None,
     ) -> None:
         """Takes the memory of all states; `room` is of main memory, where nothing else of this

@@ -23,14 +23,12 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from farspan.attention.softmax import accumulate_dtype
-from farspan.parallel.node import refuse_beyond_together
-from farspan.parallel.ranks import Ranks
+from farspan.distributed.context import ParallelContext
+from farspan.engine.tiers import Arena, CopyEngine, refuse_beyond_together
 from farspan.plan.footprints import Lane
 from farspan.plan.price.states import MOMENTS, SLOTS, staged_elements
 from farspan.spec import Refused, Tier
 from farspan.train.optimizer_parts import Held, Parameters, Rule, is_low, widen_gradient
-from farspan.transfer.arena import Arena
-from farspan.transfer.copies import CopyEngine
 
 ADVICE = (
     "set optimizer.states to device, or to 8bit (other results than AdamW's), or train fewer "
@@ -69,7 +67,7 @@ class HostStates:
         parameters: Parameters,
         rule: Rule,
         copies: CopyEngine | None = None,
-        ranks: Ranks | None = None,
+        ranks: ParallelContext | None = None,
         room: int | None = None,
     ) -> None:
         """Takes all of its memory now. Raises TooLarge when the host cannot hold it, and what the
@@ -97,7 +95,7 @@ class HostStates:
             if is_low(parameter):
                 self._states[f"master/{name}"].copy_(parameter.detach())
 
-    def _lay_out(self, ranks: Ranks | None, room: int | None) -> list[_Slot]:
+    def _lay_out(self, ranks: ParallelContext | None, room: int | None) -> list[_Slot]:
         """Masters and moments, the widest elements first so that each is aligned; then slots."""
         wide = {name: accumulate_dtype(p.dtype) for name, p in self._parameters.items()}
         names = sorted(wide, key=lambda name: -wide[name].itemsize)

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from farspan.engine.batch import trained_token_count
 from farspan.engine.calibrate import calibrate, here
+from farspan.engine.loss import trained_token_count
 from farspan.engine.step import Step
 from farspan.hf.load import load_model
 from farspan.plan.price.evaluate import evaluate

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from farspan.durable import read_json
-from farspan.engine.deal import Dealt
+from farspan.engine.parallelize import ShardedModel
 from farspan.hf.describe import describe
 from farspan.hf.stages import CausalLMStages
 from farspan.plan.grid import group_ranges
@@ -91,7 +91,7 @@ def make_chooser(
 
 
 def less_for_ranks(
-    run: RunConfig, dealt: Dealt, schedule: Schedule, shortage: Shortage
+    run: RunConfig, dealt: ShardedModel, schedule: Schedule, shortage: Shortage
 ) -> Schedule | None:
     """What needs less than a schedule of several ranks, found without asking any of them; None
     where nothing does."""

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, TypeVar
 
-from farspan.engine.meter import PeakMeter
-from farspan.parallel.meetings import busy
+from farspan.distributed.failure import activity
+from farspan.engine.memory import PeakMemory
 from farspan.plan.grid import group_ranges
 from farspan.sparse.train import fraction_of, hides, other_chunk
 from farspan.spec import Kernels, Refused, Schedule, Tier
@@ -119,7 +119,7 @@ class Runner:
 
         def metered(step: StepLike) -> T:
             nonlocal peak
-            with PeakMeter(self._use.device) as meter:
+            with PeakMemory(self._use.device) as meter:
                 result = work(step)
             peak = meter.peak
             return result
@@ -188,7 +188,7 @@ class Runner:
                 raise _Enough
 
         try:
-            with busy("rehearsing a step apart"):
+            with activity("rehearsing a step apart"):
                 self._parts.rehearse_apart(step, run.batch, run.context, watch, run.accumulate > 1)
         except _Enough:
             pass  # all halt behind the first cell that they rehearse together

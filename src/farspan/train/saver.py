@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from farspan.distributed.failure import activity
 from farspan.durable import remove_leftovers
-from farspan.parallel.meetings import busy
 from farspan.parallel.states_list import Forms
 from farspan.train import checkpoint, checkpoint_ranks
 from farspan.train.checkpoint import MODEL, OPTIMIZER, Live, Restored
@@ -86,7 +86,7 @@ class DealtSaver:
         path = folder / checkpoint.folder_name(step)
         self._crew.by_first(lambda: remove_leftovers(folder))
         given = {**state, "step": step}
-        with busy("writing a checkpoint"):
+        with activity("writing a checkpoint"):
             checkpoint_ranks.write(path, self._entries, rng, given, self._crew)
         self._crew.by_first(lambda: checkpoint.prune(folder, step, keep))
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from farspan.data.corpus import Corpus, open_corpus
 from farspan.data.store import Watch
 from farspan.data.tokenizers import BYTES, Tokenizer, load_tokenizer
-from farspan.engine.deal import Dealt
-from farspan.engine.machine import machine
+from farspan.distributed.failure import activity
+from farspan.engine.microbench import describe_machine
+from farspan.engine.parallelize import ShardedModel
 from farspan.hf.describe import describe
 from farspan.hf.load import Weights, add_adapters, frozen_digest, stacked_experts
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import reads_text_alone, refuse_context, refuse_dropout, refuse_model
-from farspan.parallel.meetings import busy
 from farspan.plan.grid import group_ranges
 from farspan.plan.layout import AXES
 from farspan.plan.model.catalog import refuse_absent
@@ -66,7 +66,7 @@ class Equipment:
     frozen: str | None = None  # digest of the weights that are not trained, where some are not
 
     @property
-    def dealt(self) -> Dealt | None:
+    def dealt(self) -> ShardedModel | None:
         return None if self.pieces is None else self.pieces.dealt
 
     def held_bytes(self) -> int:
@@ -126,7 +126,7 @@ def equip(run: RunConfig, parts: Parts, watch: Watch, place: Place, crew: Crew) 
     memory = parts.choose_allocator(run.allocator, device)
     blank = _blank_model(run, parts, crew)
     tokenizer = load_tokenizer(str(run.data.tokenizer), run.model.trust_remote_code)
-    with busy("reading the data"):
+    with activity("reading the data"):
         corpus = open_corpus(run.data, tokenizer, context=run.context, seed=run.seed, watch=watch)
     _check_vocabulary(corpus, blank)
     # Now, rather than at the first step that meets a document too long for the model.
@@ -320,5 +320,5 @@ def about(
         "sequences_per_epoch": packing.sequences_per_epoch(),
         "device": str(equipment.device),
         **({} if equipment.crew.place is None else {"layout": asdict(equipment.crew.layout)}),
-        "machine": machine(),
+        "machine": describe_machine(),
     }

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from farspan.engine.reserve import DeviceTooSmall
+from farspan.engine.tiers import DeviceTooSmall
 from farspan.memory.host import TooLarge
 from farspan.spec import Refused, Tier
 

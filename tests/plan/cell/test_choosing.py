@@ -5,7 +5,7 @@ import torch
 
 from farspan.attention.choose import select_kernel
 from farspan.attention.chunk import AttentionCall
-from farspan.engine.meter import PeakMeter
+from farspan.engine.memory import PeakMemory
 from farspan.plan.blocks import plan_blocks
 from farspan.plan.cell.choosing import SAMPLES, WATCHED_KEYS, choice_bytes, watch_bytes
 from farspan.plan.cell.sparse import Far
@@ -52,7 +52,7 @@ def case(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_choosing(shape: Shape, dtype: torch.dtype) -> None:
     call, far, pages, (q, _) = case(shape, dtype)
-    with PeakMeter(torch.device("cpu")) as meter:
+    with PeakMemory(torch.device("cpu")) as meter:
         choose(call, q, pages)
     assert meter.peak <= choice_bytes(far) <= NEARLY * meter.peak
 
@@ -63,6 +63,6 @@ def test_watching(shape: Shape, dtype: torch.dtype) -> None:
     start = call.near.q_start
     spans = [(s, min(s + WATCHED_KEYS, start)) for s in range(0, start, WATCHED_KEYS)]
     lse = torch.zeros(q.shape[:3], dtype=pages.means.dtype)
-    with PeakMeter(torch.device("cpu")) as meter:
+    with PeakMemory(torch.device("cpu")) as meter:
         seen_mass(call, q, k, lse, pages, sampled(q.shape[2], SAMPLES), spans)
     assert meter.peak <= watch_bytes(far, start) <= NEARLY * meter.peak

@@ -7,7 +7,7 @@ from torch import Tensor
 from farspan.attention import backends
 from farspan.attention.chunk import AttentionCall, attend
 from farspan.attention.softmax import BackwardQueries, Tiled
-from farspan.engine.meter import PeakMeter
+from farspan.engine.memory import PeakMemory
 from farspan.plan import blocks as blocks_module
 from farspan.plan.blocks import Block, cut_wide, most_tokens, plan_blocks
 from farspan.plan.cell import kernels
@@ -49,11 +49,11 @@ def forward_and_backward(
     said.append(memory.peak)
     del gradients
     q_, k_, v_ = (real(h, w) for h, w in _sizes(dims))
-    with PeakMeter(torch.device("cpu")) as meter:
+    with PeakMemory(torch.device("cpu")) as meter:
         found = kernel.forward(q_, k_, v_, SQUARE, 0.2)
     measured = [meter.peak]
     dout_, out_, lse_ = real(HEADS, dims[1]), real(HEADS, dims[1]), found[1].clone()
-    with PeakMeter(torch.device("cpu")) as meter:
+    with PeakMemory(torch.device("cpu")) as meter:
         kernel.backward(BackwardQueries(dout_, q_, out_, lse_), k_, v_, SQUARE, 0.2)
     return said, [*measured, meter.peak]
 
@@ -101,6 +101,6 @@ def test_a_square_that_is_cut(softcap: float | None, monkeypatch: pytest.MonkeyP
     kernel = backends.CpuFlash() if softcap is None else Tiled(softcap)
     real_call = AttentionCall(0.2, softcap, pieces, 0, kernel)
     tensors = [real(heads, 16) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    with PeakMeter(torch.device("cpu")) as meter:
+    with PeakMemory(torch.device("cpu")) as meter:
         attend(real_call, tensors[0], tensors[1], tensors[2], Nowhere())
     assert said == meter.peak

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from farspan.attention.softmax import BackwardQueries
-from farspan.engine.meter import LiveStorage
+from farspan.engine.memory import LiveStorage
 from farspan.plan.cell.sparse import MOST_UNITS, PART_BYTES, Far, far_bytes, slab_units
 from farspan.sparse.attend import FarCall
 from farspan.sparse.gathered import FlashPages, Gathered, PlainPages

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from farspan.engine.meter import LiveStorage, PeakMeter
-from farspan.engine.run import Interpreter
+from farspan.engine.interpreter import Interpreter
+from farspan.engine.memory import LiveStorage, PeakMemory
 from farspan.engine.step import Step
 from farspan.plan.build import build_program
 from farspan.plan.cell.assumed import assumed
@@ -82,7 +82,7 @@ def measured(step: Step, batch: int, tokens: int, *, accumulates: bool = False) 
     ids = torch.arange(tokens).repeat(batch, 1) % step.model_spec.vocab
     step.boundary.model.zero_grad(set_to_none=True)
     step.release()
-    with PeakMeter(torch.device("cpu")) as meter:
+    with PeakMemory(torch.device("cpu")) as meter:
         for parameter in step.boundary.model.parameters() if accumulates else ():
             dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
             parameter.grad = torch.zeros_like(parameter, dtype=dtype)
@@ -284,7 +284,7 @@ def evaluation_agrees(dtype: torch.dtype, schedule: Schedule) -> None:
     found = Walk(program, architecture_from(model.config)).run()
     planned = sum(program.arena_bytes.values()) + INDEX * 2 * 200 + found.bytes
     ids = torch.arange(200)[None]
-    with PeakMeter(torch.device("cpu")) as meter:
+    with PeakMemory(torch.device("cpu")) as meter:
         step.evaluate(ids, ids)
     assert planned == pytest.approx(meter.peak, rel=EXACT)
 

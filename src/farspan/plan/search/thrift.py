@@ -1,7 +1,7 @@
 """Of schedules that are as fast as makes no difference, the one that takes the least.
 
 Main memory that a GPU copies from is locked: its pages have to be taken first (2.3 GB/s on two
-cores, transfer/arena.py), and no other program has it then. Many schedules are nearly as fast as
+cores, engine/tiers.py), and no other program has it then. Many schedules are nearly as fast as
 the fastest, and some take tens of GiB less. By their bounds of time some may be near enough; these
 are simulated in the order of their bounds of bytes, so that the first that proves near enough takes
 the least.

@@ -1,0 +1,170 @@
+"""What a kept graph saved, moved out of the graph's way and back (MEMO 4.1).
+
+While a cell runs forward, autograd hands every tensor it saves to `pack`. Tensors that a buffer of
+the program holds anyway (the layer's input, the attention output) become references to it, and
+parameters stay where they are. The rest is copied into one run of bytes when the cell is sealed,
+so that one copy takes a cell to host and one brings it back.
+
+What is copied is memory, not tensors: of each storage the span that saved views cover, once. So
+the halves of a fused projection are stored together, and a view comes back with the strides and
+alignment it had; kernels choose by them, and the backward must give the same bits."""
+
+import sys
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from farspan.plan.sizes import ALIGNMENT, aligned
+
+MORE = (
+    "a cell saved more than was planned for it, as where experts run one by one and a router chose "
+    "more of them; the rest of it stays on the device, beside the plan. With activations_kept: 0 "
+    "the plan holds"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """Elements of a named tensor or of a span, wherever its memory then is."""
+
+    source: str | int  # name, or address of the storage
+    offset: int  # bytes from the named tensor's first element, or from the storage's
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class _Span:
+    """The part of a storage that saved views cover."""
+
+    tensor: Tensor  # keeps the memory alive until it is copied
+    low: int  # bytes from the storage's first, on an alignment line
+    high: int
+    place: int = 0  # bytes into the cell
+
+    @property
+    def size(self) -> int:
+        return aligned(self.high - self.low)
+
+
+class SavedActivations:
+    """The saved tensors of one cell.
+
+    Invariant: before `seal`, every storage with a saved view is held, so that its address tells it
+    from others. After `seal`, nothing holds a tensor; but for copies of what was not planned.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], named: dict[str, Tensor]) -> None:
+        self._parameters = {_storage(p) for p in parameters}
+        self._named = named
+        self._spans: dict[int, _Span] = {}
+        self._places: dict[int, tuple[int, int]] = {}  # storage: low, place
+        self._beyond: dict[int, tuple[int, Tensor]] = {}  # storage: low, the span's bytes
+        self._bytes: Tensor | None = None
+        self.references: set[str] = set()  # named tensors the graph saved
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Inside them autograd saves here."""
+        pack, unpack = self.pack, self.unpack
+        # Compiled modules save in frames that the compiler watches: it must not trace these.
+        if "torch._dynamo" in sys.modules:
+            pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
+        return saved_tensors_hooks(pack, unpack)
+
+    def pack(self, tensor: Tensor) -> Tensor | _View:
+        if _storage(tensor) in self._parameters:
+            return tensor
+        for name, base in self._named.items():
+            if _within(tensor, base):
+                self.references.add(name)
+                offset = _start(tensor) - _start(base)
+                return _View(name, offset, tensor.shape, tensor.stride(), tensor.dtype)
+        address, offset = _storage(tensor), _start(tensor)
+        low, high = offset // ALIGNMENT * ALIGNMENT, offset + _reach(tensor)
+        span = self._spans.setdefault(address, _Span(tensor.detach(), low, high))
+        span.low, span.high = min(span.low, low), max(span.high, high)
+        return _View(address, offset, tensor.shape, tensor.stride(), tensor.dtype)
+
+    def size(self) -> int:
+        """Bytes the cell needs when it is sealed."""
+        return sum(span.size for span in self._spans.values())
+
+    def count(self) -> int:
+        """Spans of memory saved."""
+        return len(self._spans)
+
+    def seal(self, store: Tensor) -> None:
+        """The forward is over: copy what was saved into `store` (uint8)."""
+        if self.size() > store.numel():
+            warnings.warn(MORE, stacklevel=2)
+        place = 0
+        for address, span in self._spans.items():
+            length = span.high - span.low
+            source = _typed(span.tensor, span.low, torch.Size([length]), (1,), torch.uint8)
+            if place + length > store.numel():
+                self._beyond[address] = span.low, source.clone()
+                continue
+            store[place : place + length].copy_(source)
+            self._places[address] = span.low, place
+            place += span.size
+        self._spans, self._named = {}, {}
+
+    def restore(self, store: Tensor, named: dict[str, Tensor]) -> None:
+        """The backward is about to run: the bytes and the named tensors are at hand again."""
+        self._bytes, self._named = store, named
+
+    def unpack(self, packed: Tensor | _View) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if isinstance(packed.source, str):
+            base = self._named[packed.source]
+            start = int(base.storage_offset()) * base.element_size() + packed.offset
+        elif packed.source in self._beyond:
+            low, base = self._beyond[packed.source]
+            start = packed.offset - low
+        else:
+            assert self._bytes is not None, "unpacked before it was sealed and restored"
+            low, place = self._places[packed.source]
+            base = self._bytes
+            start = int(base.storage_offset()) + place + packed.offset - low
+        return _typed(base, start, packed.shape, packed.stride, packed.dtype)
+
+
+def _within(tensor: Tensor, base: Tensor) -> bool:
+    if tensor.dtype is not base.dtype or tensor.numel() == 0:
+        return False
+    low, high = _start(base), _start(base) + _reach(base)
+    start = _start(tensor)
+    same = _storage(tensor) == _storage(base)
+    return same and low <= start and start + _reach(tensor) <= high
+
+
+def _storage(tensor: Tensor) -> int:
+    """Which storage it is a view of: on the meta device, too, where all lie at address 0."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _start(tensor: Tensor) -> int:
+    """Bytes from its storage's first to its own."""
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _reach(tensor: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if tensor.numel() == 0:
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((extent - 1) * stride for extent, stride in steps)) * tensor.element_size()
+
+
+def _typed(
+    memory: Tensor, start: int, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """A view of `memory`'s storage from byte `start` on, with a version counter of its own."""
+    view = torch.empty(0, dtype=dtype, device=memory.device)
+    return view.set_(memory.untyped_storage(), start // view.element_size(), shape, stride)

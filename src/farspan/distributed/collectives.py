@@ -1,0 +1,194 @@
+"""The ranks along an axis of a layout, and what they send each other.
+
+Rows lie along dimension 0, of any further shape and dtype, contiguous; how many rows each peer has
+may differ and may be none. `scatter_sum` adds parts in the order of ranks, so that sums are the
+same bits every time and on every number of nodes; `sum` leaves the order to the backend. `sent`
+counts the bytes that this rank gives to others.
+
+A rank may be `apart` for a while: it takes as much memory as among its peers and waits for nobody.
+What comes from them is then zeros, or for a gather its own rows: numbers that no page or expert is
+missing for.
+
+The stages of a pipeline, each a group of layers: chunks stream up, their gradients down.
+
+A stage waits for a send only when it is `AHEAD` chunks further, so that what it holds of what it
+sent does not grow with the sequence. It receives in the order in which its neighbour sends: inputs
+in the order of chunks, gradients in the reverse one."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Since torch 2.13 under another name.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+Counts = Sequence[int]  # rows of each peer
+
+
+@dataclass(frozen=True, slots=True)
+class PendingExchange:
+    """Rows on their way."""
+
+    rows: Tensor
+    work: dist.Work | None  # None: nobody else was to send any
+    sent: Tensor  # must live until they are there
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.rows
+
+
+@dataclass(slots=True)
+class Communicator:
+    """This rank among its peers along one axis; None: it has none, and sends nothing."""
+
+    group: dist.ProcessGroup | None
+    sent: int = 0  # bytes, since the start
+    apart: bool = False
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def index(self) -> int:
+        """Which of them this rank is."""
+        return 0 if self.group is None else self.group.rank()
+
+    def number(self, index: int) -> int:
+        """Of a peer, among all ranks."""
+        assert self.group is not None
+        return dist.get_global_rank(self.group, index)
+
+    def exchange(self, rows: Tensor, out: Counts, back: Counts) -> Tensor:
+        """All-to-all: `out[i]` rows, one peer after the other, go to peer i; `back[i]` rows come
+        from it and stand in the order of peers."""
+        return self.begin_exchange(rows, out, back).wait()
+
+    def begin_exchange(self, rows: Tensor, out: Counts, back: Counts) -> "Arrival":
+        """The same, under way when this returns."""
+        if self.size == 1:
+            return PendingExchange(rows, None, rows)
+        if self.apart:
+            return PendingExchange(rows.new_zeros(sum(back), *rows.shape[1:]), None, rows)
+        received = rows.new_empty(sum(back), *rows.shape[1:])
+        work = dist.all_to_all_single(
+            received, rows, list(back), list(out), group=self.group, async_op=True
+        )
+        self._count(rows, sum(out) - out[self.index])
+        return PendingExchange(received, work, rows)
+
+    def gather(self, rows: Tensor, counts: Counts) -> Tensor:
+        """All-gather: the rows of all peers in their order, `counts[i]` of peer i."""
+        assert rows.shape[0] == counts[self.index], (rows.shape, counts)
+        if self.size == 1:
+            return rows
+        most = max(counts)
+        # Backends gather equal parts only; shares of a chunk differ by a row at most.
+        padded = rows.new_zeros(most, *rows.shape[1:])
+        padded[: rows.shape[0]] = rows
+        whole = rows.new_empty(self.size * most, *rows.shape[1:])
+        self.gather_into(whole, padded)
+        if min(counts) == most:
+            return whole
+        return torch.cat([whole[i * most : i * most + n] for i, n in enumerate(counts)])
+
+    def gather_into(self, whole: Tensor, rows: Tensor) -> None:
+        """All-gather of as many rows from each, into a tensor that is there."""
+        if self.apart:
+            whole.view(self.size, *rows.shape).copy_(rows.expand(self.size, *rows.shape))
+            return
+        all_gather(whole, rows, group=self.group)
+        self._count(rows, rows.shape[0] * (self.size - 1))
+
+    def send(self, tensor: Tensor, number: int) -> dist.Work | None:
+        """To the peer of that number among all ranks; the tensor must live until it has left, and
+        None says that it has."""
+        if self.apart:
+            return None
+        self.sent += tensor.nbytes
+        return dist.isend(tensor, number, group=self.group)
+
+    def receive(self, place: Tensor, number: int) -> None:
+        """What the peer of that number sent, once it is there."""
+        if self.apart:
+            place.zero_()
+        else:
+            dist.recv(place, number, group=self.group)
+
+    def pass_round(self, sent: Sequence[Tensor], places: Sequence[Tensor]) -> list[dist.Work]:
+        """Starts to send these to the next peer, and to fill places with what the one before has
+        sent. Neither side posts what has no rows; both know how many there are."""
+        if self.apart:
+            for place in places:
+                place.zero_()
+            return []
+        ahead = self.number((self.index + 1) % self.size)
+        behind = self.number((self.index - 1) % self.size)
+        gone = [dist.P2POp(dist.isend, x, ahead, self.group) for x in sent if x.numel()]
+        come = [dist.P2POp(dist.irecv, x, behind, self.group) for x in places if x.numel()]
+        self.sent += sum(x.nbytes for x in sent)
+        works: list[dist.Work] = dist.batch_isend_irecv([*gone, *come]) if gone or come else []
+        return works
+
+    def scatter_sum(self, rows: Tensor, counts: Counts) -> Tensor:
+        """Reduce-scatter: of the rows of all peers' tensors, summed, the `counts[i]` that follow
+        those of peers before i go to peer i. In the dtype of `rows`."""
+        own = counts[self.index]
+        parts = self.exchange(rows, counts, [own] * self.size).unflatten(0, (self.size, own))
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """All-reduce, in place."""
+        if self.size == 1 or self.apart:
+            return tensor
+        dist.all_reduce(tensor, group=self.group)
+        self.sent += 2 * tensor.nbytes * (self.size - 1) // self.size
+        return tensor
+
+    def _count(self, like: Tensor, rows: int) -> None:
+        self.sent += rows * like.shape[1:].numel() * like.element_size()
+
+
+AHEAD = 2  # chunks on their way
+
+
+@dataclass(slots=True)
+class Pipeline:
+    """This stage among the others, for one step."""
+
+    peers: Communicator
+    sending: deque[tuple[dist.Work | None, Tensor]] = field(default_factory=deque)  # until it left
+
+    def send(self, tensor: Tensor, *, up: bool) -> None:
+        """To the stage after this one, or before it."""
+        tensor = tensor.contiguous()
+        self.sending.append((self.peers.send(tensor, self._other(up)), tensor))
+        while len(self.sending) > AHEAD:
+            self._wait()
+
+    def receive(self, place: Tensor, *, up: bool) -> Tensor:
+        """What the stage before this one sent up, or the one after it sent down."""
+        self.peers.receive(place, self._other(not up))
+        return place
+
+    def finish(self) -> None:
+        """All that was sent has left."""
+        while self.sending:
+            self._wait()
+
+    def _wait(self) -> None:
+        work, _ = self.sending.popleft()
+        if work is not None:
+            work.wait()
+
+    def _other(self, after: bool) -> int:
+        return self.peers.number(self.peers.index + (1 if after else -1))

@@ -1,0 +1,435 @@
+"""How far this process is among the ranks, and what it is at: what the others blame it for.
+
+All ranks meet outside of steps in the same order, so who waits in vain can tell whom for: a rank
+that has been at fewer meetings.
+
+Which rank failed, and why: a board in the store of the process group.
+
+A rank that raises writes its cause before it leaves. The others' collectives then fail, or time
+out; they look at the board and raise an error that names the rank and its cause. A rank that was
+killed writes nothing: it is missed by the ranks of its machine, to which its process is gone, and
+by all others when its pulse stops. One that lives but is late is known by its pulse too, which says
+how many meetings it has come to, and what it is at.
+
+Note: [The thread]. A rank that waits in a collective hears nothing. A thread beside it gives its
+pulse, and ends the process when a fault is known and the collective still waits: one of NCCL does,
+until its timeout.
+
+Ranks that stop together within a step: behind the same cell, which they agree on.
+
+A rank may not leave a step alone: the others would wait for it in a collective. But all of them
+pass the same places in the same order, and what was begun before a place has been begun by all. So
+they number the places, and stop at the same one:
+
+    rank 0   ..7..8..9..|10          9 was the last it passed when it heard of it, and says so
+    rank 1   ..7..8........9..|10    8; no rank passes its next place before all have said theirs
+    stop at 10, the first that no rank can have passed
+
+Nobody can wait for another in vain. What a rank says, its thread says, which waits for nothing; so
+all have said theirs within three pulses, wherever their main threads are. Then a rank that held
+still goes on to the place or stops there, and one that waits in a collective waits for a rank that
+is not yet there."""
+
+import json
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import psutil
+import torch.distributed as dist
+
+UNNAMED = "what it does alone"
+
+
+def machine_name() -> str:
+    """What ranks that see each other's processes have in common."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    with suppress(OSError):
+        return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return platform.node()
+
+
+@dataclass(slots=True)
+class SyncRecord:
+    """Of this process, which is in one process group."""
+
+    met: int = 0  # meetings that it has come to
+    at: str = UNNAMED
+
+
+sync_record = SyncRecord()
+
+
+def record_sync() -> None:
+    """Called before what all ranks do together, outside of steps."""
+    sync_record.met += 1
+
+
+@contextmanager
+def activity(what: str) -> Iterator[None]:
+    """What this rank is at, if the others wait for it meanwhile."""
+    before, sync_record.at = sync_record.at, what
+    try:
+        yield
+    finally:
+        sync_record.at = before
+
+
+Store = Any  # of torch.distributed, whose stubs lack some of its methods
+
+HEARTBEAT = 0.5  # seconds between two signs of life
+HEARTBEAT_TIMEOUT = 5.0  # without one, after which a rank is taken for dead: ten of them
+GRACE = 10.0  # from a fault to the end of a process that still waits; torchrun kills after 30
+FAILED = 1
+
+# Of errors that torch raises as a bare RuntimeError when a peer is gone or too late.
+_SIGNS = ("gloo", "Connection closed", "Connection reset", "Broken pipe", "Timed out", "NCCL")
+_TOO_LONG = "longer than ranks wait for each other; raise parallel.timeout of the run file"
+_SHARED = "the same on all ranks, which rank 0 says"
+
+
+class RankFailed(RuntimeError):
+    """Another rank failed; the message names it and its cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """The first rank that failed."""
+
+    rank: int
+    cause: str
+
+    def error(self) -> RankFailed:
+        return RankFailed(f"rank {self.rank}: {self.cause}")
+
+
+class BackgroundTask(Protocol):
+    """What else the thread of a board does."""
+
+    def look(self, store: Store) -> None:
+        """At every pulse, while no fault is known. May raise RuntimeError of the store's."""
+
+    def give_up(self) -> None:
+        """There are no more pulses, or a fault is known. May be called again."""
+
+
+class FailureDetector:
+    """What ranks know of each other's end. As a context: an exception that leaves it is written
+    down, or becomes RankFailed where another rank's was first.
+
+    `exit_process` ends this process when it waits for a rank that failed; None: it goes on waiting until
+    its collective fails.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        ranks: int,
+        leave: Callable[[RankFailed], None] | None = None,
+        errand: BackgroundTask | None = None,
+    ) -> None:
+        self._errand = errand
+        self.rank, self.ranks = rank, ranks
+        self._store = store.clone()  # a client of its own: the group's waits within calls
+        self._pulse_store = store.clone()
+        self._leave = leave
+        self._known: Fault | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        self._machine = machine_name()
+        self._where: dict[int, tuple[str, int]] = {}
+        sync_record.met = 0  # the ranks of this group count together
+        self._store.set(f"where/{rank}", json.dumps([self._machine, os.getpid()]))
+
+    def __enter__(self) -> "Board":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            found = None if error is None else self._verdict(error)
+            with suppress(RuntimeError):  # the store may have left first
+                self._store.set(f"left/{self.rank}", "")
+                if error is not None and self.rank == 0:
+                    self._stay()
+        finally:
+            self._stop.set()
+            self._thread.join()
+        if found is not None and found is not error:
+            raise found from error
+
+    def _verdict(self, error: BaseException) -> BaseException:
+        """What this rank is to raise for an error of its own."""
+        words = _words(error)
+        try:
+            waited = _of_a_collective(error)
+            fault = self._wait_for_cause() if waited else None
+            self._store.set(f"word/{self.rank}", words)
+            fault = fault or self._claim(self._store, self._own(error, words))
+            # Of a rank that came too late, the others know better why its collective failed.
+            if fault.cause != words and (fault.rank != self.rank or waited):
+                return fault.error()
+            if self.rank and self._is_said(words):
+                error.add_note(_SHARED)
+        except RuntimeError as lost:  # of the store
+            if self._known is not None:
+                return error if self._known.cause == words else self._known.error()
+            return RankFailed(
+                f"rank {self.rank}: {words}; the store that ranks share is gone with its rank or "
+                f"launcher: {_words(lost)}"
+            )
+        return error
+
+    def _own(self, error: BaseException, words: str) -> Fault:
+        """What this rank is to say where it is the first."""
+        if not _is_timeout(error):
+            return Fault(self.rank, words)
+        return Fault(self.rank, f"has waited for another rank {_TOO_LONG}")
+
+    def _wait_for_cause(self) -> Fault | None:
+        """Who failed, where a collective did, or else who was late; None when all others live, are
+        as far as this one and say nothing."""
+        late = self._behind()
+        before = {rank: self._store.add(f"pulse/{rank}", 0) for rank in self._others()}
+        deadline = time.monotonic() + HEARTBEAT_TIMEOUT
+        while time.monotonic() < deadline:
+            found = self._fault(self._store) or self._missed(self._store)
+            if found is not None:
+                return found
+            still = self._behind()  # of several that were late, the last
+            late = {rank: what for rank, what in late.items() if rank in still} or late
+            time.sleep(HEARTBEAT / 10)
+        for rank, count in before.items():
+            if self._store.add(f"pulse/{rank}", 0) == count:
+                return self._claim(self._store, _silent(rank))
+        for rank, what in late.items():
+            return self._claim(self._store, Fault(rank, f"{what} takes {_TOO_LONG}"))
+        return None
+
+    def _behind(self) -> dict[int, str]:
+        """What the ranks are at that have come to fewer meetings than this one; to the fewest the
+        first."""
+        met: dict[int, int] = {}
+        at: dict[int, str] = {}
+        for rank in self._others():
+            if self._store.check([f"at/{rank}"]):
+                met[rank], at[rank] = json.loads(self._store.get(f"at/{rank}"))
+        return {r: at[r] for r in sorted(met, key=met.__getitem__) if met[r] < sync_record.met}
+
+    def _is_said(self, words: str) -> bool:
+        """Whether rank 0 has the same to say. It may come to it a little later."""
+        deadline = time.monotonic() + 2 * HEARTBEAT
+        while not self._store.check(["word/0"]) and time.monotonic() < deadline:
+            time.sleep(HEARTBEAT / 10)
+        return self._store.check(["word/0"]) and self._store.get("word/0").decode() == words
+
+    def _stay(self) -> None:
+        """Rank 0 may have the store, which goes with it: so not before the others have read it."""
+        deadline = time.monotonic() + HEARTBEAT_TIMEOUT
+        waiting = self._others()
+        while waiting and time.monotonic() < deadline:
+            dead = {rank for rank in waiting if not self._is_there(rank, self._store)}
+            waiting = [r for r in waiting if not (r in dead or self._has_left(r, self._store))]
+            time.sleep(HEARTBEAT / 10)
+
+    def _watch(self) -> None:
+        """See Note: [The thread]."""
+        try:
+            self._pulse()
+        finally:
+            if self._errand is not None:
+                self._errand.give_up()
+
+    def _pulse(self) -> None:
+        store, known_for = self._pulse_store, 0.0
+        while not self._stop.wait(HEARTBEAT):
+            try:
+                store.add(f"pulse/{self.rank}", 1)
+                store.set(f"at/{self.rank}", json.dumps([sync_record.met, sync_record.at]))
+                self._known = self._known or self._fault(store) or self._missed(store)
+                self._run_errand(store)
+            except RuntimeError:
+                if self._known is None:
+                    return  # with the store: the collectives will tell
+            known_for += HEARTBEAT if self._known else 0.0
+            if self._known is not None and self._leave is not None and known_for >= GRACE:
+                self._leave(self._known.error())
+
+    def _run_errand(self, store: Store) -> None:
+        if self._errand is None:
+            return
+        if self._known is None:
+            self._errand.look(store)
+        else:
+            self._errand.give_up()
+
+    def _missed(self, store: Store) -> Fault | None:
+        """A rank whose process is gone without a word."""
+        for rank in self._others():
+            # In this order: it says so before it is gone.
+            if not self._is_there(rank, store) and not self._has_left(rank, store):
+                return self._claim(store, _silent(rank))
+        return None
+
+    def _is_there(self, rank: int, store: Store) -> bool:
+        """Whether its process lives, as far as can be seen from here."""
+        if rank not in self._where:  # asked once: every rank looks at all others at each pulse
+            if not store.check([f"where/{rank}"]):
+                return True
+            self._where[rank] = json.loads(store.get(f"where/{rank}"))
+        machine, process = self._where[rank]
+        return machine != self._machine or _lives(process)
+
+    def _claim(self, store: Store, fault: Fault) -> Fault:
+        """The first fault of all, which this one is if there was none."""
+        if store.add("faults", 1) == 1:
+            store.set("fault", json.dumps([fault.rank, fault.cause]))
+        return Fault(*json.loads(store.get("fault")))
+
+    def _fault(self, store: Store) -> Fault | None:
+        if not store.check(["fault"]):
+            return None
+        return Fault(*json.loads(store.get("fault")))
+
+    def _has_left(self, rank: int, store: Store) -> bool:
+        return bool(store.check([f"left/{rank}"]))
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.ranks) if rank != self.rank]
+
+
+def is_shared(error: BaseException) -> bool:
+    """Whether every rank has raised the same, so that one of them may say it for all."""
+    return _SHARED in getattr(error, "__notes__", ())
+
+
+def exit_process(error: RankFailed) -> None:
+    """Ends the process, whatever it waits for."""
+    print(f"farspan: {error}", file=sys.stderr, flush=True)
+    os._exit(FAILED)
+
+
+def _silent(rank: int) -> Fault:
+    return Fault(rank, "died without a word (killed?)")
+
+
+def _words(error: BaseException) -> str:
+    text = str(error).strip()
+    if _is_plain(error):
+        return text
+    first = text.splitlines()[0] if text else ""
+    return f"{type(error).__name__}: {first}".rstrip(": ")
+
+
+def _is_plain(error: BaseException) -> bool:
+    """Whether its message says it all: ours do."""
+    return type(error).__module__.startswith("farspan.")
+
+
+def _of_a_collective(error: BaseException) -> bool:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, dist.DistError):
+            return True
+        if isinstance(cause, RuntimeError) and any(sign in str(cause) for sign in _SIGNS):
+            return True
+        cause = cause.__cause__
+    return False
+
+
+def _is_timeout(error: BaseException) -> bool:
+    """Whether a collective of gloo's has waited for as long as it may."""
+    return isinstance(error, RuntimeError) and "Timed out" in str(error)
+
+
+def _lives(process: int) -> bool:
+    try:
+        state: Any = psutil.Process(process).status()
+    except psutil.NoSuchProcess:
+        return False
+    return bool(state != psutil.STATUS_ZOMBIE)
+
+
+_WANTED = "halt"
+
+
+class CooperativeStop:
+    """One rank's side of it. `pass_place` is of its main thread, `look` of the one with a pulse,
+    `ask` of a signal's handler too."""
+
+    def __init__(self, rank: int, ranks: int, patience: float) -> None:
+        """`patience` are seconds that a rank holds still for an answer of the others."""
+        self._rank, self._ranks, self._patience = rank, ranks, patience
+        self._changed = threading.Condition()
+        self._asked = 0
+        self._passed = 0
+        self._said: int | None = None  # what was passed when this rank heard of it
+        self._place: tuple[int, int] | None = None  # where all stop, and the number to stop with
+        self._alone = False
+        self._missing = "all ranks"
+
+    def ask(self, number: int) -> None:
+        """All ranks are to stop, with a number above 0: of several the largest. Without a lock: a
+        handler interrupts the thread that may have it."""
+        self._asked = max(number, self._asked)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether this rank knows that somebody has asked."""
+        return bool(self._asked) or self._said is not None
+
+    def pass_place(self) -> int:
+        """The number where all ranks stop here, 0 where they go on. All call it at the same places,
+        between which they have begun the same collectives. It waits when somebody has asked, and
+        never otherwise. Raises RankFailed where another does not answer."""
+        with self._changed:
+            self._passed += 1
+            if self._said is None or self._alone:
+                return 0
+            known = self._changed.wait_for(lambda: self._place or self._alone, self._patience)
+            if not known:
+                raise RankFailed(f"{self._missing}: silent for {self._patience:g} s")
+            place, number = self._place or (0, 0)
+            return number if place == self._passed else 0
+
+    def look(self, store: Store) -> None:
+        """Tells and hears, at every pulse. Raises RuntimeError where the store is gone."""
+        if self._place is not None:
+            return
+        if self._said is None:
+            if not self._asked and not store.check([_WANTED]):
+                return
+            with self._changed:
+                self._said = self._passed
+            store.set(_stop_key(self._rank), f"{self._said} {self._asked}")
+            store.set(_WANTED, "")
+        keys = {rank: _stop_key(rank) for rank in range(self._ranks)}
+        silent = [rank for rank, key in keys.items() if not store.check([key])]
+        if silent:
+            self._missing = f"rank {silent[0]}"
+            return
+        said = [tuple(map(int, store.get(key).decode().split())) for key in keys.values()]
+        with self._changed:
+            self._place = max(passed for passed, _ in said) + 1, max(asked for _, asked in said)
+            self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """Nobody looks any more: a rank is gone, or the store. Collectives will tell."""
+        with self._changed:
+            self._alone = True
+            self._changed.notify_all()
+
+
+def _stop_key(rank: int) -> str:
+    return f"{_WANTED}/{rank}"

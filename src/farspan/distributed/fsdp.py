@@ -1,0 +1,512 @@
+"""What of a model is cut over ranks, into which rows, and the bytes that travel for it.
+
+Where a rank's part of a tensor lies in the whole, as boxes of rows, columns and so on.
+
+Weights, gradients and optimizer states cut over ranks as FSDP2 cuts them (ZeRO, arXiv
+1910.02054), and gathered and reduced when the program says so.
+
+A unit is a decoder layer, or everything outside the layers. Each of its parameters becomes a
+DTensor cut along dimension 0: rank r of P holds rows [r * c, (r + 1) * c), c = ceil(rows / P), as
+`fully_shard` leaves it, with fewer rows or none on the last ranks. See docs/decisions/023.
+
+Note: [One parameter at a time]. Gathered rows of all ranks, padded to c each, are the parameter and
+then padding. So each is gathered straight into its place, and summed from where it was added up: a
+unit needs no second copy of its weights or of its gradients.
+
+Note: [Wholes keep their storage]. A unit's whole parameters are views of one storage, which is
+emptied when the unit is released and has the same bytes when it is gathered again. Whole
+parameters are the same objects for good: accumulators are found by them, and graphs that saved
+them run backward in a later pass. Their version counters are their own, so that filling the storage
+is no change of theirs."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from farspan.attention.softmax import accumulate_dtype
+from farspan.distributed.collectives import Communicator
+from farspan.spec import Refused
+
+LINE = 16  # bytes: the widest load of a kernel; every parameter starts on a multiple of it
+
+ParameterSlot = tuple[nn.Module, str]  # a module and the name of a parameter in it
+UnitParameters = dict[
+    nn.Parameter, tuple[str, list[ParameterSlot]]
+]  # first name, and everywhere it is
+
+
+def rows_of_rank(rows: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The rows of `rank`, as torch.chunk deals them."""
+    each = -(-rows // ranks)
+    return min(rank * each, rows), min((rank + 1) * each, rows)
+
+
+def shard_bytes(shape: Sequence[int], itemsize: int, ranks: int) -> int:
+    """Of a rank's rows of a parameter, padded to as many as the first rank has."""
+    rows = shape[0] if shape else 1
+    width = torch.Size(shape[1:]).numel()
+    return -(-rows // ranks) * width * itemsize
+
+
+def gather_bytes(shapes: Iterable[tuple[Sequence[int], int]], ranks: int) -> int:
+    """That a rank gives to others when a unit of these shapes and item sizes is gathered: (P - 1)/P
+    of its weights where P divides all rows."""
+    return (ranks - 1) * sum(shard_bytes(shape, size, ranks) for shape, size in shapes)
+
+
+def reduce_bytes(shapes: Sequence[Sequence[int]], itemsize: int, ranks: int) -> int:
+    """That a rank gives to others when the gradients of a unit's trainable parameters are reduced,
+    `itemsize` bytes an element: (P - 1)/P of them, and 4 bytes a parameter that say whether there
+    is one, there and back. Where they are replicated, twice the gradients."""
+    said = 2 * 4 * len(shapes) * (ranks - 1) // ranks
+    return said + (ranks - 1) * sum(shard_bytes(shape, itemsize, ranks) for shape in shapes)
+
+
+def line_aligned(size: int) -> int:
+    return -(-size // LINE) * LINE
+
+
+# -- parameters of a model ----------------------------------------------------------------------
+
+
+def find_parameters(
+    model: nn.Module, layers: Sequence[nn.Module], here: Collection[int]
+) -> list[UnitParameters]:
+    """The parameters of each unit, with their first names and everywhere they are; none of layers
+    that are not `here`."""
+    unit_of = {id(m): index for index, layer in enumerate(layers) for m in layer.modules()}
+    units: list[UnitParameters] = [{} for _ in range(len(layers) + 1)]
+    seen: dict[nn.Parameter, int] = {}
+    for path, module in model.named_modules():
+        index = unit_of.get(id(module), len(layers))
+        if index not in here and index < len(layers):
+            continue
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            full = f"{path}.{name}" if path else name
+            if seen.setdefault(parameter, index) != index:
+                raise Refused(f"fsdp: {full} is part of several layers; set fsdp: false")
+            units[index].setdefault(parameter, (full, []))[1].append((module, name))
+    return units
+
+
+def refuse_unshardable(parameter: nn.Parameter, name: str) -> None:
+    why = None
+    if type(parameter) is not nn.Parameter:
+        why = f"a {type(parameter).__name__}, not a plain parameter"
+    elif parameter.ndim == 0:
+        why = "a scalar, which has no rows"
+    elif not parameter.is_contiguous():
+        why = f"not contiguous: its strides are {parameter.stride()}"
+    elif parameter.grad is not None:
+        why = "in use: it has a gradient; clear gradients first"
+    if why is not None:
+        raise Refused(f"fsdp: {name} cannot be cut over ranks: it is {why}; or set fsdp: false")
+
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRegion:
+    """A part of a tensor, contiguous in every dimension, here and in the whole."""
+
+    here: tuple[int, ...]  # where it starts in the rank's tensor
+    there: tuple[int, ...]  # where it starts in the whole
+    sizes: tuple[int, ...]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A view of it in the rank's tensor."""
+        for dim, (start, size) in enumerate(zip(self.here, self.sizes, strict=True)):
+            tensor = tensor.narrow(dim, start, size)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlacement:
+    """A rank's part of a tensor of `shape`; without boxes it has none of it."""
+
+    shape: tuple[int, ...]
+    boxes: tuple[ShardRegion, ...]
+
+    def rows(self, start: int, stop: int) -> "Place":
+        """The place of rows [start, stop) of the rank's tensor, which is cut once more."""
+        kept = []
+        for box in self.boxes:
+            first, last = max(box.here[0], start), min(box.here[0] + box.sizes[0], stop)
+            if first < last:
+                there = box.there[0] + first - box.here[0]
+                kept.append(
+                    ShardRegion(
+                        (first - start, *box.here[1:]),
+                        (there, *box.there[1:]),
+                        (last - first, *box.sizes[1:]),
+                    )
+                )
+        return ShardPlacement(self.shape, tuple(kept))
+
+
+def whole_placement(shape: Sequence[int]) -> ShardPlacement:
+    """Of a tensor that the rank holds whole."""
+    zeros = (0,) * len(shape)
+    boxes = (ShardRegion(zeros, zeros, tuple(shape)),) if 0 not in shape else ()
+    return ShardPlacement(tuple(shape), boxes)
+
+
+def placement_along(shape: Sequence[int], dim: int, ranges: Sequence[Range]) -> ShardPlacement:
+    """Of these ranges of dimension `dim` of a whole of `shape`, one behind the other."""
+    starts = accumulate((stop - start for start, stop in ranges), initial=0)
+    boxes = []
+    for here, (start, stop) in zip(starts, ranges, strict=False):
+        if start < stop:
+            before, after = (0,) * dim, (0,) * (len(shape) - dim - 1)
+            sizes = (*shape[:dim], stop - start, *shape[dim + 1 :])
+            boxes.append(ShardRegion((*before, here, *after), (*before, start, *after), sizes))
+    return ShardPlacement(tuple(shape), tuple(boxes))
+
+
+SLICE = 2**26  # bytes of a sum that are on their way at once
+
+Totals = MutableMapping[nn.Parameter, Tensor]
+
+
+class Stage(StrEnum):
+    """What is cut, in ZeRO's names and FSDP2's terms. Gradients are the same bits in every stage,
+    but those of several micro-batches in ZERO_1, which adds in another order.
+
+    Optimizer states are cut from ZERO_1 on, as the parameters that an optimizer is given.
+    """
+
+    ZERO_0 = "zero-0"  # nothing: replicas whose gradients are summed, as in DDP
+    # Weights lie cut between steps and whole within one, and gradients are whole and summed once
+    # for all micro-batches: set_requires_gradient_sync(False) until the last. The paper's ZeRO-1
+    # keeps weights whole between steps too; of FSDP2 nobody gets that.
+    ZERO_1 = "zero-1"
+    ZERO_2 = "zero-2"  # the same, gradients reduced each step: reshard_after_forward=False
+    ZERO_3 = "zero-3"  # weights whole during a pass over their group: reshard_after_forward=True
+
+
+@dataclass(slots=True, eq=False)
+class _ShardedParameter:
+    """A parameter of a unit."""
+
+    name: str
+    slots: list[ParameterSlot]
+    own: nn.Parameter  # what an optimizer is given: the shard, or the whole in ZERO_0
+    whole: nn.Parameter
+    rows: tuple[int, int]  # of the whole, that are this rank's
+    shard: Tensor  # uint8: these rows, padded
+    place: Tensor  # uint8 [ranks * shard]: the whole, padded
+
+
+@dataclass(slots=True)
+class _FsdpUnit:
+    peers: Communicator
+    mesh: DeviceMesh
+    cuts: list[_ShardedParameter] = field(default_factory=list)
+    memory: Tensor | None = None  # uint8, of wholes; its storage is empty unless gathered
+    gathered: bool = False
+    held: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # totals of ZERO_1
+
+    def put(self, gathered: bool) -> None:
+        for cut in self.cuts:
+            for module, name in cut.slots:
+                module._parameters[name] = cut.whole if gathered else cut.own
+        self.gathered = gathered
+
+
+class ShardedParameters:
+    """The parameters of a model, cut over the ranks of `peers`.
+
+    Unit l is `layers[l]`; unit `outer` is everything else. Layers of a pipeline's other stages are
+    left alone. Parameters without requires_grad are cut and gathered too, buffers stay. What is cut
+    on the meta device has no values until it is filled. Every rank makes the same calls in the same
+    order.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        peers: Communicator,
+        device: torch.device,
+        *,
+        stage: Stage = Stage.ZERO_3,
+        offload: bool = False,
+        outer: Communicator | None = None,
+        here: Collection[int] | None = None,
+    ) -> None:
+        """Cuts the model in place, unit by unit. `device` is where whole parameters are; with
+        `offload` the cut ones, their gradients and so the optimizer's states are in main memory.
+        `outer` are the ranks that share what is outside the layers, where that is more of them: of
+        all stages of a pipeline; `here` says which layers this one has, None: all.
+
+        Raises Refused for a parameter that cannot be cut.
+        """
+        self.peers, self.device, self.stage = peers, device, stage
+        self.outer = len(layers)
+        self._home = torch.device("cpu") if offload else device
+        if stage is Stage.ZERO_0 and offload:
+            raise Refused("fsdp: zero-0 cuts nothing that could be offloaded; choose another stage")
+        # Shards that live in main memory are of a mesh of CPUs: their operations stay there.
+        inner = peers, self._mesh(peers)
+        beyond = inner if outer is None else (outer, self._mesh(outer))
+        self._units = [*(_FsdpUnit(*inner) for _ in layers), _FsdpUnit(*beyond)]
+        here = range(len(layers)) if here is None else here
+        for unit, found in zip(self._units, find_parameters(model, layers, here), strict=True):
+            self._cut(unit, found)
+
+    @torch.no_grad()
+    def fill(self, name: str, whole: Tensor) -> None:
+        """Takes this rank's rows of a parameter that is here, by its name in the model."""
+        for cut in (cut for unit in self._units for cut in unit.cuts if cut.name == name):
+            local(cut.own).copy_(whole if self.stage is Stage.ZERO_0 else whole[slice(*cut.rows)])
+
+    # -- the program ----------------------------------------------------------------------------
+
+    def gathered(self, unit: int) -> bool:
+        """Whether the modules of a unit have whole parameters now."""
+        return self.stage is Stage.ZERO_0 or self._units[unit].gathered
+
+    @torch.no_grad()
+    def gather(self, unit: int) -> None:
+        """All-gather: the modules of a unit have whole parameters, by the same bits. See Note:
+        [One parameter at a time]."""
+        one = self._units[unit]
+        if self.gathered(unit) or one.memory is None:
+            return
+        one.memory.untyped_storage().resize_(one.memory.nbytes)
+        for cut in one.cuts:
+            cut.whole.requires_grad_(cut.own.requires_grad)
+            # The host writes here behind its reading of gradients, which waits for this copy.
+            mine = cut.shard.to(self.device, non_blocking=True)
+            one.peers.gather_into(cut.place, mine)
+        one.put(True)
+
+    def release(self, unit: int) -> None:
+        """The modules have cut parameters again; in stages that keep wholes, at the step's end."""
+        if self.stage is Stage.ZERO_3:
+            self._release(self._units[unit])
+
+    @torch.no_grad()
+    def reduce(self, unit: int, totals: Totals) -> None:
+        """Reduce-scatter: adds to `.grad` of cut parameters the sums over ranks of these gradients
+        of whole ones, in their dtype, in the order of ranks. Takes them out of `totals`.
+
+        A rank that has none of a parameter gives zeros; where no rank has one, `.grad` stays as it
+        is. In ZERO_1 they add up until the step's end.
+        """
+        one = self._units[unit]
+        found = {cut.whole: totals.pop(cut.whole) for cut in one.cuts if cut.whole in totals}
+        if self.stage is not Stage.ZERO_1:
+            self._reduce(one, found)
+            return
+        for parameter, total in found.items():
+            if parameter in one.held:
+                one.held[parameter] += total
+            else:
+                one.held[parameter] = total
+
+    @torch.no_grad()
+    def end(self, *, sync: bool = True) -> None:
+        """A step is over: every unit is released. In ZERO_1 gradients are reduced if `sync`: give
+        False after all but the last of the micro-batches of an update."""
+        for unit in self._units:
+            self._release(unit)
+            if self.stage is Stage.ZERO_1 and sync:
+                self._reduce(unit, unit.held)
+
+    def abandon(self) -> None:
+        """A step was not finished: every unit is released, held gradients are dropped."""
+        for unit in self._units:
+            self._release(unit)
+            unit.held.clear()
+
+    # -- what is held ---------------------------------------------------------------------------
+
+    def whole(self, unit: int) -> dict[str, nn.Parameter]:
+        """The whole parameters of a unit by the names of the model, the same objects for good."""
+        return {cut.name: cut.whole for cut in self._units[unit].cuts}
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What an optimizer is given, by the names of the model: DTensors, but in ZERO_0."""
+        return {cut.name: cut.own for unit in self._units for cut in unit.cuts}
+
+    def places(
+        self, before: Mapping[str, ShardPlacement] | None = None
+    ) -> dict[str, ShardPlacement]:
+        """Where this rank's part of each parameter lies in the whole; `before` are the places of
+        parameters that were parts already when they came here."""
+        found = {}
+        for cut in (cut for unit in self._units for cut in unit.cuts):
+            place = (before or {}).get(cut.name) or whole_placement(cut.whole.shape)
+            found[cut.name] = place if self.stage is Stage.ZERO_0 else place.rows(*cut.rows)
+        return found
+
+    def wholes(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter whole, one unit at a time; valid until the next is asked for. Every rank
+        goes through it to the end, whatever it does with them."""
+        for index, unit in enumerate(self._units):
+            before = unit.gathered
+            self.gather(index)
+            yield from ((cut.name, cut.whole.detach()) for cut in unit.cuts)
+            if not before:
+                self._release(unit)
+
+    # -- how ------------------------------------------------------------------------------------
+
+    def _cut(self, unit: _FsdpUnit, found: UnitParameters) -> None:
+        if self.stage is Stage.ZERO_0:
+            empty = torch.empty(0, dtype=torch.uint8)
+            for p, (name, slots) in found.items():
+                rows = (0, p.shape[0] if p.ndim else 1)
+                own = self._blank(p) if p.is_meta else p
+                unit.cuts.append(_ShardedParameter(name, slots, own, own, rows, empty, empty))
+            unit.put(True)
+            return
+        for parameter, (name, _) in found.items():
+            refuse_unshardable(parameter, name)
+        sizes = [shard_bytes(p.shape, p.itemsize, unit.peers.size) for p in found]
+        wholes = [line_aligned(size * unit.peers.size) for size in sizes]
+        unit.memory = torch.empty(sum(wholes), dtype=torch.uint8, device=self.device)
+        pinned = self._home.type == "cpu" and self.device.type == "cuda"
+        shards = torch.zeros(
+            sum(map(line_aligned, sizes)), dtype=torch.uint8, device=self._home, pin_memory=pinned
+        )
+        here = there = 0
+        for (p, (name, slots)), size, whole in zip(found.items(), sizes, wholes, strict=True):
+            shard = shards[here : here + size]
+            place = _typed_view(unit.memory, there, (size * unit.peers.size,), torch.uint8)
+            kept = nn.Parameter(_typed_view(unit.memory, there, p.shape, p.dtype), p.requires_grad)
+            rows = rows_of_rank(p.shape[0], unit.peers.index, unit.peers.size)
+            own = self._own(unit, p, shards, here, rows)
+            unit.cuts.append(_ShardedParameter(name, slots, own, kept, rows, shard, place))
+            here, there = here + line_aligned(size), there + whole
+        unit.memory.untyped_storage().resize_(0)
+        unit.put(False)
+
+    def _mesh(self, peers: Communicator) -> DeviceMesh:
+        assert peers.group is not None, "DTensors are of a mesh, and a mesh of a group"
+        return DeviceMesh.from_group(peers.group, self._home.type, mesh_dim_names=("fsdp",))
+
+    @torch.no_grad()
+    def _own(
+        self,
+        unit: _FsdpUnit,
+        parameter: nn.Parameter,
+        shards: Tensor,
+        start: int,
+        rows: tuple[int, int],
+    ) -> nn.Parameter:
+        first, last = rows
+        shape = (last - first, *parameter.shape[1:])
+        local = _typed_view(shards, start, shape, parameter.dtype)
+        if not parameter.is_meta:
+            local.copy_(parameter[first:last])
+        own = nn.Parameter(self._dtensor(unit, local, parameter), parameter.requires_grad)
+        if gradient_dtype(parameter) != parameter.dtype:
+            own.grad_dtype = gradient_dtype(parameter)
+        return own
+
+    def _blank(self, parameter: nn.Parameter) -> nn.Parameter:
+        there = torch.empty_like(parameter, device=self.device)
+        return nn.Parameter(there, parameter.requires_grad)
+
+    def _dtensor(self, unit: _FsdpUnit, local: Tensor, like: Tensor) -> DTensor:
+        return DTensor.from_local(
+            local,
+            unit.mesh,
+            (Shard(0),),
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+
+    def _release(self, unit: _FsdpUnit) -> None:
+        if unit.memory is not None:
+            if unit.gathered:  # else memory may have run out on the way there
+                unit.put(False)
+            unit.memory.untyped_storage().resize_(0)
+
+    def _reduce(self, unit: _FsdpUnit, totals: Totals) -> None:
+        cuts = [cut for cut in unit.cuts if cut.own.requires_grad]
+        if not cuts:
+            totals.clear()
+            return
+        have = [cut.whole in totals for cut in cuts]
+        counts = unit.peers.sum(torch.tensor(have, dtype=torch.int32, device=self.device))
+        # Who has them all needs not wait for a device to say so.
+        for cut, count in zip(cuts, have if all(have) else counts.tolist(), strict=True):
+            if count:
+                self._add(unit, cut, self._sum(unit, cut, totals.pop(cut.whole, None)))
+
+    def _sum(self, unit: _FsdpUnit, cut: _ShardedParameter, total: Tensor | None) -> Tensor:
+        """This rank's rows of the sum over ranks; all rows in ZERO_0."""
+        ranks, shape = unit.peers.size, cut.whole.shape
+        rows = shape[0] if shape else 1
+        width = cut.whole.numel() // max(rows, 1)
+        share = -(-rows // ranks) * width
+        dtype = accumulate_dtype(cut.whole.dtype) if total is None else total.dtype
+        if total is None or total.numel() != ranks * share:
+            padded = torch.zeros(ranks * share, dtype=dtype, device=self.device)
+            if total is not None:
+                padded[: total.numel()] = total.reshape(-1)
+            total = padded
+        parts = total.reshape(ranks, share)
+        own = parts.new_empty(share)
+        step = max(1, SLICE // (ranks * own.itemsize))
+        for start in range(0, share, step):
+            part = parts[:, start : start + step].contiguous()
+            own[start : start + step] = unit.peers.scatter_sum(part, [1] * ranks)[0]
+        if self.stage is Stage.ZERO_0:
+            return unit.peers.gather(own, [share] * ranks)[: rows * width].view(shape)
+        count = cut.rows[1] - cut.rows[0]
+        return own[: count * width].view(count, *shape[1:])
+
+    def _add(self, unit: _FsdpUnit, cut: _ShardedParameter, total: Tensor) -> None:
+        """In the dtype of the total, rounded once."""
+        total = total.to(self._home)
+        if cut.own.grad is not None:
+            total += local(cut.own.grad)
+        total = total.to(gradient_dtype(cut.own))
+        cut.own.grad = (
+            total if self.stage is Stage.ZERO_0 else self._dtensor(unit, total, cut.own.detach())
+        )
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds, sharing its memory; outside of autograd."""
+    with torch.no_grad():
+        return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype `.grad` is to have: `grad_dtype`, or that of sums where it is None, which lets
+    `.grad` be wider than the gradients that autograd gives."""
+    wanted = parameter.grad_dtype
+    return accumulate_dtype(parameter.dtype) if wanted is None else wanted
+
+
+def square_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The sum of squares of this rank's part of gradients, a float64 scalar on `device`. Sums over
+    the ranks that hold other parts are the caller's, as are parts that several ranks hold."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in gradients:
+        norm = torch.linalg.vector_norm(local(gradient), dtype=torch.float64)
+        total += norm.to(device).square()
+    return total
+
+
+def _typed_view(memory: Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A view of `memory` from byte `start` on, with a version counter of its own."""
+    shape = torch.Size(shape)
+    view = torch.empty(0, dtype=dtype, device=memory.device)
+    strides = torch.empty(shape, device="meta").stride()
+    return view.set_(memory.untyped_storage(), start // view.itemsize, shape, strides)

@@ -1,0 +1,102 @@
+"""This process among those that a launcher started, and the process group of all of them."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from farspan.distributed.failure import CooperativeStop, FailureDetector, exit_process
+
+# What torchrun, and any launcher that speaks `env://`, says to a process.
+_SAID = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # small talk goes through main memory
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchEnv:
+    """One of `ranks` processes; `local` is its place on its machine, and so its GPU's, and `near`
+    how many are there."""
+
+    rank: int
+    ranks: int
+    local: int
+    near: int
+
+
+def launch_env() -> LaunchEnv | None:
+    """This process's place; None when no launcher started it and it is in no process group."""
+    if dist.is_initialized():
+        rank = dist.get_rank()
+        return _placed(rank, dist.get_world_size())
+    if not all(name in os.environ for name in _SAID):
+        return None
+    return _placed(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+
+def _placed(rank: int, ranks: int) -> LaunchEnv:
+    """On one machine, unless the launcher says otherwise."""
+    local, near = os.environ.get("LOCAL_RANK", rank), os.environ.get("LOCAL_WORLD_SIZE", ranks)
+    return LaunchEnv(rank, ranks, int(local), int(near))
+
+
+@contextmanager
+def process_group(
+    place: LaunchEnv, device: torch.device, seconds: float
+) -> Iterator[CooperativeStop]:
+    """The process group, made and left unless it is there already, the board of its ranks, and
+    where they stop together.
+
+    A collective fails after `seconds`. Within it RankFailed, or whatever is raised, names the first
+    rank that failed.
+    """
+    was_there = dist.is_initialized()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not was_there:
+        dist.init_process_group(
+            BACKENDS[device.type],
+            store=_store(place, timedelta(seconds=seconds)),
+            rank=place.rank,
+            world_size=place.ranks,
+            timeout=timedelta(seconds=seconds),
+        )
+    store = dist.distributed_c10d._get_default_store()
+    board_store = PrefixStore(f"board/{_number()}", store)
+    halt = CooperativeStop(place.rank, place.ranks, seconds)
+    with FailureDetector(
+        board_store, place.rank, place.ranks, None if was_there else exit_process, halt
+    ):
+        yield halt
+    # Not after a failure: ending the group would wait for ranks that are gone.
+    if not was_there:
+        dist.destroy_process_group()
+
+
+def _store(place: LaunchEnv, timeout: timedelta) -> PrefixStore:
+    """The ranks' common memory. An agent of torchrun's keeps its own through all attempts, and in
+    it the addresses of ranks that are dead, so each attempt has a part of its own."""
+    keeps = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        place.ranks,
+        is_master=place.rank == 0 and not keeps,
+        timeout=timeout,
+        multi_tenant=True,
+    )
+    return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+_boards = 0
+
+
+def _number() -> int:
+    """Each of a group's boards has keys of its own: ranks open them in the same order."""
+    global _boards
+    _boards += 1
+    return _boards

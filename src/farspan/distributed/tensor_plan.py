@@ -1,0 +1,350 @@
+"""How decoder layers are cut over the ranks of `tensor`, from the model's own plan.
+
+transformers names, family by family, the linear modules that are cut by their outputs ("colwise")
+and those that are cut by their inputs ("rowwise"): `base_model_tp_plan`. A block, a layer's
+attention or MLP, begins with the former and ends with one of the latter, so that what it gives is
+the sum over ranks of what each computes from its own heads or features (Megatron-LM 3). Nothing
+outside the layers is cut: of the embedding and the head, whose tokens are shared anyway, every rank
+has the whole.
+
+Where transformers makes the activations between the two whole again ("colwise_gather_output",
+"rowwise_split_input"), they stay cut here: outputs of several kinds in one weight are cut kind by
+kind, and a norm over the features of all ranks gathers its own input. Whether a block so cut is the
+block is for `tensor_probe` to find out.
+
+Which layers are made alike, so that what one of them does need not be asked of another."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from math import gcd, prod
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farspan.plan.layout import part
+from farspan.spec import Refused
+
+COLWISE = ("colwise", "colwise_gather_output")
+ROWWISE = ("rowwise", "rowwise_split_input")
+REPLICATED = ("replicated_with_grad_allreduce",)
+INSTEAD = "use ulysses instead of tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCut:
+    """How a parameter is cut along one dimension: each rank has an equal slice of every part."""
+
+    shape: tuple[int, ...]  # of the whole
+    dim: int
+    parts: tuple[int, ...]  # their sum is shape[dim]
+
+    def slice(self, whole: Tensor, index: int, ranks: int) -> Tensor:
+        """What rank `index` of `ranks` has of it, in memory of its own."""
+        assert tuple(whole.shape) == self.shape, (whole.shape, self.shape)
+        own = []
+        for piece in whole.split(self.parts, self.dim):
+            start, stop = part((0, piece.shape[self.dim]), index, ranks)
+            own.append(piece.narrow(self.dim, start, stop - start))
+        return torch.cat(own, self.dim).contiguous()
+
+    def join(self, slices: Sequence[Tensor]) -> Tensor:
+        """The whole, from what each rank has."""
+        sizes = [size // len(slices) for size in self.parts]
+        pieces = [own.split(sizes, self.dim) for own in slices]
+        return torch.cat(
+            [torch.cat(kind, self.dim) for kind in zip(*pieces, strict=True)], self.dim
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WideModule:
+    """A module inside a block that reads the features of all ranks: a norm over all heads."""
+
+    name: str
+    shape: tuple[int, ...]  # the trailing dimensions that it reads; the first of them is cut
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBlock:
+    """A child of a layer that all tokens enter, and whose outputs are summed over ranks."""
+
+    name: str
+    last: str  # its rowwise module
+    attends: bool
+    wide: tuple[WideModule, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    blocks: tuple[TensorBlock, ...]
+    cuts: dict[str, ParameterCut]  # by the parameter's name in the layer
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """Which parameters of a model are cut over `ranks` ranks, and how its layers then run."""
+
+    ranks: int
+    prefix: str  # of the layers, in the model
+    layers: tuple[LayerPlan, ...]
+
+    @cached_property
+    def cuts(self) -> dict[str, ParameterCut]:
+        """By the parameter's name in the model. The gradient of any other parameter of a layer is
+        complete only when summed over the ranks of `tensor`: norms see a rank's own tokens, those
+        inside attention its own heads, and a rowwise bias is added to its own tokens."""
+        return {
+            f"{self.prefix}.{index}.{name}": cut
+            for index, layer in enumerate(self.layers)
+            for name, cut in layer.cuts.items()
+        }
+
+
+def plan_tensor(model: nn.Module, layers: nn.ModuleList, ranks: int) -> TensorPlan:
+    """The plan of a causal LM whose list of decoder layers is `layers`.
+
+    Raises Refused for a model without a plan, and for what its plan asks for inside a layer that is
+    not done here exactly.
+    """
+    prefix, decoder = _owner(model, layers)
+    config: Any = decoder.config
+    styles = _styles(decoder, prefix.rpartition(".")[2])
+    if not styles:
+        raise Refused(
+            f"tensor: {type(model).__name__} has no tensor parallel plan of its own "
+            f"(base_model_tp_plan); {INSTEAD}"
+        )
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    if gcd(heads, kv_heads, ranks) != ranks:
+        raise Refused(
+            f"tensor: {ranks} devices do not divide {heads} query heads and {kv_heads} key-value "
+            f"heads evenly; use tensor: {gcd(heads, kv_heads, ranks)} and ulysses or shards"
+        )
+    reader = _PlanReader(styles, ranks, heads, kv_heads)
+    plans = tuple(reader.layer(f"{prefix}.{i}", layer) for i, layer in enumerate(layers))
+    plan = TensorPlan(ranks, prefix, plans)
+    _refuse_tied(model, plan)
+    return plan
+
+
+def layer_sent(
+    layer: LayerPlan, counts: Sequence[int], index: int, *, batch: int, width: int, itemsize: int
+) -> int:
+    """Bytes that rank `index` gives to its peers in a layer's forward, and again in its backward.
+
+    `counts[i]` are the tokens of rank i, `width` the elements of a hidden state. Each block gathers
+    the tokens, for which shares are padded to the largest, and scatters the sums.
+    """
+    ranks, tokens = len(counts), sum(counts)
+    gathered = max(counts) * (ranks - 1)
+    scattered = tokens - counts[index]
+    features = sum(prod(wide.shape) for block in layer.blocks for wide in block.wide)
+    elements = len(layer.blocks) * (gathered + scattered) * width
+    return batch * itemsize * (elements + tokens * features * (ranks - 1) // ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class _PlanReader:
+    """Reads the model's plan for one layer after the other."""
+
+    styles: dict[str, str]  # by the name in the layer, with * for numbers
+    ranks: int
+    heads: int
+    kv_heads: int
+
+    def layer(self, where: str, layer: nn.Module) -> LayerPlan:
+        found: dict[str, dict[str, str]] = {}
+        for name, style in self._named(layer):
+            block, _, leaf = name.partition(".")
+            what = f"{where}.{name} ({style})"
+            if style not in (*COLWISE, *ROWWISE, *REPLICATED):
+                raise Refused(f"tensor: {what} is a style that farspan cannot cut; {INSTEAD}")
+            if not leaf or "." in leaf:
+                raise Refused(f"tensor: {what} is not a child of attention or an MLP; {INSTEAD}")
+            found.setdefault(block, {})[leaf] = style
+        cuts: dict[str, ParameterCut] = {}
+        blocks = []
+        for name, styles in found.items():
+            blocks.append(self._block(f"{where}.{name}", name, layer, styles, cuts))
+        _refuse_whole_attention(where, layer, blocks)
+        return LayerPlan(tuple(blocks), cuts)
+
+    def _named(self, layer: nn.Module) -> Iterator[tuple[str, str]]:
+        """What of the layer the plan names, modules and parameters, with its style."""
+        names = [name for name, _ in layer.named_modules()]
+        names += [name for name, _ in layer.named_parameters()]
+        for name in names:
+            style = self.styles.get(re.sub(r"(?<![^.])\d+(?![^.])", "*", name))
+            if style is not None:
+                yield name, style
+
+    def _block(
+        self,
+        where: str,
+        name: str,
+        layer: nn.Module,
+        styles: dict[str, str],
+        cuts: dict[str, ParameterCut],
+    ) -> TensorBlock:
+        module = layer.get_submodule(name)
+        last = [leaf for leaf, style in styles.items() if style in ROWWISE]
+        if len(last) != 1:
+            raise Refused(
+                f"tensor: {where} has {len(last)} rowwise modules in its plan, expected one whose "
+                f"outputs are summed; {INSTEAD}"
+            )
+        weight = _linear(where, last[0], styles[last[0]], module).weight
+        attends = hasattr(module, "is_causal")
+        features, widths = weight.shape[1], set()
+        found = {f"{last[0]}.weight": ParameterCut(tuple(weight.shape), 1, (features,))}
+        for leaf, style in styles.items():
+            if style not in COLWISE:
+                continue
+            parameters = _column(where, leaf, style, module)
+            first = next(iter(parameters.values()))
+            parts = self._parts(style, first.shape[0], features, attends)
+            widths.add(first.shape[0])
+            found |= {key: ParameterCut(tuple(p.shape), 0, parts) for key, p in parameters.items()}
+        for leaf, cut in found.items():
+            self._refuse_uneven(f"{where}.{leaf}", cut)
+            cuts[f"{name}.{leaf}"] = cut
+        return TensorBlock(name, last[0], attends, tuple(_wide(module, widths, styles)))
+
+    def _parts(self, style: str, outputs: int, features: int, attends: bool) -> tuple[int, ...]:
+        """The kinds of outputs that stand one after the other in one weight."""
+        if style == "colwise":
+            return (outputs,)
+        of_keys = features // self.heads * self.kv_heads
+        if attends and outputs == features + 2 * of_keys:
+            return features, of_keys, of_keys
+        if not attends and outputs == 2 * features:
+            return features, features
+        return (outputs,)
+
+    def _refuse_uneven(self, what: str, cut: ParameterCut) -> None:
+        for size in cut.parts:
+            if size % self.ranks:
+                raise Refused(
+                    f"tensor: {self.ranks} devices do not divide the {size} features of {what} "
+                    f"evenly; use tensor: {gcd(size, self.ranks)}, or ulysses"
+                )
+
+
+def _owner(model: nn.Module, layers: nn.ModuleList) -> tuple[str, nn.Module]:
+    """The name of the list of layers, and the module that holds it."""
+    for name, module in model.named_modules():
+        if module is layers:
+            return name, model.get_submodule(name.rpartition(".")[0])
+    raise AssertionError("the layers are not the model's")
+
+
+def _styles(decoder: nn.Module, layers: str) -> dict[str, str]:
+    # A decoder's own plan also has what was set on the instance.
+    config: Any = decoder.config
+    plans = (getattr(config, "base_model_tp_plan", None), getattr(decoder, "_tp_plan", None))
+    start = f"{layers}.*."
+    return {
+        name.removeprefix(start): style
+        for plan in plans
+        for name, style in (plan or {}).items()
+        if name.startswith(start)
+    }
+
+
+def _linear(where: str, leaf: str, style: str, block: nn.Module) -> nn.Linear:
+    module = getattr(block, leaf)
+    plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    if not plain or "forward" in vars(module) or not module.weight.is_floating_point():
+        raise Refused(
+            f"tensor: {where}.{leaf} ({style}) is a {type(module).__name__}, expected a plain "
+            f"torch.nn.Linear; {INSTEAD}"
+        )
+    return module
+
+
+def _column(where: str, leaf: str, style: str, block: nn.Module) -> dict[str, nn.Parameter]:
+    """What is cut of a colwise module, or a parameter of the block's own such as sinks."""
+    own = block._parameters.get(leaf)
+    if own is not None:
+        return {leaf: own}
+    named = _linear(where, leaf, style, block).named_parameters()
+    return {f"{leaf}.{name}": parameter for name, parameter in named}
+
+
+def _wide(block: nn.Module, widths: set[int], styles: dict[str, str]) -> Iterator[WideModule]:
+    for name, child in block.named_children():
+        weight = child._parameters.get("weight")
+        cut = styles.get(name) in (*COLWISE, *ROWWISE)
+        if weight is not None and not cut and weight.numel() in widths:
+            yield WideModule(name, tuple(weight.shape))
+
+
+def _refuse_whole_attention(where: str, layer: nn.Module, blocks: Sequence[TensorBlock]) -> None:
+    """Attention that is not cut would see a rank's own tokens alone."""
+    cut = {block.name for block in blocks if block.attends}
+    for name, child in layer.named_children():
+        if name not in cut and any(hasattr(module, "is_causal") for module in child.modules()):
+            raise Refused(f"tensor: {where}.{name} attends and has no plan of its own; {INSTEAD}")
+    if not cut:
+        raise Refused(f"tensor: {where} has no attention that its plan cuts; {INSTEAD}")
+
+
+def _refuse_tied(model: nn.Module, plan: TensorPlan) -> None:
+    seen: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = seen.setdefault(id(parameter), name)
+        if other != name and (name in plan.cuts or other in plan.cuts):
+            raise Refused(f"tensor: {other} is {name} as well; untie them, or {INSTEAD}")
+
+
+# What families call a layer's place in its model, for its cache: it makes no layer another one.
+INDEX_NAMES = {
+    "layer_idx", "layer_id", "layer_num", "layer_number", "layer_index", "block_id", "block_index"
+}  # fmt: skip
+NO_SETTINGS = INDEX_NAMES | set(vars(nn.Module()))
+PLAIN_SETTINGS = (
+    bool | int | float | str | FunctionType | BuiltinFunctionType | type | torch.dtype | None
+)
+
+
+def layer_signature(layer: nn.Module, index: int) -> tuple[Any, ...]:
+    """Modules, tensors and settings of a layer: SmolLM3's with and without rotation differ by one
+    flag. With a hook or a forward of its own a layer is like no other."""
+    modules = tuple((type(module), *_settings(module)) for module in layer.modules())
+    parameters = tuple((*p.shape, p.requires_grad) for p in layer.parameters())
+    buffers = tuple(tuple(b.shape) for b in layer.buffers())
+    return modules, parameters, buffers, index if _is_customised(layer) else None
+
+
+def _settings(module: nn.Module) -> list[tuple[str, Any]]:
+    return [(name, _plain(x)) for name, x in vars(module).items() if name not in NO_SETTINGS]
+
+
+def _plain(value: Any) -> Any:
+    """Equal where two settings are: of what cannot be looked into, where they are one object."""
+    if isinstance(value, PLAIN_SETTINGS):
+        return value
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, partial):
+        return value.func, _plain(value.args), _plain(value.keywords)
+    if isinstance(value, MethodType):
+        return value.__func__
+    if isinstance(value, dict):
+        return tuple((_plain(key), _plain(x)) for key, x in value.items())
+    if isinstance(value, list | tuple | set | frozenset):
+        return tuple(map(_plain, value))
+    return id(value)
+
+
+def _is_customised(layer: nn.Module) -> bool:
+    """Does somebody's hook or replaced forward make this layer one of its own?"""
+    return any(
+        bool(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m))
+        for m in layer.modules()
+    )

@@ -1,0 +1,336 @@
+"""Tensors of a program's buffers: names and chunks in, views of the arenas out.
+
+Shapes. A buffer holds its tensors token first, [T, B, ...]: the rows of a chunk, or of any range of
+keys, are one contiguous piece for every batch size, and a copy across the link is one copy. What
+attention reads of K, V is a permuted view, [B, H, T, D]. x and O, LSE are only ever read by whole
+chunks, so within a chunk's piece they are laid out as the model wants them: x [B, C, hidden],
+O [B, C, H, Dv], LSE [B, H, C].
+
+K, V of earlier chunks for one layer, and the accumulators of their gradients.
+
+Two places: on the device, where a range of keys is a view; or on host, from where blocks are
+streamed through two slots (FPDT 4.2). Both are asked the same questions and give the same bits.
+
+    fetch     kv 0, dkv 0 | kv 1, dkv 1 |              kv 2, dkv 2 |
+    compute                 attend 0, add | attend 1, add            | attend 2, add
+    evict                                 | dkv 0         | dkv 1
+
+Blocks 0 and 1 are fetched when the cell begins, before it asks; block b + 1 as soon as block b - 1
+is done with; a block's totals of dK, dV go back behind the computation. A slot is taken again and
+again: each taking is a generation, with its own events."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farspan.attention.softmax import accumulate_dtype, add_
+from farspan.engine.tiers import Arena, CopyEngine
+from farspan.plan import names
+from farspan.plan.blocks import Block
+from farspan.plan.footprints import Lane
+from farspan.plan.program import Buffer, Kind, Program
+from farspan.plan.sizes import aligned, cell_place, regions
+from farspan.plan.waits import Hazard
+from farspan.spec import Tier
+
+
+class ProgramBuffers:
+    """The memory of one program's run."""
+
+    def __init__(
+        self, program: Program, arenas: dict[Tier, Arena], dtype: torch.dtype, copies: CopyEngine
+    ) -> None:
+        self.program = program
+        self.arenas = arenas
+        self.dtype = dtype
+        self.accumulate_dtype = accumulate_dtype(dtype)
+        self.copies = copies
+
+    def rows(
+        self,
+        name: str,
+        span: tuple[int, int],
+        layer: int,
+        *,
+        at_start: bool = False,
+        mapped: bool = False,
+    ) -> dict[str, Tensor]:
+        """The tensors of `buffer` for these rows (plan.share), each [T, B, ...].
+
+        A slot holds whatever chunk was put there last, from its first row on: `at_start`. For
+        `mapped` see `Arena.view`.
+        """
+        buffer = self.program.buffers[name]
+        arena = self.arenas[buffer.tier]
+        start = 0 if at_start else span[0] - buffer.start
+        count = span[1] - span[0]
+        held = buffer.stop - buffer.start
+        assert 0 <= start <= held - count, f"{name} does not hold rows {span}"
+        spec = self.program.model.layers[layer]
+        views = {}
+        run = self.program.run
+        for region in regions(buffer.kind, self.program.model, spec, run.batch, held):
+            dtype = self.accumulate_dtype if region.accumulate else self.dtype
+            address = buffer.address + region.offset + start * region.row_bytes()
+            shape = count, *region.shape
+            views[region.name] = arena.view(address, shape, dtype, mapped=mapped)
+        return views
+
+    def chunk(self, name: str, chunk: int, layer: int) -> dict[str, Tensor]:
+        """The tensors of a chunk in a buffer or a slot: K, V [C, B, Hk, D], others as above."""
+        buffer = self.program.buffers[name]
+        span = self.program.rows(buffer.kind, chunk)
+        rows = self.rows(name, span, layer, at_start=is_slot(buffer))
+        if buffer.kind in (Kind.KV, Kind.DKV):
+            return rows
+        return {part: _chunk_view(part, tensor) for part, tensor in rows.items()}
+
+    def cell(self, name: str, chunk: int) -> Tensor:
+        """The raw bytes of a chunk's cell."""
+        buffer = self.program.buffers[name]
+        start, stop = cell_place(self.program, buffer, chunk)
+        return self.arenas[buffer.tier].view(buffer.address + start, (stop - start,), torch.uint8)
+
+    def cells(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """All cells of a buffer, which are alike, each a tensor of this shape: [cells, *shape]."""
+        buffer = self.program.buffers[name]
+        assert not buffer.cell_row, name
+        size = aligned(buffer.cell_bytes)
+        row = size // dtype.itemsize
+        whole = self.arenas[buffer.tier].view(buffer.address, (buffer.bytes // size, row), dtype)
+        return whole[:, : buffer.cell_bytes // dtype.itemsize].unflatten(1, shape)
+
+    def copy_chunk(self, source: str, target: str, chunk: int) -> None:
+        """Copy a chunk between two buffers of different tiers."""
+        ends = [self.program.buffers[name] for name in (source, target)]
+        move = self.copies.fetch if ends[0].tier is Tier.HOST else self.copies.evict
+        if ends[0].kind is Kind.ACTIVATIONS:
+            cells = self.cell(target, chunk), self.cell(source, chunk)
+            used = min(map(len, cells))
+            move(cells[0][:used], cells[1][:used])
+            return
+        layer = max(end.layer for end in ends if not is_slot(end))
+        layer = min(layer, len(self.program.model.layers) - 1)
+        there, here = self.chunk(target, chunk, layer), self.chunk(source, chunk, layer)
+        for name, rows in there.items():
+            move(rows, here[name])
+
+    def clear(self, name: str) -> None:
+        """Zero a whole buffer of the device."""
+        buffer = self.program.buffers[name]
+        assert buffer.tier is Tier.DEVICE, f"{name}: the CPU would not wait for copies"
+        self.arenas[buffer.tier].view(buffer.address, (buffer.bytes,), torch.uint8).zero_()
+
+
+def _chunk_view(part: str, rows: Tensor) -> Tensor:
+    count, batch, *rest = rows.shape
+    if part == "lse":
+        return rows.view(batch, *rest, count)
+    return rows.view(batch, count, *rest)
+
+
+def is_slot(buffer: Buffer) -> bool:
+    """A slot serves any layer and chunk."""
+    return buffer.layer < 0
+
+
+Span = tuple[int, int]
+
+
+@dataclass(slots=True)
+class StagingBuffer:
+    """One slot; its events are of the present generation."""
+
+    name: str
+    arrived: Any = None  # its fetch
+    done: Any = None  # the last use of what was fetched: the next generation may be
+
+
+class StagingBuffers:
+    """The slots for blocks, which the cells of a step take in turn."""
+
+    def __init__(self, copies: CopyEngine) -> None:
+        self.copies = copies
+        self._rings: dict[tuple[str, ...], deque[StagingBuffer]] = {
+            ring: deque(map(StagingBuffer, ring)) for ring in (names.KV_BLOCKS, names.DKV_BLOCKS)
+        }
+
+    def take(self, ring: tuple[str, ...], hazard: Hazard) -> StagingBuffer:
+        """The slot whose turn it is; what is fetched from now on comes after its last use."""
+        slots = self._rings[ring]
+        slots.rotate(-1)
+        slot = slots[-1]
+        self.copies.wait(Lane.FETCH, slot.done, hazard)
+        return slot
+
+
+@dataclass(slots=True)
+class _PendingBlock:
+    """A block on its way to the device."""
+
+    span: Span
+    keys: StagingBuffer
+    totals: StagingBuffer | None  # of dK, dV, in a backward
+
+
+@dataclass(slots=True)
+class KVPrefix:
+    """Implements `attention.chunk.KeyValues` over a program's buffers."""
+
+    storage: ProgramBuffers
+    slots: StagingBuffers
+    layer: int
+    keys_in: str
+    gradients_in: str | None = None
+    before: int = 0  # rows before the chunk's own
+    fused: bool = False  # gradients are added by farspan's own kernel, where the device has it
+    spans: Iterator[Span] = field(default_factory=lambda: iter(()))  # still to be fetched
+    coming: deque[_PendingBlock] = field(default_factory=deque)
+    here: _PendingBlock | None = None  # the block at hand
+
+    def begin(self, spans: Iterable[Span]) -> None:
+        """The cell will ask for these blocks in this order: fetch the first of them."""
+        if self.on_host(self.keys_in):
+            self.spans = iter(spans)
+            for _ in names.KV_BLOCKS:
+                self._fetch_next()
+
+    def keys(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """K [B, Hk, T, D] and V [B, Hk, T, Dv] of tokens [start, stop)."""
+        rows = self.tensors(start, stop)
+        return rows["k"].permute(1, 2, 0, 3), rows["v"].permute(1, 2, 0, 3)
+
+    def tensors(self, start: int, stop: int) -> dict[str, Tensor]:
+        """All that the layer has of tokens [start, stop), each [T, B, ...]."""
+        if self.on_host(self.keys_in):
+            self.done()
+            self.here = self.coming.popleft()
+            assert self.here.span == (start, stop), (self.here.span, start, stop)
+            self.storage.copies.wait(Lane.COMPUTE, self.here.keys.arrived, Hazard.NOT_ARRIVED)
+            return self._in_slot(self.here.keys)
+        return self.storage.rows(self.keys_in, (start, stop), self.layer)
+
+    def add_gradient(self, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
+        """Add dK [b, Hk, T, D] and dV of batch `rows` for tokens [start, stop)."""
+        self._add(start, stop, lambda total: _add(total, rows, dk, dv, self.fused))
+
+    def add(self, start: int, stop: int, gradients: dict[str, Tensor]) -> None:
+        """Add to the gradients of tensors of tokens [start, stop), each [T, B, ...]."""
+
+        def add_all(total: dict[str, Tensor]) -> None:
+            for name, gradient in gradients.items():
+                total[name].add_(gradient)
+
+        self._add(start, stop, add_all)
+
+    def _add(self, start: int, stop: int, add: Callable[[dict[str, Tensor]], None]) -> None:
+        assert self.gradients_in is not None
+        home = self.storage.rows(self.gradients_in, (start, stop), self.layer)
+        slot = None if self.here is None else self.here.totals
+        if slot is None:
+            add(home)
+            return
+        copies, total = self.storage.copies, self._in_slot(slot)
+        copies.wait(Lane.COMPUTE, slot.arrived, Hazard.NOT_ARRIVED)
+        add(total)
+        copies.wait(Lane.EVICT, copies.record(Lane.COMPUTE), Hazard.NOT_WRITTEN)
+        for name, tensor in total.items():
+            copies.evict(home[name], tensor)
+        slot.done = copies.record(Lane.EVICT)
+
+    def prefix_rows(self) -> tuple[Tensor, Tensor]:
+        """K [T, B, Hk, D] and V [T, B, Hk, Dv] of all rows before the chunk's own, where they
+        lie."""
+        rows = self.storage.rows(self.keys_in, (0, self.before), self.layer)
+        return rows["k"], rows["v"]
+
+    def add_rows(self, dk: Tensor, dv: Tensor) -> None:
+        """Add to dK, dV of the same rows."""
+        assert self.gradients_in is not None
+        home = self.storage.rows(self.gradients_in, (0, self.before), self.layer)
+        home["k"].add_(dk)
+        home["v"].add_(dv)
+
+    def done(self) -> None:
+        """The block at hand is no longer needed: another one may come."""
+        if self.here is not None:
+            self.here.keys.done = self.storage.copies.record(Lane.COMPUTE)
+            self.here = None
+            self._fetch_next()
+
+    def _fetch_next(self) -> None:
+        span = next(self.spans, None)
+        if span is None:
+            return
+        keys = self._fetch(span, self.keys_in, names.KV_BLOCKS, Hazard.STILL_READ)
+        totals = None
+        if self.gradients_in is not None:
+            totals = self._fetch(span, self.gradients_in, names.DKV_BLOCKS, Hazard.STILL_LEAVING)
+        self.coming.append(_PendingBlock(span, keys, totals))
+
+    def _fetch(self, span: Span, home: str, ring: tuple[str, ...], hazard: Hazard) -> StagingBuffer:
+        slot = self.slots.take(ring, hazard)
+        rows = self.storage.rows(home, span, self.layer)
+        here = self.storage.rows(slot.name, (0, span[1] - span[0]), self.layer, at_start=True)
+        for name, tensor in here.items():
+            self.storage.copies.fetch(tensor, rows[name])
+        slot.arrived = self.storage.copies.record(Lane.FETCH)
+        return slot
+
+    def _in_slot(self, slot: StagingBuffer) -> dict[str, Tensor]:
+        assert self.here is not None
+        start, stop = self.here.span
+        return self.storage.rows(slot.name, (0, stop - start), self.layer, at_start=True)
+
+    def everything(self, name: str) -> dict[str, Tensor]:
+        """All rows of one of the layer's buffers, where they lie, as tensors of the device."""
+        buffer = self.storage.program.buffers[name]
+        span, mapped = (buffer.start, buffer.stop), self.on_host(name)
+        return self.storage.rows(name, span, self.layer, mapped=mapped)
+
+    def on_host(self, name: str) -> bool:
+        """Is this buffer on host?"""
+        return self.storage.program.buffers[name].tier is Tier.HOST
+
+
+@dataclass(frozen=True, slots=True)
+class KVHeads:
+    """Some K, V heads of a prefix on the device."""
+
+    prefix: KVPrefix
+    heads: slice
+
+    def keys(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        k, v = self.prefix.keys(start, stop)
+        return k[:, self.heads], v[:, self.heads]
+
+    def add_gradient(self, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
+        whole = self.prefix
+        assert whole.gradients_in is not None
+        assert not whole.on_host(whole.gradients_in)
+        home = whole.storage.rows(whole.gradients_in, (start, stop), whole.layer)
+        own = {name: x[:, :, self.heads] for name, x in home.items()}
+        _add(own, rows, dk, dv, whole.fused)
+
+
+def _add(total: dict[str, Tensor], rows: slice, dk: Tensor, dv: Tensor, fused: bool) -> None:
+    for name, gradient in (("k", dk), ("v", dv)):
+        add_(total[name][:, rows], gradient.permute(2, 0, 1, 3), fused=fused)
+
+
+def streamed_spans(blocks: tuple[Block, ...], q_start: int) -> list[Span]:
+    """Ranges of earlier keys in the order in which attention asks for them: blocks that overlap are
+    asked for together."""
+    spans: list[Span] = []
+    for block in sorted(blocks, key=lambda block: (block.k_start, block.k_stop)):
+        if block.k_start >= q_start:
+            continue
+        if spans and block.k_start < spans[-1][1]:
+            spans[-1] = spans[-1][0], max(spans[-1][1], block.k_stop)
+        else:
+            spans.append((block.k_start, block.k_stop))
+    return spans

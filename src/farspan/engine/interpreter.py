@@ -1,0 +1,476 @@
+"""Decoder layers as cells run them: the model's own, or in shells whose token-wise modules run on
+tiles.
+
+The interpreter of a program: one match over its instructions."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from farspan.activations import SavedActivations
+from farspan.distributed.collectives import Pipeline
+from farspan.distributed.tensor import TensorParallel
+from farspan.engine.attention_op import AttentionCells, AttentionContext, ChunkAttention, KVWritten
+from farspan.engine.buffers import ProgramBuffers, StagingBuffers
+from farspan.engine.gradients import (
+    AccumulatingLinears,
+    GradientAccumulator,
+    Graph,
+    RunChunk,
+    build_graph,
+    differentiate,
+)
+from farspan.engine.kernels import AttentionKernels
+from farspan.engine.loss import IGNORED, StepInputs
+from farspan.engine.loss import LossHead as HeadStage
+from farspan.engine.parallelize import ShardedModel
+from farspan.engine.recurrent import Recurrent, RecurrentCell
+from farspan.engine.tiers import StreamOrder
+from farspan.hf.attention_interface import answering
+from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
+from farspan.hf.tiled_mlp import Add, Tokenwise, tiled
+from farspan.plan import names
+from farspan.plan.layout import Rank
+from farspan.plan.program import (
+    Allocate,
+    AttentionMode,
+    Backward,
+    Clear,
+    Close,
+    Embed,
+    EmbedBackward,
+    Evict,
+    Fetch,
+    Forward,
+    Free,
+    Gather,
+    Head,
+    Instruction,
+    Load,
+    LoadGradient,
+    Program,
+    Receive,
+    Release,
+    Send,
+    Store,
+    StoreGradient,
+)
+from farspan.plan.sizes import cell_place
+from farspan.plan.unread import Cell
+from farspan.plan.waits import Order
+from farspan.sparse.engine import SparseRun
+from farspan.sparse.select import Selector
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """The model's layers as they are."""
+
+    boundary: CausalLMStages
+
+    def run(self, i: Forward, hidden: Tensor, call: LayerCall) -> Tensor:
+        """The layer of a cell on its chunk, [B, C, hidden] in and out."""
+        return self.boundary.run_layer(i.layer, hidden, call)
+
+
+@dataclass(frozen=True, slots=True)
+class SparingLayers(Layers):
+    """Layers that leave out their last product in cells whose output nobody reads."""
+
+    adding: AccumulatingLinears
+    unread: frozenset[Cell]  # outputs that only autograd asks for
+    spared: frozenset[int]  # layers that may
+
+    def run(self, i: Forward, hidden: Tensor, call: LayerCall) -> Tensor:
+        self.adding.unread = i.layer in self.spared and (i.layer, i.chunk) in self.unread
+        try:
+            return self.boundary.run_layer(i.layer, hidden, call)
+        finally:
+            self.adding.unread = False
+
+
+@dataclass(frozen=True, slots=True)
+class CutLayers(Layers):
+    """Layers whose weights are cut over ranks, each on its own tokens."""
+
+    tensor: TensorParallel
+    program: Program
+
+    def run(self, i: Forward, hidden: Tensor, call: LayerCall) -> Tensor:
+        rank, chunk = self.program.share.rank, self.program.chunks[i.chunk]
+        peers = [Rank(rank.layout, number) for number in rank.peers("tensor")]
+        counts = [stop - start for start, stop in (peer.tokens(chunk) for peer in peers)]
+        if not any(counts):  # each runs a filler (engine.attending)
+            counts = [1] * len(counts)
+        shell = self.tensor.shell(i.layer, self.boundary.layers[i.layer], counts)
+        return run_layer(shell, hidden, call)
+
+
+@dataclass(frozen=True, slots=True)
+class TiledLayers(Layers):
+    """Layers in shells, for one step. A kept graph keeps all that autograd saves, which is what it
+    is for: its layer runs as it is."""
+
+    children: Sequence[Sequence[Tokenwise]]  # of each layer
+    tokens: int
+    unread: frozenset[Cell]  # outputs that only autograd asks for
+    add: Add
+    shells: dict[tuple[int, bool], nn.Module] = field(default_factory=dict)
+
+    def run(self, i: Forward, hidden: Tensor, call: LayerCall) -> Tensor:
+        if i.kept:
+            return self.boundary.run_layer(i.layer, hidden, call)
+        key = i.layer, not (i.graph and (i.layer, i.chunk) in self.unread)
+        if key not in self.shells:
+            layer = self.boundary.running[i.layer]
+            children = self.children[i.layer]
+            self.shells[key] = tiled(layer, children, self.tokens, self.add, value=key[1])
+        return run_layer(self.shells[key], hidden, call)
+
+
+# A cell and its graph, until its backward; None: its graph is built then, from its input.
+Waiting = tuple[ChunkAttention | RecurrentCell, Graph | None]
+
+
+@dataclass(slots=True)
+class Interpreter:
+    """Runs one program on one batch."""
+
+    boundary: CausalLMStages
+    program: Program
+    storage: ProgramBuffers
+    batch: StepInputs
+    head: HeadStage
+    gradients: GradientAccumulator
+    after: Callable[[Instruction], None]  # called when an instruction was issued
+    layers: Layers
+    kernels: AttentionKernels
+    select: Selector | None = None  # of pages, where attention is sparse
+    watched: tuple[int, int] | None = None  # the sparse cell whose seen mass is measured
+    dealt: ShardedModel | None = None  # None: this process is alone
+    slots: StagingBuffers = field(init=False)
+    attending: AttentionContext = field(init=False)
+    cells: AttentionCells = field(init=False)
+    sparse: SparseRun | None = None
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    gradient: dict[int, Tensor] = field(default_factory=dict)
+    held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    graphs: dict[tuple[int, int], Waiting] = field(default_factory=dict)
+    calls: tuple[int, list[LayerCall]] = (-1, [])  # of the chunk at hand
+    loss: Tensor | None = None
+    pipeline: Pipeline | None = field(init=False, default=None)
+    recurrent: Recurrent = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.slots = StagingBuffers(self.storage.copies)
+        ranks = None if self.dealt is None else self.dealt.ranks
+        self.attending = AttentionContext(self.program, self.batch, self.kernels, ranks)
+        self.recurrent = Recurrent(
+            self.boundary, self.program, self.storage, self.slots, self.attending
+        )
+        if ranks is not None and ranks.layout.pipeline > 1:
+            self.pipeline = Pipeline(ranks.among("pipeline"))
+        sparse = self.program.schedule.sparse
+        if sparse is not None and self.select is not None:
+            self.sparse = SparseRun(
+                *(self.storage, self.slots, sparse, self.select, self.kernels),
+                *(self.attending.documents, self.watched),
+            )
+        self.cells = AttentionCells(
+            *(self.program, self.storage, self.slots, self.attending, self.sparse)
+        )
+
+    def run(self, orders: tuple[Order, ...] | None = None) -> Tensor:
+        """The mean loss, a float64 scalar. `orders` are the waits when copies run beside the
+        computation."""
+        followed = None if orders is None else StreamOrder(self.storage.copies, orders)
+        for index, instruction in enumerate(self.program.instructions):
+            if followed is not None:
+                followed.before(index)
+            self._issue(instruction)
+            if followed is not None:
+                followed.after(index)
+            self.after(instruction)
+        if self.pipeline is not None:
+            self.pipeline.finish()
+        if self.loss is None:  # another stage has the head
+            return torch.zeros((), dtype=torch.float64, device=self.boundary.device)
+        return self.loss
+
+    def _issue(self, instruction: Instruction) -> None:
+        match instruction:
+            case Allocate() | Free():
+                pass  # addresses are planned: nothing happens at run time
+            case Clear(buffer):
+                self.storage.clear(buffer)
+            case Fetch(source, target, chunk) | Evict(source, target, chunk):
+                self.storage.copy_chunk(source, target, chunk)
+            case Embed(chunk):
+                self.hidden[0] = self._embed(chunk)
+            case Load(layer, chunk, buffer):
+                self.hidden[layer] = self._load(buffer, chunk)
+            case Store(layer, chunk, buffer):
+                self._store(buffer, chunk, self.hidden.pop(layer))
+            case LoadGradient(layer, chunk, buffer):
+                self.gradient[layer] = self._load(buffer, chunk)
+            case StoreGradient(layer, chunk, buffer):
+                self._store(buffer, chunk, self.gradient.pop(layer))
+            case Forward():
+                self._forward(instruction)
+            case Head(chunk, gradient):
+                self._head(chunk, gradient)
+            case Backward():
+                self._backward(instruction)
+            case EmbedBackward(chunk):
+                self._embed_backward(chunk)
+            case Close(group):
+                self._close(group)
+            case Gather() | Release():
+                self._weights(instruction)
+            case Receive(layer, chunk, gradient):
+                bank = self.gradient if gradient else self.hidden
+                bank[layer] = self._pipeline().receive(self._passing(chunk), up=not gradient)
+            case Send(layer, chunk, gradient):
+                tensor = (self.gradient if gradient else self.hidden).pop(layer)
+                self._pipeline().send(tensor, up=not gradient)
+
+    # -- stages outside the layers -------------------------------------------------------------
+
+    def _span(self, chunk: int) -> slice:
+        """The tokens of a chunk that this rank runs: its own, or a filler."""
+        start, stop = self.program.share.tokens.ranges[chunk]
+        if not self.attending.is_filler(chunk):
+            return slice(start, stop)
+        start = min(start, self.program.run.tokens - 1)
+        return slice(start, start + 1)
+
+    def _embed(self, chunk: int) -> Tensor:
+        span = self._span(chunk)
+        with torch.no_grad():
+            hidden, calls = self.boundary.embed(
+                self.batch.input_ids[:, span], self.batch.position_ids[:, span]
+            )
+        if self.program.share.rank.layout.tensor == 1:
+            self.calls = chunk, calls
+        return hidden
+
+    def _embed_backward(self, chunk: int) -> None:
+        gradient = self.gradient.pop(0)
+        parameters = self.head.parameters
+        span = self._span(chunk)
+        with torch.enable_grad():
+            hidden, _ = self.boundary.embed(
+                self.batch.input_ids[:, span], self.batch.position_ids[:, span]
+            )
+        if hidden.requires_grad:
+            found = torch.autograd.grad(hidden, parameters, gradient, allow_unused=True)
+            self.gradients.add(parameters, found)
+
+    def _head(self, chunk: int, gradient: bool) -> None:
+        layer = len(self.boundary.layers)
+        hidden, targets = self.hidden.pop(layer), self.batch.targets[:, self._span(chunk)]
+        if self.attending.is_filler(chunk):
+            targets = torch.full_like(targets, IGNORED)
+        if gradient:
+            loss, self.gradient[layer] = self.head.loss_and_gradient(
+                hidden, targets, self.gradients
+            )
+        else:
+            loss = self.head.loss(hidden, targets)
+        self.loss = loss if self.loss is None else self.loss + loss
+
+    def _close(self, group: int) -> None:
+        layers = range(*self.program.groups[group])
+        # Ranks of a pipeline close what is outside the layers together.
+        outer = group == 0 or self.pipeline is not None
+        if self.dealt is not None:
+            for unit in [*layers, *[self.dealt.sharded.outer] * outer]:
+                self.gradients.reduce(unit)
+            return
+        for layer in layers:
+            self.gradients.close(self.boundary.layers[layer].parameters())
+        if outer:
+            self.gradients.close(self.head.parameters)
+
+    def _weights(self, i: Gather | Release) -> None:
+        assert self.dealt is not None
+        move = self.dealt.gather if isinstance(i, Gather) else self.dealt.release
+        move(self.program, i.group, outer=i.outer)
+
+    def _pipeline(self) -> Pipeline:
+        assert self.pipeline is not None
+        return self.pipeline
+
+    def _passing(self, chunk: int) -> Tensor:
+        """Memory for the rank's tokens of a chunk between layers, [B, C, hidden]."""
+        span, run = self._span(chunk), self.program.run
+        shape = run.batch, span.stop - span.start, self.program.model.hidden
+        return torch.empty(shape, dtype=self.storage.dtype, device=self.boundary.device)
+
+    def _x(self, buffer: str, chunk: int) -> Tensor:
+        """[B, C, hidden] of a chunk in a buffer or slot of x."""
+        return self.storage.chunk(buffer, chunk, 0)["x"]
+
+    def _load(self, buffer: str, chunk: int) -> Tensor:
+        rows = self._x(buffer, chunk)
+        if self.attending.is_filler(chunk):
+            return rows.new_zeros(len(rows), 1, rows.shape[2])
+        return rows
+
+    def _store(self, buffer: str, chunk: int, rows: Tensor) -> None:
+        place = self._x(buffer, chunk)
+        place.copy_(rows[:, : place.shape[1]])
+
+    # -- cells -----------------------------------------------------------------------------------
+
+    def _forward(self, i: Forward) -> None:
+        hidden = self.hidden[i.layer] if i.hold else self.hidden.pop(i.layer)
+        if not self.program.model.layers[i.layer].attends():
+            self._forward_recurrent(i, hidden)
+            return
+        held = self.held.pop(i.layer) if i.mode is AttentionMode.HELD else None
+        cell = self.cells.begin(i, held)
+        if i.graph:
+            run = partial(self.layers.run, i, call=self._call(i.layer, i.chunk))
+            with answering(cell):
+                self._build(i, cell, hidden, run)
+            cell.write_kv = cell.held = None
+            return
+        try:
+            with torch.no_grad(), answering(cell):
+                out = self.layers.run(i, hidden, self._call(i.layer, i.chunk))
+        except KVWritten:
+            return
+        self.hidden[i.layer + 1] = out
+        if i.hold:
+            assert cell.held is not None
+            self.held[i.layer] = cell.held
+
+    def _forward_recurrent(self, i: Forward, hidden: Tensor) -> None:
+        cell = self.recurrent.cell(i)
+        again = i.kept and cell.is_cut()
+        if i.graph and not again:
+            self._build(i, cell, hidden, cell.run)
+        else:
+            with torch.no_grad():
+                self.hidden[i.layer + 1] = cell.run(hidden)
+        if again:
+            self._keep_input(i, cell, hidden)
+        self.recurrent.leave(i, cell)
+        if i.kept and self.graphs[i.layer, i.chunk][1] is None:
+            cell.forget()
+        if i.mode is AttentionMode.NONE:
+            del self.hidden[i.layer + 1]
+
+    def _build(
+        self, i: Forward, cell: ChunkAttention | RecurrentCell, hidden: Tensor, run: RunChunk
+    ) -> None:
+        """Run a layer with the graph that its backward will find."""
+        saved = None
+        if i.kept:
+            layer = self.boundary.layers[i.layer]
+            tensors = *layer.parameters(), *layer.buffers()
+            saved = SavedActivations(tensors, self._named(i.layer, hidden, cell))
+        graph, self.hidden[i.layer + 1] = build_graph(run, hidden, saved)
+        if saved is not None:
+            store = self._planned_cell(i)
+            # What scans save is a little more than linear in their tokens.
+            if isinstance(cell, RecurrentCell) and saved.size() > len(store):
+                self._keep_input(i, cell, hidden)
+                return
+            saved.seal(store)
+        self.graphs[i.layer, i.chunk] = cell, graph
+
+    def _keep_input(self, i: Forward, cell: RecurrentCell, hidden: Tensor) -> None:
+        """In a kept cell: its graph is built in the backward."""
+        self._as_input(self._planned_cell(i), i.chunk).copy_(hidden)
+        self.graphs[i.layer, i.chunk] = cell, None
+
+    def _planned_cell(self, i: Forward) -> Tensor:
+        """The bytes planned for this layer's cell: a slot may be wider than its home."""
+        assert i.activations is not None
+        start, stop = cell_place(
+            self.program, self.program.buffers[names.activations(i.layer)], i.chunk
+        )
+        return self.storage.cell(i.activations, i.chunk)[: stop - start]
+
+    def _backward(self, i: Backward) -> None:
+        cell, graph = self.graphs.pop((i.layer, i.chunk))
+        self.hidden.pop(i.layer + 1, None)
+        if isinstance(cell, RecurrentCell):
+            self._backward_recurrent(i, cell, graph)
+            return
+        assert graph is not None
+        self.cells.begin_backward(i, cell)
+        self._restore(i, cell, graph)
+        parameters = self._trained(i.layer)
+        found, self.gradient[i.layer] = differentiate(
+            graph, parameters, [self.gradient.pop(i.layer + 1)]
+        )
+        self.gradients.add(parameters, found)
+
+    def _backward_recurrent(self, i: Backward, cell: RecurrentCell, graph: Graph | None) -> None:
+        coming = self.recurrent.begin_backward(i)
+        if graph is None:
+            assert i.activations is not None
+            self.hidden.pop(i.layer, None)
+            hidden = self._as_input(self.storage.cell(i.activations, i.chunk), i.chunk)
+            graph, _ = build_graph(self.recurrent.again(i, cell), hidden)
+            cell.seal()
+        self._restore(i, cell, graph)
+        left, gradients = self.recurrent.given(i, cell)
+        parameters = self._trained(i.layer)
+        found, self.gradient[i.layer] = differentiate(
+            *(graph, parameters, [self.gradient.pop(i.layer + 1), *gradients]),
+            left=left,
+            inlets=cell.inlets,
+        )
+        self.gradients.add(parameters, found)
+        self.recurrent.add(coming, i, cell)
+
+    def _trained(self, layer: int) -> list[nn.Parameter]:
+        return [p for p in self.boundary.layers[layer].parameters() if p.requires_grad]
+
+    def _restore(self, i: Backward, cell: ChunkAttention | RecurrentCell, graph: Graph) -> None:
+        """What a kept graph saved is at hand again."""
+        if graph.saved is not None:
+            assert i.activations is not None
+            hidden = self.hidden.pop(i.layer, None)
+            store = self.storage.cell(i.activations, i.chunk)
+            graph.saved.restore(store, self._named(i.layer, hidden, cell))
+
+    def _as_input(self, store: Tensor, chunk: int) -> Tensor:
+        """The bytes of a kept cell as a layer's input [B, C, hidden]."""
+        span, width = self._span(chunk), self.program.model.hidden
+        shape = self.program.run.batch, span.stop - span.start, width
+        size = prod(shape) * self.storage.dtype.itemsize
+        return store[:size].view(self.storage.dtype).view(shape)
+
+    def _named(
+        self, layer: int, hidden: Tensor | None, cell: ChunkAttention | RecurrentCell
+    ) -> dict[str, Tensor]:
+        """Tensors that will be at hand again when a kept graph runs backward."""
+        named = {}
+        if hidden is not None and layer in {first for first, _ in self.program.groups}:
+            named["x"] = hidden
+        if isinstance(cell, ChunkAttention) and cell.attention is not None:
+            named["out"] = cell.attention["out"]
+        return named
+
+    def _call(self, layer: int, chunk: int) -> LayerCall:
+        if self.calls[0] != chunk:
+            with torch.no_grad():
+                batch, positions = self.program.run.batch, self._positions(chunk)
+                self.calls = chunk, self.boundary.calls(batch, positions)
+        return self.calls[1][layer]
+
+    def _positions(self, chunk: int) -> Tensor:
+        """Of the tokens that a layer's attention is called with: those of all tensor peers."""
+        positions, rank = self.batch.position_ids, self.program.share.rank
+        if self.attending.is_filler(chunk):
+            return positions[:, self._span(chunk)].expand(-1, rank.layout.tensor)
+        return positions[:, slice(*rank.tokens(self.program.chunks[chunk], "tensor"))]

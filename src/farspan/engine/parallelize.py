@@ -1,0 +1,213 @@
+"""A model dealt over ranks: which weights each has, which of them are whole when, and how gradients
+are summed."""
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from farspan.attention.softmax import accumulate_dtype
+from farspan.distributed.context import (
+    ParallelContext,
+    Rank0Weights,
+    is_on_rank0_only,
+    refuse_unlike_models,
+    run_on_rank0,
+)
+from farspan.distributed.fsdp import ShardedParameters, Stage
+from farspan.distributed.tensor import TensorParallel, check_layers
+from farspan.distributed.tensor_plan import plan_tensor
+from farspan.hf.attention_interface import answering, routed
+from farspan.hf.describe import describe
+from farspan.hf.fused_layers import fuse
+from farspan.hf.probe import TOKENS as PROBED
+from farspan.hf.probe import cast_call
+from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
+from farspan.hf.tiled_mlp import Tokenwise, answer_densely, tokenwise
+from farspan.hf.unsupported import refuse_dropout
+from farspan.plan.grid import group_ranges
+from farspan.plan.layout import AXES, Layout, refuse_together
+from farspan.plan.program import Program
+from farspan.plan.share import local_heads, own_groups
+from farspan.spec import Kernels, ModelSpec, Schedule
+
+WHOLE = ("ulysses", "shards", "ring", "data")  # ranks with the same weights, but for cuts by fsdp
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedModel:
+    """What `parallelize` made of a model. Between steps its parameters are this rank's parts."""
+
+    ranks: ParallelContext
+    spec: ModelSpec  # of the whole model
+    dtype: torch.dtype
+    sharded: ShardedParameters
+    tensor: TensorParallel | None
+    tiles: tuple[tuple[Tokenwise, ...], ...]  # of each layer, where the schedule has tiles
+
+    def gather(self, program: Program, group: int, *, outer: bool) -> None:
+        for unit in self._units(program, group, outer):
+            self.sharded.gather(unit)
+
+    def release(self, program: Program, group: int, *, outer: bool) -> None:
+        for unit in self._units(program, group, outer):
+            self.sharded.release(unit)
+
+    def reduce(self, unit: int, totals: MutableMapping[nn.Parameter, Tensor]) -> None:
+        """Adds to `.grad` of a unit's parameters the sums over ranks of its totals, and takes these
+        out."""
+        if self.tensor is not None:
+            self._sum_parts(self.tensor, self.sharded.whole(unit), totals)
+        self.sharded.reduce(unit, totals)
+
+    def outer_parameters(self) -> tuple[nn.Parameter, ...]:
+        """Whole trainable parameters outside the layers."""
+        return tuple(p for p in self.sharded.whole(self.sharded.outer).values() if p.requires_grad)
+
+    def _units(self, program: Program, group: int, outer: bool) -> list[int]:
+        return [*range(*program.groups[group]), *[self.sharded.outer] * outer]
+
+    def _sum_parts(
+        self,
+        tensor: TensorParallel,
+        parameters: Mapping[str, nn.Parameter],
+        totals: MutableMapping[nn.Parameter, Tensor],
+    ) -> None:
+        """A whole parameter's gradient is of the rank's own tokens or heads alone."""
+        for name, p in parameters.items():
+            if not p.requires_grad or tensor.is_cut(name):
+                continue
+            if p not in totals:
+                totals[p] = torch.zeros_like(p, dtype=accumulate_dtype(p.dtype))
+            tensor.peers.sum(totals[p])
+
+
+def parallelize(
+    model: nn.Module,
+    schedule: Schedule,
+    ranks: ParallelContext,
+    *,
+    stage: Stage | None = None,
+    offload: bool = False,
+    keep: bool = False,
+    kernels: Kernels | None = None,
+) -> ShardedModel:
+    """Deals a model over ranks, in place; steps with another schedule may follow, if a pipeline has
+    the same stages.
+
+    All ranks have loaded it whole, or rank 0 alone, anywhere, and the parameters of the others are
+    on the meta device: then the ranks' devices never hold more than their parts and one weight.
+
+    With tensor parallelism the weights of layers become slices. Layers of other pipeline stages
+    leave for the meta device, unless `keep`. The rest is cut as FSDP2 cuts it if the layout says
+    `fsdp`; `stage` names another of ZeRO's. With `offload` the cut weights, their gradients and so
+    optimizer states live in main memory. Give an optimizer the parameters afterwards, and steps
+    the same `kernels`.
+
+    Raises Refused where the model or its weights are not the same on all ranks, and for what cannot
+    be dealt exactly.
+    """
+    boundary = CausalLMStages(model)
+    refuse_dropout(boundary.model)
+    refuse_schedule(schedule, ranks)
+    handed_out = is_on_rank0_only(ranks, boundary.model)
+    if not handed_out:
+        refuse_unlike_models(ranks, boundary.model)
+    device = ranks.device if handed_out else boundary.device
+    look = partial(_inspect, boundary, schedule, ranks.layout, device, kernels or Kernels())
+    looked = run_on_rank0(look) if handed_out else look()
+    layers, tensor = list(boundary.layers), None
+    if ranks.layout.tensor > 1:
+        plan = plan_tensor(boundary.model, boundary.layers, ranks.layout.tensor)
+        tensor = TensorParallel(plan, ranks.among("tensor"))
+    handout = Rank0Weights.of(ranks, boundary.model) if handed_out else None
+    if tensor is not None:
+        tensor.cut_layers(boundary.layers)
+    here = range(len(layers)) if keep else _drop_other_stages(boundary, schedule, ranks)
+    if stage is None:
+        several = ranks.layout.devices() > 1  # programs of one rank gather nothing
+        stage = Stage.ZERO_3 if ranks.layout.fsdp and several else Stage.ZERO_0
+    sharded = ShardedParameters(
+        boundary.model,
+        layers,
+        ranks.among(*WHOLE, alone=False),
+        device,
+        stage=stage,
+        offload=offload,
+        outer=ranks.among(*WHOLE, "pipeline", alone=False),
+        here=here,
+    )
+    if handout is not None:
+        handout.give(partial(_fill, sharded, tensor))
+    return ShardedModel(ranks, looked.spec, boundary.dtype, sharded, tensor, looked.tiles)
+
+
+def refuse_schedule(schedule: Schedule, ranks: ParallelContext) -> None:
+    """Raises Refused for a schedule that a layout cannot run, and one that is not the same on all
+    ranks."""
+    ranks.refuse_unlike("schedule", repr(schedule), *AXES)
+    refuse_together(schedule, ranks.layout)
+
+
+@dataclass(frozen=True, slots=True)
+class _Inspected:
+    """What running a model shows, whose weights are somewhere."""
+
+    spec: ModelSpec
+    tiles: tuple[tuple[Tokenwise, ...], ...]
+
+
+def _inspect(
+    boundary: CausalLMStages,
+    schedule: Schedule,
+    layout: Layout,
+    device: torch.device,
+    kernels: Kernels,
+) -> _Inspected:
+    """Raises Refused for what cannot be dealt exactly. `device` is where cells will run."""
+    if layout.tensor == 1:
+        fuse(boundary, kernels, device)
+    spec = describe(boundary, device)
+    local_heads(spec, layout)
+    tiles = () if schedule.mlp_tokens is None else tokenwise(boundary)
+    if layout.tensor > 1:
+        plan = plan_tensor(boundary.model, boundary.layers, layout.tensor)
+        check_layers(plan, boundary.layers, partial(_run, boundary))
+    return _Inspected(spec, tiles)
+
+
+def _run(boundary: CausalLMStages, index: int, layer: nn.Module) -> Tensor:
+    """A layer on random hidden states."""
+    dtype = next(layer.parameters()).dtype
+    generator = torch.Generator(boundary.device).manual_seed(index)
+    shape = 2, PROBED, boundary.width
+    hidden = torch.randn(shape, generator=generator, dtype=dtype, device=boundary.device)
+    positions = torch.arange(PROBED, device=boundary.device)[None]
+    with routed(boundary.model), answering(answer_densely):
+        call: LayerCall = boundary.calls(2, positions)[index]
+        return run_layer(layer, hidden, cast_call(call, dtype))
+
+
+def _fill(
+    sharded: ShardedParameters, tensor: TensorParallel | None, name: str, whole: Tensor
+) -> None:
+    sharded.fill(name, whole if tensor is None else tensor.cut(name, whole))
+
+
+def _drop_other_stages(
+    boundary: CausalLMStages, schedule: Schedule, ranks: ParallelContext
+) -> list[int]:
+    """Layers that other pipeline stages run keep no memory here; the others are returned."""
+    stages = ranks.layout.pipeline
+    groups = group_ranges(schedule, len(boundary.layers), stages)
+    own: Sequence[int] = own_groups(ranks.rank, len(groups))
+    here: list[int] = []
+    for group, (start, stop) in enumerate(groups):
+        if group in own:
+            here += range(start, stop)
+        else:
+            for layer in boundary.layers[start:stop]:
+                layer.to("meta")
+    return here

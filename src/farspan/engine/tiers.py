@@ -1,0 +1,489 @@
+"""One slab of memory a tier; every buffer is a view of it at a planned address.
+
+The one owner of copies between the tiers, and of the streams they run on.
+
+Three lanes: the stream that computes, one that fetches, one that evicts. Work of a lane happens in
+the order it is issued; lanes are held together by events alone, one for each instruction, or slot
+and generation, that another lane waits for. The CPU never waits inside a step.
+
+    compute   F(0,0) --o        F(0,1)          o: an event recorded, v: waited for
+    evict              v-- kv ----o
+    fetch                         v-- kv.block
+
+Note: [Who waits for what]. The hazards and their names are in `farspan.plan.waits`. Waits between
+instructions are derived there; those of blocks that a cell streams are in `farspan.engine.buffers`.
+
+Note: [Lanes fork and join at a step's ends]. When a step begins, both copy lanes wait for what was
+computed before, and when it ends, computing waits for both. So whoever works on the computing
+stream after a step (the optimizer, the next step, an allocator that hands out a released slab)
+comes after every copy, and only the CPU, should it touch an arena, has to call `wait`.
+
+In line, when copies do not run beside the computation, all three lanes are the computing stream.
+
+Note: [Memory that is not locked]. Of main memory that could not be locked (`Arena.is_pageable`) the
+CPU waits for each copy on its lane, so that whatever it issues or does afterwards comes after it:
+that is more order than any hazard asks for. Rows that kernels would take from there, or add to, are
+taken and added by the CPU.
+
+The arenas of a step, which all of its ranks take or none.
+
+Ranks of one machine, which share its main memory."""
+
+import ctypes
+import hashlib
+import mmap
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farspan.distributed.context import ParallelContext
+from farspan.distributed.failure import machine_name
+from farspan.lazy import load
+from farspan.memory.host import TooLarge, available_host_bytes, refuse_beyond
+from farspan.plan.footprints import Lane
+from farspan.plan.waits import Hazard, Order, Wait
+from farspan.spec import Refused, Tier
+
+# All ones is NaN in every IEEE format from float64 to bfloat16, so poisoned memory that is read
+# before it is written shows up in the loss.
+POISON = 0xFF
+PAGEABLE = (
+    "main memory cannot be locked for copies here (cudaHostRegister: {}): the CPU now waits for "
+    "each copy between the device and main memory, so that a step computes nothing meanwhile and "
+    "takes longer; its results are the same. Raise the limit (ulimit -l unlimited; docker run "
+    "--ulimit memlock=-1), give the container the GPU's driver itself, or choose a schedule that "
+    "keeps more on the device; farspan calibrate measures how slow copies are"
+)
+
+
+class Arena:
+    """The memory of one tier for one program.
+
+    Invariant: the slab never moves while views of it are alive; `reserve` and `release` may only
+    be called between steps.
+    """
+
+    def __init__(self, tier: Tier, device: torch.device) -> None:
+        self.tier = tier
+        self._cuda = device if tier is Tier.HOST and device.type == "cuda" else None  # copies to it
+        self._device = torch.device("cpu") if tier is Tier.HOST else device
+        self._slab = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._mapped: Tensor | None = None  # the slab as the device sees it
+        self._unlock: weakref.finalize[..., Arena] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self._slab.numel()
+
+    @property
+    def is_pageable(self) -> bool:
+        """Does it hold main memory that a GPU copies to and from, and that could not be locked?"""
+        return self._cuda is not None and self.nbytes > 0 and self._unlock is None
+
+    def reserve(self, size: int) -> None:
+        """Hold at least `size` bytes; a slab that is large enough stays. Its content is gone. For
+        copies of a GPU it is locked: in place, or by torch's allocator where that has room; where
+        neither can, it is not, with a warning."""
+        if size > self.nbytes:
+            self.release()  # give back first: both would not fit
+            if self._cuda is None:
+                self._slab = torch.empty(size, dtype=torch.uint8, device=self._device)
+                return
+            slab, unlock = _locked(size, self._cuda)
+            if unlock is not None:
+                # An arena that is dropped ends like one that is released: `slab` lives until then.
+                self._unlock = weakref.finalize(self, unlock)
+                self._unlock.atexit = False
+            self._slab = slab[:size]
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._mapped = None
+        self._slab = torch.empty(0, dtype=torch.uint8, device=self._device)
+        if self._unlock is not None:
+            self._unlock()
+            self._unlock = None
+
+    def poison(self) -> None:
+        """Fill with NaN: nothing may depend on what an earlier step left behind."""
+        self._slab.fill_(POISON)
+
+    def view(
+        self, address: int, shape: tuple[int, ...], dtype: torch.dtype, *, mapped: bool = False
+    ) -> Tensor:
+        """A contiguous tensor at `address` bytes; `mapped`: of a host arena, as a tensor of the
+        device, whose kernels read and write it across the link; of one that is pageable, as it is.
+
+        Each view has a version counter of its own: autograd may save a view, and writing another
+        buffer of the same slab must not make it look modified.
+        """
+        size = torch.empty(0, dtype=dtype, device="meta").element_size()
+        assert address % size == 0, f"address {address} is not aligned to {dtype}"
+        strides, step = [], 1
+        for extent in reversed(shape):
+            strides.append(step)
+            step *= extent
+        assert 0 <= address <= self.nbytes - step * size, "view outside the arena"
+        slab = self._as_device() if mapped else self._slab
+        view = torch.empty(0, dtype=dtype, device=slab.device)
+        first = (int(slab.storage_offset()) + address) // size
+        return view.set_(slab.untyped_storage(), first, shape, tuple(reversed(strides)))
+
+    def _as_device(self) -> Tensor:
+        if self._cuda is None or self.is_pageable:
+            return self._slab
+        if self._mapped is None:
+            self._mapped = torch.as_tensor(_Locked(self._slab), device=self._cuda)
+        return self._mapped
+
+
+class _Locked:
+    """Locked pages as a CUDA array: addresses are unified, and a device reaches them where they
+    lie."""
+
+    def __init__(self, slab: Tensor) -> None:
+        self.slab = slab
+        self.__cuda_array_interface__ = {
+            "data": (slab.data_ptr(), False),
+            "shape": (slab.numel(),),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+Unlock = Callable[[], None]
+
+
+def _locked(size: int, device: torch.device) -> tuple[Tensor, Unlock | None]:
+    """So much main memory and what unlocks it, or None, not locked. Raises MemoryError."""
+    slab = _pages(size)
+    _touch(slab)
+    try:
+        _pin(slab, device)
+    except RuntimeError as error:
+        refused = str(error).strip().splitlines()[0]
+    else:
+        return slab, lambda: _unpin(slab, device)
+    # Some systems lock what the driver itself has allocated and nothing else. torch asks for a
+    # power of two, beside these pages or in their place.
+    if 1 << (size - 1).bit_length() <= available_host_bytes() + slab.numel():
+        del slab
+        try:
+            return allocate_pinned(size), _give_back_pinned
+        except RuntimeError:
+            slab = _pages(size)
+            _touch(slab)
+    warnings.warn(PAGEABLE.format(refused), stacklevel=2)
+    return slab, None
+
+
+def allocate_pinned(size: int) -> Tensor:
+    """Bytes that torch's own allocator locks: rounded up to a power of two, and kept when they are
+    freed. Raises RuntimeError."""
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+def _give_back_pinned() -> None:
+    """What is free of it; torch would keep it for whoever asks next."""
+    empty: Callable[[], None] | None = getattr(torch._C, "_host_emptyCache", None)
+    (empty or torch.accelerator.empty_host_cache)()
+
+
+def _pages(size: int) -> Tensor:
+    """Whole pages of main memory for so many bytes. Pages are what is locked, and two slabs that
+    share one cannot both be. The storage begins with the first page: that is where torch looks
+    for whether a tensor is locked. Raises MemoryError."""
+    whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        memory = mmap.mmap(-1, whole, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"the system gave no {whole:,} bytes: {error.strerror}") from error
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _touch(slab: Tensor) -> None:
+    """Make all pages be there. Locking what was never written takes page after page of 4 KiB on one
+    thread; all of torch's threads take them here, and 2 MiB at a time where the kernel gives that:
+    2.3 GB/s in place of 0.5 on two cores."""
+    with suppress(AttributeError, OSError, TypeError):  # a system without it
+        advise = ctypes.CDLL(None).madvise
+        advise(*map(ctypes.c_size_t, (slab.data_ptr(), slab.numel())), mmap.MADV_HUGEPAGE)
+    slab.fill_(0)
+
+
+def _pin(slab: Tensor, device: torch.device) -> None:
+    """Lock pages for copies. torch's own pinned allocator would round the slab up to a power of two
+    and keep it when it is freed: 70 GB would take 128."""
+    with torch.cuda.device(device):
+        status = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0)
+    if int(status) != 0:
+        # CUDA keeps the error for whoever asks next, which would be the next kernel.
+        with suppress(RuntimeError):
+            torch.ones(1, device=device)
+    torch.cuda.check_error(status)
+
+
+def _unpin(slab: Tensor, device: torch.device) -> None:
+    torch.cuda.synchronize(device)  # copies from or to it may still be under way
+    with torch.cuda.device(device):
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(slab.data_ptr()))
+
+
+# Of kernels on rows of host memory: 512 KiB under way keep a link of 170 GB/s busy whose answers
+# take 3 microseconds, and most multiprocessors have no program of theirs. Not measured.
+PROGRAMS, TILE_BYTES = 32, 2**14
+
+
+class CopyEngine:
+    """Moves tensors between device and host, and counts the bytes of each direction."""
+
+    def __init__(self, device: torch.device, *, overlap: bool = False) -> None:
+        """With `overlap` copies run on streams of their own. Raises Refused but on CUDA."""
+        if overlap and device.type != "cuda":
+            raise Refused(f"overlap: copies run beside the computation on CUDA, not on {device}")
+        self.device = device
+        self.overlap = overlap
+        self.fetched = 0  # bytes host to device
+        self.evicted = 0  # bytes device to host
+        self._streams: dict[Lane, torch.cuda.Stream] = {}
+        if overlap:
+            # Of higher priority: their few programs (PROGRAMS) start while those of a long kernel
+            # still wait for a place, not behind them.
+            self._streams = {
+                lane: torch.cuda.Stream(device, priority=-1) for lane in (Lane.FETCH, Lane.EVICT)
+            }
+
+    # -- copies ----------------------------------------------------------------------------------
+
+    def fetch(self, target: Tensor, source: Tensor) -> None:
+        """Host to device."""
+        with self.on(Lane.FETCH):
+            target.copy_(source, non_blocking=self._is_locked(source))
+        self.fetched += source.nbytes
+
+    def evict(self, target: Tensor, source: Tensor) -> None:
+        """Device to host."""
+        with self.on(Lane.EVICT):
+            target.copy_(source, non_blocking=self._is_locked(target))
+        self.evicted += source.nbytes
+
+    def _is_locked(self, host: Tensor) -> bool:
+        return self.device.type == "cuda" and host.is_pinned()
+
+    # -- rows of host memory that the device reads and writes where they lie ---------------------
+
+    def gather(self, target: Tensor, source: Tensor, rows: Tensor) -> None:
+        """Rows [n] of a mapped host tensor (`Arena.view`) to the device, [n, D], contiguous."""
+        with self.on(Lane.FETCH):
+            wide, source = _wide(target, source)
+            if source.device != wide.device:
+                wide.copy_(source[rows.cpu()])
+            elif wide.device.type == "cuda":
+                launch_rows(load("farspan.engine.triton_rows", "take_rows"), wide, source, rows)
+            else:
+                torch.index_select(source, 0, rows, out=wide)
+        self.fetched += target.nbytes
+
+    def add_rows(self, total: Tensor, rows: Tensor, values: Tensor) -> None:
+        """Add values [n, D] of the device to rows [n], each another one, of a mapped host
+        tensor."""
+        with self.on(Lane.EVICT):
+            if total.device != values.device:
+                total.index_add_(0, rows.cpu(), values.cpu())
+            elif total.device.type == "cuda":
+                launch_rows(load("farspan.engine.triton_rows", "add_rows"), total, values, rows)
+            else:
+                total.index_add_(0, rows, values)
+        self.fetched += values.nbytes
+        self.evicted += values.nbytes
+
+    def note(self, target: Tensor, source: Tensor) -> None:
+        """Within the device, on the lane that fetches: what it goes by is there when it is."""
+        with self.on(Lane.FETCH):
+            target.copy_(source)
+
+    def read(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """A small tensor for the CPU, which waits where it asks for it, and for nothing that is
+        computed from now on."""
+        if tensor.device.type == "cpu":
+            return lambda: tensor
+        try:
+            here = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        except RuntimeError:  # main memory cannot be locked
+            there = tensor.cpu()
+            return lambda: there
+        here.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+
+        def arrived() -> Tensor:
+            event.synchronize()
+            return here
+
+        return arrived
+
+    def on(self, lane: Lane) -> AbstractContextManager[Any]:
+        """What is computed inside is computed on the lane."""
+        stream = self._streams.get(lane)
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+    # -- order -----------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A step begins. See Note: [Lanes fork and join at a step's ends]."""
+        computed = self.record(Lane.COMPUTE)
+        for lane in self._streams:
+            self.wait(lane, computed)
+
+    def end(self) -> None:
+        """A step is issued."""
+        for lane in self._streams:
+            self.wait(Lane.COMPUTE, self.record(lane))
+
+    def record(self, lane: Lane) -> Any:
+        """The event of all that was issued on a lane so far."""
+        if not self.overlap:
+            return None
+        event = torch.cuda.Event()
+        event.record(self._stream(lane))
+        return event
+
+    def wait(self, lane: Lane, event: Any, _hazard: Hazard | None = None) -> None:
+        """What is issued on the lane from now on comes after the event, or there would be the
+        hazard. An event of None is of what nobody ever used."""
+        if self.overlap and event is not None:
+            self._stream(lane).wait_event(event)
+
+    def _stream(self, lane: Lane) -> torch.cuda.Stream:
+        return self._streams.get(lane) or torch.cuda.current_stream(self.device)
+
+    def synchronize(self) -> None:
+        """The CPU waits until every copy of the steps so far has happened."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+def _wide(*tensors: Tensor) -> list[Tensor]:
+    """The same memory in the widest elements, 8 bytes at most, that rows [n, D] of all begin and
+    end at: a lane that reads single ones of 2 bytes asks the link for 64 bytes at a time, and
+    Triton joins them only where it knows that rows are aligned."""
+    for dtype in (torch.int64, torch.int32):
+        if all(_divides(dtype.itemsize // x.element_size(), x) for x in tensors):
+            return [x.view(dtype) for x in tensors]
+    return list(tensors)
+
+
+def _divides(whole: int, rows: Tensor) -> bool:
+    """Do so many elements divide where rows begin and end?"""
+    places = (rows.shape[-1], rows.storage_offset(), *rows.stride()[:-1])
+    return whole > 0 and rows.stride(-1) == 1 and not any(place % whole for place in places)
+
+
+def launch_rows(kernel: Any, one: Tensor, other: Tensor, rows: Tensor) -> None:
+    """By one of `triton_rows`; all contiguous. `rows` are of the longer tensor."""
+    width = one.shape[1]
+    padded = 1 << (width - 1).bit_length()
+    tile = max(1, TILE_BYTES // (padded * one.element_size()))
+    programs = min(PROGRAMS, -(-len(rows) // tile))
+    if programs:
+        with torch.cuda.device_of(one):
+            kernel[(programs,)](one, other, rows, len(rows), width, padded, tile, num_warps=8)
+
+
+class StreamOrder:
+    """A program's order on the lanes of a copy engine.
+
+    Invariant: an event is held from its instruction to the last that waits for it.
+    """
+
+    def __init__(self, copies: CopyEngine, orders: tuple[Order, ...]) -> None:
+        self.copies = copies
+        self.orders = orders
+        self.to_come = Counter(
+            wait for order in orders for after in order.values() for wait in after
+        )
+        self.events: dict[Wait, Any] = {}
+
+    def before(self, index: int) -> None:
+        """Its lanes wait for what instruction `index` must follow."""
+        for lane, after in self.orders[index].items():
+            for wait in after:
+                self.copies.wait(lane, self.events[wait])
+                self.to_come[wait] -= 1
+                if not self.to_come[wait]:
+                    del self.events[wait]
+
+    def after(self, index: int) -> None:
+        """Instruction `index` was issued."""
+        for lane in self.orders[index]:
+            wait = Wait(lane, index)
+            if self.to_come[wait]:
+                self.events[wait] = self.copies.record(lane)
+
+
+class DeviceTooSmall(Refused):
+    """The GPU cannot hold what is asked for."""
+
+
+def reserve_together(
+    ranks: ParallelContext | None,
+    arenas: Mapping[Tier, Arena],
+    sizes: Mapping[Tier, int],
+    advice: str,
+) -> None:
+    """Holds so many bytes of each tier. A machine may refuse one rank what forecasts allow, such as
+    pages to lock: then TooLarge or DeviceTooSmall is raised on all, which have computed nothing
+    yet. A rank by itself raises what it was told."""
+    alone = ranks is None or ranks.is_apart or ranks.layout.devices() == 1
+    tiers, refused, size, cause = list(Tier), -1, 0, None
+    for number, tier in enumerate(tiers):
+        try:
+            arenas[tier].reserve(sizes[tier])
+        except (RuntimeError, MemoryError) as error:
+            if alone:
+                raise
+            refused, size, cause = number, sizes[tier], error
+            break
+    if ranks is None or alone:
+        return
+    if cause is not None:
+        for arena in arenas.values():
+            arena.release()  # what ranks say to each other takes some
+    for rank, (number, asked) in enumerate(ranks.figures([refused, size])):
+        if number >= 0:
+            on_host = tiers[number] is Tier.HOST or ranks.device.type == "cpu"
+            kind, place = (TooLarge, "host") if on_host else (DeviceTooSmall, "device")
+            raise kind(
+                f"{place} memory of rank {rank}: an arena of {asked:,} bytes was refused; {advice}"
+            ) from cause
+
+
+def refuse_beyond_together(
+    ranks: ParallelContext | None, needed: int, what: str, advice: str, allowed: int | None = None
+) -> None:
+    """Raises TooLarge, on all ranks, when those of one machine are about to take more of its main
+    memory than it has, or than each is `allowed` together. All ranks call it with what each needs,
+    and all or none with a limit; None of `ranks`: this process is alone. One that is apart takes
+    what they have looked at together."""
+    if ranks is not None and ranks.is_apart:
+        return
+    if ranks is None or ranks.layout.devices() == 1:
+        if needed > 0:
+            refuse_beyond(needed, what, advice, allowed=allowed)
+        return
+    machine = hashlib.blake2b(machine_name().encode(), digest_size=7).digest()
+    mine = [int.from_bytes(machine), needed, available_host_bytes(), allowed or 0]
+    found = ranks.figures(mine)
+    for name in dict.fromkeys(row[0] for row in found):
+        near = [row for row in found if row[0] == name]
+        said = f"{what}, on {len(near)} ranks of a machine," if len(near) > 1 else what
+        # All have looked before any goes on to take some.
+        room = None if allowed is None else sum(row[3] for row in near)
+        least = min(row[2] for row in near)
+        refuse_beyond(sum(row[1] for row in near), said, advice, least, room)

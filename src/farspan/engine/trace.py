@@ -1,0 +1,428 @@
+"""Memory that CUDA kernels take and give back within themselves: no tensor ever shows it.
+
+From torch 2.11 to 2.13 and its FlashAttention 2; each can be switched off by its name. Left out,
+because it depends on the data or on the version of a library: partial sums of the embedding's
+backward, scratch space of cub, and kernels that find another algorithm for other sizes.
+
+Every malloc and free of torch's allocator, from tensors that have no memory.
+
+On the meta device an operation makes its outputs and computes nothing, so a step of any size runs
+in seconds. A storage is born with the operation whose output first lies in it, and dies with the
+last tensor, view, or autograd node that refers to it: when CPython drops its wrapper, which torch
+keeps for as long as the storage lives.
+
+Note: [Autograd adds in place]. When a second gradient comes for a tensor, autograd adds it into the
+first if nobody else holds that; but never where a dispatch mode or a meta tensor makes tensors
+"subclass like". So the recorder, which is such a mode, puts the addition in place itself: by the
+rule of torch's InputBuffer (sole owner, dense, no graph of this sum), told apart from an addition
+in somebody's own backward by its references, of which a caller in Python holds one more.
+
+Note: [Order within an operation]. Outputs are born first, in their order, then what the kernel
+takes and gives back within itself: see `temporaries`.
+
+Models that have shapes and no weights."""
+
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from farspan.hf.stages import CausalLMStages
+from farspan.memory.trace import Event, FreeEvent, Malloc, Mark, Trace
+from farspan.spec import Refused
+
+aten = torch.ops.aten
+
+MIB = 2**20
+CUBLAS_WORKSPACE = 32 * MIB  # on Hopper and newer; 8.1 MiB before. One a thread and stream
+FLASH_ROWS = 128  # FlashAttention rounds lengths to these
+FLASH_HEAD_DIM = 32  # and head sizes up to these
+
+
+class Temporary(StrEnum):
+    """A kind of memory that kernels take."""
+
+    CUBLAS = "cublas"  # a workspace at the first product of each thread, kept for good
+    FLASH = "flash"  # the backward: fp32 dQ, row sums, dK and dV of every query head
+    EMBEDDING = "embedding"  # the backward: indices, sorted, and where they were
+
+
+PRODUCTS = frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default))
+FLASH_BACKWARD = frozenset(
+    (
+        aten._scaled_dot_product_flash_attention_backward.default,
+        aten._flash_attention_backward.default,
+    )
+)
+EMBEDDING_BACKWARD = aten.embedding_dense_backward.default
+SORTED = 3072  # so many tokens or fewer are added one by one, without sorting
+
+
+@dataclass(frozen=True, slots=True)
+class Temporaries:
+    """The kinds that are recorded."""
+
+    kinds: frozenset[Temporary]
+
+    def workspace(self, func: Any) -> int:
+        """Bytes that the first such operation of a thread takes for good."""
+        return CUBLAS_WORKSPACE if Temporary.CUBLAS in self.kinds and func in PRODUCTS else 0
+
+    def within(self, func: Any, args: Sequence[Any]) -> tuple[int, ...]:
+        """Bytes of each block that the operation takes and gives back, all alive together."""
+        if func in FLASH_BACKWARD and Temporary.FLASH in self.kinds:
+            return tuple(_flash_backward(func, args))
+        if func is EMBEDDING_BACKWARD and Temporary.EMBEDDING in self.kinds:
+            indices = args[1]
+            return (indices.nbytes,) * 2 if indices.numel() > SORTED else ()
+        return ()
+
+
+NO_TEMPORARIES, ALL_TEMPORARIES = Temporaries(frozenset()), Temporaries(frozenset(Temporary))
+
+
+def _flash_backward(func: Any, args: Sequence[Any]) -> Iterator[int]:
+    """Both operations have dout, q, k first; the one of SDPA has heads before tokens."""
+    q: Tensor = args[1]
+    k: Tensor = args[2]
+    heads_first = func is not aten._flash_attention_backward.default
+    batch, head_dim = q.shape[0], q.shape[3]
+    heads, tokens = (q.shape[1], q.shape[2]) if heads_first else (q.shape[2], q.shape[1])
+    kv_heads, keys = (k.shape[1], k.shape[2]) if heads_first else (k.shape[2], k.shape[1])
+    rows = -(-tokens // FLASH_ROWS) * FLASH_ROWS
+    yield batch * heads * rows * 4  # rowsum(dO * O)
+    yield batch * rows * heads * (-(-head_dim // FLASH_HEAD_DIM) * FLASH_HEAD_DIM) * 4  # dQ
+    if kv_heads != heads:
+        yield batch * keys * heads * head_dim * q.element_size()  # dK
+        yield batch * keys * heads * head_dim * q.element_size()  # dV
+
+
+ADD, ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+
+
+class _Death(weakref.ref[Any]):
+    """Fires when a storage dies. `tensor` is None for what was there before the recording."""
+
+    __slots__ = ("key", "tensor")
+    key: int
+    tensor: int | None
+
+
+class Recorder(TorchDispatchMode):
+    """Records the storages of one device that are born inside the block, and their deaths.
+
+    Invariant: `_alive` has one entry for each storage that was met and still lives.
+    """
+
+    def __init__(
+        self, device: torch.device, temporaries: Temporaries = NO_TEMPORARIES, *, in_place: bool
+    ):
+        """`in_place`: add gradients as autograd does when nobody looks on; see the Note."""
+        super().__init__()
+        self.device = device.type
+        self.events: list[Event] = []
+        self.lasting: set[int] = set()  # tensors that belong to no step: weights, moments
+        self._temporaries = temporaries
+        self._in_place = in_place
+        self._references = _engine_references()
+        self._alive: dict[int, _Death] = {}
+        self._next = 0
+        self._handles: set[bool] = set()  # threads that have their cuBLAS workspace
+
+    def mark(self, name: str) -> None:
+        """What follows is called `name`."""
+        self.events.append(Mark(name))
+
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """These are there when the recording begins: born now, of no step."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._alive and storage.nbytes():
+                self.lasting.add(self._born(storage))
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """From here on these belong to no step, though one made them."""
+        for tensor in tensors:
+            death = self._alive.get(tensor.untyped_storage()._cdata)
+            if death is not None and death.tensor is not None:
+                self.lasting.add(death.tensor)
+
+    def trace(self, name: str, *, lasting: bool = True) -> Trace:
+        """What was recorded so far; without what belongs to no step if not `lasting`."""
+        left_out: set[int] = set() if lasting else self.lasting
+        kept = (e for e in self.events if isinstance(e, Mark) or e.tensor not in left_out)
+        return Trace(tuple(kept), name)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is ADD and self._in_place and self._accumulates(args):
+            func = ADD_IN_PLACE
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self._meet(out, args)
+        elif isinstance(out, tuple | list):
+            for one in out:
+                if isinstance(one, Tensor):
+                    self._meet(one, args)
+        self._borrow(func, args)
+        return out
+
+    def _accumulates(self, args: Sequence[Any]) -> bool:
+        """Is this autograd adding up, where it would add in place? See the Note."""
+        return (
+            not torch.is_grad_enabled()
+            and in_backward()
+            and sys.getrefcount(args[0]) == self._references
+            and isinstance(args[1], Tensor)
+            and args[0].shape == args[1].shape
+            and _is_sole_dense(args[0])
+        )
+
+    def _meet(self, tensor: Tensor, args: Sequence[Any]) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._alive or tensor.device.type != self.device:
+            return
+        if _is_of(storage._cdata, args):
+            self._watch(storage, None)  # a view of what was born outside
+        elif storage.nbytes():
+            self._born(storage)
+
+    def _born(self, storage: Any) -> int:
+        tensor = self._malloc(storage.nbytes())
+        self._watch(storage, tensor)
+        return tensor
+
+    def _malloc(self, size: int) -> int:
+        tensor, self._next = self._next, self._next + 1
+        self.events.append(Malloc(tensor, size))
+        return tensor
+
+    def _watch(self, storage: Any, tensor: int | None) -> None:
+        death = _Death(storage, self._dies)
+        death.key, death.tensor = storage._cdata, tensor
+        self._alive[death.key] = death
+
+    def _dies(self, death: _Death) -> None:
+        del self._alive[death.key]
+        if death.tensor is not None:
+            self.events.append(FreeEvent(death.tensor))
+
+    def _borrow(self, func: Any, args: Sequence[Any]) -> None:
+        """What a kernel takes within itself, and what the first of its kind takes for good."""
+        thread = in_backward()  # autograd has a thread, hence handles, of its own
+        workspace = self._temporaries.workspace(func)
+        if workspace and thread not in self._handles:
+            self._handles.add(thread)
+            self.lasting.add(self._malloc(workspace))
+        taken = [self._malloc(size) for size in self._temporaries.within(func, args)]
+        self.events.extend(map(FreeEvent, reversed(taken)))
+
+
+def in_backward() -> bool:
+    """Is autograd at work?"""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _is_of(key: int, args: Sequence[Any]) -> bool:
+    """Is this the storage of one of the arguments?"""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            if arg.untyped_storage()._cdata == key:
+                return True
+        elif isinstance(arg, list | tuple) and _is_of(key, arg):
+            return True
+    return False
+
+
+def _is_sole_dense(tensor: Tensor) -> bool:
+    """Nobody else has its storage, and its elements fill one range without gaps."""
+    key = tensor.untyped_storage()._cdata
+    # One reference is the tensor's, one that of the storage's wrapper.
+    sole = torch._C._storage_Use_Count(key) == 2
+    return sole and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+class _Count(TorchDispatchMode):
+    """Counts the references to the first argument of autograd's additions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is ADD and in_backward():
+            self.found.add(sys.getrefcount(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def _engine_references() -> int:
+    """How many references to its first argument autograd's own addition has: counted, since it
+    depends on the versions of CPython and torch."""
+    x = torch.empty(1, device="meta", requires_grad=True)
+    with _Count() as count, torch.enable_grad():
+        torch.autograd.grad(x.sin() * x.cos(), x)
+    (found,) = count.found
+    return found
+
+
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers")  # the field's names, the usual one first
+EACH_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # fields with an entry a layer
+
+
+def shortened(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
+    """The configuration with its first so many layers; None keeps all. Raises Refused."""
+    if layers is None:
+        return config
+    name = next((name for name in LAYERS if name in config), LAYERS[0])
+    known = config.get(name, layers)
+    if not 1 <= layers <= known:
+        raise Refused(f"layers: expected 1 to {known} of this model, got {layers}")
+    cut = {field: config[field][:layers] for field in EACH_LAYER if config.get(field)}
+    return {**config, **cut, name: layers}
+
+
+class _NoValues(TorchDispatchMode):
+    """Random numbers for the initial weights are not drawn: on the meta device an operation in
+    place changes nothing, and 65B elements of them are 720 calls."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if (
+            torch.Tag.nondeterministic_seeded in func.tags
+            and func.overloadpacket.__name__[-1] == "_"
+        ):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def meta_model(config: dict[str, Any], dtype: torch.dtype, rank: int = 0) -> PreTrainedModel:
+    """The causal LM of a configuration on the meta device, in training mode, with adapters of that
+    rank if it is not 0. Raises Refused where transformers cannot make it."""
+    fields = {name: value for name, value in config.items() if name != "model_type"}
+    try:
+        with torch.device("meta"), _NoValues():
+            made = AutoConfig.for_model(str(config.get("model_type")), **fields)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(made, dtype=dtype)
+    except Exception as error:  # whatever a family's own code stumbles over
+        raise Refused(
+            f"model: transformers cannot make one of this configuration: {type(error).__name__}: "
+            f"{error}"
+        ) from error
+    if rank:
+        add_adapters(model, rank)
+    return model.train()
+
+
+# -- adapters ----------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A frozen linear module and its adapter: W x + scale * B(A(x)) (LoRA).
+
+    The operations are those of PEFT's layer for adapters in the model's dtype and no dropout.
+    """
+
+    def __init__(self, base: nn.Module, rank: int, sizes: tuple[int, int]) -> None:
+        super().__init__()
+        weight: Any = base.weight
+        inner, outer = sizes
+        self.base, self.scale = base, 1.0
+        options: dict[str, Any] = {"bias": False, "device": weight.device, "dtype": weight.dtype}
+        self.a = nn.Linear(inner, rank, **options)
+        self.b = nn.Linear(rank, outer, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x)
+        return out + self.b(self.a(x)) * self.scale
+
+
+def add_adapters(model: PreTrainedModel, rank: int) -> None:
+    """Freeze the model, and give every linear module of its layers an adapter."""
+    model.requires_grad_(False)
+    found = [
+        (parent, name, child)
+        for layer in CausalLMStages(model).layers
+        for parent in layer.modules()
+        for name, child in parent.named_children()
+    ]
+    for parent, name, child in found:
+        sizes = _sizes(child)
+        if sizes is not None:
+            setattr(parent, name, Adapted(child, rank, sizes))
+
+
+def _sizes(module: nn.Module) -> tuple[int, int] | None:
+    """Inner and outer width of a linear module."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if type(module).__name__ == "Conv1D":  # transformers' linear with its weight transposed
+        weight: Any = module.weight
+        return weight.shape[0], weight.shape[1]
+    return None
+
+
+# -- attention ---------------------------------------------------------------------------------
+
+
+def flash_attention(
+    _: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any
+) -> Tensor:
+    """The operation that scaled_dot_product_attention comes to on a GPU; [B, C, H, D].
+
+    Windows and soft caps change no size, so they are not handed on. Raises Refused for what flash
+    attention cannot do.
+    """
+    _refuse(q, v, keywords)
+    found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)
+    out: Tensor = found[0]
+    return out.transpose(1, 2)
+
+
+def cpu_attention(
+    _: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any
+) -> Tensor:
+    """The same on a CPU, where it really runs."""
+    _refuse(q, v, keywords)
+    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, True, scale=scale
+    )
+    out: Tensor = found[0]
+    return out.transpose(1, 2)
+
+
+def _refuse(q: Tensor, v: Tensor, keywords: dict[str, Any]) -> None:
+    if keywords.get("s_aux") is not None:
+        raise Refused("model: its attention has sinks, which torch's flash attention does not")
+    if q.shape[-1] != v.shape[-1]:
+        raise Refused(
+            f"model: its values are {v.shape[-1]} wide and its keys {q.shape[-1]}; flash attention "
+            "needs both alike"
+        )
+
+
+@contextmanager
+def numbers_unread() -> Iterator[None]:
+    """Say clearly what a model without numbers cannot do."""
+    try:
+        yield
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        if isinstance(error, Refused):
+            raise
+        raise Refused(
+            "model: its step looks at numbers (routed experts, positions that change with the "
+            f"length), and a trace has none: {type(error).__name__}: {str(error).splitlines()[0]}"
+        ) from error

@@ -1,0 +1,422 @@
+"""The trace of plain Hugging Face training: forward, loss, backward, AdamW.
+
+The trace of farspan's own step: its program, interpreted on the meta device.
+
+The interpreter is the one that trains. What a machine would decide is decided as on a GPU: kernels
+are CUDA's flash attention, whose allocations are those that plans count, and the host's arena is
+memory of no interest here.
+
+What a person asks to have traced, by names, turned into a trace."""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from farspan.attention.backends import BlockKernel, CudaFlash
+from farspan.attention.softmax import accumulate_dtype
+from farspan.engine.buffers import ProgramBuffers
+from farspan.engine.gradients import GradientAccumulator, uncast
+from farspan.engine.interpreter import Interpreter, Layers
+from farspan.engine.kernels import AttentionKernels
+from farspan.engine.loss import LossHead, StepInputs
+from farspan.engine.tiers import Arena, CopyEngine
+from farspan.engine.trace import (
+    ALL_TEMPORARIES,
+    Recorder,
+    Temporaries,
+    flash_attention,
+    meta_model,
+    numbers_unread,
+    shortened,
+)
+from farspan.hf.attention_interface import Attention, answering, routed
+from farspan.hf.stages import CausalLMStages
+from farspan.memory.trace import Trace
+from farspan.plan.build import build_program
+from farspan.plan.cell.describe import dtype_name, model_spec
+from farspan.plan.model.catalog import find_config
+from farspan.plan.model.families import architecture_from
+from farspan.plan.program import Backward, EmbedBackward, Forward, Instruction, Program
+from farspan.plan.program import Head as HeadInstruction
+from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.spec import LayerSpec, Refused, RunSpec, Tier
+
+Marker = Callable[[str], None]
+
+
+class Checkpointing(StrEnum):
+    """What a layer's forward leaves for its backward."""
+
+    PLAIN = "plain"  # all that autograd saves
+    RECOMPUTE = "recompute"  # its input: activation checkpointing
+    OFFLOAD = "offload"  # its input, on host until its backward
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What of a run becomes part of its trace."""
+
+    temporaries: Temporaries = ALL_TEMPORARIES
+    lasting: bool = True  # weights and optimizer states
+    in_place: bool = True  # see `recorder`'s Note: [Autograd adds in place]
+
+
+ALL_OF_IT = Recording()
+
+
+def trace_training(
+    model: PreTrainedModel,
+    contexts: Sequence[int],
+    kept: Checkpointing = Checkpointing.PLAIN,
+    *,
+    batch: int = 1,
+    attention: Attention = flash_attention,
+    recording: Recording = ALL_OF_IT,
+) -> Trace:
+    """One step for each of `contexts`, tokens of a sequence, of a model on the meta device.
+
+    Raises Refused for a model whose step looks at numbers.
+    """
+    device = CausalLMStages(model).device
+    recorder = Recorder(device, recording.temporaries, in_place=recording.in_place)
+    recorder.hold((*model.parameters(), *model.buffers()))
+    optimizer = adamw(model)
+    with collected_before(), numbers_unread(), recorder:
+        run_training(model, optimizer, contexts, kept, (batch, attention), recorder.mark)
+        recorder.keep(moments(optimizer))
+    return recorder.trace(f"{kept} {'+'.join(map(str, contexts))}", lasting=recording.lasting)
+
+
+def run_training(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    contexts: Sequence[int],
+    kept: Checkpointing,
+    how: tuple[int, Attention],
+    mark: Marker,
+) -> None:
+    """The steps themselves, on any device; `how` is the batch and what answers for attention."""
+    batch, attention = how
+    device = CausalLMStages(model).device
+    with marked(model, mark), checkpointed(model, kept), routed(model), answering(attention):
+        for step, tokens in enumerate(contexts):
+            mark(f"step {step}")
+            ids = torch.zeros(batch, tokens, dtype=torch.long, device=device)
+            labels = torch.zeros_like(ids)
+            loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+            loss.backward()
+            del loss
+            mark("optimizer")
+            optimizer.step()
+            optimizer.zero_grad()
+            del ids, labels
+
+
+def adamw(model: PreTrainedModel) -> torch.optim.AdamW:
+    """torch's default on a GPU: many parameters an operation."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-5, foreach=True)
+
+
+def moments(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """The optimizer's states."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                yield value
+
+
+@contextmanager
+def collected_before() -> Iterator[None]:
+    """Reference counts alone decide about lifetimes inside the block: when the collector of cycles
+    runs is chance, and would make two traces differ."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+# -- marks -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def marked(model: PreTrainedModel, mark: Marker) -> Iterator[None]:
+    """Marks where each layer's forward and backward begin, and what lies around the layers."""
+    layers = CausalLMStages(model).layers
+    last = len(layers) - 1
+
+    def before(index: int) -> Callable[..., None]:
+        def hook(_: Any, arguments: tuple[Tensor, ...]) -> None:
+            if _backward_runs():
+                return
+            mark(f"layer {index} forward")
+            if index == 0 and arguments and arguments[0].requires_grad:
+                arguments[0].register_hook(lambda _: mark("embedding backward"))
+
+        return hook
+
+    def after(index: int) -> Callable[..., None]:
+        def hook(_: Any, __: Any, out: Any) -> None:
+            if _backward_runs():
+                return
+            first = out[0] if isinstance(out, tuple) else out
+            first.register_hook(lambda _: mark(f"layer {index} backward"))
+            if index == last:
+                mark("head")
+
+        return hook
+
+    with ExitStack() as stack:
+        for index, layer in enumerate(layers):
+            stack.enter_context(_removed(layer.register_forward_pre_hook(before(index))))
+            stack.enter_context(_removed(layer.register_forward_hook(after(index))))
+        yield
+
+
+def _backward_runs() -> bool:
+    """Before transformers 5.23 checkpoints called a layer's hooks again when they recompute it."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def _removed(handle: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+# -- checkpointing -----------------------------------------------------------------------------
+
+
+@contextmanager
+def checkpointed(model: PreTrainedModel, kept: Checkpointing) -> Iterator[None]:
+    """Each layer under torch's checkpoint, as transformers puts it there."""
+    if kept is Checkpointing.PLAIN:
+        yield
+        return
+    run = _checkpoint_recomputed if kept is Checkpointing.RECOMPUTE else _checkpoint_offloaded
+    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=run)
+    try:
+        yield
+    finally:
+        model._set_gradient_checkpointing(enable=False)
+
+
+def _checkpoint_recomputed(layer: Callable[..., Any], *arguments: Any) -> Any:
+    return checkpoint(layer, *arguments, use_reentrant=False)
+
+
+def _checkpoint_offloaded(layer: Callable[..., Any], *arguments: Any) -> Any:
+    # Only what checkpoint itself saves meets these hooks: inside, its own are on top of them.
+    with saved_tensors_hooks(_evict, _fetch):
+        return checkpoint(layer, *arguments, use_reentrant=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _OnHost:
+    """A tensor that left the device; on the meta device there is nothing to copy."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    copy: Tensor | None
+
+
+def _evict(tensor: Tensor) -> _OnHost:
+    copy = None if tensor.device.type == "meta" else tensor.to("cpu", copy=True)
+    return _OnHost(tensor.shape, tensor.dtype, tensor.device, copy)
+
+
+def _fetch(held: _OnHost) -> Tensor:
+    tensor = torch.empty(held.shape, dtype=held.dtype, device=held.device)
+    return tensor if held.copy is None else tensor.copy_(held.copy)
+
+
+META = torch.device("meta")
+
+
+class MetaKernels(AttentionKernels):
+    """Kernels for tensors without memory."""
+
+    def of(self, spec: LayerSpec, program: Program | None = None) -> BlockKernel:
+        # The meta device has none and gets the plain one; soft caps have no other anywhere.
+        return CudaFlash() if spec.softcap is None else super().of(spec, program)
+
+
+def trace_cells(
+    model: PreTrainedModel,
+    programs: Sequence[Program],
+    *,
+    strategy: str = "",
+    optimizer: bool = True,
+    recording: Recording = ALL_OF_IT,
+) -> Trace:
+    """A step of each program, on a model on the meta device.
+
+    Each device arena is one block, as in a run: its buffers have the addresses of the plan. Raises
+    Refused for a model whose step looks at numbers.
+    """
+    recorder = Recorder(META, recording.temporaries, in_place=recording.in_place)
+    recorder.hold((*model.parameters(), *model.buffers()))
+    with recorder:
+        states = AdamWStates(model) if optimizer else None
+    if states is not None:
+        recorder.keep(states.tensors)
+    boundary = CausalLMStages(model)
+    host = Arena(Tier.DEVICE, META)  # on the meta device too: nothing is to be copied for real
+    host.reserve(max(program.arena_bytes[Tier.HOST] for program in programs))
+    arenas = {Tier.DEVICE: Arena(Tier.DEVICE, META), Tier.HOST: host}
+    with collected_before(), numbers_unread(), recorder:
+        for step, program in enumerate(programs):
+            recorder.mark(f"step {step}")
+            arenas[Tier.DEVICE].reserve(program.arena_bytes[Tier.DEVICE])
+            _trace_program(boundary, program, arenas, recorder)
+            recorder.mark("optimizer")
+            if states is not None:
+                states.update()
+            model.zero_grad()
+    tokens = "+".join(str(program.run.tokens) for program in programs)
+    return recorder.trace(f"farspan {strategy} {tokens}", lasting=recording.lasting)
+
+
+def _trace_program(
+    boundary: CausalLMStages, program: Program, arenas: dict[Tier, Arena], recorder: Recorder
+) -> None:
+    shape = program.run.batch, program.run.tokens
+    # Tokens, targets and positions. A token less is trained than there are; no size knows.
+    ids, targets = (torch.zeros(shape, dtype=torch.long, device=META) for _ in range(2))
+    batch = StepInputs(ids, targets, torch.zeros_like(ids[:1]), None)
+    storage = ProgramBuffers(program, arenas, boundary.dtype, CopyEngine(META))
+    outer = tuple(boundary.outer_parameters())
+    head = LossHead(boundary, shape[1], program.schedule.head_tokens, outer)
+    names = map(_mark_name, program.instructions)
+    last = ""
+
+    def mark(_: object = None) -> None:
+        """A mark where the layer or the direction changes."""
+        nonlocal last
+        name = next(names, None)
+        if name is not None and name != last:
+            last = name
+            recorder.mark(name)
+
+    seams = mark, Layers(boundary), MetaKernels(META, boundary.dtype)
+    interpreter = Interpreter(
+        boundary, program, storage, batch, head, GradientAccumulator(), *seams
+    )
+    mark()
+    with routed(boundary.model), uncast(boundary.model.parameters()):
+        interpreter.run()
+
+
+def _mark_name(instruction: Instruction) -> str | None:
+    match instruction:
+        case Forward(layer):
+            return f"layer {layer} forward"
+        case Backward(layer):
+            return f"layer {layer} backward"
+        case HeadInstruction():
+            return "head"
+        case EmbedBackward():
+            return "embedding backward"
+    return None
+
+
+class AdamWStates:
+    """What farspan's training holds for AdamW: moments, and fp32 masters of narrower parameters,
+    whose `.grad` is fp32 too. The update is one fused kernel, which takes nothing."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.tensors: list[Tensor] = []
+        for parameter in self.trained:
+            wide = accumulate_dtype(parameter.dtype)
+            parameter.grad_dtype = wide
+            masters = parameter.dtype is not wide
+            self.tensors += (
+                torch.empty_like(parameter, dtype=wide, requires_grad=False)
+                for _ in range(2 + masters)
+            )
+
+    def update(self) -> None:
+        """The norm of all gradients, and the update."""
+        found = [p.grad for p in self.trained if p.grad is not None]
+        torch.nn.utils.get_total_norm(found)
+
+
+OWN = (
+    "farspan:"  # before a strategy's name: farspan's cells, where plain training has that name too
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """A model, and how it is trained."""
+
+    model: str  # as for `farspan plan`
+    contexts: tuple[int, ...]  # tokens of a sequence, of each step
+    layers: int | None = None  # the first so many; None for all
+    strategy: str = Checkpointing.PLAIN
+    rank: int = 0  # of adapters on every linear module of the layers; 0 trains all weights
+    batch: int = 1
+    dtype: str = "bf16"
+    recording: Recording = ALL_OF_IT
+
+    def trace(self) -> Trace:
+        """Raises Refused naming the field."""
+        if not self.contexts:
+            raise Refused("context: give --context TOKENS, or --contexts with one for each step")
+        own = own_strategy(self.strategy)
+        config = shortened(find_config(self.model), self.layers)
+        dtype: torch.dtype = getattr(torch, dtype_name(self.dtype))
+        model = meta_model(config, dtype, self.rank)
+        if own is None:
+            found = trace_training(
+                model,
+                self.contexts,
+                Checkpointing(self.strategy),
+                batch=self.batch,
+                recording=self.recording,
+            )
+        else:
+            spec = model_spec(architecture_from(config, self.model), self.dtype, self.rank)
+            programs = {
+                tokens: build_program(
+                    spec, RunSpec(self.batch, tokens), strategy(own, len(spec.layers), tokens)
+                )
+                for tokens in set(self.contexts)
+            }
+            each = [programs[tokens] for tokens in self.contexts]
+            found = trace_cells(model, each, recording=self.recording)
+        return Trace(found.events, self._name())
+
+    def _name(self) -> str:
+        lengths = "+".join(map(str, self.contexts))
+        layers = "" if self.layers is None else f", {self.layers} layers"
+        adapters = f", lora {self.rank}" if self.rank else ""
+        return f"{self.model} {self.strategy} {lengths}{layers}{adapters}"
+
+
+def own_strategy(name: str) -> str | None:
+    """Which of farspan's strategies this is; None for plain training. Raises Refused."""
+    if name in tuple(Checkpointing):
+        return None
+    own = name.removeprefix(OWN)
+    if own not in STRATEGIES:
+        known = ", ".join((*Checkpointing, *(OWN + known for known in STRATEGIES)))
+        raise Refused(f"strategy: {name!r} is not known; expected one of {known}")
+    return own

@@ -1,0 +1,221 @@
+"""Ulysses inside a cell (FPDT 4.1): tokens of all heads become heads of all tokens, and back.
+
+    tokens of rank 0 | tokens of rank 1          heads of rank 0, all tokens
+    all heads        | all heads          <->    heads of rank 1, all tokens
+
+One all-to-all carries q, k and v together. What a rank sends does not depend on the prefix: of
+every token of its own, all heads but its own. It may go in pieces of heads
+(plan/exchange_pieces.py).
+
+Tokens for heads: what a cell's attention does with its ranks before and after it attends.
+
+Attention of a cell whose heads come from other ranks in pieces, and leave in pieces: while one
+is attended to the next is on its way (plan/exchange_pieces.py).
+
+Legend: q [B, H, n, D] and k, v [B, Hk, n, D] of own tokens and all heads; "local" tensors are of
+all tokens and this rank's heads."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from farspan.distributed.collectives import Communicator, Counts
+from farspan.engine.buffers import KVHeads, KVPrefix
+from farspan.plan.exchange_pieces import Piece
+from farspan.plan.layout import Range
+
+Coming = Callable[[], list[Tensor]]  # waits for tensors that are on their way
+
+
+@dataclass(frozen=True, slots=True)
+class Ulysses:
+    """The exchange for one chunk, of which peer i has `parts[i]` tokens."""
+
+    peers: Communicator
+    parts: Counts
+
+    def to_heads(self, tensors: Sequence[Tensor]) -> Coming:
+        """Each [B, H, own tokens, D] to [B, H / P, all tokens, D]; all of one dtype."""
+        own, ranks = self.parts[self.peers.index], self.peers.size
+        rows = [
+            x.unflatten(1, (ranks, x.shape[1] // ranks))
+            .permute(1, 3, 0, 2, 4)
+            .reshape(ranks * own, x.shape[0] * x.shape[1] // ranks * x.shape[3])
+            for x in tensors
+        ]
+        coming = self.peers.begin_exchange(torch.cat(rows, 1), [own] * ranks, self.parts)
+        shapes = [(x.shape[0], x.shape[1] // ranks, x.shape[3]) for x in tensors]
+
+        def arrived() -> list[Tensor]:
+            pieces = coming.wait().split([part.shape[1] for part in rows], 1)
+            return [
+                piece.reshape(len(piece), *shape).permute(1, 2, 0, 3)
+                for piece, shape in zip(pieces, shapes, strict=True)
+            ]
+
+        return arrived
+
+    def to_tokens(self, tensors: Sequence[Tensor]) -> Coming:
+        """Each [B, H / P, all tokens, D] to [B, H, own tokens, D]; all of one dtype."""
+        own, ranks = self.parts[self.peers.index], self.peers.size
+        rows = [
+            x.permute(2, 0, 1, 3).reshape(x.shape[2], x.shape[0] * x.shape[1] * x.shape[3])
+            for x in tensors
+        ]
+        coming = self.peers.begin_exchange(torch.cat(rows, 1), self.parts, [own] * ranks)
+        shapes = [(x.shape[0], x.shape[1], x.shape[3]) for x in tensors]
+
+        def arrived() -> list[Tensor]:
+            pieces = coming.wait().split([part.shape[1] for part in rows], 1)
+            return [
+                piece.reshape(ranks, own, *shape).permute(2, 0, 3, 1, 4).flatten(1, 2)
+                for piece, shape in zip(pieces, shapes, strict=True)
+            ]
+
+        return arrived
+
+    def heads_of(self, values: Tensor) -> Tensor:
+        """This rank's part of something that each head has one of, [H]."""
+        return values.chunk(self.peers.size)[self.peers.index]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadExchange:
+    """Turns a cell's tensors [B, H, tokens, D] into the heads of this rank and back. Without
+    Ulysses they are that already."""
+
+    ulysses: Ulysses | None = None
+    fillers: int = 0  # tokens that the cell runs though they are none of the chunk's
+
+    def to_heads(self, *tensors: Tensor) -> Sequence[Tensor]:
+        return self.begin_heads([(x, None) for x in tensors])()
+
+    def to_tokens(self, *tensors: Tensor) -> Sequence[Tensor]:
+        return self.begin_tokens(*tensors)()
+
+    def begin_heads(self, parts: Sequence[tuple[Tensor, Range | None]]) -> Coming:
+        """Tensors on their way to heads, of each the heads of a range among every rank's, or
+        all."""
+        tensors = [self._some(x, heads) for x, heads in parts]
+        if self.fillers:
+            tensors = [x[:, :, :0] for x in tensors]
+        return (lambda: tensors) if self.ulysses is None else self.ulysses.to_heads(tensors)
+
+    def begin_tokens(self, *tensors: Tensor) -> Coming:
+        """Tensors on their way back to tokens: of every rank the heads that these are of."""
+        if self.ulysses is None:
+            return lambda: [self._filled(x) for x in tensors]
+        coming = self.ulysses.to_tokens(tensors)
+        return lambda: [self._filled(x) for x in coming()]
+
+    def of_all_ranks(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Tensors of pieces of every rank's heads, in order, as one of all heads."""
+        ranks = 1 if self.ulysses is None else self.ulysses.peers.size
+        apart = [x.unflatten(1, (ranks, x.shape[1] // ranks)) for x in pieces]
+        return torch.cat(apart, 2).flatten(1, 2)
+
+    def heads_of(self, values: Tensor) -> Tensor:
+        """This rank's of [H]."""
+        return values if self.ulysses is None else self.ulysses.heads_of(values)
+
+    def of_all_heads(self, values: Tensor, like: Tensor) -> Tensor:
+        """[H] with this rank's values in their places, and zeros."""
+        if self.ulysses is None:
+            return values
+        whole = like.new_zeros(like.shape)
+        self.ulysses.heads_of(whole).copy_(values)
+        return whole
+
+    def _some(self, x: Tensor, heads: Range | None) -> Tensor:
+        if heads is None or self.ulysses is None:
+            return x
+        ranks = self.ulysses.peers.size
+        return x.unflatten(1, (ranks, x.shape[1] // ranks))[:, :, slice(*heads)].flatten(1, 2)
+
+    def _filled(self, x: Tensor) -> Tensor:
+        batch, heads, _, width = x.shape
+        return x.new_zeros(batch, heads, self.fillers, width) if self.fillers else x
+
+
+ALONE = HeadExchange()
+
+
+OfKeys = tuple[Tensor, Tensor, Tensor]  # q, k, v
+Attended = tuple[Tensor, Tensor]  # out, lse
+AttentionGradients = tuple[Tensor, Tensor, Tensor, Tensor | None]  # dq, dk, dv, d sinks
+
+
+@dataclass(frozen=True, slots=True)
+class OverlappedUlysses:
+    """The pieces of one cell, and what carries them."""
+
+    pieces: tuple[Piece, ...]
+    exchange: HeadExchange
+    prefix: KVPrefix
+
+    def forward(
+        self,
+        attend: Callable[[OfKeys, KVHeads, slice], Attended],
+        of_keys: OfKeys,
+        at_hand: tuple[Tensor, Tensor] | None,
+    ) -> tuple[OfKeys, Attended, Tensor]:
+        """Local q, k, v, local out and lse, and out of own tokens. `at_hand` are local k, v, where
+        they need not travel; `attend` is given a piece's tensors, keys and query heads."""
+        q, k, v = of_keys
+        travel = (k, v) if at_hand is None else ()
+        coming = [self._to_heads(piece, q, *travel) for piece in self.pieces]
+        queries, keys, outs, leaving = [], [], [], []
+        for piece, arrived in zip(self.pieces, coming, strict=True):
+            own, *come = arrived()
+            if at_hand is not None and piece.first:
+                come = [x[:, slice(*piece.keys)] for x in at_hand]
+            if come:
+                keys.append([x.contiguous() for x in come])
+            queries.append(own)
+            heads = KVHeads(self.prefix, slice(*piece.keys))
+            outs.append(attend((own, keys[-1][0], keys[-1][1]), heads, slice(*piece.queries)))
+            leaving.append(self.exchange.begin_tokens(outs[-1][0]))
+        local_k, local_v = (torch.cat(x, 1) for x in zip(*keys, strict=True))
+        out, lse = (torch.cat(x, 1) for x in zip(*outs, strict=True))
+        whole = self.exchange.of_all_ranks([gone()[0] for gone in leaving])
+        return (torch.cat(queries, 1), local_k, local_v), (out, lse), whole
+
+    def backward(
+        self,
+        attend_backward: Callable[[Tensor, OfKeys, Attended, KVHeads, slice], AttentionGradients],
+        dout: Tensor,
+        of_keys: OfKeys,
+        attended: Attended,
+        finish: Callable[[Tensor, Tensor, slice], Sequence[Tensor]],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """dq, dk, dv of own tokens and all heads, and d sinks of this rank's heads. `finish` makes
+        what leaves of the dk, dv of some K, V heads that every piece has added to."""
+        coming = [self._to_heads(piece, dout) for piece in self.pieces]
+        leaving: list[Coming] = []
+        sums = dout, dout  # of nothing yet: the first piece begins them
+        dsinks: list[Tensor] = []
+        for piece, arrived in zip(self.pieces, coming, strict=True):
+            heads, keys = slice(*piece.queries), slice(*piece.keys)
+            local = of_keys[0][:, heads], of_keys[1][:, keys], of_keys[2][:, keys]
+            out, lse = (x[:, heads] for x in attended)
+            (mine,) = arrived()
+            of_heads = KVHeads(self.prefix, keys)
+            dq, dk, dv, ds = attend_backward(mine, local, (out, lse), of_heads, heads)
+            sums = (dk, dv) if piece.first else (sums[0] + dk, sums[1] + dv)
+            gone = finish(*sums, keys) if piece.last else ()
+            leaving.append(self.exchange.begin_tokens(dq.to(dout.dtype), *gone))
+            if ds is not None:
+                dsinks.append(ds)
+        back = [gone() for gone in leaving]
+        dq = self.exchange.of_all_ranks([found[0] for found in back])
+        dkv_pieces = zip(*(found[1:] for found in back if len(found) > 1), strict=True)
+        dk, dv = (self.exchange.of_all_ranks(found) for found in dkv_pieces)
+        return dq, dk, dv, torch.cat(dsinks) if dsinks else None
+
+    def _to_heads(self, piece: Piece, q: Tensor, *keys: Tensor) -> Coming:
+        with_keys = keys if piece.first else ()
+        return self.exchange.begin_heads(
+            [(q, piece.queries), *((x, piece.keys) for x in with_keys)]
+        )

@@ -1,0 +1,199 @@
+"""A rank that fails: the others stop soon, and say which it was and why."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from farspan.distributed import failure as faults
+from farspan.distributed.context import run_on_rank0
+from farspan.distributed.failure import activity, is_shared
+from farspan.distributed.launch import launch_env, process_group
+from farspan.spec import Refused
+from tests.distributed.launched import Ended, launch
+from tests.grids import exhaustive
+
+CPU = torch.device("cpu")
+LIMIT = 3.0  # seconds that a collective waits
+# A busy machine starts processes late, and pulses come late there.
+SOON = LIMIT + faults.HEARTBEAT_TIMEOUT + 12.0
+
+
+def run(fault: str, culprit: int) -> str:
+    """A rank that computes with others until one of them does something else."""
+    place = launch_env()
+    assert place is not None
+    if fault == "waits elsewhere":
+        faults.GRACE = 1.0
+    if fault == "stopped":
+        faults.HEARTBEAT_TIMEOUT = 2.0
+    with process_group(place, CPU, LIMIT):
+        dist.all_reduce(torch.ones(1))
+        if place.rank == culprit:
+            happen(fault)
+        if fault == "waits elsewhere":
+            time.sleep(60.0)
+        if fault == "all refuse":
+            refuse()
+        for _ in range(3):
+            dist.all_reduce(torch.ones(1))
+    return "went on"
+
+
+def happen(fault: str) -> None:
+    if fault in ("raises", "waits elsewhere"):
+        raise ValueError("no such thing\nand a second line")
+    if fault == "refused":
+        raise Refused("memory: ran out with\n  (1) this\n  (2) and that")
+    if fault == "out of memory":
+        raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+    if fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "leaves":
+        os._exit(0)
+
+
+def refuse() -> None:
+    """All ranks the same, one after the other."""
+    try:
+        raise Refused("chunk: too large")
+    except Refused as error:
+        place = launch_env()
+        assert place is not None
+        error.add_note(str(place.rank))
+        raise
+
+
+def others(ended: list[Ended], culprit: int) -> list[Ended]:
+    return [end for rank, end in enumerate(ended) if rank != culprit]
+
+
+@pytest.mark.parametrize(
+    ("fault", "culprit", "cause"),
+    [
+        ("raises", 1, "rank 1: ValueError: no such thing"),
+        exhaustive("refused", 1, "rank 1: memory: ran out with\n  (1) this\n  (2) and that"),
+        exhaustive("out of memory", 0, "rank 0: OutOfMemoryError: tried to allocate 3 GiB"),
+        ("killed", 2, "rank 2: died without a word (killed?)"),
+        exhaustive("leaves", 1, "rank 1: died without a word (killed?)"),
+        ("stopped", 1, "rank 1: died without a word (killed?)"),
+    ],
+)
+def test_the_others_name_the_rank_and_its_cause(
+    tmp_path: Path, fault: str, culprit: int, cause: str
+) -> None:
+    lost = culprit if fault == "stopped" else None
+    ended = launch(tmp_path, 3, run, fault, culprit, seconds=SOON, lost=lost)
+    for end in others(ended, culprit):
+        assert end.code == 1, end
+        assert end.said == f"RankFailed: {cause}"
+        assert end.seconds < SOON, end
+
+
+def test_a_rank_that_waits_for_no_collective_ends_too(tmp_path: Path) -> None:
+    ended = launch(tmp_path, 2, run, "waits elsewhere", 1, seconds=SOON)
+    assert (ended[0].code, ended[0].said) == (faults.FAILED, "")
+    assert ended[0].errors.endswith("farspan: rank 1: ValueError: no such thing\n")
+    assert ended[0].seconds < SOON
+
+
+def wait_for(late: int, seconds: float, within: bool) -> str:
+    """For a rank that reads, or for the first, which loads."""
+    faults.HEARTBEAT_TIMEOUT = 3.0
+    faults.GRACE = 1.0 if seconds > SOON else faults.GRACE
+    place = launch_env()
+    assert place is not None
+    with process_group(place, CPU, LIMIT):
+        run_on_rank0(lambda: None)
+        if late == place.rank and not within:
+            with activity("reading the data"):
+                time.sleep(seconds)
+        run_on_rank0(lambda: time.sleep(seconds * within), what="loading the model")
+        dist.all_reduce(torch.ones(1))
+    return "went on"
+
+
+def test_a_rank_that_waited_too_long_names_what_the_first_does(tmp_path: Path) -> None:
+    first, other = launch(tmp_path, 2, wait_for, 0, 60.0, True, seconds=SOON)
+    words = "rank 0: loading the model takes longer than ranks wait for each other; "
+    assert other.said.startswith(f"RankFailed: {words}raise parallel.timeout")
+    assert f"farspan: {words}" in first.errors
+    assert (first.code, first.said) == (faults.FAILED, "")
+    assert max(first.seconds, other.seconds) < SOON
+
+
+@pytest.mark.parametrize(
+    ("late", "within"), [exhaustive(0, True), (0, False), exhaustive(1, False)]
+)
+def test_all_blame_the_rank_that_is_late(tmp_path: Path, late: int, within: bool) -> None:
+    """Itself too, when it comes after all; and not the one whom they were to hear."""
+    what = "loading the model" if within else "reading the data"
+    for end in launch(tmp_path, 3, wait_for, late, LIMIT + 1.5, within, seconds=2 * SOON):
+        assert end.said == f"RankFailed: rank {late}: {what} takes {faults._TOO_LONG}", end
+
+
+def wait_within() -> str:
+    faults.HEARTBEAT_TIMEOUT = 3.0
+    place = launch_env()
+    assert place is not None
+    with process_group(place, CPU, LIMIT):
+        run_on_rank0(lambda: None)
+        if place.rank:
+            time.sleep(LIMIT + 1.5)
+        dist.all_reduce(torch.ones(1))  # no meeting: as within a step
+    return "went on"
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_waits_within_a_step_does_not_say_that_it_was_late(tmp_path: Path) -> None:
+    for end in launch(tmp_path, 2, wait_within, seconds=SOON):
+        assert end.said == f"RankFailed: rank 0: has waited for another rank {faults._TOO_LONG}"
+
+
+@pytest.mark.exhaustive
+def test_the_rank_that_has_the_store(tmp_path: Path) -> None:
+    """Without torchrun, whose agent outlives it."""
+    ended = launch(tmp_path, 2, run, "killed", 0, seconds=SOON)
+    assert ended[1].code == 1
+    assert ended[1].said.startswith("RankFailed: rank "), ended[1]
+    assert ended[1].seconds < SOON
+
+
+def test_what_all_refuse_is_no_fault_of_one(tmp_path: Path) -> None:
+    for end in launch(tmp_path, 3, run, "all refuse", -1, seconds=SOON):
+        assert end.said == "Refused: chunk: too large"
+
+
+def shared() -> str:
+    place = launch_env()
+    assert place is not None
+    try:
+        with process_group(place, CPU, LIMIT):
+            refuse()
+    except Refused as error:
+        return str(is_shared(error))
+    return "nothing was raised"
+
+
+def test_one_rank_says_it_for_all(tmp_path: Path) -> None:
+    assert [end.said for end in launch(tmp_path, 3, shared)] == ["False", "True", "True"]
+
+
+def test_ranks_that_end_well_are_not_missed(tmp_path: Path) -> None:
+    """One leaves long before the others."""
+    assert {end.said for end in launch(tmp_path, 2, linger)} == {"fine"}
+
+
+def linger() -> str:
+    place = launch_env()
+    assert place is not None
+    with process_group(place, CPU, LIMIT):
+        dist.all_reduce(torch.ones(1))
+        time.sleep(4 * faults.HEARTBEAT * (1 - place.rank))
+    return "fine"

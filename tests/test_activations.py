@@ -1,0 +1,192 @@
+"""What a graph saved goes into bytes and comes back the same, bit by bit and stride by stride."""
+
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from farspan.activations import SavedActivations
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x.clone(),
+    "transposed": lambda x: x.transpose(0, 2).clone(memory_format=torch.preserve_format),
+    "permuted": lambda x: x.permute(1, 2, 0),
+    "expanded": lambda x: x[:, :1].expand(-1, 5, -1),
+    "strided": lambda x: x[:, ::2],
+    "narrow": lambda x: x[1:, :, 1:],
+    "scalar": lambda x: x[0, 0, 0],
+    "empty": lambda x: x[:0],
+}
+NOTHING = torch.empty(0, dtype=torch.uint8)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool)
+
+
+def store_for(cell: SavedActivations, extra: int = 0) -> Tensor:
+    return torch.full((cell.size() + extra,), 0xAB, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_round_trip(layout: str, dtype: torch.dtype) -> None:
+    source = LAYOUTS[layout]((10 * torch.randn(3, 4, 6)).to(dtype))
+    expected = source.clone()
+    cell = SavedActivations([], {})
+    handle = cell.pack(source)
+    assert not isinstance(handle, Tensor)
+    store = store_for(cell)
+    cell.seal(store)
+    moved = store.clone()
+    store.zero_()
+    source.zero_() if layout != "expanded" else None
+    cell.restore(moved, {})
+    found = cell.unpack(handle)
+    assert torch.equal(found, expected)
+    assert found.dtype is dtype
+    assert found.stride() == source.stride()
+    assert found.untyped_storage().data_ptr() == moved.data_ptr() or found.numel() == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(DTYPES)), max_size=8))
+def test_many_tensors_do_not_overlap(sizes: list[tuple[int, torch.dtype]]) -> None:
+    sources = [torch.arange(n).add(7 * i).to(dtype) for i, (n, dtype) in enumerate(sizes)]
+    cell = SavedActivations([], {})
+    handles = [cell.pack(source) for source in sources]
+    store = store_for(cell)
+    cell.seal(store)
+    cell.restore(store, {})
+    for handle, source in zip(handles, sources, strict=True):
+        found = cell.unpack(handle)
+        assert torch.equal(found, source)
+        assert found.data_ptr() % 64 == store.data_ptr() % 64 or source.numel() == 0
+
+
+def test_memory_that_several_views_share_is_stored_once() -> None:
+    """The halves of a fused projection, saved apart, are one span; so are its shapes."""
+    fused = torch.randn(3, 20)
+    views = [fused, fused, fused.view(6, 10), *fused.chunk(2, dim=1)]
+    cell = SavedActivations([], {})
+    packed = [cell.pack(view) for view in views]
+    assert cell.count() == 1
+    assert cell.size() == 256
+    store = store_for(cell)
+    cell.seal(store)
+    cell.restore(store, {})
+    for view, one in zip(views, packed, strict=True):
+        found = cell.unpack(one)
+        assert torch.equal(found, view)
+        assert found.stride() == view.stride()
+
+
+def test_only_the_span_that_is_saved_is_stored() -> None:
+    whole = torch.randn(1000)
+    cell = SavedActivations([], {})
+    cell.pack(whole[500:510])
+    assert cell.size() <= 128
+
+
+def test_parameters_stay_where_they_are() -> None:
+    weight = torch.randn(4, 3)
+    cell = SavedActivations([weight], {})
+    for view in (weight, weight.T, weight[1:]):
+        assert cell.pack(view) is view
+        assert cell.unpack(view) is view
+    assert cell.size() == 0
+
+
+def test_named_tensors_become_references() -> None:
+    """A view of the layer's input is stored nowhere: it is taken from where the input then is."""
+    base = torch.randn(2, 6, 4)
+    views = [base, base.transpose(1, 2), base[1, 2:], base.view(12, 4)]
+    expected = [view.clone() for view in views]
+    cell = SavedActivations([], {"x": base, "out": torch.randn(3)})
+    handles = [cell.pack(view) for view in views]
+    assert cell.size() == 0
+    assert cell.references == {"x"}
+    cell.seal(NOTHING)
+    slab = torch.full((10 + base.numel(),), torch.nan)
+    elsewhere = slab[10:].view(2, 6, 4)
+    elsewhere.copy_(base)
+    base.fill_(torch.nan)
+    cell.restore(NOTHING, {"x": elsewhere})
+    for handle, view, same in zip(handles, views, expected, strict=True):
+        found = cell.unpack(handle)
+        assert torch.equal(found, same)
+        assert found.stride() == view.stride()
+
+
+def test_a_cast_of_a_named_tensor_is_no_reference() -> None:
+    base = torch.randn(6)
+    cell = SavedActivations([], {"x": base})
+    cell.pack(base.double())
+    cell.pack(base.view(torch.int32))
+    assert cell.references == set()
+    assert cell.count() == 2
+
+
+@pytest.mark.parametrize("room", [0, 64, 128])
+def test_more_than_planned_stays_on_the_device(room: int) -> None:
+    """Beside the plan, and copied: the memory it lay in is written over."""
+    sources = [torch.randn(16), torch.randn(40)[24:], torch.randn(4, 4).T]
+    expected = [source.clone() for source in sources]
+    cell = SavedActivations([], {})
+    views = [cell.pack(source) for source in sources]
+    store = torch.full((room,), 0xAB, dtype=torch.uint8)
+    with pytest.warns(UserWarning, match="more than was planned.*activations_kept: 0"):
+        cell.seal(store)
+    for source in sources:
+        source.zero_()
+    cell.restore(store.clone(), {})
+    for view, tensor in zip(views, expected, strict=True):
+        found = cell.unpack(view)
+        assert torch.equal(found, tensor)
+        assert found.stride() == tensor.stride()
+
+
+def test_room_to_spare_is_left_alone() -> None:
+    cell = SavedActivations([], {})
+    cell.pack(torch.randn(16))
+    store = store_for(cell, extra=64)
+    cell.seal(store)
+    assert bool((store[64:] == 0xAB).all())
+
+
+def mathematics(x: Tensor, weight: Tensor) -> Tensor:
+    y = torch.tanh(x @ weight).transpose(0, 1)
+    return (y.softmax(-1) * y[:, :1].exp()).sum() + (x * x).mean()
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_graph_runs_backward_from_bytes(moved: bool) -> None:
+    """The same bits as without the detour, while the bytes wait elsewhere as NaN."""
+    x, weight = torch.randn(6, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    expected = torch.autograd.grad(mathematics(x, weight), [x, weight])
+    cell = SavedActivations([weight], {"x": x})
+    with saved_tensors_hooks(cell.pack, cell.unpack):
+        loss = mathematics(x, weight)
+    assert cell.references == {"x"}
+    store = store_for(cell)
+    cell.seal(store)
+    if moved:
+        away = store.clone()
+        store.fill_(0xFF)
+        store = away
+    cell.restore(store, {"x": x.detach().clone()})
+    found = torch.autograd.grad(loss, [x, weight])
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_a_sealed_cell_holds_no_tensor() -> None:
+    """Otherwise keeping it would keep what was evicted."""
+    source = torch.randn(1000)
+    alive = weakref.ref(source)
+    cell = SavedActivations([], {"x": source[:10]})
+    packed = cell.pack(source)
+    cell.seal(store_for(cell))
+    del source
+    assert alive() is None
+    assert not isinstance(packed, Tensor)
