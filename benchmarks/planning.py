@@ -108,7 +108,7 @@ def main() -> None:
     if given.out is not None:
         record = {
             "benchmark": "planning",
-            "machine": load("farspan.engine.microbench", "machine")(),
+            "machine": load("farspan.engine.microbench", "describe_machine")(),
             "clock": "seconds that one process computed, imports left out",
             "limit": LIMIT,
             "slowest": max(row["process_seconds"] for row in rows),

@@ -240,15 +240,15 @@ def _run(boundary: CausalLMStages, program: Program, count: Count, how: str) -> 
     mark()
     with routed(boundary.model), count:
         Interpreter(
-            boundary,
-            program,
-            ProgramBuffers(program, arenas, boundary.dtype, CopyEngine(META)),
-            StepInputs(ids, ids, ids, None),
-            LossHead(boundary, program.run.tokens, program.schedule.head_tokens, outer, fused),
-            gradients,
-            mark,
-            layers,
-            CountedKernels(META, boundary.dtype, fused=fused, count=count),
+            boundary=boundary,
+            program=program,
+            storage=ProgramBuffers(program, arenas, boundary.dtype, CopyEngine(META)),
+            inputs=StepInputs(ids, ids, ids, None),
+            head=LossHead(boundary, program.run.tokens, program.schedule.head_tokens, outer, fused),
+            gradients=gradients,
+            after=mark,
+            layers=layers,
+            kernels=CountedKernels(META, boundary.dtype, fused=fused, count=count),
         ).run()
 
 

@@ -1,6 +1,6 @@
 from farspan import memory as memory
-from farspan.distributed.context import Ranks
-from farspan.engine.parallelize import Dealt, deal
+from farspan.distributed.context import ParallelContext
+from farspan.engine.parallelize import ShardedModel, parallelize
 from farspan.engine.step import Progress, Step
 from farspan.engine.verify import Verification, VerificationRun, verify
 from farspan.plan.ask import plan
@@ -11,13 +11,13 @@ from farspan.train.hugging_face import LongContext, Trainer
 from farspan.version import VERSION as __version__
 
 __all__ = [
-    "Dealt",
     "Layout",
     "LongContext",
+    "ParallelContext",
     "Progress",
-    "Ranks",
     "Refused",
     "Schedule",
+    "ShardedModel",
     "Sparse",
     "Step",
     "Tier",
@@ -25,8 +25,8 @@ __all__ = [
     "Verification",
     "VerificationRun",
     "__version__",
-    "deal",
     "memory",
+    "parallelize",
     "plan",
     "strategy",
     "verify",

@@ -21,9 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from farspan.plan.sizes import ALIGNMENT, aligned
 
 MORE = (
-    "a cell saved more than was planned for it, as where experts run one by one and a router chose "
-    "more of them; the rest of it stays on the device, beside the plan. With activations_kept: 0 "
-    "the plan holds"
+    "a cell saved more than planned, as when a router chose more experts; the rest stays on the "
+    "device, on top of the planned memory; set activations_kept: 0 to keep to the plan"
 )
 
 

@@ -67,7 +67,7 @@ def test_temporaries_are_named() -> None:
         ((*SMALL, "--context", "1K", "--dtype", "int3"), "dtype"),
         ((*SMALL, "--context", "1K", "x"), "arguments: 'x' is for a program"),
         ((*SMALL, "--record", "x.py"), "record: records the program alone"),
-        (("--record", "/no/such.py"), r"record: /no/such\.py is no file"),
+        (("--record", "/no/such.py"), r"record: /no/such\.py is not a file"),
     ],
 )
 def test_what_makes_no_sense_is_one_clear_line(

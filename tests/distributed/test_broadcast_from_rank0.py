@@ -196,7 +196,7 @@ HAVE = [["none", "none"], ["none", "all"], ["some", "none"]]
 @pytest.mark.parametrize("have", part_of(HAVE, HAVE[1]))
 def test_weights_that_nobody_has_are_missed_on_all_ranks(have: list[str]) -> None:
     for words in run_ranks(2, refused, have):
-        assert "load the model whole on rank 0" in words
+        assert "load the whole model on rank 0" in words
 
 
 def of_others() -> str:
@@ -210,4 +210,4 @@ def of_others() -> str:
 
 def test_models_of_other_modules_are_refused() -> None:
     for words in run_ranks(2, of_others):
-        assert "weights: not the same on ranks [0] and ranks [1]" in words
+        assert "weights: differs between ranks [0] and ranks [1]" in words

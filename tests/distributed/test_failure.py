@@ -80,9 +80,9 @@ def others(ended: list[Ended], culprit: int) -> list[Ended]:
         ("raises", 1, "rank 1: ValueError: no such thing"),
         exhaustive("refused", 1, "rank 1: memory: ran out with\n  (1) this\n  (2) and that"),
         exhaustive("out of memory", 0, "rank 0: OutOfMemoryError: tried to allocate 3 GiB"),
-        ("killed", 2, "rank 2: died without a word (killed?)"),
-        exhaustive("leaves", 1, "rank 1: died without a word (killed?)"),
-        ("stopped", 1, "rank 1: died without a word (killed?)"),
+        ("killed", 2, "rank 2: exited without reporting an error (killed?)"),
+        exhaustive("leaves", 1, "rank 1: exited without reporting an error (killed?)"),
+        ("stopped", 1, "rank 1: exited without reporting an error (killed?)"),
     ],
 )
 def test_the_others_name_the_rank_and_its_cause(
@@ -153,7 +153,7 @@ def wait_within() -> str:
 @pytest.mark.exhaustive
 def test_a_rank_that_waits_within_a_step_does_not_say_that_it_was_late(tmp_path: Path) -> None:
     for end in launch(tmp_path, 2, wait_within, seconds=SOON):
-        assert end.said == f"RankFailed: rank 0: has waited for another rank {faults._TOO_LONG}"
+        assert end.said == f"RankFailed: rank 0: waited for another rank {faults._TOO_LONG}"
 
 
 @pytest.mark.exhaustive

@@ -14,13 +14,12 @@ from farspan.distributed import fsdp
 from farspan.distributed.fsdp import (
     ShardedParameters,
     Stage,
-    gather_bytes,
     local,
-    reduce_bytes,
     rows_of_rank,
 )
 from farspan.spec import Refused
 from tests.distributed.cut import Model, sharded, values
+from tests.distributed.traffic import gather_bytes, reduce_bytes
 from tests.grids import exhaustive, part_of
 from tests.ranks import run_ranks
 

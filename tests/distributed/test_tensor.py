@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from farspan.distributed.collectives import Communicator
 from farspan.distributed.tensor import TensorParallel
-from farspan.distributed.tensor_plan import layer_sent, plan_tensor
+from farspan.distributed.tensor_plan import plan_tensor
 from farspan.hf.probe import Float64Mode
 from farspan.hf.stages import CausalLMStages
 from tests.distributed.tensor_cases import call_of, make_boundary, run
+from tests.distributed.traffic import layer_sent
 from tests.grids import part_of
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from farspan.distributed.tensor import check_layers
-from farspan.distributed.tensor_plan import ParameterCut, layer_sent, plan_tensor
+from farspan.distributed.tensor_plan import ParameterCut, plan_tensor
 from farspan.hf.stages import CausalLMStages
 from farspan.spec import Refused
 from tests.distributed.tensor_cases import make_boundary, random_run
+from tests.distributed.traffic import layer_sent
 from tests.zoo import make_model
 
 # What of the first layer is cut, with the parts of what stands in one weight.
@@ -113,7 +114,9 @@ def test_tied_weights_are_refused() -> None:
     boundary = make_boundary("llama")
     first, second = (layer.get_submodule("self_attn.q_proj") for layer in boundary.layers)
     second.weight = first.weight
-    with pytest.raises(Refused, match=r"0.self_attn.q_proj.weight is .*1.self_attn.q_proj.weight"):
+    with pytest.raises(
+        Refused, match=r"0.self_attn.q_proj.weight and .*1.self_attn.q_proj.weight are tied"
+    ):
         plan_tensor(boundary.model, boundary.layers, 2)
 
 
@@ -171,10 +174,10 @@ class _Offset(_Later):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (_Later, r"layers.1 \(LlamaDecoderLayer\), cut over 2 devices.*differs from itself"),
-        (_Between, "differs from itself"),
-        (_Offset, "differs from itself"),
-        (_Fixed, r"layers.1 \(LlamaDecoderLayer\) does not run when it is cut.*invalid for input"),
+        (_Later, r"layers.1 \(LlamaDecoderLayer\) changes by .* when sharded over 2 devices"),
+        (_Between, "changes by"),
+        (_Offset, "changes by"),
+        (_Fixed, r"layers.1 \(LlamaDecoderLayer\) fails when sharded.*invalid for input"),
     ],
 )
 def test_the_probe_refuses_what_a_cut_changes(kind: type[_Later], message: str) -> None:

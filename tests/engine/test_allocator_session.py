@@ -40,6 +40,6 @@ def test_a_step_goes_on_where_its_plan_cannot_be_followed(fails: str) -> None:
     memory: Any = FailingMemory(fails)
     session = Session(memory, ReplayPlan((), 0, 0))
     session.begin_iteration(0)
-    with pytest.warns(UserWarning, match=f"cannot be followed: {fails}: the stream"):
+    with pytest.warns(UserWarning, match=f"does not match this run: {fails}: the stream"):
         session.begin_iteration(0)
     assert (memory.begun, session.begun, session.plans) == (FIRST_REPLAYED, {0: 2}, {})

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from farspan.distributed.context import ParallelContext
-from farspan.engine.memory import PeakMemory, estimate_memory, rehearse_apart
+from farspan.engine.memory import PeakMemory, dry_run_apart, estimate_memory
 from farspan.engine.parallelize import parallelize
 from farspan.engine.step import Step
 from farspan.plan.layout import Layout
@@ -37,7 +37,7 @@ def peaks(layout: Layout, schedule: Schedule, family: str) -> tuple[int, int]:
     come, a little longer (9 KiB of 446 were seen), which only ever adds to a peak."""
     model = make_model(family)
     step = Step(model, schedule, ranks=parallelize(model, schedule, ParallelContext(layout, CPU)))
-    apart = rehearse_apart(step, 1, TOKENS) if dist.get_rank() == 1 else 0
+    apart = dry_run_apart(step, 1, TOKENS) if dist.get_rank() == 1 else 0
     measured: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         leave = PeakMemory.__exit__
@@ -90,7 +90,7 @@ def by_itself() -> tuple[int, bool]:
         arenas = sum(step.program(1, 2 * schedule.chunk).arena_bytes.values())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("farspan.engine.tiers.available_host_bytes", lambda: 2 * arenas - 1)
-            rehearse_apart(step, 1, 2 * schedule.chunk)
+            dry_run_apart(step, 1, 2 * schedule.chunk)
     dist.barrier()
     return step._steps, step.seen is not None
 

@@ -121,7 +121,7 @@ def test_here_refuses_the_file_of_another_kind_of_machine() -> None:
     write(read("h200"), user_file())
     if torch.cuda.is_available():
         pytest.skip("this machine is of that kind")
-    with pytest.raises(Refused, match="describes h200, but here is no GPU"):
+    with pytest.raises(Refused, match="describes h200, but this machine has no GPU"):
         here()
 
 

@@ -49,7 +49,7 @@ def test_kernels_that_are_here_are_compared(
         return speeds[bench.kernel] * (1.2 if deterministic else 1.0)
 
     monkeypatch.setattr(module, "AttentionKernels", Kernels)
-    monkeypatch.setattr(module, "_seconds", seconds)
+    monkeypatch.setattr(module, "_kernel_seconds", seconds)
     monkeypatch.setattr(Bench, "on_cpu", False)
     looked = Bench(CPU, QUICK)
     assert fastest_attention(looked, torch.bfloat16, lambda _: None) == found

@@ -12,7 +12,12 @@ from transformers import AutoModelForCausalLM
 from farspan.attention.backends import BlockKernel, CudaCudnn, CudaFlash
 from farspan.attention.choose import Flash4
 from farspan.attention.softmax import Tiled
-from farspan.engine.kernels import AttentionKernels, chunk_lengths, measured_here, same_bits
+from farspan.engine.kernels import (
+    AttentionKernels,
+    chunk_lengths,
+    deterministic_algorithms,
+    measured_here,
+)
 from farspan.engine.memory import PeakMemory
 from farspan.engine.step import Step
 from farspan.plan import blocks as blocks_module
@@ -156,7 +161,7 @@ def test_cudnn_sees_one_layout_of_outputs(
     """Of outputs that a cell holds and of those that a buffer kept, also in families whose rotary
     embedding ends in a concatenation, so that heads come before tokens in q. A plan of another
     layout would read garbage; the ops of `vendor` refuse it."""
-    monkeypatch.setattr("farspan.engine.step.AttentionKernels", VendorOnCpu)
+    monkeypatch.setattr("farspan.engine.kernels.AttentionKernels", VendorOnCpu)
     model, data = make_model(name, max_position_embeddings=512), draw(512)
     schedule = replace(strategy(of, 4, 512), chunk=128, kv_block=128)
     with cuda_ops_on_cpu() as calls:
@@ -276,10 +281,10 @@ def test_deterministic_steps_are_steps(name: str) -> None:
 def test_the_switch_of_torch_stays_as_somebody_set_it() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with same_bits(True):
+        with deterministic_algorithms(True):
             assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert torch.is_deterministic_algorithms_warn_only_enabled()
-        with same_bits(False):
+        with deterministic_algorithms(False):
             assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)

@@ -39,13 +39,13 @@ class Waits:
 @pytest.mark.parametrize("family", part_of(FAMILIES, *list(FAMILIES)[::4]))
 def test_nothing_computed_is_read_in_a_step(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(shared_model(family), replace(BASE, kv=Tier.HOST, activations_kept=0.6))
-    run = step._interpret
+    run = step._run
 
     def watched(*everything: Any) -> Tensor:
         with Unread():
             return run(*everything)
 
-    monkeypatch.setattr(step, "_interpret", watched)
+    monkeypatch.setattr(step, "_run", watched)
     assert torch.isfinite(step(*draw(TOKENS, batch=2, documents=3)))
 
 
@@ -73,7 +73,7 @@ def waits_of(step: Step, tokens: int = TOKENS) -> int:
     is read before, and its loss after."""
     given = [x.cuda() for x in draw(tokens, batch=2, documents=3) if x is not None]
     step(*given)
-    run, found = step._interpret, Waits()
+    run, found = step._run, Waits()
 
     def watched(*everything: Any) -> Tensor:
         with nothing_waited_for() as waits:
@@ -82,7 +82,7 @@ def waits_of(step: Step, tokens: int = TOKENS) -> int:
         return loss
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "_interpret", watched)
+        patch.setattr(step, "_run", watched)
         loss = step(*given)
     assert torch.isfinite(loss)
     return found.count

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from farspan.engine.attention_op import AttentionCells, ChunkAttention
+from farspan.engine.attention_op import AttentionContext, ChunkAttention
 from farspan.engine.buffers import ProgramBuffers
 from farspan.engine.step import Step
 from farspan.engine.tiers import Arena, CopyEngine, StreamOrder
@@ -174,14 +174,14 @@ def test_pages_are_fetched_when_they_are_known(monkeypatch: pytest.MonkeyPatch) 
     schedule = replace(SPARSE_SCHEDULES["streamed"], groups=1, sparse=far)
     step = Step(shared_model("qwen2", torch.float32), schedule)
     step.watches, step.copies = False, Asked()
-    copies, begin, ahead = step.copies, AttentionCells._fetch, Counter[int]()
+    copies, begin, ahead = step.copies, AttentionContext._fetch, Counter[int]()
 
-    def counted(self: AttentionCells, cell: ChunkAttention, layer: int, chunk: int) -> None:
+    def counted(self: AttentionContext, cell: ChunkAttention, layer: int, chunk: int) -> None:
         before = copies.gathers
         begin(self, cell, layer, chunk)
         ahead[copies.gathers - before] += 1
 
-    monkeypatch.setattr(AttentionCells, "_fetch", counted)
+    monkeypatch.setattr(AttentionContext, "_fetch", counted)
     step(*LONGER)
     of = step.program(*LONGER.input_ids.shape).instructions
     attending = [i for i in of if isinstance(i, Forward | Backward) and i.choice is not None]

@@ -79,13 +79,15 @@ def differences(case: Case, ranks: ParallelContext, dealing: Dealing | None) -> 
 
 
 def check(model: Any, step: Step, data: Data, expected: Outcome) -> None:
-    assert step.dealt is not None
-    own, others = rows_of(step.dealt.ranks, data), stage_of_others(step, expected)
+    assert step.sharded_model is not None
+    own, others = rows_of(step.sharded_model.ranks, data), stage_of_others(step, expected)
     model.zero_grad(set_to_none=True)
-    before = sent(step.dealt.ranks)
+    before = sent(step.sharded_model.ranks)
     loss = step(*own)
-    assert_sent(step, own, {axis: n - before[axis] for axis, n in sent(step.dealt.ranks).items()})
-    found = Outcome(loss, whole_gradients(model, step.dealt, others))
+    assert_sent(
+        step, own, {axis: n - before[axis] for axis, n in sent(step.sharded_model.ranks).items()}
+    )
+    found = Outcome(loss, whole_gradients(model, step.sharded_model, others))
     expected = replace(expected, gradients=without(expected.gradients, others))
     assert_close(found, expected)
 
@@ -392,7 +394,7 @@ def test_what_ranks_refuse() -> None:
         "layout: 3 devices, but 2 ranks were started; start as many, or make the product of "
         "pipeline, data, ring, shards, ulysses, tensor 2"
     )
-    assert "not the same on ranks [0] and ranks [1]" in first[-1]
+    assert "differs between ranks [0] and ranks [1]" in first[-1]
 
 
 def replicas_of_unlike_length() -> None:
@@ -418,8 +420,8 @@ def replicas_of_unlike_length() -> None:
             for name, gradient in gradients_of(whole, share).items():
                 total[name] = total.get(name, torch.zeros(())) + gradient
         found = step(*datas[dist.get_rank()])
-        assert step.dealt is not None
-        gradients = whole_gradients(model, step.dealt, set())
+        assert step.sharded_model is not None
+        gradients = whole_gradients(model, step.sharded_model, set())
         gradients = {name: g for name, g in gradients.items() if name in total}
         loss = torch.stack(losses).sum().detach()
         assert_close(Outcome(found, gradients), Outcome(loss, total))

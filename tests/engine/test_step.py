@@ -197,7 +197,7 @@ class TestGradients:
             run_step(model, step, DATA)
             for mlp in wasteful:
                 mlp.times = 3
-            with pytest.warns(UserWarning, match="saved more than was planned"):
+            with pytest.warns(UserWarning, match="saved more than planned"):
                 assert_close(run_step(model, step, DATA), expected)
             for mlp in wasteful:
                 mlp.times = 0

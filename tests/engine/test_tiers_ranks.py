@@ -30,7 +30,7 @@ def asked(needs: list[int], machines: list[str]) -> str:
     number = ranks.rank.number
     with pytest.MonkeyPatch.context() as patch:
         room(patch, 4 * GIB)
-        patch.setattr("farspan.distributed.failure.machine_name", lambda: machines[number])
+        patch.setattr("farspan.engine.tiers.machine_name", lambda: machines[number])
         try:
             refuse_beyond_together(ranks, needs[number] * GIB, "a step", "shorten it")
         except TooLarge as error:

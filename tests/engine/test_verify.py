@@ -141,7 +141,9 @@ def test_refuses_a_context_before_the_references(monkeypatch: pytest.MonkeyPatch
     """Documents restart positions, so several may be together what one may not."""
     model = make_model("llama", max_position_embeddings=60)
     assert verify(model, SCHEDULE, RUN).passed
-    monkeypatch.setattr("farspan.engine.verify.oracle_loss", lambda *_, **__: pytest.fail("late"))
+    monkeypatch.setattr(
+        "farspan.engine.verify.reference_loss", lambda *_, **__: pytest.fail("late")
+    )
     with pytest.raises(Refused, match="a document of 61 tokens"):
         verify(model, SCHEDULE, replace(RUN, documents=1))
 

@@ -20,7 +20,7 @@ from farspan.engine.verify import (
     GradientError,
     VerificationRun,
     beside_plain,
-    nudged,
+    perturbed_embeddings,
     verify,
 )
 from farspan.plan.blocks import Block, plan_blocks
@@ -107,7 +107,7 @@ def move_a_border(patch: pytest.MonkeyPatch) -> None:
         moved = (first[0], first[1] + 1, *first[2:])
         return replace(batch, documents=(moved, *others))
 
-    patch.setattr("farspan.engine.step.make_batch", make)
+    patch.setattr("farspan.engine.step.make_inputs", make)
 
 
 def count_a_chunk_twice(patch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ class TestNudged:
         model = make_model("qwen2", torch.bfloat16)
         table = model.get_parameter(TABLE).detach()
         before = table.clone()
-        with nudged(model, 1):
+        with perturbed_embeddings(model, 1):
             moved = (table != before).float().mean()
             off = ((table - before).float().norm() / before.float().norm()).item()
         assert torch.equal(table, before)
@@ -219,7 +219,7 @@ class TestNudged:
     def test_the_first_run_is_of_the_model_itself(self) -> None:
         model = make_model("qwen2", torch.bfloat16)
         before = model.get_parameter(TABLE).detach().clone()
-        with nudged(model, 0):
+        with perturbed_embeddings(model, 0):
             assert torch.equal(model.get_parameter(TABLE), before)
 
 

@@ -110,7 +110,7 @@ class TestWhatCouldNotBeNoticedByName:
             step.evaluate(*data)
 
         step.progress = again
-        with pytest.raises(RuntimeError, match="in the middle of a step"):
+        with pytest.raises(RuntimeError, match="already running"):
             step(*data)
         step.progress = None
         step(*data)

@@ -188,7 +188,7 @@ class TestSelectors:
             Step(shared_model("qwen2"), SCHEDULES["device"], selector=word)
 
     def test_without_sparse_attention(self) -> None:
-        with pytest.raises(Refused, match=r"selector: dense attention chooses no pages"):
+        with pytest.raises(Refused, match=r"selector: dense attention selects no pages"):
             Step(shared_model("qwen2"), Schedule(), selector=TopK(2))
 
 

@@ -98,7 +98,7 @@ def test_a_user_s_selector(dtype: torch.dtype) -> None:
 
 
 def test_a_selector_of_dense_attention_is_refused() -> None:
-    with pytest.raises(Refused, match=r"selector: dense attention chooses no pages"):
+    with pytest.raises(Refused, match=r"selector: dense attention selects no pages"):
         verify(shared_model("qwen2"), Schedule(chunk=16), RUN, selector=TopK(1))
 
 

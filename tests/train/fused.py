@@ -39,7 +39,7 @@ def parts_with(
         calls = -1  # the rehearsal of all ranks is the first
 
         def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-            if self.dealt is not None and self.dealt.ranks.is_apart:
+            if self.sharded_model is not None and self.sharded_model.ranks.is_apart:
                 return super().__call__(*args, **kwargs)
             self.calls += 1
             rank = dist.get_rank() if dist.is_initialized() else 0

@@ -83,7 +83,7 @@ def fit(runs: list[RunConfig]) -> list[int]:
     for run in runs:
         halts: list[CooperativeStop] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(launch, "Halt", partial(noted, halts))
+            patch.setattr(launch, "CooperativeStop", partial(noted, halts))
             assert loop.train(run, reporter=Quiet()).step == run.steps
         passed.append(halts[0]._passed)
     return passed
@@ -126,8 +126,8 @@ class Rehearsing(Step):
     reached: Path  # is there when rank 0 has
 
     def __call__(self, *arguments: Any, **named: Any) -> Tensor:
-        assert self.dealt is not None
-        if self.dealt.ranks.is_apart:
+        assert self.sharded_model is not None
+        if self.sharded_model.ranks.is_apart:
             self.progress = partial(self._slowly, self.progress)
         return super().__call__(*arguments, **named)
 

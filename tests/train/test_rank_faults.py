@@ -59,7 +59,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     ("fault", "survivor", "words", "saved"),
     [
         pytest.param(
-            *("killed", 0, r"RankFailed: rank 1: died without a word \(killed\?\)", 2),
+            *(
+                "killed",
+                0,
+                r"RankFailed: rank 1: exited without reporting an error \(killed\?\)",
+                2,
+            ),
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(

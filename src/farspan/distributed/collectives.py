@@ -1,19 +1,19 @@
-"""The ranks along an axis of a layout, and what they send each other.
+"""A communicator: the ranks along an axis of a layout, and the collectives among them; and the
+pipeline, which sends chunks between stages.
 
-Rows lie along dimension 0, of any further shape and dtype, contiguous; how many rows each peer has
-may differ and may be none. `scatter_sum` adds parts in the order of ranks, so that sums are the
-same bits every time and on every number of nodes; `sum` leaves the order to the backend. `sent`
-counts the bytes that this rank gives to others.
+Rows lie along dimension 0, of any further shape and dtype, contiguous; peers may have different
+numbers of rows, or none. `scatter_sum` adds parts in the order of ranks, so that sums are the same
+bits every time and on any number of nodes; `sum` leaves the order to the backend. `sent` counts the
+bytes that this rank gives to others.
 
-A rank may be `apart` for a while: it takes as much memory as among its peers and waits for nobody.
-What comes from them is then zeros, or for a gather its own rows: numbers that no page or expert is
-missing for.
+A rank may be `apart` for a while: it takes as much memory as among its peers and waits for none.
+It receives zeros then, or its own rows in a gather, so that no page or expert is missing.
 
-The stages of a pipeline, each a group of layers: chunks stream up, their gradients down.
-
-A stage waits for a send only when it is `AHEAD` chunks further, so that what it holds of what it
-sent does not grow with the sequence. It receives in the order in which its neighbour sends: inputs
-in the order of chunks, gradients in the reverse one."""
+Pipeline stages are groups of layers: chunks go up, their gradients down. A stage waits for a send
+only when it is `AHEAD` chunks further, so that what it holds of what it sent does not grow with the
+sequence. It receives in the order in which its neighbour sends: inputs in the order of chunks,
+gradients in the reverse one.
+"""
 
 from collections import deque
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class PendingExchange:
 
 @dataclass(slots=True)
 class Communicator:
-    """This rank among its peers along one axis; None: it has none, and sends nothing."""
+    """This rank and its peers along one axis; without a group it is alone and sends nothing."""
 
     group: dist.ProcessGroup | None
     sent: int = 0  # bytes, since the start
@@ -57,11 +57,11 @@ class Communicator:
 
     @property
     def index(self) -> int:
-        """Which of them this rank is."""
+        """The index of this rank among them."""
         return 0 if self.group is None else self.group.rank()
 
     def number(self, index: int) -> int:
-        """Of a peer, among all ranks."""
+        """The number among all ranks of the peer at this index."""
         assert self.group is not None
         return dist.get_global_rank(self.group, index)
 
@@ -70,8 +70,8 @@ class Communicator:
         from it and stand in the order of peers."""
         return self.begin_exchange(rows, out, back).wait()
 
-    def begin_exchange(self, rows: Tensor, out: Counts, back: Counts) -> "Arrival":
-        """The same, under way when this returns."""
+    def begin_exchange(self, rows: Tensor, out: Counts, back: Counts) -> "PendingExchange":
+        """The same, started when this returns."""
         if self.size == 1:
             return PendingExchange(rows, None, rows)
         if self.apart:
@@ -107,23 +107,23 @@ class Communicator:
         self._count(rows, rows.shape[0] * (self.size - 1))
 
     def send(self, tensor: Tensor, number: int) -> dist.Work | None:
-        """To the peer of that number among all ranks; the tensor must live until it has left, and
-        None says that it has."""
+        """Send to a peer by its number among all ranks. The tensor must live until the work is
+        done; None: it is."""
         if self.apart:
             return None
         self.sent += tensor.nbytes
         return dist.isend(tensor, number, group=self.group)
 
     def receive(self, place: Tensor, number: int) -> None:
-        """What the peer of that number sent, once it is there."""
+        """Wait for a tensor from a peer, by its number among all ranks."""
         if self.apart:
             place.zero_()
         else:
             dist.recv(place, number, group=self.group)
 
     def pass_round(self, sent: Sequence[Tensor], places: Sequence[Tensor]) -> list[dist.Work]:
-        """Starts to send these to the next peer, and to fill places with what the one before has
-        sent. Neither side posts what has no rows; both know how many there are."""
+        """Start to send these to the next peer, and to fill `places` with what the one before
+        sends. Neither side posts tensors without rows; both know the counts."""
         if self.apart:
             for place in places:
                 place.zero_()
@@ -169,19 +169,19 @@ class Pipeline:
     sending: deque[tuple[dist.Work | None, Tensor]] = field(default_factory=deque)  # until it left
 
     def send(self, tensor: Tensor, *, up: bool) -> None:
-        """To the stage after this one, or before it."""
+        """Send to the stage after this one (`up`), or before it."""
         tensor = tensor.contiguous()
         self.sending.append((self.peers.send(tensor, self._other(up)), tensor))
         while len(self.sending) > AHEAD:
             self._wait()
 
     def receive(self, place: Tensor, *, up: bool) -> Tensor:
-        """What the stage before this one sent up, or the one after it sent down."""
+        """Receive what the stage before sent up, or the one after it down."""
         self.peers.receive(place, self._other(not up))
         return place
 
     def finish(self) -> None:
-        """All that was sent has left."""
+        """Wait until all that was sent has left."""
         while self.sending:
             self._wait()
 

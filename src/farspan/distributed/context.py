@@ -1,11 +1,6 @@
-"""This process among the ranks of a layout, and the groups it talks in.
-
-What rank 0 does, or has, for all ranks.
-
-Weights that rank 0 alone has loaded, handed out to all ranks one at a time.
-
-So a model is read once, lies whole in one machine's main memory, and no device holds more of it
-than what it keeps and one weight. FSDP2's users know this as `broadcast_from_rank0`."""
+"""This process among the ranks of a layout: the groups it communicates in, and what rank 0 does for
+all ranks, such as broadcasting weights that it alone has loaded.
+"""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +23,10 @@ TOKENS = (*SEQUENCE, "data")  # ranks that run the same layers on different toke
 
 @dataclass(slots=True)
 class ParallelContext:
-    """Invariant: every rank makes the same groups in the same order, which torch asks for."""
+    """This rank in a layout (torchtitan's ParallelDims), and its communicators along each axis.
+
+    Invariant: every rank makes the same groups in the same order, as torch requires.
+    """
 
     layout: Layout
     device: torch.device
@@ -41,7 +39,7 @@ class ParallelContext:
     def __post_init__(self) -> None:
         if not dist.is_initialized():
             raise Refused(
-                "layout: no process group is there; start with torchrun, or call "
+                "layout: no process group exists; start with torchrun, or call "
                 "torch.distributed.init_process_group first"
             )
         ranks = dist.get_world_size()
@@ -57,9 +55,9 @@ class ParallelContext:
             self.among(*axes)
 
     def among(self, *axes: str, alone: bool = True) -> Communicator:
-        """The ranks that differ from this one in these axes alone, by what was sent among them.
-        The first call for them is a collective of all ranks. With `alone` there may be no process
-        group where this rank is the only one."""
+        """The communicator of the ranks that differ from this one in these axes alone. The first
+        call for them is a collective of all ranks. With `alone` it may have no process group if
+        this rank is the only one."""
         axes = tuple(axis for axis in AXES if axis in axes)
         if axes not in self.groups:
             assert not self.is_apart, f"a group of {axes} is made by all ranks"
@@ -70,8 +68,8 @@ class ParallelContext:
         return peers
 
     def _group(self, axes: tuple[str, ...], alone: bool) -> dist.ProcessGroup | None:
-        """One process group for all axes that have the same ranks: a group of gloo's takes threads
-        and half a second, and five axes of most layouts have one rank."""
+        """One process group for all axes that have the same ranks: a gloo group takes threads and
+        half a second, and five axes of most layouts have one rank."""
         several = tuple(axis for axis in axes if getattr(self.layout, axis) > 1)
         if not several and alone:
             return None
@@ -87,8 +85,8 @@ class ParallelContext:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Within it this rank does its part of a step and waits for nobody: others need not do
-        theirs. What it computes means nothing."""
+        """Inside the block this rank runs its part of a step without the other ranks, which need
+        not run theirs: its memory is that of a step, its results mean nothing."""
         self.is_apart = True
         try:
             for peers in self.groups.values():
@@ -99,23 +97,23 @@ class ParallelContext:
                 peers.apart = False
             self.is_apart = False
 
-    def _meet(self) -> None:
+    def _record_sync(self) -> None:
         if not self.is_apart:
             record_sync()
 
     def figures(self, mine: Sequence[int]) -> list[list[int]]:
-        """What every rank gives, as many numbers each, in the order of ranks."""
-        self._meet()
+        """The numbers that each rank gives, as many each, in the order of ranks."""
+        self._record_sync()
         peers = self.among(*AXES)
         rows = torch.tensor([mine], dtype=torch.int64, device=self.device)
         found: list[list[int]] = peers.gather(rows, [1] * peers.size).tolist()
         return found
 
     def refuse_unlike(self, what: str, value: str | Tensor, *axes: str) -> None:
-        """Raises Refused, on all of them, where a value is not the same on all peers."""
+        """Raises Refused on all ranks if `value` differs among the ranks of these axes."""
         digest = hashlib.blake2b(_value_bytes(value), digest_size=8).digest()
         mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(self.device)
-        self._meet()
+        self._record_sync()
         peers = self.among(*axes)
         found = peers.gather(mine, [1] * peers.size).tolist()
         if len(set(found)) == 1:
@@ -125,14 +123,14 @@ class ParallelContext:
             [n for n, f in zip(numbers, found, strict=True) if f == kind] for kind in set(found)
         ]
         words = " and ".join(f"ranks {sorted(kind)}" for kind in sorted(kinds))
-        raise Refused(f"{what}: not the same on {words}; every rank must be given the same")
+        raise Refused(f"{what}: differs between {words}; give every rank the same")
 
 
 def refuse_unlike_models(ranks: ParallelContext, model: nn.Module) -> None:
-    """Raises Refused where the ranks' weights, which all of them have whole, differ.
+    """Raises Refused if the weights, which every rank has whole, differ between ranks.
 
-    What is compared are sums over the bits of each parameter, weighted by their place along each
-    dimension: a pass over the weights for each of them.
+    Compared are checksums: sums over the bits of each parameter, weighted by their place along each
+    dimension, a pass over the weights for each dimension.
     """
     lines = [
         f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad} {_parameter_checksum(p)}"
@@ -165,10 +163,10 @@ T = TypeVar("T")
 def run_on_rank0(
     work: Callable[[], T],
     raised: tuple[type[Exception], ...] = (Refused,),
-    what: str = "what it does for all",
+    what: str = "its work for all ranks",
 ) -> T:
-    """What `work` returns on rank 0, everywhere; the others wait for it. What it raises of these
-    kinds is raised everywhere too. `what` it is is said where it takes rank 0 too long."""
+    """The value that `work` returns on rank 0, on every rank; the others wait for it. An exception
+    of the types in `raised` is raised on every rank. `what`: label for the timeout message."""
     said: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -184,7 +182,7 @@ def run_on_rank0(
 
 
 def broadcast_bits(tensor: Tensor) -> None:
-    """Rank 0's bits, in everybody's tensor."""
+    """Copy rank 0's bits into every rank's tensor."""
     # As bytes: every backend knows them, whatever the dtype.
     there = tensor.detach()
     flat = there.contiguous().reshape(-1).view(torch.uint8)
@@ -197,7 +195,7 @@ WeightForm = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, requires
 
 
 def is_on_rank0_only(ranks: ParallelContext, model: nn.Module) -> bool:
-    """Whether rank 0 alone has the weights; False: every rank has them all. All ranks call it.
+    """Whether rank 0 alone has the weights; False: every rank has all of them. All ranks call it.
     Raises Refused for anything else."""
     here = {not p.is_meta for p in model.parameters()}
     peers = ranks.among(*AXES)
@@ -207,25 +205,26 @@ def is_on_rank0_only(ranks: ParallelContext, model: nn.Module) -> bool:
         return False
     if any(mixed) or not whole[0] or any(whole[1:]):
         raise Refused(
-            "model: weights are on the meta device, but not all of them on all ranks but the "
-            "first; load the model whole on rank 0, and elsewhere the same or none of it"
+            "model: some weights are missing (on the meta device); load the whole model on rank 0, "
+            "and on the other ranks either the whole model or none of its weights"
         )
     return True
 
 
 @dataclass(slots=True)
 class Rank0Weights:
-    """The weights of a model, out of it: rank 0 has them, the model has stand-ins for them on the
-    meta device, of the same forms on all ranks."""
+    """The weights of a model, taken out of it: rank 0 holds them, and on every rank the model holds
+    meta tensors of the same shapes and dtypes. Rank 0 reads the model once, and no device holds
+    more of it than its shard and one weight."""
 
     ranks: ParallelContext
     forms: dict[str, WeightForm]  # by the first name of each weight
     kept: dict[str, Tensor]  # on rank 0
 
     @classmethod
-    def of(cls, ranks: ParallelContext, model: nn.Module) -> "Handout":
-        """Takes the weights out of rank 0's model; buffers of all ranks become those of rank 0, on
-        the device. Raises Refused where the models are not of the same modules."""
+    def of(cls, ranks: ParallelContext, model: nn.Module) -> "Rank0Weights":
+        """Take the weights out of rank 0's model; the buffers of all ranks become those of rank 0,
+        on the device. Raises Refused if the ranks' models have different modules."""
         named = dict(model.named_parameters())
         places = dict(model.named_parameters(remove_duplicate=False))
         shapes = [(name, tuple(p.shape)) for name, p in places.items()]
@@ -246,9 +245,9 @@ class Rank0Weights:
         return cls(ranks, forms, {n: p.detach() for n, p in named.items()} if first else {})
 
     def give(self, take: Callable[[str, Tensor], None]) -> None:
-        """Calls `take` with the name of every weight and all of it, on the device, which is gone
-        when the next one comes unless it was kept. All ranks call it, once: rank 0 lets go of what
-        it has handed out."""
+        """Call `take` on every rank with the name of each weight and the whole of it on the device.
+        The tensor is freed before the next one unless `take` keeps it. All ranks call this once:
+        rank 0 drops each weight that it has broadcast."""
         for name, (shape, dtype, _) in self.forms.items():
             take(name, self._whole(name, shape, dtype))
 
@@ -262,17 +261,17 @@ class Rank0Weights:
 
 
 def broadcast_from_rank0(ranks: ParallelContext, model: nn.Module) -> None:
-    """Every rank has all weights on its device. All ranks call it."""
+    """Give every rank all weights, on its device. All ranks call it."""
     if not is_on_rank0_only(ranks, model):
         return
-    handout = Rank0Weights.of(ranks, model)
+    weights = Rank0Weights.of(ranks, model)
     named = dict(model.named_parameters())
     wholes = {}
 
     def keep(name: str, whole: Tensor) -> None:
         wholes[named[name]] = nn.Parameter(whole, named[name].requires_grad)
 
-    handout.give(keep)
+    weights.give(keep)
     _replace(model, wholes)
 
 
@@ -281,13 +280,13 @@ def _forms(named: Mapping[str, nn.Parameter]) -> dict[str, WeightForm]:
 
 
 def _ties(named: Mapping[str, nn.Parameter], places: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """The first name of what is in each place."""
+    """The first name of the parameter at each name."""
     first = {id(p): name for name, p in named.items()}
     return {name: first[id(p)] for name, p in places.items()}
 
 
 def _replace(model: nn.Module, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Other parameters, in every place that some have: tied weights have several."""
+    """Replace parameters under all of their names: tied weights have several."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter in others:

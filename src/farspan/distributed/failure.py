@@ -1,34 +1,30 @@
-"""How far this process is among the ranks, and what it is at: what the others blame it for.
+"""Which rank failed and why, and ranks that stop together: what ranks tell each other through the
+store of their process group.
 
-All ranks meet outside of steps in the same order, so who waits in vain can tell whom for: a rank
-that has been at fewer meetings.
+A rank that raises writes its cause into the store before it leaves. The collectives of the others
+then fail or time out; they read the store and raise an error that names the rank and its cause. A
+killed rank writes nothing: ranks on its machine see that its process is gone, all others that its
+heartbeat stops. A rank that lives but is late has a heartbeat too, which carries the number of
+synchronisations it has reached and its activity. All ranks synchronise in the same order outside of
+steps, so the rank with the fewest is the one that the others wait for.
 
-Which rank failed, and why: a board in the store of the process group.
+Note: [The thread]. A rank that waits in a collective reads nothing. A thread beside it sends its
+heartbeat, and ends the process when a fault is known and the collective still waits: one of NCCL
+does, until its timeout.
 
-A rank that raises writes its cause before it leaves. The others' collectives then fail, or time
-out; they look at the board and raise an error that names the rank and its cause. A rank that was
-killed writes nothing: it is missed by the ranks of its machine, to which its process is gone, and
-by all others when its pulse stops. One that lives but is late is known by its pulse too, which says
-how many meetings it has come to, and what it is at.
+Note: [Stopping together]. A rank may not leave a step alone: the others would wait for it in a
+collective. But all of them pass the same checkpoints in the same order, and every collective begun
+before a checkpoint has been begun by all. So they count the checkpoints and stop at the same one:
 
-Note: [The thread]. A rank that waits in a collective hears nothing. A thread beside it gives its
-pulse, and ends the process when a fault is known and the collective still waits: one of NCCL does,
-until its timeout.
-
-Ranks that stop together within a step: behind the same cell, which they agree on.
-
-A rank may not leave a step alone: the others would wait for it in a collective. But all of them
-pass the same places in the same order, and what was begun before a place has been begun by all. So
-they number the places, and stop at the same one:
-
-    rank 0   ..7..8..9..|10          9 was the last it passed when it heard of it, and says so
-    rank 1   ..7..8........9..|10    8; no rank passes its next place before all have said theirs
+    rank 0   ..7..8..9..|10          9 was its last when it read the request, which it writes down
+    rank 1   ..7..8........9..|10    8; no rank passes its next before all have written theirs
     stop at 10, the first that no rank can have passed
 
-Nobody can wait for another in vain. What a rank says, its thread says, which waits for nothing; so
-all have said theirs within three pulses, wherever their main threads are. Then a rank that held
-still goes on to the place or stops there, and one that waits in a collective waits for a rank that
-is not yet there."""
+No rank can wait for another forever. The thread writes for its rank and waits for nothing, so all
+have written within three heartbeats, wherever their main threads are. Then a rank that held still
+goes on to the common checkpoint or stops there, and a rank that waits in a collective waits for one
+that has yet to arrive.
+"""
 
 import json
 import os
@@ -46,11 +42,11 @@ from typing import Any, Protocol
 import psutil
 import torch.distributed as dist
 
-UNNAMED = "what it does alone"
+UNNAMED = "its own work"
 
 
 def machine_name() -> str:
-    """What ranks that see each other's processes have in common."""
+    """The same on all ranks that see each other's processes, and on no others."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     with suppress(OSError):
         return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -59,28 +55,28 @@ def machine_name() -> str:
 
 @dataclass(slots=True)
 class SyncRecord:
-    """Of this process, which is in one process group."""
+    """How far this process is, which is in one process group."""
 
-    met: int = 0  # meetings that it has come to
-    at: str = UNNAMED
+    syncs: int = 0  # synchronisations that it has reached
+    activity: str = UNNAMED
 
 
 sync_record = SyncRecord()
 
 
 def record_sync() -> None:
-    """Called before what all ranks do together, outside of steps."""
-    sync_record.met += 1
+    """Count one more synchronisation of all ranks; call it before each one outside of steps."""
+    sync_record.syncs += 1
 
 
 @contextmanager
 def activity(what: str) -> Iterator[None]:
-    """What this rank is at, if the others wait for it meanwhile."""
-    before, sync_record.at = sync_record.at, what
+    """Name what this rank does inside the block, for the others' error if it takes too long."""
+    before, sync_record.activity = sync_record.activity, what
     try:
         yield
     finally:
-        sync_record.at = before
+        sync_record.activity = before
 
 
 Store = Any  # of torch.distributed, whose stubs lack some of its methods
@@ -92,8 +88,8 @@ FAILED = 1
 
 # Of errors that torch raises as a bare RuntimeError when a peer is gone or too late.
 _SIGNS = ("gloo", "Connection closed", "Connection reset", "Broken pipe", "Timed out", "NCCL")
-_TOO_LONG = "longer than ranks wait for each other; raise parallel.timeout of the run file"
-_SHARED = "the same on all ranks, which rank 0 says"
+_TOO_LONG = "longer than ranks wait for each other; raise parallel.timeout in the run file"
+_SHARED = "all ranks raised the same error; rank 0 reports it"
 
 
 class RankFailed(RuntimeError):
@@ -112,21 +108,21 @@ class Fault:
 
 
 class BackgroundTask(Protocol):
-    """What else the thread of a board does."""
+    """What else the thread of a FailureDetector does."""
 
     def look(self, store: Store) -> None:
-        """At every pulse, while no fault is known. May raise RuntimeError of the store's."""
+        """Called at every heartbeat while no fault is known. May raise the store's RuntimeError."""
 
     def give_up(self) -> None:
-        """There are no more pulses, or a fault is known. May be called again."""
+        """No heartbeat follows, or a fault is known. May be called again."""
 
 
 class FailureDetector:
-    """What ranks know of each other's end. As a context: an exception that leaves it is written
-    down, or becomes RankFailed where another rank's was first.
+    """Tells every rank which one failed first. As a context it publishes an exception that leaves
+    it, or raises RankFailed where another rank failed before.
 
-    `exit_process` ends this process when it waits for a rank that failed; None: it goes on waiting until
-    its collective fails.
+    `leave` ends this process when it waits for a rank that failed; None: it waits until its
+    collective fails. `task` runs at every heartbeat.
     """
 
     def __init__(
@@ -135,22 +131,22 @@ class FailureDetector:
         rank: int,
         ranks: int,
         leave: Callable[[RankFailed], None] | None = None,
-        errand: BackgroundTask | None = None,
+        task: BackgroundTask | None = None,
     ) -> None:
-        self._errand = errand
+        self._task = task
         self.rank, self.ranks = rank, ranks
         self._store = store.clone()  # a client of its own: the group's waits within calls
-        self._pulse_store = store.clone()
+        self._heartbeat_store = store.clone()
         self._leave = leave
         self._known: Fault | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._machine = machine_name()
         self._where: dict[int, tuple[str, int]] = {}
-        sync_record.met = 0  # the ranks of this group count together
+        sync_record.syncs = 0  # the ranks of this group count together
         self._store.set(f"where/{rank}", json.dumps([self._machine, os.getpid()]))
 
-    def __enter__(self) -> "Board":
+    def __enter__(self) -> "FailureDetector":
         self._thread.start()
         return self
 
@@ -170,7 +166,7 @@ class FailureDetector:
             raise found from error
 
     def _verdict(self, error: BaseException) -> BaseException:
-        """What this rank is to raise for an error of its own."""
+        """The error that this rank raises for `error`, its own."""
         words = _words(error)
         try:
             waited = _of_a_collective(error)
@@ -186,22 +182,22 @@ class FailureDetector:
             if self._known is not None:
                 return error if self._known.cause == words else self._known.error()
             return RankFailed(
-                f"rank {self.rank}: {words}; the store that ranks share is gone with its rank or "
-                f"launcher: {_words(lost)}"
+                f"rank {self.rank}: {words}; the store of the process group ended with its rank or "
+                f"launcher ({_words(lost)}): see the log of rank 0"
             )
         return error
 
     def _own(self, error: BaseException, words: str) -> Fault:
-        """What this rank is to say where it is the first."""
+        """The fault that this rank reports if no other was first."""
         if not _is_timeout(error):
             return Fault(self.rank, words)
-        return Fault(self.rank, f"has waited for another rank {_TOO_LONG}")
+        return Fault(self.rank, f"waited for another rank {_TOO_LONG}")
 
     def _wait_for_cause(self) -> Fault | None:
-        """Who failed, where a collective did, or else who was late; None when all others live, are
-        as far as this one and say nothing."""
+        """The rank that failed, or else the one that was late, after a collective failed; None when
+        all others live, have reached as many synchronisations and report nothing."""
         late = self._behind()
-        before = {rank: self._store.add(f"pulse/{rank}", 0) for rank in self._others()}
+        before = {rank: self._store.add(f"heartbeat/{rank}", 0) for rank in self._others()}
         deadline = time.monotonic() + HEARTBEAT_TIMEOUT
         while time.monotonic() < deadline:
             found = self._fault(self._store) or self._missed(self._store)
@@ -211,31 +207,31 @@ class FailureDetector:
             late = {rank: what for rank, what in late.items() if rank in still} or late
             time.sleep(HEARTBEAT / 10)
         for rank, count in before.items():
-            if self._store.add(f"pulse/{rank}", 0) == count:
+            if self._store.add(f"heartbeat/{rank}", 0) == count:
                 return self._claim(self._store, _silent(rank))
         for rank, what in late.items():
             return self._claim(self._store, Fault(rank, f"{what} takes {_TOO_LONG}"))
         return None
 
     def _behind(self) -> dict[int, str]:
-        """What the ranks are at that have come to fewer meetings than this one; to the fewest the
-        first."""
+        """The activity of each rank that has reached fewer synchronisations than this one; the rank
+        with the fewest first."""
         met: dict[int, int] = {}
         at: dict[int, str] = {}
         for rank in self._others():
             if self._store.check([f"at/{rank}"]):
                 met[rank], at[rank] = json.loads(self._store.get(f"at/{rank}"))
-        return {r: at[r] for r in sorted(met, key=met.__getitem__) if met[r] < sync_record.met}
+        return {r: at[r] for r in sorted(met, key=met.__getitem__) if met[r] < sync_record.syncs}
 
     def _is_said(self, words: str) -> bool:
-        """Whether rank 0 has the same to say. It may come to it a little later."""
+        """Whether rank 0 raises the same error, perhaps a little later."""
         deadline = time.monotonic() + 2 * HEARTBEAT
         while not self._store.check(["word/0"]) and time.monotonic() < deadline:
             time.sleep(HEARTBEAT / 10)
         return self._store.check(["word/0"]) and self._store.get("word/0").decode() == words
 
     def _stay(self) -> None:
-        """Rank 0 may have the store, which goes with it: so not before the others have read it."""
+        """Wait for the others: rank 0 may own the store, which ends with it."""
         deadline = time.monotonic() + HEARTBEAT_TIMEOUT
         waiting = self._others()
         while waiting and time.monotonic() < deadline:
@@ -246,19 +242,19 @@ class FailureDetector:
     def _watch(self) -> None:
         """See Note: [The thread]."""
         try:
-            self._pulse()
+            self._send_heartbeats()
         finally:
-            if self._errand is not None:
-                self._errand.give_up()
+            if self._task is not None:
+                self._task.give_up()
 
-    def _pulse(self) -> None:
-        store, known_for = self._pulse_store, 0.0
+    def _send_heartbeats(self) -> None:
+        store, known_for = self._heartbeat_store, 0.0
         while not self._stop.wait(HEARTBEAT):
             try:
-                store.add(f"pulse/{self.rank}", 1)
-                store.set(f"at/{self.rank}", json.dumps([sync_record.met, sync_record.at]))
+                store.add(f"heartbeat/{self.rank}", 1)
+                store.set(f"at/{self.rank}", json.dumps([sync_record.syncs, sync_record.activity]))
                 self._known = self._known or self._fault(store) or self._missed(store)
-                self._run_errand(store)
+                self._run_task(store)
             except RuntimeError:
                 if self._known is None:
                     return  # with the store: the collectives will tell
@@ -266,16 +262,16 @@ class FailureDetector:
             if self._known is not None and self._leave is not None and known_for >= GRACE:
                 self._leave(self._known.error())
 
-    def _run_errand(self, store: Store) -> None:
-        if self._errand is None:
+    def _run_task(self, store: Store) -> None:
+        if self._task is None:
             return
         if self._known is None:
-            self._errand.look(store)
+            self._task.look(store)
         else:
-            self._errand.give_up()
+            self._task.give_up()
 
     def _missed(self, store: Store) -> Fault | None:
-        """A rank whose process is gone without a word."""
+        """A rank whose process ended without reporting an error."""
         for rank in self._others():
             # In this order: it says so before it is gone.
             if not self._is_there(rank, store) and not self._has_left(rank, store):
@@ -283,8 +279,8 @@ class FailureDetector:
         return None
 
     def _is_there(self, rank: int, store: Store) -> bool:
-        """Whether its process lives, as far as can be seen from here."""
-        if rank not in self._where:  # asked once: every rank looks at all others at each pulse
+        """Whether its process lives; True for one on another machine."""
+        if rank not in self._where:  # asked once: every rank checks all others at each heartbeat
             if not store.check([f"where/{rank}"]):
                 return True
             self._where[rank] = json.loads(store.get(f"where/{rank}"))
@@ -292,7 +288,7 @@ class FailureDetector:
         return machine != self._machine or _lives(process)
 
     def _claim(self, store: Store, fault: Fault) -> Fault:
-        """The first fault of all, which this one is if there was none."""
+        """The first fault of all: `fault`, if no rank claimed one before."""
         if store.add("faults", 1) == 1:
             store.set("fault", json.dumps([fault.rank, fault.cause]))
         return Fault(*json.loads(store.get("fault")))
@@ -310,18 +306,18 @@ class FailureDetector:
 
 
 def is_shared(error: BaseException) -> bool:
-    """Whether every rank has raised the same, so that one of them may say it for all."""
+    """Whether every rank raised the same error, so that rank 0 may report it for all."""
     return _SHARED in getattr(error, "__notes__", ())
 
 
 def exit_process(error: RankFailed) -> None:
-    """Ends the process, whatever it waits for."""
+    """End the process, whatever it waits for."""
     print(f"farspan: {error}", file=sys.stderr, flush=True)
     os._exit(FAILED)
 
 
 def _silent(rank: int) -> Fault:
-    return Fault(rank, "died without a word (killed?)")
+    return Fault(rank, "exited without reporting an error (killed?)")
 
 
 def _words(error: BaseException) -> str:
@@ -333,7 +329,7 @@ def _words(error: BaseException) -> str:
 
 
 def _is_plain(error: BaseException) -> bool:
-    """Whether its message says it all: ours do."""
+    """Whether its message needs no type in front: ours do not."""
     return type(error).__module__.startswith("farspan.")
 
 
@@ -349,7 +345,7 @@ def _of_a_collective(error: BaseException) -> bool:
 
 
 def _is_timeout(error: BaseException) -> bool:
-    """Whether a collective of gloo's has waited for as long as it may."""
+    """Whether a collective of gloo's timed out."""
     return isinstance(error, RuntimeError) and "Timed out" in str(error)
 
 
@@ -365,23 +361,23 @@ _WANTED = "halt"
 
 
 class CooperativeStop:
-    """One rank's side of it. `pass_place` is of its main thread, `look` of the one with a pulse,
-    `ask` of a signal's handler too."""
+    """One rank's side of Note: [Stopping together]. The main thread calls `pass_place`, the thread
+    with the heartbeat `look`, and signal handlers too may call `ask`."""
 
     def __init__(self, rank: int, ranks: int, patience: float) -> None:
-        """`patience` are seconds that a rank holds still for an answer of the others."""
+        """`patience`: seconds that a rank waits for the others' answers."""
         self._rank, self._ranks, self._patience = rank, ranks, patience
         self._changed = threading.Condition()
         self._asked = 0
         self._passed = 0
-        self._said: int | None = None  # what was passed when this rank heard of it
+        self._said: int | None = None  # what was passed when this rank read the request
         self._place: tuple[int, int] | None = None  # where all stop, and the number to stop with
         self._alone = False
         self._missing = "all ranks"
 
     def ask(self, number: int) -> None:
-        """All ranks are to stop, with a number above 0: of several the largest. Without a lock: a
-        handler interrupts the thread that may have it."""
+        """Ask all ranks to stop with a number above 0; of several the largest counts. It takes no
+        lock: a signal handler interrupts the thread that may hold it."""
         self._asked = max(number, self._asked)
 
     @property
@@ -390,21 +386,24 @@ class CooperativeStop:
         return bool(self._asked) or self._said is not None
 
     def pass_place(self) -> int:
-        """The number where all ranks stop here, 0 where they go on. All call it at the same places,
-        between which they have begun the same collectives. It waits when somebody has asked, and
-        never otherwise. Raises RankFailed where another does not answer."""
+        """The number to stop with if all ranks stop here, 0 if they go on. All ranks call it at the
+        same places, between which they begin the same collectives. It waits only after a request.
+        Raises RankFailed if another rank does not answer."""
         with self._changed:
             self._passed += 1
             if self._said is None or self._alone:
                 return 0
             known = self._changed.wait_for(lambda: self._place or self._alone, self._patience)
             if not known:
-                raise RankFailed(f"{self._missing}: silent for {self._patience:g} s")
+                raise RankFailed(
+                    f"{self._missing} did not answer a request to stop for {self._patience:g} s; "
+                    "see its log"
+                )
             place, number = self._place or (0, 0)
             return number if place == self._passed else 0
 
     def look(self, store: Store) -> None:
-        """Tells and hears, at every pulse. Raises RuntimeError where the store is gone."""
+        """Exchange requests at every heartbeat. Raises RuntimeError if the store is gone."""
         if self._place is not None:
             return
         if self._said is None:
@@ -425,7 +424,7 @@ class CooperativeStop:
             self._changed.notify_all()
 
     def give_up(self) -> None:
-        """Nobody looks any more: a rank is gone, or the store. Collectives will tell."""
+        """Nothing looks any more: a rank or the store is gone. Collectives will fail."""
         with self._changed:
             self._alone = True
             self._changed.notify_all()

@@ -1,13 +1,10 @@
-"""What of a model is cut over ranks, into which rows, and the bytes that travel for it.
-
-Where a rank's part of a tensor lies in the whole, as boxes of rows, columns and so on.
-
-Weights, gradients and optimizer states cut over ranks as FSDP2 cuts them (ZeRO, arXiv
+"""Weights, gradients and optimizer states sharded over ranks as FSDP2 does it (ZeRO, arXiv
 1910.02054), and gathered and reduced when the program says so.
 
 A unit is a decoder layer, or everything outside the layers. Each of its parameters becomes a
-DTensor cut along dimension 0: rank r of P holds rows [r * c, (r + 1) * c), c = ceil(rows / P), as
-`fully_shard` leaves it, with fewer rows or none on the last ranks. See docs/decisions/023.
+DTensor sharded along dimension 0: rank r of P holds rows [r * c, (r + 1) * c), c = ceil(rows / P),
+as `fully_shard` leaves it, with fewer rows or none on the last ranks. See docs/decisions/023.
+`ShardPlacement` says where a rank's part of a tensor lies in the whole.
 
 Note: [One parameter at a time]. Gathered rows of all ranks, padded to c each, are the parameter and
 then padding. So each is gathered straight into its place, and summed from where it was added up: a
@@ -16,8 +13,9 @@ unit needs no second copy of its weights or of its gradients.
 Note: [Wholes keep their storage]. A unit's whole parameters are views of one storage, which is
 emptied when the unit is released and has the same bytes when it is gathered again. Whole
 parameters are the same objects for good: accumulators are found by them, and graphs that saved
-them run backward in a later pass. Their version counters are their own, so that filling the storage
-is no change of theirs."""
+them run backward in a later pass. They have version counters of their own, so that filling the
+storage does not count as a change.
+"""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +40,7 @@ UnitParameters = dict[
 
 
 def rows_of_rank(rows: int, rank: int, ranks: int) -> tuple[int, int]:
-    """The rows of `rank`, as torch.chunk deals them."""
+    """The rows [start, stop) of `rank`, split as torch.chunk does."""
     each = -(-rows // ranks)
     return min(rank * each, rows), min((rank + 1) * each, rows)
 
@@ -52,20 +50,6 @@ def shard_bytes(shape: Sequence[int], itemsize: int, ranks: int) -> int:
     rows = shape[0] if shape else 1
     width = torch.Size(shape[1:]).numel()
     return -(-rows // ranks) * width * itemsize
-
-
-def gather_bytes(shapes: Iterable[tuple[Sequence[int], int]], ranks: int) -> int:
-    """That a rank gives to others when a unit of these shapes and item sizes is gathered: (P - 1)/P
-    of its weights where P divides all rows."""
-    return (ranks - 1) * sum(shard_bytes(shape, size, ranks) for shape, size in shapes)
-
-
-def reduce_bytes(shapes: Sequence[Sequence[int]], itemsize: int, ranks: int) -> int:
-    """That a rank gives to others when the gradients of a unit's trainable parameters are reduced,
-    `itemsize` bytes an element: (P - 1)/P of them, and 4 bytes a parameter that say whether there
-    is one, there and back. Where they are replicated, twice the gradients."""
-    said = 2 * 4 * len(shapes) * (ranks - 1) // ranks
-    return said + (ranks - 1) * sum(shard_bytes(shape, itemsize, ranks) for shape in shapes)
 
 
 def line_aligned(size: int) -> int:
@@ -92,7 +76,7 @@ def find_parameters(
                 continue
             full = f"{path}.{name}" if path else name
             if seen.setdefault(parameter, index) != index:
-                raise Refused(f"fsdp: {full} is part of several layers; set fsdp: false")
+                raise Refused(f"fsdp: {full} is shared by several layers; set fsdp: false")
             units[index].setdefault(parameter, (full, []))[1].append((module, name))
     return units
 
@@ -108,7 +92,7 @@ def refuse_unshardable(parameter: nn.Parameter, name: str) -> None:
     elif parameter.grad is not None:
         why = "in use: it has a gradient; clear gradients first"
     if why is not None:
-        raise Refused(f"fsdp: {name} cannot be cut over ranks: it is {why}; or set fsdp: false")
+        raise Refused(f"fsdp: {name} cannot be sharded: it is {why}; or set fsdp: false")
 
 
 Range = tuple[int, int]
@@ -136,7 +120,7 @@ class ShardPlacement:
     shape: tuple[int, ...]
     boxes: tuple[ShardRegion, ...]
 
-    def rows(self, start: int, stop: int) -> "Place":
+    def rows(self, start: int, stop: int) -> "ShardPlacement":
         """The place of rows [start, stop) of the rank's tensor, which is cut once more."""
         kept = []
         for box in self.boxes:
@@ -223,11 +207,11 @@ class _FsdpUnit:
 
 
 class ShardedParameters:
-    """The parameters of a model, cut over the ranks of `peers`.
+    """The parameters of a model, sharded over the ranks of `peers`.
 
     Unit l is `layers[l]`; unit `outer` is everything else. Layers of a pipeline's other stages are
-    left alone. Parameters without requires_grad are cut and gathered too, buffers stay. What is cut
-    on the meta device has no values until it is filled. Every rank makes the same calls in the same
+    left alone. Parameters without requires_grad are sharded too, buffers stay. A parameter of the
+    meta device has no values until it is filled. Every rank makes the same calls in the same
     order.
     """
 
@@ -248,13 +232,15 @@ class ShardedParameters:
         `outer` are the ranks that share what is outside the layers, where that is more of them: of
         all stages of a pipeline; `here` says which layers this one has, None: all.
 
-        Raises Refused for a parameter that cannot be cut.
+        Raises Refused for a parameter that cannot be sharded.
         """
         self.peers, self.device, self.stage = peers, device, stage
         self.outer = len(layers)
         self._home = torch.device("cpu") if offload else device
         if stage is Stage.ZERO_0 and offload:
-            raise Refused("fsdp: zero-0 cuts nothing that could be offloaded; choose another stage")
+            raise Refused(
+                "fsdp: zero-0 shards nothing that could be offloaded; choose another stage"
+            )
         # Shards that live in main memory are of a mesh of CPUs: their operations stay there.
         inner = peers, self._mesh(peers)
         beyond = inner if outer is None else (outer, self._mesh(outer))

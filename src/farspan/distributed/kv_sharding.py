@@ -1,4 +1,4 @@
-"""Attention of one cell with K, V of each chunk cut over ranks: queries travel, keys stay.
+"""Attention of one cell with K, V of each chunk sharded over ranks: queries travel, keys stay.
 
 A shard holds K, V of its part of every chunk (plan/held_blocks.py) and dK, dV of them, which never
 move.

@@ -1,4 +1,4 @@
-"""This process among those that a launcher started, and the process group of all of them."""
+"""The environment that a launcher such as torchrun gave this process, and the process group."""
 
 import os
 from collections.abc import Iterator
@@ -12,15 +12,15 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from farspan.distributed.failure import CooperativeStop, FailureDetector, exit_process
 
-# What torchrun, and any launcher that speaks `env://`, says to a process.
-_SAID = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Set by torchrun, and by any launcher that uses `env://`.
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # small talk goes through main memory
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnv:
-    """One of `ranks` processes; `local` is its place on its machine, and so its GPU's, and `near`
-    how many are there."""
+    """One of `ranks` processes; `local` is its index on its machine, and so that of its GPU, and
+    `near` is the number of processes there (torchrun's LOCAL_WORLD_SIZE)."""
 
     rank: int
     ranks: int
@@ -29,17 +29,17 @@ class LaunchEnv:
 
 
 def launch_env() -> LaunchEnv | None:
-    """This process's place; None when no launcher started it and it is in no process group."""
+    """The place of this process; None if no launcher started it and no process group exists."""
     if dist.is_initialized():
         rank = dist.get_rank()
         return _placed(rank, dist.get_world_size())
-    if not all(name in os.environ for name in _SAID):
+    if not all(name in os.environ for name in _VARIABLES):
         return None
     return _placed(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
 
 def _placed(rank: int, ranks: int) -> LaunchEnv:
-    """On one machine, unless the launcher says otherwise."""
+    """All ranks are on one machine unless the launcher says otherwise."""
     local, near = os.environ.get("LOCAL_RANK", rank), os.environ.get("LOCAL_WORLD_SIZE", ranks)
     return LaunchEnv(rank, ranks, int(local), int(near))
 
@@ -48,11 +48,10 @@ def _placed(rank: int, ranks: int) -> LaunchEnv:
 def process_group(
     place: LaunchEnv, device: torch.device, seconds: float
 ) -> Iterator[CooperativeStop]:
-    """The process group, made and left unless it is there already, the board of its ranks, and
-    where they stop together.
+    """Create the process group, and destroy it at the end, unless it exists already; run its
+    FailureDetector, and yield the CooperativeStop of its ranks.
 
-    A collective fails after `seconds`. Within it RankFailed, or whatever is raised, names the first
-    rank that failed.
+    A collective fails after `seconds`. An error inside the block names the first rank that failed.
     """
     was_there = dist.is_initialized()
     if device.type == "cuda":
@@ -66,10 +65,10 @@ def process_group(
             timeout=timedelta(seconds=seconds),
         )
     store = dist.distributed_c10d._get_default_store()
-    board_store = PrefixStore(f"board/{_number()}", store)
+    failures = PrefixStore(f"failures/{_number()}", store)
     halt = CooperativeStop(place.rank, place.ranks, seconds)
     with FailureDetector(
-        board_store, place.rank, place.ranks, None if was_there else exit_process, halt
+        failures, place.rank, place.ranks, None if was_there else exit_process, halt
     ):
         yield halt
     # Not after a failure: ending the group would wait for ranks that are gone.
@@ -78,8 +77,8 @@ def process_group(
 
 
 def _store(place: LaunchEnv, timeout: timedelta) -> PrefixStore:
-    """The ranks' common memory. An agent of torchrun's keeps its own through all attempts, and in
-    it the addresses of ranks that are dead, so each attempt has a part of its own."""
+    """The key-value store of all ranks. torchrun's agent keeps one store through all attempts, with
+    the addresses of dead ranks, so each attempt has a prefix of its own."""
     keeps = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(
         os.environ["MASTER_ADDR"],
@@ -96,7 +95,7 @@ _boards = 0
 
 
 def _number() -> int:
-    """Each of a group's boards has keys of its own: ranks open them in the same order."""
+    """Every FailureDetector of a group has keys of its own: ranks open them in the same order."""
     global _boards
     _boards += 1
     return _boards

@@ -1,17 +1,18 @@
-"""Ring attention of one cell (Liu et al. 2023): queries stay, K, V of the prefix travel round.
+"""Ring attention of one cell (Liu et al. 2023): queries stay, K, V of the prefix travel.
 
-A rank holds K, V of its part of every chunk (plan/held_blocks.py). In step s it attends to the
-rows of the rank s places before it, which are on their way to the next rank meanwhile. In the
-backward they travel once more, and dK, dV of theirs follow them, in the accumulate dtype and summed
-in the order of the ring, one hop further, to the rank that holds them:
+A rank holds K, V of its part of every chunk (plan/held_blocks.py). In step s it attends to the rows
+of the rank s places before it, which are on their way to the next rank meanwhile. In the backward
+they travel once more, and dK, dV of theirs follow them, in the accumulate dtype and summed in the
+order of the ring, one hop further, to the rank that holds them:
 
     step        0             1                           2                           home
     compute     own rows      rows of rank - 1            rows of rank - 2            add dK, dV
     K, V        own sent      those sent                  |
     dK, dV      |             | those sent, made in 1     | theirs added and sent     |
 
-What a rank sends grows with the prefix (plan/traffic.py). Legend: B batch, Hk
-key-value heads, D head dim, T rows, n queries."""
+What a rank sends grows with the prefix (plan/traffic.py). Legend: B batch, Hk key-value heads, D
+head dim, T rows, n queries.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -125,7 +126,9 @@ class Ring:
         """Against the rows of another peer, all of which are earlier keys."""
         return replace(call, blocks=self.blocks(source), k_start=sum(self.rows[source]))
 
-    def _others(self, k: Tensor, v: Tensor, key_values: WholeRows) -> Iterator[tuple[int, "_Rows"]]:
+    def _others(
+        self, k: Tensor, v: Tensor, key_values: WholeRows
+    ) -> Iterator[tuple[int, "_PeerRows"]]:
         """Every other peer and its rows, the one before this one first. Own rows are on their way
         when this returns, and so are those of the next peer while one's are used."""
         if self.peers.size == 1:
@@ -137,7 +140,7 @@ class Ring:
             earlier = [x.contiguous() for x in key_values.prefix_rows()]
         return self._arrivals(self._pass_rows([*earlier, *own], index))
 
-    def _arrivals(self, coming: "_Pass") -> Iterator[tuple[int, "_Rows"]]:
+    def _arrivals(self, coming: "_Pass") -> Iterator[tuple[int, "_PeerRows"]]:
         for step in range(1, self.peers.size):
             source = (self.peers.index - step) % self.peers.size
             k, v = coming.wait()
@@ -155,7 +158,7 @@ class Ring:
         places = [x[part] for part in (slice(earlier), slice(earlier, None)) for x in (k, v)]
         return _pass_on(self.peers, parts, places, (k, v))
 
-    def _pass_gradients(self, rows: "_Rows", source: int) -> "_Pass":
+    def _pass_gradients(self, rows: "_PeerRows", source: int) -> "_Pass":
         """Send dK, dV of `source`; those of the peer before it arrive."""
         count = sum(self.rows[(source - 1) % self.peers.size])
         dk, dv = (x.new_empty(count, *x.shape[1:]) for x in rows.gradients)

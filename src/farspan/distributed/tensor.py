@@ -1,18 +1,17 @@
 """Tensor parallelism with sequence parallelism (arXiv 2205.05198, 4.2): a decoder layer whose
-weights are cut over ranks, on tokens that are shared among them.
+weights are sharded over ranks, on tokens that the ranks share.
 
 Every rank has its own tokens outside of the blocks, attention and MLP: residuals and norms run on
-them. A block gathers the tokens of all its peers, computes what its own heads or features make of
-them, and scatters the sums. Backward, gathering is scattering and the other way round.
+them. A block gathers the tokens of all its peers, computes its own heads or features of them, and
+scatters the sums. In the backward gathering becomes scattering and the reverse.
 
-A layer runs in a shell, a shallow copy with stand-ins for its blocks, which is thrown away with the
-cell. The model keeps its modules; only its parameters become slices of what they were.
+A layer runs in a shell, a shallow copy with stand-ins for its blocks, which is dropped with the
+cell. The model keeps its modules; only its parameters become slices.
 
-Prove that a layer may be cut over ranks, by running what each of them would in turn.
-
-A layer's blocks, cut, are run on all tokens and their outputs added: with random weights in their
-place that must be the layer. Where it is not, something between the cut modules does more than work
-on heads and features of its own, and the model is refused. One process does this, with no peers."""
+`check_layers` proves that a layer may be sharded: one process runs its blocks as each rank would,
+on all tokens, and adds their outputs. With random weights the sum must be the layer's output. If it
+is not, something between the sharded modules mixes heads or features, and the model is refused.
+"""
 
 import copy
 from collections.abc import Callable
@@ -45,7 +44,7 @@ GatherFeatures = Callable[[str, Tensor, int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """A model whose layers are cut over the peers along `tensor`."""
+    """A model whose layers are sharded over the peers along `tensor`."""
 
     plan: TensorPlan
     peers: Communicator
@@ -323,8 +322,8 @@ def check_layers(plan: TensorPlan, layers: nn.ModuleList, run: RunLayer) -> None
         error = _distance(_run_sharded(where, wide, cuts, plan.ranks, index, run), run(index, wide))
         if not error <= PROBE_LIMIT:
             raise Refused(
-                f"tensor: {where} ({type(layer).__name__}), cut over {plan.ranks} devices as its "
-                f"own plan says, differs from itself by {error:.1e}; {INSTEAD}"
+                f"tensor: {where} ({type(layer).__name__}) changes by {error:.1e} when sharded "
+                f"over {plan.ranks} devices by its own plan; {INSTEAD}"
             )
 
 
@@ -341,8 +340,8 @@ def _run_sharded(
     except (RuntimeError, ValueError, IndexError, KeyError) as error:
         said = str(error).partition("\n")[0]
         raise Refused(
-            f"tensor: {where} ({type(layer).__name__}) does not run when it is cut over {ranks} "
-            f"devices as its own plan says ({said}); {INSTEAD}"
+            f"tensor: {where} ({type(layer).__name__}) fails when sharded over {ranks} devices by "
+            f"its own plan ({said}); {INSTEAD}"
         ) from error
 
 
@@ -363,7 +362,7 @@ class _AllRanksFeatures:
 
 
 class _AllRanksBlock(StandIn):
-    """All ranks' shares of a block, added."""
+    """A block as all ranks compute it, their outputs added."""
 
     def __init__(self, module: nn.Module, block: TensorBlock, cuts: LayerPlan, ranks: int) -> None:
         super().__init__(module)
@@ -372,7 +371,10 @@ class _AllRanksBlock(StandIn):
         self._parts = [
             local_block(
                 _sliced(module, block.name, cuts, rank, ranks),
-                *(block, ranks, rank, self._features.of(rank)),
+                block,
+                ranks,
+                rank,
+                self._features.of(rank),
             )
             for rank in range(ranks)
         ]

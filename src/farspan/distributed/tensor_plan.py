@@ -1,24 +1,24 @@
-"""How decoder layers are cut over the ranks of `tensor`, from the model's own plan.
+"""How decoder layers are sharded over the ranks of `tensor`, from the model's own plan.
 
-transformers names, family by family, the linear modules that are cut by their outputs ("colwise")
-and those that are cut by their inputs ("rowwise"): `base_model_tp_plan`. A block, a layer's
-attention or MLP, begins with the former and ends with one of the latter, so that what it gives is
-the sum over ranks of what each computes from its own heads or features (Megatron-LM 3). Nothing
-outside the layers is cut: of the embedding and the head, whose tokens are shared anyway, every rank
-has the whole.
+transformers names, family by family, the linear modules that are sharded by outputs ("colwise") and
+by inputs ("rowwise"): `base_model_tp_plan`. A block, a layer's attention or MLP, begins with the
+former and ends with one of the latter, so that its output is the sum over ranks of what each
+computes from its own heads or features (Megatron-LM 3). Nothing outside the layers is sharded:
+every rank has the whole embedding and head, whose tokens the ranks share anyway.
 
-Where transformers makes the activations between the two whole again ("colwise_gather_output",
-"rowwise_split_input"), they stay cut here: outputs of several kinds in one weight are cut kind by
-kind, and a norm over the features of all ranks gathers its own input. Whether a block so cut is the
-block is for `tensor_probe` to find out.
+Where transformers gathers the activations between the two ("colwise_gather_output",
+"rowwise_split_input"), they stay sharded here: outputs of several kinds in one weight are cut kind
+by kind, and a norm over the features of all ranks gathers its input. `tensor.check_layers` finds
+out whether a block so cut is the block.
 
-Which layers are made alike, so that what one of them does need not be asked of another."""
+`layer_signature` says which layers are made alike, so that only one of them is checked.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from math import gcd, prod
+from math import gcd
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -86,7 +86,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """Which parameters of a model are cut over `ranks` ranks, and how its layers then run."""
+    """Which parameters of a model are sharded over `ranks` ranks, and how its layers then run."""
 
     ranks: int
     prefix: str  # of the layers, in the model
@@ -132,22 +132,6 @@ def plan_tensor(model: nn.Module, layers: nn.ModuleList, ranks: int) -> TensorPl
     return plan
 
 
-def layer_sent(
-    layer: LayerPlan, counts: Sequence[int], index: int, *, batch: int, width: int, itemsize: int
-) -> int:
-    """Bytes that rank `index` gives to its peers in a layer's forward, and again in its backward.
-
-    `counts[i]` are the tokens of rank i, `width` the elements of a hidden state. Each block gathers
-    the tokens, for which shares are padded to the largest, and scatters the sums.
-    """
-    ranks, tokens = len(counts), sum(counts)
-    gathered = max(counts) * (ranks - 1)
-    scattered = tokens - counts[index]
-    features = sum(prod(wide.shape) for block in layer.blocks for wide in block.wide)
-    elements = len(layer.blocks) * (gathered + scattered) * width
-    return batch * itemsize * (elements + tokens * features * (ranks - 1) // ranks)
-
-
 @dataclass(frozen=True, slots=True)
 class _PlanReader:
     """Reads the model's plan for one layer after the other."""
@@ -163,7 +147,7 @@ class _PlanReader:
             block, _, leaf = name.partition(".")
             what = f"{where}.{name} ({style})"
             if style not in (*COLWISE, *ROWWISE, *REPLICATED):
-                raise Refused(f"tensor: {what} is a style that farspan cannot cut; {INSTEAD}")
+                raise Refused(f"tensor: {what} is a style that farspan cannot shard; {INSTEAD}")
             if not leaf or "." in leaf:
                 raise Refused(f"tensor: {what} is not a child of attention or an MLP; {INSTEAD}")
             found.setdefault(block, {})[leaf] = style
@@ -285,13 +269,13 @@ def _wide(block: nn.Module, widths: set[int], styles: dict[str, str]) -> Iterato
 
 
 def _refuse_whole_attention(where: str, layer: nn.Module, blocks: Sequence[TensorBlock]) -> None:
-    """Attention that is not cut would see a rank's own tokens alone."""
+    """Attention that is not sharded would see only the rank's own tokens."""
     cut = {block.name for block in blocks if block.attends}
     for name, child in layer.named_children():
         if name not in cut and any(hasattr(module, "is_causal") for module in child.modules()):
             raise Refused(f"tensor: {where}.{name} attends and has no plan of its own; {INSTEAD}")
     if not cut:
-        raise Refused(f"tensor: {where} has no attention that its plan cuts; {INSTEAD}")
+        raise Refused(f"tensor: {where} has no attention in its plan; {INSTEAD}")
 
 
 def _refuse_tied(model: nn.Module, plan: TensorPlan) -> None:
@@ -299,7 +283,7 @@ def _refuse_tied(model: nn.Module, plan: TensorPlan) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         other = seen.setdefault(id(parameter), name)
         if other != name and (name in plan.cuts or other in plan.cuts):
-            raise Refused(f"tensor: {other} is {name} as well; untie them, or {INSTEAD}")
+            raise Refused(f"tensor: {other} and {name} are tied; untie them, or {INSTEAD}")
 
 
 # What families call a layer's place in its model, for its cache: it makes no layer another one.

@@ -1,10 +1,9 @@
-"""What an installed allocator does between the steps of a program.
-
-farspan's native allocator as PyTorch's CUDA allocator, in any PyTorch program.
+"""farspan's native allocator as PyTorch's CUDA allocator, in any PyTorch program.
 
 farspan.memory.install("stitch")      before CUDA starts
 ...
-farspan.memory.begin_iteration()      before each step: where a plan starts over"""
+farspan.memory.begin_iteration()      before each step: where a plan starts over
+"""
 
 import contextlib
 import runpy
@@ -84,7 +83,7 @@ class Session:
             self.memory.of(device).release()  # the arena needs the chunks that served without it
             self.memory.follow(device, plan)
         except NativeError as error:
-            warnings.warn(f"replay: the plan cannot be followed: {error}", stacklevel=4)
+            warnings.warn(f"replay: the plan does not match this run: {error}", stacklevel=4)
             return
         self.plans[device] = plan
 
@@ -211,7 +210,7 @@ def record_script(script: Path, arguments: Sequence[str] = ()) -> Trace:
     would: it imports what lies beside it. Returns what the GPU that is current at its end was asked
     for. Raises Refused, or what the program raises."""
     if not script.is_file():
-        raise Refused(f"record: {script} is no file")
+        raise Refused(f"record: {script} is not a file")
     install("record")
     before, path = sys.argv, sys.path[:]
     sys.argv = [str(script), *arguments]
@@ -242,9 +241,9 @@ def _refuse_unwanted(mode: str, plan: object, trace: object) -> None:
     if mode not in MODES:
         raise Refused(f"mode: expected {', '.join(MODES)}, got {mode!r}")
     if plan is not None and mode != "replay":
-        raise Refused(f"plan: only replay follows one, and the mode is {mode}")
+        raise Refused(f"plan: only mode replay follows a plan, and the mode is {mode}; drop plan")
     if isinstance(plan, Path | str) != (trace is not None):
-        raise Refused("trace: a plan's file and the trace it was made of are given together")
+        raise Refused("trace: a plan file needs the trace it was made from; give both")
     if _CURRENT:
         raise Refused(
             f"allocator: {_CURRENT[0].installed.mode} is installed in this process; there can be "

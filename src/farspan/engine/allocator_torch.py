@@ -1,22 +1,17 @@
-"""Where PyTorch takes an allocator of one's own, and what PyTorch then lacks (torch 2.11 to 2.13).
+"""How the native allocator plugs into PyTorch (2.11 to 2.13): entry points, statistics, errors.
 
-torch.cuda.memory speaks to its allocator through names in torch._C. A pluggable allocator has no
-statistics there: each of those names raises "does not yet support". So the names are replaced, and
-all that torch builds on them (memory_stats, memory_allocated, memory_summary, the peaks, and the
-same of torch.accelerator) goes on as it is.
+torch.cuda.memory reads its allocator's statistics through names in torch._C, which raise "does not
+yet support" for a pluggable allocator. Those names are replaced, so that all that torch builds on
+them (memory_stats, memory_allocated, memory_summary, the peaks, torch.accelerator) works.
 
-The native allocators behind the entry points that PyTorch calls: one a device.
+`NativeMemory` holds one native allocator a device. It knows nothing of torch: the same object
+serves PyTorch's CUDA allocator and, in tests, its CPU allocator. The CUDA driver says before CUDA
+starts whether a device maps virtual memory.
 
-Nothing here knows torch: the same object serves PyTorch's CUDA allocator and, in tests, its CPU
-allocator.
-
-What the CUDA driver says before anything of CUDA starts: does a device map virtual memory?
-
-torch.OutOfMemoryError out of native code.
-
-A pluggable allocator that returns no memory hands PyTorch a null pointer, so it has to throw. The
+A pluggable allocator that returns no memory gives PyTorch a null pointer, so it has to throw. The
 exception that becomes torch.OutOfMemoryError is a type of the user's own c10, which the native
-library cannot know: these few lines are compiled once against it, where a compiler is at hand."""
+library cannot know: a few lines are compiled once against it, if a compiler is installed.
+"""
 
 import ctypes
 import hashlib
@@ -79,7 +74,7 @@ class Plugged:
         if torch.cuda.is_initialized():
             raise Refused(
                 "allocator: CUDA has started, and PyTorch cannot change its allocator after that; "
-                "start a new process to be without it"
+                "start a new process to run without it"
             )
         torch._C._cuda_changeCurrentAllocator(self.before)
         for owner, name, function in reversed(self.kept):
@@ -111,7 +106,7 @@ def plug_in(entries: EntryPoints) -> Plugged:
     try:
         torch._C._cuda_changeCurrentAllocator(ours)
     except RuntimeError as error:
-        raise Refused(f"allocator: PyTorch refuses another one: {error}") from error
+        raise Refused(f"allocator: PyTorch refused it: {error}") from error
     return Plugged(before, ours)
 
 

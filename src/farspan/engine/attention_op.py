@@ -1,12 +1,13 @@
-"""One cell's attention: what happens when a layer, run on a chunk, asks for attention.
+"""What happens when a layer, run on a chunk, asks for attention.
+
+`AttentionContext` belongs to one run of a program: it makes the `ChunkAttention` of each cell, a
+(layer, chunk), which answers the layer's call. `_Attend` is the autograd function below that call,
+and `farspan.attention` computes.
 
 Legend: B batch, C tokens of the chunk, H query heads, Hk key-value heads, D head dim. The model
 hands over q [B, H, C, D] and k, v [B, Hk, C, D]; buffers hold k, v [C, B, Hk, D], out [B, C, H, Dv]
 and lse [B, H, C].
-
-How the cells of a chunk attend: which keys they see, on which rank, by which kernel.
-
-The attention cells of a program: each with its keys, places in buffers and exchanges."""
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,15 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from farspan.attention.backends import BlockKernel
 from farspan.attention.chunk import AttentionCall, attend, attend_backward
 from farspan.distributed.context import ParallelContext
 from farspan.distributed.kv_sharding import KVShards
 from farspan.distributed.ring import Ring
-from farspan.engine.buffers import KVHeads, KVPrefix, ProgramBuffers, StagingBuffers, streamed_spans
+from farspan.engine.buffers import (
+    KVHeads,
+    KVPrefix,
+    ProgramBuffers,
+    StagingBuffers,
+    streamed_spans,
+)
 from farspan.engine.kernels import AttentionKernels
 from farspan.engine.loss import StepInputs
 from farspan.engine.ulysses import (
-    ALONE,
     Attended,
     AttentionGradients,
     HeadExchange,
@@ -40,13 +47,15 @@ from farspan.plan.program import AttentionMode, Backward, Forward, Program
 from farspan.plan.share import Share, among_heads, share_of
 from farspan.plan.traffic import parts_of
 from farspan.sparse.engine import SparseCell, SparseRun
-from farspan.spec import Refused, Tier
+from farspan.spec import LayerSpec, Refused, Tier
 
 Rows = dict[str, Tensor]
 
+QUERIES = ("tensor", "ulysses", "shards")  # ranks that bring queries to the keys of one
+
 
 class KVWritten(Exception):
-    """K and V are written, and nothing else of this cell is wanted."""
+    """K and V of the cell are written, and nothing else of it is wanted."""
 
 
 @dataclass(slots=True)
@@ -64,40 +73,42 @@ class ChunkAttention:
     own_dkv: Rows | None = None  # complete but for this cell's share, at its backward
     sparse: SparseCell | None = None  # None: dense
     spread: KVShards | Ring | None = None  # where keys are spread over ranks
-    exchange: HeadExchange = ALONE  # of tokens for heads, among ranks
+    exchange: HeadExchange | None = None  # of tokens for heads; None: this rank has all heads
     graph: bool = False  # a backward will follow
     at_hand: Rows | None = None  # the chunk's K, V, where its buffer has them on the device
     pieces: tuple[Piece, ...] = ()  # in which heads are exchanged where it attends
     dtype: torch.dtype | None = None  # of K, V, and so of their gradients
-    calls: int = 0
 
     def __call__(
         self, _: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any
     ) -> Tensor:
         """Answer the model's attention call: [B, C, H, Dv]."""
-        self.calls += 1
         if (keywords.get("dropout") or 0.0) > 0:
-            raise Refused("model: attention dropout was switched on in the middle of a step")
+            raise Refused(
+                "model: attention dropout was switched on during a step; set it before the step"
+            )
         if self.mode is AttentionMode.NONE:
-            self.write(*self.exchange.to_heads(k, v))
+            self.write(*((k, v) if self.exchange is None else self.exchange.to_heads(k, v)))
             raise KVWritten
-        sinks = keywords.get("s_aux")
-        return _Attend.apply(q, k, v, sinks, self, self.call(scale))
+        return _Attend.apply(q, k, v, keywords.get("s_aux"), self, self.call(scale))
 
-    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of the heads that attention is of here; K, V go to their buffer."""
-        if self.exchange is ALONE:
-            self.write(k, v)
-            return q, k, v
+    def is_dense(self) -> bool:
+        """This rank holds all keys, and queries see all of them."""
+        return self.spread is None and self.sparse is None
+
+    def to_heads(
+        self, exchange: HeadExchange, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of this rank's heads; K, V go to their buffer."""
         if self.mode is not AttentionMode.COMPUTE and not self.graph:
             if self.write_kv is not None:
-                self.write(*self.exchange.to_heads(k, v))
+                self.write(*exchange.to_heads(k, v))
             return q, k, v  # nobody reads them
         at_hand = self.kv_at_hand()
         if at_hand is not None:
-            (q,) = self.exchange.to_heads(q)
+            (q,) = exchange.to_heads(q)
             return q, *at_hand
-        q, k, v = self.exchange.to_heads(q, k, v)
+        q, k, v = exchange.to_heads(q, k, v)
         self.write(k, v)
         # All three are of one message, which a graph that saved a view of q would hold.
         return q.contiguous() if self.graph else q, k, v
@@ -109,25 +120,13 @@ class ChunkAttention:
         return self.at_hand["k"].permute(1, 2, 0, 3), self.at_hand["v"].permute(1, 2, 0, 3)
 
     def write(self, k: Tensor, v: Tensor) -> None:
+        """Put the chunk's K, V into their buffer, if the cell has one."""
         if self.write_kv is None:
             return
         self.write_kv["k"].copy_(k.detach().permute(2, 0, 1, 3))
         self.write_kv["v"].copy_(v.detach().permute(2, 0, 1, 3))
         if self.sparse is not None:
             self.sparse.note(self.write_kv["k"])
-
-    def output(
-        self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """O and LSE, computed or at hand."""
-        if self.mode is AttentionMode.HELD:
-            assert self.held is not None
-            return self.held
-        if self.mode is AttentionMode.GIVEN:
-            assert self.attention is not None
-            self.held = _heads_first(self.attention)
-            return self.held
-        return self.keep(*self.attend(call, (q, k, v), self.key_values, sinks))
 
     def attend(
         self, call: AttentionCall, of_keys: OfKeys, prefix: KVPrefix | KVHeads, sinks: Tensor | None
@@ -150,7 +149,12 @@ class ChunkAttention:
         self.attention["out"].copy_(out.transpose(1, 2))
         self.attention["lse"].copy_(lse)
         # From here on the kept copy is the output: a graph that saves it saves a reference.
-        self.held = _heads_first(self.attention)
+        return self.given()
+
+    def given(self) -> Attended:
+        """O and LSE as their buffer has them."""
+        assert self.attention is not None
+        self.held = self.attention["out"].transpose(1, 2), self.attention["lse"]
         return self.held
 
     def attend_backward(
@@ -178,15 +182,11 @@ class ChunkAttention:
         later = (self.own_dkv[name].permute(1, 2, 0, 3)[:, heads] for name in ("k", "v"))
         return [(own + rest).to(self.dtype) for own, rest in zip((dk, dv), later, strict=True)]
 
-    def in_pieces(self) -> OverlappedUlysses | None:
-        """What exchanges its heads while it attends; None: they come and go all at once."""
-        if len(self.pieces) < 2:
+    def overlapped(self) -> OverlappedUlysses | None:
+        """What exchanges heads in pieces while it attends; None: all come and go at once."""
+        if self.exchange is None or len(self.pieces) < 2:
             return None
         return OverlappedUlysses(self.pieces, self.exchange, self.key_values)
-
-
-def _heads_first(rows: Rows) -> tuple[Tensor, Tensor]:
-    return rows["out"].transpose(1, 2), rows["lse"]
 
 
 class _Attend(torch.autograd.Function):
@@ -203,23 +203,34 @@ class _Attend(torch.autograd.Function):
         call: AttentionCall,
     ) -> Tensor:
         cell.dtype = k.dtype
-        pieces = cell.in_pieces() if cell.mode is AttentionMode.COMPUTE else None
-        own_sinks = None if sinks is None else cell.exchange.heads_of(sinks)
-        if pieces is None:
-            q, k, v = cell.to_heads(q, k, v)
+        pieces = cell.overlapped() if cell.mode is AttentionMode.COMPUTE else None
+        own_sinks = _own_sinks(cell, sinks)
+        if pieces is not None:
+
+            def attend_heads(of_keys: OfKeys, keys: KVHeads, heads: slice) -> Attended:
+                return cell.attend(call, of_keys, keys, _of(own_sinks, heads))
+
+            (q, k, v), attended, own = pieces.forward(attend_heads, (q, k, v), cell.kv_at_hand())
+            cell.write(k, v)
+            out, lse = cell.keep(*attended)
+        else:
+            if cell.exchange is None:
+                cell.write(k, v)
+            else:
+                q, k, v = cell.to_heads(cell.exchange, q, k, v)
             # A kept graph reads K, V from their buffer: one layout for both, or kernels round
             # apart.
             k, v = k.contiguous(), v.contiguous()
-            out, lse = cell.output(call, q, k, v, own_sinks)
-            (own,) = cell.exchange.to_tokens(out)
-        else:
-
-            def attend(of_keys: OfKeys, keys: KVHeads, heads: slice) -> Attended:
-                return cell.attend(call, of_keys, keys, _of(own_sinks, heads))
-
-            (q, k, v), attended, own = pieces.forward(attend, (q, k, v), cell.kv_at_hand())
-            cell.write(k, v)
-            out, lse = cell.keep(*attended)
+            if cell.mode is AttentionMode.HELD:
+                assert cell.held is not None
+                out, lse = cell.held
+            elif cell.mode is AttentionMode.GIVEN:
+                out, lse = cell.given()
+            elif cell.is_dense():
+                out, lse = cell.keep(*attend(call, q, k, v, cell.key_values, own_sinks))
+            else:
+                out, lse = cell.keep(*cell.attend(call, (q, k, v), cell.key_values, own_sinks))
+            own = out if cell.exchange is None else cell.exchange.to_tokens(out)[0]
         ctx.cell, ctx.call = cell, call
         # A kept graph leaves what buffers hold to them: K, V always, O and LSE when they are kept.
         keys = (None, None) if cell.kept else (k, v)
@@ -235,107 +246,133 @@ class _Attend(torch.autograd.Function):
             assert cell.own_kv is not None
             k, v = (cell.own_kv[name].permute(1, 2, 0, 3).contiguous() for name in ("k", "v"))
         if out is None:
-            assert cell.attention is not None
-            out, lse = _heads_first(cell.attention)
-        own_sinks = None if sinks is None else cell.exchange.heads_of(sinks)
-        dout, of_keys, pieces = dout.transpose(1, 2), (q, k, v), cell.in_pieces()
-        if pieces is None:
-            (dout,) = cell.exchange.to_heads(dout)
-            dq, dk, dv, dsinks = cell.attend_backward(
-                ctx.call, dout, of_keys, (out, lse), cell.key_values, own_sinks
-            )
-            own = dq.to(q.dtype), *cell.with_later(dk, dv, slice(None))
-            dq, dk, dv = cell.exchange.to_tokens(*own)
-        else:
+            out, lse = cell.given()
+        own_sinks, exchange = _own_sinks(cell, sinks), cell.exchange
+        dout, of_keys, pieces = dout.transpose(1, 2), (q, k, v), cell.overlapped()
+        if pieces is not None:
 
-            def attend_backward(
+            def attend_heads_backward(
                 dout: Tensor, of_keys: OfKeys, attended: Attended, keys: KVHeads, heads: slice
             ) -> AttentionGradients:
                 own = _of(own_sinks, heads)
                 return cell.attend_backward(ctx.call, dout, of_keys, attended, keys, own)
 
             dq, dk, dv, dsinks = pieces.backward(
-                attend_backward, dout, of_keys, (out, lse), cell.with_later
+                attend_heads_backward, dout, of_keys, (out, lse), cell.with_later
             )
+        else:
+            if exchange is not None:
+                (dout,) = exchange.to_heads(dout)
+            dq, dk, dv, dsinks = cell.attend_backward(
+                ctx.call, dout, of_keys, (out, lse), cell.key_values, own_sinks
+            )
+            dq, (dk, dv) = dq.to(q.dtype), cell.with_later(dk, dv, slice(None))
+            if exchange is not None:
+                dq, dk, dv = exchange.to_tokens(dq, dk, dv)
         cell.key_values.done()
         if dsinks is not None and sinks is not None:
-            dsinks = cell.exchange.of_all_heads(dsinks.to(sinks.dtype), sinks)
+            dsinks = dsinks.to(sinks.dtype)
+            dsinks = dsinks if exchange is None else exchange.of_all_heads(dsinks, sinks)
         return dq, dk, dv, dsinks, None, None
+
+
+def _own_sinks(cell: ChunkAttention, sinks: Tensor | None) -> Tensor | None:
+    return sinks if sinks is None or cell.exchange is None else cell.exchange.heads_of(sinks)
 
 
 def _of(sinks: Tensor | None, heads: slice) -> Tensor | None:
     return None if sinks is None else sinks[heads]
 
 
-QUERIES = ("tensor", "ulysses", "shards")  # ranks that bring queries to the keys of one
-
-
 @dataclass(slots=True)
 class AttentionContext:
-    """The attention of one program on one batch. Blocks of one chunk are remembered."""
+    """The attention of one run of a program: which keys cells see, on which rank, by which kernel,
+    and in which buffers. Blocks of one chunk are remembered."""
 
     program: Program
-    batch: StepInputs
+    inputs: StepInputs
     kernels: AttentionKernels
     ranks: ParallelContext | None
+    storage: ProgramBuffers
+    slots: StagingBuffers
+    sparse: SparseRun | None = None
     chunk: int = -1
     blocks: dict[tuple[int | None, int, int], tuple[Block, ...]] = field(default_factory=dict)
+    kernel_of: dict[LayerSpec, BlockKernel] = field(default_factory=dict)
+    shares: bool = field(init=False)  # the tokens of the sequence, with other ranks
 
-    @property
-    def rank(self) -> Rank:
-        return self.program.share.rank
+    def __post_init__(self) -> None:
+        self.shares = self.ranks is not None and self.ranks.layout.sequence() > 1
+
+    # -- cells -----------------------------------------------------------------------------------
+
+    def begin(self, i: Forward, held: tuple[Tensor, Tensor] | None) -> ChunkAttention:
+        """The cell of a forward, whose keys may be on their way; `held` are O and LSE that an
+        earlier pass left."""
+        cell = ChunkAttention(
+            i.mode,
+            partial(self.call, i.layer, i.chunk),
+            self._prefix(i.layer, i.chunk, i.prefix),
+            write_kv=self._rows(i.write_kv, i.chunk, i.layer),
+            attention=self._rows(i.attention, i.chunk, i.layer),
+            held=held,
+            kept=i.kept,
+            sparse=None if self.sparse is None else self.sparse.cell(i),
+            graph=i.graph,
+        )
+        if self.shares:
+            self._share_cell(i, cell)
+        if i.mode is AttentionMode.COMPUTE:
+            self._fetch(cell, i.layer, i.chunk)
+        return cell
+
+    def begin_backward(self, i: Backward, cell: ChunkAttention) -> None:
+        """Give a cell what its backward reads; keys and the sums of theirs may be on their way."""
+        cell.key_values = self._prefix(i.layer, i.chunk, i.prefix, i.accumulator)
+        if cell.sparse is not None and self.sparse is not None:
+            cell.sparse.choice = self.sparse.choice(i)
+        self._fetch(cell, i.layer, i.chunk)
+        cell.own_dkv = self._rows(i.own_dkv, i.chunk, i.layer)
+        if cell.kept:
+            cell.own_kv = self._rows(i.own_kv, i.chunk, i.layer)
+            cell.attention = self._rows(i.attention, i.chunk, i.layer)
+
+    def _fetch(self, cell: ChunkAttention, layer: int, chunk: int) -> None:
+        """Keys of earlier chunks may be on their way before the cell asks for them."""
+        if cell.key_values.on_host(cell.key_values.keys_in):
+            blocks = self.blocks_of(layer, chunk, self._ring_index())
+            cell.key_values.begin(streamed_spans(blocks, self._own_row(chunk)))
+        if cell.sparse is not None:
+            cell.sparse.begin(cell.key_values)
+
+    def _rows(self, name: str | None, chunk: int, layer: int) -> Rows | None:
+        return None if name is None else self.storage.chunk(name, chunk, layer)
+
+    def _prefix(self, layer: int, chunk: int, name: str, gradients: str | None = None) -> KVPrefix:
+        before, fused = self._own_row(chunk), self.kernels.fused
+        return KVPrefix(self.storage, self.slots, layer, name, gradients, before, fused)
+
+    # -- what a cell attends to ------------------------------------------------------------------
 
     def call(self, layer: int, chunk: int, scale: float) -> AttentionCall:
         """Attention of this rank's queries against the keys that it holds itself."""
         spec = self.program.model.layers[layer]
-        blocks = self.blocks_of(layer, chunk, self.rank.along["ring"])
-        kernel, first = self.kernels.of(spec, self.program), self._own_row(chunk)
-        start, fused = self.queries(chunk)[0], self.kernels.fused
-        return AttentionCall(scale, spec.softcap, blocks, start, kernel, first, fused)
-
-    def streamed(self, layer: int, chunk: int) -> list[Range]:
-        """Ranges of earlier keys in the order in which they will be asked for."""
-        own = self.rank.along["ring"]
-        return streamed_spans(self.blocks_of(layer, chunk, own), self._own_row(chunk))
+        if spec not in self.kernel_of:
+            self.kernel_of[spec] = self.kernels.of(spec, self.program)
+        return AttentionCall(
+            scale,
+            spec.softcap,
+            self.blocks_of(layer, chunk, self._ring_index()),
+            self.queries(chunk)[0],
+            self.kernel_of[spec],
+            self._own_row(chunk),
+            self.kernels.fused,
+        )
 
     def queries(self, chunk: int) -> Range:
         """Positions of the queries that meet this rank's keys."""
-        return self.rank.tokens(self.program.chunks[chunk], *QUERIES)
-
-    def exchange(self, chunk: int) -> HeadExchange:
-        """What turns the chunk's tokens into this rank's heads."""
-        if self.ranks is None or self.rank.layout.sequence() == 1:
-            return ALONE
-        ulysses = None
-        if self.rank.layout.ulysses > 1:
-            parts = among_heads(self.rank, self.program.chunks[chunk])
-            ulysses = Ulysses(self.ranks.among("ulysses"), parts)
-        return HeadExchange(ulysses, self.rank.layout.tensor * self.is_filler(chunk))
-
-    def pieces(self, layer: int) -> tuple[Piece, ...]:
-        """In which a layer's heads are exchanged."""
-        program = self.program
-        return pieces_of(program.schedule, self.rank.layout, program.model.layers[layer])
-
-    def spread(self, layer: int, chunk: int) -> KVShards | Ring | None:
-        """What attends where keys are spread over ranks; None: this rank has all of its heads'."""
-        if self.ranks is None:
-            return None
-        layout, ring = self.rank.layout, None
-        if layout.ring > 1:
-            peers = [self._share(index).keys.rows[chunk] for index in range(layout.ring)]
-            rows = [(start, stop - start) for start, stop in peers]
-            ring = Ring(self.ranks.among("ring"), rows, partial(self.blocks_of, layer, chunk))
-        if layout.shards == 1:
-            return ring
-        counts = parts_of(self.rank, self.program.chunks[chunk])
-        return KVShards(self.ranks.among("shards"), counts, ring)
-
-    def is_filler(self, chunk: int) -> bool:
-        """Has it, with its tensor peers, no token of the chunk? Modules cannot run on none, so it
-        runs one of no effect: attention and buffers leave it out, and its gradient is zero."""
-        start, stop = self.rank.tokens(self.program.chunks[chunk], "tensor")
-        return start == stop
+        whole = self.program.chunks[chunk]
+        return self.program.share.rank.tokens(whole, *QUERIES) if self.shares else whole
 
     def blocks_of(self, layer: int, chunk: int, ring: int) -> tuple[Block, ...]:
         """Blocks of the queries against the keys of the rank at this place of the ring."""
@@ -357,94 +394,76 @@ class AttentionContext:
 
     def runs(self, chunk: int) -> Sequence[tuple[Run, ...]] | None:
         """The documents of the queries' rows; None: each row is one."""
-        rows, (start, stop) = self.batch.documents, self.queries(chunk)
+        rows, (start, stop) = self.inputs.documents, self.queries(chunk)
         if rows is None or start == stop:
             return None
         return [document_runs(row, start, stop) for row in rows]
 
     def documents(self, chunk: int) -> Tensor | None:
-        """The first token of each query's document [B, C], int64, on the batch's device; None: each
+        """The first token of each query's document [B, C], int64, on the inputs' device; None: each
         row is one."""
         start, stop = self.queries(chunk)
-        if self.batch.documents is None or start == stop:
+        if self.inputs.documents is None or start == stop:
             return None
         # From what is on the device: copying it there would have the CPU wait in every cell.
-        positions = self.batch.position_ids[:, start:stop]
+        positions = self.inputs.position_ids[:, start:stop]
         return torch.arange(start, stop, device=positions.device) - positions
 
     def _own_row(self, chunk: int) -> int:
         return self.program.share.keys.rows[chunk][0]
 
+    # -- among ranks -----------------------------------------------------------------------------
+
+    def is_filler(self, chunk: int) -> bool:
+        """Whether this rank, with its tensor peers, has no token of the chunk. Modules cannot run
+        on none, so it runs one of no effect: attention and buffers leave it out, and its gradient
+        is zero."""
+        if not self.shares:
+            return False
+        start, stop = self.program.share.rank.tokens(self.program.chunks[chunk], "tensor")
+        return start == stop
+
+    def _share_cell(self, i: Forward, cell: ChunkAttention) -> None:
+        """Give a cell what it needs of other ranks, which share its tokens, heads or keys."""
+        program, rank = self.program, self.program.share.rank
+        cell.exchange = self._exchange(rank, i.chunk)
+        cell.spread = self._spread(rank, i.layer, i.chunk)
+        cell.pieces = pieces_of(program.schedule, rank.layout, program.model.layers[i.layer])
+        if i.write_kv is None and program.buffers[i.prefix].tier is Tier.DEVICE:
+            cell.at_hand = self._rows(i.prefix, i.chunk, i.layer)
+
+    def _exchange(self, rank: Rank, chunk: int) -> HeadExchange:
+        """What turns the chunk's tokens into this rank's heads."""
+        assert self.ranks is not None
+        ulysses = None
+        if rank.layout.ulysses > 1:
+            parts = among_heads(rank, self.program.chunks[chunk])
+            ulysses = Ulysses(self.ranks.among("ulysses"), parts)
+        return HeadExchange(ulysses, rank.layout.tensor * self.is_filler(chunk))
+
+    def _spread(self, rank: Rank, layer: int, chunk: int) -> KVShards | Ring | None:
+        """What attends where keys are spread over ranks; None: this rank has all of its heads'."""
+        assert self.ranks is not None
+        ring = None
+        if rank.layout.ring > 1:
+            peers = [self._share(index).keys.rows[chunk] for index in range(rank.layout.ring)]
+            rows = [(start, stop - start) for start, stop in peers]
+            ring = Ring(self.ranks.among("ring"), rows, partial(self.blocks_of, layer, chunk))
+        if rank.layout.shards == 1:
+            return ring
+        counts = parts_of(rank, self.program.chunks[chunk])
+        return KVShards(self.ranks.among("shards"), counts, ring)
+
+    def _ring_index(self) -> int:
+        return self.program.share.rank.along["ring"] if self.shares else 0
+
     def _held(self, ring: int) -> Held | None:
-        layout = self.rank.layout
+        layout = self.program.share.rank.layout
         if layout.ring * layout.shards == 1:
             return None
         return Held(self._share(ring).keys.ranges)
 
     def _share(self, ring: int) -> Share:
         """Of the rank at this place of the ring."""
-        number = self.rank.peers("ring")[ring]
-        return share_of(self.program.chunks, Rank(self.rank.layout, number))
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionCells:
-    """Makes the cells of one program's run on one batch."""
-
-    program: Program
-    storage: ProgramBuffers
-    slots: StagingBuffers
-    attending: AttentionContext
-    sparse: SparseRun | None
-
-    def begin(self, i: Forward, held: tuple[Tensor, Tensor] | None) -> ChunkAttention:
-        """The cell of a forward, whose keys may be on their way; `held` are O and LSE that an
-        earlier pass left."""
-        cell = ChunkAttention(
-            i.mode,
-            partial(self.attending.call, i.layer, i.chunk),
-            self._prefix(i.layer, i.chunk, i.prefix),
-            write_kv=self._rows(i.write_kv, i.chunk, i.layer),
-            attention=self._rows(i.attention, i.chunk, i.layer),
-            held=held,
-            kept=i.kept,
-            sparse=None if self.sparse is None else self.sparse.cell(i),
-            exchange=self.attending.exchange(i.chunk),
-            spread=self.attending.spread(i.layer, i.chunk),
-            graph=i.graph,
-            at_hand=self._at_hand(i),
-            pieces=self.attending.pieces(i.layer),
-        )
-        if i.mode is AttentionMode.COMPUTE:
-            self._fetch(cell, i.layer, i.chunk)
-        return cell
-
-    def begin_backward(self, i: Backward, cell: ChunkAttention) -> None:
-        """Give a cell what its backward reads; keys and the sums of theirs may be on their way."""
-        cell.key_values = self._prefix(i.layer, i.chunk, i.prefix, i.accumulator)
-        if cell.sparse is not None and self.sparse is not None:
-            cell.sparse.choice = self.sparse.choice(i)
-        self._fetch(cell, i.layer, i.chunk)
-        cell.own_dkv = self._rows(i.own_dkv, i.chunk, i.layer)
-        if cell.kept:
-            cell.own_kv = self._rows(i.own_kv, i.chunk, i.layer)
-            cell.attention = self._rows(i.attention, i.chunk, i.layer)
-
-    def _at_hand(self, i: Forward) -> Rows | None:
-        """The chunk's own K, V, where an earlier pass left them on the device."""
-        there = i.write_kv is None and self.program.buffers[i.prefix].tier is Tier.DEVICE
-        return self._rows(i.prefix, i.chunk, i.layer) if there else None
-
-    def _fetch(self, cell: ChunkAttention, layer: int, chunk: int) -> None:
-        """Keys of earlier chunks may be on their way before the cell asks for them."""
-        cell.key_values.begin(self.attending.streamed(layer, chunk))
-        if cell.sparse is not None:
-            cell.sparse.begin(cell.key_values)
-
-    def _rows(self, name: str | None, chunk: int, layer: int) -> Rows | None:
-        return None if name is None else self.storage.chunk(name, chunk, layer)
-
-    def _prefix(self, layer: int, chunk: int, name: str, gradients: str | None = None) -> KVPrefix:
-        before = self.program.share.keys.rows[chunk][0]
-        fused = self.attending.kernels.fused
-        return KVPrefix(self.storage, self.slots, layer, name, gradients, before, fused)
+        rank = self.program.share.rank
+        return share_of(self.program.chunks, Rank(rank.layout, rank.peers("ring")[ring]))

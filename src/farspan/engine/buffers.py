@@ -1,23 +1,23 @@
-"""Tensors of a program's buffers: names and chunks in, views of the arenas out.
+"""The tensors of a program's buffers as views of the arenas, and the K, V prefix of a cell in them.
 
-Shapes. A buffer holds its tensors token first, [T, B, ...]: the rows of a chunk, or of any range of
-keys, are one contiguous piece for every batch size, and a copy across the link is one copy. What
-attention reads of K, V is a permuted view, [B, H, T, D]. x and O, LSE are only ever read by whole
-chunks, so within a chunk's piece they are laid out as the model wants them: x [B, C, hidden],
-O [B, C, H, Dv], LSE [B, H, C].
+A buffer holds its tensors token first, [T, B, ...]: the rows of a chunk, or of any range of keys,
+are one contiguous piece for every batch size, and a copy across the link is one copy. Attention
+reads K, V as a permuted view, [B, H, T, D]. x and O, LSE are only ever read by whole chunks, so
+within a chunk's piece they have the model's layout: x [B, C, hidden], O [B, C, H, Dv], LSE
+[B, H, C].
 
-K, V of earlier chunks for one layer, and the accumulators of their gradients.
-
-Two places: on the device, where a range of keys is a view; or on host, from where blocks are
-streamed through two slots (FPDT 4.2). Both are asked the same questions and give the same bits.
+K, V of earlier chunks, and the sums of their gradients, are on the device, where a range of keys is
+a view, or on host, from where blocks are streamed through two staging buffers (FPDT 4.2). Both
+give the same bits.
 
     fetch     kv 0, dkv 0 | kv 1, dkv 1 |              kv 2, dkv 2 |
     compute                 attend 0, add | attend 1, add            | attend 2, add
     evict                                 | dkv 0         | dkv 1
 
-Blocks 0 and 1 are fetched when the cell begins, before it asks; block b + 1 as soon as block b - 1
-is done with; a block's totals of dK, dV go back behind the computation. A slot is taken again and
-again: each taking is a generation, with its own events."""
+Blocks 0 and 1 are fetched when the cell begins, block b + 1 as soon as block b - 1 is done with; a
+block's sums of dK, dV go back behind the computation. Each use of a staging buffer is a generation
+with its own events.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator

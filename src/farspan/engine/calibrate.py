@@ -1,11 +1,11 @@
-"""Which attention kernel is fastest on the GPU at hand, of those that are here.
+"""Measure this machine for `farspan plan` and `farspan train`.
 
-Measure the machine at hand: what `farspan plan` and `farspan train` reckon with.
-
-Every rate is that of the code the engine runs: torch's products in the orders a linear layer needs,
-attention through `select_kernel`, elementwise work that allocates its results, copies between the
-arenas of a step, cells of a tiny model. Sizes grow until one call takes too long, so that the
-curves of a laptop and of an H200 both end where the machine is as fast as it gets."""
+Every rate is that of the code that the engine runs: torch's products in the orders a linear layer
+needs, attention through `select_kernel`, elementwise work that allocates its results, copies
+between the arenas of a step, cells of a tiny model. Sizes grow until one call takes too long, so
+that the curves of a laptop and of an H100 both end where the machine is as fast as it gets. On a
+GPU the attention kernels that are installed are compared.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from farspan.engine.kernels import AttentionKernels, same_bits
+from farspan.engine.kernels import AttentionKernels, deterministic_algorithms
 from farspan.engine.microbench import (
     HEAD_DIM,
     QUICK,
@@ -86,7 +86,10 @@ def fastest_attention(
         for found, deterministic in ((seconds, False), (same, True)):
             try:
                 AttentionKernels(bench.device, dtype, kernel).refuse(KERNEL_MODEL)
-                with same_bits(deterministic), measuring_kernel(bench, dtype, kernel):
+                with (
+                    deterministic_algorithms(deterministic),
+                    measuring_kernel(bench, dtype, kernel),
+                ):
                     found[kernel] = _kernel_seconds(bench, dtype)
             except (Refused, RuntimeError, AssertionError):  # as kernels say no
                 continue
@@ -129,7 +132,7 @@ ASSUMED = {
     "network": "assumed: as the link; one process cannot measure it",
     "latency": "assumed: one process cannot measure it",
 }
-PAGEABLE = "measured: of pageable memory, since none can be locked here; copies run in line"
+PAGEABLE = "measured with pageable memory, since none can be locked here; copies do not overlap"
 
 Progress = Callable[[str], None]
 
@@ -253,7 +256,8 @@ def here(progress: Progress = lambda _: None) -> MachineSpec:
     if found.unified != (device.type == "cpu"):
         has = "a GPU" if device.type == "cuda" else "no GPU"
         raise Refused(
-            f"machine: {path} describes {found.name}, but here is {has}; run farspan calibrate"
+            f"machine: {path} describes {found.name}, but this machine has {has}; "
+            "run farspan calibrate"
         )
     return found
 

@@ -1,14 +1,13 @@
-"""Weight gradients: accumulated over chunks in fp32, closed into `.grad` once.
+"""Gradients of a cell: its autograd graph, sums of weight gradients, and products that add to them.
 
-Adding the gradients of 1,024 chunks in bf16 costs 4 to 15% relative error; in fp32 nothing that
-bf16 could show (facts measured on 64 to 1,024 tiles).
+Weight gradients are accumulated over chunks in fp32 and rounded into `.grad` once. Adding those of
+1,024 chunks in bf16 costs 4 to 15% relative error; in fp32 nothing that bf16 could show (measured
+on 64 to 1,024 tiles).
 
-Autograd graphs of cells, from a forward to the backward of the same cell.
-
-Linear modules whose backward adds a weight's gradient inside the product.
-
-A gradient that autograd hands over is written, read, and added: 2 + 10 bytes an element in bf16,
-and a layer's are alive together (0.5 GB of a 7B model). Here the product adds to the sum itself."""
+A gradient that autograd returns is written, read and added: 2 + 10 bytes an element in bf16, and a
+layer's are alive together (0.5 GB of a 7B model). `AccumulatingLinears` add the product to the sum
+itself.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,7 +22,6 @@ from torch.nn import functional
 
 from farspan.activations import SavedActivations
 from farspan.attention.softmax import accumulate_dtype
-from farspan.distributed.fsdp import gradient_dtype
 from farspan.hf.fused_layers import Linears
 from farspan.kernels.operations import Act, swiglu_again
 
@@ -92,7 +90,8 @@ class GradientAccumulator:
     def _sum(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
         """What a parameter's gradients are added to, and whether it holds nothing yet."""
         wide = accumulate_dtype(parameter.dtype)
-        if gradient_dtype(parameter) == wide and self._reduce is None:
+        # A parameter whose gradient dtype is open takes the sums as they are.
+        if parameter.grad_dtype in (None, wide) and self._reduce is None:
             found = parameter.grad
             if found is None:
                 parameter.grad = torch.empty_like(parameter, dtype=wide)
@@ -111,7 +110,7 @@ class GradientAccumulator:
                 continue
             if parameter.grad is not None:
                 total.add_(parameter.grad)
-            parameter.grad = total.to(gradient_dtype(parameter))
+            parameter.grad = total.to(parameter.grad_dtype or total.dtype)
 
     def reduce(self, unit: int) -> None:
         """The same with the accumulators of all ranks."""

@@ -1,37 +1,38 @@
-"""Decoder layers as cells run them: the model's own, or in shells whose token-wise modules run on
-tiles.
+"""The interpreter of a program: one match over its instructions.
 
-The interpreter of a program: one match over its instructions."""
+`Interpreter.run` is a step. Layers run as they are or in shells (`Layers`), and ask
+`farspan.engine.attention_op` for their attention.
+"""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from farspan.activations import SavedActivations
 from farspan.distributed.collectives import Pipeline
 from farspan.distributed.tensor import TensorParallel
-from farspan.engine.attention_op import AttentionCells, AttentionContext, ChunkAttention, KVWritten
+from farspan.engine.attention_op import AttentionContext, ChunkAttention, KVWritten
 from farspan.engine.buffers import ProgramBuffers, StagingBuffers
 from farspan.engine.gradients import (
     AccumulatingLinears,
     GradientAccumulator,
     Graph,
-    RunChunk,
     build_graph,
     differentiate,
+    enter,
 )
 from farspan.engine.kernels import AttentionKernels
-from farspan.engine.loss import IGNORED, StepInputs
-from farspan.engine.loss import LossHead as HeadStage
+from farspan.engine.loss import IGNORED, LossHead, StepInputs
 from farspan.engine.parallelize import ShardedModel
 from farspan.engine.recurrent import Recurrent, RecurrentCell
 from farspan.engine.tiers import StreamOrder
 from farspan.hf.attention_interface import answering
-from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
+from farspan.hf.stages import CausalLMStages, LayerCall
 from farspan.hf.tiled_mlp import Add, Tokenwise, tiled
 from farspan.plan import names
 from farspan.plan.layout import Rank
@@ -68,13 +69,13 @@ from farspan.sparse.select import Selector
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """The model's layers as they are."""
+    """The decoder layers of a model as cells run them: as they are."""
 
     boundary: CausalLMStages
 
-    def run(self, i: Forward, hidden: Tensor, call: LayerCall) -> Tensor:
-        """The layer of a cell on its chunk, [B, C, hidden] in and out."""
-        return self.boundary.run_layer(i.layer, hidden, call)
+    def of(self, i: Forward) -> nn.Module:
+        """What runs the layer of a cell on its chunk."""
+        return self.boundary.running[i.layer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,35 +86,31 @@ class SparingLayers(Layers):
     unread: frozenset[Cell]  # outputs that only autograd asks for
     spared: frozenset[int]  # layers that may
 
-    def run(self, i: Forward, hidden: Tensor, call: LayerCall) -> Tensor:
+    def of(self, i: Forward) -> nn.Module:
         self.adding.unread = i.layer in self.spared and (i.layer, i.chunk) in self.unread
-        try:
-            return self.boundary.run_layer(i.layer, hidden, call)
-        finally:
-            self.adding.unread = False
+        return self.boundary.running[i.layer]
 
 
 @dataclass(frozen=True, slots=True)
 class CutLayers(Layers):
-    """Layers whose weights are cut over ranks, each on its own tokens."""
+    """Layers whose weights are sharded by tensor parallelism, each rank on its own tokens."""
 
     tensor: TensorParallel
     program: Program
 
-    def run(self, i: Forward, hidden: Tensor, call: LayerCall) -> Tensor:
+    def of(self, i: Forward) -> nn.Module:
         rank, chunk = self.program.share.rank, self.program.chunks[i.chunk]
         peers = [Rank(rank.layout, number) for number in rank.peers("tensor")]
         counts = [stop - start for start, stop in (peer.tokens(chunk) for peer in peers)]
-        if not any(counts):  # each runs a filler (engine.attending)
+        if not any(counts):  # each runs a filler (AttentionContext.is_filler)
             counts = [1] * len(counts)
-        shell = self.tensor.shell(i.layer, self.boundary.layers[i.layer], counts)
-        return run_layer(shell, hidden, call)
+        return self.tensor.shell(i.layer, self.boundary.layers[i.layer], counts)
 
 
 @dataclass(frozen=True, slots=True)
 class TiledLayers(Layers):
-    """Layers in shells, for one step. A kept graph keeps all that autograd saves, which is what it
-    is for: its layer runs as it is."""
+    """Layers in shells whose token-wise modules run on tiles, for one step. A kept graph keeps all
+    that autograd saves, which is what it is for: its layer runs as it is."""
 
     children: Sequence[Sequence[Tokenwise]]  # of each layer
     tokens: int
@@ -121,79 +118,107 @@ class TiledLayers(Layers):
     add: Add
     shells: dict[tuple[int, bool], nn.Module] = field(default_factory=dict)
 
-    def run(self, i: Forward, hidden: Tensor, call: LayerCall) -> Tensor:
+    def of(self, i: Forward) -> nn.Module:
+        layer = self.boundary.running[i.layer]
         if i.kept:
-            return self.boundary.run_layer(i.layer, hidden, call)
+            return layer
         key = i.layer, not (i.graph and (i.layer, i.chunk) in self.unread)
         if key not in self.shells:
-            layer = self.boundary.running[i.layer]
             children = self.children[i.layer]
             self.shells[key] = tiled(layer, children, self.tokens, self.add, value=key[1])
-        return run_layer(self.shells[key], hidden, call)
+        return self.shells[key]
 
 
 # A cell and its graph, until its backward; None: its graph is built then, from its input.
 Waiting = tuple[ChunkAttention | RecurrentCell, Graph | None]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Interpreter:
     """Runs one program on one batch."""
 
     boundary: CausalLMStages
     program: Program
     storage: ProgramBuffers
-    batch: StepInputs
-    head: HeadStage
+    inputs: StepInputs
+    head: LossHead
     gradients: GradientAccumulator
     after: Callable[[Instruction], None]  # called when an instruction was issued
     layers: Layers
     kernels: AttentionKernels
     select: Selector | None = None  # of pages, where attention is sparse
     watched: tuple[int, int] | None = None  # the sparse cell whose seen mass is measured
-    dealt: ShardedModel | None = None  # None: this process is alone
-    slots: StagingBuffers = field(init=False)
-    attending: AttentionContext = field(init=False)
-    cells: AttentionCells = field(init=False)
-    sparse: SparseRun | None = None
+    sharded_model: ShardedModel | None = None  # None: this process is alone
+    attention: AttentionContext = field(init=False)
+    recurrent: Recurrent = field(init=False)
+    pipeline: Pipeline | None = field(init=False, default=None)
+    sparse: SparseRun | None = field(init=False, default=None)
     hidden: dict[int, Tensor] = field(default_factory=dict)
     gradient: dict[int, Tensor] = field(default_factory=dict)
     held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     graphs: dict[tuple[int, int], Waiting] = field(default_factory=dict)
     calls: tuple[int, list[LayerCall]] = (-1, [])  # of the chunk at hand
     loss: Tensor | None = None
-    pipeline: Pipeline | None = field(init=False, default=None)
-    recurrent: Recurrent = field(init=False)
 
     def __post_init__(self) -> None:
-        self.slots = StagingBuffers(self.storage.copies)
-        ranks = None if self.dealt is None else self.dealt.ranks
-        self.attending = AttentionContext(self.program, self.batch, self.kernels, ranks)
-        self.recurrent = Recurrent(
-            self.boundary, self.program, self.storage, self.slots, self.attending
+        slots = StagingBuffers(self.storage.copies)
+        ranks = None if self.sharded_model is None else self.sharded_model.ranks
+        self.attention = AttentionContext(
+            self.program, self.inputs, self.kernels, ranks, self.storage, slots
         )
+        self.recurrent = Recurrent(self.boundary, self.program, self.storage, slots, self.attention)
         if ranks is not None and ranks.layout.pipeline > 1:
             self.pipeline = Pipeline(ranks.among("pipeline"))
         sparse = self.program.schedule.sparse
         if sparse is not None and self.select is not None:
-            self.sparse = SparseRun(
-                *(self.storage, self.slots, sparse, self.select, self.kernels),
-                *(self.attending.documents, self.watched),
+            self.sparse = self.attention.sparse = SparseRun(
+                self.storage,
+                slots,
+                sparse,
+                self.select,
+                self.kernels,
+                self.attention.documents,
+                self.watched,
             )
-        self.cells = AttentionCells(
-            *(self.program, self.storage, self.slots, self.attending, self.sparse)
-        )
 
     def run(self, orders: tuple[Order, ...] | None = None) -> Tensor:
         """The mean loss, a float64 scalar. `orders` are the waits when copies run beside the
         computation."""
-        followed = None if orders is None else StreamOrder(self.storage.copies, orders)
+        order = None if orders is None else StreamOrder(self.storage.copies, orders)
         for index, instruction in enumerate(self.program.instructions):
-            if followed is not None:
-                followed.before(index)
-            self._issue(instruction)
-            if followed is not None:
-                followed.after(index)
+            if order is not None:
+                order.before(index)
+            match instruction:
+                case Allocate() | Free():
+                    pass  # addresses are planned: nothing happens at run time
+                case Clear(buffer):
+                    self.storage.clear(buffer)
+                case Fetch(source, target, chunk) | Evict(source, target, chunk):
+                    self.storage.copy_chunk(source, target, chunk)
+                case Embed(chunk):
+                    self.hidden[0] = self._embed(chunk)
+                case Load(layer, chunk, buffer):
+                    self.hidden[layer] = self._load(buffer, chunk)
+                case Store(layer, chunk, buffer):
+                    self._store(buffer, chunk, self.hidden.pop(layer))
+                case LoadGradient(layer, chunk, buffer):
+                    self.gradient[layer] = self._load(buffer, chunk)
+                case StoreGradient(layer, chunk, buffer):
+                    self._store(buffer, chunk, self.gradient.pop(layer))
+                case Forward():
+                    self._forward(instruction)
+                case Head(chunk, gradient):
+                    self._head(chunk, gradient)
+                case Backward():
+                    self._backward(instruction)
+                case EmbedBackward(chunk):
+                    self._embed_backward(chunk)
+                case Close(group):
+                    self._close(group)
+                case Gather() | Release() | Receive() | Send():
+                    self._among_ranks(instruction)
+            if order is not None:
+                order.after(index)
             self.after(instruction)
         if self.pipeline is not None:
             self.pipeline.finish()
@@ -201,49 +226,28 @@ class Interpreter:
             return torch.zeros((), dtype=torch.float64, device=self.boundary.device)
         return self.loss
 
-    def _issue(self, instruction: Instruction) -> None:
+    def _among_ranks(self, instruction: Gather | Release | Receive | Send) -> None:
+        """Weights come and go, and chunks pass between the stages of a pipeline."""
         match instruction:
-            case Allocate() | Free():
-                pass  # addresses are planned: nothing happens at run time
-            case Clear(buffer):
-                self.storage.clear(buffer)
-            case Fetch(source, target, chunk) | Evict(source, target, chunk):
-                self.storage.copy_chunk(source, target, chunk)
-            case Embed(chunk):
-                self.hidden[0] = self._embed(chunk)
-            case Load(layer, chunk, buffer):
-                self.hidden[layer] = self._load(buffer, chunk)
-            case Store(layer, chunk, buffer):
-                self._store(buffer, chunk, self.hidden.pop(layer))
-            case LoadGradient(layer, chunk, buffer):
-                self.gradient[layer] = self._load(buffer, chunk)
-            case StoreGradient(layer, chunk, buffer):
-                self._store(buffer, chunk, self.gradient.pop(layer))
-            case Forward():
-                self._forward(instruction)
-            case Head(chunk, gradient):
-                self._head(chunk, gradient)
-            case Backward():
-                self._backward(instruction)
-            case EmbedBackward(chunk):
-                self._embed_backward(chunk)
-            case Close(group):
-                self._close(group)
-            case Gather() | Release():
-                self._weights(instruction)
-            case Receive(layer, chunk, gradient):
-                bank = self.gradient if gradient else self.hidden
-                bank[layer] = self._pipeline().receive(self._passing(chunk), up=not gradient)
-            case Send(layer, chunk, gradient):
-                tensor = (self.gradient if gradient else self.hidden).pop(layer)
-                self._pipeline().send(tensor, up=not gradient)
+            case Gather(group, outer) if self.sharded_model is not None:
+                self.sharded_model.gather(self.program, group, outer=outer)
+            case Release(group, outer) if self.sharded_model is not None:
+                self.sharded_model.release(self.program, group, outer=outer)
+            case Receive(layer, chunk, gradient) if self.pipeline is not None:
+                rows = self.pipeline.receive(self._passing(chunk), up=not gradient)
+                (self.gradient if gradient else self.hidden)[layer] = rows
+            case Send(layer, _, gradient) if self.pipeline is not None:
+                rows = (self.gradient if gradient else self.hidden).pop(layer)
+                self.pipeline.send(rows, up=not gradient)
+            case _:
+                raise AssertionError(f"{instruction}: this process is alone")
 
     # -- stages outside the layers -------------------------------------------------------------
 
     def _span(self, chunk: int) -> slice:
         """The tokens of a chunk that this rank runs: its own, or a filler."""
         start, stop = self.program.share.tokens.ranges[chunk]
-        if not self.attending.is_filler(chunk):
+        if not self.attention.is_filler(chunk):
             return slice(start, stop)
         start = min(start, self.program.run.tokens - 1)
         return slice(start, start + 1)
@@ -252,7 +256,7 @@ class Interpreter:
         span = self._span(chunk)
         with torch.no_grad():
             hidden, calls = self.boundary.embed(
-                self.batch.input_ids[:, span], self.batch.position_ids[:, span]
+                self.inputs.input_ids[:, span], self.inputs.position_ids[:, span]
             )
         if self.program.share.rank.layout.tensor == 1:
             self.calls = chunk, calls
@@ -264,7 +268,7 @@ class Interpreter:
         span = self._span(chunk)
         with torch.enable_grad():
             hidden, _ = self.boundary.embed(
-                self.batch.input_ids[:, span], self.batch.position_ids[:, span]
+                self.inputs.input_ids[:, span], self.inputs.position_ids[:, span]
             )
         if hidden.requires_grad:
             found = torch.autograd.grad(hidden, parameters, gradient, allow_unused=True)
@@ -272,8 +276,8 @@ class Interpreter:
 
     def _head(self, chunk: int, gradient: bool) -> None:
         layer = len(self.boundary.layers)
-        hidden, targets = self.hidden.pop(layer), self.batch.targets[:, self._span(chunk)]
-        if self.attending.is_filler(chunk):
+        hidden, targets = self.hidden.pop(layer), self.inputs.targets[:, self._span(chunk)]
+        if self.attention.is_filler(chunk):
             targets = torch.full_like(targets, IGNORED)
         if gradient:
             loss, self.gradient[layer] = self.head.loss_and_gradient(
@@ -287,23 +291,14 @@ class Interpreter:
         layers = range(*self.program.groups[group])
         # Ranks of a pipeline close what is outside the layers together.
         outer = group == 0 or self.pipeline is not None
-        if self.dealt is not None:
-            for unit in [*layers, *[self.dealt.sharded.outer] * outer]:
+        if self.sharded_model is not None:
+            for unit in [*layers, *[self.sharded_model.sharded.outer] * outer]:
                 self.gradients.reduce(unit)
             return
         for layer in layers:
             self.gradients.close(self.boundary.layers[layer].parameters())
         if outer:
             self.gradients.close(self.head.parameters)
-
-    def _weights(self, i: Gather | Release) -> None:
-        assert self.dealt is not None
-        move = self.dealt.gather if isinstance(i, Gather) else self.dealt.release
-        move(self.program, i.group, outer=i.outer)
-
-    def _pipeline(self) -> Pipeline:
-        assert self.pipeline is not None
-        return self.pipeline
 
     def _passing(self, chunk: int) -> Tensor:
         """Memory for the rank's tokens of a chunk between layers, [B, C, hidden]."""
@@ -317,7 +312,7 @@ class Interpreter:
 
     def _load(self, buffer: str, chunk: int) -> Tensor:
         rows = self._x(buffer, chunk)
-        if self.attending.is_filler(chunk):
+        if self.attention.is_filler(chunk):
             return rows.new_zeros(len(rows), 1, rows.shape[2])
         return rows
 
@@ -333,20 +328,24 @@ class Interpreter:
             self._forward_recurrent(i, hidden)
             return
         held = self.held.pop(i.layer) if i.mode is AttentionMode.HELD else None
-        cell = self.cells.begin(i, held)
-        if i.graph:
-            run = partial(self.layers.run, i, call=self._call(i.layer, i.chunk))
-            with answering(cell):
-                self._build(i, cell, hidden, run)
-            cell.write_kv = cell.held = None
-            return
+        cell = self.attention.begin(i, held)
+        layer, call = self.layers.of(i), self._call(i.layer, i.chunk)
+        saved = self._saved(i, hidden, cell) if i.kept else None
         try:
-            with torch.no_grad(), answering(cell):
-                out = self.layers.run(i, hidden, self._call(i.layer, i.chunk))
+            with torch.set_grad_enabled(i.graph), answering(cell):
+                entered, inlet = enter(hidden) if i.graph else (hidden, None)
+                with nullcontext() if saved is None else saved.hooks():
+                    out = layer(entered, *call.arguments, **call.keywords)
         except KVWritten:
             return
-        self.hidden[i.layer + 1] = out
-        if i.hold:
+        out = out[0] if isinstance(out, tuple) else out
+        self.hidden[i.layer + 1] = out.detach() if i.graph else out
+        if inlet is not None:
+            if saved is not None:
+                saved.seal(self._planned_cell(i))
+            self.graphs[i.layer, i.chunk] = cell, Graph(get_gradient_edge(out), inlet, saved)
+            cell.write_kv = cell.held = None
+        elif i.hold:
             assert cell.held is not None
             self.held[i.layer] = cell.held
 
@@ -354,7 +353,7 @@ class Interpreter:
         cell = self.recurrent.cell(i)
         again = i.kept and cell.is_cut()
         if i.graph and not again:
-            self._build(i, cell, hidden, cell.run)
+            self._build_recurrent(i, cell, hidden)
         else:
             with torch.no_grad():
                 self.hidden[i.layer + 1] = cell.run(hidden)
@@ -366,20 +365,22 @@ class Interpreter:
         if i.mode is AttentionMode.NONE:
             del self.hidden[i.layer + 1]
 
-    def _build(
-        self, i: Forward, cell: ChunkAttention | RecurrentCell, hidden: Tensor, run: RunChunk
-    ) -> None:
-        """Run a layer with the graph that its backward will find."""
-        saved = None
-        if i.kept:
-            layer = self.boundary.layers[i.layer]
-            tensors = *layer.parameters(), *layer.buffers()
-            saved = SavedActivations(tensors, self._named(i.layer, hidden, cell))
-        graph, self.hidden[i.layer + 1] = build_graph(run, hidden, saved)
+    def _saved(
+        self, i: Forward, hidden: Tensor, cell: ChunkAttention | RecurrentCell
+    ) -> SavedActivations:
+        """Where autograd saves what a kept graph needs."""
+        layer = self.boundary.layers[i.layer]
+        tensors = *layer.parameters(), *layer.buffers()
+        return SavedActivations(tensors, self._named(i.layer, hidden, cell))
+
+    def _build_recurrent(self, i: Forward, cell: RecurrentCell, hidden: Tensor) -> None:
+        """Run a recurrent layer with the graph that its backward will find."""
+        saved = self._saved(i, hidden, cell) if i.kept else None
+        graph, self.hidden[i.layer + 1] = build_graph(cell.run, hidden, saved)
         if saved is not None:
             store = self._planned_cell(i)
             # What scans save is a little more than linear in their tokens.
-            if isinstance(cell, RecurrentCell) and saved.size() > len(store):
+            if saved.size() > len(store):
                 self._keep_input(i, cell, hidden)
                 return
             saved.seal(store)
@@ -405,7 +406,7 @@ class Interpreter:
             self._backward_recurrent(i, cell, graph)
             return
         assert graph is not None
-        self.cells.begin_backward(i, cell)
+        self.attention.begin_backward(i, cell)
         self._restore(i, cell, graph)
         parameters = self._trained(i.layer)
         found, self.gradient[i.layer] = differentiate(
@@ -425,7 +426,9 @@ class Interpreter:
         left, gradients = self.recurrent.given(i, cell)
         parameters = self._trained(i.layer)
         found, self.gradient[i.layer] = differentiate(
-            *(graph, parameters, [self.gradient.pop(i.layer + 1), *gradients]),
+            graph,
+            parameters,
+            [self.gradient.pop(i.layer + 1), *gradients],
             left=left,
             inlets=cell.inlets,
         )
@@ -470,7 +473,9 @@ class Interpreter:
 
     def _positions(self, chunk: int) -> Tensor:
         """Of the tokens that a layer's attention is called with: those of all tensor peers."""
-        positions, rank = self.batch.position_ids, self.program.share.rank
-        if self.attending.is_filler(chunk):
+        positions, rank = self.inputs.position_ids, self.program.share.rank
+        if not self.attention.shares:
+            return positions[:, self._span(chunk)]
+        if self.attention.is_filler(chunk):
             return positions[:, self._span(chunk)].expand(-1, rank.layout.tensor)
         return positions[:, slice(*rank.tokens(self.program.chunks[chunk], "tensor"))]

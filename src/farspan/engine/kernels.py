@@ -23,7 +23,7 @@ from farspan.plan.program import Program
 from farspan.sparse.attend import FarKernel
 from farspan.sparse.gathered import select_far
 from farspan.sparse.kernel_calls import TritonFar, supports
-from farspan.spec import AttentionKernel, LayerSpec, ModelSpec, Refused
+from farspan.spec import AttentionKernel, Kernels, LayerSpec, ModelSpec, Refused
 
 CUBLAS, SAME = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")  # what cuBLAS needs for same bits
 
@@ -63,7 +63,7 @@ class AttentionKernels:
         if self.deterministic:
             refuse_cublas(self.device)
         layers = [spec for spec in set(model.layers) if spec.attends()]
-        with same_bits(self.deterministic):
+        with deterministic_algorithms(self.deterministic):
             for spec in layers:
                 self.of(spec)
         refuse_missing(self.choice)
@@ -77,7 +77,7 @@ class AttentionKernels:
         if wanted is AttentionKernel.AUTO and self.fastest is third and _is_installed(third):
             wanted = third
         with ExitStack() as stack:
-            stack.enter_context(same_bits(self.deterministic))
+            stack.enter_context(deterministic_algorithms(self.deterministic))
             if wanted is third:
                 stack.enter_context(flash_attention_3())
             yield
@@ -115,6 +115,14 @@ class AttentionKernels:
             raise Refused(f"attention: fa4 does not work here: {fault}; choose auto or flash")
 
 
+def attention_kernels(
+    kernels: Kernels, device: torch.device, dtype: torch.dtype, *, fused: bool
+) -> AttentionKernels:
+    """The kernels that a Step was asked to use, on this machine."""
+    fastest = measured_here(device, dtype)
+    return AttentionKernels(device, dtype, kernels.attention, kernels.deterministic, fastest, fused)
+
+
 def measured_here(device: torch.device, dtype: torch.dtype) -> AttentionKernel | None:
     """The kernel that `farspan calibrate` found fastest on this device; None where it has not run,
     or on another one. Raises Refused for a machine file that is none."""
@@ -137,7 +145,7 @@ def _is_installed(kernel: AttentionKernel) -> bool:
 
 
 @contextmanager
-def same_bits(wanted: bool) -> Iterator[None]:
+def deterministic_algorithms(wanted: bool) -> Iterator[None]:
     """Inside it, if wanted, PyTorch computes the same bits from the same inputs; an operator that
     cannot raises. New memory is not filled, which costs a pass over it."""
     if not wanted:

@@ -1,6 +1,7 @@
-"""One step's data: checked, shifted once, and cut by documents.
+"""The two ends of a step: its tokens and labels, checked and shifted once, and the head's loss.
 
-Head and loss, piece by piece: the logits of a whole chunk never exist (FPDT 5.4)."""
+Head and loss run piece by piece: the logits of a whole chunk never exist (FPDT 5.4).
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,10 +54,10 @@ def make_inputs(
     documents = None
     if starts is not None:
         documents = tuple(tuple(row.unique().tolist()) for row in starts)
-    return StepInputs(input_ids, shifted(labels, document_ids), positions, documents)
+    return StepInputs(input_ids, shift_labels(labels, document_ids), positions, documents)
 
 
-def shifted(labels: Tensor, document_ids: Tensor | None) -> Tensor:
+def shift_labels(labels: Tensor, document_ids: Tensor | None) -> Tensor:
     """The label each token predicts: the next token's, within its document."""
     targets = torch.full_like(labels, IGNORED)
     targets[:, :-1] = labels[:, 1:]
@@ -69,7 +70,7 @@ def shifted(labels: Tensor, document_ids: Tensor | None) -> Tensor:
 def trained_token_count(labels: Tensor, document_ids: Tensor | None = None) -> int:
     """Tokens of these labels [batch, tokens] that a step trains: every token with a next token in
     its document whose label is not -100."""
-    return int((shifted(labels, document_ids) != IGNORED).sum())
+    return int((shift_labels(labels, document_ids) != IGNORED).sum())
 
 
 def document_starts(document_ids: Tensor, input_ids: Tensor) -> Tensor:

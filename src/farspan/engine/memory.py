@@ -1,6 +1,4 @@
-"""Measure peak memory: of torch's tensors on a CPU, of the allocator on a GPU.
-
-What a step will take, before it is taken."""
+"""Estimate a step's memory by a dry run of a short one, and measure its peak."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -146,34 +144,35 @@ def estimate_memory(
     *,
     accumulate: bool = False,
 ) -> MemoryEstimate:
-    """Size the program of this shape, and rehearse a short one for what programs do not size.
+    """The memory of a step of this shape: sizes of its program, and a dry run of a short step for
+    what programs do not size.
 
-    The rehearsal may take as long as a step: `progress` is called after each of its cells and may
+    The dry run may take as long as a step: `progress` is called after each of its cells and may
     raise to abandon it. With `accumulate` the step adds to gradients that are there before it, as
     all but the first batch of an update do. Raises TooLarge when main memory could not hold it.
     """
     refuse_known(step, batch, tokens)
     static = _static(step, step.program(batch, tokens), documents=True)
     schedule = step.schedule
-    shape = _, short, limit = _short(step, batch, tokens)
-    rehearsed = _static(step, step.program(batch, short), documents=limit < short)
-    peak = _rehearse(step, shape, progress, accumulate)
+    short, limit = _dry_run_shape(step, tokens)
+    dry = _static(step, step.program(batch, short), documents=limit < short)
+    peak = _dry_run(step, batch, short, limit, progress, accumulate)
     on_cpu = step.boundary.device.type == "cpu"
-    known = rehearsed.new_device + (rehearsed.host_arena if on_cpu else 0)
+    known = dry.new_device + (dry.host_arena if on_cpu else 0)
     # Of a longer prefix more pages are chosen, until gathers are as large as they come.
     grown = grown_bytes(step.model_spec, schedule, batch, (short, tokens))
     return MemoryEstimate(**{**asdict(static), "transient": max(0, peak - known) + grown})
 
 
 def refuse_known(step: Step, batch: int, tokens: int) -> None:
-    """As `refuse_too_large`, of what is known without a rehearsal, which may be as long as the
-    step: what cannot fit is not to be started."""
+    """As `refuse_too_large`, of what is known without a dry run, which may take as long as the
+    step: do not start what cannot fit."""
     program = step.program(batch, tokens)
     static = _static(step, program, documents=True)
     refuse_too_large(step, replace(static, transient=least_transient(program)), optimizer=0)
 
 
-def rehearse_apart(
+def dry_run_apart(
     step: Step,
     batch: int,
     tokens: int,
@@ -181,18 +180,19 @@ def rehearse_apart(
     *,
     accumulate: bool = False,
 ) -> int:
-    """What `estimate_memory` rehearses, by this rank apart from the others: one that runs out of memory
-    leaves nobody waiting. Peak bytes."""
-    assert step.dealt is not None, "a step of several ranks"
-    with step.dealt.ranks.apart():
-        return _rehearse(step, _short(step, batch, tokens), progress, accumulate)
+    """Peak bytes of the dry run that `estimate_memory` makes, by this rank apart from the others:
+    a rank that runs out of memory leaves nobody waiting."""
+    assert step.sharded_model is not None, "a step of several ranks"
+    with step.sharded_model.ranks.apart():
+        short, limit = _dry_run_shape(step, tokens)
+        return _dry_run(step, batch, short, limit, progress, accumulate)
 
 
 def refuse_too_large(step: Step, expected: MemoryEstimate, optimizer: int) -> None:
     """Raises TooLarge when the host cannot hold the step and `optimizer` bytes of its states, or
     these are more than `step.host_room`, and DeviceTooSmall when the GPU cannot hold what is new on
     it; of several ranks, which all call it, the same on all when one of them is short."""
-    ranks = None if step.dealt is None else step.dealt.ranks
+    ranks = None if step.sharded_model is None else step.sharded_model.ranks
     _refuse_too_small(step.boundary.device, expected, ranks)
     needed = expected.host_arena
     what = f"the host arena ({expected.host_arena:,} bytes)"
@@ -216,7 +216,7 @@ def _refuse_too_small(
         expected.gradients,
         expected.transient,
     ]
-    # A rank that went away alone would be waited for in the next exchange.
+    # If one rank raised alone, the others would wait for it in the next exchange.
     figures = [mine] if ranks is None else ranks.figures(mine)
     number = max(range(len(figures)), key=lambda rank: figures[rank][1] - figures[rank][0])
     free, needed, arena, gradients, cells = figures[number]
@@ -237,7 +237,7 @@ def available_device_bytes(device: torch.device) -> int | None:
 
 
 def least_transient(program: Program) -> int:
-    """What the graphs of one chunk hold at least: what the probe saw layers save, a token."""
+    """Bytes that the graphs of one chunk hold at least, from what layers save a token."""
     tokens = program.run.batch * program.share.tokens.most
     layers = program.model.layers
     saved = [sum(layers[i].activation_bytes for i in range(*group)) for group in program.groups]
@@ -247,7 +247,7 @@ def least_transient(program: Program) -> int:
 
 
 def _static(step: Step, program: Program, *, documents: bool) -> MemoryEstimate:
-    # Of a model that is dealt, this rank's parts; layers of other stages have no memory.
+    # Of a sharded model, this rank's parts; layers of other stages have no memory.
     parameters = {id(p): p for p in step.boundary.model.parameters() if not p.is_meta}.values()
     trained = [p for p in parameters if p.requires_grad]
     return MemoryEstimate(
@@ -264,44 +264,53 @@ def _static(step: Step, program: Program, *, documents: bool) -> MemoryEstimate:
 def _accumulators(step: Step, program: Program) -> int:
     """Sums of the widest group and of what lies outside the layers: where gradients are narrower
     than sums, and where they are summed over ranks."""
-    dealt, layers = step.dealt, step.boundary.layers
+    sharded_model, layers = step.sharded_model, step.boundary.layers
 
     def size(parameters: Iterable[nn.Parameter]) -> int:
         return sum(
             p.numel() * accumulate_dtype(p.dtype).itemsize
             for p in parameters
             if p.requires_grad
-            and (dealt is not None or gradient_dtype(p) != accumulate_dtype(p.dtype))
+            and (sharded_model is not None or gradient_dtype(p) != accumulate_dtype(p.dtype))
         )
 
     def of_layer(layer: int) -> Iterable[nn.Parameter]:
-        return layers[layer].parameters() if dealt is None else dealt.sharded.whole(layer).values()
+        return (
+            layers[layer].parameters()
+            if sharded_model is None
+            else sharded_model.sharded.whole(layer).values()
+        )
 
     groups = [program.groups[group] for group in program.own_groups()]
     widest = max(sum(size(of_layer(layer)) for layer in range(*group)) for group in groups)
-    outer = step.boundary.outer_parameters() if dealt is None else dealt.outer_parameters()
+    outer = (
+        step.boundary.outer_parameters()
+        if sharded_model is None
+        else sharded_model.outer_parameters()
+    )
     return size(outer) + widest
 
 
-def _short(step: Step, batch: int, tokens: int) -> tuple[int, int, int]:
-    """What is rehearsed in place of so many tokens: a batch, how many of it, and the most of a
-    document."""
+def _dry_run_shape(step: Step, tokens: int) -> tuple[int, int]:
+    """Tokens of the dry run of a step of so many tokens, and of its longest document."""
     schedule = step.schedule
     # One whole block of earlier keys, so that attention's own temporaries are seen in full; and a
     # chunk behind, so that they are seen beside the gradients that it left.
     short = min(tokens, 2 * schedule.chunk + max(schedule.chunk, schedule.kv_block))
-    return batch, short, context_limit(step.boundary.model.config) or short
+    return short, context_limit(step.boundary.model.config) or short
 
 
-def _rehearse(
+def _dry_run(
     step: Step,
-    shape: tuple[int, int, int],
+    batch: int,
+    tokens: int,
+    limit: int,
     progress: Callable[[Progress], None] | None,
     accumulate: bool,
 ) -> int:
-    """Peak bytes of a step on a batch of so many tokens, cut into documents of at most so many;
-    gradients are not kept."""
-    boundary, (batch, tokens, limit) = step.boundary, shape
+    """Peak bytes of a step on [batch, tokens], in documents of at most `limit` tokens; gradients
+    are not kept."""
+    boundary = step.boundary
     before = {p: p.grad for p in boundary.model.parameters()}
     for parameter in before:
         parameter.grad = None

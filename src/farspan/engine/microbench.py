@@ -1,10 +1,9 @@
-"""Rates of the device at hand: how fast is what a step is made of.
+"""Rates of this device: how fast it runs what a step is made of, and what it is.
 
-A machine is rarely alone: another process can halve the speed of a CPU for seconds. It can only add
-to what a call takes, so the fastest run counts. Calls are looked at in several passes, far apart,
-until the best two looks agree.
-
-What a number was measured on: it goes into every run folder and every result."""
+Another process can halve the speed of a CPU for seconds. It can only add to the time of a call, so
+the fastest run counts. Every call is measured in several passes, far apart, until the best two
+measurements agree.
+"""
 
 import math
 import platform
@@ -66,7 +65,11 @@ QUICK = Effort(
 # To see that everything runs, also where a GPU is stood in for: its rates say nothing of a machine.
 GLANCE = Effort(
     "measured at a glance: no rates to plan with",
-    *(1e-4, 1, 2, 30, 1.0),  # as little as can be told apart, until nothing contradicts itself
+    longest=1e-4,
+    tries=1,
+    passes=2,
+    most=30,  # as little as can be told apart, until nothing contradicts itself
+    seconds=1.0,
     copied=2**20,
     queries=64,
     moved=2**12,

@@ -1,5 +1,6 @@
-"""A model dealt over ranks: which weights each has, which of them are whole when, and how gradients
-are summed."""
+"""Shard a model over ranks: which weights each holds and when they are whole, and how gradients
+are summed.
+"""
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -33,12 +34,12 @@ from farspan.plan.program import Program
 from farspan.plan.share import local_heads, own_groups
 from farspan.spec import Kernels, ModelSpec, Schedule
 
-WHOLE = ("ulysses", "shards", "ring", "data")  # ranks with the same weights, but for cuts by fsdp
+WHOLE = ("ulysses", "shards", "ring", "data")  # ranks with the same weights but for fsdp
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedModel:
-    """What `parallelize` made of a model. Between steps its parameters are this rank's parts."""
+    """A model that `parallelize` sharded. Between steps its parameters are this rank's shards."""
 
     ranks: ParallelContext
     spec: ModelSpec  # of the whole model
@@ -56,8 +57,8 @@ class ShardedModel:
             self.sharded.release(unit)
 
     def reduce(self, unit: int, totals: MutableMapping[nn.Parameter, Tensor]) -> None:
-        """Adds to `.grad` of a unit's parameters the sums over ranks of its totals, and takes these
-        out."""
+        """Add the sums over ranks of a unit's totals to `.grad` of its parameters, and remove them
+        from `totals`."""
         if self.tensor is not None:
             self._sum_parts(self.tensor, self.sharded.whole(unit), totals)
         self.sharded.reduce(unit, totals)
@@ -75,7 +76,7 @@ class ShardedModel:
         parameters: Mapping[str, nn.Parameter],
         totals: MutableMapping[nn.Parameter, Tensor],
     ) -> None:
-        """A whole parameter's gradient is of the rank's own tokens or heads alone."""
+        """Sum over `tensor`: a whole parameter has the gradient of its rank's tokens or heads."""
         for name, p in parameters.items():
             if not p.requires_grad or tensor.is_cut(name):
                 continue
@@ -94,35 +95,35 @@ def parallelize(
     keep: bool = False,
     kernels: Kernels | None = None,
 ) -> ShardedModel:
-    """Deals a model over ranks, in place; steps with another schedule may follow, if a pipeline has
-    the same stages.
+    """Shard a model over ranks, in place. Steps with another schedule may follow if a pipeline
+    keeps its stages.
 
-    All ranks have loaded it whole, or rank 0 alone, anywhere, and the parameters of the others are
-    on the meta device: then the ranks' devices never hold more than their parts and one weight.
+    Either all ranks have loaded the whole model, or rank 0 alone, on any device, and the parameters
+    of the other ranks are on the meta device: then no device ever holds more than its shards and
+    one weight.
 
     With tensor parallelism the weights of layers become slices. Layers of other pipeline stages
-    leave for the meta device, unless `keep`. The rest is cut as FSDP2 cuts it if the layout says
-    `fsdp`; `stage` names another of ZeRO's. With `offload` the cut weights, their gradients and so
-    optimizer states live in main memory. Give an optimizer the parameters afterwards, and steps
-    the same `kernels`.
+    move to the meta device unless `keep`. The rest is sharded as by FSDP2 if the layout has `fsdp`;
+    `stage` names another ZeRO stage. With `offload` the sharded weights, their gradients and so
+    optimizer states live in main memory. Give the parameters to an optimizer afterwards, and the
+    same `kernels` to steps.
 
-    Raises Refused where the model or its weights are not the same on all ranks, and for what cannot
-    be dealt exactly.
+    Raises Refused if the model or its weights differ between ranks, or cannot be sharded exactly.
     """
     boundary = CausalLMStages(model)
     refuse_dropout(boundary.model)
     refuse_schedule(schedule, ranks)
-    handed_out = is_on_rank0_only(ranks, boundary.model)
-    if not handed_out:
+    on_rank0 = is_on_rank0_only(ranks, boundary.model)
+    if not on_rank0:
         refuse_unlike_models(ranks, boundary.model)
-    device = ranks.device if handed_out else boundary.device
-    look = partial(_inspect, boundary, schedule, ranks.layout, device, kernels or Kernels())
-    looked = run_on_rank0(look) if handed_out else look()
+    device = ranks.device if on_rank0 else boundary.device
+    inspect = partial(_inspect, boundary, schedule, ranks.layout, device, kernels or Kernels())
+    inspected = run_on_rank0(inspect) if on_rank0 else inspect()
     layers, tensor = list(boundary.layers), None
     if ranks.layout.tensor > 1:
         plan = plan_tensor(boundary.model, boundary.layers, ranks.layout.tensor)
         tensor = TensorParallel(plan, ranks.among("tensor"))
-    handout = Rank0Weights.of(ranks, boundary.model) if handed_out else None
+    weights = Rank0Weights.of(ranks, boundary.model) if on_rank0 else None
     if tensor is not None:
         tensor.cut_layers(boundary.layers)
     here = range(len(layers)) if keep else _drop_other_stages(boundary, schedule, ranks)
@@ -139,21 +140,20 @@ def parallelize(
         outer=ranks.among(*WHOLE, "pipeline", alone=False),
         here=here,
     )
-    if handout is not None:
-        handout.give(partial(_fill, sharded, tensor))
-    return ShardedModel(ranks, looked.spec, boundary.dtype, sharded, tensor, looked.tiles)
+    if weights is not None:
+        weights.give(partial(_fill, sharded, tensor))
+    return ShardedModel(ranks, inspected.spec, boundary.dtype, sharded, tensor, inspected.tiles)
 
 
 def refuse_schedule(schedule: Schedule, ranks: ParallelContext) -> None:
-    """Raises Refused for a schedule that a layout cannot run, and one that is not the same on all
-    ranks."""
+    """Raises Refused for a schedule that the layout cannot run, or that differs between ranks."""
     ranks.refuse_unlike("schedule", repr(schedule), *AXES)
     refuse_together(schedule, ranks.layout)
 
 
 @dataclass(frozen=True, slots=True)
 class _Inspected:
-    """What running a model shows, whose weights are somewhere."""
+    """What a run of the model shows; rank 0 may do it for all."""
 
     spec: ModelSpec
     tiles: tuple[tuple[Tokenwise, ...], ...]
@@ -166,7 +166,7 @@ def _inspect(
     device: torch.device,
     kernels: Kernels,
 ) -> _Inspected:
-    """Raises Refused for what cannot be dealt exactly. `device` is where cells will run."""
+    """Raises Refused for a model that cannot be sharded exactly. Cells will run on `device`."""
     if layout.tensor == 1:
         fuse(boundary, kernels, device)
     spec = describe(boundary, device)
@@ -199,7 +199,7 @@ def _fill(
 def _drop_other_stages(
     boundary: CausalLMStages, schedule: Schedule, ranks: ParallelContext
 ) -> list[int]:
-    """Layers that other pipeline stages run keep no memory here; the others are returned."""
+    """The layers of this pipeline stage; the others move to the meta device."""
     stages = ranks.layout.pipeline
     groups = group_ranges(schedule, len(boundary.layers), stages)
     own: Sequence[int] = own_groups(ranks.rank, len(groups))

@@ -126,7 +126,7 @@ class Recurrent:
     program: Program
     storage: ProgramBuffers
     slots: StagingBuffers
-    attending: AttentionContext
+    attention: AttentionContext
     chunk: int = -1
     calls: dict[tuple[int | None, ...], list[LayerCall]] = field(default_factory=dict)
 
@@ -208,7 +208,7 @@ class Recurrent:
         """Row by row, in the order of tokens; rows that are cut alike together. A layer without a
         state knows no documents."""
         start, stop = self.program.chunks[chunk]
-        rows, first = self.attending.runs(chunk), 0
+        rows, first = self.attention.runs(chunk), 0
         if rows is None or not self.program.model.layers[layer].state:
             yield _DocumentPiece(slice(0, None), start, stop, goes_on=chunk > 0, hands_on=True)
             return
@@ -225,7 +225,7 @@ class Recurrent:
             self.chunk, self.calls = i.chunk, {}
         key = piece.rows.start, piece.rows.stop, piece.start, tokens
         if key not in self.calls:
-            rows = self.attending.batch.position_ids
+            rows = self.attention.inputs.position_ids
             rows = rows[piece.rows] if len(rows) > 1 else rows
             positions = rows[:, piece.start : piece.stop]
             more = positions[:, :1].expand(-1, tokens - positions.shape[1])

@@ -1,6 +1,6 @@
 """Plain full-sequence autograd of the same model with a dense attention: what is exact.
 
-Page-sparse attention has an oracle too: the same model, whose layers choose pages from their own
+Page-sparse attention has a reference too: the same model, whose layers choose pages from their own
 queries and keys and hide all that was not chosen. No gradient flows through the choice."""
 
 from collections.abc import Callable
@@ -115,7 +115,9 @@ class SparseReference:
     ) -> Tensor:
         if window is not None:
             return reference(
-                *(q, k, v),
+                q,
+                k,
+                v,
                 scale=scale,
                 window=window,
                 softcap=softcap,

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from farspan.attention.softmax import accumulate_dtype
 from farspan.distributed.context import ParallelContext
 from farspan.distributed.fsdp import Stage
 from farspan.engine.buffers import ProgramBuffers
 from farspan.engine.gradients import AccumulatingLinears, GradientAccumulator, adds_products, uncast
 from farspan.engine.interpreter import CutLayers, Interpreter, Layers, SparingLayers, TiledLayers
-from farspan.engine.kernels import AttentionKernels, measured_here
+from farspan.engine.kernels import attention_kernels
 from farspan.engine.loss import LossHead, StepInputs, make_inputs
 from farspan.engine.parallelize import ShardedModel, parallelize, refuse_schedule
 from farspan.engine.tiers import Arena, CopyEngine, refuse_beyond_together, reserve_together
@@ -94,11 +95,11 @@ class Step:
         and the range of their n pages to a choice, int32 [B, Hk, M, k] of pages or -1, k at most
         `budget // page`, which depends on nothing but its arguments. With `ranks` all of them make
         the same call with the same sequences (but for replicas along `data`, which bring their own)
-        and have the same loss after it; weights stay whole on each, and so are their gradients,
-        unless `engine.deal.parallelize` has dealt the model over them."""
+        and have the same loss after it; weights and gradients stay whole on each rank, unless
+        `parallelize` has sharded the model."""
         if not isinstance(schedule, Schedule):
             raise Refused(
-                f"schedule: expected a farspan.Schedule, got {schedule!r}; for a strategy's, call "
+                f"schedule: expected a farspan.Schedule, got {schedule!r}; for a named one, call "
                 "farspan.strategy(name, layers, tokens)"
             )
         kernels = kernels or Kernels()
@@ -108,21 +109,20 @@ class Step:
             )
         elif ranks is not None:
             refuse_schedule(schedule, ranks.ranks)
-        self.dealt = ranks
+        self.sharded_model = ranks
         self.boundary = CausalLMStages(model, None if ranks is None else ranks.sharded.device)
         self.schedule = schedule
         self.progress = progress
         self.poison = poison
         if selector is not None and schedule.sparse is None:
-            raise Refused("selector: dense attention chooses no pages; give schedule.sparse")
+            raise Refused("selector: dense attention selects no pages; set schedule.sparse")
         sparse = schedule.sparse
         self.selector = None if sparse is None else selector_of(selector, sparse)
         self.watches = sparse is not None  # what one cell a step sees is measured
         self._seen: Callable[[], Seen] | None = None  # the latest that was
         device, dtype = self.boundary.device, self.boundary.dtype
-        chosen = kernels.attention, kernels.deterministic, measured_here(device, dtype)
         self._wanted, self._fused = kernels, kernels.fused and fused_for(device, dtype)
-        self.kernels = AttentionKernels(device, dtype, *chosen, self._fused)
+        self.kernels = attention_kernels(kernels, device, dtype, fused=self._fused)
         if kernels.compile:
             compile_layers(self.boundary)
         self._adding = AccumulatingLinears()
@@ -139,14 +139,14 @@ class Step:
         """Have modules run on the device's own kernels, and products add to sums, if that is
         wanted. Slices of weights over ranks are in shells of their own. Shells are of the model in
         its present mode."""
-        if self.dealt is not None and self.dealt.tensor is not None:
+        if self.sharded_model is not None and self.sharded_model.tensor is not None:
             return
         device, dtype = self.boundary.device, self.boundary.dtype
         adding = self._adding
         adding.adds = self._wanted.accumulate and adds_products(device, dtype)
         first = (adding.forward_of,) * adding.adds
         fuse(self.boundary, self._wanted, device, *first, linears=adding)
-        if self._fused and self.dealt is None:
+        if self._fused and self.sharded_model is None:
             self._spared = spared_layers(self.boundary)
         self._shells_of = fingerprint(self.boundary) if self._fused or adding.adds else None
 
@@ -167,12 +167,12 @@ class Step:
         the total over all micro-batches or ranks that share an optimizer step.
         """
         if torch.is_inference_mode_enabled():
-            raise Refused("inference_mode: a step computes gradients; use evaluate inside it")
-        if self.dealt is None:  # a rank may well have a part of which nothing is trained
+            raise Refused("inference_mode: a step computes gradients; inside it call evaluate")
+        if self.sharded_model is None:  # a rank may well have a part of which nothing is trained
             refuse_untrained(self.boundary.model)
-        batch = self._batch(input_ids, labels, document_ids)
-        count = self._count(batch, trained_tokens)
-        return self._run(self.program(*input_ids.shape), batch, count)
+        inputs = self._inputs(input_ids, labels, document_ids)
+        count = self._count(inputs, trained_tokens)
+        return self._run(self.program(*input_ids.shape), inputs, count)
 
     def evaluate(
         self,
@@ -183,9 +183,9 @@ class Step:
         trained_tokens: int | None = None,
     ) -> Tensor:
         """The same loss without gradients."""
-        batch = self._batch(input_ids, labels, document_ids)
-        count = self._count(batch, trained_tokens)
-        return self._run(self.program(*input_ids.shape, evaluation=True), batch, count)
+        inputs = self._inputs(input_ids, labels, document_ids)
+        count = self._count(inputs, trained_tokens)
+        return self._run(self.program(*input_ids.shape, evaluation=True), inputs, count)
 
     def program(self, batch: int, tokens: int, *, evaluation: bool = False) -> Program:
         """The program that a step of this shape runs."""
@@ -195,7 +195,7 @@ class Step:
             build = build_evaluation if evaluation else build_program
             while len(self._programs) >= PROGRAMS_KEPT:
                 del self._programs[next(iter(self._programs))]
-            rank = ONLY if self.dealt is None else self.dealt.ranks.rank
+            rank = ONLY if self.sharded_model is None else self.sharded_model.ranks.rank
             self._programs[key] = build(self.model_spec, run, self.schedule, rank)
         return self._programs[key]
 
@@ -207,7 +207,7 @@ class Step:
         on_cpu = self.boundary.device.type == "cpu"
         needed = max(0, grows[Tier.HOST]) + (max(0, grows[Tier.DEVICE]) if on_cpu else 0)
         # All ranks ask, also those whose arenas are large enough: the others must hear of them.
-        ranks = None if self.dealt is None else self.dealt.ranks
+        ranks = None if self.sharded_model is None else self.sharded_model.ranks
         refuse_beyond_together(ranks, needed, f"a step of {program.run.tokens:,} tokens", ADVICE)
         reserve_together(ranks, self.arenas, program.arena_bytes, ADVICE)
         for arena in self.arenas.values() if self.poison else ():
@@ -243,7 +243,7 @@ class Step:
             )
         refuse_dropout(model)
         self._fuse()
-        spec = describe(self.boundary) if self.dealt is None else self.dealt.spec
+        spec = describe(self.boundary) if self.sharded_model is None else self.sharded_model.spec
         self.schedule.group_sizes(len(spec.layers))
         self.kernels.refuse(spec)
         if self.schedule.mlp_tokens is not None:
@@ -252,18 +252,21 @@ class Step:
         return spec
 
     def _tiles(self) -> tuple[tuple[Tokenwise, ...], ...]:
-        if self.dealt is None:
+        if self.sharded_model is None:
             return tokenwise(self.boundary)
-        if not self.dealt.tiles:
-            raise Refused("mlp_tokens: the model was dealt for a schedule without; deal it again")
-        return self.dealt.tiles
-
-    def _batch(self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None) -> StepInputs:
-        refuse_model(self.boundary.model)
-        if self._state() != self._described and self.dealt is not None:
+        if not self.sharded_model.tiles:
             raise Refused(
-                "model: what is trained, or its mode, has changed since it was dealt over ranks; "
-                "set both before"
+                "mlp_tokens: the model was sharded for a schedule without; call parallelize with "
+                "this schedule"
+            )
+        return self.sharded_model.tiles
+
+    def _inputs(self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None) -> StepInputs:
+        refuse_model(self.boundary.model)
+        if self._state() != self._described and self.sharded_model is not None:
+            raise Refused(
+                "model: requires_grad or train/eval mode changed after sharding; set them before "
+                "parallelize"
             )
         if self._state() != self._described:
             self.model_spec = self._describe()
@@ -275,102 +278,99 @@ class Step:
                 "autocast: the program is planned for one dtype; call the step outside autocast, "
                 "and load the model in the dtype to compute in"
             )
-        if self.dealt is not None:  # before anything that only some ranks may refuse
+        if self.sharded_model is not None:  # before anything that only some ranks may refuse
             for name, given in zip(_INPUTS, (input_ids, labels, document_ids), strict=True):
                 value = given if isinstance(given, Tensor) else repr(given)
-                self.dealt.ranks.refuse_unlike(name, value, *SEQUENCE, "pipeline")
-        batch = make_inputs(input_ids, labels, document_ids, self.model_spec.vocab)
-        longest = int(batch.position_ids.max()) + 1
+                self.sharded_model.ranks.refuse_unlike(name, value, *SEQUENCE, "pipeline")
+        inputs = make_inputs(input_ids, labels, document_ids, self.model_spec.vocab)
+        longest = int(inputs.position_ids.max()) + 1
         refuse_context(self.boundary.model.config, longest)
         self.boundary.settle(self._longest(longest))
-        return batch
+        return inputs
 
     def _longest(self, mine: int) -> int:
         """Of all replicas, whose sequences are one batch to the model."""
-        if self.dealt is None or self.dealt.ranks.layout.data == 1:
+        if self.sharded_model is None or self.sharded_model.ranks.layout.data == 1:
             return mine
-        return max(number for (number,) in self.dealt.ranks.figures([mine]))
+        return max(number for (number,) in self.sharded_model.ranks.figures([mine]))
 
-    def _count(self, batch: StepInputs, given: int | None) -> int:
+    def _count(self, inputs: StepInputs, given: int | None) -> int:
         """What the sum of losses is divided by. Without a trained token the loss is 0."""
-        if self.dealt is not None:
-            self.dealt.ranks.refuse_unlike("trained_tokens", repr(given), *AXES)
+        if self.sharded_model is not None:
+            self.sharded_model.ranks.refuse_unlike("trained_tokens", repr(given), *AXES)
         if given is not None:
             if given < 1:
                 raise Refused(f"trained_tokens: expected at least 1, got {given}")
             return given
-        trained = batch.trained
-        if self.dealt is not None:
+        trained = inputs.trained
+        if self.sharded_model is not None:
             trained = int(
-                self.dealt.ranks.among("data").sum(
+                self.sharded_model.ranks.among("data").sum(
                     torch.tensor([trained], device=self.boundary.device)
                 )
             )
         return max(1, trained)
 
-    def _run(self, program: Program, batch: StepInputs, count: int) -> Tensor:
+    def _run(self, program: Program, inputs: StepInputs, count: int) -> Tensor:
         if self._running:
-            raise RuntimeError("this Step is in the middle of a step; use another one")
+            raise RuntimeError("step: this Step is already running; use another Step")
         self._running = True
-        try:
-            return self._interpret(program, batch, count)
-        finally:
-            self._running = False
-
-    def _interpret(self, program: Program, batch: StepInputs, count: int) -> Tensor:
-        self._reserve(program)
-        storage = ProgramBuffers(program, self.arenas, self.boundary.dtype, self.copies)
-        dealt = self.dealt
-        gradients = GradientAccumulator(None if dealt is None else dealt.reduce)
-        self._adding.gradients = gradients
-        interpreter = Interpreter(
-            self.boundary,
-            program,
-            storage,
-            batch,
-            LossHead(
-                self.boundary,
-                count,
-                self.schedule.head_tokens,
-                self._outer_parameters(),
-                self._fused,
-            ),
-            gradients,
-            _Counter(program, self.progress),
-            self._layers(program, gradients),
-            self.kernels,
-            self.selector,
-            self._watched(program),
-            dealt,
+        gradients = GradientAccumulator(
+            None if self.sharded_model is None else self.sharded_model.reduce
         )
-        orders = self._orders_of(program) if self.copies.overlap else None
-        self.copies.begin()
         try:
-            model = self.boundary.model
-            with routed(model), uncast(model.parameters()), self.kernels.ready():
-                loss = interpreter.run(orders)
-            if dealt is not None:
-                dealt.sharded.end()
-                dealt.ranks.among(*AXES).sum(loss)
-        except BaseException:
-            if dealt is not None:
-                dealt.sharded.abandon()
-            raise
+            self._reserve(program)
+            self._adding.gradients = gradients
+            interpreter = self._interpreter(program, inputs, count, gradients)
+            orders = self._orders_of(program) if self.copies.overlap else None
+            self.copies.begin()
+            try:
+                model = self.boundary.model
+                with routed(model), uncast(model.parameters()), self.kernels.ready():
+                    loss = interpreter.run(orders)
+                if self.sharded_model is not None:
+                    self.sharded_model.sharded.end()
+                    self.sharded_model.ranks.among(*AXES).sum(loss)
+            except BaseException:
+                if self.sharded_model is not None:
+                    self.sharded_model.sharded.abandon()
+                raise
+            finally:
+                self.copies.end()
         finally:
-            self.copies.end()
             self._adding.gradients = None
+            self._running = False
         if interpreter.sparse is not None:
             self._seen = interpreter.sparse.seen or self._seen
-        return loss.to(storage.accumulate_dtype)
+        return loss.to(accumulate_dtype(self.boundary.dtype))
+
+    def _interpreter(
+        self, program: Program, inputs: StepInputs, count: int, gradients: GradientAccumulator
+    ) -> Interpreter:
+        boundary, tokens = self.boundary, self.schedule.head_tokens
+        return Interpreter(
+            boundary=boundary,
+            program=program,
+            storage=ProgramBuffers(program, self.arenas, boundary.dtype, self.copies),
+            inputs=inputs,
+            head=LossHead(boundary, count, tokens, self._outer_parameters(), self._fused),
+            gradients=gradients,
+            after=_Counter(program, self.progress),
+            layers=self._layers(program, gradients),
+            kernels=self.kernels,
+            select=self.selector,
+            watched=self._watched(program),
+            sharded_model=self.sharded_model,
+        )
 
     def _outer_parameters(self) -> tuple[nn.Parameter, ...]:
-        if self.dealt is not None:
-            return self.dealt.outer_parameters()
+        if self.sharded_model is not None:
+            return self.sharded_model.outer_parameters()
         return tuple(self.boundary.outer_parameters())
 
     def _watched(self, program: Program) -> tuple[int, int] | None:
         """The cell whose seen mass this step measures; an evaluation measures none."""
-        apart = self.dealt is not None and self.dealt.ranks.is_apart
+        apart = self.sharded_model is not None and self.sharded_model.ranks.is_apart
         if not self.watches or not program.trains() or apart:
             return None
         self._steps += 1
@@ -385,8 +385,8 @@ class Step:
 
     def _layers(self, program: Program, gradients: GradientAccumulator) -> Layers:
         tokens = self.schedule.mlp_tokens
-        if self.dealt is not None and self.dealt.tensor is not None:
-            return CutLayers(self.boundary, self.dealt.tensor, program)
+        if self.sharded_model is not None and self.sharded_model.tensor is not None:
+            return CutLayers(self.boundary, self.sharded_model.tensor, program)
         if tokens is None and not self._spared:
             return Layers(self.boundary)
         unread = unread_outputs(program)

@@ -1,33 +1,30 @@
-"""One slab of memory a tier; every buffer is a view of it at a planned address.
+"""The memory of both tiers, device and host: one arena each, and all copies between them.
 
-The one owner of copies between the tiers, and of the streams they run on.
-
-Three lanes: the stream that computes, one that fetches, one that evicts. Work of a lane happens in
-the order it is issued; lanes are held together by events alone, one for each instruction, or slot
-and generation, that another lane waits for. The CPU never waits inside a step.
+Every buffer is a view of an arena at a planned address. `CopyEngine` owns the copies and the
+streams they run on. It has three lanes: one computes, one fetches, one evicts. Work of a lane
+happens in the order it is issued; only events tie lanes together, one for each instruction, or
+staging buffer and generation, that another lane waits for. The CPU never waits inside a step.
 
     compute   F(0,0) --o        F(0,1)          o: an event recorded, v: waited for
     evict              v-- kv ----o
     fetch                         v-- kv.block
 
-Note: [Who waits for what]. The hazards and their names are in `farspan.plan.waits`. Waits between
-instructions are derived there; those of blocks that a cell streams are in `farspan.engine.buffers`.
+Note: [Who waits for what]. `farspan.plan.waits` names the hazards and derives the waits between
+instructions; `farspan.engine.buffers` has those of blocks that a cell streams.
 
 Note: [Lanes fork and join at a step's ends]. When a step begins, both copy lanes wait for what was
-computed before, and when it ends, computing waits for both. So whoever works on the computing
-stream after a step (the optimizer, the next step, an allocator that hands out a released slab)
-comes after every copy, and only the CPU, should it touch an arena, has to call `wait`.
+computed before, and when it ends, computing waits for both. So whatever runs on the computing
+stream after a step (the optimizer, the next step, an allocator that reuses a released slab) comes
+after every copy, and only the CPU has to call `wait` before it touches an arena.
 
-In line, when copies do not run beside the computation, all three lanes are the computing stream.
+Without overlap all three lanes are the computing stream.
 
-Note: [Memory that is not locked]. Of main memory that could not be locked (`Arena.is_pageable`) the
-CPU waits for each copy on its lane, so that whatever it issues or does afterwards comes after it:
-that is more order than any hazard asks for. Rows that kernels would take from there, or add to, are
-taken and added by the CPU.
+Note: [Memory that is not locked]. If main memory could not be locked (`Arena.is_pageable`), the CPU
+waits for each copy on its lane, which is more order than any hazard asks for. Rows that kernels
+would read there, or add to, are then read and added by the CPU.
 
-The arenas of a step, which all of its ranks take or none.
-
-Ranks of one machine, which share its main memory."""
+Ranks reserve arenas together: all of them or none.
+"""
 
 import ctypes
 import hashlib
@@ -54,11 +51,11 @@ from farspan.spec import Refused, Tier
 # before it is written shows up in the loss.
 POISON = 0xFF
 PAGEABLE = (
-    "main memory cannot be locked for copies here (cudaHostRegister: {}): the CPU now waits for "
-    "each copy between the device and main memory, so that a step computes nothing meanwhile and "
-    "takes longer; its results are the same. Raise the limit (ulimit -l unlimited; docker run "
-    "--ulimit memlock=-1), give the container the GPU's driver itself, or choose a schedule that "
-    "keeps more on the device; farspan calibrate measures how slow copies are"
+    "main memory cannot be locked for copies (cudaHostRegister: {}): the CPU now waits for each "
+    "copy between device and main memory, so steps are slower; their results are the same. Raise "
+    "the limit (ulimit -l unlimited; docker run --ulimit memlock=-1), give the container the GPU's "
+    "driver itself, or choose a schedule that keeps more on the device; farspan calibrate measures "
+    "how slow copies are"
 )
 
 
@@ -203,7 +200,9 @@ def _pages(size: int) -> Tensor:
     try:
         memory = mmap.mmap(-1, whole, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"the system gave no {whole:,} bytes: {error.strerror}") from error
+        raise MemoryError(
+            f"the system refused {whole:,} bytes of main memory: {error.strerror}"
+        ) from error
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
@@ -246,7 +245,9 @@ class CopyEngine:
     def __init__(self, device: torch.device, *, overlap: bool = False) -> None:
         """With `overlap` copies run on streams of their own. Raises Refused but on CUDA."""
         if overlap and device.type != "cuda":
-            raise Refused(f"overlap: copies run beside the computation on CUDA, not on {device}")
+            raise Refused(
+                f"overlap: copies can overlap only on CUDA, not on {device}; leave overlap unset"
+            )
         self.device = device
         self.overlap = overlap
         self.fetched = 0  # bytes host to device

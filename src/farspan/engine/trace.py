@@ -1,26 +1,24 @@
-"""Memory that CUDA kernels take and give back within themselves: no tensor ever shows it.
-
-From torch 2.11 to 2.13 and its FlashAttention 2; each can be switched off by its name. Left out,
-because it depends on the data or on the version of a library: partial sums of the embedding's
-backward, scratch space of cub, and kernels that find another algorithm for other sizes.
-
-Every malloc and free of torch's allocator, from tensors that have no memory.
+"""Record every malloc and free of torch's allocator, from tensors that have no memory.
 
 On the meta device an operation makes its outputs and computes nothing, so a step of any size runs
 in seconds. A storage is born with the operation whose output first lies in it, and dies with the
-last tensor, view, or autograd node that refers to it: when CPython drops its wrapper, which torch
-keeps for as long as the storage lives.
+last tensor, view or autograd node that refers to it: when CPython drops its wrapper, which torch
+keeps for as long as the storage lives. `meta_model` makes models with shapes and no weights.
 
-Note: [Autograd adds in place]. When a second gradient comes for a tensor, autograd adds it into the
-first if nobody else holds that; but never where a dispatch mode or a meta tensor makes tensors
-"subclass like". So the recorder, which is such a mode, puts the addition in place itself: by the
-rule of torch's InputBuffer (sole owner, dense, no graph of this sum), told apart from an addition
-in somebody's own backward by its references, of which a caller in Python holds one more.
+Note: [Autograd adds in place]. When a second gradient arrives for a tensor, autograd adds it into
+the first if nothing else holds that; but never where a dispatch mode or a meta tensor makes tensors
+"subclass like". So the recorder, which is such a mode, makes the addition in place itself, by the
+rule of torch's InputBuffer (sole owner, dense, no graph of this sum). It tells this addition from
+one in a custom backward by its references, of which a caller in Python holds one more.
 
 Note: [Order within an operation]. Outputs are born first, in their order, then what the kernel
-takes and gives back within itself: see `temporaries`.
+allocates and frees within itself (`Temporaries`).
 
-Models that have shapes and no weights."""
+Temporaries are those of torch 2.11 to 2.13 and its FlashAttention 2; each can be switched off by
+its name. Left out, because they depend on the data or on a library's version: partial sums of the
+embedding's backward, scratch space of cub, and kernels that choose another algorithm for other
+sizes.
+"""
 
 import sys
 import weakref
@@ -319,8 +317,7 @@ def meta_model(config: dict[str, Any], dtype: torch.dtype, rank: int = 0) -> Pre
             model: PreTrainedModel = AutoModelForCausalLM.from_config(made, dtype=dtype)
     except Exception as error:  # whatever a family's own code stumbles over
         raise Refused(
-            f"model: transformers cannot make one of this configuration: {type(error).__name__}: "
-            f"{error}"
+            f"model: transformers cannot build this configuration: {type(error).__name__}: {error}"
         ) from error
     if rank:
         add_adapters(model, rank)
@@ -392,21 +389,11 @@ def flash_attention(
     return out.transpose(1, 2)
 
 
-def cpu_attention(
-    _: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any
-) -> Tensor:
-    """The same on a CPU, where it really runs."""
-    _refuse(q, v, keywords)
-    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, True, scale=scale
-    )
-    out: Tensor = found[0]
-    return out.transpose(1, 2)
-
-
 def _refuse(q: Tensor, v: Tensor, keywords: dict[str, Any]) -> None:
     if keywords.get("s_aux") is not None:
-        raise Refused("model: its attention has sinks, which torch's flash attention does not")
+        raise Refused(
+            "model: its attention has sinks, which torch's flash attention does not support"
+        )
     if q.shape[-1] != v.shape[-1]:
         raise Refused(
             f"model: its values are {v.shape[-1]} wide and its keys {q.shape[-1]}; flash attention "
@@ -415,7 +402,7 @@ def _refuse(q: Tensor, v: Tensor, keywords: dict[str, Any]) -> None:
 
 
 @contextmanager
-def numbers_unread() -> Iterator[None]:
+def refuse_value_dependence() -> Iterator[None]:
     """Say clearly what a model without numbers cannot do."""
     try:
         yield
@@ -423,6 +410,6 @@ def numbers_unread() -> Iterator[None]:
         if isinstance(error, Refused):
             raise
         raise Refused(
-            "model: its step looks at numbers (routed experts, positions that change with the "
+            "model: its step depends on values (routed experts, positions that change with the "
             f"length), and a trace has none: {type(error).__name__}: {str(error).splitlines()[0]}"
         ) from error

@@ -1,12 +1,9 @@
-"""The trace of plain Hugging Face training: forward, loss, backward, AdamW.
+"""Trace a training step: plain Hugging Face training, or farspan's own program.
 
-The trace of farspan's own step: its program, interpreted on the meta device.
-
-The interpreter is the one that trains. What a machine would decide is decided as on a GPU: kernels
-are CUDA's flash attention, whose allocations are those that plans count, and the host's arena is
-memory of no interest here.
-
-What a person asks to have traced, by names, turned into a trace."""
+Both run on the meta device. farspan's interpreter is the one that trains; what a machine would
+decide is decided as on a GPU: kernels are CUDA's flash attention, whose allocations plans count,
+and the host's arena is memory of no interest here.
+"""
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +32,7 @@ from farspan.engine.trace import (
     Temporaries,
     flash_attention,
     meta_model,
-    numbers_unread,
+    refuse_value_dependence,
     shortened,
 )
 from farspan.hf.attention_interface import Attention, answering, routed
@@ -90,8 +87,8 @@ def trace_training(
     recorder = Recorder(device, recording.temporaries, in_place=recording.in_place)
     recorder.hold((*model.parameters(), *model.buffers()))
     optimizer = adamw(model)
-    with collected_before(), numbers_unread(), recorder:
-        run_training(model, optimizer, contexts, kept, (batch, attention), recorder.mark)
+    with without_garbage_collection(), refuse_value_dependence(), recorder:
+        run_training(model, optimizer, contexts, kept, recorder.mark, batch, attention)
         recorder.keep(moments(optimizer))
     return recorder.trace(f"{kept} {'+'.join(map(str, contexts))}", lasting=recording.lasting)
 
@@ -101,11 +98,11 @@ def run_training(
     optimizer: torch.optim.Optimizer,
     contexts: Sequence[int],
     kept: Checkpointing,
-    how: tuple[int, Attention],
     mark: Marker,
+    batch: int,
+    attention: Attention,
 ) -> None:
-    """The steps themselves, on any device; `how` is the batch and what answers for attention."""
-    batch, attention = how
+    """Run one step for each of `contexts`, on any device; `attention` answers the model's calls."""
     device = CausalLMStages(model).device
     with marked(model, mark), checkpointed(model, kept), routed(model), answering(attention):
         for step, tokens in enumerate(contexts):
@@ -136,7 +133,7 @@ def moments(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 @contextmanager
-def collected_before() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Reference counts alone decide about lifetimes inside the block: when the collector of cycles
     runs is chance, and would make two traces differ."""
     enabled = gc.isenabled()
@@ -280,7 +277,7 @@ def trace_cells(
     host = Arena(Tier.DEVICE, META)  # on the meta device too: nothing is to be copied for real
     host.reserve(max(program.arena_bytes[Tier.HOST] for program in programs))
     arenas = {Tier.DEVICE: Arena(Tier.DEVICE, META), Tier.HOST: host}
-    with collected_before(), numbers_unread(), recorder:
+    with without_garbage_collection(), refuse_value_dependence(), recorder:
         for step, program in enumerate(programs):
             recorder.mark(f"step {step}")
             arenas[Tier.DEVICE].reserve(program.arena_bytes[Tier.DEVICE])
@@ -299,7 +296,7 @@ def _trace_program(
     shape = program.run.batch, program.run.tokens
     # Tokens, targets and positions. A token less is trained than there are; no size knows.
     ids, targets = (torch.zeros(shape, dtype=torch.long, device=META) for _ in range(2))
-    batch = StepInputs(ids, targets, torch.zeros_like(ids[:1]), None)
+    inputs = StepInputs(ids, targets, torch.zeros_like(ids[:1]), None)
     storage = ProgramBuffers(program, arenas, boundary.dtype, CopyEngine(META))
     outer = tuple(boundary.outer_parameters())
     head = LossHead(boundary, shape[1], program.schedule.head_tokens, outer)
@@ -314,9 +311,16 @@ def _trace_program(
             last = name
             recorder.mark(name)
 
-    seams = mark, Layers(boundary), MetaKernels(META, boundary.dtype)
     interpreter = Interpreter(
-        boundary, program, storage, batch, head, GradientAccumulator(), *seams
+        boundary=boundary,
+        program=program,
+        storage=storage,
+        inputs=inputs,
+        head=head,
+        gradients=GradientAccumulator(),
+        after=mark,
+        layers=Layers(boundary),
+        kernels=MetaKernels(META, boundary.dtype),
     )
     mark()
     with routed(boundary.model), uncast(boundary.model.parameters()):

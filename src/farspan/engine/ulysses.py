@@ -3,17 +3,13 @@
     tokens of rank 0 | tokens of rank 1          heads of rank 0, all tokens
     all heads        | all heads          <->    heads of rank 1, all tokens
 
-One all-to-all carries q, k and v together. What a rank sends does not depend on the prefix: of
-every token of its own, all heads but its own. It may go in pieces of heads
-(plan/exchange_pieces.py).
+One all-to-all carries q, k and v together. What a rank sends does not depend on the prefix: of each
+of its own tokens, all heads but its own. With `OverlappedUlysses` it goes in pieces of heads, and
+one piece travels while another is attended to (plan/exchange_pieces.py).
 
-Tokens for heads: what a cell's attention does with its ranks before and after it attends.
-
-Attention of a cell whose heads come from other ranks in pieces, and leave in pieces: while one
-is attended to the next is on its way (plan/exchange_pieces.py).
-
-Legend: q [B, H, n, D] and k, v [B, Hk, n, D] of own tokens and all heads; "local" tensors are of
-all tokens and this rank's heads."""
+Legend: q [B, H, n, D] and k, v [B, Hk, n, D] of own tokens and all heads; "local" tensors have all
+tokens and this rank's heads.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -137,9 +133,6 @@ class HeadExchange:
     def _filled(self, x: Tensor) -> Tensor:
         batch, heads, _, width = x.shape
         return x.new_zeros(batch, heads, self.fillers, width) if self.fillers else x
-
-
-ALONE = HeadExchange()
 
 
 OfKeys = tuple[Tensor, Tensor, Tensor]  # q, k, v

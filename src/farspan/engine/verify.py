@@ -1,15 +1,17 @@
-"""How far a step's gradients may be off in lower precision, where plain autograd's are off too.
+"""Are the gradients of a step exact for this model and schedule? Measure them against plain
+autograd.
 
-Rounding draws errors, and one draw against another passes or fails by chance. So both sides run
-more than once, on inputs that are a rounding apart, the same ones on both, and what counts is the
-run in which the step is least off beside plain autograd: a fault is there in every run. Draws have
-a heavy tail where parts cancel, as in gradients of keys: then a few tokens have most of the error,
-and one run of a trained model was off by 5 times what plain autograd was. A tail that long seldom
-comes twice.
+In float64 they must agree to `EXACT`. In lower precision plain autograd is off as well: rounding
+draws errors, and one draw against another passes or fails by chance. So both sides run more than
+once, on inputs that are a rounding apart, the same ones on both, and what counts is the run in
+which the step is least off beside plain autograd: a fault is there in every run. Draws have a heavy
+tail where parts cancel, as in gradients of keys: then a few tokens have most of the error, and one
+run of a trained model was off by 5 times what plain autograd was. A tail that long seldom comes
+twice.
 
-Judged are single parameters and kinds of them, which are all layers' parameters of one name, by
-the median over layers: a fault of attention is in all of them, a long tail in a few. The error may
-be larger than plain autograd's for two reasons:
+Judged are single parameters and kinds of them, which are all layers' parameters of one name, by the
+median over layers: a fault of attention is in all of them, a long tail in a few. The error may be
+larger than plain autograd's for two reasons:
 
 - Rounding. Attention in blocks rounds once what plain autograd rounds once (each block's part),
   and once more when parts are joined. Two independent roundings have twice the variance of one, so
@@ -20,8 +22,7 @@ be larger than plain autograd's for two reasons:
 
 The geometric mean of all ratios has little chance in it, and a fault of attention is in all of
 them: it may be sqrt(2) and no more.
-
-Are the gradients exact for this model and this schedule? Measured, not argued."""
+"""
 
 import copy
 import re
@@ -177,7 +178,7 @@ def _spreads(plain: list[Errors], groups: dict[str, list[str]]) -> Errors:
 
 
 @contextmanager
-def nudged(model: nn.Module, seed: int) -> Iterator[None]:
+def perturbed_embeddings(model: nn.Module, seed: int) -> Iterator[None]:
     """Inside it the model's embeddings differ by about one more rounding, and all that follows
     from them rounds apart. Seed 0 leaves them as they are.
 
@@ -316,7 +317,7 @@ def _verify(model: nn.Module, function: Function, data: Data, worst: int) -> Ver
             structure = _structure(twin, function, data, exact)
     steps, plains = _Side(exact), _Side(exact)
     for seed in range(1 if in_double else ROUNDING_RUNS):
-        with nudged(model, seed):
+        with perturbed_embeddings(model, seed):
             if not in_double:
                 plains.add(_plain(model, data, function.again()))
             steps.add(_stepped(model, function, data))

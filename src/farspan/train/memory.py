@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from farspan.engine.memory import dry_run_apart as apart
 from farspan.engine.memory import estimate_memory, refuse_known, refuse_too_large
-from farspan.engine.memory import rehearse_apart as apart
 from farspan.train.optimizer_parts import Held
 
 MIB, GIB = 2**20, 2**30

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from farspan.engine.interpreter import Interpreter
@@ -247,14 +248,17 @@ def by_instruction(
 ) -> list[tuple[int, int]]:
     """The peak of each instruction, and what is alive after it."""
     meter, found = LiveStorage(), list[tuple[int, int]]()
-    issue = Interpreter._issue
+    run = Interpreter.run
 
-    def watched(interpreter: Interpreter, instruction: Instruction) -> None:
-        meter.peak = meter.live
-        issue(interpreter, instruction)
-        found.append((meter.peak, meter.live))
+    def watched(interpreter: Interpreter, orders: Any = None) -> Tensor:
+        def after(_: Instruction) -> None:
+            found.append((meter.peak, meter.live))
+            meter.peak = meter.live
 
-    monkeypatch.setattr(Interpreter, "_issue", watched)
+        meter.peak, interpreter.after = meter.live, after
+        return run(interpreter, orders)
+
+    monkeypatch.setattr(Interpreter, "run", watched)
     ids = torch.arange(tokens).repeat(batch, 1) % step.model_spec.vocab
     step.release()
     with meter:
