@@ -22,7 +22,7 @@ PRELOADED = [
     "torch.distributed.tensor",
     "transformers",
     "farspan.engine.step",
-    "farspan.train.loop",
+    "farspan.train.trainer",
     "tests.zoo",
 ]
 

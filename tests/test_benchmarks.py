@@ -68,7 +68,7 @@ def test_a_curve_is_the_same_again() -> None:
 # what takes seconds to import is there: it is forked from one that has imported it.
 BEGUN = """
 import os, runpy, sys
-import farspan.engine.verify, farspan.hf.load, farspan.train.loop
+import farspan.engine.verify, farspan.hf.load, farspan.train.trainer
 root = sys.path[0] = os.getcwd()
 for script in sys.argv[1:]:
     child = os.fork()

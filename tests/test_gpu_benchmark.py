@@ -31,7 +31,7 @@ from farspan.plan.question import Plan
 from farspan.plan.strategies import strategy
 from farspan.spec import Refused
 from farspan.train.config import StatesPlace
-from farspan.train.optimizer_place import Placed
+from farspan.train.optimizer import Placed
 from tests.grids import part_of
 
 GIB = 2**30

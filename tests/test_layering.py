@@ -236,7 +236,7 @@ def test_blocking_torch_catches_an_indirect_import(tmp_path: Path) -> None:
         ("farspan.plan.grid", "import farspan.engine.interpreter"),
         ("farspan.attention.softmax", "from farspan.engine.tiers import Arena"),
         ("farspan.data.packing", "from farspan.report import tables"),
-        ("farspan.train.loop", "from farspan import Step"),
+        ("farspan.train.trainer", "from farspan import Step"),
         ("farspan.cli", "import farspan"),
         ("farspan.plan.grid", "from farspan.utils import chunks"),
         ("farspan.sparse.pages", "import farspan.sparse.engine"),

@@ -13,7 +13,7 @@ from benchmarks.children import add_row, settings_of, words_of
 from benchmarks.gpu import ceilings, exact, huggingface, split, steps, update
 from farspan.engine.microbench import describe_machine
 from farspan.spec import Tier
-from farspan.train.shortage import find_shortage
+from farspan.train.oom import find_shortage
 
 # Only of the device it is a finding: another process may have had the rest of main memory.
 RAN_OUT = {Tier.DEVICE: "out_of_memory", Tier.HOST: "out_of_main_memory"}

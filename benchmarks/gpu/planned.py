@@ -25,7 +25,7 @@ from farspan.plan.search.plans import best_plan
 from farspan.plan.strategies import strategy
 from farspan.spec import MachineSpec, ModelSpec, RunSpec, Schedule
 from farspan.train.config import StatesPlace
-from farspan.train.optimizer_place import Placed, choose_place
+from farspan.train.optimizer import Placed, choose_place
 from farspan.train.planning import PLANNED
 
 GIB = 2**30

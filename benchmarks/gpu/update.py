@@ -9,7 +9,7 @@ from benchmarks.children import add_row
 from benchmarks.gpu.device import draw, make_model, synchronize
 from farspan import Schedule, Step
 from farspan.train.config import OptimizerConfig, StatesPlace
-from farspan.train.optimizer import Optimizer
+from farspan.train.optimizer import TrainingOptimizer
 
 UPDATES = 2
 RATE = 1e-5
@@ -20,7 +20,7 @@ def run(settings: Mapping[str, Any]) -> None:
     """The seconds of two updates, the norm of the gradient and its limit included."""
     device, began = settings["device"], time.perf_counter()
     model = make_model(settings, settings["layers"])
-    optimizer = Optimizer(model, OptimizerConfig(states=StatesPlace(settings["states"])))
+    optimizer = TrainingOptimizer(model, OptimizerConfig(states=StatesPlace(settings["states"])))
     step = Step(model, Schedule())
     ids = draw(settings, settings["tokens"])
     synchronize(device)

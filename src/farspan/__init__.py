@@ -11,12 +11,12 @@ from farspan.version import VERSION as __version__
 __getattr__, __dir__ = attributes(
     __name__,
     {
-        "LongContext": "farspan.train.hugging_face",
+        "LongContext": "farspan.train.hf_trainer",
         "ParallelContext": "farspan.distributed.context",
         "Progress": "farspan.engine.step",
         "ShardedModel": "farspan.engine.parallelize",
         "Step": "farspan.engine.step",
-        "Trainer": "farspan.train.hugging_face",
+        "Trainer": "farspan.train.hf_trainer",
         "Verification": "farspan.engine.verify",
         "VerificationRun": "farspan.engine.verify",
         "parallelize": "farspan.engine.parallelize",

@@ -7,7 +7,7 @@ from farspan.plan.ask import plan
 from farspan.plan.layout import Layout
 from farspan.plan.strategies import strategy
 from farspan.spec import Refused, Schedule, Sparse, Tier
-from farspan.train.hugging_face import LongContext, Trainer
+from farspan.train.hf_trainer import LongContext, Trainer
 from farspan.version import VERSION as __version__
 
 __all__ = [

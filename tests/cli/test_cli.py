@@ -16,8 +16,8 @@ from farspan.cli.verify import base_schedule
 from farspan.durable import WriteFailed
 from farspan.plan.strategies import strategy
 from farspan.train.config import RunConfig, ScheduleConfig
-from farspan.train.loop import Result
-from farspan.train.runner import Comparison
+from farspan.train.step_runner import PlanComparison
+from farspan.train.trainer import TrainingResult
 from farspan.version import VERSION
 
 CONFIG: dict[str, Any] = {
@@ -34,7 +34,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-RESULT = Result(Path("out"), 3, 3, 1.0, float("nan"), 0, None)
+RESULT = TrainingResult(Path("out"), 3, 3, 1.0, float("nan"), 0, None)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -133,7 +133,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunConfig, list[str]]
     """Runs that were to be trained, with what is said first; each ends at once, as RESULT."""
     runs: list[tuple[RunConfig, list[str]]] = []
 
-    def end(asked: RunConfig, *, notes: list[str], **_: Any) -> Result:
+    def end(asked: RunConfig, *, notes: list[str], **_: Any) -> TrainingResult:
         runs.append((asked, notes))
         return RESULT
 
@@ -165,7 +165,7 @@ def test_a_result_is_valid_json_whatever_the_loss(
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found["heldout_loss"] == "nan"
     assert found["comparison"] is None
-    planned = replace(RESULT, heldout_loss=1.5, comparison=Comparison(5, 4, 2.0, None))
+    planned = replace(RESULT, heldout_loss=1.5, comparison=PlanComparison(5, 4, 2.0, None))
     monkeypatch.setattr("farspan.cli.training.train", lambda *_, **__: planned)
     assert run(monkeypatch, "train", "--json") == 0
     found = json.loads(capsys.readouterr().out)

@@ -156,7 +156,7 @@ def test_a_broken_trace_is_named(tmp_path: Path) -> None:
 def test_no_plan_leaves_unchecked(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A placer that puts everything at 0 is caught before anything is written."""
 
-    def wrong(question: memory_place.Question) -> tuple[Solution, str]:
+    def wrong(question: memory_place.PlacementOptions) -> tuple[Solution, str]:
         found = place_flat(question.requests)
         zeros = Placement((0,) * len(question.requests), 512, found.placement.lower_bound)
         return Solution(zeros, 512, 0.0), "wrong"

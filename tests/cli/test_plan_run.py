@@ -15,9 +15,9 @@ from farspan.plan.search import plans
 from farspan.plan.strategies import strategy
 from farspan.spec import MachineSpec, Refused, RunSpec, Schedule, Sparse
 from farspan.train.config import load_run
-from farspan.train.loop import train
-from farspan.train.parts import Parts
-from farspan.train.plan_of_run import Asked, QuestionsOfRun, questions_of_run
+from farspan.train.context import Parts
+from farspan.train.plan_run import Asked, QuestionsOfRun, questions_of_run
+from farspan.train.trainer import train
 from tests.train.planner import GIB, one_memory
 from tests.train.tiny import MODEL, Quiet, tiny_run
 

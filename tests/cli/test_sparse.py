@@ -10,7 +10,7 @@ import yaml
 
 from farspan.cli.training import result_json
 from farspan.train.config import RunConfig, SparseConfig
-from farspan.train.loop import Result
+from farspan.train.trainer import TrainingResult
 from tests.cli.test_cli import CONFIG, RESULT, folder, run, trained
 
 __all__ = ["folder", "trained"]  # fixtures
@@ -131,7 +131,7 @@ class TestTrain:
         assert message in capsys.readouterr().err
 
     def test_an_interrupted_run_says_so_too(self) -> None:
-        ended = Result(Path("out"), 2, 3, 1.0, None, 0, 2, sparse=True)
+        ended = TrainingResult(Path("out"), 2, 3, 1.0, None, 0, 2, sparse=True)
         assert "after step 2 of 3 with sparse attention, an approximation; run" in ended.message
         whole = replace(ended, hides=False).message
         assert "with sparse attention, which hides nothing at this context and equals" in whole

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from farspan.data.store import TokenStore
+from farspan.data.token_cache import TokenStore
 
 
 def make_store(lengths: list[int], trained: list[bool] | None = None) -> TokenStore:

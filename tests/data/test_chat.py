@@ -10,9 +10,8 @@ from tokenizers.processors import TemplateProcessing
 
 from farspan.data.config import DataConfig, SourceKind
 from farspan.data.corpus import Corpus, open_corpus
-from farspan.data.documents import Written
-from farspan.data.forms import UNTRAINED
-from farspan.data.tokenizers import ByteTokenizer, HubTokenizer, load_tokenizer
+from farspan.data.formats import UNTRAINED
+from farspan.data.tokenizers import ByteTokenizer, HubTokenizer, Written, load_tokenizer
 from farspan.spec import Refused
 from tests.data.characters import character_tokenizer
 

@@ -5,20 +5,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.data.cut import Cut
-from farspan.data.forms import UNTRAINED
-from farspan.data.packing import Packing, divide
-from farspan.data.store import TokenStore
+from farspan.data.formats import UNTRAINED
+from farspan.data.packing import ConcatLayout, Packing, split_held_out
+from farspan.data.token_cache import TokenStore
 from tests.data.stores import check_documents, make_store
 
 
 def cut(store: TokenStore, documents: np.ndarray, context: int, seed: int) -> Packing:
-    return Packing(store, Cut(np.diff(store.starts), documents, context, seed), context)
+    return Packing(store, ConcatLayout(np.diff(store.starts), documents, context, seed), context)
 
 
 def concatenation(lengths: list[int], context: int, seed: int, tokens: int) -> list[int]:
     """The endless stream, from the orders alone."""
-    layout = Cut(np.array(lengths), np.arange(len(lengths)), context, seed)
+    layout = ConcatLayout(np.array(lengths), np.arange(len(lengths)), context, seed)
     stream: list[int] = []
     epoch = 0
     while len(stream) < tokens:
@@ -98,14 +97,16 @@ def test_once_covers_the_documents_and_ends_with_them() -> None:
 def test_divided_documents_are_disjoint_and_complete(
     documents: int, fraction: float, seed: int
 ) -> None:
-    train, held = divide(documents, fraction, seed)
+    train, held = split_held_out(documents, fraction, seed)
     assert sorted([*train, *held]) == list(range(documents))
     assert len(held) == (0 if fraction == 0 else max(1, round(fraction * documents)))
-    again = divide(documents, fraction, seed)
+    again = split_held_out(documents, fraction, seed)
     assert np.array_equal(train, again[0])
     assert np.array_equal(held, again[1])
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_division_depends_on_the_seed(seed: int) -> None:
-    assert not np.array_equal(divide(50, 0.3, seed)[1], divide(50, 0.3, seed + 1)[1])
+    assert not np.array_equal(
+        split_held_out(50, 0.3, seed)[1], split_held_out(50, 0.3, seed + 1)[1]
+    )

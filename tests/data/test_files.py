@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from farspan.data.config import DataConfig, SourceKind
-from farspan.data.files import JsonLines, TextFiles, find_files, stdlib_files
-from farspan.data.forms import TextForm, text_of
-from farspan.data.sources import open_sources
+from farspan.data.formats import TextForm, text_of
+from farspan.data.sources import JsonLines, TextFiles, find_files, open_sources, stdlib_files
 from farspan.spec import Refused
 
 

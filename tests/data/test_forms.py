@@ -11,7 +11,7 @@ import pytest
 
 from farspan.data.config import DataConfig, SourceKind
 from farspan.data.corpus import Corpus, open_corpus
-from farspan.data.forms import UNTRAINED
+from farspan.data.formats import UNTRAINED
 from farspan.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from farspan.spec import Refused
 from tests.data.test_tokenizers import save_words

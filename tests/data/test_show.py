@@ -7,8 +7,7 @@ from typer.testing import CliRunner
 
 from farspan.cli import app
 from farspan.data.config import DataConfig, SourceKind
-from farspan.data.corpus import Corpus, open_corpus
-from farspan.data.show import show_sequence
+from farspan.data.corpus import Corpus, open_corpus, show_sequence
 from farspan.data.tokenizers import ByteTokenizer
 
 

@@ -9,12 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from farspan.data import store as store_module
-from farspan.data.documents import TEXT, Document
-from farspan.data.files import TextFiles
-from farspan.data.forms import PromptForm, TextForm
-from farspan.data.store import TokenStore, open_store
-from farspan.data.tokenizers import ByteTokenizer
+from farspan.data import token_cache as store_module
+from farspan.data.formats import PromptForm, TextForm
+from farspan.data.sources import TextFiles
+from farspan.data.token_cache import TokenStore, open_store
+from farspan.data.tokenizers import TEXT, ByteTokenizer, Document
 from farspan.spec import Refused
 
 PLAIN = TextForm(TEXT)

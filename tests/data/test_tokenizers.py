@@ -18,8 +18,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from farspan.data.documents import Written
-from farspan.data.tokenizers import HubTokenizer, load_tokenizer, reads_back
+from farspan.data.tokenizers import HubTokenizer, Written, load_tokenizer, reads_back
 from farspan.spec import Refused
 
 # The last one begins every document of the runs that are tested.

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from farspan.data.files import JsonLines
-from farspan.data.forms import TextForm
+from farspan.data.formats import TextForm
+from farspan.data.sources import JsonLines
 from farspan.spec import Refused
 
 

@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.data.forms import UNTRAINED
-from farspan.data.packing import Packing
-from farspan.data.store import TokenStore
-from farspan.data.whole import Whole, best_fit
+from farspan.data.formats import UNTRAINED
+from farspan.data.packing import BestFitLayout, Packing, best_fit
+from farspan.data.token_cache import TokenStore
 from tests.data.stores import check_documents, make_store
 
 LENGTHS = st.lists(st.integers(2, 30), min_size=1, max_size=12)
@@ -16,7 +15,9 @@ LENGTHS = st.lists(st.integers(2, 30), min_size=1, max_size=12)
 
 def whole(store: TokenStore, context: int, seed: int = 0) -> Packing:
     documents = np.arange(store.documents())
-    return Packing(store, Whole(store.starts, documents, context, seed, store.trained), context)
+    return Packing(
+        store, BestFitLayout(store.starts, documents, context, seed, store.trained), context
+    )
 
 
 def tightest(lengths: list[int], room: int) -> list[list[int]]:

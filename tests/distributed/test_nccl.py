@@ -21,8 +21,8 @@ from farspan.distributed.fsdp import ShardedParameters, Stage, local
 from farspan.distributed.launch import LaunchEnv, process_group
 from farspan.engine.tiers import refuse_beyond_together
 from farspan.plan.layout import Layout
-from farspan.train.layout import Auto
-from farspan.train.loop import train
+from farspan.train.config import Auto
+from farspan.train.trainer import train
 from tests.distributed.cut import Model
 from tests.train.test_ranks import a_run, same_run
 from tests.train.tiny import Quiet

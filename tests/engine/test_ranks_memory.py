@@ -16,7 +16,7 @@ from farspan.plan.price.evaluate import size
 from farspan.plan.price.machines import machine
 from farspan.plan.question import Optimizer, Question
 from farspan.spec import RunSpec, Schedule
-from farspan.train.inspection import look
+from farspan.train.context import inspect_model
 from tests.grids import exhaustive
 from tests.ranks import run_ranks
 from tests.zoo import VOCAB, make_model
@@ -38,7 +38,7 @@ def bytes_of(layout: Layout, schedules: list[Schedule]) -> list[tuple[dict[str, 
     ranks, found = ParallelContext(layout, CPU), []
     for schedule in schedules:
         model: Any = make_model("llama", torch.float32, **FIELDS)
-        looked = look(model, "float32", CPU)
+        looked = inspect_model(model, "float32", CPU)
         node = replace(machine("h100"), devices=1, reserve=0)
         question = Question(
             *(looked.model, RunSpec(1, TOKENS), node, layout, Optimizer.NONE, "float32"),

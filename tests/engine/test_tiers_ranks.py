@@ -11,8 +11,7 @@ from farspan.memory.host import GIB, TooLarge
 from farspan.plan.layout import Layout
 from farspan.spec import Schedule
 from farspan.train.config import OptimizerConfig, StatesPlace
-from farspan.train.dealt_weights import pieces_of
-from farspan.train.optimizer import Optimizer
+from farspan.train.optimizer import TrainingOptimizer, sharded_parameters
 from tests.ranks import run_ranks
 from tests.zoo import make_model
 
@@ -59,13 +58,13 @@ def refusals() -> list[str]:
     step = Step(model, SCHEDULE, ranks=dealt)
     ids = torch.zeros(1, 40, dtype=torch.long)
     states = OptimizerConfig(states=StatesPlace.HOST)
-    pieces = pieces_of(dealt)
+    pieces = sharded_parameters(dealt)
     found = []
     arenas = sum(step.program(1, 40).arena_bytes.values())
     lasting = 2 * sum(p.nbytes for p in pieces.trained.values())
     for size, work in (
         (2 * arenas - 1, lambda: step(ids, ids)),
-        (2 * lasting, lambda: Optimizer(model, states, pieces, ranks)),
+        (2 * lasting, lambda: TrainingOptimizer(model, states, pieces, ranks)),
     ):
         with pytest.MonkeyPatch.context() as patch:
             room(patch, size)

@@ -18,7 +18,7 @@ BLOCKS = ("tests/plan/test_blocks.py",)
 TWO_PARTS = "tests/attention/test_cell.py::test_parts_that_kernels_join_two_at_a_time"
 CAUGHT = "tests/plan/test_check.py::"
 CELL = ("tests/attention/test_cell.py::test_equals_dense_attention_in_float64",)
-CHECKPOINT = ("tests/train/test_checkpoint.py",)
+CHECKPOINT = ("tests/checkpoint/test_local.py",)
 COPIES = ("tests/engine/test_overlap.py::test_the_same_bits_in_any_order",)
 DOCUMENT = (
     "tests/engine/test_documents.py::test_documents_of_one_token_train_nothing",

@@ -18,8 +18,17 @@ from farspan.memory.compare.compare import (
     AllocatorRun,
 )
 from farspan.plan.units import write_seconds
-from farspan.report.memory import MODELLED, PLANNED, PROVED, REAL, compare_view, remark
-from farspan.report.memory_picture import LIVE, page, picture
+from farspan.report.memory import (
+    LIVE,
+    MODELLED,
+    PLANNED,
+    PROVED,
+    REAL,
+    compare_view,
+    page,
+    picture,
+    remark,
+)
 from tests.report.cases import GIB, text_of
 
 SVG = "{http://www.w3.org/2000/svg}"

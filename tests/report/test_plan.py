@@ -13,8 +13,7 @@ from farspan.plan.reason import breaks_first, reason_of
 from farspan.plan.search.plans import best_plan
 from farspan.plan.words import PARTS
 from farspan.report.plan import contexts_view, plan_view
-from farspan.report.tables import BAR, bar
-from farspan.report.words import layout_words, schedule_words
+from farspan.report.tables import BAR, bar, layout_words, schedule_words
 from farspan.spec import Schedule, StateTensor, Tier
 from tests.report.cases import GIB, fitting, overrun, question, text_of
 

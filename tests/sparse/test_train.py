@@ -19,7 +19,6 @@ from farspan.plan.question import Question
 from farspan.sparse.select import Fraction
 from farspan.sparse.train import fraction_of, hides, other_chunk
 from farspan.spec import ModelSpec, Refused, RunSpec, Schedule, Sparse, Tier
-from farspan.train.choice import KEPT, Choice, describe_schedule
 from farspan.train.config import (
     CheckpointConfig,
     DType,
@@ -28,10 +27,10 @@ from farspan.train.config import (
     ScheduleConfig,
     SparseConfig,
 )
-from farspan.train.lighter import lighter
-from farspan.train.loop import train
-from farspan.train.parts import Parts
-from farspan.train.planning import plan_json, recall_plan
+from farspan.train.context import Parts
+from farspan.train.oom import lighter_schedule
+from farspan.train.planning import RETRY_SHARE, Choice, describe_schedule, plan_json, recall_plan
+from farspan.train.trainer import train
 from tests.numerics import assert_exact
 from tests.train.planner import one_memory, plan_for, planned_parts
 from tests.train.tiny import MODEL, STEPS, Quiet, Stopped, Stopping, tiny_run
@@ -372,14 +371,16 @@ class TestSchedules:
         chunks = []
         while schedule is not None:
             chunks.append(schedule.chunk)
-            schedule = lighter(model, run, schedule, (Tier.DEVICE,), KEPT)
+            schedule = lighter_schedule(model, run, schedule, (Tier.DEVICE,), RETRY_SHARE)
         assert all(chunk % 8 == 0 for chunk in chunks)
         assert chunks[-1] == 8
 
     def test_one_longer_than_the_sequence(self) -> None:
         """200 tokens in a chunk of 16,384: what is cut is a chunk of whole pages."""
         schedule = Schedule(groups=2, sparse=Sparse(128, 128, 0, 1))
-        found = lighter(describe_tiny(), RunSpec(1, 200), schedule, (Tier.DEVICE,), KEPT)
+        found = lighter_schedule(
+            describe_tiny(), RunSpec(1, 200), schedule, (Tier.DEVICE,), RETRY_SHARE
+        )
         assert found is not None
         assert found.chunk % 128 == 0
 

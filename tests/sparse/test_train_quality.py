@@ -8,7 +8,7 @@ import pytest
 from farspan.sparse.attend import Mass
 from farspan.sparse.engine import Seen
 from farspan.sparse.train import REMIND, MassWatch, mass_json
-from farspan.train.loop import train
+from farspan.train.trainer import train
 from tests.sparse.test_train import SPARSE, lines, sparse_run
 from tests.train.tiny import Quiet
 

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from farspan import durable
 from farspan.train.config import OptimizerConfig, RunConfig
-from farspan.train.optimizer import Optimizer
+from farspan.train.optimizer import TrainingOptimizer
 from tests.train.tiny import MODEL, TinyStep, fit, load_tiny, tiny_run
 
 OUTCOME = ("model/model.safetensors", "model/config.json")
@@ -157,7 +157,7 @@ def main(root: Path, stride: int) -> None:
     # What is imported at its first use is imported here, once. No backward: its threads and forks
     # do not go together.
     model: Any = load_tiny(config=MODEL, dtype=torch.float32, seed=0)
-    Optimizer(model, OptimizerConfig()).step(0.0, torch.zeros(()))
+    TrainingOptimizer(model, OptimizerConfig()).step(0.0, torch.zeros(()))
     model.save_pretrained(root / "warm")
     run = tiny_run(root)
     status = attempt(run, None, root / "names.json")

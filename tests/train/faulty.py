@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 
 from farspan import durable
 from farspan.cli import main
-from farspan.train import loop
+from farspan.train import trainer as loop
 from farspan.train.config import RunConfig
-from farspan.train.parts import Parts
+from farspan.train.context import Parts
 from tests.train.crash import write_half
 from tests.train.fused import Moment, parts_with
 from tests.train.tiny import Quiet

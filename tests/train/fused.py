@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farspan.engine.step import Progress, Step
-from farspan.train.parts import Parts
+from farspan.train.context import Parts
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from farspan.plan.build import build_program
 from farspan.plan.price.machines import machine
 from farspan.plan.question import Budget, Plan, Question, Seconds
 from farspan.spec import MachineSpec, Schedule, Tier
-from farspan.train.lighter import needed
-from farspan.train.parts import Parts
+from farspan.train.context import Parts
+from farspan.train.oom import needed
 
 GIB = 2**30
 STATES = 16  # bytes a float32 parameter: weight, gradient, two moments

@@ -11,9 +11,9 @@ from farspan.engine import allocator
 from farspan.engine.allocator import Installed
 from farspan.memory.native import AllocatorOptions
 from farspan.spec import Refused
-from farspan.train.allocator import DeviceMemory, choose_allocator
 from farspan.train.config import DeviceAllocator, load_run
-from farspan.train.loop import train
+from farspan.train.memory import DeviceMemory, choose_allocator
+from farspan.train.trainer import train
 from tests.train.tiny import STEPS, Quiet, TinyStep, tiny_parts, tiny_run
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:1")

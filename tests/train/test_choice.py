@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from farspan.distributed.run_context import DistributedContext
 from farspan.hf.describe import describe
 from farspan.hf.load import add_adapters
 from farspan.hf.stages import CausalLMStages
@@ -18,23 +19,23 @@ from farspan.plan.price.machines import machine
 from farspan.plan.question import Budget, Plan, Question
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.spec import MachineSpec, Refused, RunSpec, Schedule, Tier
-from farspan.train.choice import (
-    KEPT,
+from farspan.train.config import StatesPlace
+from farspan.train.context import InspectedModel, inspect_model
+from farspan.train.oom import USUAL, Shortage, advice, explain_none_fits, lighter_schedule, needed
+from farspan.train.optimizer_states import StateBytes
+from farspan.train.planning import (
+    RETRY_SHARE,
     Choice,
-    NamedChooser,
-    PlannedChooser,
+    LeastFreeMemory,
+    NamedPolicy,
+    PlannedPolicy,
     describe_schedule,
     free_now,
+    named_json,
+    question_of,
+    recall_named_shortage,
 )
-from farspan.train.config import StatesPlace
-from farspan.train.crew import Crew
-from farspan.train.inspection import Looked, look
-from farspan.train.lighter import lighter, needed
-from farspan.train.none_fits import USUAL, advice, none_fits
-from farspan.train.optimizer_parts import Held
-from farspan.train.planning import Least, named_json, question_of, recall_named_shortage
-from farspan.train.runner import shortage_json
-from farspan.train.shortage import Shortage
+from farspan.train.step_runner import shortage_json
 from tests.train.planner import one_memory, plan_for
 from tests.train.tiny import tiny_run
 from tests.zoo import LAYERS, make_model
@@ -49,12 +50,12 @@ def spec() -> Any:
     return describe(CausalLMStages(make_model("llama")))
 
 
-def chooser(spec_: MachineSpec, schedule: Schedule) -> PlannedChooser:
+def chooser(spec_: MachineSpec, schedule: Schedule) -> PlannedPolicy:
     def best_plan(question: Question) -> Plan:
         return plan_for(question, "grouped", schedule)
 
     question = Question(spec(), RunSpec(1, TOKENS), spec_, dtype="float64")
-    return PlannedChooser(
+    return PlannedPolicy(
         ask=lambda: question, best_plan=best_plan, free=lambda q: q.machine, recall=lambda _: None
     )
 
@@ -77,7 +78,7 @@ def test_the_tier_that_ran_out_shrinks_and_the_other_stays(tier: Tier) -> None:
     assert sizes[other] == before[other]
     own = budget[tier]
     fixed = own.parts.get("weights", 0) + own.parts.get("reserve", 0)
-    assert sizes[tier] == fixed + int(KEPT * own.parts["arena"])
+    assert sizes[tier] == fixed + int(RETRY_SHARE * own.parts["arena"])
 
 
 MIB = 2**20
@@ -114,7 +115,7 @@ def a_miss(layout: Layout, devices: int, unified: bool, remedy: str) -> Plan:
 def test_what_misses_is_said_of_one_rank(
     layout: Layout, devices: int, unified: bool, words: str
 ) -> None:
-    said = none_fits(a_miss(layout, devices, unified, ""))
+    said = explain_none_fits(a_miss(layout, devices, unified, ""))
     assert words in said
     assert not re.search(r"-\d|--", said), "no negative amount, no flag of another command"
     who = "it" if layout == Layout() else "a rank"
@@ -156,12 +157,12 @@ def test_one_memory_shrinks_by_what_both_tiers_took() -> None:
     assert made.question is not None
     arenas = first.plan.device.parts["arena"], first.plan.host.parts["arena"]
     fixed = first.plan.device.total - arenas[0]
-    expected = fixed + sum(int(KEPT * arena) for arena in arenas)
+    expected = fixed + sum(int(RETRY_SHARE * arena) for arena in arenas)
     assert made.question.machine.host_bytes == expected
 
 
 def test_no_more_is_asked_for_than_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farspan.train.choice.available_host_bytes", lambda: 7 * GIB)
+    monkeypatch.setattr("farspan.train.planning.available_host_bytes", lambda: 7 * GIB)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert free_now(cpu, held=GIB).limit(one_memory(100 * GIB)).host_bytes == 8 * GIB
     assert free_now(cpu, held=GIB).limit(one_memory(3 * GIB)).host_bytes == 3 * GIB
@@ -182,22 +183,22 @@ def test_gradients_of_earlier_batches_are_the_planners_to_place(
     context. No more is set aside."""
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (60 * GIB, 140 * GIB))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 0)
-    monkeypatch.setattr("farspan.train.choice.available_host_bytes", lambda: GIB)
+    monkeypatch.setattr("farspan.train.planning.available_host_bytes", lambda: GIB)
     device = replace(one_memory(GIB), unified=False, device_bytes=140 * GIB, reserve=GIB)
-    crew = Crew(torch.device("cuda"))
-    looked, nothing = Looked(spec(), None), Held(0, 0, 0)
+    crew = DistributedContext(torch.device("cuda"))
+    looked, nothing = InspectedModel(spec(), None), StateBytes(0, 0, 0)
     for accumulate in (1, 2):
         run = tiny_run(tmp_path, accumulate=accumulate)
         question = question_of(run, looked, device, StatesPlace.DEVICE, crew)
         assert question.accumulates == (accumulate > 1)
         use: Any = SimpleNamespace(device=crew.device, crew=crew, touched_bytes=lambda: nothing)
-        found = Least(use).limit(run, question)
+        found = LeastFreeMemory(use).limit(run, question)
         assert (found.device_bytes, found.reserve) == (61 * GIB, GIB)
 
 
 def test_a_run_on_a_gpu_is_planned_with_copies_beside_the_computation(tmp_path: Path) -> None:
     """As `farspan plan` does: the engine runs them so, and the fastest schedule is another."""
-    run, crew, looked = tiny_run(tmp_path), Crew(CPU), Looked(spec(), None)
+    run, crew, looked = tiny_run(tmp_path), DistributedContext(CPU), InspectedModel(spec(), None)
     for machine_ in (machine("h200"), one_memory()):
         question = question_of(run, looked, machine_, StatesPlace.DEVICE, crew)
         assert question.overlap is not machine_.unified
@@ -211,7 +212,7 @@ def test_a_lighter_schedule_needs_less_where_it_is_short(
     model, run = spec(), RunSpec(1, TOKENS)
     schedule = strategy(name, LAYERS, TOKENS)
     before = needed(model, run, schedule, tiers)
-    found = lighter(model, run, schedule, tiers, KEPT)
+    found = lighter_schedule(model, run, schedule, tiers, RETRY_SHARE)
     if found is None:  # nothing on that tier is the schedule's to give up
         assert tiers == (Tier.HOST,)
         assert name in ("plain", "recompute", "offload", "fpdt", "oomb", "memo", "grouped")
@@ -233,7 +234,7 @@ def test_a_lighter_schedule_is_one_that_the_ranks_can_run(layout: Layout) -> Non
         refuse_together(schedule, layout)
         if layout.pipeline > 1:
             assert schedule.groups == (1, LAYERS - 1)
-        schedule = lighter(model, run, schedule, tuple(Tier), KEPT, layout)
+        schedule = lighter_schedule(model, run, schedule, tuple(Tier), RETRY_SHARE, layout)
     assert len(sizes) > 3
     assert sizes == sorted(set(sizes), reverse=True)
 
@@ -246,7 +247,7 @@ def test_a_shortage_on_the_device_ends_with_the_smallest_pieces() -> None:
     while schedule is not None:
         last = schedule
         sizes.append(needed(model, run, schedule, (Tier.DEVICE,)))
-        schedule = lighter(model, run, schedule, (Tier.DEVICE,), KEPT)
+        schedule = lighter_schedule(model, run, schedule, (Tier.DEVICE,), RETRY_SHARE)
     assert sizes == sorted(set(sizes), reverse=True)
     assert sizes[-1] < sizes[0] / 4
     assert last.kv is Tier.HOST
@@ -259,7 +260,7 @@ def test_a_chunk_is_cut_before_anything_else_while_it_stays_efficient() -> None:
     schedule: Schedule | None = strategy("recompute", LAYERS, run.tokens)
     while schedule is not None and schedule.x is Tier.DEVICE:
         chunks.append(schedule.chunk)
-        schedule = lighter(model, run, schedule, (Tier.DEVICE,), KEPT)
+        schedule = lighter_schedule(model, run, schedule, (Tier.DEVICE,), RETRY_SHARE)
     assert chunks == [16384, 8192, 4096, 1024]
     assert schedule is not None
     assert (schedule.chunk, schedule.x) == (1024, Tier.HOST)
@@ -269,7 +270,7 @@ def test_a_named_strategy_says_when_it_has_nothing_left() -> None:
     smallest = Schedule(
         chunk=1, groups=1, kv=Tier.HOST, kv_block=1, head_tokens=1, layer_checkpoint=True
     )
-    made = NamedChooser("mine", smallest, RunSpec(1, 8), spec, unified=False)
+    made = NamedPolicy("mine", smallest, RunSpec(1, 8), spec, unified=False)
     with pytest.raises(Refused, match=r"nothing in mine: chunk 1; .* can be made smaller; shorten"):
         made.again(made.first(), SHORT[Tier.DEVICE])
 
@@ -288,13 +289,13 @@ def test_the_work_of_an_unknown_family_is_estimated_from_its_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = make_model("qwen3_moe", torch.float32)
-    known = look(model, "float32", CPU).model
+    known = inspect_model(model, "float32", CPU).model
 
     def unknown(*_: object) -> Any:
         raise Refused("model_type: not known")
 
-    monkeypatch.setattr("farspan.train.inspection.architecture_from", unknown)
-    looked = look(model, "float32", CPU)
+    monkeypatch.setattr("farspan.train.context.architecture_from", unknown)
+    looked = inspect_model(model, "float32", CPU)
     found, architecture = looked.model, looked.architecture
     assert architecture is None
     for ours, theirs in zip(found.layers, known.layers, strict=True):
@@ -308,7 +309,7 @@ def test_frozen_weights_are_not_planned_as_trained() -> None:
     model = make_model("llama", torch.float32)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("mlp" in name)
-    looked = look(model, "float32", CPU)
+    looked = inspect_model(model, "float32", CPU)
     found, architecture = looked.model, looked.architecture
     assert architecture is None  # a known family's cells hold gradients of every weight
     for layer in found.layers:
@@ -321,7 +322,7 @@ def test_adapters_everywhere_are_planned_as_the_family_has_them(rank: int, known
     """`rank` is what the planner is told: 0 where the adapters are on some modules only."""
     model = make_model("llama", torch.float32)
     add_adapters(model, rank=4, alpha=8.0)
-    looked = look(model, "float32", CPU, rank)
+    looked = inspect_model(model, "float32", CPU, rank)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert (looked.architecture is not None) is known
     assert looked.model.trainable == sum(layer.work.trainable for layer in looked.model.layers)
@@ -337,7 +338,7 @@ def test_a_named_schedule_that_ran_out_is_found_again(tmp_path: Path) -> None:
     run, device = RunSpec(1, TOKENS), (Tier.DEVICE,)
 
     def made(before: tuple[Choice, Shortage] | None) -> Choice:
-        return NamedChooser("mine", asked, run, spec, False, layout, lambda _: before).first()
+        return NamedPolicy("mine", asked, run, spec, False, layout, lambda _: before).first()
 
     assert recall_named_shortage(path, asked, layout) is None
     known = named_json(Choice("mine", now), asked, layout)
@@ -361,7 +362,7 @@ def test_a_named_schedule_that_cannot_be_made_lighter_says_how_to_take_it_again(
     before = Choice("mine", Schedule(chunk=1, kv_block=1, head_tokens=1, layer_checkpoint=True))
     found = (before, SHORT[Tier.DEVICE])
     shape = RunSpec(1, TOKENS)
-    chooser = NamedChooser("mine", Schedule(), shape, spec, True, short=lambda _: found)
+    chooser = NamedPolicy("mine", Schedule(), shape, spec, True, short=lambda _: found)
     words = "nothing in mine: .*; memory ran out before: no memory; .*, delete shortage.json"
     with pytest.raises(Refused, match=words):
         chooser.first()

@@ -13,11 +13,11 @@ from farspan.train.config import (
     ScheduleConfig,
     SparseConfig,
     as_yaml,
+    default_run,
     load_run,
     with_strategy,
 )
-from farspan.train.default import default_run
-from farspan.train.strict import build, to_mapping
+from farspan.train.yaml_config import build, to_mapping
 
 RUN = """
 model: {path: some/model, overrides: {attention_dropout: 0.0}, dtype: bfloat16}

@@ -14,28 +14,29 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from farspan.checkpoint.distributed import is_of_ranks, load_entries, read_shapes
 from farspan.data.tokenizers import BYTES
 from farspan.distributed.fsdp import gradient_dtype, local, whole_placement
 from farspan.hf.load import load_model
-from farspan.parallel.states import load, read_shapes
 from farspan.plan.layout import Layout
 from farspan.plan.question import Question
 from farspan.plan.strategies import AUTO
 from farspan.spec import Refused, Schedule
-from farspan.train import loop, trainer
-from farspan.train.checkpoint_ranks import is_of_ranks
+from farspan.train import trainer
+from farspan.train import trainer as loop
 from farspan.train.config import (
+    Auto,
     CheckpointConfig,
     DType,
     EvaluationConfig,
     ModelConfig,
     OptimizerConfig,
+    Parallel,
     RunConfig,
     ScheduleConfig,
     StatesPlace,
 )
-from farspan.train.layout import Auto, Parallel
-from farspan.train.setup import Equipment
+from farspan.train.context import RunContext
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
 from tests.train.fused import Moment, parts_with
@@ -88,7 +89,7 @@ def states_of(run: RunConfig) -> dict[str, torch.Tensor]:
     forms = {name: form for name, form in read_shapes(path).items() if "optimizer/" in name}
     found = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in forms.items()}
     entries = {name: (tensor, whole_placement(tensor.shape)) for name, tensor in found.items()}
-    load(path, entries, unread=("model/", "rng/"))
+    load_entries(path, entries, unread=("model/", "rng/"))
     return {name.removeprefix("optimizer/"): tensor for name, tensor in found.items()}
 
 
@@ -105,17 +106,17 @@ def same_run(run: RunConfig, other: RunConfig) -> None:
             assert relative_error(tensor, expected[name]) <= EXACT, (run.folder, name)
 
 
-class Watched(trainer.Trainer):
+class Watched(trainer.TrainingLoop):
     """The run's trainer, looked at."""
 
-    latest: trainer.Trainer
+    latest: trainer.TrainingLoop
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         Watched.latest = self
 
 
-def fit(run: RunConfig) -> Equipment:
+def fit(run: RunConfig) -> RunContext:
     """What it computed with. Rank 0 alone speaks."""
     said = Quiet()
     with pytest.MonkeyPatch.context() as patch:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from farspan.checkpoint.local import list_checkpoints
 from farspan.data.config import DataConfig, SourceKind
-from farspan.train.checkpoint import checkpoints
 from farspan.train.config import (
     CheckpointConfig,
     Decay,
@@ -19,13 +19,13 @@ from farspan.train.config import (
     EvaluationConfig,
     ModelConfig,
     OptimizerConfig,
+    Parallel,
     RunConfig,
     ScheduleConfig,
     load_run,
 )
-from farspan.train.layout import Parallel
-from farspan.train.loop import train
-from farspan.train.strict import to_mapping
+from farspan.train.trainer import train
+from farspan.train.yaml_config import to_mapping
 from tests.numerics import assert_exact
 from tests.ranks import run_ranks
 from tests.train.tiny import MODEL, Quiet, Stopped, TinyStep, fit, write_documents
@@ -106,7 +106,7 @@ def test_ranks_go_on_with_an_earlier_run(folder: Path) -> None:
 
 def test_what_was_saved_is_there_after_resuming(folder: Path) -> None:
     """Whatever the processor: the sums of the files are those of the set."""
-    (path,) = checkpoints(folder / "alone" / "checkpoints")
+    (path,) = list_checkpoints(folder / "alone" / "checkpoints")
     saved = load_file(path / "model.safetensors")
     found: dict[str, torch.Tensor] = {}
 

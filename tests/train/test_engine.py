@@ -14,11 +14,10 @@ from safetensors.torch import load_file
 from farspan.engine.loss import trained_token_count
 from farspan.engine.step import Step
 from farspan.spec import AttentionKernel, Kernels, Refused, Schedule
-from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig
-from farspan.train.default import default_run
-from farspan.train.loop import Result, train
-from farspan.train.parts import CellsDone, Parts
-from farspan.train.strict import to_mapping
+from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig, default_run
+from farspan.train.context import CellsDone, Parts
+from farspan.train.trainer import TrainingResult, train
+from farspan.train.yaml_config import to_mapping
 from tests.numerics import assert_exact
 from tests.train.tiny import MODEL, STEPS, Quiet, count_trained, fit, tiny_run
 
@@ -88,7 +87,7 @@ def test_a_step_of_the_engine_is_abandoned_and_made_up_for(tmp_path: Path, cells
             assert torch.equal(tensor, theirs[key]), key
 
 
-def interrupted(run: RunConfig, cells: int) -> Result:
+def interrupted(run: RunConfig, cells: int) -> TrainingResult:
     """The run with a signal after so many cells."""
     seen = [0]
 

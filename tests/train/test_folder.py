@@ -21,8 +21,8 @@ from farspan.train.config import (
     ScheduleConfig,
     SparseConfig,
 )
-from farspan.train.folder import FREE, RunFolder, identity
-from farspan.train.strict import flatten
+from farspan.train.run_folder import FREE, RunFolder, identity
+from farspan.train.yaml_config import flatten
 from tests.train.tiny import tiny_run
 
 

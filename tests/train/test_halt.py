@@ -23,10 +23,9 @@ from farspan.plan.build import build_evaluation, build_program
 from farspan.plan.layout import Layout
 from farspan.plan.program import Backward, Forward, Head
 from farspan.spec import Refused, RunSpec, Schedule
-from farspan.train import loop
-from farspan.train.config import RunConfig
-from farspan.train.layout import Parallel
-from farspan.train.parts import Parts
+from farspan.train import trainer as loop
+from farspan.train.config import Parallel, RunConfig
+from farspan.train.context import Parts
 from tests.grids import examples
 from tests.plan.test_share import MODEL, layouts, ranks_of, schedules
 from tests.ranks import run_ranks

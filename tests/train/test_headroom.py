@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from farspan.distributed.run_context import DistributedContext
 from farspan.plan.headroom import SHARE
 from farspan.plan.price.machines import machine
 from farspan.spec import Refused
 from farspan.train.config import RunConfig, StatesPlace, load_run
-from farspan.train.crew import Crew
-from farspan.train.folder import identity
-from farspan.train.inspection import look
+from farspan.train.context import inspect_model
 from farspan.train.planning import question_of
+from farspan.train.run_folder import identity
 from tests.cli.test_plan_run import RUN, planned, write
 from tests.train.tiny import MODEL, load_tiny, tiny_run
 
@@ -23,9 +23,9 @@ GIB = 2**30
 def asked(run: RunConfig, unified: bool = False) -> int:
     """What the run's question says."""
     model = load_tiny(config=MODEL, dtype=torch.float32, seed=0)
-    looked = look(model, "float32", torch.device("cpu"))
+    looked = inspect_model(model, "float32", torch.device("cpu"))
     here = replace(machine("h100"), unified=unified)
-    crew = Crew(torch.device("cpu"))
+    crew = DistributedContext(torch.device("cpu"))
     return question_of(run, looked, here, StatesPlace.DEVICE, crew).headroom
 
 

@@ -18,11 +18,11 @@ from farspan.plan.price.machines import machine
 from farspan.plan.question import Question
 from farspan.spec import Refused, Schedule
 from farspan.train.config import OptimizerConfig, RunConfig, ScheduleConfig, StatesPlace, load_run
-from farspan.train.folder import identity
-from farspan.train.loop import train
-from farspan.train.optimizer import Optimizer
+from farspan.train.oom import NoScheduleFits
+from farspan.train.optimizer import TrainingOptimizer
 from farspan.train.planning import allowed
-from farspan.train.shortage import OutOfMemory
+from farspan.train.run_folder import identity
+from farspan.train.trainer import train
 from tests.cli.test_cli import run as run_cli
 from tests.ranks import run_ranks
 from tests.train.planner import planned_parts
@@ -84,7 +84,7 @@ def test_the_planner_is_asked_within_it_and_its_choice_fits(tmp_path: Path) -> N
 def test_a_named_schedule_beyond_it_is_not_begun(tmp_path: Path) -> None:
     """A lighter one is looked for, and none fits in the bytes of half the weights."""
     run = tiny_run(tmp_path, schedule=ScheduleConfig(strategy="oomb"), host_memory="18KB")
-    with pytest.raises(OutOfMemory, match=r"host_memory leaves 0 bytes for it; raise"):
+    with pytest.raises(NoScheduleFits, match=r"host_memory leaves 0 bytes for it; raise"):
         train(run, reporter=Quiet())
 
 
@@ -100,8 +100,8 @@ def test_the_guard_counts_what_is_new_to_the_byte() -> None:
 def test_states_in_main_memory_count() -> None:
     states, model = OptimizerConfig(states=StatesPlace.HOST), make_model("llama")
     with pytest.raises(TooLarge, match=r"states in main memory needs .* host_memory leaves"):
-        Optimizer(model, states, room=1000)
-    Optimizer(model, states, room=GIB)
+        TrainingOptimizer(model, states, room=1000)
+    TrainingOptimizer(model, states, room=GIB)
 
 
 def asked(rooms: list[int]) -> str:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from farspan.distributed.run_context import Interrupt, Interrupted
 from farspan.train.config import ModelConfig
-from farspan.train.interrupt import Interrupt, Interrupted
 from tests.grids import crossed
 from tests.train.tiny import MODEL, STEPS, Quiet, TinyStep, fit, tiny_run
 

@@ -9,9 +9,16 @@ import yaml
 
 from farspan.plan.layout import Layout
 from farspan.spec import LayerSpec, ModelSpec, Refused
-from farspan.train.config import RunConfig, load_run
-from farspan.train.folder import identity
-from farspan.train.layout import Auto, Parallel, check_ranks, layout_of, replicas
+from farspan.train.config import (
+    Auto,
+    Parallel,
+    RunConfig,
+    check_ranks,
+    layout_of,
+    load_run,
+    replicas,
+)
+from farspan.train.run_folder import identity
 from farspan.train.setup import resolve
 
 MINIMAL: dict[str, Any] = {"model": {"path": "owner/name"}, "data": {}}

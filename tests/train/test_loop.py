@@ -25,9 +25,9 @@ from farspan.train.config import (
     OptimizerConfig,
     RunConfig,
 )
-from farspan.train.optimizer import Optimizer, learning_rate
+from farspan.train.optimizer import TrainingOptimizer, learning_rate
 from farspan.train.setup import choose_device
-from farspan.train.strict import build
+from farspan.train.yaml_config import build
 from tests.data.test_tokenizers import save_words
 from tests.train.tiny import (
     MODEL,
@@ -105,7 +105,7 @@ def test_updates_are_those_of_a_loop_written_out(tmp_path: Path) -> None:
         run.data, load_tokenizer("bytes"), context=48, seed=0, watch=lambda *_: None
     )
     model = load_tiny(config=MODEL, dtype=torch.float32, seed=0)
-    optimizer = Optimizer(model, run.optimizer)
+    optimizer = TrainingOptimizer(model, run.optimizer)
     for step in range(STEPS):
         batches = [corpus.train.batch([4 * step + 2 * m, 4 * step + 2 * m + 1]) for m in (0, 1)]
         places = [

@@ -21,11 +21,11 @@ from farspan.train.config import (
     EvaluationConfig,
     LoraConfig,
     ModelConfig,
+    Parallel,
     RunConfig,
     ScheduleConfig,
 )
-from farspan.train.layout import Parallel
-from farspan.train.loop import train
+from farspan.train.trainer import train
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
 from tests.train.test_ranks import WIDE

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from farspan.train.config import Decay, OptimizerConfig
-from farspan.train.optimizer import Optimizer, decays, learning_rate
+from farspan.train.optimizer import TrainingOptimizer, decays, learning_rate
 from tests.train.tiny import MODEL, load_tiny
 
 
@@ -41,8 +41,8 @@ def reference_update(model: nn.Module, config: OptimizerConfig, lrs: list[float]
         adam.step()
 
 
-def update(model: nn.Module, config: OptimizerConfig, lrs: list[float]) -> Optimizer:
-    optimizer = Optimizer(model, config)
+def update(model: nn.Module, config: OptimizerConfig, lrs: list[float]) -> TrainingOptimizer:
+    optimizer = TrainingOptimizer(model, config)
     for step, lr in enumerate(lrs):
         set_gradients(model, step)
         optimizer.step(lr, optimizer.gradient_norm())
@@ -83,7 +83,7 @@ def test_low_precision_weights_follow_fp32_masters() -> None:
 
 def test_low_precision_gradients_add_up_in_fp32() -> None:
     model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
-    Optimizer(model, OptimizerConfig())
+    TrainingOptimizer(model, OptimizerConfig())
     for value in (1.0, *[2.0**-9] * 4):
         model(torch.full((1, 1), value, dtype=torch.bfloat16)).backward()
     assert model.weight.grad is not None
@@ -96,7 +96,7 @@ def test_frozen_parameters_are_left_alone() -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.1" in name)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = Optimizer(model, OptimizerConfig())
+    optimizer = TrainingOptimizer(model, OptimizerConfig())
     set_gradients(model, 0)
     optimizer.step(0.1, optimizer.gradient_norm())
     changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
@@ -133,7 +133,7 @@ def test_state_moves_between_processes_by_copying() -> None:
     model = load_tiny(config=MODEL, dtype=torch.bfloat16, seed=1)
     optimizer = update(model, config, [0.1, 0.1])
     other = load_tiny(config=MODEL, dtype=torch.bfloat16, seed=2)
-    copied = Optimizer(other, config)
+    copied = TrainingOptimizer(other, config)
     with torch.no_grad():
         for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
             ours.copy_(theirs)

@@ -21,10 +21,10 @@ from farspan.plan.price.states import states
 from farspan.plan.question import Optimizer as Planned
 from farspan.plan.question import Question
 from farspan.spec import Refused, RunSpec
-from farspan.train import optimizer_8bit
+from farspan.train import optimizer_states as optimizer_8bit
 from farspan.train.config import DType, ModelConfig, OptimizerConfig, StatesPlace
-from farspan.train.optimizer import Optimizer, decays
-from farspan.train.optimizer_parts import Rule
+from farspan.train.optimizer import TrainingOptimizer, decays
+from farspan.train.optimizer_states import Rule
 from tests.train.eightbit import BLOCK, LEAST, AdamW8bit
 from tests.train.planner import one_memory
 from tests.train.test_interrupt import same_weights
@@ -53,8 +53,8 @@ def absent(*_: str) -> Any:
     raise ImportError("No module named 'torchao'")
 
 
-def update(model: nn.Module, lrs: list[float]) -> Optimizer:
-    optimizer = Optimizer(model, CONFIG)
+def update(model: nn.Module, lrs: list[float]) -> TrainingOptimizer:
+    optimizer = TrainingOptimizer(model, CONFIG)
     for step, lr in enumerate(lrs):
         set_gradients(model, step)
         optimizer.step(lr, optimizer.gradient_norm())
@@ -193,7 +193,7 @@ def rule_bytes(shapes: dict[str, tuple[int, ...]], element: int) -> int:
 def test_held_bytes_follow_the_rule(dtype: torch.dtype) -> None:
     model = wide(dtype)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    held = Optimizer(model, CONFIG).held()
+    held = TrainingOptimizer(model, CONFIG).held()
     assert held.device == rule_bytes(shapes, dtype.itemsize) + 4 * len(shapes)
     assert (held.host, held.untouched) == (0, held.device)
 

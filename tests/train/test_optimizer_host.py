@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from farspan.distributed.run_context import DistributedContext
 from farspan.engine.memory import PeakMemory
 from farspan.memory.host import TooLarge
 from farspan.plan.price.evaluate import evaluate
@@ -20,13 +21,11 @@ from farspan.plan.price.states import SLOTS, states
 from farspan.plan.search.plans import best_plan
 from farspan.spec import Refused
 from farspan.train.config import DType, ModelConfig, OptimizerConfig, ScheduleConfig, StatesPlace
-from farspan.train.crew import Crew
-from farspan.train.inspection import look
-from farspan.train.loop import train
-from farspan.train.optimizer import Optimizer, decays
-from farspan.train.optimizer_host import HostStates
-from farspan.train.optimizer_parts import Rule
+from farspan.train.context import inspect_model
+from farspan.train.optimizer import TrainingOptimizer, decays
+from farspan.train.optimizer_states import HostStates, Rule
 from farspan.train.planning import question_of
+from farspan.train.trainer import train
 from tests.grids import crossed
 from tests.numerics import assert_exact
 from tests.train.late import LateCopies
@@ -49,8 +48,8 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("farspan.plan.price.states.STAGED", PIECE)
 
 
-def update(model: nn.Module, config: OptimizerConfig, skip: str = "none") -> Optimizer:
-    optimizer = Optimizer(model, config)
+def update(model: nn.Module, config: OptimizerConfig, skip: str = "none") -> TrainingOptimizer:
+    optimizer = TrainingOptimizer(model, config)
     for step, lr in enumerate(LRS):
         set_gradients(model, step)
         for name, parameter in model.named_parameters():
@@ -116,7 +115,7 @@ def run_late(dtype: torch.dtype) -> tuple[nn.Module, LateCopies]:
     """Two steps whose copies happen as late as they may."""
     model = load_tiny(config=MODEL, dtype=dtype, seed=1)
     config, copies = OptimizerConfig(clip=None), LateCopies()
-    optimizer = Optimizer(model, config)
+    optimizer = TrainingOptimizer(model, config)
     optimizer._states = HostStates(optimizer.parameters, Rule(config, decays(model)), copies)
     for step, lr in enumerate(LRS):
         set_gradients(model, step)
@@ -169,10 +168,10 @@ def test_planned_bytes_are_those_taken(
     monkeypatch.setattr("farspan.plan.price.states.STAGED", staged)
     model = load_tiny(config=MODEL, dtype=getattr(torch, dtype.value), seed=1)
     run = tiny_run(tmp_path, model=ModelConfig(config=MODEL, dtype=dtype))
-    found, crew = look(model, dtype.value, CPU), Crew(CPU)
+    found, crew = inspect_model(model, dtype.value, CPU), DistributedContext(CPU)
     planned = states(question_of(run, found, one_memory(), place, crew), ((0, 1), (1, 2)))
     with PeakMemory(torch.device("cpu")) as meter:
-        optimizer = Optimizer(model, OptimizerConfig(states=place))
+        optimizer = TrainingOptimizer(model, OptimizerConfig(states=place))
     counters = 4 * len(optimizer.parameters)
     held = optimizer.held()
     on_device, on_host = (counters, 0) if place is DEVICE else (0, counters)
@@ -187,7 +186,7 @@ def test_planned_bytes_are_those_taken(
     assert held.untouched == (slots if place is HOST else held.device - masters(optimizer))
 
 
-def masters(optimizer: Optimizer) -> int:
+def masters(optimizer: TrainingOptimizer) -> int:
     return sum(t.nbytes for name, t in optimizer.tensors().items() if name.startswith("master/"))
 
 
@@ -203,21 +202,21 @@ def test_too_little_main_memory_is_refused_before_it_is_taken(
     monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: 100_000)
     model = load_tiny(config=MODEL, dtype=torch.bfloat16, seed=1)
     with pytest.raises(TooLarge, match=r"states in main memory needs .* set optimizer\.states to"):
-        Optimizer(model, OptimizerConfig(states=HOST))
+        TrainingOptimizer(model, OptimizerConfig(states=HOST))
 
 
 def test_strided_parameters_are_refused_by_name() -> None:
     model = nn.Linear(3, 4)
     model.weight = nn.Parameter(torch.zeros(3, 4).t())
     with pytest.raises(Refused, match=r"optimizer\.states: host takes contig.* weight has strides"):
-        Optimizer(model, OptimizerConfig(states=HOST))
+        TrainingOptimizer(model, OptimizerConfig(states=HOST))
 
 
 @pytest.mark.usefixtures("in_pieces")
 def test_strided_gradients_are_taken_in_the_order_of_the_parameter() -> None:
     models = [load_tiny(config=MODEL, dtype=torch.float32, seed=1) for _ in range(2)]
     for model, place in zip(models, (DEVICE, HOST), strict=True):
-        optimizer = Optimizer(model, OptimizerConfig(states=place))
+        optimizer = TrainingOptimizer(model, OptimizerConfig(states=place))
         set_gradients(model, 0)
         for parameter in model.parameters():
             assert parameter.grad is not None

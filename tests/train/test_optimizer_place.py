@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from farspan.distributed.run_context import DistributedContext
 from farspan.plan.price.evaluate import size
 from farspan.plan.question import Fit, Optimizer, Question
 from farspan.spec import MachineSpec
 from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig, StatesPlace
-from farspan.train.crew import Crew
-from farspan.train.inspection import look
-from farspan.train.optimizer_place import Placed, bare_machine, choose_place
-from farspan.train.parts import Parts, remembered
+from farspan.train.context import Parts, inspect_model, remembered
+from farspan.train.optimizer import Placed, bare_machine, choose_place
 from farspan.train.planning import place_states, question_of
 from tests.train.planner import GIB, one_memory, planned_parts
 from tests.train.tiny import MODEL, Quiet, fit, load_tiny, tiny_run
@@ -32,10 +31,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch, total: int, host: int) -> None:
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (free, total))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: MODEL_BYTES)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "made up")
-    on_cpu = lambda m, d, _, rank, kernels: look(m, d, CPU, rank, kernels)  # noqa: E731
+    on_cpu = lambda m, d, _, rank, kernels: inspect_model(m, d, CPU, rank, kernels)  # noqa: E731
     monkeypatch.setattr("farspan.train.planning.look", on_cpu)
-    monkeypatch.setattr("farspan.train.choice.available_host_bytes", lambda: host)
-    monkeypatch.setattr("farspan.train.optimizer_place.available_host_bytes", lambda: host)
+    monkeypatch.setattr("farspan.train.planning.available_host_bytes", lambda: host)
+    monkeypatch.setattr("farspan.train.optimizer.available_host_bytes", lambda: host)
 
 
 def run_of(tmp_path: Path, **changes: Any) -> RunConfig:
@@ -47,7 +46,7 @@ def run_of(tmp_path: Path, **changes: Any) -> RunConfig:
 def place(run: RunConfig, parts: Parts | None = None, before: str | None = None) -> Placed:
     model = load_tiny(config=MODEL, dtype=torch.bfloat16, seed=0)
     chosen = replace(Parts(), machine=never) if parts is None else parts
-    return place_states(run, chosen, before, lambda _: None, Crew(CUDA))(model, CUDA)
+    return place_states(run, chosen, before, lambda _: None, DistributedContext(CUDA))(model, CUDA)
 
 
 def never(*_: Any) -> Any:
@@ -57,9 +56,9 @@ def never(*_: Any) -> Any:
 def needed(run: RunConfig, states: StatesPlace) -> tuple[int, int]:
     """Bytes of the step on both tiers, states included."""
     model = load_tiny(config=MODEL, dtype=torch.bfloat16, seed=0)
-    found = look(model, "bfloat16", CPU)
+    found = inspect_model(model, "bfloat16", CPU)
     machine = replace(bare_machine(CUDA), reserve=RESERVE)
-    question = question_of(run, found, machine, states, Crew(CUDA))
+    question = question_of(run, found, machine, states, DistributedContext(CUDA))
     sized = size(question, run.schedule.apply(Parts().strategy("grouped", 2, run.context)))
     return sized.device.total, sized.host.total
 

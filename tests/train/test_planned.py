@@ -18,9 +18,9 @@ from farspan.plan.price.evaluate import evaluate
 from farspan.plan.question import Question
 from farspan.spec import Refused, Schedule, Tier
 from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig
-from farspan.train.loop import train
-from farspan.train.parts import Parts
-from farspan.train.shortage import OutOfMemory
+from farspan.train.context import Parts
+from farspan.train.oom import NoScheduleFits
+from farspan.train.trainer import train
 from tests.grids import part_of
 from tests.numerics import assert_exact
 from tests.train.planner import one_memory, planned_parts
@@ -242,7 +242,7 @@ def test_when_nothing_smaller_fits_all_that_was_tried_is_told(
 ) -> None:
     run = tiny_run(tmp_path, schedule=AUTO)
     Limited(monkeypatch, 100)
-    with pytest.raises(OutOfMemory) as caught:
+    with pytest.raises(NoScheduleFits) as caught:
         train(run, parts=planned_parts(SCHEDULES), reporter=Quiet())
     message = str(caught.value)
     places = [message.index(text) for text in ("(1) grouped: chunk 48", "(2) grouped: chunk 16")]

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from farspan.train.progress import BarReporter, LineReporter, Pace, make_reporter
+from farspan.train.console import BarReporter, LineReporter, Pace, make_reporter
 from tests.train.tiny import Cells
 
 VALUES = {"step": 1, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_second": 1234.5}

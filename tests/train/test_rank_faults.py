@@ -16,10 +16,10 @@ import yaml
 from farspan.data.corpus import open_corpus
 from farspan.plan.strategies import AUTO
 from farspan.spec import Schedule
-from farspan.train import loop, setup
-from farspan.train.config import ModelConfig, RunConfig, ScheduleConfig
-from farspan.train.layout import Parallel
-from farspan.train.strict import to_mapping
+from farspan.train import setup
+from farspan.train import trainer as loop
+from farspan.train.config import ModelConfig, Parallel, RunConfig, ScheduleConfig
+from farspan.train.yaml_config import to_mapping
 from tests.distributed.launched import launch
 from tests.train.crash import outcome
 from tests.train.faulty import ACCUMULATE, faulty_parts, fit

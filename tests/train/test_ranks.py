@@ -14,18 +14,19 @@ from safetensors.torch import load_file
 
 from farspan.spec import Refused
 from farspan.train.config import (
+    Auto,
     CheckpointConfig,
     DType,
     EvaluationConfig,
     ModelConfig,
     OnNonfinite,
+    Parallel,
     ReportTo,
     RunConfig,
     ScheduleConfig,
 )
-from farspan.train.diagnosis import Diverged
-from farspan.train.layout import Auto, Parallel
-from farspan.train.loop import train
+from farspan.train.run_folder import Diverged
+from farspan.train.trainer import train
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
 from tests.train.fused import Moment, parts_with

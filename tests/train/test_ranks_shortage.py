@@ -14,19 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farspan.distributed import failure as faults
+from farspan.distributed.run_context import DistributedContext
 from farspan.engine.step import Progress, Step
 from farspan.engine.tiers import Arena
 from farspan.plan.layout import Layout
 from farspan.plan.question import Question
 from farspan.plan.strategies import AUTO
 from farspan.spec import Schedule, Tier
-from farspan.train import loop
-from farspan.train.choice import Choice
-from farspan.train.config import RunConfig, ScheduleConfig
-from farspan.train.crew import Crew
-from farspan.train.layout import Parallel
-from farspan.train.runner import Runner
-from farspan.train.shortage import OutOfMemory, Shortage
+from farspan.train import trainer as loop
+from farspan.train.config import Parallel, RunConfig, ScheduleConfig
+from farspan.train.oom import NoScheduleFits, Shortage
+from farspan.train.planning import Choice
+from farspan.train.step_runner import StepRunner
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
 from tests.train.planner import GIB, planned_parts
@@ -125,7 +124,7 @@ def fit(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("farspan.engine.memory.available_device_bytes", room)
         patch.setattr(
-            "farspan.train.choice.available_host_bytes", lambda: GIB // 2 if last else 9 * GIB
+            "farspan.train.planning.available_host_bytes", lambda: GIB // 2 if last else 9 * GIB
         )
         parts = replace(planned_parts((LARGE, SMALL), asked=asked), make_step=make_step)
         loop.train(run, parts=parts, reporter=quiet)
@@ -182,15 +181,15 @@ def test_all_ranks_go_on_with_a_lighter_schedule(tmp_path: Path, names: tuple[st
 def events(run: RunConfig) -> list[str]:
     """What a rank that ran out apart does then, and one that did not."""
     seen: list[str] = []
-    heard = Crew.first_of
+    heard = DistributedContext.first_of
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("farspan.train.runner.clear_up", lambda _: seen.append("clears"))
+        patch.setattr("farspan.train.step_runner.clear_up", lambda _: seen.append("clears"))
 
-        def told(crew: Crew, found: Any) -> Any:
+        def told(crew: DistributedContext, found: Any) -> Any:
             seen.append("tells")
             return heard(crew, found)
 
-        patch.setattr(Crew, "first_of", told)
+        patch.setattr(DistributedContext, "first_of", told)
         fit(run, (), Failing)
     return seen
 
@@ -207,7 +206,7 @@ def test_a_rank_that_ran_out_clears_up_before_it_says_so(tmp_path: Path) -> None
 def refused(runs: list[RunConfig]) -> list[str]:
     found = []
     for run in runs:
-        with pytest.raises(OutOfMemory) as error:
+        with pytest.raises(NoScheduleFits) as error:
             fit(run, range(99))
         found.append(str(error.value))
     return found
@@ -234,7 +233,7 @@ def starve(run: RunConfig, other: RunConfig) -> str:
     left then."""
     fit(run, (), Starving)
     Starving.times, Starving.steps = 99, 0
-    with pytest.raises(OutOfMemory) as error:
+    with pytest.raises(NoScheduleFits) as error:
         fit(other, (), Starving)
     return str(error.value)
 
@@ -288,10 +287,10 @@ def test_advice_is_what_can_be_done(
     none: Any = None
     heard: list[Choice] = []
     tell: Any = SimpleNamespace(alone=lambda _, choice: heard.append(choice))
-    runner = Runner(a_run(tmp_path, "run"), use, none, none, tell)
+    runner = StepRunner(a_run(tmp_path, "run"), use, none, none, tell)
     runner._choice = Choice("grouped", LARGE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("farspan.train.runner.less_for_ranks", lambda *_: less)
+        patch.setattr("farspan.train.step_runner.less_for_ranks", lambda *_: less)
         said = str(runner._alone(Shortage(Tier.HOST, "no memory", of_all=False)))
     assert words in said
     assert said.endswith("from the latest checkpoint, if there is one")
@@ -304,7 +303,7 @@ def test_groups_of_a_pipeline_are_said_to_be_its_stages(tmp_path: Path) -> None:
     )
     use: Any = SimpleNamespace(dealt=dealt)
     none: Any = None
-    runner = Runner(a_run(tmp_path, "run"), use, none, none, none)
+    runner = StepRunner(a_run(tmp_path, "run"), use, none, none, none)
     assert "groups of 1 + 2 layers;" in runner._described(Choice("grouped", Schedule(48, 3)))
 
 

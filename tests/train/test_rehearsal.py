@@ -14,8 +14,8 @@ from farspan.engine.memory import estimate_memory
 from farspan.engine.step import Progress, Step
 from farspan.spec import Schedule
 from farspan.train.config import ScheduleConfig
-from farspan.train.loop import train
-from farspan.train.parts import CellsDone, Parts
+from farspan.train.context import CellsDone, Parts
+from farspan.train.trainer import train
 from tests.train.test_interrupt import same_weights
 from tests.train.tiny import STEPS, Quiet, tiny_run
 from tests.zoo import make_model

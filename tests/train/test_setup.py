@@ -9,9 +9,9 @@ import pytest
 from farspan.spec import Refused
 from farspan.train import setup
 from farspan.train.config import ModelConfig, RunConfig, ScheduleConfig
-from farspan.train.loop import train
-from farspan.train.parts import Parts
+from farspan.train.context import Parts
 from farspan.train.setup import resolve
+from farspan.train.trainer import train
 from tests.train.tiny import MODEL, Quiet, tiny_run
 
 

@@ -16,9 +16,9 @@ from farspan.engine.tiers import DeviceTooSmall
 from farspan.memory.host import TooLarge, refuse_beyond
 from farspan.spec import Refused, Schedule, Tier
 from farspan.train.config import RunConfig
-from farspan.train.loop import Result, train
-from farspan.train.runner import REPLANS
-from farspan.train.shortage import OutOfMemory, find_shortage
+from farspan.train.oom import NoScheduleFits, find_shortage
+from farspan.train.step_runner import REPLANS
+from farspan.train.trainer import TrainingResult, train
 from tests.grids import part_of
 from tests.train.test_interrupt import same_metrics, same_weights
 from tests.train.tiny import STEPS, Quiet, TinyStep, fit, tiny_parts, tiny_run
@@ -101,7 +101,7 @@ class Watched:
         return step
 
 
-def fit_watched(run: RunConfig, watched: Watched, quiet: Quiet) -> Result:
+def fit_watched(run: RunConfig, watched: Watched, quiet: Quiet) -> TrainingResult:
     return train(run, parts=replace(tiny_parts(), make_step=watched.make), reporter=quiet)
 
 
@@ -162,7 +162,7 @@ def test_tries_are_bounded_and_the_last_step_is_saved(tmp_path: Path) -> None:
     run, quiet = tiny_run(tmp_path), Quiet()
     # Every engine fails; the first one only after some steps.
     watched = Watched(lambda number, cells: cells >= (20 if number == 1 else 2))
-    with pytest.raises(OutOfMemory) as caught:
+    with pytest.raises(NoScheduleFits) as caught:
         fit_watched(run, watched, quiet)
     message = str(caught.value)
     saved = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())[-1]
@@ -206,6 +206,8 @@ def test_other_errors_of_a_step_pass(tmp_path: Path) -> None:
 
 def test_before_the_first_step_nothing_is_saved(tmp_path: Path) -> None:
     run = tiny_run(tmp_path)
-    with pytest.raises(OutOfMemory, match=r"^memory: ran out with\n  \(1\) grouped: chunk 16,384"):
+    with pytest.raises(
+        NoScheduleFits, match=r"^memory: ran out with\n  \(1\) grouped: chunk 16,384"
+    ):
         fit_watched(run, Watched(lambda *_: True), Quiet())
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis.strategies import booleans, dictionaries, floats, integers, lists, none, text
 
 from farspan.spec import Refused
-from farspan.train.strict import build, flatten, read_mapping, to_mapping, write_mapping
+from farspan.train.yaml_config import build, flatten, read_mapping, to_mapping, write_mapping
 
 WRITTEN = none() | booleans() | integers() | floats(allow_nan=False) | text()
 

@@ -11,9 +11,15 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from farspan.hf.load import load_model
-from farspan.train.config import DType, EvaluationConfig, ModelConfig, RunConfig, ScheduleConfig
-from farspan.train.layout import Parallel
-from farspan.train.loop import train
+from farspan.train.config import (
+    DType,
+    EvaluationConfig,
+    ModelConfig,
+    Parallel,
+    RunConfig,
+    ScheduleConfig,
+)
+from farspan.train.trainer import train
 from tests.hf.test_text import KINDS, fields
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks

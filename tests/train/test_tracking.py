@@ -19,10 +19,11 @@ import yaml
 from safetensors.torch import load_file
 
 from farspan.spec import Refused
-from farspan.train import trackers, tracking
+from farspan.train import loggers as trackers
+from farspan.train import loggers as tracking
 from farspan.train.config import ReportTo, RunConfig, SparseConfig, load_run
-from farspan.train.strict import build, to_mapping
-from farspan.train.tracking import charts
+from farspan.train.loggers import charts
+from farspan.train.yaml_config import build, to_mapping
 from tests.test_layering import PACKAGE
 from tests.train.tiny import STEPS, Hook, Quiet, Stopped, Stopping, TinyStep, fit, tiny_run
 
@@ -103,7 +104,7 @@ def test_tensorboard_has_the_run_file_as_text(tmp_path: Path) -> None:
 
 def test_a_killed_process_leaves_no_gap(tmp_path: Path) -> None:
     run = tiny_run(tmp_path)
-    tracker = trackers.TensorBoard(run)
+    tracker = trackers.TensorBoardLogger(run)
     tracker.open(0)
     tracker.log(1, {"train/loss": 2.0})
     assert points(run, "train/loss") == [(1, 2.0)]
@@ -382,5 +383,5 @@ def asked_of(wandb: Any, run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> dic
         patched.setattr(wandb, "Settings", lambda **given: made.update(given))
         patched.setattr(wandb, "init", lambda **_: None)
         with pytest.raises(AttributeError):  # None is no run
-            trackers.Wandb(run).open(0)
+            trackers.WandbLogger(run).open(0)
     return made

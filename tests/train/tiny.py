@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from farspan.data.config import DataConfig, SourceKind
-from farspan.data.forms import UNTRAINED
+from farspan.data.formats import UNTRAINED
 from farspan.sparse.engine import Seen
 from farspan.spec import Schedule
 from farspan.train.config import (
@@ -20,10 +20,10 @@ from farspan.train.config import (
     OptimizerConfig,
     RunConfig,
 )
-from farspan.train.loop import Result, train
+from farspan.train.console import Reporter
+from farspan.train.context import CellsDone, Parts
 from farspan.train.memory import Expected
-from farspan.train.parts import CellsDone, Parts
-from farspan.train.progress import Reporter
+from farspan.train.trainer import TrainingResult, train
 
 MODEL = {
     "model_type": "qwen2",
@@ -216,7 +216,9 @@ class Quiet:
     def evaluated(self, values: object) -> None: ...
 
 
-def fit(run: RunConfig, hook: Hook | None = None, reporter: Reporter | None = None) -> Result:
+def fit(
+    run: RunConfig, hook: Hook | None = None, reporter: Reporter | None = None
+) -> TrainingResult:
     return train(run, parts=tiny_parts(hook), reporter=reporter or Quiet())
 
 

@@ -22,5 +22,5 @@ def data_command(
 ) -> None:
     """Show a run file's sequences: which documents, and which of their tokens are trained."""
     chosen = load_run(run)
-    for line in load("farspan.train.show", "show_data")(chosen, sequence, held_out):
+    for line in load("farspan.train.setup", "show_data")(chosen, sequence, held_out):
         print(line)

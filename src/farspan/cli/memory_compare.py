@@ -12,8 +12,7 @@ from farspan.memory.compare.allocators import NAMES, read_settings
 from farspan.memory.compare.compare import PUBLISHED, AllocatorComparison, compare, contenders
 from farspan.memory.trace import read_trace
 from farspan.plan.units import read_bytes
-from farspan.report.memory import compare_view, remark
-from farspan.report.memory_picture import page, picture
+from farspan.report.memory import compare_view, page, picture, remark
 from farspan.spec import Refused
 
 app = typer_app()

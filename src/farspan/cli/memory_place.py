@@ -46,7 +46,7 @@ class Method(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PlacementOptions:
     """A trace to place."""
 
     trace: Trace
@@ -88,7 +88,7 @@ def place_command(
     if alignment is None:
         alignment = 1 if found is TraceFormat.CSV else ALIGNMENT
     limit = None if capacity is None else read_bytes(capacity, "capacity")
-    question = Question(read, rounded(read.requests(), alignment), time_limit, limit)
+    question = PlacementOptions(read, rounded(read.requests(), alignment), time_limit, limit)
     solution, used = METHODS[method](question)
     sweep_placement(question.requests, solution.placement)
     if output is not None:
@@ -103,16 +103,16 @@ def place_command(
     raise typer.Exit(0 if fits else FAILED)
 
 
-def flat(question: Question) -> tuple[Solution, str]:
+def flat(question: PlacementOptions) -> tuple[Solution, str]:
     return place_flat(question.requests, question.seconds), Method.FLAT
 
 
-def exact(question: Question) -> tuple[Solution, str]:
+def exact(question: PlacementOptions) -> tuple[Solution, str]:
     found = place_exactly(question.requests, question.seconds, question.capacity)
     return found, Method.EXACT
 
 
-def bilevel(question: Question) -> tuple[Solution, str]:
+def bilevel(question: PlacementOptions) -> tuple[Solution, str]:
     """Raises Refused for a trace that no layer is marked in."""
     layers = segments(question.trace)
     if not layers:
@@ -123,7 +123,7 @@ def bilevel(question: Question) -> tuple[Solution, str]:
     return place_bilevel(question.requests, layers, question.seconds).solution, Method.BILEVEL
 
 
-def mip(question: Question) -> tuple[Solution, str]:
+def mip(question: PlacementOptions) -> tuple[Solution, str]:
     with _c_output_aside():
         found = place_by_mip(question.requests, question.seconds, question.capacity)
     return found, Method.MIP
@@ -143,7 +143,7 @@ def _c_output_aside() -> Iterator[None]:
         os.close(kept)
 
 
-def auto(question: Question) -> tuple[Solution, str]:
+def auto(question: PlacementOptions) -> tuple[Solution, str]:
     """Exact where the library is there; what it does not prove, bi-level may still lower."""
     if not available():
         return flat(question)
@@ -158,7 +158,7 @@ def auto(question: Question) -> tuple[Solution, str]:
     return min((found, Method.EXACT), (other, Method.BILEVEL), key=lambda p: p[0].placement.height)
 
 
-METHODS: dict[Method, Callable[[Question], tuple[Solution, str]]] = {
+METHODS: dict[Method, Callable[[PlacementOptions], tuple[Solution, str]]] = {
     Method.AUTO: auto,
     Method.FLAT: flat,
     Method.EXACT: exact,
@@ -167,7 +167,9 @@ METHODS: dict[Method, Callable[[Question], tuple[Solution, str]]] = {
 }
 
 
-def to_json(question: Question, found: Solution, method: str, alignment: int) -> dict[str, Any]:
+def to_json(
+    question: PlacementOptions, found: Solution, method: str, alignment: int
+) -> dict[str, Any]:
     """Bytes; an address for each malloc, in order."""
     placement, capacity = found.placement, question.capacity
     return {

@@ -3,14 +3,14 @@
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from farspan.cli.ending import FAILED, RUN_FILES, typer_app
-from farspan.cli.planned import Answer, Longest, write_timeline
 from farspan.lazy import load
 from farspan.plan.ask import AS_IN_RUN_FILES, HERE, Request
 from farspan.plan.cell.describe import dtype_name
@@ -18,19 +18,87 @@ from farspan.plan.headroom import SHARE
 from farspan.plan.model.catalog import presets
 from farspan.plan.pages import EXAMPLE, read_sparse
 from farspan.plan.price.machines import names as machine_names
-from farspan.plan.question import Optimizer
+from farspan.plan.question import Optimizer, Plan, Question
 from farspan.plan.search.plans import best_plan, longest_contexts
 from farspan.plan.strategies import AUTO, STRATEGIES
 from farspan.plan.units import read_tokens
+from farspan.report.plan import contexts_view, plan_view
+from farspan.report.timeline import timeline_json
 from farspan.spec import Refused
-from farspan.train.config import (
-    DType,
-    LoraConfig,
-    RunConfig,
-    load_run,
-    with_sparse,
-    with_strategy,
-)
+from farspan.train.config import DType, LoraConfig, RunConfig, load_run, with_sparse, with_strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Longest:
+    """The plans at the longest contexts, of those strategies that fit at any."""
+
+    strategies: tuple[str, ...]  # all that were tried
+    plans: dict[str, Plan]
+
+    def best(self) -> Plan | None:
+        """The plan of the longest context; of equals the fastest."""
+        return max(
+            self.plans.values(),
+            key=lambda plan: (plan.question.run.tokens, -plan.seconds.total),
+            default=None,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The longest context of all and of each strategy, 0 where none fits."""
+        best = self.best()
+        each = {name: {"fits": False, "max_context": 0} for name in self.strategies}
+        for name, plan in self.plans.items():
+            each[name] = plan.to_json() | {"max_context": plan.question.run.tokens}
+        tokens = 0 if best is None else best.question.run.tokens
+        return {"max_context": tokens, "max_context_by_strategy": each}
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAnswer:
+    """The plan of the context asked for, the longest contexts, or both."""
+
+    question: Question
+    plan: Plan | None
+    longest: Longest | None
+    words: tuple[str, ...] = ()  # of the run that is planned, below its plan
+    run: Mapping[str, Any] = field(default_factory=dict)  # what a program reads of it
+
+    def chosen(self) -> Plan | None:
+        """The plan of the context asked for, or of the longest where none was."""
+        if self.plan is not None or self.longest is None:
+            return self.plan
+        return self.longest.best()
+
+    def to_json(self) -> dict[str, Any]:
+        """The chosen plan; beside it, where they were asked for, the longest contexts."""
+        chosen = self.chosen()
+        answer = {"fits": False} if chosen is None else {**chosen.to_json(), **self.run}
+        return answer if self.longest is None else answer | self.longest.to_json()
+
+    def show(self) -> None:
+        """Print the answer for a person."""
+        console = Console()
+        if self.plan is not None:
+            console.print(plan_view(self.plan))
+        for line in self.words:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if self.longest is None:
+            return
+        console.print(contexts_view(self.longest.plans, self.question, self.longest.strategies))
+        best = self.longest.best()
+        if self.plan is None and best is not None:
+            console.print(plan_view(best))
+
+
+def write_timeline(path: Path, plan: Plan | None) -> None:
+    """The plan's step as a trace. Raises Refused where there is no plan, or no such place."""
+    if plan is None:
+        raise Refused("timeline: no strategy fits at any context, so there is no step to draw")
+    try:
+        path.write_text(json.dumps(timeline_json(plan)) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise Refused(f"timeline: {path} cannot be written: {error}") from error
+
 
 app = typer_app()
 
@@ -152,7 +220,7 @@ def plan_command(
     raise typer.Exit(0 if chosen and chosen.fits else FAILED)
 
 
-def _of_model(given: dict[str, Any], max_context: bool) -> Answer:
+def _of_model(given: dict[str, Any], max_context: bool) -> PlanAnswer:
     """What the options ask."""
     if "model" not in given:
         raise Refused("model: give --model NAME, or the run file of farspan train")
@@ -168,10 +236,10 @@ def _of_model(given: dict[str, Any], max_context: bool) -> Answer:
     longest = None
     if max_context:
         longest = Longest(tuple(strategies or STRATEGIES), longest_contexts(question, strategies))
-    return Answer(question, plan, longest)
+    return PlanAnswer(question, plan, longest)
 
 
-def _of_run(path: Path, given: dict[str, Any], max_context: bool) -> Answer:
+def _of_run(path: Path, given: dict[str, Any], max_context: bool) -> PlanAnswer:
     """What a run file asks, with what the options say in place of it."""
     if "model" in given:
         raise Refused(f"model: {path} names one; leave out --model, or the run file")
@@ -179,13 +247,13 @@ def _of_run(path: Path, given: dict[str, Any], max_context: bool) -> Answer:
         raise Refused(f"{path}: no run file (.yaml); a model is named by --model {path}")
     run, notes = in_place_of(load_run(path), given)
     asked = {name: given[name] for name in OF_MACHINE if name in given}
-    questions = load("farspan.train.plan_of_run", "questions_of_run")(run, asked, tell)
+    questions = load("farspan.train.plan_run", "questions_of_run")(run, asked, tell)
     found, longest = questions.plan(), None
     if max_context:
         longest = Longest(tuple(questions.strategies() or STRATEGIES), questions.longest())
         notes += without_fields(run)
     words = (*notes, *found.words())
-    return Answer(found.plan.question, found.plan, longest, words, found.to_json())
+    return PlanAnswer(found.plan.question, found.plan, longest, words, found.to_json())
 
 
 def in_place_of(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:

@@ -11,8 +11,7 @@ from farspan.lazy import load
 from farspan.plan.headroom import SHARE
 from farspan.plan.pages import EXAMPLE, OFF, ON, read_sparse
 from farspan.plan.strategies import AUTO, STRATEGIES
-from farspan.train.config import RunConfig, load_run, with_sparse, with_strategy
-from farspan.train.default import default_run
+from farspan.train.config import RunConfig, default_run, load_run, with_sparse, with_strategy
 
 app = typer_app()
 

@@ -13,9 +13,9 @@ from farspan.distributed.failure import RankFailed, is_shared
 from farspan.durable import WriteFailed
 from farspan.spec import Refused
 from farspan.train.config import RunConfig
-from farspan.train.diagnosis import Diverged, as_json
-from farspan.train.loop import Result, train
-from farspan.train.progress import make_reporter
+from farspan.train.console import make_reporter
+from farspan.train.run_folder import Diverged, as_json
+from farspan.train.trainer import TrainingResult, train
 
 
 def train_and_tell(run: RunConfig, notes: Sequence[str], *, in_json: bool) -> None:
@@ -39,7 +39,7 @@ def train_and_tell(run: RunConfig, notes: Sequence[str], *, in_json: bool) -> No
     raise typer.Exit(result.exit_code)
 
 
-def result_json(result: Result) -> dict[str, Any]:
+def result_json(result: TrainingResult) -> dict[str, Any]:
     """A training result for a program to read."""
     heldout, comparison = result.heldout_loss, result.comparison
     return {

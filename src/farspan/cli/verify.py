@@ -14,8 +14,7 @@ from farspan.plan.pages import EXAMPLE, OFF, ON, read_sparse
 from farspan.plan.strategies import AUTO, GROUPED, STRATEGIES, strategy
 from farspan.plan.units import read_tokens
 from farspan.spec import Refused, Schedule
-from farspan.train.config import ModelConfig, SparseConfig, load_run
-from farspan.train.default import default_run
+from farspan.train.config import ModelConfig, SparseConfig, default_run, load_run
 
 app = typer_app()
 

@@ -18,7 +18,7 @@ class SourceKind(StrEnum):
     DATASET = "dataset"  # a Hugging Face dataset, a row a document
 
 
-class Format(StrEnum):
+class RecordFormat(StrEnum):
     """What a record holds."""
 
     TEXT = "text"  # one text, all of which is trained
@@ -53,7 +53,7 @@ class DataConfig:
     path: str | None = None
     held_out: float = 0.0  # fraction of the documents kept out of training, for evaluation
     held_out_path: str | None = None  # or: evaluate on these documents, read like `path`
-    format: Format = Format.TEXT
+    format: RecordFormat = RecordFormat.TEXT
     field: str | None = None  # of a record: its text ("text") or its chat ("messages")
     prompt: str = _PROMPT[0]  # the fields of a record of format prompt
     completion: str = _PROMPT[1]
@@ -68,7 +68,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "source", SourceKind(self.source))
-        object.__setattr__(self, "format", Format(self.format))
+        object.__setattr__(self, "format", RecordFormat(self.format))
         object.__setattr__(self, "loss", Loss(self.loss))
         object.__setattr__(self, "packing", PackingKind(self.packing))
         if (self.path is None) != (self.source is SourceKind.STDLIB):
@@ -104,23 +104,26 @@ class DataConfig:
     def _check_format(self) -> None:
         """What is read of a record, and what is said of it in vain."""
         kind = self.format
-        if kind is not Format.TEXT and self.source not in (SourceKind.JSONL, SourceKind.DATASET):
+        if kind is not RecordFormat.TEXT and self.source not in (
+            SourceKind.JSONL,
+            SourceKind.DATASET,
+        ):
             raise Refused(
                 f"format: {kind} is a form of records; set source to jsonl or dataset, got "
                 f"'{self.source}'"
             )
-        if self.field is not None and kind in (Format.PROMPT, Format.TOKENS):
+        if self.field is not None and kind in (RecordFormat.PROMPT, RecordFormat.TOKENS):
             what = "input_ids, labels, attention_mask; leave it out"
-            if kind is Format.PROMPT:
+            if kind is RecordFormat.PROMPT:
                 what = "prompt and completion; name them by these keys"
             raise Refused(f"field: format {kind} reads {what}")
-        if kind is not Format.PROMPT and (self.prompt, self.completion) != _PROMPT:
+        if kind is not RecordFormat.PROMPT and (self.prompt, self.completion) != _PROMPT:
             raise Refused("prompt: only format 'prompt' has prompts and completions; set format")
         if self.prompt == self.completion:
             raise Refused(f"completion: it is the prompt's field too, {self.prompt!r}")
-        if kind is not Format.CHAT and self.chat_template is not None:
+        if kind is not RecordFormat.CHAT and self.chat_template is not None:
             raise Refused("chat_template: only format 'chat' has one; set format, or leave it out")
-        if kind in (Format.TEXT, Format.TOKENS) and self.loss is not Loss.ANSWERS:
+        if kind in (RecordFormat.TEXT, RecordFormat.TOKENS) and self.loss is not Loss.ANSWERS:
             raise Refused(f"loss: format {kind} has no answers; leave it out")
 
     def held_out_elsewhere(self) -> bool:

@@ -1,6 +1,7 @@
 """From a DataConfig to sequences: the one call that training makes."""
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -8,13 +9,18 @@ from pathlib import Path
 import numpy as np
 
 from farspan.data.config import DataConfig, PackingKind
-from farspan.data.cut import Cut
-from farspan.data.packing import Packing, divide
-from farspan.data.pieces import Layout
+from farspan.data.formats import UNTRAINED
+from farspan.data.packing import (
+    BestFitLayout,
+    ConcatLayout,
+    PackedBatch,
+    Packing,
+    SequenceLayout,
+    split_held_out,
+)
 from farspan.data.sources import open_form, open_sources
-from farspan.data.store import TokenStore, Watch, open_store
+from farspan.data.token_cache import TokenStore, Watch, open_store
 from farspan.data.tokenizers import Tokenizer
-from farspan.data.whole import Whole
 from farspan.spec import Refused
 
 TRAINED = "data.path"
@@ -70,7 +76,7 @@ def open_corpus(
     source, other = open_sources(config, form)
     cache = Path(config.cache)
     store = open_store(source, form, tokenizer, cache, watch)
-    chosen, held = divide(store.documents(), config.held_out, seed)
+    chosen, held = split_held_out(store.documents(), config.held_out, seed)
     if len(chosen) == 0:
         raise Refused(
             f"data.held_out: {config.held_out} of {store.documents()} document(s) leaves nothing "
@@ -114,9 +120,9 @@ def _pack(
                 "data.packing: cut makes sequences of which nothing may be trained; set it to "
                 "whole, or data.loss to all"
             )
-        layout: Layout = Cut(np.diff(store.starts), documents, context, seed)
+        layout: SequenceLayout = ConcatLayout(np.diff(store.starts), documents, context, seed)
     else:
-        layout = Whole(store.starts, documents, context, seed, store.trained)
+        layout = BestFitLayout(store.starts, documents, context, seed, store.trained)
         if layout.kept.tokens == 0:
             raise Refused(
                 f"{source}: no document has a trained token after its first, so there is nothing "
@@ -131,3 +137,34 @@ def _check_disjoint(train: TokenStore, aside: TokenStore) -> None:
             "data.held_out_path: it holds the very documents that are trained on; give others, "
             "or use held_out to divide these"
         )
+
+
+_SHOWN = 160  # characters of a part, its beginning and its end
+_PARTS = 40  # of a document
+
+
+def show_sequence(batch: PackedBatch, tokenizer: Tokenizer) -> Iterator[str]:
+    """A line for each document of the first sequence, and one for each run of its tokens that are
+    trained or only read. The first token of a document is read, whatever its label."""
+    marks = batch.document_ids[0]
+    for number, name in enumerate(batch.names[0]):
+        own = np.flatnonzero(marks == number)
+        ids, trained = batch.input_ids[0, own], batch.labels[0, own] != UNTRAINED
+        trained[0] = False
+        yield f"{name}: {len(own):,} tokens, {int(trained.sum()):,} trained"
+        begins = np.flatnonzero(np.diff(trained, prepend=not trained[0]))
+        for begin, end in zip(begins[:_PARTS], [*begins[1:], len(own)], strict=False):
+            what = "trained" if trained[begin] else "read"
+            yield f"  {what:7} {_short(tokenizer.decode(ids[begin:end]))}"
+        if len(begins) > _PARTS:
+            yield f"  and {len(begins) - _PARTS:,} more parts"
+    rest = len(marks) - batch.tokens
+    if rest:
+        yield f"padding: {rest:,} tokens"
+
+
+def _short(text: str) -> str:
+    """On one line."""
+    if len(text) > _SHOWN:
+        text = f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

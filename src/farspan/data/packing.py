@@ -1,20 +1,73 @@
-"""Sequences of documents, as arrays: a pure function of (seed, index)."""
+"""Documents packed into sequences of one length: whole by best fit, or end to end and cut."""
 
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
-from farspan.data.forms import UNTRAINED
-from farspan.data.pieces import Draw, Layout, Piece
-from farspan.data.store import TokenStore
+from farspan.data.formats import UNTRAINED
+from farspan.data.token_cache import TokenStore
+
+
+class Draw(IntEnum):
+    """A stream of random numbers for each purpose: none depends on how much another drew."""
+
+    SPLIT = 0
+    SHUFFLE = 1
+    PLACES = 2
+
+    def generator(self, seed: int, *key: int) -> np.random.Generator:
+        sequence = np.random.SeedSequence((seed, self.value, *key))
+        return np.random.Generator(np.random.PCG64(sequence))
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentPiece:
+    """Tokens `start` to `stop` of one document, as laid into a sequence."""
+
+    document: int  # in the store
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackingStats:
+    """What an epoch keeps of the documents, and what the layout costs."""
+
+    documents: int
+    divided: int  # of them, those in more than one piece
+    tokens: int  # of all pieces
+    padding: int  # tokens that fill sequences up, and belong to no document
+    left_out: int  # tokens in pieces of which none is trained
+
+
+class SequenceLayout(Protocol):
+    """Which pieces make sequence i of endless epochs: a pure function of (seed, i)."""
+
+    @property
+    def sequences(self) -> int:
+        """Of an epoch; the last may be short."""
+
+    @property
+    def kept(self) -> PackingStats: ...
+
+    def pieces(self, index: int) -> list[DocumentPiece]:
+        """Of sequence `index`, counted through all epochs."""
+
+    def once(self, index: int) -> list[DocumentPiece]:
+        """Of sequence `index` of the first epoch, which no other epoch reaches into."""
+
 
 # Padding is documents of so many tokens: attention over it costs next to nothing.
 _PADDED = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PackedBatch:
     """Sequences of one length. Labels are not shifted: whoever uses them does it once."""
 
     input_ids: np.ndarray  # [batch, tokens] int64
@@ -27,7 +80,7 @@ class Batch:
 class Packing:
     """Sequences of `context` tokens from the documents that a layout places."""
 
-    def __init__(self, store: TokenStore, layout: Layout, context: int) -> None:
+    def __init__(self, store: TokenStore, layout: SequenceLayout, context: int) -> None:
         self._store = store
         self._layout = layout
         self._context = context
@@ -40,11 +93,11 @@ class Packing:
         """Sequences that hold every token once."""
         return self._layout.sequences
 
-    def batch(self, indices: Sequence[int]) -> Batch:
+    def batch(self, indices: Sequence[int]) -> PackedBatch:
         """Sequences by index, `[len(indices), context]`."""
         return self._batch([self._layout.pieces(i) for i in indices], self._context)
 
-    def once(self, index: int) -> Batch:
+    def once(self, index: int) -> PackedBatch:
         """Sequence `index` of the first epoch alone, `[1, context]`: one length for all has one
         program and one set of kernel plans. Where there is no other it ends with its documents."""
         pieces = self._layout.once(index)
@@ -52,7 +105,7 @@ class Packing:
         length = sum(p.stop - p.start for p in pieces) if alone else self._context
         return self._batch([pieces], length)
 
-    def _batch(self, rows: list[list[Piece]], length: int) -> Batch:
+    def _batch(self, rows: list[list[DocumentPiece]], length: int) -> PackedBatch:
         ids, marks = np.zeros((2, len(rows), length), dtype=np.int64)
         labels = np.full_like(ids, UNTRAINED)
         tokens = 0
@@ -65,9 +118,9 @@ class Packing:
             marks[row, end:] = len(pieces) + np.arange(length - end) // self._padded
             tokens += end
         names = tuple(tuple(self._store.name(p.document) for p in row) for row in rows)
-        return Batch(ids, labels, marks, names, tokens)
+        return PackedBatch(ids, labels, marks, names, tokens)
 
-    def _read(self, piece: Piece) -> tuple[np.ndarray, np.ndarray]:
+    def _read(self, piece: DocumentPiece) -> tuple[np.ndarray, np.ndarray]:
         """Ids and labels, int64."""
         base = int(self._store.starts[piece.document])
         span = slice(base + piece.start, base + piece.stop)
@@ -77,7 +130,7 @@ class Packing:
         return ids, np.where(self._store.trained[span], ids, UNTRAINED)
 
 
-def divide(documents: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def split_held_out(documents: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Documents to train on and documents held out: disjoint, both sorted, a function of seed.
 
     `fraction` of them, rounded and at least one, is held out; none when it is zero.
@@ -85,3 +138,215 @@ def divide(documents: int, fraction: float, seed: int) -> tuple[np.ndarray, np.n
     order = Draw.SPLIT.generator(seed).permutation(documents)
     count = max(1, round(fraction * documents)) if fraction > 0 else 0
     return np.sort(order[count:]), np.sort(order[:count])
+
+
+@dataclass(frozen=True, slots=True)
+class PieceArrays:
+    """Pieces of at most a sequence, the longest first: arrays with an element each."""
+
+    documents: np.ndarray  # int64, ids in the store
+    starts: np.ndarray  # int64, in the document
+    lengths: np.ndarray  # int64
+
+
+@dataclass(frozen=True, slots=True)
+class BestFitOrder:
+    """One epoch: which part is in which place, and which sequence comes when."""
+
+    parts: np.ndarray  # [places] int64
+    sequences: np.ndarray  # [sequences] int64
+
+
+class BestFitLayout:
+    """Sequences of at most `context` tokens, each of documents that are whole or too long.
+
+    `trained` says of each token of the store whether it is; None: all are. Pieces of which none is
+    are left out; the first token of a piece has nothing to be predicted from.
+    """
+
+    def __init__(
+        self,
+        starts: np.ndarray,
+        documents: np.ndarray,
+        context: int,
+        seed: int,
+        trained: np.ndarray | None = None,
+    ) -> None:
+        self._seed = seed
+        lengths = np.diff(starts)[documents]
+        self._parts, left_out = _cut_long(starts, documents, context, trained)
+        place = best_fit(self._parts.lengths, context)
+        # Places in the order of their sequences, and where each sequence begins among them.
+        self._places = np.argsort(place, kind="stable")
+        self._bounds = np.cumsum(np.bincount(place + 1))
+        self._order = lru_cache(maxsize=2)(self._shuffle)
+        tokens = int(self._parts.lengths.sum())
+        self.kept = PackingStats(
+            documents=len(documents),
+            divided=int((lengths > context).sum()),
+            tokens=tokens,
+            padding=self.sequences * context - tokens,
+            left_out=left_out,
+        )
+
+    @property
+    def sequences(self) -> int:
+        return len(self._bounds) - 1
+
+    def pieces(self, index: int) -> list[DocumentPiece]:
+        epoch, place = divmod(index, self.sequences)
+        order = self._order(epoch)
+        sequence = int(order.sequences[place])
+        places = self._places[self._bounds[sequence] : self._bounds[sequence + 1]]
+        draw = Draw.PLACES.generator(self._seed, epoch, sequence)
+        return [self._piece(part) for part in draw.permutation(order.parts[places])]
+
+    def once(self, index: int) -> list[DocumentPiece]:
+        assert index < self.sequences, index
+        return self.pieces(index)
+
+    def _shuffle(self, epoch: int) -> BestFitOrder:
+        draw = Draw.SHUFFLE.generator(self._seed, epoch)
+        parts = draw.permutation(len(self._parts.lengths))
+        # Only parts of one length change places.
+        parts = parts[np.argsort(-self._parts.lengths[parts], kind="stable")]
+        return BestFitOrder(parts, draw.permutation(self.sequences))
+
+    def _piece(self, part: int) -> DocumentPiece:
+        start = int(self._parts.starts[part])
+        return DocumentPiece(
+            int(self._parts.documents[part]), start, start + int(self._parts.lengths[part])
+        )
+
+
+def _cut_long(
+    starts: np.ndarray, documents: np.ndarray, context: int, trained: np.ndarray | None
+) -> tuple[PieceArrays, int]:
+    """Every document, or as many pieces of a sequence as it fills and its rest; and the tokens of
+    those that train nothing and are left out."""
+    lengths = np.diff(starts)[documents]
+    counts = -(-lengths // context)
+    of = np.repeat(np.arange(len(documents)), counts)
+    number = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)
+    begins = number * context
+    sizes = np.minimum(lengths[of] - begins, context)
+    useful = sizes > 1
+    if trained is not None:
+        first = starts[documents[of]] + begins
+        spans = zip((first + 1).tolist(), (first + sizes).tolist(), strict=True)
+        useful = np.fromiter((trained[i:j].any() for i, j in spans), dtype=bool, count=len(of))
+    order = np.argsort(-sizes[useful], kind="stable")
+    parts = PieceArrays(*(array[useful][order] for array in (documents[of], begins, sizes)))
+    return parts, int(sizes[~useful].sum())
+
+
+def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
+    """The sequence of each length, `[lengths]` int64 from 0 on.
+
+    `lengths` must not rise and none be above `room`. A length goes where the least room is left
+    that takes it, or else begins a sequence. Equal lengths are laid together: once one is in a
+    sequence, that is the tightest for the next, so the work is that of sequences and distinct
+    lengths and not of documents.
+    """
+    place = np.empty(len(lengths), dtype=np.int64)
+    rooms: list[int] = []  # that are left somewhere, each once, rising
+    open_: dict[int, list[int]] = {}  # the sequences with so much of it
+    sequences = done = 0
+    for length, number in _runs(lengths):
+        end = done + number
+        while done < end:
+            at = bisect_left(rooms, length)
+            if at == len(rooms):
+                left, sequence, sequences = room, sequences, sequences + 1
+            else:
+                left = rooms[at]
+                sequence = open_[left].pop()
+                if not open_[left]:
+                    del rooms[at], open_[left]
+            taken = min(end - done, left // length)
+            place[done : done + taken] = sequence
+            done += taken
+            left -= taken * length
+            if left > 0:
+                if left not in open_:
+                    insort(rooms, left)
+                open_.setdefault(left, []).append(sequence)
+    return place
+
+
+def _runs(lengths: np.ndarray) -> list[tuple[int, int]]:
+    """Each length and how many there are of it in a row."""
+    begins = np.flatnonzero(np.diff(lengths, prepend=-1))
+    counts = np.diff(begins, append=len(lengths))
+    return list(zip(lengths[begins].tolist(), counts.tolist(), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class ConcatOrder:
+    """One epoch: its documents in shuffled order and where each ends."""
+
+    documents: np.ndarray  # [documents] int64, ids in the store
+    ends: np.ndarray  # [documents] int64, tokens from the start of the epoch
+
+
+class ConcatLayout:
+    """Sequences of `context` tokens of the endless concatenation of epochs.
+
+    Invariant: sequence i covers tokens [i * context, (i + 1) * context) of it; each epoch is a
+    shuffle of all documents that depends on seed and epoch only.
+    """
+
+    def __init__(self, lengths: np.ndarray, documents: np.ndarray, context: int, seed: int) -> None:
+        self._lengths = lengths
+        self._documents = documents
+        self._context = context
+        self._seed = seed
+        self._tokens = int(lengths[documents].sum())
+        # A sequence touches two epochs at most, unless it is longer than one.
+        self._order = lru_cache(maxsize=2)(self._shuffle)
+
+    @property
+    def sequences(self) -> int:
+        """That cover every token once; the last may be short."""
+        return -(-self._tokens // self._context)
+
+    @property
+    def kept(self) -> PackingStats:
+        """Of the first epoch: in another order others are divided."""
+        ends = self._order(0).ends
+        begins = np.concatenate([[0], ends[:-1]])
+        divided = int((begins // self._context != (ends - 1) // self._context).sum())
+        return PackingStats(len(ends), divided, self._tokens, padding=0, left_out=0)
+
+    def pieces(self, index: int) -> list[DocumentPiece]:
+        return self._pieces(index * self._context, self._context)
+
+    def once(self, index: int) -> list[DocumentPiece]:
+        start = index * self._context
+        length = min(self._context, self._tokens - start)
+        assert length > 0, index
+        return self._pieces(start, length)
+
+    def _shuffle(self, epoch: int) -> ConcatOrder:
+        order = Draw.SHUFFLE.generator(self._seed, epoch).permutation(self._documents)
+        return ConcatOrder(order, np.cumsum(self._lengths[order]))
+
+    def _pieces(self, start: int, length: int) -> list[DocumentPiece]:
+        """The documents under tokens [start, start + length) of the endless concatenation."""
+        pieces: list[DocumentPiece] = []
+        while length > 0:
+            epoch, offset = divmod(start, self._tokens)
+            taken = min(length, self._tokens - offset)
+            pieces.extend(self._within(self._order(epoch), offset, offset + taken))
+            start, length = start + taken, length - taken
+        return pieces
+
+    def _within(self, order: ConcatOrder, start: int, stop: int) -> Iterator[DocumentPiece]:
+        place = int(np.searchsorted(order.ends, start, side="right"))
+        while start < stop:
+            document = int(order.documents[place])
+            length = int(self._lengths[document])
+            begin = int(order.ends[place]) - length
+            end = min(stop, begin + length)
+            yield DocumentPiece(document, start - begin, end - begin)
+            start, place = end, place + 1

@@ -1,31 +1,269 @@
-"""The boundary between the configured text and everything after it."""
+"""Documents from text files, JSON lines, Python's own sources and Hugging Face datasets."""
 
+import glob
+import gzip
+import json
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO, cast
 
-from farspan.data.chat import ChatForm
-from farspan.data.config import DataConfig, Format, Loss, SourceKind
-from farspan.data.documents import TEXT, Form, Source
-from farspan.data.files import JsonLines, TextFiles, decode, find_files, read_bytes, stdlib_files
-from farspan.data.forms import PromptForm, TextForm, TokensForm
-from farspan.data.hub import open_dataset
-from farspan.data.tokenizers import HubTokenizer, Tokenizer
+from farspan.data.config import DataConfig, Loss, RecordFormat, SourceKind
+from farspan.data.formats import ChatForm, PromptForm, TextForm, TokensForm
+from farspan.data.tokenizers import TEXT, Document, Form, HubTokenizer, Source, Tokenizer
+from farspan.lazy import load
 from farspan.spec import Refused
+
+_GZIP = b"\x1f\x8b"  # what such a file begins with
+# Test suites hold files that are broken on purpose, and installed packages are not part of Python.
+# The rest is generated, not written: a help text of 757 kB, code pages, this build's settings.
+_SKIPPED = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "encodings"}
+)
+
+
+def find_files(path: str, field: str) -> tuple[Path, ...]:
+    """The files that `path` (a file, a folder or a glob) stands for, sorted.
+
+    Raises Refused, naming the configuration field `field`, when there are none.
+    """
+    place = Path(path).expanduser()
+    if place.is_file():
+        return (place,)
+    if place.is_dir():
+        found = [p for p in place.rglob("*") if not _hidden(p.relative_to(place))]
+    else:
+        found = [Path(p) for p in glob.glob(str(place), recursive=True)]
+    files = tuple(sorted(p for p in found if p.is_file()))
+    if not files:
+        raise Refused(f"{field}: no file matches {path!r}; give a file, a folder or a glob")
+    return files
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def stdlib_files() -> tuple[Path, ...]:
+    """Python's own `.py` sources, sorted, without tests and generated files."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(root.rglob("*.py"))
+    return tuple(p for p in files if not _skipped(p.relative_to(root)))
+
+
+def _skipped(path: Path) -> bool:
+    return bool(_SKIPPED.intersection(path.parts)) or path.name.startswith("_sysconfigdata")
+
+
+def read_bytes(path: Path) -> bytes:
+    """All bytes of a file; Refused with its name when it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise Refused(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def decode(data: bytes, path: Path, line: int) -> str:
+    """Strict UTF-8. `line` is the number of the first line of `data` in its file."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        where = line + data.count(b"\n", 0, error.start)
+        raise Refused(
+            f"{path}: line {where} is not valid UTF-8 (byte 0x{data[error.start]:02x}); convert "
+            "the file to UTF-8 or leave it out"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class TextFiles:
+    """Every file is one document."""
+
+    files: tuple[Path, ...]
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(str(path) for path in self.files)
+
+    def listing(self) -> list[list[object]]:
+        """What changes when the documents change: names, sizes and times of modification."""
+        return [["text", *_stamp(path)] for path in self.files]
+
+    def documents(self) -> Iterator[Document]:
+        for index, path in enumerate(self.files):
+            text = decode(read_bytes(path), path, line=1)
+            yield Document(index, 0, str(path), {TEXT: text})
+
+
+@dataclass(frozen=True, slots=True)
+class JsonLines:
+    """Every line is one document: the fields of a JSON object."""
+
+    files: tuple[Path, ...]
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(str(path) for path in self.files)
+
+    def listing(self) -> list[list[object]]:
+        return [["jsonl", *_stamp(path)] for path in self.files]
+
+    def documents(self) -> Iterator[Document]:
+        for index, path in enumerate(self.files):
+            for line, data in _lines(path):
+                yield Document(index, line, f"{path}: line {line}", _record(path, line, data))
+
+
+def _record(path: Path, line: int, data: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(decode(data, path, line))
+    except json.JSONDecodeError as error:
+        raise Refused(
+            f"{path}: line {line} is not valid JSON: {error.msg} at column {error.colno}"
+        ) from error
+    except Refused:
+        raise
+    except (ValueError, RecursionError) as error:  # numbers or nesting beyond Python's limits
+        raise Refused(f"{path}: line {line} cannot be read as JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise Refused(
+            f"{path}: line {line} holds {type(record).__name__}, expected an object with fields"
+        )
+    return record
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Numbered lines that are not blank, read one at a time; of a gzip file, of what it holds."""
+    try:
+        with path.open("rb") as file:
+            unpacked = gzip.open if file.read(2) == _GZIP else open
+        with cast(BinaryIO, unpacked(path, "rb")) as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, line.rstrip(b"\r\n")
+    except (OSError, EOFError, zlib.error) as error:  # the last two of a damaged .gz
+        words = getattr(error, "strerror", None) or error
+        raise Refused(f"{path}: cannot be read: {words}") from error
+
+
+def _stamp(path: Path) -> tuple[str, int, int]:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise Refused(f"{path}: cannot be read: {error.strerror}") from error
+    return str(path.resolve()), status.st_size, status.st_mtime_ns
+
+
+DEFAULT_SPLIT = "train"
+# What `save_to_disk` leaves in a folder; any other folder holds data files.
+_SAVED = ("state.json", "dataset_dict.json")
+MISSING = (
+    "data.source: dataset needs the package datasets, which cannot be imported here ({error}); "
+    "pip install datasets, or set source to text or jsonl"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetRows:
+    """Every row is one document."""
+
+    path: str
+    rows: Any  # datasets.Dataset, of the columns that are read
+
+    def names(self) -> tuple[str, ...]:
+        return (self.path,)
+
+    def listing(self) -> list[list[object]]:
+        # The library's own digest of the data and of all that was done to it.
+        columns = self.rows.column_names
+        return [["dataset", *columns, len(self.rows), self.rows._fingerprint]]
+
+    def documents(self) -> Iterator[Document]:
+        for number, row in enumerate(self.rows, start=1):
+            yield Document(0, number, f"{self.path}: row {number}", _without_none(row))
+
+
+def open_dataset(path: str, name: str | None, split: str, form: Form) -> DatasetRows:
+    """Opens `split` of the dataset at `path`: the columns that `form` reads. Raises Refused without
+    the library, or with its own words."""
+    place, load_from_disk, load_dataset = Path(path).expanduser(), *_loaders()
+    try:
+        if any((place / saved).is_file() for saved in _SAVED):
+            rows = _saved(load_from_disk(str(place)), path, name, split)
+        else:
+            local = str(place) if place.exists() else path
+            rows = load_dataset(local, name, split=split)
+    except Refused:
+        raise
+    except Exception as error:  # each loader raises its own kinds; their words are kept
+        raise Refused(
+            f"data.path: cannot load dataset {path!r}, split {split!r}: "
+            f"{' '.join(str(error).split())}"
+        ) from error
+    for column in form.columns:
+        if column not in rows.column_names:
+            raise Refused(
+                f"{form.key(column)}: dataset {path!r} has no column {column!r}; it has: "
+                f"{', '.join(rows.column_names)}"
+            )
+    optional = [column for column in form.optional if column in rows.column_names]
+    return DatasetRows(path, rows.select_columns([*form.columns, *optional]))
+
+
+def _without_none(value: Any) -> Any:
+    """Without the keys that a table fills in because other rows have them."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    return value
+
+
+def _loaders() -> tuple[Any, Any]:
+    """The library's functions for a saved folder and for anything else. Raises Refused."""
+    try:
+        return load("datasets", "load_from_disk"), load("datasets", "load_dataset")
+    except ImportError as error:
+        raise Refused(MISSING.format(error=error)) from error
+
+
+def _saved(found: Any, path: str, name: str | None, split: str) -> Any:
+    """The rows that are asked for of what `save_to_disk` wrote. Raises Refused."""
+    if name is not None:
+        raise Refused(
+            f"data.name: {path!r} was written by save_to_disk and has no configurations; leave "
+            "name out"
+        )
+    if isinstance(found, load("datasets", "DatasetDict")):
+        if split not in found:
+            raise Refused(
+                f"data.split: {path!r} has no split {split!r}; it has: {', '.join(found)}"
+            )
+        return found[split]
+    # One saved split knows its own name, unless it was made in memory.
+    own = DEFAULT_SPLIT if found.split is None else str(found.split)
+    if split != own:
+        raise Refused(
+            f"data.split: {path!r} was written by save_to_disk and holds one split, {own!r}; set "
+            f"split to it, got {split!r}"
+        )
+    return found
 
 
 def open_form(config: DataConfig, tokenizer: Tokenizer) -> Form:
     """How records are read. Raises Refused where the tokenizer cannot do that."""
     everything = config.loss is Loss.ALL
     match config.format:
-        case Format.CHAT:
+        case RecordFormat.CHAT:
             return _chat(config, tokenizer, everything)
-        case Format.PROMPT:
+        case RecordFormat.PROMPT:
             form: Form = PromptForm(config.prompt, config.completion, everything)
-        case Format.TOKENS:
+        case RecordFormat.TOKENS:
             form = TokensForm()
-        case Format.TEXT:
+        case RecordFormat.TEXT:
             in_files = config.source in (SourceKind.STDLIB, SourceKind.TEXT)
             form = TextForm(TEXT if in_files else config.field or TEXT)
-    if config.format is Format.PROMPT and form.masked:
+    if config.format is RecordFormat.PROMPT and form.masked:
         _refuse_slow(tokenizer)
     return form
 

@@ -13,8 +13,13 @@ from farspan.plan.price.ranks import most_layers, stage_schedule
 from farspan.plan.question import Budget, Fit, Optimizer, Plan, Question
 from farspan.plan.units import write_bytes, write_most, write_seconds, write_tokens
 from farspan.plan.words import part_words
-from farspan.report.tables import bars_table, lines_table
-from farspan.report.words import launch_words, layout_words, schedule_words
+from farspan.report.tables import (
+    bars_table,
+    launch_words,
+    layout_words,
+    lines_table,
+    schedule_words,
+)
 
 MFU_CONVENTION = (
     "FLOP of one forward and twice that for the backward, attention over the keys a query sees, "

@@ -1,8 +1,18 @@
-"""Tables and bars of one look."""
+"""Tables and bars of one look; a schedule, a layout and a machine in words."""
 
 from collections.abc import Iterable
+from dataclasses import fields
 
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
+
+from farspan.plan.layout import AXES, Layout
+from farspan.plan.pages import sparse_words
+from farspan.plan.price.machines import MachineFile
+from farspan.plan.question import Question
+from farspan.plan.units import write_bytes, write_count, write_seconds, write_tokens
+from farspan.spec import Curve, MachineSpec, Schedule, Tier
 
 NAME, VALUE, BAR = 36, 10, 24  # columns of a name, a value and a full bar
 
@@ -32,3 +42,173 @@ def bar(share: float) -> str:
     """A bar as long as the share of a full one, to an eighth of a column."""
     full, rest = divmod(round(8 * BAR * min(1.0, max(0.0, share))), 8)
     return "█" * full + " ▏▎▍▌▋▊▉"[rest].strip()
+
+
+def schedule_words(schedule: Schedule, layers: int, chunks: int) -> list[str]:
+    """One line for each of its choices, for so many layers and chunks."""
+    lines = [
+        _walk(schedule, layers, chunks),
+        f"inputs of each group on the {schedule.x}",
+        _prefix(schedule),
+        _attention(schedule),
+        _kept("other activations", schedule.activations_kept, schedule.activations),
+    ]
+    if schedule.sparse is not None:
+        hides = schedule.sparse.hides(chunks * schedule.chunk, schedule.chunk)
+        lines.append(sparse_words(schedule.sparse, hides=hides))
+    if schedule.attention_open:
+        lines.append("attention outputs of the open group kept while it is rebuilt")
+    if schedule.layer_checkpoint:
+        lines.append("backward holds one layer's activations at a time")
+    default = Schedule()
+    if schedule.head_tokens != default.head_tokens:
+        lines.append(f"logits of {schedule.head_tokens:,} tokens at a time")
+    if schedule.kv is Tier.DEVICE and schedule.kv_block != default.kv_block:
+        lines.append(f"attention calls on up to {schedule.kv_block:,} earlier keys")
+    return lines
+
+
+def layout_words(layout: Layout) -> str:
+    """The kinds of parallelism in use, such as `ulysses 8 x data 2, FSDP`."""
+    names = ("ulysses", "shards", "ring", "tensor", "pipeline", "data")
+    used = [f"{name} {getattr(layout, name)}" for name in names if getattr(layout, name) > 1]
+    if not used:
+        return "one device"
+    return " x ".join(used) + (", weights cut over the devices" if layout.fsdp else "")
+
+
+def launch_words(question: Question) -> str:
+    """How `farspan train` is started on the devices of a layout."""
+    layout, near = question.layout, question.near()
+    nodes = -(-layout.devices() // near)
+    where, processes = "torchrun", f"--nproc-per-node {near}"
+    if nodes > 1:
+        where = f"on each of {nodes} machines torchrun"
+        processes = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 {processes}"
+    used = [f"{axis}: {getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1]
+    used += ["fsdp: false"] * (not layout.fsdp)
+    return (
+        f"{where} {processes} -m farspan train RUN.yaml, with parallel: {{{', '.join(used)}}} in "
+        "the file"
+    )
+
+
+def _walk(schedule: Schedule, layers: int, chunks: int) -> str:
+    sizes = schedule.group_sizes(layers)
+    if chunks == 1:
+        cut = "the whole sequence at once"
+    else:
+        cut = f"{chunks:,} chunks of {write_tokens(schedule.chunk)} tokens"
+    if len(sizes) == 1:
+        return f"{cut}, through all {layers} layers"
+    if set(sizes) == {1}:
+        return f"{cut}, layer by layer"
+    if len(set(sizes)) == 1:
+        return f"{cut}, {len(sizes)} groups of {sizes[0]} layers"
+    return f"{cut}, {len(sizes)} groups of {_runs(sizes)} layers"
+
+
+def _runs(sizes: tuple[int, ...]) -> str:
+    """`3, 4 x 7` for one of 3 and seven of 4."""
+    runs: list[list[int]] = []
+    for size in sizes:
+        if runs and runs[-1][0] == size:
+            runs[-1][1] += 1
+        else:
+            runs.append([size, 1])
+    return ", ".join(f"{size} x {count}" if count > 1 else f"{size}" for size, count in runs)
+
+
+def _prefix(schedule: Schedule) -> str:
+    if schedule.kv is Tier.HOST:
+        place = f"K, V of the open group on the host, streamed {schedule.kv_block:,} keys at a time"
+    else:
+        place = "K, V of the open group on the device"
+    if not schedule.kv_kept:
+        return f"{place}; rebuilt for the backward"
+    home = Tier.HOST if schedule.kv is Tier.HOST else schedule.kv_home
+    return f"{place}; kept for the backward on the {home}"
+
+
+def _attention(schedule: Schedule) -> str:
+    kept = _kept("attention outputs", schedule.attention_kept, schedule.attention)
+    if schedule.activations_kept <= schedule.attention_kept:
+        return kept
+    if schedule.attention_kept == 0:
+        return "attention outputs kept with the other activations"
+    return f"{kept} where other activations are not kept"
+
+
+def _kept(what: str, fraction: float, tier: Tier) -> str:
+    if fraction == 0:
+        return f"{what} recomputed"
+    if fraction == 1:
+        return f"{what} kept on the {tier}"
+    return f"{what} of the latest {fraction:.1%} of tokens kept on the {tier}, the rest recomputed"
+
+
+LINKS = {
+    "memory": "elementwise work, read and written",
+    "fetch": "host to device",
+    "evict": "device to host",
+    "fetch_together": "host to device, both at once",
+    "evict_together": "device to host, both at once",
+    "host_memory": "host memory, all devices together",
+    "peer": "to a device of the node",
+    "network": "to another node",
+}
+
+
+def machine_view(file: MachineFile) -> RenderableType:
+    """Memory, rates, bandwidths, and which of them were not measured."""
+    spec = file.spec
+    parts: list[RenderableType] = [memory_text(spec), rates_table(spec), Text(), links_table(spec)]
+    parts.append(Text(f"\nissuing a cell {write_seconds(spec.overhead)}"))
+    if file.spread:
+        worst = max(file.spread, key=lambda name: file.spread[name])
+        looks = f"looks at one call differ by up to {file.spread[worst]:.2f}x ({worst})"
+        parts.append(Text(looks))
+    if file.sources:
+        parts.append(Text("\nhow each is known", "bold"))
+        parts += [Text(f"  {name}: {words}") for name, words in file.sources.items()]
+    return Group(*parts)
+
+
+def memory_text(spec: MachineSpec) -> Text:
+    """Devices and the memory of both tiers."""
+    if spec.unified:
+        return Text(f"{spec.name}: {write_bytes(spec.host_bytes)} of memory for both tiers\n")
+    pageable = "" if spec.pinned else ", none of it lockable: copies run in line"
+    return Text(
+        f"{spec.name}: {spec.devices} x {write_bytes(spec.device_bytes)}, of which "
+        f"{write_bytes(spec.reserve)} in reserve; host {write_bytes(spec.host_bytes)}{pageable}\n"
+    )
+
+
+def rates_table(spec: MachineSpec) -> Table:
+    """Each curve by its smallest and its largest call."""
+    title = "rates of the smallest and the largest call"
+    table = lines_table(title, "", "smallest", "rate", "largest", "rate")
+    for dtype, rates in spec.rates.items():
+        for field in fields(rates):
+            curve = getattr(rates, field.name)
+            if isinstance(curve, Curve):
+                name = f"{dtype} {field.name.replace('_', ' ')}"
+                ends = (curve.points[0], curve.points[-1])
+                cells = [text for end in ends for text in _point(*end)]
+                table.add_row(name, *cells)
+        table.add_row(f"{dtype} peak", "", "", "", write_count(rates.peak, "FLOP/s"))
+    return table
+
+
+def links_table(spec: MachineSpec) -> Table:
+    """Bandwidths; a GB is 10**9 bytes."""
+    table = lines_table("bandwidths", "", "")
+    table.show_header = False
+    for field, name in LINKS.items():
+        table.add_row(name, write_count(getattr(spec, field), "B/s"))
+    return table
+
+
+def _point(size: float, rate: float) -> tuple[str, str]:
+    return write_count(size, "FLOP"), write_count(rate, "FLOP/s")

@@ -11,7 +11,7 @@ from farspan.sparse.engine import Seen
 from farspan.sparse.select import Fraction
 from farspan.spec import Refused, Schedule
 from farspan.train.config import RunConfig, SparseConfig
-from farspan.train.diagnosis import as_json
+from farspan.train.run_folder import as_json
 
 SPARSELY = "with sparse attention, an approximation"
 HIDING_NOTHING = f"with sparse attention, {SEES_ALL}"

@@ -1,14 +1,20 @@
-"""What a step is expected to take and what it took."""
+"""What a step is expected to take and what it took; the allocator of the device's memory."""
 
 import resource
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
+
+from farspan.engine import allocator
 from farspan.engine.memory import dry_run_apart as apart
 from farspan.engine.memory import estimate_memory, refuse_known, refuse_too_large
-from farspan.train.optimizer_parts import Held
+from farspan.spec import Refused
+from farspan.train.config import DeviceAllocator
+from farspan.train.optimizer_states import StateBytes
 
 MIB, GIB = 2**20, 2**30
 
@@ -27,7 +33,7 @@ def expect_memory(
     step: Any,
     batch: int,
     tokens: int,
-    optimizer: Held,
+    optimizer: StateBytes,
     watch: Callable[[Any], None],
     accumulate: bool,
 ) -> Expected:
@@ -63,31 +69,64 @@ def peak_process_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def describe(expected: Expected) -> str:
+def describe_expected(expected: Expected) -> str:
     """One line for a person, before the first step."""
     names = ("weights", "optimizer", "gradients", "device_arena", "transient")
     parts = [
-        f"{name.replace('_', ' ')} {shown(expected.parts[name])}"
+        f"{name.replace('_', ' ')} {show_bytes(expected.parts[name])}"
         for name in names
         if name in expected.parts
     ]
     inside = f" ({', '.join(parts)})" if parts else ""
     states = expected.parts.get("optimizer_on_host", 0)
-    there = f" (optimizer {shown(states)})" if states else ""
+    there = f" (optimizer {show_bytes(states)})" if states else ""
     return (
-        f"expected memory: device {shown(expected.device)}{inside}; "
-        f"host {shown(expected.host)}{there}"
+        f"expected memory: device {show_bytes(expected.device)}{inside}; "
+        f"host {show_bytes(expected.host)}{there}"
     )
 
 
-def compare(predicted: int, measured: int) -> str:
+def describe_measured(predicted: int, measured: int) -> str:
     """One line for a person, after the first step."""
     return (
-        f"memory of a step beside weights and optimizer: {shown(predicted)} predicted, "
-        f"{shown(measured)} measured"
+        f"memory of a step beside weights and optimizer: {show_bytes(predicted)} predicted, "
+        f"{show_bytes(measured)} measured"
     )
 
 
-def shown(size: int) -> str:
+def show_bytes(size: int) -> str:
     """Bytes for a person."""
     return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"
+
+
+def nothing() -> None:
+    """PyTorch's own allocator does not follow steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What an allocator is told in the course of a run."""
+
+    begin_step: Callable[[], None] = nothing
+    forget: Callable[[], None] = nothing  # steps will be of another kind from here on
+
+
+def choose_allocator(name: DeviceAllocator, device: torch.device) -> DeviceMemory:
+    """Installs what the run asks for, before CUDA starts. Raises Refused."""
+    if name is DeviceAllocator.DEFAULT:
+        return DeviceMemory()
+    if device.type != "cuda":
+        raise Refused(
+            f"allocator: {name} is for the memory of a GPU, and this run computes on a "
+            f"{device.type}; leave it out, or set device: cuda"
+        )
+    before = allocator.installed()
+    if before is None:
+        allocator.install(name.value)
+    elif before.mode != name.value:
+        raise Refused(
+            f"allocator: this process has {before.mode} and PyTorch takes no other one; train "
+            f"with {name} in a new process"
+        )
+    begin = partial(allocator.begin_iteration, device.index)
+    return DeviceMemory(begin, partial(allocator.forget, device.index))

@@ -1,20 +1,190 @@
-"""AdamW, its states where the run wants them, with everything that a checkpoint must hold named
-and in place."""
+"""AdamW for a run: the learning rate, the gradient's norm, and where its states go."""
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from farspan.distributed.context import ParallelContext
+from farspan.distributed.fsdp import (
+    ShardPlacement,
+    Stage,
+    gradient_dtype,
+    local,
+    placement_along,
+    square_norm,
+)
+from farspan.distributed.tensor_plan import ParameterCut
+from farspan.engine.parallelize import WHOLE, ShardedModel
+from farspan.memory.host import available_host_bytes
+from farspan.plan.layout import AXES, part
+from farspan.plan.question import Fit
+from farspan.spec import MachineSpec
 from farspan.train.config import Decay, OptimizerConfig, StatesPlace
-from farspan.train.dealt_weights import Pieces
-from farspan.train.optimizer_8bit import EightBitStates
-from farspan.train.optimizer_device import DeviceStates
-from farspan.train.optimizer_host import HostStates
-from farspan.train.optimizer_parts import LOW_PRECISION, Held, Parameters, Rule, States
+from farspan.train.optimizer_states import (
+    LOW_PRECISION,
+    DeviceStates,
+    EightBitStates,
+    HostStates,
+    OptimizerStates,
+    Parameters,
+    Rule,
+    StateBytes,
+)
+
+STATES_KEY = "states"  # their place in about.json
+
+WHERE = {
+    StatesPlace.DEVICE: "on the device",
+    StatesPlace.HOST: "in main memory, updated there",
+    StatesPlace.EIGHT_BIT: "on the device, moments of 8 bits: other results than AdamW's",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A place that is not `auto`, and why."""
+
+    states: StatesPlace
+    reason: str
+
+    def describe(self) -> str:
+        """For the opening lines."""
+        return f"{WHERE[self.states]} ({self.reason})"
+
+
+BESIDE_WEIGHTS = Placed(StatesPlace.DEVICE, "both tiers lie in main memory")
+
+
+def choose_place(fit: Callable[[StatesPlace], Fit], before: str | None) -> Placed:
+    """The device if a step fits beside them and leaves the device's headroom, else the host if it
+    fits better there. States that were on the host stay there, so that a run goes on to the same
+    bits. Never 8 bits: that is not AdamW."""
+    if before == StatesPlace.HOST:
+        return Placed(StatesPlace.HOST, "as before")
+    beside = fit(StatesPlace.DEVICE)
+    if beside is Fit.ROOMY:
+        return Placed(StatesPlace.DEVICE, "they fit beside the step")
+    if fit(StatesPlace.HOST) > beside:
+        tightly = " but tightly" if beside is Fit.TIGHT else ""
+        why = f"by the plan they do not fit beside the step on the device{tightly}"
+        return Placed(StatesPlace.HOST, why)
+    if beside is Fit.TIGHT:
+        return Placed(StatesPlace.DEVICE, "they fit beside the step, but tightly")
+    return Placed(StatesPlace.DEVICE, "the plan finds room for the step nowhere")
+
+
+def bare_machine(device: torch.device) -> MachineSpec:
+    """A GPU and its main memory by their bytes alone, for whoever does not ask for time."""
+    free, total = torch.cuda.mem_get_info(device)
+    rate = float("inf")
+    return MachineSpec(
+        name=torch.cuda.get_device_name(device),
+        devices=1,
+        device_bytes=total,
+        host_bytes=available_host_bytes(),
+        rates={},
+        memory=rate,
+        fetch=rate,
+        evict=rate,
+        fetch_together=rate,
+        evict_together=rate,
+        host_memory=rate,
+        peer=rate,
+        network=rate,
+        latency=0.0,
+        overhead=0.0,
+        reserve=total - free - torch.cuda.memory_reserved(device),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedParameters:
+    """AdamW is elementwise: what all ranks make of their pieces is what one makes of the whole.
+
+    Invariant: a piece's `.grad`, where it has one, is the piece of the weight's.
+    """
+
+    dealt: ShardedModel
+    trained: Parameters  # by the names of the model; no weights of other pipeline stages
+    pieces: Parameters  # the frozen ones too
+    places: dict[str, ShardPlacement]  # of the pieces, in the whole
+    counted: frozenset[str]  # those whose gradient this rank counts: of several that hold it, one
+
+    def take(self) -> None:
+        """Gradients of the weights become those of the pieces."""
+        for name, own in self.dealt.sharded.parameters().items():
+            piece = self.pieces[name]
+            if piece is not own:
+                piece.grad = None if own.grad is None else local(own.grad)
+
+    def clear(self) -> None:
+        """Drops all gradients."""
+        for name, own in self.dealt.sharded.parameters().items():
+            own.grad = self.pieces[name].grad = None
+
+    def widen(self) -> None:
+        """Weights take gradients in the dtype in which their pieces do."""
+        for name, own in self.dealt.sharded.parameters().items():
+            wanted = gradient_dtype(self.pieces[name])
+            if wanted != gradient_dtype(own):
+                own.grad_dtype = wanted
+
+    def norm(self) -> Tensor:
+        """L2 norm of the gradient of the whole model, the same bits on every rank; fp32, or float64
+        of a float64 model."""
+        ranks = self.dealt.ranks
+        gradients = [p.grad for n, p in self.trained.items() if n in self.counted]
+        square = square_norm((g for g in gradients if g is not None), ranks.device)
+        peers = ranks.among(*AXES)
+        total = peers.gather(square[None], [1] * peers.size).sum()  # in the order of ranks
+        wide = torch.float64 if self.dealt.dtype == torch.float64 else torch.float32
+        return total.sqrt().to(wide)
+
+    def held_bytes(self) -> int:
+        """Of this rank's weights between steps."""
+        return sum(piece.nbytes for piece in self.pieces.values())
+
+
+def sharded_parameters(dealt: ShardedModel) -> ShardedParameters:
+    sharded = dealt.sharded
+    pieces = {name: _piece(own) for name, own in sharded.parameters().items()}
+    trained = {name: piece for name, piece in pieces.items() if piece.requires_grad}
+    outer = sharded.whole(sharded.outer).keys()
+    counted = frozenset(name for name in trained if _counts(dealt, name, outer=name in outer))
+    return ShardedParameters(dealt, trained, pieces, sharded.places(_slices(dealt)), counted)
+
+
+def _piece(own: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(local(own), own.requires_grad) if isinstance(own, DTensor) else own
+
+
+def _counts(dealt: ShardedModel, name: str, *, outer: bool) -> bool:
+    tensor = dealt.tensor
+    if tensor is not None and not tensor.is_cut(name) and tensor.peers.index > 0:
+        return False
+    holders = dealt.ranks.among(*WHOLE, *("pipeline",) * outer)
+    return dealt.sharded.stage is not Stage.ZERO_0 or holders.index == 0
+
+
+def _slices(dealt: ShardedModel) -> dict[str, ShardPlacement]:
+    """Where this rank's slices of the weights that are cut over `tensor` lie."""
+    tensor = dealt.tensor
+    if tensor is None:
+        return {}
+
+    def place(cut: ParameterCut) -> ShardPlacement:
+        ranges, start = [], 0
+        for size in cut.parts:
+            ranges.append(part((start, start + size), tensor.peers.index, tensor.peers.size))
+            start += size
+        return placement_along(cut.shape, cut.dim, ranges)
+
+    return {name: place(cut) for name, cut in tensor.plan.cuts.items()}
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -50,7 +220,7 @@ def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((n, p) for n, p in model.named_parameters() if p.requires_grad)
 
 
-class Optimizer:
+class TrainingOptimizer:
     """Updates the trainable parameters of a model from their `.grad`.
 
     `config.states` says where the states are; `auto`, which is decided before, stands for the
@@ -61,7 +231,7 @@ class Optimizer:
         self,
         model: nn.Module,
         config: OptimizerConfig,
-        pieces: Pieces | None = None,
+        pieces: ShardedParameters | None = None,
         ranks: ParallelContext | None = None,
         room: int | None = None,
     ) -> None:
@@ -72,7 +242,7 @@ class Optimizer:
         self.parameters: dict[str, nn.Parameter] = dict(
             trainable(model) if pieces is None else pieces.trained
         )
-        kinds: dict[StatesPlace, Callable[[Parameters, Rule], States]] = {
+        kinds: dict[StatesPlace, Callable[[Parameters, Rule], OptimizerStates]] = {
             StatesPlace.HOST: partial(HostStates, ranks=ranks, room=room),
             StatesPlace.EIGHT_BIT: EightBitStates,
         }
@@ -85,7 +255,7 @@ class Optimizer:
         """Everything that changes besides the parameters, live: restored by copying into it."""
         return self._states.tensors()
 
-    def held(self) -> Held:
+    def held(self) -> StateBytes:
         """Bytes of the states."""
         return self._states.held()
 

@@ -1,42 +1,236 @@
-"""What a run asks the planner: its own model, looked at, on the machine at hand."""
+"""Which schedule a run has, its own or the planner's, and the next one after memory ran out."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from farspan.distributed.run_context import DistributedContext
 from farspan.durable import read_json
+from farspan.engine.microbench import describe_machine
 from farspan.engine.parallelize import ShardedModel
 from farspan.hf.describe import describe
 from farspan.hf.stages import CausalLMStages
+from farspan.memory.host import available_host_bytes
 from farspan.plan.grid import group_ranges
 from farspan.plan.headroom import headroom_bytes
-from farspan.plan.layout import Layout, refuse_together
+from farspan.plan.layout import ALONE, Layout, refuse_together
+from farspan.plan.pages import sparse_words
 from farspan.plan.price.evaluate import size
 from farspan.plan.price.workspace import with_kernels
-from farspan.plan.question import Fit, Optimizer, Plan, Question, fit_of
+from farspan.plan.question import Budget, Fit, Optimizer, Plan, Question, fit_of
 from farspan.plan.strategies import AUTO
-from farspan.spec import MachineSpec, Refused, RunSpec, Schedule, Tier
-from farspan.train.choice import (
-    KEPT,
-    Choice,
-    Chooser,
-    Free,
-    NamedChooser,
-    PlannedChooser,
-    free_now,
-)
+from farspan.sparse.train import marks
+from farspan.spec import MachineSpec, ModelSpec, Refused, RunSpec, Schedule, Tier
 from farspan.train.config import RunConfig, StatesPlace
-from farspan.train.crew import Crew
-from farspan.train.inspection import Looked, look
-from farspan.train.lighter import lighter
-from farspan.train.optimizer_place import DEFAULT, Placed, bare_machine, choose_place
-from farspan.train.parts import Parts
-from farspan.train.setup import Equipment, Place, torch_dtype
-from farspan.train.shortage import Shortage
-from farspan.train.strict import convert, to_mapping
+from farspan.train.context import InspectedModel, Parts, RunContext, inspect_model, torch_dtype
+from farspan.train.memory import Expected
+from farspan.train.oom import Shortage, explain_none_fits, lighter_schedule
+from farspan.train.optimizer import BESIDE_WEIGHTS, STATES_KEY, Placed, bare_machine, choose_place
+from farspan.train.setup import PlaceStates
+from farspan.train.yaml_config import convert, to_mapping
+
+# Of what a schedule that failed decides of a tier, its successor may take so much: after the four
+# tries that one step has, 0.8**4 = 41% are left.
+RETRY_SHARE = 0.8
+# What no schedule decides. Taken off before the share: weights may be nearly all there is.
+FIXED = ("weights", "gathered", "gradients", "accumulators", "optimizer", "inputs", "reserve")
+
+
+def about_json(
+    run: RunConfig, equipment: RunContext, choice: Choice, expected: Expected
+) -> dict[str, Any]:
+    """The content of about.json."""
+    model, packing = equipment.model, equipment.corpus.train
+    return {
+        **marks(run),
+        **({} if run.sparse is None else {"sparse": asdict(run.sparse)}),
+        "model": type(model).__name__,
+        "parameters": equipment.elements[0],
+        "trainable": equipment.elements[1],
+        "strategy": choice.strategy,
+        "schedule": asdict(choice.schedule),
+        STATES_KEY: equipment.placed.states.value,
+        "memory": dict(expected.parts),
+        "data": equipment.corpus.identity,
+        "tokens_per_epoch": packing.kept.tokens,
+        "sequences_per_epoch": packing.sequences_per_epoch(),
+        "device": str(equipment.device),
+        **({} if equipment.crew.place is None else {"layout": asdict(equipment.crew.layout)}),
+        "machine": describe_machine(),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A schedule and how it came about."""
+
+    strategy: str
+    schedule: Schedule
+    reason: str = ""
+    plan: Plan | None = None  # where the planner chose
+
+
+class SchedulePolicy(Protocol):
+    """Chooses for one model on one machine."""
+
+    def first(self) -> Choice:
+        """What to begin with. Raises Refused."""
+
+    def again(self, before: Choice, shortage: Shortage) -> Choice:
+        """What needs less than `before` of what ran out. Raises Refused when nothing does."""
+
+
+@dataclass(slots=True)
+class NamedPolicy:
+    """A schedule that the run gives, by name or in full. The model is only looked at when memory
+    runs out: the same strategy then goes on with smaller pieces and more of it on the host."""
+
+    strategy: str
+    schedule: Schedule
+    run: RunSpec
+    model: Callable[[], ModelSpec]
+    unified: bool  # both tiers lie in main memory
+    layout: Layout = ALONE
+    # What was, and ran out of memory where no other could be chosen.
+    short: Callable[[Schedule], tuple[Choice, Shortage] | None] = lambda _: None
+
+    def first(self) -> Choice:
+        before = self.short(self.schedule)
+        if before is None:
+            return Choice(self.strategy, self.schedule)
+        said = f"memory ran out before: {before[1].message}"
+        try:
+            return replace(self.again(*before), reason=said)
+        except Refused as error:
+            raise Refused(
+                f"{error}; {said}; to begin once more with the run file's schedule, delete "
+                "shortage.json in the run folder"
+            ) from error
+
+    def again(self, before: Choice, shortage: Shortage) -> Choice:
+        tiers = tuple(Tier) if self.unified else (shortage.tier,)
+        found = lighter_schedule(
+            self.model(), self.run, before.schedule, tiers, RETRY_SHARE, self.layout
+        )
+        if found is None:
+            raise Refused(
+                f"schedule: nothing in {describe_schedule(before)} can be made smaller; shorten "
+                "the context, use a smaller batch, or let strategy: auto choose"
+            )
+        return Choice(self.strategy, found, f"less on the {shortage.tier} than before")
+
+
+@dataclass(slots=True)
+class PlannedPolicy:
+    """The planner's schedule for the machine at hand.
+
+    Budgets only ever shrink: after a shortage to less than the plan wanted of that tier, or to
+    what is free now, if that is less still.
+    """
+
+    ask: Callable[[], Question]
+    best_plan: Callable[[Question], Plan]
+    free: Callable[[Question], MachineSpec]  # as much of its machine as can be had now
+    recall: Callable[[Question], Choice | None]  # what was chosen before
+    # What was, and ran out of memory where no other could be chosen.
+    short: Callable[[Question], tuple[Choice, Shortage] | None] = lambda _: None
+    question: Question | None = None
+
+    def first(self) -> Choice:
+        question = self._limited(self.ask())
+        before = self.short(question)
+        if before is not None:
+            found = self.again(*before)
+            why = f"with the plan before memory ran out: {before[1].message}"
+            return replace(found, reason="; ".join(filter(None, (why, found.reason))))
+        return self.recall(question) or self._choose(question)
+
+    def again(self, before: Choice, shortage: Shortage) -> Choice:
+        assert before.plan is not None, "a planned run has a plan"
+        assert self.question is not None, "there was a first choice"
+        machine = self.question.machine
+        near = self.question.near()
+        device, host = _less(before.plan.device), near * _less(before.plan.host)
+        if machine.unified:
+            machine = replace(machine, host_bytes=min(machine.host_bytes, near * device + host))
+        elif shortage.tier is Tier.DEVICE:
+            machine = replace(machine, device_bytes=min(machine.device_bytes, device))
+        else:
+            machine = replace(machine, host_bytes=min(machine.host_bytes, host))
+        return self._choose(self._limited(replace(self.question, machine=machine)))
+
+    def _limited(self, question: Question) -> Question:
+        self.question = replace(question, machine=self.free(question))
+        return self.question
+
+    def _choose(self, question: Question) -> Choice:
+        plan = self.best_plan(question)
+        if not plan.fits:
+            raise Refused(explain_none_fits(plan))
+        return Choice(plan.strategy, plan.schedule, plan.reason, plan)
+
+
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """Bytes that this process can have now, what it has already included; on the host together with
+    the other ranks of its machine."""
+
+    device: int  # of a CPU 0: both tiers are main memory there
+    host: int
+
+    def limit(self, machine: MachineSpec) -> MachineSpec:
+        """A machine with no more than that."""
+        host = min(machine.host_bytes, self.host)
+        if machine.unified:
+            return replace(machine, host_bytes=host)
+        # The context and the libraries' workspaces, which `reserve` stands for, are not free.
+        mine = min(machine.device_bytes, self.device + machine.reserve)
+        return replace(machine, device_bytes=mine, host_bytes=host)
+
+
+def free_now(device: torch.device, held: int, on_host: int = 0, ranks: int = 1) -> FreeMemory:
+    """`held` bytes are what each of the `ranks` on this machine has of the tier where its weights
+    live already, and may keep; `on_host` what a GPU's run has in main memory."""
+    host = available_host_bytes()
+    if device.type == "cpu":
+        return FreeMemory(0, host + ranks * held)
+    free, _ = torch.cuda.mem_get_info(device)
+    return FreeMemory(free + torch.cuda.memory_reserved(device), host + ranks * on_host)
+
+
+def describe_schedule(choice: Choice, *, hides: bool = True) -> str:
+    """The schedule on one line; `hides`: sparse attention may hide tokens."""
+    schedule = choice.schedule
+    sizes = schedule.groups if isinstance(schedule.groups, tuple) else (schedule.groups,)
+    groups = " + ".join(str(size) for size in sizes)
+    many = "" if isinstance(schedule.groups, tuple) else " each"
+    parts = [
+        f"chunk {schedule.chunk:,}",
+        f"groups of {groups} layer{'s' if sum(sizes) > 1 else ''}{many}",
+        f"x on {schedule.x}",
+        f"K, V on {schedule.kv}" + (f", kept on {schedule.kv_home}" * schedule.kv_kept),
+        _share("attention", schedule.attention_kept, schedule.attention),
+        _share("activations", schedule.activations_kept, schedule.activations),
+    ]
+    if schedule.layer_checkpoint:
+        parts.append("backward layer by layer")
+    if schedule.sparse is not None:
+        parts.append(sparse_words(schedule.sparse, hides=hides))
+    return f"{choice.strategy}: {'; '.join(parts)}"
+
+
+def _share(what: str, fraction: float, tier: Tier) -> str:
+    return f"{what} {fraction:.0%} on {tier}" if fraction > 0 else f"{what} not kept"
+
+
+def _less(budget: Budget) -> int:
+    """What the next plan may take of a tier that ran out."""
+    fixed = sum(size for part, size in budget.parts.items() if part in FIXED)
+    return fixed + int(RETRY_SHARE * (budget.total - fixed))
+
 
 PLANNED = {
     StatesPlace.DEVICE: Optimizer.ADAMW,
@@ -58,18 +252,18 @@ class Recalls:
     named_short: Callable[[Schedule], tuple[Choice, Shortage] | None]  # of this schedule
 
 
-def make_chooser(
+def make_policy(
     run: RunConfig,
-    use: Equipment,
+    use: RunContext,
     parts: Parts,
     before: Recalls,
     progress: Callable[[str], None],
-) -> Chooser:
+) -> SchedulePolicy:
     """Chooses the run's schedules. Nothing is looked at or measured before the first choice;
     `progress` hears then what is measured, and may raise to abandon it. `before` finds what an
     earlier part of the run had planned, and what it ran out of memory with."""
     named = run.schedule.strategy
-    chooser: Chooser = NamedChooser(
+    chooser: SchedulePolicy = NamedPolicy(
         strategy=named or OWN,
         schedule=parts.schedule_of(run, use.model),
         run=RunSpec(run.batch, run.context),
@@ -78,16 +272,16 @@ def make_chooser(
         layout=use.crew.layout,
         short=before.named_short,
     )
-    least = Least(use)
+    least = LeastFreeMemory(use)
     if named == AUTO:
-        chooser = PlannedChooser(
+        chooser = PlannedPolicy(
             ask=lambda: ask(run, use, parts, progress),
             best_plan=parts.best_plan,
             free=lambda question: least.limit(run, question),
             recall=before.plan,
             short=before.short,
         )
-    return chooser if use.crew.count == 1 else OneForAll(chooser, use.crew, least)
+    return chooser if use.crew.count == 1 else Rank0Policy(chooser, use.crew, least)
 
 
 def less_for_ranks(
@@ -98,21 +292,21 @@ def less_for_ranks(
     ranks = dealt.ranks
     tiers = tuple(Tier) if ranks.device.type == "cpu" else (shortage.tier,)
     shape = RunSpec(run.batch, run.context)
-    return lighter(dealt.spec, shape, schedule, tiers, KEPT, ranks.layout)
+    return lighter_schedule(dealt.spec, shape, schedule, tiers, RETRY_SHARE, ranks.layout)
 
 
 @dataclass(slots=True)
-class Least:
+class LeastFreeMemory:
     """What the rank has that can have the least: on its part of a step all of them must agree."""
 
-    use: Equipment
-    free: Free | None = None
+    use: RunContext
+    free: FreeMemory | None = None
 
     def look(self) -> None:
         """All ranks call it."""
         held, crew = self.use.touched_bytes(), self.use.crew
         mine = free_now(self.use.device, held.device, held.host, crew.near)
-        self.free = Free(crew.least(mine.device), crew.least(mine.host))
+        self.free = FreeMemory(crew.least(mine.device), crew.least(mine.host))
 
     def limit(self, run: RunConfig, question: Question) -> MachineSpec:
         """The machine of a question with no more memory than can be had now."""
@@ -123,12 +317,12 @@ class Least:
 
 
 @dataclass(frozen=True, slots=True)
-class OneForAll:
+class Rank0Policy:
     """Every rank has the schedule that rank 0 chooses, for what the shortest of them has."""
 
-    chooser: Chooser
-    crew: Crew
-    least: Least
+    chooser: SchedulePolicy
+    crew: DistributedContext
+    least: LeastFreeMemory
 
     def first(self) -> Choice:
         self.least.look()
@@ -139,7 +333,7 @@ class OneForAll:
         return self.crew.by_first(lambda: self.chooser.again(before, shortage), PLANNING)
 
 
-def ask(run: RunConfig, use: Equipment, parts: Parts, progress: Callable[[str], None]) -> Question:
+def ask(run: RunConfig, use: RunContext, parts: Parts, progress: Callable[[str], None]) -> Question:
     """One batch of the run on the machine at hand."""
     assert use.looked is not None, "a run that plans has looked at its model"
     machine = parts.machine(use.device, torch_dtype(run), progress)
@@ -147,7 +341,11 @@ def ask(run: RunConfig, use: Equipment, parts: Parts, progress: Callable[[str], 
 
 
 def question_of(
-    run: RunConfig, looked: Looked, machine: MachineSpec, states: StatesPlace, crew: Crew
+    run: RunConfig,
+    looked: InspectedModel,
+    machine: MachineSpec,
+    states: StatesPlace,
+    crew: DistributedContext,
 ) -> Question:
     """One batch of the run, with its optimizer's states in a place."""
     return Question(
@@ -170,8 +368,12 @@ def question_of(
 
 
 def place_states(
-    run: RunConfig, parts: Parts, before: str | None, progress: Callable[[str], None], crew: Crew
-) -> Place:
+    run: RunConfig,
+    parts: Parts,
+    before: str | None,
+    progress: Callable[[str], None],
+    crew: DistributedContext,
+) -> PlaceStates:
     """Where the optimizer's states go, for a model on a device, once the crew has a layout.
     `before` is where they were in an earlier part of the run."""
 
@@ -179,7 +381,7 @@ def place_states(
         if run.optimizer.states is not StatesPlace.AUTO:
             return Placed(run.optimizer.states, "as the run file says")
         if device.type == "cpu":
-            return DEFAULT
+            return BESIDE_WEIGHTS
         machine = bare_machine(device)
         if run.schedule.strategy == AUTO:
             machine = parts.machine(device, torch_dtype(run), progress)
@@ -187,7 +389,7 @@ def place_states(
         there = sum(parameter.nbytes for parameter in model.parameters()) * (crew.count > 1)
         machine = allowed(run, free_now(device, 0, there).limit(machine))
         adapters = run.model.lora.everywhere() if run.model.lora else 0
-        looked = look(model, run.model.dtype.value, device, adapters, run.kernels)
+        looked = inspect_model(model, run.model.dtype.value, device, adapters, run.kernels)
 
         def fit(states: StatesPlace) -> Fit:
             question = question_of(run, looked, machine, states, crew)

@@ -1,45 +1,45 @@
-"""From a RunConfig to the model, data and engine that it names."""
+"""From a RunConfig to its context: model, data and optimizer, loaded and laid out over ranks."""
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from farspan.data.corpus import Corpus, open_corpus
-from farspan.data.store import Watch
-from farspan.data.tokenizers import BYTES, Tokenizer, load_tokenizer
+from farspan.data.corpus import Corpus, open_corpus, show_sequence
+from farspan.data.token_cache import Watch
+from farspan.data.tokenizers import BYTES, load_tokenizer
+from farspan.distributed.context import broadcast_from_rank0
 from farspan.distributed.failure import activity
-from farspan.engine.microbench import describe_machine
-from farspan.engine.parallelize import ShardedModel
+from farspan.distributed.run_context import DistributedContext
+from farspan.engine.parallelize import ShardedModel, parallelize
 from farspan.hf.describe import describe
 from farspan.hf.load import Weights, add_adapters, frozen_digest, stacked_experts
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import reads_text_alone, refuse_context, refuse_dropout, refuse_model
 from farspan.plan.grid import group_ranges
-from farspan.plan.layout import AXES
+from farspan.plan.layout import AXES, Layout
 from farspan.plan.model.catalog import refuse_absent
 from farspan.plan.strategies import AUTO
-from farspan.sparse.train import marks, opening_words
+from farspan.sparse.train import opening_words
 from farspan.spec import ModelSpec, Refused, Schedule
-from farspan.train.allocator import DeviceMemory
-from farspan.train.choice import Choice
-from farspan.train.config import RunConfig, StatesPlace
-from farspan.train.crew import Crew
-from farspan.train.dealt import deal_model
-from farspan.train.dealt_weights import Pieces, pieces_of
-from farspan.train.inspection import Looked, look
-from farspan.train.layout import Parallel, check_ranks, layout_of
-from farspan.train.memory import Expected
-from farspan.train.optimizer import Optimizer
-from farspan.train.optimizer_8bit import load_adamw
-from farspan.train.optimizer_parts import Held
-from farspan.train.optimizer_place import DEFAULT, STATES, Placed
-from farspan.train.parts import Parts
+from farspan.train.config import Parallel, RunConfig, StatesPlace, check_ranks, layout_of
+from farspan.train.context import (
+    Parts,
+    RunContext,
+    _host_share,
+    inspect_model,
+    torch_dtype,
+)
+from farspan.train.optimizer import (
+    Placed,
+    TrainingOptimizer,
+    sharded_parameters,
+)
+from farspan.train.optimizer_states import load_adamw
 
-Place = Callable[[Any, torch.device], Placed]
+PlaceStates = Callable[[Any, torch.device], Placed]
 
 NO_DEVICE = "device: {name!r} is none to train on; give auto, cpu, cuda or cuda:1"
 EXPERTS = "none on the experts, whose weights are stacked and no linear modules; they stay frozen"
@@ -47,59 +47,31 @@ EXPERTS = "none on the experts, whose weights are stacked and no linear modules;
 TEXT = "text alone is trained: what reads images stays as it is and is saved with the rest"
 
 
-@dataclass(frozen=True, slots=True)
-class Equipment:
-    """What a run computes with."""
-
-    model: Any  # a PreTrainedModel
-    optimizer: Optimizer
-    corpus: Corpus
-    tokenizer: Tokenizer
-    device: torch.device
-    count_trained: Callable[[Tensor, Tensor | None], int]
-    memory: DeviceMemory = field(default_factory=DeviceMemory)
-    placed: Placed = DEFAULT
-    crew: Crew = field(default_factory=lambda: Crew(torch.device("cpu")))
-    pieces: Pieces | None = None  # of a model that is dealt over ranks
-    elements: tuple[int, int] = (0, 0)  # of all parameters, and of the trainable ones
-    looked: Looked | None = None  # where the planner is asked
-    frozen: str | None = None  # digest of the weights that are not trained, where some are not
-
-    @property
-    def dealt(self) -> ShardedModel | None:
-        return None if self.pieces is None else self.pieces.dealt
-
-    def held_bytes(self) -> int:
-        """Weights and optimizer states on the device; on a CPU both tiers are that."""
-        held = self.optimizer.held()
-        return self._weights() + held.device + (held.host if self.device.type == "cpu" else 0)
-
-    def touched_bytes(self) -> Held:
-        """What is held and has been written: memory of zeros is taken from the machine then."""
-        held = self.optimizer.held()
-        if self.device.type == "cpu":
-            written = held.device + held.host - held.untouched
-            return Held(self._weights() + written, 0, 0)
-        return Held(self._weights() + held.device, held.host, 0)
-
-    def host_room(self, run: RunConfig) -> int | None:
-        """Bytes of main memory that the run file leaves to a step of this process; None: all that
-        there are."""
-        share, held = _host_share(run, self.crew), self.touched_bytes()
-        if share is None:
-            return None
-        return share - (held.device if self.device.type == "cpu" else held.host)
-
-    def _weights(self) -> int:
-        if self.pieces is not None:
-            return self.pieces.held_bytes()
-        return sum(parameter.nbytes for parameter in self.model.parameters())
+def shard_model(
+    run: RunConfig, parts: Parts, model: Any, crew: DistributedContext
+) -> ShardedModel | None:
+    """Deals a model that rank 0 has loaded, in place; None where all ranks have it whole then."""
+    if crew.ranks is None:
+        return None
+    if not is_sharded(run, crew.layout):
+        broadcast_from_rank0(crew.ranks, model)
+        return None
+    # Stages and tiles follow from the schedule; of the planner's neither does.
+    return parallelize(model, parts.schedule_of(run, model), crew.ranks, kernels=run.kernels)
 
 
-def _host_share(run: RunConfig, crew: Crew) -> int | None:
-    """Of what the run file allows the ranks of a node, one rank's."""
-    limit = run.host_bytes()
-    return None if limit is None else limit // crew.near
+def is_sharded(run: RunConfig, layout: Layout) -> bool:
+    """Whether ranks hold parts of the weights, rather than all of them each. Raises Refused."""
+    cut = layout.tensor > 1 or layout.pipeline > 1 or layout.fsdp
+    if layout.devices() == 1 or not cut:
+        return False
+    if run.optimizer.states is StatesPlace.EIGHT_BIT:
+        raise Refused(
+            "optimizer.states: 8bit rounds blocks of 256 neighbours, which depend on how weights "
+            "are cut over ranks; use device or host, or parallel.fsdp: false without tensor and "
+            "pipeline"
+        )
+    return True
 
 
 def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
@@ -114,7 +86,9 @@ def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
     return replace(run, model=model, data=data, parallel=check_ranks(run.parallel, ranks))
 
 
-def equip(run: RunConfig, parts: Parts, watch: Watch, place: Place, crew: Crew) -> Equipment:
+def make_context(
+    run: RunConfig, parts: Parts, watch: Watch, place: PlaceStates, crew: DistributedContext
+) -> RunContext:
     """Everything loaded and made but the engine, and the crew laid out.
 
     `watch(documents, tokens)` is called while text becomes tokens, and `place(model, device)` says
@@ -145,13 +119,13 @@ def equip(run: RunConfig, parts: Parts, watch: Watch, place: Place, crew: Crew) 
     if run.schedule.strategy == AUTO:
         adapters = run.model.lora.everywhere() if run.model.lora else 0
         looked = crew.by_first(
-            lambda: look(model, run.model.dtype.value, device, adapters, run.kernels)
+            lambda: inspect_model(model, run.model.dtype.value, device, adapters, run.kernels)
         )
-    dealt = deal_model(run, parts, model, crew)
-    pieces = None if dealt is None else pieces_of(dealt)
+    dealt = shard_model(run, parts, model, crew)
+    pieces = None if dealt is None else sharded_parameters(dealt)
     states = replace(run.optimizer, states=placed.states)
-    optimizer = Optimizer(model, states, pieces, crew.ranks, _host_share(run, crew))
-    return Equipment(
+    optimizer = TrainingOptimizer(model, states, pieces, crew.ranks, _host_share(run, crew))
+    return RunContext(
         model=model,
         optimizer=optimizer,
         corpus=corpus,
@@ -183,13 +157,7 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def torch_dtype(run: RunConfig) -> torch.dtype:
-    """Of its parameters and activations."""
-    found: torch.dtype = getattr(torch, run.model.dtype.value)
-    return found
-
-
-def introduce(run: RunConfig, equipment: Equipment) -> str:
+def introduce(run: RunConfig, equipment: RunContext) -> str:
     """The lines that open a run."""
     every, trained = equipment.elements
     some = "" if trained == every else f", {trained:,} of them trained,"
@@ -208,7 +176,7 @@ def introduce(run: RunConfig, equipment: Equipment) -> str:
     return "\n".join(lines)
 
 
-def _sharing(crew: Crew) -> str:
+def _sharing(crew: DistributedContext) -> str:
     """How many ranks there are and what they share."""
     axes = {axis: getattr(crew.layout, axis) for axis in AXES}
     named = ", ".join(f"{axis} {extent}" for axis, extent in axes.items() if extent > 1)
@@ -225,7 +193,7 @@ def _best() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _blank_model(run: RunConfig, parts: Parts, crew: Crew) -> Any:
+def _blank_model(run: RunConfig, parts: Parts, crew: DistributedContext) -> Any:
     """The model without weights, in which what needs none of them is checked before any text is
     read. Raises Refused on all ranks."""
 
@@ -253,7 +221,7 @@ def refuse_groups(schedule: Schedule, layers: int, stages: int) -> None:
         raise Refused(f"{where}.{error}") from error
 
 
-def _load_model(run: RunConfig, parts: Parts, crew: Crew, blank: Any) -> Any:
+def _load_model(run: RunConfig, parts: Parts, crew: DistributedContext, blank: Any) -> Any:
     """Of several ranks the first loads it, into main memory: weights go to devices when it is known
     which go where. The others have the blank one."""
     torch.manual_seed(run.seed)
@@ -300,25 +268,21 @@ def _check_vocabulary(corpus: Corpus, model: Any) -> None:
         )
 
 
-def about(
-    run: RunConfig, equipment: Equipment, choice: Choice, expected: Expected
-) -> dict[str, Any]:
-    """The content of about.json."""
-    model, packing = equipment.model, equipment.corpus.train
-    return {
-        **marks(run),
-        **({} if run.sparse is None else {"sparse": asdict(run.sparse)}),
-        "model": type(model).__name__,
-        "parameters": equipment.elements[0],
-        "trainable": equipment.elements[1],
-        "strategy": choice.strategy,
-        "schedule": asdict(choice.schedule),
-        STATES: equipment.placed.states.value,
-        "memory": dict(expected.parts),
-        "data": equipment.corpus.identity,
-        "tokens_per_epoch": packing.kept.tokens,
-        "sequences_per_epoch": packing.sequences_per_epoch(),
-        "device": str(equipment.device),
-        **({} if equipment.crew.place is None else {"layout": asdict(equipment.crew.layout)}),
-        "machine": describe_machine(),
-    }
+def show_data(run: RunConfig, sequence: int, held_out: bool) -> Iterator[str]:
+    """Lines about the data and one sequence of them, counted from 0 as it is trained, or of those
+    that are held out. Raises Refused."""
+    run = resolve(replace(run, parallel=None))
+    tokenizer = load_tokenizer(str(run.data.tokenizer), run.model.trust_remote_code)
+    corpus = open_corpus(
+        run.data, tokenizer, context=run.context, seed=run.seed, watch=lambda *_: None
+    )
+    packing = corpus.held_out if held_out else corpus.train
+    if packing is None:
+        raise Refused("held_out: no documents are; set data.held_out, or data.held_out_path")
+    count = packing.sequences_per_epoch()
+    if held_out and sequence >= count:
+        raise Refused(f"sequence: expected one of the {count} that are held out, below {count}")
+    yield from corpus.describe(run.context)
+    yield f"\nsequence {sequence}{' held out' if held_out else ''}"
+    batch = packing.once(sequence) if held_out else packing.batch([sequence])
+    yield from show_sequence(batch, tokenizer)

@@ -1,55 +1,81 @@
-"""One run, step by step. Everything that decides a step follows from its number."""
+"""The training loop, and `train`, which prepares it and tells how it ended."""
 
 import math
+import signal
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
+from farspan.checkpoint import local as checkpoint
+from farspan.checkpoint.distributed import FROZEN
+from farspan.checkpoint.export import base_of, export, is_exported
+from farspan.checkpoint.local import TrainState, capture_rng, restore_rng, saver_of, train_state_of
+from farspan.distributed.launch import launch_env
+from farspan.distributed.run_context import (
+    DistributedContext,
+    Interrupt,
+    Interrupted,
+    StopPoint,
+    join_run,
+)
 from farspan.durable import WriteFailed, read_json
 from farspan.plan.question import Question
 from farspan.sparse.engine import Seen
-from farspan.sparse.train import MassWatch, marks, mass_json, other_chunk
+from farspan.sparse.train import (
+    HIDING_NOTHING,
+    SPARSELY,
+    MassWatch,
+    hides,
+    marks,
+    mass_json,
+    other_chunk,
+    what_changes,
+)
 from farspan.spec import Refused
-from farspan.train import checkpoint
-from farspan.train.batches import Batches, Micro
-from farspan.train.checkpoint import capture_rng, restore_rng
-from farspan.train.checkpoint_ranks import FROZEN
-from farspan.train.choice import Choice
 from farspan.train.config import OnNonfinite, RunConfig
-from farspan.train.crew import Place
-from farspan.train.diagnosis import Diverged, Finding, as_json, find_nonfinite, report
-from farspan.train.export import base_of, export, is_exported
-from farspan.train.folder import RunFolder, identity
-from farspan.train.interrupt import Interrupt
+from farspan.train.console import NoReporter, Reporter, make_reporter
+from farspan.train.context import Batches, CellsDone, Micro, Parts, RunContext, StepLike, remembered
+from farspan.train.loggers import LoggerThread, LoggingReporter, make_loggers
 from farspan.train.memory import Expected, peak_process_bytes
-from farspan.train.optimizer import learning_rate
-from farspan.train.parts import CellsDone, Parts, StepLike
+from farspan.train.oom import NoScheduleFits, OneRankOutOfMemory, Shortage
+from farspan.train.optimizer import STATES_KEY, learning_rate
 from farspan.train.planning import (
+    Choice,
     Recalls,
-    make_chooser,
+    about_json,
+    make_policy,
     named_json,
+    place_states,
     plan_json,
     recall_named_shortage,
     recall_plan,
     recall_shortage,
 )
-from farspan.train.position import Position, position_of
-from farspan.train.progress import Reporter
-from farspan.train.runner import Callbacks, Comparison, Runner, shortage_json
-from farspan.train.saver import saver_of
-from farspan.train.setup import Equipment, about
-from farspan.train.shortage import OneRankShort, OutOfMemory, Shortage
+from farspan.train.run_folder import (
+    Diverged,
+    Finding,
+    OthersFolder,
+    RunFolder,
+    as_json,
+    diagnosis_json,
+    find_nonfinite,
+    identity,
+)
+from farspan.train.setup import choose_device, introduce, make_context, resolve
+from farspan.train.step_runner import Callbacks, PlanComparison, StepRunner, shortage_json
 
 PLAN = "plan.json"
 ABOUT = "about.json"
 
 
-class Trainer:
+class TrainingLoop:
     """Takes the steps of a run, and saves and measures between them.
 
     Invariant: between steps, `at`, weights, optimizer states and the random generators are those
@@ -59,7 +85,7 @@ class Trainer:
     def __init__(
         self,
         run: RunConfig,
-        equipment: Equipment,
+        equipment: RunContext,
         parts: Parts,
         folder: RunFolder,
         reporter: Reporter,
@@ -77,17 +103,17 @@ class Trainer:
             self._identity[FROZEN] = equipment.frozen
         self._rng = capture_rng()
         self._saved: int | None = None  # step of the latest checkpoint
-        self.at = Position()
+        self.at = TrainState()
         self.loss: float | None = None
         self.held_out: dict[int, float] = {}  # loss by step
         self._marks = marks(run)
         self._watch = None if run.sparse is None else MassWatch(run.sparse.warn_below)
         self._parts = parts
-        self._runner = Runner(
+        self._runner = StepRunner(
             run,
             equipment,
             parts,
-            make_chooser(run, equipment, parts, self._recalls(), self._measuring),
+            make_policy(run, equipment, parts, self._recalls(), self._measuring),
             Callbacks(
                 note=reporter.note,
                 watch=self._rehearsing,
@@ -103,7 +129,7 @@ class Trainer:
         """Goes to where the latest checkpoint stands, if there is one."""
         restored = self._saver.resume(self._folder.checkpoints, self._identity, self._reporter.note)
         if restored is not None:
-            self.at = position_of(restored)
+            self.at = train_state_of(restored)
             self._check_steps()
             self._saved = self.at.step
             self._rng = restored.rng
@@ -124,16 +150,16 @@ class Trainer:
         WriteFailed."""
         try:
             self._fit()
-        except OutOfMemory as error:
-            if self.at.step == 0 or isinstance(error, OneRankShort):
+        except NoScheduleFits as error:
+            if self.at.step == 0 or isinstance(error, OneRankOutOfMemory):
                 raise
             self.save()
-            raise OutOfMemory(
+            raise NoScheduleFits(
                 f"step {self.at.step + 1}: {error}. Step {self.at.step} is saved: the same command "
                 "goes on from there, also with another schedule"
             ) from error
 
-    def compare(self) -> Comparison | None:
+    def compare(self) -> PlanComparison | None:
         """The plan beside what was measured, also in the run folder; None without a plan."""
         found = self._runner.compare()
         if found is not None:
@@ -211,7 +237,7 @@ class Trainer:
             values["nonfinite"] = self._nonfinite(batches, loss, norm)
             skipped = 1
         tokens = self.at.tokens + self._batches.read(batches)
-        self.at = Position(step + 1, tokens, self.at.skipped + skipped)
+        self.at = TrainState(step + 1, tokens, self.at.skipped + skipped)
         self._rng = capture_rng()
         seconds = time.perf_counter() - began
         self._runner.took(seconds, metered=bool(memory))
@@ -238,7 +264,7 @@ class Trainer:
         total = self._batches.trained(batches)
         losses, seen = [], []
         for place, micro in enumerate(batches):
-            self._interrupt.passed(Place.BATCH)
+            self._interrupt.passed(StopPoint.BATCH)
             step.progress = partial(self._cells, place)
             losses.append(
                 step(
@@ -254,7 +280,7 @@ class Trainer:
         return float(torch.stack([loss.detach() for loss in losses]).sum()), seen
 
     def _cells(self, place: int, progress: CellsDone) -> None:
-        self._interrupt.passed(Place.CELL)
+        self._interrupt.passed(StopPoint.CELL)
         done = (place + progress.work_done / progress.work) / self._run.accumulate
         self._reporter.cells(self.at.step + 1, done, progress)
 
@@ -266,7 +292,7 @@ class Trainer:
         if self._run.nonfinite is OnNonfinite.SKIP and finding.weight is None:
             self._reporter.note(f"step {number} skipped: {finding.kind} is not finite")
             return finding.kind
-        path = self._diagnose(report(finding, step=number, loss=loss, norm=norm), batches)
+        path = self._diagnose(diagnosis_json(finding, step=number, loss=loss, norm=norm), batches)
         self.save()
         raise Diverged(
             f"step {number}: {finding.kind} is not finite (loss {loss}); {finding.describe()}; "
@@ -281,7 +307,7 @@ class Trainer:
         if self._run.nonfinite is OnNonfinite.SKIP and finding.weight is None:
             self._reporter.note(f"step {step}: the held-out loss is not finite")
             return
-        path = self._diagnose(report(finding, step=step, loss=loss, heldout=True), batches)
+        path = self._diagnose(diagnosis_json(finding, step=step, loss=loss, heldout=True), batches)
         self.save()
         raise Diverged(
             f"step {step}: the held-out loss is not finite ({loss}); {finding.describe()}; see "
@@ -317,7 +343,7 @@ class Trainer:
     def _heldout_loss(self, batches: list[Micro], step: StepLike) -> float:
         total, loss = self._batches.trained(batches), 0.0
         for place, micro in enumerate(batches):
-            self._interrupt.passed(Place.BATCH)
+            self._interrupt.passed(StopPoint.BATCH)
             step.progress = partial(self._evaluating, place, len(batches))
             loss += float(
                 step.evaluate(
@@ -331,11 +357,11 @@ class Trainer:
         return loss
 
     def _evaluating(self, place: int, count: int, progress: CellsDone) -> None:
-        self._interrupt.passed(Place.HELD_OUT_CELL)
+        self._interrupt.passed(StopPoint.HELD_OUT_CELL)
         self._reporter.evaluating((place + progress.work_done / progress.work) / count, progress)
 
     def _rehearsing(self, progress: CellsDone) -> None:
-        self._interrupt.passed(Place.CELL)
+        self._interrupt.passed(StopPoint.CELL)
         self._reporter.rehearsing(progress.work_done / progress.work, progress)
 
     def _measuring(self, what: str) -> None:
@@ -370,7 +396,7 @@ class Trainer:
         known = (read_json(self._folder.path / ABOUT) or {}) if self.at.step else {}
         if words := other_chunk(known.get("schedule", {}).get("chunk"), choice.schedule):
             self._reporter.note(f"schedule: {words}")
-        self._folder.write_json(ABOUT, about(self._run, self._use, choice, expected))
+        self._folder.write_json(ABOUT, about_json(self._run, self._use, choice, expected))
         if choice.plan is not None:
             self._folder.write_json(PLAN, plan_json(choice))
             self._folder.forget_shortage()
@@ -389,3 +415,152 @@ class Trainer:
 
 def _due(step: int, every: int, first: bool = False) -> bool:
     return every > 0 and step % every == 0 and (step > 0 or first)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingResult:
+    """How a run ended."""
+
+    folder: Path
+    step: int  # updates done
+    steps: int  # updates asked for
+    loss: float | None  # of the last step that was not skipped
+    heldout_loss: float | None  # the latest
+    skipped: int  # steps without an update, because something was not finite
+    signum: int | None  # the signal that ended it early
+    comparison: PlanComparison | None = None  # of the planner's plan with what happened
+    sparse: bool = False  # by sparse attention, the held-out losses too: an approximation if
+    hides: bool = True  # a query may miss what dense attention shows it
+    leads: bool = True  # this process is the one that tells of it
+    adapters: bool = False  # are what was trained, and is given out
+
+    @property
+    def exit_code(self) -> int:
+        """For the shell: 0, or 128 and the signal's number."""
+        return 0 if self.signum is None else 128 + self.signum
+
+    @property
+    def message(self) -> str:
+        """One sentence for the user."""
+        words = SPARSELY if self.hides else HIDING_NOTHING
+        how = f" {words}" if self.sparse else ""
+        if self.signum is not None:
+            return (
+                f"{signal.Signals(self.signum).name}: stopped after step {self.step} of "
+                f"{self.steps}{how}; run the same command again to go on from there"
+            )
+        what = "adapters are" if self.adapters else "model is"
+        return f"{self.steps} steps done{how}; the {what} in {self.folder / 'model'}"
+
+
+def train(
+    run: RunConfig,
+    *,
+    parts: Parts | None = None,
+    reporter: Reporter | None = None,
+    notes: Sequence[str] = (),
+) -> TrainingResult:
+    """Trains until the last step or the first signal, from the latest checkpoint if there is one.
+
+    `notes` are said first. Raises Refused for what cannot be done as asked, OutOfMemory (which is
+    one) when no schedule fits, WriteFailed when the disk is full, Diverged when a loss or gradient
+    is not finite; all of them leave the last good checkpoint. Where torchrun started several
+    processes, or in a process group, all of them call this and have the same result; then also
+    RankFailed, which names another rank that failed.
+    """
+    place = launch_env()
+    run = resolve(run, None if place is None else place.ranks)
+    with join_run(run, place, choose_device(run.device)) as crew:
+        lanes: list[LoggerThread] = []
+        crew.by_first(
+            lambda: lanes.extend(LoggerThread(*named) for named in make_loggers(run).items())
+        )
+        if crew.leads:
+            shown = make_reporter(Console()) if reporter is None else reporter
+            shown = LoggingReporter(shown, lanes) if lanes else shown
+            with RunFolder(run) as folder, Interrupt() as interrupt, shown:
+                return _train(run, parts or Parts(), folder, (shown, interrupt), crew, notes)
+        with OthersFolder(run) as folder, Interrupt() as interrupt:
+            told = NoReporter(), interrupt
+            return _train(run, parts or Parts(), folder, told, crew, notes)
+
+
+def _train(
+    run: RunConfig,
+    parts: Parts,
+    folder: RunFolder,
+    person: tuple[Reporter, Interrupt],
+    crew: DistributedContext,
+    notes: Sequence[str],
+) -> TrainingResult:
+    shown, interrupt = person
+    interrupt.share(crew)
+    for text in notes:
+        shown.note(text)
+    for change in crew.by_first(folder.prepare):
+        shown.note(f"{change}: {what_changes(run, change)}")
+    try:
+        trainer = _prepare(run, parts, folder, shown, interrupt, crew)
+    except Interrupted as stop:
+        return replace(_nothing(run, folder), signum=stop.signum)
+    try:
+        trainer.fit()
+    except Interrupted as stop:
+        trainer.save()
+        return _result(run, folder, trainer, stop.signum)
+    comparison = trainer.compare()
+    trainer.export()
+    return replace(_result(run, folder, trainer, None), comparison=comparison)
+
+
+def _prepare(
+    run: RunConfig,
+    parts: Parts,
+    folder: RunFolder,
+    reporter: Reporter,
+    interrupt: Interrupt,
+    crew: DistributedContext,
+) -> TrainingLoop:
+    def watch(documents: int, tokens: int) -> None:
+        interrupt.check()
+        reporter.preparing(documents, tokens)
+
+    def measuring(what: str) -> None:
+        interrupt.check()
+        reporter.measuring(what)
+
+    before = crew.by_first(lambda: read_json(folder.path / ABOUT) or {}).get(STATES_KEY)
+    parts = replace(parts, machine=remembered(parts.machine))
+    place = place_states(run, parts, before, measuring, crew)
+    equipment = make_context(run, parts, watch, place, crew)
+    reporter.note(introduce(run, equipment))
+    trainer = TrainingLoop(run, equipment, parts, folder, reporter, interrupt)
+    trainer.resume()
+    if trainer.at.step and before not in (None, equipment.placed.states):
+        reporter.note(f"optimizer states: were on the {before}; the same tensors go on elsewhere")
+    return trainer
+
+
+def _nothing(run: RunConfig, folder: RunFolder) -> TrainingResult:
+    """Of a run that ended before it began."""
+    return TrainingResult(
+        *(folder.path, 0, run.steps, None, None, 0, None),
+        sparse=run.sparse is not None,
+        hides=hides(run),
+        leads=not isinstance(folder, OthersFolder),
+        adapters=run.model.lora is not None,
+    )
+
+
+def _result(
+    run: RunConfig, folder: RunFolder, trainer: TrainingLoop, signum: int | None
+) -> TrainingResult:
+    held_out = trainer.held_out
+    return replace(
+        _nothing(run, folder),
+        step=trainer.at.step,
+        loss=trainer.loss,
+        heldout_loss=held_out[max(held_out)] if held_out else None,
+        skipped=trainer.at.skipped,
+        signum=signum,
+    )

@@ -1,0 +1,373 @@
+"""The forms of documents but chats: text, prompts with completions, and tokens.
+
+Conversations, as the tokenizer's chat template writes them.
+
+What the model itself says is trained, and what ends it; what it is told is not. A template says
+which is which by `{% generation %}` around the model's turns. Few do, so it is found otherwise in
+the text of the others:
+
+    <|user|> Hi. <|end|> <|assistant|> Hello. <|end|> <|user|> And now? <|end|> <|assistant|> ...
+    turns before it, and the sign      [ trained    ] up to the first end-of-sequence token, or
+    that the model speaks                             to where the template ends with this turn
+
+Thoughts that a template leaves out of earlier turns are not trained there. One that writes earlier
+turns otherwise in any other way cannot be read so: it is refused."""
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from farspan.data.tokenizers import Document, Encoded, Written
+from farspan.spec import Refused
+
+INPUT_IDS, LABELS, MASK = "input_ids", "labels", "attention_mask"
+UNTRAINED = -100  # label of a token that no loss is of, as everywhere in Hugging Face
+
+
+@dataclass(frozen=True, slots=True)
+class TextForm:
+    """One field of text, all of which is trained."""
+
+    field: str
+
+    optional: ClassVar[tuple[str, ...]] = ()
+    masked: ClassVar[bool] = False
+    any_ids: ClassVar[bool] = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.field,)
+
+    def key(self, column: str) -> str:  # noqa: ARG002 - there is one
+        return "data.field"
+
+    def listing(self) -> list[object]:
+        return ["text", self.field]
+
+    def read(self, document: Document) -> Written | None:
+        text = text_of(document, self.field, self.key(self.field))
+        return Written(text) if text.strip() else None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptForm:
+    """A text and how it goes on; the prompt is trained only where `everything` is."""
+
+    prompt: str
+    completion: str
+    everything: bool
+
+    optional: ClassVar[tuple[str, ...]] = ()
+    any_ids: ClassVar[bool] = False
+
+    @property
+    def masked(self) -> bool:
+        return not self.everything
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.prompt, self.completion
+
+    def key(self, column: str) -> str:
+        return "data.prompt" if column == self.prompt else "data.completion"
+
+    def listing(self) -> list[object]:
+        return ["prompt", self.prompt, self.completion, self.everything]
+
+    def read(self, document: Document) -> Written | None:
+        prompt = text_of(document, self.prompt, self.key(self.prompt))
+        text = prompt + text_of(document, self.completion, self.key(self.completion))
+        if not text.strip():
+            return None
+        return Written(text, None if self.everything else ((len(prompt), len(text)),))
+
+
+@dataclass(frozen=True, slots=True)
+class TokensForm:
+    """Token ids as they are and, where there are any, labels: the same ids, or -100. What an
+    attention_mask has zeros for, at either end, is padding and no part of the document."""
+
+    columns: ClassVar[tuple[str, ...]] = (INPUT_IDS,)
+    optional: ClassVar[tuple[str, ...]] = (LABELS, MASK)
+    masked: ClassVar[bool] = True
+    any_ids: ClassVar[bool] = True
+
+    def key(self, column: str) -> str:  # noqa: ARG002 - all have the names that trainers expect
+        return "data.format"
+
+    def listing(self) -> list[object]:
+        return ["tokens", *self.columns, *self.optional]
+
+    def read(self, document: Document) -> Encoded | None:
+        ids = _whole_numbers(document, INPUT_IDS)
+        labels = ids
+        if document.fields.get(LABELS) is not None:
+            labels = _whole_numbers(document, LABELS)
+        if len(labels) != len(ids):
+            raise Refused(
+                f"{document.place}: {len(labels)} labels of {len(ids)} input_ids; give one each"
+            )
+        if document.fields.get(MASK) is not None:
+            own = _own(document, len(ids))
+            ids, labels = ids[own], labels[own]
+        if len(ids) == 0:
+            return None
+        if ids.min() < 0:
+            raise Refused(f"{document.place}: field 'input_ids' has a negative id, {ids.min()}")
+        if ids.max() >= 1 << 32:
+            raise Refused(
+                f"{document.place}: field 'input_ids' has an id of {ids.max()}, expected ids "
+                "below 2**32"
+            )
+        trained = labels != UNTRAINED
+        if bool((labels[trained] != ids[trained]).any()):
+            raise Refused(
+                f"{document.place}: field 'labels' has others than input_ids has; each is the id "
+                "in its own place, unshifted, or -100 where it is not trained"
+            )
+        return Encoded(ids, trained)
+
+
+def field_of(document: Document, field: str, key: str) -> Any:
+    """What a record has under `field`; `key` of the run file would say another. Raises Refused."""
+    if field not in document.fields:
+        raise Refused(
+            f"{document.place} has no field {field!r} (it has: {', '.join(document.fields)}); "
+            f"set {key}"
+        )
+    return document.fields[field]
+
+
+def text_of(document: Document, field: str, key: str) -> str:
+    """Raises Refused where it is none, or none that can be encoded."""
+    text = field_of(document, field, key)
+    if not isinstance(text, str):
+        raise Refused(
+            f"{document.place}: field {field!r} holds {type(text).__name__}, expected text"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair, written as an escape
+        raise Refused(
+            f"{document.place}: field {field!r} is not valid Unicode: {error.reason}"
+        ) from error
+    return text
+
+
+def _own(document: Document, tokens: int) -> slice:
+    """The tokens between the padding at either end."""
+    mask = _whole_numbers(document, MASK)
+    if len(mask) != tokens:
+        raise Refused(
+            f"{document.place}: an attention_mask of {len(mask)} for {tokens} input_ids; give one "
+            "each"
+        )
+    if not np.isin(mask, (0, 1)).all():
+        raise Refused(
+            f"{document.place}: field 'attention_mask' has others than 0 (padding) and 1; give "
+            "each document a row of its own, without padding"
+        )
+    read = np.flatnonzero(mask)
+    if len(read) == 0:
+        return slice(0)
+    begin, end = int(read[0]), int(read[-1]) + 1
+    if len(read) != end - begin:
+        raise Refused(
+            f"{document.place}: field 'attention_mask' has 0 between tokens of 1; padding is at "
+            "the ends: give tokens that are read and not trained a label of -100 instead"
+        )
+    return slice(begin, end)
+
+
+def _whole_numbers(document: Document, field: str) -> np.ndarray:
+    given = field_of(document, field, "data.format")
+    if isinstance(given, Sequence) and all(type(number) is int for number in given):
+        try:
+            return np.asarray(given, dtype=np.int64)
+        except OverflowError:
+            pass
+    raise Refused(f"{document.place}: field {field!r}: expected a list of whole numbers")
+
+
+TOOLS = "tools"
+ASSISTANT = "assistant"
+MARKS = re.compile(r"\{%[-+]?\s*generation\b")
+_OTHERWISE = (
+    "give a data.chat_template that has {% generation %} around what the model says, or set "
+    "data.loss to all"
+)
+_NOWHERE = "\ue000"  # a character for private use
+_NOWHERE_AS_PART = {"type": "text", "text": _NOWHERE}
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatForm:
+    """A list of messages, each with a role and a content, and the tools that may be called."""
+
+    field: str
+    everything: bool  # is trained
+    inner: PreTrainedTokenizerBase
+    template: str
+
+    optional: ClassVar[tuple[str, ...]] = (TOOLS,)
+    any_ids: ClassVar[bool] = False
+
+    @property
+    def masked(self) -> bool:
+        return not self.everything
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.field,)
+
+    def key(self, column: str) -> str:  # noqa: ARG002 - what else is read has a fixed name
+        return "data.field"
+
+    def listing(self) -> list[object]:
+        digest = hashlib.sha256(self.template.encode()).hexdigest()
+        return ["chat", self.field, self.everything, digest]
+
+    def read(self, document: Document) -> Written | None:
+        messages = self._messages(document)
+        if not messages:
+            return None
+        if not self.everything and self.template_says():
+            return self._marked(document, messages)
+        text = self._text(document, messages)
+        if self.everything:
+            return Written(text, bare=True)
+        return Written(text, self._turns(document, messages, text), bare=True)
+
+    def template_says(self) -> bool:
+        """Whether the template marks what the model says."""
+        return MARKS.search(self.template) is not None
+
+    def _messages(self, document: Document) -> Sequence[Message]:
+        given = field_of(document, self.field, self.key(self.field))
+        whole = isinstance(given, Sequence) and not isinstance(given, str)
+        if not whole or not all(isinstance(m, Mapping) and "role" in m for m in given):
+            raise Refused(
+                f"{document.place}: field {self.field!r}: expected a list of messages, each with "
+                "a role and a content"
+            )
+        return [{key: value for key, value in m.items() if value is not None} for m in given]
+
+    def _turns(
+        self, document: Document, messages: Sequence[Message], text: str
+    ) -> tuple[tuple[int, int], ...]:
+        """The characters that the model says."""
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            if number == 0:
+                raise Refused(
+                    f"{document.place}: message 1 is of the {ASSISTANT}; a conversation "
+                    "begins with what the model is told"
+                )
+            begin = self._begin(document, messages, number, text)
+            end = None
+            if begin is not None:
+                end = self._end(text, begin, self._text(document, messages[: number + 1]))
+            if begin is None:
+                raise Refused(
+                    f"{document.place}: message {number + 1}: the chat template has no sign that "
+                    "the model speaks next (add_generation_prompt), or writes it otherwise once "
+                    f"other messages follow; {_OTHERWISE}"
+                )
+            if end is None:
+                raise Refused(
+                    f"{document.place}: message {number + 1}: the chat template writes it "
+                    f"otherwise once other messages follow, so where it ends cannot be told; "
+                    f"{_OTHERWISE}"
+                )
+            spans.append((begin, end))
+        return tuple(spans)
+
+    def _begin(
+        self, document: Document, messages: Sequence[Message], number: int, text: str
+    ) -> int | None:
+        """Where the model begins to say message `number`."""
+        before = self._text(document, messages[:number], opened=True)
+        # The sign may have the model think first, and an earlier turn show no thought. What of the
+        # sign is there is told by a turn of which no character is the sign's.
+        content = messages[number].get("content")
+        nowhere = _NOWHERE if isinstance(content, str | None) else [_NOWHERE_AS_PART]
+        other = {**messages[number], "content": nowhere}
+        probe = self._text(document, [*messages[:number], other, *messages[number + 1 :]])
+        begin = _shared(before, probe)
+        told = len(self._text(document, messages[:number]))
+        if begin <= told:
+            # There is no sign. Where nothing else stands before the turn, it begins with itself.
+            begin = probe.find(_NOWHERE)
+            if probe[told:begin].strip():
+                return None
+        return begin if text.startswith(probe[:begin]) else None
+
+    def _end(self, text: str, start: int, until: str) -> int | None:
+        """Where the turn that begins at `start` ends, and `until` where it is the last one."""
+        sign = self.inner.eos_token
+        if sign and sign in text[start:]:
+            end = text.index(sign, start) + len(sign)
+            # What the model thought may be gone from turns that others follow; the rest may not.
+            said = until[: until.find(sign, start) + len(sign)]
+            if said[start:].endswith(text[start:end]):
+                return end
+        return len(until) if text.startswith(until) else None
+
+    def _text(self, document: Document, messages: Sequence[Message], opened: bool = False) -> str:
+        """`opened`: with the sign that the model speaks next."""
+        text: str = self._refusing(
+            document,
+            self.inner.apply_chat_template,
+            conversation=list(messages),
+            tools=document.fields.get(TOOLS),
+            chat_template=self.template,
+            add_generation_prompt=opened,
+            tokenize=False,
+        )
+        return text
+
+    def _marked(self, document: Document, messages: Sequence[Message]) -> Written:
+        """What the template marks, as characters: the library's own way from them to tokens loses
+        turns that begin or end with white space which a tokenizer leaves out of its offsets."""
+        (text,), (spans,) = self._refusing(
+            document,
+            render_jinja_template,
+            conversations=[list(messages)],
+            tools=document.fields.get(TOOLS),
+            chat_template=self.template,
+            return_assistant_tokens_mask=True,
+            **self.inner.special_tokens_map,
+        )
+        return Written(text, tuple((begin, end) for begin, end in spans), bare=True)
+
+    def _refusing(self, document: Document, write: Callable[..., Any], **how: Any) -> Any:
+        try:
+            found = write(**how)
+            (found if isinstance(found, str) else found[0][0]).encode()
+            return found
+        except Exception as error:  # a template raises what it wants; its words are kept
+            raise Refused(
+                f"{document.place}: the chat template cannot write field {self.field!r}: "
+                f"{' '.join(str(error).split())}"
+            ) from error
+
+
+def _shared(one: str, other: str) -> int:
+    """Characters that two texts begin alike with."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

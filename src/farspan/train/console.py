@@ -1,0 +1,292 @@
+"""What a person sees while a run goes on: bars on a terminal, lines anywhere else."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from farspan.train.context import CellsDone
+
+Clock = Callable[[], float]  # seconds, from any origin
+
+
+class Pace:
+    """How fast a run goes and how long it still takes."""
+
+    def __init__(self, steps: int, tokens_per_step: int, clock: Clock = time.monotonic) -> None:
+        self._steps = steps
+        self._tokens = tokens_per_step
+        self._clock = clock
+        self._started = clock()
+        self._seconds: float | None = None  # of the last step that ended
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._started = self._clock()
+
+    def end(self) -> None:
+        """It ended."""
+        self._seconds = self._clock() - self._started
+
+    def seconds_per_step(self, done: float) -> float | None:
+        """Of the step in progress, `done` of which is behind us, or of the one before it."""
+        if done > 0:
+            return max(self._clock() - self._started, 1e-9) / done
+        return self._seconds
+
+    def remaining(self, step: int, done: float) -> float | None:
+        """Seconds until the last step ends; `step` have ended, and `done` of the next one."""
+        # The finished step is the better guide until a good part of this one has passed.
+        seconds = self._seconds if self._seconds is not None else self.seconds_per_step(done)
+        return None if seconds is None else max(0.0, (self._steps - step - done) * seconds)
+
+    def tokens_per_second(self, done: float) -> float | None:
+        seconds = self.seconds_per_step(done)
+        return None if seconds is None else self._tokens / seconds
+
+
+class Reporter(Protocol):
+    """Told by the loop what happens; used as a context."""
+
+    def __enter__(self) -> "Reporter": ...
+    def __exit__(self, *_: object) -> None: ...
+    def note(self, text: str) -> None:
+        """Something a person should know."""
+
+    def preparing(self, documents: int, tokens: int) -> None:
+        """So much text has become tokens."""
+
+    def measuring(self, what: str) -> None:
+        """So much of the machine is being measured, for the planner."""
+
+    def rehearsing(self, done: float, progress: CellsDone) -> None:
+        """`done` of the short step that shows what memory a cell takes is behind us."""
+
+    def start(self, steps: int, tokens_per_step: int, step: int, how: str = "") -> None:
+        """Training begins after `step` of `steps`; `how` stands beside progress."""
+
+    def begin(self, step: int) -> None:
+        """Step `step`, from 1, begins."""
+
+    def cells(self, step: int, done: float, progress: CellsDone) -> None:
+        """`done` of the step, 0 to 1, is behind us; `progress` tells of its present batch."""
+
+    def end(self, values: Mapping[str, Any]) -> None:
+        """A step ended with these metrics."""
+
+    def evaluating(self, done: float, progress: CellsDone) -> None:
+        """`done` of an evaluation, 0 to 1, is behind us."""
+
+    def evaluated(self, values: Mapping[str, Any]) -> None:
+        """An evaluation ended with these metrics."""
+
+
+class NoReporter:
+    """Says nothing: another rank does."""
+
+    def __enter__(self) -> "NoReporter":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+    def note(self, text: str) -> None: ...
+    def preparing(self, documents: int, tokens: int) -> None: ...
+    def measuring(self, what: str) -> None: ...
+    def rehearsing(self, done: float, progress: CellsDone) -> None: ...
+    def start(self, steps: int, tokens_per_step: int, step: int, how: str = "") -> None: ...
+    def begin(self, step: int) -> None: ...
+    def cells(self, step: int, done: float, progress: CellsDone) -> None: ...
+    def end(self, values: Mapping[str, Any]) -> None: ...
+    def evaluating(self, done: float, progress: CellsDone) -> None: ...
+    def evaluated(self, values: Mapping[str, Any]) -> None: ...
+
+
+class LineReporter:
+    """A line a step, and one every `patience` seconds within a long one."""
+
+    def __init__(
+        self, console: Console, patience: float = 15.0, clock: Clock = time.monotonic
+    ) -> None:
+        self._console = console
+        self._patience = patience
+        self._clock = clock
+        self._spoke = clock()
+        self._pace = Pace(1, 1, clock)
+        self._steps = 0
+        self._how = ""
+
+    def __enter__(self) -> "LineReporter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def note(self, text: str) -> None:
+        self._spoke = self._clock()
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def preparing(self, documents: int, tokens: int) -> None:
+        if self._silent():
+            self.note(f"tokenizing: {documents:,} documents, {tokens:,} tokens")
+
+    def measuring(self, what: str) -> None:
+        self.note(f"measuring this machine: {what}")
+
+    def rehearsing(self, done: float, progress: CellsDone) -> None:
+        if self._silent():
+            self.note(f"rehearsing: {done:.0%}, cell {progress.cells_done}/{progress.cells}")
+
+    def start(
+        self,
+        steps: int,
+        tokens_per_step: int,
+        step: int,  # noqa: ARG002
+        how: str = "",
+    ) -> None:
+        self._steps, self._how = steps, how
+        self._pace = Pace(steps, tokens_per_step, self._clock)
+
+    def begin(self, step: int) -> None:  # noqa: ARG002
+        self._pace.begin()
+        self._spoke = self._clock()
+
+    def cells(self, step: int, done: float, progress: CellsDone) -> None:
+        if self._silent():
+            rate = self._pace.tokens_per_second(done)
+            self.note(
+                f"step {step}/{self._steps}{self._how}  cell {progress.cells_done}/{progress.cells}"
+                f"{'' if rate is None else f'  {rate:,.0f} tokens/s'}"
+                f"  {_eta(self._pace.remaining(step - 1, done))}"
+            )
+
+    def end(self, values: Mapping[str, Any]) -> None:
+        self._pace.end()
+        left = _eta(self._pace.remaining(int(values["step"]), 0.0))
+        self.note(f"step {values['step']}/{self._steps}  {describe_step(values)}  {left}")
+
+    def evaluating(self, done: float, progress: CellsDone) -> None:
+        if self._silent():
+            self.note(f"evaluating: {done:.0%}, cell {progress.cells_done}/{progress.cells}")
+
+    def evaluated(self, values: Mapping[str, Any]) -> None:
+        self.note(f"step {values['step']}  {describe_heldout(values)}")
+
+    def _silent(self) -> bool:
+        return self._clock() - self._spoke >= self._patience
+
+
+class BarReporter:
+    """A bar for the run and a bar for the cells of the present step."""
+
+    def __init__(self, console: Console) -> None:
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=16),
+            TextColumn("{task.fields[text]}"),
+            console=console,
+        )
+        self._run = self._bars.add_task("run", total=1.0, text="", visible=False)
+        self._step = self._bars.add_task("step", total=1.0, text="", visible=False)
+        self._pace = Pace(1, 1)
+        self._steps = 0
+        self._last = ""
+
+    def __enter__(self) -> "BarReporter":
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def note(self, text: str) -> None:
+        self._bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def preparing(self, documents: int, tokens: int) -> None:
+        text = f"{documents:,} documents, {tokens:,} tokens"
+        self._bars.update(self._step, description="tokenizing", text=text, visible=True)
+
+    def measuring(self, what: str) -> None:
+        self._bars.update(self._step, description="measuring", text=what, visible=True)
+
+    def rehearsing(self, done: float, progress: CellsDone) -> None:
+        text = f"cell {progress.cells_done}/{progress.cells}"
+        self._bars.update(
+            self._step, description="rehearsing", completed=done, text=text, visible=True
+        )
+
+    def start(self, steps: int, tokens_per_step: int, step: int, how: str = "") -> None:
+        self._steps = steps
+        self._pace = Pace(steps, tokens_per_step)
+        self._bars.update(
+            self._run, description=f"run{how}", total=steps, completed=step, visible=True
+        )
+
+    def begin(self, step: int) -> None:
+        self._pace.begin()
+        name = f"step {step}"
+        self._bars.update(self._step, description=name, completed=0.0, text="", visible=True)
+
+    def cells(self, step: int, done: float, progress: CellsDone) -> None:
+        text = f"cell {progress.cells_done}/{progress.cells}"
+        rate = self._pace.tokens_per_second(done)
+        text += "" if rate is None else f"  {rate:,.0f} tokens/s"
+        self._bars.update(self._step, completed=done, text=text)
+        left = _eta(self._pace.remaining(step - 1, done))
+        text = f"{step - 1}/{self._steps}  {self._last}  {left}"
+        self._bars.update(self._run, completed=step - 1 + done, text=text)
+
+    def end(self, values: Mapping[str, Any]) -> None:
+        self._pace.end()
+        if "loss" in values:
+            self._last = f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tokens/s"
+        step = int(values["step"])
+        text = f"{step}/{self._steps}  {self._last}  {_eta(self._pace.remaining(step, 0.0))}"
+        self._bars.update(self._run, completed=step, text=text)
+
+    def evaluating(self, done: float, progress: CellsDone) -> None:
+        text = f"cell {progress.cells_done}/{progress.cells}"
+        self._bars.update(
+            self._step, description="evaluating", completed=done, text=text, visible=True
+        )
+
+    def evaluated(self, values: Mapping[str, Any]) -> None:
+        self.note(f"step {values['step']}  {describe_heldout(values)}  {self._last}")
+        self._bars.update(self._step, visible=False)
+
+
+def make_reporter(console: Console) -> Reporter:
+    """Bars where they can be drawn, lines where not."""
+    return BarReporter(console) if console.is_terminal else LineReporter(console)
+
+
+def describe_step(values: Mapping[str, Any]) -> str:
+    """The metrics of one step on one line."""
+    if values.get("nonfinite"):
+        return f"skipped: {values['nonfinite']} is not finite"
+    return (
+        f"loss {values['loss']:.4f}{_attention(values)}  lr {values['lr']:.2e}  "
+        f"|grad| {values['grad_norm']:.3f}  {values['tokens_per_second']:,.0f} tokens/s"
+    )
+
+
+def describe_heldout(values: Mapping[str, Any]) -> str:
+    """The metrics of one evaluation on one line."""
+    return f"held-out loss {values['heldout_loss']:.4f}{_attention(values)}"
+
+
+def _attention(values: Mapping[str, Any]) -> str:
+    """By which attention a loss came about, where that is not the exact one."""
+    if "attention" not in values:
+        return ""
+    mass = values.get("attention_mass")
+    seen = f", mass {mass:.3f}" if isinstance(mass, float) else ""
+    return f" ({values['attention']} attention{seen})"
+
+
+def _eta(seconds: float | None) -> str:
+    if seconds is None:
+        return "eta unknown"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"eta {hours}:{minutes:02d}:{rest:02d}" if hours else f"eta {minutes}:{rest:02d}"

@@ -1,0 +1,347 @@
+"""Charts beside metrics.jsonl: TensorBoard and wandb, each on a thread of its own."""
+
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, Full, Queue, SimpleQueue
+from textwrap import indent
+from threading import Thread
+from typing import Any, Protocol
+
+import yaml
+
+from farspan.durable import read_json, write_whole
+from farspan.lazy import load
+from farspan.sparse.train import marks
+from farspan.spec import Refused
+from farspan.train.config import ReportTo, RunConfig
+from farspan.train.console import Reporter
+from farspan.train.context import CellsDone
+from farspan.train.run_folder import identity
+from farspan.train.yaml_config import to_mapping
+
+STEP = "train/global_step"  # as transformers calls the axis of its charts in wandb
+PROJECT = __name__.partition(".")[0]
+INIT_SECONDS = 60.0  # to reach the server; a process that ends meanwhile waits for it
+FINISH_SECONDS = 20.0  # for what is not yet uploaded when a run ends
+# wandb would otherwise send the terminal's output, the program, its git state and packages, what
+# the machine is, what it does, and its name.
+LEAST: Mapping[str, Any] = {
+    "console": "off",
+    "disable_code": True,
+    "save_code": False,
+    "disable_git": True,
+    "disable_job_creation": True,
+    "label_disable": True,
+    "x_disable_machine_info": True,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+    "x_save_requirements": False,
+}
+HOST = "WANDB_HOST"
+ERROR_REPORTING = "WANDB_ERROR_REPORTING"  # of wandb to its makers
+MISSING = (
+    "report_to: {name} cannot be imported here ({error}); "
+    'pip install "farspan[{name}]", or leave it out of report_to'
+)
+
+
+class MetricsLogger(Protocol):
+    """One place for charts. Each method may raise, or take long."""
+
+    def open(self, step: int) -> str:
+        """Charts go on after `step`, and nothing that was told of later steps is to stay in their
+        way. What a person is to know of it; empty: nothing."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """A point at `step` in each of these charts."""
+
+    def close(self, *, failed: bool) -> None:
+        """No more will come; `failed`: the run has steps left."""
+
+
+class TensorBoardLogger:
+    """Event files in `<folder>/tensorboard`. Raises Refused where tensorboard is missing."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self._make = _loaded(ReportTo.TENSORBOARD, "torch.utils.tensorboard", "SummaryWriter")
+        self._folder = Path(run.folder).expanduser() / "tensorboard"
+        self._config = yaml.safe_dump(config_of(run), sort_keys=False)
+        self._writer: Any = None
+
+    def open(self, step: int) -> str:
+        self._writer = self._make(str(self._folder), purge_step=step + 1)
+        # Four spaces: the page shows text as Markdown.
+        self._writer.add_text("config", indent(self._config, "    "), step)
+        self._writer.flush()
+        return ""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        # A killed process writes no more: after a checkpoint of this step it would be a gap.
+        self._writer.flush()
+
+    def close(self, *, failed: bool) -> None:  # noqa: ARG002 - files have no such state
+        self._writer.close()
+
+
+class WandbLogger:
+    """A wandb run, which goes on where the folder does. What the user's environment and settings
+    of wandb say goes before what is set here. Raises Refused where wandb is missing or is to send
+    and nobody is logged in."""
+
+    def __init__(self, run: RunConfig) -> None:
+        os.environ.setdefault(ERROR_REPORTING, "false")  # read when the package is imported
+        self._init = _loaded(ReportTo.WANDB, "wandb", "init")
+        self._settings = load("wandb", "Settings")
+        self._known = load("wandb", "setup")().settings
+        if self._known.mode not in ("offline", "disabled", "dryrun"):
+            _log_in()
+        self._folder = Path(run.folder).expanduser()
+        self._config = config_of(run)
+        self._identity = identity(run)
+        self._run: Any = None
+
+    def open(self, step: int) -> str:  # noqa: ARG002 - points have their step with them
+        ours = {
+            **LEAST,
+            "project": PROJECT,
+            "run_name": self._folder.name,
+            "run_id": self._known.run_id or self._run_id(),
+            "resume": "allow",
+            "reinit": "create_new",  # beside one that the calling program may have
+            "root_dir": str(self._folder),
+            "silent": True,  # its lines would go through the bars
+            "init_timeout": INIT_SECONDS,
+            "finish_timeout": FINISH_SECONDS,
+        }
+        told = self._known.model_fields_set
+        given = {name: value for name, value in ours.items() if name not in told}
+        if HOST not in os.environ:
+            given["host"] = ""  # what is known by itself is the machine's
+        self._run = self._init(config=self._config, settings=self._settings(**given))
+        # The library's own step may not go back, which a run does that is resumed after a crash.
+        self._run.define_metric(STEP, hidden=True)
+        self._run.define_metric("*", step_metric=STEP)
+        if self._run.disabled:
+            return ""
+        if self._run.offline:
+            return f"wandb: offline, in {self._run.settings.sync_dir}; `wandb sync` sends it"
+        return f"wandb: {self._run.url}"
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({**values, STEP: step})
+
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+    def _run_id(self) -> str:
+        """The folder's, unless it is of another run that was in it."""
+        path = self._folder / "wandb.json"
+        known = read_json(path) or {}
+        if known.get("run") == self._identity and isinstance(known.get("id"), str):
+            return known["id"]
+        made = secrets.token_hex(4)
+        write_whole(path, b'{"id": "%s", "run": "%s"}' % (made.encode(), self._identity.encode()))
+        return made
+
+
+KINDS: Mapping[ReportTo, Callable[[RunConfig], MetricsLogger]] = {
+    ReportTo.TENSORBOARD: TensorBoardLogger,
+    ReportTo.WANDB: WandbLogger,
+}
+
+
+def make_loggers(run: RunConfig) -> dict[str, MetricsLogger]:
+    """Those that the run names, none of them open. Raises Refused."""
+    return {kind.value: KINDS[kind](run) for kind in run.trackers()}
+
+
+def config_of(run: RunConfig) -> dict[str, Any]:
+    """The run as charts have it beside them, and that it is sparse where it is."""
+    return {**marks(run), **to_mapping(run)}
+
+
+def _log_in() -> None:
+    """Asks a person at a terminal now, rather than when bars are on it."""
+    try:
+        load("wandb", "login")(verify=False)
+    except Exception as error:
+        raise Refused(
+            f"report_to: wandb: {str(error).rstrip('.')}; or set WANDB_API_KEY, or "
+            "WANDB_MODE=offline to keep it in the run folder, or leave wandb out of report_to"
+        ) from error
+
+
+def _loaded(kind: ReportTo, module: str, name: str) -> Any:
+    try:
+        return load(module, name)
+    except ImportError as error:
+        raise Refused(MISSING.format(name=kind.value, error=error)) from error
+
+
+WAITING = 10_000  # points that a tracker may be behind, a few MiB
+PATIENCE = 30.0  # seconds that the end of a run waits for a tracker; wandb's own limit is 20
+# All else keeps its name, under train/.
+NAMES = {
+    "lr": "train/learning_rate",
+    "heldout_loss": "eval/loss",
+    "heldout_tokens": "eval/tokens",
+    "memory_predicted_bytes": "memory/predicted_bytes",
+    "memory_measured_bytes": "memory/measured_bytes",
+    "peak_process_bytes": "memory/peak_process_bytes",
+}
+
+
+def charts(values: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a line of metrics.jsonl by the names of their charts."""
+    numbers = {k: v for k, v in values.items() if isinstance(v, int | float) and k != "step"}
+    named = {NAMES.get(key, f"train/{key}"): float(value) for key, value in numbers.items()}
+    if "heldout_loss" not in values:
+        named["train/skipped"] = float("nonfinite" in values)
+    return named
+
+
+class LoggerThread:
+    """A tracker on a thread of its own. Invariant: no call here waits for it, but `close`, for
+    `PATIENCE` seconds; whatever it raises becomes a note, after which it is told nothing more."""
+
+    def __init__(self, name: str, tracker: MetricsLogger) -> None:
+        self._name = name
+        self._tracker = tracker
+        self._points: Queue[tuple[int, Mapping[str, float]] | None] = Queue(WAITING)
+        self._notes: SimpleQueue[str] = SimpleQueue()
+        self._thread: Thread | None = None  # once there is something to tell
+        self._over = False  # and no reason to go on
+        self._failed = False  # the run
+
+    def open(self, step: int) -> None:
+        """The run goes on after `step`."""
+        if self._thread is None:
+            # A daemon: one that hangs does not keep the process.
+            work = Thread(target=self._work, args=(step,), name=self._name, daemon=True)
+            self._thread = work
+            work.start()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """A point at `step` in each of these charts."""
+        if self._over:
+            return
+        try:
+            self._points.put_nowait((step, values))
+        except Full:
+            self._give_up("does not answer")
+
+    def close(self, *, failed: bool) -> None:
+        """All that was told is told, or never will be; `failed`: the run has steps left."""
+        if self._thread is None:
+            return
+        self._failed = failed
+        with suppress(Full):
+            self._points.put_nowait(None)
+        self._thread.join(PATIENCE)
+        if self._thread.is_alive() and not self._over:
+            self._give_up("does not answer")
+
+    def notes(self) -> list[str]:
+        """What a person is to know since this was asked last."""
+        found = []
+        with suppress(Empty):
+            while True:
+                found.append(self._notes.get_nowait())
+        return found
+
+    def _work(self, step: int) -> None:
+        try:
+            if text := self._tracker.open(step):
+                self._notes.put(text)
+            while (point := self._points.get()) is not None:
+                self._tracker.log(*point)
+            self._tracker.close(failed=self._failed)
+        except BaseException as error:  # a library's sys.exit too: nobody is above to catch it
+            self._give_up(str(error).strip() or type(error).__name__)
+            with suppress(BaseException):  # what it has in memory may still come out
+                self._tracker.close(failed=True)
+
+    def _give_up(self, why: str) -> None:
+        if not self._over:
+            self._over = True
+            self._notes.put(
+                f"{self._name}: {why}; it is told no more of this run, which goes on as it would, "
+                "with everything in metrics.jsonl"
+            )
+
+
+class LoggingReporter:
+    """A Reporter that tells another one everything, and trackers the metrics."""
+
+    def __init__(self, person: Reporter, lanes: Sequence[LoggerThread]) -> None:
+        self._person = person
+        self._lanes = lanes
+        self._left = 0  # steps
+
+    def __enter__(self) -> "Tracked":
+        self._person.__enter__()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        try:
+            for lane in self._lanes:
+                lane.close(failed=self._left > 0 or any(raised))
+            self._pass_on()
+        finally:
+            self._person.__exit__(*raised)
+
+    def note(self, text: str) -> None:
+        self._person.note(text)
+
+    def preparing(self, documents: int, tokens: int) -> None:
+        self._person.preparing(documents, tokens)
+
+    def measuring(self, what: str) -> None:
+        self._person.measuring(what)
+
+    def rehearsing(self, done: float, progress: CellsDone) -> None:
+        self._person.rehearsing(done, progress)
+
+    def start(self, steps: int, tokens_per_step: int, step: int, how: str = "") -> None:
+        self._left = steps - step
+        if self._left:  # a finished run that is asked for again has nothing to tell
+            for lane in self._lanes:
+                lane.open(step)
+        self._person.start(steps, tokens_per_step, step, how)
+
+    def begin(self, step: int) -> None:
+        self._person.begin(step)
+
+    def cells(self, step: int, done: float, progress: CellsDone) -> None:
+        self._pass_on()
+        self._person.cells(step, done, progress)
+
+    def end(self, values: Mapping[str, Any]) -> None:
+        self._left -= 1
+        self._tell(values)
+        self._person.end(values)
+
+    def evaluating(self, done: float, progress: CellsDone) -> None:
+        self._pass_on()
+        self._person.evaluating(done, progress)
+
+    def evaluated(self, values: Mapping[str, Any]) -> None:
+        self._tell(values)
+        self._person.evaluated(values)
+
+    def _tell(self, values: Mapping[str, Any]) -> None:
+        step, points = int(values["step"]), charts(values)
+        for lane in self._lanes:
+            lane.open(step - 1)  # of an evaluation that a finished run still lacked
+            lane.log(step, points)
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        for lane in self._lanes:
+            for text in lane.notes():
+                self._person.note(text)

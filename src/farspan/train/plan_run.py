@@ -1,0 +1,221 @@
+"""The plan of a run file for `farspan plan`: no weights, no text, on any machine."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
+
+from transformers import PretrainedConfig
+
+from farspan.hf.describe import describe_shapes
+from farspan.hf.load import blank_model, config_for_planning
+from farspan.hf.unsupported import refuse_dropout, refuse_model
+from farspan.plan.ask import HERE, Request, as_run
+from farspan.plan.grid import group_ranges
+from farspan.plan.layout import ALONE, Layout, sequence_layout
+from farspan.plan.price.workspace import with_kernels
+from farspan.plan.question import Fit, Optimizer, Plan, Question
+from farspan.plan.search.plans import best_plan, longest_contexts, plan_as_written
+from farspan.plan.strategies import AUTO
+from farspan.plan.units import write_seconds
+from farspan.spec import MachineSpec, ModelSpec, Refused, Schedule
+from farspan.train.config import Given, Parallel, RunConfig, StatesPlace, as_yaml
+from farspan.train.context import Parts, machine_of, torch_dtype
+from farspan.train.planning import OWN, PLANNED, allowed
+from farspan.train.setup import adapt, choose_device, is_sharded, refuse_groups
+from farspan.train.yaml_config import to_mapping
+
+
+class Asked(TypedDict, total=False):
+    """What stands on the command line beside the run file."""
+
+    machine: str | MachineSpec  # as in `Request`
+    gpus: int  # by default as many as `parallel` says
+    optimizer: str  # in place of `optimizer.states`
+    device_memory: str
+    host_memory: str
+    headroom: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOfRun:
+    """A run's plan, and what it means for the run."""
+
+    run: RunConfig
+    plan: Plan
+
+    def update_seconds(self) -> float:
+        """Of an update: its batches, and one step of the optimizer."""
+        seconds = self.plan.seconds
+        return (seconds.total - seconds.optimizer) * self.run.accumulate + seconds.optimizer
+
+    def words(self) -> Iterator[str]:
+        """Lines for a person, below the plan's own."""
+        run, plan = self.run, self.plan
+        if not plan.fits:
+            return
+        each = self.update_seconds()
+        batches = f" of {run.accumulate} batches" if run.accumulate > 1 else ""
+        yield (
+            f"the run: {run.steps:,} updates{batches}, {self.tokens():,} tokens each: "
+            f"{write_seconds(each)} an update, {write_seconds(each * run.steps)} in all, without "
+            "evaluations and checkpoints"
+        )
+        if run.schedule.strategy == AUTO:
+            line = as_yaml(plan.schedule, len(plan.question.model.layers))
+            yield f"to keep this schedule, in the run file: {line}"
+
+    def tokens(self) -> int:
+        """Of an update."""
+        run, layout = self.run, self.plan.question.layout
+        return run.context * run.batch * run.accumulate * layout.data
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan's own keys, and the run's."""
+        each = self.update_seconds()
+        run = {
+            "steps": self.run.steps,
+            "tokens_per_update": self.tokens(),
+            "seconds_per_update": each,
+            "seconds": each * self.run.steps,
+        }
+        return {**self.plan.to_json(), "run": run}
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionsOfRun:
+    """What a run file asks: of AdamW's states the places that it leaves open, the first first."""
+
+    run: RunConfig
+    questions: tuple[Question, ...]
+
+    def plan(self) -> PlanOfRun:
+        """With the states in the first place where it fits and leaves headroom, or else fits at
+        all; where it fits nowhere, in the first. Raises Refused."""
+        plans: list[Plan] = []
+        for question in self.questions:
+            plans.append(self._plan(question))
+            if plans[-1].fit is Fit.ROOMY:
+                break
+        return PlanOfRun(self.run, max(plans, key=lambda plan: plan.fit))  # of equals the first
+
+    def longest(self) -> dict[str, Plan]:
+        """As `longest_contexts`, with the states where most fits."""
+        return longest_contexts(self.questions[-1], self.strategies())
+
+    def strategies(self) -> list[str] | None:
+        """Those to choose from; None: all."""
+        named = self.run.schedule.strategy
+        return None if named in (None, AUTO) else [str(named)]
+
+    def _plan(self, question: Question) -> Plan:
+        named = self.run.schedule.strategy
+        if named == AUTO:
+            return best_plan(question)
+        layers = len(question.model.layers)
+        schedule = Parts().schedule_for(self.run, layers)
+        stages = question.layout.pipeline
+        refuse_groups(schedule, layers, stages)
+        equal = group_ranges(Schedule(), layers, stages)
+        if stages > 1 and group_ranges(schedule, layers, stages) != equal:
+            raise Refused(
+                f"schedule.groups: a pipeline is planned in stages of {layers // stages} or one "
+                f"more layers, the larger ones last, got {to_mapping(schedule.groups)}; leave it "
+                "out to plan the run so"
+            )
+        return plan_as_written(question, named or OWN, schedule)
+
+
+def questions_of_run(
+    run: RunConfig, asked: Asked, progress: Callable[[str], None]
+) -> QuestionsOfRun:
+    """The run as questions for the planner; `progress` hears what of this machine is measured.
+
+    One sequence is one document, which is the most that attention can take. Raises Refused naming
+    the field.
+    """
+    gpus = asked.get("gpus")
+    if gpus is not None and gpus < 1:
+        raise Refused(f"gpus: expected a whole number of devices >= 1, got {gpus}")
+    machine = asked.get("machine", HERE)
+    if machine == HERE:
+        machine = machine_of(choose_device(run.device), torch_dtype(run), progress)
+    question = Request(
+        config=_model(run),
+        context=run.context,
+        machine=machine,
+        batch=run.batch,
+        optimizer=asked.get("optimizer", Optimizer.ADAMW),
+        lora=0 if run.model.lora is None else run.model.lora.everywhere(),
+        dtype=run.model.dtype.value,
+        device_memory=asked.get("device_memory"),
+        host_memory=asked.get("host_memory"),
+        headroom=asked.get("headroom", run.headroom),
+        sparse=run.pages(),
+        kernels=run.kernels,
+    ).question()
+    if run.model.path is not None:
+        question = replace(question, model=replace(question.model, name=run.model.path))
+    run = _in_place_of(run, asked, question)
+    question = _shared(run, question, gpus)
+    return QuestionsOfRun(run, tuple(_with_states(run, question, asked.get("optimizer"))))
+
+
+def _model(run: RunConfig) -> PretrainedConfig | ModelSpec:
+    """The configuration of the run's model; with adapters that an architecture cannot tell, what
+    the model is with them. Raises Refused for what cannot be trained exactly."""
+    model, lora = run.model, run.model.lora
+    config = config_for_planning(path=model.path, config=model.config, overrides=model.overrides)
+    blank = blank_model(config, torch_dtype(run))
+    refuse_model(blank)
+    refuse_dropout(blank)
+    if lora is None or lora.everywhere():
+        return config
+    adapt(blank, run)
+    return describe_shapes(blank)
+
+
+def _in_place_of(run: RunConfig, asked: Asked, question: Question) -> RunConfig:
+    """The run without what the command line says otherwise, and which is in the question."""
+    if "host_memory" in asked:
+        run = replace(run, host_memory=None)
+    if "optimizer" in asked:
+        places = {optimizer: place for place, optimizer in PLANNED.items()}
+        place = places.get(question.optimizer, StatesPlace.AUTO)
+        run = replace(run, optimizer=replace(run.optimizer, states=place))
+    return run
+
+
+def _shared(run: RunConfig, question: Question, gpus: int | None) -> Question:
+    """The question on the devices that share the run, with what they may take of the machine."""
+    machine = question.machine
+    layout = _layout(run.parallel, gpus, question.model, machine)
+    is_sharded(run, layout)  # refuses what dealt weights cannot have
+    if machine.unified:  # the ranks of a CPU are processes beside each other
+        machine = replace(machine, devices=layout.devices())
+    shared = replace(
+        question,
+        machine=with_kernels(allowed(run, machine), deterministic=run.kernels.deterministic),
+        layout=layout,
+        accumulates=run.accumulate > 1,
+    )
+    return as_run(shared)
+
+
+def _layout(given: Given, gpus: int | None, model: ModelSpec, machine: MachineSpec) -> Layout:
+    """As ranks would share the run, `gpus` being how many are started."""
+    if isinstance(given, Parallel):
+        return given.layout(gpus or given.asked())
+    if given is None and gpus is None:
+        return ALONE
+    return sequence_layout(model, gpus or machine.devices)
+
+
+def _with_states(run: RunConfig, question: Question, named: str | None) -> Iterator[Question]:
+    """The question with AdamW's states in each place that may be taken."""
+    states, places = run.optimizer.states, [question.optimizer]
+    if named is None and states is not StatesPlace.AUTO:
+        places = [PLANNED[states]]
+    elif named is None and not question.machine.unified:
+        places.append(Optimizer.HOST)
+    for place in places:
+        yield replace(question, optimizer=place)

@@ -1,0 +1,291 @@
+"""The run folder: what was asked for, what happened, and who may write here.
+
+config.yaml      the run, with every default written out
+about.json       what it is computed with: the model, the schedule, expected memory
+plan.json        only with strategy auto: what the planner chose and what it expects
+shortage.json    only after a rank ran out of memory within a step of all: with which schedule; the
+                 next start takes less
+comparison.json  only with strategy auto: that beside what was measured
+metrics.jsonl    a line a step, a line an evaluation, a line each time memory ran out
+tensorboard/     only with report_to tensorboard: its event files
+wandb.json       only with report_to wandb: which of its runs this is; wandb/ has its files
+checkpoints/     to resume from
+model/           the trained model, as Hugging Face reads it
+diagnosis.json   only after a loss or gradient that is not finite
+
+What is known about a loss or gradient that is NaN or infinite."""
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from farspan.durable import (
+    PARTIAL,
+    append_line,
+    publish,
+    remove_leftovers,
+    write_bytes,
+    write_whole,
+)
+from farspan.spec import Refused
+from farspan.train.config import Decay, RunConfig, StatesPlace, replicas
+from farspan.train.yaml_config import flatten, read_mapping, to_mapping, write_mapping
+
+# Keys that may change between an interruption and its resumption: where things are, how often one
+# looks at them, what happens after a failure, and how and where the same gradients are computed.
+FREE = (
+    *("folder", "data.cache", "nonfinite", "report_to", "checkpoints.", "evaluation."),
+    *(
+        "device",
+        "host_memory",
+        "headroom",
+        "allocator",
+        "schedule.",
+        "kernels.",
+        "sparse.warn_below",
+        "parallel",
+    ),
+)
+DATA = "parallel.data"
+# Of these, the ones that change roundings: the run goes on, but not to the same bits.
+ROUNDING = ("device", "schedule.", "kernels.", "parallel")
+TIMEOUT = "parallel.timeout"  # and this one does not
+# Free between the device and the host, which hold the same tensors; of other folders: not given.
+STATES = "optimizer.states"
+SAME_STATES = (None, StatesPlace.AUTO, StatesPlace.DEVICE, StatesPlace.HOST)
+# Free where the learning rate does not fall over all of them.
+STEPS = "steps"
+DECAY = "optimizer.decay"
+
+
+def identity(run: RunConfig) -> str:
+    """SHA-256 of everything that decides what a run computes."""
+    values = {k: v for k, v in flatten(to_mapping(run)).items() if not k.startswith(FREE)}
+    # Two replicas of one sequence are a batch of two.
+    values["batch"] = run.batch * replicas(run.parallel)
+    if values[STATES] in SAME_STATES:
+        del values[STATES]
+    if run.optimizer.decay is Decay.CONSTANT:
+        del values[STEPS]
+    if run.sparse is None:
+        del values["sparse"]  # of other folders, from before there was any: not given
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode("utf-8")).hexdigest()
+
+
+class RunFolder:
+    """Owns the folder from `__enter__` to `__exit__`; a second process is refused."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self.path = Path(run.folder).expanduser()
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
+        self.metrics = self.path / "metrics.jsonl"
+        self.shortage = self.path / "shortage.json"
+        self._run = run
+        self._lock: TextIO | None = None
+
+    def __enter__(self) -> "RunFolder":
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / ".lock").open("a")
+        except OSError as error:
+            raise Refused(
+                f"folder: cannot write in {self.path}: {error.strerror}; give another folder"
+            ) from error
+        try:
+            # The kernel lets go of it however the process ends.
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.close()
+            raise Refused(
+                f"folder: another process is training in {self.path}; wait for it or give "
+                "another folder"
+            ) from error
+        self._lock = lock
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+    def prepare(self) -> list[str]:
+        """Cleans up after a killed process and writes config.yaml. What has changed since the
+        last time and will change roundings.
+
+        Raises Refused, naming the keys, when the folder holds another run that can be resumed.
+        """
+        remove_leftovers(self.path)
+        remove_leftovers(self.checkpoints)
+        config = self.path / "config.yaml"
+        values = to_mapping(self._run)
+        changed: list[str] = []
+        if config.exists() and any(self.checkpoints.iterdir()):
+            changed = _changes(_read(config), values)
+        refused = [text for text in changed if not text.startswith(FREE)]
+        if refused:
+            why = any(text.startswith(f"{STEPS} ") for text in refused)
+            falls = " (its learning rate falls over all its steps)" if why else ""
+            raise Refused(
+                f"{self.path} holds another run: {'; '.join(refused)}{falls}; set these back to "
+                "resume it, or give another folder"
+            )
+        write_whole(config, write_mapping(values).encode("utf-8"))
+        rounding = [text for text in changed if text.startswith(ROUNDING)]
+        return [text for text in rounding if not text.startswith(TIMEOUT)]
+
+    def record(self, values: Mapping[str, Any]) -> None:
+        """Appends one line to metrics.jsonl. Raises WriteFailed."""
+        append_line(self.metrics, json.dumps(values, allow_nan=False))
+
+    def rewind(self, step: int) -> list[dict[str, Any]]:
+        """Drops the metrics of steps after `step`, and a last line that was cut off; the rest."""
+        if not self.metrics.exists():
+            return []
+        kept = [line for line in map(_parse, self.metrics.read_bytes().splitlines()) if line]
+        kept = [line for line in kept if line["step"] <= step]
+        lines = "".join(json.dumps(line) + "\n" for line in kept)
+        write_whole(self.metrics, lines.encode("utf-8"))
+        return kept
+
+    def write_json(self, name: str, values: Mapping[str, Any]) -> Path:
+        """Writes a JSON file whole. Raises WriteFailed."""
+        path = self.path / name
+        write_whole(path, json.dumps(values, indent=1, allow_nan=False).encode("utf-8"))
+        return path
+
+    def write_shortage(self, values: Mapping[str, Any]) -> None:
+        """Says with which plan memory ran out. Any rank does: the one that ran out leaves the
+        others waiting, and can tell none of them. Raises WriteFailed."""
+        partial = self.path / f"{PARTIAL}{os.getpid()}-{self.shortage.name}"
+        write_bytes(partial, json.dumps(values, indent=1).encode("utf-8"))
+        publish(partial, self.shortage)
+
+    def forget_shortage(self) -> None:
+        """The plan that came after it goes."""
+        self.shortage.unlink(missing_ok=True)
+
+
+class OthersFolder(RunFolder):
+    """The folder of a rank whose run another rank writes down."""
+
+    def __enter__(self) -> "OthersFolder":
+        return self
+
+    def record(self, values: Mapping[str, Any]) -> None:
+        """Rank 0 does."""
+
+    def write_json(self, name: str, values: Mapping[str, Any]) -> Path:  # noqa: ARG002
+        return self.path / name
+
+    def forget_shortage(self) -> None:
+        """Rank 0 does."""
+
+
+def _read(config: Path) -> dict[str, Any]:
+    try:
+        return read_mapping(config.read_text("utf-8"), str(config))
+    except (OSError, UnicodeDecodeError, Refused) as error:
+        raise Refused(
+            f"{error if isinstance(error, Refused) else f'{config}: cannot be read: {error}'}; it "
+            "says which run the checkpoints beside it belong to: restore it, or give another folder"
+        ) from error
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The leaves that differ, each by its path and with both values."""
+    old, new = flatten(before), flatten(now)
+    if {old.get(DATA), new.get(DATA)} - {None, 1}:
+        old, new = _whole_batch(old), _whole_batch(new)
+    if old.get(STATES) in SAME_STATES and new.get(STATES) in SAME_STATES:
+        old, new = _without(STATES, old), _without(STATES, new)
+    if old.get(DECAY) == new.get(DECAY) == Decay.CONSTANT:
+        old, new = _without(STEPS, old), _without(STEPS, new)
+    return [
+        f"{key} was {old.get(key)!r}, is now {new.get(key)!r}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+
+
+def _whole_batch(leaves: dict[str, Any]) -> dict[str, Any]:
+    """With the batch of all replicas in place of one's."""
+    batch = leaves["batch"] * (leaves.get(DATA) or 1)
+    return _without("batch", leaves) | {"batch of all replicas": batch}
+
+
+def _without(key: str, leaves: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in leaves.items() if k != key}
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) and isinstance(value.get("step"), int) else None
+
+
+class Diverged(RuntimeError):
+    """Training met a loss or gradient that is not finite, and `nonfinite: stop` is set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The first parameters, in the order of the model, that are not finite."""
+
+    kind: str  # what is not finite: 'loss' or 'gradient'
+    weight: str | None  # bad before the step: the trouble is older than this batch
+    gradient: str | None
+
+    def describe(self) -> str:
+        if self.weight is not None:
+            return f"parameter {self.weight} was already not finite before this step"
+        if self.gradient is not None:
+            return f"the first parameter whose gradient is not finite is {self.gradient}"
+        return "no parameter and no gradient is bad, only their norm or the loss"
+
+
+def find_nonfinite(loss: float, parameters: Mapping[str, Tensor]) -> Finding:
+    """Looks at the loss, then at every weight and its gradient."""
+    finite_loss = abs(loss) < float("inf")  # false for NaN too
+    return Finding(
+        kind="gradient" if finite_loss else "loss",
+        weight=_first_bad((name, p.detach()) for name, p in parameters.items()),
+        gradient=_first_bad((name, p.grad) for name, p in parameters.items()),
+    )
+
+
+def as_json(value: float) -> float | str:
+    """JSON knows no NaN and no infinity: these become text."""
+    return value if abs(value) < float("inf") else str(value)
+
+
+def diagnosis_json(
+    finding: Finding,
+    *,
+    step: int,
+    loss: float,
+    norm: float | None = None,
+    heldout: bool = False,
+) -> dict[str, Any]:
+    """The content of diagnosis.json, beside the batches."""
+    return {
+        "step": step,
+        "not_finite": "held-out loss" if heldout else finding.kind,
+        "loss": as_json(loss),
+        "grad_norm": None if norm is None else as_json(norm),
+        "first_bad_parameter": finding.weight,
+        "first_bad_gradient": finding.gradient,
+    }
+
+
+def _first_bad(tensors: Iterable[tuple[str, Tensor | None]]) -> str | None:
+    return next((n for n, t in tensors if t is not None and not torch.isfinite(t).all()), None)

@@ -1,0 +1,296 @@
+"""YAML to frozen dataclasses and back; unknown keys and wrong types are refused.
+
+The types that a field may have: bool, int, float, str, an Enum, a dataclass, a mapping
+(`dict`), a tuple, and unions of them.
+"""
+
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+import yaml
+
+from farspan.plan.cell.describe import SHORT_NAMES
+from farspan.plan.pages import read_pages
+from farspan.plan.units import read_tokens
+from farspan.plan.words import did_you_mean
+from farspan.spec import Refused
+
+T = TypeVar("T")
+
+
+_TAG = "tag:yaml.org,2002:"
+_MERGE = f"{_TAG}merge"  # of the key <<, which stands for those of another mapping
+# What text without quotes is, by its first character. Numbers are as in YAML 1.2: to 1.1, which
+# the library reads, 1e6 is text, 010 is 8 and 1:30 is 90. No field is a date.
+_NUMBERS = {
+    "int": (re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$"), "-+0123456789"),
+    "float": (
+        re.compile(
+            r"[-+]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+"
+            r"|\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$"
+        ),
+        "-+0123456789.",
+    ),
+}
+_OTHERS = frozenset(_TAG + name for name in ("timestamp", "binary", "omap", "pairs", "set"))
+_LARGEST = 2**63 - 1  # of a whole number: what comes after reads 64 bits
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain YAML. A key that is given twice is an error, not the later one; so is a mapping within
+    itself."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.deep_construct = True  # else what holds itself is made, and never ends
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        own = [key for key, _ in node.value if key.tag != _MERGE]
+        keys = [self.construct_object(key, deep=True) for key in own]
+        for place, key in enumerate(keys):
+            if key in keys[:place]:
+                line = own[place].start_mark.line + 1
+                raise Refused(f"{key}: given twice, the second time on line {line}; keep one")
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_constructors = {
+    tag: make for tag, make in yaml.SafeLoader.yaml_constructors.items() if tag not in _OTHERS
+}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in forms if tag not in _OTHERS | {_TAG + n for n in _NUMBERS}]
+    for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what _Loader, or the library, would not read as text."""
+
+
+for _name, (_form, _first) in _NUMBERS.items():
+    _Loader.add_implicit_resolver(_TAG + _name, _form, list(_first))
+    _Dumper.add_implicit_resolver(_TAG + _name, _form, list(_first))
+
+
+def read_mapping(text: str, name: str) -> dict[str, Any]:
+    """The mapping in a YAML document. Raises Refused naming `name` and the line."""
+    try:
+        value = yaml.load(text, Loader=_Loader)  # a SafeLoader: builds no objects
+    except yaml.YAMLError as error:
+        raise Refused(f"{name}: not valid YAML: {' '.join(str(error).split())}") from error
+    except Refused as error:
+        raise Refused(f"{name}: {error}") from error
+    except RecursionError as error:
+        raise Refused(f"{name}: not valid YAML: nested too deep to be read") from error
+    except (ValueError, KeyError) as error:  # a tag of another type; thousands of digits
+        raise Refused(f"{name}: not valid YAML: a value is not of its type: {error}") from error
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise Refused(f"{name}: expected keys and values, got {_got(value)}")
+    return value
+
+
+def write_mapping(values: Mapping[str, Any]) -> str:
+    """YAML that `read_mapping` reads as the same."""
+    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False)
+
+
+def build(kind: type[T], values: Mapping[Any, Any], path: str = "") -> T:
+    """An instance of the dataclass `kind`. Raises Refused naming the field by its path."""
+    hints = typing.get_type_hints(kind)
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    for key in values:
+        if key not in known:
+            raise Refused(_unknown(str(key), known, path))
+    absent = [_join(path, name) for name in _required(kind) if name not in values]
+    if absent:
+        raise Refused(f"{' and '.join(absent)}: missing; must be given")
+    built = {key: convert(hints[key], value, _join(path, key)) for key, value in values.items()}
+    try:
+        return kind(**built)
+    except Refused as error:
+        raise Refused(_join(path, str(error))) from error
+
+
+def convert(hint: Any, value: Any, path: str) -> Any:
+    """`value`, read from YAML, as the type `hint`. Raises Refused naming `path`."""
+    if is_dataclass(hint) and isinstance(hint, type):
+        if not isinstance(value, Mapping):
+            raise Refused(f"{path}: expected {describe_type(hint)}, got {_got(value)}")
+        return build(hint, value, path)
+    for option in _options(hint):
+        matched, result = _match(option, value, path)
+        if matched:
+            return result
+    raise Refused(f"{path}: expected {describe_type(hint)}, got {_got(value)}{_near(hint, value)}")
+
+
+def describe_type(hint: Any) -> str:
+    """The type in words a user knows."""
+    words = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        type(None): "null",
+    }
+    return " or ".join(words.get(option) or _describe_option(option) for option in _options(hint))
+
+
+def to_mapping(value: Any) -> Any:
+    """What YAML and JSON can hold: dataclasses as mappings, enums as their values."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_mapping(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): to_mapping(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_mapping(inner) for inner in value]
+    return value
+
+
+def flatten(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Leaves by their dotted path; an empty mapping is a leaf."""
+    leaves: dict[str, Any] = {}
+    for key, value in mapping.items():
+        if isinstance(value, Mapping) and value:
+            leaves.update(flatten(value, _join(path, key)))
+        else:
+            leaves[_join(path, key)] = value
+    return leaves
+
+
+def _required(kind: Any) -> list[str]:
+    """Fields without a default."""
+    return [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def _match(option: Any, value: Any, path: str) -> tuple[bool, Any]:
+    """Whether `value` is of the type `option`, and the value to use."""
+    origin = typing.get_origin(option) or option
+    if is_dataclass(option) and isinstance(option, type):
+        is_mapping = isinstance(value, Mapping)
+        return is_mapping, build(option, value, path) if is_mapping else None
+    if origin is tuple:
+        return _match_tuple(typing.get_args(option), value, path)
+    if origin is dict:
+        return isinstance(value, Mapping), to_mapping(value)
+    if isinstance(option, type) and issubclass(option, Enum):
+        found = [member for member in option if member.value == value]
+        return bool(found), found[0] if found else None
+    if option is float:
+        return _match_float(value)
+    if isinstance(value, bool) and option is not bool:
+        return False, None
+    if option is int and isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
+        raise Refused(f"{path}: expected a whole number of at most 2**63 - 1, got {value}")
+    if option is str and isinstance(value, str) and (not value.strip() or "\0" in value):
+        raise Refused(f"{path}: expected text, got {value!r}, which names nothing")
+    return isinstance(value, option), value
+
+
+def _match_float(value: Any) -> tuple[bool, Any]:
+    if isinstance(value, str) and value[:1] in "+-.0123456789":
+        # YAML 1.1 reads 1e-3, which lacks the point, as text.
+        try:
+            return True, float(value)
+        except ValueError:
+            return False, None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False, None
+    return True, float(value)
+
+
+def _match_tuple(kinds: tuple[Any, ...], value: Any, path: str) -> tuple[bool, Any]:
+    if not isinstance(value, list | tuple):
+        return False, None
+    if len(kinds) == 2 and kinds[1] is Ellipsis:
+        kinds = (kinds[0],) * len(value)
+    if len(kinds) != len(value):
+        return False, None
+    pairs = enumerate(zip(kinds, value, strict=True))
+    return True, tuple(convert(kind, inner, f"{path}[{i}]") for i, (kind, inner) in pairs)
+
+
+def _describe_option(option: Any) -> str:
+    arguments = typing.get_args(option)
+    if (typing.get_origin(option) or option) is tuple:
+        if arguments[-1] is Ellipsis:
+            return f"a list, each {describe_type(arguments[0])}"
+        return f"a list of {len(arguments)}, each {describe_type(arguments[0])}"
+    if isinstance(option, type) and issubclass(option, Enum):
+        return "one of " + ", ".join(str(member.value) for member in option)
+    if is_dataclass(option):
+        names = [field.name for field in fields(option)]
+        return f"keys and values ({', '.join(names[:3])}{', ...' if names[3:] else ''})"
+    return "keys and values"
+
+
+def _near(hint: Any, value: Any) -> str:
+    names = [
+        str(member.value)
+        for option in _options(hint)
+        if isinstance(option, type) and issubclass(option, Enum)
+        for member in option
+    ]
+    return did_you_mean(str(value), names)
+
+
+def _unknown(key: str, known: list[str], path: str) -> str:
+    where = _join(path, key)
+    return f"{where}: no such key{did_you_mean(key, known)}; the keys here are {', '.join(known)}"
+
+
+def _got(value: Any) -> str:
+    kind = "text" if isinstance(value, str) else type(value).__name__
+    return f"{kind} {value!r}" if value is not None else "null"
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+# By their section; the file itself is the section "".
+TOKENS = {
+    "": ("context",),
+    "schedule": ("chunk", "kv_block", "head_tokens", "mlp_tokens"),
+    "sparse": ("page", "budget", "recent"),
+}
+
+
+def in_plain_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a run file as `farspan.train.config` has them. Raises Refused naming the
+    field."""
+    values = dict(given)
+    if isinstance(values.get("sparse"), bool):  # YAML reads on and off so
+        values["sparse"] = {} if values["sparse"] else None
+    if values.get("report_to") == "none":  # as transformers has it
+        values["report_to"] = None
+    for section, names in TOKENS.items():
+        if not section:
+            values |= _tokens(values, names, "")
+        elif isinstance(values.get(section), Mapping):
+            values[section] = _tokens(values[section], names, f"{section}.")
+    model = values.get("model")
+    if isinstance(model, Mapping) and isinstance(model.get("dtype"), str):
+        values["model"] = {**model, "dtype": SHORT_NAMES.get(model["dtype"], model["dtype"])}
+    return values
+
+
+def _tokens(values: Mapping[str, Any], names: tuple[str, ...], where: str) -> dict[str, Any]:
+    """Text in place of a number of tokens is read; all else stays for the types to judge."""
+    read = read_pages if where == "sparse." else read_tokens
+    texts = {n: values[n] for n in names if isinstance(values.get(n), str)}
+    return {**values, **{name: read(text, where + name) for name, text in texts.items()}}

@@ -1,0 +1,312 @@
+"""A checkpoint is whole or it is not used; the one before it survives whatever happens."""
+
+import errno
+import json
+import os
+import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from farspan import durable
+from farspan.checkpoint import distributed as checkpoint_ranks
+from farspan.checkpoint import local as checkpoint
+from farspan.checkpoint.distributed import entries_of
+from farspan.checkpoint.local import Live, capture_rng, restore_rng
+from farspan.distributed.run_context import DistributedContext
+from farspan.durable import WriteFailed, digest
+from farspan.spec import Refused
+
+RUN = {"run": "abc"}
+
+
+def live(value: float, shape: tuple[int, ...] = (2, 3)) -> Live:
+    return Live(
+        model={"w": torch.full(shape, value), "b": torch.full((4,), value, dtype=torch.bfloat16)},
+        optimizer={"step/w": torch.tensor(value), "exp_avg/w": torch.full(shape, -value)},
+    )
+
+
+def save(folder: Path, step: int, keep: int = 5) -> Path:
+    state = {**RUN, "position": {"step": step}}
+    return checkpoint.save_checkpoint(
+        folder, live(float(step)), capture_rng(), state, step=step, keep=keep
+    )
+
+
+def resume(folder: Path, into: Live | None = None) -> tuple[int | None, Live, list[str]]:
+    into = into or live(0.0)
+    warnings: list[str] = []
+    restored = checkpoint.resume_checkpoint(folder, into, RUN, warnings.append)
+    return (restored.state["step"] if restored else None), into, warnings
+
+
+def equal(a: Live, b: Live) -> bool:
+    pairs = [(a.model, b.model), (a.optimizer, b.optimizer)]
+    return all(torch.equal(x[name], y[name]) for x, y in pairs for name in {*x, *y})
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_without_a_checkpoint_nothing_changes(tmp_path: Path) -> None:
+    step, into, warnings = resume(tmp_path)
+    assert step is None
+    assert equal(into, live(0.0))
+    assert warnings == []
+
+
+def test_the_latest_comes_back_bit_by_bit(tmp_path: Path) -> None:
+    save(tmp_path, 9)
+    save(tmp_path, 10)
+    step, into, warnings = resume(tmp_path)
+    assert step == 10
+    assert equal(into, live(10.0))
+    assert warnings == []
+
+
+def test_only_the_latest_stay(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, keep=2)
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+
+
+def test_files_are_safetensors_and_json_with_a_manifest(tmp_path: Path) -> None:
+    path = save(tmp_path, 3)
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert sorted([*manifest["files"], "manifest.json"]) == names(path)
+    for name, entry in manifest["files"].items():
+        assert entry == {"bytes": (path / name).stat().st_size, "sha256": digest(path / name)}
+    assert set(load_file(path / "model.safetensors")) == {"w", "b"}
+    assert load_file(path / "rng.safetensors")["cpu"].dtype == torch.uint8
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    expected = torch.randn(3)
+    torch.manual_seed(99)
+    restored = checkpoint.resume_checkpoint(tmp_path, live(0.0), RUN, pytest.fail)
+    assert restored is not None
+    restore_rng(restored.rng)
+    assert torch.equal(torch.randn(3), expected)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def poison(path: Path) -> None:
+    path.write_bytes(pickle.dumps({"w": 1}))
+
+
+def enlist(path: Path) -> None:
+    """A manifest of somebody else's."""
+    path.write_text(json.dumps({"files": dict.fromkeys(json.loads(path.read_text())["files"], 5)}))
+
+
+DAMAGE = [
+    (enlist, "manifest.json", r"manifest\.json: no size and SHA-256 under model\.safetensors"),
+    (truncate, "model.safetensors", r"model\.safetensors: \d+ bytes, expected \d+: truncated"),
+    (truncate, "state.json", r"state\.json: \d+ bytes, expected \d+: truncated"),
+    (truncate, "manifest.json", r"manifest\.json: cannot be read as JSON"),
+    (flip, "optimizer.safetensors", r"optimizer\.safetensors: its SHA-256 is not the one"),
+    (flip, "rng.safetensors", r"rng\.safetensors: its SHA-256 is not the one"),
+    (poison, "model.safetensors", r"model\.safetensors: \d+ bytes, expected"),
+    (Path.unlink, "optimizer.safetensors", r"optimizer\.safetensors: missing"),
+    (Path.unlink, "manifest.json", r"manifest\.json: cannot be read as JSON: .*No such file"),
+]
+
+
+@pytest.mark.parametrize(("damage", "name", "message"), DAMAGE)
+def test_a_damaged_checkpoint_is_refused_by_file(
+    tmp_path: Path, damage: Any, name: str, message: str
+) -> None:
+    damage(save(tmp_path, 5) / name)
+    into = live(0.0)
+    with pytest.raises(Refused, match=rf"{message}.*; move this folder away"):
+        resume(tmp_path, into)
+    assert equal(into, live(0.0))
+
+
+@pytest.mark.parametrize(("damage", "name", "message"), DAMAGE)
+def test_an_older_one_is_used_with_a_warning(
+    tmp_path: Path, damage: Any, name: str, message: str
+) -> None:
+    save(tmp_path, 4)
+    damage(save(tmp_path, 5) / name)
+    step, into, warnings = resume(tmp_path)
+    assert step == 4
+    assert equal(into, live(4.0))
+    (warning,) = warnings
+    assert "resuming from" in warning
+    assert "step-00000004 instead" in warning
+    assert re.search(message, warning)
+    assert "step-00000005" in warning
+
+
+def test_a_damaged_checkpoint_is_replaced_when_the_run_gets_there_again(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    truncate(save(tmp_path, 5) / "model.safetensors")
+    save(tmp_path, 5)
+    assert resume(tmp_path)[0] == 5
+    flip(save(tmp_path, 7) / "model.safetensors")
+    save(tmp_path, 6)
+    assert names(tmp_path) == ["step-00000004", "step-00000005", "step-00000006"]
+
+
+def rewrite(path: Path, name: str, tensors: dict[str, Tensor]) -> None:
+    """As another model would have saved it: the manifest fits."""
+    save_file(tensors, path / name)
+    manifest = json.loads((path / "manifest.json").read_text())
+    entry = {"bytes": (path / name).stat().st_size, "sha256": digest(path / name)}
+    manifest["files"][name] = entry
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"w": torch.zeros(2, 3)}, "of another model: only the model has b"),
+        (
+            {"w": torch.zeros(2, 3), "b": torch.zeros(4), "c": torch.zeros(1)},
+            "of another model: only the checkpoint has c",
+        ),
+        (
+            {"w": torch.zeros(3, 2), "b": torch.zeros(4, dtype=torch.bfloat16)},
+            r"of another model: w is float32\[3, 2\], here float32\[2, 3\]",
+        ),
+        (
+            {"w": torch.zeros(2, 3), "b": torch.zeros(4)},
+            r"of another model: b is float32\[4\], here bfloat16\[4\]",
+        ),
+    ],
+)
+def test_a_foreign_checkpoint_is_refused(
+    tmp_path: Path, tensors: dict[str, Tensor], message: str
+) -> None:
+    rewrite(save(tmp_path, 5), "model.safetensors", tensors)
+    with pytest.raises(Refused, match=rf"model\.safetensors: {message}"):
+        resume(tmp_path)
+
+
+def test_a_pickle_under_the_name_of_tensors_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, 5)
+    rewrite(path, "model.safetensors", {"w": torch.zeros(1)})
+    poison(path / "model.safetensors")
+    manifest = json.loads((path / "manifest.json").read_text())
+    file = path / "model.safetensors"
+    manifest["files"][file.name] = {"bytes": file.stat().st_size, "sha256": digest(file)}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(Refused, match=r"model\.safetensors: not a safetensors file"):
+        resume(tmp_path)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    with pytest.raises(Refused, match=r"state\.json: belongs to another run: its run is 'abc'"):
+        checkpoint.resume_checkpoint(tmp_path, live(0.0), {"run": "other"}, pytest.fail)
+
+
+@contextmanager
+def failing(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
+    """The disk is full when the file `name` is written."""
+    write_tensors, write_bytes = durable.write_tensors, durable.write_bytes
+
+    def fail(path: Path) -> None:
+        if path.name == name:
+            path.write_bytes(b"half")
+            raise durable._failure(path, "No space left on device")
+
+    def tensors(path: Path, values: Any) -> None:
+        fail(path)
+        write_tensors(path, values)
+
+    def data(path: Path, values: bytes) -> None:
+        fail(path)
+        write_bytes(path, values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_tensors", tensors)
+        patch.setattr(checkpoint, "write_bytes", data)
+        yield
+
+
+FILES = [f"{n}.safetensors" for n in ("model", "optimizer", "rng")] + [
+    "state.json",
+    "manifest.json",
+]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_full_disk_leaves_the_last_good_one_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    save(tmp_path, 4, keep=1)
+    with (
+        failing(monkeypatch, name),
+        pytest.raises(WriteFailed, match=rf"cannot write .*{name}: No space left on device; free"),
+    ):
+        save(tmp_path, 5, keep=1)
+    assert names(tmp_path) == ["step-00000004"]
+    assert resume(tmp_path)[0] == 4
+    save(tmp_path, 5, keep=1)
+    assert names(tmp_path) == ["step-00000005"]
+
+
+def test_a_rename_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 4)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fail)
+        with pytest.raises(WriteFailed, match=r"cannot write .*step-00000005: Input/output error"):
+            save(tmp_path, 5)
+    assert names(tmp_path) == ["step-00000004"]
+
+
+def test_leftovers_of_a_killed_process_go_away(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    (tmp_path / ".partial-step-00000005").mkdir()
+    (tmp_path / ".partial-old-step-00000003").mkdir()
+    (tmp_path / ".partial-old-step-00000003" / "x").write_text("x")
+    (tmp_path / ".partial-config.yaml").write_text("x")
+    durable.remove_leftovers(tmp_path)
+    assert names(tmp_path) == ["step-00000004"]
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [("list", "tensors.json: missing"), ("generators", "damaged: no random numbers of rank 0")],
+)
+def test_a_checkpoint_of_ranks_that_lost_something_is_passed_over(
+    tmp_path: Path, lost: str, words: str
+) -> None:
+    """Its list, or all generators: an older checkpoint is gone on from."""
+    older, crew, own = save(tmp_path, 3), DistributedContext(torch.device("cpu")), live(4.0)
+    path = tmp_path / checkpoint.folder_name(4)
+    rng = {} if lost == "generators" else capture_rng()
+    state = {**RUN, "position": {"step": 4}, "step": 4}
+    checkpoint_ranks.save_sharded(path, entries_of(own.model, own.optimizer), rng, state, crew)
+    if lost == "list":
+        (path / checkpoint_ranks.LISTED).unlink()
+    step, into, (warning,) = resume(tmp_path)
+    assert step == 3
+    assert equal(into, live(3.0))
+    assert warning.startswith(str(path / checkpoint_ranks.LISTED))
+    assert f"{words}; resuming from {older} instead" in warning
