@@ -262,11 +262,11 @@ def test_a_changed_list_of_boxes_is_refused(tmp_path: Path) -> None:
 
     boxes = listed["tensors"]["b"]["boxes"]
     for change, words in (
-        ([], "the boxes of b do not make the whole"),
-        ([shorter(boxes[0])], "the boxes of b do not make the whole"),
-        ([boxes[0]] * 2, "the boxes of b do not make the whole"),
+        ([], "the boxes of b do not cover it"),
+        ([shorter(boxes[0])], "the boxes of b do not cover it"),
+        ([boxes[0]] * 2, "the boxes of b do not cover it"),
         ([moved(boxes[0])], "is not where it says"),
-        ({}, "the boxes of b do not make the whole"),
+        ({}, "the boxes of b do not cover it"),
         (None, "tensors.json: damaged or changed"),
     ):
         tensor = listed["tensors"]["b"] | {"boxes": change}
@@ -374,7 +374,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_boxes_that_do_not_fill_a_tensor_are_not_saved(tmp_path: Path) -> None:
     rows = {"a": (numbers((3, 2)), placement_along((4, 2), 0, [(0, 3)]))}
-    with pytest.raises(WriteFailed, match="parts of a do not make the whole"):
+    with pytest.raises(WriteFailed, match="parts of a do not cover it"):
         save_entries(tmp_path / "step", rows, STATE)
     assert not any(tmp_path.iterdir())
 

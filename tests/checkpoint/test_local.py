@@ -298,11 +298,11 @@ def test_a_checkpoint_of_ranks_that_lost_something_is_passed_over(
     tmp_path: Path, lost: str, words: str
 ) -> None:
     """Its list, or all generators: an older checkpoint is gone on from."""
-    older, crew, own = save(tmp_path, 3), DistributedContext(torch.device("cpu")), live(4.0)
+    older, world, own = save(tmp_path, 3), DistributedContext(torch.device("cpu")), live(4.0)
     path = tmp_path / checkpoint.folder_name(4)
     rng = {} if lost == "generators" else capture_rng()
     state = {**RUN, "position": {"step": 4}, "step": 4}
-    checkpoint_ranks.save_sharded(path, entries_of(own.model, own.optimizer), rng, state, crew)
+    checkpoint_ranks.save_sharded(path, entries_of(own.model, own.optimizer), rng, state, world)
     if lost == "list":
         (path / checkpoint_ranks.LISTED).unlink()
     step, into, (warning,) = resume(tmp_path)

@@ -86,8 +86,8 @@ def test_verify_fails_with_exit_code_one(
         (["verify", "--groups", "2,1"], "groups: [2, 1] holds 3 layers, but the model has 4"),
         (["verify", "--dtype", "int8"], "dtype: expected float64, float32 or bfloat16"),
         (["verify", "--context", "many"], "context: expected tokens such as 131072, 128K"),
-        (["verify", "--documents", "999"], "documents: at most one a token"),
-        (["verify", "--context", "9000"], "exceeds the model's max_position_embeddings of 8,192"),
+        (["verify", "--documents", "999"], "documents: 999 do not fit"),
+        (["verify", "--context", "9000"], "beyond the model's max_position_embeddings of 8,192"),
         (["verify", "nowhere/at/all.yaml"], "nowhere/at/all.yaml: cannot be read"),
         (["train", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
     ],
@@ -137,7 +137,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunConfig, list[str]]
         runs.append((asked, notes))
         return RESULT
 
-    monkeypatch.setattr("farspan.cli.training.train", end)
+    monkeypatch.setattr("farspan.cli.with_torch.train", end)
     return runs
 
 
@@ -166,7 +166,7 @@ def test_a_result_is_valid_json_whatever_the_loss(
     assert found["heldout_loss"] == "nan"
     assert found["comparison"] is None
     planned = replace(RESULT, heldout_loss=1.5, comparison=PlanComparison(5, 4, 2.0, None))
-    monkeypatch.setattr("farspan.cli.training.train", lambda *_, **__: planned)
+    monkeypatch.setattr("farspan.cli.with_torch.train", lambda *_, **__: planned)
     assert run(monkeypatch, "train", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["heldout_loss"] == 1.5
@@ -230,10 +230,10 @@ def _model(folder: Path) -> Any:
 
 
 def test_help_of_the_group_says_what_each_command_says() -> None:
-    for name, (module, words) in cli.COMMANDS.items():
-        command = typer.main.get_command(import_module(module).app)
+    for name, lazy in cli.COMMANDS.items():
+        command = typer.main.get_command(getattr(import_module(lazy.module), lazy.app))
         assert command.name == name
-        assert (command.help or "").splitlines()[0] == words
+        assert (command.help or "").splitlines()[0] == lazy.help
 
 
 def test_version_and_unknown_command(
@@ -251,6 +251,6 @@ def test_what_training_could_not_write_is_one_line_and_exit_code_one(
     def fail(*_: Any, **__: Any) -> None:
         raise WriteFailed("disk full")
 
-    monkeypatch.setattr("farspan.cli.training.train", fail)
+    monkeypatch.setattr("farspan.cli.with_torch.train", fail)
     assert run(monkeypatch, "train", "--folder", str(tmp_path)) == 1
     assert capsys.readouterr().err.strip() == "farspan: disk full"

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from farspan import cli
-from farspan.cli import memory_place
+from farspan.cli import memory as memory_place
 from farspan.memory import placement as solver
 from farspan.memory.exact import Solution, place_flat
 from farspan.memory.placement import Placement, PlacementError, PlacementRequest

@@ -115,7 +115,7 @@ def test_a_sparse_plan_says_that_it_approximates() -> None:
     words = " ".join(call(*arguments).output.split())
     assert "sparse attention (approximate)" in words
     assert "sparse attention, approximate: of earlier tokens 1K in chosen pages" in words
-    assert "farspan verify --sparse measures" in words
+    assert "run farspan verify --sparse to measure" in words
     found = json.loads(call(*arguments, "--json").stdout)
     assert found["schedule"]["sparse"] == asdict(Sparse(budget=1024))
     assert found["hides"]

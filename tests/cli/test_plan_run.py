@@ -15,11 +15,10 @@ from farspan.plan.search import plans
 from farspan.plan.strategies import strategy
 from farspan.spec import MachineSpec, Refused, RunSpec, Schedule, Sparse
 from farspan.train.config import load_run
-from farspan.train.context import Parts
 from farspan.train.plan_run import Asked, QuestionsOfRun, questions_of_run
 from farspan.train.trainer import train
 from tests.train.planner import GIB, one_memory
-from tests.train.tiny import MODEL, Quiet, tiny_run
+from tests.train.tiny import MODEL, Quiet, replaced, tiny_run
 
 SMALL = {**MODEL, "num_hidden_layers": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192}
 LONG: dict[str, Any] = {**SMALL, "max_position_embeddings": 65536}
@@ -216,7 +215,7 @@ def test_ranks_share_it_as_the_file_says(file: Path) -> None:
     assert found["run"]["tokens_per_update"] == 2 * 2048
     write(file, parallel={"ulysses": 2})
     assert asked(file, gpus=6).questions[0].layout.data == 3
-    with pytest.raises(Refused, match="parallel: ulysses 2 makes 2 rank"):
+    with pytest.raises(Refused, match="parallel: ulysses 2 needs 2 rank"):
         asked(file, gpus=3)
     write(file, parallel="auto")
     assert asked(file).questions[0].layout.devices() == 8
@@ -295,7 +294,7 @@ def test_a_hub_name_needs_no_network(file: Path) -> None:
         (["--model", "GPT-2"], "names one; leave out --model, or the run file"),
         (["--gpus", "0"], "gpus: expected a whole number of devices >= 1, got 0"),
         (["--lora", "-1"], "lora: rank: expected a whole number of at least 1, got -1"),
-        (["--dtype", "fp16"], "dtype: farspan train has float32, bfloat16, float64, got fp16"),
+        (["--dtype", "fp16"], "dtype: expected one of float32, bfloat16, float64, got fp16"),
         (["--context", "1"], "context: expected a whole number of at least 2"),
         (["--optimizer", "sgd"], "optimizer: expected one of adamw"),
         (["--strategy", "magic"], "strategy: 'magic' is not known"),
@@ -311,7 +310,7 @@ def test_what_makes_no_sense_beside_a_run_file(
 
 def test_a_model_is_not_a_run_file() -> None:
     outcome = CliRunner().invoke(cli.app, ["plan", "Qwen2.5-7B"])
-    assert "a model is named by --model Qwen2.5-7B" in str(outcome.exception)
+    assert "to plan a model, give --model Qwen2.5-7B" in str(outcome.exception)
     outcome = CliRunner().invoke(cli.app, ["plan"])
     assert "model: give --model NAME, or the run file" in str(outcome.exception)
 
@@ -340,7 +339,7 @@ def test_it_is_what_the_run_itself_plans(
         **{"steps": 1, "schedule": auto, "device": "cpu"},
     }
     file.write_text(yaml.safe_dump(values))
-    train(load_run(file), parts=Parts(machine=lambda *_: one_memory()), reporter=Quiet())
+    train(load_run(file), components=replaced(machine=lambda *_: one_memory()), reporter=Quiet())
     written = json.loads((tmp_path / "folder" / "plan.json").read_text())
     found = asked(file, one_memory()).plan().to_json()
     assert found["schedule"] == written["schedule"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from farspan.cli.training import result_json
+from farspan.cli.with_torch import result_json
 from farspan.train.config import RunConfig, SparseConfig
 from farspan.train.trainer import TrainingResult
 from tests.cli.test_cli import CONFIG, RESULT, folder, run, trained

@@ -124,16 +124,22 @@ def test_a_cache_is_of_one_form(build: Build) -> None:
         ({"input_ids": [1, 2**70]}, "field 'input_ids': expected a list of whole numbers"),
         ({"input_ids": [1, -2]}, "field 'input_ids' has a negative id, -2"),
         ({"input_ids": [1, 2**32]}, r"field 'input_ids' has an id of 4294967296, .* below 2\*\*32"),
-        ({"input_ids": [1, 2], "labels": [1]}, "1 labels of 2 input_ids; give one each"),
-        ({"input_ids": [1, 2], "attention_mask": [1]}, "an attention_mask of 1 for 2 input_ids"),
+        ({"input_ids": [1, 2], "labels": [1]}, "1 labels for 2 input_ids; give one for each"),
+        (
+            {"input_ids": [1, 2], "attention_mask": [1]},
+            "attention_mask has 1 entries for 2 input_ids",
+        ),
         (
             {"input_ids": [1, 2], "attention_mask": [1, 2]},
-            "has others than 0 .padding. and 1; give",
+            "has values other than 0 .padding. and 1; give",
         ),
         ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "has 0 between tokens of 1; padd"),
         ({"input_ids": [1, 2], "attention_mask": "11"}, "'attention_mask': expected a list of"),
-        ({"input_ids": [1, 2], "labels": [2, -100]}, "each is the id in its own place, unshifted"),
-        ({"input_ids": [1, 2], "labels": [-100, -100]}, "no token of it is trained"),
+        (
+            {"input_ids": [1, 2], "labels": [2, -100]},
+            "each label is the id at the same place, unshifted",
+        ),
+        ({"input_ids": [1, 2], "labels": [-100, -100]}, "none of its tokens is trained"),
         ({"input_ids": [1, 2], "labels": [1, -100]}, "no document has a trained token after its"),
     ],
 )
@@ -171,7 +177,7 @@ def test_a_field_that_is_missing_is_named_by_its_key(build: Build) -> None:
 
 def test_documents_are_not_cut_where_some_tokens_are_not_trained(build: Build) -> None:
     record = {"prompt": "ab", "completion": "cd"}
-    with pytest.raises(Refused, match=r"data\.packing: cut makes sequences of which nothing may"):
+    with pytest.raises(Refused, match=r"data\.packing: cut may make sequences without a trained"):
         build(record, format="prompt", packing="cut")
     assert build(record, format="prompt", packing="cut", loss="all").trained == 1.0
 

@@ -59,4 +59,6 @@ def test_the_command_shows_a_run_file_s_data(tmp_path: Path) -> None:
     assert ": 7 tokens, 6 trained" in result.output
     assert "  trained ext " in result.output
     beyond = CliRunner().invoke(app, ["data", str(run), "--held-out", "--sequence", "1"])
-    assert "sequence: expected one of the 1 that are held out" in str(beyond.exception)
+    assert "sequence: expected a number below 1, as many as are held out, got 1" in str(
+        beyond.exception
+    )

@@ -159,7 +159,7 @@ def test_a_pickle_in_the_cache_is_not_loaded(tmp_path: Path) -> None:
 
 
 def test_no_text_at_all_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match=r"data\.path: memory: no text in it"):
+    with pytest.raises(Refused, match=r"data\.path: memory: it has no text"):
         open_quietly(Texts(["", " \n"]), tmp_path)
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []
 
@@ -175,7 +175,9 @@ def test_text_of_which_nothing_is_known_is_refused_and_leaves_nothing(
         def signs(self) -> frozenset[int]:
             return frozenset({0, 256})
 
-    with pytest.raises(Refused, match=r"data\.tokenizer: it knows nothing of the text in memory"):
+    with pytest.raises(
+        Refused, match=r"data\.tokenizer: it produced no ordinary tokens for memory"
+    ):
         open_store(Texts(["one", "two"]), PLAIN, Deaf(), tmp_path, lambda *_: None)
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []
 

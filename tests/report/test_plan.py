@@ -34,7 +34,7 @@ def test_what_is_not_priced_is_said() -> None:
     model = plain.question.model
     layers = (replace(model.layers[0], state=state), *model.layers[1:])
     recurrent = replace(plain.question, model=replace(model, layers=layers))
-    words = "what recurrent layers compute beside their projections is not priced"
+    words = "only the projections of recurrent layers are priced, not the recurrence"
     assert words not in text_of(plan_view(plain))
     assert words in text_of(plan_view(replace(plain, question=recurrent)))
 
@@ -135,7 +135,7 @@ def test_how_training_has_an_optimizer_is_noted(optimizer: Optimizer) -> None:
     """Where it is what is planned, and where it is what would help."""
     words = {
         "host": "note: farspan train has these with optimizer.states: host",
-        "adamw8bit": "note: moments of 8 bits give other results than AdamW's; farspan train has",
+        "adamw8bit": "note: 8-bit moments give other results than AdamW's; enable them with",
     }
     asked = replace(fitting(), question=replace(question(), optimizer=optimizer))
     advised = replace(overrun(), remedy=f"--optimizer {optimizer}")

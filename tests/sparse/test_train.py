@@ -27,13 +27,13 @@ from farspan.train.config import (
     ScheduleConfig,
     SparseConfig,
 )
-from farspan.train.context import Parts
+from farspan.train.context import Components
 from farspan.train.oom import lighter_schedule
 from farspan.train.planning import RETRY_SHARE, Choice, describe_schedule, plan_json, recall_plan
 from farspan.train.trainer import train
 from tests.numerics import assert_exact
-from tests.train.planner import one_memory, plan_for, planned_parts
-from tests.train.tiny import MODEL, STEPS, Quiet, Stopped, Stopping, tiny_run
+from tests.train.planner import one_memory, plan_for, planned_components
+from tests.train.tiny import MODEL, STEPS, Quiet, Stopped, Stopping, replaced, tiny_run
 
 # Of 48 tokens in chunks of 8 the last chunk sees 4 + 4 + 4 of 40 before it.
 SPARSE = SparseConfig(page=4, budget=4, recent=4, sink_pages=1)
@@ -89,7 +89,7 @@ class TestRun:
         run = sparse_run(
             tmp_path, model=ModelConfig(config=MODEL, dtype=DType.FLOAT64), accumulate=1, steps=3
         )
-        result = train(run, parts=replace(Parts(), make_step=watched), reporter=Quiet())
+        result = train(run, components=replaced(make_step=watched), reporter=Quiet())
         (step,) = watched.made
         assert step.schedule.sparse == Sparse(4, 4, 4, 1)
         args, loss = step.calls[0]
@@ -173,7 +173,7 @@ class TestRun:
         sparse = Sparse(4, 4, 4, 1)
         run = sparse_run(tmp_path, schedule=ScheduleConfig(strategy="auto"), steps=3)
         schedules = (Schedule(chunk=8, groups=1, sparse=sparse),)
-        result = train(run, parts=planned_parts(schedules, asked=asked), reporter=Quiet())
+        result = train(run, components=planned_components(schedules, asked=asked), reporter=Quiet())
         assert [question.sparse for question in asked] == [sparse]
         assert (
             read(run, "plan.json")["fields"]["sparse"]
@@ -187,9 +187,9 @@ class TestRun:
 
     def test_the_planner_itself_plans_it(self, tmp_path: Path) -> None:
         run = sparse_run(tmp_path, schedule=ScheduleConfig(strategy="auto"), steps=3)
-        own = Parts()
-        parts = replace(planned_parts(()), best_plan=own.best_plan, evaluate=own.evaluate)
-        result = train(run, parts=parts, reporter=Quiet())
+        own = Components()
+        parts = replaced(planned_components(()), best_plan=own.best_plan, evaluate=own.evaluate)
+        result = train(run, components=parts, reporter=Quiet())
         assert read(run, "about.json")["schedule"]["sparse"]["page"] == 4
         assert result.comparison is not None
 
@@ -199,10 +199,10 @@ class TestRun:
         run = sparse_run(tmp_path, schedule=ScheduleConfig(strategy="auto"))
 
         with pytest.raises(Stopped):
-            train(run, parts=planned_parts((chosen,)), reporter=Stopping(4))
+            train(run, components=planned_components((chosen,)), reporter=Stopping(4))
         quiet = Quiet()
         other = replace(chosen, chunk=16)
-        train(run, parts=planned_parts((other,)), reporter=quiet)
+        train(run, components=planned_components((other,)), reporter=quiet)
         assert any("chunk 8;" in note and "(as planned before)" in note for note in quiet.notes)
 
     def test_a_plan_of_other_attention_is_not_kept(self, tmp_path: Path) -> None:
@@ -249,12 +249,12 @@ class TestRun:
                 made.append(self.schedule.chunk)
                 return super().__call__(*args, **keywords)
 
-        parts, said = replace(Parts(), make_step=Failing), []
+        parts, said = replaced(make_step=Failing), []
         for name, sparse in (("sparse", SPARSE), ("dense", None)):
             folder, schedule = str(tmp_path / name), replace(SCHEDULE, chunk=16)
             run = sparse_run(tmp_path, sparse=sparse, folder=folder, schedule=schedule, steps=3)
             quiet = Quiet()
-            assert train(run, parts=parts, reporter=quiet).step == 3
+            assert train(run, components=parts, reporter=quiet).step == 3
             (note,) = (note for note in quiet.notes if note.startswith("out of memory"))
             said.append("gradients differ" in note)
             (line,) = (line for line in lines(run) if "out_of_memory" in line)
@@ -308,14 +308,14 @@ class TestSelector:
         sparse = replace(SPARSE, budget=16, sparsity=0.75)
         quiet = Quiet()
         run = sparse_run(tmp_path, sparse=sparse, steps=3)
-        train(run, parts=replace(Parts(), make_step=watched), reporter=quiet)
+        train(run, components=replaced(make_step=watched), reporter=quiet)
         assert watched.made[0].selector == Fraction(0.75)
         assert any("chosen at a sparsity of 0.75" in note for note in quiet.notes)
         assert read(run, "about.json")["sparse"]["sparsity"] == 0.75
 
     def test_without_one_it_is_the_votes(self, tmp_path: Path, watched: type[Watched]) -> None:
         run = sparse_run(tmp_path, steps=3)
-        train(run, parts=replace(Parts(), make_step=watched), reporter=Quiet())
+        train(run, components=replaced(make_step=watched), reporter=Quiet())
         assert fraction_of(run.sparse, watched.made[0].schedule, run.context) is None
 
     def test_more_than_the_budget_is_refused_before_the_first_step(self, tmp_path: Path) -> None:

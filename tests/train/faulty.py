@@ -17,9 +17,9 @@ from farspan import durable
 from farspan.cli import main
 from farspan.train import trainer as loop
 from farspan.train.config import RunConfig
-from farspan.train.context import Parts
+from farspan.train.context import Components
 from tests.train.crash import write_half
-from tests.train.fused import Moment, parts_with
+from tests.train.fused import Moment, components_with
 from tests.train.tiny import Quiet
 
 STEP = 3
@@ -35,21 +35,23 @@ def happen(fault: str) -> None:
         raise ValueError("no such thing")
 
 
-def faulty_parts(accumulate: int, fault: str) -> Parts:
+def faulty_components(accumulate: int, fault: str) -> Components:
     """Something happens to rank 1 in the step."""
 
     def moment(now: Moment) -> None:
         if (now.rank, now.step, now.cell) == (1, STEP, 2):
             happen(fault)
 
-    return parts_with(accumulate, moment)
+    return components_with(accumulate, moment)
 
 
 def fit(run: RunConfig, fault: str) -> str:
     """A rank of a run, and the step that it has come to."""
     if fault == "killed while saving" and os.environ["RANK"] == "0":
         vars(durable)["save_file"] = killed_halfway(2)  # of one file a checkpoint
-    return str(loop.train(run, parts=faulty_parts(run.accumulate, fault), reporter=Quiet()).step)
+    return str(
+        loop.train(run, components=faulty_components(run.accumulate, fault), reporter=Quiet()).step
+    )
 
 
 def killed_halfway(call: int) -> Callable[..., Any]:
@@ -68,7 +70,7 @@ def killed_halfway(call: int) -> Callable[..., Any]:
 
 def first_attempt_fails() -> None:
     fault = "killed" if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else "nothing"
-    vars(loop)["Parts"] = lambda: faulty_parts(ACCUMULATE, fault)
+    vars(loop)["Components"] = lambda: faulty_components(ACCUMULATE, fault)
     main()
 
 

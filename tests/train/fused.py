@@ -1,14 +1,15 @@
 """farspan's engine with something that happens at a chosen moment of a run."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from farspan.engine.step import Progress, Step
-from farspan.train.context import Parts
+from farspan.train.context import Components
+from tests.train.tiny import replaced
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ class Moment:
         return self.cell == self.batches * self.cells
 
 
-def parts_with(
+def components_with(
     accumulate: int,
     happen: Callable[[Moment], None] = lambda _: None,
     spoil: Callable[[Tensor, int], Tensor] = lambda loss, _: loss,
-) -> Parts:
+) -> Components:
     """`happen` is called behind every cell, and `spoil` has the loss of every batch and the number
     of its step. Steps are counted from where this process begins."""
 
@@ -59,4 +60,4 @@ def parts_with(
             finally:
                 self.progress = told
 
-    return replace(Parts(), make_step=Fused)
+    return replaced(make_step=Fused)

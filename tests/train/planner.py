@@ -9,8 +9,9 @@ from farspan.plan.build import build_program
 from farspan.plan.price.machines import machine
 from farspan.plan.question import Budget, Plan, Question, Seconds
 from farspan.spec import MachineSpec, Schedule, Tier
-from farspan.train.context import Parts
+from farspan.train.context import Components
 from farspan.train.oom import needed
+from tests.train.tiny import replaced
 
 GIB = 2**30
 STATES = 16  # bytes a float32 parameter: weight, gradient, two moments
@@ -63,9 +64,9 @@ def first_of(
     return best_plan
 
 
-def planned_parts(
+def planned_components(
     schedules: Sequence[Schedule], size: int = GIB, asked: list[Question] | None = None
-) -> Parts:
+) -> Components:
     """farspan's own parts with this planner and a machine of `size` bytes."""
 
     def here(
@@ -76,4 +77,4 @@ def planned_parts(
         progress("nothing")
         return one_memory(size)
 
-    return replace(Parts(), machine=here, best_plan=first_of(schedules, asked), evaluate=plan_for)
+    return replaced(machine=here, best_plan=first_of(schedules, asked), evaluate=plan_for)

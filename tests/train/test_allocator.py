@@ -1,6 +1,5 @@
 """A run's device allocator: installed once before CUDA starts, told of steps, refused on a CPU."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from farspan.spec import Refused
 from farspan.train.config import DeviceAllocator, load_run
 from farspan.train.memory import DeviceMemory, choose_allocator
 from farspan.train.trainer import train
-from tests.train.tiny import STEPS, Quiet, TinyStep, tiny_parts, tiny_run
+from tests.train.tiny import STEPS, Quiet, TinyStep, replaced, tiny_components, tiny_run
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:1")
 STITCH, REPLAY = DeviceAllocator.STITCH, DeviceAllocator.REPLAY
@@ -69,15 +68,15 @@ def test_a_second_run_of_a_process_finds_it_there(native: Native) -> None:
     choose_allocator(STITCH, GPU)
     choose_allocator(STITCH, GPU)
     assert native.calls == [("install", "stitch")]
-    with pytest.raises(Refused, match=r"this process has stitch .* in a new process"):
+    with pytest.raises(Refused, match=r"this process already uses stitch, .* in a new process"):
         choose_allocator(REPLAY, GPU)
 
 
 def test_a_cpu_is_refused_before_anything_is_loaded(native: Native, tmp_path: Path) -> None:
     run = tiny_run(tmp_path, device="cpu", allocator=STITCH)
-    parts = replace(tiny_parts(), load_model=lambda **_: pytest.fail("loaded"))
+    parts = replaced(tiny_components(), load_model=lambda **_: pytest.fail("loaded"))
     with pytest.raises(Refused, match="allocator: stitch is for the memory of a GPU"):
-        train(run, parts=parts, reporter=Quiet())
+        train(run, components=parts, reporter=Quiet())
     assert native.calls == []
 
 
@@ -90,6 +89,6 @@ def test_each_step_begins_and_a_new_schedule_forgets(tmp_path: Path) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     told = DeviceMemory(lambda: calls.append("begin"), lambda: calls.append("forget"))
-    parts = replace(tiny_parts(fail_once), choose_allocator=lambda *_: told)
-    train(tiny_run(tmp_path), parts=parts, reporter=Quiet())
+    parts = replaced(tiny_components(fail_once), choose_allocator=lambda *_: told)
+    train(tiny_run(tmp_path), components=parts, reporter=Quiet())
     assert calls == ["begin"] * 3 + ["forget"] + ["begin"] * (STEPS - 3)

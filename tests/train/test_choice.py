@@ -185,22 +185,24 @@ def test_gradients_of_earlier_batches_are_the_planners_to_place(
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 0)
     monkeypatch.setattr("farspan.train.planning.available_host_bytes", lambda: GIB)
     device = replace(one_memory(GIB), unified=False, device_bytes=140 * GIB, reserve=GIB)
-    crew = DistributedContext(torch.device("cuda"))
+    world = DistributedContext(torch.device("cuda"))
     looked, nothing = InspectedModel(spec(), None), StateBytes(0, 0, 0)
     for accumulate in (1, 2):
         run = tiny_run(tmp_path, accumulate=accumulate)
-        question = question_of(run, looked, device, StatesPlace.DEVICE, crew)
+        question = question_of(run, looked, device, StatesPlace.DEVICE, world)
         assert question.accumulates == (accumulate > 1)
-        use: Any = SimpleNamespace(device=crew.device, crew=crew, touched_bytes=lambda: nothing)
-        found = LeastFreeMemory(use).limit(run, question)
+        ctx: Any = SimpleNamespace(
+            run=run, device=world.device, world=world, touched_bytes=lambda: nothing
+        )
+        found = LeastFreeMemory(ctx).limit(question)
         assert (found.device_bytes, found.reserve) == (61 * GIB, GIB)
 
 
 def test_a_run_on_a_gpu_is_planned_with_copies_beside_the_computation(tmp_path: Path) -> None:
     """As `farspan plan` does: the engine runs them so, and the fastest schedule is another."""
-    run, crew, looked = tiny_run(tmp_path), DistributedContext(CPU), InspectedModel(spec(), None)
+    run, world, looked = tiny_run(tmp_path), DistributedContext(CPU), InspectedModel(spec(), None)
     for machine_ in (machine("h200"), one_memory()):
-        question = question_of(run, looked, machine_, StatesPlace.DEVICE, crew)
+        question = question_of(run, looked, machine_, StatesPlace.DEVICE, world)
         assert question.overlap is not machine_.unified
 
 

@@ -39,8 +39,8 @@ from farspan.train.config import (
 from farspan.train.context import RunContext
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
-from tests.train.fused import Moment, parts_with
-from tests.train.planner import planned_parts
+from tests.train.fused import Moment, components_with
+from tests.train.planner import planned_components
 from tests.train.tiny import MODEL, Quiet, tiny_run
 
 STEPS = 3
@@ -120,10 +120,10 @@ def fit(run: RunConfig) -> RunContext:
     """What it computed with. Rank 0 alone speaks."""
     said = Quiet()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "Trainer", Watched)
+        patch.setattr(loop, "TrainingLoop", Watched)
         assert loop.train(run, reporter=said).step == run.steps
-    use = Watched.latest._use
-    assert bool(said.notes) == use.crew.leads
+    use = Watched.latest._ctx
+    assert bool(said.notes) == use.world.is_rank0
     if said.notes and run.parallel is Auto.AUTO:
         assert "2 ranks: ulysses 2" in said.notes[0]
     return use
@@ -196,7 +196,9 @@ def stopped(run: RunConfig, step: int) -> int:
         if (moment.rank, moment.step, moment.last) == (0, step, True):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    result = loop.train(run, parts=parts_with(run.accumulate, signalled), reporter=Quiet())
+    result = loop.train(
+        run, components=components_with(run.accumulate, signalled), reporter=Quiet()
+    )
     assert result.exit_code == 128 + signal.SIGTERM
     return result.step
 
@@ -292,8 +294,8 @@ def planned(run: RunConfig, layout: Layout) -> None:
     is asked."""
     asked: list[Question] = []
     schedule = Schedule(chunk=16 + dist.get_rank(), groups=(1, 2))
-    parts = planned_parts([schedule], asked=asked)
-    assert loop.train(run, parts=parts, reporter=Quiet()).step == STEPS
+    parts = planned_components([schedule], asked=asked)
+    assert loop.train(run, components=parts, reporter=Quiet()).step == STEPS
     assert [question.layout for question in asked] == [layout] * (dist.get_rank() == 0)
     plan = json.loads((Path(run.folder) / "plan.json").read_text())
     assert plan["fields"]["chunk"] == 16  # of rank 0

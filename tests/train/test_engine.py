@@ -15,11 +15,11 @@ from farspan.engine.loss import trained_token_count
 from farspan.engine.step import Step
 from farspan.spec import AttentionKernel, Kernels, Refused, Schedule
 from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig, default_run
-from farspan.train.context import CellsDone, Parts
+from farspan.train.context import CellsDone
 from farspan.train.trainer import TrainingResult, train
 from farspan.train.yaml_config import to_mapping
 from tests.numerics import assert_exact
-from tests.train.tiny import MODEL, STEPS, Quiet, count_trained, fit, tiny_run
+from tests.train.tiny import MODEL, STEPS, Quiet, count_trained, fit, replaced, tiny_run
 
 SCHEDULE = ScheduleConfig(strategy="grouped", chunk=16, groups=1)
 
@@ -62,7 +62,7 @@ def test_bfloat16_accumulates_in_float32_and_learns(tmp_path: Path) -> None:
     run = tiny_run(
         tmp_path, schedule=SCHEDULE, model=ModelConfig(config=MODEL, dtype=DType.BFLOAT16)
     )
-    result = train(run, parts=replace(Parts(), make_step=Watched), reporter=Quiet())
+    result = train(run, components=replaced(make_step=Watched), reporter=Quiet())
     assert seen == {torch.float32}
     assert result.loss is not None
     assert result.loss < metrics(run)[1]["loss"] - 0.3
@@ -125,7 +125,7 @@ def test_the_schedule_reaches_the_engine(tmp_path: Path) -> None:
         return Step(model, schedule)
 
     run = tiny_run(tmp_path, schedule=replace(SCHEDULE, attention_kept=0.5), steps=3)
-    train(run, parts=replace(Parts(), make_step=make_step), reporter=Quiet())
+    train(run, components=replaced(make_step=make_step), reporter=Quiet())
     assert (made[0].chunk, made[0].groups, made[0].attention_kept) == (16, 1, 0.5)
     about = json.loads((tmp_path / "run" / "about.json").read_text())
     assert about["schedule"] == to_mapping(made[0])

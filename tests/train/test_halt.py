@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,12 @@ from farspan.plan.program import Backward, Forward, Head
 from farspan.spec import Refused, RunSpec, Schedule
 from farspan.train import trainer as loop
 from farspan.train.config import Parallel, RunConfig
-from farspan.train.context import Parts
 from tests.grids import examples
 from tests.plan.test_share import MODEL, layouts, ranks_of, schedules
 from tests.ranks import run_ranks
-from tests.train.fused import Moment, parts_with
+from tests.train.fused import Moment, components_with
 from tests.train.test_ranks import a_run, model_of, same_run
-from tests.train.tiny import Quiet
+from tests.train.tiny import Quiet, replaced
 
 SLOW = 0.1  # seconds a cell, once a signal is on its way: five pulses of PULSE
 PULSE = 0.02
@@ -67,7 +65,7 @@ def signalled(run: RunConfig, step: int) -> tuple[int, int, int]:
         if moment.cell >= 2:
             time.sleep(SLOW)
 
-    result = loop.train(run, parts=parts_with(run.accumulate, happen), reporter=Quiet())
+    result = loop.train(run, components=components_with(run.accumulate, happen), reporter=Quiet())
     assert result.exit_code == 128 + signal.SIGTERM
     return result.step, done[-1].cell, done[-1].cells
 
@@ -146,7 +144,7 @@ class Rehearsing(Step):
 
 def abandon_rehearsal(run: RunConfig) -> int:
     faults.HEARTBEAT, Rehearsing.reached = PULSE, Path(f"{run.folder}-reached")
-    result = loop.train(run, parts=replace(Parts(), make_step=Rehearsing), reporter=Quiet())
+    result = loop.train(run, components=replaced(make_step=Rehearsing), reporter=Quiet())
     assert result.exit_code == 128 + signal.SIGTERM
     assert Rehearsing.cells >= 2
     return result.step

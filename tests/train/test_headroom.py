@@ -25,8 +25,8 @@ def asked(run: RunConfig, unified: bool = False) -> int:
     model = load_tiny(config=MODEL, dtype=torch.float32, seed=0)
     looked = inspect_model(model, "float32", torch.device("cpu"))
     here = replace(machine("h100"), unified=unified)
-    crew = DistributedContext(torch.device("cpu"))
-    return question_of(run, looked, here, StatesPlace.DEVICE, crew).headroom
+    world = DistributedContext(torch.device("cpu"))
+    return question_of(run, looked, here, StatesPlace.DEVICE, world).headroom
 
 
 def test_the_run_asks_for_it(tmp_path: Path) -> None:

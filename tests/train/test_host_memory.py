@@ -25,7 +25,7 @@ from farspan.train.run_folder import identity
 from farspan.train.trainer import train
 from tests.cli.test_cli import run as run_cli
 from tests.ranks import run_ranks
-from tests.train.planner import planned_parts
+from tests.train.planner import planned_components
 from tests.train.tiny import Quiet, tiny_run
 from tests.zoo import make_model
 
@@ -68,7 +68,7 @@ def test_the_planner_is_asked_within_it_and_its_choice_fits(tmp_path: Path) -> N
     def strategy_of(size: int | None) -> tuple[int, int]:
         asked: list[Question] = []
         run = tiny_run(tmp_path / str(size), schedule=AUTO, host_memory=size and f"{size}B")
-        train(run, parts=planned_parts((LARGE, SMALL), asked=asked), reporter=Quiet())
+        train(run, components=planned_components((LARGE, SMALL), asked=asked), reporter=Quiet())
         plan = json.loads((Path(run.folder) / "plan.json").read_text())
         taken = sum(plan[tier]["total"] for tier in ("device_bytes", "host_bytes"))
         assert size is None or asked[0].machine.host_bytes == size
@@ -129,7 +129,7 @@ def test_the_command_line_takes_the_place_of_the_file(
         seen.append(run)
         raise Refused("stop: here")
 
-    monkeypatch.setattr("farspan.cli.training.train", stop)
+    monkeypatch.setattr("farspan.cli.with_torch.train", stop)
     path = tmp_path / "run.yaml"
     text = "model: {path: m}\ndata: {source: text, path: t}\nhost_memory: 2GiB\n"
     path.write_text(text)

@@ -177,8 +177,8 @@ def without(key: str, **others: Tensor) -> Any:
 @pytest.mark.parametrize(
     ("collate", "message"),
     [
-        (without("labels"), "labels: the batch has none; give a collator that makes them"),
-        (without("", pixel_values=torch.zeros(1)), "inputs: pixel_values is nothing that a step"),
+        (without("labels"), "labels: the batch has none; use a collator that makes them"),
+        (without("", pixel_values=torch.zeros(1)), "inputs: a step does not read pixel_values"),
         (without("", attention_mask=torch.ones(2, 1, 4, 4)), "attention_mask: expected"),
         (
             without("attention_mask", position_ids=torch.tensor([[5, 6]])),
@@ -229,7 +229,7 @@ def test_a_loss_of_its_own_is_refused(make: Make) -> None:
     class Plain(Long):
         plain_loss = True
 
-    with pytest.raises(Refused, match="compute_loss: Long has one of its own"):
+    with pytest.raises(Refused, match="compute_loss: Long overrides it"):
         make(Long)
     make(Plain)
 
@@ -256,5 +256,5 @@ def test_padding_behind_packed_documents_is_nothing(make: Make) -> None:
 
 def test_outputs_are_refused(make: Make) -> None:
     trainer = make(compute_metrics=lambda _: {})
-    with pytest.raises(Refused, match="outputs: evaluation gives the loss alone"):
+    with pytest.raises(Refused, match="outputs: evaluation returns only the loss"):
         trainer.evaluate()

@@ -41,7 +41,7 @@ def test_a_step_is_abandoned_and_the_last_one_saved(
     assert result.step == calls // 2
     assert result.message == (
         f"{signum.name}: stopped after step {calls // 2} of {STEPS}; run the same command again "
-        "to go on from there"
+        "to resume from there"
     )
     checkpoints = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
     assert checkpoints[-1] == f"step-{calls // 2:08d}"

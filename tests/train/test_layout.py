@@ -68,13 +68,17 @@ def test_auto_goes_by_the_heads(ranks: int, kv_heads: int, expected: Layout) -> 
 @pytest.mark.parametrize(
     ("given", "ranks", "words"),
     [
-        ({"ulysses": 8}, None, r"ulysses 8 makes 8 rank.* 1 is there.*--nproc-per-node 8 "),
-        ({"ulysses": 2, "shards": 3}, 8, "ulysses 2 x shards 3 makes 6 .* multiple, but 8 are"),
-        ({"ulysses": 2}, 3, r"but 3 are there; start 2: torchrun --nproc-per-node 2 "),
+        ({"ulysses": 8}, None, r"ulysses 8 needs 8 rank.* there is 1.*--nproc-per-node 8 "),
+        (
+            {"ulysses": 2, "shards": 3},
+            8,
+            "ulysses 2 x shards 3 needs 6 .* multiple, but there are 8",
+        ),
+        ({"ulysses": 2}, 3, r"but there are 3; start 2: torchrun --nproc-per-node 2 "),
         ({"ulysses": 2}, 7, r"start 6: torchrun --nproc-per-node 6 "),
         ({"ulysses": 4}, 3, r"start 4: torchrun --nproc-per-node 4 "),
-        ({"ulysses": 2, "data": 2}, 8, "ulysses 2 x data 2 makes 4 .*; start 4: .* 4 "),
-        (None, 4, "parallel: missing, and 4 ranks were started; .* auto, or data: 4"),
+        ({"ulysses": 2, "data": 2}, 8, "ulysses 2 x data 2 needs 4 .*; start 4: .* 4 "),
+        (None, 4, "parallel: missing, but 4 ranks were started; .* auto .* data: 4"),
     ],
 )
 def test_another_number_of_ranks_is_refused(

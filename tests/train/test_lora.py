@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from farspan.cli.verify import source_of
-from farspan.cli.verifying import model_for
+from farspan.cli.with_torch import model_for
 from farspan.hf.load import add_adapters, load_model
 from farspan.spec import Kernels, Refused
 from farspan.train.config import (
@@ -112,7 +112,7 @@ def test_a_run_does_not_go_on_beside_other_weights(tmp_path: Path) -> None:
     with torch.no_grad():
         next(model.parameters())[3, 5] += 1e-9
     model.save_pretrained(str(run.model.path))
-    with pytest.raises(Refused, match=r"trained beside other frozen weights than model"):
+    with pytest.raises(Refused, match=r"trained with other frozen weights than model"):
         train(run, reporter=Quiet())
 
 

@@ -29,10 +29,10 @@ from farspan.train.trainer import train
 from tests.grids import crossed
 from tests.numerics import assert_exact
 from tests.train.late import LateCopies
-from tests.train.planner import one_memory, planned_parts
+from tests.train.planner import one_memory, planned_components
 from tests.train.test_interrupt import same_weights
 from tests.train.test_optimizer import set_gradients
-from tests.train.tiny import MODEL, Quiet, TinyStep, fit, load_tiny, tiny_run
+from tests.train.tiny import MODEL, Quiet, TinyStep, fit, load_tiny, replaced, tiny_run
 
 HOST, DEVICE = StatesPlace.HOST, StatesPlace.DEVICE
 LRS = [0.1, 0.05, 0.2]
@@ -168,8 +168,8 @@ def test_planned_bytes_are_those_taken(
     monkeypatch.setattr("farspan.plan.price.states.STAGED", staged)
     model = load_tiny(config=MODEL, dtype=getattr(torch, dtype.value), seed=1)
     run = tiny_run(tmp_path, model=ModelConfig(config=MODEL, dtype=dtype))
-    found, crew = inspect_model(model, dtype.value, CPU), DistributedContext(CPU)
-    planned = states(question_of(run, found, one_memory(), place, crew), ((0, 1), (1, 2)))
+    found, world = inspect_model(model, dtype.value, CPU), DistributedContext(CPU)
+    planned = states(question_of(run, found, one_memory(), place, world), ((0, 1), (1, 2)))
     with PeakMemory(torch.device("cpu")) as meter:
         optimizer = TrainingOptimizer(model, OptimizerConfig(states=place))
     counters = 4 * len(optimizer.parameters)
@@ -246,10 +246,10 @@ def test_a_run_goes_on_to_the_same_bits_and_may_change_the_place(tmp_path: Path)
         run = replace(start, model=model, optimizer=replace(optimizer, states=place))
         quiet = Quiet()
         fit(run, interrupt(calls), quiet)
-        told += [note for note in quiet.notes if "optimizer states: were" in note]
+        told += [note for note in quiet.notes if "optimizer states: moved" in note]
     same_weights(tmp_path / "reference", tmp_path / "run")
     assert told == [
-        f"optimizer states: were on the {before}; the same tensors go on elsewhere"
+        f"optimizer states: moved from the {before}; the values are the same"
         for before in ("host", "device")
     ]
 
@@ -263,9 +263,9 @@ def test_what_a_run_expects_is_what_it_takes(tmp_path: Path) -> None:
         model=ModelConfig(config=MODEL, dtype=DType.BFLOAT16),
         optimizer=replace(tiny_run(tmp_path).optimizer, states=HOST),
     )
-    parts = replace(planned_parts(()), best_plan=best_plan, evaluate=evaluate)
+    parts = replaced(planned_components(()), best_plan=best_plan, evaluate=evaluate)
     quiet = Quiet()
-    found = train(run, parts=parts, reporter=quiet).comparison
+    found = train(run, components=parts, reporter=quiet).comparison
     assert found is not None
     assert abs(found.predicted_bytes / found.measured_bytes - 1) < 0.02
     folder = Path(run.folder)

@@ -13,11 +13,11 @@ from farspan.plan.price.evaluate import size
 from farspan.plan.question import Fit, Optimizer, Question
 from farspan.spec import MachineSpec
 from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig, StatesPlace
-from farspan.train.context import Parts, inspect_model, remembered
+from farspan.train.context import Components, inspect_model
 from farspan.train.optimizer import Placed, bare_machine, choose_place
 from farspan.train.planning import place_states, question_of
-from tests.train.planner import GIB, one_memory, planned_parts
-from tests.train.tiny import MODEL, Quiet, fit, load_tiny, tiny_run
+from tests.train.planner import GIB, one_memory, planned_components
+from tests.train.tiny import MODEL, Quiet, fit, load_tiny, replaced, tiny_run
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -32,7 +32,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, total: int, host: int) -> None:
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: MODEL_BYTES)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "made up")
     on_cpu = lambda m, d, _, rank, kernels: inspect_model(m, d, CPU, rank, kernels)  # noqa: E731
-    monkeypatch.setattr("farspan.train.planning.look", on_cpu)
+    monkeypatch.setattr("farspan.train.planning.inspect_model", on_cpu)
     monkeypatch.setattr("farspan.train.planning.available_host_bytes", lambda: host)
     monkeypatch.setattr("farspan.train.optimizer.available_host_bytes", lambda: host)
 
@@ -43,10 +43,10 @@ def run_of(tmp_path: Path, **changes: Any) -> RunConfig:
     return tiny_run(tmp_path, model=model, accumulate=1, **({"schedule": schedule} | changes))
 
 
-def place(run: RunConfig, parts: Parts | None = None, before: str | None = None) -> Placed:
+def place(run: RunConfig, parts: Components | None = None, before: str | None = None) -> Placed:
     model = load_tiny(config=MODEL, dtype=torch.bfloat16, seed=0)
-    chosen = replace(Parts(), machine=never) if parts is None else parts
-    return place_states(run, chosen, before, lambda _: None, DistributedContext(CUDA))(model, CUDA)
+    chosen = replaced(machine=never) if parts is None else parts
+    return place_states(run, chosen, DistributedContext(CUDA), model, before, lambda _: None)
 
 
 def never(*_: Any) -> Any:
@@ -59,7 +59,7 @@ def needed(run: RunConfig, states: StatesPlace) -> tuple[int, int]:
     found = inspect_model(model, "bfloat16", CPU)
     machine = replace(bare_machine(CUDA), reserve=RESERVE)
     question = question_of(run, found, machine, states, DistributedContext(CUDA))
-    sized = size(question, run.schedule.apply(Parts().strategy("grouped", 2, run.context)))
+    sized = size(question, run.schedule.apply(Components().strategy("grouped", 2, run.context)))
     return sized.device.total, sized.host.total
 
 
@@ -103,7 +103,7 @@ def test_the_planner_is_asked_for_both_places(
 ) -> None:
     gpu(monkeypatch, GIB, GIB)
     asked: list[Question] = []
-    parts = planned_parts((), asked=asked)
+    parts = planned_components((), asked=asked)
 
     def best_plan(question: Question) -> Any:
         asked.append(question)
@@ -113,7 +113,7 @@ def test_the_planner_is_asked_for_both_places(
     def machine(*_: Any) -> MachineSpec:
         return replace(one_memory(), unified=False, device_bytes=GIB, host_bytes=GIB)
 
-    parts = replace(parts, best_plan=best_plan, machine=machine)
+    parts = replaced(parts, best_plan=best_plan, machine=machine)
     run = run_of(tmp_path, schedule=ScheduleConfig(strategy="auto"))
     assert place(run, parts).states is StatesPlace.HOST
     assert [question.optimizer for question in asked] == [Optimizer.ADAMW, Optimizer.HOST]
@@ -185,7 +185,7 @@ def test_a_machine_is_measured_once() -> None:
         measured.append(f"{device} {dtype}")
         return one_memory()
 
-    ask = remembered(machine)
+    ask = replaced(machine=machine).machine_once
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
         ask(CUDA, dtype, lambda _: None)
     assert measured == ["cuda torch.float32", "cuda torch.bfloat16"]

@@ -18,12 +18,12 @@ from farspan.plan.price.evaluate import evaluate
 from farspan.plan.question import Question
 from farspan.spec import Refused, Schedule, Tier
 from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig
-from farspan.train.context import Parts
+from farspan.train.context import Components
 from farspan.train.oom import NoScheduleFits
 from farspan.train.trainer import train
 from tests.grids import part_of
 from tests.numerics import assert_exact
-from tests.train.planner import one_memory, planned_parts
+from tests.train.planner import one_memory, planned_components
 from tests.train.test_interrupt import same_weights
 from tests.train.tiny import (
     MODEL,
@@ -31,6 +31,7 @@ from tests.train.tiny import (
     Quiet,
     Stopped,
     Stopping,
+    replaced,
     tiny_run,
 )
 
@@ -65,7 +66,7 @@ def lines(run: RunConfig) -> list[dict[str, Any]]:
 def test_what_was_chosen_is_said_and_written_down(tmp_path: Path) -> None:
     run, quiet = tiny_run(tmp_path, schedule=AUTO), Quiet()
     asked: list[Question] = []
-    train(run, parts=planned_parts(SCHEDULES, asked=asked), reporter=quiet)
+    train(run, components=planned_components(SCHEDULES, asked=asked), reporter=quiet)
     (line,) = (note for note in quiet.notes if note.startswith("schedule: "))
     assert line == (
         "schedule: grouped: chunk 48; groups of 2 layers each; x on host; K, V on device; "
@@ -85,7 +86,7 @@ def test_the_model_at_hand_is_what_is_planned_for(tmp_path: Path) -> None:
     modules."""
     asked: list[Question] = []
     run = tiny_run(tmp_path, schedule=AUTO)
-    train(run, parts=planned_parts(SCHEDULES, asked=asked), reporter=Quiet())
+    train(run, components=planned_components(SCHEDULES, asked=asked), reporter=Quiet())
     model = asked[0].model
     assert model.parameters == 8976
     for layer in model.layers:
@@ -102,7 +103,7 @@ def test_the_model_at_hand_is_what_is_planned_for(tmp_path: Path) -> None:
 
 def test_predicted_stands_beside_measured_at_the_end(tmp_path: Path) -> None:
     run, quiet = tiny_run(tmp_path, schedule=AUTO), Quiet()
-    result = train(run, parts=planned_parts(SCHEDULES), reporter=quiet)
+    result = train(run, components=planned_components(SCHEDULES), reporter=quiet)
     found = result.comparison
     assert found is not None
     assert read(run, "comparison.json") == found.to_json()
@@ -152,13 +153,13 @@ def test_a_run_goes_on_with_what_fits(tmp_path: Path, monkeypatch: pytest.Monkey
     """Arenas may hold less than the planner was told: it has to give way until they do."""
     run = tiny_run(tmp_path, schedule=AUTO, model=ModelConfig(config=GPT2, dtype=DType.FLOAT64))
     whole = replace(run, folder=str(tmp_path / "whole"))
-    train(whole, parts=planned_parts((LARGE,)), reporter=Quiet())
+    train(whole, components=planned_components((LARGE,)), reporter=Quiet())
     sizes = [arenas(run, schedule) for schedule in SCHEDULES]
     assert sizes[0] > sizes[1] > sizes[2]
     Limited(monkeypatch, (sizes[1] + sizes[2]) / 2)
     asked: list[Question] = []
     quiet = Quiet()
-    result = train(run, parts=planned_parts(SCHEDULES, asked=asked), reporter=quiet)
+    result = train(run, components=planned_components(SCHEDULES, asked=asked), reporter=quiet)
     assert result.step == STEPS
     tried = [line for line in lines(run) if "out_of_memory" in line]
     assert [line["schedule"]["chunk"] for line in tried] == [16, 8]
@@ -215,8 +216,8 @@ def test_a_step_that_failed_half_way_leaves_nothing_behind(tmp_path: Path, cell:
 
         return progress
 
-    parts = replace(planned_parts((MIDDLE, SMALL)), make_step=Failing)
-    assert train(run, parts=parts, reporter=Quiet()).step == 1
+    parts = replaced(planned_components((MIDDLE, SMALL)), make_step=Failing)
+    assert train(run, components=parts, reporter=Quiet()).step == 1
     assert made == [MIDDLE, SMALL]
     ((args, loss, grads),) = calls
     for schedule, is_same in ((SMALL, True), (MIDDLE, False)):
@@ -234,7 +235,7 @@ def test_where_nothing_fits_the_run_does_not_begin(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, schedule=AUTO)
     message = r"schedule: none fits 4\.9 KiB of main memory: grouped misses by .*; buy memory"
     with pytest.raises(Refused, match=message):
-        train(run, parts=planned_parts(SCHEDULES, size=5000), reporter=Quiet())
+        train(run, components=planned_components(SCHEDULES, size=5000), reporter=Quiet())
 
 
 def test_when_nothing_smaller_fits_all_that_was_tried_is_told(
@@ -243,7 +244,7 @@ def test_when_nothing_smaller_fits_all_that_was_tried_is_told(
     run = tiny_run(tmp_path, schedule=AUTO)
     Limited(monkeypatch, 100)
     with pytest.raises(NoScheduleFits) as caught:
-        train(run, parts=planned_parts(SCHEDULES), reporter=Quiet())
+        train(run, components=planned_components(SCHEDULES), reporter=Quiet())
     message = str(caught.value)
     places = [message.index(text) for text in ("(1) grouped: chunk 48", "(2) grouped: chunk 16")]
     places += [message.index("(3) grouped: chunk 8"), message.index("\nthen schedule: none fits")]
@@ -251,7 +252,7 @@ def test_when_nothing_smaller_fits_all_that_was_tried_is_told(
 
 
 def test_a_rehearsal_that_main_memory_cannot_hold_is_planned_around(tmp_path: Path) -> None:
-    own = Parts().expect_memory
+    own = Components().expect_memory
     run = tiny_run(tmp_path, schedule=AUTO, steps=3)
 
     def expect(step: Any, *rest: Any) -> Any:
@@ -260,8 +261,8 @@ def test_a_rehearsal_that_main_memory_cannot_hold_is_planned_around(tmp_path: Pa
         return own(step, *rest)
 
     quiet = Quiet()
-    parts = replace(planned_parts(SCHEDULES), expect_memory=expect)
-    assert train(run, parts=parts, reporter=quiet).step == 3
+    parts = replaced(planned_components(SCHEDULES), expect_memory=expect)
+    assert train(run, components=parts, reporter=quiet).step == 3
     assert read(run, "plan.json")["fields"]["chunk"] == 16
     assert any("out of memory (main memory): host memory: a step" in note for note in quiet.notes)
 
@@ -269,13 +270,13 @@ def test_a_rehearsal_that_main_memory_cannot_hold_is_planned_around(tmp_path: Pa
 def test_a_run_that_goes_on_keeps_its_plan(tmp_path: Path) -> None:
     """So that it goes on to the same bits, whatever the planner says by now."""
     whole = tiny_run(tmp_path, schedule=AUTO, folder=str(tmp_path / "whole"))
-    train(whole, parts=planned_parts((MIDDLE,)), reporter=Quiet())
+    train(whole, components=planned_components((MIDDLE,)), reporter=Quiet())
     run = tiny_run(tmp_path, schedule=AUTO)
 
     with pytest.raises(Stopped):
-        train(run, parts=planned_parts((MIDDLE,)), reporter=Stopping(4))
+        train(run, components=planned_components((MIDDLE,)), reporter=Stopping(4))
     quiet = Quiet()
-    train(run, parts=planned_parts((SMALL,)), reporter=quiet)
+    train(run, components=planned_components((SMALL,)), reporter=quiet)
     assert any("chunk 16" in note and "(as planned before)" in note for note in quiet.notes)
     same_weights(tmp_path / "whole", tmp_path / "run")
 
@@ -283,11 +284,11 @@ def test_a_run_that_goes_on_keeps_its_plan(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["[]", "{", '{"machine": "other"}', '{"machine": "stand-in"}'])
 def test_a_plan_of_somebody_else_is_not_kept(tmp_path: Path, content: str) -> None:
     run = tiny_run(tmp_path, schedule=AUTO, steps=3)
-    train(run, parts=planned_parts((MIDDLE,)), reporter=Quiet())
+    train(run, components=planned_components((MIDDLE,)), reporter=Quiet())
     (tmp_path / "run" / "plan.json").write_text(content)
     checkpoints = tmp_path / "run" / "checkpoints"
     (checkpoints / "step-00000003").rename(tmp_path / "aside")
-    train(run, parts=planned_parts((SMALL,)), reporter=Quiet())
+    train(run, components=planned_components((SMALL,)), reporter=Quiet())
     assert read(run, "plan.json")["fields"]["chunk"] == 8
 
 
@@ -299,7 +300,7 @@ def test_fields_beside_auto_are_refused() -> None:
 def test_a_planned_model_of_bfloat16_learns(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, schedule=AUTO, model=ModelConfig(config=MODEL, dtype=DType.BFLOAT16))
     asked: list[Question] = []
-    result = train(run, parts=planned_parts(SCHEDULES, asked=asked), reporter=Quiet())
+    result = train(run, components=planned_components(SCHEDULES, asked=asked), reporter=Quiet())
     assert (asked[0].dtype, asked[0].model.element_bytes) == ("bfloat16", 2)
     assert result.loss is not None
     assert read(run, "plan.json")["schedule"]["tiers"]["x"] == Tier.HOST
@@ -309,8 +310,10 @@ def test_a_planned_model_of_bfloat16_learns(tmp_path: Path) -> None:
 def test_the_planner_itself_plans_a_run(tmp_path: Path, accumulate: int) -> None:
     """Its own search, on a machine whose rates are made up: the memory is what it said."""
     run = tiny_run(tmp_path, schedule=AUTO, steps=3, accumulate=accumulate)
-    parts = replace(planned_parts(SCHEDULES), best_plan=Parts().best_plan, evaluate=evaluate)
-    found = train(run, parts=parts, reporter=Quiet()).comparison
+    parts = replaced(
+        planned_components(SCHEDULES), best_plan=Components().best_plan, evaluate=evaluate
+    )
+    found = train(run, components=parts, reporter=Quiet()).comparison
     assert found is not None
     ratio = found.predicted_bytes / found.measured_bytes
     assert abs(ratio - 1) < 0.02  # what every plan is held to
@@ -319,6 +322,6 @@ def test_the_planner_itself_plans_a_run(tmp_path: Path, accumulate: int) -> None
     assert plan["seconds_per_step"] > 0
     assert plan["alternatives"]
     again = replace(run, folder=str(tmp_path / "again"))
-    small = replace(parts, machine=lambda *_: one_memory(200_000))
+    small = replaced(parts, machine=lambda *_: one_memory(200_000))
     with pytest.raises(Refused, match="schedule: none fits"):
-        train(again, parts=small, reporter=Quiet())
+        train(again, components=small, reporter=Quiet())

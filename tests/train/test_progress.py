@@ -119,8 +119,8 @@ def test_what_comes_before_the_first_step_is_heard_of() -> None:
         reporter.rehearsing(cell / 4, Cells(cell, 4))
     assert out.getvalue().splitlines() == [
         "measuring this machine: matrix products",
-        "rehearsing: 50%, cell 2/4",
-        "rehearsing: 100%, cell 4/4",
+        "dry run: 50%, cell 2/4",
+        "dry run: 100%, cell 4/4",
     ]
 
 

@@ -22,16 +22,16 @@ from farspan.train.config import ModelConfig, Parallel, RunConfig, ScheduleConfi
 from farspan.train.yaml_config import to_mapping
 from tests.distributed.launched import launch
 from tests.train.crash import outcome
-from tests.train.faulty import ACCUMULATE, faulty_parts, fit
-from tests.train.planner import planned_parts
-from tests.train.tiny import MODEL, STEPS, Quiet, tiny_run
+from tests.train.faulty import ACCUMULATE, faulty_components, fit
+from tests.train.planner import planned_components
+from tests.train.tiny import MODEL, STEPS, Quiet, replaced, tiny_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 SHORT = (
-    r"tried to allocate 3 GiB; the others are within the step, .*: with schedule: "
-    r"{strategy: null, chunk: 8, .*}, the same command goes on"
+    r"tried to allocate 3 GiB. Other ranks are still within the step, .* with schedule: "
+    r"{strategy: null, chunk: 8, .*}"
 )
 
 
@@ -92,7 +92,7 @@ def test_a_run_goes_on_after_a_fault(
 
 def noted_fit(run: RunConfig, fault: str) -> str:
     quiet = Quiet()
-    step = loop.train(run, parts=faulty_parts(run.accumulate, fault), reporter=quiet).step
+    step = loop.train(run, components=faulty_components(run.accumulate, fault), reporter=quiet).step
     return f"{step}\n" + "\n".join(quiet.notes)
 
 
@@ -101,7 +101,7 @@ def test_a_named_schedule_that_ran_out_within_a_step_is_made_lighter(tmp_path: P
     """Nobody could choose another one then: the next start does."""
     run = a_run(tmp_path, "run")
     first, _ = launch(tmp_path / "said", 2, noted_fit, run, "out of memory")
-    assert re.match(f"RankFailed: rank 1: memory: out of it .*{SHORT}", first.said), first
+    assert re.match(f"RankFailed: rank 1: out of memory .*{SHORT}", first.said), first
     recorded = json.loads((Path(run.folder) / "shortage.json").read_text())
     assert (recorded["fields"]["chunk"], recorded["out_of_memory"]) == (16, "device")
     again, _ = launch(tmp_path / "said", 2, noted_fit, run, "nothing")
@@ -116,13 +116,13 @@ SMALL = Schedule(chunk=16, groups=1)
 
 
 def plan_and_fit(run: RunConfig, fault: str) -> str:
-    planned = planned_parts((LARGE, SMALL))
-    parts = faulty_parts(run.accumulate, fault)
-    parts = replace(
+    planned = planned_components((LARGE, SMALL))
+    parts = faulty_components(run.accumulate, fault)
+    parts = replaced(
         parts, machine=planned.machine, best_plan=planned.best_plan, evaluate=planned.evaluate
     )
     quiet = Quiet()
-    step = loop.train(run, parts=parts, reporter=quiet).step
+    step = loop.train(run, components=parts, reporter=quiet).step
     return f"{step}\n" + "\n".join(quiet.notes)
 
 
@@ -130,8 +130,11 @@ def test_a_plan_that_ran_out_within_a_step_is_not_taken_again(tmp_path: Path) ->
     """Nobody could choose another one then: the next start does."""
     run = replace(a_run(tmp_path, "run"), schedule=ScheduleConfig(AUTO))
     first, _ = launch(tmp_path / "said", 2, plan_and_fit, run, "out of memory")
-    words = "tried to allocate 3 GiB; the others are within the step, so nothing lighter is tried: "
-    assert f"{words}planned with less of it, the same command goes on" in first.said, first
+    words = (
+        "tried to allocate 3 GiB. Other ranks are still within the step, so it cannot be retried"
+    )
+    assert words in first.said, first
+    assert "from the latest checkpoint with a smaller plan" in first.said, first
     folder = Path(run.folder)
     recorded = json.loads((folder / "shortage.json").read_text())
     assert (recorded["fields"]["chunk"], recorded["out_of_memory"]) == (48, "device")

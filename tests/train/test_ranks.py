@@ -29,7 +29,7 @@ from farspan.train.run_folder import Diverged
 from farspan.train.trainer import train
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
-from tests.train.fused import Moment, parts_with
+from tests.train.fused import Moment, components_with
 from tests.train.tiny import MODEL, Quiet, tiny_run, write_documents
 
 STEPS = 4
@@ -128,7 +128,7 @@ def interrupted(run: RunConfig, step: int, culprit: int) -> int:
             for _ in range(1 + dist.is_initialized()):
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    result = train(run, parts=parts_with(run.accumulate, signalled), reporter=Quiet())
+    result = train(run, components=components_with(run.accumulate, signalled), reporter=Quiet())
     assert result.exit_code == 128 + signal.SIGTERM
     return result.step
 
@@ -191,7 +191,9 @@ def diverging(run: RunConfig) -> str:
         return loss * float("nan") if step == 2 else loss
 
     try:
-        result = train(run, parts=parts_with(run.accumulate, spoil=spoil), reporter=Quiet())
+        result = train(
+            run, components=components_with(run.accumulate, spoil=spoil), reporter=Quiet()
+        )
     except Diverged as error:
         return str(error)
     return f"skipped {result.skipped}"

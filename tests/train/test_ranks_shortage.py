@@ -28,9 +28,9 @@ from farspan.train.planning import Choice
 from farspan.train.step_runner import StepRunner
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
-from tests.train.planner import GIB, planned_parts
+from tests.train.planner import GIB, planned_components
 from tests.train.test_dealt import a_run, lines_of
-from tests.train.tiny import Quiet
+from tests.train.tiny import Quiet, replaced
 
 LARGE = Schedule(chunk=48, groups=3, activations_kept=1.0, attention_kept=1.0)
 SMALL = Schedule(chunk=12, groups=1)
@@ -126,8 +126,8 @@ def fit(
         patch.setattr(
             "farspan.train.planning.available_host_bytes", lambda: GIB // 2 if last else 9 * GIB
         )
-        parts = replace(planned_parts((LARGE, SMALL), asked=asked), make_step=make_step)
-        loop.train(run, parts=parts, reporter=quiet)
+        parts = replaced(planned_components((LARGE, SMALL), asked=asked), make_step=make_step)
+        loop.train(run, components=parts, reporter=quiet)
     return quiet.notes, asked
 
 
@@ -174,22 +174,22 @@ def test_all_ranks_go_on_with_a_lighter_schedule(tmp_path: Path, names: tuple[st
         assert f"4: {before} (" not in again, "another one"
         words = "device memory of rank 1: a step" if look else "rank 1: CUDA out of memory. Tried"
         assert words in again
-        assert "\ntrying the same again, 1 of 4: grouped: chunk" in again
+        assert "\nretry 1 of 4 with grouped: chunk" in again
         assert all(q.machine.host_bytes < GIB for q in asked), "what the shortest rank has"
 
 
 def events(run: RunConfig) -> list[str]:
     """What a rank that ran out apart does then, and one that did not."""
     seen: list[str] = []
-    heard = DistributedContext.first_of
+    heard = DistributedContext.first_given
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("farspan.train.step_runner.clear_up", lambda _: seen.append("clears"))
 
-        def told(crew: DistributedContext, found: Any) -> Any:
+        def told(world: DistributedContext, found: Any) -> Any:
             seen.append("tells")
-            return heard(crew, found)
+            return heard(world, found)
 
-        patch.setattr(DistributedContext, "first_of", told)
+        patch.setattr(DistributedContext, "first_given", told)
         fit(run, (), Failing)
     return seen
 
@@ -250,7 +250,7 @@ def test_a_machine_that_is_too_small_for_a_step_is_found_by_all(tmp_path: Path) 
         assert relative_error(tensor_of(found), tensor_of(wanted)) <= EXACT, found
     assert ours == theirs
     assert ours.startswith("step 2: memory: ran out with\n  (1) grouped")
-    assert "Step 1 is saved: the same command goes on from there" in ours
+    assert "Step 1 is saved: the same command resumes from there" in ours
     assert (Path(other.folder) / "checkpoints" / "step-00000001").is_dir()
 
 
@@ -269,13 +269,13 @@ def test_an_arena_that_one_rank_is_refused_is_too_large_for_all(tmp_path: Path) 
         (
             True,
             SMALL,
-            "tried: with schedule: {strategy: null, chunk: 12}, the same command goes on",
+            "from the latest checkpoint with schedule: {strategy: null, chunk: 12}",
         ),
-        (True, None, "tried: no schedule needs less; on more ranks the same command goes on"),
+        (True, None, "from the latest checkpoint on more ranks: no schedule needs less"),
         (
             False,
             None,
-            "tried: with a schedule that needs less, if there is one, the same command goes on",
+            "from the latest checkpoint with a smaller schedule, if there is one",
         ),
     ],
 )
@@ -283,27 +283,33 @@ def test_advice_is_what_can_be_done(
     tmp_path: Path, dealt: bool, less: Schedule | None, words: str
 ) -> None:
     """To a rank that runs out within a step."""
-    use: Any = SimpleNamespace(dealt=object() if dealt else None, device=torch.device("cpu"))
     none: Any = None
-    heard: list[Choice] = []
-    tell: Any = SimpleNamespace(alone=lambda _, choice: heard.append(choice))
-    runner = StepRunner(a_run(tmp_path, "run"), use, none, none, tell)
+    ctx: Any = SimpleNamespace(
+        run=a_run(tmp_path, "run"),
+        model=None,
+        dealt=object() if dealt else None,
+        device=torch.device("cpu"),
+        world=DistributedContext(torch.device("cpu")),
+        components=replaced(schedule_of=lambda *_: LARGE),
+    )
+    written: list[dict[str, Any]] = []
+    folder: Any = SimpleNamespace(write_shortage=written.append)
+    runner = StepRunner(ctx, none, none, folder, none)
     runner._choice = Choice("grouped", LARGE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("farspan.train.step_runner.less_for_ranks", lambda *_: less)
-        said = str(runner._alone(Shortage(Tier.HOST, "no memory", of_all=False)))
-    assert words in said
-    assert said.endswith("from the latest checkpoint, if there is one")
-    assert heard == [runner._choice]
+        said = str(runner._leave(Shortage(Tier.HOST, "no memory", of_all=False)))
+    assert said.endswith(words)
+    assert [line["strategy"] for line in written] == ["grouped"]
 
 
 def test_groups_of_a_pipeline_are_said_to_be_its_stages(tmp_path: Path) -> None:
     dealt: Any = SimpleNamespace(
         ranks=SimpleNamespace(layout=Layout(pipeline=2)), spec=SimpleNamespace(layers=(None,) * 3)
     )
-    use: Any = SimpleNamespace(dealt=dealt)
+    ctx: Any = SimpleNamespace(dealt=dealt, run=a_run(tmp_path, "run"))
     none: Any = None
-    runner = StepRunner(a_run(tmp_path, "run"), use, none, none, none)
+    runner = StepRunner(ctx, none, none, none, none)
     assert "groups of 1 + 2 layers;" in runner._described(Choice("grouped", Schedule(48, 3)))
 
 

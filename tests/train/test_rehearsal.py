@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ from farspan.engine.memory import estimate_memory
 from farspan.engine.step import Progress, Step
 from farspan.spec import Schedule
 from farspan.train.config import ScheduleConfig
-from farspan.train.context import CellsDone, Parts
+from farspan.train.context import CellsDone
 from farspan.train.trainer import train
 from tests.train.test_interrupt import same_weights
-from tests.train.tiny import STEPS, Quiet, tiny_run
+from tests.train.tiny import STEPS, Quiet, replaced, tiny_run
 from tests.zoo import make_model
 
 SCHEDULE = ScheduleConfig(strategy="grouped", chunk=16, groups=1)
@@ -63,7 +62,7 @@ def test_the_opening_lines_come_before_the_rehearsal_and_the_memory_before_step_
         "data: ",
         "schedule: grouped: chunk 16; groups of 1 layer each; x on host; K, V on device; "
         "attention 100% on host; activations not kept",
-        "rehearsing",
+        "dry run",
         "rehearsed",
         "expected memory: device ",
         "step 1",
@@ -99,10 +98,10 @@ def test_a_finished_run_is_not_rehearsed(tmp_path: Path) -> None:
         pytest.fail("a finished run needs no engine")
 
     heard = Heard()
-    result = train(run, parts=replace(Parts(), make_step=no_step), reporter=heard)
+    result = train(run, components=replaced(make_step=no_step), reporter=heard)
     assert result.step == STEPS
     assert heard.cells_rehearsed == 0
-    assert not any(line.startswith(("schedule", "rehearsing")) for line in heard.order)
+    assert not any(line.startswith(("schedule", "dry run")) for line in heard.order)
     assert (tmp_path / "run" / "about.json").read_bytes() == about
 
 

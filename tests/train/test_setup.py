@@ -9,7 +9,7 @@ import pytest
 from farspan.spec import Refused
 from farspan.train import setup
 from farspan.train.config import ModelConfig, RunConfig, ScheduleConfig
-from farspan.train.context import Parts
+from farspan.train.context import Components
 from farspan.train.setup import resolve
 from farspan.train.trainer import train
 from tests.train.tiny import MODEL, Quiet, tiny_run
@@ -23,7 +23,7 @@ def without_text(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(setup, "open_corpus", never)
     monkeypatch.setattr(setup, "load_tokenizer", never)
-    train(run, parts=Parts(), reporter=Quiet())
+    train(run, components=Components(), reporter=Quiet())
 
 
 @pytest.mark.parametrize(

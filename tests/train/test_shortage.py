@@ -17,11 +17,11 @@ from farspan.memory.host import TooLarge, refuse_beyond
 from farspan.spec import Refused, Schedule, Tier
 from farspan.train.config import RunConfig
 from farspan.train.oom import NoScheduleFits, find_shortage
-from farspan.train.step_runner import REPLANS
+from farspan.train.step_runner import RETRIES
 from farspan.train.trainer import TrainingResult, train
 from tests.grids import part_of
 from tests.train.test_interrupt import same_metrics, same_weights
-from tests.train.tiny import STEPS, Quiet, TinyStep, fit, tiny_parts, tiny_run
+from tests.train.tiny import STEPS, Quiet, TinyStep, fit, replaced, tiny_components, tiny_run
 
 
 def main_memory_error() -> RuntimeError:
@@ -102,7 +102,9 @@ class Watched:
 
 
 def fit_watched(run: RunConfig, watched: Watched, quiet: Quiet) -> TrainingResult:
-    return train(run, parts=replace(tiny_parts(), make_step=watched.make), reporter=quiet)
+    return train(
+        run, components=replaced(tiny_components(), make_step=watched.make), reporter=quiet
+    )
 
 
 def shortages(run: RunConfig) -> list[dict[str, Any]]:
@@ -130,8 +132,7 @@ def test_a_step_is_taken_again_on_the_same_data(tmp_path: Path, cell: int) -> No
     assert line["schedule"]["chunk"] == second.chunk
     assert line["out_of_memory"] == "device"
     assert any(
-        re.search(r"out of memory .*2 GiB\ntrying the same again, 1 of 4: .*chunk", note)
-        for note in quiet.notes
+        re.search(r"out of memory .*2 GiB\nretry 1 of 4 with .*chunk", note) for note in quiet.notes
     )
     about = json.loads((tmp_path / "run" / "about.json").read_text())
     assert about["schedule"]["chunk"] == second.chunk
@@ -172,9 +173,9 @@ def test_tries_are_bounded_and_the_last_step_is_saved(tmp_path: Path) -> None:
     assert first == f"step {done + 1}: memory: ran out with"
     assert [line.split()[0] for line in attempts] == ["(1)", "(2)", "(3)", "(4)", "(5)"]
     assert advice.startswith("shorten the context")
-    assert f"Step {done} is saved: the same command goes on" in message
-    assert len(watched.schedules) == REPLANS + 1 == len(shortages(run)) + 1
-    assert message.count("CUDA out of memory") == REPLANS + 1
+    assert f"Step {done} is saved: the same command resumes" in message
+    assert len(watched.schedules) == RETRIES + 1 == len(shortages(run)) + 1
+    assert message.count("CUDA out of memory") == RETRIES + 1
     chunks = [schedule.chunk for schedule in watched.schedules]
     assert chunks == sorted(set(chunks), reverse=True)
     assert fit(run).step == STEPS
@@ -199,9 +200,9 @@ def test_other_errors_of_a_step_pass(tmp_path: Path) -> None:
     def make(model: nn.Module, _: Schedule) -> TinyStep:
         return Broken(model)
 
-    parts = replace(tiny_parts(), make_step=make)
+    parts = replaced(tiny_components(), make_step=make)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        train(tiny_run(tmp_path), parts=parts, reporter=Quiet())
+        train(tiny_run(tmp_path), components=parts, reporter=Quiet())
 
 
 def test_before_the_first_step_nothing_is_saved(tmp_path: Path) -> None:

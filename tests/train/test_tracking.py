@@ -338,7 +338,7 @@ def test_a_wandb_run_goes_on_in_its_folder(
         held = part.read_bytes()
         for words in ("train/loss", "eval/loss", "train/global_step", "of-the-user"):
             assert words.encode() in held, words
-        for words in ("name-of-the-machine", sys.executable, "rehearsing", "requirements"):
+        for words in ("name-of-the-machine", sys.executable, "dry run", "requirements"):
             assert words.encode() not in held, words
         assert not list((part.parent / "files").iterdir())
     assert os.environ["WANDB_ERROR_REPORTING"] == "false"

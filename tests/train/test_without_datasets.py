@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from farspan.cli.ending import USAGE
+from farspan.cli import USAGE
 from tests.train.tiny import MODEL as TINY
 
 ROOT = Path(__file__).resolve().parents[2]

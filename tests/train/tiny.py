@@ -21,7 +21,7 @@ from farspan.train.config import (
     RunConfig,
 )
 from farspan.train.console import Reporter
-from farspan.train.context import CellsDone, Parts
+from farspan.train.context import CellsDone, Components
 from farspan.train.memory import Expected
 from farspan.train.trainer import TrainingResult, train
 
@@ -138,8 +138,16 @@ def load_tiny(*, config: dict[str, Any], dtype: torch.dtype, seed: int, **_: obj
     return AutoModelForCausalLM.from_config(made, dtype=dtype)
 
 
-def tiny_parts(hook: Hook | None = None) -> Parts:
-    return Parts(
+def replaced(base: Components | None = None, **own: Any) -> Components:
+    """farspan's own components, or those of `base`, with others in their place."""
+    made = Components()
+    given = {name: value for name, value in vars(base or made).items() if name[0] != "_"}
+    vars(made).update(given | own)
+    return made
+
+
+def tiny_components(hook: Hook | None = None) -> Components:
+    return replaced(
         load_model=load_tiny,
         make_step=lambda model, _: TinyStep(model, hook),
         strategy=lambda *_: Schedule(),
@@ -179,47 +187,25 @@ def tiny_run(root: Path, **changes: Any) -> RunConfig:
     return replace(run, **changes)
 
 
-class Quiet:
+class Quiet(Reporter):
     """Keeps what it is told."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.done: list[float] = []
 
-    def __enter__(self) -> "Quiet":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return
-
     def note(self, text: str) -> None:
         self.notes.append(text)
-
-    def preparing(self, documents: int, tokens: int) -> None: ...
-
-    def measuring(self, what: str) -> None: ...
-
-    def rehearsing(self, done: float, progress: CellsDone) -> None: ...
-
-    def start(self, steps: int, tokens_per_step: int, step: int, how: str = "") -> None: ...
-
-    def begin(self, step: int) -> None: ...
 
     def cells(self, step: int, done: float, progress: CellsDone) -> None:
         assert 0 < progress.cells_done <= progress.cells
         self.done.append(step - 1 + done)
 
-    def end(self, values: object) -> None: ...
-
-    def evaluating(self, done: float, progress: CellsDone) -> None: ...
-
-    def evaluated(self, values: object) -> None: ...
-
 
 def fit(
     run: RunConfig, hook: Hook | None = None, reporter: Reporter | None = None
 ) -> TrainingResult:
-    return train(run, parts=tiny_parts(hook), reporter=reporter or Quiet())
+    return train(run, components=tiny_components(hook), reporter=reporter or Quiet())
 
 
 class Stopped(Exception):

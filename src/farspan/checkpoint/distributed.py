@@ -12,14 +12,12 @@ of a tensor in a file nor sums; so the storage is this one. The folder is writte
 and gets its own when every rank's files are on the disk: a rank that dies before leaves what was
 there.
 
-Checkpoints that all ranks of a run write, each its own part, and that any number of ranks reads:
-`farspan.checkpoint.distributed` with the tensors of a run.
+The tensors of a run are named
 
     model/<parameter or buffer>      parameters, and buffers that belong to the weights
     optimizer/<key>/<parameter>      master weights, moments and counts of updates
     rng/<rank>/cpu, rng/<rank>/cuda  each rank's generators, as bytes
-
-A run whose model is dealt over its ranks: whether it is, and its weights whole again."""
+"""
 
 import json
 import shutil
@@ -59,35 +57,26 @@ from farspan.checkpoint.format import (
     key_of,
     open_tensors,
     parsing,
+    read_part,
     read_tensor_list,
     type_of,
 )
-from farspan.distributed.fsdp import whole_placement
+from farspan.distributed.fsdp import ShardPlacement, whole_placement
 from farspan.distributed.run_context import DistributedContext
 from farspan.durable import PARTIAL, WriteFailed, digest, publish, write_bytes, write_tensors
 from farspan.engine.parallelize import ShardedModel
 from farspan.plan.layout import Rank
 from farspan.spec import Refused
-from farspan.train.optimizer import ShardedParameters
 
 T = TypeVar("T")
 
 Group = dist.ProcessGroup | None  # None: this process alone
 
+LISTED = TENSORS  # a folder that has this file is such a checkpoint
+RNG = "rng/"
+FROZEN = "frozen"  # of a checkpoint state: digest of the weights that it leaves out
 
-def gather_weights(dealt: ShardedModel, keep: Callable[[str, Tensor], None]) -> None:
-    """Every weight of this rank's pipeline stage whole, one unit on the device at a time; all ranks
-    call it. `keep` is called on the stage's first rank alone."""
-    speaks = first_of_stage(dealt)
-    for name, own in dealt.sharded.wholes():
-        whole = own if dealt.tensor is None else dealt.tensor.whole(name, own)
-        if speaks:
-            keep(name, whole)
-
-
-def first_of_stage(dealt: ShardedModel) -> bool:
-    """Whether this rank is the one that speaks for its pipeline stage."""
-    return all(i == 0 for axis, i in dealt.ranks.rank.along.items() if axis != "pipeline")
+Tensors = Mapping[str, Tensor]
 
 
 def save_entries(
@@ -150,7 +139,7 @@ def read_shapes(path: Path) -> Forms:
         return {name: type_of(entry) for name, entry in listed["tensors"].items()}
 
 
-# -- writing ------------------------------------------------------------------------------------
+# -- writing: what torch.distributed.checkpoint asks of a storage ---------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,9 +283,7 @@ class _FolderReader(StorageReader):
                     _, key = self._places[item.storage_index]
                     starts = zip(item.storage_offsets, item.lengths, strict=True)
                     part = tuple(slice(start, start + length) for start, length in starts)
-                    # A slice of no dimensions cannot be asked for.
-                    read = file.get_slice(key)[part] if part else file.get_tensor(key)
-                    planner.resolve_tensor(item).copy_(read)
+                    planner.resolve_tensor(item).copy_(read_part(file, key, part))
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -332,11 +319,7 @@ def _causes(error: CheckpointException) -> str:
     return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
 
 
-LISTED = TENSORS  # a folder that has this file is such a checkpoint
-RNG = "rng/"
-FROZEN = "frozen"  # of a checkpoint state: digest of the weights that it leaves out
-
-NamedTensors = Mapping[str, Tensor]
+# -- the tensors of a run -------------------------------------------------------------------------
 
 
 def is_of_ranks(path: Path) -> bool:
@@ -345,10 +328,11 @@ def is_of_ranks(path: Path) -> bool:
 
 
 def entries_of(
-    model: NamedTensors, optimizer: NamedTensors, pieces: ShardedParameters | None = None
+    model: Tensors, optimizer: Tensors, places: Mapping[str, ShardPlacement] | None = None
 ) -> Entries:
-    """The live tensors of a rank and where they lie; whole without pieces."""
-    places = {} if pieces is None else pieces.places
+    """The live tensors of a rank, and the `places` of their parameters in the whole; without any
+    they are whole."""
+    places = places or {}
 
     def place(tensor: Tensor, name: str) -> Any:
         # Counts of updates are scalars, and the same on all ranks.
@@ -364,22 +348,22 @@ def entries_of(
 def save_sharded(
     path: Path,
     entries: Entries,
-    rng: NamedTensors,
+    rng: Tensors,
     state: Mapping[str, Any],
-    crew: DistributedContext,
+    world: DistributedContext,
 ) -> None:
     """Writes a checkpoint from all ranks. Raises WriteFailed on all of them."""
-    number, names = _number(crew), _generators(crew.device)
+    number, names = _number(world), _generators(world.device)
     own = {
         _own(number) + kind: (rng[name], whole_placement(rng[name].shape))
         for kind, name in names.items()
         if name in rng
     }
-    save_entries(path, {**entries, **own}, state, _group(crew))
+    save_entries(path, {**entries, **own}, state, _group(world))
 
 
-def read(
-    path: Path, entries: Entries, expected: Mapping[str, Any], crew: DistributedContext
+def load_sharded(
+    path: Path, entries: Entries, expected: Mapping[str, Any], world: DistributedContext
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Copies a checkpoint of ranks into `entries`; its state, and this rank's generators: the first
     rank's where there was no such rank. Raises Refused, on all ranks, before anything is copied."""
@@ -393,15 +377,15 @@ def read(
             raise Refused(f"{path / LISTED}: damaged: no random numbers of rank 0")
         return shapes
 
-    forms = crew.by_first(look)
-    start = _own(_number(crew))
+    forms = world.run_on_rank0(look)
+    start = _own(_number(world))
     if f"{start}cpu" not in forms:
         start = _own(0)
-    kinds = [kind for kind in _generators(crew.device) if start + kind in forms]
+    kinds = [kind for kind in _generators(world.device) if start + kind in forms]
     read = {kind: torch.empty(forms[start + kind][1], dtype=torch.uint8) for kind in kinds}
     generators = {start + kind: (t, whole_placement(t.shape)) for kind, t in read.items()}
-    state = load_entries(path, {**entries, **generators}, _group(crew), unread=(RNG,))
-    return state, {_generators(crew.device)[kind]: t for kind, t in read.items()}
+    state = load_entries(path, {**entries, **generators}, _group(world), unread=(RNG,))
+    return state, {_generators(world.device)[kind]: t for kind, t in read.items()}
 
 
 def copy_rows(path: Path, live: Entries, prefix: str) -> None:
@@ -417,27 +401,25 @@ def copy_rows(path: Path, live: Entries, prefix: str) -> None:
                     for start, size in zip(box.there, box.sizes, strict=True)
                 )
                 key = name.removeprefix(prefix)
-                # A slice of no dimensions cannot be asked for.
-                read = file.get_slice(key)[part] if part else file.get_tensor(key)
-                box.of(tensor.detach()).copy_(read)
+                box.of(tensor.detach()).copy_(read_part(file, key, part))
 
 
 def refuse_other(path: Path, state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Raises Refused where a checkpoint's state is of another run."""
     for key, value in expected.items():
         if key not in state:
-            raise Refused(f"{path}: damaged: it says nothing of its {key}")
+            raise Refused(f"{path}: damaged: its {key} is missing")
         if state.get(key) != value:
             if key == "data":
                 raise Refused(
                     f"{path}: belongs to another run: the text under data.path has changed, or "
-                    "its tokenizer has; give those that it was trained with, or another folder "
+                    "its tokenizer has; restore what it was trained with, or give another folder "
                     "for a new run"
                 )
             if key == FROZEN:
                 raise Refused(
-                    f"{path}: it was trained beside other frozen weights than model.path has "
-                    "now; give those, or another folder for a new run"
+                    f"{path}: it was trained with other frozen weights than model.path has now; "
+                    "restore them, or another folder for a new run"
                 )
             raise Refused(
                 f"{path}: belongs to another run: its {key} is {state.get(key)!r}, "
@@ -445,12 +427,12 @@ def refuse_other(path: Path, state: Mapping[str, Any], expected: Mapping[str, An
             )
 
 
-def _number(crew: DistributedContext) -> int:
-    return 0 if crew.place is None else crew.place.rank
+def _number(world: DistributedContext) -> int:
+    return 0 if world.launch is None else world.launch.rank
 
 
-def _group(crew: DistributedContext) -> dist.ProcessGroup | None:
-    return None if crew.place is None else dist.group.WORLD
+def _group(world: DistributedContext) -> dist.ProcessGroup | None:
+    return None if world.launch is None else dist.group.WORLD
 
 
 def _own(number: int) -> str:
@@ -461,6 +443,9 @@ def _generators(device: torch.device) -> dict[str, str]:
     """How a rank's generators are called in a checkpoint, and in its process."""
     own = {"cpu": "cpu"}
     return own if device.type == "cpu" else own | {"cuda": f"cuda:{device.index or 0}"}
+
+
+# -- a sharded model, whole again -----------------------------------------------------------------
 
 
 def gather_model(dealt: ShardedModel, model: Any) -> dict[str, Tensor] | None:
@@ -487,6 +472,21 @@ def gather_model(dealt: ShardedModel, model: Any) -> dict[str, Tensor] | None:
         elif number == stage:
             _send({n: t for n, t in found.items() if n not in _outer(dealt)}, 0)
     return _in_order(model, found) if number == 0 else None
+
+
+def gather_weights(dealt: ShardedModel, keep: Callable[[str, Tensor], None]) -> None:
+    """Every weight of this rank's pipeline stage whole, one unit on the device at a time; all ranks
+    call it. `keep` is called on the stage's first rank alone."""
+    speaks = first_of_stage(dealt)
+    for name, own in dealt.sharded.wholes():
+        whole = own if dealt.tensor is None else dealt.tensor.whole(name, own)
+        if speaks:
+            keep(name, whole)
+
+
+def first_of_stage(dealt: ShardedModel) -> bool:
+    """Whether this rank is the one that speaks for its pipeline stage."""
+    return all(i == 0 for axis, i in dealt.ranks.rank.along.items() if axis != "pipeline")
 
 
 def _in_order(model: Any, found: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -88,7 +88,7 @@ class BoxSavePlanner(DefaultSavePlanner):
             volumes[index.fqn] -= data.chunk.sizes.numel()
         for name, missing in volumes.items():
             if missing:
-                raise ValueError(f"the ranks' parts of {name} do not make the whole of it")
+                raise ValueError(f"the ranks' parts of {name} do not cover it")
         return super().create_global_plan(all_plans)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
@@ -202,7 +202,7 @@ STATE = "state.json"
 Forms = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
-def read_tensor_list(path: Path) -> "Listed":
+def read_tensor_list(path: Path) -> "TensorList":
     """Of the checkpoint in a folder. Raises Refused where it is not there, or damaged."""
     if not (path / TENSORS).is_file():
         raise Refused(f"{path / TENSORS}: missing")
@@ -210,14 +210,12 @@ def read_tensor_list(path: Path) -> "Listed":
     if listed.get("format") != FORMAT:
         raise Refused(f"{path / TENSORS}: format {listed.get('format')!r}, expected {FORMAT}")
     with parsing(path):
-        files = {name: _FileSum.of(name, entry) for name, entry in listed["files"].items()}
+        files = {name: FileSum.of(name, entry) for name, entry in listed["files"].items()}
         metadata = _metadata(listed["tensors"])
     for name, saved in metadata.state_dict_metadata.items():
         assert isinstance(saved, TensorStorageMetadata)
         if not fill(saved.chunks, saved.size):
-            raise Refused(
-                f"{path / TENSORS}: damaged: the boxes of {name} do not make the whole of it"
-            )
+            raise Refused(f"{path / TENSORS}: damaged: the boxes of {name} do not cover it")
     boxes = _boxes_by_file(metadata)
     for name in sorted({STATE, *boxes} - files.keys()):
         raise Refused(f"{path / TENSORS}: damaged or changed: no size and sum of {name}")
@@ -230,12 +228,12 @@ class TensorList:
 
     path: Path
     metadata: Metadata
-    files: dict[str, "_Sum"]
+    files: dict[str, "FileSum"]
     boxes: dict[str, Forms]
 
     def verify(self, name: str) -> None:
         """Looks at every byte of a file. Raises Refused."""
-        _verify(self.path / name, self.files[name])
+        self.files[name].verify(self.path / name, TENSORS)
         if name in self.boxes:
             _verify_boxes(self.path / name, self.boxes[name])
 
@@ -263,29 +261,29 @@ def _metadata(listed: Mapping[str, Any]) -> Metadata:
 
 
 @dataclass(frozen=True, slots=True)
-class _FileSum:
+class FileSum:
     """Of a file."""
 
     bytes: int
     sha256: str
 
     @classmethod
-    def of(cls, name: str, entry: Mapping[str, Any]) -> "_Sum":
+    def of(cls, name: str, entry: Mapping[str, Any]) -> "FileSum":
         """As it is listed. Raises ValueError, KeyError, TypeError."""
         found = cls(entry["bytes"], entry["sha256"])
         if Path(name).name != name or not isinstance(found.bytes, int):
             raise ValueError(f"{name!r} is no file of a checkpoint with its size")
         return found
 
-
-def _verify(path: Path, entry: _FileSum) -> None:
-    if not path.is_file():
-        raise Refused(f"{path}: missing")
-    size = path.stat().st_size
-    if size != entry.bytes:
-        raise Refused(f"{path}: {size} bytes, expected {entry.bytes}: truncated or changed")
-    if digest(path) != entry.sha256:
-        raise Refused(f"{path}: its SHA-256 is not the one in {TENSORS}: damaged or changed")
+    def verify(self, path: Path, listed: str) -> None:
+        """Looks at every byte of a file, whose sum is in the file `listed`. Raises Refused."""
+        if not path.is_file():
+            raise Refused(f"{path}: missing")
+        size = path.stat().st_size
+        if size != self.bytes:
+            raise Refused(f"{path}: {size} bytes, expected {self.bytes}: truncated or changed")
+        if digest(path) != self.sha256:
+            raise Refused(f"{path}: its SHA-256 is not the one in {listed}: damaged or changed")
 
 
 def _boxes_by_file(metadata: Metadata) -> dict[str, Forms]:
@@ -317,6 +315,13 @@ def _verify_boxes(path: Path, boxes: Forms) -> None:
                     f"{path.parent / TENSORS}: damaged or changed: {key} is {kind} {list(there)} "
                     f"in {path.name}, and {dtype} {list(shape)} by the list"
                 )
+
+
+def read_part(file: Any, key: str, part: tuple[slice, ...]) -> Tensor:
+    """A box of a tensor in an open safetensors file."""
+    # A slice of no dimensions cannot be asked for.
+    read: Tensor = file.get_slice(key)[part] if part else file.get_tensor(key)
+    return read
 
 
 def key_of(index: MetadataIndex) -> str:

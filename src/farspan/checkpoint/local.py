@@ -8,45 +8,50 @@
 
 The folder is written under another name, synced and renamed, so the name never stands for less
 than all of it. Only safetensors and JSON are read back. Ranks that hold parts of the weights write
-another form, `checkpoint_ranks`; either kind of run reads both.
-
-How far a run has come, and the tensors that say so.
-
-What a run saves, goes on from and gives out: of a model that every rank has whole, by the first
-of them; of one that is dealt over ranks, by all."""
+another form, `farspan.checkpoint.distributed`; either kind of run reads both. At the end of a run
+the model is exported as a folder that `from_pretrained` reads.
+"""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
-from farspan.checkpoint import distributed as checkpoint_ranks
 from farspan.checkpoint.distributed import (
-    NamedTensors,
+    LISTED,
+    Tensors,
     copy_rows,
     entries_of,
     gather_model,
+    is_of_ranks,
+    load_sharded,
     refuse_other,
+    save_sharded,
 )
-from farspan.checkpoint.format import Forms, expect_json, form_words, open_tensors
+from farspan.checkpoint.format import FileSum, Forms, expect_json, form_words, open_tensors
+from farspan.data.tokenizers import Tokenizer, reads_back
 from farspan.distributed.failure import activity
+from farspan.distributed.fsdp import ShardPlacement
 from farspan.distributed.run_context import DistributedContext
 from farspan.durable import (
     PARTIAL,
     digest,
     discard,
     publish,
+    read_json,
     remove_leftovers,
     write_bytes,
     write_tensors,
+    writing,
 )
+from farspan.engine.parallelize import ShardedModel
 from farspan.spec import Refused
-from farspan.train.context import RunContext
-from farspan.train.optimizer import ShardedParameters
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"
@@ -55,8 +60,6 @@ MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 _RNG = "rng.safetensors"
 _STEP = "step-"
 _ADVICE = "move this folder away to resume from an older checkpoint, or start in another run folder"
-
-Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +151,10 @@ def latest_usable(
 
 
 def _read(path: Path, live: Live, expected: Mapping[str, Any]) -> Restored:
-    if checkpoint_ranks.is_of_ranks(path):
+    if is_of_ranks(path):
         entries = entries_of(live.model, live.optimizer)
         device = next((t.device for t in live.model.values()), torch.device("cpu"))
-        state, rng = checkpoint_ranks.load_sharded(
-            path, entries, expected, DistributedContext(device)
-        )
+        state, rng = load_sharded(path, entries, expected, DistributedContext(device))
         return Restored(path, state, rng)
     state = verify_checkpoint(path, live.forms(), expected)
     for name, tensors in live.files().items():
@@ -163,8 +164,7 @@ def _read(path: Path, live: Live, expected: Mapping[str, Any]) -> Restored:
 
 def manifest_path(path: Path) -> Path:
     """The file of a checkpoint that says what all others hold."""
-    of_ranks = checkpoint_ranks.is_of_ranks(path)
-    return path / (checkpoint_ranks.LISTED if of_ranks else _MANIFEST)
+    return path / (LISTED if is_of_ranks(path) else _MANIFEST)
 
 
 def capture_rng() -> dict[str, Tensor]:
@@ -230,15 +230,9 @@ def verify_checkpoint(
 
 
 def _verify_file(path: Path, entry: Any) -> None:
-    if not path.is_file():
-        raise Refused(f"{path}: missing")
-    if not isinstance(entry, dict):
+    if not isinstance(entry, dict) or not entry.keys() >= {"bytes", "sha256"}:
         raise Refused(f"{path.parent / _MANIFEST}: no size and SHA-256 under {path.name}")
-    size = path.stat().st_size
-    if size != entry.get("bytes"):
-        raise Refused(f"{path}: {size} bytes, expected {entry.get('bytes')}: truncated or changed")
-    if digest(path) != entry.get("sha256"):
-        raise Refused(f"{path}: its SHA-256 is not the one in {_MANIFEST}: damaged or changed")
+    FileSum(entry["bytes"], entry["sha256"]).verify(path, _MANIFEST)
 
 
 def _verify_tensors(path: Path, forms: Forms) -> None:
@@ -301,45 +295,46 @@ def model_tensors(model: nn.Module) -> Mapping[str, Tensor]:
     }
 
 
-Note = Callable[[str], None]
-
-
 class Saver(Protocol):
     """All ranks make the same calls in the same order."""
 
-    def resume(self, folder: Path, expected: Mapping[str, Any], warn: Note) -> Restored | None:
+    def resume(
+        self, folder: Path, expected: Mapping[str, Any], warn: Callable[[str], None]
+    ) -> Restored | None:
         """Goes to the latest checkpoint under `folder` that can be used, and whose state has what
         is `expected`; None when there is none at all. Raises Refused."""
 
     def save(
-        self, folder: Path, rng: NamedTensors, state: Mapping[str, Any], *, step: int, keep: int
+        self, folder: Path, rng: Tensors, state: Mapping[str, Any], *, step: int, keep: int
     ) -> None:
         """Writes the checkpoint of `step`, whole or not at all, and removes all but the latest
         `keep`. Raises WriteFailed."""
 
     def weights(self) -> Mapping[str, Tensor] | None:
-        """The whole weights, where the model has them not; only on rank 0."""
+        """The whole weights on rank 0, if the model itself does not have them; else None."""
 
 
 class ReplicatedSaver:
     """Every rank has the model whole."""
 
-    def __init__(self, use: RunContext) -> None:
-        self._crew = use.crew
-        self._live = Live(model_tensors(use.model), use.optimizer.tensors())
+    def __init__(self, model: nn.Module, optimizer: Tensors, world: DistributedContext) -> None:
+        self._world = world
+        self._live = Live(model_tensors(model), optimizer)
 
-    def resume(self, folder: Path, expected: Mapping[str, Any], warn: Note) -> Restored | None:
-        restored = self._crew.by_first(
+    def resume(
+        self, folder: Path, expected: Mapping[str, Any], warn: Callable[[str], None]
+    ) -> Restored | None:
+        restored = self._world.run_on_rank0(
             lambda: resume_checkpoint(folder, self._live, expected, warn), "reading a checkpoint"
         )
         if restored is not None:
-            self._crew.spread([*self._live.model.values(), *self._live.optimizer.values()])
+            self._world.broadcast([*self._live.model.values(), *self._live.optimizer.values()])
         return restored
 
     def save(
-        self, folder: Path, rng: NamedTensors, state: Mapping[str, Any], *, step: int, keep: int
+        self, folder: Path, rng: Tensors, state: Mapping[str, Any], *, step: int, keep: int
     ) -> None:
-        self._crew.by_first(
+        self._world.run_on_rank0(
             lambda: save_checkpoint(folder, self._live, rng, state, step=step, keep=keep),
             "writing a checkpoint",
         )
@@ -349,39 +344,47 @@ class ReplicatedSaver:
 
 
 class ShardedSaver:
-    """Each rank has its pieces."""
+    """Each rank has its parts of the model: `weights`, which lie at `places` in the whole."""
 
-    def __init__(self, use: RunContext, pieces: ShardedParameters) -> None:
-        self._use, self._crew, self._pieces = use, use.crew, pieces
-        kept = use.model.state_dict(keep_vars=True).keys()
-        buffers = {n: b for n, b in use.model.named_buffers() if n in kept and not b.is_meta}
-        weights = {name: piece.detach() for name, piece in pieces.trained.items()}
-        self._entries = entries_of({**weights, **buffers}, use.optimizer.tensors(), pieces)
+    def __init__(
+        self,
+        model: nn.Module,
+        dealt: ShardedModel,
+        weights: Tensors,
+        places: Mapping[str, ShardPlacement],
+        optimizer: Tensors,
+        world: DistributedContext,
+    ) -> None:
+        self._model, self._dealt, self._world = model, dealt, world
+        kept = model.state_dict(keep_vars=True).keys()
+        buffers = {n: b for n, b in model.named_buffers() if n in kept and not b.is_meta}
+        own = {name: weight.detach() for name, weight in weights.items()}
+        self._entries = entries_of({**own, **buffers}, optimizer, places)
 
-    def resume(self, folder: Path, expected: Mapping[str, Any], warn: Note) -> Restored | None:
-        paths = self._crew.by_first(lambda: list_checkpoints(folder))
+    def resume(
+        self, folder: Path, expected: Mapping[str, Any], warn: Callable[[str], None]
+    ) -> Restored | None:
+        paths = self._world.run_on_rank0(lambda: list_checkpoints(folder))
         forms = self._forms()
         return latest_usable(paths, lambda path: self._read(path, forms, expected), warn)
 
     def save(
-        self, folder: Path, rng: NamedTensors, state: Mapping[str, Any], *, step: int, keep: int
+        self, folder: Path, rng: Tensors, state: Mapping[str, Any], *, step: int, keep: int
     ) -> None:
         path = folder / folder_name(step)
-        self._crew.by_first(lambda: remove_leftovers(folder))
+        self._world.run_on_rank0(lambda: remove_leftovers(folder))
         given = {**state, "step": step}
         with activity("writing a checkpoint"):
-            checkpoint_ranks.save_sharded(path, self._entries, rng, given, self._crew)
-        self._crew.by_first(lambda: prune(folder, step, keep))
+            save_sharded(path, self._entries, rng, given, self._world)
+        self._world.run_on_rank0(lambda: prune(folder, step, keep))
 
     def weights(self) -> Mapping[str, Tensor] | None:
-        return gather_model(self._pieces.dealt, self._use.model)
+        return gather_model(self._dealt, self._model)
 
     def _read(self, path: Path, forms: dict[str, Forms], expected: Mapping[str, Any]) -> Restored:
-        if self._crew.by_first(lambda: checkpoint_ranks.is_of_ranks(path)):
-            return Restored(
-                path, *checkpoint_ranks.load_sharded(path, self._entries, expected, self._crew)
-            )
-        state = self._crew.by_first(lambda: verify_checkpoint(path, forms, expected))
+        if self._world.run_on_rank0(lambda: is_of_ranks(path)):
+            return Restored(path, *load_sharded(path, self._entries, expected, self._world))
+        state = self._world.run_on_rank0(lambda: verify_checkpoint(path, forms, expected))
         copy_rows(path / MODEL, self._entries, "model/")
         copy_rows(path / OPTIMIZER, self._entries, "optimizer/")
         return Restored(path, state, read_rng(path))
@@ -390,11 +393,71 @@ class ShardedSaver:
         """Of whole tensors of all pipeline stages, by the files that one process makes of them."""
         own = {name: (t.dtype, place.shape) for name, (t, place) in self._entries.items()}
         found: dict[str, Forms] = {MODEL: {}, OPTIMIZER: {}}
-        for name, form in (item for one in self._crew.everyone(own) for item in one.items()):
+        for name, form in (item for one in self._world.all_gather(own) for item in one.items()):
             kind, _, key = name.partition("/")
             found[f"{kind}.safetensors"][key] = form
         return found
 
 
-def saver_of(use: RunContext) -> Saver:
-    return ReplicatedSaver(use) if use.pieces is None else ShardedSaver(use, use.pieces)
+# Beside the weights: the SHA-256 of the manifest, and so of every file, of a checkpoint, and how it
+# was trained. A folder without it, or with another one, is not the result of this run: replaced.
+SOURCE = "farspan.json"
+
+
+def source_of(checkpoint: Path, marks: Mapping[str, Any]) -> dict[str, Any]:
+    """What a folder says that was made of a checkpoint."""
+    return {
+        **marks,
+        "checkpoint": checkpoint.name,
+        "manifest_sha256": digest(manifest_path(checkpoint)),
+    }
+
+
+def is_exported(checkpoint: Path, folder: Path, marks: Mapping[str, Any]) -> bool:
+    """Whether `folder` was made of this very checkpoint."""
+    return read_json(folder / SOURCE) == source_of(checkpoint, marks)
+
+
+def export(
+    model: Any,
+    tokenizer: Tokenizer,
+    checkpoint: Path,
+    folder: Path,
+    note: Callable[[str], None],
+    marks: Mapping[str, Any],
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Writes `folder`, which `from_pretrained` reads, unless it was made of this very checkpoint.
+    `marks` are what a reader is to know of how it was trained; `weights` are the whole ones of a
+    model that is dealt over ranks. Raises WriteFailed."""
+    if is_exported(checkpoint, folder, marks):
+        return
+    source = source_of(checkpoint, marks)
+    partial = folder.with_name(f"{PARTIAL}{folder.name}")
+    with writing(partial), _without_bars():
+        model.save_pretrained(partial, **({} if weights is None else {"state_dict": weights}))
+        tokenizer.save(partial)
+        write_bytes(partial / SOURCE, json.dumps(source).encode("utf-8"))
+    publish(partial, folder)
+    if "overrides" in marks:
+        note(
+            f"note: the adapters in {folder} are for a model with {', '.join(marks['overrides'])} "
+            f"of model.overrides: load it with these ({SOURCE} has them), then the adapters"
+        )
+    if not reads_back(tokenizer, folder):
+        note(
+            f"warning: transformers loads the tokenizer in {folder} as another class for this "
+            "model type; load it with PreTrainedTokenizerFast, or from where the run has it"
+        )
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Transformers' own progress bars would tear ours apart."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -3,38 +3,73 @@ planning need no torch."""
 
 import os
 import sys
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from farspan.cli.ending import USAGE
-from farspan.cli.group import lazy_group
+from farspan.lazy import load
 from farspan.spec import Refused
 from farspan.version import VERSION
 
-# Module, and what `farspan --help` says of the command: the first line of its own help.
+RUN_FILES = (".yaml", ".yml")
+USAGE, FAILED = 2, 1  # exit codes: what was asked cannot be done; it was done and is not good
+
+
+def typer_app(**options: Any) -> typer.Typer:
+    """An application without the trimmings that would hide a traceback or edit a user's shell."""
+    return typer.Typer(add_completion=False, pretty_exceptions_enable=False, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class LazyCommand:
+    """A command by the module that declares it, and the first line of its own help."""
+
+    module: str
+    help: str
+    app: str = "app"  # its name there
+
+
+def lazy_group(commands: dict[str, LazyCommand], **options: Any) -> typer.Typer:
+    """An application that knows its commands by name and help only, until one is called."""
+
+    class LazyGroup(TyperGroup):
+        def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+            """The called command as its module declares it, and the remaining arguments."""
+            name, _, rest = super().resolve_command(ctx, args)
+            called = commands[str(name)]
+            return name, typer.main.get_command(load(called.module, called.app)), rest
+
+    app = typer_app(cls=LazyGroup, **options)
+    for name, command in commands.items():
+        app.command(name, help=command.help)(lambda: None)
+    return app
+
+
 COMMANDS = {
-    "train": (
+    "train": LazyCommand(
         "farspan.cli.train",
-        "Train; the same command again goes on from the latest checkpoint.",
+        "Train a model; the same command again resumes from the latest checkpoint.",
     ),
-    "plan": (
+    "plan": LazyCommand(
         "farspan.cli.plan",
         "Will it fit, how long is a step, what is the best schedule; exit 1 if it does not fit.",
     ),
-    "verify": (
+    "verify": LazyCommand(
         "farspan.cli.verify",
         "Compare loss and every gradient with plain full-sequence autograd; exit 1 if they differ.",
     ),
-    "data": (
-        "farspan.cli.data",
+    "data": LazyCommand(
+        "farspan.cli.train",
         "Show a run file's sequences: which documents, and which of their tokens are trained.",
+        app="data_app",
     ),
-    "calibrate": (
+    "calibrate": LazyCommand(
         "farspan.cli.calibrate",
-        "Measure this machine and write the file that plans for it read.",
+        "Measure this machine and write the file that `farspan plan` reads.",
     ),
-    "memory": (
+    "memory": LazyCommand(
         "farspan.cli.memory",
         "Trace a step's memory, plan addresses for it, compare allocators on it.",
     ),

@@ -9,7 +9,7 @@ import torch
 import typer
 from rich.console import Console
 
-from farspan.cli.ending import typer_app
+from farspan.cli import typer_app
 from farspan.engine.calibrate import calibrate
 from farspan.plan.price.machines import busy_words, to_json, user_file, write
 from farspan.report.tables import machine_view
@@ -31,7 +31,7 @@ def calibrate_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the file's content.")] = False,
 ) -> None:
-    """Measure this machine and write the file that plans for it read."""
+    """Measure this machine and write the file that `farspan plan` reads."""
     chosen, path = device_of(device), output or user_file()
     check_place(path)
     with Console(stderr=True).status("measuring") as status:
@@ -54,7 +54,7 @@ def device_of(name: str | None) -> torch.device:
     if name not in ("cpu", "cuda"):
         raise Refused(f"device: expected cpu or cuda, got {name!r}")
     if name == "cuda" and not has_gpu:
-        raise Refused("device: torch sees no CUDA device here; measure the cpu")
+        raise Refused("device: no CUDA device can be used here; give cpu")
     return torch.device(name)
 
 

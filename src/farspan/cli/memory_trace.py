@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from farspan.cli.ending import typer_app
+from farspan.cli import typer_app
 from farspan.engine.allocator import record_script
 from farspan.engine.trace import Temporaries, Temporary
 from farspan.engine.trace_steps import OWN, Checkpointing, Recording, TraceRequest
@@ -77,13 +77,16 @@ def trace_command(
     began = time.monotonic()
     if record is not None:
         if model is not None:
-            raise Refused("record: records the program alone; leave out --model")
+            raise Refused("record: it records a program, not a model; leave out --model")
         found = record_script(record, arguments or ())
     else:
         if model is None:
             raise Refused("model: give --model MODEL, or --record PROGRAM")
         if arguments:
-            raise Refused(f"arguments: {arguments[0]!r} is for a program, and --record names none")
+            raise Refused(
+                f"arguments: {arguments[0]!r} is for a program; add --record PROGRAM, "
+                "or leave it out"
+            )
         found = TraceRequest(
             model=model,
             contexts=read_contexts(context, contexts, steps),

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from farspan.cli.ending import FAILED, RUN_FILES, typer_app
+from farspan.cli import FAILED, RUN_FILES, typer_app
 from farspan.lazy import load
 from farspan.plan.ask import AS_IN_RUN_FILES, HERE, Request
 from farspan.plan.cell.describe import dtype_name
@@ -244,7 +244,7 @@ def _of_run(path: Path, given: dict[str, Any], max_context: bool) -> PlanAnswer:
     if "model" in given:
         raise Refused(f"model: {path} names one; leave out --model, or the run file")
     if path.suffix not in RUN_FILES and not path.is_file():
-        raise Refused(f"{path}: no run file (.yaml); a model is named by --model {path}")
+        raise Refused(f"{path}: not a run file (.yaml); to plan a model, give --model {path}")
     run, notes = in_place_of(load_run(path), given)
     asked = {name: given[name] for name in OF_MACHINE if name in given}
     questions = load("farspan.train.plan_run", "questions_of_run")(run, asked, tell)
@@ -292,7 +292,7 @@ def _lora(rank: int) -> LoraConfig | None:
 def _dtype(given: str) -> DType:
     name = dtype_name(given)
     if name not in tuple(DType):
-        raise Refused(f"dtype: farspan train has {', '.join(DType)}, got {given}")
+        raise Refused(f"dtype: expected one of {', '.join(DType)}, got {given}")
     return DType(name)
 
 

@@ -1,4 +1,4 @@
-"""`farspan train`: reads what is asked, without torch: a slip in a run file is told at once."""
+"""`farspan train` and `farspan data`. They read run files without torch: a slip is told at once."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from farspan.cli.ending import typer_app
+from farspan.cli import typer_app
 from farspan.lazy import load
 from farspan.plan.headroom import SHARE
 from farspan.plan.pages import EXAMPLE, OFF, ON, read_sparse
@@ -55,7 +55,7 @@ def train_command(
     steps: Annotated[int | None, typer.Option(help="Updates to do in all.")] = None,
     json_wanted: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Train; the same command again goes on from the latest checkpoint."""
+    """Train a model; the same command again resumes from the latest checkpoint."""
     chosen = default_run() if run is None else load_run(run)
     chosen, notes = override(chosen, strategy_name, folder, steps)
     if host_memory is not None:
@@ -65,21 +65,37 @@ def train_command(
     if sparse is not None:
         chosen, note = with_sparse(chosen, read_sparse(sparse))
         notes += [] if note is None else [note]
-    load("farspan.cli.training", "train_and_tell")(chosen, notes, in_json=json_wanted)
+    load("farspan.cli.with_torch", "train_and_tell")(chosen, notes, in_json=json_wanted)
 
 
 def override(
     run: RunConfig, strategy_name: str | None, folder: Path | None, steps: int | None
 ) -> tuple[RunConfig, list[str]]:
-    """The run with what the command line says in place of the file's, and what the user is to
-    know of it."""
+    """The run with the command line's values in place of the file's, and notes for the user."""
     note = None
     if strategy_name is not None:
         run, note = with_strategy(run, strategy_name)
     if folder is not None:
         run = replace(run, folder=str(folder))
     if steps is not None:
-        # A short trial of a run is no reason to refuse its warm-up.
+        # A warm-up longer than a short trial of the run is cut rather than refused.
         warmup = min(run.optimizer.warmup, max(0, steps - 1))
         run = replace(run, steps=steps, optimizer=replace(run.optimizer, warmup=warmup))
     return run, [] if note is None else [note]
+
+
+data_app = typer_app()
+
+
+@data_app.command("data")
+def data_command(
+    run: Annotated[Path, typer.Argument(help="Run file (YAML).")],
+    sequence: Annotated[int, typer.Option(min=0, help="Which, counted from 0 as it trains.")] = 0,
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="Of those that are evaluated on.")
+    ] = False,
+) -> None:
+    """Show a run file's sequences: which documents, and which of their tokens are trained."""
+    chosen = load_run(run)
+    for line in load("farspan.train.setup", "show_data")(chosen, sequence, held_out):
+        print(line)

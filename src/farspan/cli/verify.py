@@ -7,7 +7,7 @@ from typing import Annotated, TypeGuard
 
 import typer
 
-from farspan.cli.ending import RUN_FILES, typer_app
+from farspan.cli import RUN_FILES, typer_app
 from farspan.lazy import load
 from farspan.plan.cell.describe import SHORT_NAMES
 from farspan.plan.pages import EXAMPLE, OFF, ON, read_sparse
@@ -66,16 +66,25 @@ def verify_command(
     chunk = None if chunk_text is None else read_tokens(chunk_text, "chunk")
     attention = attention_for(model, sparse)
     if documents > context:
-        raise Refused(f"documents: at most one a token, so at most {context}, got {documents}")
-    source = *source_of(model, random_weights), checked_dtype(dtype)
-    loaded = load("farspan.cli.verifying", "model_for")(*source, seed)
+        raise Refused(
+            f"documents: {documents} do not fit into {context} tokens; give at most {context}"
+        )
+    source, drawn = source_of(model, random_weights)
+    dtype = checked_dtype(dtype)
+    loaded = load("farspan.cli.with_torch", "model_for")(source, drawn, dtype, seed)
     layers = loaded.config.get_text_config().num_hidden_layers
     base, note = base_schedule(model, strategy_name, layers, context)
     written = chunk is not None or (strategy_name is None and has_chunk(model))
     schedule = replace_attention(replace_cuts(base, chunk, groups), attention, written)
     said = [text for text in (note, ranks_note(model)) if text is not None]
-    load("farspan.cli.verifying", "verify_and_tell")(
-        *(loaded, schedule, (batch, context, documents, seed), attention),
+    load("farspan.cli.with_torch", "verify_and_tell")(
+        loaded,
+        schedule,
+        attention,
+        batch=batch,
+        context=context,
+        documents=documents,
+        seed=seed,
         notes=said,
         in_json=as_json,
     )

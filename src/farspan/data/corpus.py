@@ -117,7 +117,7 @@ def _pack(
     if kind is PackingKind.CUT:
         if store.trained is not None and not store.trained.all():
             raise Refused(
-                "data.packing: cut makes sequences of which nothing may be trained; set it to "
+                "data.packing: cut may make sequences without a trained token; set it to "
                 "whole, or data.loss to all"
             )
         layout: SequenceLayout = ConcatLayout(np.diff(store.starts), documents, context, seed)
@@ -134,7 +134,7 @@ def _pack(
 def _check_disjoint(train: TokenStore, aside: TokenStore) -> None:
     if train.digest == aside.digest:
         raise Refused(
-            "data.held_out_path: it holds the very documents that are trained on; give others, "
+            "data.held_out_path: these are the documents that are trained on; give others, "
             "or use held_out to divide these"
         )
 

@@ -111,7 +111,8 @@ class TokensForm:
             labels = _whole_numbers(document, LABELS)
         if len(labels) != len(ids):
             raise Refused(
-                f"{document.place}: {len(labels)} labels of {len(ids)} input_ids; give one each"
+                f"{document.place}: {len(labels)} labels for {len(ids)} input_ids; give one for "
+                "each"
             )
         if document.fields.get(MASK) is not None:
             own = _own(document, len(ids))
@@ -128,8 +129,8 @@ class TokensForm:
         trained = labels != UNTRAINED
         if bool((labels[trained] != ids[trained]).any()):
             raise Refused(
-                f"{document.place}: field 'labels' has others than input_ids has; each is the id "
-                "in its own place, unshifted, or -100 where it is not trained"
+                f"{document.place}: field 'labels' differs from input_ids; each label is the id "
+                "at the same place, unshifted, or -100 if it is not trained"
             )
         return Encoded(ids, trained)
 
@@ -165,12 +166,13 @@ def _own(document: Document, tokens: int) -> slice:
     mask = _whole_numbers(document, MASK)
     if len(mask) != tokens:
         raise Refused(
-            f"{document.place}: an attention_mask of {len(mask)} for {tokens} input_ids; give one "
-            "each"
+            f"{document.place}: attention_mask has {len(mask)} entries for {tokens} input_ids; "
+            "give one for each"
         )
     if not np.isin(mask, (0, 1)).all():
         raise Refused(
-            f"{document.place}: field 'attention_mask' has others than 0 (padding) and 1; give "
+            f"{document.place}: field 'attention_mask' has values other than 0 (padding) and 1; "
+            "give "
             "each document a row of its own, without padding"
         )
     read = np.flatnonzero(mask)
@@ -269,8 +271,8 @@ class ChatForm:
                 continue
             if number == 0:
                 raise Refused(
-                    f"{document.place}: message 1 is of the {ASSISTANT}; a conversation "
-                    "begins with what the model is told"
+                    f"{document.place}: message 1 is the {ASSISTANT}'s; begin the conversation "
+                    "with what the model is told"
                 )
             begin = self._begin(document, messages, number, text)
             end = None
@@ -278,14 +280,14 @@ class ChatForm:
                 end = self._end(text, begin, self._text(document, messages[: number + 1]))
             if begin is None:
                 raise Refused(
-                    f"{document.place}: message {number + 1}: the chat template has no sign that "
-                    "the model speaks next (add_generation_prompt), or writes it otherwise once "
-                    f"other messages follow; {_OTHERWISE}"
+                    f"{document.place}: message {number + 1}: the chat template does not mark "
+                    f"where the model's turn begins (add_generation_prompt), or renders it "
+                    f"differently when other messages follow; {_OTHERWISE}"
                 )
             if end is None:
                 raise Refused(
-                    f"{document.place}: message {number + 1}: the chat template writes it "
-                    f"otherwise once other messages follow, so where it ends cannot be told; "
+                    f"{document.place}: message {number + 1}: the chat template renders it "
+                    "differently when other messages follow, so its end cannot be found; "
                     f"{_OTHERWISE}"
                 )
             spans.append((begin, end))
@@ -356,7 +358,7 @@ class ChatForm:
             return found
         except Exception as error:  # a template raises what it wants; its words are kept
             raise Refused(
-                f"{document.place}: the chat template cannot write field {self.field!r}: "
+                f"{document.place}: the chat template cannot render field {self.field!r}: "
                 f"{' '.join(str(error).split())}"
             ) from error
 

@@ -293,8 +293,8 @@ def _chat(config: DataConfig, tokenizer: Tokenizer, everything: bool) -> ChatFor
 def _refuse_slow(tokenizer: Tokenizer) -> None:
     if isinstance(tokenizer, HubTokenizer) and not tokenizer.inner.is_fast:
         raise Refused(
-            f"data.tokenizer: {type(tokenizer.inner).__name__} does not say which characters a "
-            "token stands for, so what is trained cannot be told; give a fast tokenizer, or set "
+            f"data.tokenizer: {type(tokenizer.inner).__name__} does not map tokens to "
+            "characters, so the trained ones cannot be found; use a fast tokenizer, or set "
             "data.loss to all"
         )
 

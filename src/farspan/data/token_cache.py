@@ -31,6 +31,10 @@ _BATCH_SIZE = 1 << 20  # characters handed to a tokenizer at once: enough to fil
 Watch = Callable[[int, int], None]  # documents and tokens written so far
 
 
+def unwatched(documents: int, tokens: int) -> None:
+    """For whoever need not know how far it is."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenStore:
     """The documents of one source as ids. The arrays are mapped, not read."""
@@ -157,17 +161,18 @@ def _fill(folder: Path, source: Source, form: Form, tokenizer: Tokenizer, watch:
 
 def _refuse_useless(source: Source, read: bool, understood: bool, any_trained: bool) -> None:
     if not read:
-        raise Refused(f"data.path: {_few(source.names())}: no text in it; give data with text")
+        raise Refused(f"data.path: {_few(source.names())}: it has no text; give data with text")
     if not understood:
         # A model would learn to repeat the one sign, and its loss be 0.
         raise Refused(
-            f"data.tokenizer: it knows nothing of the text in {_few(source.names())}: it gives no "
-            "tokens, or special ones only; give 'bytes', or the folder or hub name of a tokenizer "
+            f"data.tokenizer: it produced no ordinary tokens for {_few(source.names())}; give "
+            "'bytes', or the folder or hub name of a tokenizer "
             "for this text"
         )
     if not any_trained:
         raise Refused(
-            f"data.path: {_few(source.names())}: no token of it is trained; give chats with turns "
+            f"data.path: {_few(source.names())}: none of its tokens is trained; give chats with "
+            "turns "
             "of the assistant, completions with text, or labels that are not all -100"
         )
 

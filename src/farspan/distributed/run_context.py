@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,9 +20,6 @@ from farspan.distributed.launch import LaunchEnv, process_group
 from farspan.durable import WriteFailed
 from farspan.plan.layout import ALONE, AXES, Layout, Rank
 from farspan.spec import Refused
-from farspan.train.config import Parallel, RunConfig
-from farspan.train.run_folder import Finding
-from farspan.train.yaml_config import flatten, to_mapping
 from farspan.version import VERSION
 
 T = TypeVar("T")
@@ -43,57 +40,59 @@ class DistributedContext:
     """This process among those of its run. All of them make the same calls in the same order."""
 
     device: torch.device
-    place: LaunchEnv | None = None  # None: alone
-    timeout: float = Parallel().timeout  # seconds that ranks wait for each other
+    launch: LaunchEnv | None = None  # None: alone
+    timeout: float = 0.0  # seconds that ranks wait for each other
     ranks: ParallelContext | None = None  # once the layout is known
     layout: Layout = field(default=ALONE)
     halt: CooperativeStop | None = None  # None: alone
 
     @property
-    def leads(self) -> bool:
-        """Whether it writes the folder and speaks."""
-        return self.place is None or self.place.rank == 0
+    def is_rank0(self) -> bool:
+        """Whether it writes the folder and prints."""
+        return self.launch is None or self.launch.rank == 0
 
     @property
-    def count(self) -> int:
-        return 1 if self.place is None else self.place.ranks
+    def size(self) -> int:
+        """How many processes there are."""
+        return 1 if self.launch is None else self.launch.ranks
 
     @property
-    def near(self) -> int:
-        """How many are on this machine."""
-        return 1 if self.place is None else self.place.near
+    def local_size(self) -> int:
+        """How many of them are on this machine."""
+        return 1 if self.launch is None else self.launch.near
 
     @property
     def replica(self) -> int:
-        """Which of the `replicas` along `data` it belongs to."""
+        """Index of this rank's replica along `data`."""
         return 0 if self.ranks is None else self.ranks.rank.along["data"]
 
     @property
     def replicas(self) -> int:
+        """How many replicas there are along `data`."""
         return self.layout.data
 
-    def lay_out(self, layout: Layout) -> None:
+    def set_layout(self, layout: Layout) -> None:
         """From now on ranks have their places in a layout."""
-        if self.place is not None:
+        if self.launch is not None:
             timeout = timedelta(seconds=self.timeout)
             self.ranks, self.layout = ParallelContext(layout, self.device, timeout), layout
 
-    def agree(self, value: int) -> int:
-        """The largest of what all ranks give, at least 0."""
-        return max(self.everyone(value))
+    def maximum(self, value: int) -> int:
+        """The largest value that any rank gives."""
+        return max(self.all_gather(value))
 
-    def least(self, value: int) -> int:
-        """The smallest of what all ranks give."""
-        return min(self.everyone(value))
+    def minimum(self, value: int) -> int:
+        """The smallest value that any rank gives."""
+        return min(self.all_gather(value))
 
-    def ask_to_halt(self, number: int) -> None:
-        """All ranks are to leave the step, with a signal's number. A handler may call it."""
+    def request_stop(self, number: int) -> None:
+        """Asks all ranks to leave the step for this signal. A signal handler may call it."""
         if self.halt is not None:
             self.halt.ask(number)
 
-    def halts(self, place: StopPoint) -> int:
-        """The number of a signal for which all ranks leave here what they are at; 0 where they go
-        on. They number only places that all of them pass."""
+    def must_stop(self, place: StopPoint) -> int:
+        """The signal's number if all ranks leave the step here, else 0. Only points that every rank
+        passes are counted."""
         # Stages of a pipeline have cells of their own, and the last held-out sequence, which one of
         # the replicas has, may be shorter than the others.
         if place is not StopPoint.BATCH and self.layout.pipeline > 1:
@@ -102,101 +101,95 @@ class DistributedContext:
             return 0
         return 0 if self.halt is None else self.halt.pass_place()
 
-    def is_asked_to_halt(self) -> bool:
-        """Whether all will halt behind a cell: this rank has heard of it, others may not yet."""
+    def stop_requested(self) -> bool:
+        """Whether all ranks will stop behind a cell: this one knows, others may not yet."""
         return self.halt is not None and self.layout.pipeline == 1 and self.halt.is_asked
 
-    def agree_on(self, finding: Finding) -> Finding:
-        """The first rank's that found a bad weight, or a bad gradient, or else rank 0's."""
-        found = self.everyone(finding)
-        return max(found, key=lambda f: (f.weight is not None, f.gradient is not None))
-
-    def first_of(self, found: T | None) -> tuple[int, T] | None:
-        """What the first rank has that has something, and its number."""
-        everyone = enumerate(self.everyone(found))
+    def first_given(self, found: T | None) -> tuple[int, T] | None:
+        """The number and the value of the first rank that gives one; None if none does."""
+        everyone = enumerate(self.all_gather(found))
         return next(((number, one) for number, one in everyone if one is not None), None)
 
-    def of_replicas(self, items: list[T]) -> list[T]:
-        """What all replicas have, one after the other."""
+    def gather_replicas(self, items: list[T]) -> list[T]:
+        """The items of all replicas, one after the other."""
         if self.ranks is None:
             return items
-        found = self.everyone(items)
+        found = self.all_gather(items)
         firsts = Rank(self.layout, 0).peers("data")
         return [item for rank in firsts for item in found[rank]]
 
-    def everyone(self, value: T) -> list[T]:
-        """What each rank gives."""
-        return [value] if self.place is None else _everyone(value)
+    def all_gather(self, value: T) -> list[T]:
+        """The value of each rank, in their order."""
+        return [value] if self.launch is None else _everyone(value)
 
-    def total(self, count: int) -> int:
+    def sum_over_replicas(self, count: int) -> int:
         """The sum over replicas."""
         if self.ranks is None or self.replicas == 1:
             return count
         return int(self.ranks.among("data").sum(torch.tensor([count], device=self.ranks.device)))
 
-    def by_first(self, work: Callable[[], T], what: str = "what it does for all") -> T:
-        """What `work` returns on rank 0, everywhere; the others wait for it. Refused and
-        WriteFailed are raised everywhere too; `what` it is is said where it takes too long."""
-        return work() if self.place is None else run_on_rank0(work, (Refused, WriteFailed), what)
+    def run_on_rank0(self, work: Callable[[], T], what: str = "what it does for all") -> T:
+        """What `work` returns on rank 0, on every rank; the others wait for it. Refused and
+        WriteFailed are raised on every rank too. `what` names the work if it takes too long."""
+        return work() if self.launch is None else run_on_rank0(work, (Refused, WriteFailed), what)
 
-    def spread(self, tensors: Iterable[Tensor]) -> None:
-        """Rank 0's tensors, copied into everybody's."""
-        if self.place is None:
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Copies rank 0's tensors into those of every rank."""
+        if self.launch is None:
             return
         for tensor in tensors:
             broadcast_bits(tensor)
 
     def refuse_unlike(self, what: str, value: str) -> None:
-        """Raises Refused, on all ranks, where they do not have the same."""
+        """Raises Refused on all ranks if their values differ."""
         if self.ranks is not None:
             self.ranks.refuse_unlike(what, value, *AXES)
 
 
 @contextmanager
 def join_run(
-    run: RunConfig, place: LaunchEnv | None, device: torch.device
+    launch: LaunchEnv | None, device: torch.device, values: Mapping[str, Any], timeout: float
 ) -> Iterator[DistributedContext]:
-    """This process and the others that were started with it, which have been found to want the
-    same. `device` is what the run names. Raises Refused where they do not, and RankFailed where
-    another rank failed."""
-    if place is None:
+    """This process and the others that were started with it, once their runs are known to be the
+    same. `device` is what the run names, `values` are the run's leaves by their dotted keys.
+    Raises Refused if ranks differ, and RankFailed if another rank failed."""
+    if launch is None:
         yield DistributedContext(device)
         return
-    device = _own_device(run, device, place)
-    seconds = run.parallel.timeout if isinstance(run.parallel, Parallel) else Parallel().timeout
-    with process_group(place, device, seconds) as halt:
-        _refuse_unlike(run)
-        yield DistributedContext(device, place, seconds, halt=halt)
+    device = _own_device(str(values["device"]), device, launch)
+    with process_group(launch, device, timeout) as halt:
+        _refuse_unlike(values)
+        yield DistributedContext(device, launch, timeout, halt=halt)
 
 
-def _own_device(run: RunConfig, device: torch.device, place: LaunchEnv) -> torch.device:
-    """The device of this process. Raises Refused where it is another one's too."""
-    if device.type != "cuda" or (device.index is not None and place.ranks == 1):
+def _own_device(name: str, device: torch.device, launch: LaunchEnv) -> torch.device:
+    """The device of this process. Raises Refused if another rank has it too."""
+    if device.type != "cuda" or (device.index is not None and launch.ranks == 1):
         return device
     if device.index is not None:
         raise Refused(
-            f"device: {run.device} is one GPU, and {place.ranks} ranks were started; give cuda or "
-            "auto, and each rank takes its own"
+            f"device: {name} is one GPU, but {launch.ranks} ranks were started; give cuda or auto, "
+            "and each rank takes its own"
         )
-    if place.local >= torch.cuda.device_count():
+    if launch.local >= torch.cuda.device_count():
         raise Refused(
-            f"device: rank {place.rank} is number {place.local} of its machine, which has "
-            f"{torch.cuda.device_count()} GPUs; start as many ranks there"
+            f"device: rank {launch.rank} has no GPU of its own: it is number {launch.local} on its "
+            f"machine, which has {torch.cuda.device_count()}; start one rank per GPU"
         )
-    return torch.device("cuda", place.local)
+    return torch.device("cuda", launch.local)
 
 
-def _refuse_unlike(run: RunConfig) -> None:
-    """The run and the versions of all ranks are those of the first."""
-    given = {k: v for k, v in flatten(to_mapping(run)).items() if k not in OWN}
+def _refuse_unlike(values: Mapping[str, Any]) -> None:
+    """Raises Refused if a rank has another run or other versions than rank 0."""
+    given = {key: value for key, value in values.items() if key not in OWN}
     mine = {**given, "farspan": VERSION, "torch": torch.__version__}
     all_of = _everyone(mine)
     for key in sorted({key for one in all_of for key in one}):
-        values = [one.get(key) for one in all_of]
-        others = [rank for rank, value in enumerate(values) if value != values[0]]
+        found = [one.get(key) for one in all_of]
+        others = [rank for rank, value in enumerate(found) if value != found[0]]
         if others:
             raise Refused(
-                f"{key}: {values[0]!r} on rank 0, but {values[others[0]]!r} on "
+                f"{key}: {found[0]!r} on rank 0, but {found[others[0]]!r} on "
                 f"{_listed(others)}; every rank must be given the same"
             )
 
@@ -229,7 +222,7 @@ class Interrupt:
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
-        self._crew: DistributedContext | None = None  # of several processes
+        self._world: DistributedContext | None = None  # of several processes
         self._signum: int | None = None
         self._before: dict[int, Any] = {}
 
@@ -243,40 +236,40 @@ class Interrupt:
     def __exit__(self, *_: object) -> None:
         self._give_back()
 
-    def share(self, crew: DistributedContext) -> None:
+    def share(self, world: DistributedContext) -> None:
         """From now on with these others."""
-        if crew.count > 1:
-            self._crew = crew
-            crew.ask_to_halt(self._signum or 0)
+        if world.size > 1:
+            self._world = world
+            world.request_stop(self._signum or 0)
 
     def check(self) -> None:
         """Raises Interrupted when a signal has come and nobody waits for this process."""
-        if self._signum is not None and self._crew is None:
+        if self._signum is not None and self._world is None:
             raise Interrupted(self._signum)
 
     def passed(self, place: StopPoint) -> None:
         """Raises Interrupted when a signal has come; where several processes share the run, in all
         of them at the same place."""
-        if self._crew is None:
+        if self._world is None:
             self.check()
-        elif number := self._crew.halts(place):
+        elif number := self._world.must_stop(place):
             # None leaves before all are here: with rank 0 the store may go in which they agree.
-            raise Interrupted(self._crew.agree(number))
+            raise Interrupted(self._world.maximum(number))
 
     def meet(self) -> None:
         """Raises Interrupted in all processes when a signal has come to one. All of them call it
         between the same two steps."""
-        if self._crew is not None:
-            self._signum = self._crew.agree(self._signum or 0) or None
+        if self._world is not None:
+            self._signum = self._world.maximum(self._signum or 0) or None
         if self._signum is not None:
             raise Interrupted(self._signum)
 
     def _remember(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self._signum = signum
-        if self._crew is not None:
-            self._crew.ask_to_halt(signum)
+        if self._world is not None:
+            self._world.request_stop(signum)
         # A launcher repeats SIGTERM while its processes leave their step.
-        if self._crew is None or signum != signal.SIGTERM:
+        if self._world is None or signum != signal.SIGTERM:
             self._give_back()
 
     def _give_back(self) -> None:

@@ -27,20 +27,20 @@ MFU_CONVENTION = (
 )
 IN_LINE = "copies are priced in line with the computation, as the engine issues them {}\n"
 EIGHT_BIT = (
-    "moments of 8 bits give other results than AdamW's; farspan train has them with "
-    "optimizer.states: 8bit, by farspan[8bit]"
+    "8-bit moments give other results than AdamW's; enable them with optimizer.states: 8bit, "
+    "which needs farspan[8bit]"
 )
 SPARSE = (
-    "sparse attention approximates; what the approximation costs farspan verify --sparse measures, "
-    "and training logs how much attention it sees"
+    "sparse attention is an approximation; run farspan verify --sparse to measure its error; "
+    "training logs how much attention it sees"
 )
 SEES_ALL = (
     "sparse attention hides nothing at this context and equals dense attention, up to rounding; "
     "without --sparse it is as exact and faster"
 )
 RECURRENT = (
-    "what recurrent layers compute beside their projections is not priced: a step takes longer "
-    "than is said here, most of all without the kernels that their family names"
+    "only the projections of recurrent layers are priced, not the recurrence: a step takes "
+    "longer than planned, most of all without the family's own kernels"
 )
 FITS = {Fit.NOT: "no", Fit.TIGHT: "tight", Fit.ROOMY: "yes"}
 LANES = {
@@ -103,9 +103,9 @@ def tight_words(plan: Plan) -> str:
     """What is missing of the headroom, and what it is for."""
     question, left = plan.question, plan.device.left
     return (
-        f"tight: {write_bytes(question.headroom)} of a device are better left to fragments, "
-        f"libraries' workspaces and messages, and {write_bytes(left)} are; a shorter context or "
-        "less that is kept there leaves more"
+        f"tight: {write_bytes(question.headroom)} of a device should stay free for "
+        f"fragmentation, library workspaces and communication, but only {write_bytes(left)} is; "
+        "use a shorter context or keep less there"
     )
 
 

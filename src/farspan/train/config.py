@@ -54,10 +54,11 @@ class Parallel:
         return prod(self._extents().values()) * (self.data or 1)
 
     def layout(self, ranks: int) -> Layout:
-        """Of so many ranks. Raises Refused where they are not as many as asked for."""
+        """The layout of so many ranks. Raises Refused if another number is asked for."""
         asked = self.asked()
         if ranks % asked or (self.data is not None and ranks != asked):
-            raise Refused(f"{self.describe()}, but {ranks} {'is' if ranks == 1 else 'are'} there")
+            there = "there is 1" if ranks == 1 else f"there are {ranks}"
+            raise Refused(f"{self.describe()}, but {there}")
         return Layout(**self._extents(), data=self.data or ranks // asked, fsdp=self.fsdp)
 
     def describe(self) -> str:
@@ -65,7 +66,7 @@ class Parallel:
         extents = {**self._extents(), "data": self.data or 1}
         found = [f"{name} {n}" for name, n in extents.items() if n > 1] or ["1"]
         many = "" if self.data is not None else " or a multiple"
-        return f"parallel: {' x '.join(found)} makes {self.asked()} rank(s){many}"
+        return f"parallel: {' x '.join(found)} needs {self.asked()} rank(s){many}"
 
     def _extents(self) -> dict[str, int]:
         names = {f.name for f in fields(self)} & set(AXES) - {"data"}
@@ -88,8 +89,8 @@ def check_ranks(given: Given, ranks: int | None) -> Given:
             raise Refused(f"{error}; start {many}: {COMMAND.format(many)}") from error
     if given is None and ranks is not None and ranks > 1:
         raise Refused(
-            f"parallel: missing, and {ranks} ranks were started; say how they share the run: "
-            f"auto, or data: {ranks} for as many replicas"
+            f"parallel: missing, but {ranks} ranks were started; set it to auto to share every "
+            f"sequence, or to data: {ranks} for that many replicas"
         )
     return given
 
@@ -172,8 +173,8 @@ class LoraConfig:
             raise Refused("targets: expected linear, or names of linear modules, got none")
         if self.dropout:
             raise Refused(
-                f"dropout: expected 0, got {self.dropout}: a chunk that is computed again would "
-                "draw another mask; remove it"
+                f"dropout: expected 0, got {self.dropout}: a recomputed chunk would draw another "
+                "mask; remove it"
             )
 
     def scale(self) -> float:
@@ -395,6 +396,11 @@ class RunConfig:
         """Of main memory that the ranks of a node may take together; None: what is available.
         Raises Refused."""
         return None if self.host_memory is None else read_memory(self.host_memory, "host_memory")
+
+    def timeout(self) -> float:
+        """Seconds that ranks wait for each other."""
+        given = self.parallel if isinstance(self.parallel, Parallel) else Parallel()
+        return given.timeout
 
     def trackers(self) -> tuple[ReportTo, ...]:
         """Where metrics go beside the folder, each once."""

@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from farspan.distributed.run_context import Interrupt, StopPoint
 from farspan.train.context import CellsDone
 
 Clock = Callable[[], float]  # seconds, from any origin
@@ -47,22 +48,26 @@ class Pace:
         return None if seconds is None else self._tokens / seconds
 
 
-class Reporter(Protocol):
-    """Told by the loop what happens; used as a context."""
+class Reporter:
+    """Told by the loop what happens; used as a context. This one says nothing: on ranks other than
+    0, or to inherit from."""
 
-    def __enter__(self) -> "Reporter": ...
+    def __enter__(self) -> Self:
+        return self
+
     def __exit__(self, *_: object) -> None: ...
+
     def note(self, text: str) -> None:
         """Something a person should know."""
 
     def preparing(self, documents: int, tokens: int) -> None:
-        """So much text has become tokens."""
+        """So many documents have become so many tokens."""
 
     def measuring(self, what: str) -> None:
-        """So much of the machine is being measured, for the planner."""
+        """`what` of the machine is being measured, for the planner."""
 
     def rehearsing(self, done: float, progress: CellsDone) -> None:
-        """`done` of the short step that shows what memory a cell takes is behind us."""
+        """The dry run is done to the fraction `done`."""
 
     def start(self, steps: int, tokens_per_step: int, step: int, how: str = "") -> None:
         """Training begins after `step` of `steps`; `how` stands beside progress."""
@@ -71,38 +76,54 @@ class Reporter(Protocol):
         """Step `step`, from 1, begins."""
 
     def cells(self, step: int, done: float, progress: CellsDone) -> None:
-        """`done` of the step, 0 to 1, is behind us; `progress` tells of its present batch."""
+        """Step `step` is done to the fraction `done`; `progress` is that of its present batch."""
 
     def end(self, values: Mapping[str, Any]) -> None:
         """A step ended with these metrics."""
 
     def evaluating(self, done: float, progress: CellsDone) -> None:
-        """`done` of an evaluation, 0 to 1, is behind us."""
+        """The evaluation is done to the fraction `done`."""
 
     def evaluated(self, values: Mapping[str, Any]) -> None:
         """An evaluation ended with these metrics."""
 
 
-class NoReporter:
-    """Says nothing: another rank does."""
+class Observer:
+    """A Reporter behind an Interrupt: whatever takes long is told here how far it is, and leaves
+    by Interrupted if a signal has come."""
 
-    def __enter__(self) -> "NoReporter":
-        return self
+    def __init__(self, reporter: Reporter, interrupt: Interrupt) -> None:
+        self.reporter = reporter
+        self.interrupt = interrupt
 
-    def __exit__(self, *_: object) -> None: ...
-    def note(self, text: str) -> None: ...
-    def preparing(self, documents: int, tokens: int) -> None: ...
-    def measuring(self, what: str) -> None: ...
-    def rehearsing(self, done: float, progress: CellsDone) -> None: ...
-    def start(self, steps: int, tokens_per_step: int, step: int, how: str = "") -> None: ...
-    def begin(self, step: int) -> None: ...
-    def cells(self, step: int, done: float, progress: CellsDone) -> None: ...
-    def end(self, values: Mapping[str, Any]) -> None: ...
-    def evaluating(self, done: float, progress: CellsDone) -> None: ...
-    def evaluated(self, values: Mapping[str, Any]) -> None: ...
+    def note(self, text: str) -> None:
+        self.reporter.note(text)
+
+    def preparing(self, documents: int, tokens: int) -> None:
+        self.interrupt.check()
+        self.reporter.preparing(documents, tokens)
+
+    def measuring(self, what: str) -> None:
+        self.interrupt.check()
+        self.reporter.measuring(what)
+
+    def rehearsing(self, progress: CellsDone) -> None:
+        self.interrupt.passed(StopPoint.CELL)
+        self.reporter.rehearsing(progress.work_done / progress.work, progress)
+
+    def training(self, step: int, batch: int, batches: int, progress: CellsDone) -> None:
+        """Within batch `batch`, from 0, of step `step`, from 1."""
+        self.interrupt.passed(StopPoint.CELL)
+        done = (batch + progress.work_done / progress.work) / batches
+        self.reporter.cells(step, done, progress)
+
+    def evaluating(self, batch: int, batches: int, progress: CellsDone) -> None:
+        """Within batch `batch`, from 0."""
+        self.interrupt.passed(StopPoint.HELD_OUT_CELL)
+        self.reporter.evaluating((batch + progress.work_done / progress.work) / batches, progress)
 
 
-class LineReporter:
+class LineReporter(Reporter):
     """A line a step, and one every `patience` seconds within a long one."""
 
     def __init__(
@@ -115,12 +136,6 @@ class LineReporter:
         self._pace = Pace(1, 1, clock)
         self._steps = 0
         self._how = ""
-
-    def __enter__(self) -> "LineReporter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return
 
     def note(self, text: str) -> None:
         self._spoke = self._clock()
@@ -135,7 +150,7 @@ class LineReporter:
 
     def rehearsing(self, done: float, progress: CellsDone) -> None:
         if self._silent():
-            self.note(f"rehearsing: {done:.0%}, cell {progress.cells_done}/{progress.cells}")
+            self.note(f"dry run: {done:.0%}, cell {progress.cells_done}/{progress.cells}")
 
     def start(
         self,
@@ -176,7 +191,7 @@ class LineReporter:
         return self._clock() - self._spoke >= self._patience
 
 
-class BarReporter:
+class BarReporter(Reporter):
     """A bar for the run and a bar for the cells of the present step."""
 
     def __init__(self, console: Console) -> None:
@@ -192,7 +207,7 @@ class BarReporter:
         self._steps = 0
         self._last = ""
 
-    def __enter__(self) -> "BarReporter":
+    def __enter__(self) -> Self:
         self._bars.start()
         return self
 
@@ -212,7 +227,7 @@ class BarReporter:
     def rehearsing(self, done: float, progress: CellsDone) -> None:
         text = f"cell {progress.cells_done}/{progress.cells}"
         self._bars.update(
-            self._step, description="rehearsing", completed=done, text=text, visible=True
+            self._step, description="dry run", completed=done, text=text, visible=True
         )
 
     def start(self, steps: int, tokens_per_step: int, step: int, how: str = "") -> None:

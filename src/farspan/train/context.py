@@ -1,12 +1,13 @@
 """What a run computes with: components, context, batches, the model as the planner sees it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from farspan.checkpoint.local import ReplicatedSaver, Saver, ShardedSaver, TrainState, capture_rng
 from farspan.data.corpus import Corpus
 from farspan.data.formats import UNTRAINED
 from farspan.data.packing import PackedBatch
@@ -31,6 +32,7 @@ from farspan.plan.question import Plan, Question
 from farspan.plan.search.plans import best_plan
 from farspan.plan.strategies import AUTO, strategy
 from farspan.sparse.engine import Seen
+from farspan.sparse.train import fraction_of
 from farspan.spec import Kernels, MachineSpec, ModelSpec, Refused, Schedule
 from farspan.train.config import DeviceAllocator, RunConfig
 from farspan.train.memory import (
@@ -40,71 +42,8 @@ from farspan.train.memory import (
     expect_memory,
     rehearse_apart,
 )
-from farspan.train.optimizer import BESIDE_WEIGHTS, Placed, ShardedParameters, TrainingOptimizer
+from farspan.train.optimizer import Placed, ShardedParameters, TrainingOptimizer
 from farspan.train.optimizer_states import StateBytes
-
-
-def torch_dtype(run: RunConfig) -> torch.dtype:
-    """Of its parameters and activations."""
-    found: torch.dtype = getattr(torch, run.model.dtype.value)
-    return found
-
-
-def _host_share(run: RunConfig, crew: DistributedContext) -> int | None:
-    """Of what the run file allows the ranks of a node, one rank's."""
-    limit = run.host_bytes()
-    return None if limit is None else limit // crew.near
-
-
-@dataclass(frozen=True, slots=True)
-class RunContext:
-    """What a run computes with."""
-
-    model: Any  # a PreTrainedModel
-    optimizer: TrainingOptimizer
-    corpus: Corpus
-    tokenizer: Tokenizer
-    device: torch.device
-    count_trained: Callable[[Tensor, Tensor | None], int]
-    memory: DeviceMemory = field(default_factory=DeviceMemory)
-    placed: Placed = BESIDE_WEIGHTS
-    crew: DistributedContext = field(
-        default_factory=lambda: DistributedContext(torch.device("cpu"))
-    )
-    pieces: ShardedParameters | None = None  # of a model that is dealt over ranks
-    elements: tuple[int, int] = (0, 0)  # of all parameters, and of the trainable ones
-    looked: InspectedModel | None = None  # where the planner is asked
-    frozen: str | None = None  # digest of the weights that are not trained, where some are not
-
-    @property
-    def dealt(self) -> ShardedModel | None:
-        return None if self.pieces is None else self.pieces.dealt
-
-    def held_bytes(self) -> int:
-        """Weights and optimizer states on the device; on a CPU both tiers are that."""
-        held = self.optimizer.held()
-        return self._weights() + held.device + (held.host if self.device.type == "cpu" else 0)
-
-    def touched_bytes(self) -> StateBytes:
-        """What is held and has been written: memory of zeros is taken from the machine then."""
-        held = self.optimizer.held()
-        if self.device.type == "cpu":
-            written = held.device + held.host - held.untouched
-            return StateBytes(self._weights() + written, 0, 0)
-        return StateBytes(self._weights() + held.device, held.host, 0)
-
-    def host_room(self, run: RunConfig) -> int | None:
-        """Bytes of main memory that the run file leaves to a step of this process; None: all that
-        there are."""
-        share, held = _host_share(run, self.crew), self.touched_bytes()
-        if share is None:
-            return None
-        return share - (held.device if self.device.type == "cpu" else held.host)
-
-    def _weights(self) -> int:
-        if self.pieces is not None:
-            return self.pieces.held_bytes()
-        return sum(parameter.nbytes for parameter in self.model.parameters())
 
 
 class CellsDone(Protocol):
@@ -151,6 +90,12 @@ class StepLike(Protocol):
         """Gives back the memory that is kept between steps."""
 
 
+def torch_dtype(run: RunConfig) -> torch.dtype:
+    """Of its parameters and activations."""
+    found: torch.dtype = getattr(torch, run.model.dtype.value)
+    return found
+
+
 def machine_of(
     device: torch.device, dtype: torch.dtype, progress: Callable[[str], None]
 ) -> MachineSpec:
@@ -162,132 +107,88 @@ def machine_of(
     return calibrate(device, [dtype], progress, quick=True).spec
 
 
-def remembered(
-    machine: Callable[[torch.device, torch.dtype, Callable[[str], None]], MachineSpec],
-) -> Callable[[torch.device, torch.dtype, Callable[[str], None]], MachineSpec]:
-    """`machine`, measured once for a device and a dtype, by whoever asks first."""
-    known: dict[tuple[torch.device, torch.dtype], MachineSpec] = {}
+class Components:
+    """What training is made of besides the data: farspan's own, each of which a subclass or an
+    instance may give otherwise."""
 
-    def ask(
-        device: torch.device, dtype: torch.dtype, progress: Callable[[str], None]
+    def __init__(self) -> None:
+        self._machines: dict[tuple[torch.device, torch.dtype], MachineSpec] = {}
+
+    def load_model(self, **how: Any) -> Any:
+        """A PreTrainedModel; `how` are the arguments of `farspan.hf.load.load_model`."""
+        return load_model(**how)
+
+    def make_step(self, model: Any, schedule: Schedule, **how: Any) -> StepLike:
+        """The engine. `how` holds only what differs from its defaults: kernels, selector, ranks."""
+        return Step(model, schedule, **how)
+
+    def strategy(self, name: str, layers: int, tokens: int) -> Schedule:
+        """The schedule of a strategy by its name."""
+        return strategy(name, layers, tokens)
+
+    def count_trained(self, labels: Tensor, document_ids: Tensor | None) -> int:
+        """How many tokens of a batch have a target."""
+        return trained_token_count(labels, document_ids)
+
+    def expect_memory(
+        self,
+        step: Any,
+        batch: int,
+        tokens: int,
+        optimizer: StateBytes,
+        watch: Callable[[Any], None],
+        accumulate: bool,
+    ) -> Expected:
+        """As `farspan.train.memory.expect_memory`."""
+        return expect_memory(step, batch, tokens, optimizer, watch, accumulate)
+
+    def rehearse_apart(
+        self,
+        step: Any,
+        batch: int,
+        tokens: int,
+        watch: Callable[[Any], None],
+        accumulate: bool,
+    ) -> None:
+        """As `farspan.train.memory.rehearse_apart`."""
+        rehearse_apart(step, batch, tokens, watch, accumulate)
+
+    def choose_allocator(self, name: DeviceAllocator, device: torch.device) -> DeviceMemory:
+        """As `farspan.train.memory.choose_allocator`."""
+        return choose_allocator(name, device)
+
+    def machine(
+        self, device: torch.device, dtype: torch.dtype, progress: Callable[[str], None]
     ) -> MachineSpec:
-        if (device, dtype) not in known:
-            known[device, dtype] = machine(device, dtype, progress)
-        return known[device, dtype]
+        """The machine at hand, for the planner."""
+        return machine_of(device, dtype, progress)
 
-    return ask
+    def best_plan(self, question: Question) -> Plan:
+        """The planner's best schedule."""
+        return best_plan(question)
 
+    def evaluate(self, question: Question, name: str, schedule: Schedule) -> Plan:
+        """What the planner says of one schedule."""
+        return evaluate(question, name, schedule)
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The model's loader, the engine, the strategies and the planner; by default farspan's own."""
-
-    # path, config, dtype, overrides, seed, device, trust_remote_code -> a model
-    load_model: Callable[..., Any] = load_model
-    make_step: Callable[..., StepLike] = (
-        Step  # model, schedule, kernels and selector where any is named
-    )
-    strategy: Callable[[str, int, int], Schedule] = strategy  # name, layers, tokens
-    count_trained: Callable[[Tensor, Tensor | None], int] = trained_token_count
-    # step, batch, tokens, the optimizer's bytes, called after each cell, whether gradients are
-    # there before -> bytes, or Refused
-    expect_memory: Callable[[Any, int, int, StateBytes, Callable[[Any], None], bool], Expected] = (
-        expect_memory
-    )
-    # step, batch, tokens, called after each cell, whether gradients are there before; of several
-    # ranks, before they expect memory together
-    rehearse_apart: Callable[[Any, int, int, Callable[[Any], None], bool], None] = rehearse_apart
-    choose_allocator: Callable[[DeviceAllocator, torch.device], DeviceMemory] = choose_allocator
-    # For strategy auto.
-    machine: Callable[[torch.device, torch.dtype, Callable[[str], None]], MachineSpec] = machine_of
-    best_plan: Callable[[Question], Plan] = best_plan
-    evaluate: Callable[[Question, str, Schedule], Plan] = evaluate
+    def machine_once(
+        self, device: torch.device, dtype: torch.dtype, progress: Callable[[str], None]
+    ) -> MachineSpec:
+        """`machine`, measured once for a device and a dtype."""
+        if (device, dtype) not in self._machines:
+            self._machines[device, dtype] = self.machine(device, dtype, progress)
+        return self._machines[device, dtype]
 
     def schedule_of(self, run: RunConfig, model: Any) -> Schedule:
-        """The schedule of a strategy by name, or of fields alone, as the run wants it; the
-        default where the planner chooses."""
+        """The run's schedule for this model; the default if the planner chooses."""
         return self.schedule_for(run, model.config.get_text_config().num_hidden_layers)
 
     def schedule_for(self, run: RunConfig, layers: int) -> Schedule:
-        """The same of a model that has so many layers."""
+        """The run's schedule for a model of so many layers."""
         base, named = Schedule(), run.schedule.strategy
         if named is not None and named != AUTO:
             base = self.strategy(named, layers, run.context)
         return run.schedule.apply(base).with_sparse(run.pages())
-
-
-@dataclass(frozen=True, slots=True)
-class Micro:
-    """One batch on the device and how many of its tokens have a target."""
-
-    batch: PackedBatch
-    indices: tuple[int, ...]
-    input_ids: Tensor  # [batch, tokens] int64
-    labels: Tensor  # the same, or UNTRAINED
-    document_ids: Tensor  # [batch, tokens] int64
-    trained: int
-
-    def describe(self) -> list[dict[str, Any]]:
-        """Its sequences and their documents, for diagnosis.json."""
-        return [
-            {"sequence": index, "documents": list(names)}
-            for index, names in zip(self.indices, self.batch.names, strict=True)
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class Batches:
-    """The batches of a run. Batch n of D replicas is sequences [n * D * batch, (n + 1) * D * batch)
-    of the run's order, dealt in order: the update reads what one replica reads with a batch of
-    D * batch."""
-
-    run: RunConfig
-    use: RunContext
-    crew: DistributedContext
-
-    def of_step(self, step: int) -> list[Micro]:
-        """This replica's, of the update after `step` of them."""
-        count = self.run.accumulate
-        return [self._micro(step * count + place) for place in range(count)]
-
-    def held_out(self) -> list[Micro]:
-        """This replica's share of those to evaluate on, spread over all that are held out: one long
-        document does not stand for the rest. Every replica has as many; what is missing has no
-        trained token."""
-        packing, replicas = self.use.corpus.held_out, self.crew.replicas
-        assert packing is not None, "there is something to evaluate on"
-        there = packing.sequences_per_epoch()
-        count = min(self.run.evaluation.sequences, there)
-        chosen = [place * there // count for place in range(count)]
-        own = chosen[self.crew.replica :: replicas]
-        found = [self._place(packing.once(i), (i,)) for i in own]
-        for _ in range(-(-count // replicas) - len(own)):
-            spare = self._place(packing.once(chosen[-1]), (chosen[-1],))
-            labels = torch.full_like(spare.labels, UNTRAINED)
-            found.append(replace(spare, labels=labels, trained=0))
-        return found
-
-    def trained(self, micros: list[Micro]) -> int:
-        """Trained tokens of these and of the other replicas'."""
-        return self.crew.total(sum(m.trained for m in micros))
-
-    def read(self, micros: list[Micro]) -> int:
-        """Tokens of documents in these and in the other replicas'."""
-        return self.crew.total(sum(m.batch.tokens for m in micros))
-
-    def _micro(self, number: int) -> Micro:
-        """Batch `number` since the start of the run."""
-        size = self.run.batch
-        start = (number * self.crew.replicas + self.crew.replica) * size
-        indices = tuple(range(start, start + size))
-        return self._place(self.use.corpus.train.batch(indices), indices)
-
-    def _place(self, batch: PackedBatch, indices: tuple[int, ...]) -> Micro:
-        input_ids = torch.from_numpy(batch.input_ids).to(self.use.device)
-        labels = torch.from_numpy(batch.labels).to(self.use.device)
-        document_ids = torch.from_numpy(batch.document_ids).to(self.use.device)
-        trained = self.use.count_trained(labels, document_ids)
-        return Micro(batch, indices, input_ids, labels, document_ids, trained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,3 +232,169 @@ def inspect_model(
     # What an architecture's cells hold is that of a model that is trained as a whole, or whose
     # adapters are where it has them.
     return InspectedModel(replace(spec, layers=tuple(layers)), architecture if as_known else None)
+
+
+def host_share(run: RunConfig, world: DistributedContext) -> int | None:
+    """One rank's share of the main memory that the run file allows the ranks of a node."""
+    limit = run.host_bytes()
+    return None if limit is None else limit // world.local_size
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What a run computes with."""
+
+    run: RunConfig
+    components: Components
+    world: DistributedContext
+    model: Any  # a PreTrainedModel
+    optimizer: TrainingOptimizer
+    corpus: Corpus
+    tokenizer: Tokenizer
+    memory: DeviceMemory
+    placed: Placed
+    pieces: ShardedParameters | None  # of a model that is sharded over ranks
+    parameters: int  # elements of all of them, while they were whole
+    trainable: int  # elements of those that are trained
+    inspected: InspectedModel | None  # if the planner is asked
+    frozen: str | None  # digest of the weights that are not trained; None: all are
+
+    @property
+    def device(self) -> torch.device:
+        return self.world.device
+
+    @property
+    def dealt(self) -> ShardedModel | None:
+        """The sharded model; None if every rank has it whole."""
+        return None if self.pieces is None else self.pieces.dealt
+
+    def make_step(self, schedule: Schedule) -> StepLike:
+        """The engine for this schedule, on this rank."""
+        # Named only if they differ from the defaults: other engines need not know of these.
+        how: dict[str, Any] = {}
+        if self.run.kernels != Kernels():
+            how["kernels"] = self.run.kernels
+        selector = fraction_of(self.run.sparse, schedule, self.run.context)
+        if selector is not None:
+            how["selector"] = selector
+        if self.world.ranks is not None:
+            how["ranks"] = self.dealt or self.world.ranks
+        step = self.components.make_step(self.model, schedule, **how)
+        step.host_room = self.host_room()
+        return step
+
+    def held_bytes(self) -> int:
+        """Weights and optimizer states on the device; on a CPU both tiers are that."""
+        held = self.optimizer.held()
+        return self._weights() + held.device + (held.host if self.device.type == "cpu" else 0)
+
+    def touched_bytes(self) -> StateBytes:
+        """What is held and was written: memory of zeros is handed out at the first write."""
+        held = self.optimizer.held()
+        if self.device.type == "cpu":
+            written = held.device + held.host - held.untouched
+            return StateBytes(self._weights() + written, 0, 0)
+        return StateBytes(self._weights() + held.device, held.host, 0)
+
+    def host_room(self) -> int | None:
+        """Bytes of main memory that the run file leaves to a step of this process; None: no
+        limit."""
+        share, held = host_share(self.run, self.world), self.touched_bytes()
+        if share is None:
+            return None
+        return share - (held.device if self.device.type == "cpu" else held.host)
+
+    def saver(self) -> Saver:
+        """What saves this run and resumes it."""
+        tensors = self.optimizer.tensors()
+        if self.pieces is None:
+            return ReplicatedSaver(self.model, tensors, self.world)
+        pieces = self.pieces
+        return ShardedSaver(
+            self.model, pieces.dealt, pieces.trained, pieces.places, tensors, self.world
+        )
+
+    def _weights(self) -> int:
+        if self.pieces is not None:
+            return self.pieces.held_bytes()
+        return sum(parameter.nbytes for parameter in self.model.parameters())
+
+
+@dataclass(slots=True)
+class RunState:
+    """Where the run stands between two steps, and where a retried step begins again."""
+
+    at: TrainState = field(default_factory=TrainState)
+    rng: Mapping[str, Tensor] = field(default_factory=capture_rng)
+
+
+@dataclass(frozen=True, slots=True)
+class Micro:
+    """One batch on the device and the number of its tokens that have a target."""
+
+    batch: PackedBatch
+    indices: tuple[int, ...]
+    input_ids: Tensor  # [batch, tokens] int64
+    labels: Tensor  # the same, or UNTRAINED
+    document_ids: Tensor  # [batch, tokens] int64
+    trained: int
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Its sequences and their documents, for diagnosis.json."""
+        return [
+            {"sequence": index, "documents": list(names)}
+            for index, names in zip(self.indices, self.batch.names, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """The batches of a run. Batch n of D replicas is sequences [n * D * batch, (n + 1) * D * batch)
+    of the run's order, dealt in order: the update reads what one replica reads with a batch of
+    D * batch."""
+
+    ctx: RunContext
+
+    def of_step(self, step: int) -> list[Micro]:
+        """This replica's, of the update after `step` of them."""
+        count = self.ctx.run.accumulate
+        return [self._micro(step * count + place) for place in range(count)]
+
+    def held_out(self) -> list[Micro]:
+        """This replica's share of those to evaluate on, spread over all that are held out: one long
+        document does not stand for the rest. Every replica has as many; what is missing has no
+        trained token."""
+        packing, replicas = self.ctx.corpus.held_out, self.ctx.world.replicas
+        assert packing is not None, "there is something to evaluate on"
+        there = packing.sequences_per_epoch()
+        count = min(self.ctx.run.evaluation.sequences, there)
+        chosen = [place * there // count for place in range(count)]
+        own = chosen[self.ctx.world.replica :: replicas]
+        found = [self._place(packing.once(i), (i,)) for i in own]
+        for _ in range(-(-count // replicas) - len(own)):
+            spare = self._place(packing.once(chosen[-1]), (chosen[-1],))
+            labels = torch.full_like(spare.labels, UNTRAINED)
+            found.append(replace(spare, labels=labels, trained=0))
+        return found
+
+    def trained(self, micros: list[Micro]) -> int:
+        """Trained tokens of these and of the other replicas'."""
+        return self.ctx.world.sum_over_replicas(sum(m.trained for m in micros))
+
+    def read(self, micros: list[Micro]) -> int:
+        """Tokens of documents in these and in the other replicas'."""
+        return self.ctx.world.sum_over_replicas(sum(m.batch.tokens for m in micros))
+
+    def _micro(self, number: int) -> Micro:
+        """Batch `number` since the start of the run."""
+        size = self.ctx.run.batch
+        start = (number * self.ctx.world.replicas + self.ctx.world.replica) * size
+        indices = tuple(range(start, start + size))
+        return self._place(self.ctx.corpus.train.batch(indices), indices)
+
+    def _place(self, batch: PackedBatch, indices: tuple[int, ...]) -> Micro:
+        input_ids = torch.from_numpy(batch.input_ids).to(self.ctx.device)
+        labels = torch.from_numpy(batch.labels).to(self.ctx.device)
+        document_ids = torch.from_numpy(batch.document_ids).to(self.ctx.device)
+        trained = self.ctx.components.count_trained(labels, document_ids)
+        return Micro(batch, indices, input_ids, labels, document_ids, trained)

@@ -87,7 +87,7 @@ class LongContext:
         every token is what a long sequence has no room for."""
         if not prediction_loss_only:
             raise Refused(
-                "outputs: evaluation gives the loss alone; leave compute_metrics and predict out, "
+                "outputs: evaluation returns only the loss; leave out compute_metrics and predict, "
                 "or set prediction_loss_only=True"
             )
         model.eval()
@@ -121,8 +121,8 @@ class LongContext:
         own = getattr(type(self), "compute_loss", None)
         if own is not HuggingFaceTrainer.compute_loss and not self.plain_loss:
             raise Refused(
-                f"compute_loss: {type(self).__name__} has one of its own, which a step of farspan "
-                "does not call; where it gives the plain loss set plain_loss = True in the class"
+                f"compute_loss: {type(self).__name__} overrides it, and a farspan step does not "
+                "call it; if it computes the plain loss, set plain_loss = True in the class"
             )
 
 
@@ -134,10 +134,10 @@ def _batch(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
     """Inputs, labels and documents, [batch, tokens] each, of what a collator made."""
     unknown = {k for k, v in inputs.items() if v is not None} - _READ - _IMPLIED
     if unknown:
-        raise Refused(f"inputs: {sorted(unknown)[0]} is nothing that a step reads; leave it out")
+        raise Refused(f"inputs: a step does not read {sorted(unknown)[0]}; leave it out")
     if "labels" not in inputs:
         raise Refused(
-            "labels: the batch has none; give a collator that makes them, such as "
+            "labels: the batch has none; use a collator that makes them, such as "
             "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
         )
     ids, labels = inputs["input_ids"], inputs["labels"]

@@ -270,12 +270,12 @@ class LoggerThread:
         if not self._over:
             self._over = True
             self._notes.put(
-                f"{self._name}: {why}; it is told no more of this run, which goes on as it would, "
-                "with everything in metrics.jsonl"
+                f"{self._name}: {why}; logging to it stops; the run continues, and metrics.jsonl "
+                "has everything"
             )
 
 
-class LoggingReporter:
+class LoggingReporter(Reporter):
     """A Reporter that tells another one everything, and trackers the metrics."""
 
     def __init__(self, person: Reporter, lanes: Sequence[LoggerThread]) -> None:
@@ -283,7 +283,7 @@ class LoggingReporter:
         self._lanes = lanes
         self._left = 0  # steps
 
-    def __enter__(self) -> "Tracked":
+    def __enter__(self) -> "LoggingReporter":
         self._person.__enter__()
         return self
 

@@ -125,7 +125,8 @@ def choose_allocator(name: DeviceAllocator, device: torch.device) -> DeviceMemor
         allocator.install(name.value)
     elif before.mode != name.value:
         raise Refused(
-            f"allocator: this process has {before.mode} and PyTorch takes no other one; train "
+            f"allocator: this process already uses {before.mode}, which PyTorch cannot change; "
+            "train "
             f"with {name} in a new process"
         )
     begin = partial(allocator.begin_iteration, device.index)

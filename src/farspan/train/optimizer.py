@@ -45,61 +45,37 @@ WHERE = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A place that is not `auto`, and why."""
-
-    states: StatesPlace
-    reason: str
-
-    def describe(self) -> str:
-        """For the opening lines."""
-        return f"{WHERE[self.states]} ({self.reason})"
-
-
-BESIDE_WEIGHTS = Placed(StatesPlace.DEVICE, "both tiers lie in main memory")
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """Of update `step` (from 0) of `steps`: rises over the warm-up, then cosine or constant."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    if config.decay is Decay.CONSTANT:
+        return config.lr
+    done = (step + 1 - config.warmup) / (steps - config.warmup)
+    floor = config.lr * config.final
+    return floor + (config.lr - floor) * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-def choose_place(fit: Callable[[StatesPlace], Fit], before: str | None) -> Placed:
-    """The device if a step fits beside them and leaves the device's headroom, else the host if it
-    fits better there. States that were on the host stay there, so that a run goes on to the same
-    bits. Never 8 bits: that is not AdamW."""
-    if before == StatesPlace.HOST:
-        return Placed(StatesPlace.HOST, "as before")
-    beside = fit(StatesPlace.DEVICE)
-    if beside is Fit.ROOMY:
-        return Placed(StatesPlace.DEVICE, "they fit beside the step")
-    if fit(StatesPlace.HOST) > beside:
-        tightly = " but tightly" if beside is Fit.TIGHT else ""
-        why = f"by the plan they do not fit beside the step on the device{tightly}"
-        return Placed(StatesPlace.HOST, why)
-    if beside is Fit.TIGHT:
-        return Placed(StatesPlace.DEVICE, "they fit beside the step, but tightly")
-    return Placed(StatesPlace.DEVICE, "the plan finds room for the step nowhere")
+def decays(model: nn.Module) -> dict[str, bool]:
+    """Whether weight decay applies to each trainable parameter: to matrices, and neither to
+    norms and biases nor to embeddings, tied to the head or not."""
+    embeddings = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    return {
+        name: parameter.ndim >= 2
+        and id(parameter) not in embeddings
+        and not name.rsplit(".", 1)[-1].endswith("bias")
+        for name, parameter in trainable(model)
+    }
 
 
-def bare_machine(device: torch.device) -> MachineSpec:
-    """A GPU and its main memory by their bytes alone, for whoever does not ask for time."""
-    free, total = torch.cuda.mem_get_info(device)
-    rate = float("inf")
-    return MachineSpec(
-        name=torch.cuda.get_device_name(device),
-        devices=1,
-        device_bytes=total,
-        host_bytes=available_host_bytes(),
-        rates={},
-        memory=rate,
-        fetch=rate,
-        evict=rate,
-        fetch_together=rate,
-        evict_together=rate,
-        host_memory=rate,
-        peer=rate,
-        network=rate,
-        latency=0.0,
-        overhead=0.0,
-        reserve=total - free - torch.cuda.memory_reserved(device),
-    )
+def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that are updated, each once, under the first of its names."""
+    return ((n, p) for n, p in model.named_parameters() if p.requires_grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,39 +163,6 @@ def _slices(dealt: ShardedModel) -> dict[str, ShardPlacement]:
     return {name: place(cut) for name, cut in tensor.plan.cuts.items()}
 
 
-def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Of update `step` (from 0) of `steps`: rises over the warm-up, then cosine or constant."""
-    if step < config.warmup:
-        return config.lr * (step + 1) / config.warmup
-    if config.decay is Decay.CONSTANT:
-        return config.lr
-    done = (step + 1 - config.warmup) / (steps - config.warmup)
-    floor = config.lr * config.final
-    return floor + (config.lr - floor) * 0.5 * (1.0 + math.cos(math.pi * done))
-
-
-def decays(model: nn.Module) -> dict[str, bool]:
-    """Whether weight decay applies to each trainable parameter: to matrices, and neither to
-    norms and biases nor to embeddings, tied to the head or not."""
-    embeddings = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for parameter in module.parameters(recurse=False)
-    }
-    return {
-        name: parameter.ndim >= 2
-        and id(parameter) not in embeddings
-        and not name.rsplit(".", 1)[-1].endswith("bias")
-        for name, parameter in trainable(model)
-    }
-
-
-def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters that are updated, each once, under the first of its names."""
-    return ((n, p) for n, p in model.named_parameters() if p.requires_grad)
-
-
 class TrainingOptimizer:
     """Updates the trainable parameters of a model from their `.grad`.
 
@@ -285,3 +228,60 @@ class TrainingOptimizer:
             torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self._config.clip, norm)
         self._states.update(lr)
         self.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A place that is not `auto`, and why."""
+
+    states: StatesPlace
+    reason: str
+
+    def describe(self) -> str:
+        """For the opening lines."""
+        return f"{WHERE[self.states]} ({self.reason})"
+
+
+BESIDE_WEIGHTS = Placed(StatesPlace.DEVICE, "both tiers lie in main memory")
+
+
+def choose_place(fit: Callable[[StatesPlace], Fit], before: str | None) -> Placed:
+    """The device if a step fits beside them and leaves the device's headroom, else the host if it
+    fits better there. States that were on the host stay there, so that a run goes on to the same
+    bits. Never 8 bits: that is not AdamW."""
+    if before == StatesPlace.HOST:
+        return Placed(StatesPlace.HOST, "as before")
+    beside = fit(StatesPlace.DEVICE)
+    if beside is Fit.ROOMY:
+        return Placed(StatesPlace.DEVICE, "they fit beside the step")
+    if fit(StatesPlace.HOST) > beside:
+        tightly = " but tightly" if beside is Fit.TIGHT else ""
+        why = f"by the plan they do not fit beside the step on the device{tightly}"
+        return Placed(StatesPlace.HOST, why)
+    if beside is Fit.TIGHT:
+        return Placed(StatesPlace.DEVICE, "they fit beside the step, but tightly")
+    return Placed(StatesPlace.DEVICE, "the plan finds room for the step nowhere")
+
+
+def bare_machine(device: torch.device) -> MachineSpec:
+    """A GPU and its main memory by their bytes alone, for whoever does not ask for time."""
+    free, total = torch.cuda.mem_get_info(device)
+    rate = float("inf")
+    return MachineSpec(
+        name=torch.cuda.get_device_name(device),
+        devices=1,
+        device_bytes=total,
+        host_bytes=available_host_bytes(),
+        rates={},
+        memory=rate,
+        fetch=rate,
+        evict=rate,
+        fetch_together=rate,
+        evict_together=rate,
+        host_memory=rate,
+        peer=rate,
+        network=rate,
+        latency=0.0,
+        overhead=0.0,
+        reserve=total - free - torch.cuda.memory_reserved(device),
+    )

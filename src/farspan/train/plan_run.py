@@ -19,7 +19,7 @@ from farspan.plan.strategies import AUTO
 from farspan.plan.units import write_seconds
 from farspan.spec import MachineSpec, ModelSpec, Refused, Schedule
 from farspan.train.config import Given, Parallel, RunConfig, StatesPlace, as_yaml
-from farspan.train.context import Parts, machine_of, torch_dtype
+from farspan.train.context import Components, machine_of, torch_dtype
 from farspan.train.planning import OWN, PLANNED, allowed
 from farspan.train.setup import adapt, choose_device, is_sharded, refuse_groups
 from farspan.train.yaml_config import to_mapping
@@ -112,7 +112,7 @@ class QuestionsOfRun:
         if named == AUTO:
             return best_plan(question)
         layers = len(question.model.layers)
-        schedule = Parts().schedule_for(self.run, layers)
+        schedule = Components().schedule_for(self.run, layers)
         stages = question.layout.pipeline
         refuse_groups(schedule, layers, stages)
         equal = group_ranges(Schedule(), layers, stages)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,11 +26,18 @@ from farspan.plan.strategies import AUTO
 from farspan.sparse.train import marks
 from farspan.spec import MachineSpec, ModelSpec, Refused, RunSpec, Schedule, Tier
 from farspan.train.config import RunConfig, StatesPlace
-from farspan.train.context import InspectedModel, Parts, RunContext, inspect_model, torch_dtype
+from farspan.train.context import (
+    Components,
+    InspectedModel,
+    RunContext,
+    RunState,
+    inspect_model,
+    torch_dtype,
+)
 from farspan.train.memory import Expected
 from farspan.train.oom import Shortage, explain_none_fits, lighter_schedule
 from farspan.train.optimizer import BESIDE_WEIGHTS, STATES_KEY, Placed, bare_machine, choose_place
-from farspan.train.setup import PlaceStates
+from farspan.train.run_folder import RunFolder
 from farspan.train.yaml_config import convert, to_mapping
 
 # Of what a schedule that failed decides of a tier, its successor may take so much: after the four
@@ -38,29 +46,16 @@ RETRY_SHARE = 0.8
 # What no schedule decides. Taken off before the share: weights may be nearly all there is.
 FIXED = ("weights", "gathered", "gradients", "accumulators", "optimizer", "inputs", "reserve")
 
+PLANNED = {
+    StatesPlace.DEVICE: Optimizer.ADAMW,
+    StatesPlace.HOST: Optimizer.HOST,
+    StatesPlace.EIGHT_BIT: Optimizer.ADAMW8BIT,
+}
 
-def about_json(
-    run: RunConfig, equipment: RunContext, choice: Choice, expected: Expected
-) -> dict[str, Any]:
-    """The content of about.json."""
-    model, packing = equipment.model, equipment.corpus.train
-    return {
-        **marks(run),
-        **({} if run.sparse is None else {"sparse": asdict(run.sparse)}),
-        "model": type(model).__name__,
-        "parameters": equipment.elements[0],
-        "trainable": equipment.elements[1],
-        "strategy": choice.strategy,
-        "schedule": asdict(choice.schedule),
-        STATES_KEY: equipment.placed.states.value,
-        "memory": dict(expected.parts),
-        "data": equipment.corpus.identity,
-        "tokens_per_epoch": packing.kept.tokens,
-        "sequences_per_epoch": packing.sequences_per_epoch(),
-        "device": str(equipment.device),
-        **({} if equipment.crew.place is None else {"layout": asdict(equipment.crew.layout)}),
-        "machine": describe_machine(),
-    }
+
+PLAN = "plan.json"  # in the run folder
+PLANNING = "choosing a schedule"
+OWN = "the run's own"  # what a schedule without a strategy's name is called
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +101,7 @@ class NamedPolicy:
             return replace(self.again(*before), reason=said)
         except Refused as error:
             raise Refused(
-                f"{error}; {said}; to begin once more with the run file's schedule, delete "
+                f"{error}; {said}; to retry the run file's schedule, delete "
                 "shortage.json in the run folder"
             ) from error
 
@@ -174,6 +169,56 @@ class PlannedPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class EarlierPart:
+    """What the run folder says of an earlier part of the run."""
+
+    ctx: RunContext
+    folder: RunFolder
+    state: RunState
+
+    def plan(self, question: Question) -> Choice | None:
+        """A run that goes on keeps its plan; one that begins has none."""
+        if self.state.at.step == 0:
+            return None
+        return recall_plan(self.folder.path / PLAN, question, self.ctx.components.evaluate)
+
+    def planned_shortage(self, question: Question) -> tuple[Choice, Shortage] | None:
+        """As `recall_shortage`."""
+        return recall_shortage(self.folder.shortage, question, self.ctx.components.evaluate)
+
+    def named_shortage(self, asked: Schedule) -> tuple[Choice, Shortage] | None:
+        """As `recall_named_shortage`."""
+        return recall_named_shortage(self.folder.shortage, asked, self.ctx.world.layout)
+
+
+def make_policy(
+    ctx: RunContext, earlier: EarlierPart, progress: Callable[[str], None]
+) -> SchedulePolicy:
+    """Chooses the run's schedules. Nothing is inspected or measured before the first choice;
+    `progress` is then told what is measured, and may raise to abandon it."""
+    run, named = ctx.run, ctx.run.schedule.strategy
+    policy: SchedulePolicy = NamedPolicy(
+        strategy=named or OWN,
+        schedule=ctx.components.schedule_of(run, ctx.model),
+        run=RunSpec(run.batch, run.context),
+        model=lambda: describe(CausalLMStages(ctx.model)) if ctx.dealt is None else ctx.dealt.spec,
+        unified=ctx.device.type == "cpu",
+        layout=ctx.world.layout,
+        short=earlier.named_shortage,
+    )
+    least = LeastFreeMemory(ctx)
+    if named == AUTO:
+        policy = PlannedPolicy(
+            ask=partial(ask, ctx, progress),
+            best_plan=ctx.components.best_plan,
+            free=least.limit,
+            recall=earlier.plan,
+            short=earlier.planned_shortage,
+        )
+    return policy if ctx.world.size == 1 else Rank0Policy(policy, ctx.world, least)
+
+
+@dataclass(frozen=True, slots=True)
 class FreeMemory:
     """Bytes that this process can have now, what it has already included; on the host together with
     the other ranks of its machine."""
@@ -199,6 +244,44 @@ def free_now(device: torch.device, held: int, on_host: int = 0, ranks: int = 1) 
         return FreeMemory(0, host + ranks * held)
     free, _ = torch.cuda.mem_get_info(device)
     return FreeMemory(free + torch.cuda.memory_reserved(device), host + ranks * on_host)
+
+
+@dataclass(slots=True)
+class LeastFreeMemory:
+    """What the rank has that can have the least: on its part of a step all of them must agree."""
+
+    ctx: RunContext
+    free: FreeMemory | None = None
+
+    def look(self) -> None:
+        """All ranks call it."""
+        held, world = self.ctx.touched_bytes(), self.ctx.world
+        mine = free_now(self.ctx.device, held.device, held.host, world.local_size)
+        self.free = FreeMemory(world.minimum(mine.device), world.minimum(mine.host))
+
+    def limit(self, question: Question) -> MachineSpec:
+        """The machine of a question with no more memory than can be had now."""
+        if self.ctx.world.size == 1:
+            self.look()
+        assert self.free is not None, "ranks have looked together"
+        return allowed(self.ctx.run, self.free.limit(question.machine))
+
+
+@dataclass(frozen=True, slots=True)
+class Rank0Policy:
+    """Every rank has the schedule that rank 0 chooses, for what the shortest of them has."""
+
+    policy: SchedulePolicy
+    world: DistributedContext
+    least: LeastFreeMemory
+
+    def first(self) -> Choice:
+        self.least.look()
+        return self.world.run_on_rank0(self.policy.first, PLANNING)
+
+    def again(self, before: Choice, shortage: Shortage) -> Choice:
+        self.least.look()
+        return self.world.run_on_rank0(lambda: self.policy.again(before, shortage), PLANNING)
 
 
 def describe_schedule(choice: Choice, *, hides: bool = True) -> str:
@@ -232,58 +315,6 @@ def _less(budget: Budget) -> int:
     return fixed + int(RETRY_SHARE * (budget.total - fixed))
 
 
-PLANNED = {
-    StatesPlace.DEVICE: Optimizer.ADAMW,
-    StatesPlace.HOST: Optimizer.HOST,
-    StatesPlace.EIGHT_BIT: Optimizer.ADAMW8BIT,
-}
-
-
-PLANNING = "choosing a schedule"
-OWN = "the run's own"  # what a schedule without a strategy's name is called
-
-
-@dataclass(frozen=True, slots=True)
-class Recalls:
-    """What finds in the run folder how an earlier part of the run went."""
-
-    plan: Callable[[Question], Choice | None]
-    short: Callable[[Question], tuple[Choice, Shortage] | None]  # of a planned run
-    named_short: Callable[[Schedule], tuple[Choice, Shortage] | None]  # of this schedule
-
-
-def make_policy(
-    run: RunConfig,
-    use: RunContext,
-    parts: Parts,
-    before: Recalls,
-    progress: Callable[[str], None],
-) -> SchedulePolicy:
-    """Chooses the run's schedules. Nothing is looked at or measured before the first choice;
-    `progress` hears then what is measured, and may raise to abandon it. `before` finds what an
-    earlier part of the run had planned, and what it ran out of memory with."""
-    named = run.schedule.strategy
-    chooser: SchedulePolicy = NamedPolicy(
-        strategy=named or OWN,
-        schedule=parts.schedule_of(run, use.model),
-        run=RunSpec(run.batch, run.context),
-        model=lambda: describe(CausalLMStages(use.model)) if use.dealt is None else use.dealt.spec,
-        unified=use.device.type == "cpu",
-        layout=use.crew.layout,
-        short=before.named_short,
-    )
-    least = LeastFreeMemory(use)
-    if named == AUTO:
-        chooser = PlannedPolicy(
-            ask=lambda: ask(run, use, parts, progress),
-            best_plan=parts.best_plan,
-            free=lambda question: least.limit(run, question),
-            recall=before.plan,
-            short=before.short,
-        )
-    return chooser if use.crew.count == 1 else Rank0Policy(chooser, use.crew, least)
-
-
 def less_for_ranks(
     run: RunConfig, dealt: ShardedModel, schedule: Schedule, shortage: Shortage
 ) -> Schedule | None:
@@ -295,70 +326,32 @@ def less_for_ranks(
     return lighter_schedule(dealt.spec, shape, schedule, tiers, RETRY_SHARE, ranks.layout)
 
 
-@dataclass(slots=True)
-class LeastFreeMemory:
-    """What the rank has that can have the least: on its part of a step all of them must agree."""
-
-    use: RunContext
-    free: FreeMemory | None = None
-
-    def look(self) -> None:
-        """All ranks call it."""
-        held, crew = self.use.touched_bytes(), self.use.crew
-        mine = free_now(self.use.device, held.device, held.host, crew.near)
-        self.free = FreeMemory(crew.least(mine.device), crew.least(mine.host))
-
-    def limit(self, run: RunConfig, question: Question) -> MachineSpec:
-        """The machine of a question with no more memory than can be had now."""
-        if self.use.crew.count == 1:
-            self.look()
-        assert self.free is not None, "ranks have looked together"
-        return allowed(run, self.free.limit(question.machine))
-
-
-@dataclass(frozen=True, slots=True)
-class Rank0Policy:
-    """Every rank has the schedule that rank 0 chooses, for what the shortest of them has."""
-
-    chooser: SchedulePolicy
-    crew: DistributedContext
-    least: LeastFreeMemory
-
-    def first(self) -> Choice:
-        self.least.look()
-        return self.crew.by_first(self.chooser.first, PLANNING)
-
-    def again(self, before: Choice, shortage: Shortage) -> Choice:
-        self.least.look()
-        return self.crew.by_first(lambda: self.chooser.again(before, shortage), PLANNING)
-
-
-def ask(run: RunConfig, use: RunContext, parts: Parts, progress: Callable[[str], None]) -> Question:
+def ask(ctx: RunContext, progress: Callable[[str], None]) -> Question:
     """One batch of the run on the machine at hand."""
-    assert use.looked is not None, "a run that plans has looked at its model"
-    machine = parts.machine(use.device, torch_dtype(run), progress)
-    return question_of(run, use.looked, machine, use.placed.states, use.crew)
+    assert ctx.inspected is not None, "a run that plans has inspected its model"
+    machine = ctx.components.machine_once(ctx.device, torch_dtype(ctx.run), progress)
+    return question_of(ctx.run, ctx.inspected, machine, ctx.placed.states, ctx.world)
 
 
 def question_of(
     run: RunConfig,
-    looked: InspectedModel,
+    inspected: InspectedModel,
     machine: MachineSpec,
     states: StatesPlace,
-    crew: DistributedContext,
+    world: DistributedContext,
 ) -> Question:
     """One batch of the run, with its optimizer's states in a place."""
     return Question(
-        model=looked.model,
+        model=inspected.model,
         run=RunSpec(run.batch, run.context),
         # Links and main memory are shared by the run's devices on this node, and by no others.
         machine=with_kernels(
-            replace(machine, devices=crew.near), deterministic=run.kernels.deterministic
+            replace(machine, devices=world.local_size), deterministic=run.kernels.deterministic
         ),
-        layout=crew.layout,
+        layout=world.layout,
         optimizer=PLANNED[states],
         dtype=run.model.dtype.value,
-        architecture=looked.architecture,
+        architecture=inspected.architecture,
         overlap=machine.pinned and not machine.unified,  # as the engine's copies run
         sparse=run.pages(),
         accumulates=run.accumulate > 1,
@@ -369,39 +362,54 @@ def question_of(
 
 def place_states(
     run: RunConfig,
-    parts: Parts,
+    components: Components,
+    world: DistributedContext,
+    model: Any,
     before: str | None,
     progress: Callable[[str], None],
-    crew: DistributedContext,
-) -> PlaceStates:
-    """Where the optimizer's states go, for a model on a device, once the crew has a layout.
-    `before` is where they were in an earlier part of the run."""
-
-    def place(model: Any, device: torch.device) -> Placed:
-        if run.optimizer.states is not StatesPlace.AUTO:
-            return Placed(run.optimizer.states, "as the run file says")
-        if device.type == "cpu":
-            return BESIDE_WEIGHTS
-        machine = bare_machine(device)
-        if run.schedule.strategy == AUTO:
-            machine = parts.machine(device, torch_dtype(run), progress)
-        # Of several ranks this one has the weights, in main memory, until they are dealt.
-        there = sum(parameter.nbytes for parameter in model.parameters()) * (crew.count > 1)
-        machine = allowed(run, free_now(device, 0, there).limit(machine))
-        adapters = run.model.lora.everywhere() if run.model.lora else 0
-        looked = inspect_model(model, run.model.dtype.value, device, adapters, run.kernels)
-
-        def fit(states: StatesPlace) -> Fit:
-            question = question_of(run, looked, machine, states, crew)
-            if run.schedule.strategy == AUTO:
-                return parts.best_plan(question).fit
-            sized = size(question, parts.schedule_of(run, model))
-            return fit_of(question, sized.device, sized.host)
-
-        return choose_place(fit, before)
-
+) -> Placed:
+    """Where the optimizer's states go, once the ranks have a layout. `before` is where they were in
+    an earlier part of the run."""
     # What is free differs from rank to rank.
-    return lambda model, device: crew.by_first(lambda: place(model, device))
+    place = partial(_place_states, run, components, world, model, before, progress)
+    return world.run_on_rank0(place)
+
+
+def _place_states(
+    run: RunConfig,
+    components: Components,
+    world: DistributedContext,
+    model: Any,
+    before: str | None,
+    progress: Callable[[str], None],
+) -> Placed:
+    device = world.device
+    if run.optimizer.states is not StatesPlace.AUTO:
+        return Placed(run.optimizer.states, "as the run file says")
+    if device.type == "cpu":
+        return BESIDE_WEIGHTS
+    machine = bare_machine(device)
+    if run.schedule.strategy == AUTO:
+        machine = components.machine_once(device, torch_dtype(run), progress)
+    # Of several ranks this one has the weights, in main memory, until they are sharded.
+    there = sum(parameter.nbytes for parameter in model.parameters()) * (world.size > 1)
+    machine = allowed(run, free_now(device, 0, there).limit(machine))
+    inspected = inspect_for(run, model, device)
+
+    def fit(states: StatesPlace) -> Fit:
+        question = question_of(run, inspected, machine, states, world)
+        if run.schedule.strategy == AUTO:
+            return components.best_plan(question).fit
+        sized = size(question, components.schedule_of(run, model))
+        return fit_of(question, sized.device, sized.host)
+
+    return choose_place(fit, before)
+
+
+def inspect_for(run: RunConfig, model: Any, device: torch.device) -> InspectedModel:
+    """The run's model as the planner sees it, while its weights are whole."""
+    adapters = run.model.lora.everywhere() if run.model.lora else 0
+    return inspect_model(model, run.model.dtype.value, device, adapters, run.kernels)
 
 
 def allowed(run: RunConfig, machine: MachineSpec) -> MachineSpec:
@@ -410,6 +418,28 @@ def allowed(run: RunConfig, machine: MachineSpec) -> MachineSpec:
     if limit is None:
         return machine
     return replace(machine, host_bytes=min(machine.host_bytes, limit))
+
+
+def about_json(ctx: RunContext, choice: Choice, expected: Expected) -> dict[str, Any]:
+    """The content of about.json."""
+    run, packing = ctx.run, ctx.corpus.train
+    return {
+        **marks(run),
+        **({} if run.sparse is None else {"sparse": asdict(run.sparse)}),
+        "model": type(ctx.model).__name__,
+        "parameters": ctx.parameters,
+        "trainable": ctx.trainable,
+        "strategy": choice.strategy,
+        "schedule": asdict(choice.schedule),
+        STATES_KEY: ctx.placed.states.value,
+        "memory": dict(expected.parts),
+        "data": ctx.corpus.identity,
+        "tokens_per_epoch": packing.kept.tokens,
+        "sequences_per_epoch": packing.sequences_per_epoch(),
+        "device": str(ctx.device),
+        **({} if ctx.world.launch is None else {"layout": asdict(ctx.world.layout)}),
+        "machine": describe_machine(),
+    }
 
 
 def named_json(choice: Choice, asked: Schedule, layout: Layout) -> dict[str, Any]:

@@ -42,17 +42,20 @@ from farspan.train.yaml_config import flatten, read_mapping, to_mapping, write_m
 # Keys that may change between an interruption and its resumption: where things are, how often one
 # looks at them, what happens after a failure, and how and where the same gradients are computed.
 FREE = (
-    *("folder", "data.cache", "nonfinite", "report_to", "checkpoints.", "evaluation."),
-    *(
-        "device",
-        "host_memory",
-        "headroom",
-        "allocator",
-        "schedule.",
-        "kernels.",
-        "sparse.warn_below",
-        "parallel",
-    ),
+    "folder",
+    "data.cache",
+    "nonfinite",
+    "report_to",
+    "checkpoints.",
+    "evaluation.",
+    "device",
+    "host_memory",
+    "headroom",
+    "allocator",
+    "schedule.",
+    "kernels.",
+    "sparse.warn_below",
+    "parallel",
 )
 DATA = "parallel.data"
 # Of these, the ones that change roundings: the run goes on, but not to the same bits.

@@ -1,17 +1,21 @@
 """Runs the engine: chooses a schedule, rehearses it, and retries after out-of-memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from farspan.checkpoint.local import restore_rng
 from farspan.distributed.failure import activity
+from farspan.durable import WriteFailed, read_json
 from farspan.engine.memory import PeakMemory
 from farspan.plan.grid import group_ranges
-from farspan.sparse.train import fraction_of, hides, other_chunk
-from farspan.spec import Kernels, Refused, Schedule, Tier
-from farspan.train.config import RunConfig, as_yaml
-from farspan.train.context import CellsDone, Parts, RunContext, StepLike
+from farspan.sparse.train import hides, marks, other_chunk
+from farspan.spec import Refused, Tier
+from farspan.train.config import as_yaml
+from farspan.train.console import Observer
+from farspan.train.context import CellsDone, RunContext, RunState, StepLike
 from farspan.train.memory import Expected, describe_expected, describe_measured, show_bytes
 from farspan.train.oom import (
     NoScheduleFits,
@@ -21,28 +25,28 @@ from farspan.train.oom import (
     clear_up,
     find_shortage,
 )
-from farspan.train.planning import Choice, SchedulePolicy, describe_schedule, less_for_ranks
+from farspan.train.planning import (
+    PLAN,
+    Choice,
+    SchedulePolicy,
+    about_json,
+    describe_schedule,
+    less_for_ranks,
+    named_json,
+    plan_json,
+)
+from farspan.train.run_folder import RunFolder
 from farspan.train.yaml_config import to_mapping
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
-REPLANS = 4  # for the same work
+ABOUT = "about.json"  # in the run folder
+RETRIES = 4  # of the same work
 
 
 class _Enough(Exception):
     """A rehearsal is not needed any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Callbacks:
-    """How the runner speaks to the rest of training."""
-
-    note: Callable[[str], None]  # to a person
-    watch: Callable[[CellsDone], None]  # after each cell of a rehearsal; may raise to abandon it
-    ready: Callable[[Choice, Expected], None]  # a schedule has been rehearsed
-    replanned: Callable[[Shortage, Choice], None]  # and what is tried next
-    alone: Callable[[Shortage, Choice], None]  # with what this rank leaves a step of all
-    rewind: Callable[[], None]  # back to where the work began: gradients, random numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +63,8 @@ class PlanComparison:
         measured = self.measured_seconds
         seconds = "not" if measured is None else f"{measured:,.3f} s"
         return (
-            f"plan: {show_bytes(self.predicted_bytes)} predicted, {show_bytes(self.measured_bytes)} "
-            "measured; "
+            f"plan: {show_bytes(self.predicted_bytes)} predicted, "
+            f"{show_bytes(self.measured_bytes)} measured; "
             f"a step in {self.predicted_seconds:,.3f} s predicted, {seconds} measured"
         )
 
@@ -77,201 +81,226 @@ class StepRunner:
 
     def __init__(
         self,
-        run: RunConfig,
-        use: RunContext,
-        parts: Parts,
-        chooser: SchedulePolicy,
-        callbacks: Callbacks,
+        ctx: RunContext,
+        policy: SchedulePolicy,
+        state: RunState,
+        folder: RunFolder,
+        observer: Observer,
     ) -> None:
-        self._run = run
-        self._use = use
-        self._parts = parts
-        self._chooser = chooser
-        self._tell = callbacks
+        self._ctx = ctx
+        self._policy = policy
+        self._state = state
+        self._folder = folder
+        self._observer = observer
         self._choice: Choice | None = None
         self._expected: Expected | None = None
         self._step: StepLike | None = None
         self._peak: int | None = None  # bytes of a step beside weights and optimizer
+        self._measured: dict[str, int] = {}  # for metrics.jsonl, until it is taken
         self._seconds: list[float] = []  # of whole steps after the metered one
 
     def make_ready(self) -> None:
-        """Chooses and rehearses now. Raises Refused, or what `watch` raises."""
-        self.attempt(lambda _: None)
+        """Chooses and rehearses now. Raises Refused, Interrupted."""
+        self.attempt(_nothing)
 
-    def attempt(self, work: Callable[[StepLike], T]) -> T:
-        """What `work` returns, with as many schedules as it takes. Raises OutOfMemory."""
+    def attempt(
+        self, work: Callable[Concatenate[StepLike, P], T], *given: P.args, **named: P.kwargs
+    ) -> T:
+        """What `work(step, ...)` returns, with as many schedules as it takes. Raises
+        NoScheduleFits."""
         tried: list[str] = []
         while True:
             try:
-                return work(self._ready())
+                return work(self._ready(), *given, **named)
             except (RuntimeError, MemoryError, Refused) as error:
                 shortage = find_shortage(error)
                 if shortage is None:
                     raise
-                if self._use.crew.count > 1 and not shortage.of_all:
-                    raise self._alone(shortage) from error
+                if self._ctx.world.size > 1 and not shortage.of_all:
+                    raise self._leave(shortage) from error
             # Outside the handler: the exception holds the step's frames, and they its tensors.
             self._give_up(shortage, tried)
 
-    def measured(self, work: Callable[[StepLike], T]) -> tuple[T, dict[str, int]]:
-        """As `attempt`; the first time with a schedule also the peak bytes, expected and found."""
+    @contextmanager
+    def metering(self) -> Iterator[None]:
+        """Measures the peak bytes of the first step with a schedule; later ones run as they are."""
         if self._peak is not None:
-            return self.attempt(work), {}
-        peak = 0
-
-        def metered(step: StepLike) -> T:
-            nonlocal peak
-            with PeakMemory(self._use.device) as meter:
-                result = work(step)
-            peak = meter.peak
-            return result
-
-        result = self.attempt(metered)
+            yield
+            return
+        with PeakMemory(self._ctx.device) as meter:
+            yield
         assert self._expected is not None, "work is done with what was rehearsed"
-        self._peak = peak
-        self._tell.note(describe_measured(self._expected.new, peak))
-        return result, {
+        self._peak = meter.peak
+        self._measured = {
             "memory_predicted_bytes": self._expected.new,
-            "memory_measured_bytes": peak,
+            "memory_measured_bytes": meter.peak,
         }
+        self._observer.note(describe_measured(self._expected.new, meter.peak))
 
-    def took(self, seconds: float, *, metered: bool) -> None:
-        """A whole step took so long."""
-        if not metered and self._peak is not None:
-            self._seconds.append(seconds)
+    def take_memory(self) -> dict[str, int]:
+        """Expected and measured peak bytes of the step before, if it was metered, for
+        metrics.jsonl; once."""
+        found, self._measured = self._measured, {}
+        return found
+
+    def took(self, seconds: float) -> None:
+        """A whole step, which was not metered, took so long."""
+        self._seconds.append(seconds)
 
     def compare(self) -> PlanComparison | None:
         """The plan beside what was measured; None without a plan or a measured step."""
-        plan = self._choice.plan if self._choice else None
+        ctx, plan = self._ctx, self._choice.plan if self._choice else None
         if plan is None or self._peak is None:
             return None
-        on_cpu = self._use.device.type == "cpu"
+        on_cpu = ctx.device.type == "cpu"
         update = plan.seconds.optimizer
         return PlanComparison(
             predicted_bytes=plan.device.total
             - plan.device.parts.get("reserve", 0)
             + (plan.host.total if on_cpu else 0),
-            measured_bytes=self._use.held_bytes() + self._peak,
-            predicted_seconds=(plan.seconds.total - update) * self._run.accumulate + update,
+            measured_bytes=ctx.held_bytes() + self._peak,
+            predicted_seconds=(plan.seconds.total - update) * ctx.run.accumulate + update,
             measured_seconds=median(self._seconds) if self._seconds else None,
         )
 
     def _ready(self) -> StepLike:
         """The engine, rehearsed."""
+        ctx, run = self._ctx, self._ctx.run
         if self._choice is None:
-            self._choice = self._chooser.first()
-            self._tell.note(f"schedule: {self._described(self._choice)}{_because(self._choice)}")
+            self._choice = self._policy.first()
+            text = f"schedule: {self._described(self._choice)}{_because(self._choice)}"
+            self._observer.note(text)
         if self._step is None:
-            self._step = self._make_step(self._choice.schedule)
+            self._step = ctx.make_step(self._choice.schedule)
             self._expected = None
         if self._expected is None:
-            self._tell.note("rehearsing a short step to see what a cell holds")
-            if self._use.crew.ranks is not None and self._use.crew.count > 1:
+            self._observer.note("dry run: a short step shows how much memory a cell needs")
+            if ctx.world.ranks is not None and ctx.world.size > 1:
                 self._rehearse_apart(self._step)
-            self._expected = self._parts.expect_memory(
+            self._expected = ctx.components.expect_memory(
                 self._step,
-                self._run.batch,
-                self._run.context,
-                self._use.optimizer.held(),
-                self._tell.watch,
-                self._run.accumulate > 1,
+                run.batch,
+                run.context,
+                ctx.optimizer.held(),
+                self._observer.rehearsing,
+                run.accumulate > 1,
             )
-            self._tell.note(describe_expected(self._expected))
-            self._tell.ready(self._choice, self._expected)
+            self._observer.note(describe_expected(self._expected))
+            self._write_about(self._choice, self._expected)
         return self._step
 
     def _rehearse_apart(self, step: StepLike) -> None:
         """Each rank by itself, before all rehearse together: within a collective nobody hears of
-        one that ran out. Raises Heard on all where one did."""
-        crew, run, shortage = self._use.crew, self._run, None
+        one that ran out. Raises RankReportedShortage on all if one did."""
+        world, run, shortage = self._ctx.world, self._ctx.run, None
 
         def watch(_: CellsDone) -> None:
-            if crew.is_asked_to_halt():
+            if world.stop_requested():
                 raise _Enough
 
         try:
             with activity("rehearsing a step apart"):
-                self._parts.rehearse_apart(step, run.batch, run.context, watch, run.accumulate > 1)
+                self._ctx.components.rehearse_apart(
+                    step, run.batch, run.context, watch, run.accumulate > 1
+                )
         except _Enough:
-            pass  # all halt behind the first cell that they rehearse together
+            pass  # all stop behind the first cell that they rehearse together
         except (RuntimeError, MemoryError, Refused) as error:
             shortage = find_shortage(error)
             if shortage is None or shortage.of_all:
                 raise
         if shortage is not None:
             step.release()
-            clear_up(self._use.device)  # what the ranks say to each other takes some
-        heard = crew.first_of(shortage)
+            clear_up(self._ctx.device)  # what the ranks say to each other takes some
+        heard = world.first_given(shortage)
         if heard is not None:
             number, found = heard
             message = f"rank {number}: {found.message}"
             raise RankReportedShortage(replace(found, message=message, of_all=True))
 
-    def _make_step(self, schedule: Schedule) -> StepLike:
-        # Spelt out only where it says something: other engines need not know of these.
-        named: dict[str, Any] = {}
-        if self._run.kernels != Kernels():
-            named["kernels"] = self._run.kernels
-        selector = fraction_of(self._run.sparse, schedule, self._run.context)
-        if selector is not None:
-            named["selector"] = selector
-        if self._use.crew.ranks is not None:
-            named["ranks"] = self._use.dealt or self._use.crew.ranks
-        step = self._parts.make_step(self._use.model, schedule, **named)
-        step.host_room = self._use.host_room(self._run)
-        return step
+    def _write_about(self, choice: Choice, expected: Expected) -> None:
+        """Says in the run folder with which schedule it goes on."""
+        known = (read_json(self._folder.path / ABOUT) or {}) if self._state.at.step else {}
+        if words := other_chunk(known.get("schedule", {}).get("chunk"), choice.schedule):
+            self._observer.note(f"schedule: {words}")
+        self._folder.write_json(ABOUT, about_json(self._ctx, choice, expected))
+        if choice.plan is not None:
+            self._folder.write_json(PLAN, plan_json(choice))
+            self._folder.forget_shortage()
 
     def _described(self, choice: Choice) -> str:
         """On one line. Groups of a pipeline are its stages, whatever size was asked for."""
-        dealt, schedule = self._use.dealt, choice.schedule
+        dealt, schedule = self._ctx.dealt, choice.schedule
         if dealt is not None and dealt.ranks.layout.pipeline > 1:
             stages = group_ranges(schedule, len(dealt.spec.layers), dealt.ranks.layout.pipeline)
             sizes = tuple(last - first for first, last in stages)
             choice = replace(choice, schedule=replace(schedule, groups=sizes))
-        return describe_schedule(choice, hides=hides(self._run))
+        return describe_schedule(choice, hides=hides(self._ctx.run))
 
-    def _alone(self, shortage: Shortage) -> OneRankOutOfMemory:
-        """What this rank says when it leaves a step that the others are within. It cannot be taken
-        again: a process group in which they wait for this one is good for nothing more."""
-        advice = "with a schedule that needs less, if there is one,"
-        if self._choice is not None:
-            self._tell.alone(shortage, self._choice)
-        if self._choice is not None and self._choice.plan is not None:
-            advice = "planned with less of it,"
-        elif self._choice is not None and self._use.dealt is not None:
-            found = less_for_ranks(self._run, self._use.dealt, self._choice.schedule, shortage)
-            advice = "no schedule needs less; on more ranks"
+    def _leave(self, shortage: Shortage) -> OneRankOutOfMemory:
+        """What this rank raises when it leaves a step that the others are within. The step cannot
+        be retried: a process group in which ranks wait for this one is of no more use."""
+        ctx, choice = self._ctx, self._choice
+        advice = "with a smaller schedule, if there is one"
+        if choice is not None:
+            self._write_shortage(shortage, choice)
+        if choice is not None and choice.plan is not None:
+            advice = "with a smaller plan"
+        elif choice is not None and ctx.dealt is not None:
+            found = less_for_ranks(ctx.run, ctx.dealt, choice.schedule, shortage)
+            advice = "on more ranks: no schedule needs less"
             if found is not None:
-                advice = f"with {as_yaml(found)},"
+                advice = f"with {as_yaml(found)}"
         return OneRankOutOfMemory(
-            f"memory: out of it ({_tier_words(shortage.tier, self._use)}): {shortage.message}; the "
-            f"others are within the step, so nothing lighter is tried: {advice} the same command "
-            "goes on from the latest checkpoint, if there is one"
+            f"out of memory ({_tier_words(shortage.tier, ctx)}): {shortage.message}. Other ranks "
+            "are still within the step, so it cannot be retried here. Run the same command "
+            f"again: it resumes from the latest checkpoint {advice}"
         )
 
+    def _write_shortage(self, shortage: Shortage, choice: Choice) -> None:
+        """Says in the run folder what was too much for this rank: the next start takes less."""
+        if choice.plan is None:
+            asked = self._ctx.components.schedule_of(self._ctx.run, self._ctx.model)
+            found = named_json(choice, asked, self._ctx.world.layout)
+        else:
+            found = plan_json(choice)
+        # The disk may be full as well: the error to report is the first one.
+        with suppress(WriteFailed):
+            self._folder.write_shortage(found | shortage_json(shortage, choice))
+
     def _give_up(self, shortage: Shortage, tried: list[str]) -> None:
-        """Clears away what failed and chooses what comes next. Raises OutOfMemory."""
+        """Clears away what failed and chooses what comes next. Raises NoScheduleFits."""
+        ctx = self._ctx
         if self._step is not None:
             self._step.release()
-        self._step, self._peak, self._seconds = None, None, []
-        self._tell.rewind()
-        clear_up(self._use.device)
+        self._step, self._peak, self._measured, self._seconds = None, None, {}, []
+        ctx.optimizer.clear()
+        restore_rng(self._state.rng, ctx.device)
+        clear_up(ctx.device)
         if self._choice is None:  # before any schedule: nothing can be made smaller
             raise NoScheduleFits(f"memory: {shortage.message}")
         tried.append(f"{self._described(self._choice)}: {shortage.message}")
-        if len(tried) > REPLANS:
+        if len(tried) > RETRIES:
             raise NoScheduleFits(f"memory: ran out with{_listed(tried)}\nshorten the context")
         try:
-            choice = self._chooser.again(self._choice, shortage)
+            choice = self._policy.again(self._choice, shortage)
         except Refused as error:
             raise NoScheduleFits(f"memory: ran out with{_listed(tried)}\nthen {error}") from None
-        self._tell.note(
-            f"out of memory ({_tier_words(shortage.tier, self._use)}): {shortage.message}\n"
-            f"trying the same again, {len(tried)} of {REPLANS}: {self._described(choice)}"
+        self._observer.note(
+            f"out of memory ({_tier_words(shortage.tier, ctx)}): {shortage.message}\n"
+            f"retry {len(tried)} of {RETRIES} with {self._described(choice)}"
             f"{_because(choice)}{_sees_otherwise(self._choice, choice)}"
         )
-        self._tell.replanned(shortage, choice)
+        self._record(shortage, choice)
         self._choice = choice
+
+    def _record(self, shortage: Shortage, choice: Choice) -> None:
+        """Says in the run folder that memory ran out, and what is tried next."""
+        self._ctx.memory.forget()
+        line = {"step": self._state.at.step + 1, **marks(self._ctx.run)}
+        self._folder.record(line | shortage_json(shortage, choice))
+        known = read_json(self._folder.path / ABOUT) or {}
+        self._folder.write_json(ABOUT, known | {"schedule": asdict(choice.schedule)})
 
 
 def shortage_json(shortage: Shortage, choice: Choice) -> dict[str, Any]:
@@ -283,6 +312,10 @@ def shortage_json(shortage: Shortage, choice: Choice) -> dict[str, Any]:
     }
 
 
+def _nothing(step: StepLike) -> None:
+    """The work of one who only wants the engine ready."""
+
+
 def _because(choice: Choice) -> str:
     return f" ({choice.reason})" if choice.reason else ""
 
@@ -292,8 +325,8 @@ def _sees_otherwise(before: Choice, now: Choice) -> str:
     return f"; {words}" if words else ""
 
 
-def _tier_words(tier: Tier, use: RunContext) -> str:
-    return "main memory" if use.device.type == "cpu" else tier.value
+def _tier_words(tier: Tier, ctx: RunContext) -> str:
+    return "main memory" if ctx.device.type == "cpu" else tier.value
 
 
 def _listed(tried: list[str]) -> str:

@@ -1,10 +1,13 @@
-"""The training loop, and `train`, which prepares it and tells how it ended."""
+"""The training loop, `TrainingLoop.fit`, and `train`, which prepares it and tells how it ended.
 
+Everything that decides a step follows from its number.
+"""
+
+import json
 import math
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,10 +16,16 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from farspan.checkpoint import local as checkpoint
 from farspan.checkpoint.distributed import FROZEN
-from farspan.checkpoint.export import base_of, export, is_exported
-from farspan.checkpoint.local import TrainState, capture_rng, restore_rng, saver_of, train_state_of
+from farspan.checkpoint.local import (
+    TrainState,
+    capture_rng,
+    export,
+    folder_name,
+    is_exported,
+    restore_rng,
+    train_state_of,
+)
 from farspan.distributed.launch import launch_env
 from farspan.distributed.run_context import (
     DistributedContext,
@@ -25,8 +34,7 @@ from farspan.distributed.run_context import (
     StopPoint,
     join_run,
 )
-from farspan.durable import WriteFailed, read_json
-from farspan.plan.question import Question
+from farspan.durable import read_json
 from farspan.sparse.engine import Seen
 from farspan.sparse.train import (
     HIDING_NOTHING,
@@ -35,29 +43,17 @@ from farspan.sparse.train import (
     hides,
     marks,
     mass_json,
-    other_chunk,
     what_changes,
 )
 from farspan.spec import Refused
 from farspan.train.config import OnNonfinite, RunConfig
-from farspan.train.console import NoReporter, Reporter, make_reporter
-from farspan.train.context import Batches, CellsDone, Micro, Parts, RunContext, StepLike, remembered
+from farspan.train.console import Observer, Reporter, make_reporter
+from farspan.train.context import Batches, Components, Micro, RunContext, RunState, StepLike
 from farspan.train.loggers import LoggerThread, LoggingReporter, make_loggers
-from farspan.train.memory import Expected, peak_process_bytes
-from farspan.train.oom import NoScheduleFits, OneRankOutOfMemory, Shortage
+from farspan.train.memory import peak_process_bytes
+from farspan.train.oom import NoScheduleFits, OneRankOutOfMemory
 from farspan.train.optimizer import STATES_KEY, learning_rate
-from farspan.train.planning import (
-    Choice,
-    Recalls,
-    about_json,
-    make_policy,
-    named_json,
-    place_states,
-    plan_json,
-    recall_named_shortage,
-    recall_plan,
-    recall_shortage,
-)
+from farspan.train.planning import EarlierPart, make_policy
 from farspan.train.run_folder import (
     Diverged,
     Finding,
@@ -69,185 +65,109 @@ from farspan.train.run_folder import (
     identity,
 )
 from farspan.train.setup import choose_device, introduce, make_context, resolve
-from farspan.train.step_runner import Callbacks, PlanComparison, StepRunner, shortage_json
-
-PLAN = "plan.json"
-ABOUT = "about.json"
+from farspan.train.step_runner import ABOUT, PlanComparison, StepRunner
+from farspan.train.yaml_config import flatten, to_mapping
 
 
 class TrainingLoop:
     """Takes the steps of a run, and saves and measures between them.
 
-    Invariant: between steps, `at`, weights, optimizer states and the random generators are those
-    of an uninterrupted run after `at.step` steps.
+    Invariant: between steps, `state`, weights and optimizer states are those of an uninterrupted
+    run after `at.step` steps.
     """
 
-    def __init__(
-        self,
-        run: RunConfig,
-        equipment: RunContext,
-        parts: Parts,
-        folder: RunFolder,
-        reporter: Reporter,
-        interrupt: Interrupt,
-    ) -> None:
-        self._run = run
-        self._use = equipment
-        self._crew = equipment.crew
-        self._batches = Batches(run, equipment, equipment.crew)
+    def __init__(self, ctx: RunContext, folder: RunFolder, observer: Observer) -> None:
+        self._ctx = ctx
+        self._run = ctx.run
+        self._world = ctx.world
+        self._batches = Batches(ctx)
         self._folder = folder
-        self._reporter = reporter
-        self._interrupt = interrupt
-        self._identity = {"run": identity(run), "data": equipment.corpus.identity}
-        if equipment.frozen is not None:
-            self._identity[FROZEN] = equipment.frozen
-        self._rng = capture_rng()
+        self._observer = observer
+        self._reporter = observer.reporter
+        self._interrupt = observer.interrupt
+        self._identity = {"run": identity(ctx.run), "data": ctx.corpus.identity}
+        if ctx.frozen is not None:
+            self._identity[FROZEN] = ctx.frozen
         self._saved: int | None = None  # step of the latest checkpoint
-        self.at = TrainState()
         self.loss: float | None = None
         self.held_out: dict[int, float] = {}  # loss by step
-        self._marks = marks(run)
-        self._watch = None if run.sparse is None else MassWatch(run.sparse.warn_below)
-        self._parts = parts
-        self._runner = StepRunner(
-            run,
-            equipment,
-            parts,
-            make_policy(run, equipment, parts, self._recalls(), self._measuring),
-            Callbacks(
-                note=reporter.note,
-                watch=self._rehearsing,
-                ready=self._ready,
-                replanned=self._replanned,
-                alone=self._alone,
-                rewind=self._rewind,
-            ),
-        )
-        self._saver = saver_of(equipment)
+        self._marks = marks(ctx.run)
+        self._watch = None if ctx.run.sparse is None else MassWatch(ctx.run.sparse.warn_below)
+        self._state = RunState()
+        policy = make_policy(ctx, EarlierPart(ctx, folder, self._state), observer.measuring)
+        self._runner = StepRunner(ctx, policy, self._state, folder, observer)
+        self._saver = ctx.saver()
 
-    def resume(self) -> None:
-        """Goes to where the latest checkpoint stands, if there is one."""
-        restored = self._saver.resume(self._folder.checkpoints, self._identity, self._reporter.note)
-        if restored is not None:
-            self.at = train_state_of(restored)
-            self._check_steps()
-            self._saved = self.at.step
-            self._rng = restored.rng
-            restore_rng(restored.rng, self._use.device)
-            self._reporter.note(f"resuming after step {self.at.step} of {self._run.steps}")
-        elif self._folder.model.exists():
-            self._reporter.note(
-                f"{self._folder.model} is of an earlier run, whose checkpoints are gone; that of "
-                "this run takes its place at the end"
-            )
-        for line in self._crew.by_first(lambda: self._folder.rewind(self.at.step)):
-            self.loss = line.get("loss", self.loss)
-            if "heldout_loss" in line:
-                self.held_out[line["step"]] = float(line["heldout_loss"])
+    @property
+    def at(self) -> TrainState:
+        return self._state.at
 
     def fit(self) -> None:
-        """All steps that are left. Raises Interrupted between two cells, Diverged, OutOfMemory,
+        """All steps that are left. Raises Interrupted between two cells, Diverged, NoScheduleFits,
         WriteFailed."""
-        try:
-            self._fit()
-        except NoScheduleFits as error:
-            if self.at.step == 0 or isinstance(error, OneRankOutOfMemory):
-                raise
-            self.save()
-            raise NoScheduleFits(
-                f"step {self.at.step + 1}: {error}. Step {self.at.step} is saved: the same command "
-                "goes on from there, also with another schedule"
-            ) from error
-
-    def compare(self) -> PlanComparison | None:
-        """The plan beside what was measured, also in the run folder; None without a plan."""
-        found = self._runner.compare()
-        if found is not None:
-            self._reporter.note(found.describe())
-            self._folder.write_json("comparison.json", self._marks | found.to_json())
-        return found
-
-    def _fit(self) -> None:
-        run = self._run
+        run, ctx, runner = self._run, self._ctx, self._runner
         if self.at.step < run.steps:
             self._interrupt.meet()
-            self._runner.make_ready()
+            runner.make_ready()
         how = f" ({self._marks['attention']})" if self._marks else ""
         self._reporter.start(run.steps, run.tokens_per_step(), self.at.step, how)
         while True:
+            step = self.at.step
             self._interrupt.meet()
             self._evaluate_if_due()
-            if self.at.step == run.steps or _due(self.at.step, run.checkpoints.every):
+            if step == run.steps or _due(step, run.checkpoints.every):
                 self.save()
-            if self.at.step == run.steps:
+            if step == run.steps:
                 return
-            self._advance()
 
-    def save(self) -> None:
-        """A checkpoint of the last finished step, unless there is one."""
-        if self._saved == self.at.step:
-            return
-        self._saver.save(
-            self._folder.checkpoints,
-            self._rng,
-            {**self._identity, "position": asdict(self.at)},
-            step=self.at.step,
-            keep=self._run.checkpoints.keep,
-        )
-        self._saved = self.at.step
+            began = time.perf_counter()
+            self._reporter.begin(step + 1)
+            ctx.memory.begin_step()
+            batches = self._batches.of_step(step)
+            loss, seen = runner.attempt(self._gradients, batches)
+            gradient_norm = ctx.optimizer.gradient_norm()
+            norm, rate = float(gradient_norm), learning_rate(run.optimizer, step, run.steps)
+            values: dict[str, Any] = {"step": step + 1, "lr": rate}
+            finite = math.isfinite(loss) and math.isfinite(norm)
+            if finite:
+                ctx.optimizer.step(rate, gradient_norm)
+                self.loss = loss
+                values |= {"loss": loss, "grad_norm": norm}
+            else:
+                values["nonfinite"] = self._nonfinite(batches, loss, norm)
+            tokens = self.at.tokens + self._batches.read(batches)
+            self._state.at = TrainState(step + 1, tokens, self.at.skipped + (not finite))
+            self._state.rng = capture_rng()
+            self._record(values, batches, seen, time.perf_counter() - began)
 
-    def export(self) -> None:
-        """The model as a folder that `from_pretrained` reads, with its tokenizer."""
-        path = self._folder.checkpoints / checkpoint.folder_name(self.at.step)
-        folder, use = self._folder.model, self._use
-        told = self._marks | base_of(self._run)
-        if self._crew.by_first(lambda: is_exported(path, folder, told)):
-            return
-        weights = self._saver.weights()
-        self._crew.by_first(
-            lambda: export(
-                use.model, use.tokenizer, path, folder, self._reporter.note, told, weights
-            )
-        )
+    def _gradients(self, step: StepLike, batches: list[Micro]) -> tuple[float, list[Seen]]:
+        """Adds the gradient of the mean loss over all trained tokens of the batches. That loss, and
+        what sparse attention saw."""
+        total = max(1, self._batches.trained(batches))
+        losses, seen = [], []
+        with self._runner.metering():
+            for place, micro in enumerate(batches):
+                self._interrupt.passed(StopPoint.BATCH)
+                step.progress = partial(
+                    self._observer.training, self.at.step + 1, place, len(batches)
+                )
+                ids, labels, documents = micro.input_ids, micro.labels, micro.document_ids
+                losses.append(step(ids, labels, documents, trained_tokens=total))
+                if self._watch is not None and step.seen is not None:
+                    seen.append(step.seen)
+            step.progress = None
+            return float(torch.stack([loss.detach() for loss in losses]).sum()), seen
 
-    def _check_steps(self) -> None:
-        if self.at.step > self._run.steps:
-            raise Refused(
-                f"steps: expected at least the {self.at.step} that {self._folder.path} has done, "
-                f"got {self._run.steps}; ask for more, or give another folder"
-            )
-
-    def _advance(self) -> None:
-        began = time.perf_counter()
-        step, run = self.at.step, self._run
-        self._reporter.begin(step + 1)
-        self._use.memory.begin_step()
-        batches = self._batches.of_step(step)
-        (loss, seen), memory = self._runner.measured(partial(self._gradients, batches))
-        gradient_norm = self._use.optimizer.gradient_norm()
-        norm = float(gradient_norm)
-        lr = learning_rate(run.optimizer, step, run.steps)
-        values: dict[str, Any] = {"step": step + 1, "lr": lr, **memory, **mass_json(seen)}
-        if math.isfinite(loss) and math.isfinite(norm):
-            self._use.optimizer.step(lr, gradient_norm)
-            self.loss = loss
-            values |= {"loss": loss, "grad_norm": norm}
-            skipped = 0
-        else:
-            values["nonfinite"] = self._nonfinite(batches, loss, norm)
-            skipped = 1
-        tokens = self.at.tokens + self._batches.read(batches)
-        self.at = TrainState(step + 1, tokens, self.at.skipped + skipped)
-        self._rng = capture_rng()
-        seconds = time.perf_counter() - began
-        self._runner.took(seconds, metered=bool(memory))
-        self._record(values, batches, seconds)
-        warning = self._watch.warning(step + 1, seen) if self._watch else None
-        if warning is not None:
-            self._reporter.note(warning)
-
-    def _record(self, values: dict[str, Any], batches: list[Micro], seconds: float) -> None:
+    def _record(
+        self, values: dict[str, Any], batches: list[Micro], seen: list[Seen], seconds: float
+    ) -> None:
+        """Writes down the step that has just ended."""
+        memory = self._runner.take_memory()
+        if not memory:
+            self._runner.took(seconds)
         values |= {
+            **memory,
+            **mass_json(seen),
             "tokens": self.at.tokens,
             "trained_tokens": self._batches.trained(batches),
             "tokens_per_second": self._batches.read(batches) / seconds,
@@ -257,81 +177,17 @@ class TrainingLoop:
         }
         self._folder.record(values)
         self._reporter.end(values)
-
-    def _gradients(self, batches: list[Micro], step: StepLike) -> tuple[float, list[Seen]]:
-        """Adds the gradient of the mean loss over all trained tokens of the batches; that loss,
-        and what sparse attention saw."""
-        total = self._batches.trained(batches)
-        losses, seen = [], []
-        for place, micro in enumerate(batches):
-            self._interrupt.passed(StopPoint.BATCH)
-            step.progress = partial(self._cells, place)
-            losses.append(
-                step(
-                    micro.input_ids,
-                    micro.labels,
-                    micro.document_ids,
-                    trained_tokens=max(1, total),
-                )
-            )
-            if self._watch is not None and step.seen is not None:
-                seen.append(step.seen)
-        step.progress = None
-        return float(torch.stack([loss.detach() for loss in losses]).sum()), seen
-
-    def _cells(self, place: int, progress: CellsDone) -> None:
-        self._interrupt.passed(StopPoint.CELL)
-        done = (place + progress.work_done / progress.work) / self._run.accumulate
-        self._reporter.cells(self.at.step + 1, done, progress)
-
-    def _nonfinite(self, batches: list[Micro], loss: float, norm: float) -> str:
-        """What is not finite. Raises Diverged, after saving, unless such batches are skipped."""
-        finding = self._find(loss)
-        self._use.optimizer.clear()
-        number = self.at.step + 1
-        if self._run.nonfinite is OnNonfinite.SKIP and finding.weight is None:
-            self._reporter.note(f"step {number} skipped: {finding.kind} is not finite")
-            return finding.kind
-        path = self._diagnose(diagnosis_json(finding, step=number, loss=loss, norm=norm), batches)
-        self.save()
-        raise Diverged(
-            f"step {number}: {finding.kind} is not finite (loss {loss}); {finding.describe()}; "
-            f"see {path}. The step before it is saved. Lower optimizer.lr and start in another "
-            "folder, or set nonfinite to skip and run the same command to go on without this batch"
-        )
-
-    def _nonfinite_heldout(self, batches: list[Micro], loss: float) -> None:
-        """Raises Diverged, after saving, unless the run is to go on."""
-        finding = self._find(loss)
-        step = self.at.step
-        if self._run.nonfinite is OnNonfinite.SKIP and finding.weight is None:
-            self._reporter.note(f"step {step}: the held-out loss is not finite")
-            return
-        path = self._diagnose(diagnosis_json(finding, step=step, loss=loss, heldout=True), batches)
-        self.save()
-        raise Diverged(
-            f"step {step}: the held-out loss is not finite ({loss}); {finding.describe()}; see "
-            f"{path}. This step is saved. Lower optimizer.lr and start in another folder, or set "
-            "nonfinite to skip and run the same command to go on in spite of it"
-        )
-
-    def _find(self, loss: float) -> Finding:
-        """What every rank is to think of it: what the first that found a bad weight does."""
-        return self._crew.agree_on(find_nonfinite(loss, self._use.optimizer.parameters))
-
-    def _diagnose(self, values: dict[str, Any], batches: list[Micro]) -> Path:
-        own = [line for micro in batches for line in micro.describe()]
-        described = self._crew.of_replicas(own)
-        values = self._marks | values | {"batches": described}
-        return self._folder.write_json("diagnosis.json", values)
+        warning = self._watch.warning(self.at.step, seen) if self._watch else None
+        if warning is not None:
+            self._observer.note(warning)
 
     def _evaluate_if_due(self) -> None:
-        step, packing = self.at.step, self._use.corpus.held_out
+        step, packing = self.at.step, self._ctx.corpus.held_out
         due = step == self._run.steps or _due(step, self._run.evaluation.every, first=True)
         if packing is None or not due or step in self.held_out:
             return
         batches = self._batches.held_out()
-        loss = self._runner.attempt(partial(self._heldout_loss, batches))
+        loss = self._runner.attempt(self._heldout_loss, batches)
         if not math.isfinite(loss):
             self._nonfinite_heldout(batches, loss)
         self.held_out[step] = loss
@@ -340,77 +196,132 @@ class TrainingLoop:
         self._folder.record(values | {"heldout_loss": as_json(loss)})
         self._reporter.evaluated(values)
 
-    def _heldout_loss(self, batches: list[Micro], step: StepLike) -> float:
-        total, loss = self._batches.trained(batches), 0.0
+    def _heldout_loss(self, step: StepLike, batches: list[Micro]) -> float:
+        total, loss = max(1, self._batches.trained(batches)), 0.0
         for place, micro in enumerate(batches):
             self._interrupt.passed(StopPoint.BATCH)
-            step.progress = partial(self._evaluating, place, len(batches))
-            loss += float(
-                step.evaluate(
-                    micro.input_ids,
-                    micro.labels,
-                    micro.document_ids,
-                    trained_tokens=max(1, total),
-                )
-            )
+            step.progress = partial(self._observer.evaluating, place, len(batches))
+            ids, labels, documents = micro.input_ids, micro.labels, micro.document_ids
+            loss += float(step.evaluate(ids, labels, documents, trained_tokens=total))
         step.progress = None
         return loss
 
-    def _evaluating(self, place: int, count: int, progress: CellsDone) -> None:
-        self._interrupt.passed(StopPoint.HELD_OUT_CELL)
-        self._reporter.evaluating((place + progress.work_done / progress.work) / count, progress)
+    def resume(self) -> None:
+        """Goes to where the latest checkpoint stands, if there is one."""
+        note = self._observer.note
+        restored = self._saver.resume(self._folder.checkpoints, self._identity, note)
+        if restored is not None:
+            self._state.at = train_state_of(restored)
+            self._check_steps()
+            self._saved = self.at.step
+            self._state.rng = restored.rng
+            restore_rng(restored.rng, self._ctx.device)
+            note(f"resuming after step {self.at.step} of {self._run.steps}")
+        elif self._folder.model.exists():
+            note(
+                f"{self._folder.model} was exported by an earlier run whose checkpoints are gone; "
+                "it will be overwritten when this run ends"
+            )
+        for line in self._world.run_on_rank0(lambda: self._folder.rewind(self.at.step)):
+            self.loss = line.get("loss", self.loss)
+            if "heldout_loss" in line:
+                self.held_out[line["step"]] = float(line["heldout_loss"])
 
-    def _rehearsing(self, progress: CellsDone) -> None:
-        self._interrupt.passed(StopPoint.CELL)
-        self._reporter.rehearsing(progress.work_done / progress.work, progress)
+    def save(self) -> None:
+        """A checkpoint of the last finished step, unless there is one."""
+        if self._saved == self.at.step:
+            return
+        self._saver.save(
+            self._folder.checkpoints,
+            self._state.rng,
+            {**self._identity, "position": asdict(self.at)},
+            step=self.at.step,
+            keep=self._run.checkpoints.keep,
+        )
+        self._saved = self.at.step
 
-    def _measuring(self, what: str) -> None:
-        self._interrupt.check()
-        self._reporter.measuring(what)
+    def compare(self) -> PlanComparison | None:
+        """The plan beside what was measured, also in the run folder; None without a plan."""
+        found = self._runner.compare()
+        if found is not None:
+            self._observer.note(found.describe())
+            self._folder.write_json("comparison.json", self._marks | found.to_json())
+        return found
 
-    def _recall(self, question: Question) -> Choice | None:
-        """A run that goes on keeps its plan; one that begins has none."""
-        if self.at.step == 0:
-            return None
-        return recall_plan(self._folder.path / PLAN, question, self._parts.evaluate)
-
-    def _recalls(self) -> Recalls:
-        path, layout = self._folder.shortage, self._crew.layout
-        return Recalls(
-            self._recall,
-            lambda question: recall_shortage(path, question, self._parts.evaluate),
-            lambda asked: recall_named_shortage(path, asked, layout),
+    def export(self) -> None:
+        """The model as a folder that `from_pretrained` reads, with its tokenizer."""
+        path = self._folder.checkpoints / folder_name(self.at.step)
+        folder, ctx = self._folder.model, self._ctx
+        told = self._marks | base_of(self._run)
+        if self._world.run_on_rank0(lambda: is_exported(path, folder, told)):
+            return
+        weights = self._saver.weights()
+        self._world.run_on_rank0(
+            lambda: export(
+                ctx.model, ctx.tokenizer, path, folder, self._observer.note, told, weights
+            )
         )
 
-    def _alone(self, shortage: Shortage, choice: Choice) -> None:
-        if choice.plan is None:
-            asked = self._parts.schedule_of(self._run, self._use.model)
-            found = named_json(choice, asked, self._crew.layout)
-        else:
-            found = plan_json(choice)
-        # The disk may be full as well: what ran out first is to be heard of.
-        with suppress(WriteFailed):
-            self._folder.write_shortage(found | shortage_json(shortage, choice))
+    def _check_steps(self) -> None:
+        if self.at.step > self._run.steps:
+            raise Refused(
+                f"steps: {self._folder.path} has done {self.at.step} already, more than the "
+                f"{self._run.steps} asked for; ask for at least {self.at.step}, or give another "
+                "folder"
+            )
 
-    def _ready(self, choice: Choice, expected: Expected) -> None:
-        known = (read_json(self._folder.path / ABOUT) or {}) if self.at.step else {}
-        if words := other_chunk(known.get("schedule", {}).get("chunk"), choice.schedule):
-            self._reporter.note(f"schedule: {words}")
-        self._folder.write_json(ABOUT, about_json(self._run, self._use, choice, expected))
-        if choice.plan is not None:
-            self._folder.write_json(PLAN, plan_json(choice))
-            self._folder.forget_shortage()
+    def _nonfinite(self, batches: list[Micro], loss: float, norm: float) -> str:
+        """What is not finite. Raises Diverged, after saving, unless such batches are skipped."""
+        finding = self._find(loss)
+        self._ctx.optimizer.clear()
+        number = self.at.step + 1
+        if self._run.nonfinite is OnNonfinite.SKIP and finding.weight is None:
+            self._observer.note(f"step {number} skipped: {finding.kind} is not finite")
+            return finding.kind
+        values = diagnosis_json(finding, step=number, loss=loss, norm=norm)
+        path = self._diagnose(values, batches)
+        self.save()
+        raise Diverged(
+            f"step {number}: {finding.kind} is not finite (loss {loss}); {finding.describe()}; "
+            f"see {path}. The step before it is saved. Lower optimizer.lr and start in another "
+            "folder, or set nonfinite to skip and run the same command to continue without this "
+            "batch"
+        )
 
-    def _replanned(self, shortage: Shortage, choice: Choice) -> None:
-        self._use.memory.forget()
-        line = {"step": self.at.step + 1, **self._marks, **shortage_json(shortage, choice)}
-        self._folder.record(line)
-        known = read_json(self._folder.path / ABOUT) or {}
-        self._folder.write_json(ABOUT, known | {"schedule": asdict(choice.schedule)})
+    def _nonfinite_heldout(self, batches: list[Micro], loss: float) -> None:
+        """Raises Diverged, after saving, unless the run is to go on."""
+        finding = self._find(loss)
+        step = self.at.step
+        if self._run.nonfinite is OnNonfinite.SKIP and finding.weight is None:
+            self._observer.note(f"step {step}: the held-out loss is not finite")
+            return
+        values = diagnosis_json(finding, step=step, loss=loss, heldout=True)
+        path = self._diagnose(values, batches)
+        self.save()
+        raise Diverged(
+            f"step {step}: the held-out loss is not finite ({loss}); {finding.describe()}; see "
+            f"{path}. This step is saved. Lower optimizer.lr and start in another folder, or set "
+            "nonfinite to skip and run the same command to continue anyway"
+        )
 
-    def _rewind(self) -> None:
-        self._use.optimizer.clear()
-        restore_rng(self._rng, self._use.device)
+    def _find(self, loss: float) -> Finding:
+        """On every rank that of the first one with a bad weight, or else a bad gradient."""
+        found = self._world.all_gather(find_nonfinite(loss, self._ctx.optimizer.parameters))
+        return max(found, key=lambda f: (f.weight is not None, f.gradient is not None))
+
+    def _diagnose(self, values: dict[str, Any], batches: list[Micro]) -> Path:
+        own = [line for micro in batches for line in micro.describe()]
+        described = self._world.gather_replicas(own)
+        values = self._marks | values | {"batches": described}
+        return self._folder.write_json("diagnosis.json", values)
+
+
+def base_of(run: RunConfig) -> dict[str, Any]:
+    """What a folder of adapters says of the model they are for, where that is not the one of
+    model.path: peft would lay them beside another rope, say, without a word."""
+    if run.model.lora is None or not run.model.overrides:
+        return {}
+    return {"overrides": json.loads(json.dumps(run.model.overrides))}
 
 
 def _due(step: int, every: int, first: bool = False) -> bool:
@@ -424,15 +335,15 @@ class TrainingResult:
     folder: Path
     step: int  # updates done
     steps: int  # updates asked for
-    loss: float | None  # of the last step that was not skipped
-    heldout_loss: float | None  # the latest
-    skipped: int  # steps without an update, because something was not finite
-    signum: int | None  # the signal that ended it early
+    loss: float | None = None  # of the last step that was not skipped
+    heldout_loss: float | None = None  # the latest
+    skipped: int = 0  # steps without an update, because something was not finite
+    signum: int | None = None  # the signal that ended it early
     comparison: PlanComparison | None = None  # of the planner's plan with what happened
     sparse: bool = False  # by sparse attention, the held-out losses too: an approximation if
     hides: bool = True  # a query may miss what dense attention shows it
     leads: bool = True  # this process is the one that tells of it
-    adapters: bool = False  # are what was trained, and is given out
+    adapters: bool = False  # are what was trained, and is exported
 
     @property
     def exit_code(self) -> int:
@@ -447,7 +358,7 @@ class TrainingResult:
         if self.signum is not None:
             return (
                 f"{signal.Signals(self.signum).name}: stopped after step {self.step} of "
-                f"{self.steps}{how}; run the same command again to go on from there"
+                f"{self.steps}{how}; run the same command again to resume from there"
             )
         what = "adapters are" if self.adapters else "model is"
         return f"{self.steps} steps done{how}; the {what} in {self.folder / 'model'}"
@@ -456,111 +367,115 @@ class TrainingResult:
 def train(
     run: RunConfig,
     *,
-    parts: Parts | None = None,
+    components: Components | None = None,
     reporter: Reporter | None = None,
     notes: Sequence[str] = (),
 ) -> TrainingResult:
     """Trains until the last step or the first signal, from the latest checkpoint if there is one.
 
-    `notes` are said first. Raises Refused for what cannot be done as asked, OutOfMemory (which is
-    one) when no schedule fits, WriteFailed when the disk is full, Diverged when a loss or gradient
-    is not finite; all of them leave the last good checkpoint. Where torchrun started several
-    processes, or in a process group, all of them call this and have the same result; then also
-    RankFailed, which names another rank that failed.
+    `notes` are said first. Raises Refused for what cannot be done as asked, NoScheduleFits (which
+    is one) when memory runs out with every schedule, WriteFailed when the disk is full, Diverged
+    when a loss or gradient is not finite; all of them leave the last good checkpoint. If torchrun
+    started several processes, or in a process group, all of them call this and have the same
+    result; then also RankFailed, which names another rank that failed.
     """
-    place = launch_env()
-    run = resolve(run, None if place is None else place.ranks)
-    with join_run(run, place, choose_device(run.device)) as crew:
-        lanes: list[LoggerThread] = []
-        crew.by_first(
-            lambda: lanes.extend(LoggerThread(*named) for named in make_loggers(run).items())
-        )
-        if crew.leads:
-            shown = make_reporter(Console()) if reporter is None else reporter
-            shown = LoggingReporter(shown, lanes) if lanes else shown
-            with RunFolder(run) as folder, Interrupt() as interrupt, shown:
-                return _train(run, parts or Parts(), folder, (shown, interrupt), crew, notes)
-        with OthersFolder(run) as folder, Interrupt() as interrupt:
-            told = NoReporter(), interrupt
-            return _train(run, parts or Parts(), folder, told, crew, notes)
+    launch = launch_env()
+    run = resolve(run, None if launch is None else launch.ranks)
+    device, values = choose_device(run.device), flatten(to_mapping(run))
+    with join_run(launch, device, values, run.timeout()) as world:
+        told = _reporter_of(run, world, reporter)
+        folder = RunFolder(run) if world.is_rank0 else OthersFolder(run)
+        with folder, Interrupt() as interrupt, told:
+            interrupt.share(world)
+            observer = Observer(told, interrupt)
+            for text in (*notes, *_what_changed(run, world, folder)):
+                observer.note(text)
+            result = _unfinished(run, world)
+            try:
+                loop = _make_loop(run, components or Components(), world, folder, observer)
+            except Interrupted as stop:
+                return replace(result, signum=stop.signum)
+            try:
+                loop.fit()
+            except Interrupted as stop:
+                loop.save()
+                return _result(result, loop, signum=stop.signum)
+            except NoScheduleFits as error:
+                if loop.at.step == 0 or isinstance(error, OneRankOutOfMemory):
+                    raise
+                loop.save()
+                raise NoScheduleFits(
+                    f"step {loop.at.step + 1}: {error}. Step {loop.at.step} is saved: the same "
+                    "command resumes from there, also with another schedule"
+                ) from error
+            comparison = loop.compare()
+            loop.export()
+            return _result(result, loop, comparison=comparison)
 
 
-def _train(
+def _reporter_of(run: RunConfig, world: DistributedContext, given: Reporter | None) -> Reporter:
+    """What tells of the run: on rank 0 `given`, or a terminal, and the loggers of the run file."""
+    lanes: list[LoggerThread] = []
+    world.run_on_rank0(
+        lambda: lanes.extend(LoggerThread(*named) for named in make_loggers(run).items())
+    )
+    if not world.is_rank0:
+        return Reporter()  # says nothing
+    reporter = make_reporter(Console()) if given is None else given
+    return LoggingReporter(reporter, lanes) if lanes else reporter
+
+
+def _what_changed(run: RunConfig, world: DistributedContext, folder: RunFolder) -> list[str]:
+    """Takes the folder for this run. What changes since its last part."""
+    changes = world.run_on_rank0(folder.prepare)
+    return [f"{change}: {what_changes(run, change)}" for change in changes]
+
+
+def _make_loop(
     run: RunConfig,
-    parts: Parts,
+    components: Components,
+    world: DistributedContext,
     folder: RunFolder,
-    person: tuple[Reporter, Interrupt],
-    crew: DistributedContext,
-    notes: Sequence[str],
-) -> TrainingResult:
-    shown, interrupt = person
-    interrupt.share(crew)
-    for text in notes:
-        shown.note(text)
-    for change in crew.by_first(folder.prepare):
-        shown.note(f"{change}: {what_changes(run, change)}")
-    try:
-        trainer = _prepare(run, parts, folder, shown, interrupt, crew)
-    except Interrupted as stop:
-        return replace(_nothing(run, folder), signum=stop.signum)
-    try:
-        trainer.fit()
-    except Interrupted as stop:
-        trainer.save()
-        return _result(run, folder, trainer, stop.signum)
-    comparison = trainer.compare()
-    trainer.export()
-    return replace(_result(run, folder, trainer, None), comparison=comparison)
-
-
-def _prepare(
-    run: RunConfig,
-    parts: Parts,
-    folder: RunFolder,
-    reporter: Reporter,
-    interrupt: Interrupt,
-    crew: DistributedContext,
+    observer: Observer,
 ) -> TrainingLoop:
-    def watch(documents: int, tokens: int) -> None:
-        interrupt.check()
-        reporter.preparing(documents, tokens)
-
-    def measuring(what: str) -> None:
-        interrupt.check()
-        reporter.measuring(what)
-
-    before = crew.by_first(lambda: read_json(folder.path / ABOUT) or {}).get(STATES_KEY)
-    parts = replace(parts, machine=remembered(parts.machine))
-    place = place_states(run, parts, before, measuring, crew)
-    equipment = make_context(run, parts, watch, place, crew)
-    reporter.note(introduce(run, equipment))
-    trainer = TrainingLoop(run, equipment, parts, folder, reporter, interrupt)
-    trainer.resume()
-    if trainer.at.step and before not in (None, equipment.placed.states):
-        reporter.note(f"optimizer states: were on the {before}; the same tensors go on elsewhere")
-    return trainer
+    """The loop, where the latest checkpoint stands."""
+    before = world.run_on_rank0(lambda: read_json(folder.path / ABOUT) or {}).get(STATES_KEY)
+    ctx = make_context(run, components, world, observer, before)
+    observer.note(introduce(ctx))
+    loop = TrainingLoop(ctx, folder, observer)
+    loop.resume()
+    if loop.at.step and before not in (None, ctx.placed.states):
+        observer.note(f"optimizer states: moved from the {before}; the values are the same")
+    return loop
 
 
-def _nothing(run: RunConfig, folder: RunFolder) -> TrainingResult:
+def _unfinished(run: RunConfig, world: DistributedContext) -> TrainingResult:
     """Of a run that ended before it began."""
     return TrainingResult(
-        *(folder.path, 0, run.steps, None, None, 0, None),
+        folder=Path(run.folder).expanduser(),
+        step=0,
+        steps=run.steps,
         sparse=run.sparse is not None,
         hides=hides(run),
-        leads=not isinstance(folder, OthersFolder),
+        leads=world.is_rank0,
         adapters=run.model.lora is not None,
     )
 
 
 def _result(
-    run: RunConfig, folder: RunFolder, trainer: TrainingLoop, signum: int | None
+    begun: TrainingResult,
+    loop: TrainingLoop,
+    *,
+    signum: int | None = None,
+    comparison: PlanComparison | None = None,
 ) -> TrainingResult:
-    held_out = trainer.held_out
+    held_out = loop.held_out
     return replace(
-        _nothing(run, folder),
-        step=trainer.at.step,
-        loss=trainer.loss,
+        begun,
+        step=loop.at.step,
+        loss=loop.loss,
         heldout_loss=held_out[max(held_out)] if held_out else None,
-        skipped=trainer.at.skipped,
+        skipped=loop.at.skipped,
         signum=signum,
+        comparison=comparison,
     )

@@ -1,7 +1,9 @@
-"""What `farspan verify` does once it knows what is asked: compares, and tells what it found."""
+"""What `farspan train` and `farspan verify` do once they know what is asked: this needs torch."""
 
 import json
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import typer
@@ -9,16 +11,54 @@ from rich.console import Console
 from rich.table import Column, Table
 from transformers import PreTrainedModel
 
-from farspan.cli.ending import FAILED
+from farspan.cli import FAILED, USAGE
+from farspan.distributed.failure import RankFailed, is_shared
+from farspan.durable import WriteFailed
 from farspan.engine.verify import Verification, VerificationRun, verify
 from farspan.hf.load import Weights, add_adapters, load_model
 from farspan.plan.pages import sparse_words
 from farspan.sparse.train import fraction_of
 from farspan.sparse.verify import Approximation
-from farspan.spec import Schedule
-from farspan.train.config import ModelConfig, SparseConfig
+from farspan.spec import Refused, Schedule
+from farspan.train.config import ModelConfig, RunConfig, SparseConfig
+from farspan.train.console import make_reporter
+from farspan.train.run_folder import Diverged, as_json
+from farspan.train.trainer import TrainingResult, train
 
 FURTHEST = "gradients furthest from plain autograd's"
+
+
+def train_and_tell(run: RunConfig, notes: Sequence[str], *, in_json: bool) -> None:
+    """Trains and prints the result. Raises typer.Exit with the command's exit code, and Refused."""
+    try:
+        result = train(run, reporter=make_reporter(Console(stderr=in_json)), notes=notes)
+    except (WriteFailed, Diverged, RankFailed) as error:
+        if not is_shared(error):
+            print(f"farspan: {error}", file=sys.stderr)
+        raise typer.Exit(FAILED) from error
+    except Refused as error:
+        if is_shared(error):
+            raise typer.Exit(USAGE) from error
+        raise
+    if result.leads:
+        print(json.dumps(result_json(result)) if in_json else result.message)
+    raise typer.Exit(result.exit_code)
+
+
+def result_json(result: TrainingResult) -> dict[str, Any]:
+    """A training result for a program to read."""
+    heldout, comparison = result.heldout_loss, result.comparison
+    return {
+        **({"attention": "sparse"} if result.sparse else {}),
+        "folder": str(result.folder),
+        "step": result.step,
+        "steps": result.steps,
+        "loss": result.loss,
+        "heldout_loss": None if heldout is None else as_json(heldout),
+        "skipped": result.skipped,
+        "comparison": None if comparison is None else comparison.to_json(),
+        "message": result.message,
+    }
 
 
 def model_for(source: ModelConfig, drawn: bool, dtype: str, seed: int) -> PreTrainedModel:
@@ -50,15 +90,18 @@ def model_for(source: ModelConfig, drawn: bool, dtype: str, seed: int) -> PreTra
 def verify_and_tell(
     model: PreTrainedModel,
     schedule: Schedule,
-    shape: tuple[int, int, int, int],
     attention: SparseConfig | None,
     *,
+    batch: int,
+    context: int,
+    documents: int,
+    seed: int,
     notes: Iterable[str],
     in_json: bool,
 ) -> None:
-    """Says the notes, verifies and prints the outcome. `shape`: sequences, tokens of each,
-    documents in a row and the seed. Raises typer.Exit with the command's exit code, and Refused."""
-    run = VerificationRun(*shape)
+    """Prints the notes, verifies and prints the outcome. Raises typer.Exit with the command's exit
+    code, and Refused."""
+    run = VerificationRun(batch, context, documents, seed)
     for note in notes:
         Console(stderr=in_json).print(note)
     selector = fraction_of(attention, schedule, run.tokens)
