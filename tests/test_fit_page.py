@@ -11,7 +11,7 @@ from benchmarks import cluster, fit, fit_page
 from benchmarks.coarse import Coarse, even_cuts
 from farspan.plan.layout import Layout
 from farspan.plan.price.evaluate import evaluate
-from farspan.plan.price.local import refuse_layout
+from farspan.plan.price.ranks import refuse_layout
 from farspan.plan.question import Fit
 from farspan.plan.search.best_first import search
 from farspan.plan.search.plans import named_schedule

@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 
 from farspan.cli import FAILED, LazyCommand, lazy_group, typer_app
-from farspan.memory.compare.allocators import NAMES, PUBLISHED, read_settings
-from farspan.memory.compare.compare import AllocatorComparison, compare, contenders
+from farspan.memory.compare.allocators import NAMES, read_settings
+from farspan.memory.compare.compare import PUBLISHED, AllocatorComparison, compare, contenders
 from farspan.memory.exact import (
     Solution,
     place_bilevel,
