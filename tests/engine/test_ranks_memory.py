@@ -84,3 +84,19 @@ def test_ranks_hold_no_more_than_is_planned(layout: Layout, within: float) -> No
             assert peak / LATE <= total <= within * peak, (schedule, peak, planned)
             # Norms, which tensor parallelism does not cut, are counted as cut.
             assert 0.98 * own <= weights <= own, (schedule, own, weights)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_the_fullest_stage_holds_what_is_planned(stages: int) -> None:
+    """0.98 to 1.00 of what was seen, of stages between the ends too."""
+    schedules = [
+        Schedule(chunk=TOKENS // 4, groups=1),
+        Schedule(chunk=TOKENS // 4, groups=1, layer_checkpoint=True),
+    ]
+    ranks = run_ranks(stages, bytes_of, Layout(pipeline=stages), schedules)
+    for place, (planned, _, own) in enumerate(ranks[0]):
+        weights = planned.pop("weights")
+        most, total = max(rank[place][1] for rank in ranks), sum(planned.values())
+        assert most / LATE <= total <= LATE * most, (place, most, planned)
+        # What lies outside the layers is cut over stages, and counted as if it were not.
+        assert own <= weights <= 1.2 * own

@@ -21,8 +21,9 @@ from farspan.plan.price.evaluate import evaluate, size, slowest
 from farspan.plan.price.machines import machine
 from farspan.plan.price.seconds import Prices
 from farspan.plan.price.timeline import run_time
-from farspan.plan.program import Forward, Kind
+from farspan.plan.program import Forward
 from farspan.plan.question import Question
+from farspan.plan.residency import Kind
 from farspan.plan.search.bound import all_frames, tiers_of
 from farspan.plan.search.frontier import Cells
 from farspan.plan.search.room import slowest as slowest_bound

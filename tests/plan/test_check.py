@@ -27,7 +27,6 @@ from farspan.plan.program import (
     Gather,
     Head,
     Instruction,
-    Kind,
     Load,
     LoadGradient,
     Program,
@@ -37,6 +36,7 @@ from farspan.plan.program import (
     Store,
     StoreGradient,
 )
+from farspan.plan.residency import Kind
 from farspan.spec import ModelSpec, RunSpec, Schedule, Sparse, Tier
 from tests.oracles.check_placement import check_placement
 from tests.plan import cases, mutate

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from farspan.plan import formulas
 from farspan.plan.build import build_evaluation, build_program
-from farspan.plan.program import Kind
 from farspan.plan.reach import seen_pairs
+from farspan.plan.residency import Kind
 from farspan.plan.simulate import simulate
 from farspan.plan.tiled import feed_forward_passes
 from farspan.spec import (

@@ -7,9 +7,9 @@ import pytest
 from farspan.plan.ask import Request
 from farspan.plan.layout import Layout
 from farspan.plan.model.architecture import Architecture
-from farspan.plan.program import Kind
 from farspan.plan.question import Budget, Optimizer
 from farspan.plan.reason import breaks_first, reason_of
+from farspan.plan.residency import Kind
 from farspan.plan.search.plans import best_plan
 from farspan.plan.words import PARTS
 from farspan.report.plan import contexts_view, plan_view

@@ -32,7 +32,8 @@ from farspan.engine.tiers import Arena, CopyEngine
 from farspan.plan import names
 from farspan.plan.blocks import Block
 from farspan.plan.footprints import Lane
-from farspan.plan.program import Buffer, Kind, Program
+from farspan.plan.program import Buffer, Program
+from farspan.plan.residency import RESIDENCY, Kind
 from farspan.plan.sizes import aligned, cell_place, regions
 from farspan.plan.waits import Hazard
 from farspan.spec import Tier
@@ -108,7 +109,7 @@ class ProgramBuffers:
         """Copy a chunk between two buffers of different tiers."""
         ends = [self.program.buffers[name] for name in (source, target)]
         move = self.copies.fetch if ends[0].tier is Tier.HOST else self.copies.evict
-        if ends[0].kind is Kind.ACTIVATIONS:
+        if RESIDENCY[ends[0].kind].in_cells:
             cells = self.cell(target, chunk), self.cell(source, chunk)
             used = min(map(len, cells))
             move(cells[0][:used], cells[1][:used])

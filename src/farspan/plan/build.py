@@ -10,7 +10,8 @@ from farspan.plan.grid import group_ranges
 from farspan.plan.layout import ONLY, Range, Rank
 from farspan.plan.ledger import Ledger
 from farspan.plan.passes import GroupPasses
-from farspan.plan.program import Close, Kind, Program
+from farspan.plan.program import Close, Program
+from farspan.plan.residency import RESIDENCY, Kind
 from farspan.plan.share import local_heads, own_groups, share_of
 from farspan.plan.states import with_states
 from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
@@ -93,22 +94,17 @@ def _open_slots(ledger: Ledger, passes: list[GroupPasses], *, backward: bool = T
             slot(name, Kind.X, own)
     if schedule.kv is Tier.HOST:
         block = min(schedule.kv_block, share.keys.total)
-        for ring, kind, tokens in (
-            (names.KV_OWN, Kind.KV, keys),
-            (names.DKV_OWN, Kind.DKV, keys),
-            (names.KV_BLOCKS, Kind.KV, block),
-            (names.DKV_BLOCKS, Kind.DKV, block),
-        ):
-            for name in ring:
-                slot(name, kind, tokens)
+        for tokens, place in ((keys, 0), (block, 1)):
+            for kind in (Kind.KV, Kind.DKV):
+                for name in RESIDENCY[kind].slots[place]:
+                    slot(name, kind, tokens)
         _open_page_slots(ledger, backward=backward)
     if schedule.attention is Tier.HOST and (schedule.attention_kept or schedule.attention_open):
         for name in ledger.attention_slots():
             slot(name, Kind.ATTENTION, keys)
     if kept and schedule.activations is Tier.HOST:
         largest = max(group.cell_bytes(layer) for group in passes for layer in group.layers)
-        for name in names.ACTIVATIONS:
-            ledger.allocate_cells(name, Tier.DEVICE, -1, range(1), largest)
+        ledger.allocate_cell_slots(Kind.ACTIVATIONS, largest)
 
 
 def _open_page_slots(ledger: Ledger, *, backward: bool) -> None:
@@ -123,5 +119,4 @@ def _open_page_slots(ledger: Ledger, *, backward: bool) -> None:
     )
     largest = max((slot_bytes(far, backward=backward) for far in fars if far), default=0)
     if largest:
-        for name in names.PAGES:
-            ledger.allocate_cells(name, Tier.DEVICE, -1, range(1), largest, Kind.SLABS)
+        ledger.allocate_cell_slots(Kind.SLABS, largest)

@@ -26,7 +26,6 @@ from farspan.plan.program import (
     Gather,
     Head,
     Instruction,
-    Kind,
     Load,
     LoadGradient,
     Program,
@@ -36,6 +35,7 @@ from farspan.plan.program import (
     Store,
     StoreGradient,
 )
+from farspan.plan.residency import Kind
 from farspan.spec import Tier
 
 OUTER = -1  # the weights outside the layers, among groups

@@ -26,7 +26,6 @@ from farspan.plan.program import (
     Free,
     Head,
     Instruction,
-    Kind,
     Load,
     LoadGradient,
     Program,
@@ -34,6 +33,7 @@ from farspan.plan.program import (
     Store,
     StoreGradient,
 )
+from farspan.plan.residency import Kind
 from farspan.plan.waits import Order
 from farspan.spec import LayerSpec, Tier
 

@@ -5,24 +5,15 @@ gradient, O and LSE, dK and dV with the chunks that were added to them, a cell's
 """
 
 from dataclasses import dataclass, field
+from math import prod
 
 from farspan.plan import names
-from farspan.plan.program import CELLS, Buffer, Kind, Program
+from farspan.plan.program import Buffer, Program
+from farspan.plan.residency import RESIDENCY, Kind
 from farspan.spec import LayerSpec, Tier
 
 SLOT = -1  # the layer of a slot, and the place of what it holds
 LINE = 64  # bytes; every tensor of a buffer begins on a multiple of it
-
-KIND_OF = {
-    "x": Kind.X,
-    "gradient": Kind.X,
-    "kv": Kind.KV,
-    "dkv": Kind.DKV,
-    "attention": Kind.ATTENTION,
-    "activations": Kind.ACTIVATIONS,
-    "means": Kind.MEANS,
-    "choice": Kind.CHOICE,
-}
 
 
 class ProgramError(ValueError):
@@ -112,7 +103,7 @@ class Contents:
         """Put a tensor in its place."""
         place = self._place(name, content.chunk)
         buffer = self.program.buffers[name]
-        fits = buffer.kind is KIND_OF[content.what]
+        fits = content.what in RESIDENCY[buffer.kind].contents
         fits = fits and (buffer.layer == SLOT or self._layer_of(buffer) == content.layer)
         self.need(fits, f"{name} is not for {content}")
         self.content[name][place] = content
@@ -198,7 +189,7 @@ class Contents:
 
     def _payload(self, buffer: Buffer) -> int:
         """Bytes that the tensors of a buffer take; of the greediest layer, for a slot."""
-        if buffer.kind in CELLS:
+        if RESIDENCY[buffer.kind].in_cells:
             if buffer.layer == SLOT:
                 return _padded(buffer.cell_bytes, 1)
             ranges = [self.program.rows(buffer.kind, c) for c in self._chunks_of(buffer)]
@@ -213,20 +204,9 @@ class Contents:
 
     def _tensors_bytes(self, kind: Kind, layer: LayerSpec, tokens: int) -> int:
         model, batch = self.program.model, self.program.run.batch
-        narrow, wide = batch * model.element_bytes, batch * model.accumulate_bytes()
-        keys, values = layer.kv_heads * layer.head_dim, layer.kv_heads * layer.value_dim
-        out = layer.query_heads * layer.value_dim
-        alike = [s.element_bytes == model.element_bytes for s in layer.state]
-        states = [
-            s.row * (narrow if same else wide) for s, same in zip(layer.state, alike, strict=True)
-        ]
-        rows = {
-            Kind.X: [model.hidden * narrow],
-            Kind.KV: [keys * narrow, values * narrow, *states],
-            Kind.DKV: [keys * wide, values * wide, *(s.row * wide for s in layer.state)],
-            Kind.ATTENTION: [out * narrow, layer.query_heads * wide],
-        }
-        return sum(_padded(row, tokens) for row in rows[kind])
+        widths = model.element_bytes, model.accumulate_bytes()
+        found = RESIDENCY[kind].tensors(model, layer, batch)
+        return sum(_padded(prod(one.shape) * widths[one.wide], tokens) for one in found)
 
     def _chunks_of(self, buffer: Buffer) -> list[int]:
         return [chunk for chunk in range(len(self.program.chunks)) if self._holds(buffer, chunk)]
@@ -238,7 +218,8 @@ class Contents:
         self.used.add(name)
         start, stop = self.program.rows(buffer.kind, chunk)
         if buffer.layer == SLOT:
-            fits = buffer.kind in CELLS or stop - start <= buffer.stop - buffer.start
+            in_cells = RESIDENCY[buffer.kind].in_cells
+            fits = in_cells or stop - start <= buffer.stop - buffer.start
         else:
             fits = self._holds(buffer, chunk)
         self.need(fits, f"{name} has no place for chunk {chunk}")

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from farspan.plan import names
 from farspan.plan.grid import are_equal, kept_chunks
 from farspan.plan.ledger import Ledger
-from farspan.plan.program import Gather, Kind, Release
+from farspan.plan.program import Gather, Release
+from farspan.plan.residency import Kind, Until, layer_buffers
 from farspan.plan.sizes import (
     activation_cell_bytes,
     activation_row_bytes,
@@ -65,30 +66,28 @@ class Group:
         ledger, schedule = self.ledger, self.ledger.schedule
         kept = kept_chunks(schedule.attention_kept, ledger.chunks)
         for layer in self.layers:
-            ledger.allocate(names.kv(layer), Kind.KV, schedule.kv, layer)
+            ledger.allocate(names.kv(layer), Kind.KV, layer)
             if self.kv_goes_home():
-                ledger.allocate(names.kv_home(layer), Kind.KV, Tier.HOST, layer)
+                ledger.allocate(names.kv_home(layer), Kind.KV, layer, tier=Tier.HOST)
             if kept and not (self.is_last and layer == self.top):
-                ledger.allocate(
-                    names.attention(layer), Kind.ATTENTION, schedule.attention, layer, kept
-                )
+                ledger.allocate(names.attention(layer), Kind.ATTENTION, layer, kept)
             self._open_activations(layer)
             self._open_pages(layer)
         if self.is_stage and self.index > 0:
-            ledger.allocate(names.x(self.index), Kind.X, schedule.x, self.index)
+            ledger.allocate(names.x(self.index), Kind.X, self.index)
         if self.is_last:
             self._open_head_input()
         if self.stays_open:
             self.open_attention_of_open_group()
         else:
             boundary = self.index + 1
-            ledger.allocate(names.x(boundary), Kind.X, schedule.x, boundary)
+            ledger.allocate(names.x(boundary), Kind.X, boundary)
 
     def _open_activations(self, layer: int) -> None:
         if self.graphs:
             self.ledger.allocate_cells(
                 names.activations(layer),
-                self.ledger.schedule.activations,
+                Kind.ACTIVATIONS,
                 layer,
                 self.graphs,
                 self.cell_bytes(layer, self.graphs[0]),
@@ -118,7 +117,7 @@ class Group:
                 choice_cell_bytes(spec, batch, tokens, most, sparse.page),
             ),
         ):
-            ledger.allocate_cells(name, Tier.DEVICE, layer, cells, size, kind)
+            ledger.allocate_cells(name, kind, layer, cells, size)
 
     def choosing(self, layer: int) -> range:
         """Chunks whose queries choose pages in this layer: those of which some lie between sinks
@@ -133,7 +132,7 @@ class Group:
         if self.graphs:
             ledger = self.ledger
             boundary = self.index + 1
-            ledger.allocate(names.x(boundary), Kind.X, ledger.schedule.x, boundary, self.graphs)
+            ledger.allocate(names.x(boundary), Kind.X, boundary, self.graphs)
 
     def open_attention_of_open_group(self) -> None:
         ledger, schedule = self.ledger, self.ledger.schedule
@@ -142,7 +141,7 @@ class Group:
         if schedule.attention_open and others:
             for layer in self.layers[:-1]:
                 name = names.attention_open(layer)
-                ledger.allocate(name, Kind.ATTENTION, schedule.attention, layer, others)
+                ledger.allocate(name, Kind.ATTENTION, layer, others)
 
     def cell_bytes(self, layer: int, chunk: int = 0) -> int:
         """Bytes of a chunk's cell of kept activations; of equal chunks a ragged last one has a
@@ -188,7 +187,7 @@ class Group:
         """After the first pass of a group that is not the last: its K, V go."""
         self.release()
         for layer in self.layers:
-            self.ledger.free(names.means(layer))
+            self.free_layer(layer, Until.FIRST)
             if not self.ledger.schedule.kv_kept or self.kv_goes_home():
                 self.ledger.free(names.kv(layer))
 
@@ -196,21 +195,15 @@ class Group:
         """After the backward."""
         self.release()
         for layer in self.layers:
-            for name in (
-                names.kv(layer),
-                names.kv_again(layer),
-                names.kv_home(layer),
-                names.dkv(layer),
-                names.attention(layer),
-                names.attention_open(layer),
-                names.activations(layer),
-                names.means(layer),
-                names.choice(layer),
-            ):
-                self.ledger.free(name)
+            self.free_layer(layer, *Until)
         self.ledger.free(names.x(self.index + 1))
         if self.is_stage:
             self.ledger.free(names.x(self.index))
+
+    def free_layer(self, layer: int, *until: Until) -> None:
+        """Close the layer's buffers that live no longer than until then."""
+        for name in layer_buffers(layer, *until):
+            self.ledger.free(name)
 
     def prefix(self, layer: int) -> str:
         """The buffer K, V of this layer are in now."""

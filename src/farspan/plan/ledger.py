@@ -17,10 +17,10 @@ from farspan.plan.program import (
     Forward,
     Free,
     Instruction,
-    Kind,
     Program,
     rows_of,
 )
+from farspan.plan.residency import RESIDENCY, Kind
 from farspan.plan.share import Share
 from farspan.plan.sizes import aligned, cell_sizes, regions, regions_bytes
 from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
@@ -51,9 +51,16 @@ class Ledger:
         self.instructions.extend(instructions)
 
     def allocate(
-        self, name: str, kind: Kind, tier: Tier, layer: int, chunks: range | None = None
+        self,
+        name: str,
+        kind: Kind,
+        layer: int,
+        chunks: range | None = None,
+        tier: Tier | None = None,
     ) -> None:
-        """Open a buffer of the layer's tensors for these chunks, or all."""
+        """Open a buffer of the layer's tensors for these chunks, or all, where the schedule has
+        its kind or on this tier."""
+        tier = RESIDENCY[kind].tier_of(self.schedule) if tier is None else tier
         chunks = range(len(self.chunks)) if chunks is None else chunks
         rows = rows_of(self.share, kind)
         start, stop = rows[chunks[0]][0], rows[chunks[-1]][1]
@@ -73,14 +80,15 @@ class Ledger:
     def allocate_cells(
         self,
         name: str,
-        tier: Tier,
+        kind: Kind,
         layer: int,
         cells: range,
         cell_bytes: int,
-        kind: Kind = Kind.ACTIVATIONS,
         cell_row: int = 0,
     ) -> None:
-        """Open a buffer of raw cells, one for each chunk of `cells`; for `cell_row` see Buffer."""
+        """Open a buffer of raw cells, one for each chunk of `cells`, where the schedule has its
+        kind; for `cell_row` see Buffer."""
+        tier = RESIDENCY[kind].tier_of(self.schedule)
         rows = rows_of(self.share, kind)[cells.start : cells.stop]
         start, stop = (rows[0][0], rows[-1][1]) if rows else (0, 0)
         size = sum(map(aligned, cell_sizes(rows, cell_bytes, cell_row)))
@@ -93,6 +101,15 @@ class Ledger:
         self.buffers[buffer.name] = replace(buffer, born=len(self.instructions))
         self.written[buffer.name] = set()
         self.instructions.append(Allocate(buffer.name))
+
+    def allocate_cell_slots(self, kind: Kind, cell_bytes: int) -> None:
+        """Open device buffers that can hold a cell of any layer."""
+        for ring in RESIDENCY[kind].slots:
+            for name in ring:
+                size = aligned(cell_bytes)
+                stop = rows_of(self.share, kind)[0][1]
+                tier = Tier.DEVICE
+                self._open(Buffer(name, kind, -1, tier, 0, stop, cell_bytes, size, 0, -1, 0))
 
     def clear(self, name: str) -> None:
         """Zero dK, dV. What is on host gets its zeros from a slot, so that the link's lane orders

@@ -25,7 +25,6 @@ from farspan.plan.program import (
     Fetch,
     Forward,
     Head,
-    Kind,
     Load,
     LoadGradient,
     Receive,
@@ -33,6 +32,7 @@ from farspan.plan.program import (
     Store,
     StoreGradient,
 )
+from farspan.plan.residency import Kind, Until
 from farspan.spec import Tier
 
 
@@ -135,8 +135,7 @@ class GroupPasses(Group):
             else:
                 self.leave(chunk)
         for layer in self.layers:
-            for name in (names.kv(layer), names.means(layer), names.choice(layer)):
-                self.ledger.free(name)
+            self.free_layer(layer, *Until)
         self.ledger.free(names.x(self.index))
         self.release()
 
@@ -147,7 +146,7 @@ class GroupPasses(Group):
         if self.stays_open or not missing:
             return
         for layer in self.layers:
-            ledger.allocate(names.kv_again(layer), Kind.KV, schedule.kv, layer)
+            ledger.allocate(names.kv_again(layer), Kind.KV, layer)
         if self.kv_goes_home():
             for layer in self.layers:
                 for chunk in self.chunks:
@@ -169,7 +168,7 @@ class GroupPasses(Group):
         ledger = self.ledger
         self.gather()
         for layer in self.layers:
-            ledger.allocate(names.dkv(layer), Kind.DKV, ledger.schedule.kv, layer)
+            ledger.allocate(names.dkv(layer), Kind.DKV, layer)
         ledger.clear(names.dkv(self.top))
         for chunk in reversed(self.chunks):
             self.enter(chunk)

@@ -13,31 +13,20 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from farspan.plan.layout import Range
+from farspan.plan.residency import RESIDENCY, CutInto, Kind
 from farspan.plan.share import Share, own_groups
 from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
 
 
-class Kind(StrEnum):
-    """What a buffer holds; the classes of DESIGN section 1."""
-
-    X = "x"
-    KV = "kv"
-    DKV = "dkv"
-    ATTENTION = "attention"
-    ACTIVATIONS = "activations"
-    MEANS = "means"  # of the keys of each page (OOMB 4.2)
-    CHOICE = "choice"  # the pages that queries chose
-    SLABS = "slabs"  # of those pages, on their way
-
-
-CELLS = (Kind.ACTIVATIONS, Kind.MEANS, Kind.CHOICE, Kind.SLABS)  # raw cells, one a chunk
-
-
 def rows_of(share: Share, kind: Kind) -> tuple[Range, ...]:
     """The rows of every chunk in buffers of this kind."""
-    if kind in CELLS:
-        return share.cells
-    return share.tokens.rows if kind is Kind.X else share.keys.rows
+    match RESIDENCY[kind].rows:
+        case CutInto.CELLS:
+            return share.cells
+        case CutInto.TOKENS:
+            return share.tokens.rows
+        case CutInto.KEYS:
+            return share.keys.rows
 
 
 class AttentionMode(StrEnum):
@@ -74,9 +63,9 @@ class Buffer:
     kind: Kind
     layer: int  # the layer, or the boundary of `x`; -1 for slots, which serve any
     tier: Tier
-    start: int  # first row held (plan.share), or first token of the chunks of CELLS
+    start: int  # first row held (plan.share), or first token of the chunks of cells
     stop: int  # one past the last
-    cell_bytes: int  # CELLS: bytes of the first cell, the longest; else 0
+    cell_bytes: int  # of cells: bytes of the first, the longest; else 0
     bytes: int
     born: int  # index of the instruction that allocates it
     dies: int  # index of the instruction that frees it; alive in [born, dies)

@@ -17,10 +17,10 @@ from farspan.plan.program import (
     Fetch,
     Forward,
     Free,
-    Kind,
     Program,
 )
 from farspan.plan.reach import chunk_pairs, earlier_rows
+from farspan.plan.residency import RESIDENCY, Kind
 from farspan.plan.sizes import cell_place, row_bytes
 from farspan.spec import LayerSpec, Tier
 
@@ -51,7 +51,7 @@ class Simulation:
 def simulate(program: Program) -> Simulation:
     """Walk the program once."""
     live = {tier: tuple(_live(program, tier)) for tier in Tier}
-    fetched, evicted = dict.fromkeys(Kind, 0), dict.fromkeys(Kind, 0)
+    fetched, evicted = dict.fromkeys(RESIDENCY, 0), dict.fromkeys(RESIDENCY, 0)
     for to_device, kind, size in _transfers(program):
         (fetched if to_device else evicted)[kind] += size
     attention, linear, projection = _passes(program)
@@ -98,7 +98,7 @@ def _transfers(program: Program) -> Iterator[Transfer]:
 def copied_bytes(program: Program, source: str, target: str, chunk: int) -> int:
     """Bytes that a fetch or evict of one chunk moves."""
     ends = program.buffers[source], program.buffers[target]
-    if ends[0].kind is Kind.ACTIVATIONS:
+    if RESIDENCY[ends[0].kind].in_cells:
         places = (cell_place(program, end, chunk) for end in ends)
         return min(stop - start for start, stop in places)
     start, stop = program.rows(ends[0].kind, chunk)

@@ -2,7 +2,8 @@
 what a step reads."""
 
 from farspan.plan.layout import Range
-from farspan.plan.program import Buffer, Kind, Program, Region
+from farspan.plan.program import Buffer, Program, Region
+from farspan.plan.residency import RESIDENCY, Kind
 from farspan.spec import LayerSpec, ModelSpec, Sparse
 
 # Regions start on cache-line boundaries: vendor kernels want at least 16 bytes, and a packed
@@ -24,36 +25,14 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _parts(
-    kind: Kind, model: ModelSpec, layer: LayerSpec, batch: int
-) -> list[tuple[str, tuple[int, ...], bool]]:
-    key = (batch, layer.kv_heads, layer.head_dim)
-    value = (batch, layer.kv_heads, layer.value_dim)
-    states = [(s.name, (batch, s.row), s.element_bytes != model.element_bytes) for s in layer.state]
-    match kind:
-        case Kind.X:
-            return [("x", (batch, model.hidden), False)]
-        case Kind.KV | Kind.DKV if states:
-            return [(name, row, wide or kind is Kind.DKV) for name, row, wide in states]
-        case Kind.KV:
-            return [("k", key, False), ("v", value, False)]
-        case Kind.DKV:
-            return [("k", key, True), ("v", value, True)]
-        case Kind.ATTENTION:
-            out = (batch, layer.query_heads, layer.value_dim)
-            return [("out", out, False), ("lse", out[:2], True)]
-        case Kind.ACTIVATIONS | Kind.MEANS | Kind.CHOICE | Kind.SLABS:
-            return []
-
-
 def regions(
     kind: Kind, model: ModelSpec, layer: LayerSpec, batch: int, tokens: int
 ) -> tuple[Region, ...]:
     """The tensors of a buffer of `tokens` tokens, one after the other."""
     found, offset = [], 0
-    for name, shape, accumulate in _parts(kind, model, layer, batch):
-        width = model.accumulate_bytes() if accumulate else model.element_bytes
-        region = Region(name, offset, shape, width, accumulate)
+    for one in RESIDENCY[kind].tensors(model, layer, batch):
+        width = model.accumulate_bytes() if one.wide else model.element_bytes
+        region = Region(one.name, offset, one.shape, width, one.wide)
         found.append(region)
         offset += aligned(region.row_bytes() * tokens)
     return tuple(found)

@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
+from farspan.plan.residency import RESIDENCY
+
 # A part that is not named here is called by its own name.
 PARTS = {
     "weights": "weights",
@@ -10,14 +12,7 @@ PARTS = {
     "gradients": "gradients",
     "accumulators": "sums of weight gradients",
     "optimizer": "optimizer states",
-    "x": "x, inputs of the groups",
-    "kv": "K, V",
-    "dkv": "dK, dV",
-    "attention": "attention outputs, O and LSE",
-    "activations": "other activations",
-    "means": "mean keys of pages",
-    "choice": "chosen pages, their numbers",
-    "slabs": "chosen pages on their way",
+    **{kind.value: row.words for kind, row in RESIDENCY.items()},
     "slots": "slots of streamed K, V",
     "placement": "gaps between addresses",
     "cells": "transients of a cell",

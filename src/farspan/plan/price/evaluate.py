@@ -21,9 +21,10 @@ from farspan.plan.price.seconds import Prices, rates_of
 from farspan.plan.price.states import states, update_seconds
 from farspan.plan.price.timeline import Timeline, run_time
 from farspan.plan.price.workspace import workspace_bytes
-from farspan.plan.program import Allocate, Clear, Close, Free, Gather, Kind, Program, Release
+from farspan.plan.program import Allocate, Clear, Close, Free, Gather, Program, Release
 from farspan.plan.question import Budget, Plan, Question, Seconds
 from farspan.plan.reach import sequence_pairs
+from farspan.plan.residency import RESIDENCY
 from farspan.plan.sizes import INDEX_BYTES
 from farspan.spec import Schedule, Tier
 
@@ -200,7 +201,7 @@ def arena_parts(program: Program, tier: Tier) -> dict[str, int]:
         total += size
         if total > most:
             most, fullest = total, dict(live)
-    parts = {str(kind): fullest.get(str(kind), 0) for kind in Kind}
+    parts = {str(kind): fullest.get(str(kind), 0) for kind in RESIDENCY}
     parts["slots"] = fullest.get("slots", 0)
     parts["placement"] = program.arena_bytes[tier] - most
     return parts

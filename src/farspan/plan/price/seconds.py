@@ -24,11 +24,11 @@ from farspan.plan.program import (
     Forward,
     Head,
     Instruction,
-    Kind,
     Program,
 )
 from farspan.plan.question import Question
 from farspan.plan.reach import seen_pairs, sparse_of
+from farspan.plan.residency import Kind
 from farspan.plan.share import local_layer
 from farspan.plan.simulate import copied_bytes, streamed_bytes
 from farspan.plan.sizes import row_bytes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from farspan.plan.price.evaluate import INPUT_BYTES
-from farspan.plan.program import Kind
+from farspan.plan.residency import Kind
 from farspan.plan.search.bound import ON_HOST, Frames, spread
 from farspan.plan.search.roles import Cells, Counts, Role, cells
 from farspan.plan.search.ruler import Array

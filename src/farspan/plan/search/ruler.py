@@ -23,10 +23,10 @@ from farspan.plan.program import (
     Forward,
     Head,
     Instruction,
-    Kind,
     Program,
 )
 from farspan.plan.question import Question
+from farspan.plan.residency import Kind
 from farspan.plan.search.roles import Kept
 from farspan.plan.share import Spans, local_heads, share_of
 from farspan.plan.sizes import activation_cell_bytes, regions, regions_bytes, row_bytes
