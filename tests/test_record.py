@@ -11,8 +11,8 @@ from benchmarks.record import cells as record_cells
 from benchmarks.record import fpdt, fpdt_cells, memo, memo_cells, memo_waits, oomb, page
 from benchmarks.record.__main__ import all_cells, record
 from benchmarks.record.cells import KILO, Cell, Kind, misses, on_grid, published, steps_between
-from farspan.plan.formulas import live_bytes
 from farspan.spec import RunSpec, Schedule, Tier
+from tests.oracles.formulas import live_bytes
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "record.md"

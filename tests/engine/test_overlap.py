@@ -15,8 +15,6 @@ from farspan.engine.buffers import ProgramBuffers
 from farspan.engine.step import Step
 from farspan.engine.tiers import Arena, CopyEngine, StreamOrder
 from farspan.plan import names
-from farspan.plan.check_order import check_order
-from farspan.plan.contents import ProgramError
 from farspan.plan.footprints import Lane
 from farspan.plan.program import Allocate, Backward, Evict, Fetch, Forward
 from farspan.plan.strategies import STRATEGIES, strategy
@@ -26,6 +24,8 @@ from farspan.spec import Refused, Schedule, Sparse, Tier
 from tests.engine.checks import Data, Outcome, assert_same_bits, draw, gradients
 from tests.engine.lanes import Deadlock, Manner, Recorder, Replay
 from tests.grids import exhaustive, part_of
+from tests.oracles.check_order import check_order
+from tests.oracles.contents import ProgramError
 from tests.zoo import LAYERS, shared_model
 
 TOKENS = 42  # of four chunks the last is not full

@@ -6,14 +6,14 @@ from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
-from farspan.plan.check import check_program
-from farspan.plan.contents import ProgramError
 from farspan.plan.program import (
     Allocate,
     Free,
     Instruction,
     Program,
 )
+from tests.oracles.check import check_program
+from tests.oracles.contents import ProgramError
 
 Mutant = tuple[str, Program]
 BUFFER_FIELDS = (

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from farspan.plan.balance import SHORTEST, Costs, balanced_ranges, chunks_of, costs_of
 from farspan.plan.build import build_evaluation, build_program
 from farspan.plan.cell.describe import model_spec
-from farspan.plan.check import check_program
-from farspan.plan.check_order import check_order
 from farspan.plan.costs import work_of
 from farspan.plan.grid import are_equal, chunk_ranges
 from farspan.plan.layout import Layout, Range, Rank
@@ -32,6 +30,8 @@ from farspan.plan.sizes import cell_place
 from farspan.plan.waits import waits
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier
 from tests.grids import examples
+from tests.oracles.check import check_program
+from tests.oracles.check_order import check_order
 from tests.plan.machines import slow_machine
 from tests.plan.search.test_bound import CLOSE, with_work
 

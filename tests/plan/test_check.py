@@ -11,8 +11,6 @@ from hypothesis import event, given
 from farspan.memory.placement import Placement, PlacementRequest
 from farspan.plan import names
 from farspan.plan.build import build_evaluation, build_program
-from farspan.plan.check import check_program
-from farspan.plan.contents import ProgramError
 from farspan.plan.program import (
     Allocate,
     AttentionMode,
@@ -38,7 +36,9 @@ from farspan.plan.program import (
 )
 from farspan.plan.residency import Kind
 from farspan.spec import ModelSpec, RunSpec, Schedule, Sparse, Tier
+from tests.oracles.check import check_program
 from tests.oracles.check_placement import check_placement
+from tests.oracles.contents import ProgramError
 from tests.plan import cases, mutate
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from farspan.plan import formulas
 from farspan.plan.build import build_program
 from farspan.spec import RunSpec, Schedule, Tier
+from tests.oracles import formulas
 from tests.plan import cases
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

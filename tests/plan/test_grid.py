@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.plan.formulas import latest_start
 from farspan.plan.grid import chunk_ranges, group_ranges, kept_chunks
 from farspan.spec import Refused, Schedule
+from tests.oracles.formulas import latest_start
 
 
 @given(st.integers(1, 500), st.integers(1, 600))

@@ -7,14 +7,14 @@ import torch
 
 from farspan.engine.step import Step
 from farspan.plan import build, residency
-from farspan.plan.check import check_program
-from farspan.plan.contents import ProgramError
 from farspan.plan.passes import GroupPasses
 from farspan.plan.price.evaluate import arena_parts
 from farspan.plan.program import Load, Program, Store
 from farspan.plan.residency import RESIDENCY, CutInto, Kind, Residency, RowTensor, Until
 from farspan.plan.simulate import simulate
 from farspan.spec import RunSpec, Schedule, Tier
+from tests.oracles.check import check_program
+from tests.oracles.contents import ProgramError
 from tests.plan.cases import model_of
 from tests.zoo import VOCAB, make_model
 

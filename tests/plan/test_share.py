@@ -8,8 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farspan.plan.build import build_evaluation, build_program
-from farspan.plan.check import check_program
-from farspan.plan.check_order import check_order
 from farspan.plan.grid import chunk_ranges, group_ranges
 from farspan.plan.layout import SEQUENCE, Layout, Rank, part
 from farspan.plan.program import Instruction, Receive, Send
@@ -17,6 +15,8 @@ from farspan.plan.share import share_of
 from farspan.plan.waits import waits
 from farspan.spec import LayerSpec, ModelSpec, Refused, RunSpec, Schedule, Tier
 from tests.grids import examples
+from tests.oracles.check import check_program
+from tests.oracles.check_order import check_order
 
 MODEL = ModelSpec("m", 8, 16, (LayerSpec(4, 4, 2, 2, activation_bytes=64),) * 4, 2)
 

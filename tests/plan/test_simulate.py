@@ -7,7 +7,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from farspan.plan import formulas
 from farspan.plan.build import build_evaluation, build_program
 from farspan.plan.reach import seen_pairs
 from farspan.plan.residency import Kind
@@ -23,6 +22,7 @@ from farspan.spec import (
     StateTensor,
     Tier,
 )
+from tests.oracles import formulas
 from tests.plan import cases
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

@@ -3,12 +3,12 @@
 import pytest
 
 from farspan.plan.build import build_evaluation, build_program
-from farspan.plan.check import check_program
 from farspan.plan.program import Program
 from farspan.plan.residency import Kind
 from farspan.plan.simulate import simulate
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.spec import Refused, RunSpec, Tier
+from tests.oracles.check import check_program
 from tests.plan import cases
 
 LAYERS = 6

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 
 from farspan.plan.build import build_evaluation, build_program
-from farspan.plan.check_order import check_order
-from farspan.plan.contents import ProgramError
 from farspan.plan.footprints import Lane
 from farspan.plan.program import Allocate, Evict, Fetch, Free, Program
 from farspan.plan.strategies import STRATEGIES, strategy
 from farspan.plan.waits import Order, Wait, waits
 from farspan.spec import ModelSpec, RunSpec, Schedule
 from tests.grids import examples
+from tests.oracles.check_order import check_order
+from tests.oracles.contents import ProgramError
 from tests.plan.cases import model_of, steps
 
 Step = tuple[ModelSpec, RunSpec, Schedule]

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from farspan.plan.contents import ProgramError
 from farspan.plan.footprints import Lane
 from farspan.plan.program import (
     Allocate,
@@ -36,6 +35,7 @@ from farspan.plan.program import (
 from farspan.plan.residency import Kind
 from farspan.plan.waits import Order
 from farspan.spec import LayerSpec, Tier
+from tests.oracles.contents import ProgramError
 
 LINE = 64
 Range = tuple[Tier, int, int]  # bytes [low, high) of an arena

@@ -9,7 +9,6 @@ grows with instructions x chunks.
 from dataclasses import dataclass, field
 
 from farspan.plan import names
-from farspan.plan.contents import Content, Contents, Pin, ProgramError
 from farspan.plan.program import (
     Allocate,
     AttentionMode,
@@ -37,6 +36,7 @@ from farspan.plan.program import (
 )
 from farspan.plan.residency import Kind
 from farspan.spec import Tier
+from tests.oracles.contents import Content, Contents, Pin, ProgramError
 
 OUTER = -1  # the weights outside the layers, among groups
 
