@@ -27,10 +27,10 @@ from farspan.engine.step import Step
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.architecture import Architecture
 from farspan.plan.model.families import architecture_from
-from farspan.plan.price.evaluate import evaluate
-from farspan.plan.price.machines import MachineFile, to_json
-from farspan.plan.question import Optimizer, Plan, Question
-from farspan.plan.strategies import STRATEGIES
+from farspan.planner.evaluate import evaluate
+from farspan.planner.machines import MachineFile, to_json
+from farspan.planner.request import Optimizer, Plan, Question
+from farspan.program.strategies import STRATEGIES
 from farspan.spec import MachineSpec, RunSpec, Schedule
 
 SMALL: dict[str, Any] = {

@@ -3,7 +3,7 @@
     python -m benchmarks.cluster --out benchmarks/results/cluster.json
 
 Nothing here was measured on a cluster. Rates are those of the machine's preset, the communication
-is that of `farspan.plan.price.collectives`, and copies and gathers go on beside the computation,
+is that of `farspan.planner.collectives`, and copies and gathers go on beside the computation,
 for every system alike: that is the schedule with streams of its own for them.
 
 - farspan: Ulysses over the K, V heads, shards for the rest, FSDP, the planner's search over a
@@ -30,16 +30,15 @@ from typing import Any
 
 from benchmarks.coarse import Coarse, even_cuts
 from farspan.plan.cell.describe import model_spec
-from farspan.plan.layout import Layout
 from farspan.plan.model.architecture import Architecture
 from farspan.plan.model.catalog import find_architecture
-from farspan.plan.price.evaluate import evaluate
-from farspan.plan.price.machines import machine
-from farspan.plan.price.ranks import most_layers, stage_schedule
-from farspan.plan.question import Budget, Plan, Question
-from farspan.plan.search.best_first import search, something_fits
-from farspan.plan.search.plans import best_plan, named_schedule
-from farspan.plan.search.space import whole_space
+from farspan.planner.evaluate import evaluate, most_layers, stage_schedule
+from farspan.planner.machines import machine
+from farspan.planner.plans import best_plan, named_schedule
+from farspan.planner.request import Budget, Plan, Question
+from farspan.planner.search import search, something_fits
+from farspan.planner.space import whole_space
+from farspan.program.layout import Layout
 from farspan.spec import ModelSpec, RunSpec
 
 MACHINE = "h100"

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from farspan.plan.search.space import Space, even
+from farspan.planner.space import Space, even
 from farspan.spec import Schedule, Tier
 
 

@@ -21,7 +21,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from farspan import Step, strategy
 from farspan.engine.microbench import describe_machine
 from farspan.engine.reference import reference_loss
-from farspan.plan.strategies import STRATEGIES
+from farspan.program.strategies import STRATEGIES
 
 STEPS = 100
 TOKENS = 1000  # no multiple of any chunk

@@ -18,8 +18,8 @@ from matplotlib import pyplot as plt
 from matplotlib.patches import Rectangle
 
 from benchmarks import fit_figures, fit_page, performance_figures
-from farspan.plan.build import build_program
-from farspan.plan.program import AttentionMode, Backward, Forward
+from farspan.program.builder import build_program
+from farspan.program.program import AttentionMode, Backward, Forward
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule
 
 ROOT = Path(__file__).parent.parent

@@ -22,15 +22,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from farspan.plan.ask import as_run
 from farspan.plan.cell.describe import model_spec
-from farspan.plan.headroom import headroom_bytes
 from farspan.plan.model.catalog import find_architecture
-from farspan.plan.price.evaluate import evaluate
-from farspan.plan.price.machines import machine
-from farspan.plan.question import Optimizer, Plan, Question
-from farspan.plan.search.plans import LEAST, longest_contexts, named_schedule
-from farspan.plan.strategies import STRATEGIES
+from farspan.planner.api import as_run
+from farspan.planner.evaluate import evaluate
+from farspan.planner.machines import machine
+from farspan.planner.plans import LEAST, longest_contexts, named_schedule
+from farspan.planner.request import Optimizer, Plan, Question, headroom_bytes
+from farspan.program.strategies import STRATEGIES
 from farspan.spec import MachineSpec, RunSpec, Schedule
 
 MACHINES = ("rtx4090", "l40s", "a100-80g", "h100", "h200", "b200")

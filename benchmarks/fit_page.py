@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from farspan.plan.units import write_seconds
+from farspan.formatting import write_seconds
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "will-it-fit.md"

@@ -18,7 +18,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from farspan import Schedule, Step, Tier
 from farspan.engine.memory import PeakMemory
 from farspan.engine.microbench import describe_machine
-from farspan.plan.sizes import made_bytes
+from farspan.program.program import made_bytes
 from farspan.spec import ModelSpec
 
 LENGTHS = (512, 1024, 1536)

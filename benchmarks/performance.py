@@ -14,9 +14,9 @@ from benchmarks.gpu.floor import Ceilings, floor
 from benchmarks.gpu.planned import Planner
 from benchmarks.gpu.show import PUBLISHED
 from benchmarks.gpu.work import AUTO, Item, full
-from farspan.plan.price.machines import machine
-from farspan.plan.question import Plan
-from farspan.plan.units import write_tokens
+from farspan.formatting import write_tokens
+from farspan.planner.machines import machine
+from farspan.planner.request import Plan
 
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
 OPENING, CLOSING = "<!-- table {} -->", "<!-- end -->"

@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib import pyplot as plt
 
 from benchmarks.performance import planner
-from farspan.plan.price.evaluate import evaluate
+from farspan.planner.evaluate import evaluate
 from farspan.report.timeline import step_spans
 from farspan.spec import Schedule, Tier
 

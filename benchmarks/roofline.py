@@ -43,14 +43,14 @@ from farspan.hf.fused_layers import in_shells, rules
 from farspan.hf.load import blank_model, config_from_fields
 from farspan.hf.stages import CausalLMStages
 from farspan.kernels.launch import Launch
-from farspan.plan import program as instructions
-from farspan.plan.blocks import Block
-from farspan.plan.build import build_program
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.catalog import find_architecture, find_config
-from farspan.plan.price.machines import machine
-from farspan.plan.program import Instruction, Program
-from farspan.plan.unread import unread_outputs
+from farspan.planner.machines import machine
+from farspan.program import program as instructions
+from farspan.program.attention_blocks import Block
+from farspan.program.builder import build_program
+from farspan.program.dependencies import unread_outputs
+from farspan.program.program import Instruction, Program
 from farspan.spec import LayerSpec, MachineSpec, RunSpec, Schedule, Tier
 
 MODEL = "Qwen2.5-7B"

@@ -12,8 +12,8 @@ import torch
 from benchmarks import agreement
 from farspan.engine.microbench import QUICK
 from farspan.engine.step import Step
-from farspan.plan.price.machines import from_json, machine
-from farspan.plan.strategies import STRATEGIES
+from farspan.planner.machines import from_json, machine
+from farspan.program.strategies import STRATEGIES
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "agreement.json"

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import curves, memory, step
 from farspan import Step, Tier
-from farspan.plan.strategies import STRATEGIES
+from farspan.program.strategies import STRATEGIES
 
 ROOT = Path(__file__).parent.parent
 

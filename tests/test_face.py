@@ -120,9 +120,9 @@ def test_a_slip_in_a_run_file_is_told_before_torch_is_imported(tmp_path: Path) -
     "imports",
     [
         "import farspan",
-        "import farspan.plan.question, farspan",
-        "import farspan, farspan.plan.question",
-        "import farspan.plan.grid\nimport farspan",
+        "import farspan.planner.request, farspan",
+        "import farspan, farspan.planner.request",
+        "import farspan.program.layout\nimport farspan",
         "from farspan import plan\nimport farspan\nassert plan is farspan.plan",
     ],
 )
@@ -130,7 +130,7 @@ def test_plan_is_a_package_and_a_function_in_every_order(imports: str) -> None:
     call = (
         "try:\n    farspan.plan('no such model', context=1, machine='h200')\n"
         "except farspan.Refused:\n    print('asked')\n"
-        "import farspan.plan.question\nassert callable(farspan.plan)\n"
-        "print(farspan.plan.question.__name__)"
+        "import farspan.planner.request\nassert callable(farspan.plan)\n"
+        "print(farspan.planner.request.__name__)"
     )
-    assert run(f"{imports}\n{call}").split() == ["asked", "farspan.plan.question"]
+    assert run(f"{imports}\n{call}").split() == ["asked", "farspan.planner.request"]

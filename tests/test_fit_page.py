@@ -9,13 +9,12 @@ import pytest
 
 from benchmarks import cluster, fit, fit_page
 from benchmarks.coarse import Coarse, even_cuts
-from farspan.plan.layout import Layout
-from farspan.plan.price.evaluate import evaluate
-from farspan.plan.price.ranks import refuse_layout
-from farspan.plan.question import Fit
-from farspan.plan.search.best_first import search
-from farspan.plan.search.plans import named_schedule
-from farspan.plan.strategies import STRATEGIES
+from farspan.planner.evaluate import evaluate, refuse_layout
+from farspan.planner.plans import named_schedule
+from farspan.planner.request import Fit
+from farspan.planner.search import search
+from farspan.program.layout import Layout
+from farspan.program.strategies import STRATEGIES
 from farspan.spec import Refused, Tier
 
 ROOT = Path(__file__).parent.parent

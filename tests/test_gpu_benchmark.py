@@ -25,10 +25,10 @@ from benchmarks.gpu.rows import is_done
 from benchmarks.gpu.session import Session
 from benchmarks.gpu.split import LINES
 from benchmarks.gpu.work import AUTO, SPARSE, Place, full, items, tiny
-from farspan.plan.price.evaluate import evaluate
-from farspan.plan.price.machines import machine
-from farspan.plan.question import Plan
-from farspan.plan.strategies import strategy
+from farspan.planner.evaluate import evaluate
+from farspan.planner.machines import machine
+from farspan.planner.request import Plan
+from farspan.program.strategies import strategy
 from farspan.spec import Refused
 from farspan.train.config import StatesPlace
 from farspan.train.optimizer import Placed

@@ -17,7 +17,7 @@ from benchmarks.gpu.steps import reserve
 from benchmarks.gpu.work import Place, Work, full, items, tiny
 from farspan import Step
 from farspan.memory.host import TooLarge
-from farspan.plan.price.machines import from_json, machine
+from farspan.planner.machines import from_json, machine
 from farspan.spec import Schedule, Tier
 
 GIB = 2**30

@@ -8,8 +8,8 @@ import pytest
 from benchmarks.children import Row
 from benchmarks.gpu import show
 from benchmarks.gpu.planned import CAPABILITIES, Card, preset_for
-from farspan.plan.price.machines import machine
-from farspan.plan.price.machines import names as presets
+from farspan.planner.machines import machine
+from farspan.planner.machines import names as presets
 
 
 @pytest.mark.parametrize(

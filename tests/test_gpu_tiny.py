@@ -13,7 +13,7 @@ from benchmarks.children import Row
 from benchmarks.gpu.planned import ROOM
 from benchmarks.gpu.split import LINES
 from benchmarks.gpu.work import Place, items, tiny
-from farspan.plan.strategies import STRATEGIES
+from farspan.program.strategies import STRATEGIES
 
 GIB = 2**30
 

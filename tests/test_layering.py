@@ -39,9 +39,9 @@ SEAM = "farspan.lazy"  # the only module that may import by name
 # has the machine measured, whoever plans a family that is not known has its layers run, whoever
 # prints a plan sees its tables, whoever installs the allocator installs it in torch.
 UPWARD = {
-    ("farspan.plan.ask", "farspan.engine.calibrate"),
-    ("farspan.plan.ask", "farspan.hf.describe"),
-    ("farspan.plan.question", "farspan.report.plan"),
+    ("farspan.planner.api", "farspan.engine.calibrate"),
+    ("farspan.planner.api", "farspan.hf.describe"),
+    ("farspan.planner.request", "farspan.report.plan"),
     ("farspan.memory", "farspan.engine.allocator"),
 }
 
@@ -60,7 +60,7 @@ def read_sources() -> Sources:
 
 
 def layer(module: str) -> str:
-    """`plan` for `farspan.plan.grid`; the package itself is the layer `__init__`."""
+    """`plan` for `farspan.program.layout`; the package itself is the layer `__init__`."""
     inner = module.partition(".")[2]
     return INSIDE.get(inner, inner.split(".")[0] or "__init__")
 
@@ -234,16 +234,16 @@ def test_blocking_torch_catches_an_indirect_import(tmp_path: Path) -> None:
     ("module", "text"),
     [
         ("farspan.spec", "from farspan.memory import buffer"),
-        ("farspan.plan.grid", "import farspan.engine.interpreter"),
+        ("farspan.program.layout", "import farspan.engine.interpreter"),
         ("farspan.attention.softmax", "from farspan.engine.tiers import Arena"),
         ("farspan.data.packing", "from farspan.report import tables"),
         ("farspan.train.trainer", "from farspan import Step"),
         ("farspan.cli", "import farspan"),
-        ("farspan.plan.grid", "from farspan.utils import chunks"),
+        ("farspan.program.layout", "from farspan.utils import chunks"),
         ("farspan.sparse.pages", "import farspan.sparse.engine"),
         ("farspan.sparse.engine", "import farspan.sparse.train"),
         ("farspan.utils", ""),
-        ("farspan.plan.grid", "from farspan.lazy import load\nload('farspan.cli', 'main')"),
+        ("farspan.program.layout", "from farspan.lazy import load\nload('farspan.cli', 'main')"),
     ],
 )
 def test_wrong_direction_is_found(module: str, text: str) -> None:
@@ -264,7 +264,7 @@ def test_imports_that_go_down_pass() -> None:
         "farspan.engine.step": "from farspan.engine.attention_op import forward\nimport torch",
         "farspan.engine.attention_op": "from farspan.spec import Schedule",
         "farspan.plan": "",
-        "farspan.plan.grid": "from farspan.memory.buffer import Buffer",
+        "farspan.program.layout": "from farspan.memory.buffer import Buffer",
     }
     gates = (wrong_direction, private_exports, cycles, hidden_imports, torch_imports)
     assert [offence for gate in gates for offence in gate(sources)] == []
@@ -304,7 +304,7 @@ def test_cycle_is_found() -> None:
     ],
 )
 def test_hidden_import_is_found(text: str) -> None:
-    assert hidden_imports({"farspan.plan.grid": text})
+    assert hidden_imports({"farspan.program.layout": text})
 
 
 def test_only_the_seam_may_compute_an_import() -> None:

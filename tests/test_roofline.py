@@ -11,8 +11,8 @@ from benchmarks.gpu.floor import Ceilings, floor
 from benchmarks.roofline import AFTER, BEFORE, MODEL, SCHEDULE, count_step, lines
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.catalog import find_architecture
-from farspan.plan.price.machines import machine
-from farspan.plan.question import Question
+from farspan.planner.machines import machine
+from farspan.planner.request import Question
 from farspan.spec import Curve, RunSpec
 from tests.versions import FLOAT_POSITIONS
 

@@ -28,7 +28,7 @@ from benchmarks.gpu import show
 from benchmarks.gpu.planned import Card
 from benchmarks.gpu.session import CHILD, Session
 from benchmarks.gpu.work import Work, full, tiny
-from farspan.plan.units import read_bytes
+from farspan.formatting import read_bytes
 from farspan.report.plan import MFU_CONVENTION
 from farspan.spec import Refused
 

@@ -16,10 +16,10 @@ from benchmarks.gpu.device import dtype_of, give_back
 from farspan.attention.choose import select_kernel
 from farspan.engine.calibrate import Calibration
 from farspan.engine.microbench import GLANCE, QUICK, AttentionProblem, Bench
-from farspan.plan.blocks import Block
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.families import architecture_from
-from farspan.plan.price.machines import contradictions, to_json
+from farspan.planner.machines import contradictions, to_json
+from farspan.program.attention_blocks import Block
 from farspan.spec import LayerSpec
 
 LOOKS = 2

@@ -18,7 +18,7 @@ from benchmarks.gpu.device import draw, give_back, make_model
 from benchmarks.gpu.steps import widened
 from farspan import Step, strategy
 from farspan.engine.reference import gradients_of, reference_loss
-from farspan.plan.strategies import STRATEGIES
+from farspan.program.strategies import STRATEGIES
 
 LAYERS = 4
 # Heads of 512 / 4 = 128, as the model's: what cuDNN and flash attention are fastest with.

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from farspan.plan.question import Question
-from farspan.plan.reach import seen_pairs
+from farspan.planner.request import Question
+from farspan.program.attention_blocks import seen_pairs
 from farspan.spec import BACKWARD_PRODUCTS, Schedule
 from tests.oracles.formulas import attention_passes, linear_passes
 

@@ -16,13 +16,13 @@ from benchmarks.gpu.work import AUTO, SPARSE, Item, Work
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.architecture import Architecture
 from farspan.plan.model.families import architecture_from
-from farspan.plan.price.evaluate import evaluate, useful_flop
-from farspan.plan.price.machines import machine, preset_of_gpu
-from farspan.plan.price.seconds import rates_of
-from farspan.plan.price.states import states, update_seconds
-from farspan.plan.question import Fit, Optimizer, Plan, Question
-from farspan.plan.search.plans import best_plan
-from farspan.plan.strategies import strategy
+from farspan.planner.evaluate import evaluate, useful_flop
+from farspan.planner.machines import machine, preset_of_gpu
+from farspan.planner.plans import best_plan
+from farspan.planner.prices import rates_of
+from farspan.planner.request import Fit, Optimizer, Plan, Question
+from farspan.planner.states import states, update_seconds
+from farspan.program.strategies import strategy
 from farspan.spec import MachineSpec, ModelSpec, RunSpec, Schedule
 from farspan.train.config import StatesPlace
 from farspan.train.optimizer import Placed, choose_place

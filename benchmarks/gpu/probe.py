@@ -31,7 +31,7 @@ from farspan.attention.choose import select_kernel
 from farspan.attention.softmax import BackwardQueries, merge_
 from farspan.engine.microbench import describe_machine
 from farspan.engine.tiers import Arena
-from farspan.plan.blocks import Block
+from farspan.program.attention_blocks import Block
 from farspan.spec import Tier
 
 BF16 = torch.bfloat16

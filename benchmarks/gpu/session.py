@@ -24,8 +24,8 @@ from benchmarks.gpu.rows import (
 )
 from benchmarks.gpu.work import SPARSE, Item, Work, items
 from farspan.memory.host import available_host_bytes, describe_host
-from farspan.plan.price.machines import from_json
-from farspan.plan.question import Plan
+from farspan.planner.machines import from_json
+from farspan.planner.request import Plan
 from farspan.spec import Refused, Schedule
 
 CHILD = "benchmarks.gpu.child"

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from farspan.plan.price.machines import preset_of_gpu
+from farspan.planner.machines import preset_of_gpu
 
 Row = Mapping[str, Any]
 

@@ -37,10 +37,10 @@ from benchmarks.record.models import (
     program_of,
     with_rates,
 )
-from farspan.plan.layout import Layout
-from farspan.plan.price.machines import machine
-from farspan.plan.simulate import simulate
-from farspan.plan.strategies import strategy
+from farspan.planner.machines import machine
+from farspan.program.layout import Layout
+from farspan.program.simulate import simulate
+from farspan.program.strategies import strategy
 from farspan.spec import MachineSpec, ModelSpec, Tier
 
 NODE = 4

@@ -34,9 +34,9 @@ from benchmarks.record.models import (
     program_of,
     with_rates,
 )
-from farspan.plan.layout import Layout
-from farspan.plan.price.machines import machine
-from farspan.plan.simulate import simulate
+from farspan.planner.machines import machine
+from farspan.program.layout import Layout
+from farspan.program.simulate import simulate
 from farspan.spec import MachineSpec, ModelSpec, Schedule, Tier
 
 BATCH = 16  # sequences an iteration, from wall time, throughput and length of every row

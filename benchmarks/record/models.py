@@ -3,14 +3,14 @@
 from dataclasses import replace
 from functools import lru_cache
 
-from farspan.plan.build import build_program
-from farspan.plan.layout import Layout
-from farspan.plan.price.collectives import Collectives
-from farspan.plan.price.machines import machine
-from farspan.plan.price.ranks import kinds_of
-from farspan.plan.price.seconds import Prices
-from farspan.plan.program import AttentionMode, Backward, Forward, Head, Program
-from farspan.plan.question import Optimizer, Question
+from farspan.planner.collectives import Collectives
+from farspan.planner.evaluate import kinds_of
+from farspan.planner.machines import machine
+from farspan.planner.prices import Prices
+from farspan.planner.request import Optimizer, Question
+from farspan.program.builder import build_program
+from farspan.program.layout import Layout
+from farspan.program.program import AttentionMode, Backward, Forward, Head, Program
 from farspan.spec import (
     Curve,
     LayerSpec,

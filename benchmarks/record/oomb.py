@@ -25,10 +25,10 @@ from benchmarks.record.models import (
     program_of,
     with_rates,
 )
-from farspan.plan.price.machines import machine
-from farspan.plan.price.seconds import Prices
-from farspan.plan.program import Head, Program
-from farspan.plan.simulate import simulate
+from farspan.planner.machines import machine
+from farspan.planner.prices import Prices
+from farspan.program.program import Head, Program
+from farspan.program.simulate import simulate
 from farspan.spec import MachineSpec, Schedule, Tier
 
 MIB = 1 << 20

@@ -2,8 +2,8 @@
 
 from farspan import memory, plan
 from farspan.lazy import attributes
-from farspan.plan.layout import Layout
-from farspan.plan.strategies import strategy
+from farspan.program.layout import Layout
+from farspan.program.strategies import strategy
 from farspan.spec import Refused, Schedule, Sparse, Tier
 from farspan.version import VERSION as __version__
 

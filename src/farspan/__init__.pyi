@@ -3,9 +3,9 @@ from farspan.distributed.context import ParallelContext
 from farspan.engine.parallelize import ShardedModel, parallelize
 from farspan.engine.step import Progress, Step
 from farspan.engine.verify import Verification, VerificationRun, verify
-from farspan.plan.ask import plan
-from farspan.plan.layout import Layout
-from farspan.plan.strategies import strategy
+from farspan.planner.api import plan
+from farspan.program.layout import Layout
+from farspan.program.strategies import strategy
 from farspan.spec import Refused, Schedule, Sparse, Tier
 from farspan.train.hf_trainer import LongContext, Trainer
 from farspan.version import VERSION as __version__

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from farspan.plan.sizes import ALIGNMENT, aligned
+from farspan.program.program import ALIGNMENT, aligned
 
 MORE = (
     "a cell saved more than planned, as when a router chose more experts; the rest stays on the "

@@ -11,7 +11,7 @@ from farspan.attention.backends import BlockKernel
 from farspan.attention.choose import select_kernel
 from farspan.attention.chunk import AttentionCall, attend, attend_backward
 from farspan.attention.softmax import accumulate_dtype, reference
-from farspan.plan.blocks import document_runs, plan_blocks
+from farspan.program.attention_blocks import document_runs, plan_blocks
 from tests.numerics import relative_error
 
 

@@ -11,9 +11,8 @@ from farspan.attention.backends import BlockKernel
 from farspan.attention.choose import select_kernel
 from farspan.attention.chunk import AttentionCall, attend_backward, attend_blocks
 from farspan.attention.softmax import accumulate_dtype, add_sinks, merge_, sink_gradient
-from farspan.plan.blocks import Block, document_runs
-from farspan.plan.held_blocks import Held, plan_held_blocks
-from farspan.plan.layout import Range, part
+from farspan.program.attention_blocks import Block, Held, document_runs, plan_held_blocks
+from farspan.program.layout import Range, part
 from tests.attention.cases import Case, Inputs, Results
 
 Deal = Callable[[Range, int, int], Range]  # the part of a chunk that one of so many ranks has

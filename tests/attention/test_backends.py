@@ -19,8 +19,8 @@ from farspan.attention.backends import (
 )
 from farspan.attention.chunk import attend
 from farspan.attention.softmax import BackwardQueries, Tiled, reference, row_tiles, visible
-from farspan.plan.blocks import Block, plan_blocks
-from farspan.plan.grid import chunk_ranges
+from farspan.program.attention_blocks import Block, plan_blocks
+from farspan.program.layout import chunk_ranges
 from tests.attention.cases import (
     Case,
     Inputs,

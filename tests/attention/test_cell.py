@@ -13,8 +13,8 @@ from torch import Tensor
 from farspan.attention.backends import BlockKernel, CpuFlash
 from farspan.attention.chunk import AttentionCall, attend, attend_backward, attend_blocks
 from farspan.attention.softmax import Tiled, merge_
-from farspan.plan.blocks import Block
-from farspan.plan.layout import part
+from farspan.program.attention_blocks import Block
+from farspan.program.layout import part
 from tests.attention.cases import (
     Case,
     Inputs,

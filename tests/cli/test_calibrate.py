@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from farspan import cli
-from farspan.plan.price.machines import MachineFile, machine, read
+from farspan.planner.machines import MachineFile, machine, read
 from farspan.spec import Refused
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from farspan import cli
 from farspan.cli.verify import base_schedule
 from farspan.durable import WriteFailed
-from farspan.plan.strategies import strategy
+from farspan.program.strategies import strategy
 from farspan.train.config import RunConfig, ScheduleConfig
 from farspan.train.step_runner import PlanComparison
 from farspan.train.trainer import TrainingResult

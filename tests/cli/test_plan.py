@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 import farspan
 from farspan import cli
-from farspan.plan.question import Plan, Question
-from farspan.plan.strategies import STRATEGIES
+from farspan.planner.request import Plan, Question
+from farspan.program.strategies import STRATEGIES
 from farspan.spec import Refused, RunSpec, Sparse
 from tests.report.cases import fitting, overrun
 
@@ -285,7 +285,7 @@ def test_what_is_measured_is_said_beside_the_answer(monkeypatch: pytest.MonkeyPa
         progress("matrix products")
         raise Refused("enough")
 
-    monkeypatch.setattr("farspan.plan.ask.load", lambda *_: measure)
+    monkeypatch.setattr("farspan.planner.api.load", lambda *_: measure)
     outcome = call("plan", "--model", "Qwen2.5-0.5B", "--context", "8K")
     assert "this machine: matrix products\n" in outcome.stderr
     assert outcome.stdout == ""

@@ -10,9 +10,9 @@ import yaml
 from typer.testing import CliRunner
 
 from farspan import cli
-from farspan.plan.price.evaluate import evaluate
-from farspan.plan.search import plans
-from farspan.plan.strategies import strategy
+from farspan.planner import plans
+from farspan.planner.evaluate import evaluate
+from farspan.program.strategies import strategy
 from farspan.spec import MachineSpec, Refused, RunSpec, Schedule, Sparse
 from farspan.train.config import load_run
 from farspan.train.plan_run import Asked, QuestionsOfRun, questions_of_run

@@ -11,7 +11,7 @@ from farspan.distributed.context import ParallelContext, broadcast_from_rank0
 from farspan.distributed.fsdp import local
 from farspan.engine.parallelize import ShardedModel, parallelize
 from farspan.hf.load import Weights, load_model
-from farspan.plan.layout import Layout
+from farspan.program.layout import Layout
 from farspan.spec import Refused, Schedule
 from tests.grids import part_of
 from tests.ranks import run_ranks

@@ -20,7 +20,7 @@ from farspan.distributed.context import (
 from farspan.distributed.fsdp import ShardedParameters, Stage, local
 from farspan.distributed.launch import LaunchEnv, process_group
 from farspan.engine.tiers import refuse_beyond_together
-from farspan.plan.layout import Layout
+from farspan.program.layout import Layout
 from farspan.train.config import Auto
 from farspan.train.trainer import train
 from tests.distributed.cut import Model

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from farspan.engine.tiers import CopyEngine
-from farspan.plan.footprints import Lane
-from farspan.plan.waits import Hazard
+from farspan.program.dependencies import Hazard, Lane
 
 COPY_LANES = (Lane.FETCH, Lane.EVICT)
 

@@ -10,7 +10,7 @@ from farspan.distributed.context import ParallelContext
 from farspan.engine.memory import PeakMemory, dry_run_apart, estimate_memory
 from farspan.engine.parallelize import parallelize
 from farspan.engine.step import Step
-from farspan.plan.layout import Layout
+from farspan.program.layout import Layout
 from farspan.spec import Schedule, Sparse
 from tests.ranks import run_ranks
 from tests.zoo import make_model

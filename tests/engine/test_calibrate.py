@@ -24,8 +24,8 @@ from farspan.engine.microbench import (
     workspace,
 )
 from farspan.engine.tiers import Arena
-from farspan.plan.ask import Request
-from farspan.plan.price.machines import (
+from farspan.planner.api import Request
+from farspan.planner.machines import (
     CURVES,
     OTHER_CURVES,
     MachineFile,
@@ -36,7 +36,7 @@ from farspan.plan.price.machines import (
     user_file,
     write,
 )
-from farspan.plan.search.plans import best_plan
+from farspan.planner.plans import best_plan
 from farspan.spec import Curve, LayerSpec, Refused
 
 CPU = torch.device("cpu")

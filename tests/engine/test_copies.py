@@ -10,8 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from farspan.engine.tiers import CopyEngine, StreamOrder
-from farspan.plan.footprints import Lane
-from farspan.plan.waits import Order, Wait
+from farspan.program.dependencies import Lane, Order, Wait
 
 CUDA = torch.device("cuda", 0)
 

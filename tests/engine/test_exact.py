@@ -14,7 +14,7 @@ from farspan.engine.reference import gradients_of, reference_loss
 from farspan.engine.step import Step
 from farspan.hf.attention_interface import answering, routed
 from farspan.hf.stages import CausalLMStages
-from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import Schedule, Tier
 from tests.engine.checks import (
     Data,

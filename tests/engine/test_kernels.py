@@ -20,13 +20,13 @@ from farspan.engine.kernels import (
 )
 from farspan.engine.memory import PeakMemory
 from farspan.engine.step import Step
-from farspan.plan import blocks as blocks_module
-from farspan.plan.blocks import Block, cut_wide, most_of, plan_blocks
-from farspan.plan.build import build_program
-from farspan.plan.grid import chunk_ranges
-from farspan.plan.price.machines import read, user_file, write
-from farspan.plan.program import Program
-from farspan.plan.strategies import strategy
+from farspan.planner.machines import read, user_file, write
+from farspan.program import attention_blocks as blocks_module
+from farspan.program.attention_blocks import Block, cut_wide, most_of, plan_blocks
+from farspan.program.builder import build_program
+from farspan.program.layout import chunk_ranges
+from farspan.program.program import Program
+from farspan.program.strategies import strategy
 from farspan.spec import (
     AttentionKernel,
     Kernels,

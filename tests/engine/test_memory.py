@@ -10,9 +10,9 @@ from torch import Tensor
 from farspan.engine.loss import make_inputs
 from farspan.engine.memory import LiveStorage, PeakMemory, estimate_memory, refuse_too_large
 from farspan.engine.step import Step
-from farspan.plan.price.evaluate import INPUT_BYTES
-from farspan.plan.sizes import made_bytes
-from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.planner.evaluate import INPUT_BYTES
+from farspan.program.program import made_bytes
+from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import Refused, Schedule, Sparse, Tier
 from tests.grids import crossed, part_of
 from tests.zoo import RECURRENT, make_model

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from farspan.engine.step import Step
-from farspan.plan.program import Forward
-from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.program.program import Forward
+from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import Schedule, Sparse, Tier
 from tests.engine.checks import draw
 from tests.grids import part_of

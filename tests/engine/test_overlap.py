@@ -14,11 +14,10 @@ from farspan.engine.attention_op import AttentionContext, ChunkAttention
 from farspan.engine.buffers import ProgramBuffers
 from farspan.engine.step import Step
 from farspan.engine.tiers import Arena, CopyEngine, StreamOrder
-from farspan.plan import names
-from farspan.plan.footprints import Lane
-from farspan.plan.program import Allocate, Backward, Evict, Fetch, Forward
-from farspan.plan.strategies import STRATEGIES, strategy
-from farspan.plan.waits import EVERY, Hazard, waits
+from farspan.program import buffer_names as names
+from farspan.program.dependencies import EVERY, Hazard, Lane, waits
+from farspan.program.program import Allocate, Backward, Evict, Fetch, Forward
+from farspan.program.strategies import STRATEGIES, strategy
 from farspan.sparse.engine import watched_cell
 from farspan.spec import Refused, Schedule, Sparse, Tier
 from tests.engine.checks import Data, Outcome, assert_same_bits, draw, gradients
@@ -194,7 +193,7 @@ def test_pages_are_fetched_when_they_are_known(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_slab_never_leaves_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planned too small, or with more units than were said."""
-    monkeypatch.setattr("farspan.plan.build.slot_bytes", lambda *_, **__: 1024)
+    monkeypatch.setattr("farspan.program.builder.slot_bytes", lambda *_, **__: 1024)
     step = Step(shared_model("qwen2", torch.float32), SPARSE_SCHEDULES["streamed"])
     with pytest.raises(AssertionError, match=r"pages\.slot\.\d: \d+ units"):
         step(*LONGER)

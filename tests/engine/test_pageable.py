@@ -10,7 +10,7 @@ from torch import Tensor
 
 from farspan.engine import tiers as arena_module
 from farspan.engine.step import Step
-from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import Schedule, Sparse, Tier
 from tests.engine.checks import draw
 from tests.zoo import LAYERS, make_model

@@ -11,10 +11,10 @@ from farspan.distributed.fsdp import local
 from farspan.engine.memory import PeakMemory
 from farspan.engine.parallelize import parallelize
 from farspan.engine.step import Step
-from farspan.plan.layout import Layout
-from farspan.plan.price.evaluate import size
-from farspan.plan.price.machines import machine
-from farspan.plan.question import Optimizer, Question
+from farspan.planner.evaluate import size
+from farspan.planner.machines import machine
+from farspan.planner.request import Optimizer, Question
+from farspan.program.layout import Layout
 from farspan.spec import RunSpec, Schedule
 from farspan.train.context import inspect_model
 from tests.grids import exhaustive

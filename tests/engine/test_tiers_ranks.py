@@ -8,7 +8,7 @@ from farspan.engine.parallelize import parallelize
 from farspan.engine.step import Step
 from farspan.engine.tiers import refuse_beyond_together
 from farspan.memory.host import GIB, TooLarge
-from farspan.plan.layout import Layout
+from farspan.program.layout import Layout
 from farspan.spec import Schedule
 from farspan.train.config import OptimizerConfig, StatesPlace
 from farspan.train.optimizer import TrainingOptimizer, sharded_parameters

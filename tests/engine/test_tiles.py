@@ -12,13 +12,12 @@ import farspan.hf.tiled_mlp as mechanism
 from farspan.engine.step import Step
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.tiled_mlp import tokenwise
-from farspan.plan.build import build_program
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.families import architecture_from
-from farspan.plan.program import Forward
-from farspan.plan.strategies import STRATEGIES, strategy
-from farspan.plan.tiled import feed_forward_passes
-from farspan.plan.unread import unread_outputs
+from farspan.program.builder import build_program
+from farspan.program.dependencies import feed_forward_passes, unread_outputs
+from farspan.program.program import Forward
+from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import Refused, RunSpec, Schedule, Tier
 from tests.engine.checks import (
     Outcome,

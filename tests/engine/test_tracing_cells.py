@@ -10,9 +10,9 @@ import torch
 from farspan.engine.trace import NO_TEMPORARIES, meta_model
 from farspan.engine.trace_steps import Recording, TraceRequest, own_strategy, trace_cells
 from farspan.memory.trace import FreeEvent, Malloc, Mark, Trace
-from farspan.plan.ask import Request
-from farspan.plan.price.evaluate import Sized, size
-from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.planner.api import Request
+from farspan.planner.evaluate import Sized, size
+from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import Kernels, Refused, Tier
 
 LAYERS, TOKENS, RANK = 3, 500, 4

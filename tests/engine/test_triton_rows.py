@@ -8,7 +8,7 @@ from torch import Tensor
 
 from farspan.engine.tiers import PROGRAMS, TILE_BYTES, Arena, CopyEngine, launch_rows
 from farspan.lazy import load
-from farspan.plan.footprints import Lane
+from farspan.program.dependencies import Lane
 from farspan.spec import Tier
 from tests.sparse.triton_cases import interpreter
 

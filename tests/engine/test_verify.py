@@ -16,7 +16,7 @@ from farspan.engine.buffers import KVPrefix, ProgramBuffers
 from farspan.engine.gradients import GradientAccumulator
 from farspan.engine.loss import LossHead
 from farspan.engine.verify import Verification, VerificationRun, verify
-from farspan.plan.strategies import STRATEGIES
+from farspan.program.strategies import STRATEGIES
 from farspan.spec import Refused, Schedule, Tier
 from tests.grids import crossed, part_of
 from tests.zoo import VOCAB, make_model, shared_model

@@ -23,7 +23,7 @@ from farspan.engine.verify import (
     perturbed_embeddings,
     verify,
 )
-from farspan.plan.blocks import Block, plan_blocks
+from farspan.program.attention_blocks import Block, plan_blocks
 from farspan.spec import Schedule
 from tests.grids import part_of
 from tests.numerics import EXACT
@@ -141,7 +141,7 @@ def window_too_wide(patch: pytest.MonkeyPatch) -> None:
     def plan(start: int, stop: int, size: int, window: int, *rest: Any) -> tuple[Block, ...]:
         return plan_blocks(start, stop, size, window + 1, *rest)
 
-    patch.setattr("farspan.plan.held_blocks.plan_blocks", plan)
+    patch.setattr("farspan.program.attention_blocks.plan_blocks", plan)
 
 
 FAULTS = (

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from farspan.hf.load import Weights, add_adapters, load_model, stacked_experts
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.families import architecture_from
-from farspan.plan.strategies import strategy
+from farspan.program.strategies import strategy
 from farspan.spec import Refused
 from tests.engine.checks import assert_close, draw, gradients, run_oracle, run_step
 from tests.zoo import make_model

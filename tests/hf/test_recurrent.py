@@ -15,7 +15,7 @@ from farspan.hf.describe import describe
 from farspan.hf.load import add_adapters
 from farspan.hf.probe import Float64Mode
 from farspan.hf.stages import CausalLMStages
-from farspan.plan.states import with_states
+from farspan.program.layout import with_states
 from farspan.spec import Kernels, Refused, Schedule, Sparse, Tier
 from tests.engine.checks import Data, assert_close, draw, run_oracle, run_step
 from tests.grids import exhaustive, part_of

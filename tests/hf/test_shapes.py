@@ -11,7 +11,7 @@ import torch
 from farspan.hf.describe import describe, describe_config, describe_shapes, with_work
 from farspan.hf.load import add_adapters, blank_model
 from farspan.hf.stages import CausalLMStages
-from farspan.plan.ask import Request
+from farspan.planner.api import Request
 from farspan.spec import ModelSpec, Refused
 from tests.grids import crossed
 from tests.zoo import COMMON, FAMILIES, make_model
@@ -121,6 +121,6 @@ def test_without_torch_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) 
     def load(_: str, __: str) -> None:
         raise ImportError("No module named 'torch'")
 
-    monkeypatch.setattr("farspan.plan.ask.load", load)
+    monkeypatch.setattr("farspan.planner.api.load", load)
     with pytest.raises(Refused, match=r"model_type: .*'olmo2'; planning any other .*torch"):
         Request(TINY, 64, "h200").question()

@@ -14,9 +14,9 @@ class Fault:
     tests: tuple[str, ...]  # pytest's node ids
 
 
-BLOCKS = ("tests/plan/test_blocks.py",)
+BLOCKS = ("tests/program/test_blocks.py",)
 TWO_PARTS = "tests/attention/test_cell.py::test_parts_that_kernels_join_two_at_a_time"
-CAUGHT = "tests/plan/test_check.py::"
+CAUGHT = "tests/program/test_check.py::"
 CELL = ("tests/attention/test_cell.py::test_equals_dense_attention_in_float64",)
 CHECKPOINT = ("tests/checkpoint/test_local.py",)
 COPIES = ("tests/engine/test_overlap.py::test_the_same_bits_in_any_order",)
@@ -28,7 +28,7 @@ DOCUMENT = (
 RECURRENT = ("tests/hf/test_recurrent.py::test_documents_of_a_token",)
 HOST = "tests/train/test_optimizer_host.py::"
 RESUMED = "tests/train/test_interrupt.py::"
-RACES = ("tests/plan/test_waits.py::test_nothing_races",)
+RACES = ("tests/program/test_waits.py::test_nothing_races",)
 
 PROGRAMS = (
     Fault(
@@ -53,14 +53,14 @@ PROGRAMS = (
         "checker: races between two writers pass",
         "meet &= (wrote == 1) | writes",
         "meet &= (wrote == 0) & writes",
-        ("tests/plan/test_waits.py::test_no_wait_is_spare",),
+        ("tests/program/test_waits.py::test_no_wait_is_spare",),
     ),
     Fault(
         "program: a slot too few for the chunks",
         "return ring[turn % len(ring)]",
         "return ring[0]",
         (
-            "tests/plan/price/test_timeline.py::test_copies_hide_on_a_gpu",
+            "tests/planner/test_timeline.py::test_copies_hide_on_a_gpu",
             "tests/engine/test_overlap.py::test_without_waits_of_instructions",
         ),
     ),
@@ -87,8 +87,8 @@ PROGRAMS = (
         "                yield False, Kind.DKV, size",
         "                yield False, Kind.DKV, 0",
         (
-            "tests/plan/test_simulate.py::test_streamed_prefixes_grow_with_the_square",
-            "tests/plan/test_simulate.py::test_streamed_states_are_those_of_the_chunk_before",
+            "tests/program/test_simulate.py::test_streamed_prefixes_grow_with_the_square",
+            "tests/program/test_simulate.py::test_streamed_states_are_those_of_the_chunk_before",
         ),
     ),
 )
@@ -410,7 +410,7 @@ RANKS = (
         "shares: a part begins a token late",
         "return start + size * index // count, start",
         "return start + (size * index + 1) // count, start",
-        ("tests/plan/test_share.py",),
+        ("tests/program/test_share.py",),
     ),
     Fault(
         "fsdp: a micro-batch's gradient replaces the sum",
@@ -489,38 +489,38 @@ PLANNER = (
         "outside = (self.kept.attention >= self.kept.graphs)",
         "outside = (self.kept.attention >= 0)",
         (
-            "tests/plan/search/test_bound.py::test_bounds_hold",
-            "tests/plan/search/test_bound.py::test_memory_is_never_overestimated",
+            "tests/planner/test_bound.py::test_bounds_hold",
+            "tests/planner/test_bound.py::test_memory_is_never_overestimated",
         ),
     ),
     Fault(
         "bound: groups' first inputs are counted twice",
         "inner[k, [first for first, _ in groups]] = 0.0",
         "inner[k, [first for first, _ in groups]] = 1.0",
-        ("tests/plan/search/test_bound.py::test_memory_is_never_overestimated",),
+        ("tests/planner/test_bound.py::test_memory_is_never_overestimated",),
     ),
     Fault(
         "timeline: a write does not wait for reads",
         "            if writes and use.read > end:",
         "            if writes and use.read > end + 1e9:",
         (
-            "tests/plan/price/test_timeline.py::test_no_race",
-            "tests/plan/price/test_timeline.py::test_times_are_those_of_the_engines_waits",
+            "tests/planner/test_timeline.py::test_no_race",
+            "tests/planner/test_timeline.py::test_times_are_those_of_the_engines_waits",
         ),
     ),
     Fault(
         "stages: chunks are cut by work that is done",
         "wanted = done - (done - whole) // left",
         "wanted = done + whole // left",
-        ("tests/plan/test_balance.py",),
+        ("tests/program/test_balance.py",),
     ),
     Fault(
         "search: a plan above the limit is the lightest",
         "if plan is not None and plan.seconds.total <= limit:",
         "if plan is not None:",
         (
-            "tests/plan/search/test_thrift.py",
-            "tests/plan/search/test_best_first.py::test_nothing_as_fast_takes_less",
+            "tests/planner/test_thrift.py",
+            "tests/planner/test_best_first.py::test_nothing_as_fast_takes_less",
         ),
     ),
 )

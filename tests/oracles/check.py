@@ -8,8 +8,8 @@ grows with instructions x chunks.
 
 from dataclasses import dataclass, field
 
-from farspan.plan import names
-from farspan.plan.program import (
+from farspan.program import buffer_names as names
+from farspan.program.program import (
     Allocate,
     AttentionMode,
     Backward,
@@ -34,7 +34,7 @@ from farspan.plan.program import (
     Store,
     StoreGradient,
 )
-from farspan.plan.residency import Kind
+from farspan.program.residency import Kind
 from farspan.spec import Tier
 from tests.oracles.contents import Content, Contents, Pin, ProgramError
 

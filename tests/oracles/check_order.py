@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from farspan.plan.footprints import Lane
-from farspan.plan.program import (
+from farspan.program.dependencies import Lane, Order
+from farspan.program.program import (
     Allocate,
     AttentionMode,
     Backward,
@@ -32,8 +32,7 @@ from farspan.plan.program import (
     Store,
     StoreGradient,
 )
-from farspan.plan.residency import Kind
-from farspan.plan.waits import Order
+from farspan.program.residency import Kind
 from farspan.spec import LayerSpec, Tier
 from tests.oracles.contents import ProgramError
 

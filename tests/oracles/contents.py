@@ -7,9 +7,9 @@ gradient, O and LSE, dK and dV with the chunks that were added to them, a cell's
 from dataclasses import dataclass, field
 from math import prod
 
-from farspan.plan import names
-from farspan.plan.program import Buffer, Program
-from farspan.plan.residency import RESIDENCY, Kind
+from farspan.program import buffer_names as names
+from farspan.program.program import Buffer, Program
+from farspan.program.residency import RESIDENCY, Kind
 from farspan.spec import LayerSpec, Tier
 
 SLOT = -1  # the layer of a slot, and the place of what it holds

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from rich.console import Console, RenderableType
 
-from farspan.plan.layout import Layout
-from farspan.plan.price.machines import machine
-from farspan.plan.question import Budget, Plan, Question, Seconds
+from farspan.planner.machines import machine
+from farspan.planner.request import Budget, Plan, Question, Seconds
+from farspan.program.layout import Layout
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Tier
 
 GIB = 2**30

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from farspan.plan.price.machines import names, read
+from farspan.planner.machines import names, read
 from farspan.report.tables import LINKS, machine_view
 from farspan.spec import Curve, MachineSpec
 from tests.report.cases import text_of

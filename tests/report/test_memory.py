@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from farspan.formatting import write_seconds
 from farspan.memory.compare.allocators import CREATE, MAP, RELEASE, UNMAP
 from farspan.memory.compare.compare import (
     CACHING,
@@ -17,7 +18,6 @@ from farspan.memory.compare.compare import (
     AllocatorResult,
     AllocatorRun,
 )
-from farspan.plan.units import write_seconds
 from farspan.report.memory import (
     LIVE,
     MODELLED,

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from farspan.plan.ask import Request
-from farspan.plan.layout import Layout
+from farspan.formatting import PARTS
 from farspan.plan.model.architecture import Architecture
-from farspan.plan.question import Budget, Optimizer
-from farspan.plan.reason import breaks_first, reason_of
-from farspan.plan.residency import Kind
-from farspan.plan.search.plans import best_plan
-from farspan.plan.words import PARTS
+from farspan.planner.api import Request
+from farspan.planner.explain import breaks_first, reason_of
+from farspan.planner.plans import best_plan
+from farspan.planner.request import Budget, Optimizer
+from farspan.program.layout import Layout
+from farspan.program.residency import Kind
 from farspan.report.plan import contexts_view, plan_view
 from farspan.report.tables import BAR, bar, layout_words, schedule_words
 from farspan.spec import Schedule, StateTensor, Tier

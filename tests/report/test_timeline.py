@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from farspan.plan.layout import Layout
-from farspan.plan.price.evaluate import evaluate
-from farspan.plan.question import Optimizer, Plan, Question
-from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.planner.evaluate import evaluate
+from farspan.planner.request import Optimizer, Plan, Question
+from farspan.program.layout import Layout
+from farspan.program.strategies import STRATEGIES, strategy
 from farspan.report.timeline import LANES, timeline_json
 from farspan.spec import RunSpec
-from tests.plan.cases import model_of
-from tests.plan.machines import slow_machine
-from tests.plan.search.test_bound import with_work
+from tests.planner.machines import slow_machine
+from tests.planner.test_bound import with_work
+from tests.program.cases import model_of
 
 LAYERS, TOKENS = 4, 70
 NANOSECONDS = 1000  # of a microsecond, in which the trace counts

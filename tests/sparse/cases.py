@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 from farspan.attention.choose import select_kernel
 from farspan.attention.chunk import AttentionCall
 from farspan.attention.softmax import accumulate_dtype
-from farspan.plan.blocks import Run, document_runs, plan_blocks
 from farspan.plan.cell.sparse import MOST_UNITS
+from farspan.program.attention_blocks import Run, document_runs, plan_blocks
 from farspan.sparse.attend import (
     FarKernel,
     SparseCall,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from farspan.engine.reference import SparseReference, gradients_of, reference_loss
 from farspan.engine.step import Step
-from farspan.plan.program import Forward
-from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.program.program import Forward
+from farspan.program.strategies import STRATEGIES, strategy
 from farspan.sparse.select import Candidates, Fraction, RandomPages, Selector, TopK
 from farspan.spec import Refused, Schedule, Sparse, Tier
 from tests.engine.checks import (

@@ -14,8 +14,8 @@ from farspan.engine.step import Step
 from farspan.hf.describe import describe
 from farspan.hf.load import load_model
 from farspan.hf.stages import CausalLMStages
-from farspan.plan.layout import Layout
-from farspan.plan.question import Question
+from farspan.planner.request import Question
+from farspan.program.layout import Layout
 from farspan.sparse.select import Fraction
 from farspan.sparse.train import fraction_of, hides, other_chunk
 from farspan.spec import ModelSpec, Refused, RunSpec, Schedule, Sparse, Tier

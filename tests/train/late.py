@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from farspan.engine.tiers import CopyEngine
-from farspan.plan.footprints import Lane
+from farspan.program.dependencies import Lane
 
 Work = Callable[[], object]
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import torch
 
-from farspan.plan.build import build_program
-from farspan.plan.price.machines import machine
-from farspan.plan.question import Budget, Plan, Question, Seconds
+from farspan.planner.machines import machine
+from farspan.planner.request import Budget, Plan, Question, Seconds
+from farspan.program.builder import build_program
 from farspan.spec import MachineSpec, Schedule, Tier
 from farspan.train.context import Components
 from farspan.train.oom import needed

@@ -14,10 +14,10 @@ from farspan.distributed.run_context import DistributedContext
 from farspan.hf.describe import describe
 from farspan.hf.load import add_adapters
 from farspan.hf.stages import CausalLMStages
-from farspan.plan.layout import Layout, refuse_together
-from farspan.plan.price.machines import machine
-from farspan.plan.question import Budget, Plan, Question
-from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.planner.machines import machine
+from farspan.planner.request import Budget, Plan, Question
+from farspan.program.layout import Layout, refuse_together
+from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import MachineSpec, Refused, RunSpec, Schedule, Tier
 from farspan.train.config import StatesPlace
 from farspan.train.context import InspectedModel, inspect_model

@@ -18,9 +18,9 @@ from farspan.checkpoint.distributed import is_of_ranks, load_entries, read_shape
 from farspan.data.tokenizers import BYTES
 from farspan.distributed.fsdp import gradient_dtype, local, whole_placement
 from farspan.hf.load import load_model
-from farspan.plan.layout import Layout
-from farspan.plan.question import Question
-from farspan.plan.strategies import AUTO
+from farspan.planner.request import Question
+from farspan.program.layout import Layout
+from farspan.program.strategies import AUTO
 from farspan.spec import Refused, Schedule
 from farspan.train import trainer
 from farspan.train import trainer as loop

@@ -18,14 +18,14 @@ from farspan.distributed import failure as faults
 from farspan.distributed import launch
 from farspan.distributed.failure import CooperativeStop
 from farspan.engine.step import Progress, Step
-from farspan.plan.build import build_evaluation, build_program
-from farspan.plan.layout import Layout
-from farspan.plan.program import Backward, Forward, Head
+from farspan.program.builder import build_evaluation, build_program
+from farspan.program.layout import Layout
+from farspan.program.program import Backward, Forward, Head
 from farspan.spec import Refused, RunSpec, Schedule
 from farspan.train import trainer as loop
 from farspan.train.config import Parallel, RunConfig
 from tests.grids import examples
-from tests.plan.test_share import MODEL, layouts, ranks_of, schedules
+from tests.program.test_share import MODEL, layouts, ranks_of, schedules
 from tests.ranks import run_ranks
 from tests.train.fused import Moment, components_with
 from tests.train.test_ranks import a_run, model_of, same_run

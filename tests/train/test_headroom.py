@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from farspan.distributed.run_context import DistributedContext
-from farspan.plan.headroom import SHARE
-from farspan.plan.price.machines import machine
+from farspan.planner.machines import machine
+from farspan.planner.request import SHARE
 from farspan.spec import Refused
 from farspan.train.config import RunConfig, StatesPlace, load_run
 from farspan.train.context import inspect_model

@@ -13,9 +13,9 @@ from farspan.engine.memory import estimate_memory, refuse_too_large
 from farspan.engine.step import Step
 from farspan.engine.tiers import refuse_beyond_together
 from farspan.memory.host import GIB, TooLarge
-from farspan.plan.layout import Layout
-from farspan.plan.price.machines import machine
-from farspan.plan.question import Question
+from farspan.planner.machines import machine
+from farspan.planner.request import Question
+from farspan.program.layout import Layout
 from farspan.spec import Refused, Schedule
 from farspan.train.config import OptimizerConfig, RunConfig, ScheduleConfig, StatesPlace, load_run
 from farspan.train.oom import NoScheduleFits

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from farspan.plan.layout import Layout
+from farspan.program.layout import Layout
 from farspan.spec import LayerSpec, ModelSpec, Refused
 from farspan.train.config import (
     Auto,

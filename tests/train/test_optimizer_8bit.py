@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.catalog import find_architecture
-from farspan.plan.price.states import states
-from farspan.plan.question import Optimizer as Planned
-from farspan.plan.question import Question
+from farspan.planner.request import Optimizer as Planned
+from farspan.planner.request import Question
+from farspan.planner.states import states
 from farspan.spec import Refused, RunSpec
 from farspan.train import optimizer_states as optimizer_8bit
 from farspan.train.config import DType, ModelConfig, OptimizerConfig, StatesPlace

@@ -16,9 +16,9 @@ from torch import nn
 from farspan.distributed.run_context import DistributedContext
 from farspan.engine.memory import PeakMemory
 from farspan.memory.host import TooLarge
-from farspan.plan.price.evaluate import evaluate
-from farspan.plan.price.states import SLOTS, states
-from farspan.plan.search.plans import best_plan
+from farspan.planner.evaluate import evaluate
+from farspan.planner.plans import best_plan
+from farspan.planner.states import SLOTS, states
 from farspan.spec import Refused
 from farspan.train.config import DType, ModelConfig, OptimizerConfig, ScheduleConfig, StatesPlace
 from farspan.train.context import inspect_model
@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farspan.plan.price.states.STAGED", PIECE)
+    monkeypatch.setattr("farspan.planner.states.STAGED", PIECE)
 
 
 def update(model: nn.Module, config: OptimizerConfig, skip: str = "none") -> TrainingOptimizer:
@@ -165,7 +165,7 @@ def test_planned_bytes_are_those_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: StatesPlace, dtype: DType, staged: int
 ) -> None:
     """To the byte: planned, held, and allocated, counters of four bytes a parameter aside."""
-    monkeypatch.setattr("farspan.plan.price.states.STAGED", staged)
+    monkeypatch.setattr("farspan.planner.states.STAGED", staged)
     model = load_tiny(config=MODEL, dtype=getattr(torch, dtype.value), seed=1)
     run = tiny_run(tmp_path, model=ModelConfig(config=MODEL, dtype=dtype))
     found, world = inspect_model(model, dtype.value, CPU), DistributedContext(CPU)

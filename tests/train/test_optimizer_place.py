@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from farspan.distributed.run_context import DistributedContext
-from farspan.plan.price.evaluate import size
-from farspan.plan.question import Fit, Optimizer, Question
+from farspan.planner.evaluate import size
+from farspan.planner.request import Fit, Optimizer, Question
 from farspan.spec import MachineSpec
 from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig, StatesPlace
 from farspan.train.context import Components, inspect_model

@@ -14,8 +14,8 @@ from farspan.engine.step import Progress, Step
 from farspan.engine.tiers import Arena
 from farspan.hf.load import load_model
 from farspan.memory.host import TooLarge
-from farspan.plan.price.evaluate import evaluate
-from farspan.plan.question import Question
+from farspan.planner.evaluate import evaluate
+from farspan.planner.request import Question
 from farspan.spec import Refused, Schedule, Tier
 from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig
 from farspan.train.context import Components

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from farspan.data.corpus import open_corpus
-from farspan.plan.strategies import AUTO
+from farspan.program.strategies import AUTO
 from farspan.spec import Schedule
 from farspan.train import setup
 from farspan.train import trainer as loop

@@ -17,9 +17,9 @@ from farspan.distributed import failure as faults
 from farspan.distributed.run_context import DistributedContext
 from farspan.engine.step import Progress, Step
 from farspan.engine.tiers import Arena
-from farspan.plan.layout import Layout
-from farspan.plan.question import Question
-from farspan.plan.strategies import AUTO
+from farspan.planner.request import Question
+from farspan.program.layout import Layout
+from farspan.program.strategies import AUTO
 from farspan.spec import Schedule, Tier
 from farspan.train import trainer as loop
 from farspan.train.config import Parallel, RunConfig, ScheduleConfig

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from farspan.attention.softmax import BackwardQueries, visible
-from farspan.plan.blocks import Block, tile_window
+from farspan.program.attention_blocks import Block, tile_window
 
 aten = torch.ops.aten
 LENGTHS = 128  # cuDNN's gradients are right where lengths are multiples of this

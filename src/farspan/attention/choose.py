@@ -27,7 +27,7 @@ from farspan.attention.backends import (
 )
 from farspan.attention.softmax import BackwardQueries, Tiled
 from farspan.lazy import load
-from farspan.plan.blocks import Block
+from farspan.program.attention_blocks import Block
 from farspan.spec import AttentionKernel, Refused
 
 WIDEST = 256  # elements of a head in flash attention

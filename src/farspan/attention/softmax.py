@@ -17,7 +17,7 @@ from torch import Tensor
 
 from farspan.kernels import joining
 from farspan.kernels.launch import fused_for
-from farspan.plan.blocks import Block
+from farspan.program.attention_blocks import Block
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -65,7 +65,7 @@ from farspan.distributed.fsdp import ShardPlacement, whole_placement
 from farspan.distributed.run_context import DistributedContext
 from farspan.durable import PARTIAL, WriteFailed, digest, publish, write_bytes, write_tensors
 from farspan.engine.parallelize import ShardedModel
-from farspan.plan.layout import Rank
+from farspan.program.layout import Rank
 from farspan.spec import Refused
 
 T = TypeVar("T")

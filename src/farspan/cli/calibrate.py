@@ -11,7 +11,7 @@ from rich.console import Console
 
 from farspan.cli import typer_app
 from farspan.engine.calibrate import calibrate
-from farspan.plan.price.machines import busy_words, to_json, user_file, write
+from farspan.planner.machines import busy_words, to_json, user_file, write
 from farspan.report.tables import machine_view
 from farspan.spec import Refused
 

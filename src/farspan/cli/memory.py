@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from farspan.cli import FAILED, LazyCommand, lazy_group, typer_app
+from farspan.formatting import read_bytes
 from farspan.memory.compare.allocators import NAMES, read_settings
 from farspan.memory.compare.compare import PUBLISHED, AllocatorComparison, compare, contenders
 from farspan.memory.exact import (
@@ -27,7 +28,6 @@ from farspan.memory.exact import (
 from farspan.memory.placement import PlacementRequest, available, sweep_placement
 from farspan.memory.replay import make_plan, rounded, write_plan
 from farspan.memory.trace import Trace, TraceFormat, read_format, read_trace
-from farspan.plan.units import read_bytes
 from farspan.report.memory import compare_view, page, picture, remark
 from farspan.spec import Refused
 

@@ -11,11 +11,11 @@ from farspan.cli import typer_app
 from farspan.engine.allocator import record_script
 from farspan.engine.trace import Temporaries, Temporary
 from farspan.engine.trace_steps import OWN, Checkpointing, Recording, TraceRequest
+from farspan.formatting import read_tokens
 from farspan.memory.host import GIB
 from farspan.memory.trace import Malloc, Trace, write_trace
 from farspan.plan.model.catalog import presets
-from farspan.plan.strategies import STRATEGIES
-from farspan.plan.units import read_tokens
+from farspan.program.strategies import STRATEGIES
 from farspan.spec import Refused
 
 app = typer_app()

@@ -11,17 +11,15 @@ import typer
 from rich.console import Console
 
 from farspan.cli import FAILED, RUN_FILES, typer_app
+from farspan.formatting import EXAMPLE, read_sparse, read_tokens
 from farspan.lazy import load
-from farspan.plan.ask import AS_IN_RUN_FILES, HERE, Request
 from farspan.plan.cell.describe import dtype_name
-from farspan.plan.headroom import SHARE
 from farspan.plan.model.catalog import presets
-from farspan.plan.pages import EXAMPLE, read_sparse
-from farspan.plan.price.machines import names as machine_names
-from farspan.plan.question import Optimizer, Plan, Question
-from farspan.plan.search.plans import best_plan, longest_contexts
-from farspan.plan.strategies import AUTO, STRATEGIES
-from farspan.plan.units import read_tokens
+from farspan.planner.api import AS_IN_RUN_FILES, HERE, Request
+from farspan.planner.machines import names as machine_names
+from farspan.planner.plans import best_plan, longest_contexts
+from farspan.planner.request import SHARE, Optimizer, Plan, Question
+from farspan.program.strategies import AUTO, STRATEGIES
 from farspan.report.plan import contexts_view, plan_view
 from farspan.report.timeline import timeline_json
 from farspan.spec import Refused

@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from farspan.cli import typer_app
+from farspan.formatting import EXAMPLE, OFF, ON, read_sparse
 from farspan.lazy import load
-from farspan.plan.headroom import SHARE
-from farspan.plan.pages import EXAMPLE, OFF, ON, read_sparse
-from farspan.plan.strategies import AUTO, STRATEGIES
+from farspan.planner.request import SHARE
+from farspan.program.strategies import AUTO, STRATEGIES
 from farspan.train.config import RunConfig, default_run, load_run, with_sparse, with_strategy
 
 app = typer_app()

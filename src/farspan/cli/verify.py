@@ -8,11 +8,10 @@ from typing import Annotated, TypeGuard
 import typer
 
 from farspan.cli import RUN_FILES, typer_app
+from farspan.formatting import EXAMPLE, OFF, ON, read_sparse, read_tokens
 from farspan.lazy import load
 from farspan.plan.cell.describe import SHORT_NAMES
-from farspan.plan.pages import EXAMPLE, OFF, ON, read_sparse
-from farspan.plan.strategies import AUTO, GROUPED, STRATEGIES, strategy
-from farspan.plan.units import read_tokens
+from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
 from farspan.spec import Refused, Schedule
 from farspan.train.config import ModelConfig, SparseConfig, default_run, load_run
 

@@ -15,8 +15,8 @@ from farspan.cli import FAILED, USAGE
 from farspan.distributed.failure import RankFailed, is_shared
 from farspan.durable import WriteFailed
 from farspan.engine.verify import Verification, VerificationRun, verify
+from farspan.formatting import sparse_words
 from farspan.hf.load import Weights, add_adapters, load_model
-from farspan.plan.pages import sparse_words
 from farspan.sparse.train import fraction_of
 from farspan.sparse.verify import Approximation
 from farspan.spec import Refused, Schedule

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from farspan.distributed.collectives import Communicator
 from farspan.distributed.failure import activity, record_sync
-from farspan.plan.layout import AXES, SEQUENCE, Layout, Rank
+from farspan.program.layout import AXES, SEQUENCE, Layout, Rank
 from farspan.spec import Refused
 
 TOKENS = (*SEQUENCE, "data")  # ranks that run the same layers on different tokens

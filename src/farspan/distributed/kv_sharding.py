@@ -1,13 +1,13 @@
 """Attention of one cell with K, V of each chunk sharded over ranks: queries travel, keys stay.
 
-A shard holds K, V of its part of every chunk (plan/held_blocks.py) and dK, dV of them, which never
+A shard holds K, V of its part of every chunk (program/attention_blocks.py) and dK, dV of them, which never
 move.
 
     forward     gather q | attend to own keys | all-to-all of partial O, LSE | merge
     backward    gather q, O, dO, LSE | dQ of all queries, dK, dV of own keys | sum dQ at its owner
 
 Partial O and LSE and sums of dQ are in the accumulate dtype, and are taken in the order of ranks.
-What a rank sends does not grow with the prefix (plan/traffic.py).
+What a rank sends does not grow with the prefix (program/flops.py).
 
 Legend: B batch, C tokens of the chunk, H query heads, Hk key-value heads, D head dim; rows of
 tokens are [tokens, B, heads, D]."""

@@ -1,6 +1,6 @@
 """Ring attention of one cell (Liu et al. 2023): queries stay, K, V of the prefix travel.
 
-A rank holds K, V of its part of every chunk (plan/held_blocks.py). In step s it attends to the rows
+A rank holds K, V of its part of every chunk (program/attention_blocks.py). In step s it attends to the rows
 of the rank s places before it, which are on their way to the next rank meanwhile. In the backward
 they travel once more, and dK, dV of theirs follow them, in the accumulate dtype and summed in the
 order of the ring, one hop further, to the rank that holds them:
@@ -10,7 +10,7 @@ order of the ring, one hop further, to the rank that holds them:
     K, V        own sent      those sent                  |
     dK, dV      |             | those sent, made in 1     | theirs added and sent     |
 
-What a rank sends grows with the prefix (plan/traffic.py). Legend: B batch, Hk key-value heads, D
+What a rank sends grows with the prefix (program/flops.py). Legend: B batch, Hk key-value heads, D
 head dim, T rows, n queries.
 """
 
@@ -32,7 +32,7 @@ from farspan.attention.chunk import (
 )
 from farspan.attention.softmax import accumulate_dtype, add_sinks, sink_gradient
 from farspan.distributed.collectives import Communicator
-from farspan.plan.blocks import Block
+from farspan.program.attention_blocks import Block
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ from farspan.distributed.context import ParallelContext, broadcast_bits, run_on_
 from farspan.distributed.failure import CooperativeStop, record_sync
 from farspan.distributed.launch import LaunchEnv, process_group
 from farspan.durable import WriteFailed
-from farspan.plan.layout import ALONE, AXES, Layout, Rank
+from farspan.program.layout import ALONE, AXES, Layout, Rank
 from farspan.spec import Refused
 from farspan.version import VERSION
 

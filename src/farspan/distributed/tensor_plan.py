@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farspan.plan.layout import part
+from farspan.program.layout import part
 from farspan.spec import Refused
 
 COLWISE = ("colwise", "colwise_gather_output")

@@ -39,13 +39,19 @@ from farspan.engine.ulysses import (
     OverlappedUlysses,
     Ulysses,
 )
-from farspan.plan.blocks import Block, Run, cut_wide, document_runs, most_of, near_blocks
-from farspan.plan.exchange_pieces import Piece, pieces_of
-from farspan.plan.held_blocks import Held, plan_held_blocks
-from farspan.plan.layout import Range, Rank
-from farspan.plan.program import AttentionMode, Backward, Forward, Program
-from farspan.plan.share import Share, among_heads, share_of
-from farspan.plan.traffic import parts_of
+from farspan.program.attention_blocks import (
+    Block,
+    Held,
+    Run,
+    cut_wide,
+    document_runs,
+    most_of,
+    near_blocks,
+    plan_held_blocks,
+)
+from farspan.program.flops import Piece, parts_of, pieces_of
+from farspan.program.layout import Range, Rank, Share, among_heads, share_of
+from farspan.program.program import AttentionMode, Backward, Forward, Program
 from farspan.sparse.engine import SparseCell, SparseRun
 from farspan.spec import LayerSpec, Refused, Tier
 

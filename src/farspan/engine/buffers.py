@@ -29,13 +29,11 @@ from torch import Tensor
 
 from farspan.attention.softmax import accumulate_dtype, add_
 from farspan.engine.tiers import Arena, CopyEngine
-from farspan.plan import names
-from farspan.plan.blocks import Block
-from farspan.plan.footprints import Lane
-from farspan.plan.program import Buffer, Program
-from farspan.plan.residency import RESIDENCY, Kind
-from farspan.plan.sizes import aligned, cell_place, regions
-from farspan.plan.waits import Hazard
+from farspan.program import buffer_names as names
+from farspan.program.attention_blocks import Block
+from farspan.program.dependencies import Hazard, Lane
+from farspan.program.program import Buffer, Program, aligned, cell_place, regions
+from farspan.program.residency import RESIDENCY, Kind
 from farspan.spec import Tier
 
 

@@ -37,7 +37,7 @@ from farspan.engine.microbench import (
 from farspan.engine.microbench import describe_machine as versions
 from farspan.engine.step import Step
 from farspan.memory.host import available_host_bytes
-from farspan.plan.price.machines import (
+from farspan.planner.machines import (
     MachineFile,
     busy_words,
     contradictions,
@@ -47,7 +47,7 @@ from farspan.plan.price.machines import (
     read,
     user_file,
 )
-from farspan.plan.program import Backward, Forward
+from farspan.program.program import Backward, Forward
 from farspan.spec import (
     AttentionKernel,
     Curve,

@@ -34,9 +34,10 @@ from farspan.engine.tiers import StreamOrder
 from farspan.hf.attention_interface import answering
 from farspan.hf.stages import CausalLMStages, LayerCall
 from farspan.hf.tiled_mlp import Add, Tokenwise, tiled
-from farspan.plan import names
-from farspan.plan.layout import Rank
-from farspan.plan.program import (
+from farspan.program import buffer_names as names
+from farspan.program.dependencies import Cell, Order
+from farspan.program.layout import Rank
+from farspan.program.program import (
     Allocate,
     AttentionMode,
     Backward,
@@ -59,10 +60,8 @@ from farspan.plan.program import (
     Send,
     Store,
     StoreGradient,
+    cell_place,
 )
-from farspan.plan.sizes import cell_place
-from farspan.plan.unread import Cell
-from farspan.plan.waits import Order
 from farspan.sparse.engine import SparseRun
 from farspan.sparse.select import Selector
 

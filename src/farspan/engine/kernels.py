@@ -17,9 +17,9 @@ from farspan.attention.choose import (
     refuse_missing,
     select_kernel,
 )
-from farspan.plan.blocks import most_of
-from farspan.plan.price.machines import read, user_file
-from farspan.plan.program import Program
+from farspan.planner.machines import read, user_file
+from farspan.program.attention_blocks import most_of
+from farspan.program.program import Program
 from farspan.sparse.attend import FarKernel
 from farspan.sparse.gathered import select_far
 from farspan.sparse.kernel_calls import TritonFar, supports

@@ -17,7 +17,7 @@ from farspan.engine.gradients import GradientAccumulator
 from farspan.hf.stages import CausalLMStages
 from farspan.kernels.launch import fused_for
 from farspan.kernels.operations import cross_entropy, cross_entropy_
-from farspan.plan.blocks import most_tokens
+from farspan.program.attention_blocks import most_tokens
 from farspan.spec import Refused
 
 IGNORED = -100  # label of a token that is not trained, as everywhere in Hugging Face

@@ -20,8 +20,7 @@ from farspan.hf.stages import uncompiled
 from farspan.hf.unsupported import context_limit
 from farspan.memory.host import GIB, UNLIMITED
 from farspan.plan.cell.choosing import grown_bytes
-from farspan.plan.program import Program
-from farspan.plan.sizes import made_bytes
+from farspan.program.program import Program, made_bytes
 from farspan.spec import Tier
 
 

@@ -25,7 +25,7 @@ from farspan.attention.choose import select_kernel
 from farspan.attention.softmax import BackwardQueries, accumulate_dtype
 from farspan.engine.memory import PeakMemory
 from farspan.engine.tiers import Arena, CopyEngine
-from farspan.plan.blocks import Block
+from farspan.program.attention_blocks import Block
 from farspan.spec import BACKWARD_PRODUCTS, AttentionKernel, Curve, Tier
 
 Call = Callable[[], object]

@@ -28,10 +28,15 @@ from farspan.hf.probe import cast_call
 from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
 from farspan.hf.tiled_mlp import Tokenwise, answer_densely, tokenwise
 from farspan.hf.unsupported import refuse_dropout
-from farspan.plan.grid import group_ranges
-from farspan.plan.layout import AXES, Layout, refuse_together
-from farspan.plan.program import Program
-from farspan.plan.share import local_heads, own_groups
+from farspan.program.layout import (
+    AXES,
+    Layout,
+    group_ranges,
+    local_heads,
+    own_groups,
+    refuse_together,
+)
+from farspan.program.program import Program
 from farspan.spec import Kernels, ModelSpec, Schedule
 
 WHOLE = ("ulysses", "shards", "ring", "data")  # ranks with the same weights but for fsdp

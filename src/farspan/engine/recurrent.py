@@ -25,7 +25,7 @@ from farspan.engine.buffers import KVPrefix, ProgramBuffers, Span, StagingBuffer
 from farspan.engine.gradients import Inlet, RunChunk, enter
 from farspan.hf.recurrent import RecurrentStates, run_piece, state_dtype, takes_two
 from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
-from farspan.plan.program import AttentionMode, Backward, Forward, Program
+from farspan.program.program import AttentionMode, Backward, Forward, Program
 from farspan.spec import LayerSpec, StateTensor, Tier
 
 Rows = dict[str, Tensor]

@@ -24,13 +24,12 @@ from farspan.hf.stages import CausalLMStages, compile_layers
 from farspan.hf.tiled_mlp import Tokenwise, tokenwise
 from farspan.hf.unsupported import refuse_context, refuse_dropout, refuse_model, refuse_untrained
 from farspan.kernels.launch import fused_for
-from farspan.plan.build import build_evaluation, build_program
-from farspan.plan.costs import work_of
-from farspan.plan.layout import AXES, ONLY, SEQUENCE
-from farspan.plan.program import Backward, Forward, Instruction, Program
-from farspan.plan.program import Head as HeadInstruction
-from farspan.plan.unread import unread_outputs
-from farspan.plan.waits import Order, waits
+from farspan.program.builder import build_evaluation, build_program
+from farspan.program.dependencies import Order, unread_outputs, waits
+from farspan.program.flops import work_of
+from farspan.program.layout import AXES, ONLY, SEQUENCE
+from farspan.program.program import Backward, Forward, Instruction, Program
+from farspan.program.program import Head as HeadInstruction
 from farspan.sparse.engine import PageFunction, Seen, selector_of, watched_cell
 from farspan.sparse.select import Selector
 from farspan.spec import Kernels, ModelSpec, Refused, RunSpec, Schedule, Tier

@@ -9,7 +9,7 @@ staging buffer and generation, that another lane waits for. The CPU never waits 
     evict              v-- kv ----o
     fetch                         v-- kv.block
 
-Note: [Who waits for what]. `farspan.plan.waits` names the hazards and derives the waits between
+Note: [Who waits for what]. `farspan.program.dependencies` names the hazards and derives the waits between
 instructions; `farspan.engine.buffers` has those of blocks that a cell streams.
 
 Note: [Lanes fork and join at a step's ends]. When a step begins, both copy lanes wait for what was
@@ -43,8 +43,7 @@ from farspan.distributed.context import ParallelContext
 from farspan.distributed.failure import machine_name
 from farspan.lazy import load
 from farspan.memory.host import TooLarge, available_host_bytes, refuse_beyond
-from farspan.plan.footprints import Lane
-from farspan.plan.waits import Hazard, Order, Wait
+from farspan.program.dependencies import Hazard, Lane, Order, Wait
 from farspan.spec import Refused, Tier
 
 # All ones is NaN in every IEEE format from float64 to bfloat16, so poisoned memory that is read

@@ -38,13 +38,13 @@ from farspan.engine.trace import (
 from farspan.hf.attention_interface import Attention, answering, routed
 from farspan.hf.stages import CausalLMStages
 from farspan.memory.trace import Trace
-from farspan.plan.build import build_program
 from farspan.plan.cell.describe import dtype_name, model_spec
 from farspan.plan.model.catalog import find_config
 from farspan.plan.model.families import architecture_from
-from farspan.plan.program import Backward, EmbedBackward, Forward, Instruction, Program
-from farspan.plan.program import Head as HeadInstruction
-from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.program.builder import build_program
+from farspan.program.program import Backward, EmbedBackward, Forward, Instruction, Program
+from farspan.program.program import Head as HeadInstruction
+from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import LayerSpec, Refused, RunSpec, Tier
 
 Marker = Callable[[str], None]

@@ -1,7 +1,7 @@
 """Planning, without torch: what a step takes on a machine, before it runs.
 
 This package is also the public function: `farspan.plan(config, context=..., machine=...)` is
-`farspan.plan.ask.plan`. Importing any module of the package binds `farspan.plan` to the package, so
+`farspan.planner.api.plan`. Importing any module of the package binds `farspan.plan` to the package, so
 a function of that name would be there or not by the order of imports; a package that can be called
 is both, in every order.
 """
@@ -17,14 +17,14 @@ from farspan.lazy import attributes, load
 class _Planning(ModuleType):
     @property
     def __signature__(self) -> Signature:
-        return signature(load("farspan.plan.ask", "plan"))
+        return signature(load("farspan.planner.api", "plan"))
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return load("farspan.plan.ask", "plan")(*arguments, **options)
+        return load("farspan.planner.api", "plan")(*arguments, **options)
 
 
 sys.modules[__name__].__class__ = _Planning
 
 # For `help(farspan.plan)`, which shows a package's functions and not how it is called.
-__getattr__, __dir__ = attributes(__name__, {"plan": "farspan.plan.ask"})
+__getattr__, __dir__ = attributes(__name__, {"plan": "farspan.planner.api"})
 __all__ = ["plan"]

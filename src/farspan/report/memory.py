@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from farspan.formatting import write_bytes, write_seconds
 from farspan.memory.compare.allocators import CREATE, FREE, MALLOC, MAP, RELEASE, UNMAP
 from farspan.memory.compare.compare import (
     AS_GOOD,
@@ -20,7 +21,6 @@ from farspan.memory.compare.compare import (
     AllocatorResult,
     AllocatorRun,
 )
-from farspan.plan.units import write_bytes, write_seconds
 from farspan.report.tables import lines_table
 
 MODELLED, REAL, PLANNED, PROVED = "modelled", "real code", "a plan", "proved"

@@ -8,11 +8,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from farspan.plan.balance import chunks_of
-from farspan.plan.price.ranks import most_layers, stage_schedule
-from farspan.plan.question import Budget, Fit, Optimizer, Plan, Question
-from farspan.plan.units import write_bytes, write_most, write_seconds, write_tokens
-from farspan.plan.words import part_words
+from farspan.formatting import part_words, write_bytes, write_most, write_seconds, write_tokens
+from farspan.planner.evaluate import most_layers, stage_schedule
+from farspan.planner.request import Budget, Fit, Optimizer, Plan, Question
+from farspan.program.chunking import chunks_of
 from farspan.report.tables import (
     bars_table,
     launch_words,

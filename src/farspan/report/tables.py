@@ -7,11 +7,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from farspan.plan.layout import AXES, Layout
-from farspan.plan.pages import sparse_words
-from farspan.plan.price.machines import MachineFile
-from farspan.plan.question import Question
-from farspan.plan.units import write_bytes, write_count, write_seconds, write_tokens
+from farspan.formatting import sparse_words, write_bytes, write_count, write_seconds, write_tokens
+from farspan.planner.machines import MachineFile
+from farspan.planner.request import Question
+from farspan.program.layout import AXES, Layout
 from farspan.spec import Curve, MachineSpec, Schedule, Tier
 
 NAME, VALUE, BAR = 36, 10, 24  # columns of a name, a value and a full bar

@@ -11,10 +11,11 @@ while another works. What pipeline stages wait for each other is in no row.
 from collections.abc import Iterator
 from typing import Any
 
-from farspan.plan.price.evaluate import size, slowest
-from farspan.plan.price.seconds import Prices
-from farspan.plan.price.timeline import Span, spans
-from farspan.plan.program import (
+from farspan.planner.evaluate import size, slowest
+from farspan.planner.prices import Prices
+from farspan.planner.request import Plan
+from farspan.planner.timeline import Span, spans
+from farspan.program.program import (
     AttentionMode,
     Backward,
     Close,
@@ -24,7 +25,6 @@ from farspan.plan.program import (
     Instruction,
     Program,
 )
-from farspan.plan.question import Plan
 
 UPDATE = -1  # the index of the optimizer's update, which is no instruction
 LANES = {

@@ -34,13 +34,11 @@ from torch import Tensor
 from farspan.attention.chunk import AttentionCall
 from farspan.engine.buffers import KVPrefix, ProgramBuffers, StagingBuffers
 from farspan.engine.kernels import AttentionKernels
-from farspan.plan import names
 from farspan.plan.cell.choosing import SAMPLES, WATCHED_KEYS
 from farspan.plan.cell.sparse import Far, far_of, most_units_of, slot_parts
-from farspan.plan.footprints import Lane
-from farspan.plan.program import Backward, Forward, Program
-from farspan.plan.sizes import CHOICE_BYTES, aligned
-from farspan.plan.waits import Hazard
+from farspan.program import buffer_names as names
+from farspan.program.dependencies import Hazard, Lane
+from farspan.program.program import CHOICE_BYTES, Backward, Forward, Program, aligned
 from farspan.sparse.attend import (
     Attended,
     Mass,

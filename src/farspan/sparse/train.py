@@ -6,7 +6,7 @@ from fractions import Fraction as Ratio
 from math import ceil
 from typing import Any
 
-from farspan.plan.pages import SEES_ALL, sparse_words
+from farspan.formatting import SEES_ALL, sparse_words
 from farspan.sparse.engine import Seen
 from farspan.sparse.select import Fraction
 from farspan.spec import Refused, Schedule

@@ -16,8 +16,8 @@ from farspan.attention.softmax import reference
 from farspan.engine.reference import Attention, SparseReference
 from farspan.hf.describe import describe
 from farspan.hf.stages import CausalLMStages
-from farspan.plan.build import build_program
-from farspan.plan.program import Forward
+from farspan.program.builder import build_program
+from farspan.program.program import Forward
 from farspan.sparse.engine import PageFunction, selector_of
 from farspan.sparse.select import Candidates, Checked, Selector
 from farspan.spec import RunSpec, Schedule, Sparse

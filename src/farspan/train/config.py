@@ -10,10 +10,10 @@ from typing import Any
 import yaml
 
 from farspan.data.config import DataConfig, SourceKind
-from farspan.plan.headroom import read_headroom
-from farspan.plan.layout import ALONE, AXES, Layout, sequence_layout
-from farspan.plan.strategies import AUTO, check_name
-from farspan.plan.units import read_memory
+from farspan.formatting import read_memory
+from farspan.planner.request import read_headroom
+from farspan.program.layout import ALONE, AXES, Layout, sequence_layout
+from farspan.program.strategies import AUTO, check_name
 from farspan.spec import Kernels, ModelSpec, Refused, Schedule, Sparse, Tier
 from farspan.train.yaml_config import build, in_plain_values, read_mapping, to_mapping
 
@@ -30,7 +30,7 @@ class Auto(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """So many ranks along each axis of `farspan.plan.layout.Layout`."""
+    """So many ranks along each axis of `farspan.program.layout.Layout`."""
 
     tensor: int = 1
     ulysses: int = 1

@@ -26,11 +26,11 @@ from farspan.kernels.launch import fused_for
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.architecture import Architecture
 from farspan.plan.model.families import architecture_from
-from farspan.plan.price.evaluate import evaluate
-from farspan.plan.price.machines import user_file
-from farspan.plan.question import Plan, Question
-from farspan.plan.search.plans import best_plan
-from farspan.plan.strategies import AUTO, strategy
+from farspan.planner.evaluate import evaluate
+from farspan.planner.machines import user_file
+from farspan.planner.plans import best_plan
+from farspan.planner.request import Plan, Question
+from farspan.program.strategies import AUTO, strategy
 from farspan.sparse.engine import Seen
 from farspan.sparse.train import fraction_of
 from farspan.spec import Kernels, MachineSpec, ModelSpec, Refused, Schedule

@@ -8,14 +8,12 @@ import torch
 
 from farspan.engine.memory import least_transient
 from farspan.engine.tiers import DeviceTooSmall
+from farspan.formatting import part_words, write_bytes
 from farspan.memory.host import TooLarge
-from farspan.plan.build import build_program
-from farspan.plan.grid import group_ranges
-from farspan.plan.layout import ALONE, Layout, Rank, refuse_together
-from farspan.plan.question import Budget, Plan
-from farspan.plan.search.space import SMALLEST_CHUNK
-from farspan.plan.units import write_bytes
-from farspan.plan.words import part_words
+from farspan.planner.request import Budget, Plan
+from farspan.planner.space import SMALLEST_CHUNK
+from farspan.program.builder import build_program
+from farspan.program.layout import ALONE, Layout, Rank, group_ranges, refuse_together
 from farspan.spec import ModelSpec, Refused, RunSpec, Schedule, Tier
 from farspan.train.config import COMMAND
 

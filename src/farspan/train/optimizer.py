@@ -21,8 +21,8 @@ from farspan.distributed.fsdp import (
 from farspan.distributed.tensor_plan import ParameterCut
 from farspan.engine.parallelize import WHOLE, ShardedModel
 from farspan.memory.host import available_host_bytes
-from farspan.plan.layout import AXES, part
-from farspan.plan.question import Fit
+from farspan.planner.request import Fit
+from farspan.program.layout import AXES, part
 from farspan.spec import MachineSpec
 from farspan.train.config import Decay, OptimizerConfig, StatesPlace
 from farspan.train.optimizer_states import (

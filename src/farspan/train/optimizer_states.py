@@ -36,8 +36,8 @@ from farspan.attention.softmax import accumulate_dtype
 from farspan.distributed.context import ParallelContext
 from farspan.engine.tiers import Arena, CopyEngine, refuse_beyond_together
 from farspan.lazy import load
-from farspan.plan.footprints import Lane
-from farspan.plan.price.states import MOMENTS, SLOTS, staged_elements
+from farspan.planner.states import MOMENTS, SLOTS, staged_elements
+from farspan.program.dependencies import Lane
 from farspan.spec import Refused, Tier
 from farspan.train.config import OptimizerConfig
 

@@ -6,17 +6,16 @@ from typing import Any, TypedDict
 
 from transformers import PretrainedConfig
 
+from farspan.formatting import write_seconds
 from farspan.hf.describe import describe_shapes
 from farspan.hf.load import blank_model, config_for_planning
 from farspan.hf.unsupported import refuse_dropout, refuse_model
-from farspan.plan.ask import HERE, Request, as_run
-from farspan.plan.grid import group_ranges
-from farspan.plan.layout import ALONE, Layout, sequence_layout
-from farspan.plan.price.workspace import with_kernels
-from farspan.plan.question import Fit, Optimizer, Plan, Question
-from farspan.plan.search.plans import best_plan, longest_contexts, plan_as_written
-from farspan.plan.strategies import AUTO
-from farspan.plan.units import write_seconds
+from farspan.planner.api import HERE, Request, as_run
+from farspan.planner.plans import best_plan, longest_contexts, plan_as_written
+from farspan.planner.prices import with_kernels
+from farspan.planner.request import Fit, Optimizer, Plan, Question
+from farspan.program.layout import ALONE, Layout, group_ranges, sequence_layout
+from farspan.program.strategies import AUTO
 from farspan.spec import MachineSpec, ModelSpec, Refused, Schedule
 from farspan.train.config import Given, Parallel, RunConfig, StatesPlace, as_yaml
 from farspan.train.context import Components, machine_of, torch_dtype

@@ -12,17 +12,15 @@ from farspan.distributed.run_context import DistributedContext
 from farspan.durable import read_json
 from farspan.engine.microbench import describe_machine
 from farspan.engine.parallelize import ShardedModel
+from farspan.formatting import sparse_words
 from farspan.hf.describe import describe
 from farspan.hf.stages import CausalLMStages
 from farspan.memory.host import available_host_bytes
-from farspan.plan.grid import group_ranges
-from farspan.plan.headroom import headroom_bytes
-from farspan.plan.layout import ALONE, Layout, refuse_together
-from farspan.plan.pages import sparse_words
-from farspan.plan.price.evaluate import size
-from farspan.plan.price.workspace import with_kernels
-from farspan.plan.question import Budget, Fit, Optimizer, Plan, Question, fit_of
-from farspan.plan.strategies import AUTO
+from farspan.planner.evaluate import size
+from farspan.planner.prices import with_kernels
+from farspan.planner.request import Budget, Fit, Optimizer, Plan, Question, fit_of, headroom_bytes
+from farspan.program.layout import ALONE, Layout, group_ranges, refuse_together
+from farspan.program.strategies import AUTO
 from farspan.sparse.train import marks
 from farspan.spec import MachineSpec, ModelSpec, Refused, RunSpec, Schedule, Tier
 from farspan.train.config import RunConfig, StatesPlace

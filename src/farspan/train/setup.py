@@ -19,10 +19,9 @@ from farspan.hf.describe import describe
 from farspan.hf.load import Weights, add_adapters, frozen_digest, stacked_experts
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import reads_text_alone, refuse_context, refuse_dropout, refuse_model
-from farspan.plan.grid import group_ranges
-from farspan.plan.layout import AXES, Layout
 from farspan.plan.model.catalog import refuse_absent
-from farspan.plan.strategies import AUTO
+from farspan.program.layout import AXES, Layout, group_ranges
+from farspan.program.strategies import AUTO
 from farspan.sparse.train import opening_words
 from farspan.spec import ModelSpec, Refused, Schedule
 from farspan.train.config import Parallel, RunConfig, StatesPlace, check_ranks, layout_of

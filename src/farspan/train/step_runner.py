@@ -10,7 +10,7 @@ from farspan.checkpoint.local import restore_rng
 from farspan.distributed.failure import activity
 from farspan.durable import WriteFailed, read_json
 from farspan.engine.memory import PeakMemory
-from farspan.plan.grid import group_ranges
+from farspan.program.layout import group_ranges
 from farspan.sparse.train import hides, marks, other_chunk
 from farspan.spec import Refused, Tier
 from farspan.train.config import as_yaml

@@ -14,10 +14,8 @@ from typing import Any, TypeVar
 
 import yaml
 
+from farspan.formatting import did_you_mean, read_pages, read_tokens
 from farspan.plan.cell.describe import SHORT_NAMES
-from farspan.plan.pages import read_pages
-from farspan.plan.units import read_tokens
-from farspan.plan.words import did_you_mean
 from farspan.spec import Refused
 
 T = TypeVar("T")

@@ -6,9 +6,9 @@ import torch
 from farspan.attention.choose import select_kernel
 from farspan.attention.chunk import AttentionCall
 from farspan.engine.memory import PeakMemory
-from farspan.plan.blocks import plan_blocks
 from farspan.plan.cell.choosing import SAMPLES, WATCHED_KEYS, choice_bytes, watch_bytes
 from farspan.plan.cell.sparse import Far
+from farspan.program.attention_blocks import plan_blocks
 from farspan.sparse.attend import SparseCall, choose, sampled, seen_mass, sparse_call
 from farspan.sparse.gathered import select_far
 from farspan.sparse.select import TopK

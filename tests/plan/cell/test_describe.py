@@ -15,7 +15,7 @@ from farspan.plan.model.architecture import Architecture
 from farspan.plan.model.catalog import presets
 from farspan.plan.model.families import architecture_from
 from farspan.spec import LayerSpec, LayerWork, Refused
-from tests.plan.configurations import (
+from tests.planner.configurations import (
     CONFIGURATIONS,
     Config,
     config_of,

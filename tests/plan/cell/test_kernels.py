@@ -8,14 +8,14 @@ from farspan.attention import backends
 from farspan.attention.chunk import AttentionCall, attend
 from farspan.attention.softmax import BackwardQueries, Tiled
 from farspan.engine.memory import PeakMemory
-from farspan.plan import blocks as blocks_module
-from farspan.plan.blocks import Block, cut_wide, most_tokens, plan_blocks
 from farspan.plan.cell import kernels
 from farspan.plan.cell.attending import attend as phantom_attend
 from farspan.plan.cell.attending import chunk_call
 from farspan.plan.cell.kernels import Kernel, token_first
 from farspan.plan.cell.phantom import Memory, Phantom
 from farspan.plan.model.architecture import Attention
+from farspan.program import attention_blocks as blocks_module
+from farspan.program.attention_blocks import Block, cut_wide, most_tokens, plan_blocks
 
 HEADS, KV_HEADS, TOKENS = 4, 2, 64
 SIZES = [(24, 16), (16, 24), (16, 16)]

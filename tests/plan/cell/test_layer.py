@@ -14,7 +14,7 @@ from farspan.hf.describe import describe
 from farspan.hf.stages import CausalLMStages
 from farspan.plan.cell.layer import layer_costs
 from farspan.plan.model.families import architecture_from
-from farspan.plan.sizes import aligned
+from farspan.program.program import aligned
 from tests.versions import MASKED_EXPERTS
 from tests.zoo import make_model
 

@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from farspan.engine.interpreter import Interpreter
 from farspan.engine.memory import LiveStorage, PeakMemory
 from farspan.engine.step import Step
-from farspan.plan.build import build_program
 from farspan.plan.cell.assumed import assumed
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.cell.sharing import Sharing
@@ -19,8 +18,9 @@ from farspan.plan.cell.transient import Walk, transient_bytes
 from farspan.plan.model.architecture import Block
 from farspan.plan.model.catalog import find_architecture
 from farspan.plan.model.families import architecture_from
-from farspan.plan.program import Embed, Forward, Instruction, Program
-from farspan.plan.strategies import STRATEGIES, strategy
+from farspan.program.builder import build_program
+from farspan.program.program import Embed, Forward, Instruction, Program
+from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import RunSpec, Schedule, Sparse, Tier
 from tests.versions import FLOAT_POSITIONS
 

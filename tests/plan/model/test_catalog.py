@@ -13,7 +13,7 @@ from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.catalog import find_architecture, find_config, presets
 from farspan.plan.model.families import architecture_from
 from farspan.spec import Refused
-from tests.plan.configurations import config_of
+from tests.planner.configurations import config_of
 
 TINY = config_of("qwen3")
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from farspan.hf.unsupported import context_limit
 from farspan.plan.model.families import FAMILIES, architecture_from
 from farspan.spec import Refused
-from tests.plan.configurations import CONFIGURATIONS, SLIDING, Config, config_of, real_model
+from tests.planner.configurations import CONFIGURATIONS, SLIDING, Config, config_of, real_model
 from tests.zoo import WINDOW
 
 YARN = {"rope_type": "yarn", "factor": 4.0}

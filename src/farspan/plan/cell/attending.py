@@ -7,7 +7,6 @@ C tokens of the chunk, H query heads, Hk key-value heads, D head dim.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from farspan.plan.blocks import Block, cut_wide, most_tokens, plan_blocks
 from farspan.plan.cell.choosing import choice_bytes, watch_bytes
 from farspan.plan.cell.kernels import (
     SEEN_TILES,
@@ -25,7 +24,8 @@ from farspan.plan.cell.operations import Gradients, Saved, as_width, contiguous,
 from farspan.plan.cell.phantom import Found, Memory, Phantom, pointwise, record, reduced
 from farspan.plan.cell.sparse import Far, far_bytes
 from farspan.plan.model.architecture import Attention
-from farspan.plan.program import AttentionMode
+from farspan.program.attention_blocks import Block, cut_wide, most_tokens, plan_blocks
+from farspan.program.program import AttentionMode
 
 
 class CellDone(Exception):

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass, field, replace
 
-from farspan.plan.blocks import near_blocks
 from farspan.plan.cell.attending import Attending, Call, CellDone, chunk_call
 from farspan.plan.cell.layer import given_tables, given_weights, run_layer
 from farspan.plan.cell.phantom import Memory, Phantom, differentiate
 from farspan.plan.cell.sparse import far_of, most_units_of
 from farspan.plan.cell.tiles import Tiles, whole
 from farspan.plan.model.architecture import Architecture, Block
-from farspan.plan.program import AttentionMode
+from farspan.program.attention_blocks import near_blocks
+from farspan.program.program import AttentionMode
 from farspan.spec import Sparse
 
 

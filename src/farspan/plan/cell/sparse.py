@@ -9,7 +9,7 @@ copied side by side. Neither slabs nor parts grow with the prefix or the chunk.
 from dataclasses import dataclass
 
 from farspan.plan.model.architecture import Attention
-from farspan.plan.sizes import aligned
+from farspan.program.program import aligned
 from farspan.spec import LayerSpec, Sparse
 
 # K, V gathered at one time; a backward holds their sums of gradients too, twice to thrice as much,

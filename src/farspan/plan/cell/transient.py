@@ -10,14 +10,15 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
-from farspan.plan.blocks import most_tokens
 from farspan.plan.cell.assumed import assumed
 from farspan.plan.cell.cells import CellBytes, CellKind, Cells
 from farspan.plan.cell.layer import layer_weights, trained
 from farspan.plan.cell.outside import Stages, outer_weights
 from farspan.plan.cell.sharing import ALONE, Sharing
 from farspan.plan.model.architecture import Architecture, Block
-from farspan.plan.program import (
+from farspan.program.attention_blocks import most_tokens
+from farspan.program.dependencies import unread_outputs
+from farspan.program.program import (
     AttentionMode,
     Backward,
     Close,
@@ -32,7 +33,6 @@ from farspan.plan.program import (
     Store,
     StoreGradient,
 )
-from farspan.plan.unread import unread_outputs
 from farspan.spec import Sparse, Tier
 
 # Chunks whose prefixes are told apart to the token; of more, prefixes are rounded up to 1 / STARTS

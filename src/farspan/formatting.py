@@ -1,0 +1,178 @@
+"""Numbers as people write them: tokens with K and M, bytes with GiB and GB.
+
+K, M and G of tokens are powers of 1024, as in the papers, whose 128K is 131,072. Of bytes, KiB to
+TiB are powers of 1024 and KB to TB powers of 1000; `128G` could be either and is refused.
+
+Words for a person: of the parts of a budget, and for a word that is not known.
+
+Page-sparse attention in words: as a person writes it, and as it is told."""
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import fields
+from fractions import Fraction
+from math import ceil
+
+from farspan.program.residency import RESIDENCY
+from farspan.spec import Refused, Sparse
+
+TOKEN_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+BYTE_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{base}": factor**power
+    for power, prefix in enumerate("kmgt", 1)
+    for base, factor in (("ib", 1024), ("b", 1000))
+}
+LEAST_MEMORY = 2**20  # bytes of a memory that may be written without a unit
+_WRITTEN = re.compile(r"(\d[\d_,]*(?:\.\d+)?)\s*([a-z]*)")
+
+
+def read_tokens(given: str | int, name: str) -> int:
+    """Tokens from a number or text such as 131072, 128K, 1.5M. Raises Refused naming the option."""
+    return _read(given, name, TOKEN_UNITS, "tokens such as 131072, 128K or 1M")
+
+
+def read_bytes(given: str | int, name: str) -> int:
+    """Bytes from a number or text such as 80GB, 128GiB. Raises Refused naming the option."""
+    return _read(given, name, BYTE_UNITS, "bytes such as 128GiB (2**30) or 80GB (10**9)")
+
+
+def read_memory(given: str | int, name: str) -> int:
+    """Bytes of a whole memory: 24 alone is meant as GiB, and is refused as too few bytes."""
+    size = read_bytes(given, name)
+    bare = str(given).strip()
+    if bare.isdecimal() and size < LEAST_MEMORY:
+        raise Refused(f"{name}: {bare} bytes? write {bare}GiB")
+    return size
+
+
+def _read(given: str | int, name: str, units: dict[str, int], expected: str) -> int:
+    refused = Refused(f"{name}: expected {expected}, at least 1, got {given!r}")
+    if isinstance(given, int) and not isinstance(given, bool):
+        amount = Fraction(given)
+    else:
+        match = _WRITTEN.fullmatch(given.strip().lower()) if isinstance(given, str) else None
+        if match is None or match[2] not in units:
+            raise refused
+        amount = Fraction(re.sub("[_,]", "", match[1])) * units[match[2]]
+    # 131.7 GiB are no whole number of bytes; a token is not divided.
+    if amount < 1 or (amount.denominator != 1 and units is TOKEN_UNITS):
+        raise refused
+    return int(amount)
+
+
+def write_tokens(tokens: int) -> str:
+    """`128K`, `1M` where that is exact, else the number with thousands marked."""
+    for unit, factor in (("M", 2**20), ("K", 2**10)):
+        if tokens and tokens % factor == 0:
+            return f"{tokens // factor:,}{unit}"
+    return f"{tokens:,}"
+
+
+def write_bytes(size: float) -> str:
+    """Three figures or so, in the largest binary unit of which there is at least one."""
+    amount, unit = float(size), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(amount) < 1024:
+            break
+        amount, unit = amount / 1024, larger
+    return f"{amount:,.0f} {unit}" if unit == "B" else f"{amount:,.1f} {unit}"
+
+
+def write_count(amount: float, unit: str) -> str:
+    """Three figures with a decimal prefix, such as `1.05 TFLOP`."""
+    for prefix in ("", "K", "M", "G", "T"):
+        if abs(amount) < 999.5:
+            return f"{amount:.3g} {prefix}{unit}"
+        amount /= 1000
+    return f"{amount:,.3g} P{unit}"
+
+
+def write_most(fraction: float) -> str:
+    """A fraction that is not more than this, in tenths of a percent: what is not 0 does not look
+    as if it were."""
+    # 0.031 * 1000 may be the next float above 31.
+    return f"{ceil(round(1000 * fraction, 6)) / 10 or 0.1:.1f}%"
+
+
+def write_seconds(seconds: float) -> str:
+    """Seconds, or minutes and hours where there are many."""
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:,.1f} h"
+
+
+# A part that is not named here is called by its own name.
+PARTS = {
+    "weights": "weights",
+    "gathered": "weights of the open group, gathered",
+    "gradients": "gradients",
+    "accumulators": "sums of weight gradients",
+    "optimizer": "optimizer states",
+    **{kind.value: row.words for kind, row in RESIDENCY.items()},
+    "slots": "slots of streamed K, V",
+    "placement": "gaps between addresses",
+    "cells": "transients of a cell",
+    "exchange": "messages to and from other devices",
+    "inputs": "tokens and labels",
+    "reserve": "reserve",
+    "pages": "rounding to pages",
+}
+
+
+def part_words(part: str) -> str:
+    """The words for a part of a budget."""
+    return PARTS.get(part, part)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The known word that is nearest, as a question in brackets; empty where none is near."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+ON, OFF = "on", "off"
+FIELDS = tuple(field.name for field in fields(Sparse))
+EXAMPLE = "page=64,budget=2K,recent=1K,sink_pages=1"
+SEES_ALL = "which hides nothing at this context and equals dense"
+
+
+def read_sparse(text: str) -> Sparse | None:
+    """`on` (the defaults), `off` (None), or some fields such as `page=64,budget=2K`, the others
+    being the defaults. Raises Refused naming the field."""
+    word = text.strip().lower()
+    if word in (ON, OFF):
+        return Sparse() if word == ON else None
+    given: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or name not in FIELDS:
+            raise Refused(
+                f"sparse: expected {ON}, {OFF} or fields such as {EXAMPLE}, got {part.strip()!r}"
+            )
+        if name in given:
+            raise Refused(f"sparse.{name}: given twice; keep one")
+        given[name] = read_pages(value, f"sparse.{name}")
+    try:
+        return Sparse(**given)
+    except Refused as error:
+        raise Refused(f"sparse.{error}") from error
+
+
+def sparse_words(sparse: Sparse, *, hides: bool = True) -> str:
+    """What a query sees, on one line; `hides`: unless it is certain that it sees everything."""
+    what = "approximate" if hides else SEES_ALL
+    sinks = f"{sparse.sink_pages} first page{'s' if sparse.sink_pages != 1 else ''}"
+    return (
+        f"sparse attention, {what}: of earlier tokens {write_tokens(sparse.budget)} in chosen "
+        f"pages of {write_tokens(sparse.page)}, {write_tokens(sparse.recent)} recent, {sinks}"
+    )
+
+
+def read_pages(value: str, name: str) -> int:
+    """Tokens as `read_tokens` knows them, and 0, which is none of some."""
+    return 0 if re.fullmatch(r"0+", value) else read_tokens(value, name)

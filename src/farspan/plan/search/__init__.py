@@ -1,1 +1,0 @@
-"""Which schedule to run: bounds of many at once, and the search among them."""

@@ -1,0 +1,280 @@
+"""What a person asks, turned into a question for the planner: `farspan.plan(...)`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import Any, ParamSpec, TypedDict, Unpack, cast
+
+from farspan.formatting import did_you_mean, read_memory, read_tokens
+from farspan.lazy import load
+from farspan.plan.cell.describe import dtype_name, model_spec
+from farspan.plan.cell.layer import layer_weights
+from farspan.plan.model.architecture import Architecture
+from farspan.plan.model.catalog import find_architecture, find_config
+from farspan.plan.model.families import Configuration, UnknownFamily, architecture_from
+from farspan.planner.machines import machine as find_machine
+from farspan.planner.plans import best_plan
+from farspan.planner.request import Optimizer, Plan, Question, headroom_bytes
+from farspan.program.layout import Layout, sequence_layout
+from farspan.program.strategies import AUTO, check_name
+from farspan.spec import Kernels, MachineSpec, ModelSpec, Refused, RunSpec, Sparse
+
+HERE = "here"
+
+# What `optimizer.states` of a run file calls an optimizer; `host` is called so in both.
+AS_IN_RUN_FILES = {"device": Optimizer.ADAMW, "8bit": Optimizer.ADAMW8BIT}
+
+P = ParamSpec("P")
+Config = str | Path | Mapping[str, Any] | Configuration | ModelSpec
+
+
+def _in_silence(_: str) -> None:
+    """Tells nobody."""
+
+
+class Options(TypedDict, total=False):
+    """What a question may leave open; `Request` has the defaults."""
+
+    gpus: int
+    batch: int
+    optimizer: str
+    lora: int
+    strategy: str
+    dtype: str
+    device_memory: str | int | None
+    host_memory: str | int | None
+    headroom: str | int | None
+    sparse: Sparse | None
+    kernels: Kernels
+    progress: Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A question as a person puts it. Sizes are numbers or text: see `farspan.formatting`."""
+
+    # Preset, folder, config.json, hub name; a configuration or its fields; or a model that is
+    # described already, in its dtype and with its adapters.
+    config: Config
+    context: str | int  # tokens of a sequence
+    machine: str | Path | MachineSpec = HERE  # preset, file of `farspan calibrate`, or `here`
+    gpus: int = 1
+    batch: int = 1  # sequences a step, for each group of devices that shares one
+    optimizer: str = Optimizer.ADAMW
+    lora: int = 0  # rank of adapters on every linear module of the layers; 0: all is trained
+    strategy: str = AUTO  # the best of all of them
+    dtype: str = "bfloat16"
+    device_memory: str | int | None = None  # in place of what the machine's device has
+    host_memory: str | int | None = None  # in place of what the machine's node has
+    # Of a device that a plan leaves where any can: bytes, "5%", 0; None: `headroom.SHARE` of it.
+    headroom: str | int | None = None
+    sparse: Sparse | None = None  # attention that approximates; None: exact
+    kernels: Kernels = field(default_factory=Kernels)  # who computes
+    progress: Callable[[str], None] = _in_silence  # hears what of this machine is measured
+
+    def question(self) -> Question:
+        """The question for the planner. Raises Refused naming the field."""
+        model, architecture = self._model()
+        optimizer, layout = _optimizer(self.optimizer), _layout(self.gpus, model)
+        run = RunSpec(self.batch, read_tokens(self.context, "context"))
+        machine = self._machine()  # last: it may have to be measured
+        question = Question(
+            model=model,
+            run=run,
+            machine=machine,
+            layout=layout,
+            optimizer=optimizer,
+            dtype=dtype_name(self.dtype),
+            architecture=architecture,
+            overlap=machine.pinned and not machine.unified,  # as the engine's copies run
+            sparse=self.sparse,
+            kernels=self.kernels,
+            headroom=headroom_bytes(self.headroom, machine),
+        )
+        return as_run(question)
+
+    def strategies(self) -> list[str] | None:
+        """The strategies to choose from; None stands for all. Raises Refused."""
+        if self.strategy == AUTO:
+            return None
+        check_name(self.strategy)
+        return [self.strategy]
+
+    def _model(self) -> tuple[ModelSpec, Architecture | None]:
+        """The model, and what it is made of where its family is known."""
+        if isinstance(self.config, ModelSpec):
+            return self.config, None
+        try:
+            architecture = _architecture(self.config)
+        except UnknownFamily as error:
+            return _from_shapes(self.config, dtype_name(self.dtype), self.lora, error), None
+        rank = _adapter_rank(self.lora, architecture)
+        # What a cell holds is asked of the architecture: it must have the adapters too.
+        architecture = replace(architecture, adapter_rank=rank)
+        return model_spec(architecture, self.dtype), architecture
+
+    def _machine(self) -> MachineSpec:
+        found: object = self.machine
+        if found == HERE:
+            found = _here(self.progress)
+        elif isinstance(found, str | Path):
+            found = find_machine(found)
+        if not isinstance(found, MachineSpec):
+            raise Refused(
+                f"machine: expected a preset's name, a file, 'here' or a MachineSpec, got {found!r}"
+            )
+        if self.device_memory is not None:
+            if found.unified:
+                raise Refused(
+                    f"device_memory: {found.name} has one memory for both tiers; give host_memory"
+                )
+            size = read_memory(self.device_memory, "device_memory")
+            found = replace(found, device_bytes=size)
+        if self.host_memory is not None:
+            found = replace(found, host_bytes=read_memory(self.host_memory, "host_memory"))
+        return found
+
+
+def as_run(question: Question) -> Question:
+    """The question with its model as the machine's kernels run it. Of a family that is not known
+    nobody can tell what they save: it is asked as PyTorch's operators run it, which take more."""
+    if question.architecture is None:
+        return question
+    made = question.runs(question.architecture)
+    model = replace(model_spec(made, question.dtype), name=question.model.name)
+    return replace(question, architecture=made, model=model)
+
+
+def _signed(function: Callable[P, Plan]) -> Callable[P, Plan]:
+    """The function as one that takes the fields of `Request`, all but the first by name: with a
+    signature that says so, and Refused for an option that is none of them."""
+    first, *others = signature(Request).parameters.values()
+    named = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in others]
+    known = [first.name, *(option.name for option in named)]
+
+    @wraps(function)
+    def checked(*arguments: P.args, **options: P.kwargs) -> Plan:
+        for name in options:
+            if name not in known:
+                raise Refused(
+                    f"{name}: farspan.plan has no such option{did_you_mean(name, known)}; expected "
+                    f"some of {', '.join(known)}"
+                )
+        return function(*arguments, **options)
+
+    taken = Signature([first, *named], return_annotation=Plan)
+    checked.__signature__ = taken  # type: ignore[attr-defined]
+    return checked
+
+
+@_signed
+def plan(
+    config: Config,
+    *,
+    context: str | int,
+    machine: str | Path | MachineSpec = HERE,
+    **options: Unpack[Options],
+) -> Plan:
+    """The best schedule for a model, a context and a machine, and what a step of it takes.
+
+    `config` is a preset such as "Qwen2.5-7B", a folder or file with a configuration, a name on the
+    hub, a transformers configuration or its fields; no weights are read. Of a family that is not
+    known here the layers are run on stand-ins, which needs torch. `context` is in tokens of the
+    whole sequence ("1M" is 2**20). `machine` is a preset such as "h200", a file that
+    `farspan calibrate` wrote, or "here", which measures this machine where it was not yet. For the
+    options and their defaults see `Request`; bytes are numbers or text such as "128GiB".
+
+    If nothing fits, the plan that misses by the least comes back: its `fits` is false and its
+    `remedy` says what would help; `print` shows a plan as `farspan plan` does. Raises Refused for
+    what makes no sense.
+    """
+    request = Request(config, context, machine, **options)
+    return best_plan(request.question(), request.strategies())
+
+
+def _architecture(config: Config) -> Architecture:
+    if isinstance(config, str | Path):
+        return find_architecture(str(config))
+    if isinstance(config, Mapping) or hasattr(config, "to_dict"):
+        return architecture_from(config)
+    raise Refused(
+        "config: expected a preset's name, a folder, a file, a hub name, a transformers "
+        f"configuration or its fields, got {type(config).__name__}"
+    )
+
+
+def _from_shapes(config: Config, dtype: str, lora: int, unknown: UnknownFamily) -> ModelSpec:
+    """What makes a model of any family needs torch, and stands above planning."""
+    _check_rank(lora)
+    try:
+        describe: Callable[..., ModelSpec] = load("farspan.hf.describe", "describe_config")
+    except ImportError as error:
+        raise Refused(
+            f"{unknown}; planning any other needs torch and transformers ({error})"
+        ) from error
+    if isinstance(config, str | Path):
+        return replace(describe(find_config(str(config)), dtype, lora), name=str(config))
+    fields = config if isinstance(config, Mapping) else cast(Configuration, config).to_dict()
+    return describe(fields, dtype, lora)
+
+
+def _here(progress: Callable[[str], None]) -> MachineSpec:
+    """What measures needs torch, and stands above planning."""
+    try:
+        measure: Callable[[Callable[[str], None]], MachineSpec] = load(
+            "farspan.engine.calibrate", "here"
+        )
+    except ImportError as error:
+        raise Refused(
+            f"machine: measuring this machine needs torch and transformers ({error}); name a "
+            "preset or a machine file"
+        ) from error
+    return measure(progress)
+
+
+def _check_rank(rank: object) -> None:
+    if type(rank) is not int or rank < 0:
+        raise Refused(
+            f"lora: expected the rank of adapters, such as 16, or 0 to train all, got {rank!r}"
+        )
+
+
+def _adapter_rank(rank: int, architecture: Architecture) -> int:
+    _check_rank(rank)
+    widest = _widest_rank(architecture) if rank else 0
+    if rank > widest:
+        raise Refused(
+            f"lora: rank {rank} is above {widest}, the narrower side of the largest linear module "
+            f"of a layer, where an adapter is a whole matrix; give {widest} or less"
+        )
+    return rank
+
+
+def _widest_rank(architecture: Architecture) -> int:
+    """Of the linear modules that get adapters, the most that the narrower side of one is."""
+    adapted = replace(architecture, adapter_rank=1)
+    widest = 1
+    for block in set(architecture.blocks):
+        shapes = layer_weights(adapted, block)  # A is x.a [1, inner], B is x.b [outer, 1]
+        for name in shapes:
+            if name.endswith(".a"):
+                outer = shapes[name.removesuffix(".a") + ".b"][0]
+                widest = max(widest, min(shapes[name][1], outer))
+    return widest
+
+
+def _optimizer(name: str) -> Optimizer:
+    found = AS_IN_RUN_FILES.get(name, name)
+    if found not in tuple(Optimizer):
+        known = ", ".join((*Optimizer, *AS_IN_RUN_FILES))
+        raise Refused(f"optimizer: expected one of {known}, got {name!r}")
+    return Optimizer(found)
+
+
+def _layout(gpus: int, model: ModelSpec) -> Layout:
+    """Every device works on the one sequence."""
+    if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
+        raise Refused(f"gpus: expected a whole number of devices >= 1, got {gpus!r}")
+    return sequence_layout(model, gpus)

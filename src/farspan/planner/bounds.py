@@ -1,0 +1,458 @@
+"""Lower bounds of time and memory of many schedules at once: what the search prunes with.
+
+`Frames` fix the chunk and the switches of K schedules that differ in their cut into groups. Left
+open are F choices of how many chunks keep O, LSE and activations, and T = 8 choices of tiers for x,
+attention and activations; every result is [K, F, T]. The time (lanes) is that of the program when
+nothing overlaps, and the busiest lane's when everything does; both are sums over cells, so nothing
+is simulated. Memory (peaks) is the fullest of a few phases of the program, without padding.
+
+Seconds of many schedules by counting: how often each kind of cell runs, and what is copied.
+
+Bytes of many schedules when each tier is fullest: the fullest of a few phases (formulas has them
+all), without padding. P phases' groups of all K cuts are looked at together."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farspan.planner.cell_prices import Array, Ruler
+from farspan.planner.evaluate import INPUT_BYTES, kinds_of
+from farspan.planner.pass_counts import Cells, Counts, Cuts, Kept, Part, Role, cells
+from farspan.planner.request import Question
+from farspan.program.layout import kept_chunks
+from farspan.program.residency import Kind
+from farspan.spec import LayerSpec, Schedule, Tier
+
+TIERS = tuple(product(Tier, repeat=3))  # of x, attention, activations
+ON_HOST = np.array([[tier is Tier.HOST for tier in tiers] for tiers in TIERS], dtype=np.float64)
+
+
+def spread(free: Array, counted: Array) -> Array:
+    """[..., F, T] from [..., 3, F]: the sum over those of the three that T's tiers count."""
+    return np.asarray(np.swapaxes(free, -1, -2) @ counted.T)
+
+
+@dataclass(frozen=True, eq=False)
+class Frames:
+    """Schedules that differ in their cut, fractions and three tiers, as one kind of rank runs
+    them."""
+
+    ruler: Ruler
+    schedule: Schedule  # in tokens of the sequence; what differs is left open
+    cuts: Cuts
+    kept: Kept
+
+    @cached_property
+    def last_graphs(self) -> NDArray[np.int64]:
+        """[K, F]: chunks whose activations the rank's last group keeps."""
+        return np.where(self.cuts.alone, 0, self.kept.graphs)
+
+    @property
+    def zero(self) -> Array:
+        """[F]"""
+        return np.zeros(len(self.kept.graphs))
+
+    @cached_property
+    def cell_inputs(self) -> Array:
+        """[K, L]: bytes of the layer's input in a kept cell, where autograd saves it and no
+        boundary does."""
+        saves = np.array([spec.saves_input for spec in self.ruler.model.layers], dtype=np.float64)
+        row = self.ruler.x_row() * self.ruler.sizes[0]
+        return np.asarray(saves * self.cuts.inner * row)
+
+    def kv_goes_home(self, role: Role) -> bool:
+        """Do kept K, V of a layer in this role cross the link to wait on host?"""
+        schedule = self.schedule
+        waits = schedule.kv_kept and role in (Role.INNER, Role.TOP)
+        waits = waits and not self.cuts.kind.is_stage
+        return waits and schedule.kv is Tier.DEVICE and schedule.kv_home is Tier.HOST
+
+    def covered(self, spec: LayerSpec, role: Role) -> Array:
+        """[F]: bytes of a kept cell: O and LSE are in it unless their own buffer holds them for
+        all its chunks."""
+        outside = (self.kept.attention >= self.kept.graphs) & (role is not Role.LAST_TOP)
+        wide = self.ruler.cell_bytes(spec, with_attention=True)
+        narrow = self.ruler.cell_bytes(spec, with_attention=False)
+        return np.where(outside, narrow, wide).astype(np.float64)
+
+
+Family = tuple[Frames, ...]  # the same schedules on every kind of rank
+
+
+def frames_of(question: Question, schedule: Schedule) -> Frames:
+    """Those of a single schedule, with all its tiers, on the rank that has the head."""
+    return all_frames(question, schedule)[-1]
+
+
+def all_frames(question: Question, schedule: Schedule) -> Family:
+    """Those of a single schedule on every kind of rank."""
+    found, like = list[Frames](), None
+    for kind in kinds_of(question, schedule):
+        like = Ruler(question, schedule, kind, like)
+        chunks, layers = like.chunks, len(like.model.layers)
+        counts = [
+            np.array([len(kept_chunks(fraction, chunks))])
+            for fraction in (schedule.attention_kept, schedule.activations_kept)
+        ]
+        sizes = (layers,) if kind.is_stage else schedule.group_sizes(layers)
+        cuts = Cuts(like.question, (sizes,), kind)
+        found.append(Frames(like, schedule, cuts, Kept(counts[0], counts[1], len(chunks))))
+    return tuple(found)
+
+
+def tiers_of(schedule: Schedule) -> int:
+    """The place of a schedule's tiers among T."""
+    return TIERS.index((schedule.x, schedule.attention, schedule.activations))
+
+
+COMPUTE, FETCH, EVICT, COLLECTIVE, HOST = range(5)
+LANES = 5
+LINK = 2  # fetch, evict
+
+
+def seconds(frames: Frames) -> Array:
+    """[K, F, T]: of a step, its update included; memory is not looked at."""
+    ruler, question = frames.ruler, frames.ruler.question
+    work, copies = lanes(frames)
+    working = work[:, COMPUTE] + work[:, COLLECTIVE]
+    if question.overlap:
+        # FSDP's gathers go on beside the cells, whose own collectives they wait for.
+        gathers = frames.cuts.gathers(ruler.prices)
+        busy = np.maximum(np.maximum(working - gathers, gathers), work[:, HOST])
+        link = work[:, FETCH : EVICT + 1, :, None] + spread(copies, ON_HOST)
+        total = np.maximum(busy[..., None], link.max(axis=1))
+    else:
+        total = spread(copies.sum(axis=1), ON_HOST)
+        total += (working + work[:, HOST] + work[:, FETCH] + work[:, EVICT])[..., None]
+    stages, count = question.layout.pipeline, len(ruler.chunks)
+    return np.asarray(total * ((count + stages - 1) / count) + ruler.update)
+
+
+def lanes(frames: Frames) -> tuple[Array, Array]:
+    """[K, 5, F]: seconds of every lane, without its update and without [K, 2, 3, F]: seconds that
+    fetch and evict take for x, attention and activations, where they are on host."""
+    ruler, cuts, kv_kept = frames.ruler, frames.cuts, frames.schedule.kv_kept
+    parts, counts = cuts.parts
+    each = [_part(frames, part) for part in parts]
+    size, choices = len(cuts.sizes), len(frames.kept.graphs)
+    work = counts @ np.stack([work for work, _ in each]).reshape(len(parts), -1)
+    work = work.reshape(size, LANES, choices)
+    work[:, COMPUTE] += ruler.once(("outside", cuts, kv_kept), lambda: _outside(frames))
+    work[:, COMPUTE] += ruler.clear
+    if frames.schedule.kv is Tier.HOST:
+        work[:, EVICT] += ruler.zeros
+    work[:, COLLECTIVE] += cuts.gathers(ruler.prices)
+    moved = counts @ np.stack([moved for _, moved in each]).reshape(len(parts), -1)
+    moved = moved.reshape(size, LINK, 3, choices)
+    moved += ruler.once(("x", cuts, kv_kept), lambda: _boundaries(frames))
+    rates = np.array([ruler.prices.fetch_rate(), ruler.prices.evict_rate()])
+    return work, np.asarray(moved / rates[:, None, None])
+
+
+def _part(frames: Frames, part: Part) -> tuple[Array, Array]:
+    """Lanes [5, F] and bytes [2, 3, F] of one layer in this part, made once for all cuts."""
+    s = frames.schedule
+    key = part, s.kv_kept, s.kv_home, s.attention_open, s.layer_checkpoint
+    known = frames.ruler.known
+    if key not in known:
+        role, spec, alone = part
+        part = role, frames.ruler.held[spec], alone
+        found = cells(role, s, frames.kept.without_graphs if alone else frames.kept)
+        known[key] = _cells(frames, part, found), _moved(frames, part, found)
+    return known[key]
+
+
+def _cells(frames: Frames, part: Part, found: Cells) -> Array:
+    """[5, F]: one layer's cells, and the copies of its K, V."""
+    ruler, (role, spec, alone) = frames.ruler, part
+    choices = frames.kept.without_graphs if alone else frames.kept
+    work = ruler.lanes.forward[spec].total(found.compute, choices)
+    work += ruler.lanes.given[spec].total(found.given, choices)
+    work += ruler.lanes.project[spec].total(found.project, choices)
+    work += ruler.lanes.backward[spec].total(np.ones_like(found.compute), choices)
+    sizes, keys = choices.over(ruler.sizes), choices.over(ruler.keys)
+    kv, dkv = ruler.kv_row(spec) * keys, ruler.dkv_row(spec) * keys
+    # Copies on the device into the program's buffers.
+    put_away = found.kv_written @ kv
+    put_away += found.attention_out @ keys * ruler.attention_row(spec)
+    put_away += found.graph @ sizes * ruler.prices.saved_row(spec)
+    work[COMPUTE] += 2 * put_away / ruler.question.machine.memory
+    if frames.schedule.kv is Tier.HOST:
+        work[FETCH] += (found.graph @ kv + dkv.sum()) / ruler.prices.fetch_rate()
+        work[EVICT] += found.kv_written @ kv / ruler.prices.evict_rate()
+    if frames.kv_goes_home(role):
+        work[FETCH] += kv.sum() / ruler.prices.fetch_rate()
+        work[EVICT] += kv.sum() / ruler.prices.evict_rate()
+    return work
+
+
+def _moved(frames: Frames, part: Part, found: Cells) -> Array:
+    """[2, 3, F]: bytes of one layer's O, LSE and activations, where they are on host."""
+    role, spec, alone = part
+    choices = frames.kept.without_graphs if alone else frames.kept
+    row = frames.ruler.attention_row(spec) * choices.over(frames.ruler.keys)
+    graphs = frames.ruler.cells(choices.graphs)
+    cell = graphs * frames.covered(spec, role)
+    fetched = np.stack([frames.zero, found.attention_in @ row, cell])
+    evicted = np.stack([frames.zero, found.attention_out @ row, cell])
+    return np.stack([fetched, evicted])
+
+
+def _boundaries(frames: Frames) -> Array:
+    """[K, 2, 3, F]: bytes of x, its gradient, and the inputs inside kept cells."""
+    ruler, groups, kind = frames.ruler, frames.cuts.counts, frames.cuts.kind
+    row = ruler.x_row() * ruler.sizes
+    graphs = ruler.latest(frames.last_graphs) * ruler.x_row() * kind.is_last
+    skipped = row[-1] * (frames.last_graphs == 0) * kind.is_last
+    whole = row.sum()
+    # The rebuild of a middle group and the first pass of the last begin without the last chunk.
+    several = groups > 1
+    rebuilt = 0 if frames.schedule.kv_kept else np.maximum(groups - 2, 0)
+    fetched = graphs + 3 * (groups - 1) * whole - skipped * several
+    fetched = fetched + rebuilt * (whole - row[-1] * (frames.kept.graphs == 0))
+    evicted = graphs + 2 * (groups - 1) * whole
+    if kind.is_stage and not kind.is_first:  # what a stage received
+        fetched, evicted = fetched + whole - skipped, evicted + whole
+    cells = ruler.cells(frames.kept.graphs)
+    inputs = cells * frames.cell_inputs.sum(axis=1, keepdims=True)
+    moved = [np.stack([x, np.zeros_like(x), inputs], axis=1) for x in (fetched, evicted)]
+    return np.stack(moved, axis=1)
+
+
+def _outside(frames: Frames) -> Array:
+    """[K, F]: embedding and head, where the rank has them."""
+    lanes, several, kind = frames.ruler.lanes, frames.cuts.counts > 1, frames.cuts.kind
+    once, last = lanes.embed.sum() * kind.is_first, lanes.embed[-1] * kind.is_first
+    passes = 2 * once - last * (frames.last_graphs == 0) * ~several * kind.is_last
+    if not frames.schedule.kv_kept:
+        passes = passes + (once - last * (frames.kept.graphs == 0)) * several
+    head = lanes.head.sum() * kind.is_last
+    return np.asarray(passes + head + lanes.embed_backward.sum() * kind.is_first)
+
+
+ON_DEVICE = 1 - ON_HOST
+ATTENTION = 1  # its place among the three that tiers are free for
+
+
+@dataclass(slots=True)
+class Peaks:
+    """Bytes on each tier, [K, F, T]."""
+
+    device: Array
+    host: Array
+
+
+def peaks(frames: Frames) -> Peaks:
+    """Everything but what cells hold for a moment beyond their graphs."""
+    groups = frames.cuts.groups
+    once, cuts = frames.ruler.once, frames.cuts
+    device = once(("on device", cuts), lambda: spread(_kept(frames), ON_DEVICE))
+    host = once(("on host", cuts), lambda: spread(_kept(frames), ON_HOST))
+    first, backward = _first(frames), _backward(frames)
+    if _is_open(frames):
+        size = _open(frames)[..., None]
+        device = np.maximum(
+            device + first[0], device + backward[0] + size * ON_DEVICE[:, ATTENTION]
+        )
+        host = np.maximum(host + first[1], host + backward[1] + size * ON_HOST[:, ATTENTION])
+    else:
+        device = device + np.maximum(first[0], backward[0])
+        host = host + np.maximum(first[1], backward[1])
+    fullest = np.maximum.reduceat(device, groups.at), np.maximum.reduceat(host, groups.at)
+    held = [[[states.optimizer_on_host]] for states in frames.cuts.held]
+    return Peaks(fullest[0] + fixed(frames), fullest[1] + np.array(held))
+
+
+def parts(frames: Frames, tiers: tuple[Tier, ...]) -> dict[Tier, dict[Kind, float]]:
+    """Bytes of each kind on each tier, slots left out, in the fullest phase of a single schedule
+    with these tiers for x, attention and activations."""
+    kept, kv_tier = _kept(frames)[..., 0], frames.schedule.kv
+    own, gradients, waiting = (column[:, 0] for column in _kv(frames))
+    still = np.zeros_like(own)
+    opened = _open(frames)[:, 0] if frames.schedule.attention_open else still
+    away = own * frames.kv_goes_home(Role.TOP) * ~frames.cuts.groups.is_last[:, 0]
+    home = kv_tier if kv_tier is Tier.HOST else frames.schedule.kv_home
+    found = {}
+    for tier in Tier:
+        at = [of is tier for of in tiers]
+        kv = own * (kv_tier is tier) + waiting * (home is tier)
+        first = {
+            Kind.X: kept[:, 0] * at[0],
+            Kind.KV: kv + away * (tier is Tier.HOST),
+            Kind.DKV: still,
+            Kind.ATTENTION: kept[:, 1] * at[1],
+            Kind.ACTIVATIONS: kept[:, 2] * at[2],
+        }
+        backward = first | {
+            Kind.KV: kv,
+            Kind.DKV: gradients * (kv_tier is tier),
+            Kind.ATTENTION: (kept[:, 1] + opened) * at[1],
+        }
+        totals = np.stack([sum(first.values(), still), sum(backward.values(), still)])
+        phase, group = np.unravel_index(totals.argmax(), totals.shape)
+        found[tier] = {kind: float(size[group]) for kind, size in (first, backward)[phase].items()}
+    return found
+
+
+# -- phases ------------------------------------------------------------------------------------
+
+
+def _first(frames: Frames) -> tuple[Array, Array]:
+    """[P, 1, 1] each: K, V on device and host in the groups' first passes."""
+    own, _, waiting = _kv(frames)
+    goes_home = frames.kv_goes_home(Role.TOP) & ~frames.cuts.groups.is_last
+    device, host = _tiers(frames, own, waiting)
+    return device[..., None], (host + own * goes_home)[..., None]
+
+
+def _backward(frames: Frames) -> tuple[Array, Array]:
+    """[P, 1, 1] each: K, V, dK, dV on device and host in the groups' backward."""
+    own, gradients, waiting = _kv(frames)
+    device, host = _tiers(frames, own + gradients, waiting)
+    return device[..., None], host[..., None]
+
+
+def _kv(frames: Frames) -> tuple[Array, Array, Array]:
+    """[P, 1] each: bytes of a group's K, V, of its dK, dV, of K, V that wait below it."""
+    sums, groups = frames.ruler.sums, frames.cuts.groups
+    own = sums.kv[groups.stop] - sums.kv[groups.first]
+    gradients = sums.dkv[groups.stop] - sums.dkv[groups.first]
+    return own, gradients, sums.kv[groups.first] * frames.schedule.kv_kept
+
+
+def _tiers(frames: Frames, size: Array, waiting: Array) -> tuple[Array, Array]:
+    """What the open group and what waits take of device and host."""
+    on_host = frames.schedule.kv is Tier.HOST
+    if on_host or frames.schedule.kv_home is Tier.HOST:
+        return size * (not on_host), waiting + size * on_host
+    return size + waiting, np.zeros_like(size)
+
+
+def _kept(frames: Frames) -> Array:
+    """[P, 3, F]: x, attention and activations that a group and those below it keep from first
+    pass to backward."""
+    ruler, kept, groups = frames.ruler, frames.kept, frames.cuts.groups
+    sums, layers, is_last = ruler.sums, len(ruler.model.layers), groups.is_last
+    graphs = np.where(is_last, frames.last_graphs[groups.cut], kept.graphs)
+    kind = frames.cuts.kind
+    # A stage hands on what it made, and keeps what it received.
+    left = 0 if kind.is_stage else ruler.tokens
+    received = groups.index + (kind.is_stage and not kind.is_first)
+    x = np.where(is_last, ruler.latest(graphs), left)
+    x = ruler.x_row() * (x + ruler.tokens * received)
+    # The last group's only kept O would be the left out chunk's: then there is no buffer.
+    written = (kept.attention > 1) | (graphs > 0) | ~is_last
+    end = np.where(is_last, layers - 1, groups.stop)
+    begun = sums.attention[groups.first]
+    rows = begun + (sums.attention[end] - begun) * written
+    attention = rows * ruler.latest_keys(kept.attention)
+    covered = kept.attention >= kept.graphs
+    cells = np.where(covered, sums.narrow[end], sums.wide[end]) * ruler.cells(kept.graphs)
+    # The top layer's cell holds its O; in a last group of one layer none is kept.
+    cells = cells + (sums.wide[layers] - sums.wide[end]) * ruler.cells(graphs) * is_last
+    inputs = np.cumsum(frames.cell_inputs, axis=1)[groups.cut[:, None], groups.stop - 1]
+    return np.stack([x, attention, cells + inputs * ruler.cells(kept.graphs)], axis=1)
+
+
+def _is_open(frames: Frames) -> bool:
+    return frames.schedule.attention_open
+
+
+def _open(frames: Frames) -> Array:
+    """[P, F]: O and LSE kept while the group is open."""
+    ruler, kept, groups = frames.ruler, frames.kept, frames.cuts.groups
+    kind = frames.cuts.kind
+    rebuilt = groups.is_last | (not frames.schedule.kv_kept) | kind.is_stage
+    rows = ruler.sums.attention[groups.stop - 1] - ruler.sums.attention[groups.first]
+    keys = ruler.share.keys.total - ruler.latest_keys(kept.attention)
+    # Of the last chunk alone nothing is written, but by a stage that hands it on.
+    fewest = 1 if kind.is_last else 0
+    return np.asarray(rows * keys * (kept.attention < len(ruler.chunks) - fewest) * rebuilt)
+
+
+# -- whatever the phase ------------------------------------------------------------------------
+
+
+def fixed(frames: Frames) -> Array:
+    """[K, F, T] on the device: states, slots, graphs of a chunk, inputs, reserve."""
+    ruler, cuts = frames.ruler, frames.cuts
+    inputs = INPUT_BYTES * ruler.run.batch * ruler.tokens
+    fixed = cuts.fixed + inputs + ruler.question.machine.reserve
+    switches = frames.schedule.kv_kept, frames.schedule.attention_open
+    slots = ruler.once(("slots", cuts, *switches), lambda: device_slots(frames))
+    return slots + (fixed + momentary(frames))[..., None]
+
+
+def momentary(frames: Frames) -> Array:
+    """[K, F]: all that is counted beside arenas, weights and optimizer. Graphs of the first chunk
+    that runs backward, when no layer may have gradients yet, but of earlier batches; or those of
+    the last, in the first group, when all layers have some. Of a single chunk the second is only
+    the end of the step."""
+    ruler = frames.ruler
+    gradients = np.array([[float(states.gradients)] for states in frames.cuts.held])
+    there = frames.cuts.gradients
+    saved = np.array([spec.activation_bytes for spec in ruler.model.layers], dtype=np.float64)
+    saved *= ruler.run.batch * ruler.sizes[0]
+    widest, first = frames.cuts.graphs(saved, one_layer=frames.schedule.layer_checkpoint)
+    # Where every chunk's graphs are kept there are none.
+    some = frames.kept.graphs < len(ruler.chunks)
+    several = len(ruler.chunks) > 1
+    before = gradients * ruler.question.accumulates
+    found = np.maximum(before + widest * some, there + first * several * some)
+    return np.asarray(np.maximum(found, gradients))
+
+
+def device_slots(frames: Frames) -> Array:
+    """[K, F, T]: device buffers that serve any layer, for what is on host."""
+    ruler, chunk, kind = frames.ruler, frames.ruler.keys[0], frames.cuts.kind
+    layers, many = ruler.model.layers, frames.cuts.counts > 1
+    pair = min(2, len(ruler.chunks))
+    passed = kind.is_stage and not kind.is_first
+    ends = pair * ((frames.last_graphs > 0) & frames.cuts.has_head)
+    x = np.where(many, 2 * pair, ends + pair * passed) * ruler.x_row() * ruler.sizes[0]
+    row = max(ruler.attention_row(spec) for spec in layers)
+    attention = _attention_slots(frames) * row * chunk
+    free = np.stack([x, attention, _cell_slots(frames)], axis=1)
+    size = spread(free, ON_HOST)
+    if frames.schedule.kv is Tier.HOST:
+        block = min(frames.schedule.kv_block, ruler.share.keys.total) * (len(ruler.chunks) > 1)
+        kv, dkv = max(map(ruler.kv_row, layers)), max(map(ruler.dkv_row, layers))
+        own = np.minimum(2, _crossings(frames, lambda found: found.kv_written + found.graph))
+        size = size + ((own * chunk + 2 * block) * kv + 2 * (chunk + block) * dkv)[..., None]
+    return np.asarray(size)
+
+
+def _cell_slots(frames: Frames) -> Array:
+    """[K, F]: two, taken in turn by the layers that keep cells, each for the greediest of all."""
+    kept, sums, layers = frames.kept, frames.ruler.sums, len(frames.ruler.model.layers)
+    narrow, wide = np.diff(sums.narrow), np.diff(sums.wide)
+    if frames.cuts.has_head:
+        narrow[-1] = wide[-1]  # the top layer's O is in its cell
+    largest = [(cell + frames.cell_inputs).max(axis=1, keepdims=True) for cell in (narrow, wide)]
+    keeping = layers - frames.cuts.last * (frames.last_graphs == 0) * frames.cuts.has_head
+    slots = 2 * (keeping > 0) * (kept.graphs > 0)
+    return np.asarray(slots * np.where(kept.attention >= kept.graphs, *largest))
+
+
+def _attention_slots(frames: Frames) -> Array:
+    """[K, F]: one more than the layers of the widest group, unless O and LSE cross less often."""
+    widest = np.maximum(frames.cuts.last, frames.cuts.widest_earlier)
+    if frames.cuts.kind.is_stage:
+        widest = np.full_like(widest, frames.cuts.kind.widest)
+    crossings = _crossings(frames, lambda found: found.attention_out + found.attention_in)
+    return np.asarray(np.minimum(widest + 1, crossings), dtype=np.float64)
+
+
+def _crossings(frames: Frames, of: Callable[[Cells], Counts]) -> Array:
+    """[K, F]: how many of these copies a step makes."""
+    parts, counts = frames.cuts.parts
+    each = np.ones(len(frames.ruler.chunks))
+    found = []
+    for role, _, alone in parts:
+        choices = frames.kept.without_graphs if alone else frames.kept
+        found.append(of(cells(role, frames.schedule, choices)) @ choices.over(each))
+    return np.asarray(counts @ np.stack(found))

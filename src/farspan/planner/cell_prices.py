@@ -1,0 +1,293 @@
+"""What one chunk size costs: the price of every kind of cell in every chunk, and rows in bytes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farspan.planner.evaluate import RankKind, kinds_of, part_of, stage_model
+from farspan.planner.pass_counts import Kept
+from farspan.planner.prices import Prices
+from farspan.planner.request import Question
+from farspan.planner.states import update_seconds
+from farspan.program.chunking import chunks_of
+from farspan.program.layout import (
+    Rank,
+    Spans,
+    are_equal,
+    group_ranges,
+    local_heads,
+    share_of,
+    with_states,
+)
+from farspan.program.program import (
+    AttentionMode,
+    Backward,
+    Buffer,
+    Clear,
+    Embed,
+    EmbedBackward,
+    Forward,
+    Head,
+    Instruction,
+    Program,
+    activation_cell_bytes,
+    regions,
+    regions_bytes,
+    row_bytes,
+)
+from farspan.program.residency import Kind
+from farspan.spec import LayerSpec, ModelSpec, Schedule, Tier
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Seconds of one cell in every chunk, [chunks] each."""
+
+    compute: Array
+    fetch: Array
+    evict: Array
+    collective: Array
+    host: Array
+
+    def total(self, counts: Array, choices: Kept) -> Array:
+        """[5, F]: each of cells that run `counts` [F, spans] times."""
+        lanes = (self.compute, self.fetch, self.evict, self.collective, self.host)
+        return np.stack([counts @ choices.over(lane) for lane in lanes])
+
+    def seconds(self, *, overlap: bool) -> float:
+        """Of the cells of all chunks, copies left out; issuing them goes on beside where lanes
+        overlap."""
+        busy = self.compute + self.collective
+        both = np.maximum(busy, self.host) if overlap else busy + self.host
+        return float(both.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Bytes of the layers before each, [L + 1]: of all keys for `kv` and `dkv`, a key
+    for `attention`, a kept cell for the others."""
+
+    kv: Array
+    dkv: Array
+    attention: Array
+    wide: Array  # cells that hold O and LSE
+    narrow: Array
+
+
+class CellSeconds:
+    """Seconds of the cells of one chunk size and one tier of K, V: all kinds of rank share them."""
+
+    def __init__(
+        self, question: Question, schedule: Schedule, model: ModelSpec, rank: Rank
+    ) -> None:
+        chunks = chunks_of(question.model, question.run.tokens, schedule, question.layout)
+        self.count = range(len(chunks))
+        share, whole = share_of(chunks, rank), (0, question.run.tokens)
+        buffers = {
+            name: Buffer(name, kind, 0, schedule.kv, *whole, 0, 0, 0, 0, 0)
+            for name, kind in (("kv", Kind.KV), ("dkv", Kind.DKV))
+        }
+        groups = group_ranges(schedule, len(model.layers), question.layout.pipeline)
+        arenas = dict.fromkeys(Tier, 0)
+        # A program without instructions: prices ask it for sizes only.
+        shell = Program(model, question.run, schedule, chunks, groups, (), buffers, arenas, share)
+        self.prices = Prices(question, shell, together=question.overlap)
+        self.places = {spec: place for place, spec in enumerate(model.layers)}
+
+    # Looked up when somebody asks for time: memory alone needs none.
+
+    @cached_property
+    def forward(self) -> dict[LayerSpec, Lane]:
+        return {spec: self._cell(spec, AttentionMode.COMPUTE) for spec in self.places}
+
+    @cached_property
+    def given(self) -> dict[LayerSpec, Lane]:
+        return {spec: self._cell(spec, AttentionMode.GIVEN) for spec in self.places}
+
+    @cached_property
+    def project(self) -> dict[LayerSpec, Lane]:
+        return {spec: self._cell(spec, AttentionMode.NONE) for spec in self.places}
+
+    @cached_property
+    def backward(self) -> dict[LayerSpec, Lane]:
+        return {spec: self._back(spec) for spec in self.places}
+
+    @cached_property
+    def head(self) -> Array:
+        return self._in_line(Head)
+
+    @cached_property
+    def embed(self) -> Array:
+        return self._in_line(Embed)
+
+    @cached_property
+    def embed_backward(self) -> Array:
+        return self._in_line(EmbedBackward)
+
+    def _cell(self, spec: LayerSpec, mode: AttentionMode) -> Lane:
+        layer = self.places[spec]
+        return self._lane(lambda c: Forward(layer, c, mode, prefix="kv"))
+
+    def _back(self, spec: LayerSpec) -> Lane:
+        layer = self.places[spec]
+        return self._lane(lambda c: Backward(layer, c, "kv", "dkv", "dkv"))
+
+    def _lane(self, cell: Callable[[int], Instruction]) -> Lane:
+        costs = [self.prices.of(cell(chunk)) for chunk in self.count]
+        return Lane(
+            np.array([cost.compute for cost in costs]),
+            np.array([cost.fetch for cost in costs]),
+            np.array([cost.evict for cost in costs]),
+            np.array([cost.collective for cost in costs]),
+            np.array([cost.host for cost in costs]),
+        )
+
+    def _in_line(self, kind: Callable[[int], Instruction]) -> Array:
+        return np.array([self.prices.of(kind(chunk)).in_line() for chunk in self.count])
+
+
+class Ruler:
+    """Prices and bytes of one kind of rank at one chunk size and one tier of K, V; frames share
+    them. Without a kind it is that of the last stage, which has the head."""
+
+    def __init__(
+        self,
+        question: Question,
+        schedule: Schedule,
+        kind: RankKind | None = None,
+        like: "Ruler | None" = None,
+    ) -> None:
+        """`like` is of another kind of rank of the same schedule."""
+        kind = kinds_of(question, schedule)[-1] if kind is None else kind
+        layout = question.layout
+        chunks = chunks_of(question.model, question.run.tokens, schedule, layout)
+        whole = with_states(local_heads(question.model, layout), chunks)
+        self.kind, self.chunks, self.whole = kind, chunks, question
+        self.share = share_of(chunks, kind.rank)
+        self.model: ModelSpec = stage_model(whole, kind.layers)
+        self.question = part_of(question, kind)
+        # A layer as this rank has it at this chunk size: its heads, and the rows of a state.
+        self.held = dict(zip(self.question.model.layers, self.model.layers, strict=True))
+        self.run, self.schedule = question.run, schedule
+        self.are_equal = are_equal(chunks)
+        self.sizes = _sizes(self.share.tokens)
+        self.keys = _sizes(self.share.keys)
+        self.classes = list(dict.fromkeys(self.model.layers))
+        lanes = None if like is None else like.lanes
+        self.lanes: CellSeconds = lanes or CellSeconds(question, schedule, whole, kind.rank)
+        self.prices = self.lanes.prices
+        self.sums = self._sums()
+        self.known: dict[tuple[object, ...], tuple[Array, Array]] = {}  # lanes, bytes moved
+        self._shared: dict[tuple[object, ...], Array] = {}
+        self._latest = np.concatenate([[0.0], np.cumsum(self.sizes[::-1])])
+        self._latest_keys = np.concatenate([[0.0], np.cumsum(self.keys[::-1])])
+
+    @property
+    def tokens(self) -> int:
+        """That the rank has of the whole sequence."""
+        return self.share.tokens.total
+
+    @cached_property
+    def clear(self) -> float:
+        return self._clear_seconds()
+
+    @cached_property
+    def zeros(self) -> float:
+        """Copying them to host, for every layer."""
+        row = sum(self.dkv_row(spec) for spec in self.model.layers)
+        return row * self.share.keys.total / self.prices.evict_rate()
+
+    @cached_property
+    def update(self) -> float:
+        return update_seconds(self.question)
+
+    # -- what frames have in common -------------------------------------------------------------
+
+    def once(self, key: tuple[object, ...], make: Callable[[], Array]) -> Array:
+        """What frames with this key have in common, made once."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+    def latest(self, chunks: NDArray[np.int64]) -> Array:
+        """[F]: tokens of the latest `chunks` chunks."""
+        return np.asarray(self._latest[chunks])
+
+    def latest_keys(self, chunks: NDArray[np.int64]) -> Array:
+        """[F]: their keys."""
+        return np.asarray(self._latest_keys[chunks])
+
+    def cells(self, chunks: NDArray[np.int64]) -> Array:
+        """How many of the first chunk's cells those of the latest `chunks` are, in bytes that grow
+        where chunks differ; of any shape."""
+        if self.are_equal:
+            return np.asarray(chunks, dtype=np.float64)
+        return np.asarray(self._latest[chunks] / self.sizes[0])
+
+    def _sums(self) -> Sums:
+        def before(values: list[int]) -> Array:
+            return np.concatenate([[0.0], np.cumsum(values)])
+
+        layers, keys = self.model.layers, self.share.keys.total
+        return Sums(
+            before([self.kv_row(spec) * keys for spec in layers]),
+            before([self.dkv_row(spec) * keys for spec in layers]),
+            before([self.attention_row(spec) for spec in layers]),
+            before([self.cell_bytes(spec, with_attention=True) for spec in layers]),
+            before([self.cell_bytes(spec, with_attention=False) for spec in layers]),
+        )
+
+    # -- bytes a token, batch included -----------------------------------------------------------
+
+    def x_row(self) -> int:
+        return self.run.batch * self.model.hidden * self.model.element_bytes
+
+    def kv_row(self, spec: LayerSpec) -> int:
+        return row_bytes(Kind.KV, self.model, spec, self.run.batch)
+
+    def dkv_row(self, spec: LayerSpec) -> int:
+        return row_bytes(Kind.DKV, self.model, spec, self.run.batch)
+
+    def attention_row(self, spec: LayerSpec) -> int:
+        out = spec.output_elements() * self.model.element_bytes
+        return self.run.batch * (out + spec.query_heads * self.model.accumulate_bytes())
+
+    def cell_bytes(self, spec: LayerSpec, *, with_attention: bool) -> int:
+        """Of one kept cell of activations, the layer's input left out."""
+        start, stop = self.share.cells[0]
+        layout = self.question.layout
+        return activation_cell_bytes(
+            self.model,
+            spec,
+            self.run.batch,
+            stop - start,
+            with_attention,
+            layout.ulysses * layout.tensor,
+        )
+
+    def _clear_seconds(self) -> float:
+        """Zeroing dK, dV of every layer, or the slot that the zeros on host come from."""
+        on_host, keys = self.schedule.kv is Tier.HOST, self.share.keys
+        rows = keys.most if on_host else keys.total
+        sizes = [self._sums_bytes(spec, rows) for spec in self.model.layers]
+        if on_host:
+            sizes = [max(sizes)] * len(sizes)
+        return sum(self._cleared(size) for size in sizes)
+
+    def _sums_bytes(self, spec: LayerSpec, tokens: int) -> int:
+        found = regions(Kind.DKV, self.model, spec, self.run.batch, tokens)
+        return regions_bytes(found, tokens)
+
+    def _cleared(self, size: int) -> float:
+        buffers = self.prices.program.buffers
+        buffers["slot"] = replace(buffers["dkv"], tier=Tier.DEVICE, bytes=size)
+        return self.prices.of(Clear("slot")).in_line()
+
+
+def _sizes(spans: Spans) -> Array:
+    return np.array([stop - start for start, stop in spans.rows], dtype=np.float64)

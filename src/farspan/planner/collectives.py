@@ -1,0 +1,211 @@
+"""What devices of a layout send each other, and how long it takes.
+
+The communication model. A device sends `peer` bytes a second to devices of its own node and
+`network` bytes a second to others; what crosses nodes and what does not go on at the same time, so
+the slower of the two counts. Ranks lie in the order tensor, ulysses, shards, ring, data, pipeline:
+neighbours in the first are neighbours in a node. Every collective costs `latency` on top. A device
+of an all-to-all or all-gather over P keeps 1 / P of the bytes and moves (P - 1) / P. Collectives
+inside a cell stand in the way of its attention, but for the ring's, which goes on beside it, and
+for heads that are exchanged in pieces (program/flops.py); FSDP's are issued one layer
+ahead. A latency does not grow with P.
+
+Where the tensors live decides who sends what. Ulysses keeps K, V, dK, dV, O and LSE by heads and
+everything else by tokens; shards keep K, V of a chunk where they are and send queries to them; a
+ring sends K, V of the whole prefix; tensor parallelism gathers the chunk's tokens before each
+product whose weights are cut by columns and scatters sums after the next (sequence parallelism,
+Korthikanti et al. 2022, 4.2.2). What a device holds for messages under way is `exchange_bytes`."""
+
+from dataclasses import dataclass
+
+from farspan.planner.request import Question
+from farspan.program.flops import exposed
+from farspan.program.program import AttentionMode
+from farspan.spec import LayerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Collectives:
+    """Seconds and bytes of one device's collectives."""
+
+    question: Question
+
+    def forward(
+        self, spec: LayerSpec, tokens: int, mode: AttentionMode, pieces: int = 1, work: float = 0.0
+    ) -> float:
+        """Of a forward cell, the ring's left out; `tokens` is the device's share of the chunk. In
+        `pieces` the exchange of heads goes on beside attention, which takes `work` seconds."""
+        query, kv, out = _elements(spec)
+        if mode is AttentionMode.NONE:
+            # Only K, V are made, from gathered tokens, and become heads.
+            return self._ulysses(tokens, kv) + self._tensor(tokens, passes=1)
+        tensor = self._tensor(tokens, passes=4)
+        if mode is not AttentionMode.COMPUTE:
+            # O comes back as tokens; K, V of a rebuild or q of a backward become heads.
+            return self._ulysses(tokens, max(query, kv), out) + tensor
+        heads = self._beside(tokens, query + kv, out, pieces, work)
+        return heads + self._shards_forward(spec, tokens) + tensor
+
+    def backward(self, spec: LayerSpec, tokens: int, pieces: int = 1, work: float = 0.0) -> float:
+        """Of a backward cell, the ring's left out."""
+        query, kv, out = _elements(spec)
+        # The two inputs that are gathered once more for weight gradients travel beside a product.
+        heads = self._beside(tokens, out, query + kv, pieces, work)
+        return heads + self._tensor(tokens, passes=4) + self._shards_backward(spec, tokens)
+
+    def ring(self, spec: LayerSpec, stop: int, *, backward: bool) -> float:
+        """K, V of the tokens before `stop`, all but the device's own, past every device; in the
+        backward dK, dV with them. It goes on while the device attends to what it has."""
+        layout = self.question.layout
+        if layout.ring == 1:
+            return 0.0
+        width = self._width() + (self._wide() if backward else 0)
+        prefix = stop // layout.sequence() * layout.ring
+        size = self._batch() * prefix * spec.kv_elements() * width
+        # Every step waits for the slowest hop, which crosses nodes as soon as the ring does.
+        machine = self.question.machine
+        stride = layout.tensor * layout.ulysses * layout.shards
+        rate = machine.peer if layout.ring * stride <= machine.devices else machine.network
+        return machine.latency + (layout.ring - 1) / layout.ring * size / rate
+
+    def gather(self, elements: int) -> float:
+        """All-gather of weights cut over the FSDP devices."""
+        return self._cut(elements * self._width())
+
+    def reduce(self, elements: int, element_bytes: int) -> float:
+        """Reduce-scatter of their gradients."""
+        return self._cut(elements * element_bytes)
+
+    def boundary(self, tokens: int) -> float:
+        """x of a chunk to the next pipeline stage, or its gradient back; `tokens` is the device's
+        share. Stages lie on nodes of their own where a stage fills one."""
+        layout, machine = self.question.layout, self.question.machine
+        if layout.pipeline == 1:
+            return 0.0
+        is_near = layout.sequence() * 2 <= machine.devices
+        rate = machine.peer if is_near else machine.network
+        size = self._batch() * tokens * self.question.model.hidden * self._width()
+        return machine.latency + size / rate
+
+    def replicas(self, elements: int, element_bytes: int) -> float:
+        """All-reduce of gradients over data-parallel replicas, where FSDP does not do it."""
+        layout = self.question.layout
+        if layout.fsdp or layout.data == 1:
+            return 0.0
+        size = elements * element_bytes / layout.tensor
+        return 2 * self._over(layout.data, size, layout.sequence())
+
+    # -- one kind each ---------------------------------------------------------------------------
+
+    def _beside(self, tokens: int, into: int, out: int, pieces: int, work: float) -> float:
+        """What is left of all-to-alls of so many elements a token, before and after attention."""
+        if self.question.layout.ulysses == 1:
+            return 0.0
+        later = (pieces - 1) * self.question.machine.latency  # each piece has one of its own
+        before, after = (self._ulysses(tokens, elements) + later for elements in (into, out))
+        return exposed(before, work, after, pieces)
+
+    def _ulysses(self, tokens: int, *elements: int) -> float:
+        """All-to-alls of so many elements a token each: tokens of all heads become heads of all
+        tokens, or back."""
+        ranks, row = self.question.layout.ulysses, self._batch() * tokens * self._width()
+        stride = self.question.layout.tensor
+        return sum(self._over(ranks, row * count, stride) for count in elements)
+
+    def _shards_forward(self, spec: LayerSpec, tokens: int) -> float:
+        """Queries are gathered, partial results come back in the accumulate dtype."""
+        query, _, out = _elements(spec)
+        return self._shards(tokens, query * self._width(), out * self._wide())
+
+    def _shards_backward(self, spec: LayerSpec, tokens: int) -> float:
+        """q, O and dO are gathered, dQ comes back in the accumulate dtype."""
+        query, _, out = _elements(spec)
+        return self._shards(tokens, (query + 2 * out) * self._width(), query * self._wide())
+
+    def _shards(self, tokens: int, *rows: int) -> float:
+        """All-gathers, or reduce-scatters, of rows of so many bytes among a chunk's shards."""
+        layout = self.question.layout
+        size = self._batch() * tokens * layout.shards
+        stride = layout.tensor * layout.ulysses
+        return sum(self._over(layout.shards, size * row, stride) for row in rows)
+
+    def _tensor(self, tokens: int, passes: int) -> float:
+        """All-gathers and reduce-scatters of the chunk around attention and MLP. Over nodes every
+        rank is taken to bring in its own copy: that is what FPDT's runs took (Table 3), and three
+        times what a ring of NCCL took in MEMO's (120.4 s, section 5.2)."""
+        layout = self.question.layout
+        if layout.tensor == 1:
+            return 0.0
+        size = self._batch() * tokens * layout.tensor * self.question.model.hidden * self._width()
+        return passes * self._over(layout.tensor, size, 1)
+
+    def _cut(self, size: float) -> float:
+        layout = self.question.layout
+        if not layout.fsdp:
+            return 0.0
+        return self._over(fsdp_ranks(self.question), size / layout.tensor, layout.tensor, same=True)
+
+    def _over(self, ranks: int, size: float, stride: int, *, same: bool = False) -> float:
+        """`size` bytes, of which each device keeps 1 / ranks; the ranks lie `stride` apart. Where
+        all of a node get the `same` bytes, each brings its part of them into the node."""
+        if ranks == 1:
+            return 0.0
+        machine = self.question.machine
+        inside = max(1, min(ranks, machine.devices // stride))
+        away = (ranks - inside) / ranks * size / machine.network if ranks > inside else 0.0
+        away /= inside if same else 1
+        # What the others of the node brought in comes from them as well.
+        near = (inside - 1) / (inside if same else ranks) * size / machine.peer
+        return machine.latency + max(away, near)
+
+    def _batch(self) -> int:
+        return self.question.run.batch
+
+    def _width(self) -> int:
+        return self.question.model.element_bytes
+
+    def _wide(self) -> int:
+        return self.question.model.accumulate_bytes()
+
+
+def _elements(spec: LayerSpec) -> tuple[int, int, int]:
+    """Of q, of K with V, and of O, a token."""
+    return spec.query_heads * spec.head_dim, spec.kv_elements(), spec.output_elements()
+
+
+def exchange_bytes(question: Question, chunk: int) -> int:
+    """Device bytes of what is on its way to or from other devices when most is, beside the buffers
+    of the program; `chunk` is the device's share of a chunk, in tokens. Each kind is counted at its
+    fullest and all at one time:
+
+    - Ulysses: q, K, V and O, once packed to be sent and once received;
+    - shards: the chunk's queries from all shards, in the backward O and dO too, and partial sums
+      in the accumulate dtype;
+    - ring: K, V of two other devices, in use and arriving, and dK, dV that travel with them;
+    - tensor: the chunk's tokens gathered, the input of a product and the sum after the next;
+    - FSDP: weights of one layer more than are open, gathered ahead.
+    """
+    layout, model = question.layout, question.model
+    width, wide = model.element_bytes, model.accumulate_bytes()
+    own = -(-question.run.tokens // layout.sequence())
+    tokens = min(own, chunk)
+    rows = 0
+    for spec in dict.fromkeys(model.layers):
+        query, kv, out = _elements(spec)
+        row = 2 * tokens * (query + kv + out) * width * (layout.ulysses > 1)
+        if layout.shards > 1:
+            forward = query * width + (out + spec.query_heads) * wide
+            backward = (query + 2 * out) * width + query * wide
+            row += tokens * layout.shards * max(forward, backward)
+        row += 2 * own * kv * (width + wide) * (layout.ring > 1)
+        rows = max(rows, row)
+    rows += 2 * tokens * layout.tensor * model.hidden * width * (layout.tensor > 1)
+    ahead = max(layer.work.parameters for layer in model.layers) * width // layout.tensor
+    return question.run.batch * rows + ahead * (fsdp_ranks(question) > 1)
+
+
+def fsdp_ranks(question: Question) -> int:
+    """Devices that weights, gradients and optimizer states are cut over."""
+    layout = question.layout
+    if not layout.fsdp:
+        return 1
+    return layout.devices() // (layout.pipeline * layout.tensor)

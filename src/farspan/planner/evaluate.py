@@ -1,0 +1,476 @@
+"""The ranks that a layout is priced by: of those that run alike, the one that takes the most.
+
+Ranks that share a sequence run the same instructions, and the last of them has the most rows of
+every chunk (layout.part). Stages of a pipeline run alike where their layers are equal, but for the
+first, which embeds, and the last, which has the head: three kinds where all layers are equal and
+stages equally long.
+
+One schedule on one machine: build its program, walk it, and say what it takes."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from farspan.plan.cell.transient import Walk
+from farspan.planner.collectives import exchange_bytes
+from farspan.planner.prices import Prices, rates_of, workspace_bytes
+from farspan.planner.request import Budget, Plan, Question, Seconds
+from farspan.planner.states import gradient_bytes, sharing_of, states, update_seconds
+from farspan.planner.timeline import Timeline, run_time
+from farspan.program.attention_blocks import sequence_pairs
+from farspan.program.builder import build_program
+from farspan.program.layout import (
+    Layout,
+    Range,
+    Rank,
+    exchanging,
+    group_ranges,
+    refuse_shared_states,
+)
+from farspan.program.program import (
+    INDEX_BYTES,
+    Allocate,
+    Clear,
+    Close,
+    Free,
+    Gather,
+    Program,
+    Receive,
+    Release,
+    Send,
+)
+from farspan.program.residency import RESIDENCY
+from farspan.spec import LayerSpec, ModelSpec, Refused, Schedule, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class RankKind:
+    """Ranks that run alike."""
+
+    rank: Rank  # the one of them that is built
+    layers: Range  # that it runs
+    stages: tuple[int, ...]  # of the pipeline
+    widest: int  # layers of the largest group of all ranks
+
+    @property
+    def is_stage(self) -> bool:
+        """Of a pipeline."""
+        return self.rank.layout.pipeline > 1
+
+    @property
+    def is_first(self) -> bool:
+        """Does it embed?"""
+        return self.rank.along["pipeline"] == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Does it have the head?"""
+        return self.rank.along["pipeline"] == self.rank.layout.pipeline - 1
+
+
+def kinds_of(question: Question, schedule: Schedule) -> tuple[RankKind, ...]:
+    """The kinds of rank, by their first stage. Raises Refused for groups that do not fit."""
+    layout, layers = question.layout, question.model.layers
+    groups = group_ranges(schedule, len(layers), layout.pipeline)
+    widest = max(stop - start for start, stop in groups)
+    last = layout.sequence() - 1
+    if layout.pipeline == 1:
+        return (RankKind(Rank(layout, last), (0, len(layers)), (0,), widest),)
+    stride = layout.sequence() * layout.data
+    alike: dict[tuple[bool, bool, tuple[LayerSpec, ...]], list[int]] = {}
+    for stage, group in enumerate(groups):
+        ends = stage == 0, stage == layout.pipeline - 1
+        alike.setdefault((*ends, layers[slice(*group)]), []).append(stage)
+    return tuple(
+        RankKind(Rank(layout, last + of[0] * stride), groups[of[0]], tuple(of), widest)
+        for of in alike.values()
+    )
+
+
+def part_of(question: Question, kind: RankKind) -> Question:
+    """The question about the layers of one kind of rank, and what lies outside them."""
+    return replace(question, model=stage_model(question.model, kind.layers))
+
+
+def stage_model(model: ModelSpec, layers: Range) -> ModelSpec:
+    """The model with these layers alone, and what lies outside them."""
+    if layers == (0, len(model.layers)):
+        return model
+    first, stop = layers
+    others = model.layers[:first] + model.layers[stop:]
+    return replace(
+        model,
+        layers=model.layers[first:stop],
+        parameters=model.parameters - sum(layer.work.parameters for layer in others),
+        trainable=model.trainable - sum(layer.work.trainable for layer in others),
+    )
+
+
+def most_layers(question: Question) -> int:
+    """Layers of the rank that has the most, stages being as equal as they can be."""
+    layers, stages = len(question.model.layers), question.layout.pipeline
+    ranges = group_ranges(Schedule(groups=layers), layers, stages)
+    return max(stop - start for start, stop in ranges)
+
+
+def whole_schedule(question: Question, schedule: Schedule) -> Schedule:
+    """The schedule with a group for each stage of the pipeline, where there is one and it has no
+    stages of its own."""
+    layers, stages = len(question.model.layers), question.layout.pipeline
+    if stages == 1:
+        return schedule
+    ranges = group_ranges(schedule, layers, stages)
+    return replace(schedule, groups=tuple(stop - start for start, stop in ranges))
+
+
+def stage_schedule(question: Question, schedule: Schedule) -> Schedule:
+    """The schedule as its longest pipeline stage sees it: all its layers in one group."""
+    if question.layout.pipeline == 1:
+        return schedule
+    return replace(schedule, groups=(most_layers(question),))
+
+
+def own_schedule(schedule: Schedule, layout: Layout) -> Schedule:
+    """The schedule in the tokens of one device, all heads at each. Keys are cut by heads, and a
+    part of the heads at every key takes as many bytes as all heads at a part of the keys; what
+    shards and rings hold of the keys is asked for in blocks of as many."""
+    among_heads = layout.ulysses * layout.tensor
+    chunk, sparse = -(-schedule.chunk // layout.sequence()), schedule.sparse
+    return replace(
+        schedule,
+        chunk=chunk if sparse is None else sparse.whole_pages(chunk),
+        kv_block=-(-schedule.kv_block // among_heads),
+    )
+
+
+def refuse_layout(question: Question) -> None:
+    """Raises Refused when the model's layers or heads cannot be shared as the layout says."""
+    layout = question.layout
+    refuse_shared_states(question.model, layout)
+    group_ranges(Schedule(), len(question.model.layers), layout.pipeline)
+    for layer in question.model.layers:
+        heads = layout.ulysses * layout.tensor
+        if layer.kv_heads % heads:
+            raise Refused(
+                f"ulysses: {layer.kv_heads} K, V heads cannot be shared by {heads} devices; use a "
+                f"divisor of {layer.kv_heads}, and shards for the rest"
+            )
+
+
+# -- ranks that share a machine -------------------------------------------------------------------
+
+
+def on_machines(question: Question, kinds: Sequence[RankKind]) -> list[tuple[int, ...]]:
+    """How many ranks of each kind every machine has, machines that have the same being one."""
+    layout, near = question.layout, question.near()
+    of_stage = {stage: at for at, kind in enumerate(kinds) for stage in kind.stages}
+    stride, found = layout.sequence() * layout.data, dict[tuple[int, ...], None]()
+    for first in range(0, layout.devices(), near):
+        counts = [0] * len(kinds)
+        for number in range(first, min(first + near, layout.devices())):
+            counts[of_stage[number // stride]] += 1
+        found[tuple(counts)] = None
+    return list(found)
+
+
+# -- what cells hold ------------------------------------------------------------------------------
+
+
+class RankWalk(Walk):
+    """What cells hold for a moment on one rank, whose program it walks through.
+
+    Cells of a rank take what they take of one device that has the rank's tokens and all heads. A
+    stage receives what it does not make, and closes what lies outside the layers with all others:
+    where it has no gradient of a weight it gives zeros.
+    """
+
+    def __init__(self, question: Question, program: Program) -> None:
+        layout, model = question.layout, program.model
+        if layout.ulysses * layout.tensor > 1:
+            model = exchanging(question.model, layout)
+        own = own_schedule(program.schedule, layout)
+        super().__init__(
+            replace(program, chunks=program.share.tokens.rows, model=model, schedule=own),
+            question.architecture,
+            gradient_bytes=gradient_bytes(question),
+            sharing=sharing_of(question),
+        )
+        self.steps |= {Receive: self._receive, Send: self._send}
+        groups = (range(*program.groups[group]) for group in program.own_groups())
+        here = {layer for group in groups for layer in group}
+        self.weights = [of if layer in here else [] for layer, of in enumerate(self.weights)]
+        if question.accumulates:
+            self.replaces = self.sums_apart
+            self._begin_with_gradients()
+
+    def _receive(self, i: Receive) -> None:
+        model, run = self.program.model, self.program.run
+        size = run.batch * self._tokens(i.chunk) * model.hidden * model.element_bytes
+        bank = self.gradient if i.gradient else self.hidden
+        bank[i.layer] = self._take(size)
+
+    def _send(self, i: Send) -> None:
+        self.live -= (self.gradient if i.gradient else self.hidden).pop(i.layer)
+
+    def _close(self, i: Close) -> None:
+        if self.program.share.rank.layout.pipeline == 1:
+            super()._close(i)
+            return
+        layers = range(*self.program.groups[i.group])
+        for size in (size for layer in layers for size in self.weights[layer]):
+            self._settle(size)
+        for name, size in self.outer_weights.items():
+            if name not in self.outer:
+                self._take(self.wide * size)
+            self._settle(size)
+
+    def _settle(self, size: int) -> None:
+        """A sum of so many elements becomes `.grad`."""
+        self._take(self._final(size))
+        self.live -= self.wide * size + self._final(size) * self.replaces
+
+
+PAGE = 4096  # pinned memory is locked by whole pages
+# A token: its number, which is its label as well, and the target and position made of it.
+INPUT_BYTES = 3 * INDEX_BYTES
+DENSE = Schedule()
+
+
+@dataclass(frozen=True, slots=True)
+class Walked:
+    """A kind of rank, its program, and the bytes that its cells hold for a moment."""
+
+    kind: RankKind
+    program: Program
+    transient: int
+
+
+def programs(question: Question, schedule: Schedule) -> list[tuple[RankKind, Program]]:
+    """What each kind of rank runs. Raises Refused when the groups do not fit."""
+    model, run = question.model, question.run
+    kinds = kinds_of(question, schedule)
+    return [(kind, build_program(model, run, schedule, kind.rank)) for kind in kinds]
+
+
+def walk(question: Question, schedule: Schedule) -> tuple[Walked, ...]:
+    """The same, with what their cells hold."""
+    return tuple(
+        Walked(kind, program, RankWalk(question, program).run().transient)
+        for kind, program in programs(question, schedule)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """What the kinds of rank run, and what they take: the fullest device, and of main memory what
+    a rank has a share in where the ranks of one machine take the most together."""
+
+    walked: tuple[Walked, ...]
+    device: Budget
+    host: Budget
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        return tuple(one.program for one in self.walked)
+
+    @property
+    def fits(self) -> bool:
+        return min(self.device.left, self.host.left) >= 0
+
+
+def size(question: Question, schedule: Schedule) -> Sized:
+    """The programs of a schedule with their bytes, their time not asked for."""
+    walked = walk(question, schedule)
+    parts = [_parts(question, one) for one in walked]
+    devices, hosts = [device for device, _ in parts], [host for _, host in parts]
+    kinds = [one.kind for one in walked]
+    host, device = _together(question, kinds, hosts), max(devices, key=_total)
+    if question.machine.unified:
+        device = _together(question, kinds, devices)
+    return Sized(walked, *_limited(question, device, host))
+
+
+def evaluate(
+    question: Question, strategy: str, schedule: Schedule, sized: Sized | None = None
+) -> Plan:
+    """The plan of a schedule: bytes on each tier, seconds of the slowest rank, what bounds them.
+
+    What does not fit cannot run, and its lanes are not simulated: with copies beside the
+    computation its time is the busiest lane's. (Eight strategies of Llama-3-70B at 16M tokens have
+    a million instructions.)"""
+    sized = sized or size(question, schedule)
+    seconds = slowest(question, sized)[1]
+    return Plan(
+        strategy=strategy,
+        schedule=whole_schedule(question, schedule),
+        question=question,
+        device=sized.device,
+        host=sized.host,
+        seconds=seconds,
+        mfu=useful_flop(question, schedule)
+        / (rates_of(question).peak * _devices(question) * seconds.total),
+    )
+
+
+def slowest(question: Question, sized: Sized) -> tuple[Program, Seconds]:
+    """The kind of rank that a step waits for."""
+    found = (
+        (one.program, step_seconds(question, one.program, simulated=sized.fits))
+        for one in sized.walked
+    )
+    return max(found, key=lambda pair: pair[1].total)
+
+
+def _parts(question: Question, walked: Walked) -> tuple[dict[str, int], dict[str, int]]:
+    """What lives on the device and on the host when each is fullest, of one kind of rank."""
+    program, part = walked.program, part_of(question, walked.kind)
+    held = states(part, own_ranges(program))
+    own = own_schedule(program.schedule, question.layout)
+    device = {
+        "weights": held.weights,
+        "gathered": held.gathered,
+        "gradients": held.gradients,
+        "accumulators": held.accumulators,
+        "optimizer": held.optimizer,
+        **arena_parts(program, Tier.DEVICE),
+        "cells": max(0, walked.transient) + workspace_bytes(part, own),
+        "exchange": exchange_bytes(part, own.chunk),
+        "inputs": INPUT_BYTES * program.run.batch * program.share.tokens.total,
+        "reserve": question.machine.reserve,
+    }
+    if walked.transient < 0:
+        # Cells are fullest while some gradients do not exist yet; at the end of a step all do.
+        device["accumulators"] = max(0, held.accumulators + walked.transient)
+    host = {"optimizer": held.optimizer_on_host, **arena_parts(program, Tier.HOST)}
+    host["pages"] = -sum(host.values()) % PAGE
+    return device, host
+
+
+def own_ranges(program: Program) -> tuple[Range, ...]:
+    """Layers of the rank's groups, counted from the first that it has."""
+    groups = [program.groups[group] for group in program.own_groups()]
+    first = groups[0][0]
+    return tuple((start - first, stop - first) for start, stop in groups)
+
+
+def _total(parts: dict[str, int]) -> int:
+    return sum(parts.values())
+
+
+def _together(
+    question: Question, kinds: Sequence[RankKind], parts: Sequence[dict[str, int]]
+) -> dict[str, int]:
+    """A rank's share of what the ranks of a machine take, where they take the most."""
+    near = question.near()
+
+    def shares(counts: tuple[int, ...]) -> dict[str, int]:
+        sums = Counter[str]()
+        for count, of in zip(counts, parts, strict=True):
+            sums.update({name: count * size for name, size in of.items()})
+        return {name: -(-size // near) for name, size in sums.items()}
+
+    return max(map(shares, on_machines(question, kinds)), key=_total)
+
+
+def _limited(
+    question: Question, device: dict[str, int], host: dict[str, int]
+) -> tuple[Budget, Budget]:
+    machine, share = question.machine, question.host_share()
+    device, host = ({k: v for k, v in parts.items() if v} for parts in (device, host))
+    if machine.unified:
+        # One memory: what one tier takes the other cannot have.
+        return Budget(device, share - sum(host.values())), Budget(
+            host, share - sum(device.values())
+        )
+    return Budget(device, machine.device_bytes), Budget(host, share)
+
+
+def arena_parts(program: Program, tier: Tier) -> dict[str, int]:
+    """Bytes of each kind of buffer at the tier's fullest moment; slots, which serve any layer,
+    and what the addresses leave unused, are parts of their own."""
+    live: dict[str, int] = {}
+    total = most = 0
+    fullest: dict[str, int] = {}
+    for instruction in program.instructions:
+        if not isinstance(instruction, Allocate | Free):
+            continue
+        buffer = program.buffers[instruction.buffer]
+        if buffer.tier is not tier:
+            continue
+        size = buffer.bytes if isinstance(instruction, Allocate) else -buffer.bytes
+        part = "slots" if buffer.layer < 0 else str(buffer.kind)
+        live[part] = live.get(part, 0) + size
+        total += size
+        if total > most:
+            most, fullest = total, dict(live)
+    parts = {str(kind): fullest.get(str(kind), 0) for kind in RESIDENCY}
+    parts["slots"] = fullest.get("slots", 0)
+    parts["placement"] = program.arena_bytes[tier] - most
+    return parts
+
+
+def step_seconds(question: Question, program: Program, *, simulated: bool = True) -> Seconds:
+    """Of one step with its update on the rank whose program it is, copies as the machine's engine
+    issues them; for `simulated` see `run_time`."""
+    prices = Prices(question, program, together=question.overlap)
+    line = run_time(prices, overlap=question.overlap, simulated=simulated)
+    groups = [program.groups[group] for group in program.own_groups()]
+    layers = groups[0][0], groups[-1][1]
+    update = update_seconds(replace(question, model=stage_model(question.model, layers)))
+    tokens = (stop - start for start, stop in program.share.tokens.rows)
+    sent = 2 * sum(map(prices.collectives.boundary, tokens))
+    return Seconds(
+        total=line.total * _waiting(question, prices) + sent + update,
+        compute=line.compute,
+        fetch=line.fetch,
+        evict=line.evict,
+        collective=line.collective + sent,
+        optimizer=update,
+        host=line.host,
+        bound=_bound(line),
+    )
+
+
+def _waiting(question: Question, prices: Prices) -> float:
+    """By how much stages that wait for each other stretch a step. A stage begins when the first
+    chunk comes through the stage before, and the slowest chunk sets the pace: passes over chunks
+    that take t take sum(t) + (stages - 1) max(t)."""
+    stages, program = question.layout.pipeline, prices.program
+    if stages == 1:
+        return 1.0
+    busy = [0.0] * len(program.chunks)
+    for instruction in program.instructions:
+        if not isinstance(instruction, Allocate | Free | Clear | Close | Gather | Release):
+            busy[instruction.chunk] += prices.of(instruction).in_line()
+    return 1.0 + (stages - 1) * max(busy) / sum(busy)
+
+
+def _bound(line: Timeline) -> str:
+    lanes = {
+        "compute": line.compute,
+        "link": max(line.fetch, line.evict),
+        "network": line.collective,
+        "host": line.host,
+    }
+    return max(lanes, key=lambda lane: lanes[lane])
+
+
+def useful_flop(question: Question, schedule: Schedule = DENSE) -> float:
+    """FLOP of a step that MFU counts: three times a forward, recompute left out, and twice where
+    weights are frozen and have no gradient; attention over the keys a query sees (causal halves are
+    no work); embeddings are looked up, not multiplied."""
+    model, run = question.model, question.run
+    tokens = run.batch * run.tokens
+    head = 3.0 if model.outer_trainable() else 2.0
+    flop = head * 2.0 * tokens * model.hidden * model.vocab
+    for layer in model.layers:
+        work = layer.work
+        passes = 2.0 + (work.trainable / work.parameters if work.parameters else 1.0)
+        flop += passes * 2.0 * tokens * sum(inner * outer for inner, outer in work.products)
+        pairs = run.batch * sequence_pairs(run.tokens, layer, schedule)
+        flop += 3.0 * 2.0 * pairs * layer.query_heads * (layer.head_dim + layer.value_dim)
+    return flop * question.layout.data
+
+
+def _devices(question: Question) -> int:
+    return question.layout.devices()

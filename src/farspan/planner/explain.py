@@ -1,0 +1,155 @@
+"""Why a plan was chosen, what breaks when none fits, and what would help."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from farspan.formatting import part_words, write_bytes, write_most
+from farspan.planner.evaluate import most_layers, stage_schedule
+from farspan.planner.request import Budget, Optimizer, Plan, Question
+from farspan.program.layout import sequence_layout
+from farspan.spec import RunSpec, Tier
+
+MIB, GIB = 2**20, 2**30
+SMALL = 8 * GIB  # below it a whole GiB is much of the memory
+MOST_DEVICES = 64
+
+
+def reason_of(plan: Plan, others: Sequence[Plan]) -> str:
+    """One or two sentences on what was chosen."""
+    parts = [_choices(plan), *_given(plan, others)]
+    if plan.tight:
+        parts.append(f"nothing leaves {write_bytes(plan.question.headroom)} of the device free")
+    slower = [o for o in others if o.fit is plan.fit and o.strategy != plan.strategy]
+    if slower:
+        ratio = slower[0].seconds.total / plan.seconds.total
+        parts.append(f"{slower[0].strategy}, the next that fits, takes {ratio:.2f} times as long")
+    if others and not slower:
+        with_room = " and leaves the headroom" if any(other.tight for other in others) else ""
+        parts.append(f"no other strategy fits{with_room}")
+    return "; ".join(parts)
+
+
+def _given(plan: Plan, others: Sequence[Plan]) -> Iterator[str]:
+    """What the fastest would take, where another is preferred."""
+    like = (other for other in others if other.fit is plan.fit)
+    fastest = min(like, key=Plan.rank, default=plan)
+    ratio = fastest.seconds.total / plan.seconds.total
+    if ratio < 1:
+        host, device = fastest.host.total - plan.host.total, fastest.device.total
+        more = f"{write_bytes(host)} more of main memory"
+        if host <= 0:
+            more = f"{write_bytes(device - plan.device.total)} more of device memory"
+        yield f"the fastest takes {more} for at most {write_most(1 - ratio)} less time"
+
+
+def breaks_first(plan: Plan) -> str:
+    """Which tier is too small, by how much, and what fills it."""
+    tier, budget = _fuller(plan)
+    largest = sorted(filter(budget.parts.get, budget.parts), key=lambda part: -budget.parts[part])
+    fills = " and ".join(
+        f"{write_bytes(budget.parts[part])} of {part_words(part)}" for part in largest[:2]
+    )
+    where = "device memory" if tier is Tier.DEVICE else "host memory"
+    if plan.question.machine.unified:
+        where = "memory"
+    return (
+        f"{where} breaks first: {plan.strategy} needs {write_bytes(budget.total)} and "
+        f"{write_bytes(budget.limit)} are there, {write_bytes(-budget.left)} too few; "
+        f"most of it is {fills}"
+    )
+
+
+def remedy_of(
+    plan: Plan, fits: Callable[..., bool], longest: Callable[[], int], is_named: bool
+) -> str:
+    """The cheapest change, by the order of `_changes`, with which something fits; for strategies
+    that were named, any other first. The last resort is the longest context that does."""
+    if is_named and fits(plan.question, None):
+        return "--strategy auto"
+    for change, question in _changes(plan.question):
+        if fits(question):
+            return change
+    tokens = longest()
+    if tokens:
+        return f"--context {tokens}"
+    return "no single change that was tried makes it fit"
+
+
+def _halves(count: int) -> Iterator[int]:
+    while count > 1:
+        count //= 2
+        yield count
+
+
+def _changes(question: Question) -> Iterator[tuple[str, Question]]:
+    """What could be changed, the cheapest first: software, memory, the batch, devices. All of these
+    give the results that were asked for, the batch with more of them an update; what does not, an
+    optimizer with moments of 8 bits, comes after them."""
+    whole = question.optimizer is Optimizer.ADAMW
+    if whole:
+        yield _optimizer(question, Optimizer.HOST)
+    machine = question.machine
+    for times in (2, 4, 8):
+        text, size = _at_least(times * machine.host_bytes)
+        larger = replace(machine, host_bytes=size)
+        yield f"--host-memory {text}", replace(question, machine=larger)
+    for batch in _halves(question.run.batch):
+        smaller = RunSpec(batch, question.run.tokens)
+        # The other halves come before it: their gradients are there.
+        yield f"--batch {batch}", replace(question, run=smaller, accumulates=True)
+    # Sparse attention is planned for one device.
+    devices = 2 * question.layout.devices() if question.sparse is None else MOST_DEVICES + 1
+    model = question.model
+    while devices <= (len(model.layers) if model.is_recurrent() else MOST_DEVICES):
+        layout = sequence_layout(question.model, devices)
+        yield f"--gpus {devices}", replace(question, layout=layout)
+        devices *= 2
+    if whole:
+        yield _optimizer(question, Optimizer.ADAMW8BIT)
+
+
+def _at_least(size: int) -> tuple[str, int]:
+    """The bytes as an option takes them, rounded up, and how many they then are: what is said to
+    help is what was looked at."""
+    unit, name = (MIB, "MiB") if size < SMALL else (GIB, "GiB")
+    count = -(-size // unit)
+    return f"{count}{name}", count * unit
+
+
+def _optimizer(question: Question, optimizer: Optimizer) -> tuple[str, Question]:
+    return f"--optimizer {optimizer}", replace(question, optimizer=optimizer)
+
+
+def _fuller(plan: Plan) -> tuple[Tier, Budget]:
+    device_share = plan.device.total / max(1, plan.device.limit)
+    host_share = plan.host.total / max(1, plan.host.limit)
+    if plan.host.left >= 0 or (plan.device.left < 0 and device_share >= host_share):
+        return Tier.DEVICE, plan.device
+    return Tier.HOST, plan.host
+
+
+def _choices(plan: Plan) -> str:
+    schedule = stage_schedule(plan.question, plan.schedule)
+    sizes = schedule.group_sizes(most_layers(plan.question))
+    cut = "layer by layer" if max(sizes) == 1 else f"groups of up to {max(sizes)} layers"
+    if len(sizes) == 1:
+        stages = plan.question.layout.pipeline
+        cut = "all layers in one group" if stages == 1 else f"{stages} stages, each a group,"
+    attention = f"O and LSE of the latest {schedule.attention_kept:.0%} of tokens kept"
+    if schedule.attention_kept == 0:
+        attention = "attention recomputed"
+    elif schedule.attention_kept == 1:
+        attention = "no attention recomputed"
+    if schedule.activations_kept > schedule.attention_kept:  # what is kept of a cell holds its O
+        attention = f"all activations of the latest {schedule.activations_kept:.0%} of tokens kept"
+    elif schedule.activations_kept:
+        attention += f", other activations of {schedule.activations_kept:.0%} kept"
+    fullest = max(("device", plan.device), ("host", plan.host), key=lambda t: _share(t[1]))
+    return (
+        f"{cut} in chunks of {schedule.chunk:,}, {attention}; "
+        f"{fullest[0]} memory is {_share(fullest[1]):.0%} full"
+    )
+
+
+def _share(budget: Budget) -> float:
+    return budget.total / max(1, budget.limit)

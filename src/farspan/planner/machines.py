@@ -1,0 +1,336 @@
+"""Machines by name or by file: presets that ship, files that `farspan calibrate` writes.
+
+A file is JSON: the fields of MachineSpec, `rates` by dtype with each curve a list of [size, rate],
+and beside them `about` (what it is), `sources` (field to "datasheet: ...", "measured: ..." or
+"assumed: ..."), `measured_on` (hardware, versions, date) and `spread` (field to how many times as
+long the slowest look took as the fastest). None of these four is needed. Rates that contradict each
+other are refused: a machine that was busy while it was measured gives such."""
+
+import difflib
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from farspan.spec import BACKWARD_PRODUCTS, AttentionKernel, Curve, MachineSpec, Rates, Refused
+
+PRESETS = Path(__file__).parent / "machines.json"
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+CURVES = ("matmul", "attention_forward", "attention_backward")
+OTHER_CURVES = ("weights", "causal_forward", "causal_backward")  # may be left out
+MAY_BE_ZERO = (
+    *("latency", "overhead", "reserve", "softmax_forward", "softmax_backward", "logit"),
+    *("attention_workspace", "processors"),
+)
+KERNELS = [kernel.value for kernel in AttentionKernel if kernel is not AttentionKernel.AUTO]
+BESIDE = ("about", "sources", "measured_on", "spread")
+STEEPEST = 10.0  # a larger call's rate below a smaller one's: caches explain a factor of four
+TOGETHER = 2.0  # a direction beside the other one over itself alone; 1 but for noise
+BUSY = 1.5  # the slowest look over the fastest: what two looks that agree (1.1) do not explain
+LARGEST = sys.float_info.max
+NAMED = 3  # fields that a warning names
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFile:
+    """A machine, and how each of its numbers is known."""
+
+    spec: MachineSpec
+    about: str = ""
+    sources: dict[str, str] = field(default_factory=dict)
+    measured_on: dict[str, Any] = field(default_factory=dict)
+    spread: dict[str, float] = field(default_factory=dict)  # slowest look over fastest, by field
+
+
+def names() -> tuple[str, ...]:
+    """The presets."""
+    return tuple(_presets())
+
+
+def machine(name_or_path: str | Path) -> MachineSpec:
+    """The machine of a preset's name, whatever its case, or of a JSON file.
+
+    Raises Refused for an unknown name, naming close ones, and for a file that is not a machine,
+    naming the field.
+    """
+    return read(name_or_path).spec
+
+
+def read(name_or_path: str | Path) -> MachineFile:
+    """The same with what is known about its numbers."""
+    name = str(name_or_path)
+    if name.lower() in _presets():
+        return _presets()[name.lower()]
+    path = Path(name_or_path).expanduser()
+    if path.suffix == ".json" or path.is_file():
+        return _read_file(path)
+    close = [known for known in names() if known.startswith(name.lower())]
+    close = close or difflib.get_close_matches(name.lower(), names(), n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(names())}"
+    raise Refused(
+        f"machine: {name!r} is neither a preset nor a machine file; {hint} (farspan calibrate "
+        "writes a file for the machine at hand)"
+    )
+
+
+def user_file() -> Path:
+    """Where the machine at hand is written to and looked for."""
+    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(home) / "farspan" / "machine.json"
+
+
+def preset_of_gpu(gpu: str) -> str | None:
+    """The preset of a GPU, by the name that its driver gives it."""
+    for name, values in _raw_presets().items():
+        if gpu in values["gpu_names"]:
+            return name
+    return None
+
+
+def write(file: MachineFile, path: Path) -> None:
+    """Write a machine file that `read` reads back."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(to_json(file), indent=1) + "\n", encoding="utf-8")
+
+
+def to_json(file: MachineFile) -> dict[str, Any]:
+    """Plain values, for JSON."""
+    spec = file.spec
+    values = {f.name: getattr(spec, f.name) for f in fields(MachineSpec)}
+    values["rates"] = {dtype: _rates_to_json(rates) for dtype, rates in spec.rates.items()}
+    beside = {name: getattr(file, name) for name in BESIDE}
+    return values | {name: value for name, value in beside.items() if value}
+
+
+def from_json(values: object, where: str) -> MachineFile:
+    """The machine of parsed JSON. Raises Refused naming `where` and the field."""
+    if not isinstance(values, Mapping):
+        raise Refused(f"{where}: expected the fields of a machine, got {_got(values)}")
+    known = [f.name for f in fields(MachineSpec)]
+    for name in values:
+        if name not in (*known, *BESIDE):
+            raise Refused(_unknown(where, str(name), known))
+    given: dict[str, Any] = {}
+    for f in fields(MachineSpec):
+        if f.name in values:
+            given[f.name] = _field(f.name, f.type, values[f.name], where)
+        elif f.default is MISSING:
+            raise Refused(f"{where}: {f.name} is missing; {_needed(f.name)}")
+    spec = MachineSpec(**given)
+    if (found := next(contradictions(spec), None)) is not None:
+        raise Refused(
+            f"{where}: {found}; correct it, or run farspan calibrate when the machine is idle"
+        )
+    spread = _mapping("spread", values.get("spread", {}), where)
+    return MachineFile(
+        spec,
+        _text("about", values.get("about", ""), where),
+        dict(_mapping("sources", values.get("sources", {}), where)),
+        dict(_mapping("measured_on", values.get("measured_on", {}), where)),
+        {name: _number(f"spread.{name}", ratio, where) for name, ratio in spread.items()},
+    )
+
+
+def contradictions(spec: MachineSpec) -> Iterator[str]:
+    """What cannot be true of one machine, each naming the field and what was expected."""
+    for dtype, rates in spec.rates.items():
+        path = f"rates.{dtype}"
+        for name in (*CURVES, *OTHER_CURVES):
+            curve = getattr(rates, name)
+            if curve is not None:
+                yield from _curve_contradictions(path, name, curve, rates.peak)
+        yield from _softmax_contradictions(path, rates)
+    for name in ("fetch", "evict"):
+        alone, together = getattr(spec, name), getattr(spec, f"{name}_together")
+        if together > TOGETHER * alone:
+            yield (
+                f"{name}_together: expected no more than {name}, {alone:.3g} bytes a second, since "
+                f"the other direction is busy too, got {together:.3g}"
+            )
+
+
+def _curve_contradictions(path: str, name: str, curve: Curve, peak: float) -> Iterator[str]:
+    for place, (size, rate) in enumerate(curve.points):
+        if rate > peak:
+            yield (
+                f"{path}.{name}: expected no rate above {path}.peak, {peak:.4g} FLOP a second, got "
+                f"{rate:.4g} at a call of {size:.3g} FLOP"
+            )
+        before = curve.points[max(0, place - 1)]
+        if before[1] > STEEPEST * rate:
+            yield (
+                f"{path}.{name}: expected a larger call to be about as fast or faster, got "
+                f"{rate:.3g} FLOP a second at {size:.3g} FLOP after {before[1]:.3g} at "
+                f"{before[0]:.3g}"
+            )
+
+
+def _softmax_contradictions(path: str, rates: Rates) -> Iterator[str]:
+    """A softmax is a part of the call: else a call with wide heads would take no time at all."""
+    forward = rates.softmax_forward, pair_seconds(rates.attention_forward, rates.head_dim)
+    curve = rates.attention_backward
+    backward = rates.softmax_backward, pair_seconds(curve, rates.head_dim, backward=True)
+    for way, (found, call) in (("forward", forward), ("backward", backward)):
+        if found > call:
+            yield (
+                f"{path}.softmax_{way}: expected less than the whole call that attention_{way} "
+                f"says, {call:.3g} seconds a query, key and head, got {found:.3g}"
+            )
+
+
+def pair_seconds(curve: Curve, head_dim: int, *, backward: bool = False) -> float:
+    """Seconds of a query, key and head in the fastest attention call, softmax included."""
+    flop = 4.0 * head_dim * (BACKWARD_PRODUCTS if backward else 1.0)
+    return flop / max(rate for _, rate in curve.points)
+
+
+def busy_words(spread: Mapping[str, float]) -> str | None:
+    """What to say of a machine that was not alone while it was measured; None if it was."""
+    varied = sorted((name for name in spread if spread[name] > BUSY), key=lambda n: -spread[n])
+    if not varied:
+        return None
+    named = ", ".join(f"{name} varied by {spread[name]:.1f}x" for name in varied[:NAMED])
+    others = f" and {len(varied) - NAMED} more" if len(varied) > NAMED else ""
+    return f"the machine was busy: {named}{others}; run again when it is idle"
+
+
+def _field(name: str, kind: object, value: object, where: str) -> object:
+    if name == "rates":
+        given = _mapping(name, value, where)
+        if not given:
+            raise Refused(f"{where}: rates: expected at least one of {', '.join(DTYPES)}, got none")
+        return {dtype: _rates(dtype, rates, where) for dtype, rates in given.items()}
+    if kind is str:
+        return _text(name, value, where)
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise Refused(f"{where}: {name}: expected true or false, got {_got(value)}")
+        return value
+    number = _number(name, value, where, zero=name in MAY_BE_ZERO)
+    if kind is int:
+        if number != int(number):
+            raise Refused(f"{where}: {name}: expected a whole number, got {value!r}")
+        return int(number)
+    return number
+
+
+def _rates(dtype: str, values: object, where: str) -> Rates:
+    if dtype not in DTYPES:
+        raise Refused(_unknown(f"{where}: rates", dtype, list(DTYPES)))
+    path = f"rates.{dtype}"
+    given = _mapping(path, values, where)
+    known = [f.name for f in fields(Rates)]
+    for name in given:
+        if name not in known:
+            raise Refused(_unknown(f"{where}: {path}", name, known))
+    for f in fields(Rates):
+        if f.default is MISSING and f.name not in given:
+            raise Refused(f"{where}: {path}.{f.name} is missing; {_needed(f.name)}")
+    return Rates(**{name: _rate(f"{path}.{name}", given[name], where) for name in given})
+
+
+def _rate(path: str, value: object, where: str) -> Any:
+    name = path.rsplit(".", 1)[1]
+    if name in CURVES or name in OTHER_CURVES:
+        return _curve(path, value, where)
+    if name == "kernel":
+        if value not in KERNELS:
+            raise Refused(
+                f"{where}: {path}: expected one of {', '.join(KERNELS)}, got {_got(value)}"
+            )
+        return AttentionKernel(value)
+    return _number(path, value, where, zero=name in MAY_BE_ZERO)
+
+
+def _curve(path: str, value: object, where: str) -> Curve:
+    expected = f"{where}: {path}: expected a list of [size, rate] with ascending sizes"
+    if not isinstance(value, list) or not value:
+        raise Refused(f"{expected}, got {_got(value)}")
+    points: list[tuple[float, float]] = []
+    for place, point in enumerate(value):
+        if not isinstance(point, list) or len(point) != 2:
+            raise Refused(f"{expected}, got {_got(point)} at place {place + 1}")
+        size, rate = (_number(f"{path}[{place + 1}]", number, where) for number in point)
+        if points and size <= points[-1][0]:
+            raise Refused(f"{expected}, got {size:g} after {points[-1][0]:g}")
+        points.append((size, rate))
+    return Curve(tuple(points))
+
+
+def _number(path: str, value: object, where: str, *, zero: bool = False) -> float:
+    sign = "zero or more" if zero else "more than zero"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not isinstance(value, int | float) or not is_number or not abs(value) <= LARGEST:
+        raise Refused(f"{where}: {path}: expected a number, {sign}, got {_got(value)}")
+    if value < 0 or (value == 0 and not zero):
+        raise Refused(f"{where}: {path}: expected {sign}, got {value!r}")
+    return value
+
+
+def _text(path: str, value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise Refused(f"{where}: {path}: expected text, got {_got(value)}")
+    return value
+
+
+def _mapping(path: str, value: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise Refused(f"{where}: {path}: expected keys and values, got {_got(value)}")
+    return value
+
+
+def _rates_to_json(rates: Rates) -> dict[str, Any]:
+    """Fields that have their default are left out."""
+    values: dict[str, Any] = {}
+    for f in fields(Rates):
+        value = getattr(rates, f.name)
+        if isinstance(value, Curve):
+            values[f.name] = [list(point) for point in value.points]
+        elif f.default is MISSING or value != f.default:
+            values[f.name] = value.value if isinstance(value, AttentionKernel) else value
+    return values
+
+
+def _unknown(where: str, name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+    return f"{where}: {name}: no such field; {hint}"
+
+
+def _needed(name: str) -> str:
+    return f"give {name}, or write the file anew with farspan calibrate"
+
+
+def _got(value: object) -> str:
+    return "nothing" if value is None else f"{type(value).__name__} {value!r}"
+
+
+def _read_file(path: Path) -> MachineFile:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refused(f"machine: cannot read {path}: {error}") from error
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise Refused(f"machine: {path} is not JSON: {error}") from error
+    return from_json(values, f"machine file {path}")
+
+
+@cache
+def _raw_presets() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads(PRESETS.read_text(encoding="utf-8"))
+    return found
+
+
+@cache
+def _presets() -> dict[str, MachineFile]:
+    presets = {}
+    for name, values in _raw_presets().items():
+        given = {key: value for key, value in values.items() if key != "gpu_names"}
+        presets[name] = from_json({"name": name, **given}, f"preset {name}")
+    return presets

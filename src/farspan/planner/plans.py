@@ -1,0 +1,295 @@
+"""What to run: the best plan of all strategies, and the longest context of each."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from farspan.planner import feasibility as quick
+from farspan.planner.evaluate import evaluate, most_layers, refuse_layout, size, whole_schedule
+from farspan.planner.explain import breaks_first, reason_of, remedy_of
+from farspan.planner.feasibility import plan_of, roomiest, states_do_not_fit
+from farspan.planner.memo_lp import with_alpha
+from farspan.planner.request import Fit, Plan, Question, of_whole, with_room
+from farspan.planner.search import TOLERANCE, chosen, gap, lightest, search, with_pieces
+from farspan.planner.space import MOST_CELLS, thriftiest, whole_space
+from farspan.program.layout import Layout, group_ranges, refuse_together
+from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
+from farspan.sparse.planner import best_sparse, longest_sparse
+from farspan.spec import Refused, RunSpec, Schedule
+
+FINEST = 64  # the longest context is found to within 1 / FINEST of itself
+LEAST = 1024  # tokens
+MOST_TOKENS = 2**31  # a longer step is not planned: its blocks are too many even to count
+PIECES = 16  # sizes of pieces may take a part of the seconds that the search may
+CANDIDATES = 6  # schedules whose memory is looked at more closely where the least is sought
+MOST_NAMED = 4 * MOST_CELLS  # cells of a strategy whose chunk is its own
+
+
+def best_plan(
+    question: Question, strategies: Sequence[str] | None = None, seconds: float = 6.0
+) -> Plan:
+    """The fastest plan that fits, or one as fast within `thrift.TOLERANCE` that takes the least
+    main memory found, or as much and less of the device; the others as its alternatives.
+
+    `strategies` are the names to choose from, None for all; `grouped` stands for the whole space
+    of schedules, searched for about `seconds` of this process's time. A plan that does not leave
+    the question's headroom is taken where none does. If nothing fits, the plan that misses by the
+    least, with what breaks first and a change that would help. With `question.sparse` see
+    `search.sparse`. Raises Refused.
+    """
+    refuse_layout(question)
+    if question.run.tokens > MOST_TOKENS:
+        raise Refused(
+            f"context: {question.run.tokens:,} tokens are more than are planned; use at most "
+            f"{MOST_TOKENS:,}"
+        )
+    if question.sparse is not None:
+        dense = partial(_plans, names=strategies or list(STRATEGIES), seconds=seconds)
+        return best_sparse(question, dense, partial(_remedy, strategies=strategies))
+    best, others = chosen(_plans(question, strategies or list(STRATEGIES), seconds))
+    if not best.fits:
+        best = evaluate(question, best.strategy, best.schedule)
+        return replace(
+            best,
+            reason=breaks_first(best),
+            remedy=_remedy(best, strategies),
+            alternatives=others,
+        )
+    # What is known of the whole space holds for whichever is the best.
+    lowest = min(p.seconds.total / (1 + p.gap) for p in (best, *others) if p.fit is best.fit)
+    off = gap(best, lowest)
+    return replace(best, gap=off, reason=reason_of(best, others), alternatives=others)
+
+
+def plan_as_written(
+    question: Question, name: str, schedule: Schedule, seconds: float = 6.0
+) -> Plan:
+    """The plan of a schedule that somebody wrote down, whatever else there is. Its alternative is
+    the best of all, called `auto`, where that is another; where the written one does not fit, it
+    says what breaks first and what would help. Raises Refused for what cannot run."""
+    refuse_layout(question)
+    refuse_together(schedule, question.layout)
+    plan = evaluate(question, name, schedule)
+    best = best_plan(question, None, seconds)
+    is_other = not _is_same(question, best.schedule, schedule)
+    others = (replace(best, strategy=AUTO, alternatives=()),) if is_other else ()
+    if plan.fits:
+        return replace(plan, reason=_beside(plan, best), alternatives=others)
+    remedy = f"--strategy {AUTO}" if best.fits else best.remedy
+    return replace(plan, reason=breaks_first(plan), remedy=remedy, alternatives=others)
+
+
+def _is_same(question: Question, one: Schedule, other: Schedule) -> bool:
+    """Whether two schedules are one, groups being written by a size or by all of them."""
+    layers, stages = len(question.model.layers), question.layout.pipeline
+    ranges = [group_ranges(schedule, layers, stages) for schedule in (one, other)]
+    return ranges[0] == ranges[1] and replace(one, groups=other.groups) == other
+
+
+def _beside(plan: Plan, best: Plan) -> str:
+    """A written plan that fits, in words."""
+    share = best.seconds.total / plan.seconds.total
+    if not best.fits or share > 1 - TOLERANCE:
+        return f"as written; {AUTO} finds nothing faster"
+    return f"as written; {AUTO} takes {share:.2f} times as long"
+
+
+def longest_contexts(
+    question: Question, strategies: Sequence[str] | None = None, seconds: float = 4.0
+) -> dict[str, Plan]:
+    """By strategy, the plan at the longest context that fits and leaves the question's headroom; a
+    strategy that has none is left out. Contexts are found to within 1 / 64 of themselves; plans are
+    the fastest, since what else a longest context leaves of memory is of no use to it."""
+    refuse_layout(question)
+    plans = _longest_plans(with_room(question), strategies, seconds)
+    return {
+        name: of_whole(_at(question, plan.question.run.tokens), plan)
+        for name, plan in plans.items()
+    }
+
+
+def _longest_plans(
+    question: Question, strategies: Sequence[str] | None, seconds: float
+) -> dict[str, Plan]:
+    if question.sparse is not None:
+        dense = partial(longest_contexts, strategies=strategies, seconds=seconds)
+        return longest_sparse(question, dense, LEAST, FINEST)
+    found: dict[str, Plan] = {}
+    for name in strategies or STRATEGIES:
+        tokens = _longest(question, name)
+        while tokens >= LEAST:
+            asked = _at(question, tokens)
+            schedule = _thrifty(asked, name)
+            # Of `grouped` it may be another strategy's, whose program was built already.
+            known = (p for p in found.values() if (p.question, p.schedule) == (asked, schedule))
+            plan = next(known, None) or evaluate(asked, name, schedule)
+            if plan.fits:
+                found[name] = _searched(asked, [plan], seconds, 0.0)[0] if name == GROUPED else plan
+                break
+            # Padding, which the quick look leaves out.
+            tokens -= max(LEAST, tokens // (4 * FINEST))
+    return found
+
+
+def _remedy(plan: Plan, strategies: Sequence[str] | None) -> str:
+    names = [GROUPED] if strategies is None else strategies
+    return remedy_of(
+        plan,
+        lambda question, named=strategies: fits(question, named),
+        lambda: max(_longest(with_room(plan.question), name) for name in names),
+        strategies is not None,
+    )
+
+
+def fits(question: Question, strategies: Sequence[str] | None = None) -> bool:
+    """Does any schedule of these strategies fit and leave the question's headroom, by a close look
+    at the thriftiest of each?"""
+    question = with_room(question)
+    names = [GROUPED] if strategies is None else strategies
+    return any(_fitting(question, name) is not None for name in names)
+
+
+def named_schedule(question: Question, name: str, most: int = MOST_CELLS) -> Schedule:
+    """A strategy's schedule for this question: memo's alpha solved, and chunks of which there
+    would be more than `most` cells made wider."""
+    tokens, layers = question.run.tokens, most_layers(question)
+    schedule = strategy(name, layers, tokens)
+    if question.layout.pipeline > 1:  # whose stages are the groups
+        schedule = whole_schedule(question, replace(schedule, groups=1))
+    least = -(-tokens * layers // most)
+    if schedule.chunk < least:
+        schedule = replace(schedule, chunk=least)
+    return with_alpha(question, schedule) if name == "memo" else schedule
+
+
+def _plans(question: Question, names: Sequence[str], seconds: float) -> list[Plan]:
+    """The plans of these strategies. `grouped` comes last: what the others take prunes its search,
+    and if none of its own is faster, it is the fastest of them."""
+    for name in names:
+        if name not in STRATEGIES:
+            known = ", ".join(STRATEGIES)
+            raise Refused(f"strategy: {name!r} is not known; expected one of {known}")
+    schedules = {name: named_schedule(question, name) for name in names if name != GROUPED}
+    runs = {name: s for name, s in schedules.items() if _runs(s, question.layout)}
+    if not runs and GROUPED not in names:
+        refuse_together(next(iter(schedules.values())), question.layout)
+    plans = [plan_of(question, name, schedule) for name, schedule in runs.items()]
+    if GROUPED in names:
+        plans += _searched(question, plans, seconds)
+    return plans
+
+
+def _runs(schedule: Schedule, layout: Layout) -> bool:
+    try:
+        refuse_together(schedule, layout)
+    except Refused:
+        return False
+    return True
+
+
+def _searched(
+    question: Question, others: Sequence[Plan], seconds: float, tolerance: float = TOLERANCE
+) -> list[Plan]:
+    """The best of the whole space, which has the fastest of the others to beat, and what it was
+    preferred to for its bytes: of what leaves the headroom, or where nothing does of all. Where
+    none is found the thriftiest schedule, which fits if any does."""
+    roomy = with_room(question)
+    found = _found(roomy, [p for p in others if p.fit is Fit.ROOMY], seconds, tolerance)
+    if roomy is not question and not any(plan.fits for plan in found):
+        found = _found(question, [p for p in others if p.fits], seconds, tolerance)
+    return [of_whole(question, plan) for plan in found]
+
+
+def _found(question: Question, fitting: list[Plan], seconds: float, tolerance: float) -> list[Plan]:
+    """By a search that has the fastest of the `fitting` to beat."""
+    others = tuple(fitting)
+    if question.overlap:
+        # Where copies run beside the computation many schedules have nearly one bound. What is
+        # fastest without that is close to what is fastest with it, and soon found.
+        in_line = replace(question, overlap=False)
+        began = time.process_time()
+        first = search(in_line, whole_space(in_line), seconds).best
+        fitting += [plan_of(question, GROUPED, first.schedule)] if first else []
+        seconds = max(seconds / 4, seconds - (time.process_time() - began))
+    known = min(fitting, key=Plan.rank, default=None)
+    outcome = search(question, whole_space(question), seconds, known, tolerance)
+    if outcome.best is None or outcome.fastest is None:
+        found = [plan_of(question, GROUPED, _thrifty(question, GROUPED))]
+    else:
+        found = [lightest([outcome.best, outcome.fastest, *fitting], tolerance)]
+        if not any(plan is outcome.fastest for plan in (*found, *others)):
+            found.append(outcome.fastest)
+    gaps = [gap(plan, outcome.lowest) if plan.fits else 0.0 for plan in found]
+    found = [replace(p, strategy=GROUPED, gap=off) for p, off in zip(found, gaps, strict=True)]
+    return with_pieces(found, seconds / PIECES) if found[0].fits else found
+
+
+def _at(question: Question, tokens: int) -> Question:
+    return replace(question, run=RunSpec(question.run.batch, tokens))
+
+
+def _longest(question: Question, name: str) -> int:
+    """The longest context of one strategy, 0 if it fits none: doubled until it does not fit, then
+    halved in between; with sparse attention, down from there."""
+    if question.sparse is not None:
+        tokens = _longest(replace(question, sparse=None), name)
+        while tokens >= LEAST and _fitting(_at(question, tokens), name) is None:
+            tokens -= max(LEAST, tokens // FINEST)
+        return tokens if tokens >= LEAST else 0
+    known: Schedule | None = None
+
+    def fits_at(tokens: int) -> bool:
+        nonlocal known
+        if tokens > MOST_TOKENS:
+            return False
+        asked = _at(question, tokens)
+        # What fits at another length often fits here: then no other need be looked for.
+        is_free = name == GROUPED and known is not None and known.chunk <= tokens
+        if is_free and known is not None and quick.fits(asked, known):
+            return True
+        found = _fitting(asked, name)
+        known = found or known
+        return found is not None
+
+    if not fits_at(LEAST):
+        return 0
+    low, high = LEAST, 2 * LEAST
+    while fits_at(high):
+        low, high = high, 2 * high
+    while high - low > max(LEAST, low // FINEST):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits_at(middle) else (low, middle)
+    return low
+
+
+def _fitting(question: Question, name: str) -> Schedule | None:
+    """A schedule of a strategy that fits by a close look, if one of its thriftiest does; with
+    sparse attention, of which no bound is derived, by its program."""
+    if states_do_not_fit(question):
+        return None
+    dense = replace(question, sparse=None)
+    found = (s for s in _candidates(dense, name) if quick.fits(dense, s))
+    if question.sparse is not None:
+        forms = (schedule.with_sparse(question.sparse) for schedule in found)
+        found = (form for form in forms if size(question, form).fits)
+    return next(found, None)
+
+
+def _thrifty(question: Question, name: str) -> Schedule:
+    """The schedule of a strategy that takes the least memory by a close look."""
+    candidates = _candidates(question, name)
+    if len(candidates) == 1:
+        return candidates[0]
+    return max(candidates, key=lambda schedule: min(quick.left(question, schedule)))
+
+
+def _candidates(question: Question, name: str) -> list[Schedule]:
+    """Those of a strategy's schedules that take the least memory; only `grouped` has a choice."""
+    if name != GROUPED:
+        return [named_schedule(question, name, MOST_NAMED)]
+    candidates = roomiest(question, thriftiest(question), CANDIDATES)
+    # Every strategy is a point of the space; some have chunks finer than those that are searched.
+    others = [other for other in STRATEGIES if other != GROUPED]
+    named = [named_schedule(question, other, MOST_NAMED) for other in others]
+    return candidates + [schedule for schedule in named if _runs(schedule, question.layout)]

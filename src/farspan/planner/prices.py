@@ -1,0 +1,580 @@
+"""Seconds of products of cells whose token-wise modules run on tiles.
+
+What kernels of attention take for themselves while they run, and longer where their bits repeat.
+
+A backward on CUDA sums dQ in fp32 beside its result, and dK, dV of every query head where heads
+share keys: about 14 KB a query and as much a key with the 28 heads of 7B, half a GB for chunks and
+blocks of 16K. Phantoms know outputs only. `farspan calibrate` measures it on a GPU; presets do not
+have it, and their plans leave it out.
+
+Flash attention 2 is deterministic by as many sums of dQ as keep every processor busy, and adds them
+up in a fixed order: 5 of them with 28 heads on an H100, 1.2 GB at 16K queries. Plans have them for
+every machine, for no other kernel has as many.
+
+Seconds of what sparse attention does beside dense calls: votes, attention to chosen pages.
+
+Seconds of an instruction: matrix products, attention calls, memory traffic, copies, collectives.
+
+A program is that of one rank. Its own tokens, C / P of every chunk, where P = `layout.sequence()`,
+are what all but attention counts; a layer's products and messages are of all heads, which is the
+question's model. Attention looks at whole chunks: a rank's heads and keys see a P-th of all pairs."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
+from typing import Any
+
+from farspan.planner.collectives import Collectives
+from farspan.planner.request import Question
+from farspan.program.attention_blocks import chosen_pages, seen_pairs, sparse_of
+from farspan.program.dependencies import TiledCells
+from farspan.program.flops import pieces_of
+from farspan.program.layout import local_layer
+from farspan.program.program import (
+    AttentionMode,
+    Backward,
+    Clear,
+    Embed,
+    EmbedBackward,
+    Evict,
+    Fetch,
+    Forward,
+    Head,
+    Instruction,
+    Program,
+    row_bytes,
+)
+from farspan.program.residency import Kind
+from farspan.program.simulate import copied_bytes, streamed_bytes
+from farspan.spec import AttentionKernel, Curve, LayerSpec, MachineSpec, Rates, Refused, Schedule
+
+
+@dataclass(slots=True)
+class TiledPrices:
+    """What a feed-forward costs, with tiles or without."""
+
+    program: Program
+    products: Callable[[tuple[tuple[int, int], ...], int], float]  # seconds, for so many tokens
+    moved: Callable[[float], float]  # seconds of these bytes
+    traffic: int  # bytes that an element of a weight's gradient moves on its way to the sum
+    cells: TiledCells = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cells = TiledCells(self.program)
+
+    def forward(self, i: Forward) -> float:
+        """Of a layer's products, those that a cell computes."""
+        work, tokens = self.program.model.layers[i.layer].work, self._tokens(i)
+        if not self.cells.has_tiles(i):
+            return self.products(work.products, tokens)
+        cut = len(work.products) - work.feed_forward
+        seconds = self.products(work.products[:cut], tokens)
+        return seconds if self.cells.skips(i) else seconds + self._feed_forward(i)
+
+    def again(self, i: Backward) -> float:
+        """What tiles add to a backward: the token-wise modules' forward, and another pass over the
+        sums of their weights' gradients for each tile but one. All that the layer moves counts for
+        theirs: rotations and residual sums are a sixth of it and are not recomputed."""
+        if not self.cells.has_tiles(i):
+            return 0.0
+        work, rows = self.program.model.layers[i.layer].work, self.program.run.batch
+        others = work.products[: len(work.products) - work.feed_forward]
+        elements = max(0, work.parameters - sum(inner * outer for inner, outer in others))
+        trained = work.trainable / work.parameters if work.parameters else 1.0
+        passes = len(self.cells.sizes(i)) - 1
+        moved = float(work.forward_traffic * self._tokens(i) * rows)
+        moved += passes * trained * elements * self.traffic
+        return self._feed_forward(i) + self.moved(moved)
+
+    def _feed_forward(self, i: Forward | Backward) -> float:
+        """Forward, tile by tile."""
+        work = self.program.model.layers[i.layer].work
+        products = work.products[len(work.products) - work.feed_forward :]
+        return sum(self.products(products, tokens) for tokens in self.cells.sizes(i))
+
+    def _tokens(self, i: Forward | Backward) -> int:
+        start, stop = self.program.share.tokens.rows[i.chunk]
+        return stop - start
+
+
+MOST_PROCESSORS = 192  # of a device whose machine file does not say: more than any has
+ROWS, COLUMNS = 128, 32  # flash attention rounds queries and heads up to multiples of them
+HALF = ("bfloat16", "float16")
+
+
+def workspace_bytes(question: Question, schedule: Schedule) -> int:
+    """Device bytes that the largest call takes beside its inputs and results; the schedule is the
+    device's own. 0 where that was not measured, but for what same bits take."""
+    return max(_bytes(question, schedule, spec) for spec in question.model.layers)
+
+
+def _bytes(question: Question, schedule: Schedule, spec: LayerSpec) -> int:
+    rates, batch = question.machine.rates.get(question.dtype), question.run.batch
+    queries, keys = _rows(question, schedule)
+    width = max(spec.head_dim, spec.value_dim)
+    measured = 0.0 if rates is None else rates.attention_workspace
+    found = ceil(measured * batch * (queries + keys) * spec.query_heads * width)
+    if not spec.attends() or not _sums_apart(question):
+        return found
+    processors = question.machine.processors or MOST_PROCESSORS
+    layout = question.layout
+    heads = batch * ceil(spec.query_heads / (layout.ulysses * layout.tensor))  # of this device
+    sums = ceil(processors / heads) - (measured > 0)  # one of them was measured
+    of_one = _up(queries, ROWS) * batch * spec.query_heads * _up(width, COLUMNS) * 4
+    return found + sums * of_one
+
+
+def _sums_apart(question: Question) -> bool:
+    """Is dQ summed by flash attention 2, and the same way each time?"""
+    kernels = question.kernels
+    flash = kernels.attention in (AttentionKernel.AUTO, AttentionKernel.FLASH)
+    on_gpu = not question.machine.unified and question.dtype in HALF
+    return kernels.deterministic and flash and on_gpu
+
+
+def _rows(question: Question, schedule: Schedule) -> tuple[int, int]:
+    """Of queries and of keys in a sequence's call, in every query head of this device."""
+    layout = question.layout
+    # What ranks share by heads counts as much in tokens of this one; shards see the queries of all.
+    own = -(-question.run.tokens // layout.sequence())
+    return min(own, schedule.chunk) * layout.shards, min(own, schedule.kv_block)
+
+
+def _up(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
+
+
+def with_kernels(machine: MachineSpec, *, deterministic: bool) -> MachineSpec:
+    """The machine at the rates that attention has where its bits are the same every time."""
+    if not deterministic or machine.unified:
+        return machine
+    rates = {dtype: _slower(rates) for dtype, rates in machine.rates.items()}
+    return replace(machine, rates=rates)
+
+
+def _slower(rates: Rates) -> Rates:
+    by = rates.deterministic
+
+    def curve(known: Curve) -> Curve:
+        return Curve(tuple((size, rate / by) for size, rate in known.points))
+
+    def or_none(known: Curve | None) -> Curve | None:
+        return None if known is None else curve(known)
+
+    return replace(
+        rates,
+        attention_forward=curve(rates.attention_forward),
+        attention_backward=curve(rates.attention_backward),
+        causal_forward=or_none(rates.causal_forward),
+        causal_backward=or_none(rates.causal_backward),
+        softmax_forward=rates.softmax_forward * by,
+        softmax_backward=rates.softmax_backward * by,
+        deterministic=1.0,
+    )
+
+
+WIDE_PASSES = 4  # times that votes read or write their scores: product, softmax, sum
+
+
+@dataclass(frozen=True, slots=True)
+class SparsePrices:
+    """Prices of one device's program. `moved` are the seconds of bytes that the device moves."""
+
+    program: Program
+    rates: Rates
+    moved: Callable[[float], float]
+
+    def votes(self, spec: LayerSpec, chunk: int) -> float:
+        """A choice: a score a query, head and candidate page (OOMB 4.2)."""
+        start, stop = self.program.chunks[chunk]
+        sparse, run = sparse_of(self.program.schedule, spec), self.program.run
+        assert sparse is not None
+        scores = run.batch * spec.query_heads * (stop - start) * len(sparse.candidates(start))
+        written = WIDE_PASSES * scores * self.program.model.accumulate_bytes()
+        return self.rates.product(2.0 * scores * spec.head_dim) + self.moved(written)
+
+    def chosen(self, spec: LayerSpec, chunk: int, *, backward: bool) -> float:
+        """Attention to chosen pages, which are gathered; in the backward dK, dV go back."""
+        start, stop = self.program.chunks[chunk]
+        sparse, run = sparse_of(self.program.schedule, spec), self.program.run
+        assert sparse is not None
+        pairs = float((stop - start) * sparse.width(start) * sparse.page)
+        if not pairs:
+            return 0.0
+        model = self.program.model
+        rows = run.batch * chosen_pages(sparse, start, stop) * sparse.page * spec.kv_elements()
+        width = 2 * model.element_bytes + backward * 3 * model.accumulate_bytes()
+        seconds = self.rates.attention(pairs, spec, rows=float(run.batch), backward=backward)
+        return seconds + self.moved(rows * width)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds that one instruction keeps each lane busy."""
+
+    compute: float = 0.0
+    fetch: float = 0.0
+    evict: float = 0.0
+    collective: float = 0.0
+    host: float = 0.0  # issuing it, which on a GPU goes on while cells before it are computed
+
+    def in_line(self) -> float:
+        """Seconds when nothing overlaps."""
+        return self.compute + self.fetch + self.evict + self.collective + self.host
+
+
+NOTHING = Cost()
+
+
+def rates_of(question: Question) -> Rates:
+    """The machine's rates in the dtype asked for. Raises Refused when it has none."""
+    found = question.machine.rates.get(question.dtype)
+    if found is None:
+        raise Refused(
+            f"dtype: {question.machine.name} has no rates for {question.dtype}, only for "
+            f"{', '.join(question.machine.rates)}; run farspan calibrate, or choose one of these"
+        )
+    return found
+
+
+@dataclass(slots=True)
+class _Tariff:
+    """The prices of one kind of instruction."""
+
+    decides: Callable[[Any], Hashable]  # instructions that are alike in this cost the same
+    price: Callable[[Any], Cost]
+    known: dict[Hashable, Cost] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Prices:
+    """Prices the instructions of one rank's program; the question has the whole model.
+
+    `together`: both directions of the link are in use, so its rates are those of both at once.
+    Equal layers at the same chunk cost the same and are priced once.
+    """
+
+    question: Question
+    program: Program
+    together: bool = True
+    rates: Rates = field(init=False)
+    collectives: Collectives = field(init=False)
+    sparse: SparsePrices = field(init=False)
+    _classes: list[int] = field(init=False)
+    _sizes: list[int] = field(init=False)
+    _tiled: TiledPrices = field(init=False)
+    _tariffs: dict[type[Instruction], _Tariff] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rates = rates_of(self.question)
+        self.collectives = Collectives(self.question)
+        self.sparse = SparsePrices(self.program, self.rates, self._moved)
+        seen: dict[LayerSpec, int] = {}
+        self._classes = [seen.setdefault(spec, len(seen)) for spec in self.program.model.layers]
+        self._sizes = [stop - start for start, stop in self.program.share.tokens.rows]
+        traffic = self._gradient_traffic(product=True)
+        self._tiled = TiledPrices(self.program, self._products, self._moved, traffic)
+        self._tariffs = self._all_tariffs()
+
+    def _all_tariffs(self) -> dict[type[Instruction], _Tariff]:
+        classes, sizes, buffers = self._classes, self._sizes, self.program.buffers
+
+        def forward(i: Forward) -> Hashable:
+            put_away = i.kept, i.write_kv is not None, i.attention is not None, i.chooses
+            return classes[i.layer], i.chunk, i.mode, put_away, self._tiled.cells.skips(i)
+
+        def backward(i: Backward) -> Hashable:
+            return classes[i.layer], i.chunk, self._tiled.cells.has_tiles(i)
+
+        def copy(i: Fetch | Evict) -> Hashable:
+            return i.source, i.target, sizes[i.chunk]
+
+        def clear(i: Clear) -> Hashable:
+            # By size, not by name: a bound has one buffer, which is of every layer in turn.
+            return buffers[i.buffer].bytes, buffers[i.buffer].tier
+
+        return {
+            Forward: _Tariff(forward, self._forward),
+            Backward: _Tariff(backward, self._backward),
+            Fetch: _Tariff(copy, self._fetch),
+            Evict: _Tariff(copy, self._evict),
+            Head: _Tariff(lambda i: (sizes[i.chunk], i.gradient), self._head),
+            Embed: _Tariff(lambda i: sizes[i.chunk], self._embed),
+            EmbedBackward: _Tariff(lambda i: sizes[i.chunk], self._embed_backward),
+            Clear: _Tariff(clear, self._clear),
+        }
+
+    def of(self, instruction: Instruction) -> Cost:
+        """What the instruction costs."""
+        tariff = self._tariffs.get(type(instruction))
+        if tariff is None:
+            return NOTHING
+        key = tariff.decides(instruction)
+        cost = tariff.known.get(key)
+        if cost is None:
+            cost = tariff.known[key] = tariff.price(instruction)
+        return cost
+
+    # -- copies ----------------------------------------------------------------------------------
+
+    def _fetch(self, i: Fetch) -> Cost:
+        size = copied_bytes(self.program, i.source, i.target, i.chunk)
+        return Cost(fetch=size / self.fetch_rate())
+
+    def _evict(self, i: Evict) -> Cost:
+        size = copied_bytes(self.program, i.source, i.target, i.chunk)
+        return Cost(evict=size / self.evict_rate())
+
+    # -- cells -----------------------------------------------------------------------------------
+
+    def _forward(self, i: Forward) -> Cost:
+        spec = self._layer(i)
+        tokens = self._tokens(i.chunk)
+        if i.mode is AttentionMode.NONE:
+            products = spec.work.products[: spec.work.projections]
+            share = len(products) / max(1, len(spec.work.products))
+            compute = self._products(products, tokens) + self._put_away(i)
+            compute += self._moved(
+                share * spec.work.forward_traffic * tokens * self.program.run.batch
+            )
+            fetch = self._earlier(i) if spec.state else 0.0
+            return Cost(compute, fetch, host=self.question.machine.overhead)
+        compute = self._tiled.forward(i) + self._put_away(i)
+        compute += self._moved(spec.work.forward_traffic * tokens * self.program.run.batch)
+        attends = i.mode is AttentionMode.COMPUTE
+        attention = self._attention(i.layer, i.chunk, backward=False) if attends else 0.0
+        moved = self.collectives.forward(spec, tokens, i.mode, self._pieces(spec), attention)
+        if attends:
+            ring = self.collectives.ring(spec, self.program.chunks[i.chunk][1], backward=False)
+            compute += attention
+            if i.chooses:
+                compute += self.sparse.votes(spec, i.chunk)
+            moved += max(0.0, ring - attention)
+        fetch = self._earlier(i) if attends or spec.state else 0.0
+        return Cost(compute, fetch, 0.0, moved, self.question.machine.overhead)
+
+    def _earlier(self, i: Forward) -> float:
+        """Seconds until what the cell reads of earlier chunks is on the device."""
+        return streamed_bytes(self.program, i.layer, i.chunk, i.prefix) / self.fetch_rate()
+
+    def _pieces(self, spec: LayerSpec) -> int:
+        """In which a cell's heads are exchanged."""
+        layout = self.question.layout
+        return len(pieces_of(self.program.schedule, layout, local_layer(spec, layout)))
+
+    def _backward(self, i: Backward) -> Cost:
+        spec = self._layer(i)
+        work, tokens = spec.work, self._tokens(i.chunk)
+        trained = work.trainable / work.parameters if work.parameters else 1.0
+        compute = self._products(work.products, tokens)
+        compute += trained * self._products(work.products, tokens, weights=True)
+        compute += self._moved(work.backward_traffic * tokens * self.program.run.batch)
+        compute += self._moved(work.trainable * self._gradient_traffic(product=True))
+        compute += self._tiled.again(i)
+        attention = self._attention(i.layer, i.chunk, backward=True)
+        ring = self.collectives.ring(spec, self.program.chunks[i.chunk][1], backward=True)
+        moved = self.collectives.backward(spec, tokens, self._pieces(spec), attention)
+        moved += max(0.0, ring - attention)
+        kv = streamed_bytes(self.program, i.layer, i.chunk, i.prefix)
+        dkv = streamed_bytes(self.program, i.layer, i.chunk, i.accumulator)
+        return Cost(
+            compute=compute + attention,
+            fetch=(kv + dkv) / self.fetch_rate(),
+            evict=dkv / self.evict_rate(),
+            collective=moved,
+            host=self.question.machine.overhead,
+        )
+
+    def _put_away(self, i: Forward) -> float:
+        """Copies on the device into the program's buffers, each read and written."""
+        spec, tokens = self.program.model.layers[i.layer], self._tokens(i.chunk)
+        start, stop = self.program.share.keys.rows[i.chunk]
+        size = tokens * self.saved_row(spec) if i.kept else 0
+        if i.write_kv is not None:
+            size += (stop - start) * self.kv_row(spec)
+        if i.attention is not None and i.mode is AttentionMode.COMPUTE:
+            size += (stop - start) * self.attention_row(spec)
+        return self._moved(2 * size)
+
+    def _products(
+        self, products: tuple[tuple[int, int], ...], tokens: int, *, weights: bool = False
+    ) -> float:
+        rows = self.program.run.batch * tokens
+        return sum(
+            self.rates.product(2.0 * rows * inner * outer, weights=weights)
+            for inner, outer in products
+        )
+
+    def _attention(self, layer: int, chunk: int, *, backward: bool) -> float:
+        """Calls on blocks of earlier keys, then the square on the diagonal; where attention is
+        sparse, chosen pages beside them."""
+        spec, layout = self.question.model.layers[layer], self.question.layout
+        ranks = layout.sequence()
+        start, stop = self.program.chunks[chunk]
+        diagonal = seen_pairs(stop - start, spec.window)
+        earlier = seen_pairs(stop, spec.window) - seen_pairs(start, spec.window) - diagonal
+        # Blocks are of the keys that a rank holds.
+        block = self.program.schedule.kv_block * layout.shards * layout.ring
+        prefix = start if spec.window is None else min(start, spec.window)
+        sparse = sparse_of(self.program.schedule, spec)
+        chosen = 0.0
+        if sparse is not None:
+            prefix = sparse.near(start)
+            earlier = (stop - start) * prefix
+            chosen = self.sparse.chosen(spec, chunk, backward=backward)
+        calls = -(-prefix // block)
+        rows = self.program.run.batch / ranks
+        seconds = self.rates.attention(diagonal, spec, rows=rows, causal=True, backward=backward)
+        seconds += chosen
+        if calls:
+            one = self.rates.attention(earlier / calls, spec, rows=rows, backward=backward)
+            seconds += calls * one
+            seconds += calls * self._merge(spec, (stop - start) // ranks, prefix // calls, backward)
+        return seconds
+
+    def _merge(self, spec: LayerSpec, queries: int, keys: int, backward: bool) -> float:
+        """Adding one block's result to what the blocks before gave."""
+        model, batch = self.program.model, self.program.run.batch
+        one = model.element_bytes + 2 * model.accumulate_bytes()
+        keys //= self.question.layout.sequence()
+        rows = queries * spec.output_elements()
+        if backward:
+            rows = queries * spec.query_heads * spec.head_dim + keys * spec.kv_elements()
+        return self._moved(batch * rows * one)
+
+    # -- stages outside the layers ---------------------------------------------------------------
+
+    def _embed(self, i: Embed) -> Cost:
+        return Cost(compute=self._moved(2 * self._hidden_bytes(i.chunk)))
+
+    def _head(self, i: Head) -> Cost:
+        tokens, gradient = self._tokens(i.chunk), i.gradient
+        model, rows = self.program.model, self.program.run.batch * tokens
+        piece = min(self.program.schedule.head_tokens, tokens) * self.program.run.batch
+        flop = 2.0 * piece * model.hidden * model.vocab
+        trained = bool(model.outer_trainable())
+        products = 2 if gradient else 1
+        seconds = products * self.rates.product(flop)
+        if gradient and trained:
+            seconds += self.rates.product(flop, weights=True)
+        seconds *= rows / piece
+        seconds += rows * model.vocab * self._logit(gradient)
+        if gradient and trained:
+            seconds += self._moved(
+                rows / piece * model.hidden * model.vocab * self._gradient_traffic(product=True)
+            )
+        return Cost(compute=seconds)
+
+    def _logit(self, gradient: bool) -> float:
+        """Seconds of one logit's cross-entropy, with its gradient or without."""
+        model, made = self.program.model, self.question.architecture
+        if made is not None and made.fused:
+            # Read twice; the gradient is written in the place of the logit.
+            return self._moved((3 if gradient else 1) * model.element_bytes)
+        if self.rates.logit:
+            return self.rates.logit if gradient else self.rates.logit / 2
+        wide, narrow = model.accumulate_bytes(), model.element_bytes
+        cast = 2 * (narrow + wide) if wide != narrow else 0
+        # log_softmax reads and writes; its gradient is zeroed, read with the output, and written.
+        return self._moved(6 * wide + cast if gradient else 2 * wide + cast // 2)
+
+    def _embed_backward(self, i: EmbedBackward) -> Cost:
+        model = self.program.model
+        if not model.outer_trainable():
+            return NOTHING
+        dense = model.vocab * model.hidden
+        zeroed = dense * model.element_bytes
+        moved = zeroed + dense * self._gradient_traffic() + 3 * self._hidden_bytes(i.chunk)
+        return Cost(compute=self._moved(moved))
+
+    def _clear(self, i: Clear) -> Cost:
+        return Cost(compute=self._moved(self.program.buffers[i.buffer].bytes))
+
+    # -- devices together --------------------------------------------------------------------------
+
+    def gather(self, layer: int) -> float:
+        """All-gather of a layer's weights before a pass of its group."""
+        return self.collectives.gather(self.question.model.layers[layer].work.parameters)
+
+    def reduce(self, group: int) -> float:
+        """Reduce-scatter of a group's weight gradients when it closes. All stages of a pipeline
+        have some of what lies outside the layers."""
+        first = self.program.own_groups()[0]
+        return self._reduce(self.program.groups[group], is_first=group == first)
+
+    def _reduce(self, layers: tuple[int, int], *, is_first: bool) -> float:
+        model = self.question.model
+        elements = sum(layer.work.trainable for layer in model.layers[slice(*layers)])
+        if is_first:
+            elements += model.outer_trainable()
+        width = model.accumulate_bytes()
+        return self.collectives.reduce(elements, width) + self.collectives.replicas(elements, width)
+
+    def gathers(self) -> float:
+        """Seconds of all gathers and reductions of a step."""
+        return self.gathers_of([self.program.groups[group] for group in self.program.own_groups()])
+
+    def gathers_of(self, groups: Sequence[tuple[int, int]]) -> float:
+        """The same for a cut of its layers into groups: each but the last is passed twice."""
+        last = len(groups) - 1
+        seconds = 0.0
+        for group, layers in enumerate(groups):
+            once = sum(self.gather(layer) for layer in range(*layers))
+            seconds += once * (1 if group == last else 2)
+            seconds += self._reduce(layers, is_first=group == 0)
+        return seconds
+
+    # -- bytes a token, batch included -----------------------------------------------------------
+
+    def kv_row(self, spec: LayerSpec) -> int:
+        return row_bytes(Kind.KV, self.program.model, spec, self.program.run.batch)
+
+    def attention_row(self, spec: LayerSpec) -> int:
+        """O and LSE."""
+        model = self.program.model
+        out = spec.output_elements() * model.element_bytes
+        return self.program.run.batch * (out + spec.query_heads * model.accumulate_bytes())
+
+    def saved_row(self, spec: LayerSpec) -> int:
+        """What a kept graph saves of its own."""
+        return self.program.run.batch * spec.activation_bytes
+
+    # -- rates -----------------------------------------------------------------------------------
+
+    def fetch_rate(self) -> float:
+        """Bytes a second host to device, of one device among all that share main memory."""
+        machine = self.question.machine
+        return self._shared(machine.fetch_together if self.together else machine.fetch)
+
+    def evict_rate(self) -> float:
+        """Bytes a second device to host."""
+        machine = self.question.machine
+        return self._shared(machine.evict_together if self.together else machine.evict)
+
+    def _shared(self, rate: float) -> float:
+        machine = self.question.machine
+        ranks = min(machine.devices, self.question.layout.devices())
+        directions = 2 if self.together else 1
+        return min(rate, machine.host_memory / (ranks * directions))
+
+    def _moved(self, size: float) -> float:
+        return size / self.question.machine.memory
+
+    def _gradient_traffic(self, *, product: bool = False) -> int:
+        """Bytes an element of dW that is read and added to its sum. A product that adds to the sum
+        reads and writes that in place of writing dW."""
+        model, made = self.program.model, self.question.architecture
+        if product and made is not None and made.adds:
+            return 2 * model.accumulate_bytes() - model.element_bytes
+        return model.element_bytes + 2 * model.accumulate_bytes()
+
+    def _tokens(self, chunk: int) -> int:
+        return self._sizes[chunk]
+
+    def _layer(self, i: Forward | Backward) -> LayerSpec:
+        """With all heads."""
+        return self.question.model.layers[i.layer]
+
+    def _hidden_bytes(self, chunk: int) -> int:
+        model = self.program.model
+        return self._tokens(chunk) * self.program.run.batch * model.hidden * model.element_bytes

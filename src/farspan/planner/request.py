@@ -1,0 +1,294 @@
+"""What is asked of the planner, and what it answers.
+
+Device memory that a plan leaves to what is in no program: fragments of the allocator, libraries'
+workspaces that grow with a call, messages between devices (NCCL)."""
+
+import re
+from dataclasses import asdict, dataclass, field, replace
+from enum import IntEnum, StrEnum
+from typing import Any
+
+from farspan.formatting import read_memory
+from farspan.lazy import load
+from farspan.plan.model.architecture import Architecture
+from farspan.program.layout import ALONE, Layout
+from farspan.spec import Kernels, MachineSpec, ModelSpec, Refused, RunSpec, Schedule, Sparse
+
+
+class Optimizer(StrEnum):
+    """Where the states of the update live, and how wide they are."""
+
+    ADAMW = "adamw"  # fp32 moments, and an fp32 master where weights are narrower, on the device
+    ADAMW8BIT = "adamw8bit"  # moments of one byte an element, no master: not AdamW's results
+    HOST = "host"  # fp32 moments and master in main memory
+    NONE = "none"  # only gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One step of a model on a machine."""
+
+    model: ModelSpec
+    run: RunSpec  # of one sequence group: `tokens` is the whole context, not a device's share
+    machine: MachineSpec
+    layout: Layout = ALONE
+    optimizer: Optimizer = Optimizer.ADAMW
+    dtype: str = "bfloat16"
+    architecture: Architecture | None = None  # for what a cell holds for a moment
+    overlap: bool = False  # copies run beside the computation, as on a GPU
+    sparse: Sparse | None = None  # attention that approximates; None: exact
+    accumulates: bool = False  # gradients of earlier batches are there when the step begins
+    kernels: Kernels = field(default_factory=Kernels)
+    headroom: int = 0  # device bytes that a plan leaves where any can (plan.headroom)
+    wide_gradients: bool = False  # `.grad` in fp32 without an optimizer, too: as training has it
+
+    def adapter_rank(self) -> int | None:
+        """Of LoRA on every linear module; 0: none; None: not known, of a model that was looked at
+        and is not as its family has it."""
+        return None if self.architecture is None else self.architecture.adapter_rank
+
+    def runs(self, architecture: Architecture) -> Architecture:
+        """The architecture as the machine runs it: on a GPU by farspan's own kernels, of 16 or 32
+        bits, unless the question says otherwise. Slices of weights run as the model has them."""
+        whole = not self.machine.unified and self.layout.tensor == 1
+        fused = whole and self.kernels.fused and self.dtype != "float64"
+        return replace(architecture, fused=fused, adds=whole and self.kernels.accumulate)
+
+    def near(self) -> int:
+        """Devices of the layout that share a node."""
+        return min(self.machine.devices, self.layout.devices())
+
+    def host_share(self) -> int:
+        """Bytes of a node's main memory that one device may fill. Where both tiers lie there
+        (`unified`), what the device tier holds is still to be taken off."""
+        return self.machine.host_bytes // self.near()
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes of one tier at its fullest moment, part by part. `limit` is what one device, or the
+    share of main memory that belongs to it, can hold."""
+
+    parts: dict[str, int]  # weights, gradients, optimizer, x, kv, dkv, attention, activations, ...
+    limit: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def left(self) -> int:
+        """Bytes to spare; negative when it does not fit."""
+        return self.limit - self.total
+
+
+class Fit(IntEnum):
+    """How well a plan fits, the best last."""
+
+    NOT = 0
+    TIGHT = 1  # without the headroom that the question asks for
+    ROOMY = 2
+
+
+def fit_of(question: Question, device: Budget, host: Budget) -> Fit:
+    """Of a plan's bytes on a question's machine."""
+    if min(device.left, host.left) < 0:
+        return Fit.NOT
+    return Fit.TIGHT if device.left < question.headroom else Fit.ROOMY
+
+
+# Of a step: both sides of a difference are sums of up to a million times, each of which is off by
+# up to 1e6 * 2**-53 = 1.1e-10 of itself.
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """One step's time, and what each lane of the machine is busy with in it."""
+
+    total: float
+    compute: float  # cells, head, embedding
+    fetch: float
+    evict: float
+    collective: float
+    optimizer: float
+    host: float  # issuing cells: beside their computing where lanes overlap
+    bound: str  # compute, link, network or host: what the step would be faster without
+
+    def exposed(self, *, overlap: bool) -> float:
+        """Time in which nothing is computed because something else is awaited; where lanes overlap
+        (`Question.overlap`) also the process that issues. 0 where it is no more than rounding."""
+        found = self.total - self.compute - self.optimizer - (0.0 if overlap else self.host)
+        return found if found > ROUNDING * self.total else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One schedule on one machine: what it takes."""
+
+    strategy: str
+    schedule: Schedule
+    question: Question
+    device: Budget
+    host: Budget
+    seconds: Seconds
+    mfu: float  # causal attention once and weights three times over peak; recompute is no work
+    reason: str = ""  # why it was chosen, or what breaks first when it does not fit
+    remedy: str = ""  # the cheapest change that makes it fit; empty when it fits
+    # At most this fraction slower than the fastest of the space searched.
+    gap: float = 0.0
+    alternatives: tuple["Plan", ...] = field(default=())
+
+    def __str__(self) -> str:
+        """What `farspan plan` prints."""
+        text: str = load("farspan.report.plan", "plan_text")(self)
+        return text
+
+    def __repr__(self) -> str:
+        question, verdict = self.question, "fits" if self.fits else "does not fit"
+        return (
+            f"<Plan: {question.model.name}, {question.run.tokens:,} tokens, "
+            f"{question.layout.devices()} x {question.machine.name}: {self.strategy} {verdict}, "
+            f"{self.seconds.total:.3g} s a step>"
+        )
+
+    @property
+    def fit(self) -> Fit:
+        return fit_of(self.question, self.device, self.host)
+
+    @property
+    def fits(self) -> bool:
+        return self.fit > Fit.NOT
+
+    @property
+    def tight(self) -> bool:
+        """Does it fit, and take of the device's headroom?"""
+        return self.fit is Fit.TIGHT
+
+    @property
+    def hides(self) -> bool:
+        """Is any token hidden from a query that dense attention would show it? Not in a layer with
+        a window, which is computed as it is."""
+        sparse = self.schedule.sparse
+        return sparse is not None and sparse.hides(self.question.run.tokens, self.schedule.chunk)
+
+    def rank(self) -> tuple[int, float]:
+        """Sorts plans: those that fit and leave headroom, the fastest first, then those that are
+        tight, then the others by what they miss."""
+        over = -min(0, self.device.left) - min(0, self.host.left)
+        return -self.fit, self.seconds.total if self.fits else over
+
+    @property
+    def tokens_per_second(self) -> float:
+        run, layout = self.question.run, self.question.layout
+        return run.batch * run.tokens * layout.data / self.seconds.total
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for `--json`."""
+        schedule, question = self.schedule, self.question
+        return {
+            "model": question.model.name,
+            "machine": question.machine.name,
+            "dtype": question.dtype,
+            "optimizer": question.optimizer.value,
+            "lora": question.adapter_rank(),
+            "gpus": question.layout.devices(),
+            "layout": asdict(question.layout),
+            "batch": question.run.batch,
+            "context": question.run.tokens,
+            "fits": self.fits,
+            "tight": self.tight,
+            "headroom": question.headroom,
+            "strategy": self.strategy,
+            "schedule": {
+                "chunk": schedule.chunk,
+                "groups": schedule.groups,
+                "attention_kept": schedule.attention_kept,
+                "attention_open": schedule.attention_open,
+                "kv_kept": schedule.kv_kept,
+                "activations_kept": schedule.activations_kept,
+                "layer_checkpoint": schedule.layer_checkpoint,
+                "kv_block": schedule.kv_block,
+                "head_tokens": schedule.head_tokens,
+                "sparse": None if schedule.sparse is None else asdict(schedule.sparse),
+                "tiers": {
+                    "x": schedule.x.value,
+                    "kv": schedule.kv.value,
+                    "kv_home": schedule.kv_home.value,
+                    "attention": schedule.attention.value,
+                    "activations": schedule.activations.value,
+                },
+            },
+            "device_bytes": _budget(self.device),
+            "host_bytes": _budget(self.host),
+            "seconds_per_step": self.seconds.total,
+            "seconds": asdict(self.seconds),
+            "bound": self.seconds.bound,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "attention": "exact" if self.schedule.sparse is None else "sparse",
+            "hides": self.hides,
+            # No bound is derived for sparse attention (search.sparse).
+            "gap": self.gap if self.schedule.sparse is None else None,
+            "reason": self.reason,
+            "remedy": self.remedy,
+            "alternatives": [plan.to_json() for plan in self.alternatives],
+        }
+
+
+def _budget(budget: Budget) -> dict[str, Any]:
+    return {"total": budget.total, "limit": budget.limit, "parts": dict(budget.parts)}
+
+
+SHARE = 0.06  # of a device's bytes; what the machine's `reserve` explains is a part of it
+_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+
+
+def read_headroom(given: str | int | None) -> float | int:
+    """Bytes, or as a float a share of the device, from text such as 3GiB, 5% or 0; None: `SHARE`.
+    Raises Refused."""
+    if given is None:
+        return SHARE
+    match = _PERCENT.fullmatch(given.strip()) if isinstance(given, str) else None
+    if match is not None and float(match[1]) < 100:
+        return float(match[1]) / 100
+    if match is None and str(given).strip() == "0":
+        return 0
+    try:
+        return read_memory(given, "headroom")
+    except Refused as error:
+        raise Refused(
+            f"headroom: expected bytes such as 3GiB, a share of the device below 100% such as 5%, "
+            f"or 0, got {given!r}"
+        ) from error
+
+
+def headroom_bytes(given: str | int | None, machine: MachineSpec) -> int:
+    """Bytes that a plan leaves of a device of this machine. A share counts what `reserve` takes.
+    Raises Refused, also for a machine whose tiers are one memory: there None is 0."""
+    size = read_headroom(given)
+    if machine.unified:
+        if given is not None:
+            raise Refused(
+                f"headroom: {machine.name} has one memory for both tiers, of which no part is left "
+                "free; leave it out, and limit host_memory"
+            )
+        return 0
+    if isinstance(size, int):
+        return size
+    return max(0, int(size * machine.device_bytes) - machine.reserve)
+
+
+def with_room(question: Question) -> Question:
+    """The question on devices that lack their headroom: what fits there leaves it."""
+    if question.headroom == 0:
+        return question
+    machine = question.machine
+    smaller = replace(machine, device_bytes=max(0, machine.device_bytes - question.headroom))
+    return replace(question, machine=smaller, headroom=0)
+
+
+def of_whole(question: Question, plan: Plan) -> Plan:
+    """A plan that was made `with_room`, as one of the question itself."""
+    limit = plan.device.limit + question.machine.device_bytes - plan.question.machine.device_bytes
+    return replace(plan, question=question, device=replace(plan.device, limit=limit))

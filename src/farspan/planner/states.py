@@ -1,0 +1,138 @@
+"""Weights, gradients and optimizer states: their bytes on one device, and the update's seconds."""
+
+from dataclasses import dataclass
+
+from farspan.plan.cell.sharing import Sharing
+from farspan.planner.collectives import fsdp_ranks
+from farspan.planner.request import Optimizer, Question
+from farspan.spec import ModelSpec
+
+MOMENTS = 2  # of AdamW, an element
+BLOCK = 256  # elements that share a scale of four bytes, where a moment has one byte an element
+# Between the device and states on the host, gradients and weights pass through slots of so many
+# elements: the next piece arrives and the last one leaves while one is updated.
+STAGED = 2**24
+SLOTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Bytes by part. `gathered` is what FSDP brings together for the layers of the open group and
+    for what lies outside the layers; `accumulators` are the fp32 sums of weight gradients there
+    (nowhere, where `.grad` itself is wide enough to be the sum)."""
+
+    weights: int
+    gathered: int
+    gradients: int
+    accumulators: int
+    optimizer: int
+    optimizer_on_host: int
+
+
+def states(question: Question, group_layers: tuple[tuple[int, int], ...]) -> States:
+    """Of one device. `group_layers` are the layer ranges of the schedule's groups."""
+    model, sharing = question.model, sharing_of(question)
+    wide, final = _sum_bytes(model), gradient_bytes(question)
+    outer, outer_trained = model.outer(), model.outer_trainable()
+    layers = [model.layers[slice(*group)] for group in group_layers]
+    group = max(sum(layer.work.parameters for layer in of) for of in layers)
+    trained = max(sum(layer.work.trainable for layer in of) for of in layers)
+    whole = sharing.slice(group) + outer
+    needs_sum = sharing.apart or final < wide
+    own = _own(sharing, model.trainable, outer_trained)
+    on_device, on_host = _optimizer_bytes(model, question.optimizer, own)
+    return States(
+        weights=_own(sharing, model.parameters, outer) * model.element_bytes,
+        gathered=whole * model.element_bytes if sharing.ranks > 1 else 0,
+        gradients=own * final,
+        accumulators=(sharing.slice(trained) + outer_trained) * wide if needs_sum else 0,
+        optimizer=on_device,
+        optimizer_on_host=on_host,
+    )
+
+
+def sharing_of(question: Question) -> Sharing:
+    """Who has what of the weights."""
+    layout = question.layout
+    return Sharing(fsdp_ranks(question), layout.tensor, layout.devices() > 1)
+
+
+def _own(sharing: Sharing, elements: int, outer: int) -> int:
+    """A device's part of so many elements, of which `outer` lie outside the layers: those are not
+    cut by heads and features."""
+    return _share(sharing.slice(elements - outer) + outer, sharing.ranks)
+
+
+def gradient_bytes(question: Question) -> int:
+    """Width of an element of `.grad`. With AdamW, wherever its states are, it is as wide as they,
+    so that it is the sum over chunks itself; so it is where that is asked for."""
+    model = question.model
+    is_sum = question.wide_gradients or question.optimizer in (Optimizer.ADAMW, Optimizer.HOST)
+    return _sum_bytes(model) if is_sum else model.element_bytes
+
+
+def update_seconds(question: Question) -> float:
+    """One update: every byte of gradients and states is read, and written, once. With the states
+    on host, gradients go there and weights come back beside the update."""
+    model, machine = question.model, question.machine
+    if question.optimizer is Optimizer.NONE or not model.trainable:
+        return 0.0
+    trained = _own(sharing_of(question), model.trainable, model.outer_trainable())
+    final, element = gradient_bytes(question), model.element_bytes
+    if question.optimizer is Optimizer.HOST:
+        # On the device the gradient is read for its norm, and scaled.
+        return trained * (3 * final / machine.memory + _away(question, final, element))
+    on_device, _ = _optimizer_bytes(model, question.optimizer, trained)
+    # The gradient is read for its norm and again for the update; states are read and written.
+    moved = (2 * final + element) * trained + 2 * on_device
+    return moved / machine.memory
+
+
+def _away(question: Question, final: int, element: int) -> float:
+    """Seconds an element that is updated on the host."""
+    machine, wide = question.machine, _sum_bytes(question.model)
+    shared = machine.host_memory / question.near()
+    # Without a master, the weight itself goes there and back.
+    master, there = (wide, final) if element < wide else (0, final + element)
+    touched = 2 * (MOMENTS * wide + master) + 2 * there + 2 * element
+    lanes = (
+        there / min(machine.evict, shared),
+        touched / shared,
+        element / min(machine.fetch, shared),
+    )
+    # Where both tiers are one memory, the processor that updates copies, too.
+    return sum(lanes) if machine.unified else max(lanes)
+
+
+def staged_elements(trainable: int) -> int:
+    """Of one slot through which gradients and weights pass."""
+    return min(STAGED, trainable)
+
+
+def _optimizer_bytes(model: ModelSpec, optimizer: Optimizer, trained: int) -> tuple[int, int]:
+    """On one device and on host, of its `trained` elements. Left out: four bytes a parameter
+    tensor, which count its updates.
+
+    With moments of one byte an element, weights are rounded stochastically and have no master;
+    tensors of fewer than 4,096 elements or of broken blocks keep wide moments, and are few.
+    """
+    wide = _sum_bytes(model)
+    master = wide if model.element_bytes < wide else 0
+    match optimizer:
+        case Optimizer.ADAMW:
+            return trained * (MOMENTS * wide + master), 0
+        case Optimizer.ADAMW8BIT:
+            return trained * MOMENTS + trained * MOMENTS * 4 // BLOCK, 0
+        case Optimizer.HOST:
+            slots = SLOTS * staged_elements(trained) * (wide + model.element_bytes)
+            return 0, trained * (MOMENTS * wide + master) + slots
+        case Optimizer.NONE:
+            return 0, 0
+
+
+def _sum_bytes(model: ModelSpec) -> int:
+    return model.accumulate_bytes()
+
+
+def _share(size: int, ranks: int) -> int:
+    return -(-size // ranks)

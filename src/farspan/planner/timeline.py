@@ -1,0 +1,274 @@
+"""When everything happens: a program simulated on a machine with lanes that work side by side.
+
+    issue       F(0,0) F(1,0) F(0,1) F(1,1) B(1,1) ...
+    compute     F(0,0)  F(1,0)  F(0,1)  F(1,1)  B(1,1) ...
+    fetch               x.1                 x.0
+    evict               kv.0   x.1
+    collective  all-gather of layer 1, while layer 0 computes
+
+Instructions are issued in the program's order, each on its lane. One starts when its lane is free,
+when what it reads has been written, when what it overwrites has been read, and when nobody uses the
+addresses that a new buffer takes over. That is when everything it waits for in the engine is done
+(farspan.program.dependencies, which a test holds this to): here ends are remembered by place instead of by
+instruction, since a search asks for the times of programs of 400,000 instructions. A cell that
+streams its prefix from host (FPDT 4.2) keeps the links busy while it computes: it begins with
+the first block and cannot end before the last has come. Blocks pass through two slots, so that a
+block is fetched while the one before is computed with, and none sooner.
+
+The process that issues all this is a lane, too. It runs ahead of the device, up to `AHEAD` cells:
+nothing begins before the process comes to it, and no cell ends before its last kernel is issued. So
+a cell is late where issuing it takes longer than computing it, and what issuing takes is hidden
+elsewhere.
+
+With `overlap=False` there is one lane: that is what a copy on the computing stream does, and what a
+CPU is, which issues with the cores that compute."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from farspan.planner.prices import Cost, Prices
+from farspan.program.dependencies import WHOLE, Access, Lane, footprints, lane_of, overlap
+from farspan.program.program import Allocate, Backward, Buffer, Close, Forward, Free
+
+BLOCK_SLOTS = 2  # blocks of the prefix on the device at a time
+# Cells that are issued and not done: CUDA queues some 1,024 launches, a cell is 50 to 170.
+AHEAD = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Seconds of one step, the optimizer's update left out."""
+
+    total: float
+    compute: float
+    fetch: float
+    evict: float
+    collective: float
+    host: float
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One instruction's time on one lane."""
+
+    lane: str
+    start: float
+    end: float
+    index: int  # of the instruction
+
+
+@dataclass(slots=True)
+class _Use:
+    """Until when a place is written, and read."""
+
+    written: float = 0.0
+    read: float = 0.0
+
+
+@dataclass(slots=True)
+class _Held:
+    """A buffer from its Allocate on."""
+
+    buffer: Buffer
+    owned: float  # until when its addresses were used before
+    every: _Use = field(default_factory=_Use)  # any place
+    whole: _Use = field(default_factory=_Use)  # all places at once
+    places: dict[int, _Use] = field(default_factory=dict)
+
+    def use(self, place: int) -> _Use:
+        found = self.places.get(place)
+        if found is None:
+            found = self.places[place] = _Use()
+        return found
+
+    def free_for(self, place: int, *, writes: bool) -> float:
+        """From when on the place may be read, or written."""
+        end = self.owned
+        for use in (self.every,) if place == WHOLE else (self.use(place), self.whole):
+            if use.written > end:
+                end = use.written
+            if writes and use.read > end:
+                end = use.read
+        return end
+
+    def note(self, place: int, end: float, *, writes: bool) -> None:
+        """The place is used until then."""
+        for use in (self.whole if place == WHOLE else self.use(place), self.every):
+            if not writes:
+                if end > use.read:
+                    use.read = end
+            elif end > use.written:
+                use.written = end
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Walks a program, whose instructions have these costs."""
+
+    prices: Prices
+    costs: list[Cost]
+    held: dict[str, _Held] = field(default_factory=dict)
+    freed: list[_Held] = field(default_factory=list)
+    free: list[float] = field(default_factory=lambda: [0.0] * len(Lane))  # since when a lane is
+    ready: list[float] = field(default_factory=lambda: [0.0] * len(Lane))  # for this instruction
+    ends: list[float] = field(default_factory=lambda: [0.0] * len(Lane))  # of this instruction
+    collective: float = 0.0  # since when that lane is free
+    gathered: tuple[int, ...] = ()
+    last_start: float = 0.0
+    weights: dict[int, float] = field(default_factory=dict)  # since when a layer's are gathered
+    block_slot: float = 0.0  # since when a slot for streamed blocks is free
+    issued: float = 0.0  # since when the process is done with what it issued
+    queued: deque[float] = field(default_factory=lambda: deque(maxlen=AHEAD))  # ends of cells
+    spans: list[Span] | None = None  # filled when somebody wants to look
+    index: int = 0
+
+    def run(self) -> float:
+        program = self.prices.program
+        for self.index, (i, accesses) in enumerate(
+            zip(program.instructions, footprints(program), strict=True)
+        ):
+            if isinstance(i, Allocate):
+                self._allocate(i.buffer)
+            elif isinstance(i, Free):
+                self.freed.append(self.held.pop(i.buffer))
+            elif isinstance(i, Close):
+                self._close(i)
+            else:
+                self._look(accesses)
+                cost = self.costs[self.index]
+                if isinstance(i, Forward | Backward):
+                    self._cell(i, cost, accesses)
+                else:
+                    lane = lane_of(i)
+                    start = self._start(lane)
+                    self._do(lane, start, start + cost.in_line())
+                self._note_uses(accesses)
+        return max(self.collective, *self.free)
+
+    # -- places ---
+
+    def _allocate(self, name: str) -> None:
+        buffer = self.prices.program.buffers[name]
+        old = (held for held in self.freed if overlap(held.buffer, buffer))
+        owned = (max(held.owned, held.every.written, held.every.read) for held in old)
+        self.held[name] = _Held(buffer, max(owned, default=0.0))
+
+    def _look(self, accesses: list[Access]) -> None:
+        """From when on each lane may do its part of the instruction."""
+        ready = self.ready
+        ready[:] = 0.0, 0.0, 0.0
+        for lane, name, place, writes in accesses:
+            end = self.held[name].free_for(place, writes=writes)
+            if end > ready[lane]:
+                ready[lane] = end
+
+    def _note_uses(self, accesses: list[Access]) -> None:
+        for lane, name, place, writes in accesses:
+            self.held[name].note(place, self.ends[lane], writes=writes)
+
+    # -- lanes ---
+
+    def _start(self, lane: Lane) -> float:
+        """When the lane is free, what it needs is there and the process has come to it."""
+        return max(self.free[lane], self.ready[lane], self.issued)
+
+    def _do(self, lane: Lane, start: float, end: float) -> None:
+        self.free[lane] = self.ends[lane] = end
+        if lane is Lane.COMPUTE:
+            self.last_start = start
+        if self.spans is not None:
+            self._span(lane.name.lower(), start, end)
+
+    def _span(self, lane: str, start: float, end: float) -> None:
+        if self.spans is not None and end > start:
+            self.spans.append(Span(lane, start, end, self.index))
+
+    # -- cells ---
+
+    def _cell(self, i: Forward | Backward, cost: Cost, accesses: list[Access]) -> None:
+        if len(self.queued) == AHEAD:
+            self.issued = max(self.issued, self.queued[0])
+        self._gather(i.layer)
+        start = max(self._start(Lane.COMPUTE), self.weights.get(i.layer, 0.0))
+        busy = cost.compute + cost.collective
+        if Lane.FETCH in {access.lane for access in accesses}:
+            self._stream(i.chunk, cost, start, busy)
+        else:
+            self._do(Lane.COMPUTE, start, max(start + busy, self.issued + cost.host))
+        self.issued += cost.host
+        self.queued.append(self.free[Lane.COMPUTE])
+
+    def _stream(self, chunk: int, cost: Cost, start: float, busy: float) -> None:
+        """A cell whose prefix crosses the link block by block while it runs."""
+        program = self.prices.program
+        blocks = max(1, -(-program.share.keys.rows[chunk][0] // program.schedule.kv_block))
+        fetch, evict, compute = cost.fetch / blocks, cost.evict / blocks, busy / blocks
+        first = max(self._start(Lane.FETCH), self.block_slot)
+        start = max(start, first + fetch)
+        fetched = first + cost.fetch
+        if blocks > BLOCK_SLOTS:
+            # The last comes when the one that had its slot is done with.
+            fetched = max(fetched, start + (blocks - BLOCK_SLOTS) * compute + fetch)
+        end = max(start + busy, fetched + compute)
+        self._do(Lane.FETCH, fetched - cost.fetch, fetched)
+        self.ends[Lane.EVICT] = self._start(Lane.EVICT)
+        if cost.evict:
+            begin = max(self.ends[Lane.EVICT], start + compute)
+            evicted = max(begin + cost.evict, end + evict)
+            end = max(end, evicted - BLOCK_SLOTS * evict)
+            self._do(Lane.EVICT, evicted - cost.evict, evicted)
+        end = max(end, self.issued + cost.host)
+        self._do(Lane.COMPUTE, start, end)
+        self.block_slot = end - compute
+
+    # -- collectives of a group ---
+
+    def _gather(self, layer: int) -> None:
+        """The layer's weights, cut over devices, are gathered once for all chunks of its pass."""
+        if layer in self.gathered:
+            return
+        groups = self.prices.program.groups
+        first, stop = next(g for g in groups if g[0] <= layer < g[1])
+        if not any(first <= other < stop for other in self.gathered):
+            self.gathered = ()
+        self.gathered = (*self.gathered, layer)
+        start = max(self.collective, self.last_start)
+        self.collective = start + self.prices.gather(layer)
+        self._span("collective", start, self.collective)
+        self.weights[layer] = self.collective
+
+    def _close(self, i: Close) -> None:
+        start = max(self.collective, self.free[Lane.COMPUTE])
+        self.collective = start + self.prices.reduce(i.group)
+
+
+def run_time(prices: Prices, *, overlap: bool, simulated: bool = True) -> Timeline:
+    """Seconds of one step of the program that `prices` prices. Where lanes overlap and they are not
+    to be `simulated`, the total is the busiest lane's, which is a lower bound."""
+    costs = _costs(prices)
+    gathers = prices.gathers()
+    compute = sum(map(attrgetter("compute"), costs))
+    fetch = sum(map(attrgetter("fetch"), costs))
+    evict = sum(map(attrgetter("evict"), costs))
+    inside = sum(map(attrgetter("collective"), costs))  # of cells
+    host = sum(map(attrgetter("host"), costs))
+    if not overlap:
+        total = compute + fetch + evict + inside + gathers + host
+    elif simulated:
+        total = _Clock(prices, costs).run()
+    else:
+        total = max(compute + inside, host, fetch, evict, gathers)
+    return Timeline(total, compute, fetch, evict, inside + gathers, host)
+
+
+def spans(prices: Prices) -> tuple[Span, ...]:
+    """What each lane does when, copies beside the computation."""
+    clock = _Clock(prices, _costs(prices), spans=[])
+    clock.run()
+    assert clock.spans is not None
+    return tuple(clock.spans)
+
+
+def _costs(prices: Prices) -> list[Cost]:
+    return [prices.of(instruction) for instruction in prices.program.instructions]

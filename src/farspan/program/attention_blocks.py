@@ -1,0 +1,511 @@
+"""Which keys a chunk of queries sees, cut into rectangles that a kernel computes in one call.
+
+A query at token i sees the keys j of its own document with i - window < j <= i. For a chunk
+[q_start, q_stop) that is, with `e` the keys of earlier chunks and `o` the chunk's own:
+
+    keys      0 ........ kv_block ........ q_start ........ q_stop
+    queries   e e e e e e|e e e e e e e e e|o
+       of     e e e e e e|e e e e e e e e e|o o
+    the chunk e e e e e e|e e e e e e e e e|o o o
+
+Earlier keys are cut on the fixed grid of multiples of `kv_block`, so that every chunk asks for
+the same key blocks, and at q_start, because gradients of earlier keys go to accumulators while
+those of the chunk's own keys return to autograd. Token positions are absolute; ranges half open.
+
+Blocks of attention over the keys that one rank holds: a part of each chunk's.
+
+The rank's rows are the positions that it holds, in order. Here it holds `h` of three chunks of 8,
+and the queries of the last one meet them:
+
+    positions 0 . . . . . . . 8 . . . . . . . 16. . . . . . .
+    held          h h h           h h h           h h h
+    rows          0 1 2           3 4 5           6 7 8
+
+Keys that every query of a block sees need no mask: a rectangle over rows, whatever lies between
+their positions. A mask compares positions, so a block with one lies within one held range, where
+positions and rows differ by a constant, the block's `shift`. The chunk's own keys [a, b) that are
+held make a causal square of the queries [a, b) and a rectangle below it, of the queries from b on;
+queries before a see none of them. The window cuts the rectangle as it cuts earlier keys.
+
+Which keys the queries of a chunk see, and which rows they need: counts, for one document a row.
+
+Dense layers see all keys before a query, layers with a window the latest, and sparse ones what
+their choice leaves. How many different pages a chunk's queries choose is only known when they have:
+the most that can be is counted."""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
+
+from farspan.program.layout import Range, chunk_ranges
+from farspan.program.program import Program
+from farspan.spec import LayerSpec, ModelSpec, Refused, RunSpec, Schedule, Sparse
+
+# A windowed tile on a kernel without windows computes up to tile / window more than it must.
+TILE_LEAST, TILE_MOST = 64, 256
+MASK_ELEMENTS = 2**22  # 16 MB in fp32; the most that a mask takes, unless the tile is the least
+INDEXED = 2**31  # CUDA's attention kernels count a call's elements with 32 bits
+EVEN = 1024  # a cut at multiples of it leaves lengths that cuDNN takes
+LEAST_CALL = 128  # queries or keys of a call: with fewer there would be no end of calls
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive query tokens [start, stop) of one document, which begins at `document_start`:
+    at `start`, or earlier when the run is the first of its chunk."""
+
+    start: int
+    stop: int
+    document_start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Queries [q_start, q_stop) against keys [k_start, k_stop) of some batch rows.
+
+    Invariant: every query sees a key and every key is seen. `causal` hides the keys after the
+    query, and then q_stop == k_stop; `window` hides the keys before query - window + 1. A causal
+    block without window is a square; a block that is neither causal nor windowed needs no mask.
+
+    Queries and keys count in token positions. Of keys that a rank holds in part (`held`) they count
+    in coordinates: keys are rows of what is held, and queries are positions less `shift`, so that
+    differences of what a mask compares are those of positions.
+    """
+
+    row_start: int
+    row_stop: int | None  # None: to the last row of the batch
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    causal: bool
+    window: int | None = None
+    shift: int = 0
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.row_start, self.row_stop)
+
+    @property
+    def queries(self) -> int:
+        return self.q_stop - self.q_start
+
+    @property
+    def keys(self) -> int:
+        return self.k_stop - self.k_start
+
+    def check(self) -> None:
+        """Assert the invariant."""
+        last = self.q_stop - 1
+        assert self.queries > 0, self
+        assert self.keys > 0, self
+        if self.causal:
+            assert self.q_stop == self.k_stop, self
+            assert self.window is not None or self.q_start == self.k_start, self
+        else:
+            assert self.k_stop <= self.q_start, self
+        if self.window is not None:
+            assert last - self.window + 1 < self.k_stop, self
+            assert self.q_start - self.window + 1 <= self.k_start, self
+
+
+def document_runs(starts: Sequence[int], q_start: int, q_stop: int) -> tuple[Run, ...]:
+    """The runs of one batch row in [q_start, q_stop).
+
+    `starts` holds the first token of every document of the row, ascending, the first one 0.
+    """
+    assert starts[0] == 0, starts[0]
+    if q_start == q_stop:
+        return ()
+    first = bisect_right(starts, q_start) - 1
+    last = bisect_right(starts, q_stop - 1)
+    ends = [*starts[first + 1 : last], q_stop]
+    return tuple(
+        Run(max(start, q_start), stop, start)
+        for start, stop in zip(starts[first:last], ends, strict=True)
+    )
+
+
+def plan_blocks(
+    q_start: int,
+    q_stop: int,
+    kv_block: int,
+    window: int | None,
+    document_starts: Sequence[tuple[Run, ...]] | None = None,
+) -> tuple[Block, ...]:
+    """The blocks of the chunk [q_start, q_stop): every visible (row, query, key) in exactly one.
+
+    `document_starts` holds, for every batch row, the runs that cover the chunk (`document_runs`);
+    None means that each row is one document. Neighbouring rows with the same runs share blocks.
+    """
+    assert 0 <= q_start < q_stop, (q_start, q_stop)
+    assert kv_block >= 1, kv_block
+    assert window is None or window >= 1, window
+    blocks: list[Block] = []
+    for row_start, row_stop, runs in _row_ranges(q_start, q_stop, document_starts):
+        for run in runs:
+            own = Block(row_start, row_stop, run.start, run.stop, run.start, run.stop, True)
+            for k_start, k_stop in _earlier_keys(run, q_start, kv_block, window):
+                earlier = replace(own, k_start=k_start, k_stop=k_stop, causal=False)
+                blocks.extend([earlier] if window is None else cut_at_window(earlier, window))
+            narrow = window is not None and run.stop - run.start > window
+            blocks.append(replace(own, window=window) if narrow else own)
+    for block in blocks:
+        block.check()
+    return tuple(blocks)
+
+
+def tile_window(block: Block) -> tuple[Block, ...]:
+    """The block cut into tiles of queries, each with the keys that its window reaches.
+
+    For kernels that know no window and skip nothing: a tile needs a mask, but wastes at most
+    about a quarter of its work where the window is 256 or longer.
+    """
+    window = block.window
+    if window is None:
+        return (block,)
+    size = max(TILE_LEAST, min(TILE_MOST, window // 4, MASK_ELEMENTS // window))
+    return tuple(_tiles(block, window, size))
+
+
+def _tiles(block: Block, window: int, size: int) -> Iterator[Block]:
+    for q_start in range(block.q_start, block.q_stop, size):
+        q_stop = min(q_start + size, block.q_stop)
+        k_start = max(block.k_start, q_start - window + 1)
+        k_stop = q_stop if block.causal else block.k_stop
+        tile = replace(block, q_start=q_start, q_stop=q_stop, k_start=k_start, k_stop=k_stop)
+        all_in_window = q_stop - window <= k_start
+        plain = all_in_window and (k_start == q_start or not block.causal)
+        yield replace(tile, window=None) if plain else tile
+
+
+def most_tokens(row: int) -> int:
+    """Queries or keys that one call may have, of `row` elements each: of all sequences of the
+    batch in every query head, as flash attention holds the gradients of keys."""
+    most = (INDEXED - 1) // row
+    return most // EVEN * EVEN or most
+
+
+def most_of(spec: LayerSpec, run: RunSpec) -> int:
+    """Queries or keys that one call of a layer's attention may have."""
+    return most_tokens(max(1, run.batch * spec.query_heads * max(spec.head_dim, spec.value_dim)))
+
+
+def refuse_wide_calls(model: ModelSpec, run: RunSpec) -> None:
+    """Raises Refused where even a short call of attention has more elements than 32 bits count, so
+    that longer ones could not be cut into such."""
+    for spec in set(model.layers):
+        most, seen = most_of(spec, run), 0 if spec.window is None else spec.window
+        if spec.attends() and most < seen + LEAST_CALL:
+            row = spec.query_heads * max(spec.head_dim, spec.value_dim)
+            raise Refused(
+                f"batch: {run.batch:,} sequences of {row:,} elements a token are beyond what "
+                "CUDA's attention kernels index; use at most "
+                f"{(INDEXED - 1) // row // (seen + 2 * EVEN):,}"
+            )
+
+
+def cut_wide(block: Block, most: int) -> tuple[Block, ...]:
+    """The block as blocks of at most `most` queries and as many keys: itself where it is one.
+
+    A square becomes squares on its diagonal and rectangles below them, squares first: they share
+    no query, so that each begins the sum of its queries.
+    """
+    if max(block.queries, block.keys) <= most:
+        return (block,)
+    if block.window is not None:
+        tiles = _tiles(block, block.window, most - block.window + 1)
+        return tuple(piece for tile in tiles for piece in _with_window(tile))
+    squares, rectangles = list[Block](), list[Block]()
+    for q_start in range(block.q_start, block.q_stop, most):
+        q_stop = min(q_start + most, block.q_stop)
+        rows = replace(block, q_start=q_start, q_stop=q_stop)
+        if block.causal:
+            squares.append(replace(rows, k_start=q_start, k_stop=q_stop))
+        last = q_start if block.causal else block.k_stop
+        for k_start in range(block.k_start, last, most):
+            k_stop = min(k_start + most, last)
+            rectangles.append(replace(rows, k_start=k_start, k_stop=k_stop, causal=False))
+    return (*squares, *rectangles)
+
+
+def _with_window(tile: Block) -> Iterator[Block]:
+    """A tile of `_tiles` as blocks that flash attention takes."""
+    if tile.causal or tile.window is None:
+        yield tile
+    else:
+        yield from cut_at_window(replace(tile, window=None), tile.window)
+
+
+def _row_ranges(
+    q_start: int, q_stop: int, document_starts: Sequence[tuple[Run, ...]] | None
+) -> Iterator[tuple[int, int | None, tuple[Run, ...]]]:
+    if document_starts is None:
+        yield 0, None, (Run(q_start, q_stop, 0),)
+        return
+    row = 0
+    for runs, same in groupby(document_starts):
+        rows = len(list(same))
+        borders = [q_start, *(run.stop for run in runs)]
+        assert [*(run.start for run in runs), q_stop] == borders, (q_start, q_stop, runs)
+        assert all(run.document_start == run.start for run in runs[1:]), runs
+        yield row, row + rows, runs
+        row += rows
+
+
+def _earlier_keys(
+    run: Run, q_start: int, kv_block: int, window: int | None
+) -> Iterator[tuple[int, int]]:
+    """Key ranges before q_start that the run's first query sees, cut on the grid of kv_block."""
+    low = run.document_start
+    if window is not None:
+        low = max(low, run.start - window + 1)
+    for grid in range(low // kv_block * kv_block, q_start, kv_block):
+        k_start, k_stop = max(low, grid), min(grid + kv_block, q_start)
+        if k_start < k_stop:
+            yield k_start, k_stop
+
+
+def cut_at_window(block: Block, window: int) -> Iterator[Block]:
+    """The queries whose window holds all keys of the block, then those who see the last of them.
+
+    In the second part there are at least as many keys as queries, which flash attention needs;
+    a single query of the first part does not change that and is not worth a call.
+    """
+    if block.q_stop - window <= block.k_start:
+        yield block
+        return
+    whole = block.k_start + window
+    if whole <= block.q_start + 1:
+        whole = block.q_start
+    else:
+        yield replace(block, q_stop=whole)
+    q_stop = min(block.q_stop, block.k_stop + window - 1)
+    if whole < q_stop:
+        k_start = max(block.k_start, whole - window + 1)
+        hides = q_stop - window > k_start
+        yield replace(
+            block, q_start=whole, q_stop=q_stop, k_start=k_start, window=window if hides else None
+        )
+
+
+def near_blocks(blocks: tuple[Block, ...], sparse: Sparse, q_start: int) -> tuple[Block, ...]:
+    """Those of a chunk's blocks, cut to sinks, recent tokens and the chunk's own."""
+    near, pages = sparse.near_start(q_start), sparse.candidates(q_start)
+    sinks = pages.start * sparse.page
+    ranges = ((0, sinks), (near, q_start)) if pages else ((0, q_start),)
+    return tuple(_between(blocks, ranges, q_start))
+
+
+def _between(
+    blocks: tuple[Block, ...], ranges: tuple[tuple[int, int], ...], q_start: int
+) -> Iterator[Block]:
+    for block in blocks:
+        if block.k_start >= q_start:
+            yield block
+            continue
+        for start, stop in ranges:
+            start, stop = max(start, block.k_start), min(stop, block.k_stop)
+            if start < stop:
+                yield replace(block, k_start=start, k_stop=stop)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Held positions [start, stop), which are rows from start - shift on."""
+
+    start: int
+    stop: int
+    shift: int
+
+    def cut(self, start: int, stop: int) -> "_Piece":
+        return _Piece(max(self.start, start), min(self.stop, stop), self.shift)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The positions that a rank holds: ranges, one of each chunk, ascending; some may be empty."""
+
+    ranges: tuple[Range, ...]
+
+    def __post_init__(self) -> None:
+        borders = [border for held in self.ranges for border in held]
+        assert borders == sorted(borders), self.ranges
+
+    def rows(self) -> int:
+        """How many positions it holds."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    def row(self, position: int) -> int:
+        """How many held positions lie before this one: its row, if it is held."""
+        held = (min(stop, max(start, position)) - start for start, stop in self.ranges)
+        return sum(held)
+
+    def pieces(self) -> list[_Piece]:
+        """The ranges that are not empty."""
+        lengths = [stop - start for start, stop in self.ranges]
+        first_rows = accumulate(lengths, initial=0)
+        return [
+            _Piece(start, stop, start - row)
+            for (start, stop), row in zip(self.ranges, first_rows, strict=False)
+            if start < stop
+        ]
+
+
+def plan_held_blocks(
+    q_start: int,
+    q_stop: int,
+    kv_block: int,
+    window: int | None,
+    document_starts: Sequence[tuple[Run, ...]] | None = None,
+    held: Held | None = None,
+) -> tuple[Block, ...]:
+    """The blocks of queries [q_start, q_stop) against the held keys, in coordinates (`Block`):
+    every visible (row, query, held key) in exactly one, and no query that sees no held key.
+
+    Rows before q_start's are cut on the grid of multiples of `kv_block`. There may be no queries.
+    For the other arguments, and without `held`, see `plan_blocks`.
+    """
+    if held is None:
+        return plan_blocks(q_start, q_stop, kv_block, window, document_starts)
+    if q_start == q_stop:
+        return ()
+    whole = plan_blocks(q_start, q_stop, q_stop, window, document_starts)
+    return held_blocks(whole, held, kv_block)
+
+
+def held_blocks(blocks: Iterable[Block], held: Held, kv_block: int) -> tuple[Block, ...]:
+    """Blocks in positions, as `plan_blocks` gives them, cut to what is held, in coordinates."""
+    pieces, found = held.pieces(), list[Block]()
+    for block in blocks:
+        if block.causal:
+            found.extend(_of_own_keys(block, pieces))
+        elif block.window is None:
+            found.extend(_seen_by_all(block, held, kv_block))
+        else:
+            found.extend(_in_window(block, held, pieces, kv_block))
+    for block in found:
+        block.check()
+    return tuple(found)
+
+
+def _of_own_keys(block: Block, pieces: Sequence[_Piece]) -> Iterator[Block]:
+    """Not cut on the grid: the chunk's own keys are at hand."""
+    window = block.window
+    for held in _between_held(pieces, block.k_start, block.k_stop):
+        a, b = held.start, held.stop
+        square = replace(block, q_start=a, q_stop=b, k_start=a, k_stop=b)
+        narrow = window is not None and b - a > window
+        yield _to_rows(square if narrow else replace(square, window=None), held.shift)
+        below = replace(square, q_start=b, q_stop=block.q_stop, causal=False, window=None)
+        if below.queries > 0:
+            yield from _windowed(below, window, held.shift)
+
+
+def _in_window(
+    block: Block, held: Held, pieces: Sequence[_Piece], kv_block: int
+) -> Iterator[Block]:
+    """Those keys that only some of the queries see in pieces, the others in one rectangle."""
+    assert block.window is not None, block
+    by_all = max(block.k_start, min(block.k_stop, block.q_stop - block.window))
+    for piece in _between_held(pieces, block.k_start, by_all):
+        shift = piece.shift
+        for start, stop in _on_grid(piece.start - shift, piece.stop - shift, kv_block):
+            keys = replace(block, k_start=start + shift, k_stop=stop + shift, window=None)
+            yield from _windowed(keys, block.window, shift)
+    yield from _seen_by_all(replace(block, k_start=by_all, window=None), held, kv_block)
+
+
+def _seen_by_all(block: Block, held: Held, kv_block: int) -> Iterator[Block]:
+    for start, stop in _on_grid(held.row(block.k_start), held.row(block.k_stop), kv_block):
+        yield replace(block, k_start=start, k_stop=stop)
+
+
+def _windowed(block: Block, window: int | None, shift: int) -> Iterator[Block]:
+    for part in [block] if window is None else cut_at_window(block, window):
+        yield _to_rows(part, shift)
+
+
+def _to_rows(block: Block, shift: int) -> Block:
+    """A block of one piece in coordinates. Without a mask its queries may stay where they are."""
+    keys = replace(block, k_start=block.k_start - shift, k_stop=block.k_stop - shift)
+    if not block.causal and block.window is None:
+        return keys
+    return replace(keys, q_start=block.q_start - shift, q_stop=block.q_stop - shift, shift=shift)
+
+
+def _between_held(pieces: Sequence[_Piece], start: int, stop: int) -> Iterator[_Piece]:
+    """What of the pieces lies in [start, stop)."""
+    first = max(0, bisect_right(pieces, start, key=lambda piece: piece.start) - 1)
+    for piece in pieces[first:]:
+        if piece.start >= stop:
+            return
+        if piece.stop > start:
+            yield piece.cut(start, stop)
+
+
+def _on_grid(start: int, stop: int, kv_block: int) -> Iterator[Range]:
+    """The range, cut at multiples of kv_block."""
+    while start < stop:
+        end = min(stop, (start // kv_block + 1) * kv_block)
+        yield start, end
+        start = end
+
+
+def seen_pairs(stop: int, window: int | None) -> int:
+    """Query-key pairs of the queries [0, stop): query i sees min(i + 1, window) keys."""
+    ramp = stop if window is None else min(stop, window)
+    return ramp * (ramp + 1) // 2 + (stop - ramp) * (window or 0)
+
+
+def sparse_of(schedule: Schedule, layer: LayerSpec) -> Sparse | None:
+    """How a layer's attention is sparse; None: it is exact, as every one with a window is."""
+    return schedule.sparse if layer.window is None else None
+
+
+def chunk_pairs(program: Program, layer: LayerSpec, chunk: int) -> int:
+    """Query-key pairs of one chunk's queries, one head."""
+    start, stop = program.chunks[chunk]
+    sparse = sparse_of(program.schedule, layer)
+    if sparse is None:
+        return seen_pairs(stop, layer.window) - seen_pairs(start, layer.window)
+    return seen_pairs(stop - start, None) + (stop - start) * sparse.reach(start)
+
+
+def earlier_rows(program: Program, layer: LayerSpec, chunk: int) -> int:
+    """Rows before a chunk that its queries need, each once: of a recurrent layer those of the chunk
+    before, where its state lies. With a window, the few that two blocks share at its edge are
+    counted once though they are read twice."""
+    start, stop = program.chunks[chunk]
+    if layer.state:
+        return start - program.chunks[chunk - 1][0] if chunk else 0
+    sparse = sparse_of(program.schedule, layer)
+    if sparse is None:
+        if layer.window is None:
+            return program.share.keys.rows[chunk][0]
+        first = max(0, start - layer.window + 1)
+        held = program.share.keys.ranges[:chunk]
+        return sum(_within(span, (first, start)) for span in held if span[1] > first)
+    return sparse.near(start) + chosen_pages(sparse, start, stop) * sparse.page
+
+
+def _within(span: Range, other: Range) -> int:
+    return max(0, min(span[1], other[1]) - max(span[0], other[0]))
+
+
+def sequence_pairs(tokens: int, layer: LayerSpec, schedule: Schedule) -> int:
+    """Query-key pairs of a whole sequence, one head."""
+    sparse = sparse_of(schedule, layer)
+    if sparse is None:
+        return seen_pairs(tokens, layer.window)
+    return sum(
+        seen_pairs(stop - start, None) + (stop - start) * sparse.reach(start)
+        for start, stop in chunk_ranges(tokens, schedule.chunk)
+    )
+
+
+def chosen_pages(sparse: Sparse, start: int, stop: int) -> int:
+    """The most different pages that the queries of [start, stop) can have chosen, one head."""
+    page_count = -(-(stop - start) // sparse.page)
+    return min(len(sparse.candidates(start)), page_count * sparse.width(start))

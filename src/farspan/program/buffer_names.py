@@ -1,0 +1,63 @@
+"""Names of buffers. A slot serves any layer or chunk and lives for the whole program.
+
+Slots come in rings, whose members take turns: while one is worked with, the next is filled, or the
+last one emptied."""
+
+X_IN = ("x.in.0", "x.in.1")  # a group's input, then the gradient that replaces it
+X_OUT = ("x.out.0", "x.out.1")  # a group's output, or the gradient that comes back
+KV_OWN = ("kv.own.0", "kv.own.1")  # the chunk's own K, V on their way to or from host
+DKV_OWN = ("dkv.own.0", "dkv.own.1")
+KV_BLOCKS = ("kv.block.0", "kv.block.1")  # blocks of the prefix streamed from host (FPDT 4.2)
+DKV_BLOCKS = ("dkv.block.0", "dkv.block.1")  # read, added to and written back by one instruction
+PAGES = ("pages.slot.0", "pages.slot.1")  # chosen pages gathered from host (OOMB 4.2)
+ACTIVATIONS = ("activations.slot.0", "activations.slot.1")  # rounding buffers (MEMO 4.1)
+
+
+def x(boundary: int) -> str:
+    return f"x.{boundary}"
+
+
+def kv(layer: int) -> str:
+    return f"kv.{layer}"
+
+
+def kv_again(layer: int) -> str:
+    """K, V of a layer that are back on the device for its backward."""
+    return f"kv.{layer}.again"
+
+
+def kv_home(layer: int) -> str:
+    """Kept K, V of a closed layer, on host."""
+    return f"kv.{layer}.home"
+
+
+def dkv(layer: int) -> str:
+    return f"dkv.{layer}"
+
+
+def attention(layer: int) -> str:
+    return f"attention.{layer}"
+
+
+def attention_open(layer: int) -> str:
+    """O, LSE kept only while the layer's group is open."""
+    return f"attention.{layer}.open"
+
+
+def attention_slots(widest: int) -> tuple[str, ...]:
+    """Slots of O, LSE. The graphs of a chunk refer to one a layer of the group, of which the widest
+    has this many; one more is for the next chunk."""
+    return tuple(f"attention.slot.{place}" for place in range(widest + 1))
+
+
+def activations(layer: int) -> str:
+    return f"activations.{layer}"
+
+
+def means(layer: int) -> str:
+    """Mean keys of a layer's pages, until every chunk has chosen."""
+    return f"means.{layer}"
+
+
+def choice(layer: int) -> str:
+    return f"choice.{layer}"

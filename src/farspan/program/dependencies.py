@@ -1,0 +1,506 @@
+"""What each instruction reads and writes, and on which lane: the one table of it.
+
+    compute     cells, head, embedding, loads and stores of x, clearing
+    fetch       host to device
+    evict       device to host
+
+A cell whose prefix is on host works on all three: while it computes, blocks of K, V and of dK, dV
+totals come in through slots, and the totals go back (FPDT 4.2); so do chosen pages. Those slots
+are not here: nobody but cells uses them, and who streams through them keeps their order
+(engine.prefix, engine.pages).
+
+Views are the trap. A register that was loaded from a slot is a view of it, and so is what a graph
+refers to: whoever takes the register, or runs the graph backward, reads the slot.
+
+What waits for what when copies run beside the computation.
+
+Lanes keep their own order, so a lane need only be told of others: for each instruction, the latest
+earlier one of every other lane that it must follow. These are the hazards, each of which a test
+lets happen (tests/engine/test_overlap.py):
+
+    hazard          what goes wrong without the wait
+    NOT_ARRIVED     a cell reads a slot before its fetch has arrived
+    STILL_READ      a fetch writes into a slot whose content is still read
+    NOT_WRITTEN     an evict takes what is not yet computed
+    STILL_LEAVING   a cell writes into a slot before its evict has left
+    NOT_HOME        a fetch takes host bytes before their evict has arrived
+    STILL_FETCHED   an evict writes host bytes that are still fetched
+    REUSED          a buffer is used while a copy still needs the buffer that had its addresses
+    CLEARED         a buffer is cleared while copies of its bytes are under way
+
+Waits that others imply are left out.
+
+Which outputs of layers nothing reads: those of cells rebuilt for their backward alone.
+
+Which cells run their token-wise modules on tiles, and how often a feed-forward runs."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from fractions import Fraction
+from typing import NamedTuple
+
+from farspan.program.program import (
+    Allocate,
+    AttentionMode,
+    Backward,
+    Buffer,
+    Clear,
+    Embed,
+    EmbedBackward,
+    Evict,
+    Fetch,
+    Forward,
+    Free,
+    Head,
+    Instruction,
+    Load,
+    LoadGradient,
+    Program,
+    Receive,
+    Send,
+    Store,
+    StoreGradient,
+)
+from farspan.spec import Tier
+
+SLOT = -1  # the one place of a slot, whatever chunk it holds
+WHOLE = -2  # all chunks of a buffer; a prefix counts as that, for no later chunk is on its way then
+
+
+class Lane(IntEnum):
+    """Work of one lane happens in the order it is issued; lanes happen side by side."""
+
+    COMPUTE = 0
+    FETCH = 1
+    EVICT = 2
+
+
+class Access(NamedTuple):
+    """One instruction's use of one place."""
+
+    lane: Lane
+    buffer: str
+    place: int  # a chunk, SLOT or WHOLE
+    writes: bool
+
+
+Place = tuple[str, int]
+
+
+@dataclass(slots=True)
+class _Walk:
+    """The registers while a program is walked: the places that each is a view of."""
+
+    program: Program
+    hidden: dict[int, tuple[Place, ...]] = field(default_factory=dict)
+    gradient: dict[int, tuple[Place, ...]] = field(default_factory=dict)
+    held: dict[int, tuple[Place, ...]] = field(default_factory=dict)
+    graphs: dict[tuple[int, int], tuple[Place, ...]] = field(default_factory=dict)
+
+    def of(self, instruction: Instruction) -> list[Access]:
+        match instruction:
+            case Fetch(source, target, chunk):
+                return self._copy(Lane.FETCH, source, target, chunk)
+            case Evict(source, target, chunk):
+                return self._copy(Lane.EVICT, source, target, chunk)
+            case Clear(buffer):
+                is_slot = self.program.buffers[buffer].layer < 0
+                return _writes((buffer, SLOT if is_slot else WHOLE))
+            case Load(layer, chunk, buffer):
+                return self._load(self.hidden, layer, self._place(buffer, chunk))
+            case LoadGradient(layer, chunk, buffer):
+                return self._load(self.gradient, layer, self._place(buffer, chunk))
+            case Store(layer, chunk, buffer):
+                taken = self.hidden.pop(layer, ())
+                return _reads(*taken) + _writes(self._place(buffer, chunk))
+            case StoreGradient(layer, chunk, buffer):
+                taken = self.gradient.pop(layer, ())
+                return _reads(*taken) + _writes(self._place(buffer, chunk))
+            case Forward():
+                return self._forward(instruction)
+            case Backward():
+                return self._backward(instruction)
+            case Head():
+                return _reads(*self.hidden.pop(len(self.program.model.layers), ()))
+            case EmbedBackward():
+                return _reads(*self.gradient.pop(0, ()))
+            case Receive(layer, _, gradient):
+                (self.gradient if gradient else self.hidden)[layer] = ()
+            case Send(layer, _, gradient):
+                return _reads(*(self.gradient if gradient else self.hidden).pop(layer, ()))
+        return []
+
+    def _place(self, name: str, chunk: int) -> Place:
+        return name, SLOT if self.program.buffers[name].layer < 0 else chunk
+
+    def _copy(self, lane: Lane, source: str, target: str, chunk: int) -> list[Access]:
+        return [
+            Access(lane, *self._place(source, chunk), False),
+            Access(lane, *self._place(target, chunk), True),
+        ]
+
+    def _load(self, bank: dict[int, tuple[Place, ...]], layer: int, place: Place) -> list[Access]:
+        bank[layer] = (place,)
+        return _reads(place)
+
+    def _forward(self, i: Forward) -> list[Access]:
+        taken = self.hidden.get(i.layer, ()) if i.hold else self.hidden.pop(i.layer, ())
+        found = _reads(*taken)
+        if i.write_kv is not None:
+            found += _writes(self._place(i.write_kv, i.chunk))
+        found += self._pages(i)
+        reads = self.program.model.layers[i.layer].state or i.mode is AttentionMode.COMPUTE
+        if reads and i.chunk:
+            found.append(Access(self._reader(i.prefix), i.prefix, WHOLE, False))
+        if i.mode is AttentionMode.NONE:
+            return found
+        output = self.held.pop(i.layer, ()) if i.mode is AttentionMode.HELD else ()
+        if i.attention is not None:
+            output = (self._place(i.attention, i.chunk),)
+            found += _reads(*output) if i.mode is AttentionMode.GIVEN else _writes(*output)
+        if i.activations is not None:
+            found += _writes(self._place(i.activations, i.chunk))
+        if i.graph:
+            # A kept graph refers to nothing: its Backward names what it is given again.
+            self.graphs[i.layer, i.chunk] = () if i.kept else (*taken, *output)
+        if i.hold:
+            self.held[i.layer] = output
+        self.hidden[i.layer + 1] = ()
+        return found
+
+    def _pages(self, i: Forward) -> list[Access]:
+        """What sparse attention notes of keys, and which of them were chosen."""
+        found = []
+        if i.means is not None and i.write_kv is not None:
+            found += _writes(self._place(i.means, i.chunk))
+        if i.means is not None and i.chooses:
+            found += _reads((i.means, WHOLE))
+        if i.choice is not None:
+            place = self._place(i.choice, i.chunk)
+            found += _writes(place) if i.chooses else self._chosen(i.prefix, place)
+        return found
+
+    def _chosen(self, prefix: str, place: Place) -> list[Access]:
+        """A choice says what is attended to, and what is fetched."""
+        return [Access(lane, *place, False) for lane in {Lane.COMPUTE, self._reader(prefix)}]
+
+    def _backward(self, i: Backward) -> list[Access]:
+        self.hidden.pop(i.layer + 1, None)
+        found = _reads(*self.graphs.pop((i.layer, i.chunk), ()))
+        found += _reads(*self.gradient.pop(i.layer + 1, ()))
+        given = i.own_kv, i.own_dkv, i.attention, i.activations
+        found += _reads(*(self._place(name, i.chunk) for name in given if name is not None))
+        if i.choice is not None:
+            found += self._chosen(i.prefix, self._place(i.choice, i.chunk))
+        if i.activations is not None:
+            found += _reads(*self.hidden.pop(i.layer, ()))
+        if i.chunk:
+            found.append(Access(self._reader(i.prefix), i.prefix, WHOLE, False))
+            reader = self._reader(i.accumulator)
+            writer = Lane.EVICT if reader is Lane.FETCH else Lane.COMPUTE
+            found.append(Access(reader, i.accumulator, WHOLE, False))
+            found.append(Access(writer, i.accumulator, WHOLE, True))
+        self.gradient[i.layer] = ()
+        return found
+
+    def _reader(self, name: str) -> Lane:
+        """Who reads a prefix: the cell itself, or the lane that streams it in."""
+        on_host = self.program.buffers[name].tier is Tier.HOST
+        return Lane.FETCH if on_host else Lane.COMPUTE
+
+
+def _reads(*places: Place) -> list[Access]:
+    return [Access(Lane.COMPUTE, name, place, False) for name, place in places]
+
+
+def _writes(*places: Place) -> list[Access]:
+    return [Access(Lane.COMPUTE, name, place, True) for name, place in places]
+
+
+def footprints(program: Program) -> Iterator[list[Access]]:
+    """The accesses of every instruction, in the program's order."""
+    return map(_Walk(program).of, program.instructions)
+
+
+def lane_of(instruction: Instruction) -> Lane:
+    """The lane an instruction's own work is on."""
+    if isinstance(instruction, Fetch):
+        return Lane.FETCH
+    return Lane.EVICT if isinstance(instruction, Evict) else Lane.COMPUTE
+
+
+class Hazard(StrEnum):
+    """A class of waits; see the head of this file."""
+
+    NOT_ARRIVED = "not arrived"
+    STILL_READ = "still read"
+    NOT_WRITTEN = "not written"
+    STILL_LEAVING = "still leaving"
+    NOT_HOME = "not home"
+    STILL_FETCHED = "still fetched"
+    REUSED = "reused"
+    CLEARED = "cleared"
+
+
+EVERY = frozenset(Hazard)
+# By the lane that must wait.
+_READING = {
+    Lane.COMPUTE: Hazard.NOT_ARRIVED,
+    Lane.FETCH: Hazard.NOT_HOME,
+    Lane.EVICT: Hazard.NOT_WRITTEN,
+}
+_WRITING = {
+    Lane.COMPUTE: Hazard.STILL_LEAVING,
+    Lane.FETCH: Hazard.STILL_READ,
+    Lane.EVICT: Hazard.STILL_FETCHED,
+}
+
+
+class Wait(NamedTuple):
+    """Until this lane has done its part of an instruction."""
+
+    lane: Lane
+    instruction: int
+
+
+# Waits of one instruction by the lane that waits, of every lane it works on.
+Order = dict[Lane, tuple[Wait, ...]]
+
+NEVER = -1
+# Programs have up to 300,000 instructions, and a search derives the waits of several: an enum's own
+# iterator and length, asked for each of them, were a third of the time.
+_LANES = tuple(Lane)
+
+
+def _never() -> list[int]:
+    """By lane: nothing so far."""
+    return [NEVER] * len(_LANES)
+
+
+def waits(program: Program, hazards: Collection[Hazard] = EVERY) -> tuple[Order, ...]:
+    """The order of every instruction. `hazards` other than all of them are for tests."""
+    derivation = _Derivation(program, frozenset(hazards))
+    return tuple(
+        derivation.order(index, i, accesses)
+        for index, (i, accesses) in enumerate(
+            zip(program.instructions, footprints(program), strict=True)
+        )
+    )
+
+
+@dataclass(slots=True)
+class _Last:
+    """The latest instruction of each lane that wrote a place, and that read it."""
+
+    written: list[int] = field(default_factory=_never)
+    read: list[int] = field(default_factory=_never)
+
+    def note(self, access: Access, index: int) -> None:
+        (self.written if access.writes else self.read)[access.lane] = index
+
+
+@dataclass(slots=True)
+class _Held:
+    """A buffer from its Allocate on."""
+
+    buffer: Buffer
+    owners: list[int]  # by lane: the last use of its addresses before
+    every: _Last = field(default_factory=_Last)  # of any place
+    whole: _Last = field(default_factory=_Last)  # of all places at once
+    places: dict[int, _Last] = field(default_factory=dict)
+
+    def place(self, place: int) -> _Last:
+        if place == WHOLE:
+            return self.whole
+        found = self.places.get(place)
+        if found is None:
+            found = self.places[place] = _Last()
+        return found
+
+    def used(self, lane: int) -> int:
+        return max(self.owners[lane], self.every.written[lane], self.every.read[lane])
+
+
+@dataclass(slots=True)
+class _Derivation:
+    """Invariant: `known[x][y]` is the latest instruction of lane y that lane x has followed, and
+    `then[x][i]` what that was when x had done its part of instruction i."""
+
+    program: Program
+    hazards: frozenset[Hazard]
+    held: dict[str, _Held] = field(default_factory=dict)
+    freed: list[_Held] = field(default_factory=list)
+    known: list[list[int]] = field(default_factory=lambda: [_never() for _ in _LANES])
+    then: list[dict[int, list[int]]] = field(default_factory=lambda: [{} for _ in _LANES])
+
+    def order(self, index: int, i: Instruction, accesses: list[Access]) -> Order:
+        if isinstance(i, Allocate):
+            self._allocate(i.buffer)
+            return {}
+        if isinstance(i, Free):
+            self.freed.append(self.held.pop(i.buffer))
+            return {}
+        needed: dict[Lane, list[int]] = {lane_of(i): _never()}
+        clears = isinstance(i, Clear)
+        for access in accesses:
+            after = needed.get(access.lane)
+            if after is None:
+                after = needed[access.lane] = _never()
+            self._require(access, after, clears=clears)
+        for access in accesses:
+            held = self.held[access.buffer]
+            held.place(access.place).note(access, index)
+            held.every.note(access, index)
+        return {lane: self._follow(lane, index, after) for lane, after in needed.items()}
+
+    def _allocate(self, name: str) -> None:
+        buffer = self.program.buffers[name]
+        old = [held for held in self.freed if overlap(held.buffer, buffer)]
+        owners = [max((held.used(lane) for held in old), default=NEVER) for lane in _LANES]
+        self.held[name] = _Held(buffer, owners)
+
+    def _require(self, access: Access, after: list[int], *, clears: bool) -> None:
+        """Raise `after` to what the access must follow."""
+        held = self.held[access.buffer]
+        hazard = (_WRITING if access.writes else _READING)[access.lane]
+        reused = Hazard.REUSED
+        if clears:
+            hazard = reused = Hazard.CLEARED
+        if reused in self.hazards:
+            _raise(after, held.owners)
+        if hazard not in self.hazards:
+            return
+        is_whole = access.place == WHOLE
+        for last in (held.every,) if is_whole else (held.place(access.place), held.whole):
+            _raise(after, last.written)
+            if access.writes:
+                _raise(after, last.read)
+
+    def _follow(self, lane: Lane, index: int, after: list[int]) -> tuple[Wait, ...]:
+        known = self.known[lane]
+        new = [other for other in _LANES if after[other] > known[other] and other is not lane]
+        found = [Wait(other, after[other]) for other in new if not self._implied(other, after, new)]
+        for other in new:
+            _raise(known, self.then[other][after[other]])
+        known[lane] = index
+        self.then[lane][index] = known.copy()
+        return tuple(found)
+
+    def _implied(self, other: Lane, after: list[int], new: list[Lane]) -> bool:
+        """Has another lane that is waited for followed this one far enough?"""
+        return any(
+            self.then[third][after[third]][other] >= after[other]
+            for third in new
+            if third is not other
+        )
+
+
+def _raise(after: list[int], to: list[int]) -> None:
+    computed, fetched, evicted = to
+    if computed > after[0]:
+        after[0] = computed
+    if fetched > after[1]:
+        after[1] = fetched
+    if evicted > after[2]:
+        after[2] = evicted
+
+
+def overlap(one: Buffer, other: Buffer) -> bool:
+    """Do two buffers share bytes of an arena?"""
+    apart = one.address + one.bytes <= other.address or other.address + other.bytes <= one.address
+    return one.tier is other.tier and not apart
+
+
+Cell = tuple[int, int]  # layer, chunk
+
+
+def unread_outputs(program: Program) -> frozenset[Cell]:
+    """Cells with a graph of their own chunk's backward whose output no later instruction reads: its
+    gradient comes from elsewhere.
+
+    Registers are named by layer, and a new value takes an old one's place, so what is written when
+    the next one comes was not read.
+    """
+    found: set[Cell] = set()
+    written: dict[int, Cell] = {}  # whose output is in hidden[layer]
+
+    def read(layer: int) -> None:
+        if layer in written:
+            found.discard(written[layer])
+
+    for i in program.instructions:
+        match i:
+            case Embed():
+                written.pop(0, None)
+            case Load(layer) | Receive(layer, gradient=False):
+                written.pop(layer, None)
+            case Store(layer) | Send(layer, gradient=False):
+                read(layer)
+            case Head():
+                read(len(program.model.layers))
+            case Backward(layer):
+                written.pop(layer + 1, None)
+            case Forward():
+                read(i.layer)
+                written.pop(i.layer + 1, None)
+                if i.graph and not i.kept:
+                    written[i.layer + 1] = i.layer, i.chunk
+                    found.add((i.layer, i.chunk))
+            case _:
+                pass
+    return frozenset(found)
+
+
+@dataclass(slots=True)
+class TiledCells:
+    """The cells of a program by how their feed-forwards run (see `models.tiles`)."""
+
+    program: Program
+    tile: int | None = field(init=False)  # tokens
+    unread: frozenset[Cell] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tile = self.program.schedule.mlp_tokens
+        self.unread = frozenset() if self.tile is None else unread_outputs(self.program)
+
+    def sizes(self, i: Forward | Backward) -> tuple[int, ...]:
+        """Tokens of each tile of a cell; of one that runs whole, its chunk's."""
+        tokens = self._tokens(i)
+        if not self.has_tiles(i):
+            return (tokens,)
+        assert self.tile is not None
+        full, rest = divmod(tokens, self.tile)
+        return (self.tile,) * full + (rest,) * bool(rest)
+
+    def has_tiles(self, i: Forward | Backward) -> bool:
+        """Its chunk is longer than a tile, and its graph is not kept."""
+        kept = i.kept if isinstance(i, Forward) else i.activations is not None
+        return self.tile is not None and not kept and self._tokens(i) > self.tile
+
+    def _tokens(self, i: Forward | Backward) -> int:
+        start, stop = self.program.share.tokens.rows[i.chunk]
+        return stop - start
+
+    def skips(self, i: Forward) -> bool:
+        """The feed-forward is left out: only the backward, which recomputes it, needs it."""
+        skippable = self.program.model.layers[i.layer].work.skippable
+        built = i.graph and (i.layer, i.chunk) in self.unread
+        return built and skippable and self.has_tiles(i)
+
+
+def feed_forward_passes(program: Program) -> Fraction:
+    """Times that the tokens of a step run forward through the layers' feed-forwards, tiles that a
+    backward recomputes included."""
+    cells, done = TiledCells(program), 0
+    for i in program.instructions:
+        match i:
+            case Forward():
+                runs = i.mode is not AttentionMode.NONE and not cells.skips(i)
+            case Backward():
+                runs = cells.has_tiles(i)
+            case _:
+                continue
+        start, stop = program.chunks[i.chunk]
+        done += runs * (stop - start)
+    return Fraction(done, len(program.model.layers) * program.run.tokens)

@@ -1,0 +1,343 @@
+"""How devices share one step: the layout, a rank's place in it, and the tokens that are its own.
+
+Ranks lie in the order tensor, ulysses, shards, ring, data, pipeline, neighbours in the first axis
+being neighbours in number. Outside attention the tokens of every chunk are dealt in that order too:
+rank i of the P that share a sequence has the i-th of P parts, as equal as whole tokens allow. So
+the parts of ranks that are neighbours in an axis are one range, and chunk c of all ranks together
+is a contiguous range of the sequence (FPDT 4.1), whatever its length.
+
+The grid of (layer, chunk) cells: where it is cut.
+
+Where states of recurrent layers lie: in buffers of K, V, in rows of the chunk that left them.
+
+A state does not grow with tokens, and every chunk but the last leaves one that somebody reads. So a
+layer's buffer has as many elements a token as its state takes in the shortest of those chunks,
+and all that is known of K, V holds for states too: when they are there, on which tier, who frees
+them. A chunk's rows hold the state of all sequences from their first byte on.
+
+What one rank has of every chunk: tokens outside attention, and keys inside.
+
+Two sets of rows. A rank's tokens are its part of each chunk: x, activations and the loss are of
+them. Its keys are the tokens whose K, V, dK, dV, O and LSE it keeps, for its part of the heads: all
+of a chunk's with Ulysses alone, a shard's or a ring member's part of each chunk otherwise. Buffers
+hold the rows of all chunks one after the other, so a row is not a position in the sequence.
+
+Every rank of a sequence runs the same instructions; only the rows differ. Parts may be empty."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import gcd, prod
+
+from farspan.spec import LayerSpec, ModelSpec, Refused, Schedule, Tier
+
+AXES = ("tensor", "ulysses", "shards", "ring", "data", "pipeline")  # the innermost first
+SEQUENCE = AXES[:4]  # those that share the tokens of a sequence
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the devices share one step; each field is a number of devices.
+
+    Their product is the number of devices. With `fsdp`, weights, gradients and optimizer states
+    are cut over all devices but those of `tensor` and `pipeline`, which hold their own part anyway.
+    """
+
+    ulysses: int = 1  # tokens outside attention, heads inside (FPDT 4.1)
+    shards: int = 1  # K, V of each chunk stay cut by tokens; queries travel
+    ring: int = 1  # K, V of the whole prefix travel round
+    tensor: int = 1  # weights and heads; tokens outside (sequence parallelism)
+    pipeline: int = 1  # groups of layers
+    data: int = 1  # replicas with their own sequences
+    fsdp: bool = True
+
+    def __post_init__(self) -> None:
+        for name in AXES:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise Refused(f"{name}: expected a whole number of devices >= 1, got {value!r}")
+        if not isinstance(self.fsdp, bool):
+            raise Refused(f"fsdp: expected true or false, got {self.fsdp!r}")
+
+    def sequence(self) -> int:
+        """Devices that share the tokens of one sequence outside attention."""
+        return self.ulysses * self.shards * self.ring * self.tensor
+
+    def devices(self) -> int:
+        return self.sequence() * self.pipeline * self.data
+
+
+def sequence_layout(model: ModelSpec, devices: int) -> Layout:
+    """The layout in which `devices` share every sequence: as many as the K, V heads allow share the
+    heads, the rest share each chunk's K, V. Of recurrent layers they share the layers."""
+    if model.is_recurrent():
+        return Layout(pipeline=devices)
+    ulysses = gcd(devices, *(layer.kv_heads for layer in model.layers))
+    return Layout(ulysses=ulysses, shards=devices // ulysses)
+
+
+ALONE = Layout()  # of one device
+
+
+def refuse_together(schedule: Schedule, layout: Layout) -> None:
+    """Raises Refused for a schedule that the ranks of a layout cannot run."""
+    if schedule.sparse is not None and layout.shards * layout.ring > 1:
+        raise Refused(
+            "sparse: pages are chosen from all keys of a head, which shards and rings spread over "
+            "ranks; use ulysses"
+        )
+    if layout.ring > 1 and schedule.kv is Tier.HOST:
+        raise Refused("kv: a ring sends K, V from the device; use device, or shards for the ring")
+    if layout.tensor > 1:
+        if schedule.activations_kept:
+            raise Refused(
+                "activations_kept: with tensor parallelism a layer saves gathered tokens, which "
+                "are not planned for; use 0, or ulysses for tensor"
+            )
+        if schedule.mlp_tokens is not None:
+            raise Refused("mlp_tokens: blocks cut by tensor have no tiles; use null, or ulysses")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One of a layout's ranks."""
+
+    layout: Layout = ALONE
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.number < self.layout.devices(), (self.layout, self.number)
+
+    @cached_property
+    def along(self) -> dict[str, int]:
+        """Its index along each axis."""
+        found, rest = {}, self.number
+        for axis in AXES:
+            rest, found[axis] = divmod(rest, getattr(self.layout, axis))
+        return found
+
+    def peers(self, *axes: str) -> tuple[int, ...]:
+        """Numbers of the ranks that differ from it in these axes alone, ascending, itself too."""
+        numbers, stride, base = [0], 1, 0
+        for axis in AXES:
+            extent = getattr(self.layout, axis)
+            if axis in axes:
+                numbers = [n + i * stride for i in range(extent) for n in numbers]
+            else:
+                base += self.along[axis] * stride
+            stride *= extent
+        return tuple(sorted(base + n for n in numbers))
+
+    def tokens(self, chunk: Range, *axes: str) -> Range:
+        """The tokens of a chunk that belong to it and its peers along these axes, which must be the
+        innermost ones."""
+        assert axes == SEQUENCE[: len(axes)], axes
+        places = [n % self.layout.sequence() for n in self.peers(*axes)]
+        return part(chunk, min(places), self.layout.sequence())[0], (
+            part(chunk, max(places), self.layout.sequence())[1]
+        )
+
+
+ONLY = Rank()  # where there is one device
+
+
+def part(span: Range, index: int, count: int) -> Range:
+    """The `index`-th of `count` parts of a range, as equal as whole tokens allow."""
+    start, stop = span
+    size = stop - start
+    return start + size * index // count, start + size * (index + 1) // count
+
+
+def chunk_ranges(tokens: int, chunk: int) -> tuple[tuple[int, int], ...]:
+    """Token ranges of the chunks; the last may be ragged."""
+    return tuple((start, min(start + chunk, tokens)) for start in range(0, tokens, chunk))
+
+
+def are_equal(chunks: tuple[tuple[int, int], ...]) -> bool:
+    """Are chunks as `chunk_ranges` cuts them?"""
+    return chunks == chunk_ranges(chunks[-1][1], chunks[0][1])
+
+
+def group_ranges(schedule: Schedule, layers: int, stages: int = 1) -> tuple[tuple[int, int], ...]:
+    """Layer ranges of the groups, first group first. The stages of a pipeline are its groups."""
+    ranges, start = [], 0
+    sizes = schedule.group_sizes(layers) if stages == 1 else _stage_sizes(schedule, layers, stages)
+    for size in sizes:
+        ranges.append((start, start + size))
+        start += size
+    return tuple(ranges)
+
+
+def _stage_sizes(schedule: Schedule, layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage: as the schedule says where it has one group for each, or equal."""
+    if stages > layers:
+        raise Refused(f"pipeline: {stages} stages for {layers} layers; use at most one a layer")
+    if isinstance(schedule.groups, tuple):
+        if len(schedule.groups) != stages:
+            raise Refused(
+                f"groups: a pipeline of {stages} stages has one group each, got "
+                f"{list(schedule.groups)}; give {stages} sizes, or one number to share equally"
+            )
+        return schedule.group_sizes(layers)
+    return tuple(layers * (i + 1) // stages - layers * i // stages for i in range(stages))
+
+
+def kept_chunks(fraction: float, chunks: tuple[tuple[int, int], ...]) -> range:
+    """Chunks that hold the latest `fraction` of the tokens, rounded to whole chunks.
+
+    Latest first: the attention recomputed for a token costs in proportion to its position, so
+    keeping the last 30% removes 51% of that work.
+    """
+    wanted = fraction * chunks[-1][1]
+    first = len(chunks)
+    kept = 0
+    while first > 0:
+        start, stop = chunks[first - 1]
+        if kept + (stop - start) / 2 > wanted:
+            break
+        kept += stop - start
+        first -= 1
+    return range(first, len(chunks))
+
+
+def with_states(model: ModelSpec, chunks: tuple[Range, ...]) -> ModelSpec:
+    """The model with rows for the states that these chunks leave. Raises Refused where one of them
+    is too short for what a family runs on more than one token."""
+    if not model.is_recurrent():
+        return model
+    shortest = min((stop - start for start, stop in chunks[:-1]), default=0)
+    if shortest == 1:
+        raise Refused(
+            "chunk: expected at least 2 tokens with recurrent layers, which take a single token "
+            "for one that is generated, got 1"
+        )
+    return replace(model, layers=tuple(_with_rows(layer, shortest) for layer in model.layers))
+
+
+def _with_rows(layer: LayerSpec, tokens: int) -> LayerSpec:
+    state = (replace(s, row=-(-prod(s.shape) // tokens) if tokens else 0) for s in layer.state)
+    return replace(layer, state=tuple(state)) if layer.state else layer
+
+
+def refuse_shared_states(model: ModelSpec, layout: Layout) -> None:
+    """Raises Refused where ranks would share the tokens of a sequence, and so a recurrence."""
+    if layout.sequence() > 1 and model.is_recurrent():
+        raise Refused(
+            "parallel: recurrent layers hand their state from chunk to chunk, so ranks cannot "
+            "share a chunk's tokens (ulysses, shards, ring, tensor); use pipeline or data"
+        )
+
+
+LINE = 64  # bytes to which each saved tensor is padded
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """A part of every chunk."""
+
+    ranges: tuple[Range, ...]  # positions in the sequence
+    rows: tuple[Range, ...]  # where they stand in a buffer that holds all of them
+
+    @property
+    def total(self) -> int:
+        """Rows of a buffer that holds every chunk's part."""
+        return self.rows[-1][1]
+
+    @property
+    def most(self) -> int:
+        """Rows of the longest part."""
+        return max(stop - start for start, stop in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A rank's tokens and keys."""
+
+    rank: Rank
+    tokens: Spans
+    keys: Spans
+    cells: tuple[Range, ...]  # rows that each chunk's kept activations have room for
+
+
+def share_of(chunks: tuple[Range, ...], rank: Rank = ONLY) -> Share:
+    """The share of one rank."""
+    if rank.layout.sequence() == 1:
+        whole = Spans(chunks, chunks)
+        return Share(rank, whole, whole, chunks)
+    return Share(
+        rank,
+        _spans(chunks, rank),
+        _spans(chunks, rank, *AMONG_HEADS),
+        cells_of(chunks, rank.layout),
+    )
+
+
+def own_groups(rank: Rank, groups: int) -> range:
+    """The groups of layers that a rank runs. Those of a pipeline are its stages."""
+    if rank.layout.pipeline == 1:
+        return range(groups)
+    stage = rank.along["pipeline"]
+    return range(stage, stage + 1)
+
+
+AMONG_HEADS = SEQUENCE[:2]  # these share heads; the other axes of a sequence share keys
+
+
+def _spans(chunks: tuple[Range, ...], rank: Rank, *axes: str) -> Spans:
+    ranges = tuple(rank.tokens(chunk, *axes) for chunk in chunks)
+    sizes = (stop - start for start, stop in ranges)
+    return Spans(ranges, tuple(pairwise(accumulate(sizes, initial=0))))
+
+
+def cells_of(chunks: tuple[Range, ...], layout: Layout) -> tuple[Range, ...]:
+    """An equal part of every chunk, rounded up: a rank saves rows of its tokens, and of its heads
+    for others' tokens, no more of either than that of all heads."""
+    sizes = (-(-(stop - start) // layout.sequence()) for start, stop in chunks)
+    return tuple(pairwise(accumulate(sizes, initial=0)))
+
+
+def among_heads(rank: Rank, chunk: Range) -> tuple[int, ...]:
+    """How many of a chunk's tokens each of the rank's Ulysses peers brings, with those of their
+    tensor peers."""
+    held = [Rank(rank.layout, n).tokens(chunk, "tensor") for n in rank.peers("ulysses")]
+    return tuple(stop - start for start, stop in held)
+
+
+def local_heads(model: ModelSpec, layout: Layout) -> ModelSpec:
+    """The model as attention on one rank sees it. Raises Refused where heads cannot be shared as
+    the layout says."""
+    refuse_shared_states(model, layout)
+    if layout.ulysses * layout.tensor == 1:
+        return model
+    layers = (local_layer(layer, layout) for layer in exchanging(model, layout).layers)
+    return replace(model, layers=tuple(layers))
+
+
+def exchanging(model: ModelSpec, layout: Layout) -> ModelSpec:
+    """The model with what a cell saves besides where ranks exchange heads: the output projection
+    reads attention's output by tokens, another tensor than the one by heads that is kept."""
+    if layout.ulysses == 1:
+        return model
+    layers = (
+        replace(
+            layer,
+            activation_bytes=layer.activation_bytes + layer.output_elements() * model.element_bytes,
+            # Queries are saved in pieces, each padded.
+            activation_constant=layer.activation_constant + LINE * (1 + layer.kv_heads),
+        )
+        for layer in model.layers
+    )
+    return replace(model, layers=tuple(layers))
+
+
+def local_layer(layer: LayerSpec, layout: Layout) -> LayerSpec:
+    """A layer with the heads of one rank."""
+    ranks = layout.ulysses * layout.tensor
+    if layer.kv_heads % ranks:
+        raise Refused(
+            f"ulysses: {layer.kv_heads} K, V heads cannot be shared by {ranks} devices; use a "
+            f"divisor of {layer.kv_heads}, and shards for the rest"
+        )
+    return replace(layer, kv_heads=layer.kv_heads // ranks, query_heads=layer.query_heads // ranks)

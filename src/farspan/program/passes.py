@@ -1,0 +1,542 @@
+"""A group of layers: which chunks' graphs it keeps, and the buffers it opens and closes.
+
+The passes of one group over its chunks: first, rebuild, backward.
+
+        layers                      first pass      chunk by chunk upwards through the group
+      ^  +--+--+--+--+  group 1     rebuild         the same, only to have K, V again
+      |  |  |  |  |  |              backward        chunk by chunk from the last, each chunk forward
+      |  +--+--+--+--+  group 0                     with its autograd graph and then back down
+      |  |  |  |  |  |
+      +--+--+--+--+--+-> chunks
+
+Two savings hold everywhere. The last chunk's own cells are not run before the backward starts
+with them. And the top layer of a group has no reader before its backward, so a pass that is only
+there for K, V ends in it with AttentionMode.NONE."""
+
+from dataclasses import dataclass, field
+
+from farspan.program import buffer_names as names
+from farspan.program.layout import are_equal, kept_chunks
+from farspan.program.ledger import Ledger
+from farspan.program.program import (
+    AttentionMode,
+    Backward,
+    Embed,
+    EmbedBackward,
+    Evict,
+    Fetch,
+    Forward,
+    Gather,
+    Head,
+    Load,
+    LoadGradient,
+    Receive,
+    Release,
+    Send,
+    Store,
+    StoreGradient,
+    activation_cell_bytes,
+    activation_row_bytes,
+    choice_cell_bytes,
+    means_cell_bytes,
+)
+from farspan.program.residency import Kind, Until, layer_buffers
+from farspan.spec import Tier
+
+
+@dataclass(slots=True)
+class Group:
+    """Group `index` of a program under construction."""
+
+    ledger: Ledger
+    index: int
+    layers: range = field(init=False)
+    top: int = field(init=False)  # the last of the layers
+    is_last: bool = field(init=False)
+    is_stage: bool = field(init=False)  # of a pipeline
+    stays_open: bool = field(init=False)  # its K, V are there from the first pass to the backward
+    chunks: range = field(init=False)
+    graphs: range = field(init=False)  # chunks whose graphs the first pass keeps
+    gathered: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        ledger = self.ledger
+        self.layers = range(*ledger.groups[self.index])
+        self.top = self.layers[-1]
+        self.is_last = self.index == len(ledger.groups) - 1
+        self.is_stage = ledger.share.rank.layout.pipeline > 1
+        self.stays_open = self.is_last or self.is_stage
+        self.chunks = range(len(ledger.chunks))
+        self.graphs = kept_chunks(ledger.schedule.activations_kept, ledger.chunks)
+        if self.is_last and len(self.layers) == 1:
+            self.graphs = range(0)  # the backward follows at once: there is nothing to save
+
+    def gather(self) -> None:
+        """Have the weights whole, unless they are: once for each pass, or once for two that follow
+        each other."""
+        layout = self.ledger.share.rank.layout
+        if layout.fsdp and layout.devices() > 1 and not self.gathered:
+            self.ledger.emit(Gather(self.index, self.with_outer()))
+            self.gathered = True
+
+    def release(self) -> None:
+        if self.gathered:
+            self.ledger.emit(Release(self.index, self.with_outer()))
+            self.gathered = False
+
+    def with_outer(self) -> bool:
+        """Whether what is outside the layers is gathered too. All stages of a pipeline share it,
+        so all gather it, at the beginning: those between the ends too, which do not need it."""
+        return self.is_stage or self.index == 0 or self.is_last
+
+    def open_first(self) -> None:
+        """Buffers that the first pass writes."""
+        ledger, schedule = self.ledger, self.ledger.schedule
+        kept = kept_chunks(schedule.attention_kept, ledger.chunks)
+        for layer in self.layers:
+            ledger.allocate(names.kv(layer), Kind.KV, layer)
+            if self.kv_goes_home():
+                ledger.allocate(names.kv_home(layer), Kind.KV, layer, tier=Tier.HOST)
+            if kept and not (self.is_last and layer == self.top):
+                ledger.allocate(names.attention(layer), Kind.ATTENTION, layer, kept)
+            self._open_activations(layer)
+            self._open_pages(layer)
+        if self.is_stage and self.index > 0:
+            ledger.allocate(names.x(self.index), Kind.X, self.index)
+        if self.is_last:
+            self._open_head_input()
+        if self.stays_open:
+            self.open_attention_of_open_group()
+        else:
+            boundary = self.index + 1
+            ledger.allocate(names.x(boundary), Kind.X, boundary)
+
+    def _open_activations(self, layer: int) -> None:
+        if self.graphs:
+            self.ledger.allocate_cells(
+                names.activations(layer),
+                Kind.ACTIVATIONS,
+                layer,
+                self.graphs,
+                self.cell_bytes(layer, self.graphs[0]),
+                cell_row=self.cell_row(layer),
+            )
+
+    def _open_pages(self, layer: int) -> None:
+        """Where a layer's pages have their mean keys, and what its queries chose is kept."""
+        ledger, sparse = self.ledger, self.ledger.schedule.sparse
+        choosing = self.choosing(layer)
+        if sparse is None or not choosing:
+            return
+        spec, batch = ledger.model.layers[layer], ledger.run.batch
+        tokens = ledger.chunks[0][1]
+        most = sparse.width(ledger.chunks[-1][0])
+        for name, kind, cells, size in (
+            (
+                names.means(layer),
+                Kind.MEANS,
+                self.chunks,
+                means_cell_bytes(ledger.model, spec, batch, tokens, sparse),
+            ),
+            (
+                names.choice(layer),
+                Kind.CHOICE,
+                choosing,
+                choice_cell_bytes(spec, batch, tokens, most, sparse.page),
+            ),
+        ):
+            ledger.allocate_cells(name, kind, layer, cells, size)
+
+    def choosing(self, layer: int) -> range:
+        """Chunks whose queries choose pages in this layer: those of which some lie between sinks
+        and recent tokens. A layer with a window is exact as it is."""
+        ledger, sparse = self.ledger, self.ledger.schedule.sparse
+        if sparse is None or ledger.model.layers[layer].window is not None:
+            return range(0)
+        first = sum(sparse.width(start) == 0 for start, _ in ledger.chunks)
+        return range(first, len(ledger.chunks))
+
+    def _open_head_input(self) -> None:
+        if self.graphs:
+            ledger = self.ledger
+            boundary = self.index + 1
+            ledger.allocate(names.x(boundary), Kind.X, boundary, self.graphs)
+
+    def open_attention_of_open_group(self) -> None:
+        ledger, schedule = self.ledger, self.ledger.schedule
+        kept = kept_chunks(schedule.attention_kept, ledger.chunks)
+        others = range(kept[0]) if kept else self.chunks
+        if schedule.attention_open and others:
+            for layer in self.layers[:-1]:
+                name = names.attention_open(layer)
+                ledger.allocate(name, Kind.ATTENTION, layer, others)
+
+    def cell_bytes(self, layer: int, chunk: int = 0) -> int:
+        """Bytes of a chunk's cell of kept activations; of equal chunks a ragged last one has a
+        full one. O and LSE are in it where no attention buffer is sure to hold them; the layer's
+        input where no boundary does."""
+        ledger = self.ledger
+        start, stop = ledger.share.cells[0 if are_equal(ledger.chunks) else chunk]
+        spec, batch = ledger.model.layers[layer], ledger.run.batch
+        within, sharers = self._with_attention(layer), self._sharers()
+        size = activation_cell_bytes(ledger.model, spec, batch, stop - start, within, sharers)
+        return size + batch * (stop - start) * self._input_row(layer)
+
+    def cell_row(self, layer: int) -> int:
+        """By how much it is smaller a token that its chunk is shorter."""
+        ledger = self.ledger
+        if are_equal(ledger.chunks):
+            return 0
+        spec, within = ledger.model.layers[layer], self._with_attention(layer)
+        row = activation_row_bytes(ledger.model, spec, within, self._sharers())
+        return ledger.run.batch * (row + self._input_row(layer))
+
+    def _sharers(self) -> int:
+        """Ranks that share the heads."""
+        layout = self.ledger.share.rank.layout
+        return layout.ulysses * layout.tensor
+
+    def _with_attention(self, layer: int) -> bool:
+        schedule, is_outermost = self.ledger.schedule, self.is_last and layer == self.top
+        return schedule.attention_kept < schedule.activations_kept or is_outermost
+
+    def _input_row(self, layer: int) -> int:
+        """Bytes of the layer's input in its cell, a token of one sequence."""
+        model = self.ledger.model
+        inside = model.layers[layer].saves_input and layer != self.layers[0]
+        return inside * model.hidden * model.element_bytes
+
+    def kv_goes_home(self) -> bool:
+        schedule = self.ledger.schedule
+        kept = schedule.kv_kept and not self.stays_open
+        return kept and schedule.kv is Tier.DEVICE and schedule.kv_home is Tier.HOST
+
+    def close_first(self) -> None:
+        """After the first pass of a group that is not the last: its K, V go."""
+        self.release()
+        for layer in self.layers:
+            self.free_layer(layer, Until.FIRST)
+            if not self.ledger.schedule.kv_kept or self.kv_goes_home():
+                self.ledger.free(names.kv(layer))
+
+    def close(self) -> None:
+        """After the backward."""
+        self.release()
+        for layer in self.layers:
+            self.free_layer(layer, *Until)
+        self.ledger.free(names.x(self.index + 1))
+        if self.is_stage:
+            self.ledger.free(names.x(self.index))
+
+    def free_layer(self, layer: int, *until: Until) -> None:
+        """Close the layer's buffers that live no longer than until then."""
+        for name in layer_buffers(layer, *until):
+            self.ledger.free(name)
+
+    def prefix(self, layer: int) -> str:
+        """The buffer K, V of this layer are in now."""
+        again = names.kv_again(layer)
+        return again if self.ledger.is_open(again) else names.kv(layer)
+
+    def attention_home(self, layer: int, chunk: int) -> str | None:
+        """The buffer that keeps O, LSE of this cell, if one does."""
+        for name in (names.attention(layer), names.attention_open(layer)):
+            if self.ledger.is_open(name) and chunk in self.ledger.covered[name]:
+                return name
+        return None
+
+
+@dataclass(slots=True)
+class GroupPasses(Group):
+    """Writes the passes of a group into its ledger."""
+
+    entered: str = ""  # where the chunk's input is
+
+    # -- the group's input and output ---
+
+    def enter(self, chunk: int) -> None:
+        """hidden[first layer] of the chunk."""
+        if self.index == 0:
+            self.ledger.emit(Embed(chunk))
+            return
+        boundary = names.x(self.index)
+        self.entered = self._x_place(boundary, names.X_IN)
+        if self.is_stage and chunk not in self.ledger.written[boundary]:
+            self.ledger.emit(
+                Receive(self.layers[0], chunk), Store(self.layers[0], chunk, self.entered)
+            )
+            self._evict(self.entered, boundary, chunk)
+            self.ledger.written[boundary].add(chunk)
+        else:
+            self._fetch(boundary, self.entered, chunk)
+        self.ledger.emit(Load(self.layers[0], chunk, self.entered))
+
+    def leave(self, chunk: int) -> None:
+        """Keep hidden[top + 1] of the chunk, or hand it on."""
+        if self.is_stage and not self.is_last:
+            self.ledger.emit(Send(self.top + 1, chunk))
+            return
+        boundary = names.x(self.index + 1)
+        place = self._x_place(boundary, names.X_OUT)
+        self.ledger.emit(Store(self.top + 1, chunk, place))
+        self._evict(place, boundary, chunk)
+
+    def enter_backward(self, chunk: int) -> None:
+        """gradient[top + 1] of the chunk: from the head, or from the group above."""
+        if self.is_last and chunk not in self.graphs:
+            self.ledger.emit(Head(chunk))
+            return
+        if self.is_stage and not self.is_last:
+            self.ledger.emit(Receive(self.top + 1, chunk, gradient=True))
+            return
+        boundary = names.x(self.index + 1)
+        place = self._x_place(boundary, names.X_OUT)
+        self._fetch(boundary, place, chunk)
+        if self.is_last:
+            self.ledger.emit(Load(self.top + 1, chunk, place), Head(chunk))
+        else:
+            self.ledger.emit(LoadGradient(self.top + 1, chunk, place))
+
+    def leave_backward(self, chunk: int) -> None:
+        """gradient[first layer] of the chunk takes the place of the group's input."""
+        if self.index == 0:
+            self.ledger.emit(EmbedBackward(chunk))
+            return
+        if self.is_stage:
+            self.ledger.emit(Send(self.layers[0], chunk, gradient=True))
+            return
+        boundary = names.x(self.index)
+        self.ledger.emit(StoreGradient(self.layers[0], chunk, self.entered))
+        self._evict(self.entered, boundary, chunk)
+
+    def _x_place(self, boundary: str, ring: tuple[str, ...]) -> str:
+        ledger = self.ledger
+        return ledger.turn(ledger.few(ring)) if ledger.schedule.x is Tier.HOST else boundary
+
+    # -- passes ---
+
+    def first(self) -> None:
+        self.gather()
+        self.open_first()
+        for chunk in self.chunks:
+            kept = chunk in self.graphs
+            is_read = not self.is_last or kept
+            if chunk == self.chunks[-1] and not is_read:
+                continue
+            self.enter(chunk)
+            for layer in self.layers:
+                only_kv = layer == self.top and not is_read
+                self.forward(layer, chunk, only_kv=only_kv, kept=kept)
+            if is_read:
+                self.leave(chunk)
+        if not self.stays_open:
+            self.close_first()
+
+    def evaluate(self) -> None:
+        """Forward only."""
+        self.gather()
+        self.open_first()
+        for chunk in self.chunks:
+            self.enter(chunk)
+            for layer in self.layers:
+                self.forward(layer, chunk)
+            if self.is_last:
+                self.ledger.emit(Head(chunk, gradient=False))
+            else:
+                self.leave(chunk)
+        for layer in self.layers:
+            self.free_layer(layer, *Until)
+        self.ledger.free(names.x(self.index))
+        self.release()
+
+    def rebuild(self) -> None:
+        """Have the group's K, V at hand again."""
+        ledger, schedule = self.ledger, self.ledger.schedule
+        missing = not schedule.kv_kept or self.kv_goes_home()
+        if self.stays_open or not missing:
+            return
+        for layer in self.layers:
+            ledger.allocate(names.kv_again(layer), Kind.KV, layer)
+        if self.kv_goes_home():
+            for layer in self.layers:
+                for chunk in self.chunks:
+                    ledger.emit(Fetch(names.kv_home(layer), names.kv_again(layer), chunk))
+                    ledger.written[names.kv_again(layer)].add(chunk)
+                ledger.free(names.kv_home(layer))
+            return
+        self.gather()
+        self.open_attention_of_open_group()
+        for chunk in self.chunks:
+            if chunk == self.chunks[-1] and chunk not in self.graphs:
+                continue
+            self.enter(chunk)
+            for layer in self.layers[:-1]:
+                self.forward(layer, chunk)
+            self.forward(self.top, chunk, only_kv=True)
+
+    def backward(self) -> None:
+        ledger = self.ledger
+        self.gather()
+        for layer in self.layers:
+            ledger.allocate(names.dkv(layer), Kind.DKV, layer)
+        ledger.clear(names.dkv(self.top))
+        for chunk in reversed(self.chunks):
+            self.enter(chunk)
+            if chunk in self.graphs:
+                self.enter_backward(chunk)
+                for layer in reversed(self.layers):
+                    self.backward_cell(layer, chunk, kept=True)
+            elif ledger.schedule.layer_checkpoint:
+                self._backward_layer_by_layer(chunk)
+            else:
+                for layer in self.layers:
+                    self.forward(layer, chunk, graph=True)
+                self.enter_backward(chunk)
+                for layer in reversed(self.layers):
+                    self.backward_cell(layer, chunk)
+            self.leave_backward(chunk)
+        self.close()
+
+    def _backward_layer_by_layer(self, chunk: int) -> None:
+        for layer in self.layers[:-1]:
+            self.forward(layer, chunk, hold=True)
+        self.forward(self.top, chunk, graph=True)
+        self.enter_backward(chunk)
+        self.backward_cell(self.top, chunk)
+        for layer in reversed(self.layers[:-1]):
+            self.forward(layer, chunk, graph=True, held=True)
+            self.backward_cell(layer, chunk)
+
+    # -- cells ---
+
+    def forward(
+        self,
+        layer: int,
+        chunk: int,
+        *,
+        only_kv: bool = False,
+        graph: bool = False,
+        kept: bool = False,
+        hold: bool = False,
+        held: bool = False,
+    ) -> None:
+        """One forward cell with its copies. What is already there decides the mode."""
+        ledger, prefix = self.ledger, self.prefix(layer)
+        home = self.attention_home(layer, chunk)
+        mode = AttentionMode.COMPUTE
+        if only_kv:
+            mode, home = AttentionMode.NONE, None
+        elif held:
+            mode, home = AttentionMode.HELD, None
+        elif home is not None and chunk in ledger.written[home]:
+            mode = AttentionMode.GIVEN
+        elif graph or hold:
+            home = None  # the backward follows at once: nothing to keep
+        attention = None if home is None else self._attention_place(home)
+        if home is not None and attention is not None and mode is AttentionMode.GIVEN:
+            self._fetch(home, attention, chunk)
+        write = self._kv_place(prefix, chunk)
+        cells = self._activations_place(layer) if kept else None
+        chosen, chooses = self._choice(layer, chunk, mode)
+        ledger.emit(
+            Forward(
+                layer,
+                chunk,
+                mode,
+                prefix,
+                write_kv=write,
+                attention=attention,
+                graph=graph or kept,
+                activations=cells,
+                kept=kept,
+                hold=hold,
+                means=self._means(layer, wanted=write is not None or chooses),
+                choice=chosen,
+                chooses=chooses,
+            )
+        )
+        if write is not None:
+            self._evict_kv(layer, chunk, write, prefix)
+        if home is not None and attention is not None and mode is AttentionMode.COMPUTE:
+            self._evict(attention, home, chunk)
+            ledger.written[home].add(chunk)
+        if cells is not None:
+            self._evict(cells, names.activations(layer), chunk)
+
+    def _means(self, layer: int, *, wanted: bool) -> str | None:
+        name = names.means(layer)
+        return name if wanted and self.ledger.is_open(name) else None
+
+    def _choice(self, layer: int, chunk: int, mode: AttentionMode) -> tuple[str | None, bool]:
+        """Where the cell's choice of pages is or goes, and whether it is made here."""
+        if mode is not AttentionMode.COMPUTE or chunk not in self.choosing(layer):
+            return None, False
+        name = names.choice(layer)
+        done = chunk in self.ledger.written[name]
+        self.ledger.written[name].add(chunk)
+        return name, not done
+
+    def _fetch(self, home: str, place: str, chunk: int) -> None:
+        if home != place:
+            self.ledger.emit(Fetch(home, place, chunk))
+
+    def _evict(self, place: str, home: str, chunk: int) -> None:
+        if home != place:
+            self.ledger.emit(Evict(place, home, chunk))
+
+    def backward_cell(self, layer: int, chunk: int, *, kept: bool = False) -> None:
+        """One backward cell with its copies; `kept` when the first pass kept its graph."""
+        ledger, on_host = self.ledger, self.ledger.schedule.kv is Tier.HOST
+        prefix, dkv = self.prefix(layer), names.dkv(layer)
+        attention = cells = own_kv = None
+        if kept:
+            own_kv = ledger.turn(names.KV_OWN) if on_host else prefix
+            self._fetch(prefix, own_kv, chunk)
+            home = self.attention_home(layer, chunk)
+            # What is kept only while the group is open was not there when the first pass ran.
+            was_open = self.stays_open or home == names.attention(layer)
+            if home is not None and was_open and chunk in ledger.written[home]:
+                attention = self._attention_place(home)
+                self._fetch(home, attention, chunk)
+            cells = self._activations_place(layer)
+            self._fetch(names.activations(layer), cells, chunk)
+        if chunk == self.chunks[-1] and layer > self.layers[0]:
+            # While this cell computes, the zeros for the next one's sums go to host.
+            ledger.clear(names.dkv(layer - 1))
+        own_dkv = ledger.turn(names.DKV_OWN) if on_host else dkv
+        self._fetch(dkv, own_dkv, chunk)
+        ledger.emit(
+            Backward(
+                layer,
+                chunk,
+                prefix,
+                dkv,
+                own_dkv,
+                own_kv=own_kv,
+                attention=attention,
+                activations=cells,
+                choice=names.choice(layer) if chunk in self.choosing(layer) else None,
+            )
+        )
+
+    def _attention_place(self, home: str) -> str:
+        if self.ledger.schedule.attention is Tier.HOST:
+            return self.ledger.turn(self.ledger.attention_slots())
+        return home
+
+    def _activations_place(self, layer: int) -> str:
+        on_host = self.ledger.schedule.activations is Tier.HOST
+        return self.ledger.turn(names.ACTIVATIONS) if on_host else names.activations(layer)
+
+    def _kv_place(self, prefix: str, chunk: int) -> str | None:
+        if chunk in self.ledger.written[prefix]:
+            return None
+        on_host = self.ledger.schedule.kv is Tier.HOST
+        return self.ledger.turn(names.KV_OWN) if on_host else prefix
+
+    def _evict_kv(self, layer: int, chunk: int, write: str, prefix: str) -> None:
+        if write != prefix:
+            self.ledger.emit(Evict(write, prefix, chunk))
+        elif self.kv_goes_home() and prefix == names.kv(layer):
+            self.ledger.emit(Evict(prefix, names.kv_home(layer), chunk))
+        self.ledger.written[prefix].add(chunk)

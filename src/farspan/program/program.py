@@ -1,0 +1,399 @@
+"""A plan is a value: typed instructions over named buffers, in the order they run.
+
+Registers. `hidden[l]` is the input of layer l for the chunk at hand and `gradient[l]` its
+gradient; `hidden[L]` is what the head reads. Registers are transient tensors of one chunk and
+hold no memory that grows with the sequence; everything that does is a `Buffer`.
+
+Boundaries. Boundary b is the input of group b, and boundary G (after the last group) the input of
+the head. In the backward the gradient of boundary b takes the place of `x.b`, chunk by chunk, so
+boundary gradients need no memory of their own.
+
+Sizes of what a buffer holds: which tensors, of which shape a token, in which precision. And of
+what a step reads."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from farspan.program.layout import Range, Share, own_groups
+from farspan.program.residency import RESIDENCY, CutInto, Kind
+from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier
+
+
+def rows_of(share: Share, kind: Kind) -> tuple[Range, ...]:
+    """The rows of every chunk in buffers of this kind."""
+    match RESIDENCY[kind].rows:
+        case CutInto.CELLS:
+            return share.cells
+        case CutInto.TOKENS:
+            return share.tokens.rows
+        case CutInto.KEYS:
+            return share.keys.rows
+
+
+class AttentionMode(StrEnum):
+    """The forward modes: nothing quadratic happens in any but COMPUTE."""
+
+    COMPUTE = "compute"  # full attention over the prefix
+    NONE = "none"  # project and write K, V, then stop: the cell has no output
+    GIVEN = "given"  # O and LSE come from the kept buffer
+    HELD = "held"  # O and LSE come from the register an earlier pass over this chunk left
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One tensor of a buffer: a row a token, rows contiguous."""
+
+    name: str
+    offset: int  # bytes from the buffer's address
+    shape: tuple[int, ...]  # of one token, batch first
+    element_bytes: int
+    accumulate: bool  # fp32 (fp64 in a float64 model) whatever the model's dtype is
+
+    def row_bytes(self) -> int:
+        elements = 1
+        for extent in self.shape:
+            elements *= extent
+        return elements * self.element_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A named range of one arena that lives for a range of instructions."""
+
+    name: str
+    kind: Kind
+    layer: int  # the layer, or the boundary of `x`; -1 for slots, which serve any
+    tier: Tier
+    start: int  # first row held (plan.share), or first token of the chunks of cells
+    stop: int  # one past the last
+    cell_bytes: int  # of cells: bytes of the first, the longest; else 0
+    bytes: int
+    born: int  # index of the instruction that allocates it
+    dies: int  # index of the instruction that frees it; alive in [born, dies)
+    address: int  # in its tier's arena
+    cell_row: int = 0  # by which a cell is smaller a token that its chunk is shorter
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """The buffer's memory is its own from here; its content is undefined."""
+
+    buffer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    buffer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """Fill with zeros: an accumulator must not start from what memory held before."""
+
+    buffer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Copy one chunk host to device."""
+
+    source: str
+    target: str
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Copy one chunk device to host."""
+
+    source: str
+    target: str
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Embed:
+    """hidden[0] = embedding of the chunk."""
+
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """hidden[layer] = the chunk of x in `buffer`."""
+
+    layer: int
+    chunk: int
+    buffer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """The chunk of x in `buffer` = hidden[layer]."""
+
+    layer: int
+    chunk: int
+    buffer: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadGradient:
+    """gradient[layer] = the chunk of x's gradient in `buffer`."""
+
+    layer: int
+    chunk: int
+    buffer: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreGradient:
+    """The chunk of x's gradient in `buffer` = gradient[layer]."""
+
+    layer: int
+    chunk: int
+    buffer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """The forward cell F(layer, chunk): hidden[layer] to hidden[layer + 1]."""
+
+    layer: int
+    chunk: int
+    mode: AttentionMode
+    prefix: str  # buffer that K, V of the earlier chunks are read from
+    write_kv: str | None = None  # buffer that takes the chunk's K, V
+    attention: str | None = None  # buffer that takes O, LSE (COMPUTE) or holds them (GIVEN)
+    graph: bool = False  # keep the autograd graph for this cell's Backward
+    activations: str | None = None  # buffer that takes what a kept graph saves
+    kept: bool = False  # the graph outlives the chunk: its K, V (and kept O, LSE) stay in buffers
+    hold: bool = False  # leave hidden[layer] and O, LSE in registers for a HELD pass
+    means: str | None = None  # buffer of page means: written with K, V, read by what chooses
+    choice: str | None = None  # buffer that takes the chosen pages, or holds them
+    chooses: bool = False  # COMPUTE of sparse attention: the pages are chosen here
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Final norm, logits and loss from hidden[L]; gives gradient[L] and adds to dW, unless the
+    program only evaluates."""
+
+    chunk: int
+    gradient: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The backward cell B(layer, chunk): gradient[layer + 1] to gradient[layer]; adds to dW and to
+    dK, dV of the whole prefix, and takes the chunk's own complete dK, dV."""
+
+    layer: int
+    chunk: int
+    prefix: str  # buffer that K, V of the earlier chunks are read from
+    accumulator: str  # buffer of dK, dV of the earlier chunks
+    own_dkv: str  # buffer that holds the chunk's own dK, dV
+    own_kv: str | None = None  # buffer that holds the chunk's own K, V of a kept graph
+    attention: str | None = None  # buffer that holds O, LSE of a kept graph
+    activations: str | None = None  # buffer that holds what a kept graph saved
+    choice: str | None = None  # buffer that holds the pages that the forward's queries chose
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedBackward:
+    """gradient[0] into the embedding's dW."""
+
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The group's dW is complete: fp32 accumulators go into `.grad` once."""
+
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """The weights of a group's layers are whole from here on, and those outside the layers if
+    `outer`."""
+
+    group: int
+    outer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """They are cut over the ranks again."""
+
+    group: int
+    outer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """hidden[layer], or its gradient, comes from the pipeline stage before, or after."""
+
+    layer: int
+    chunk: int
+    gradient: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """hidden[layer], or its gradient, goes to the pipeline stage after, or before."""
+
+    layer: int
+    chunk: int
+    gradient: bool = False
+
+
+Instruction = (
+    Allocate
+    | Free
+    | Clear
+    | Fetch
+    | Evict
+    | Embed
+    | Load
+    | Store
+    | LoadGradient
+    | StoreGradient
+    | Forward
+    | Head
+    | Backward
+    | EmbedBackward
+    | Close
+    | Gather
+    | Release
+    | Receive
+    | Send
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What one step does, and where every tensor that grows with the sequence lives."""
+
+    model: ModelSpec
+    run: RunSpec
+    schedule: Schedule
+    chunks: tuple[tuple[int, int], ...]  # token range of each chunk, all ranks together
+    groups: tuple[tuple[int, int], ...]  # layer range of each group
+    instructions: tuple[Instruction, ...]
+    buffers: dict[str, Buffer]
+    arena_bytes: dict[Tier, int]
+    share: Share  # what of each chunk the rank has whose program this is
+
+    def rows(self, kind: Kind, chunk: int) -> Range:
+        """Where in buffers of this kind a chunk's rows are."""
+        return rows_of(self.share, kind)[chunk]
+
+    def own_groups(self) -> range:
+        """The groups that the rank runs: all, or its pipeline stage's one."""
+        return own_groups(self.share.rank, len(self.groups))
+
+    def trains(self) -> bool:
+        """Does it compute gradients, and not only the loss?"""
+        return any(isinstance(i, Close) for i in reversed(self.instructions))
+
+
+# Regions start on cache-line boundaries: vendor kernels want at least 16 bytes, and a packed
+# tensor of any dtype must be viewable at its offset.
+ALIGNMENT = 64
+
+
+INDEX_BYTES = 8  # int64: of a token's number, of its target, of its position
+
+
+def made_bytes(batch: int, tokens: int, *, documents: bool) -> int:
+    """What a step makes of a batch: targets, and positions, which are one row for all sequences
+    where no documents are told apart. Ids, labels and documents are the caller's."""
+    return INDEX_BYTES * tokens * (batch + (batch if documents else 1))
+
+
+def aligned(size: int) -> int:
+    """The next multiple of the alignment, in bytes."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def regions(
+    kind: Kind, model: ModelSpec, layer: LayerSpec, batch: int, tokens: int
+) -> tuple[Region, ...]:
+    """The tensors of a buffer of `tokens` tokens, one after the other."""
+    found, offset = [], 0
+    for one in RESIDENCY[kind].tensors(model, layer, batch):
+        width = model.accumulate_bytes() if one.wide else model.element_bytes
+        region = Region(one.name, offset, one.shape, width, one.wide)
+        found.append(region)
+        offset += aligned(region.row_bytes() * tokens)
+    return tuple(found)
+
+
+def regions_bytes(found: tuple[Region, ...], tokens: int) -> int:
+    """Bytes of a buffer with these regions."""
+    return sum(aligned(region.row_bytes() * tokens) for region in found)
+
+
+def row_bytes(kind: Kind, model: ModelSpec, layer: LayerSpec, batch: int) -> int:
+    """Bytes a token of a buffer, padding left out."""
+    return sum(region.row_bytes() for region in regions(kind, model, layer, batch, 1))
+
+
+def activation_cell_bytes(
+    model: ModelSpec,
+    layer: LayerSpec,
+    batch: int,
+    tokens: int,
+    with_attention: bool,
+    sharers: int = 1,
+) -> int:
+    """Bytes that one cell's saved tensors take, K and V excluded; O and LSE on request, of which
+    the layer has the heads of one of so many ranks."""
+    row = activation_row_bytes(model, layer, with_attention, sharers)
+    # Of a recurrent layer it is what a scan rounds up to and the states, of each sequence.
+    constant = layer.activation_constant * (batch if layer.state else 1)
+    return aligned(row * batch * tokens + constant)
+
+
+def activation_row_bytes(
+    model: ModelSpec, layer: LayerSpec, with_attention: bool, sharers: int = 1
+) -> int:
+    """The part of them that grows, a token that the rank has outside attention."""
+    row = layer.activation_bytes
+    if with_attention:
+        row += sharers * layer.output_elements() * model.element_bytes
+        row += sharers * layer.query_heads * model.accumulate_bytes()
+    return row
+
+
+def cell_sizes(rows: tuple[Range, ...], cell_bytes: int, cell_row: int) -> list[int]:
+    """Bytes of the cells of these rows, the first of which are the most; see Buffer."""
+    lengths = [stop - start for start, stop in rows]
+    return [cell_bytes - cell_row * (lengths[0] - length) for length in lengths]
+
+
+def cell_place(program: Program, buffer: Buffer, chunk: int) -> Range:
+    """Where in a buffer of raw cells a chunk's is, in bytes; in a slot at its start."""
+    if buffer.layer < 0:
+        return 0, buffer.cell_bytes
+    rows = program.share.cells
+    first = [start for start, _ in rows].index(buffer.start)
+    *before, size = cell_sizes(rows[first : chunk + 1], buffer.cell_bytes, buffer.cell_row)
+    offset = sum(map(aligned, before))
+    return offset, offset + size
+
+
+CHOICE_BYTES = 4  # of the number of a page
+
+
+def means_cell_bytes(
+    model: ModelSpec, layer: LayerSpec, batch: int, tokens: int, sparse: Sparse
+) -> int:
+    """Bytes of the mean keys [n, B, Hk, D] of a chunk's pages, in the accumulate dtype."""
+    row = batch * layer.kv_heads * layer.head_dim * model.accumulate_bytes()
+    return tokens // sparse.page * row
+
+
+def choice_cell_bytes(layer: LayerSpec, batch: int, tokens: int, pages: int, page: int) -> int:
+    """Bytes of a choice [B, Hk, M, k] of a chunk of `tokens`, of k = `pages` pages."""
+    return batch * layer.kv_heads * -(-tokens // page) * pages * CHOICE_BYTES

@@ -1,0 +1,199 @@
+"""Where tensors live that grow with the sequence: a row for each class of them.
+
+A row says what a buffer of the class is cut into and how many bytes that has, which field of the
+schedule says the tier, which buffers a layer has of it and until when, and which slots carry it
+across the link. Who writes and who reads it follows from the instructions that name its buffers
+(footprints); the table says it in words. Builder, sizes, simulation, checker, engine and report
+read it, so that the rule of a class is written here and nowhere else."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from farspan.program import buffer_names as names
+from farspan.spec import LayerSpec, ModelSpec, Schedule, Tier
+
+
+class Kind(StrEnum):
+    """What a buffer holds; the classes of DESIGN section 1."""
+
+    X = "x"
+    KV = "kv"
+    DKV = "dkv"
+    ATTENTION = "attention"
+    ACTIVATIONS = "activations"
+    MEANS = "means"  # of the keys of each page (OOMB 4.2)
+    CHOICE = "choice"  # the pages that queries chose
+    SLABS = "slabs"  # of those pages, on their way
+
+
+class CutInto(StrEnum):
+    """What a buffer is cut into, for each chunk."""
+
+    TOKENS = "tokens"  # a row for each of the rank's tokens
+    KEYS = "keys"  # a row for each of its keys
+    CELLS = "cells"  # raw bytes of a cell, as many as its maker says
+
+
+class Until(StrEnum):
+    """When a layer's buffers of a class are freed."""
+
+    FIRST = "first pass"  # of its group, unless the group stays open
+    BACKWARD = "backward"  # of its group
+    NEVER = "end"  # slots alone
+
+
+@dataclass(frozen=True, slots=True)
+class RowTensor:
+    """A tensor of a row: its name, its shape for one token, batch first, and whether it is in the
+    accumulate dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    wide: bool = False
+
+
+RowTensors = Callable[[ModelSpec, LayerSpec, int], list[RowTensor]]  # for so many sequences
+Name = Callable[[int], str]  # of a layer's buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """A class of tensors."""
+
+    words: str  # for a person
+    rows: CutInto
+    written: str  # who writes it, in words
+    read: str
+    until: Until
+    homes: tuple[Name, ...] = ()  # a layer's buffers, for as long as they are open
+    tier: str = ""  # the schedule's field that says where those lie; empty: on the device
+    slots: tuple[tuple[str, ...], ...] = ()  # rings of them
+    contents: tuple[str, ...] = ()  # what the checker calls what it holds
+    tensors: RowTensors = lambda *_: []  # of a row; none of cells
+
+    @property
+    def in_cells(self) -> bool:
+        return self.rows is CutInto.CELLS
+
+    def tier_of(self, schedule: Schedule) -> Tier:
+        """Where the schedule has it."""
+        found = getattr(schedule, self.tier) if self.tier else Tier.DEVICE
+        assert isinstance(found, Tier)
+        return found
+
+
+def _x(model: ModelSpec, _: LayerSpec, batch: int) -> list[RowTensor]:
+    return [RowTensor("x", (batch, model.hidden))]
+
+
+def _kv(model: ModelSpec, layer: LayerSpec, batch: int) -> list[RowTensor]:
+    """K, V, or the states of a recurrent layer, which lie where its keys would."""
+    if layer.state:
+        wide = ((s, s.element_bytes != model.element_bytes) for s in layer.state)
+        return [RowTensor(state.name, (batch, state.row), apart) for state, apart in wide]
+    key, value = (batch, layer.kv_heads, layer.head_dim), (batch, layer.kv_heads, layer.value_dim)
+    return [RowTensor("k", key), RowTensor("v", value)]
+
+
+def _dkv(model: ModelSpec, layer: LayerSpec, batch: int) -> list[RowTensor]:
+    return [RowTensor(one.name, one.shape, True) for one in _kv(model, layer, batch)]
+
+
+def _attention(_: ModelSpec, layer: LayerSpec, batch: int) -> list[RowTensor]:
+    out = (batch, layer.query_heads, layer.value_dim)
+    return [RowTensor("out", out), RowTensor("lse", out[:2], True)]
+
+
+RESIDENCY: dict[Kind, Residency] = {
+    Kind.X: Residency(
+        words="x, inputs of the groups",
+        rows=CutInto.TOKENS,
+        written="the group below, or the stage before; in the backward its gradient",
+        read="the group above, and its backward",
+        until=Until.BACKWARD,
+        tier="x",
+        slots=(names.X_IN, names.X_OUT),
+        contents=("x", "gradient"),
+        tensors=_x,
+    ),
+    Kind.KV: Residency(
+        words="K, V",
+        rows=CutInto.KEYS,
+        written="the first forward of each cell, or the last before the backward",
+        read="forward and backward of all later chunks",
+        until=Until.BACKWARD,
+        homes=(names.kv, names.kv_again, names.kv_home),
+        tier="kv",
+        slots=(names.KV_OWN, names.KV_BLOCKS),
+        contents=("kv",),
+        tensors=_kv,
+    ),
+    Kind.DKV: Residency(
+        words="dK, dV",
+        rows=CutInto.KEYS,
+        written="the backward of all later chunks, which adds to it",
+        read="the backward of its own chunk",
+        until=Until.BACKWARD,
+        homes=(names.dkv,),
+        tier="kv",
+        slots=(names.DKV_OWN, names.DKV_BLOCKS),
+        contents=("dkv",),
+        tensors=_dkv,
+    ),
+    Kind.ATTENTION: Residency(
+        words="attention outputs, O and LSE",
+        rows=CutInto.KEYS,
+        written="the forward that computes attention",
+        read="forwards that are given it, and backward",
+        until=Until.BACKWARD,
+        homes=(names.attention, names.attention_open),
+        tier="attention",
+        contents=("attention",),
+        tensors=_attention,
+    ),
+    Kind.ACTIVATIONS: Residency(
+        words="other activations",
+        rows=CutInto.CELLS,
+        written="the forward whose graph is kept",
+        read="its backward",
+        until=Until.BACKWARD,
+        homes=(names.activations,),
+        tier="activations",
+        slots=(names.ACTIVATIONS,),
+        contents=("activations",),
+    ),
+    Kind.MEANS: Residency(
+        words="mean keys of pages",
+        rows=CutInto.CELLS,
+        written="the forward that writes K, V",
+        read="forwards of later chunks that choose",
+        until=Until.FIRST,
+        homes=(names.means,),
+        contents=("means",),
+    ),
+    Kind.CHOICE: Residency(
+        words="chosen pages, their numbers",
+        rows=CutInto.CELLS,
+        written="the forward that chooses",
+        read="every later forward of the cell, and its backward",
+        until=Until.BACKWARD,
+        homes=(names.choice,),
+        contents=("choice",),
+    ),
+    Kind.SLABS: Residency(
+        words="chosen pages on their way",
+        rows=CutInto.CELLS,
+        written="the cell that gathers them from host",
+        read="the same",
+        until=Until.NEVER,
+        slots=(names.PAGES,),
+    ),
+}
+
+
+def layer_buffers(layer: int, *until: Until) -> Iterator[str]:
+    """Names that the layer's buffers have that die then."""
+    for row in RESIDENCY.values():
+        if row.until in until:
+            yield from (name(layer) for name in row.homes)

@@ -1,0 +1,145 @@
+"""What a program takes: bytes alive on each tier, bytes across the link, forward work.
+
+Nothing here knows the schedule: the program is read instruction by instruction. Counts are for one
+document a row; a cut into documents reads and computes less."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from farspan.program.attention_blocks import chunk_pairs, earlier_rows
+from farspan.program.program import (
+    Allocate,
+    AttentionMode,
+    Backward,
+    Evict,
+    Fetch,
+    Forward,
+    Free,
+    Program,
+    cell_place,
+    row_bytes,
+)
+from farspan.program.residency import RESIDENCY, Kind
+from farspan.spec import LayerSpec, Tier
+
+Change = tuple[int, int]  # index of an instruction, bytes alive from then on
+Transfer = tuple[bool, Kind, int]  # to the device, what, bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """One walk through a program. Passes are forward passes over the whole grid: 1 is what a model
+    without recomputation takes, and the backward's own products are not among them."""
+
+    live: dict[Tier, tuple[Change, ...]]  # every buffer, those that torch's allocator holds too
+    peak: dict[Tier, int]  # the most bytes alive
+    fetched: dict[Kind, int]  # bytes host to device, streamed blocks of the prefix included
+    evicted: dict[Kind, int]  # bytes device to host
+    attention_passes: Fraction  # in query-key pairs that are seen, weighted by the heads' width
+    linear_passes: Fraction  # cells that run the whole layer, in tokens
+    projection_passes: Fraction  # cells that stop at K, V, in tokens
+
+    def fetched_bytes(self) -> int:
+        return sum(self.fetched.values())
+
+    def evicted_bytes(self) -> int:
+        return sum(self.evicted.values())
+
+
+def simulate(program: Program) -> Simulation:
+    """Walk the program once."""
+    live = {tier: tuple(_live(program, tier)) for tier in Tier}
+    fetched, evicted = dict.fromkeys(RESIDENCY, 0), dict.fromkeys(RESIDENCY, 0)
+    for to_device, kind, size in _transfers(program):
+        (fetched if to_device else evicted)[kind] += size
+    attention, linear, projection = _passes(program)
+    return Simulation(
+        live,
+        {tier: max((size for _, size in live[tier]), default=0) for tier in Tier},
+        fetched,
+        evicted,
+        attention,
+        linear,
+        projection,
+    )
+
+
+def _live(program: Program, tier: Tier) -> Iterator[Change]:
+    alive = 0
+    for index, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Allocate | Free):
+            buffer = program.buffers[instruction.buffer]
+            if buffer.tier is tier:
+                alive += buffer.bytes if isinstance(instruction, Allocate) else -buffer.bytes
+                yield index, alive
+
+
+def _transfers(program: Program) -> Iterator[Transfer]:
+    for instruction in program.instructions:
+        match instruction:
+            case Fetch(source, target, chunk) | Evict(source, target, chunk):
+                kind = program.buffers[source].kind
+                size = copied_bytes(program, source, target, chunk)
+                yield isinstance(instruction, Fetch), kind, size
+            case Forward(layer, chunk, mode, prefix):
+                if mode is AttentionMode.COMPUTE or program.model.layers[layer].state:
+                    yield True, Kind.KV, streamed_bytes(program, layer, chunk, prefix)
+            case Backward(layer, chunk, prefix, accumulator):
+                yield True, Kind.KV, streamed_bytes(program, layer, chunk, prefix)
+                size = streamed_bytes(program, layer, chunk, accumulator)
+                yield True, Kind.DKV, size
+                yield False, Kind.DKV, size
+            case _:
+                pass
+
+
+def copied_bytes(program: Program, source: str, target: str, chunk: int) -> int:
+    """Bytes that a fetch or evict of one chunk moves."""
+    ends = program.buffers[source], program.buffers[target]
+    if RESIDENCY[ends[0].kind].in_cells:
+        places = (cell_place(program, end, chunk) for end in ends)
+        return min(stop - start for start, stop in places)
+    start, stop = program.rows(ends[0].kind, chunk)
+    layer = min(max(end.layer for end in ends), len(program.model.layers) - 1)
+    return _row_bytes(program, ends[0].kind, program.model.layers[layer]) * (stop - start)
+
+
+def _row_bytes(program: Program, kind: Kind, layer: LayerSpec) -> int:
+    return row_bytes(kind, program.model, layer, program.run.batch)
+
+
+def streamed_bytes(program: Program, layer: int, chunk: int, name: str) -> int:
+    """Bytes of a host buffer that the chunk's queries reach among the earlier rows, each once; 0 on
+    the device."""
+    buffer, spec = program.buffers[name], program.model.layers[layer]
+    if buffer.tier is not Tier.HOST:
+        return 0
+    return earlier_rows(program, spec, chunk) * _row_bytes(program, buffer.kind, spec)
+
+
+def _passes(program: Program) -> tuple[Fraction, Fraction, Fraction]:
+    """Attention, linear and K, V-only forward passes."""
+    done: Counter[str] = Counter()
+    for instruction in program.instructions:
+        if isinstance(instruction, Forward):
+            start, stop = program.chunks[instruction.chunk]
+            if instruction.mode is AttentionMode.COMPUTE:
+                done["attention"] += _pairs(program, instruction.layer, instruction.chunk)
+            only_kv = instruction.mode is AttentionMode.NONE
+            done["projection" if only_kv else "linear"] += stop - start
+    layers, tokens = len(program.model.layers), program.run.tokens
+    chunks = range(len(program.chunks))
+    once = sum(_pairs(program, layer, chunk) for layer in range(layers) for chunk in chunks)
+    return (
+        Fraction(done["attention"], once or 1),
+        Fraction(done["linear"], layers * tokens),
+        Fraction(done["projection"], layers * tokens),
+    )
+
+
+def _pairs(program: Program, layer: int, chunk: int) -> int:
+    spec = program.model.layers[layer]
+    pairs = chunk_pairs(program, spec, chunk)
+    return pairs * spec.query_heads * (spec.head_dim + spec.value_dim)

@@ -1,0 +1,123 @@
+"""Published systems as schedules: points of one space, each runnable by name (DESIGN section 2)."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from farspan.formatting import did_you_mean
+from farspan.spec import Refused, Schedule, Tier
+
+AUTO = "auto"  # where the planner chooses: the best of all
+GROUPED = "grouped"  # whose name stands for the whole space of schedules where one is searched for
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """A named way to fill in a schedule for a model of `layers` layers and a length."""
+
+    name: str
+    source: str  # where it comes from
+    schedule: Callable[[int, int], Schedule]  # (layers, tokens)
+
+
+def _plain(_: int, tokens: int) -> Schedule:
+    return Schedule(
+        chunk=tokens,
+        groups=1,
+        x=Tier.DEVICE,
+        kv_kept=True,
+        kv_home=Tier.DEVICE,
+        activations=Tier.DEVICE,
+        activations_kept=1.0,
+        attention=Tier.DEVICE,
+        attention_kept=1.0,
+    )
+
+
+def _recompute(_: int, tokens: int) -> Schedule:
+    return Schedule(chunk=tokens, groups=1, x=Tier.DEVICE)
+
+
+def _offload(_: int, tokens: int) -> Schedule:
+    return Schedule(chunk=tokens, groups=1, x=Tier.HOST)
+
+
+def _swap(_: int, tokens: int) -> Schedule:
+    return Schedule(
+        chunk=tokens,
+        groups=1,
+        x=Tier.HOST,
+        kv_kept=True,
+        kv_home=Tier.HOST,
+        attention=Tier.HOST,
+        attention_kept=1.0,
+        activations=Tier.HOST,
+        activations_kept=1.0,
+    )
+
+
+def _memo(_: int, tokens: int) -> Schedule:
+    # alpha depends on the machine (the linear program of MEMO 4.1); half is a start.
+    return Schedule(
+        chunk=max(1, -(-tokens // 16)),
+        groups=1,
+        x=Tier.HOST,
+        attention=Tier.HOST,
+        attention_kept=1.0,
+        activations=Tier.HOST,
+        activations_kept=0.5,
+    )
+
+
+def _fpdt(_: int, tokens: int) -> Schedule:
+    # 64K is FPDT's chunk; a shorter sequence is still cut in four, or nothing would be pipelined.
+    chunk = min(65536, max(1, -(-tokens // 4)))
+    return Schedule(chunk=chunk, groups=1, x=Tier.HOST, kv=Tier.HOST, kv_block=min(chunk, 16384))
+
+
+def _oomb(layers: int, tokens: int) -> Schedule:
+    chunk = min(4096, max(1, -(-tokens // 4)))
+    return Schedule(chunk=chunk, groups=layers, kv=Tier.HOST, layer_checkpoint=True, kv_block=16384)
+
+
+def _grouped(layers: int, tokens: int) -> Schedule:
+    # g near sqrt(L) is where g(kappa + delta) meets (L / g)a for the GQA models of facts 2.2.
+    size = max(1, round(layers**0.5))
+    return Schedule(
+        chunk=min(16384, max(1, -(-tokens // 4))),
+        groups=size,
+        x=Tier.HOST,
+        attention=Tier.HOST,
+        attention_kept=1.0,
+    )
+
+
+STRATEGIES: dict[str, Strategy] = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("plain", "autograd, every activation kept on the device", _plain),
+        Strategy("recompute", "activation checkpointing", _recompute),
+        Strategy("offload", "activation checkpointing with layer inputs on host", _offload),
+        Strategy("swap", "every activation kept on host", _swap),
+        Strategy("memo", "MEMO: token-wise recompute and swap", _memo),
+        Strategy("fpdt", "FPDT: a layer's K, V streamed from host in chunks", _fpdt),
+        Strategy("oomb", "OOMB: chunk-recurrent through the whole model", _oomb),
+        Strategy(GROUPED, "farspan: groups of layers between the two", _grouped),
+    )
+}
+
+
+def strategy(name: str, layers: int, tokens: int) -> Schedule:
+    """The schedule of a strategy with its own defaults; what is published exchanges all heads at
+    once. Raises Refused for an unknown name."""
+    check_name(name, STRATEGIES)
+    schedule = STRATEGIES[name].schedule(layers, tokens)
+    return schedule if name == GROUPED else replace(schedule, exchange_pieces=1)
+
+
+def check_name(name: str, known: Collection[str] = (AUTO, *STRATEGIES)) -> None:
+    """Raises Refused for a strategy that is not known, with the one that may be meant."""
+    if name not in known:
+        raise Refused(
+            f"strategy: {name!r} is not known{did_you_mean(name, known)}; expected one of "
+            f"{', '.join(known)}"
+        )

@@ -1,0 +1,148 @@
+"""The bounds of the search against programs built and walked."""
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farspan.planner.bounds import Frames, device_slots, fixed, frames_of, peaks, seconds, tiers_of
+from farspan.planner.evaluate import size
+from farspan.planner.feasibility import latest_fraction
+from farspan.planner.pass_counts import Kept
+from farspan.planner.prices import Prices
+from farspan.planner.request import Optimizer, Question
+from farspan.planner.search import Cells
+from farspan.planner.timeline import run_time
+from farspan.program.builder import build_program
+from farspan.program.layout import Layout
+from farspan.spec import LayerWork, ModelSpec, RunSpec, Schedule, Tier
+from tests.grids import examples
+from tests.planner.machines import slow_machine
+from tests.program.cases import dense, steps
+
+CLOSE = 1e-9  # sums of the same numbers in another order
+
+Step = tuple[ModelSpec, RunSpec, Schedule]
+
+
+def with_work(model: ModelSpec) -> ModelSpec:
+    """Every layer with products and traffic, so that every cell costs something of its own."""
+    layers = tuple(
+        replace(
+            layer,
+            work=LayerWork(
+                parameters=100 + index,
+                trainable=100 + index,
+                products=((8, 5 + layer.kv_heads), (7, 9), (3, 11)),
+                projections=1,
+                forward_traffic=40 + layer.query_heads,
+                backward_traffic=90,
+            ),
+        )
+        for index, layer in enumerate(model.layers)
+    )
+    total = sum(layer.work.parameters for layer in layers) + 900
+    return replace(model, layers=layers, parameters=total, trainable=total)
+
+
+def framed(step: Step, **fields: object) -> tuple[Question, Schedule, Frames]:
+    """A question, its schedule with fractions in whole chunks, and its frames."""
+    model, run, schedule = step
+    asked = Question(
+        with_work(model), run, slow_machine(), optimizer=Optimizer.NONE, dtype="float32"
+    )
+    asked = replace(asked, **fields)  # type: ignore[arg-type]
+    kept, chunks = frames_of(asked, schedule).kept, frames_of(asked, schedule).ruler.chunks
+    schedule = replace(
+        schedule,
+        attention_kept=latest_fraction(chunks, int(kept.attention[0])),
+        activations_kept=latest_fraction(chunks, int(kept.graphs[0])),
+    )
+    return asked, schedule, frames_of(asked, schedule)
+
+
+STEPS = steps().map(dense)
+
+
+@settings(max_examples=examples(150))
+@given(STEPS, st.booleans())
+def test_bounds_hold(step: Step, overlap: bool) -> None:
+    question, schedule, frames = framed(step, overlap=overlap)
+    found, tiers = peaks(frames), tiers_of(schedule)
+    program = build_program(question.model, question.run, schedule)
+    line = run_time(Prices(question, program, together=overlap), overlap=overlap)
+    bound = seconds(frames)[0, 0, tiers]
+    if overlap:
+        assert bound <= line.total * (1 + CLOSE)
+    else:
+        assert abs(bound - line.total) <= CLOSE * line.total
+    assert found.host[0, 0, tiers] <= program.arena_bytes[Tier.HOST]
+    slots = device_slots(frames)[0, 0, tiers]
+    arena = found.device[0, 0, tiers] - fixed(frames)[0, 0, tiers] + slots
+    assert arena <= program.arena_bytes[Tier.DEVICE]
+
+
+@settings(max_examples=examples(60))
+@given(STEPS, st.sampled_from(Optimizer), st.booleans())
+def test_memory_is_never_overestimated(step: Step, optimizer: Optimizer, accumulates: bool) -> None:
+    """The whole of it: gradients and the graphs of a chunk need not be there together, unless an
+    earlier batch left some."""
+    question, schedule, frames = framed(step, optimizer=optimizer, accumulates=accumulates)
+    bounds, tiers = peaks(frames), tiers_of(schedule)
+    sized = size(question, schedule)
+    assert bounds.device[0, 0, tiers] <= sized.device.total
+    assert bounds.host[0, 0, tiers] <= sized.host.total
+
+
+@settings(max_examples=examples(60))
+@given(
+    STEPS,
+    st.sampled_from(Optimizer),
+    st.sampled_from([Layout(), Layout(shards=2)]),
+    st.integers(0, 12),
+    st.integers(0, 12),
+)
+def test_cells_of_a_kind_are_never_overestimated(
+    step: Step, optimizer: Optimizer, layout: Layout, attention: int, graphs: int
+) -> None:
+    """A few chunks tell what cells hold at least, in every choice that is kept alike."""
+    layout = Layout() if step[0].is_recurrent() else layout
+    question, schedule, frames = framed(step, optimizer=optimizer, layout=layout)
+    chunks, own = frames.kept.chunks, frames.kept
+    pairs = np.array([[own.attention[0], own.graphs[0]], [attention, graphs]])
+    counts = np.minimum(pairs, chunks)
+    kept = Kept(counts[:, 0], counts[:, 1], chunks)
+    if kept.alike[0] != kept.alike[1]:
+        kept = Kept(counts[[0, 0], 0], counts[[0, 0], 1], chunks)
+    both = replace(frames, kept=kept)
+    device = peaks(both).device[0, 0, tiers_of(schedule)]
+    beyond = Cells().beyond(both, 0, int(both.kept.alike[0]))
+    least = Cells().least(both)[0, 0]
+    assert device + max(beyond, least) <= size(question, schedule).device.total
+
+
+@settings(max_examples=examples(30))
+@given(STEPS, st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=2))
+def test_choices_and_cuts_do_not_disturb_each_other(
+    step: Step, pairs: list[tuple[int, int]]
+) -> None:
+    """Many at once have the bounds that each has alone."""
+    _, _, frames = framed(step)
+    chunks, layers = frames.kept.chunks, len(frames.ruler.model.layers)
+    counts = np.minimum(np.array(pairs, dtype=np.int64), chunks)
+    sizes = dict.fromkeys([frames.cuts.sizes[0], (layers,), (1,) * layers])
+    cuts = replace(frames.cuts, sizes=tuple(sizes))
+    together = replace(frames, cuts=cuts, kept=Kept(counts[:, 0], counts[:, 1], chunks))
+    each = seconds(together), peaks(together)
+    for k, cut in enumerate(cuts.sizes):
+        for f in range(len(counts)):
+            alone = replace(
+                frames,
+                ruler=frames_of(frames.ruler.question, frames.schedule).ruler,
+                cuts=replace(cuts, sizes=(cut,)),
+                kept=Kept(counts[f : f + 1, 0], counts[f : f + 1, 1], chunks),
+            )
+            assert np.allclose(each[0][k, f], seconds(alone)[0, 0], CLOSE, 0.0)
+            assert (each[1].device[k, f] == peaks(alone).device[0, 0]).all()
+            assert (each[1].host[k, f] == peaks(alone).host[0, 0]).all()

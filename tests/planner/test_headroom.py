@@ -1,0 +1,133 @@
+"""Plans leave room on a device where any can, and say so where none does."""
+
+from dataclasses import replace
+
+import pytest
+
+from farspan.planner.api import Request
+from farspan.planner.evaluate import evaluate
+from farspan.planner.machines import machine
+from farspan.planner.plans import best_plan, fits, longest_contexts, named_schedule, plan_as_written
+from farspan.planner.request import SHARE, Fit, Plan, Question, headroom_bytes, with_room
+from farspan.spec import Refused
+from tests.planner.machines import slow_machine
+from tests.planner.test_plans import question
+
+GIB = 2**30
+SECONDS = 0.5
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        ("3GiB", 3 * GIB),
+        (2 * GIB, 2 * GIB),
+        ("0", 0),
+        (0, 0),
+        ("5%", int(0.05 * 100 * GIB) - GIB),
+        ("0.5 %", 0),
+        (None, int(SHARE * 100 * GIB) - GIB),
+    ],
+)
+def test_a_share_counts_what_the_reserve_takes_and_bytes_do_not(
+    given: str | int | None, size: int
+) -> None:
+    made = slow_machine(device_bytes=100 * GIB, reserve=GIB)
+    assert headroom_bytes(given, made) == size
+
+
+@pytest.mark.parametrize("given", ["much", "100%", "-5%", "24", -1, "5 % of it"])
+def test_what_is_no_size_is_refused(given: str | int) -> None:
+    with pytest.raises(Refused, match=r"^headroom: expected bytes such as 3GiB"):
+        headroom_bytes(given, slow_machine())
+
+
+def test_one_memory_has_none() -> None:
+    made = slow_machine(unified=True)
+    assert headroom_bytes(None, made) == 0
+    with pytest.raises(Refused, match=r"^headroom: slow has one memory for both tiers"):
+        headroom_bytes("5%", made)
+
+
+def test_who_asks_gets_the_default() -> None:
+    asked = Request("Qwen2.5-0.5B", "4K", "h100")
+    made = machine("h100")
+    assert asked.question().headroom == int(SHARE * made.device_bytes) - made.reserve > 3 * GIB
+    assert replace(asked, headroom="1GiB").question().headroom == GIB
+
+
+def of_bytes(plan: Plan, more: int, headroom: int, asked: Question) -> Question:
+    """The question on a device with so much more than a plan takes."""
+    here = replace(asked.machine, device_bytes=plan.device.total + more)
+    return replace(asked, machine=here, headroom=headroom)
+
+
+@pytest.fixture(scope="module")
+def thrifty() -> Plan:
+    """What takes the least of the device."""
+    asked = question(32 * 1024)
+    return best_plan(
+        replace(asked, machine=replace(asked.machine, device_bytes=GIB)), None, SECONDS
+    )
+
+
+@pytest.fixture(scope="module")
+def oomb() -> Plan:
+    asked = question(32 * 1024)
+    return evaluate(asked, "oomb", named_schedule(asked, "oomb"))
+
+
+@pytest.mark.parametrize(("more", "fit"), [(GIB, Fit.ROOMY), (GIB - 1, Fit.TIGHT), (-1, Fit.NOT)])
+def test_a_named_schedule_may_use_the_headroom_to_the_byte(oomb: Plan, more: int, fit: Fit) -> None:
+    asked = of_bytes(oomb, more, GIB, question(32 * 1024))
+    plan = best_plan(asked, ["oomb"], SECONDS)
+    assert (plan.fit, plan.fits, plan.tight) == (fit, fit is not Fit.NOT, fit is Fit.TIGHT)
+    assert plan.device.limit == oomb.device.total + more
+    written = plan_as_written(asked, "oomb", oomb.schedule, SECONDS)
+    assert written.fit is fit
+    data = plan.to_json()
+    assert (data["fits"], data["tight"], data["headroom"]) == (plan.fits, plan.tight, GIB)
+    assert ("fits, but tight: " in str(plan)) is plan.tight
+    assert ("tight: 1.0 GiB of a device are better left" in str(plan)) is plan.tight
+
+
+def test_the_planner_leaves_it_where_it_can() -> None:
+    """And plans as on a device that is smaller by it."""
+    asked = question(32 * 1024)
+    free = best_plan(asked, None, SECONDS)
+    tight = replace(asked, headroom=free.device.left + GIB)
+    plan = best_plan(tight, None, SECONDS)
+    assert plan.fit is Fit.ROOMY
+    assert plan.device.left >= tight.headroom
+    assert plan.device.limit == asked.machine.device_bytes
+    assert plan.question == tight
+    assert with_room(tight).machine.device_bytes == asked.machine.device_bytes - tight.headroom
+    order = [other.fit for other in plan.alternatives]
+    assert order == sorted(order, reverse=True)
+    assert all(other.device.limit == plan.device.limit for other in plan.alternatives)
+
+
+def test_where_none_leaves_it_the_best_is_tight(thrifty: Plan) -> None:
+    plan = best_plan(of_bytes(thrifty, GIB // 64, GIB, question(32 * 1024)), None, SECONDS)
+    assert plan.fit is Fit.TIGHT
+    assert "nothing leaves 1.0 GiB of the device free" in plan.reason
+    assert not plan.remedy
+
+
+@pytest.mark.parametrize(("more", "helps"), [(3 * GIB, True), (GIB // 2, False)])
+def test_what_helps_leaves_it(thrifty: Plan, more: int, helps: bool) -> None:
+    """A change with which a plan would be tight is not said to help."""
+    asked = of_bytes(thrifty, more, GIB, question(32 * 1024))
+    assert fits(asked) is helps
+    assert fits(replace(asked, headroom=0))
+
+
+def test_longest_contexts_leave_it() -> None:
+    asked = question(1024)
+    names = ["recompute"]
+    free = longest_contexts(asked, names, SECONDS)["recompute"]
+    plan = longest_contexts(replace(asked, headroom=4 * GIB), names, SECONDS)["recompute"]
+    assert plan.fit is Fit.ROOMY
+    assert plan.question.headroom == 4 * GIB
+    assert plan.device.limit == free.device.limit
+    assert plan.question.run.tokens < free.question.run.tokens

@@ -1,0 +1,125 @@
+"""Plans for several devices are schedules that their ranks run."""
+
+from dataclasses import replace
+
+import pytest
+
+from farspan.plan.cell.describe import model_spec
+from farspan.plan.model.catalog import find_architecture
+from farspan.planner import feasibility as quick
+from farspan.planner.bounds import all_frames, tiers_of
+from farspan.planner.evaluate import PAGE, evaluate, size
+from farspan.planner.feasibility import slowest, taken
+from farspan.planner.machines import machine
+from farspan.planner.plans import best_plan
+from farspan.planner.request import Plan, Question
+from farspan.planner.search import Cells
+from farspan.program.builder import build_program
+from farspan.program.layout import Layout, Rank, refuse_together
+from farspan.spec import Refused, RunSpec, Schedule, Tier
+from tests.grids import part_of
+from tests.planner.test_bound import CLOSE
+from tests.planner.test_ranks import LAYOUTS as PRICED
+from tests.planner.test_ranks import SCHEDULES, runs
+from tests.planner.test_ranks import asked as odd_question
+
+TOKENS = 64 * 1024
+LAYOUTS = [
+    Layout(pipeline=3),
+    Layout(pipeline=4, fsdp=False),
+    Layout(ring=2),
+    Layout(tensor=2),
+    Layout(ulysses=2, data=2),
+    Layout(ulysses=2, shards=2, pipeline=2),
+]
+
+
+def question(layout: Layout) -> Question:
+    whole = find_architecture("Qwen2.5-0.5B")
+    architecture = replace(whole, blocks=whole.blocks[:7])
+    return Question(
+        model_spec(architecture),
+        RunSpec(1, TOKENS),
+        replace(machine("rtx4090"), devices=layout.devices()),
+        layout,
+        architecture=architecture,
+    )
+
+
+def of_stages(layout: Layout) -> tuple[int, ...]:
+    return {2: (3, 4), 3: (2, 2, 3), 4: (1, 2, 2, 2)}[layout.pipeline]
+
+
+@pytest.mark.parametrize("layout", part_of(LAYOUTS, LAYOUTS[0], LAYOUTS[2], LAYOUTS[5]), ids=str)
+def test_plans_run_on_their_layouts(layout: Layout) -> None:
+    """Every alternative is a program for every rank; a pipeline's has a group for each stage."""
+    asked = question(layout)
+    best = best_plan(asked, seconds=1.0)
+    assert best.fits
+    for plan in (best, *best.alternatives):
+        refuse_together(plan.schedule, layout)
+        if layout.pipeline > 1:
+            assert plan.schedule.groups == of_stages(layout), plan.strategy
+        if plan.fits:
+            for number in range(layout.devices()):
+                build_program(asked.model, asked.run, plan.schedule, Rank(layout, number))
+    again = evaluate(asked, best.strategy, best.schedule)
+    assert (again.device, again.host) == (best.device, best.host)
+
+
+@pytest.mark.parametrize("layout", PRICED, ids=str)
+def test_bounds_of_several_ranks_hold(layout: Layout) -> None:
+    """Of time, of device memory with what cells hold at least, and of a machine's main memory,
+    which falls short of it by padding alone."""
+    asked = odd_question(layout, devices=2)
+    for schedule in (s for s in SCHEDULES if s.sparse is None and runs(asked, s)):
+        sized, family = size(asked, schedule), all_frames(asked, schedule)
+        (found, devices), tiers, cells = taken(family), tiers_of(schedule), Cells()
+        held = [
+            max(cells.beyond(frames, 0, int(frames.kept.alike[0])), cells.least(frames)[0, 0])
+            for frames in family
+        ]
+        each = [found[0, 0, tiers] + beyond for found, beyond in zip(devices, held, strict=True)]
+        assert max(each) <= sized.device.total, schedule
+        assert sized.host.total * 0.9 - PAGE <= found.host[0, 0, tiers] <= sized.host.total
+        total = evaluate(asked, "grouped", schedule, sized).seconds.total
+        assert slowest(family)[0, 0, tiers] <= total * (1 + CLOSE), schedule
+        device, host = quick.left(asked, schedule)
+        assert device >= sized.device.left, schedule
+        assert host >= sized.host.left, schedule
+
+
+def test_a_pipeline_is_bounded_by_its_fullest_and_slowest_stage() -> None:
+    """A 7B model at 1M on four stages: main memory to a millionth, which is cells' padding, and the
+    device to a thousandth."""
+    model = model_spec(find_architecture("Qwen2.5-7B"))
+    whole = Question(model, RunSpec(1, 2**20), machine("h200"), Layout(pipeline=4))
+    schedule = Schedule(chunk=2**14, kv=Tier.HOST, attention_kept=0.5, activations_kept=0.1)
+    for devices in (1, 2):
+        asked = replace(whole, machine=replace(whole.machine, devices=devices))
+        sized, tiers = size(asked, schedule), tiers_of(schedule)
+        (found, _), left = taken(all_frames(asked, schedule)), quick.left(asked, schedule)
+        assert 1 - 1e-6 <= found.host[0, 0, tiers] / sized.host.total <= 1
+        assert sized.device.left <= left[0] <= sized.device.left + 0.001 * sized.device.total
+
+
+def test_what_a_layout_cannot_run_is_refused_by_name() -> None:
+    assert kinds(best_plan(question(Layout(ring=2)), seconds=1.0), "kv") == {Tier.DEVICE}
+    with pytest.raises(Refused, match="kv: a ring sends K, V from the device"):
+        best_plan(question(Layout(ring=2)), ["fpdt"])
+    assert kinds(best_plan(question(Layout(tensor=2)), seconds=1.0), "activations_kept") == {0.0}
+    with pytest.raises(Refused, match="activations_kept: with tensor"):
+        best_plan(question(Layout(tensor=2)), ["swap"])
+
+
+def kinds(plan: Plan, name: str) -> set[object]:
+    return {getattr(p.schedule, name) for p in (plan, *plan.alternatives)}
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(Refused, match="8 stages for 7 layers"):
+        best_plan(question(Layout(pipeline=8)))
+    with pytest.raises(Refused, match="one group each"):
+        build_program(
+            question(Layout()).model, RunSpec(1, 9), Schedule(groups=(3, 4)), Rank(LAYOUTS[0])
+        )

@@ -1,0 +1,318 @@
+"""Machine presets and files: valid, read back as written, refused by the field's name."""
+
+import copy
+import json
+import math
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farspan.planner.machines import (
+    BESIDE,
+    CURVES,
+    MAY_BE_ZERO,
+    OTHER_CURVES,
+    busy_words,
+    from_json,
+    machine,
+    names,
+    preset_of_gpu,
+    read,
+    to_json,
+    user_file,
+    write,
+)
+from farspan.spec import AttentionKernel, MachineSpec, Refused
+
+KINDS = ("datasheet: ", "measured: ", "assumed: ")
+NEEDED = [f.name for f in fields(MachineSpec) if f.default is MISSING]
+NUMBERS = [f.name for f in fields(MachineSpec) if f.type in (int, float)]
+
+
+def values(name: str = "h200") -> dict[str, Any]:
+    """A machine file as JSON gives it."""
+    return copy.deepcopy(json.loads(json.dumps(to_json(read(name)))))
+
+
+def refusal(given: object) -> str:
+    with pytest.raises(Refused) as caught:
+        from_json(given, "machine file m.json")
+    assert str(caught.value).startswith("machine file m.json")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", names())
+def test_presets_could_exist(name: str) -> None:
+    spec = machine(name)
+    assert spec.name == name
+    assert not spec.unified
+    assert spec.reserve < spec.device_bytes < spec.host_bytes * spec.devices
+    assert spec.fetch_together <= spec.fetch <= spec.memory
+    assert spec.evict_together <= spec.evict <= spec.memory
+    # What one device moves both ways, the main memory moves.
+    assert spec.fetch_together + spec.evict_together <= spec.host_memory
+    for rates in spec.rates.values():
+        for curve in CURVES:
+            assert max(rate for _, rate in getattr(rates, curve).points) < rates.peak
+    forward, backward = (getattr(spec.rates["bfloat16"], curve) for curve in CURVES[1:])
+    assert backward.at(1e13) < forward.at(1e13)
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_number_of_a_preset_says_how_it_is_known(name: str) -> None:
+    file = read(name)
+    expected = {f.name for f in fields(MachineSpec)} - {"name", "rates", "unified", "pinned"}
+    for dtype in file.spec.rates:
+        expected |= {f"rates.{dtype}.{field}" for field in values(name)["rates"][dtype]}
+    assert file.sources.keys() == expected
+    assert file.about
+    for source in file.sources.values():
+        assert source.startswith(KINDS)
+
+
+def test_faster_machines_are_faster() -> None:
+    order = ["rtx3090", "rtx4090", "a100-80g", "h100", "b200"]
+    speeds = [machine(name).rates["bfloat16"].matmul.at(1e12) for name in order]
+    assert speeds == sorted(speeds)
+    assert machine("h100").device_bytes < machine("h200").device_bytes
+    assert machine("a800").peer < machine("a100-80g").peer
+
+
+def test_names_ignore_case() -> None:
+    assert machine("H200") == machine("h200")
+
+
+@pytest.mark.parametrize(
+    ("name", "close"), [("a100", "a100-80g"), ("h2000", "h200"), ("RTX-4090", "rtx4090")]
+)
+def test_an_unknown_name_is_refused_with_close_ones(name: str, close: str) -> None:
+    with pytest.raises(Refused, match=f"(?s)machine: '{name}'.*{close}"):
+        machine(name)
+
+
+def test_a_name_like_no_other_is_refused_with_all() -> None:
+    with pytest.raises(Refused, match=", ".join(names())):
+        machine("abacus")
+
+
+def test_gpus_find_their_preset() -> None:
+    assert preset_of_gpu("NVIDIA A100-SXM4-80GB") == "a100-80g"
+    assert preset_of_gpu("NVIDIA GeForce RTX 4090") == "rtx4090"
+    # Another chip on the same die, with other memory and another link.
+    assert preset_of_gpu("NVIDIA GH200 480GB") is None
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_file_reads_back_as_written(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "m.json"
+    write(read(name), path)
+    assert read(path) == read(name)
+    assert machine(str(path)) == machine(name)
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_missing_field_is_refused_by_name(name: str) -> None:
+    given = values()
+    del given[name]
+    assert f"m.json: {name} is missing" in refusal(given)
+
+
+@pytest.mark.parametrize("name", [*CURVES, "peak"])
+def test_a_missing_rate_is_refused_by_name(name: str) -> None:
+    given = values()
+    del given["rates"]["float32"][name]
+    assert f"rates.float32.{name} is missing" in refusal(given)
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_stands_beside_is_not_needed(name: str) -> None:
+    given = values()
+    given.pop(name, None)
+    assert from_json(given, "m").spec == machine("h200")
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("bad", [-1, True, "8", None, math.nan, math.inf, 10**400])
+def test_a_number_that_is_none_is_refused_by_name(name: str, bad: object) -> None:
+    assert f"{name}: expected" in refusal(values() | {name: bad})
+
+
+def test_what_rates_may_leave_out_is_read_where_it_is_given() -> None:
+    given = values()
+    for name in OTHER_CURVES:
+        given["rates"]["float32"][name] = [[1e9, 1e12]]
+    given["rates"]["float32"] |= {"head_dim": 64, "softmax_forward": 1e-12}
+    rates = from_json(given, "m").spec.rates["float32"]
+    assert [getattr(rates, name).at(1.0) for name in OTHER_CURVES] == [1e12] * 3
+    assert (rates.head_dim, rates.softmax_forward, rates.softmax_backward) == (64, 1e-12, 0.0)
+    given["rates"]["float32"]["softmax_forward"] = -1
+    assert "rates.float32.softmax_forward: expected zero or more" in refusal(given)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_zero_is_a_number_only_where_nothing_may_be(name: str) -> None:
+    given = values() | {name: 0}
+    if name in MAY_BE_ZERO:
+        assert getattr(from_json(given, "m").spec, name) == 0
+    else:
+        assert f"{name}: expected more than zero" in refusal(given)
+
+
+def test_whole_numbers_may_be_written_with_an_exponent() -> None:
+    assert from_json(values() | {"host_bytes": 2e12}, "m").spec.host_bytes == 2_000_000_000_000
+    assert "expected a whole number" in refusal(values() | {"devices": 1.5})
+
+
+def test_an_unknown_field_is_refused_with_a_close_one() -> None:
+    assert "evictt: no such field; did you mean evict?" in refusal(values() | {"evictt": 1})
+    given = values()
+    given["rates"]["bfloat61"] = given["rates"].pop("bfloat16")
+    assert "bfloat61: no such field; did you mean bfloat16?" in refusal(given)
+    given = values()
+    given["rates"]["float32"]["matmull"] = 1
+    assert "rates.float32: matmull: no such field" in refusal(given)
+
+
+@pytest.mark.parametrize(
+    "curve",
+    [
+        [],
+        5,
+        [[1e9, 1e12], [1e9, 2e12]],
+        [[1e9]],
+        [[1e9, -1.0]],
+        [[0, 1e12]],
+        [["1", 2]],
+        [[1e9, math.nan]],
+        [[math.inf, 1e12]],
+    ],
+)
+def test_a_curve_that_is_none_is_refused_by_name(curve: object) -> None:
+    given = values()
+    given["rates"]["bfloat16"]["matmul"] = curve
+    assert "rates.bfloat16.matmul" in refusal(given)
+
+
+CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    # Fields of bfloat16's rates, fields of the machine, what is said.
+    (
+        {"weights": [[1e9, 1e12], [8e9, 9.9e14]]},
+        {},
+        "rates.bfloat16.weights: expected no rate above rates.bfloat16.peak, 9.89e+14 FLOP a "
+        "second, got 9.9e+14 at a call of 8e+09 FLOP",
+    ),
+    ({"causal_backward": [[1e9, 1e15]]}, {}, "rates.bfloat16.causal_backward: expected no rate"),
+    ({"peak": 7e14}, {}, "rates.bfloat16.attention_forward: expected no rate above"),
+    (
+        {"matmul": [[1e9, 5e14], [1e10, 4.9e13], [1e11, 6e14]]},
+        {},
+        "rates.bfloat16.matmul: expected a larger call to be about as fast or faster, got 4.9e+13 "
+        "FLOP a second at 1e+10 FLOP after 5e+14 at 1e+09",
+    ),
+    ({"attention_backward": [[1, 5e14], [2, 1e13]]}, {}, "rates.bfloat16.attention_backward: "),
+    (
+        {"softmax_forward": 8e-13},
+        {},
+        "rates.bfloat16.softmax_forward: expected less than the whole call that attention_forward "
+        "says, 7.29e-13 seconds a query, key and head, got 8e-13",
+    ),
+    ({"softmax_backward": 3e-12}, {}, "rates.bfloat16.softmax_backward: expected less"),
+    (
+        {},
+        {"fetch": 1e10},
+        "fetch_together: expected no more than fetch, 1e+10 bytes a second, since the other "
+        "direction is busy too, got 4e+10",
+    ),
+    ({}, {"evict_together": 1.1e11}, "evict_together: expected no more than evict, 5e+10"),
+]
+
+
+@pytest.mark.parametrize(("rates", "fields", "message"), CONTRADICTIONS)
+def test_rates_that_contradict_each_other_are_refused(
+    rates: dict[str, Any], fields: dict[str, Any], message: str
+) -> None:
+    given = values() | fields
+    given["rates"]["bfloat16"] |= rates
+    assert f"m.json: {message}" in refusal(given)
+    assert "correct it, or run farspan calibrate when the machine is idle" in refusal(given)
+
+
+def test_rates_may_fall_as_far_as_caches_make_them() -> None:
+    given = values() | {"fetch_together": 1e11}
+    given["rates"]["bfloat16"]["matmul"] = [[1e9, 5e14], [1e10, 5e13], [1e11, 9.89e14]]
+    read_back = to_json(from_json(given, "m"))
+    assert read_back["fetch_together"] == 1e11
+    assert read_back["rates"]["bfloat16"]["matmul"] == given["rates"]["bfloat16"]["matmul"]
+
+
+def test_the_spread_is_read_and_shown_to_be_one() -> None:
+    given = values() | {"spread": {"memory": 1.25}}
+    assert from_json(given, "m").spread == {"memory": 1.25}
+    for bad in (0, -1, "2", math.nan):
+        assert "spread.memory: expected" in refusal(given | {"spread": {"memory": bad}})
+
+
+def test_a_machine_that_was_alone_is_no_news() -> None:
+    assert busy_words({}) is None
+    assert busy_words({"memory": 1.4, "fetch": 1.0}) is None
+
+
+def test_a_busy_machine_is_named_by_what_varied_most() -> None:
+    assert busy_words({"memory": 1.4, "rates.float32.matmul": 3.14}) == (
+        "the machine was busy: rates.float32.matmul varied by 3.1x; run again when it is idle"
+    )
+    words = busy_words({"a": 2.0, "b": 9.0, "c": 3.0, "d": 4.0, "e": 5.0})
+    assert words is not None
+    assert "busy: b varied by 9.0x, e varied by 5.0x, d varied by 4.0x and 2 more;" in words
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "expected the fields of a machine, got list []"),
+        (5, "expected the fields of a machine, got int 5"),
+        (values() | {"rates": {}}, "rates: expected at least one of bfloat16"),
+        (values() | {"rates": 5}, "rates: expected keys and values, got int 5"),
+        (values() | {"unified": "no"}, "unified: expected true or false, got str 'no'"),
+        (values() | {"name": 5}, "name: expected text, got int 5"),
+        (values() | {"sources": "nowhere"}, "sources: expected keys and values"),
+    ],
+)
+def test_what_is_no_machine_is_refused(given: object, message: str) -> None:
+    assert f"m.json: {message}" in refusal(given)
+
+
+def test_a_file_that_is_none_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match=r"cannot read .*gone\.json"):
+        machine(tmp_path / "gone.json")
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    with pytest.raises(Refused, match=r"broken\.json is not JSON"):
+        machine(broken)
+
+
+def test_the_users_file_lies_in_the_configuration_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/etc/me")
+    assert user_file() == Path("/etc/me/farspan/machine.json")
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert user_file() == Path("/home/me/.config/farspan/machine.json")
+
+
+def test_the_fastest_kernel_comes_back_and_older_files_have_none() -> None:
+    file = read("h200")
+    assert file.spec.rates["bfloat16"].kernel is None
+    rates = replace(file.spec.rates["bfloat16"], kernel=AttentionKernel.FA4, deterministic=1.3)
+    mine = replace(file, spec=replace(file.spec, rates={"bfloat16": rates}))
+    assert from_json(json.loads(json.dumps(to_json(mine))), "m") == mine
+    old = to_json(mine)
+    for values_of, name in ((old["rates"]["bfloat16"], "kernel"), (old, "processors")):
+        del values_of[name]
+    read_again = from_json(old, "m").spec
+    assert (read_again.rates["bfloat16"].kernel, read_again.processors) == (None, 0)
+    for wrong in ("auto", "fast", 5, None):
+        old["rates"]["bfloat16"]["kernel"] = wrong
+        with pytest.raises(Refused, match=r"bfloat16\.kernel: expected one of cudnn, flash, fa3"):
+            from_json(old, "m")

@@ -1,0 +1,121 @@
+"""Pieces of the head and blocks of keys: chosen where they save, and not otherwise."""
+
+from dataclasses import replace
+
+import pytest
+
+from farspan.planner.api import Request
+from farspan.planner.evaluate import evaluate
+from farspan.planner.plans import best_plan
+from farspan.planner.request import Fit, Plan, Question
+from farspan.planner.search import WORTH, with_pieces
+from farspan.program.strategies import STRATEGIES
+from farspan.spec import Curve, Schedule, Sparse, Tier
+from farspan.train.config import as_yaml
+
+SECONDS = 1.0
+WHOLE = Schedule(chunk=8192, groups=24, kv=Tier.DEVICE, layer_checkpoint=True)
+
+
+def asked(context: str = "64K", **changes: object) -> Question:
+    question = Request("Qwen2.5-0.5B", context, "h100").question()
+    return replace(question, **changes)  # type: ignore[arg-type]
+
+
+def with_blocks_that_pay(question: Question) -> Question:
+    """On a machine whose calls are the faster the larger they are."""
+    rates = question.machine.rates["bfloat16"]
+    rising = Curve(((1e9, 1e13), (1e14, 1e15)))
+    fast = replace(rates, attention_forward=rising, attention_backward=rising)
+    return replace(question, machine=replace(question.machine, rates={"bfloat16": fast}))
+
+
+def test_the_head_gets_pieces_that_save_and_fit() -> None:
+    """Every size that was not taken would save too little over the one that was."""
+    plan = evaluate(asked(), "grouped", WHOLE)
+    (found,) = with_pieces([plan], SECONDS)
+    assert found.schedule.head_tokens > 1024
+    assert found == evaluate(asked(), "grouped", found.schedule)
+    assert found.seconds.total < plan.seconds.total * (1 - WORTH)
+    larger = replace(found.schedule, head_tokens=2 * found.schedule.head_tokens)
+    saved = found.seconds.total - evaluate(asked(), "grouped", larger).seconds.total
+    assert saved < WORTH * plan.seconds.total
+
+
+def test_logits_that_do_not_fit_are_not_held() -> None:
+    plan = evaluate(asked(), "grouped", WHOLE)
+    (free,) = with_pieces([plan], SECONDS)
+    assert free.device.total > plan.device.total
+    machine = replace(plan.question.machine, device_bytes=free.device.total - 1)
+    short = evaluate(replace(plan.question, machine=machine), "grouped", WHOLE)
+    (found,) = with_pieces([short], SECONDS)
+    assert found.fits
+    assert found.schedule.head_tokens < free.schedule.head_tokens
+
+
+def test_a_tight_plan_takes_no_more_of_the_device() -> None:
+    plan = evaluate(asked(), "grouped", WHOLE)
+    (free,) = with_pieces([plan], SECONDS)
+    tight = evaluate(replace(asked(), headroom=plan.device.left + 1), "grouped", WHOLE)
+    assert tight.fit is Fit.TIGHT
+    (found,) = with_pieces([tight], SECONDS)
+    assert found.device.total <= tight.device.total < free.device.total
+
+
+@pytest.mark.parametrize(("kv", "larger"), [(Tier.DEVICE, True), (Tier.HOST, False)])
+def test_blocks_grow_where_keys_lie_on_the_device(kv: Tier, larger: bool) -> None:
+    question = with_blocks_that_pay(asked("128K"))
+    (found,) = with_pieces([evaluate(question, "grouped", replace(WHOLE, kv=kv))], SECONDS)
+    assert (found.schedule.kv_block > 16384) is larger
+
+
+def test_larger_blocks_that_are_slower_are_not_taken() -> None:
+    """The published rate of an H100 falls beyond 32K by 16K with heads of 64."""
+    plan = evaluate(asked("128K"), "grouped", replace(WHOLE, chunk=2**15))
+    (found,) = with_pieces([plan], SECONDS)
+    assert found.schedule.kv_block == 16384
+
+
+def test_no_block_has_more_elements_than_kernels_count() -> None:
+    """14 heads of 64: 36 sequences of 64K keys are 2.1e9 elements."""
+    question = with_blocks_that_pay(asked("256K", optimizer="none"))
+    large = replace(question.machine, device_bytes=10**15, host_bytes=10**15)
+    for batch, most in ((36, 2**16), (37, 2**15)):
+        run = replace(question.run, batch=batch)
+        plan = evaluate(replace(question, machine=large, run=run), "grouped", WHOLE)
+        (found,) = with_pieces([plan], SECONDS)
+        assert found.schedule.kv_block == most
+
+
+def test_the_gap_is_what_it_was_but_for_what_was_saved() -> None:
+    plan = replace(evaluate(asked(), "grouped", WHOLE), gap=0.1)
+    (found,) = with_pieces([plan], SECONDS)
+    off = [p.seconds.total - p.seconds.total / (1 + p.gap) for p in (plan, found)]
+    assert off[0] == pytest.approx(off[1])
+
+
+@pytest.fixture(scope="module")
+def best() -> Plan:
+    return best_plan(asked("32K"), None, SECONDS)
+
+
+def test_the_planner_chooses_them_and_says_so(best: Plan) -> None:
+    tokens = best.schedule.head_tokens
+    assert best.strategy == "grouped"
+    assert tokens > 1024
+    assert best.to_json()["schedule"]["head_tokens"] == tokens
+    assert f"head_tokens: {tokens}" in as_yaml(best.schedule)
+    assert f"logits of {tokens:,} tokens at a time" in str(best)
+
+
+def test_strategies_that_are_named_keep_their_own(best: Plan) -> None:
+    named = [plan for plan in best.alternatives if plan.strategy != "grouped"]
+    assert {plan.strategy for plan in named} == set(STRATEGIES) - {"grouped"}
+    assert {plan.schedule.head_tokens for plan in named} == {1024}
+
+
+def test_sparse_plans_have_them_too() -> None:
+    plan = best_plan(replace(asked("32K"), sparse=Sparse()), None, SECONDS)
+    assert plan.schedule.sparse is not None
+    assert plan.schedule.head_tokens > 1024
+    assert plan.fits

@@ -1,0 +1,151 @@
+"""What a person is told to run, and how long it can be."""
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from farspan.plan.cell.describe import model_spec
+from farspan.plan.model.catalog import find_architecture
+from farspan.planner import feasibility as quick
+from farspan.planner import plans
+from farspan.planner.api import Request
+from farspan.planner.evaluate import evaluate
+from farspan.planner.feasibility import estimate
+from farspan.planner.machines import machine
+from farspan.planner.plans import best_plan, longest_contexts, named_schedule
+from farspan.planner.request import Optimizer, Plan, Question
+from farspan.planner.search import TOLERANCE
+from farspan.program.layout import Layout
+from farspan.program.strategies import STRATEGIES
+from farspan.spec import Refused, RunSpec
+
+GIB = 2**30
+
+
+def question(tokens: int, host: int = 64 * GIB, **fields: object) -> Question:
+    whole = find_architecture("Qwen2.5-0.5B")
+    architecture = replace(whole, blocks=whole.blocks[:6])
+    here = replace(machine("rtx4090"), host_bytes=host)
+    asked = Question(model_spec(architecture), RunSpec(1, tokens), here, architecture=architecture)
+    return replace(asked, **fields)  # type: ignore[arg-type]
+
+
+def test_the_best_plan_is_the_fastest_that_fits() -> None:
+    best = best_plan(question(128 * 1024))
+    assert best.fits
+    assert best.gap <= TOLERANCE
+    fitting = [plan for plan in best.alternatives if plan.fits]
+    assert fitting
+    assert all(plan.seconds.total * (1 + TOLERANCE) >= best.seconds.total for plan in fitting)
+    assert {best.strategy, *(plan.strategy for plan in best.alternatives)} == set(STRATEGIES)
+    order = [(not plan.fits, plan.seconds.total) for plan in fitting]
+    assert order == sorted(order)
+    assert best.reason
+    assert not best.remedy
+    for plan in (best, *best.alternatives):
+        assert all(size >= 0 for size in (*plan.device.parts.values(), *plan.host.parts.values()))
+
+
+def test_what_the_search_knows_holds_for_a_strategy_that_is_preferred(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes less main memory than the fastest, and nobody has searched for it by its name."""
+    asked = question(32 * 1024)
+    named = evaluate(asked, "oomb", named_schedule(asked, "oomb"))
+    fastest = replace(
+        named,
+        strategy="grouped",
+        seconds=replace(named.seconds, total=named.seconds.total / 1.003),
+        host=replace(named.host, parts=named.host.parts | {"x": GIB}),
+        gap=0.001,
+    )
+    monkeypatch.setattr(plans, "_plans", lambda *_: [named, fastest])
+    best = best_plan(asked)
+    assert best.strategy == "oomb"
+    assert best.gap == pytest.approx(1.003 * 1.001 - 1, rel=1e-9)
+
+
+def test_more_memory_is_never_slower() -> None:
+    small = best_plan(question(128 * 1024, host=16 * GIB), ["grouped"])
+    large = best_plan(question(128 * 1024, host=256 * GIB), ["grouped"])
+    assert large.seconds.total <= small.seconds.total * (1 + TOLERANCE)
+
+
+def test_main_memory_is_not_taken_for_nothing() -> None:
+    """Adapters leave the device's memory to what is kept, and as fast as the fastest plan is one
+    that takes little of the host."""
+    best = best_plan(Request("Qwen2.5-1.5B", "128K", "rtx4090", lora=16).question())
+    fastest = min((plan for plan in best.alternatives if plan.fits), key=Plan.rank)
+    assert fastest.strategy == best.strategy == "grouped"
+    assert fastest.host.total > 50 * GIB
+    assert best.host.total < 11 * GIB
+    assert 0 < best.gap <= TOLERANCE
+    assert 1 < best.seconds.total / fastest.seconds.total <= 1 + best.gap
+    assert "the fastest takes 46.7 GiB more of main memory for at most 0.1% less" in best.reason
+
+
+def test_what_does_not_fit_says_what_breaks_and_what_would_help() -> None:
+    asked = question(32 * 1024, machine=replace(machine("rtx4090"), device_bytes=5 * GIB))
+    plan = best_plan(asked)
+    assert not plan.fits
+    assert "device memory breaks first" in plan.reason
+    assert plan.remedy == "--optimizer host"
+    assert best_plan(replace(asked, optimizer=Optimizer.HOST)).fits
+
+
+@pytest.mark.parametrize("name", ["memo", "fpdt", "oomb", "offload", "grouped"])
+def test_the_longest_context_fits_and_a_longer_one_does_not(name: str) -> None:
+    asked = question(1, host=2 * GIB)
+    plan = longest_contexts(asked, [name])[name]
+    assert plan.fits
+    tokens = plan.question.run.tokens
+    assert tokens > 8 * 1024
+    longer = replace(asked, run=RunSpec(1, tokens + tokens // 16))
+    assert not best_plan(longer, [name], seconds=1.0).fits
+
+
+@pytest.mark.parametrize("name", ["memo", "fpdt", "oomb", "offload", "swap", "grouped"])
+@pytest.mark.parametrize(("devices", "accumulates"), [(1, False), (1, True), (2, False)])
+def test_the_quick_look_sees_what_the_program_takes(
+    name: str, devices: int, accumulates: bool
+) -> None:
+    asked = question(256 * 1024, layout=Layout(ulysses=devices), accumulates=accumulates)
+    schedule = named_schedule(asked, name)
+    plan = evaluate(asked, name, schedule)
+    device, host = quick.left(asked, schedule)
+    assert abs(device - plan.device.left) <= 0.01 * plan.device.total
+    assert abs(host - plan.host.left) <= 0.01 * plan.host.total
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(("devices", "accumulates"), [(1, False), (2, True)])
+def test_an_estimate_has_the_time_of_its_program(
+    name: str, devices: int, accumulates: bool
+) -> None:
+    asked = question(200 * 1000, layout=Layout(ulysses=devices), accumulates=accumulates)
+    schedule = named_schedule(asked, name)
+    plan, counted = evaluate(asked, name, schedule), estimate(asked, name, schedule)
+    whole = asdict(plan.seconds)
+    for lane, took in asdict(counted.seconds).items():
+        assert took == whole[lane] or abs(took - whole[lane]) <= 1e-9 * plan.seconds.total
+    assert counted.mfu == pytest.approx(plan.mfu, rel=1e-9)
+    for budget, bound in ((plan.device, counted.device), (plan.host, counted.host)):
+        assert bound.limit == budget.limit
+        assert 0 <= budget.total - bound.total <= 0.01 * budget.total
+        for part in set(budget.parts) - {"placement", "pages"}:
+            assert abs(bound.parts.get(part, 0) - budget.parts[part]) <= 0.01 * budget.total
+
+
+def test_heads_that_cannot_be_shared_are_refused() -> None:
+    with pytest.raises(Refused, match="ulysses: 2 K, V heads"):
+        best_plan(question(1024, layout=Layout(ulysses=4)))
+
+
+def test_a_context_beyond_counting_is_refused() -> None:
+    with pytest.raises(Refused, match="context: 1,000,000,000,000 tokens are more"):
+        best_plan(question(10**12))
+
+
+def test_an_unknown_strategy_is_refused() -> None:
+    with pytest.raises(Refused, match="strategy: 'fast' is not known"):
+        best_plan(question(1024), ["fast"])

@@ -1,0 +1,296 @@
+"""A plan of several devices is of the programs that their ranks run."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farspan.plan.cell.describe import model_spec
+from farspan.plan.model.catalog import find_architecture
+from farspan.planner.evaluate import (
+    arena_parts,
+    evaluate,
+    kinds_of,
+    most_layers,
+    on_machines,
+    own_schedule,
+    part_of,
+    programs,
+    refuse_layout,
+    size,
+)
+from farspan.planner.machines import machine
+from farspan.planner.request import Optimizer, Question
+from farspan.planner.states import states
+from farspan.program.builder import build_program
+from farspan.program.layout import SEQUENCE, Layout, Rank, chunk_ranges, refuse_together, share_of
+from farspan.program.program import Program
+from farspan.spec import LayerSpec, ModelSpec, Refused, RunSpec, Schedule, Sparse, StateTensor, Tier
+from tests.planner.machines import slow_machine
+from tests.planner.test_bound import with_work
+
+LAYOUTS = [
+    Layout(ulysses=2),
+    Layout(ulysses=4, data=2),
+    Layout(shards=3),
+    Layout(ulysses=2, shards=2, fsdp=False),
+    Layout(ring=3),
+    Layout(ulysses=2, ring=2),
+    Layout(tensor=2),
+    Layout(tensor=2, ulysses=2, shards=2),
+    Layout(pipeline=2),
+    Layout(pipeline=3, data=2, fsdp=False),
+    Layout(pipeline=4),
+    Layout(pipeline=2, shards=3),
+    Layout(tensor=2, pipeline=3),
+    Layout(ulysses=2, shards=2, data=2, pipeline=2),
+]
+TOKENS = 199  # and chunks of 26 and 28: nothing divides them, and the last chunk is ragged
+
+SCHEDULES = [
+    Schedule(
+        chunk=28 if sparse else 26,
+        groups=1,
+        x=x,
+        kv=kv,
+        kv_kept=kept > 0,
+        attention_kept=kept,
+        attention_open=kept < 1,
+        attention=x,
+        activations_kept=graphs,
+        activations=kv,
+        layer_checkpoint=kept == 0,
+        kv_block=7,
+        sparse=sparse,
+    )
+    for (x, kv), (kept, graphs), sparse in product(
+        product(Tier, Tier),
+        [(0.0, 0.0), (0.4, 0.6), (1.0, 0.3)],
+        [None, Sparse(page=4, budget=8, recent=10)],
+    )
+]
+
+
+def layer(**fields: object) -> LayerSpec:
+    given = {"window": None, "activation_bytes": 58, "saves_input": True, **fields}
+    return LayerSpec(4, 4, 10, 12, **given)  # type: ignore[arg-type]
+
+
+STATE = StateTensor("recurrent.0", (3, 31), 4)
+ATTENDING = (layer(), layer(window=30), layer(activation_bytes=34), layer(), layer(window=30))
+RECURRENT = LayerSpec(0, 0, 0, 0, 1, activation_bytes=70, state=(STATE,))
+
+
+def asked(layout: Layout, *, devices: int = 1, recurrent: bool = False) -> Question:
+    layers = (*ATTENDING[:2], RECURRENT, *ATTENDING[3:]) if recurrent else ATTENDING
+    model = with_work(ModelSpec("odd", 20, 50, layers, 2))
+    return Question(model, RunSpec(2, TOKENS), slow_machine(devices=devices), layout)
+
+
+def programs_of(question: Question, schedule: Schedule) -> list[Program]:
+    """What the ranks run, each by its number."""
+    layout = question.layout
+    ranks = (Rank(layout, number) for number in range(layout.devices()))
+    return [build_program(question.model, question.run, schedule, rank) for rank in ranks]
+
+
+def runs(question: Question, schedule: Schedule) -> bool:
+    try:
+        refuse_together(schedule, question.layout)
+    except Refused:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_planned_arenas_are_those_of_the_fullest_ranks(layout: Layout, recurrent: bool) -> None:
+    """To the byte, and nothing is looked at that no rank runs."""
+    if recurrent and layout.sequence() > 1:
+        return
+    question = asked(layout, recurrent=recurrent)
+    for schedule in (schedule for schedule in SCHEDULES if runs(question, schedule)):
+        planned = [program for _, program in programs(question, schedule)]
+        ranks = programs_of(question, schedule)
+        for tier in Tier:
+            wanted = max(program.arena_bytes[tier] for program in ranks)
+            assert max(one.arena_bytes[tier] for one in planned) == wanted, (schedule, tier)
+        assert all(program in ranks for program in planned)
+        # The same instructions are looked at once.
+        assert len({program.instructions for program in planned}) == len(planned)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize("layout", LAYOUTS[-7:], ids=str)
+def test_a_machine_holds_what_its_ranks_take_together(layout: Layout, devices: int) -> None:
+    """A share is one rank's part of what the fullest machine takes. Ranks of a sequence count as
+    the one with the most rows."""
+    question = asked(layout, devices=devices)
+    near, last = question.near(), layout.sequence() - 1
+    for schedule in [schedule for schedule in SCHEDULES if runs(question, schedule)][::5]:
+        own = [program.arena_bytes[Tier.HOST] for program in programs_of(question, schedule)]
+        most = [own[n // (last + 1) * (last + 1) + last] for n in range(len(own))]
+        together = max(sum(most[n : n + near]) for n in range(0, len(most), near))
+        parts = size(question, schedule).host.parts
+        planned = near * (sum(parts.values()) - parts.get("pages", 0) - parts.get("optimizer", 0))
+        # Each part of a share is rounded up.
+        assert 0 <= planned - together <= near * len(parts), schedule
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_plan_takes_the_fullest_device_and_the_slowest_rank(layout: Layout) -> None:
+    question = asked(layout)
+    for schedule in [schedule for schedule in SCHEDULES if runs(question, schedule)][1::7]:
+        plan, sized = evaluate(question, "grouped", schedule), size(question, schedule)
+        assert (plan.device, plan.host) == (sized.device, sized.host)
+        arenas = [arena_parts(program, Tier.DEVICE) for program in sized.programs]
+        planned = {part: plan.device.parts.get(part, 0) for part in arenas[0]}
+        assert planned in arenas
+
+
+def test_a_pipeline_takes_what_its_middle_takes() -> None:
+    """A 7B model of four stages at 1M: stages between the ends keep O of all their layers, and what
+    they receive; the last has O of its top layer for one chunk at a time."""
+    model = model_spec(find_architecture("Qwen2.5-7B"))
+    schedule = Schedule(chunk=2**14, kv=Tier.HOST, attention_kept=1.0)
+    question = Question(model, RunSpec(1, 2**20), machine("h200"), Layout(pipeline=4))
+    alone = replace(question, machine=replace(question.machine, devices=1))
+    parts = size(alone, schedule).host.parts
+    ranks = programs_of(question, schedule)
+    most = max(program.arena_bytes[Tier.HOST] for program in ranks)
+    assert most == ranks[1].arena_bytes[Tier.HOST] == ranks[2].arena_bytes[Tier.HOST]
+    assert sum(parts.values()) - parts.get("pages", 0) - parts.get("optimizer", 0) == most
+
+
+# -- kinds of rank -------------------------------------------------------------------------------
+
+LLAMA = model_spec(find_architecture("Llama-3-8B"))
+
+
+def ask(layout: Layout, model: ModelSpec = LLAMA) -> Question:
+    return Question(model, RunSpec(1, 2**20), machine("h100"), layout, Optimizer.ADAMW)
+
+
+@given(st.integers(1, 400), st.integers(1, 90), st.sampled_from(LAYOUTS))
+def test_the_last_rank_of_a_sequence_has_the_most_rows(
+    tokens: int, chunk: int, layout: Layout
+) -> None:
+    """Of tokens and of keys, in every chunk."""
+    (kind, *_) = kinds_of(ask(layout), Schedule(groups=1))
+    ranks = [Rank(layout, n) for n in kind.rank.peers(*SEQUENCE)]
+    shares = [share_of(chunk_ranges(tokens, chunk), rank) for rank in ranks]
+    most = share_of(chunk_ranges(tokens, chunk), kind.rank)
+    for spans, own in (
+        ([share.tokens.rows for share in shares], most.tokens.rows),
+        ([share.keys.rows for share in shares], most.keys.rows),
+    ):
+        sizes = [[stop - start for start, stop in rows] for rows in spans]
+        longest = [max(of) for of in zip(*sizes, strict=True)]
+        assert [stop - start for start, stop in own] == longest
+    assert [stop - start for start, stop in most.cells] == [
+        stop - start for start, stop in most.tokens.rows
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "wanted"),
+    [
+        (32, 1, [(0,)]),
+        (32, 2, [(0,), (1,)]),
+        (32, 4, [(0,), (1, 2), (3,)]),
+        (28, 8, [(0,), (1, 3, 5), (2, 4, 6), (7,)]),
+    ],
+)
+def test_stages_that_run_alike_are_one_kind(
+    layers: int, stages: int, wanted: list[tuple[int, ...]]
+) -> None:
+    layout = Layout(pipeline=stages, data=2)
+    model = replace(LLAMA, layers=LLAMA.layers[:1] * layers)
+    kinds = kinds_of(ask(layout, model), Schedule(groups=1))
+    assert [kind.stages for kind in kinds] == wanted
+    for kind in kinds:
+        assert kind.rank.along["pipeline"] == kind.stages[0]
+        assert (kind.is_first, kind.is_last) == (0 in kind.stages, stages - 1 in kind.stages)
+    near = replace(ask(layout, model), machine=replace(machine("h100"), devices=4))
+    counts = on_machines(near, kinds)
+    assert {sum(of) for of in counts} == {min(4, 2 * stages)}
+
+
+@pytest.mark.parametrize("stages", [2, 5, 8, 32])
+def test_a_stage_has_its_layers_and_what_lies_outside(stages: int) -> None:
+    layout = Layout(pipeline=stages)
+    for kind in kinds_of(ask(layout), Schedule(groups=1)):
+        part = part_of(ask(layout), kind).model
+        layer = LLAMA.layers[0].work.parameters
+        count = kind.layers[1] - kind.layers[0]
+        assert len(part.layers) == count
+        assert part.parameters == LLAMA.outer() + count * layer
+        assert (part.outer(), part.outer_trainable()) == (LLAMA.outer(), LLAMA.outer_trainable())
+    assert most_layers(ask(layout)) == -(-32 // stages)
+
+
+def test_keys_are_asked_for_in_blocks_of_a_rank() -> None:
+    """Ranks that share heads hold all keys, those that share keys all heads."""
+    schedule = Schedule(chunk=1000, kv_block=99)
+    for layout, chunk, block in (
+        (Layout(ulysses=8, shards=2), 63, 13),
+        (Layout(ring=3), 334, 99),
+        (Layout(shards=4), 250, 99),
+        (Layout(tensor=2, ulysses=2, data=2), 250, 25),
+    ):
+        own = own_schedule(schedule, layout)
+        assert (own.chunk, own.kv_block) == (chunk, block)
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    for refused in (most_layers, refuse_layout):
+        with pytest.raises(Refused, match="33 stages for 32 layers"):
+            refused(ask(Layout(pipeline=33)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_possible"),
+    [
+        (Layout(ulysses=8), True),
+        (Layout(ulysses=4, tensor=2), True),
+        (Layout(ulysses=8, tensor=2), False),
+        (Layout(ulysses=3), False),
+        (Layout(ring=64), True),
+        (Layout(ulysses=8, shards=128), True),
+    ],
+)
+def test_heads_are_whole(layout: Layout, is_possible: bool) -> None:
+    if is_possible:
+        refuse_layout(ask(layout))
+        return
+    with pytest.raises(Refused, match="8 K, V heads cannot be shared"):
+        refuse_layout(ask(layout))
+
+
+def test_states_of_all_devices_are_those_of_the_model() -> None:
+    """18 bytes a parameter: bf16 weight, fp32 gradient, master and two moments. Devices that cut
+    layers by heads and features have all of what lies outside."""
+    each, groups = 2 + 4 + 12, ((0, 16), (16, 32))
+    whole = LLAMA.parameters * each
+    for layout in (Layout(ulysses=8), Layout(ulysses=8, data=16), Layout(tensor=8, ring=4)):
+        held = states(ask(layout), groups)
+        own = held.weights + held.gradients + held.optimizer
+        again = LLAMA.outer() * each * (layout.tensor - 1)
+        assert 0 <= own * layout.devices() - whole - again <= each * layout.devices()
+    alone = states(ask(Layout(ulysses=8, fsdp=False)), groups)
+    assert alone.weights + alone.gradients + alone.optimizer == whole
+    assert alone.gathered == 0
+
+
+def test_open_group_is_gathered_whole_and_cut_by_tensor() -> None:
+    layer, outer = LLAMA.layers[0].work.parameters, LLAMA.outer()
+    question = ask(Layout(tensor=8, ring=4))
+    held = states(question, ((0, 30), (30, 32)))
+    own = -(-30 * layer // 8) + outer
+    assert (held.gathered, held.accumulators) == (2 * own, 4 * own)
+    frozen = replace(
+        LLAMA, layers=LLAMA.layers[:2], parameters=outer + 2 * layer, trainable=outer + 2 * layer
+    )
+    assert states(ask(Layout(ulysses=8), frozen), ((0, 2),)).gathered == 2 * (outer + 2 * layer)

@@ -1,0 +1,278 @@
+"""Chunks of a pipeline: exact ranges, of one cost, and less waiting for it."""
+
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farspan.plan.cell.describe import model_spec
+from farspan.plan.model.catalog import find_architecture
+from farspan.planner.bounds import all_frames, tiers_of
+from farspan.planner.evaluate import evaluate, size, slowest
+from farspan.planner.feasibility import slowest as slowest_bound
+from farspan.planner.feasibility import taken
+from farspan.planner.machines import machine
+from farspan.planner.prices import Prices
+from farspan.planner.request import Question
+from farspan.planner.search import Cells
+from farspan.planner.timeline import run_time
+from farspan.program.builder import build_evaluation, build_program
+from farspan.program.chunking import SHORTEST, Costs, balanced_ranges, chunks_of, costs_of
+from farspan.program.dependencies import waits
+from farspan.program.flops import work_of
+from farspan.program.layout import Layout, Range, Rank, are_equal, chunk_ranges
+from farspan.program.program import Forward, cell_place
+from farspan.program.residency import Kind
+from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier
+from tests.grids import examples
+from tests.oracles.check import check_program
+from tests.oracles.check_order import check_order
+from tests.planner.machines import slow_machine
+from tests.planner.test_bound import CLOSE, with_work
+
+Ranges = tuple[Range, ...]
+
+windows = st.none() | st.integers(1, 60)
+costs = st.builds(
+    Costs,
+    st.sampled_from([0, 1, 7, 100, 10_000]),
+    st.lists(st.tuples(windows, st.integers(1, 9)), min_size=1, max_size=2).map(tuple),
+)
+
+
+def each(costs: Costs, ranges: Ranges) -> list[int]:
+    return [costs.before(stop) - costs.before(start) for start, stop in ranges]
+
+
+@settings(max_examples=examples(300))
+@given(costs, st.integers(1, 400), st.integers(1, 120))
+def test_ranges_are_of_one_cost(costs: Costs, tokens: int, chunk: int) -> None:
+    ranges = balanced_ranges(costs, tokens, chunk)
+    borders = [0, *(stop for _, stop in ranges)]
+    assert [start for start, _ in ranges] == borders[:-1]
+    assert borders[-1] == tokens
+    lengths = [stop - start for start, stop in ranges]
+    assert lengths[-1] >= 1
+    assert lengths[0] <= chunk
+    assert lengths == sorted(lengths, reverse=True)
+    # Those that the limit of `chunk` makes too cheap come first. Of the others a border is off by
+    # less than the last token, the dearest; what one takes too much the n that follow lack, an n-th
+    # each, so the last lacks less than 1 + 1/2 + 1/3 + ... of that token's cost.
+    found, token = each(costs, ranges), costs.before(tokens) - costs.before(tokens - 1)
+    free = [cost for cost, length in zip(found, lengths, strict=True) if length < chunk]
+    if free:
+        mean = Fraction(sum(free), len(free))
+        assert max(free) < mean + token
+        assert min(free) > mean - token * sum(Fraction(1, n + 1) for n in range(len(free)))
+
+
+@settings(max_examples=examples(300))
+@given(costs, st.integers(1, 400), st.integers(1, 120))
+def test_ranges_are_few(costs: Costs, tokens: int, chunk: int) -> None:
+    """No cut into fewer has all chunks as cheap as the first `chunk` tokens, or as the last
+    quarter of so many; and never are there more than four times the equal chunks."""
+    ranges = balanced_ranges(costs, tokens, chunk)
+    equal = chunk_ranges(tokens, chunk)
+    short = -(-chunk // SHORTEST)
+    most = max(
+        costs.before(min(tokens, chunk)),
+        costs.before(tokens) - costs.before(max(0, tokens - short)),
+    )
+    token = costs.before(tokens) - costs.before(tokens - 1)
+    assert max(each(costs, ranges)) < most + token
+    assert len(equal) <= len(ranges) <= SHORTEST * len(equal)
+    fewer = len(ranges) - 1
+    assert (
+        fewer * chunk < tokens
+        or fewer * most < costs.before(tokens)
+        or fewer < greedy(costs, tokens, chunk, most)
+    )
+
+
+def greedy(costs: Costs, tokens: int, chunk: int, most: int) -> int:
+    """Chunks, each as long as may be, token by token."""
+    count, start = 1, 0
+    for stop in range(1, tokens + 1):
+        dear = costs.before(stop) - costs.before(start) > most
+        if (dear or stop - start > chunk) and stop - 1 > start:
+            count, start = count + 1, stop - 1
+    return count
+
+
+def test_by_hand() -> None:
+    # Attention alone, 1 a pair: 136 in all, and 36 in the first eight, so four cannot do.
+    costs = Costs(0, ((None, 1),))
+    found = balanced_ranges(costs, 16, 8)
+    assert found == ((0, 7), (7, 10), (10, 13), (13, 15), (15, 16))
+    assert each(costs, found) == [28, 27, 36, 29, 16]
+    # Twice as long it takes 528 / 63: two tokens are the shortest, and the last two cost 63.
+    found = balanced_ranges(costs, 32, 8)
+    assert found[0] == (0, 8)
+    assert len(found) == 9
+    assert min(stop - start for start, stop in found) == 2
+    # Tokens alone: as equal as they can be, where equal chunks leave a ragged one.
+    assert balanced_ranges(Costs(1, ((1, 0),)), 37, 16) == ((0, 13), (13, 25), (25, 37))
+
+
+# -- programs ------------------------------------------------------------------------------------
+
+LAYERS = tuple(LayerSpec(4, 4, 2, 2, w, activation_bytes=64) for w in (None, None, 9, None))
+MODEL = ModelSpec("m", 8, 16, LAYERS, 2)
+
+
+def test_ranks_of_a_pipeline_cut_alike_and_others_as_before() -> None:
+    schedule = Schedule(chunk=16, kv_block=5)
+    for model in (MODEL, with_work(MODEL)):
+        wanted = balanced_ranges(costs_of(model), 200, 16)
+        assert not are_equal(wanted)
+        layout = Layout(tensor=2, shards=2, pipeline=2, data=2)
+        programs = [
+            build(model, RunSpec(1, 200), schedule, Rank(layout, number))
+            for number in range(layout.devices())
+            for build in (build_program, build_evaluation)
+        ]
+        assert {program.chunks for program in programs} == {wanted}
+        alone = build_program(model, RunSpec(1, 200), schedule, Rank(replace(layout, pipeline=1)))
+        assert alone.chunks == chunk_ranges(200, 16)
+
+
+def test_sparse_attention_sees_what_one_process_does() -> None:
+    schedule = Schedule(chunk=16, sparse=Sparse(page=4, budget=8, recent=8))
+    assert chunks_of(MODEL, 200, schedule, Layout(pipeline=2)) == chunk_ranges(200, 16)
+
+
+@settings(max_examples=examples(20))
+@given(
+    st.builds(
+        Schedule,
+        chunk=st.sampled_from([7, 16]),
+        x=st.sampled_from(Tier),
+        kv=st.sampled_from(Tier),
+        kv_block=st.sampled_from([3, 1000]),
+        attention_kept=st.sampled_from([0.0, 0.5, 1.0]),
+        attention_open=st.booleans(),
+        activations_kept=st.sampled_from([0.3, 0.5, 1.0]),
+        activations=st.sampled_from(Tier),
+        layer_checkpoint=st.booleans(),
+    ),
+    st.integers(20, 50),
+)
+def test_programs_are_right_and_cells_as_long_as_their_chunks(
+    schedule: Schedule, tokens: int
+) -> None:
+    layout = Layout(pipeline=2)
+    for number in range(2):
+        program = build_program(MODEL, RunSpec(2, tokens), schedule, Rank(layout, number))
+        check_program(program)
+        check_order(program, waits(program))
+        for buffer in program.buffers.values():
+            if buffer.kind is not Kind.ACTIVATIONS or buffer.layer < 0:
+                continue
+            held = [c for c, (start, _) in enumerate(program.chunks) if start >= buffer.start]
+            places = [cell_place(program, buffer, chunk) for chunk in held]
+            assert places[0][0] == 0
+            assert all(0 <= low[1] <= high[0] < low[1] + 64 for low, high in pairwise(places))
+            assert 0 <= buffer.bytes - places[-1][1] < 64
+            if are_equal(program.chunks):
+                continue
+            lengths = [program.chunks[c][1] - program.chunks[c][0] for c in held]
+            sizes = [stop - start for start, stop in places]
+            # 64 bytes of what a layer saves, batch 2, a token more.
+            for size_, length in zip(sizes, lengths, strict=True):
+                assert sizes[0] - size_ == buffer.cell_row * (lengths[0] - length)
+            assert buffer.cell_row >= 2 * 64
+
+
+# -- time ----------------------------------------------------------------------------------------
+
+
+def pipelined(stages: list[list[float]]) -> float:
+    """When the last stage is done: a chunk begins when it came through the stage before and the
+    stage is done with the chunk before. [stages][chunks] seconds."""
+    ends = [0.0] * len(stages[0])  # of each chunk in the stage before
+    for seconds_ in stages:
+        free = 0.0
+        for chunk, second in enumerate(seconds_):
+            free = ends[chunk] = max(ends[chunk], free) + second
+    return ends[-1]
+
+
+def idle(model: ModelSpec, chunks: Ranges, stages: int) -> float:
+    """The share of a step that a stage of the forwards waits, in FLOP of the program's cells."""
+    program = build_program(model, RunSpec(1, chunks[-1][1]), Schedule(), chunks=chunks)
+    layers = len(model.layers) // stages
+    work = [[0.0] * len(chunks) for _ in range(stages)]
+    seen = set()
+    for i in program.instructions:
+        if isinstance(i, Forward) and i.mode == "compute" and (i.layer, i.chunk) not in seen:
+            seen.add((i.layer, i.chunk))
+            work[i.layer // layers][i.chunk] += work_of(program, i)
+    assert len(seen) == len(model.layers) * len(chunks)
+    return 1 - sum(work[0]) / pipelined(work)
+
+
+def test_stages_wait_less() -> None:
+    """A 7B model at 256K in chunks of 16K on four stages: a stage waits 25% of the forwards where
+    chunks are equal, 13% with as many equal ones as there are balanced ones, and 8% so."""
+    model = model_spec(find_architecture("Qwen2.5-7B"))
+    balanced = balanced_ranges(costs_of(model), 2**18, 2**14)
+    equal = chunk_ranges(2**18, 2**14)
+    many = chunk_ranges(2**18, -(-(2**18) // len(balanced)))
+    assert (len(equal), len(balanced), len(many)) == (16, 37, 37)
+    assert balanced[0] == (0, 2**14)
+    found = [idle(model, chunks, 4) for chunks in (equal, many, balanced)]
+    assert found == pytest.approx([0.247, 0.126, 0.076], abs=0.0005)
+
+
+def asked(layout: Layout, tokens: int, model: ModelSpec = MODEL) -> Question:
+    return Question(with_work(model), RunSpec(1, tokens), slow_machine(), layout)
+
+
+def test_a_plan_waits_as_the_stages_do() -> None:
+    """What its price adds for three stages that wait: three times the dearest of its chunks."""
+    model = model_spec(find_architecture("Qwen2.5-7B"))
+    question = Question(model, RunSpec(1, 2**18), machine("h200"), Layout(pipeline=4))
+    schedule = Schedule(chunk=2**14, groups=28)
+    sized = size(question, schedule)
+    plan = evaluate(question, "grouped", schedule, sized)
+    program, _ = slowest(question, sized)
+    chunks = program.chunks
+    assert chunks == balanced_ranges(costs_of(model), 2**18, 2**14)
+    # Of one stage, which waits for nobody.
+    prices = Prices(question, program, together=question.overlap)
+    alone = run_time(prices, overlap=question.overlap).total
+    waits = (plan.seconds.total - alone) / alone
+    assert 3 / len(chunks) < waits < 3 * 1.3 / len(chunks)
+
+
+@settings(max_examples=examples(60))
+@given(
+    st.builds(
+        Schedule,
+        chunk=st.sampled_from([16, 40]),
+        groups=st.integers(1, 2),
+        kv=st.sampled_from(Tier),
+        kv_kept=st.booleans(),
+        attention_kept=st.sampled_from([0.0, 0.5]),
+        activations_kept=st.sampled_from([0.0, 0.3, 1.0]),
+        activations=st.sampled_from(Tier),
+        layer_checkpoint=st.booleans(),
+    ),
+    st.integers(40, 200),
+    st.sampled_from([Layout(pipeline=2), Layout(pipeline=2, shards=2)]),
+)
+def test_the_search_bounds_stages(schedule: Schedule, tokens: int, layout: Layout) -> None:
+    question = asked(layout, tokens)
+    family, tiers = all_frames(question, schedule), tiers_of(schedule)
+    sized, (held, devices) = size(question, schedule), taken(family)
+    for frames, program, device in zip(family, sized.programs, devices, strict=True):
+        assert program.chunks == frames.ruler.chunks
+        alike = int(frames.kept.alike[0])
+        beyond = max(Cells().beyond(frames, 0, alike), Cells().least(frames)[0, 0])
+        assert device[0, 0, tiers] + beyond <= sized.device.total
+    assert held.host[0, 0, tiers] <= sized.host.total
+    total = evaluate(question, "grouped", schedule, sized).seconds.total
+    assert slowest_bound(family)[0, 0, tiers] <= total * (1 + CLOSE)

@@ -1,0 +1,320 @@
+"""The checker passes every program that is built, and no program with a mistake in it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import pytest
+from hypothesis import event, given
+
+from farspan.memory.placement import Placement, PlacementRequest
+from farspan.program import buffer_names as names
+from farspan.program.builder import build_evaluation, build_program
+from farspan.program.program import (
+    Allocate,
+    AttentionMode,
+    Backward,
+    Clear,
+    Embed,
+    EmbedBackward,
+    Evict,
+    Fetch,
+    Forward,
+    Free,
+    Gather,
+    Head,
+    Instruction,
+    Load,
+    LoadGradient,
+    Program,
+    Receive,
+    Release,
+    Send,
+    Store,
+    StoreGradient,
+)
+from farspan.program.residency import Kind
+from farspan.spec import ModelSpec, RunSpec, Schedule, Sparse, Tier
+from tests.oracles.check import check_program
+from tests.oracles.check_placement import check_placement
+from tests.oracles.contents import ProgramError
+from tests.program import cases, mutate
+
+DEVICE, HOST = Tier.DEVICE, Tier.HOST
+
+# Five layers, five chunks, the last ragged; between them every instruction, mode and tier.
+RICH = {
+    "streamed": Schedule(
+        chunk=10,
+        groups=(3, 2),
+        kv=HOST,
+        attention_open=True,
+        attention_kept=0.4,
+        activations_kept=0.3,
+        kv_block=16,
+    ),
+    "device": Schedule(
+        chunk=10,
+        groups=(1, 2, 2),
+        x=DEVICE,
+        attention=DEVICE,
+        activations=DEVICE,
+        attention_kept=0.6,
+        activations_kept=0.2,
+    ),
+    "home": Schedule(
+        chunk=10, groups=(3, 2), kv_kept=True, attention_kept=0.7, activations_kept=0.5
+    ),
+    "held": Schedule(
+        chunk=10, groups=2, kv=HOST, kv_kept=True, layer_checkpoint=True, attention_kept=1.0
+    ),
+    "open": Schedule(
+        chunk=10, groups=(2, 3), attention=DEVICE, attention_open=True, layer_checkpoint=True
+    ),
+    "chunk by chunk": Schedule(chunk=10, groups=5, kv=HOST, layer_checkpoint=True),
+    "sparse": Schedule(
+        chunk=10,
+        groups=(3, 2),
+        attention_kept=0.4,
+        activations_kept=0.3,
+        sparse=Sparse(page=5, budget=10, recent=4),
+    ),
+    "sparse, held": Schedule(
+        chunk=10,
+        groups=(2, 3),
+        kv=HOST,
+        layer_checkpoint=True,
+        attention_open=True,
+        sparse=Sparse(page=2, budget=4, recent=11, sink_pages=0),
+    ),
+}
+
+
+@pytest.fixture(params=RICH)
+def program(request: pytest.FixtureRequest) -> Program:
+    return build_program(cases.model_of(5), RunSpec(1, 46), RICH[request.param])
+
+
+def arena_requests(program: Program, tier: Tier) -> tuple[list[PlacementRequest], Placement]:
+    """The buffers of an arena and where they are, with the most bytes alive counted anew."""
+    held = [b for b in program.buffers.values() if b.tier is tier]
+    times = {b.born for b in held}
+    bound = max((sum(b.bytes for b in held if b.born <= t < b.dies) for t in times), default=0)
+    return (
+        [PlacementRequest(b.bytes, b.born, b.dies) for b in held],
+        Placement(tuple(b.address for b in held), program.arena_bytes[tier], bound),
+    )
+
+
+@given(cases.steps())
+def test_every_program_passes(step: tuple[ModelSpec, RunSpec, Schedule]) -> None:
+    program = build_program(*step)
+    check_program(program, program.arena_bytes)
+    for tier in Tier:
+        requests, placement = arena_requests(program, tier)
+        check_placement(requests, placement)
+        tight = placement.height == placement.lower_bound
+        event(f"{tier} arena {'at' if tight else 'above'} the lower bound")
+
+
+@given(cases.steps())
+def test_every_evaluation_passes(step: tuple[ModelSpec, RunSpec, Schedule]) -> None:
+    program = build_evaluation(*step)
+    check_program(program)
+    model, run, _ = step
+    cells = [i for i in program.instructions if isinstance(i, Forward)]
+    assert len(cells) == len(model.layers) * len(program.chunks)
+    assert not any(buffer.kind is Kind.DKV for buffer in program.buffers.values()), run
+
+
+def escaped(mutants: Iterator[mutate.Mutant]) -> list[str]:
+    """Mutants that the checker passes; there must have been some to look at."""
+    names = [(name, mutate.caught(mutant)) for name, mutant in mutants]
+    assert names
+    return [name for name, was_caught in names if not was_caught]
+
+
+def test_a_rich_program_passes(program: Program) -> None:
+    check_program(program, program.arena_bytes)
+
+
+def test_rich_programs_hold_every_instruction_and_mode() -> None:
+    programs = [build_program(cases.model_of(5), RunSpec(1, 46), s) for s in RICH.values()]
+    instructions = [i for program in programs for i in program.instructions]
+    of_ranks = {Gather, Release, Receive, Send}  # tests/program/test_share.py
+    assert {type(i) for i in instructions} == set(Instruction.__args__) - of_ranks
+    assert {i.mode for i in instructions if isinstance(i, Forward)} == set(AttentionMode)
+
+
+def may_be_spare(program: Program) -> Callable[[Instruction], bool]:
+    """A fetch is spare when its slot still holds the chunk, a slot's clearing when it is still
+    zero, and K, V of the last chunk are written for nobody when its graph was not kept."""
+    last = len(program.chunks) - 1
+
+    def spare(i: Instruction) -> bool:
+        if isinstance(i, Evict):
+            return program.buffers[i.source].kind is Kind.KV and i.chunk == last
+        if isinstance(i, Clear):
+            return program.buffers[i.buffer].layer < 0
+        return isinstance(i, Fetch)
+
+    return spare
+
+
+def test_an_instruction_less_is_caught(program: Program) -> None:
+    spare = may_be_spare(program)
+    assert escaped(mutate.deletions(program, lambda i: not spare(i))) == []
+    copies = lambda i: spare(i) and not isinstance(i, Clear)  # noqa: E731
+    spared = [mutate.caught(mutant) for _, mutant in mutate.deletions(program, copies)]
+    assert spared.count(False) <= 0.2 * len(spared)
+
+
+def test_an_instruction_twice_is_caught(program: Program) -> None:
+    """Copies, loads, clears and held forwards give the same when they run again at once."""
+
+    def counts(i: Instruction) -> bool:
+        again = isinstance(i, Fetch | Evict | Embed | Load | LoadGradient | Clear)
+        return not (again or (isinstance(i, Forward) and i.hold))
+
+    assert escaped(mutate.duplicates(program, counts)) == []
+
+
+def test_another_layer_chunk_or_group_is_caught(program: Program) -> None:
+    assert escaped(islice(mutate.other_numbers(program), 0, None, 7)) == []
+
+
+def test_another_buffer_is_caught(program: Program) -> None:
+    """All that reads or writes another buffer, but where slots hold the same: what was fetched
+    twice, or zeros."""
+    mutants = list(islice(mutate.renamings(program), 0, None, 11))
+    passed = escaped(iter(mutants))
+    assert len(passed) <= 0.05 * len(mutants)
+    others = [name for name in passed if name.split()[1][:4] not in ("Fetc", "Load")]
+    assert [name for name in others if program.buffers[name.split()[-1]].layer >= 0] == []
+
+
+def dependent(first: Instruction, second: Instruction) -> bool:
+    """The second uses what the first makes."""
+    if getattr(first, "chunk", 0) != getattr(second, "chunk", 1):
+        return False
+    match first, second:
+        case (Store(buffer=made) | StoreGradient(buffer=made), Evict(source=used)):
+            return made == used
+        case (Load() | Embed(), Forward()) | (LoadGradient() | Head(), Backward()):
+            return True
+        case Forward(), Evict():
+            return second.source in (first.write_kv, first.attention, first.activations)
+        case (Forward(), Store() | Head()) | (Backward(), StoreGradient() | EmbedBackward()):
+            return True
+        case (Forward(), Forward()) | (Backward(), Backward()) | (Forward(), Backward()):
+            return True
+        case _:
+            return False
+
+
+def test_two_dependent_instructions_swapped_are_caught(program: Program) -> None:
+    mutants = list(mutate.neighbours(program, dependent))
+    assert len(mutants) > 50
+    assert escaped(iter(mutants)) == []
+
+
+def test_an_overlap_is_caught(program: Program) -> None:
+    assert escaped(islice(mutate.overlaps(program), 0, None, 11)) == []
+
+
+def test_a_buffer_outside_its_arena_is_caught(program: Program) -> None:
+    mutants = (
+        mutate.with_buffer(program, b.name, address=program.arena_bytes[b.tier] - b.bytes + 64)
+        for b in program.buffers.values()
+        if b.address >= 0
+    )
+    assert escaped(mutants) == []
+
+
+@pytest.mark.parametrize("field", ["born", "dies", "layer", "start", "bytes"])
+def test_a_buffer_that_is_not_what_it_says_is_caught(program: Program, field: str) -> None:
+    """Slots and the first token are judged by what is read and written, the rest by itself."""
+    mutants = (
+        mutate.with_buffer(program, b.name, **{field: getattr(b, field) + change})
+        for b in program.buffers.values()
+        for change in ((-64,) if field == "bytes" else (1,))
+        if b.layer >= 0
+    )
+    assert escaped(mutants) == []
+
+
+def test_a_forward_flag_turned_is_caught(program: Program) -> None:
+    mutants = (
+        mutate.changed(program, index, name, not getattr(i, name))
+        for index, i in enumerate(program.instructions)
+        if isinstance(i, Forward)
+        for name in ("graph", "kept", "hold", "chooses")
+        # A hold that nobody asks for keeps a register longer, and changes nothing.
+        if name != "hold" or i.hold or i.graph
+    )
+    assert escaped(mutants) == []
+
+
+def test_another_mode_is_caught(program: Program) -> None:
+    """All but: computing what was to be held or given, which gives the same."""
+    mutants = (
+        mutate.changed(program, index, "mode", mode)
+        for index, i in enumerate(program.instructions)
+        if isinstance(i, Forward)
+        for mode in AttentionMode
+        if mode is not i.mode and mode is not AttentionMode.COMPUTE
+    )
+    assert escaped(mutants) == []
+
+
+def test_slots_too_small_for_chosen_pages_are_caught() -> None:
+    program = build_program(cases.model_of(5), RunSpec(2, 47), RICH["sparse, held"])
+    check_program(program)
+    for name in names.PAGES:
+        _, short = mutate.with_buffer(program, name, bytes=64, cell_bytes=64)
+        with pytest.raises(ProgramError, match=f"{name} cannot take chosen pages"):
+            check_program(short)
+
+
+def test_a_tier_too_small_is_caught(program: Program) -> None:
+    for tier in Tier:
+        short = program.arena_bytes | {tier: program.arena_bytes[tier] - 1}
+        with pytest.raises(ProgramError, match=f"{tier} needs"):
+            check_program(program, short)
+
+
+def test_a_buffer_never_used_is_caught(program: Program) -> None:
+    spare = replace(next(iter(program.buffers.values())), name="spare", address=2**20)
+    more = replace(
+        program,
+        buffers=program.buffers | {"spare": spare},
+        arena_bytes=dict.fromkeys(Tier, 2**30),
+    )
+    body = [Allocate("spare"), *program.instructions]
+    with pytest.raises(ProgramError, match=r"never freed: \['spare'\]"):
+        check_program(mutate.with_instructions(more, body))
+    body.append(Free("spare"))
+    with pytest.raises(ProgramError, match=r"never used: \['spare'\]"):
+        check_program(mutate.with_instructions(more, body))
+    with pytest.raises(ProgramError, match=r"never allocated: \['spare'\]"):
+        check_program(more)
+
+
+def test_an_error_names_the_instruction() -> None:
+    program = build_program(cases.model_of(2), RunSpec(1, 20), Schedule(chunk=10, x=DEVICE))
+    index = next(i for i, x in enumerate(program.instructions) if isinstance(x, Clear))
+    body = [*program.instructions[:index], *program.instructions[index + 1 :]]
+    with pytest.raises(ProgramError, match=r"dkv\.1 holds None") as caught:
+        check_program(mutate.with_instructions(program, body))
+    assert isinstance(body[caught.value.index], Backward)
+    assert str(caught.value).startswith(f"instruction {caught.value.index}: ")
+
+
+@pytest.mark.parametrize("field", ["chunks", "groups"])
+def test_a_grid_with_a_gap_is_caught(program: Program, field: str) -> None:
+    ranges = getattr(program, field)
+    for wrong in (ranges[1:], ranges[:-1], (*ranges, ranges[-1]), ((0, 0), *ranges)):
+        values: dict[str, Any] = {field: wrong}
+        with pytest.raises(ProgramError, match=f"program: {field}"):
+            check_program(replace(program, **values))

@@ -1,0 +1,147 @@
+"""A class of tensors is a row of a table: builder, checker, simulation, plan and engine take it."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+
+from farspan.engine.step import Step
+from farspan.planner.evaluate import arena_parts
+from farspan.program import builder as build
+from farspan.program import residency
+from farspan.program.passes import GroupPasses
+from farspan.program.program import Load, Program, Store
+from farspan.program.residency import RESIDENCY, CutInto, Kind, Residency, RowTensor, Until
+from farspan.program.simulate import simulate
+from farspan.spec import RunSpec, Schedule, Tier
+from tests.oracles.check import check_program
+from tests.oracles.contents import ProgramError
+from tests.program.cases import model_of
+from tests.zoo import VOCAB, make_model
+
+ECHO = cast(Kind, "echo")
+SLOTS = ("echo.slot.0", "echo.slot.1")
+TOKENS = 37
+
+
+def echo(layer: int) -> str:
+    return f"echo.{layer}"
+
+
+ROW = Residency(
+    words="what a group read",
+    rows=CutInto.TOKENS,
+    written="the group's first forward",
+    read="the group's other passes",
+    until=Until.BACKWARD,
+    homes=(echo,),
+    tier="attention",
+    slots=(SLOTS,),
+    contents=("x",),
+    tensors=lambda model, _, batch: [RowTensor("x", (batch, model.hidden))],
+)
+
+
+class EchoPasses(GroupPasses):
+    """Every group keeps a copy of what it reads, and reads that from its second pass on."""
+
+    def open_first(self) -> None:
+        ledger = self.ledger
+        if ROW.tier_of(ledger.schedule) is Tier.HOST:
+            for name in SLOTS:
+                if name not in ledger.buffers:
+                    ledger.allocate_slot(name, ECHO, ledger.share.tokens.most)
+        ledger.allocate(echo(self.layers[0]), ECHO, self.layers[0])
+        super().open_first()
+
+    def enter(self, chunk: int) -> None:
+        super().enter(chunk)
+        ledger, layer = self.ledger, self.layers[0]
+        home = echo(layer)
+        on_host = ROW.tier_of(ledger.schedule) is Tier.HOST
+        place = ledger.turn(ledger.few(SLOTS)) if on_host else home
+        if chunk in ledger.written[home]:
+            self._fetch(home, place, chunk)
+        else:
+            ledger.emit(Store(layer, chunk, place))
+            self._evict(place, home, chunk)
+            ledger.written[home].add(chunk)
+        ledger.emit(Load(layer, chunk, place))
+
+
+@pytest.fixture
+def with_echo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(residency.RESIDENCY, ECHO, ROW)
+    monkeypatch.setattr(build, "GroupPasses", EchoPasses)
+
+
+def schedule(tier: Tier) -> Schedule:
+    return Schedule(chunk=10, groups=2, x=Tier.DEVICE, attention=tier, attention_kept=0.5)
+
+
+def program(tier: Tier) -> Program:
+    return build.build_program(model_of(4), RunSpec(1, TOKENS), schedule(tier))
+
+
+def test_every_kind_has_a_row() -> None:
+    assert set(RESIDENCY) == set(Kind)
+    names = [name for row in RESIDENCY.values() for ring in row.slots for name in ring]
+    names += [name(3) for row in RESIDENCY.values() for name in row.homes]
+    assert len(set(names)) == len(names)
+    assert [row for row in RESIDENCY.values() if not row.in_cells] == [
+        row for row in RESIDENCY.values() if row.tensors(model_of(1), model_of(1).layers[0], 1)
+    ]
+
+
+@pytest.mark.usefixtures("with_echo")
+@pytest.mark.parametrize("tier", Tier)
+def test_a_class_of_the_table_is_planned(tier: Tier) -> None:
+    """Its bytes are counted where the schedule has it, its copies too, and it is freed."""
+    plain = simulate(_without(tier))
+    made = program(tier)
+    check_program(made)
+    found = simulate(made)
+    row = 64 * 4  # hidden, fp32: two groups of it when the last begins its backward
+    there = [buffer for buffer in made.buffers.values() if buffer.kind == ECHO]
+    assert {buffer.tier for buffer in there if buffer.layer >= 0} == {tier}
+    assert arena_parts(made, tier)["echo"] == 2 * TOKENS * row
+    if tier is Tier.HOST:
+        assert found.peak[tier] == plain.peak[tier] + 2 * TOKENS * row
+        assert found.evicted[ECHO] == 2 * TOKENS * row
+        assert found.fetched[ECHO] > 0
+
+
+def _without(tier: Tier) -> Program:
+    """The same program without the class."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "GroupPasses", GroupPasses)
+        return program(tier)
+
+
+@pytest.mark.usefixtures("with_echo")
+def test_the_checker_knows_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = program(Tier.DEVICE)
+    other = Residency(**{name: getattr(ROW, name) for name in ROW.__slots__} | {"contents": ()})
+    monkeypatch.setitem(residency.RESIDENCY, ECHO, other)
+    with pytest.raises(ProgramError, match=r"echo\.0 is not for x"):
+        check_program(made)
+
+
+@pytest.mark.usefixtures("with_echo")
+@pytest.mark.parametrize("tier", Tier)
+def test_the_engine_runs_it(tier: Tier) -> None:
+    """What a group reads again is what it read: gradients are the same bits."""
+    losses, gradients = [], []
+    for passes in (GroupPasses, EchoPasses):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build, "GroupPasses", passes)
+            model: Any = make_model("qwen2", torch.float32)
+            step = Step(model, schedule(tier))
+            ids = torch.arange(TOKENS)[None] % VOCAB
+            losses.append(step(ids, ids))
+            kinds = {buffer.kind for buffer in step.program(1, TOKENS).buffers.values()}
+            assert (ECHO in kinds) == (passes is EchoPasses)
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert torch.equal(*losses)
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)

@@ -1,0 +1,129 @@
+"""Plans with sparse attention: declared, cheaper at long contexts, flat in memory."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from farspan.planner.api import Request
+from farspan.planner.evaluate import evaluate, size
+from farspan.planner.plans import best_plan, longest_contexts
+from farspan.planner.request import Optimizer, Plan
+from farspan.planner.search import TOLERANCE
+from farspan.program.layout import Layout
+from farspan.spec import Kernels, Refused, Schedule, Sparse, Tier
+from tests.grids import exhaustive
+from tests.planner.test_plans import question
+
+SPARSE = Sparse(page=128, budget=2048, recent=1024)
+NAMES = ["grouped", "oomb"]
+MIB = 2**20
+
+
+def planned(tokens: int, sparse: Sparse = SPARSE) -> Plan:
+    return best_plan(question(tokens, sparse=sparse), NAMES, seconds=1.0)
+
+
+def test_every_plan_is_sparse() -> None:
+    plan = planned(128 * 1024)
+    assert plan.fits
+    for one in (plan, *plan.alternatives):
+        assert one.schedule.sparse == SPARSE
+        assert one.schedule.chunk % SPARSE.page == 0
+        found = one.to_json()
+        assert found["attention"] == "sparse"
+        assert found["schedule"]["sparse"]["budget"] == 2048
+        assert found["gap"] is None  # no bound is derived
+    ranks = [one.rank() for one in (plan, *plan.alternatives)]
+    assert ranks == sorted(ranks)
+
+
+def test_a_chunk_is_rounded_up_to_pages() -> None:
+    plan = planned(64 * 1024, Sparse(page=100, budget=2000, recent=1000))
+    assert plan.schedule.chunk % 100 == 0
+
+
+@pytest.mark.parametrize(("tokens", "least"), [(128 * 1024, 1.3), exhaustive(512 * 1024, 3.0)])
+def test_long_contexts_are_faster_than_with_dense_attention(tokens: int, least: float) -> None:
+    dense = best_plan(question(tokens), NAMES, seconds=1.0)
+    assert dense.schedule.sparse is None
+    assert dense.seconds.total > least * planned(tokens).seconds.total
+
+
+def test_a_chunk_that_hides_nothing_is_not_chosen_for_its_time() -> None:
+    """Dense attention gains by wide chunks: its fastest schedule has the whole sequence in one."""
+    asked = Request("Qwen2.5-0.5B", "64K", "h200", sparse=Sparse()).question()
+    dense = best_plan(replace(asked, sparse=None))
+    assert dense.schedule.chunk == asked.run.tokens
+    plan = best_plan(asked)
+    whole = evaluate(asked, "grouped", dense.schedule.with_sparse(asked.sparse))
+    assert plan.seconds.total < 0.8 * whole.seconds.total
+    half = replace(plan.schedule, chunk=plan.schedule.chunk // 2)
+    assert plan.seconds.total <= evaluate(asked, "grouped", half).seconds.total * (1 + TOLERANCE)
+
+
+def test_a_strategy_that_is_named_keeps_its_chunk() -> None:
+    plan = best_plan(question(64 * 1024, sparse=SPARSE), ["recompute"])
+    assert plan.schedule.chunk == 64 * 1024
+
+
+@pytest.mark.exhaustive
+def test_what_is_said_to_help_is_not_refused_and_helps() -> None:
+    asked = Request("Llama-3.1-8B", "256K", "h100", host_memory="32GiB", sparse=SPARSE).question()
+    plan = best_plan(asked)
+    assert not plan.fits
+    option, value = plan.remedy.split()
+    assert option == "--optimizer"
+    assert best_plan(replace(asked, optimizer=Optimizer(value))).fits
+
+
+def test_what_does_not_fit_says_so() -> None:
+    small = replace(question(1024).machine, device_bytes=3 * 2**30)
+    plan = best_plan(question(128 * 1024, machine=small, sparse=SPARSE), NAMES, seconds=1.0)
+    assert not plan.fits
+    assert "breaks first" in plan.reason
+    assert plan.remedy
+
+
+def test_the_longest_context() -> None:
+    asked = question(1, host=4 * 2**30, sparse=SPARSE)
+    sparse = longest_contexts(asked, ["grouped"], seconds=0.5)["grouped"]
+    dense = longest_contexts(replace(asked, sparse=None), ["grouped"], seconds=0.5)["grouped"]
+    assert sparse.fits
+    assert sparse.schedule.sparse == SPARSE
+    assert 0.9 < sparse.question.run.tokens / dense.question.run.tokens <= 1
+
+
+def test_several_devices_are_refused() -> None:
+    with pytest.raises(Refused, match=r"sparse: planned for one device so far; give --gpus 1"):
+        best_plan(question(1024, sparse=SPARSE, layout=Layout(ulysses=2)))
+
+
+@pytest.mark.parametrize(
+    ("kernels", "most"), [(Kernels(fused=False, accumulate=False), 2.2), (Kernels(), 2.25)]
+)
+def test_a_7b_model_on_one_h200(kernels: Kernels, most: float) -> None:
+    """8,192 chosen and 4,096 recent tokens, K, V on host: planned in 30 s at 128K and 60 s at 256K,
+    on memory that is flat within 200 MiB from 64K to 256K. What is quadratic, the votes, weighs
+    more where fused kernels take less for all that is not: twice the tokens take 2.23 times as
+    long."""
+    schedule = Schedule(
+        chunk=8192,
+        groups=1,
+        kv=Tier.HOST,
+        attention_kept=1.0,
+        layer_checkpoint=True,
+        sparse=Sparse(),
+    )
+    seconds, held = [], []
+    for tokens in (64 * 1024, 128 * 1024, 256 * 1024):
+        asked = Request("Qwen2.5-7B", tokens, "h200", sparse=Sparse(), kernels=kernels).question()
+        sized = size(asked, schedule)
+        plan = evaluate(asked, "grouped", schedule, sized)
+        assert plan.fits
+        seconds.append(plan.seconds.total)
+        held.append(plan.device.total)
+    assert seconds[1] <= 30
+    assert seconds[2] <= 60
+    assert all(longer <= most * shorter for shorter, longer in pairwise(seconds))
+    assert max(held) - min(held) <= 200 * MIB

@@ -1,0 +1,49 @@
+"""What sparse attention costs beside dense calls."""
+
+import pytest
+
+from farspan.planner.prices import WIDE_PASSES, SparsePrices
+from farspan.program.builder import build_program
+from farspan.program.program import Program
+from farspan.spec import Curve, Rates, RunSpec, Schedule, Sparse
+from tests.program.cases import model_of
+
+SPARSE = Sparse(page=8, budget=32, recent=16)
+FLAT = Curve(((1.0, 1e9),))
+RATES = Rates(FLAT, FLAT, FLAT, peak=1e9)
+
+
+def program(batch: int = 1) -> Program:
+    schedule = Schedule(chunk=64, groups=1, sparse=SPARSE)
+    return build_program(model_of(2), RunSpec(batch, 512), schedule)
+
+
+def prices(batch: int = 1, rate: float = 1e30) -> SparsePrices:
+    return SparsePrices(program(batch), RATES, lambda size: size / rate)
+
+
+def test_a_vote_is_a_score_of_every_query_head_and_candidate() -> None:
+    spec = model_of(2).layers[0]
+    candidates = len(SPARSE.candidates(7 * 64))
+    scores = 64 * spec.query_heads * candidates
+    assert prices().votes(spec, 7) == pytest.approx(2 * scores * spec.head_dim / 1e9)
+    assert prices(batch=3).votes(spec, 7) == pytest.approx(3 * prices().votes(spec, 7))
+    written = prices(rate=1.0).votes(spec, 7) - prices().votes(spec, 7)
+    assert written == pytest.approx(WIDE_PASSES * scores * 4)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_chosen_pages_are_attended_and_moved(backward: bool) -> None:
+    spec = model_of(2).layers[0]
+    pairs = 64 * 32
+    attended = RATES.attention(pairs, spec, backward=backward)
+    assert prices().chosen(spec, 7, backward=backward) == pytest.approx(attended)
+    moved = prices(rate=1.0).chosen(spec, 7, backward=backward) - attended
+    # Eight pages of queries may choose four others each, of fewer candidates than that.
+    rows = min(8 * 4, len(SPARSE.candidates(7 * 64))) * 8
+    width = 2 * 4 + backward * 3 * 4
+    assert moved == pytest.approx(rows * spec.kv_elements() * width)
+
+
+def test_a_chunk_without_candidates_costs_nothing() -> None:
+    assert prices(rate=1.0).chosen(model_of(2).layers[0], 0, backward=True) == 0.0

@@ -1,0 +1,50 @@
+"""Sparse attention as it is written on a command line."""
+
+import pytest
+
+from farspan.formatting import EXAMPLE, FIELDS, read_sparse, sparse_words
+from farspan.spec import Refused, Sparse
+
+
+def test_on_off_and_fields() -> None:
+    assert read_sparse("on") == Sparse()
+    assert read_sparse(" Off ") is None
+    found = read_sparse("page=64, budget=2K,recent=0")
+    assert found == Sparse(page=64, budget=2048, recent=0)
+    assert read_sparse(EXAMPLE) == Sparse(page=64, budget=2048, recent=1024, sink_pages=1)
+    assert read_sparse("budget=1M") == Sparse(budget=2**20)
+    assert FIELDS == ("page", "budget", "recent", "sink_pages")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"^sparse: expected on, off or fields such as page=64,.*, got ''$"),
+        ("yes", r"^sparse: expected on, off or fields .*, got 'yes'$"),
+        ("pages=4", r"^sparse: expected on, off or fields .*, got 'pages=4'$"),
+        ("page=64,", r"^sparse: expected on, off or fields .*, got ''$"),
+        ("page=64,page=32", r"^sparse\.page: given twice"),
+        ("page=0", r"^sparse\.page: expected a whole number of tokens >= 1, got 0$"),
+        ("budget=many", r"^sparse\.budget: expected tokens such as 131072, 128K or 1M"),
+        ("recent=-1", r"^sparse\.recent: expected tokens such as"),
+        ("page=48,budget=100", r"^sparse\.budget: expected a multiple of page \(48 .* 96 or 144$"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(text: str, message: str) -> None:
+    with pytest.raises(Refused, match=message):
+        read_sparse(text)
+
+
+def test_in_words() -> None:
+    assert sparse_words(Sparse()) == (
+        "sparse attention, approximate: of earlier tokens 8K in chosen pages of 128, 4K recent, "
+        "1 first page"
+    )
+    assert sparse_words(Sparse(), hides=False) == (
+        "sparse attention, which hides nothing at this context and equals dense: of earlier tokens "
+        "8K in chosen pages of 128, 4K recent, 1 first page"
+    )
+    assert sparse_words(Sparse(page=48, budget=480, recent=0, sink_pages=0)) == (
+        "sparse attention, approximate: of earlier tokens 480 in chosen pages of 48, 0 recent, "
+        "0 first pages"
+    )

@@ -1,0 +1,109 @@
+"""Numbers as people write them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farspan.formatting import (
+    read_bytes,
+    read_memory,
+    read_tokens,
+    write_bytes,
+    write_count,
+    write_seconds,
+    write_tokens,
+)
+from farspan.spec import Refused
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        (131072, 131072),
+        ("131072", 131072),
+        ("131,072", 131072),
+        ("128K", 131072),
+        ("128k", 131072),
+        ("1M", 1048576),
+        ("1.5M", 1572864),
+        ("500k", 512000),
+        (" 2 m ", 2097152),
+    ],
+)
+def test_tokens_are_read(text: str | int, tokens: int) -> None:
+    assert read_tokens(text, "context") == tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (5, 5),
+        ("5", 5),
+        ("7B", 7),
+        ("128GiB", 128 * 2**30),
+        ("128gib", 128 * 2**30),
+        ("80GB", 80 * 10**9),
+        ("1.5 TiB", 3 * 2**39),
+        ("3MB", 3_000_000),
+        ("4KiB", 4096),
+    ],
+)
+def test_bytes_are_read(text: str | int, size: int) -> None:
+    assert read_bytes(text, "host_memory") == size
+
+
+@pytest.mark.parametrize("text", ["", "M", "-1M", "0", "1.3", "1e6", "12 apples", "1MB", True, -4])
+def test_what_is_no_number_of_tokens_is_refused(text: str | int) -> None:
+    with pytest.raises(Refused, match=r"^context: expected tokens such as 131072, 128K or 1M"):
+        read_tokens(text, "context")
+
+
+@pytest.mark.parametrize("text", ["128G", "128K", "GiB", "0GiB", "-3GiB", False, 0])
+def test_what_is_no_number_of_bytes_is_refused(text: str | int) -> None:
+    with pytest.raises(Refused, match=r"^host_memory: expected bytes such as 128GiB"):
+        read_bytes(text, "host_memory")
+
+
+@given(st.integers(1, 2**50))
+def test_tokens_written_are_read_back(tokens: int) -> None:
+    assert read_tokens(write_tokens(tokens), "context") == tokens
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1,023 B"),
+        (1536, "1.5 KiB"),
+        (3 * 2**29, "1.5 GiB"),
+        (-(2**40), "-1.0 TiB"),
+        (2**52, "4,096.0 TiB"),
+    ],
+)
+def test_bytes_are_written(size: int, text: str) -> None:
+    assert write_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("amount", "text"),
+    [(5, "5 FLOP"), (999.6, "1 KFLOP"), (1.047e12, "1.05 TFLOP"), (7e17, "700 PFLOP")],
+)
+def test_counts_are_written(amount: float, text: str) -> None:
+    assert write_count(amount, "FLOP") == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0123, "12.3 ms"), (1.0, "1 s"), (119.0, "119 s"), (150.0, "2.5 min"), (9000.0, "2.5 h")],
+)
+def test_seconds_are_written(seconds: float, text: str) -> None:
+    assert write_seconds(seconds) == text
+
+
+@pytest.mark.parametrize("given", [24, "24", " 1048575"])
+def test_a_memory_of_a_few_bytes_lacks_its_unit(given: str | int) -> None:
+    bare = str(given).strip()
+    with pytest.raises(Refused, match=f"^device_memory: {bare} bytes\\? write {bare}GiB$"):
+        read_memory(given, "device_memory")
+    assert read_memory("24KiB", "device_memory") == 24 * 2**10
+    assert read_memory(2**20, "device_memory") == 2**20
