@@ -185,7 +185,8 @@ def test_farspan_finds_a_schedule_on_a_node() -> None:
     assert best is not None
     assert best.fits
     staged = cluster.coarse_space(cluster.ask("Llama-3-8B", 2**20, Layout(pipeline=4)))
-    assert staged.cuts == ((8,),)
+    assert staged.cuts == ((8, 8, 8, 8),)  # a group for each stage
+    assert staged.staged
 
 
 def test_cuts_are_even() -> None:
