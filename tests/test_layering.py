@@ -25,14 +25,28 @@ ORDER = (
     {"attention", "activations"},
     {"kernels"},
     {"plan"},
+    {"planner"},
+    {"program"},
+    {"formatting"},
     {"memory"},
     {"durable", "spec", "lazy", "version"},
 )
 # Sparse attention is one package, whose upper parts are the engine's and the run's: the longest
 # name that a module begins with says where it stands.
-INSIDE = {"sparse.engine": "engine", "sparse.verify": "engine", "sparse.train": "train"}
+INSIDE = {
+    "sparse.engine": "engine",
+    "sparse.verify": "engine",
+    "sparse.train": "train",
+    "sparse.planner": "planner",
+    # What a cell takes is read by builder and planner; the package above is the public function.
+    "plan.cell": "program",
+    "plan.model": "program",
+}
 HEIGHT = {layer: -row for row, layers in enumerate(ORDER) for layer in layers}
-TORCH_FREE = ("__init__", "lazy", "memory", "plan", "report", "spec", "version")
+TORCH_FREE = (
+    *("__init__", "formatting", "lazy", "memory", "plan", "planner", "program", "report", "spec"),
+    "version",
+)
 TORCH = ("torch", "transformers")
 SEAM = "farspan.lazy"  # the only module that may import by name
 # A user of the seam, and what stands above it and is loaded all the same: whoever plans for `here`
@@ -62,7 +76,8 @@ def read_sources() -> Sources:
 def layer(module: str) -> str:
     """`plan` for `farspan.program.layout`; the package itself is the layer `__init__`."""
     inner = module.partition(".")[2]
-    return INSIDE.get(inner, inner.split(".")[0] or "__init__")
+    named = [name for name in INSIDE if f"{inner}.".startswith(f"{name}.")]
+    return INSIDE[max(named, key=len)] if named else inner.split(".")[0] or "__init__"
 
 
 def imports(text: str, known: Sources) -> Iterator[Import]:

@@ -14,7 +14,6 @@ from dataclasses import fields
 from fractions import Fraction
 from math import ceil
 
-from farspan.program.residency import RESIDENCY
 from farspan.spec import Refused, Sparse
 
 TOKEN_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
@@ -104,29 +103,6 @@ def write_seconds(seconds: float) -> str:
     if seconds < 7200:
         return f"{seconds / 60:.1f} min"
     return f"{seconds / 3600:,.1f} h"
-
-
-# A part that is not named here is called by its own name.
-PARTS = {
-    "weights": "weights",
-    "gathered": "weights of the open group, gathered",
-    "gradients": "gradients",
-    "accumulators": "sums of weight gradients",
-    "optimizer": "optimizer states",
-    **{kind.value: row.words for kind, row in RESIDENCY.items()},
-    "slots": "slots of streamed K, V",
-    "placement": "gaps between addresses",
-    "cells": "transients of a cell",
-    "exchange": "messages to and from other devices",
-    "inputs": "tokens and labels",
-    "reserve": "reserve",
-    "pages": "rounding to pages",
-}
-
-
-def part_words(part: str) -> str:
-    """The words for a part of a budget."""
-    return PARTS.get(part, part)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from farspan.formatting import PARTS
 from farspan.plan.model.architecture import Architecture
 from farspan.planner.api import Request
-from farspan.planner.explain import breaks_first, reason_of
+from farspan.planner.explain import PARTS, breaks_first, reason_of
 from farspan.planner.plans import best_plan
 from farspan.planner.request import Budget, Optimizer
 from farspan.program.layout import Layout

@@ -7,8 +7,9 @@ deterministic as far as the kernel is: blocks are visited in one fixed order.
 Shapes: q [B, H, C, D]; k [B, Hk, C, D], v [B, Hk, C, Dv] the chunk's own; out [B, H, C, Dv];
 lse [B, H, C]; sinks [H]. "Accumulate dtype" is fp32, or fp64 for fp64.
 
-Where keys are spread over ranks (program/attention_blocks.py), keys are those that this rank holds: k, v
-have fewer tokens than q, and what is said of tokens of keys holds of rows of held keys."""
+Where keys are spread over ranks (program/attention_blocks.py), keys are those that this rank
+holds: k, v have fewer tokens than q, and what is said of tokens of keys holds of rows of held
+keys."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Attention of one cell with K, V of each chunk sharded over ranks: queries travel, keys stay.
 
-A shard holds K, V of its part of every chunk (program/attention_blocks.py) and dK, dV of them, which never
-move.
+A shard holds K, V of its part of every chunk (program/attention_blocks.py) and dK, dV of them,
+which never move.
 
     forward     gather q | attend to own keys | all-to-all of partial O, LSE | merge
     backward    gather q, O, dO, LSE | dQ of all queries, dK, dV of own keys | sum dQ at its owner

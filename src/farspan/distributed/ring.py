@@ -1,9 +1,9 @@
 """Ring attention of one cell (Liu et al. 2023): queries stay, K, V of the prefix travel.
 
-A rank holds K, V of its part of every chunk (program/attention_blocks.py). In step s it attends to the rows
-of the rank s places before it, which are on their way to the next rank meanwhile. In the backward
-they travel once more, and dK, dV of theirs follow them, in the accumulate dtype and summed in the
-order of the ring, one hop further, to the rank that holds them:
+A rank holds K, V of its part of every chunk (program/attention_blocks.py). In step s it attends to
+the rows of the rank s places before it, which are on their way to the next rank meanwhile. In the
+backward they travel once more, and dK, dV of theirs follow them, in the accumulate dtype and summed
+in the order of the ring, one hop further, to the rank that holds them:
 
     step        0             1                           2                           home
     compute     own rows      rows of rank - 1            rows of rank - 2            add dK, dV

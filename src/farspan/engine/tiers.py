@@ -9,8 +9,8 @@ staging buffer and generation, that another lane waits for. The CPU never waits 
     evict              v-- kv ----o
     fetch                         v-- kv.block
 
-Note: [Who waits for what]. `farspan.program.dependencies` names the hazards and derives the waits between
-instructions; `farspan.engine.buffers` has those of blocks that a cell streams.
+Note: [Who waits for what]. `farspan.program.dependencies` names the hazards and derives the waits
+between instructions; `farspan.engine.buffers` has those of blocks that a cell streams.
 
 Note: [Lanes fork and join at a step's ends]. When a step begins, both copy lanes wait for what was
 computed before, and when it ends, computing waits for both. So whatever runs on the computing

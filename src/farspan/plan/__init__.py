@@ -1,9 +1,9 @@
 """Planning, without torch: what a step takes on a machine, before it runs.
 
 This package is also the public function: `farspan.plan(config, context=..., machine=...)` is
-`farspan.planner.api.plan`. Importing any module of the package binds `farspan.plan` to the package, so
-a function of that name would be there or not by the order of imports; a package that can be called
-is both, in every order.
+`farspan.planner.api.plan`. Importing any module of the package binds `farspan.plan` to the package,
+so a function of that name would be there or not by the order of imports; a package that can be
+called is both, in every order.
 """
 
 import sys

@@ -3,13 +3,37 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from farspan.formatting import part_words, write_bytes, write_most
+from farspan.formatting import write_bytes, write_most
 from farspan.planner.evaluate import most_layers, stage_schedule
 from farspan.planner.request import Budget, Optimizer, Plan, Question
 from farspan.program.layout import sequence_layout
+from farspan.program.residency import RESIDENCY
 from farspan.spec import RunSpec, Tier
 
 MIB, GIB = 2**20, 2**30
+# A part that is not named here is called by its own name.
+PARTS = {
+    "weights": "weights",
+    "gathered": "weights of the open group, gathered",
+    "gradients": "gradients",
+    "accumulators": "sums of weight gradients",
+    "optimizer": "optimizer states",
+    **{kind.value: row.words for kind, row in RESIDENCY.items()},
+    "slots": "slots of streamed K, V",
+    "placement": "gaps between addresses",
+    "cells": "transients of a cell",
+    "exchange": "messages to and from other devices",
+    "inputs": "tokens and labels",
+    "reserve": "reserve",
+    "pages": "rounding to pages",
+}
+
+
+def part_words(part: str) -> str:
+    """The words for a part of a budget."""
+    return PARTS.get(part, part)
+
+
 SMALL = 8 * GIB  # below it a whole GiB is much of the memory
 MOST_DEVICES = 64
 

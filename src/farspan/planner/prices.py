@@ -1,23 +1,17 @@
-"""Seconds of products of cells whose token-wise modules run on tiles.
-
-What kernels of attention take for themselves while they run, and longer where their bits repeat.
-
-A backward on CUDA sums dQ in fp32 beside its result, and dK, dV of every query head where heads
-share keys: about 14 KB a query and as much a key with the 28 heads of 7B, half a GB for chunks and
-blocks of 16K. Phantoms know outputs only. `farspan calibrate` measures it on a GPU; presets do not
-have it, and their plans leave it out.
-
-Flash attention 2 is deterministic by as many sums of dQ as keep every processor busy, and adds them
-up in a fixed order: 5 of them with 28 heads on an H100, 1.2 GB at 16K queries. Plans have them for
-every machine, for no other kernel has as many.
-
-Seconds of what sparse attention does beside dense calls: votes, attention to chosen pages.
-
-Seconds of an instruction: matrix products, attention calls, memory traffic, copies, collectives.
+"""Seconds of an instruction: matrix products, attention (dense, and to chosen pages), memory
+traffic, copies, collectives; and what attention's kernels take of memory while they run.
 
 A program is that of one rank. Its own tokens, C / P of every chunk, where P = `layout.sequence()`,
 are what all but attention counts; a layer's products and messages are of all heads, which is the
-question's model. Attention looks at whole chunks: a rank's heads and keys see a P-th of all pairs."""
+question's model. Attention looks at whole chunks: a rank's heads and keys see a P-th of all pairs.
+
+A backward on CUDA sums dQ in fp32 beside its result, and dK, dV of every query head where heads
+share keys: about 14 KB a query and as much a key with the 28 heads of 7B, half a GB for chunks and
+blocks of 16K. `farspan calibrate` measures it on a GPU; presets do not have it, and their plans
+leave it out. Flash attention 2 is deterministic by as many sums of dQ as keep every processor busy,
+which it adds up in a fixed order: 5 of them with 28 heads on an H100, 1.2 GB at 16K queries. Plans
+have them for every machine, for no other kernel has as many.
+"""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace

@@ -426,10 +426,10 @@ def with_pieces(plans: Sequence[Plan], seconds: float) -> list[Plan]:
 
 def _improved(plan: Plan, field: str, sizes: Sequence[int], deadline: float) -> Plan:
     """The plan with the largest of the sizes that pays by its price, fits and saves."""
-    for size in reversed(_worth_having(plan, field, sizes)):
+    for tokens in reversed(_worth_having(plan, field, sizes)):
         if time.process_time() > deadline:
             break
-        found = _resized(plan, _with(plan.schedule, field, size))
+        found = _resized(plan, _with(plan.schedule, field, tokens))
         if found.seconds.total <= plan.seconds.total * (1 - WORTH):
             return found
     return plan
@@ -438,10 +438,10 @@ def _improved(plan: Plan, field: str, sizes: Sequence[int], deadline: float) -> 
 def _worth_having(plan: Plan, field: str, sizes: Sequence[int]) -> list[int]:
     """Sizes that by their prices save enough over the one before; dear ones are passed over."""
     found, known = list[int](), _work(plan, plan.schedule)
-    for size in sizes:
-        work = _work(plan, _with(plan.schedule, field, size))
+    for tokens in sizes:
+        work = _work(plan, _with(plan.schedule, field, tokens))
         if known - work >= WORTH * plan.seconds.total:
-            found.append(size)
+            found.append(tokens)
             known = work
     return found
 
@@ -483,7 +483,7 @@ def _blocks(plan: Plan) -> Iterator[int]:
     if schedule.kv is Tier.HOST or schedule.sparse is not None or question.layout.ring > 1:
         return
     widest = max(layer.query_heads * layer.head_dim for layer in question.model.layers)
-    for size in BLOCKS:
-        is_seen = schedule.kv_block < size < 2 * (tokens - schedule.chunk)
-        if is_seen and batch * size * widest <= MOST_ELEMENTS:
-            yield size
+    for keys in BLOCKS:
+        is_seen = schedule.kv_block < keys < 2 * (tokens - schedule.chunk)
+        if is_seen and batch * keys * widest <= MOST_ELEMENTS:
+            yield keys

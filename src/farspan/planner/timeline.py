@@ -9,11 +9,11 @@
 Instructions are issued in the program's order, each on its lane. One starts when its lane is free,
 when what it reads has been written, when what it overwrites has been read, and when nobody uses the
 addresses that a new buffer takes over. That is when everything it waits for in the engine is done
-(farspan.program.dependencies, which a test holds this to): here ends are remembered by place instead of by
-instruction, since a search asks for the times of programs of 400,000 instructions. A cell that
-streams its prefix from host (FPDT 4.2) keeps the links busy while it computes: it begins with
-the first block and cannot end before the last has come. Blocks pass through two slots, so that a
-block is fetched while the one before is computed with, and none sooner.
+(farspan.program.dependencies, which a test holds this to): here ends are remembered by place
+instead of by instruction, since a search asks for the times of programs of 400,000 instructions. A
+cell that streams its prefix from host (FPDT 4.2) keeps the links busy while it computes: it begins
+with the first block and cannot end before the last has come. Blocks pass through two slots, so that
+a block is fetched while the one before is computed with, and none sooner.
 
 The process that issues all this is a lane, too. It runs ahead of the device, up to `AHEAD` cells:
 nothing begins before the process comes to it, and no cell ends before its last kernel is issued. So

@@ -8,8 +8,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from farspan.formatting import part_words, write_bytes, write_most, write_seconds, write_tokens
+from farspan.formatting import write_bytes, write_most, write_seconds, write_tokens
 from farspan.planner.evaluate import most_layers, stage_schedule
+from farspan.planner.explain import part_words
 from farspan.planner.request import Budget, Fit, Optimizer, Plan, Question
 from farspan.program.chunking import chunks_of
 from farspan.report.tables import (

@@ -8,8 +8,9 @@ import torch
 
 from farspan.engine.memory import least_transient
 from farspan.engine.tiers import DeviceTooSmall
-from farspan.formatting import part_words, write_bytes
+from farspan.formatting import write_bytes
 from farspan.memory.host import TooLarge
+from farspan.planner.explain import part_words
 from farspan.planner.request import Budget, Plan
 from farspan.planner.space import SMALLEST_CHUNK
 from farspan.program.builder import build_program
