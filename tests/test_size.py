@@ -17,6 +17,14 @@ FUNCTION_LINES = 60
 NESTING = 4
 COLUMNS = 100
 
+# Of `src`: what one person can still read.
+SOURCE = "src/farspan/"
+SOURCE_FILES = 170
+SOURCE_LINES = 37_000
+SMALL = 80  # lines; a module that has fewer and one importer belongs in it
+# Small modules with one importer that stand alone all the same, and why.
+ALONE: dict[str, str] = {}
+
 # The one file that may give `torch.testing` and its like a tolerance.
 TOLERANCE_HELPER = "tests/numerics.py"
 # Assembled, so that this file passes its own gate.
@@ -98,6 +106,31 @@ def stray_tolerances(path: str, text: str) -> list[str]:
     ]
 
 
+def star_tuples(path: str, text: str) -> list[str]:
+    """Arguments of a call that a literal tuple hides: `f(*(a, b))`."""
+    return [
+        f"{path}:{argument.lineno}: write the arguments of '{ast.unparse(node.func)}' one by one"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call)
+        for argument in node.args
+        if isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Tuple | ast.List)
+    ]
+
+
+def parameter_tuples(path: str, text: str) -> list[str]:
+    """Parameters that are several of unlike types: `def f(person: tuple[Reporter, Interrupt])`."""
+    found = []
+    for function in functions(text):
+        arguments = function.args
+        for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+            match argument.annotation:
+                case ast.Subscript(value=ast.Name("tuple"), slice=ast.Tuple(elts=parts)):
+                    kinds = {ast.unparse(part) for part in parts}
+                    if len(kinds) > 1 and "..." not in kinds:
+                        found.append(f"{path}:{argument.lineno}: '{argument.arg}' hides parameters")
+    return found
+
+
 def comments(text: str) -> Iterator[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
@@ -134,9 +167,56 @@ GATES = (
     long_functions,
     deep_nesting,
     stray_tolerances,
+    star_tuples,
+    parameter_tuples,
     leftovers,
     bare_ignores,
 )
+
+
+def too_much(sources: dict[str, str]) -> list[str]:
+    """More files, or more lines, than the package may have."""
+    lines = sum(len(text.splitlines()) for text in sources.values())
+    counts = {"files": (len(sources), SOURCE_FILES), "lines": (lines, SOURCE_LINES)}
+    return [
+        f"{SOURCE}: {count:,} {what}, at most {most:,}"
+        for what, (count, most) in counts.items()
+        if count > most
+    ]
+
+
+def names_twice(sources: dict[str, str]) -> list[str]:
+    """Classes of one name."""
+    places: dict[str, list[str]] = {}
+    for path, text in sources.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{path}:{node.lineno}")
+    return [f"{name}: {', '.join(found)}" for name, found in places.items() if len(found) > 1]
+
+
+def small_modules(sources: dict[str, str]) -> list[str]:
+    """Modules of few lines that one other imports, and reasons that none needs any more."""
+    importers: dict[str, set[str]] = {path: set() for path in sources}
+    for path, text in sources.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                whole = [f"src/{node.module.replace('.', '/')}.py"]
+                parts = [f"{whole[0][:-3]}/{alias.name}.py" for alias in node.names]
+                for target in (*whole, *parts):
+                    importers.get(target, set()).add(path)
+    small = {
+        path
+        for path, by in importers.items()
+        if len(by) == 1
+        and not path.endswith("__init__.py")
+        and len(sources[path].splitlines()) < SMALL
+    }
+    found = [f"{path}: belongs in {', '.join(importers[path])}" for path in small - ALONE.keys()]
+    return sorted(found) + [f"{path}: needs no reason" for path in ALONE.keys() - small]
+
+
+WHOLE = (too_much, names_twice, small_modules)
 
 
 def read_files() -> dict[str, str]:
@@ -155,6 +235,13 @@ def test_the_tree_passes(gate: Gate) -> None:
     assert not offences, "\n".join(offences)
 
 
+@pytest.mark.parametrize("gate", WHOLE)
+def test_the_package_passes(gate: Callable[[dict[str, str]], list[str]]) -> None:
+    sources = {path: text for path, text in read_files().items() if path.startswith(SOURCE)}
+    offences = gate(sources)
+    assert not offences, "\n".join(offences)
+
+
 def test_lines_are_counted() -> None:
     """`pytest -s` shows how much there is to read."""
     counts = dict.fromkeys(FOLDERS, 0)
@@ -163,6 +250,9 @@ def test_lines_are_counted() -> None:
     parts = ", ".join(f"{folder} {lines}" for folder, lines in counts.items())
     print(f"\nlines of Python: {sum(counts.values())} ({parts})")
     assert counts["src"] > 0
+
+
+TUPLED = "def f(a: tuple[Reporter, Interrupt]): pass"
 
 
 def function(lines: int) -> str:
@@ -187,6 +277,8 @@ def blocks(depth: int, header: str = "if x:") -> str:
         (deep_nesting, "def f():\n" + "    def g():\n        pass", blocks(5, "def g():")),
         (stray_tolerances, "near(a, b, limit=1)", "near(a, b, atol=1)"),
         (stray_tolerances, "text = 'rtol=1'", "def near(a, b, rtol=1): pass"),
+        (star_tuples, "f(*a, *b(c)); x = (*(a, b), c)", "f(*(a, b))"),
+        (parameter_tuples, "def f(a: tuple[int, int], b: tuple[int, ...]): pass", TUPLED),
         (leftovers, "# All done", "# TODO: all"),
         (leftovers, "x = 'FIXME'", "'''HACK'''"),
         (bare_ignores, "x = 1  # type: ignore[attr-defined]", "x = 1  # type: ignore"),
@@ -211,3 +303,16 @@ def test_elif_is_as_deep_as_if() -> None:
 
 def test_the_tolerance_helper_may_name_tolerances() -> None:
     assert stray_tolerances(TOLERANCE_HELPER, "near(a, b, atol=1)") == []
+
+
+def test_a_gate_of_the_package_fails() -> None:
+    first, second = f"{SOURCE}a.py", f"{SOURCE}b.py"
+    assert names_twice({first: "class A: pass", second: "class B: pass"}) == []
+    assert len(names_twice({first: "class A: pass", second: "class A: pass"})) == 1
+    imported = {first: "x = 1", second: "from farspan.a import x\n" + "y = 1\n" * SMALL}
+    assert len(small_modules(imported)) == 1
+    assert small_modules({**imported, first: "x = 1\n" * SMALL}) == []
+    assert small_modules({**imported, f"{SOURCE}c.py": "from farspan import a"}) == []
+    assert too_much({first: "x = 1\n" * SOURCE_LINES}) == []
+    assert len(too_much({first: "x = 1\n" * (SOURCE_LINES + 1)})) == 1
+    assert len(too_much({f"{SOURCE}{n}.py": "" for n in range(SOURCE_FILES + 1)})) == 1
