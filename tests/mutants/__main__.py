@@ -4,8 +4,9 @@
     python -m tests.mutants --workers 2 merge    # those with 'merge' in their names, two at a time
     python -m tests.mutants --texts              # only whether every text is there once
 
-A fault is caught when one of its tests fails with it, and passes without. Where its text is not in
-`src/farspan` once, or its tests are not found, the list is wrong and not the code.
+A fault is caught when one of its tests fails with it, and passes without. Where its text is not
+once in `src/farspan` and `tests/oracles`, or its tests are not found, the list is wrong and not the
+code.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import pytest
 from tests.mutants.faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("src/farspan", "tests/oracles")
 FOLDERS = ("src", "tests", "benchmarks", "docs", "native")
 FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile")
 # Imported once, which takes 5 s: tests run in processes that are forked from this one.
@@ -47,10 +49,10 @@ class Outcome:
     output: str = ""  # pytest's last line
 
 
-def places(fault: Fault, package: Path) -> list[Path]:
+def places(fault: Fault, root: Path) -> list[Path]:
     """The files in which the fault's text is, as often as it is there."""
     found: list[Path] = []
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted(path for part in SOURCES for path in (root / part).rglob("*.py")):
         found += [path] * path.read_text(encoding="utf-8").count(fault.old)
     return found
 
@@ -59,7 +61,7 @@ class Tree:
     """A copy of the working tree, with at most one fault in it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.package = folder, folder / "src" / "farspan"
+        self.folder = folder
         self.sound = Path(), ""  # the file that has a fault, and its text
         self._writes = 0
         left_out = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
@@ -88,7 +90,7 @@ class Tree:
         os.dup2(out, 1)
         os.dup2(out, 2)
         os.chdir(self.folder)
-        sys.path[:0] = [str(self.package.parent), str(self.folder)]
+        sys.path[:0] = [str(self.folder / "src"), str(self.folder)]
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
         for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
             del sys.modules[name]
@@ -96,7 +98,7 @@ class Tree:
         return int(pytest.main(arguments))
 
     def plant(self, fault: Fault) -> None:
-        (path,) = places(fault, self.package)
+        (path,) = places(fault, self.folder)
         self.sound = path, path.read_text(encoding="utf-8")
         self._write(path, self.sound[1].replace(fault.old, fault.new))
 
@@ -159,7 +161,7 @@ def main() -> None:
     parser.add_argument("--texts", action="store_true", help="look for the texts alone")
     arguments = parser.parse_args()
     faults = chosen(arguments.names)
-    counts = {fault.name: len(places(fault, ROOT / "src")) for fault in faults}
+    counts = {fault.name: len(places(fault, ROOT)) for fault in faults}
     lost = {name: count for name, count in counts.items() if count != 1}
     if lost or arguments.texts:
         print(f"{len(faults) - len(lost)} of {len(faults)} texts are there once")

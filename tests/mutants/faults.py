@@ -342,8 +342,8 @@ OPTIMIZER = (
     ),
     Fault(
         "host optimizer: pieces one short",
-        "yield _Piece(name, start, min(start + self._staged, parameter.numel()))",
-        "yield _Piece(name, start, min(start + self._staged - 1, parameter.numel()))",
+        "yield _ParameterSlice(name, start, min(start + self._staged, parameter.numel()))",
+        "yield _ParameterSlice(name, start, min(start + self._staged - 1, parameter.numel()))",
         (HOST + "test_the_bits_are_those_of_states_on_the_device",),
     ),
 )
@@ -351,19 +351,19 @@ OPTIMIZER = (
 RESUMES = (
     Fault(
         "resume: random state is not restored",
-        "restore_rng(restored.rng, self._use.device)",
+        "restore_rng(restored.rng, self._ctx.device)",
         "pass",
         (RESUMED + "test_random_numbers_of_an_abandoned_step_are_drawn_again",),
     ),
     Fault(
         "resume: skipped steps are forgotten",
-        "Position(step + 1, tokens, self.at.skipped + skipped)",
-        "Position(step + 1, tokens, skipped)",
+        "TrainState(step + 1, tokens, self.at.skipped + (not finite))",
+        "TrainState(step + 1, tokens, int(not finite))",
         ("tests/train/test_nonfinite.py::test_such_a_batch_can_be_skipped",),
     ),
     Fault(
         "checkpoint: a changed byte passes",
-        'if digest(path) != entry.get("sha256"):',
+        "if digest(path) != self.sha256:",
         "if not digest(path):",
         CHECKPOINT,
     ),
@@ -426,8 +426,8 @@ RANKS = (
     ),
     Fault(
         "replicas read the same sequences",
-        "start = (number * self.crew.replicas + self.crew.replica) * size",
-        "start = number * self.crew.replicas * size",
+        "start = (number * self.ctx.world.replicas + self.ctx.world.replica) * size",
+        "start = number * self.ctx.world.replicas * size",
         ("tests/train/test_ranks.py::test_an_update_of_replicas_is_one_of_micro_batches",),
     ),
 )

@@ -13,7 +13,7 @@ from farspan.planner.feasibility import slowest, taken
 from farspan.planner.machines import machine
 from farspan.planner.plans import best_plan
 from farspan.planner.request import Plan, Question
-from farspan.planner.search import Cells
+from farspan.planner.search import CellMoments
 from farspan.program.builder import build_program
 from farspan.program.layout import Layout, Rank, refuse_together
 from farspan.spec import Refused, RunSpec, Schedule, Tier
@@ -74,7 +74,7 @@ def test_bounds_of_several_ranks_hold(layout: Layout) -> None:
     asked = odd_question(layout, devices=2)
     for schedule in (s for s in SCHEDULES if s.sparse is None and runs(asked, s)):
         sized, family = size(asked, schedule), all_frames(asked, schedule)
-        (found, devices), tiers, cells = taken(family), tiers_of(schedule), Cells()
+        (found, devices), tiers, cells = taken(family), tiers_of(schedule), CellMoments()
         held = [
             max(cells.beyond(frames, 0, int(frames.kept.alike[0])), cells.least(frames)[0, 0])
             for frames in family

@@ -17,7 +17,7 @@ from farspan.planner.feasibility import taken
 from farspan.planner.machines import machine
 from farspan.planner.prices import Prices
 from farspan.planner.request import Question
-from farspan.planner.search import Cells
+from farspan.planner.search import CellMoments
 from farspan.planner.timeline import run_time
 from farspan.program.builder import build_evaluation, build_program
 from farspan.program.chunking import SHORTEST, Costs, balanced_ranges, chunks_of, costs_of
@@ -271,7 +271,7 @@ def test_the_search_bounds_stages(schedule: Schedule, tokens: int, layout: Layou
     for frames, program, device in zip(family, sized.programs, devices, strict=True):
         assert program.chunks == frames.ruler.chunks
         alike = int(frames.kept.alike[0])
-        beyond = max(Cells().beyond(frames, 0, alike), Cells().least(frames)[0, 0])
+        beyond = max(CellMoments().beyond(frames, 0, alike), CellMoments().least(frames)[0, 0])
         assert device[0, 0, tiers] + beyond <= sized.device.total
     assert held.host[0, 0, tiers] <= sized.host.total
     total = evaluate(question, "grouped", schedule, sized).seconds.total

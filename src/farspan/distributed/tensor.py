@@ -102,7 +102,7 @@ class TensorParallel:
         return shell
 
 
-class StandIn(nn.Module):
+class ModuleProxy(nn.Module):
     """Stands in a module's place: families read attributes of their layers' children."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -116,7 +116,7 @@ class StandIn(nn.Module):
             return getattr(super().__getattr__("inner"), name)
 
 
-class _SharedBlock(StandIn):
+class _SharedBlock(ModuleProxy):
     """A block that is given a rank's own tokens and gives what belongs to them."""
 
     def __init__(
@@ -361,7 +361,7 @@ class _AllRanksFeatures:
         return gather
 
 
-class _AllRanksBlock(StandIn):
+class _AllRanksBlock(ModuleProxy):
     """A block as all ranks compute it, their outputs added."""
 
     def __init__(self, module: nn.Module, block: TensorBlock, cuts: LayerPlan, ranks: int) -> None:

@@ -334,7 +334,7 @@ def _verify(model: nn.Module, function: Function, data: Data, worst: int) -> Ver
     )
     told = None
     if dense is not None:
-        told = approximation(function, model, data[0].shape[1], steps.first, dense)
+        told = approximation(function, model, data[0].shape[1], *steps.first, *dense)
     return Verification(
         passed=bool(within),
         loss_error=loss_error,

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from farspan.planner.cell_prices import Array, Ruler
 from farspan.planner.evaluate import INPUT_BYTES, kinds_of
-from farspan.planner.pass_counts import Cells, Counts, Cuts, Kept, Part, Role, cells
+from farspan.planner.pass_counts import CellCounts, Counts, Cuts, Kept, Part, Role, cells
 from farspan.planner.request import Question
 from farspan.program.layout import kept_chunks
 from farspan.program.residency import Kind
@@ -166,7 +166,7 @@ def _part(frames: Frames, part: Part) -> tuple[Array, Array]:
     return known[key]
 
 
-def _cells(frames: Frames, part: Part, found: Cells) -> Array:
+def _cells(frames: Frames, part: Part, found: CellCounts) -> Array:
     """[5, F]: one layer's cells, and the copies of its K, V."""
     ruler, (role, spec, alone) = frames.ruler, part
     choices = frames.kept.without_graphs if alone else frames.kept
@@ -190,7 +190,7 @@ def _cells(frames: Frames, part: Part, found: Cells) -> Array:
     return work
 
 
-def _moved(frames: Frames, part: Part, found: Cells) -> Array:
+def _moved(frames: Frames, part: Part, found: CellCounts) -> Array:
     """[2, 3, F]: bytes of one layer's O, LSE and activations, where they are on host."""
     role, spec, alone = part
     choices = frames.kept.without_graphs if alone else frames.kept
@@ -447,7 +447,7 @@ def _attention_slots(frames: Frames) -> Array:
     return np.asarray(np.minimum(widest + 1, crossings), dtype=np.float64)
 
 
-def _crossings(frames: Frames, of: Callable[[Cells], Counts]) -> Array:
+def _crossings(frames: Frames, of: Callable[[CellCounts], Counts]) -> Array:
     """[K, F]: how many of these copies a step makes."""
     parts, counts = frames.cuts.parts
     each = np.ones(len(frames.ruler.chunks))

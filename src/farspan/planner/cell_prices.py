@@ -45,7 +45,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class LaneSeconds:
     """Seconds of one cell in every chunk, [chunks] each."""
 
     compute: Array
@@ -102,19 +102,19 @@ class CellSeconds:
     # Looked up when somebody asks for time: memory alone needs none.
 
     @cached_property
-    def forward(self) -> dict[LayerSpec, Lane]:
+    def forward(self) -> dict[LayerSpec, LaneSeconds]:
         return {spec: self._cell(spec, AttentionMode.COMPUTE) for spec in self.places}
 
     @cached_property
-    def given(self) -> dict[LayerSpec, Lane]:
+    def given(self) -> dict[LayerSpec, LaneSeconds]:
         return {spec: self._cell(spec, AttentionMode.GIVEN) for spec in self.places}
 
     @cached_property
-    def project(self) -> dict[LayerSpec, Lane]:
+    def project(self) -> dict[LayerSpec, LaneSeconds]:
         return {spec: self._cell(spec, AttentionMode.NONE) for spec in self.places}
 
     @cached_property
-    def backward(self) -> dict[LayerSpec, Lane]:
+    def backward(self) -> dict[LayerSpec, LaneSeconds]:
         return {spec: self._back(spec) for spec in self.places}
 
     @cached_property
@@ -129,17 +129,17 @@ class CellSeconds:
     def embed_backward(self) -> Array:
         return self._in_line(EmbedBackward)
 
-    def _cell(self, spec: LayerSpec, mode: AttentionMode) -> Lane:
+    def _cell(self, spec: LayerSpec, mode: AttentionMode) -> LaneSeconds:
         layer = self.places[spec]
         return self._lane(lambda c: Forward(layer, c, mode, prefix="kv"))
 
-    def _back(self, spec: LayerSpec) -> Lane:
+    def _back(self, spec: LayerSpec) -> LaneSeconds:
         layer = self.places[spec]
         return self._lane(lambda c: Backward(layer, c, "kv", "dkv", "dkv"))
 
-    def _lane(self, cell: Callable[[int], Instruction]) -> Lane:
+    def _lane(self, cell: Callable[[int], Instruction]) -> LaneSeconds:
         costs = [self.prices.of(cell(chunk)) for chunk in self.count]
-        return Lane(
+        return LaneSeconds(
             np.array([cost.compute for cost in costs]),
             np.array([cost.fetch for cost in costs]),
             np.array([cost.evict for cost in costs]),

@@ -83,7 +83,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Cells:
+class CellCounts:
     """Times that the cell of each chunk of a span runs and its tensors move, [F, S] each."""
 
     compute: Counts  # forward cells with attention
@@ -100,7 +100,7 @@ def _counts(*masks: Mask) -> Counts:
     return np.asarray(sum(masks, np.zeros(masks[0].shape)))
 
 
-def cells(role: Role, schedule: Schedule, choices: Kept) -> Cells:
+def cells(role: Role, schedule: Schedule, choices: Kept) -> CellCounts:
     """Counts of one layer in this role."""
     kept, graph = choices.masks()
     last_chunk = choices.starts[None] == choices.chunks - 1
@@ -120,7 +120,7 @@ def cells(role: Role, schedule: Schedule, choices: Kept) -> Cells:
     return found
 
 
-def _earlier(top: bool, schedule: Schedule, kept: Mask, graph: Mask, skipped: Mask) -> Cells:
+def _earlier(top: bool, schedule: Schedule, kept: Mask, graph: Mask, skipped: Mask) -> CellCounts:
     """A group that is not the last: first pass, rebuild unless K, V are kept, backward."""
     rebuilt = ~skipped & (not schedule.kv_kept)
     again = ~graph
@@ -130,7 +130,7 @@ def _earlier(top: bool, schedule: Schedule, kept: Mask, graph: Mask, skipped: Ma
     rebuild_given = rebuilt & kept & (not top)
     held = again & schedule.layer_checkpoint & (not top)
     always, never = np.ones_like(kept), np.zeros_like(kept)
-    return Cells(
+    return CellCounts(
         compute=_counts(always, rebuild_compute, again & ~have),
         given=_counts(rebuild_given, again & have, held),
         project=_counts(rebuilt & top),
@@ -142,11 +142,11 @@ def _earlier(top: bool, schedule: Schedule, kept: Mask, graph: Mask, skipped: Ma
     )
 
 
-def _last_inner(schedule: Schedule, kept: Mask, graph: Mask, skipped: Mask) -> Cells:
+def _last_inner(schedule: Schedule, kept: Mask, graph: Mask, skipped: Mask) -> CellCounts:
     again = ~graph
     have = (kept | schedule.attention_open) & ~skipped
     held = again & schedule.layer_checkpoint
-    return Cells(
+    return CellCounts(
         compute=_counts(~skipped, again & ~have),
         given=_counts(again & have, held),
         project=np.zeros(kept.shape),
@@ -157,10 +157,10 @@ def _last_inner(schedule: Schedule, kept: Mask, graph: Mask, skipped: Mask) -> C
     )
 
 
-def _last_top(graph: Mask, skipped: Mask) -> Cells:
+def _last_top(graph: Mask, skipped: Mask) -> CellCounts:
     """The top layer keeps no O: its backward follows the one time that it is computed."""
     none = np.zeros(graph.shape)
-    return Cells(
+    return CellCounts(
         compute=np.ones(graph.shape),
         given=none,
         project=_counts(~graph & ~skipped),

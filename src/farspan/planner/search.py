@@ -96,12 +96,12 @@ class Frontier:
         self.bound = float(np.min(slowest(family), where=fits, initial=INFINITE))
         self.lowest = self.bound
 
-    def open(self, best: float, cells: "Cells") -> None:
+    def open(self, best: float, cells: "CellMoments") -> None:
         """Write down all choices that may fit and may be faster than `best` seconds."""
         every = self.within(best, cells)
         self._keep(every.only(np.lexsort((every.device + every.host, every.seconds))))
 
-    def within(self, limit: float, cells: "Cells") -> Choices:
+    def within(self, limit: float, cells: "CellMoments") -> Choices:
         """All choices, in no order, that may fit and may be faster than `limit` seconds; cells of
         no kind are counted."""
         times, (found, devices) = slowest(self.family), taken(self.family)
@@ -123,7 +123,7 @@ class Frontier:
         self.choices = choices
         self.lowest = float(choices.seconds[0]) if len(choices.index) else INFINITE
 
-    def step(self, cells: "Cells") -> Schedule | None:
+    def step(self, cells: "CellMoments") -> Schedule | None:
         """The fastest choice, which is then no longer open; or None where the cells of its kind
         were not counted yet, and now are."""
         choices = self.choices
@@ -136,7 +136,7 @@ class Frontier:
         self._keep(choices.only(slice(1, None)))
         return self.schedule_at(index)
 
-    def _count(self, kind: int, cells: "Cells") -> None:
+    def _count(self, kind: int, cells: "CellMoments") -> None:
         choices = self.choices
         assert choices is not None
         self.known.add(kind)
@@ -145,7 +145,7 @@ class Frontier:
         choices.device[of] = fullest(self.family, choices.devices[:, of])
         self._keep(choices.only(room(self.question, choices.device, choices.host) >= 0))
 
-    def held(self, kind: int, cells: "Cells") -> Array:
+    def held(self, kind: int, cells: "CellMoments") -> Array:
         """[S, 1]: bytes that the cells of a kind hold for a moment, on each kind of rank, beyond
         what `within` counts."""
         cut, alike = divmod(kind, KINDS)
@@ -172,7 +172,7 @@ class Frontier:
         )
 
 
-class Cells:
+class CellMoments:
     """What cells hold for a moment, by kind; families share it."""
 
     def __init__(self) -> None:
@@ -249,7 +249,9 @@ class _Candidate:
 class Thrift:
     """The search for the least footprint, through what the search for the least time looked at."""
 
-    def __init__(self, question: Question, frontiers: Sequence[Frontier], cells: Cells) -> None:
+    def __init__(
+        self, question: Question, frontiers: Sequence[Frontier], cells: CellMoments
+    ) -> None:
         self.question = question
         self.frontiers = frontiers
         self.cells = cells
@@ -354,7 +356,7 @@ def search(
     frontiers = [Frontier(question, *family) for family in families(question, space)]
     heap = [(f.lowest, count, f) for count, f in enumerate(frontiers) if f.lowest < INFINITE]
     heapq.heapify(heap)
-    cells, simulated = Cells(), 0
+    cells, simulated = CellMoments(), 0
     known = [] if best is None else [best]
     while heap and heap[0][0] < _to_beat(best):
         if time.process_time() > deadline:

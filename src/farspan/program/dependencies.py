@@ -301,7 +301,7 @@ class _Last:
 
 
 @dataclass(slots=True)
-class _Held:
+class _Tracked:
     """A buffer from its Allocate on."""
 
     buffer: Buffer
@@ -329,8 +329,8 @@ class _Derivation:
 
     program: Program
     hazards: frozenset[Hazard]
-    held: dict[str, _Held] = field(default_factory=dict)
-    freed: list[_Held] = field(default_factory=list)
+    held: dict[str, _Tracked] = field(default_factory=dict)
+    freed: list[_Tracked] = field(default_factory=list)
     known: list[list[int]] = field(default_factory=lambda: [_never() for _ in _LANES])
     then: list[dict[int, list[int]]] = field(default_factory=lambda: [{} for _ in _LANES])
 
@@ -358,7 +358,7 @@ class _Derivation:
         buffer = self.program.buffers[name]
         old = [held for held in self.freed if overlap(held.buffer, buffer)]
         owners = [max((held.used(lane) for held in old), default=NEVER) for lane in _LANES]
-        self.held[name] = _Held(buffer, owners)
+        self.held[name] = _Tracked(buffer, owners)
 
     def _require(self, access: Access, after: list[int], *, clears: bool) -> None:
         """Raise `after` to what the access must follow."""

@@ -105,13 +105,14 @@ def approximation(
     function: Function,
     model: nn.Module,
     tokens: int,
-    found: tuple[Tensor, Gradients],
-    dense: tuple[Tensor, Gradients],
+    loss: Tensor,
+    gradients: Gradients,
+    dense_loss: Tensor,
+    dense_gradients: Gradients,
 ) -> Approximation:
     """How far loss and gradients of a sparse step are from those of dense attention."""
     sparse, chunk = function.schedule.sparse, function.schedule.chunk
     assert sparse is not None
-    (loss, gradients), (dense_loss, expected) = found, dense
     # A selector of another kind may choose fewer pages than the budget has room for.
     counted = sparse if function.given is None else replace(sparse, budget=0)
     layers = [linear_modules(layer) for layer in CausalLMStages(model).layers]
@@ -122,10 +123,10 @@ def approximation(
         hides=any(layer.window is None for layer in describe(CausalLMStages(model)).layers)
         and counted.hides(tokens, chunk),
         loss_error=float((loss - dense_loss).abs() / dense_loss.abs()),
-        gradient_error=distance(gradients, expected, expected),
+        gradient_error=distance(gradients, dense_gradients, dense_gradients),
         dense_error={
             str(index): {
-                module: distance(gradients, expected, [names[id(p)] for p in weights])
+                module: distance(gradients, dense_gradients, [names[id(p)] for p in weights])
                 for module, weights in modules.items()
             }
             for index, modules in enumerate(layers)

@@ -42,7 +42,7 @@ from farspan.train.memory import (
     expect_memory,
     rehearse_apart,
 )
-from farspan.train.optimizer import Placed, ShardedParameters, TrainingOptimizer
+from farspan.train.optimizer import Placed, ShardedUpdate, TrainingOptimizer
 from farspan.train.optimizer_states import StateBytes
 
 
@@ -253,7 +253,7 @@ class RunContext:
     tokenizer: Tokenizer
     memory: DeviceMemory
     placed: Placed
-    pieces: ShardedParameters | None  # of a model that is sharded over ranks
+    pieces: ShardedUpdate | None  # of a model that is sharded over ranks
     parameters: int  # elements of all of them, while they were whole
     trainable: int  # elements of those that are trained
     inspected: InspectedModel | None  # if the planner is asked

@@ -79,7 +79,7 @@ def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardedParameters:
+class ShardedUpdate:
     """AdamW is elementwise: what all ranks make of their pieces is what one makes of the whole.
 
     Invariant: a piece's `.grad`, where it has one, is the piece of the weight's.
@@ -126,13 +126,13 @@ class ShardedParameters:
         return sum(piece.nbytes for piece in self.pieces.values())
 
 
-def sharded_parameters(dealt: ShardedModel) -> ShardedParameters:
+def sharded_parameters(dealt: ShardedModel) -> ShardedUpdate:
     sharded = dealt.sharded
     pieces = {name: _piece(own) for name, own in sharded.parameters().items()}
     trained = {name: piece for name, piece in pieces.items() if piece.requires_grad}
     outer = sharded.whole(sharded.outer).keys()
     counted = frozenset(name for name in trained if _counts(dealt, name, outer=name in outer))
-    return ShardedParameters(dealt, trained, pieces, sharded.places(_slices(dealt)), counted)
+    return ShardedUpdate(dealt, trained, pieces, sharded.places(_slices(dealt)), counted)
 
 
 def _piece(own: nn.Parameter) -> nn.Parameter:
@@ -174,7 +174,7 @@ class TrainingOptimizer:
         self,
         model: nn.Module,
         config: OptimizerConfig,
-        pieces: ShardedParameters | None = None,
+        pieces: ShardedUpdate | None = None,
         ranks: ParallelContext | None = None,
         room: int | None = None,
     ) -> None:

@@ -15,7 +15,7 @@ from farspan.plan.cell.assumed import assumed
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.cell.sharing import Sharing
 from farspan.plan.cell.transient import Walk, transient_bytes
-from farspan.plan.model.architecture import Block
+from farspan.plan.model.architecture import ArchitectureBlock
 from farspan.plan.model.catalog import find_architecture
 from farspan.plan.model.families import architecture_from
 from farspan.program.builder import build_program
@@ -331,7 +331,7 @@ def test_layers_that_differ_are_told_apart() -> None:
     wide = replace(narrow, feed_forward=replace(narrow.feed_forward, width=500))
     program = _program(model_spec(architecture), 200, BASE)
 
-    def graphs(*blocks: Block) -> dict[tuple[int, int], int]:
+    def graphs(*blocks: ArchitectureBlock) -> dict[tuple[int, int], int]:
         """Bytes by layer and chunk."""
         walk, found = Walk(program, replace(architecture, blocks=blocks)), {}
         for i in program.instructions:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from farspan.plan.cell.layer import layer_costs
-from farspan.plan.model.architecture import Architecture, Attention, Block, FeedForward
+from farspan.plan.model.architecture import Architecture, ArchitectureBlock, Attention, FeedForward
 from farspan.spec import LayerSpec, ModelSpec
 
 
@@ -17,7 +17,7 @@ def assumed(model: ModelSpec) -> Architecture:
     return replace(made, blocks=tuple(blocks[layer] for layer in model.layers))
 
 
-def _assumed(architecture: Architecture, layer: LayerSpec, element_bytes: int) -> Block:
+def _assumed(architecture: Architecture, layer: LayerSpec, element_bytes: int) -> ArchitectureBlock:
     attention = Attention(
         # What does not attend is as good as an attention of one number.
         max(1, layer.query_heads),
@@ -30,9 +30,9 @@ def _assumed(architecture: Architecture, layer: LayerSpec, element_bytes: int) -
     )
 
     def saved(width: int) -> int:
-        block = Block(attention, FeedForward(width))
+        block = ArchitectureBlock(attention, FeedForward(width))
         return layer_costs(architecture, block, element_bytes).activation_bytes
 
     least, slope = saved(1), saved(2) - saved(1)
     more = max(0, layer.activation_bytes - least)
-    return Block(attention, FeedForward(1 + -(-more // slope)))
+    return ArchitectureBlock(attention, FeedForward(1 + -(-more // slope)))

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from farspan.plan.cell.choosing import choice_bytes, watch_bytes
 from farspan.plan.cell.kernels import (
     SEEN_TILES,
-    CpuFlash,
     Kernel,
-    Padded,
-    Tiled,
+    PhantomFlash,
+    PhantomPadded,
+    PhantomTiled,
     column,
     merge,
     part,
@@ -150,10 +150,10 @@ def chunk_call(attention: Attention, batch: int, start: int, stop: int, kv_block
 def kernel_of(attention: Attention) -> Kernel:
     """As `attention.choose.select_kernel` has it on a CPU."""
     if attention.softcap is not None:
-        return Tiled(capped=True)
+        return PhantomTiled(capped=True)
     if attention.head_dim == attention.value_dim:
-        return CpuFlash()
-    return Padded(CpuFlash(), max(attention.head_dim, attention.value_dim))
+        return PhantomFlash()
+    return PhantomPadded(PhantomFlash(), max(attention.head_dim, attention.value_dim))
 
 
 # -- a chunk over its blocks -------------------------------------------------------------------

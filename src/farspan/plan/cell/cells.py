@@ -7,7 +7,7 @@ from farspan.plan.cell.layer import given_tables, given_weights, run_layer
 from farspan.plan.cell.phantom import Memory, Phantom, differentiate
 from farspan.plan.cell.sparse import far_of, most_units_of
 from farspan.plan.cell.tiles import Tiles, whole
-from farspan.plan.model.architecture import Architecture, Block
+from farspan.plan.model.architecture import Architecture, ArchitectureBlock
 from farspan.program.attention_blocks import near_blocks
 from farspan.program.program import AttentionMode
 from farspan.spec import Sparse
@@ -17,7 +17,7 @@ from farspan.spec import Sparse
 class CellKind:
     """What decides the memory of a cell."""
 
-    block: Block
+    block: ArchitectureBlock
     tokens: int
     q_start: int  # as far as it decides which blocks of keys there are
     mode: AttentionMode
@@ -47,7 +47,7 @@ class CellBytes:
 
 
 @dataclass(slots=True)
-class Cells:
+class PhantomCells:
     """Cells run on phantoms, each kind once."""
 
     architecture: Architecture

@@ -4,7 +4,7 @@ computed from its shapes alone."""
 from dataclasses import replace
 
 from farspan.plan.cell.layer import layer_costs
-from farspan.plan.model.architecture import Architecture, Attention, Block, FeedForward
+from farspan.plan.model.architecture import Architecture, ArchitectureBlock, Attention, FeedForward
 from farspan.spec import LayerSpec, LayerWork, ModelSpec, Refused
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -54,7 +54,7 @@ def dtype_name(dtype: str) -> str:
     return name
 
 
-def _layer(architecture: Architecture, block: Block, element_bytes: int) -> LayerSpec:
+def _layer(architecture: Architecture, block: ArchitectureBlock, element_bytes: int) -> LayerSpec:
     attention, rank = block.attention, architecture.adapter_rank
     before, after = _projections(architecture, attention), _linears(architecture, block)
     routed = _routed(architecture, block.feed_forward)
@@ -108,7 +108,7 @@ def _projections(architecture: Architecture, attention: Attention) -> tuple[Prod
     return tuple((architecture.hidden, outer) for outer in outers)
 
 
-def _linears(architecture: Architecture, block: Block) -> tuple[Product, ...]:
+def _linears(architecture: Architecture, block: ArchitectureBlock) -> tuple[Product, ...]:
     """Linear modules after attention, in order."""
     hidden, feed_forward = architecture.hidden, block.feed_forward
     out = (block.attention.query_heads * block.attention.value_dim, hidden)
@@ -135,7 +135,7 @@ def _routed(architecture: Architecture, feed_forward: FeedForward) -> tuple[Prod
     return ((architecture.hidden, feed_forward.experts), *expert * feed_forward.active)
 
 
-def _layer_parameters(architecture: Architecture, block: Block) -> int:
+def _layer_parameters(architecture: Architecture, block: ArchitectureBlock) -> int:
     """Elements of a layer's weights, adapters aside."""
     hidden, attention, feed_forward = architecture.hidden, block.attention, block.feed_forward
     projections = _projections(architecture, attention)

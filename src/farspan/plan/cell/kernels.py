@@ -70,7 +70,7 @@ def merge(out: Phantom, lse: Phantom, part_out: Phantom, part_lse: Phantom) -> N
     pointwise(lse, part_lse)
 
 
-class CpuFlash:
+class PhantomFlash:
     """aten's flash attention: outputs only, and a float mask where a window hides keys. The one
     place that knows a vendor kernel: on CUDA the outputs are the same and no mask is built."""
 
@@ -102,10 +102,10 @@ class CpuFlash:
 
 
 @dataclass(frozen=True, slots=True)
-class Padded:
+class PhantomPadded:
     """Heads made `width` wide for `inner` by zeros: copies that live as long as its call."""
 
-    inner: CpuFlash
+    inner: PhantomFlash
     width: int
 
     def split(self, block: Block) -> tuple[Block, ...]:
@@ -145,7 +145,7 @@ def visible(memory: Memory, block: Block) -> Phantom:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiled:
+class PhantomTiled:
     """Plain attention, tile by tile, in the accumulate dtype."""
 
     capped: bool

@@ -29,7 +29,7 @@ from farspan.plan.cell.phantom import (
     record,
 )
 from farspan.plan.cell.tiles import Module, whole
-from farspan.plan.model.architecture import Architecture, Attention, Block, FeedForward
+from farspan.plan.model.architecture import Architecture, ArchitectureBlock, Attention, FeedForward
 
 Run = Callable[[Module, Phantom, bool], Phantom]  # a token-wise module: see `tiles`
 Attend = Callable[[Phantom, Phantom, Phantom, Phantom | None], Phantom]
@@ -52,7 +52,7 @@ class LayerCosts:
 # -- weights -----------------------------------------------------------------------------------
 
 
-def layer_weights(architecture: Architecture, block: Block) -> dict[str, Shape]:
+def layer_weights(architecture: Architecture, block: ArchitectureBlock) -> dict[str, Shape]:
     """Shapes of a layer's parameters, in the order the module has them."""
     attention, hidden = block.attention, architecture.hidden
     shapes: dict[str, Shape] = {}
@@ -128,7 +128,7 @@ def trained(architecture: Architecture, name: str) -> bool:
 def given_weights(
     memory: Memory,
     architecture: Architecture,
-    block: Block,
+    block: ArchitectureBlock,
     element_bytes: int,
 ) -> Weights:
     """A layer's parameters, whose bytes are counted elsewhere."""
@@ -158,7 +158,7 @@ def table_width(architecture: Architecture, attention: Attention) -> int:
 
 def run_layer(
     architecture: Architecture,
-    block: Block,
+    block: ArchitectureBlock,
     weights: Weights,
     x: Phantom,
     tables: Tables | None,
@@ -190,7 +190,7 @@ def run_layer(
 
 def _with_layer_norms(
     architecture: Architecture,
-    block: Block,
+    block: ArchitectureBlock,
     weights: Weights,
     x: Phantom,
     tables: Tables | None,
@@ -211,7 +211,7 @@ def _with_layer_norms(
 
 def _parallel(
     architecture: Architecture,
-    block: Block,
+    block: ArchitectureBlock,
     weights: Weights,
     x: Phantom,
     tables: Tables | None,
@@ -297,7 +297,9 @@ def _feed_forward(
 # -- what it costs -----------------------------------------------------------------------------
 
 
-def layer_costs(architecture: Architecture, block: Block, element_bytes: int) -> LayerCosts:
+def layer_costs(
+    architecture: Architecture, block: ArchitectureBlock, element_bytes: int
+) -> LayerCosts:
     """What one layer of a model in `element_bytes` an element saves and moves."""
     few, many = (_saved(architecture, block, element_bytes, tokens) for tokens in (FEW, MANY))
     slope = -(-(many.bytes - few.bytes) // (MANY - FEW))
@@ -320,7 +322,7 @@ class _Saved:
     backward: int
 
 
-def _saved(architecture: Architecture, block: Block, width: int, tokens: int) -> _Saved:
+def _saved(architecture: Architecture, block: ArchitectureBlock, width: int, tokens: int) -> _Saved:
     memory = Memory(fused=architecture.fused, adds=architecture.adds)
     memory.grad = True
     weights = given_weights(memory, architecture, block, width)

@@ -123,7 +123,9 @@ class Outside:
 
     # -- head --------------------------------------------------------------------------------------
 
-    def head(self, pieces: tuple[int, ...], sums: "Sums", *, gradient: bool) -> Phantom | None:
+    def head(
+        self, pieces: tuple[int, ...], sums: "PhantomSums", *, gradient: bool
+    ) -> Phantom | None:
         """The gradient of the head's input [B, C, hidden], in pieces of so many tokens each."""
         hidden, loss_so_far = self.architecture.hidden, self.memory.new((), INDEX)
         if not gradient:
@@ -197,7 +199,7 @@ def _cross_entropy(logits: Phantom) -> Phantom:
 
 
 @dataclass(slots=True)
-class Sums:
+class PhantomSums:
     """Sums of weight gradients that a stage begins: born at the first gradient, and then there."""
 
     width: int
@@ -244,7 +246,7 @@ class Stages:
             in_place=self.in_place, fused=how.fused, adds=how.adds, sums=self.sums * how.adds
         )
         stages = Outside(self.architecture, memory, self.batch, self.width)
-        sums = Sums(self.sums, known)
+        sums = PhantomSums(self.sums, known)
         if what == "tables":
             tables = stages.tables(tokens)
             return StageBytes(memory.peak, 0, memory.live if tables else 0, frozenset())

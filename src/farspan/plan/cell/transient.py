@@ -11,11 +11,11 @@ from math import prod
 from typing import Any
 
 from farspan.plan.cell.assumed import assumed
-from farspan.plan.cell.cells import CellBytes, CellKind, Cells
+from farspan.plan.cell.cells import CellBytes, CellKind, PhantomCells
 from farspan.plan.cell.layer import layer_weights, trained
 from farspan.plan.cell.outside import Stages, outer_weights
 from farspan.plan.cell.sharing import ALONE, Sharing
-from farspan.plan.model.architecture import Architecture, Block
+from farspan.plan.model.architecture import Architecture, ArchitectureBlock
 from farspan.program.attention_blocks import most_tokens
 from farspan.program.dependencies import unread_outputs
 from farspan.program.program import (
@@ -90,9 +90,10 @@ def _cells(
     kv_block: int,
     in_place: bool,
     tiles: tuple[int, int],
-    sparse: tuple[Sparse | None, bool],
-) -> Cells:
-    return Cells(architecture, batch, width, kv_block, in_place, *tiles, *sparse)
+    sparse: Sparse | None,
+    on_host: bool,
+) -> PhantomCells:
+    return PhantomCells(architecture, batch, width, kv_block, in_place, *tiles, sparse, on_host)
 
 
 @lru_cache(maxsize=8)
@@ -136,7 +137,7 @@ class Walk:
         width = model.element_bytes
         self.program = program
         self.blocks = architecture.blocks[-len(model.layers) :]
-        seen: dict[Block, int] = {}
+        seen: dict[ArchitectureBlock, int] = {}
         self.classes = [seen.setdefault(block, len(seen)) for block in self.blocks]
         self.architecture = architecture
         self.wide = model.accumulate_bytes()
@@ -146,7 +147,7 @@ class Walk:
         self.tile = schedule.mlp_tokens
         self.unread = unread_outputs(program) if self.tile is not None else frozenset()
         sparse = schedule.sparse, schedule.kv is Tier.HOST
-        fixed = schedule.kv_block, in_place, (self.tile or 0, self.wide), sparse
+        fixed = schedule.kv_block, in_place, (self.tile or 0, self.wide), *sparse
         self.cells = _cells(architecture, program.run.batch, width, *fixed)
         most = most_tokens(program.run.batch * model.vocab)  # of a piece, as in engine.head
         sizes = self.wide, min(schedule.head_tokens, max(1, most))
@@ -194,7 +195,7 @@ class Walk:
             Close: self._close,
         }
 
-    def _weights(self, block: Block) -> list[int]:
+    def _weights(self, block: ArchitectureBlock) -> list[int]:
         """Elements of each trained parameter of a layer."""
         shapes = layer_weights(self.architecture, block)
         return [prod(shape) for name, shape in shapes.items() if trained(self.architecture, name)]
@@ -362,7 +363,7 @@ class Walk:
         value = not i.graph or (i.layer, i.chunk) not in self.unread
         return True, value, fresh
 
-    def _start(self, start: int, block: Block) -> int:
+    def _start(self, start: int, block: ArchitectureBlock) -> int:
         """An earlier start of a chunk that asks for the same sizes of blocks, but for how many of
         the full ones: they come one after the other."""
         schedule, window = self.program.schedule, block.attention.window

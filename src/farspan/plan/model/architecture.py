@@ -37,7 +37,7 @@ class FeedForward:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ArchitectureBlock:
     """One decoder layer: norms, attention, MLP, two residuals."""
 
     attention: Attention
@@ -54,7 +54,7 @@ class Architecture:
     family: str  # Hugging Face's `model_type`
     hidden: int
     vocab: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[ArchitectureBlock, ...]
     norm: str = "rms"  # or "layer", which has a bias
     tied: bool = False  # the head is the embedding
     positions: int = 0  # rows of a table of learned positions; 0: none

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from farspan.plan.model import windows
-from farspan.plan.model.architecture import Architecture, Attention, Block, FeedForward
+from farspan.plan.model.architecture import Architecture, ArchitectureBlock, Attention, FeedForward
 from farspan.plan.model.fields import Fields
 from farspan.plan.model.positions import LONG_ROPE, SLICEABLE_ROPE, longest, rotated
 from farspan.spec import Refused
@@ -225,7 +225,7 @@ def architecture_from(config: Mapping[str, Any] | Configuration, name: str = "")
         hidden=hidden,
         vocab=fields.count("vocab_size"),
         blocks=tuple(
-            Block(
+            ArchitectureBlock(
                 replace(attention, window=seen),
                 _feed_forward(family, fields, hidden, layer),
                 family.norms,
