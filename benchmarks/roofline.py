@@ -85,6 +85,7 @@ FREE = ("empty", "empty_like", "new_empty", "empty_strided", "set_", "detach", "
 # They do not read the first tensor that they are given: it is written, or a likeness.
 UNREAD = ("copy_", "zero_", "fill_", "new_full", "new_zeros", "zeros_like")
 ROWS = ("embedding",)  # of a table they read as much as they give
+LINES = {"rotate": "rotary", "add": "joining", "merge": "joining"}  # by the kernel's first word
 # What kernels read and write, beside what they only read or only write.
 TWICE = {"merge_kernel": ("lse",)}
 
@@ -124,8 +125,9 @@ class Count(TorchDispatchMode):
         if name == "loss_kernel":  # logits are read twice, and may be written
             twice = ("logits",) * (1 + launch.arguments["shape"].write)
         read = [*(key for key, x in tensors.items() if isinstance(x, Tensor)), *twice]
-        file = launch.kernel.fn.__module__.rpartition("triton_")[2]
-        self.work.bytes[f"{file} kernel"] += sum(_size(tensors[key]) for key in read)
+        first = name.partition("_")[0]
+        line = f"{LINES.get(first, first)} kernel"
+        self.work.bytes[line] += sum(_size(tensors[key]) for key in read)
 
     def add_product(self, total: Tensor, dout: Tensor, x: Tensor, *, fresh: bool) -> None:
         """A product that adds to a sum, which it reads and writes where another writes a gradient;
@@ -209,7 +211,7 @@ def _as(how: str, count: Count, model: nn.Module) -> Iterator[None]:
         yield
         return
     with ExitStack() as stack:
-        for place in ("hf.fused_layers", "engine.head", "attention.softmax", "attention.chunk"):
+        for place in ("hf.fused_layers", "engine.loss", "attention.softmax", "attention.chunk"):
             stack.enter_context(patch(f"farspan.{place}.fused_for", lambda *_: True))
         run = patch.object(Launch, "run", lambda launch, _: count.launch(launch))
         stack.enter_context(run)

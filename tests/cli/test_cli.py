@@ -87,7 +87,7 @@ def test_verify_fails_with_exit_code_one(
         (["verify", "--dtype", "int8"], "dtype: expected float64, float32 or bfloat16"),
         (["verify", "--context", "many"], "context: expected tokens such as 131072, 128K"),
         (["verify", "--documents", "999"], "documents: 999 do not fit"),
-        (["verify", "--context", "9000"], "beyond the model's max_position_embeddings of 8,192"),
+        (["verify", "--context", "9000"], "exceeds the model's max_position_embeddings of 8,192"),
         (["verify", "nowhere/at/all.yaml"], "nowhere/at/all.yaml: cannot be read"),
         (["train", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
     ],

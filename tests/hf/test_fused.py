@@ -280,7 +280,7 @@ def interpreted() -> Iterator[ProcessPoolExecutor]:
         yield process
 
 
-PLACES = "hf.fused_layers", "engine.step", "engine.head", "attention.softmax", "attention.chunk"
+PLACES = "hf.fused_layers", "engine.step", "engine.loss", "attention.softmax", "attention.chunk"
 
 
 def _fused(*_: Any) -> bool:

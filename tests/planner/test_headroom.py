@@ -88,7 +88,7 @@ def test_a_named_schedule_may_use_the_headroom_to_the_byte(oomb: Plan, more: int
     data = plan.to_json()
     assert (data["fits"], data["tight"], data["headroom"]) == (plan.fits, plan.tight, GIB)
     assert ("fits, but tight: " in str(plan)) is plan.tight
-    assert ("tight: 1.0 GiB of a device are better left" in str(plan)) is plan.tight
+    assert ("tight: 1.0 GiB of a device should stay free" in str(plan)) is plan.tight
 
 
 def test_the_planner_leaves_it_where_it_can() -> None:

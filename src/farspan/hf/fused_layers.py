@@ -34,7 +34,7 @@ GRADIENTS = 8  # roundings that gradients of one formula, summed in two orders, 
 
 
 class Linears:
-    """How the linear modules of a gated MLP run; a step may know better (`engine.linear`)."""
+    """How the linear modules of a gated MLP run; a step may know better (`engine.gradients`)."""
 
     def pair(self, gate: nn.Module, up: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         """Both of one input."""

@@ -7,7 +7,7 @@
 A cell whose prefix is on host works on all three: while it computes, blocks of K, V and of dK, dV
 totals come in through slots, and the totals go back (FPDT 4.2); so do chosen pages. Those slots
 are not here: nobody but cells uses them, and who streams through them keeps their order
-(engine.prefix, engine.pages).
+(engine.buffers, sparse.engine).
 
 Views are the trap. A register that was loaded from a slot is a view of it, and so is what a graph
 refers to: whoever takes the register, or runs the graph backward, reads the slot.
