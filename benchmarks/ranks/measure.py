@@ -20,9 +20,9 @@ from farspan.distributed.fsdp import ShardedParameters
 from farspan.engine.memory import LiveStorage
 from farspan.engine.parallelize import parallelize
 from farspan.engine.step import _Counter
-from farspan.program.flops import sent_bytes
 from farspan.program.layout import Layout
 from farspan.program.program import AttentionMode, Backward, Forward, Program, Send
+from farspan.program.work import sent_bytes
 
 CPU = torch.device("cpu")
 MODEL: dict[str, Any] = {  # Llama's layers, bytes for tokens; as many K, V heads as ranks

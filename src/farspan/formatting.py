@@ -1,11 +1,9 @@
-"""Numbers as people write them: tokens with K and M, bytes with GiB and GB.
+"""Values as people read and write them: tokens with K and M, bytes with GiB and GB, page-sparse
+attention in a few words; and the known word nearest to one that is not known.
 
 K, M and G of tokens are powers of 1024, as in the papers, whose 128K is 131,072. Of bytes, KiB to
 TiB are powers of 1024 and KB to TB powers of 1000; `128G` could be either and is refused.
-
-Words for a person: of the parts of a budget, and for a word that is not known.
-
-Page-sparse attention in words: as a person writes it, and as it is told."""
+"""
 
 import difflib
 import re

@@ -9,8 +9,8 @@ from farspan.distributed.collectives import Communicator
 from farspan.distributed.kv_sharding import KVShards
 from farspan.distributed.ring import Ring
 from farspan.program.attention_blocks import Held
-from farspan.program.flops import shards_backward, shards_forward
 from farspan.program.layout import Range
+from farspan.program.work import shards_backward, shards_forward
 from tests.attention.cases import Case
 from tests.attention.held import Spread, fastest
 from tests.distributed.spread import Done, Sizes, Way, attend_everywhere, compare, everyone, spreads

@@ -7,7 +7,7 @@ import pytest
 from farspan.distributed.collectives import Communicator
 from farspan.distributed.ring import Ring
 from farspan.program.attention_blocks import Held
-from farspan.program.flops import ring_backward, ring_forward
+from farspan.program.work import ring_backward, ring_forward
 from tests.attention.held import Spread, fastest
 from tests.distributed.spread import Done, Sizes, Way, attend_everywhere, compare, everyone, spreads
 from tests.grids import part_of

@@ -20,9 +20,9 @@ from farspan.engine.parallelize import ShardedModel, parallelize
 from farspan.engine.reference import gradients_of, reference_loss
 from farspan.engine.step import Step
 from farspan.hf.probe import Float64Mode
-from farspan.program.flops import sent_bytes
 from farspan.program.layout import AXES, Layout
 from farspan.program.strategies import STRATEGIES, strategy
+from farspan.program.work import sent_bytes
 from farspan.spec import Refused, Schedule, Sparse, Tier
 from tests.engine.checks import Data, Outcome, assert_close, draw, run_oracle, run_step
 from tests.grids import exhaustive

@@ -10,8 +10,8 @@ from farspan.attention.backends import CpuFlash
 from farspan.distributed.collectives import Communicator, PendingExchange
 from farspan.distributed.context import ParallelContext
 from farspan.engine.step import Step
-from farspan.program.flops import Piece, cut_heads, exposed
 from farspan.program.layout import Layout
+from farspan.program.work import Piece, cut_heads, exposed
 from farspan.spec import LayerSpec, Refused, Schedule
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
 from tests.grids import part_of

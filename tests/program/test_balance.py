@@ -22,10 +22,10 @@ from farspan.planner.timeline import run_time
 from farspan.program.builder import build_evaluation, build_program
 from farspan.program.chunking import SHORTEST, Costs, balanced_ranges, chunks_of, costs_of
 from farspan.program.dependencies import waits
-from farspan.program.flops import work_of
 from farspan.program.layout import Layout, Range, Rank, are_equal, chunk_ranges
 from farspan.program.program import Forward, cell_place
 from farspan.program.residency import Kind
+from farspan.program.work import work_of
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier
 from tests.grids import examples
 from tests.oracles.check import check_program

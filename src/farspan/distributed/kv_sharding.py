@@ -7,7 +7,7 @@ which never move.
     backward    gather q, O, dO, LSE | dQ of all queries, dK, dV of own keys | sum dQ at its owner
 
 Partial O and LSE and sums of dQ are in the accumulate dtype, and are taken in the order of ranks.
-What a rank sends does not grow with the prefix (program/flops.py).
+What a rank sends does not grow with the prefix (program/work.py).
 
 Legend: B batch, C tokens of the chunk, H query heads, Hk key-value heads, D head dim; rows of
 tokens are [tokens, B, heads, D]."""

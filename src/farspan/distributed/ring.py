@@ -10,7 +10,7 @@ in the order of the ring, one hop further, to the rank that holds them:
     K, V        own sent      those sent                  |
     dK, dV      |             | those sent, made in 1     | theirs added and sent     |
 
-What a rank sends grows with the prefix (program/flops.py). Legend: B batch, Hk key-value heads, D
+What a rank sends grows with the prefix (program/work.py). Legend: B batch, Hk key-value heads, D
 head dim, T rows, n queries.
 """
 

@@ -49,9 +49,9 @@ from farspan.program.attention_blocks import (
     near_blocks,
     plan_held_blocks,
 )
-from farspan.program.flops import Piece, parts_of, pieces_of
 from farspan.program.layout import Range, Rank, Share, among_heads, share_of
 from farspan.program.program import AttentionMode, Backward, Forward, Program
+from farspan.program.work import Piece, parts_of, pieces_of
 from farspan.sparse.engine import SparseCell, SparseRun
 from farspan.spec import LayerSpec, Refused, Tier
 

@@ -26,10 +26,10 @@ from farspan.hf.unsupported import refuse_context, refuse_dropout, refuse_model,
 from farspan.kernels.launch import fused_for
 from farspan.program.builder import build_evaluation, build_program
 from farspan.program.dependencies import Order, unread_outputs, waits
-from farspan.program.flops import work_of
 from farspan.program.layout import AXES, ONLY, SEQUENCE
 from farspan.program.program import Backward, Forward, Instruction, Program
 from farspan.program.program import Head as HeadInstruction
+from farspan.program.work import work_of
 from farspan.sparse.engine import PageFunction, Seen, selector_of, watched_cell
 from farspan.sparse.select import Selector
 from farspan.spec import Kernels, ModelSpec, Refused, RunSpec, Schedule, Tier

@@ -5,7 +5,7 @@
 
 One all-to-all carries q, k and v together. What a rank sends does not depend on the prefix: of each
 of its own tokens, all heads but its own. With `OverlappedUlysses` it goes in pieces of heads, and
-one piece travels while another is attended to (program/flops.py).
+one piece travels while another is attended to (program/work.py).
 
 Legend: q [B, H, n, D] and k, v [B, Hk, n, D] of own tokens and all heads; "local" tensors have all
 tokens and this rank's heads.
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from farspan.distributed.collectives import Communicator, Counts
 from farspan.engine.buffers import KVHeads, KVPrefix
-from farspan.program.flops import Piece
 from farspan.program.layout import Range
+from farspan.program.work import Piece
 
 Coming = Callable[[], list[Tensor]]  # waits for tensors that are on their way
 

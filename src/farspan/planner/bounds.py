@@ -5,11 +5,8 @@ open are F choices of how many chunks keep O, LSE and activations, and T = 8 cho
 attention and activations; every result is [K, F, T]. The time (lanes) is that of the program when
 nothing overlaps, and the busiest lane's when everything does; both are sums over cells, so nothing
 is simulated. Memory (peaks) is the fullest of a few phases of the program, without padding.
-
-Seconds of many schedules by counting: how often each kind of cell runs, and what is copied.
-
-Bytes of many schedules when each tier is fullest: the fullest of a few phases (formulas has them
-all), without padding. P phases' groups of all K cuts are looked at together."""
+P phases' groups of all K cuts are looked at together.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -6,7 +6,7 @@ the slower of the two counts. Ranks lie in the order tensor, ulysses, shards, ri
 neighbours in the first are neighbours in a node. Every collective costs `latency` on top. A device
 of an all-to-all or all-gather over P keeps 1 / P of the bytes and moves (P - 1) / P. Collectives
 inside a cell stand in the way of its attention, but for the ring's, which goes on beside it, and
-for heads that are exchanged in pieces (program/flops.py); FSDP's are issued one layer
+for heads that are exchanged in pieces (program/work.py); FSDP's are issued one layer
 ahead. A latency does not grow with P.
 
 Where the tensors live decides who sends what. Ulysses keeps K, V, dK, dV, O and LSE by heads and
@@ -18,8 +18,8 @@ Korthikanti et al. 2022, 4.2.2). What a device holds for messages under way is `
 from dataclasses import dataclass
 
 from farspan.planner.request import Question
-from farspan.program.flops import exposed
 from farspan.program.program import AttentionMode
+from farspan.program.work import exposed
 from farspan.spec import LayerSpec
 
 

@@ -1,11 +1,11 @@
-"""The ranks that a layout is priced by: of those that run alike, the one that takes the most.
+"""One schedule on one machine: build the programs of its ranks, walk them, and say what they take.
 
+A layout is priced by the ranks that differ: of those that run alike, the one that takes the most.
 Ranks that share a sequence run the same instructions, and the last of them has the most rows of
-every chunk (layout.part). Stages of a pipeline run alike where their layers are equal, but for the
-first, which embeds, and the last, which has the head: three kinds where all layers are equal and
-stages equally long.
-
-One schedule on one machine: build its program, walk it, and say what it takes."""
+every chunk (program.layout). Stages of a pipeline run alike where their layers are equal, but for
+the first, which embeds, and the last, which has the head: three kinds where all layers are equal
+and stages equally long.
+"""
 
 from collections import Counter
 from collections.abc import Sequence

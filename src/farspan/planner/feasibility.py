@@ -1,16 +1,16 @@
-"""What schedules leave of each tier, by their bounds: whether any fits, and which has the most.
+"""Whether schedules fit, without building their programs.
 
-What a schedule leaves of each tier, without building a program of its length.
+By their bounds: whether any of a family fits, and which leaves the most of each tier.
 
-Arenas by the bounds of its frame, which are theirs but for padding. What cells hold for a moment
-comes from the program of the few chunks that tell: of chunks that are kept alike the latest, which
-has the most keys before it. They are cells of the whole program in its order, so its fullest moment
-is at least as full.
+By a close look at one: its arenas are those of its bounds but for padding. What cells hold for a
+moment comes from the program of the few chunks that tell: of chunks that are kept alike the latest,
+which has the most keys before it. They are cells of the whole program in its order, so its fullest
+moment is at least as full.
 
-A plan by counting, without its program: enough for a schedule that does not fit.
-
-Its time is that of its program where nothing overlaps; its memory is a bound, short of padding and
-of what lies between buffers: it may look as if a little less were missing, never more."""
+And as a plan by counting, enough for a schedule that does not fit: its time is that of its program
+where nothing overlaps; its memory is a bound, short of padding and of what lies between buffers, so
+it may look as if a little less were missing, never more.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace

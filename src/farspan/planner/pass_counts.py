@@ -1,16 +1,15 @@
-"""Work and traffic of a schedule by counting, for many fractions kept at once: what the search
-bounds with.
+"""Work and traffic of many schedules by counting: many cuts into groups, as arrays, and many
+fractions kept at once.
 
 A layer plays one of six roles: top of a group or below it, in the last group, an earlier one, or a
-pipeline's stage that is not the last.
-What it does with chunk c follows from its role and from whether the chunk's O and LSE are kept
-(`kept`), its activations are (`graph`), and it is the last chunk: see passes. Written from the
-rules, not by walking a program; the sums are equal to those of the program, which tests hold.
+pipeline's stage that is not the last. What it does with chunk c follows from its role and from
+whether the chunk's O and LSE are kept (`kept`), its activations are (`graph`), and it is the last
+chunk: see passes. Written from the rules, not by walking a program; the sums are equal to those of
+the program, which tests hold.
 
 Shapes: F choices of (attention_kept, activations_kept), S spans of chunks. All chunks of a span are
 alike in every choice, so that of hundreds of chunks a few dozen spans are counted.
-
-Many cuts of the layers into groups, as arrays: what bounds need to know of each."""
+"""
 
 from collections import Counter
 from dataclasses import dataclass, replace

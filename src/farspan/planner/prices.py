@@ -22,7 +22,6 @@ from farspan.planner.collectives import Collectives
 from farspan.planner.request import Question
 from farspan.program.attention_blocks import chosen_pages, seen_pairs, sparse_of
 from farspan.program.dependencies import TiledCells
-from farspan.program.flops import pieces_of
 from farspan.program.layout import local_layer
 from farspan.program.program import (
     AttentionMode,
@@ -40,6 +39,7 @@ from farspan.program.program import (
 )
 from farspan.program.residency import Kind
 from farspan.program.simulate import copied_bytes, streamed_bytes
+from farspan.program.work import pieces_of
 from farspan.spec import AttentionKernel, Curve, LayerSpec, MachineSpec, Rates, Refused, Schedule
 
 

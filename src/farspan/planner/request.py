@@ -1,7 +1,8 @@
 """What is asked of the planner, and what it answers.
 
-Device memory that a plan leaves to what is in no program: fragments of the allocator, libraries'
-workspaces that grow with a call, messages between devices (NCCL)."""
+The headroom is device memory that a plan leaves to what is in no program: fragments of the
+allocator, libraries' workspaces that grow with a call, messages between devices (NCCL).
+"""
 
 import re
 from dataclasses import asdict, dataclass, field, replace

@@ -1,33 +1,28 @@
-"""The open choices of one family of schedules, fastest first.
+"""The fastest schedule that fits: best first over bounds, each candidate proved by its program.
 
-Bounds know a cell's graphs, not what else it holds for a moment. That depends on the cut and on
-which chunks there are (kept or not), so choices that are alike in these share it: a kind. It is
-found (quick.transient) when the fastest choice of a kind has its turn, and then counts for all.
-What lies outside the layers is the same for all kinds: that is known when a family is opened.
+Every schedule of the space gets a lower bound of its time and memory. The one with the lowest bound
+of time among those that may fit is built and simulated; it becomes the best so far if it fits and
+is faster. When no bound is left below the best, the best is the optimum of the space. When the
+budget of seconds runs out first, the best is at most `gap` slower than the optimum: the lowest
+bound left tells.
 
-Of schedules that are as fast as makes no difference, the one that takes the least.
+Kinds. Bounds know a cell's graphs, not what else it holds for a moment. That depends on the cut and
+on which chunks are kept, so choices that are alike in these share it: a kind. It is found when the
+fastest choice of a kind has its turn, and then counts for all (`CellMoments`). What lies outside
+the layers is the same for all kinds: that is known when a family is opened.
 
-Main memory that a GPU copies from is locked: its pages have to be taken first (2.3 GB/s on two
-cores, engine/tiers.py), and no other program has it then. Many schedules are nearly as fast as
-the fastest, and some take tens of GiB less. By their bounds of time some may be near enough; these
-are simulated in the order of their bounds of bytes, so that the first that proves near enough takes
-the least.
+Thrift. Main memory that a GPU copies from is locked: its pages have to be taken first (2.3 GB/s on
+two cores), and no other program has it then. Many schedules are nearly as fast as the fastest, and
+some take tens of GiB less. By their bounds of time some may be near enough; these are simulated in
+the order of their bounds of bytes, so that the first that proves near enough takes the least. The
+gap counts what was given for it.
 
-The fastest schedule that fits: best first over bounds, each candidate proved by its program.
-
-Every schedule of the space gets a lower bound of its time (lanes) and memory (peaks). The one with
-the lowest bound of time among those that may fit is built and simulated; it becomes the best so far
-if it fits and is faster. When no bound is left below the best, the best is the optimum of the
-space. When the budget of seconds runs out first, the best is at most `gap` slower than the optimum:
-the lowest bound left tells. What is as fast as that but for a tolerance, and takes less, may be
-preferred (thrift): the gap counts what was given for it.
-
-Sizes of pieces that the search leaves as they are: `head_tokens` and `kv_block`.
-
-Each would double the space. Both are nearly apart from the rest of a schedule: a larger piece of
-the head reads and writes the gradient of its weights less often and holds more logits for a moment,
-larger blocks of keys are merged less often. So they are chosen for the schedule that was found: by
-their prices, and kept if the whole program with them fits and is faster by a share worth having."""
+Sizes. `head_tokens` and `kv_block` would each double the space, and both are nearly apart from the
+rest of a schedule: a larger piece of the head reads and writes the gradient of its weights less
+often and holds more logits for a moment, larger blocks of keys are merged less often. So they are
+chosen for the schedule that was found: by their prices, and kept if the whole program with them
+fits and is faster by a share worth having.
+"""
 
 import heapq
 import time

@@ -12,10 +12,9 @@ Earlier keys are cut on the fixed grid of multiples of `kv_block`, so that every
 the same key blocks, and at q_start, because gradients of earlier keys go to accumulators while
 those of the chunk's own keys return to autograd. Token positions are absolute; ranges half open.
 
-Blocks of attention over the keys that one rank holds: a part of each chunk's.
-
-The rank's rows are the positions that it holds, in order. Here it holds `h` of three chunks of 8,
-and the queries of the last one meet them:
+Where keys are spread over ranks, a rank holds a part of each chunk's. Its rows are the positions
+that it holds, in order. Here it holds `h` of three chunks of 8, and the queries of the last one
+meet them:
 
     positions 0 . . . . . . . 8 . . . . . . . 16. . . . . . .
     held          h h h           h h h           h h h
@@ -27,11 +26,10 @@ positions and rows differ by a constant, the block's `shift`. The chunk's own ke
 held make a causal square of the queries [a, b) and a rectangle below it, of the queries from b on;
 queries before a see none of them. The window cuts the rectangle as it cuts earlier keys.
 
-Which keys the queries of a chunk see, and which rows they need: counts, for one document a row.
-
-Dense layers see all keys before a query, layers with a window the latest, and sparse ones what
-their choice leaves. How many different pages a chunk's queries choose is only known when they have:
-the most that can be is counted."""
+Counts are for one document a row. Dense layers see all keys before a query, layers with a window
+the latest, and sparse ones what their choice leaves. How many different pages a chunk's queries
+choose is only known when they have: the most that can be is counted.
+"""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence

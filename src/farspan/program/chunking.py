@@ -14,8 +14,8 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 from farspan.program.attention_blocks import seen_pairs
-from farspan.program.flops import linear_products
 from farspan.program.layout import Layout, Range, chunk_ranges
+from farspan.program.work import linear_products
 from farspan.spec import ModelSpec, Schedule
 
 # Costs are evened out until the last chunk is a quarter of the longest, or a long sequence would be

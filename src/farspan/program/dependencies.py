@@ -1,4 +1,5 @@
-"""What each instruction reads and writes, and on which lane: the one table of it.
+"""What each instruction reads and writes, on which lane, and what it must wait for; which outputs
+of layers nothing reads, and which cells run their token-wise modules on tiles.
 
     compute     cells, head, embedding, loads and stores of x, clearing
     fetch       host to device
@@ -12,11 +13,9 @@ are not here: nobody but cells uses them, and who streams through them keeps the
 Views are the trap. A register that was loaded from a slot is a view of it, and so is what a graph
 refers to: whoever takes the register, or runs the graph backward, reads the slot.
 
-What waits for what when copies run beside the computation.
-
-Lanes keep their own order, so a lane need only be told of others: for each instruction, the latest
-earlier one of every other lane that it must follow. These are the hazards, each of which a test
-lets happen (tests/engine/test_overlap.py):
+Waits. Lanes keep their own order, so a lane need only be told of others: for each instruction, the
+latest earlier one of every other lane that it must follow. These are the hazards, each of which a
+test lets happen (tests/engine/test_overlap.py):
 
     hazard          what goes wrong without the wait
     NOT_ARRIVED     a cell reads a slot before its fetch has arrived
@@ -29,10 +28,7 @@ lets happen (tests/engine/test_overlap.py):
     CLEARED         a buffer is cleared while copies of its bytes are under way
 
 Waits that others imply are left out.
-
-Which outputs of layers nothing reads: those of cells rebuilt for their backward alone.
-
-Which cells run their token-wise modules on tiles, and how often a feed-forward runs."""
+"""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""How devices share one step: the layout, a rank's place in it, and the tokens that are its own.
+"""How devices share one step: the layout, a rank's place in it, and what it has of every chunk.
 
 Ranks lie in the order tensor, ulysses, shards, ring, data, pipeline, neighbours in the first axis
 being neighbours in number. Outside attention the tokens of every chunk are dealt in that order too:
@@ -6,23 +6,19 @@ rank i of the P that share a sequence has the i-th of P parts, as equal as whole
 the parts of ranks that are neighbours in an axis are one range, and chunk c of all ranks together
 is a contiguous range of the sequence (FPDT 4.1), whatever its length.
 
-The grid of (layer, chunk) cells: where it is cut.
-
-Where states of recurrent layers lie: in buffers of K, V, in rows of the chunk that left them.
-
-A state does not grow with tokens, and every chunk but the last leaves one that somebody reads. So a
+States of recurrent layers lie in buffers of K, V, in rows of the chunk that left them. A state
+does not grow with tokens, and every chunk but the last leaves one that somebody reads. So a
 layer's buffer has as many elements a token as its state takes in the shortest of those chunks,
 and all that is known of K, V holds for states too: when they are there, on which tier, who frees
 them. A chunk's rows hold the state of all sequences from their first byte on.
-
-What one rank has of every chunk: tokens outside attention, and keys inside.
 
 Two sets of rows. A rank's tokens are its part of each chunk: x, activations and the loss are of
 them. Its keys are the tokens whose K, V, dK, dV, O and LSE it keeps, for its part of the heads: all
 of a chunk's with Ulysses alone, a shard's or a ring member's part of each chunk otherwise. Buffers
 hold the rows of all chunks one after the other, so a row is not a position in the sequence.
 
-Every rank of a sequence runs the same instructions; only the rows differ. Parts may be empty."""
+Every rank of a sequence runs the same instructions; only the rows differ. Parts may be empty.
+"""
 
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -1,6 +1,5 @@
-"""A group of layers: which chunks' graphs it keeps, and the buffers it opens and closes.
-
-The passes of one group over its chunks: first, rebuild, backward.
+"""A group of layers, the buffers it opens and closes, and its passes over the chunks: first,
+rebuild, backward.
 
         layers                      first pass      chunk by chunk upwards through the group
       ^  +--+--+--+--+  group 1     rebuild         the same, only to have K, V again
@@ -11,7 +10,8 @@ The passes of one group over its chunks: first, rebuild, backward.
 
 Two savings hold everywhere. The last chunk's own cells are not run before the backward starts
 with them. And the top layer of a group has no reader before its backward, so a pass that is only
-there for K, V ends in it with AttentionMode.NONE."""
+there for K, V ends in it with AttentionMode.NONE.
+"""
 
 from dataclasses import dataclass, field
 

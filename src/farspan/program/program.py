@@ -8,8 +8,8 @@ Boundaries. Boundary b is the input of group b, and boundary G (after the last g
 the head. In the backward the gradient of boundary b takes the place of `x.b`, chunk by chunk, so
 boundary gradients need no memory of their own.
 
-Sizes of what a buffer holds: which tensors, of which shape a token, in which precision. And of
-what a step reads."""
+Sizes. A buffer holds one or more tensors, each of a shape a token and a precision (`regions`).
+"""
 
 from dataclasses import dataclass
 from enum import StrEnum

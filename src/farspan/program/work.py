@@ -1,14 +1,13 @@
-"""Work of an instruction in floating-point operations: what a step's progress is measured in.
+"""What a step does, counted from its program: floating-point operations, and bytes that ranks send.
 
-A program's sum is MFU's `useful_flop` and, beside it, what is computed twice, and half a forward of
-attention: its backward makes five matrix products where MFU counts four.
+A program's sum of operations, in which progress is measured, is MFU's `useful_flop` and, beside it,
+what is computed twice, and half a forward of attention: its backward makes five matrix products
+where MFU counts four.
 
-What a rank sends to others in the cells of its program: bytes by axis (facts on sequence
-parallelism: FPDT 4.1).
-
-P ranks along an axis share C tokens of a chunk, n of them this rank's and m those of the largest
-part; rank j of a ring holds T[j] rows up to the chunk; q, kv and o are bytes a token of this rank's
-heads, q', kv' and o' those in the accumulate dtype, o' with LSE:
+Bytes that a rank sends in the cells of its program, by axis (FPDT 4.1). P ranks along an axis share
+C tokens of a chunk, n of them this rank's and m those of the largest part; rank j of a ring holds
+T[j] rows up to the chunk; q, kv and o are bytes a token of this rank's heads, q', kv' and o' those
+in the accumulate dtype, o' with LSE:
 
     ulysses   forward    n (P - 1) (q + kv) + (C - n) o
               backward   n (P - 1) o        + (C - n) (q + kv)
@@ -20,7 +19,7 @@ heads, q', kv' and o' those in the accumulate dtype, o' with LSE:
 With equal parts, n (P - 1) = C - n = C (P - 1) / P. Only the ring's grow with the prefix. A forward
 that does not attend sends less: K, V if they are to be kept, q if a backward follows, and O.
 
-A cell's exchange in pieces: while heads of one are attended to, the next are on their way.
+Heads are exchanged in pieces: while those of one are attended to, the next are on their way.
 
     exchange   q, K, V 0 | q, K, V 1 |            O 0 |            O 1 |
     compute              | attend 0              | attend 1            |
@@ -29,7 +28,8 @@ What is not hidden is the first piece in and the last one out. The engine and wh
 program ask here. A piece is of whole K, V heads; where there are fewer of them than pieces, query
 heads of one are shared out, and its K, V come with the first piece and leave with the last. Keys on
 host are streamed past a cell once, so all its heads are attended to together; a ring and sparse
-attention work on all heads too."""
+attention work on all heads too.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

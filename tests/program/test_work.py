@@ -11,9 +11,9 @@ from farspan.planner.machines import machine
 from farspan.planner.request import Question
 from farspan.program.attention_blocks import seen_pairs
 from farspan.program.builder import build_evaluation, build_program
-from farspan.program.flops import work_of
 from farspan.program.program import Program
 from farspan.program.simulate import simulate
+from farspan.program.work import work_of
 from farspan.spec import LayerWork, ModelSpec, RunSpec, Schedule, Tier
 
 RUN = RunSpec(batch=3, tokens=9000)
