@@ -58,7 +58,7 @@ class ProgramBuffers:
         at_start: bool = False,
         mapped: bool = False,
     ) -> dict[str, Tensor]:
-        """The tensors of `buffer` for these rows (plan.share), each [T, B, ...].
+        """The tensors of `buffer` for these rows (program.layout), each [T, B, ...].
 
         A slot holds whatever chunk was put there last, from its first row on: `at_start`. For
         `mapped` see `Arena.view`.

@@ -450,7 +450,7 @@ def unread_outputs(program: Program) -> frozenset[Cell]:
 
 @dataclass(slots=True)
 class TiledCells:
-    """The cells of a program by how their feed-forwards run (see `models.tiles`)."""
+    """The cells of a program by how their feed-forwards run (see `hf.tiled_mlp`)."""
 
     program: Program
     tile: int | None = field(init=False)  # tokens

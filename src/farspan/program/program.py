@@ -64,7 +64,7 @@ class Buffer:
     kind: Kind
     layer: int  # the layer, or the boundary of `x`; -1 for slots, which serve any
     tier: Tier
-    start: int  # first row held (plan.share), or first token of the chunks of cells
+    start: int  # first row held (program.layout), or first token of the chunks of cells
     stop: int  # one past the last
     cell_bytes: int  # of cells: bytes of the first, the longest; else 0
     bytes: int

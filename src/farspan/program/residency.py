@@ -3,8 +3,9 @@
 A row says what a buffer of the class is cut into and how many bytes that has, which field of the
 schedule says the tier, which buffers a layer has of it and until when, and which slots carry it
 across the link. Who writes and who reads it follows from the instructions that name its buffers
-(footprints); the table says it in words. Builder, sizes, simulation, checker, engine and report
-read it, so that the rule of a class is written here and nowhere else."""
+(program/dependencies.py); the table says it in words. Builder, sizes, simulation, checker, engine
+and report read it; the search's bounds (planner/bounds.py, planner/pass_counts.py) have rules of
+their own, which tests hold to programs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Attention of one cell on phantoms: what `engine.cell` and `attention.cell` allocate.
+"""Attention of one cell on phantoms: what `engine.attention_op` and `attention.chunk` allocate.
 
 Every statement here stands for one there, and temporaries live as long as theirs. Legend: B batch,
 C tokens of the chunk, H query heads, Hk key-value heads, D head dim.

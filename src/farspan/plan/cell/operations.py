@@ -245,7 +245,7 @@ def product(x: Phantom, weight: Phantom, bias: Phantom | None = None) -> Phantom
 
 def adding_product(x: Phantom, weight: Phantom, bias: Phantom | None) -> Phantom:
     """x [rows, in] by a weight [out, in] whose gradient its backward adds to a sum
-    (`engine.linear`)."""
+    (`engine.gradients`)."""
     (rows, inner), needs = x.shape, (wants(x), wants(bias))
     number, shape = id(weight.storage), weight.shape
 

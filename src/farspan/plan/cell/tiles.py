@@ -1,4 +1,4 @@
-"""Token-wise modules on tiles, on phantoms: what `models.tiles` allocates and which it takes.
+"""Token-wise modules on tiles, on phantoms: what `hf.tiled_mlp` allocates and which it takes.
 
 Every statement here stands for one there, and temporaries live as long as theirs.
 """

@@ -116,7 +116,7 @@ class _Graph:
 
 
 class Walk:
-    """One walk through a program; registers as in `engine.run`."""
+    """One walk through a program; registers as in `engine.interpreter`."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class Walk:
         sparse = schedule.sparse, schedule.kv is Tier.HOST
         fixed = schedule.kv_block, in_place, (self.tile or 0, self.wide), *sparse
         self.cells = _cells(architecture, program.run.batch, width, *fixed)
-        most = most_tokens(program.run.batch * model.vocab)  # of a piece, as in engine.head
+        most = most_tokens(program.run.batch * model.vocab)  # of a piece, as in engine.loss
         sizes = self.wide, min(schedule.head_tokens, max(1, most))
         self.stages = _stages(architecture, program.run.batch, width, sizes, in_place)
         self.live = self.peak = self.loss = 0
