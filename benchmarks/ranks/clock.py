@@ -24,9 +24,9 @@ from farspan.distributed.collectives import Communicator, Pipeline
 ATTENTION, REST, COLLECTIVES = "attention", "rest", "collectives"
 MEET, BEGIN, END, SEND, RECEIVE = "meet", "begin", "end", "send", "receive"
 
-# Of attention.cell: kernels, and what is added and merged of their results.
+# Of attention.chunk: kernels, and what is added and merged of their results.
 KERNELS = "_forward", "merge_", "_gradients", "_earlier_gradients"
-# Of Peers; FSDP gathers by the third.
+# Of Communicator; FSDP gathers by the third.
 MEETINGS = "exchange", "gather", "gather_into", "scatter_sum", "sum"
 
 

@@ -1,17 +1,16 @@
-"""The forms of documents but chats: text, prompts with completions, and tokens.
+"""The forms of documents: text, prompts with completions, tokens, and chats.
 
-Conversations, as the tokenizer's chat template writes them.
-
-What the model itself says is trained, and what ends it; what it is told is not. A template says
-which is which by `{% generation %}` around the model's turns. Few do, so it is found otherwise in
-the text of the others:
+The tokenizer's chat template writes conversations. What the model itself says is trained, and what
+ends it; what it is told is not. A template says which is which by `{% generation %}` around the
+model's turns. Few do, so it is found otherwise in the text of the others:
 
     <|user|> Hi. <|end|> <|assistant|> Hello. <|end|> <|user|> And now? <|end|> <|assistant|> ...
     turns before it, and the sign      [ trained    ] up to the first end-of-sequence token, or
     that the model speaks                             to where the template ends with this turn
 
 Thoughts that a template leaves out of earlier turns are not trained there. One that writes earlier
-turns otherwise in any other way cannot be read so: it is refused."""
+turns otherwise in any other way cannot be read so: it is refused.
+"""
 
 import hashlib
 import re

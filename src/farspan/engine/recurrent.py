@@ -1,7 +1,7 @@
 """Cells of layers that do not attend: recurrent ones, whose state goes from chunk to chunk, and
 bare feed-forwards.
 
-A chunk's state lies where K, V of its tokens would (plan.states). A cell reads what the chunk
+A chunk's state lies where K, V of its tokens would (program.layout). A cell reads what the chunk
 before left and, unless it is of the last chunk, leaves its own; its backward reads the gradient of
 what it left, and adds that of what it was given. Documents that end within a chunk cut it into
 pieces, of which only the first of a row goes on from the chunk before, and only the last hands on.

@@ -68,7 +68,7 @@ class Request:
     dtype: str = "bfloat16"
     device_memory: str | int | None = None  # in place of what the machine's device has
     host_memory: str | int | None = None  # in place of what the machine's node has
-    # Of a device that a plan leaves where any can: bytes, "5%", 0; None: `headroom.SHARE` of it.
+    # Of a device that a plan leaves where any can: bytes, "5%", 0; None: `request.SHARE` of it.
     headroom: str | int | None = None
     sparse: Sparse | None = None  # attention that approximates; None: exact
     kernels: Kernels = field(default_factory=Kernels)  # who computes

@@ -4,8 +4,8 @@ fractions kept at once.
 A layer plays one of six roles: top of a group or below it, in the last group, an earlier one, or a
 pipeline's stage that is not the last. What it does with chunk c follows from its role and from
 whether the chunk's O and LSE are kept (`kept`), its activations are (`graph`), and it is the last
-chunk: see passes. Written from the rules, not by walking a program; the sums are equal to those of
-the program, which tests hold.
+chunk: see program/passes.py. Written from the rules, not by walking a program; the sums are equal
+to those of the program, which tests hold.
 
 Shapes: F choices of (attention_kept, activations_kept), S spans of chunks. All chunks of a span are
 alike in every choice, so that of hundreds of chunks a few dozen spans are counted.

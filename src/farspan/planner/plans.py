@@ -29,14 +29,14 @@ MOST_NAMED = 4 * MOST_CELLS  # cells of a strategy whose chunk is its own
 def best_plan(
     question: Question, strategies: Sequence[str] | None = None, seconds: float = 6.0
 ) -> Plan:
-    """The fastest plan that fits, or one as fast within `thrift.TOLERANCE` that takes the least
+    """The fastest plan that fits, or one as fast within `search.TOLERANCE` that takes the least
     main memory found, or as much and less of the device; the others as its alternatives.
 
     `strategies` are the names to choose from, None for all; `grouped` stands for the whole space
     of schedules, searched for about `seconds` of this process's time. A plan that does not leave
     the question's headroom is taken where none does. If nothing fits, the plan that misses by the
     least, with what breaks first and a change that would help. With `question.sparse` see
-    `search.sparse`. Raises Refused.
+    `farspan.sparse.planner`. Raises Refused.
     """
     refuse_layout(question)
     if question.run.tokens > MOST_TOKENS:

@@ -40,7 +40,7 @@ class Question:
     sparse: Sparse | None = None  # attention that approximates; None: exact
     accumulates: bool = False  # gradients of earlier batches are there when the step begins
     kernels: Kernels = field(default_factory=Kernels)
-    headroom: int = 0  # device bytes that a plan leaves where any can (plan.headroom)
+    headroom: int = 0  # device bytes that a plan leaves where any can (`headroom_bytes`)
     wide_gradients: bool = False  # `.grad` in fp32 without an optimizer, too: as training has it
 
     def adapter_rank(self) -> int | None:

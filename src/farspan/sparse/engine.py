@@ -69,7 +69,8 @@ ROWS = ("k", "v", "dk", "dv")  # parts of a slot that are rows of keys or values
 
 @dataclass(slots=True)
 class Means:
-    """Mean keys of a layer's pages in their buffer, a cell a chunk; see `storage.Storage.cells`."""
+    """Mean keys of a layer's pages in their buffer, a cell a chunk
+    (`engine.buffers.ProgramBuffers.cells`)."""
 
     cells: Tensor  # [chunks, n, B, Hk, D], n pages of a full chunk
     page: int

@@ -1,1 +1,1 @@
-"""Training: configuration, optimizer, checkpoints and the loop."""
+"""Training: configuration, planning, optimizers, loggers and the loop."""

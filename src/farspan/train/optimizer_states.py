@@ -1,17 +1,15 @@
-"""What the places of AdamW's states have in common.
+"""AdamW's states: on the device, in 8 bits, or in main memory.
 
-AdamW's states on the device: fp32 masters and moments beside the weights.
+`DeviceStates` keeps fp32 masters and moments beside the weights.
 
-AdamW with moments of one byte an element, by torchao (arXiv 2110.02861).
-
-Another rule than AdamW's: after each update a moment is rounded to one of 256 values, relative to
+`EightBitStates` keeps moments of one byte an element, by torchao (arXiv 2110.02861), and follows
+another rule than AdamW's: after each update a moment is rounded to one of 256 values, relative to
 the largest of its 256 neighbours; a moment of fewer than 4,096 elements, or of a number that 256
 does not divide, keeps the parameter's dtype. Weights have no master: bfloat16 ones are rounded
 stochastically, by torch's generator of the device, so that small updates count on average.
 
-AdamW's states in main memory, where the update happens.
-
-Parameters are cut into pieces that pass through slots of pinned memory:
+`HostStates` keeps states in main memory, where the update happens. It cuts parameters into pieces
+that pass through slots of pinned memory:
 
     evict   g0   g1   g2   g3           gradients to the host, a slot each
     CPU          u0   u1   u2   u3      fused AdamW on master and moments; the weight rounded

@@ -1,4 +1,5 @@
-"""The run folder: what was asked for, what happened, and who may write here.
+"""The run folder: what was asked for, what happened, and who may write here; and what is
+known of a loss or gradient that is not finite.
 
 config.yaml      the run, with every default written out
 about.json       what it is computed with: the model, the schedule, expected memory
@@ -12,8 +13,7 @@ wandb.json       only with report_to wandb: which of its runs this is; wandb/ ha
 checkpoints/     to resume from
 model/           the trained model, as Hugging Face reads it
 diagnosis.json   only after a loss or gradient that is not finite
-
-What is known about a loss or gradient that is NaN or infinite."""
+"""
 
 import fcntl
 import hashlib

@@ -4,7 +4,7 @@ from farspan.plan.cell.sparse import INDEX, Far, far_bytes, far_of, most_units_o
 from farspan.spec import ModelSpec, Schedule
 
 # Elements of scores that votes hold at one time on a CPU, or one page of queries' if that is more.
-# On a GPU they are more (attention.sparse.select), which no plan counts.
+# On a GPU they are more (sparse.select), which no plan counts.
 SCORES = 2**18
 SAMPLES = 16  # queries of a cell whose seen mass is measured
 WATCHED_KEYS = 1024  # that they are compared with at one time

@@ -31,7 +31,7 @@ Tables = tuple[Phantom, Phantom]
 
 STATISTICS = 4  # bytes: RMSNorm and rotary tables are computed in fp32 whatever the model is in
 FLOAT_NORMS = ("gemma", "gemma2")  # the weight is applied in fp32, as 1 + weight
-GATES = ("silu", "gelu", "gelu_pytorch_tanh")  # `kernels.gate.Act`
+GATES = ("silu", "gelu", "gelu_pytorch_tanh")  # `kernels.operations.Act`
 LATE_CASTS = ("gpt_oss",)  # the weight is applied in fp32
 
 

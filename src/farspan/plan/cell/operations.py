@@ -278,7 +278,7 @@ def linear(x: Phantom, weight: Phantom, bias: Phantom | None = None) -> Phantom:
 
 
 def fused_norm(x: Phantom, weight: Phantom, width: int) -> Phantom:
-    """`kernels.functions.normed`: the input and a number of `width` a row are saved."""
+    """`kernels.operations.normed`: the input and a number of `width` a row are saved."""
     out = pointwise(x)
     rstd = x.memory.new(x.shape[:-1], width)
     shape, trained = weight.shape, wants(weight)
@@ -291,7 +291,7 @@ def fused_norm(x: Phantom, weight: Phantom, width: int) -> Phantom:
 
 
 def fused_gate(gate: Phantom, up: Phantom) -> Phantom:
-    """`kernels.functions.gated`: both inputs are saved."""
+    """`kernels.operations.gated`: both inputs are saved."""
 
     def backward(gradients: Gradients, saved: Saved) -> Found:
         dgate = pointwise(_one(gradients), _have(saved, 0), _have(saved, 1))
@@ -303,13 +303,13 @@ def fused_gate(gate: Phantom, up: Phantom) -> Phantom:
 
 
 def fused_rotation(x: Phantom, tables: Sequence[Phantom]) -> Phantom:
-    """`kernels.functions.rotated`, of queries or of keys: the tables are saved, which are given."""
+    """`kernels.operations.rotated`, of queries or of keys; the given tables are saved."""
     out = pointwise(x)
     return record(out, [x], lambda gradients, _: [pointwise(_one(gradients))], tables)
 
 
 def fused_loss(logits: Phantom, *, copied_first: bool) -> Phantom:
-    """`kernels.loss.cross_entropy_`: the gradient takes the place of the logits, or of a copy."""
+    """`kernels.operations.cross_entropy_`: the gradient is in the logits' place or a copy."""
     memory = logits.memory
     rows = copied(logits) if copied_first else logits.bare()
     losses = memory.new(logits.shape[:-1], 4)
