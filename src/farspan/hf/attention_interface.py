@@ -18,6 +18,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from farspan.spec import Refused
+
 NAME = "farspan"
 PROBE = "farspan_probe"  # the same, but its masks are asked for, and looked at
 
@@ -26,6 +28,15 @@ PROBE = "farspan_probe"  # the same, but its masks are asked for, and looked at
 Attention = Callable[..., Tensor]
 
 _active: ContextVar[Attention | None] = ContextVar("farspan_attention", default=None)
+
+
+def _unasked(module: nn.Module, *_: Any, **__: Any) -> Tensor:
+    """Answers where a stand-in has taken every layer's place and none may attend."""
+    raise Refused(
+        f"model: {type(module).__name__} attended while other modules stood in for the layers, so "
+        "something holds the layers beside the decoder's list, such as a wrapper around a method; "
+        "expected a model whose own forward calls that list; take the wrapper off"
+    )
 
 
 _local_sizes: ContextVar[set[int] | None] = ContextVar("farspan_local_sizes", default=None)
@@ -43,8 +54,8 @@ def _attention(
     active = _active.get()
     if active is None:
         raise RuntimeError(
-            "the model called the 'farspan' attention outside a farspan step; set another "
-            "implementation with model.set_attn_implementation('sdpa')"
+            "the model's attention is set to 'farspan' outside a farspan step, which alone can "
+            "answer it; set another with model.set_attn_implementation('sdpa')"
         )
     if attention_mask is not None:
         raise RuntimeError("the model built its own attention mask, which farspan cannot use")
@@ -91,7 +102,10 @@ def watching_masks(model: PreTrainedModel) -> Iterator[set[int]]:
 def routed(model: PreTrainedModel) -> Iterator[None]:
     """Send the model's attention calls here inside the block, and to where they went before
     afterwards: generation and evaluation by others stay as they were."""
-    with config_field(model, "_attn_implementation_internal", NAME):
+    with (
+        answering(_active.get() or _unasked),
+        config_field(model, "_attn_implementation_internal", NAME),
+    ):
         yield
 
 

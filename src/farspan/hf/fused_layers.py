@@ -52,12 +52,14 @@ def in_shells(module: nn.Module, rules: Iterable[Rule]) -> nn.Module:
     """The module, or a shell of it in which it and the modules inside have the forwards of the
     first rules that know them."""
     rules = tuple(rules)
-    if is_parametrized(module):  # its class is its own, and is not copied
+    # A parametrized one has a class of its own, which is not copied. A forward that was set on the
+    # module itself calls its own children.
+    if is_parametrized(module) or "forward" in module.__dict__:
         return module
     own = {name: child for name, child in module._modules.items() if child is not None}
     shells = {name: in_shells(child, rules) for name, child in own.items()}
     changed = {name: shell for name, shell in shells.items() if shell is not own[name]}
-    own_way = "forward" in module.__dict__ or module._compiled_call_impl is not None
+    own_way = module._compiled_call_impl is not None
     found = (None if own_way else rule(module) for rule in rules)
     forward = next((f for f in found if f is not None), None)
     if forward is None and not changed:

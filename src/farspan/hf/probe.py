@@ -177,7 +177,20 @@ def _run_whole(stages: CausalLMStages, ids: Tensor) -> tuple[Tensor, int]:
     name = type(stages.model).__name__
     if not isinstance(getattr(out, "logits", None), Tensor) or out.logits.ndim != 3:
         raise Refused(f"model: {name} returns no logits for each token; expected a causal LM")
-    return out.logits, dense.calls
+    copied = stages.in_copies()
+    if copied is None:
+        return out.logits, dense.calls
+    with answering(ProbeAttention()):
+        plain: Tensor = copied(input_ids=ids, use_cache=False).logits
+    error = distance(plain, out.logits)
+    if not error <= torch.finfo(stages.dtype).eps ** 0.5:
+        raise Refused(
+            f"model: a forward that was set on {name} or its decoder themselves, such as "
+            f"accelerate's mixed precision, gives results that differ by {error:.1e} from those of "
+            "their classes' own, which a step runs; take it off, and for mixed precision load the "
+            "model in the dtype to compute in (dtype=torch.bfloat16)"
+        )
+    return plain, dense.calls
 
 
 def _refuse_other_calls(stages: CausalLMStages, calls: int, seen: list[LayerSpec]) -> None:

@@ -123,10 +123,33 @@ class _Inject(StandIn):
 
 
 def copy_module(module: Module) -> Module:
-    """A module whose children may be replaced; they and its parameters are the module's own."""
+    """A module whose children may be replaced; they and its parameters are the module's own. Its
+    forward is that of its class: one that was set on the module itself (TRL's fused head,
+    accelerate's autocast) is bound to it, and would run its children instead of the copy's."""
     twin = copy.copy(module)
+    twin.__dict__.pop("forward", None)
     twin.__dict__["_modules"] = dict(module._modules)
     return twin
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """What torch.compile and data parallelism of one process wrap. Raises Refused where a wrapper
+    would average gradients over ranks, by hooks that a step does not call."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            ranks = torch.distributed.get_world_size(model.process_group)
+            if ranks > 1:
+                raise Refused(
+                    f"model: DistributedDataParallel would average gradients over {ranks} ranks, "
+                    "by hooks that a step does not call; give the step the bare model (.module) "
+                    "and ranks=farspan.ParallelContext, or use `torchrun -m farspan train`"
+                )
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
 
 
 class CausalLMStages:
@@ -134,6 +157,7 @@ class CausalLMStages:
 
     def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
         """`device` is where the model computes, if its parameters may lie elsewhere."""
+        model = unwrapped(model)
         unwrap = getattr(model, "get_base_model", None)  # of a PEFT model
         inner = unwrap() if callable(unwrap) else model
         if not isinstance(inner, PreTrainedModel):
@@ -278,13 +302,7 @@ class CausalLMStages:
         given = (hidden, None) if in_tuples else hidden
         decoder = self._shell(self.decoder)
         decoder._modules[self._layers_name] = nn.ModuleList([_Inject(self.layers[0], given)])
-        root = self._shell(self.model)
-        shell: nn.Module = root
-        for name in self._path[:-1]:
-            child = self._shell(cast(nn.Module, shell._modules[name]))
-            shell._modules[name] = child
-            shell = child
-        shell._modules[self._path[-1]] = decoder
+        root = self._around(decoder, self._shell)
         blank = torch.zeros((), dtype=hidden.dtype, device=hidden.device)
         width = self._embedding.shape[-1]
         position_ids = torch.zeros(1, hidden.shape[1], dtype=torch.long, device=hidden.device)
@@ -296,6 +314,27 @@ class CausalLMStages:
         if out.logits.shape[:-1] != hidden.shape[:-1]:
             raise _Unpacked(self.model)
         return out.logits
+
+    def in_copies(self) -> PreTrainedModel | None:
+        """The model with copies of the modules around its layers, so with the forwards of their
+        classes; None where they have no others."""
+        around = [
+            self.model.get_submodule(".".join(self._path[:i])) for i in range(len(self._path))
+        ]
+        if not any("forward" in module.__dict__ for module in (*around, self.decoder)):
+            return None
+        return self._around(copy_module(self.decoder), copy_module)
+
+    def _around(
+        self, decoder: nn.Module, shell: Callable[[nn.Module], nn.Module]
+    ) -> PreTrainedModel:
+        """The model with another decoder, in shells of the modules on the way to it."""
+        root = inner = shell(self.model)
+        for name in self._path[:-1]:
+            inner._modules[name] = shell(cast(nn.Module, inner._modules[name]))
+            inner = cast(nn.Module, inner._modules[name])
+        inner._modules[self._path[-1]] = decoder
+        return cast(PreTrainedModel, root)
 
     def _shell(self, module: Module) -> Module:
         """A copy of one that holds the layers, with what is beside them as it runs."""

@@ -60,7 +60,8 @@ def refuse_model(model: PreTrainedModel) -> None:
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise Refused(
             "model: its own gradient checkpointing is on, but the schedule already decides what "
-            "is recomputed; call model.gradient_checkpointing_disable()"
+            "is recomputed; call model.gradient_checkpointing_disable(), and in a Trainer set "
+            "gradient_checkpointing=False in its arguments"
         )
     if getattr(config, "output_router_logits", False):
         raise Refused(

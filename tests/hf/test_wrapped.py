@@ -1,0 +1,114 @@
+"""Models that somebody wrapped, as TRL, accelerate, DDP and torch.compile do: the gradients are
+those of the bare model, or the wrapper is refused."""
+
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from farspan.engine.step import Step
+from farspan.spec import Refused
+from tests.engine.checks import assert_close, draw, run_oracle, run_step
+from tests.hf.test_refused import SCHEDULE
+from tests.zoo import make_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+DATA = draw(41, documents=3)
+
+
+def wrap(module: nn.Module, change: Callable[[Any], Any] = lambda out: out) -> None:
+    """Sets a forward on the module itself, bound to it, as TRL's fused head and Liger's patches."""
+    own = module.forward
+
+    def forward(_: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        return change(own(*arguments, **keywords))
+
+    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("where", ["", "model", "model.layers.1", "model.layers.0.mlp"])
+def test_a_forward_set_on_a_module_does_not_reach_its_copies(where: str) -> None:
+    model = make_model("llama")
+    expected = run_oracle(model, DATA)
+    wrap(model.get_submodule(where))
+    assert_close(run_step(model, SCHEDULE, DATA), expected)
+
+
+def doubled(out: Any) -> Any:
+    out.logits = out.logits * 2
+    return out
+
+
+def test_one_that_changes_results_is_refused() -> None:
+    model = make_model("llama")
+    wrap(model, doubled)
+    with pytest.raises(Refused, match=r"forward that was set on LlamaForCausalLM .* by 5\.0e-01"):
+        Step(model, SCHEDULE)
+
+
+def test_one_that_changes_a_layer_is_run() -> None:
+    model = make_model("llama")
+    wrap(model.get_submodule("model.layers.1.mlp"), lambda out: 1.5 * out)
+    assert_close(run_step(model, SCHEDULE, DATA), run_oracle(model, DATA))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_accelerate_s_autocast_is_refused_where_it_changes_results(dtype: torch.dtype) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = make_model("llama", dtype=dtype)
+    expected = run_step(model, SCHEDULE, DATA)
+    model.zero_grad()
+    accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+    if dtype is torch.float32:
+        with pytest.raises(Refused, match=r"mixed precision load the model .*torch\.bfloat16"):
+            Step(model, SCHEDULE)
+    else:
+        assert torch.equal(run_step(model, SCHEDULE, DATA).loss, expected.loss)
+
+
+def test_layers_that_are_held_elsewhere_are_named() -> None:
+    model = make_model("llama")
+    kept = model.model.layers
+
+    class Holding(type(model.model)):  # type: ignore[misc]
+        def forward(self, *arguments: Any, **keywords: Any) -> Any:
+            modules = self._modules
+            self._modules = {**modules, "layers": kept}
+            try:
+                return super().forward(*arguments, **keywords)
+            finally:
+                self._modules = modules
+
+    model.model.__class__ = Holding
+    with pytest.raises(Refused, match="something holds the layers beside the decoder's list"):
+        Step(model, SCHEDULE)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "wrapper", [torch.compile, lambda model: torch.compile(DistributedDataParallel(model))]
+)
+@pytest.mark.usefixtures("one_rank")
+def test_wrappers_are_taken_off(wrapper: Any) -> None:
+    model = make_model("llama")
+    expected = run_oracle(model, DATA)
+    assert_close(run_step(model, Step(wrapper(model), SCHEDULE), DATA), expected)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_one_that_averages_over_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = DistributedDataParallel(make_model("llama"))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda _: 2)
+    with pytest.raises(Refused, match="would average gradients over 2 ranks"):
+        Step(model, SCHEDULE)
