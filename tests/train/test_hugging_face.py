@@ -141,6 +141,12 @@ def test_a_subclass_of_a_trainer_takes_it_too(make: Make) -> None:
             r"fp16: .* needs False, got True: load the model with dtype=torch\.bfloat16",
         ),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor: .* needs 0.0, got 0.1"),
+        ({"use_liger_kernel": True}, "use_liger_kernel: .* farspan has kernels of its own"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha: .* would draw other noise"),
+        (
+            {"optim": "galore_adamw_layerwise", "optim_target_modules": ["mlp"]},
+            "optim: galore_adamw_layerwise updates weights within the backward",
+        ),
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused(
@@ -232,6 +238,30 @@ def test_a_loss_of_its_own_is_refused(make: Make) -> None:
     with pytest.raises(Refused, match="compute_loss: Long overrides it"):
         make(Long)
     make(Plain)
+
+
+@pytest.mark.parametrize("name", ["training_step", "prediction_step"])
+def test_a_step_of_its_own_is_refused(make: Make, name: str) -> None:
+    other = type("Other", (Trainer,), {name: getattr(Trainer, name)})
+    long = type("Long", (farspan.LongContext, other), {})
+    with pytest.raises(Refused, match=f"{name}: Long overrides it, and a farspan step does not"):
+        make(long)
+    make(type("Plain", (long,), {"plain_loss": True}))
+    make(type("Above", (farspan.Trainer,), {name: getattr(farspan.Trainer, name)}))
+
+
+def test_checkpointing_of_the_arguments_is_left_to_the_schedule(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", "farspan"):
+        trainer = make(activation_checkpointing=True)
+    trainer.train()
+    assert [record.message for record in caplog.records if record.name.startswith("farspan")] == [
+        "gradient_checkpointing: turned off; the schedule says what is recomputed"
+    ]
+    plain = make(Trainer)
+    plain.train()
+    assert_exact(logs(trainer, "loss"), logs(plain, "loss"), limit=1e-6)
 
 
 def packed_and_padded(features: list[dict[str, list[int]]]) -> Batch:

@@ -5,7 +5,10 @@
 Everything but the forward and backward stays the Trainer's: data, optimizer, schedule of the rate,
 clipping, logging, callbacks and checkpoints."""
 
+import copy
+import logging
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,21 +19,34 @@ from farspan.engine.loss import IGNORED, document_starts, trained_token_count
 from farspan.engine.step import Step
 from farspan.spec import Kernels, Refused, Schedule
 
+LOG = logging.getLogger(__name__)
 _READ = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})
 # What collators add that says no more than position_ids do.
 _IMPLIED = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
 # Arguments of a Trainer that change what is computed, the value that is needed, and what to do.
 _ARGUMENTS = {
     "fp16": (False, "load the model with dtype=torch.bfloat16 instead"),
-    "bf16": (
-        False,
-        "that is autocast of float32 weights; load the model with dtype=torch.bfloat16",
-    ),
+    "bf16_full_eval": (False, "evaluation computes in the dtype of the weights"),
+    "fp16_full_eval": (False, "evaluation computes in the dtype of the weights"),
     "torch_compile": (False, "give kernels=Kernels(compile=True) of farspan.spec"),
+    "use_liger_kernel": (False, "farspan has kernels of its own, which `kernels` chooses"),
+    "activation_offloading": (False, "the schedule says what goes to main memory"),
     "label_smoothing_factor": (0.0, "the loss is the plain one"),
+    "loss_type": ("nll", "the loss is the plain one"),
+    "neftune_noise_alpha": (None, "a recomputed cell would draw other noise"),
+    "deepspeed": (None, "its engine would run the backward itself"),
+    "fsdp": (None, "several GPUs share a model in `torchrun -m farspan train`"),
     "world_size": (1, "several GPUs share a sequence in `torchrun -m farspan train`"),
     "n_gpu": (1, "set CUDA_VISIBLE_DEVICES to one"),
 }
+# Others that mean the same: no GPU is as good as one, and TRL had the plain loss under two names.
+_AS_GOOD = {("n_gpu", 0), ("loss_type", "chunked_nll")}
+# Optimizers that update within the backward, by hooks that do not fire.
+_IN_BACKWARD = ("lomo", "layerwise")
+# Trainers whose loss is the plain one, as long as the arguments say nothing else.
+_PLAIN = {("transformers.trainer", "Trainer"), ("trl.trainer.sft_trainer", "SFTTrainer")}
+# What of another Trainer is not called.
+_REPLACED = ("training_step", "prediction_step", "_get_num_items_in_batch")
 
 
 class LongContext:
@@ -38,12 +54,17 @@ class LongContext:
 
     The gradients are those of the plain Trainer, on sequences that it has no memory for. Nothing is
     seen or predicted across padding, nor from one packed document to the next (position_ids that
-    restart). Raises Refused, when it is made or at the first step, for what would be computed
-    otherwise than is asked.
+    restart). Gradient checkpointing that the arguments turn on is left to the schedule, and
+    autocast that a configuration turns on by itself (TRL's bf16) to the dtype of the weights, each
+    with a line of log. Raises Refused, when it is made or at the first step, for what would be
+    computed otherwise than is asked. `schedule` is as in `farspan.Step`.
     """
 
-    plain_loss = False  # a `compute_loss` of the other Trainer's own is the plain one
+    # What the other Trainer's class has of its own in place of `compute_loss`, `training_step` or
+    # `prediction_step` computes the plain loss and nothing else.
+    plain_loss = False
 
+    accelerator: Any
     args: Any
     model: Any
     optimizer: Any
@@ -52,12 +73,15 @@ class LongContext:
     def __init__(
         self, *args: Any, schedule: Schedule, kernels: Kernels | None = None, **kwargs: Any
     ) -> None:
+        self._refuse_other_methods()
         super().__init__(*args, **kwargs)
         self._schedule = schedule
         self._kernels = kernels
         self._step: Step | None = None
         self._stepped: Any = None  # the model that it is of
-        self._refuse_others()
+        self._refuse_other_arguments()
+        self._leave_checkpointing()
+        self._leave_autocast()
 
     def training_step(
         self,
@@ -110,20 +134,79 @@ class LongContext:
             self._stepped = self.model
         return self._step
 
-    def _refuse_others(self) -> None:
+    def _refuse_other_methods(self) -> None:
+        """Raises Refused where the class computes another loss, as far as can be seen."""
+        kinds = type(self).__mro__
+        behind = kinds[kinds.index(LongContext) + 1 :]
+        for name, asked in ("compute_loss", kinds), *((name, behind) for name in _REPLACED):
+            for kind in asked:
+                if name not in vars(kind) or (kind.__module__, kind.__name__) in _PLAIN:
+                    continue
+                if kind.__module__.partition(".")[0] == "trl":
+                    raise Refused(
+                        f"{name}: TRL's {kind.__name__} has a loss of its own, which a step does "
+                        "not compute: it knows the mean cross-entropy over labels; of TRL's "
+                        "trainers use SFTTrainer"
+                    )
+                if not self.plain_loss:
+                    raise Refused(
+                        f"{name}: {type(self).__name__} overrides it, and a farspan step does not "
+                        "call it; if it computes the plain loss, set plain_loss = True in the class"
+                    )
+
+    def _refuse_other_arguments(self) -> None:
         for name, (needed, instead) in _ARGUMENTS.items():
             given = getattr(self.args, name, needed)
-            # No GPU is as good as one.
-            if given != needed and not (name == "n_gpu" and given == 0):
+            off = not given and not needed  # None, False, 0 and no name all say so
+            if given != needed and not off and (name, given) not in _AS_GOOD:
                 raise Refused(f"{name}: a step of farspan needs {needed}, got {given}: {instead}")
+        optimizer = str(getattr(self.args.optim, "value", self.args.optim))
+        if any(part in optimizer for part in _IN_BACKWARD):
+            raise Refused(
+                f"optim: {optimizer} updates weights within the backward, by hooks that do not "
+                "fire in a step; use one that updates after it"
+            )
         if getattr(self, "compute_loss_func", None) is not None:
             raise Refused("compute_loss_func: the loss is the plain one; leave it out")
-        own = getattr(type(self), "compute_loss", None)
-        if own is not HuggingFaceTrainer.compute_loss and not self.plain_loss:
+        if getattr(self, "aux_loss_enabled", False):
             raise Refused(
-                f"compute_loss: {type(self).__name__} overrides it, and a farspan step does not "
-                "call it; if it computes the plain loss, set plain_loss = True in the class"
+                "router_aux_loss_coef: the router's load-balancing loss needs statistics of the "
+                "whole sequence, which chunks do not have; set router_aux_loss_coef=0.0 in the "
+                "arguments"
             )
+
+    def _leave_checkpointing(self) -> None:
+        """Turns off the gradient checkpointing that the arguments would turn on."""
+        names = ("gradient_checkpointing", "activation_checkpointing")  # of before and since 5.23
+        if not any(getattr(self.args, name, None) for name in names):
+            return
+        LOG.warning("gradient_checkpointing: turned off; the schedule says what is recomputed")
+        self.args = copy.copy(self.args)  # another Trainer may be given the same
+        for name in names:
+            if hasattr(self.args, name):
+                setattr(self.args, name, False)
+        if hasattr(self.model, "disable_input_require_grads"):  # TRL has adapters ask for them
+            self.model.disable_input_require_grads()
+
+    def _leave_autocast(self) -> None:
+        """Has the weights' own dtype be that of a step. Raises Refused where the user means another
+        and it was not the configuration that turned it on."""
+        if not self.args.bf16:
+            return
+        dtype = self.model.dtype
+        by_itself = any(f.name == "bf16" and f.default is not False for f in fields(self.args))
+        if dtype is not torch.bfloat16 and not (dtype is torch.float32 and by_itself):
+            raise Refused(
+                "bf16: a step of farspan needs False, got True: that is autocast of float32 "
+                "weights; load the model with dtype=torch.bfloat16"
+            )
+        advice = "; to compute in bfloat16, load the model with dtype=torch.bfloat16"
+        LOG.warning(
+            "bf16: no autocast; steps compute in the weights' dtype, %s%s",
+            str(dtype).removeprefix("torch."),
+            advice * (dtype is torch.float32),
+        )
+        self.accelerator.native_amp = False
 
 
 class Trainer(LongContext, HuggingFaceTrainer):

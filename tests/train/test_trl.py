@@ -1,0 +1,221 @@
+"""TRL's SFTTrainer by farspan's steps gives its own losses and norms of gradients, and what it
+would compute otherwise is refused."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from torch import Tensor
+from trl import (
+    DistillationTrainer,
+    DPOTrainer,
+    GRPOTrainer,
+    KTOTrainer,
+    RewardTrainer,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+
+import farspan
+from farspan.hf.attention_interface import eager_experts
+from farspan.spec import Refused, Schedule
+from tests.data.characters import character_tokenizer
+from tests.grids import part_of
+from tests.numerics import assert_exact
+from tests.train.tiny import MODEL, load_tiny
+
+# TRL calls what transformers 5.23 has given other names.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*gradient_checkpointing.*:FutureWarning", "ignore:.*label_smoothing:FutureWarning"
+)
+SCHEDULE = Schedule(chunk=8, groups=1)
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}<{{ m['content'] }}>{% else %}"
+    "{% generation %}{{ m['content'] }}${% endgeneration %}{% endif %}{% endfor %}"
+)
+WORDS = ("the quick brown", "fox jumps over the lazy dog", "abc", "hello there", "x y z", "so on")
+TEXT = [{"text": words} for words in WORDS]
+PROMPTS = [{"prompt": words[:3], "completion": words[2:]} for words in WORDS]
+CHAT = [
+    {
+        "messages": [
+            {"role": ("user", "assistant")[turn % 2], "content": words[: 3 + 2 * turn]}
+            for turn in range(4)
+        ]
+    }
+    for words in WORDS
+]
+OF_TRAINERS = {"peft_config", "compute_loss_func"}  # not of their arguments
+Make = Callable[..., Any]
+
+
+class Long(farspan.LongContext, SFTTrainer):
+    """As the guide has it."""
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    monkeypatch.setenv("CI", "1")  # TRL's word for: report nothing to anybody
+
+    def trainer(kind: Any, rows: Any = TEXT, model: Any = None, **changes: Any) -> Any:
+        given = {key: changes.pop(key) for key in OF_TRAINERS & changes.keys()}
+        values: dict[str, Any] = {
+            "output_dir": str(tmp_path),
+            "max_steps": 3,
+            "per_device_train_batch_size": 2,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "save_strategy": "no",
+            "report_to": [],
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "bf16": False,
+        }
+        if issubclass(kind, farspan.LongContext):
+            given["schedule"] = SCHEDULE
+        return kind(
+            model=model or load_tiny(config=MODEL, dtype=torch.float64, seed=0),
+            args=SFTConfig(**values | changes),
+            train_dataset=Dataset.from_list(rows),
+            eval_dataset=Dataset.from_list(rows[:3]),
+            processing_class=character_tokenizer(TEMPLATE),
+            **given,
+        )
+
+    return trainer
+
+
+def logs(trainer: Any) -> Tensor:
+    keys = ("loss", "grad_norm", "eval_loss")
+    found = [entry[key] for entry in trainer.state.log_history for key in keys if key in entry]
+    return torch.tensor(found, dtype=torch.float64)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "assistant": {"rows": CHAT, "assistant_only_loss": True},
+    "completion": {"rows": PROMPTS},
+    "whole prompt": {"rows": PROMPTS, "completion_only_loss": False},
+    "packed": {"packing": True, "max_length": 40},
+    "packed, split": {"packing": True, "max_length": 24, "packing_strategy": "bfd_split"},
+    "packed, cut": {"packing": True, "max_length": 24, "packing_strategy": "wrapped"},
+    "packed chat": {"rows": CHAT, "packing": True, "max_length": 50, "assistant_only_loss": True},
+    "flat": {"padding_free": True, "max_length": None},
+    "padded": {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "pad_to_multiple_of": 16,
+    },
+    "adapters": {"peft_config": LoraConfig(r=4, target_modules="all-linear")},
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    part_of(list(CASES), "default", "assistant", "packed", "packed chat", "padded", "adapters"),
+)
+def test_a_run_is_trl_s_own(make: Make, case: str) -> None:
+    """Losses, held-out losses and norms of gradients; these are logged in float32."""
+    plain, ours = make(SFTTrainer, **CASES[case]), make(Long, **CASES[case])
+    for trainer in (plain, ours):
+        trainer.train()
+    found = logs(ours)
+    assert len(found) == 8
+    assert_exact(found, logs(plain), limit=1e-6)
+    assert plain.args.gradient_checkpointing
+    assert not plain.model.training or not ours.model.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("dtype", "words", "limit"),
+    [
+        # The plain one computes in float32, too; sums of a hundred roundings of 6e-8.
+        (torch.float32, "float32; to compute in bfloat16, load the model with dtype=", 6e-6),
+        # It computes in bfloat16 by autocast, of weights that are bfloat16 already.
+        (torch.bfloat16, "compute in the weights' dtype, bfloat16", 2**-8),
+    ],
+)
+def test_the_defaults_train(
+    make: Make, caplog: pytest.LogCaptureFixture, dtype: torch.dtype, words: str, limit: float
+) -> None:
+    args = SFTConfig("unused", use_cpu=True)
+    assert args.bf16
+    assert args.gradient_checkpointing
+    runs = []
+    for kind, bf16 in ((SFTTrainer, dtype is torch.bfloat16), (Long, None)):
+        model = load_tiny(config=MODEL, dtype=dtype, seed=0)
+        trainer = make(kind, model=model, bf16=bf16, max_steps=1, eval_strategy="no")
+        with caplog.at_level(logging.WARNING, "farspan"):
+            trainer.train()
+        runs.append(logs(trainer))
+    assert len(runs[0]) == 2
+    assert_exact(runs[1], runs[0], limit=limit)
+    said = [record.message for record in caplog.records if record.name.startswith("farspan")]
+    assert len(said) == 2
+    assert said[0] == "gradient_checkpointing: turned off; the schedule says what is recomputed"
+    assert words in said[1]
+
+
+@pytest.mark.parametrize("kind", [Long, type("Said", (Long,), {"plain_loss": True})])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss_type": "dft"}, "loss_type: a step of farspan needs nll, got dft"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor: .* needs 0.0, got 0.1"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha: .* would draw other noise"),
+        ({"optim": "adalomo"}, "optim: adalomo updates weights within the backward"),
+        ({"bf16_full_eval": True}, "bf16_full_eval: .* in the dtype of the weights"),
+    ],
+)
+def test_another_loss_is_refused_by_name(
+    make: Make, kind: Any, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(Refused, match=message):
+        make(kind, **changes)
+
+
+def test_offloading_is_refused(tmp_path: Path) -> None:
+    args = SFTConfig(str(tmp_path), activation_offloading=True, use_cpu=True)
+    model = load_tiny(config=MODEL, dtype=torch.float32, seed=0)
+    with pytest.raises(Refused, match=r"activation_offloading: .* the schedule says"):
+        farspan.Trainer(model=model, args=args, schedule=SCHEDULE)  # TRL's own needs a GPU for it
+
+
+@pytest.mark.filterwarnings("ignore:`compute_loss_func` is deprecated:FutureWarning")
+def test_a_loss_function_is_refused(make: Make) -> None:
+    with pytest.raises(Refused, match="compute_loss_func: the loss is the plain one"):
+        make(Long, compute_loss_func=lambda *_, **__: torch.zeros(()))
+
+
+def experts() -> Any:
+    fields = {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+    changed = MODEL | fields | {"model_type": "qwen2_moe"}
+    return load_tiny(config=changed, dtype=torch.float64, seed=0)
+
+
+def test_the_routers_loss_is_refused_where_trl_adds_it(make: Make) -> None:
+    with pytest.raises(Refused, match=r"router_aux_loss_coef: .* set router_aux_loss_coef=0\.0"):
+        make(Long, model=experts())
+    runs = [make(kind, model=experts(), router_aux_loss_coef=0.0) for kind in (Long, SFTTrainer)]
+    for trainer in runs:
+        with eager_experts(trainer.model):
+            trainer.train()
+    assert_exact(logs(runs[0]), logs(runs[1]), limit=1e-6)
+
+
+@pytest.mark.parametrize("said", [False, True])
+@pytest.mark.parametrize(
+    "kind", [DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, DistillationTrainer]
+)
+def test_other_trainers_of_trl_are_refused(kind: Any, said: bool) -> None:
+    other = type("Other", (farspan.LongContext, kind), {"plain_loss": said})
+    with pytest.raises(Refused, match=f"compute_loss: TRL's {kind.__name__} has a loss of its own"):
+        other(schedule=SCHEDULE)
