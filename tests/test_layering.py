@@ -51,12 +51,14 @@ TORCH = ("torch", "transformers")
 SEAM = "farspan.lazy"  # the only module that may import by name
 # A user of the seam, and what stands above it and is loaded all the same: whoever plans for `here`
 # has the machine measured, whoever plans a family that is not known has its layers run, whoever
-# prints a plan sees its tables, whoever installs the allocator installs it in torch.
+# prints a plan sees its tables, whoever installs the allocator installs it in torch. A step that is
+# to choose its schedule asks who chooses a run's.
 UPWARD = {
     ("farspan.planner.api", "farspan.engine.calibrate"),
     ("farspan.planner.api", "farspan.hf.describe"),
     ("farspan.planner.request", "farspan.report.plan"),
     ("farspan.memory", "farspan.engine.allocator"),
+    ("farspan.engine.step", "farspan.train.planning"),
 }
 
 Sources = dict[str, str]  # module name, dotted, to its text

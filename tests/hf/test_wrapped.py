@@ -2,6 +2,7 @@
 those of the bare model, or the wrapper is refused."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -27,7 +28,7 @@ def wrap(module: nn.Module, change: Callable[[Any], Any] = lambda out: out) -> N
     def forward(_: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         return change(own(*arguments, **keywords))
 
-    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+    module.forward = MethodType(forward, module)
 
 
 @pytest.mark.parametrize("where", ["", "model", "model.layers.1", "model.layers.0.mlp"])
@@ -76,12 +77,12 @@ def test_layers_that_are_held_elsewhere_are_named() -> None:
 
     class Holding(type(model.model)):  # type: ignore[misc]
         def forward(self, *arguments: Any, **keywords: Any) -> Any:
-            modules = self._modules
-            self._modules = {**modules, "layers": kept}
+            own = vars(self)["_modules"]
+            vars(self)["_modules"] = {**own, "layers": kept}
             try:
                 return super().forward(*arguments, **keywords)
             finally:
-                self._modules = modules
+                vars(self)["_modules"] = own
 
     model.model.__class__ = Holding
     with pytest.raises(Refused, match="something holds the layers beside the decoder's list"):
@@ -89,9 +90,9 @@ def test_layers_that_are_held_elsewhere_are_named() -> None:
 
 
 @pytest.fixture
-def one_rank() -> Iterator[None]:
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    where = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=where, rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
 

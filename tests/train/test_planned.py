@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,8 +16,9 @@ from farspan.engine.tiers import Arena
 from farspan.hf.load import load_model
 from farspan.memory.host import TooLarge
 from farspan.planner.evaluate import evaluate
-from farspan.planner.request import Question
-from farspan.spec import Refused, Schedule, Tier
+from farspan.planner.request import Optimizer, Question
+from farspan.spec import Refused, RunSpec, Schedule, Tier
+from farspan.train import planning
 from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig
 from farspan.train.context import Components
 from farspan.train.oom import NoScheduleFits
@@ -31,6 +33,7 @@ from tests.train.tiny import (
     Quiet,
     Stopped,
     Stopping,
+    load_tiny,
     replaced,
     tiny_run,
 )
@@ -325,3 +328,76 @@ def test_the_planner_itself_plans_a_run(tmp_path: Path, accumulate: int) -> None
     small = replaced(parts, machine=lambda *_: one_memory(200_000))
     with pytest.raises(Refused, match="schedule: none fits"):
         train(again, components=small, reporter=Quiet())
+
+
+@pytest.fixture
+def step_planner(monkeypatch: pytest.MonkeyPatch) -> list[Question]:
+    """What a Step's planner is asked; it answers with one of SCHEDULES."""
+    asked: list[Question] = []
+    components = planned_components(SCHEDULES, asked=asked)
+    monkeypatch.setattr(planning, "StepPlanner", partial(planning.StepPlanner, components))
+    return asked
+
+
+def step_gradients(schedule: Schedule | str, *batches: Tensor) -> tuple[Step, list[Tensor]]:
+    step = Step(load_tiny(config=MODEL, dtype=torch.float64, seed=0), schedule)
+    losses = [step(ids, ids) for ids in batches]
+    return step, [
+        *losses,
+        *(p.grad for p in step.boundary.model.parameters() if p.grad is not None),
+    ]
+
+
+def test_a_step_plans_at_its_first_call(
+    step_planner: list[Question], caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = torch.arange(48)[None]
+    step, found = step_gradients("auto", ids, ids)
+    assert step.schedule == LARGE
+    assert step.plan is not None
+    assert step.plan.schedule is step.schedule
+    (question,) = step_planner
+    assert (question.run, question.dtype) == (RunSpec(1, 48), "float64")
+    assert question.optimizer is Optimizer.ADAMW
+    assert question.accumulates
+    (line,) = [r.message for r in caplog.records if r.name.startswith("farspan")]
+    assert line.startswith("schedule: grouped: chunk 48; groups of 2 layers each")
+    assert line.endswith("(for 1 x 48 tokens: the first that fits)")
+    _, expected = step_gradients(LARGE, ids, ids)
+    assert len(found) == len(expected) > 10
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_step_plans_anew_for_what_no_plan_covers(step_planner: list[Question]) -> None:
+    shapes = (1, 24), (1, 16), (2, 12), (1, 48), (2, 20), (2, 12), (1, 48)
+    batches = [torch.arange(rows * tokens).view(rows, tokens) for rows, tokens in shapes]
+    step, found = step_gradients("auto", *batches)
+    runs = [(q.run.batch, q.run.tokens) for q in step_planner]
+    assert runs == [(1, 24), (2, 12), (1, 48), (2, 20)]
+    _, expected = step_gradients(SMALL, *batches)
+    for one, other in zip(found, expected, strict=True):
+        assert_exact(one, other)
+    step.boundary.model.get_input_embeddings().weight.requires_grad_(False)
+    step(batches[0], batches[0])
+    assert len(step_planner) == 4  # fewer parameters are trained
+    step.boundary.model.requires_grad_(True)
+    step.evaluate(batches[0], batches[0])
+    assert len(step_planner) == 4
+
+
+def test_a_step_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    components = planned_components(SCHEDULES, size=1000)
+    monkeypatch.setattr(planning, "StepPlanner", partial(planning.StepPlanner, components))
+    step = Step(load_tiny(config=MODEL, dtype=torch.float64, seed=0), "auto")
+    with pytest.raises(Refused, match="schedule: auto has chosen none yet"):
+        print(step.schedule)
+    with pytest.raises(Refused, match=r"schedule: none fits .* give the step farspan\.plan\("):
+        step(torch.arange(48)[None], torch.arange(48)[None])
+
+
+def test_a_step_that_cannot_plan_is_refused() -> None:
+    model = load_tiny(config=MODEL, dtype=torch.float64, seed=0)
+    with pytest.raises(Refused, match=r"schedule: expected a farspan\.Schedule or 'auto', got 'x'"):
+        Step(model, "x")
+    with pytest.raises(Refused, match="selector: schedule='auto' plans for dense attention"):
+        Step(model, "auto", selector=lambda votes, _: votes)

@@ -24,11 +24,14 @@ from farspan.hf.stages import CausalLMStages, compile_layers
 from farspan.hf.tiled_mlp import Tokenwise, tokenwise
 from farspan.hf.unsupported import refuse_context, refuse_dropout, refuse_model, refuse_untrained
 from farspan.kernels.launch import fused_for
+from farspan.lazy import load
+from farspan.planner.request import Plan
 from farspan.program.builder import build_evaluation, build_program
 from farspan.program.dependencies import Order, unread_outputs, waits
 from farspan.program.layout import AXES, ONLY, SEQUENCE
 from farspan.program.program import Backward, Forward, Instruction, Program
 from farspan.program.program import Head as HeadInstruction
+from farspan.program.strategies import AUTO
 from farspan.program.work import work_of
 from farspan.sparse.engine import PageFunction, Seen, selector_of, watched_cell
 from farspan.sparse.select import Selector
@@ -62,8 +65,17 @@ class Step:
     between steps. Modules run once a chunk and in some passes again, so forward hooks fire many
     times, and hooks on gradient accumulation do not: gradients are complete when the call returns.
 
-    Raises Refused when the model cannot be trained exactly in chunks or the schedule does not fit
-    it. If a step raises, `.grad` is undefined and must be cleared.
+    With `schedule="auto"` the planner chooses at the first call, as `strategy: auto` of a run file
+    does: for the model as it is, on this machine, with the memory that is free, as `farspan
+    calibrate` has measured it or as is measured then (some seconds). Planning takes some seconds
+    and is logged in a line; `schedule` and `plan` then hold the choice. Room is left for AdamW's
+    states in float32: for another optimizer, give `farspan.plan(..., optimizer=...).schedule`. A
+    batch of no more rows and no more tokens a row than a planned one runs by the same schedule,
+    so the longest batch is best the first; one that is larger, or that trains more parameters, is
+    planned for anew.
+
+    Raises Refused when the model cannot be trained exactly in chunks, the schedule does not fit
+    it, or no schedule fits the machine. If a step raises, `.grad` is undefined and must be cleared.
     """
 
     # Bytes of main memory that a step may take by its forecast; None: as many as there are.
@@ -76,7 +88,7 @@ class Step:
     def __init__(
         self,
         model: nn.Module,
-        schedule: Schedule,
+        schedule: Schedule | str,
         *,
         progress: Callable[[Progress], None] | None = None,
         poison: bool = False,
@@ -96,26 +108,16 @@ class Step:
         the same call with the same sequences (but for replicas along `data`, which bring their own)
         and have the same loss after it; weights and gradients stay whole on each rank, unless
         `parallelize` has sharded the model."""
-        if not isinstance(schedule, Schedule):
-            raise Refused(
-                f"schedule: expected a farspan.Schedule, got {schedule!r}; for a named one, call "
-                "farspan.strategy(name, layers, tokens)"
-            )
+        self._schedule, self._planner = _written(schedule, selector, ranks)
+        self._plans: list[Plan] = []  # where the planner chooses
         kernels = kernels or Kernels()
-        if isinstance(ranks, ParallelContext):
-            ranks = parallelize(
-                model, schedule, ranks, stage=Stage.ZERO_0, keep=True, kernels=kernels
-            )
-        elif ranks is not None:
-            refuse_schedule(schedule, ranks.ranks)
+        if ranks is not None:
+            ranks = self._shared(model, self.schedule, ranks, kernels)
         self.sharded_model = ranks
         self.boundary = CausalLMStages(model, None if ranks is None else ranks.sharded.device)
-        self.schedule = schedule
         self.progress = progress
         self.poison = poison
-        if selector is not None and schedule.sparse is None:
-            raise Refused("selector: dense attention selects no pages; set schedule.sparse")
-        sparse = schedule.sparse
+        sparse = None if self._schedule is None else self._schedule.sparse
         self.selector = None if sparse is None else selector_of(selector, sparse)
         self.watches = sparse is not None  # what one cell a step sees is measured
         self._seen: Callable[[], Seen] | None = None  # the latest that was
@@ -133,6 +135,52 @@ class Step:
         self._tokenwise: tuple[tuple[Tokenwise, ...], ...] = ()
         self._described = self._state()
         self.model_spec: ModelSpec = self._describe()
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule, of the latest call where the planner chooses. Raises Refused before it has
+        chosen."""
+        if self._schedule is None:
+            raise Refused("schedule: auto has chosen none yet; it does at the first call")
+        return self._schedule
+
+    @property
+    def plan(self) -> Plan | None:
+        """What the planner says of the schedule that it chose; None where it did not."""
+        return next((p for p in self._plans if p.schedule is self._schedule), None)
+
+    def _choose(self, run: RunSpec) -> None:
+        """Has `schedule` be one that was planned for batches as large as this one."""
+        assert self._planner is not None, "the planner chooses"
+
+        def covers(plan: Plan) -> bool:
+            of, model = plan.question.run, plan.question.model
+            wide = of.batch >= run.batch and of.tokens >= run.tokens
+            return wide and model.trainable >= self.model_spec.trainable
+
+        found = next(filter(covers, self._plans), None)
+        if found is None:
+            self.release()  # what is free now is planned with
+            found = self._planner(self.boundary.model, run, self._wanted)
+            self._plans.append(found)
+        if found.schedule is not self._schedule:
+            self._programs.clear()
+            self._schedule = found.schedule
+
+    @staticmethod
+    def _shared(
+        model: nn.Module,
+        schedule: Schedule,
+        ranks: ParallelContext | ShardedModel,
+        kernels: Kernels,
+    ) -> ShardedModel:
+        """The model among ranks."""
+        if isinstance(ranks, ParallelContext):
+            return parallelize(
+                model, schedule, ranks, stage=Stage.ZERO_0, keep=True, kernels=kernels
+            )
+        refuse_schedule(schedule, ranks.ranks)
+        return ranks
 
     def _fuse(self) -> None:
         """Have modules run on the device's own kernels, and products add to sums, if that is
@@ -189,6 +237,8 @@ class Step:
     def program(self, batch: int, tokens: int, *, evaluation: bool = False) -> Program:
         """The program that a step of this shape runs."""
         run = RunSpec(batch, tokens)
+        if self._planner is not None:
+            self._choose(run)
         key = run, evaluation
         if key not in self._programs:
             build = build_evaluation if evaluation else build_program
@@ -243,10 +293,10 @@ class Step:
         refuse_dropout(model)
         self._fuse()
         spec = describe(self.boundary) if self.sharded_model is None else self.sharded_model.spec
-        self.schedule.group_sizes(len(spec.layers))
         self.kernels.refuse(spec)
-        if self.schedule.mlp_tokens is not None:
-            self._tokenwise = self._tiles()
+        if self._schedule is not None:
+            self._schedule.group_sizes(len(spec.layers))
+            self._tokenwise = () if self._schedule.mlp_tokens is None else self._tiles()
         self._programs.clear()
         return spec
 
@@ -392,6 +442,28 @@ class Step:
         if tokens is None:
             return SparingLayers(self.boundary, self._adding, unread, self._spared)
         return TiledLayers(self.boundary, self._tokenwise, tokens, unread, gradients.add)
+
+
+def _written(
+    schedule: Schedule | str, selector: object, ranks: object
+) -> tuple[Schedule | None, Callable[[nn.Module, RunSpec, Kernels], Plan] | None]:
+    """The schedule, or who chooses one."""
+    if isinstance(schedule, Schedule):
+        if selector is not None and schedule.sparse is None:
+            raise Refused("selector: dense attention selects no pages; set schedule.sparse")
+        return schedule, None
+    if schedule != AUTO:
+        raise Refused(
+            f"schedule: expected a farspan.Schedule or 'auto', got {schedule!r}; for a named one, "
+            "call farspan.strategy(name, layers, tokens)"
+        )
+    for name, given in ("selector", selector), ("ranks", ranks):
+        if given is not None:
+            raise Refused(
+                f"{name}: schedule='auto' plans for dense attention in one process; give a "
+                "schedule, such as that of farspan.plan, or use `farspan train`"
+            )
+    return None, load("farspan.train.planning", "StepPlanner")()
 
 
 class _Counter:

@@ -71,7 +71,7 @@ class LongContext:
     current_gradient_accumulation_steps: int
 
     def __init__(
-        self, *args: Any, schedule: Schedule, kernels: Kernels | None = None, **kwargs: Any
+        self, *args: Any, schedule: Schedule | str, kernels: Kernels | None = None, **kwargs: Any
     ) -> None:
         self._refuse_other_methods()
         super().__init__(*args, **kwargs)

@@ -1,13 +1,16 @@
 """Which schedule a run has, its own or the planner's, and the next one after memory ran out."""
 
+import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from transformers import PreTrainedModel
 
+from farspan.data.config import DataConfig
 from farspan.distributed.run_context import DistributedContext
 from farspan.durable import read_json
 from farspan.engine.microbench import describe_machine
@@ -22,8 +25,8 @@ from farspan.planner.request import Budget, Fit, Optimizer, Plan, Question, fit_
 from farspan.program.layout import ALONE, Layout, group_ranges, refuse_together
 from farspan.program.strategies import AUTO
 from farspan.sparse.train import marks
-from farspan.spec import MachineSpec, ModelSpec, Refused, RunSpec, Schedule, Tier
-from farspan.train.config import RunConfig, StatesPlace
+from farspan.spec import Kernels, MachineSpec, ModelSpec, Refused, RunSpec, Schedule, Tier
+from farspan.train.config import DType, ModelConfig, RunConfig, StatesPlace
 from farspan.train.context import (
     Components,
     InspectedModel,
@@ -38,6 +41,7 @@ from farspan.train.optimizer import BESIDE_WEIGHTS, STATES_KEY, Placed, bare_mac
 from farspan.train.run_folder import RunFolder
 from farspan.train.yaml_config import convert, to_mapping
 
+LOG = logging.getLogger(__name__)
 # Of what a schedule that failed decides of a tier, its successor may take so much: after the four
 # tries that one step has, 0.8**4 = 41% are left.
 RETRY_SHARE = 0.8
@@ -329,6 +333,44 @@ def ask(ctx: RunContext, progress: Callable[[str], None]) -> Question:
     assert ctx.inspected is not None, "a run that plans has inspected its model"
     machine = ctx.components.machine_once(ctx.device, torch_dtype(ctx.run), progress)
     return question_of(ctx.run, ctx.inspected, machine, ctx.placed.states, ctx.world)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlanner:
+    """Chooses for a `farspan.Step` of one process as `strategy: auto` of a run file does."""
+
+    components: Components = field(default_factory=Components)
+
+    def __call__(self, model: PreTrainedModel, run: RunSpec, kernels: Kernels) -> Plan:
+        """The best plan of a step of this model that keeps room for AdamW. Raises Refused if none
+        fits."""
+        parameters = list(model.parameters())
+        device, dtype = parameters[0].device, DType(str(model.dtype).removeprefix("torch."))
+        asked = RunConfig(
+            model=ModelConfig(path=model.config.name_or_path or type(model).__name__, dtype=dtype),
+            data=DataConfig(),
+            context=run.tokens,
+            batch=run.batch,
+            accumulate=2,  # gradients of other batches may be there
+            kernels=kernels,
+        )
+        machine = self.components.machine_once(device, model.dtype, LOG.info)
+        inspected = inspect_for(asked, model, device)
+        world = DistributedContext(device)
+        question = question_of(asked, inspected, machine, StatesPlace.DEVICE, world)
+        gradients = (p.grad for p in parameters if p.grad is not None)
+        held = sum(tensor.nbytes for tensor in (*parameters, *gradients))
+        free = free_now(device, held).limit(question.machine)
+        plan = self.components.best_plan(replace(question, machine=free))
+        if not plan.fits:
+            raise Refused(
+                f"{explain_none_fits(plan)} (keys of a run file); for another optimizer than AdamW "
+                "in float32, give the step farspan.plan(..., optimizer=...).schedule"
+            )
+        choice = Choice(plan.strategy, plan.schedule)
+        shape = f"{run.batch} x {run.tokens:,} tokens"
+        LOG.warning("schedule: %s (for %s: %s)", describe_schedule(choice), shape, plan.reason)
+        return plan
 
 
 def question_of(
