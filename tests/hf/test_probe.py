@@ -93,8 +93,8 @@ class TestWhatCouldNotBeNoticedByName:
             step(*data)
 
     def test_a_schedule_by_name(self) -> None:
-        with pytest.raises(Refused, match=r"schedule: expected a farspan\.Schedule, got 'memo'"):
-            Step(make_model("llama"), "memo")  # type: ignore[arg-type]
+        with pytest.raises(Refused, match=r"expected a farspan\.Schedule or 'auto', got 'memo'"):
+            Step(make_model("llama"), "memo")
 
     def test_document_ids_of_a_narrow_type(self) -> None:
         step, data = Step(make_model("llama"), SCHEDULE), draw(20)

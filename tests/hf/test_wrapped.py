@@ -77,12 +77,12 @@ def test_layers_that_are_held_elsewhere_are_named() -> None:
 
     class Holding(type(model.model)):  # type: ignore[misc]
         def forward(self, *arguments: Any, **keywords: Any) -> Any:
-            own = vars(self)["_modules"]
-            vars(self)["_modules"] = {**own, "layers": kept}
+            own = self.__dict__["_modules"]
+            self.__dict__["_modules"] = {**own, "layers": kept}
             try:
                 return super().forward(*arguments, **keywords)
             finally:
-                vars(self)["_modules"] = own
+                self.__dict__["_modules"] = own
 
     model.model.__class__ = Holding
     with pytest.raises(Refused, match="something holds the layers beside the decoder's list"):

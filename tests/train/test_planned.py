@@ -395,9 +395,7 @@ def test_a_step_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         step(torch.arange(48)[None], torch.arange(48)[None])
 
 
-def test_a_step_that_cannot_plan_is_refused() -> None:
+def test_a_step_that_must_be_told_is_refused() -> None:
     model = load_tiny(config=MODEL, dtype=torch.float64, seed=0)
-    with pytest.raises(Refused, match=r"schedule: expected a farspan\.Schedule or 'auto', got 'x'"):
-        Step(model, "x")
     with pytest.raises(Refused, match="selector: schedule='auto' plans for dense attention"):
         Step(model, "auto", selector=lambda votes, _: votes)
