@@ -39,6 +39,14 @@ def wrapped(config: PeftConfig, family: str = "llama", **fields: Any) -> Any:
     return model.train()
 
 
+def test_embeddings_that_ask_for_gradients_get_none() -> None:
+    """As PEFT's preparation for gradient checkpointing leaves them."""
+    model = wrapped(lora())
+    expected = run_oracle(model.get_base_model(), DATA)
+    model.enable_input_require_grads()
+    assert_close(run_step(model.get_base_model(), SCHEDULE, DATA), expected)
+
+
 @pytest.mark.parametrize(
     ("given", "trained"),
     [

@@ -71,6 +71,14 @@ def test_accelerate_s_autocast_is_refused_where_it_changes_results(dtype: torch.
         assert torch.equal(run_step(model, SCHEDULE, DATA).loss, expected.loss)
 
 
+def test_weights_that_hooks_bring_are_refused() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = make_model("llama")
+    accelerate.cpu_offload(model, execution_device="cpu")
+    with pytest.raises(Refused, match=r"all weights on one device, and has .* on meta; load the"):
+        Step(model, SCHEDULE)
+
+
 def test_layers_that_are_held_elsewhere_are_named() -> None:
     model = make_model("llama")
     kept = model.model.layers

@@ -269,7 +269,7 @@ class Interpreter:
             hidden, _ = self.boundary.embed(
                 self.inputs.input_ids[:, span], self.inputs.position_ids[:, span]
             )
-        if hidden.requires_grad:
+        if parameters and hidden.requires_grad:  # PEFT can have it ask where nothing does
             found = torch.autograd.grad(hidden, parameters, gradient, allow_unused=True)
             self.gradients.add(parameters, found)
 

@@ -22,7 +22,13 @@ from farspan.hf.describe import describe
 from farspan.hf.fused_layers import fingerprint, fuse, spared_layers
 from farspan.hf.stages import CausalLMStages, compile_layers
 from farspan.hf.tiled_mlp import Tokenwise, tokenwise
-from farspan.hf.unsupported import refuse_context, refuse_dropout, refuse_model, refuse_untrained
+from farspan.hf.unsupported import (
+    refuse_context,
+    refuse_dropout,
+    refuse_model,
+    refuse_places,
+    refuse_untrained,
+)
 from farspan.kernels.launch import fused_for
 from farspan.lazy import load
 from farspan.planner.request import Plan
@@ -291,6 +297,8 @@ class Step:
                 "scaling; load the model in bfloat16 or float32"
             )
         refuse_dropout(model)
+        if self.sharded_model is None:
+            refuse_places(model)
         self._fuse()
         spec = describe(self.boundary) if self.sharded_model is None else self.sharded_model.spec
         self.kernels.refuse(spec)

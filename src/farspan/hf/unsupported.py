@@ -125,6 +125,17 @@ def refuse_untrained(model: nn.Module) -> None:
             )
 
 
+def refuse_places(model: nn.Module) -> None:
+    """Raises Refused for weights in several places, as `device_map` and offloading leave them."""
+    where = {str(parameter.device): name for name, parameter in model.named_parameters()}
+    if len(where) > 1 or "meta" in where:
+        found = ", ".join(f"{name} on {device}" for device, name in where.items())
+        raise Refused(
+            f"model: a step needs all weights on one device, and has {found}; load the model "
+            "without device_map or offloading: the schedule says what leaves the device"
+        )
+
+
 def refuse_context(config: PretrainedConfig, tokens: int) -> None:
     """Raises Refused when a document of this many tokens has positions the model does not know."""
     limit = context_limit(config)
