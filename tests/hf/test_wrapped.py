@@ -62,8 +62,10 @@ def test_accelerate_s_autocast_is_refused_where_it_changes_results(dtype: torch.
     accelerate = pytest.importorskip("accelerate")
     model = make_model("llama", dtype=dtype)
     expected = run_step(model, SCHEDULE, DATA)
-    model.zero_grad()
+    state = accelerate.state.AcceleratorState
+    state._reset_state(reset_partial_state=True)  # there is one in a process
     accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+    state._reset_state(reset_partial_state=True)
     if dtype is torch.float32:
         with pytest.raises(Refused, match=r"mixed precision load the model .*torch\.bfloat16"):
             Step(model, SCHEDULE)

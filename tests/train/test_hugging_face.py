@@ -1,6 +1,7 @@
 """Runs of transformers' Trainer by farspan's steps are those of the plain one."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from transformers import Trainer, TrainingArguments
 
 import farspan
 from farspan.spec import Refused, Schedule
+from farspan.train import planning
 from tests.grids import part_of
 from tests.numerics import assert_exact
+from tests.train.planner import planned_components
 from tests.train.tiny import MODEL, load_tiny
 
 pytest.importorskip("accelerate")
@@ -288,3 +291,17 @@ def test_outputs_are_refused(make: Make) -> None:
     trainer = make(compute_metrics=lambda _: {})
     with pytest.raises(Refused, match="outputs: evaluation returns only the loss"):
         trainer.evaluate()
+
+
+def test_the_planner_chooses_where_it_is_asked(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    components = planned_components([SCHEDULE])
+    monkeypatch.setattr(planning, "StepPlanner", partial(planning.StepPlanner, components))
+
+    class Auto(farspan.Trainer):
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**given | {"schedule": "auto"})
+
+    planned, expected = make(Auto), make()
+    for trainer in (planned, expected):
+        trainer.train()
+    assert torch.equal(logs(planned, "loss"), logs(expected, "loss"))

@@ -362,7 +362,7 @@ def test_a_step_plans_at_its_first_call(
     assert question.accumulates
     (line,) = [r.message for r in caplog.records if r.name.startswith("farspan")]
     assert line.startswith("schedule: grouped: chunk 48; groups of 2 layers each")
-    assert line.endswith("(for 1 x 48 tokens: the first that fits)")
+    assert line.endswith("(for 1 x 48 tokens)")
     _, expected = step_gradients(LARGE, ids, ids)
     assert len(found) == len(expected) > 10
     assert all(map(torch.equal, found, expected))

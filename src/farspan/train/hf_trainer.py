@@ -210,7 +210,7 @@ class LongContext:
 
 
 class Trainer(LongContext, HuggingFaceTrainer):
-    """`transformers.Trainer`, with `schedule=farspan.Schedule(...)` beside its own arguments."""
+    """`transformers.Trainer`, with `schedule` beside its own arguments, as in `farspan.Step`."""
 
 
 def _batch(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:

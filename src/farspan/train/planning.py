@@ -367,9 +367,8 @@ class StepPlanner:
                 f"{explain_none_fits(plan)} (keys of a run file); for another optimizer than AdamW "
                 "in float32, give the step farspan.plan(..., optimizer=...).schedule"
             )
-        choice = Choice(plan.strategy, plan.schedule)
-        shape = f"{run.batch} x {run.tokens:,} tokens"
-        LOG.warning("schedule: %s (for %s: %s)", describe_schedule(choice), shape, plan.reason)
+        line = describe_schedule(Choice(plan.strategy, plan.schedule))
+        LOG.warning("schedule: %s (for %d x %s tokens)", line, run.batch, f"{run.tokens:,}")
         return plan
 
 
