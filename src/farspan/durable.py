@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +36,10 @@ def write_bytes(path: Path, data: bytes) -> None:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes and syncs one safetensors file in place. Raises WriteFailed."""
     try:
+        path.touch()
+        mode = stat.S_IMODE(path.stat().st_mode)  # of the umask, as any file made here
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
+        path.chmod(mode)  # safetensors 0.8 makes every file 0600
         sync(path)
     except (SafetensorError, OSError) as error:
         raise _failure(path, str(error)) from error
@@ -50,14 +54,21 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Makes a folder and removes it when what is written in it fails, then raises WriteFailed."""
+    """Makes a folder, whose files get the umask's modes whoever writes them. What fails inside
+    removes it: the disk may be full. Raises WriteFailed."""
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         yield
-    except (SafetensorError, OSError) as error:
+        mode = folder.stat().st_mode & 0o666
+        for path in folder.rglob("*"):
+            if path.is_file():
+                path.chmod(mode)
+    except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
-        raise _failure(folder, str(error)) from error
+        if isinstance(error, (SafetensorError, OSError)) and not isinstance(error, WriteFailed):
+            raise _failure(folder, str(error)) from error
+        raise
 
 
 def append_line(path: Path, line: str) -> None:
@@ -86,8 +97,11 @@ def publish(partial: Path, path: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Removes a folder; one that is half removed no longer has its name."""
-    if folder.is_dir():
+    """Removes a folder; one that is half removed no longer has its name. Of a link to a folder,
+    the link."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.is_dir():
         doomed = folder.with_name(f"{PARTIAL}old-{folder.name}")
         shutil.rmtree(doomed, ignore_errors=True)
         os.replace(folder, doomed)
@@ -97,7 +111,7 @@ def discard(folder: Path) -> None:
 def remove_leftovers(folder: Path) -> None:
     """Removes what a killed process left unfinished directly under `folder`."""
     for path in folder.glob(f"{PARTIAL}*"):
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
@@ -107,7 +121,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file; None when there is no such thing, whatever is in its place."""
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -1,17 +1,18 @@
 """The exported model is that of the last checkpoint, or it is written again."""
 
 import json
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from farspan.durable import digest
-from farspan.spec import Refused
 from tests.train.test_interrupt import same_weights
 from tests.train.tiny import STEPS, Quiet, fit, tiny_run
 
@@ -24,8 +25,21 @@ def spoil(folder: Path) -> None:
     )
 
 
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 def test_the_model_names_the_checkpoint_it_was_made_of(tmp_path: Path) -> None:
-    fit(tiny_run(tmp_path))
+    """And who may read other files here may read it and the checkpoints."""
+    with umask(0o027):
+        fit(tiny_run(tmp_path))
+    for path in (tmp_path / "run").rglob("*"):
+        assert path.stat().st_mode & 0o777 == (0o750 if path.is_dir() else 0o640), path
     source = json.loads((tmp_path / "run" / "model" / "farspan.json").read_text())
     name = f"step-{STEPS:08d}"
     manifest = (tmp_path / "run" / "checkpoints" / name / "manifest.json").read_bytes()
@@ -64,22 +78,3 @@ def test_the_model_of_the_last_checkpoint_is_left_alone(tmp_path: Path) -> None:
     before = digest(tmp_path / "run" / "model" / "model.safetensors")
     fit(run)
     assert digest(tmp_path / "run" / "model" / "model.safetensors") == before
-
-
-@pytest.mark.parametrize(
-    "position", [None, 5, {"step": 4}, {"step": "4", "tokens": 1, "skipped": 0}]
-)
-def test_a_state_that_does_not_say_where_the_run_stands_is_named(
-    tmp_path: Path, position: Any
-) -> None:
-    run = tiny_run(tmp_path)
-    fit(run)
-    folder = tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}"
-    state = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps(state | {"position": position}))
-    manifest = json.loads((folder / "manifest.json").read_text())
-    size = (folder / "state.json").stat().st_size
-    manifest["files"]["state.json"] = {"bytes": size, "sha256": digest(folder / "state.json")}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(Refused, match=r"state\.json: position: expected step, tokens and skipped"):
-        fit(run)

@@ -1,13 +1,16 @@
 """A checkpoint is whole or it is not used; the one before it survives whatever happens."""
 
 import errno
+import hashlib
 import json
 import os
 import pickle
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -35,7 +38,7 @@ def live(value: float, shape: tuple[int, ...] = (2, 3)) -> Live:
 
 
 def save(folder: Path, step: int, keep: int = 5) -> Path:
-    state = {**RUN, "position": {"step": step}}
+    state = {**RUN, "position": {"step": step, "tokens": 8 * step, "skipped": 0}}
     return checkpoint.save_checkpoint(
         folder, live(float(step)), capture_rng(), state, step=step, keep=keep
     )
@@ -118,6 +121,47 @@ def enlist(path: Path) -> None:
     path.write_text(json.dumps({"files": dict.fromkeys(json.loads(path.read_text())["files"], 5)}))
 
 
+def nest(path: Path) -> None:
+    path.write_text('{"a": ' + "[" * 100_000)
+
+
+def sum_again(path: Path) -> None:
+    """The manifest says what the file is now."""
+    listed = path.parent / "manifest.json"
+    manifest = json.loads(listed.read_text())
+    manifest["files"][path.name] = {"bytes": path.stat().st_size, "sha256": digest(path)}
+    listed.write_text(json.dumps(manifest))
+
+
+def place(**changed: Any) -> Callable[[Path], None]:
+    """Another position in the state."""
+
+    def change(path: Path) -> None:
+        state = json.loads(path.read_text())
+        path.write_text(json.dumps(state | {"position": state["position"] | changed}))
+        sum_again(path)
+
+    return change
+
+
+def no_position(path: Path) -> None:
+    path.write_text(json.dumps({"format": 1, "step": 5, **RUN}))
+    sum_again(path)
+
+
+def random_numbers(**tensors: Tensor) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        rewrite(path.parent, path.name, tensors)
+
+    return change
+
+
+def rewrite(path: Path, name: str, tensors: dict[str, Tensor]) -> None:
+    """As another model would have saved it: the manifest fits."""
+    save_file(tensors, path / name)
+    sum_again(path / name)
+
+
 DAMAGE = [
     (enlist, "manifest.json", r"manifest\.json: no size and SHA-256 under model\.safetensors"),
     (truncate, "model.safetensors", r"model\.safetensors: \d+ bytes, expected \d+: truncated"),
@@ -127,7 +171,20 @@ DAMAGE = [
     (flip, "rng.safetensors", r"rng\.safetensors: its SHA-256 is not the one"),
     (poison, "model.safetensors", r"model\.safetensors: \d+ bytes, expected"),
     (Path.unlink, "optimizer.safetensors", r"optimizer\.safetensors: missing"),
-    (Path.unlink, "manifest.json", r"manifest\.json: cannot be read as JSON: .*No such file"),
+    (Path.unlink, "manifest.json", r"manifest\.json: missing"),
+    (nest, "manifest.json", r"manifest\.json: cannot be read as JSON: maximum recursion depth"),
+    (nest, "tensors.json", r"tensors\.json: cannot be read as JSON: maximum recursion depth"),
+    (place(step=-1), "state.json", r"state\.json: position: expected step, tokens and skipped"),
+    (place(tokens="4"), "state.json", r"state\.json: position: expected step, tokens and skipped"),
+    (place(skipped=False), "state.json", r"state\.json: position: .*, got {'step': 5, .*False}"),
+    (place(step=3), "state.json", "holds the checkpoint of step 3: rename it to step-00000003"),
+    (no_position, "state.json", r"state\.json: position: .*, got None"),
+    (random_numbers(), "rng.safetensors", "no random numbers to go on from: none of the CPU"),
+    (random_numbers(cpu=torch.zeros(9)), "rng.safetensors", "no random numbers to go on from"),
+    (
+        random_numbers(cpu=torch.zeros(9, dtype=torch.uint8)),
+        *("rng.safetensors", "no random numbers to go on from"),
+    ),
 ]
 
 
@@ -158,6 +215,100 @@ def test_an_older_one_is_used_with_a_warning(
     assert "step-00000005" in warning
 
 
+@contextmanager
+def as_another_account() -> Iterator[None]:
+    """Modes bind everyone but root."""
+    mine = os.geteuid()
+    if mine == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(mine)
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder that other accounts reach, which pytest's are not."""
+    with TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "inside"),
+    [("model.safetensors", True), ("manifest.json", True), ("state.json", True), (".", False)],
+)
+def test_a_checkpoint_that_may_not_be_read_is_passed_over(
+    public: Path, name: str, inside: bool
+) -> None:
+    older, latest = save(public, 4), save(public, 5)
+    (latest / name).chmod(0)
+    try:
+        with as_another_account():
+            step, into, (warning,) = resume(public)
+    finally:
+        (latest / name).chmod(0o755)
+    assert step == 4
+    assert equal(into, live(4.0))
+    where = latest / name if inside else latest
+    assert warning == (f"{where}: cannot be read: Permission denied; resuming from {older} instead")
+
+
+def test_checkpoints_that_may_not_be_listed_are_not_taken_for_none(public: Path) -> None:
+    """The run would begin anew."""
+    save(public / "checkpoints", 4)
+    (public / "checkpoints").chmod(0)
+    with (
+        as_another_account(),
+        pytest.raises(Refused, match="checkpoints: cannot be read: Permission denied"),
+    ):
+        resume(public / "checkpoints")
+
+
+def test_a_file_that_the_disk_does_not_give_back_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 4)
+    path = save(tmp_path, 5) / "model.safetensors"
+    own = hashlib.file_digest
+
+    def fail(file: Any, kind: str) -> Any:
+        if file.name == str(path):
+            raise OSError(errno.EIO, "Input/output error")
+        return own(file, kind)
+
+    monkeypatch.setattr(hashlib, "file_digest", fail)
+    step, _, (warning,) = resume(tmp_path)
+    assert step == 4
+    assert warning.startswith(f"{path}: cannot be read: Input/output error; resuming from ")
+
+
+def test_only_step_and_eight_digits_are_checkpoints(tmp_path: Path) -> None:
+    """Whatever else lies there is the user's, and stays."""
+    save(tmp_path, 2)
+    mine = ["step-00000002-good", "step-00000004.bak", "step-4", "step-000000005", "step-0000000x"]
+    for name in mine:
+        shutil.copytree(tmp_path / "step-00000002", tmp_path / name)
+    assert resume(tmp_path)[0] == 2
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, keep=1)
+    assert names(tmp_path) == sorted(["step-00000004", *mine])
+
+
+def test_of_a_link_to_a_checkpoint_only_the_link_is_removed(tmp_path: Path) -> None:
+    """As of one that was moved to another disk."""
+    folder = tmp_path / "run"
+    save(folder, 4).rename(tmp_path / "step-00000004")
+    (folder / "step-00000004").symlink_to(tmp_path / "step-00000004")
+    assert resume(folder)[0] == 4
+    save(folder, 4)
+    (folder / ".partial-link").symlink_to(tmp_path)
+    save(folder, 5, keep=1)
+    assert names(folder) == ["step-00000005"]
+    assert len(names(tmp_path / "step-00000004")) == 5
+
+
 def test_a_damaged_checkpoint_is_replaced_when_the_run_gets_there_again(tmp_path: Path) -> None:
     save(tmp_path, 4)
     truncate(save(tmp_path, 5) / "model.safetensors")
@@ -166,15 +317,6 @@ def test_a_damaged_checkpoint_is_replaced_when_the_run_gets_there_again(tmp_path
     flip(save(tmp_path, 7) / "model.safetensors")
     save(tmp_path, 6)
     assert names(tmp_path) == ["step-00000004", "step-00000005", "step-00000006"]
-
-
-def rewrite(path: Path, name: str, tensors: dict[str, Tensor]) -> None:
-    """As another model would have saved it: the manifest fits."""
-    save_file(tensors, path / name)
-    manifest = json.loads((path / "manifest.json").read_text())
-    entry = {"bytes": (path / name).stat().st_size, "sha256": digest(path / name)}
-    manifest["files"][name] = entry
-    (path / "manifest.json").write_text(json.dumps(manifest))
 
 
 @pytest.mark.parametrize(
@@ -207,10 +349,7 @@ def test_a_pickle_under_the_name_of_tensors_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, 5)
     rewrite(path, "model.safetensors", {"w": torch.zeros(1)})
     poison(path / "model.safetensors")
-    manifest = json.loads((path / "manifest.json").read_text())
-    file = path / "model.safetensors"
-    manifest["files"][file.name] = {"bytes": file.stat().st_size, "sha256": digest(file)}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    sum_again(path / "model.safetensors")
     with pytest.raises(Refused, match=r"model\.safetensors: not a safetensors file"):
         resume(tmp_path)
 
@@ -301,7 +440,7 @@ def test_a_checkpoint_of_ranks_that_lost_something_is_passed_over(
     older, world, own = save(tmp_path, 3), DistributedContext(torch.device("cpu")), live(4.0)
     path = tmp_path / checkpoint.folder_name(4)
     rng = {} if lost == "generators" else capture_rng()
-    state = {**RUN, "position": {"step": 4}, "step": 4}
+    state = {**RUN, "position": {"step": 4, "tokens": 32, "skipped": 0}, "step": 4}
     checkpoint_ranks.save_sharded(path, entries_of(own.model, own.optimizer), rng, state, world)
     if lost == "list":
         (path / checkpoint_ranks.LISTED).unlink()

@@ -55,6 +55,7 @@ def test_a_run_file_becomes_a_run(tmp_path: Path) -> None:
         ("model: {path: x}", r"mine\.yaml: data: missing; must be given"),
         ("steps: 3", r"mine\.yaml: model and data: missing; must be given"),
         ("# nothing yet\n", r"mine\.yaml: is empty; a run file says at least what `model` and `da"),
+        (RUN + "steps: 100000000", r"steps: expected at most 99,999,999, got 100,000,000"),
         (RUN + "stepz: 3", r"mine\.yaml: stepz: no such key \(did you mean steps\?\)"),
         (
             RUN.replace("fpdt", "gruped"),

@@ -55,6 +55,36 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         prepare(tiny_run(tmp_path, folder=str(tmp_path / "file" / "run")))
 
 
+@pytest.mark.parametrize("dangling", [False, True])
+@pytest.mark.parametrize(
+    "name", ["checkpoints/step-00000003", "model", "metrics.jsonl", "comparison.json"]
+)
+def test_what_is_in_the_way_is_refused_before_training(
+    tmp_path: Path, name: str, dangling: bool
+) -> None:
+    """And stays there. A file has the name of a folder, a folder that of a file."""
+    run = tiny_run(tmp_path)
+    path = Path(run.folder) / name
+    path.parent.mkdir(parents=True)
+    if dangling:
+        path.symlink_to(tmp_path / "nothing")
+    elif path.suffix:
+        path.mkdir()
+    else:
+        path.write_text("mine")
+    with pytest.raises(Refused, match=f"{name}.* in the way.*: expected a .*; move it away"):
+        prepare(run)
+    assert path.is_symlink() is dangling
+    assert path.is_file() is (not dangling and not path.suffix)
+
+
+def test_copies_of_checkpoints_are_no_run_to_protect(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+    prepare(run)
+    (Path(run.folder) / "checkpoints" / "step-00000001-good").mkdir()
+    assert prepare(replace(run, seed=1)) == []
+
+
 def test_a_changed_run_is_refused_by_its_keys(tmp_path: Path) -> None:
     run = saved(tiny_run(tmp_path))
     changed = replace(run, steps=9, optimizer=replace(run.optimizer, betas=(0.8, 0.9)))
@@ -159,7 +189,7 @@ def test_metrics_end_at_the_resumed_step(tmp_path: Path) -> None:
         for step in range(6):
             folder.record({"step": step, "loss": step / 3})
         with folder.metrics.open("a") as file:
-            file.write('{"step": 2, "lo')
+            file.write('{"step": ' + "[" * 100_000 + '\n{"step": 2, "lo')
         kept = folder.rewind(3)
         assert kept == [{"step": s, "loss": s / 3} for s in range(4)]
         folder.record({"step": 4})

@@ -20,17 +20,18 @@ The tensors of a run are named
 """
 
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
@@ -59,6 +60,7 @@ from farspan.checkpoint.format import (
     parsing,
     read_part,
     read_tensor_list,
+    readable,
     type_of,
 )
 from farspan.distributed.fsdp import ShardPlacement, whole_placement
@@ -112,7 +114,7 @@ def load_entries(
     Raises Refused on every rank when the checkpoint is damaged, or of another model. Nothing is
     copied before every byte was looked at.
     """
-    reader = _together(group, lambda: _FolderReader(path, group))
+    reader = together(group, lambda: _FolderReader(path, group))
     try:
         with _alone(group):
             load_all(
@@ -289,7 +291,7 @@ class _FolderReader(StorageReader):
         return done
 
 
-def _together(group: Group, work: Callable[[], T]) -> T:
+def together(group: Group, work: Callable[[], T]) -> T:
     """What `work` returns. Raises Refused on all ranks of the group where it does on one."""
     found, said = None, None
     try:
@@ -323,8 +325,11 @@ def _causes(error: CheckpointException) -> str:
 
 
 def is_of_ranks(path: Path) -> bool:
-    """Whether a checkpoint is one of these, or was before its list was lost."""
-    return (path / LISTED).is_file() or any(path.glob("rank-*.safetensors"))
+    """Whether a checkpoint is one of these, or was before its list was lost. Raises Refused where
+    its folder cannot be read."""
+    with readable(path):
+        names = os.listdir(path)
+    return LISTED in names or any(fnmatch(name, "rank-*.safetensors") for name in names)
 
 
 def entries_of(
@@ -359,7 +364,7 @@ def save_sharded(
         for kind, name in names.items()
         if name in rng
     }
-    save_entries(path, {**entries, **own}, state, _group(world))
+    save_entries(path, {**entries, **own}, state, group_of(world))
 
 
 def load_sharded(
@@ -369,8 +374,6 @@ def load_sharded(
     rank's where there was no such rank. Raises Refused, on all ranks, before anything is copied."""
 
     def look() -> Forms:
-        if not (path / LISTED).is_file():
-            raise Refused(f"{path / LISTED}: missing")
         refuse_other(path / STATE, read_state(path), expected)
         shapes = read_shapes(path)
         if f"{_own(0)}cpu" not in shapes:
@@ -384,14 +387,14 @@ def load_sharded(
     kinds = [kind for kind in _generators(world.device) if start + kind in forms]
     read = {kind: torch.empty(forms[start + kind][1], dtype=torch.uint8) for kind in kinds}
     generators = {start + kind: (t, whole_placement(t.shape)) for kind, t in read.items()}
-    state = load_entries(path, {**entries, **generators}, _group(world), unread=(RNG,))
+    state = load_entries(path, {**entries, **generators}, group_of(world), unread=(RNG,))
     return state, {_generators(world.device)[kind]: t for kind, t in read.items()}
 
 
 def copy_rows(path: Path, live: Entries, prefix: str) -> None:
     """Copies from one safetensors file of whole tensors, as one process writes it, what of them is
     this rank's; `live` names begin with `prefix`."""
-    with safe_open(path, framework="pt") as file, torch.no_grad():
+    with open_tensors(path) as file, torch.no_grad():
         for name, (tensor, place) in live.items():
             if not name.startswith(prefix):
                 continue
@@ -431,7 +434,7 @@ def _number(world: DistributedContext) -> int:
     return 0 if world.launch is None else world.launch.rank
 
 
-def _group(world: DistributedContext) -> dist.ProcessGroup | None:
+def group_of(world: DistributedContext) -> dist.ProcessGroup | None:
     return None if world.launch is None else dist.group.WORLD
 
 

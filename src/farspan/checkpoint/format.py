@@ -39,20 +39,38 @@ from farspan.spec import Refused
 
 def expect_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises Refused when there is no such thing."""
+    with readable(path):
+        content = path.read_bytes()
     try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:  # the latter by what is nested too deeply
         raise Refused(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise Refused(f"{path}: expected a JSON object")
     return value
 
 
-def open_tensors(path: Path) -> Any:
-    """A safetensors file, to be entered. Raises Refused where it is none."""
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Raises Refused, naming the file, where the system does not let it, or what is under it, be
+    read."""
     try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
+        yield
+    except FileNotFoundError as error:
+        raise Refused(f"{error.filename or path}: missing") from error
+    except OSError as error:
+        raise Refused(
+            f"{error.filename or path}: cannot be read: {error.strerror or error}"
+        ) from error
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """A safetensors file. Raises Refused where it is none, or cannot be read."""
+    try:
+        with readable(path), safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
         raise Refused(f"{path}: not a safetensors file: {error}") from error
 
 
@@ -204,8 +222,6 @@ Forms = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 def read_tensor_list(path: Path) -> "TensorList":
     """Of the checkpoint in a folder. Raises Refused where it is not there, or damaged."""
-    if not (path / TENSORS).is_file():
-        raise Refused(f"{path / TENSORS}: missing")
     listed = expect_json(path / TENSORS)
     if listed.get("format") != FORMAT:
         raise Refused(f"{path / TENSORS}: format {listed.get('format')!r}, expected {FORMAT}")
@@ -277,12 +293,12 @@ class FileSum:
 
     def verify(self, path: Path, listed: str) -> None:
         """Looks at every byte of a file, whose sum is in the file `listed`. Raises Refused."""
-        if not path.is_file():
-            raise Refused(f"{path}: missing")
-        size = path.stat().st_size
-        if size != self.bytes:
-            raise Refused(f"{path}: {size} bytes, expected {self.bytes}: truncated or changed")
-        if digest(path) != self.sha256:
+        with readable(path):
+            size = path.stat().st_size
+            if size != self.bytes:
+                raise Refused(f"{path}: {size} bytes, expected {self.bytes}: truncated or changed")
+            found = digest(path)
+        if found != self.sha256:
             raise Refused(f"{path}: its SHA-256 is not the one in {listed}: damaged or changed")
 
 

@@ -13,9 +13,11 @@ the model is exported as a folder that `from_pretrained` reads.
 """
 
 import json
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,12 +31,21 @@ from farspan.checkpoint.distributed import (
     copy_rows,
     entries_of,
     gather_model,
+    group_of,
     is_of_ranks,
     load_sharded,
     refuse_other,
     save_sharded,
+    together,
 )
-from farspan.checkpoint.format import FileSum, Forms, expect_json, form_words, open_tensors
+from farspan.checkpoint.format import (
+    FileSum,
+    Forms,
+    expect_json,
+    form_words,
+    open_tensors,
+    readable,
+)
 from farspan.data.tokenizers import Tokenizer, reads_back
 from farspan.distributed.failure import activity
 from farspan.distributed.fsdp import ShardPlacement
@@ -58,7 +69,7 @@ _MANIFEST = "manifest.json"
 _STATE = "state.json"
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 _RNG = "rng.safetensors"
-_STEP = "step-"
+_NAME = re.compile("step-[0-9]{8}")  # of a checkpoint; see folder_name
 _ADVICE = "move this folder away to resume from an older checkpoint, or start in another run folder"
 
 
@@ -81,12 +92,52 @@ class Live:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainState:
+    """How far the run has come; with the seed it decides every batch that follows."""
+
+    step: int = 0  # updates done, skipped ones included
+    tokens: int = 0  # read in them
+    skipped: int = 0
+
+
+def _train_state(path: Path, state: Mapping[str, Any]) -> TrainState:
+    """Where a checkpoint stands. Raises Refused when it does not say."""
+    given: Any = state.get("position")
+    whole = isinstance(given, dict) and given.keys() == {"step", "tokens", "skipped"}
+    if not whole or any(type(value) is not int or value < 0 for value in given.values()):
+        raise Refused(
+            f"{path}: position: expected step, tokens and skipped, numbers from 0, got {given!r}"
+        )
+    return TrainState(**given)
+
+
+@dataclass(frozen=True, slots=True)
 class Restored:
-    """What a checkpoint says besides the tensors that were copied."""
+    """What a checkpoint says besides the tensors that are copied. Raises Refused where a run cannot
+    go on from there."""
 
     path: Path
     state: dict[str, Any]
     rng: dict[str, Tensor]
+    at: TrainState = field(init=False)
+
+    def __post_init__(self) -> None:
+        at = _train_state(self.path / _STATE, self.state)
+        if folder_name(at.step) != self.path.name:
+            raise Refused(
+                f"{self.path}: holds the checkpoint of step {at.step}: rename it to "
+                f"{folder_name(at.step)}"
+            )
+        try:
+            if "cpu" not in self.rng:
+                raise ValueError("none of the CPU")
+            for name, state in self.rng.items():
+                device = torch.device(name)
+                if device.type == "cpu" or (device.index or 0) < torch.cuda.device_count():
+                    torch.Generator(device).set_state(state)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise Refused(f"{self.path}: no random numbers to go on from: {error}") from error
+        object.__setattr__(self, "at", at)
 
 
 def save_checkpoint(
@@ -99,13 +150,13 @@ def save_checkpoint(
     path = folder / folder_name(step)
     partial = folder / f"{PARTIAL}{path.name}"
     remove_leftovers(folder)
-    partial.mkdir(parents=True)
-    try:
+    with writing(partial):
         for file, tensors in {**live.files(), _RNG: rng}.items():
             write_tensors(partial / file, tensors)
         write_bytes(partial / _STATE, _json({"format": _FORMAT, "step": step, **state}))
         listed = {p.name: _entry(p) for p in sorted(partial.iterdir())}
         write_bytes(partial / _MANIFEST, _json({"format": _FORMAT, "files": listed}))
+    try:
         publish(partial, path)
     except BaseException:
         remove_leftovers(folder)  # the space is wanted: the disk may be full
@@ -116,7 +167,7 @@ def save_checkpoint(
 
 def folder_name(step: int) -> str:
     """Of the checkpoint of a step, in its folder."""
-    return f"{_STEP}{step:08d}"
+    return f"step-{step:08d}"
 
 
 def resume_checkpoint(
@@ -157,9 +208,10 @@ def _read(path: Path, live: Live, expected: Mapping[str, Any]) -> Restored:
         state, rng = load_sharded(path, entries, expected, DistributedContext(device))
         return Restored(path, state, rng)
     state = verify_checkpoint(path, live.forms(), expected)
+    restored = Restored(path, state, read_rng(path))
     for name, tensors in live.files().items():
         _copy(path / name, tensors)
-    return Restored(path, state, read_rng(path))
+    return restored
 
 
 def manifest_path(path: Path) -> Path:
@@ -188,8 +240,25 @@ def restore_rng(states: Tensors, own: torch.device | None = None) -> None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """All under a folder, the oldest first."""
-    return sorted(p for p in folder.glob(f"{_STEP}*") if p.is_dir())
+    """All under a folder, the oldest first; what has any other name is the user's. Raises Refused
+    where the folder cannot be read."""
+    return [path for path in _named(folder) if os.path.isdir(path)]
+
+
+def refuse_in_the_way(folder: Path) -> None:
+    """Raises Refused where what has a checkpoint's name under `folder` is no folder."""
+    for path in _named(folder):
+        if not os.path.isdir(path):
+            raise Refused(
+                f"{path}: is in the way of a checkpoint: expected a folder or nothing; move it "
+                "away, then run the same command again"
+            )
+
+
+def _named(folder: Path) -> list[Path]:
+    with readable(folder):
+        names = os.listdir(folder) if folder.exists() else []
+    return [folder / name for name in sorted(names) if _NAME.fullmatch(name)]
 
 
 def prune(folder: Path, step: int, keep: int) -> None:
@@ -261,27 +330,6 @@ def read_rng(path: Path) -> dict[str, Tensor]:
     """The generators of one process's checkpoint."""
     with open_tensors(path / _RNG) as file:
         return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-
-
-@dataclass(frozen=True, slots=True)
-class TrainState:
-    """How far the run has come; with the seed it decides every batch that follows."""
-
-    step: int = 0  # updates done, skipped ones included
-    tokens: int = 0  # read in them
-    skipped: int = 0
-
-
-def train_state_of(restored: Restored) -> TrainState:
-    """Where a checkpoint stands. Raises Refused when it does not say."""
-    given: Any = restored.state.get("position")
-    whole = isinstance(given, dict) and given.keys() == {"step", "tokens", "skipped"}
-    if not whole or any(not isinstance(value, int) for value in given.values()):
-        raise Refused(
-            f"{restored.path / 'state.json'}: position: expected step, tokens and skipped, got "
-            f"{given!r}; move this folder away"
-        )
-    return TrainState(**given)
 
 
 def model_tensors(model: nn.Module) -> Mapping[str, Tensor]:
@@ -382,12 +430,19 @@ class ShardedSaver:
         return gather_model(self._dealt, self._model)
 
     def _read(self, path: Path, forms: dict[str, Forms], expected: Mapping[str, Any]) -> Restored:
+        group = group_of(self._world)
         if self._world.run_on_rank0(lambda: is_of_ranks(path)):
-            return Restored(path, *load_sharded(path, self._entries, expected, self._world))
+            state, rng = load_sharded(path, self._entries, expected, self._world)
+            return together(group, lambda: Restored(path, state, rng))
         state = self._world.run_on_rank0(lambda: verify_checkpoint(path, forms, expected))
-        copy_rows(path / MODEL, self._entries, "model/")
-        copy_rows(path / OPTIMIZER, self._entries, "optimizer/")
-        return Restored(path, state, read_rng(path))
+
+        def copy() -> Restored:
+            restored = Restored(path, state, read_rng(path))
+            copy_rows(path / MODEL, self._entries, "model/")
+            copy_rows(path / OPTIMIZER, self._entries, "optimizer/")
+            return restored
+
+        return together(group, copy)
 
     def _forms(self) -> dict[str, Forms]:
         """Of whole tensors of all pipeline stages, by the files that one process makes of them."""

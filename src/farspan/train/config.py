@@ -19,6 +19,7 @@ from farspan.train.yaml_config import build, in_plain_values, read_mapping, to_m
 
 COMMAND = "torchrun --nproc-per-node {} -m farspan train RUN.yaml"
 
+MOST_STEPS = 10**8 - 1  # checkpoints are named by eight digits
 LONGEST = 1e9  # seconds, a life; clocks count nanoseconds in 64 bits, 292 years
 
 
@@ -370,6 +371,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulate"):
             _at_least(getattr(self, name), 1, name)
+        if self.steps > MOST_STEPS:
+            raise Refused(f"steps: expected at most {MOST_STEPS:,}, got {self.steps:,}")
         _at_least(self.context, 2, "context")
         _at_least(self.seed, 0, "seed")
         if self.optimizer.warmup >= self.steps:

@@ -27,6 +27,8 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
+from farspan.checkpoint.format import readable
+from farspan.checkpoint.local import list_checkpoints, refuse_in_the_way
 from farspan.durable import (
     PARTIAL,
     append_line,
@@ -39,6 +41,8 @@ from farspan.spec import Refused
 from farspan.train.config import Decay, RunConfig, StatesPlace, replicas
 from farspan.train.yaml_config import flatten, read_mapping, to_mapping, write_mapping
 
+# What a run writes after its first step.
+FILES = ("metrics.jsonl", "shortage.json", "comparison.json", "diagnosis.json")
 # Keys that may change between an interruption and its resumption: where things are, how often one
 # looks at them, what happens after a failure, and how and where the same gradients are computed.
 FREE = (
@@ -123,14 +127,16 @@ class RunFolder:
         """Cleans up after a killed process and writes config.yaml. What has changed since the
         last time and will change roundings.
 
-        Raises Refused, naming the keys, when the folder holds another run that can be resumed.
+        Raises Refused, naming the keys, when the folder holds another run that can be resumed, and
+        when something is in the way of what a run writes, which would fail only then.
         """
+        self._refuse_in_the_way()
         remove_leftovers(self.path)
         remove_leftovers(self.checkpoints)
         config = self.path / "config.yaml"
         values = to_mapping(self._run)
         changed: list[str] = []
-        if config.exists() and any(self.checkpoints.iterdir()):
+        if config.exists() and list_checkpoints(self.checkpoints):
             changed = _changes(_read(config), values)
         refused = [text for text in changed if not text.startswith(FREE)]
         if refused:
@@ -144,6 +150,24 @@ class RunFolder:
         rounding = [text for text in changed if text.startswith(ROUNDING)]
         return [text for text in rounding if not text.startswith(TIMEOUT)]
 
+    def _refuse_in_the_way(self) -> None:
+        refuse_in_the_way(self.checkpoints)
+        files = [self.path / name for name in FILES]
+        there = [path for path in files if os.path.lexists(path) and not path.is_file()]
+        if os.path.lexists(self.model) and not self.model.is_dir():
+            there.append(self.model)
+        for path in there:
+            kind = "folder" if path == self.model else "file"
+            raise Refused(
+                f"folder: {path} is in the way: expected a {kind} or nothing; move it away, then "
+                "run the same command again"
+            )
+        if not os.access(self.checkpoints, os.W_OK | os.X_OK):
+            raise Refused(
+                f"folder: cannot write in {self.checkpoints}: Permission denied; fix its "
+                "permissions, or give another folder"
+            )
+
     def record(self, values: Mapping[str, Any]) -> None:
         """Appends one line to metrics.jsonl. Raises WriteFailed."""
         append_line(self.metrics, json.dumps(values, allow_nan=False))
@@ -152,10 +176,12 @@ class RunFolder:
         """Drops the metrics of steps after `step`, and a last line that was cut off; the rest."""
         if not self.metrics.exists():
             return []
-        kept = [line for line in map(_parse, self.metrics.read_bytes().splitlines()) if line]
+        with readable(self.metrics):
+            lines = self.metrics.read_bytes().splitlines()
+        kept = [line for line in map(_parse, lines) if line]
         kept = [line for line in kept if line["step"] <= step]
-        lines = "".join(json.dumps(line) + "\n" for line in kept)
-        write_whole(self.metrics, lines.encode("utf-8"))
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        write_whole(self.metrics, text.encode("utf-8"))
         return kept
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> Path:
@@ -231,7 +257,7 @@ def _without(key: str, leaves: dict[str, Any]) -> dict[str, Any]:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) and isinstance(value.get("step"), int) else None
 

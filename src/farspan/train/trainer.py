@@ -24,7 +24,6 @@ from farspan.checkpoint.local import (
     folder_name,
     is_exported,
     restore_rng,
-    train_state_of,
 )
 from farspan.distributed.launch import launch_env
 from farspan.distributed.run_context import (
@@ -211,7 +210,7 @@ class TrainingLoop:
         note = self._observer.note
         restored = self._saver.resume(self._folder.checkpoints, self._identity, note)
         if restored is not None:
-            self._state.at = train_state_of(restored)
+            self._state.at = restored.at
             self._check_steps()
             self._saved = self.at.step
             self._state.rng = restored.rng
