@@ -279,7 +279,7 @@ def test_a_changed_list_of_boxes_is_refused(tmp_path: Path) -> None:
     tensors = {"tensors": listed["tensors"] | {"b": tensor}}
     (path / "tensors.json").write_text(json.dumps(listed | tensors))
     assert "only tensors.json has b@2" in refused(path, entries)
-    for shape in ([2**70], [-1], ["4"], [4.0]):
+    for shape in ([2**70], [-1], ["4"], [4.0], [True]):
         tensor = listed["tensors"]["b"] | {"shape": shape}
         tensors = {"tensors": listed["tensors"] | {"b": tensor}}
         (path / "tensors.json").write_text(json.dumps(listed | tensors))

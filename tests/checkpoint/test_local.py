@@ -431,7 +431,11 @@ def test_leftovers_of_a_killed_process_go_away(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("lost", "words"),
-    [("list", "tensors.json: missing"), ("generators", "damaged: no random numbers of rank 0")],
+    [
+        ("list", "tensors.json: missing"),
+        ("generators", "damaged: no random numbers of rank 0"),
+        ("size", r"damaged: rng/00000/cpu is uint8[1125899906842624]"),
+    ],
 )
 def test_a_checkpoint_of_ranks_that_lost_something_is_passed_over(
     tmp_path: Path, lost: str, words: str
@@ -442,10 +446,14 @@ def test_a_checkpoint_of_ranks_that_lost_something_is_passed_over(
     rng = {} if lost == "generators" else capture_rng()
     state = {**RUN, "position": {"step": 4, "tokens": 32, "skipped": 0}, "step": 4}
     checkpoint_ranks.save_sharded(path, entries_of(own.model, own.optimizer), rng, state, world)
+    listed = path / checkpoint_ranks.LISTED
     if lost == "list":
-        (path / checkpoint_ranks.LISTED).unlink()
+        listed.unlink()
+    if lost == "size":  # for which there would be no memory
+        size = rng["cpu"].numel()
+        listed.write_text(listed.read_text().replace(str(size), str(2**50)))
     step, into, (warning,) = resume(tmp_path)
     assert step == 3
     assert equal(into, live(3.0))
-    assert warning.startswith(str(path / checkpoint_ranks.LISTED))
+    assert warning.startswith(str(listed))
     assert f"{words}; resuming from {older} instead" in warning

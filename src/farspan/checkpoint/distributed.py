@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,6 +56,7 @@ from farspan.checkpoint.format import (
     Entries,
     Forms,
     expect_json,
+    form_words,
     key_of,
     open_tensors,
     parsing,
@@ -76,6 +78,7 @@ Group = dist.ProcessGroup | None  # None: this process alone
 
 LISTED = TENSORS  # a folder that has this file is such a checkpoint
 RNG = "rng/"
+RNG_BYTES = 2**20  # more than any generator of torch has: 5056
 FROZEN = "frozen"  # of a checkpoint state: digest of the weights that it leaves out
 
 Tensors = Mapping[str, Tensor]
@@ -378,6 +381,9 @@ def load_sharded(
         shapes = read_shapes(path)
         if f"{_own(0)}cpu" not in shapes:
             raise Refused(f"{path / LISTED}: damaged: no random numbers of rank 0")
+        for name, (dtype, shape) in shapes.items():
+            if name.startswith(RNG) and (dtype != torch.uint8 or prod(shape) > RNG_BYTES):
+                raise Refused(f"{path / LISTED}: damaged: {name} is {form_words(dtype, shape)}")
         return shapes
 
     forms = world.run_on_rank0(look)

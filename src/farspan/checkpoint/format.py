@@ -349,7 +349,7 @@ def type_of(entry: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"no dtype of torch: {entry['dtype']!r}")
     shape = tuple(entry["shape"])
-    if not all(isinstance(n, int) and n >= 0 for n in shape) or prod(shape) >= MOST_ELEMENTS:
+    if not all(type(n) is int and n >= 0 for n in shape) or prod(shape) >= MOST_ELEMENTS:
         raise ValueError(f"no shape of a tensor: {entry['shape']!r}")
     return dtype, shape
 
