@@ -21,6 +21,7 @@ class Ended:
     said: str  # what the function returned, or the error's type and message
     errors: str  # its standard error
     seconds: float  # after the start of all
+    at: float  # the same, by time.monotonic, which all processes share
 
 
 def launch(
@@ -63,6 +64,7 @@ def launch(
             _read(folder / f"said-{rank}"),
             _read(folder / f"errors-{rank}"),
             ended.get(rank, seconds),
+            started + ended.get(rank, seconds),
         )
         for rank, process in enumerate(processes)
     ]

@@ -1,7 +1,9 @@
 """A rank that fails: the others stop soon, and say which it was and why."""
 
 import os
+import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from tests.grids import exhaustive
 CPU = torch.device("cpu")
 LIMIT = 3.0  # seconds that a collective waits
 # A busy machine starts processes late, and pulses come late there.
+BUSY = 2.0  # and so much later, then
 SOON = LIMIT + faults.HEARTBEAT_TIMEOUT + 12.0
 
 
@@ -29,13 +32,11 @@ def run(fault: str, culprit: int) -> str:
     assert place is not None
     if fault == "waits elsewhere":
         faults.GRACE = 1.0
-    if fault == "stopped":
-        faults.HEARTBEAT_TIMEOUT = 2.0
     with process_group(place, CPU, LIMIT):
         dist.all_reduce(torch.ones(1))
         if place.rank == culprit:
             happen(fault)
-        if fault == "waits elsewhere":
+        if fault in ("waits elsewhere", "stopped, others compute"):
             time.sleep(60.0)
         if fault == "all refuse":
             refuse()
@@ -45,6 +46,7 @@ def run(fault: str, culprit: int) -> str:
 
 
 def happen(fault: str) -> None:
+    print(time.monotonic(), file=sys.stderr, flush=True)
     if fault in ("raises", "waits elsewhere"):
         raise ValueError("no such thing\nand a second line")
     if fault == "refused":
@@ -53,7 +55,7 @@ def happen(fault: str) -> None:
         raise torch.OutOfMemoryError("tried to allocate 3 GiB")
     if fault == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    if fault == "stopped":
+    if fault.startswith("stopped"):
         os.kill(os.getpid(), signal.SIGSTOP)
     if fault == "leaves":
         os._exit(0)
@@ -82,18 +84,33 @@ def others(ended: list[Ended], culprit: int) -> list[Ended]:
         exhaustive("out of memory", 0, "rank 0: OutOfMemoryError: tried to allocate 3 GiB"),
         ("killed", 2, "rank 2: exited without reporting an error (killed?)"),
         exhaustive("leaves", 1, "rank 1: exited without reporting an error (killed?)"),
-        ("stopped", 1, "rank 1: exited without reporting an error (killed?)"),
     ],
 )
 def test_the_others_name_the_rank_and_its_cause(
     tmp_path: Path, fault: str, culprit: int, cause: str
 ) -> None:
-    lost = culprit if fault == "stopped" else None
-    ended = launch(tmp_path, 3, run, fault, culprit, seconds=SOON, lost=lost)
+    ended = launch(tmp_path, 3, run, fault, culprit, seconds=SOON)
     for end in others(ended, culprit):
         assert end.code == 1, end
         assert end.said == f"RankFailed: {cause}"
         assert end.seconds < SOON, end
+
+
+@pytest.mark.parametrize(("culprit", "computes"), [(0, False), (1, False), exhaustive(0, True)])
+def test_a_frozen_rank_is_named_and_not_called_dead(
+    tmp_path: Path, culprit: int, computes: bool
+) -> None:
+    """Rank 0 has the store, which does not answer then. Ranks that wait for none of the others end
+    as well if it is frozen: nobody could tell them of anything."""
+    fault = "stopped, others compute" if computes else "stopped"
+    ended = launch(tmp_path, 3, run, fault, culprit, seconds=2 * SOON, lost=culprit)
+    frozen = float(ended[culprit].errors.split()[0])
+    for end in others(ended, culprit):
+        assert end.code == 1, end
+        said = end.errors.splitlines()[-1] if culprit == 0 else end.said
+        words = rf"rank {culprit}: does not answer: its process \d+ is there, but stopped"
+        assert re.fullmatch(f"(RankFailed|farspan): {words}", said), end
+        assert end.at - frozen < LIMIT + 5.0 + BUSY, end
 
 
 def test_a_rank_that_waits_for_no_collective_ends_too(tmp_path: Path) -> None:
@@ -156,13 +173,13 @@ def test_a_rank_that_waits_within_a_step_does_not_say_that_it_was_late(tmp_path:
         assert end.said == f"RankFailed: rank 0: waited for another rank {faults._TOO_LONG}"
 
 
-@pytest.mark.exhaustive
-def test_the_rank_that_has_the_store(tmp_path: Path) -> None:
+def test_the_rank_that_has_the_store_is_killed(tmp_path: Path) -> None:
     """Without torchrun, whose agent outlives it."""
-    ended = launch(tmp_path, 2, run, "killed", 0, seconds=SOON)
-    assert ended[1].code == 1
-    assert ended[1].said.startswith("RankFailed: rank "), ended[1]
-    assert ended[1].seconds < SOON
+    ended = launch(tmp_path, 3, run, "killed", 0, seconds=SOON)
+    for end in ended[1:]:
+        assert end.code == 1, end
+        assert end.said == "RankFailed: rank 0: exited without reporting an error (killed?)"
+        assert end.at - float(ended[0].errors) < LIMIT + 5.0 + BUSY
 
 
 def test_what_all_refuse_is_no_fault_of_one(tmp_path: Path) -> None:

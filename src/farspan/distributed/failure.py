@@ -8,6 +8,12 @@ heartbeat stops. A rank that lives but is late has a heartbeat too, which carrie
 synchronisations it has reached and its activity. All ranks synchronise in the same order outside of
 steps, so the rank with the fewest is the one that the others wait for.
 
+Note: [The store]. It is a server of rank 0's process, or of torchrun's; while that is frozen, or
+the link to it is down, calls of the store neither return nor raise. Only the heartbeat's thread and
+one for the end of a run call it, and a further thread counts for how long no heartbeat has come
+through. After the collectives' timeout, or after `SILENCE` once one of them has failed, the process
+ends without the store: what it may say of the others it has read before.
+
 Note: [The thread]. A rank that waits in a collective reads nothing. A thread beside it sends its
 heartbeat, and ends the process when a fault is known and the collective still waits: one of NCCL
 does, until its timeout.
@@ -37,7 +43,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 import torch.distributed as dist
@@ -82,9 +88,12 @@ def activity(what: str) -> Iterator[None]:
 Store = Any  # of torch.distributed, whose stubs lack some of its methods
 
 HEARTBEAT = 0.5  # seconds between two signs of life
-HEARTBEAT_TIMEOUT = 5.0  # without one, after which a rank is taken for dead: ten of them
+HEARTBEAT_TIMEOUT = 4.0  # without one, after which a rank does not answer: eight of them
+SILENCE = 3.0  # seconds without an answer of the store, once a collective has failed
 GRACE = 10.0  # from a fault to the end of a process that still waits; torchrun kills after 30
 FAILED = 1
+GONE = "gone"
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 # Of errors that torch raises as a bare RuntimeError when a peer is gone or too late.
 _SIGNS = ("gloo", "Connection closed", "Connection reset", "Broken pipe", "Timed out", "NCCL")
@@ -107,6 +116,14 @@ class Fault:
         return RankFailed(f"rank {self.rank}: {self.cause}")
 
 
+class _Home(NamedTuple):
+    """Where a rank's process is."""
+
+    machine: str  # see `machine_name`
+    process: int
+    node: str  # the machine's name for people
+
+
 class BackgroundTask(Protocol):
     """What else the thread of a FailureDetector does."""
 
@@ -121,8 +138,9 @@ class FailureDetector:
     """Tells every rank which one failed first. As a context it publishes an exception that leaves
     it, or raises RankFailed where another rank failed before.
 
-    `leave` ends this process when it waits for a rank that failed; None: it waits until its
-    collective fails. `task` runs at every heartbeat.
+    `leave` ends this process when it waits for a rank that failed, or when the store has not
+    answered for `patience` seconds; None: it waits until its collective fails. `task` runs at every
+    heartbeat. `store_of` says whose the store is, if not rank 0's.
     """
 
     def __init__(
@@ -132,8 +150,11 @@ class FailureDetector:
         ranks: int,
         leave: Callable[[RankFailed], None] | None = None,
         task: BackgroundTask | None = None,
+        patience: float = float("inf"),
+        store_of: str | None = None,
     ) -> None:
         self._task = task
+        self._patience, self._store_of = patience, store_of
         self.rank, self.ranks = rank, ranks
         self._store = store.clone()  # a client of its own: the group's waits within calls
         self._heartbeat_store = store.clone()
@@ -141,29 +162,52 @@ class FailureDetector:
         self._known: Fault | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
-        self._machine = machine_name()
-        self._where: dict[int, tuple[str, int]] = {}
+        self._beats: int | None = 0  # heartbeats that came through; None: no more will
+        self._silence = 0.0  # seconds since the last one
+        self._where: dict[int, _Home] = {}
+        self._home = _Home(machine_name(), os.getpid(), platform.node())
         sync_record.syncs = 0  # the ranks of this group count together
-        self._store.set(f"where/{rank}", json.dumps([self._machine, os.getpid()]))
+        self._store.set(f"where/{rank}", json.dumps(self._home))
 
     def __enter__(self) -> "FailureDetector":
         self._thread.start()
+        threading.Thread(target=self._listen, name="ranks' store", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            found = None if error is None else self._verdict(error)
+        found = self._end(error)
+        self._stop.set()
+        if self._silence < SILENCE:
+            self._thread.join(SILENCE)
+        elif isinstance(found, RankFailed) and self._leave is not None:
+            # NCCL's own threads call the store as well, and a process waits for them at its end.
+            self._leave(found)
+        if found is not None and found is not error:
+            raise found from error
+
+    def _end(self, error: BaseException | None) -> BaseException | None:
+        """What this rank raises for `error`, its own; the others know that it has left. See Note:
+        [The store]."""
+        found: list[BaseException] = []
+
+        def part() -> None:
+            if error is not None:
+                found.append(self._verdict(error))
             with suppress(RuntimeError):  # the store may have left first
                 self._store.set(f"left/{self.rank}", "")
                 if error is not None and self.rank == 0:
                     self._stay()
-        finally:
-            self._stop.set()
-            self._thread.join()
-        if found is not None and found is not error:
-            raise found from error
+
+        work = threading.Thread(target=part, name="ranks' end", daemon=True)
+        work.start()
+        while work.is_alive() and self._silence < SILENCE:
+            work.join(HEARTBEAT / 10)
+        if found or error is None:
+            return found[0] if found else None
+        silent = self._silence >= SILENCE and _of_a_collective(error)
+        return self._no_answer() if silent else error
 
     def _verdict(self, error: BaseException) -> BaseException:
         """The error that this rank raises for `error`, its own."""
@@ -181,11 +225,47 @@ class FailureDetector:
         except RuntimeError as lost:  # of the store
             if self._known is not None:
                 return error if self._known.cause == words else self._known.error()
+            if self._is_host_gone():
+                return _exited(0).error()
             return RankFailed(
                 f"rank {self.rank}: {words}; the store of the process group ended with its rank or "
                 f"launcher ({_words(lost)}): see the log of rank 0"
             )
         return error
+
+    def _is_host_gone(self) -> bool:
+        """Whether rank 0 had the store, and its process ends."""
+        if self._store_of is not None or self.rank == 0 or 0 not in self._where:
+            return False
+        deadline = time.monotonic() + HEARTBEAT_TIMEOUT / 2  # it closes its files first
+        while self._lives(0) and time.monotonic() < deadline:
+            time.sleep(HEARTBEAT / 10)
+        return not self._lives(0)
+
+    def _no_answer(self) -> RankFailed:
+        """The store is silent: what is known of whoever has it."""
+        if self._known is not None:
+            return self._known.error()
+        if self._store_of is None and self.rank:
+            return self._silent(0).error()
+        node = f" ({self._where[0].node} has rank 0)" if 0 in self._where else ""
+        return RankFailed(
+            f"rank {self.rank}: {self._store_of or 'the store of the process group'} has not "
+            f"answered for {self._silence:.0f} s{node}: its process is frozen, or its node or the "
+            "link to it is down"
+        )
+
+    def _silent(self, rank: int) -> Fault:
+        """Of a rank that gives no sign of life: what can be seen of its process."""
+        if not self._lives(rank):
+            return _exited(rank)
+        home = self._where.get(rank)
+        if home is None or home.machine != self._home.machine:
+            node = "its node" if home is None else home.node
+            why = f"its process is frozen, or {node} or the link to it is down"
+        else:
+            why = f"its process {home.process} is there, but {_status(home.process)}"
+        return Fault(rank, f"does not answer: {why}")
 
     def _own(self, error: BaseException, words: str) -> Fault:
         """The fault that this rank reports if no other was first."""
@@ -201,6 +281,9 @@ class FailureDetector:
         deadline = time.monotonic() + HEARTBEAT_TIMEOUT
         while time.monotonic() < deadline:
             found = self._fault(self._store) or self._missed(self._store)
+            stopped = [rank for rank in self._others() if self._is_stopped(rank)]
+            if found is None and stopped:
+                found = self._claim(self._store, self._silent(stopped[0]))
             if found is not None:
                 return found
             still = self._behind()  # of several that were late, the last
@@ -208,7 +291,7 @@ class FailureDetector:
             time.sleep(HEARTBEAT / 10)
         for rank, count in before.items():
             if self._store.add(f"heartbeat/{rank}", 0) == count:
-                return self._claim(self._store, _silent(rank))
+                return self._claim(self._store, self._silent(rank))
         for rank, what in late.items():
             return self._claim(self._store, Fault(rank, f"{what} takes {_TOO_LONG}"))
         return None
@@ -244,23 +327,37 @@ class FailureDetector:
         try:
             self._send_heartbeats()
         finally:
+            self._beats = None
             if self._task is not None:
                 self._task.give_up()
 
+    def _listen(self) -> None:
+        """See Note: [The store]. It counts its own rounds: where this process was frozen, the store
+        did not fail to answer."""
+        before = self._beats
+        while not self._stop.wait(HEARTBEAT / 2) and self._beats is not None:
+            self._silence = self._silence + HEARTBEAT / 2 if self._beats == before else 0.0
+            before = self._beats
+            if self._silence >= self._patience and self._leave is not None:
+                self._leave(self._no_answer())
+
     def _send_heartbeats(self) -> None:
         store, known_for = self._heartbeat_store, 0.0
-        while not self._stop.wait(HEARTBEAT):
+        while not self._stop.is_set():
             try:
                 store.add(f"heartbeat/{self.rank}", 1)
                 store.set(f"at/{self.rank}", json.dumps([sync_record.syncs, sync_record.activity]))
                 self._known = self._known or self._fault(store) or self._missed(store)
                 self._run_task(store)
+                assert self._beats is not None
+                self._beats += 1
             except RuntimeError:
                 if self._known is None:
                     return  # with the store: the collectives will tell
             known_for += HEARTBEAT if self._known else 0.0
             if self._known is not None and self._leave is not None and known_for >= GRACE:
                 self._leave(self._known.error())
+            self._stop.wait(HEARTBEAT)
 
     def _run_task(self, store: Store) -> None:
         if self._task is None:
@@ -275,7 +372,7 @@ class FailureDetector:
         for rank in self._others():
             # In this order: it says so before it is gone.
             if not self._is_there(rank, store) and not self._has_left(rank, store):
-                return self._claim(store, _silent(rank))
+                return self._claim(store, _exited(rank))
         return None
 
     def _is_there(self, rank: int, store: Store) -> bool:
@@ -283,9 +380,19 @@ class FailureDetector:
         if rank not in self._where:  # asked once: every rank checks all others at each heartbeat
             if not store.check([f"where/{rank}"]):
                 return True
-            self._where[rank] = json.loads(store.get(f"where/{rank}"))
-        machine, process = self._where[rank]
-        return machine != self._machine or _lives(process)
+            self._where[rank] = _Home(*json.loads(store.get(f"where/{rank}")))
+        return self._lives(rank)
+
+    def _lives(self, rank: int) -> bool:
+        """Whether its process lives, as far as this one can see."""
+        home = self._where.get(rank)
+        return home is None or home.machine != self._home.machine or _status(home.process) != GONE
+
+    def _is_stopped(self, rank: int) -> bool:
+        """Whether this process sees that a signal has stopped that rank's."""
+        home = self._where.get(rank)
+        seen = home is not None and home.machine == self._home.machine
+        return seen and _status(home.process) in STOPPED
 
     def _claim(self, store: Store, fault: Fault) -> Fault:
         """The first fault of all: `fault`, if no rank claimed one before."""
@@ -316,7 +423,8 @@ def exit_process(error: RankFailed) -> None:
     os._exit(FAILED)
 
 
-def _silent(rank: int) -> Fault:
+def _exited(rank: int) -> Fault:
+    """Of a rank whose process is gone."""
     return Fault(rank, "exited without reporting an error (killed?)")
 
 
@@ -349,12 +457,13 @@ def _is_timeout(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "Timed out" in str(error)
 
 
-def _lives(process: int) -> bool:
+def _status(process: int) -> str:
+    """Of a process on this machine, in psutil's words; `GONE` where it has ended."""
     try:
-        state: Any = psutil.Process(process).status()
+        state = str(psutil.Process(process).status())
     except psutil.NoSuchProcess:
-        return False
-    return bool(state != psutil.STATUS_ZOMBIE)
+        return GONE
+    return GONE if state == psutil.STATUS_ZOMBIE else state
 
 
 _WANTED = "halt"

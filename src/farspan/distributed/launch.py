@@ -10,7 +10,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from farspan.distributed.failure import CooperativeStop, FailureDetector, exit_process
+from farspan.distributed.failure import (
+    SILENCE,
+    CooperativeStop,
+    FailureDetector,
+    exit_process,
+)
 
 # Set by torchrun, and by any launcher that uses `env://`.
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -67,8 +72,17 @@ def process_group(
     store = dist.distributed_c10d._get_default_store()
     failures = PrefixStore(f"failures/{_number()}", store)
     halt = CooperativeStop(place.rank, place.ranks, seconds)
+    leave, store_of = (
+        (None, "the store of the process group") if was_there else (exit_process, _launcher())
+    )
     with FailureDetector(
-        failures, place.rank, place.ranks, None if was_there else exit_process, halt
+        failures,
+        place.rank,
+        place.ranks,
+        leave,
+        halt,
+        patience=max(seconds, SILENCE),
+        store_of=store_of,
     ):
         yield halt
     # Not after a failure: ending the group would wait for ranks that are gone.
@@ -79,16 +93,22 @@ def process_group(
 def _store(place: LaunchEnv, timeout: timedelta) -> PrefixStore:
     """The key-value store of all ranks. torchrun's agent keeps one store through all attempts, with
     the addresses of dead ranks, so each attempt has a prefix of its own."""
-    keeps = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         place.ranks,
-        is_master=place.rank == 0 and not keeps,
+        is_master=place.rank == 0 and _launcher() is None,
         timeout=timeout,
         multi_tenant=True,
     )
     return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def _launcher() -> str | None:
+    """The launcher's store, in words; None where rank 0 has the store."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return f"the launcher's store at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
 _boards = 0
