@@ -12,6 +12,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from tests.versions import OWN_ATTENTION
+
 logging.set_verbosity_error()  # tiny vocabularies lack the families' special tokens
 
 VOCAB = 64
@@ -231,6 +233,8 @@ FURTHER: dict[str, Family] = {
     "vaultgemma": Family(SLIDING),
     "youtu": Family(LATENT),
 }
+if not OWN_ATTENTION:
+    FURTHER |= dict.fromkeys(("codegen", "gptj"), Family({**GPT2, "rotary_dim": 4}, kv_heads=4))
 
 ALTERNATELY = {"layer_types": ["linear_attention", "full_attention"] * 2}
 DELTA = {

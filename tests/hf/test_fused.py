@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from farspan.engine.step import Step
+from farspan.hf import fused_layers
 from farspan.hf.fused_layers import in_shells, rules, spared_layers
 from farspan.hf.stages import CausalLMStages
 from farspan.kernels import reference
@@ -81,6 +82,36 @@ def test_what_only_looks_like_one_runs_as_it_is() -> None:
     own_way = Scaled(1.0)
     own_way.forward = lambda x: x  # type: ignore[method-assign]
     assert in_shells(own_way, rules()) is own_way
+
+
+def decorated(forward: Callable[..., Any], count: list[int]) -> Callable[..., Any]:
+    @wraps(forward)
+    def wrapper(*arguments: Any, **keywords: Any) -> Any:
+        count.append(1)
+        return forward(*arguments, **keywords)
+
+    return wrapper
+
+
+@pytest.mark.usefixtures("by_formulas", "float64_throughout")
+def test_decorators_of_attention_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    count: list[int] = []
+    model = make_model("qwen2")
+    kind: Any = type(CausalLMStages(model).layers[0].self_attn)
+    for _ in range(2):
+        monkeypatch.setattr(kind, "forward", decorated(kind.forward, count))
+    rotations: list[int] = []
+    rotated = decorated(fused_layers.rotated, rotations)
+    monkeypatch.setattr("farspan.hf.fused_layers.rotated", rotated)
+    data = draw(19)
+    step, expected = Step(model, SCHEDULE), run_oracle(model, data)
+    count.clear()
+    rotations.clear()
+    assert_close(run_step(model, step, data), expected)
+    assert count
+    assert 2 * len(rotations) == len(count)
+    monkeypatch.setattr(kind, "forward", wraps(kind.forward)(lambda *_, **__: None))
+    assert "self_attn" not in known(CausalLMStages(model).layers[0])  # it calls another
 
 
 def test_a_shell_shares_everything_but_the_way() -> None:

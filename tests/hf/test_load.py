@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
-from farspan.hf.load import Weights, add_adapters, load_config, load_model
+from farspan.hf.load import Weights, add_adapters, load_config, load_model, save_model
 from farspan.spec import Refused
 from tests.zoo import FAMILIES, make_model
 
@@ -230,8 +230,8 @@ def test_a_folder_of_adapters_is_refused(save: Save, tmp_path: Path) -> None:
     folder = save(lambda _: None, False)
     model = load_model(path=str(folder), dtype=torch.float32)
     add_adapters(model, rank=4, alpha=8.0)
-    model.save_pretrained(folder)
-    model.save_pretrained(tmp_path / "alone")
+    save_model(model, folder)
+    save_model(model, tmp_path / "alone")
     for place in (folder, tmp_path / "alone"):
         with pytest.raises(
             Refused, match=r"model\.path: .* holds adapters, .* the folder of a model"

@@ -14,6 +14,7 @@ from farspan.engine.step import Step
 from farspan.hf.describe import describe
 from farspan.hf.load import add_adapters
 from farspan.hf.probe import Float64Mode
+from farspan.hf.recurrent import RecurrentStates
 from farspan.hf.stages import CausalLMStages
 from farspan.program.layout import with_states
 from farspan.spec import Kernels, Refused, Schedule, Sparse, Tier
@@ -182,9 +183,9 @@ class TestRefused:
 
 
 def _halve(_: nn.Module, given: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    cache = keywords["cache_params"]
-    if cache is not None:
-        cache.before = {name: x / 2 for name, x in cache.before.items()}
+    for cache in keywords.values():
+        if isinstance(cache, RecurrentStates):
+            cache.before = {name: x / 2 for name, x in cache.before.items()}
     return given, keywords
 
 

@@ -19,11 +19,12 @@ from transformers import (
 from farspan.engine.step import Step
 from farspan.spec import Refused, Schedule, Tier
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
+from tests.versions import OWN_ATTENTION
 from tests.zoo import COMMON, GPT2, VOCAB, make_model, shared_model
 
 SCHEDULE = Schedule(chunk=16)
 WITHOUT_HEAD_DIM = {key: value for key, value in COMMON.items() if key != "head_dim"}
-CODE = {"n_embd": 32, "n_layer": 2, "n_head": 4}
+CODE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
 BART = {
     "d_model": 32,
     "encoder_layers": 2,
@@ -36,6 +37,8 @@ BART = {
 XGLM = {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48}
 GRIFFIN = {"num_hidden_layers": 3, "lru_width": 32}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+OTHERWISE = "caches K and V but does not attend through the attention interface"
+NEO = {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}
 
 
 def build(kind: str, auto: Any = AutoModelForCausalLM, **fields: Any) -> PreTrainedModel:
@@ -51,29 +54,26 @@ def refusal(model: nn.Module, schedule: Schedule = SCHEDULE) -> str:
 
 
 class TestModels:
-    @pytest.mark.parametrize(
-        ("kind", "fields"),
-        [
-            ("bloom", {}),
-            ("gptj", {**CODE, "rotary_dim": 4}),
-            ("codegen", {**CODE, "rotary_dim": 4}),
-            ("gpt_neo", {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}),
-        ],
-    )
-    def test_that_attend_otherwise(self, kind: str, fields: dict[str, Any]) -> None:
-        message = refusal(build(kind, **fields))
-        assert "called the attention interface" in message
+    def test_that_attend_by_themselves(self) -> None:
+        model: Any = build("llama")
+        for layer in model.model.layers:
+            layer.self_attn = _Own()
+        message = refusal(model)
+        assert "called the attention interface 0 times for 2 layers, 0 of which attend" in message
         assert "every layer must attend through it exactly once" in message
 
     @pytest.mark.parametrize(
         ("kind", "fields", "words"),
         [
-            ("xglm", XGLM, "caches K and V but does not attend through the attention interface"),
+            ("xglm", XGLM, OTHERWISE),
+            ("bloom", {}, OTHERWISE),
+            *((kind, CODE, OTHERWISE) for kind in ("gptj", "codegen") if OWN_ATTENTION),
+            ("gpt_neo", NEO, OTHERWISE),
             ("mamba", {"state_size": 4}, "does not continue from the state recurrent.0"),
             ("recurrent_gemma", GRIFFIN, "layer 0 of .* mixes tokens"),
         ],
     )
-    def test_that_keep_a_state_to_themselves(
+    def test_that_attend_or_keep_a_state_in_their_own_way(
         self, kind: str, fields: dict[str, Any], words: str
     ) -> None:
         assert re.search(words, refusal(build(kind, **fields)))
@@ -383,3 +383,12 @@ class TestModelsOfTheirOwnKind:
     def test_a_classifier(self) -> None:
         message = refusal(build("llama", AutoModelForSequenceClassification))
         assert "returns no logits for each token; expected a causal LM" in message
+
+
+class _Own(nn.Module):
+    """Attends without asking anyone, and takes no cache."""
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        scores = hidden_states @ hidden_states.mT
+        later = torch.ones_like(scores).triu(1).bool()
+        return scores.masked_fill(later, -torch.inf).softmax(-1) @ hidden_states, None

@@ -62,6 +62,7 @@ from farspan.durable import (
     writing,
 )
 from farspan.engine.parallelize import ShardedModel
+from farspan.hf.load import save_model
 from farspan.spec import Refused
 
 _FORMAT = 1
@@ -490,7 +491,7 @@ def export(
     source = source_of(checkpoint, marks)
     partial = folder.with_name(f"{PARTIAL}{folder.name}")
     with writing(partial), _without_bars():
-        model.save_pretrained(partial, **({} if weights is None else {"state_dict": weights}))
+        save_model(model, partial, weights)
         tokenizer.save(partial)
         write_bytes(partial / SOURCE, json.dumps(source).encode("utf-8"))
     publish(partial, folder)

@@ -149,7 +149,7 @@ def _saved(measured: _Measured, batch: int, tokens: int) -> _SavedByTokens:
     call = stages.calls(batch, positions)[measured.index]
     layer = stages.running[measured.index]
     if device != stages.device:
-        hidden, call = hidden.to(device), call.to(device)
+        hidden, call = hidden.to(device), call.map_tensors(lambda x: x.to(device))
         layer = copy.deepcopy(layer).to(device)
     named = {"x": hidden}
 

@@ -10,7 +10,7 @@ model's parameters and another forward."""
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from itertools import permutations
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any, cast
 
 import torch
@@ -248,15 +248,27 @@ def _gated(names: tuple[str, ...], act: Act, linears: Linears, shell: nn.Module,
 def rotation_forward(module: nn.Module) -> Forward | None:
     """Of attention that rotates queries and keys by a function of its file: the same code, which
     finds another function under that name."""
-    forward: Any = type(module).forward
-    if not isinstance(forward, FunctionType) or ROTATION not in forward.__code__.co_names:
+    return _rotating(type(module).forward)
+
+
+def _rotating(forward: Any) -> Forward | None:
+    """A function with our rotation. One that is decorated keeps its decorators, which attention has
+    from transformers 5.24 on."""
+    if not isinstance(forward, FunctionType):
         return None
-    plain = forward.__globals__.get(ROTATION)
-    if plain is None or not _is_rotation(plain):
-        return None
-    names = {**forward.__globals__, ROTATION: partial(_rotate, plain)}
-    code, closure = forward.__code__, forward.__closure__
-    found = FunctionType(code, names, forward.__name__, forward.__defaults__, closure)
+    names, cells = forward.__globals__, forward.__closure__ or ()
+    inside = getattr(forward, "__wrapped__", None)
+    if inside is not None:
+        made = _rotating(inside)
+        if made is None or not any(cell.cell_contents is inside for cell in cells):
+            return None
+        cells = tuple(CellType(made) if c.cell_contents is inside else c for c in cells)
+    else:
+        plain = names.get(ROTATION) if ROTATION in forward.__code__.co_names else None
+        if plain is None or not _is_rotation(plain):
+            return None
+        names = {**names, ROTATION: partial(_rotate, plain)}
+    found = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, cells)
     found.__kwdefaults__ = forward.__kwdefaults__
     return found
 

@@ -1,5 +1,5 @@
 """Load a causal LM: from a local folder, from a hub name, or with random weights from a config; and
-put LoRA adapters on it (the only place that imports peft).
+put LoRA adapters on it and save them (the only place that imports peft).
 """
 
 import copy
@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -259,9 +260,9 @@ def _few(names: set[str]) -> str:
 def _config_at(path: str, trust_remote_code: bool) -> PretrainedConfig:
     refuse_absent("model.path", path)
     folder = Path(path)
+    if (folder / "adapter_config.json").is_file():
+        raise Refused(ADAPTERS.format(path=path))
     if folder.is_dir() and not (folder / "config.json").is_file():
-        if (folder / "adapter_config.json").is_file():
-            raise Refused(ADAPTERS.format(path=path))
         raise Refused(f"model.path: {path} holds no config.json; expected a saved model's folder")
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -374,6 +375,7 @@ def _apply(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None
 
 
 LINEAR = "linear"  # every linear module of the layers
+ADAPTER = "default"  # peft's own name for the only one
 MISSING = (
     "model.lora: needs peft, which cannot be imported here ({error}); "
     'pip install "farspan[lora]", or leave model.lora out'
@@ -398,7 +400,7 @@ def add_adapters(
     not installed.
     """
     try:
-        config_type = load("peft", "LoraConfig")
+        config_type, inject = load("peft", "LoraConfig"), load("peft", "inject_adapter_in_model")
     except ImportError as error:
         raise Refused(MISSING.format(error=error)) from error
     modules = _targeted(_linears(model), targets)
@@ -415,14 +417,36 @@ def add_adapters(
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in modules.values()),
         init_lora_weights=zero,
         task_type="CAUSAL_LM",
+        base_model_name_or_path=model.name_or_path,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            model.add_adapter(config)
+            inject(config, model)
         except ValueError as error:  # such as of one of two names that it takes for halves of one
             raise Refused(f"model.lora.targets: peft does not accept them: {error}") from error
+    # As transformers' add_adapter leaves it, so that its save_pretrained saves adapters alone. That
+    # itself is not called: 5.24 refuses every peft that is out, all of which work with it.
+    model._hf_peft_config_loaded = True
     _check_adapted(model, modules)
+
+
+def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Writes what `from_pretrained` reads, or of a model with adapters what PeftModel's does;
+    `weights` stand in place of the model's own."""
+    adapters = getattr(model, "peft_config", {})
+    if not isinstance(model, PreTrainedModel) or list(adapters) != [ADAPTER]:
+        given = {} if weights is None else {"state_dict": weights}
+        model.save_pretrained(folder, **given)
+        return
+    # By peft's functions: transformers' save_pretrained asks for a version, as add_adapter does.
+    named = load("peft", "get_peft_model_state_dict")(model, state_dict=weights)
+    adapters[ADAPTER].save_pretrained(folder)
+    save_file(
+        {f"base_model.model.{name}": tensor.contiguous() for name, tensor in named.items()},
+        folder / "adapter_model.safetensors",
+        metadata={"format": "pt"},
+    )
 
 
 def stacked_experts(model: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from farspan.attention.softmax import reference
 from farspan.hf.attention_interface import answering, eager_experts, routed, watching_masks
@@ -389,10 +389,7 @@ def _with_gradient(
 def cast_call(call: LayerCall, dtype: torch.dtype) -> LayerCall:
     """The call with its floating-point tensors in another dtype."""
 
-    def widen(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-    return LayerCall(tree_map(widen, call.arguments), tree_map(widen, call.keywords))
+    return call.map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
 def distance(found: Tensor, expected: Tensor) -> float:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from farspan.hf.stages import LayerCall, run_layer
 from farspan.spec import Refused, StateTensor
 
-CACHES = ("past_key_values", "cache_params")  # keywords of a layer that take a cache
 CONV, RECURRENT = "conv", "recurrent"
 
 
@@ -132,8 +131,7 @@ class _Layers:
 
 def with_states(call: LayerCall, states: RecurrentStates) -> LayerCall:
     """The call with these states where the family's layers look for a cache."""
-    taken = [name for name in CACHES if name in call.keywords]
-    return replace(call, keywords={**call.keywords, **dict.fromkeys(taken, states)})
+    return replace(call, keywords={**call.keywords, **dict.fromkeys(call.caches, states)})
 
 
 def run_piece(layer: nn.Module, hidden: Tensor, call: LayerCall, states: RecurrentStates) -> Tensor:

@@ -11,7 +11,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -48,12 +48,16 @@ class LayerCall:
 
     arguments: tuple[Any, ...]  # positional, after the hidden state
     keywords: dict[str, Any]
+    caches: frozenset[str] = frozenset()  # the keywords in which the layer is given a cache
 
-    def to(self, device: torch.device) -> "LayerCall":
-        def move(leaf: Any) -> Any:
-            return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "LayerCall":
+        """The call with its tensors changed."""
 
-        return LayerCall(tree_map(move, self.arguments), tree_map(move, self.keywords))
+        def changed(leaf: Any) -> Any:
+            return change(leaf) if isinstance(leaf, Tensor) else leaf
+
+        arguments, keywords = tree_map(changed, (self.arguments, self.keywords))
+        return replace(self, arguments=arguments, keywords=keywords)
 
     def kind(self) -> tuple[Any, ...]:
         """What is handed over, but for the numbers in tensors."""
@@ -65,6 +69,11 @@ def _kind(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype
     return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
+
+
+def _is_object(call: LayerCall, name: str) -> bool:
+    """Whether a layer is given neither nothing nor a number there."""
+    return not isinstance(call.keywords.get(name), Tensor | bool | int | float | None)
 
 
 @dataclass(slots=True)
@@ -177,6 +186,7 @@ class CausalLMStages:
         self.model = inner
         self._device = device
         self._in_tuples = False  # do its layers give their hidden state in a tuple?
+        self._caches: list[frozenset[str]] | None = None  # of each layer; None: not asked yet
         self.decoder, self._layers_name = _decoder_of(inner)
         self.layers = cast(nn.ModuleList, self.decoder._modules[self._layers_name])
         self._path = _path_to(inner, self.decoder)
@@ -251,9 +261,30 @@ class CausalLMStages:
     def _record(self, **inputs: Tensor) -> tuple[Tensor, list[LayerCall]]:
         record = self._alone_or_in_tuples(lambda tuples: self._recorded(tuples, inputs))
         assert record.hidden is not None
+        if self._caches is None:
+            self._caches = self._given_caches(record.calls, inputs)
+        for call, names in zip(record.calls, self._caches, strict=True):
+            call.caches = names
         return record.hidden, record.calls
 
-    def _recorded(self, in_tuples: bool, inputs: dict[str, Tensor]) -> _Record:
+    def _given_caches(
+        self, calls: list[LayerCall], inputs: dict[str, Tensor]
+    ) -> list[frozenset[str]]:
+        """Of each layer the keywords that are None in these calls, and an object where the decoder
+        makes a cache. Families name them in their own ways, and from transformers 5.24 in another.
+        """
+        try:
+            cached = self._recorded(self._in_tuples, inputs, use_cache=True).calls
+        except Exception:  # it can make none, and its layers are found to hand nothing on
+            return [frozenset()] * len(calls)
+        return [
+            frozenset(n for n, x in call.keywords.items() if x is None and _is_object(given, n))
+            for call, given in zip(calls, cached, strict=True)
+        ]
+
+    def _recorded(
+        self, in_tuples: bool, inputs: dict[str, Tensor], use_cache: bool = False
+    ) -> _Record:
         record, last = _Record(self.model, in_tuples), len(self.layers) - 1
         recorders = [_Recorder(layer, record, i == last) for i, layer in enumerate(self.layers)]
         shell = copy_module(self.decoder)
@@ -261,7 +292,7 @@ class CausalLMStages:
         # GPT-2's asks the device about the ends of each chunk, and the CPU waits for the answer.
         shell.__dict__["warn_if_padding_and_no_attention_mask"] = lambda *_: None
         try:
-            shell(use_cache=False, **inputs)
+            shell(use_cache=use_cache, **inputs)
         except _AllRecorded:
             return record
         raise Refused(
