@@ -71,6 +71,14 @@ def test_a_run_file_becomes_a_run(tmp_path: Path) -> None:
         (RUN.replace("bfloat16", "float16"), r"model\.dtype: expected one of .*bfloat16\?"),
         (RUN.replace("0.01", "1.5"), r"data\.held_out: expected a fraction from 0 up to 1"),
         (RUN + "steps: 5\noptimizer: {warmup: 5}", r"optimizer: given twice"),
+        (
+            RUN.replace("1e-5", "1e-5, decay_steps: 9"),
+            r"optimizer\.decay_steps: only decay wsd has them, got decay cosine; set decay",
+        ),
+        (
+            RUN.replace("1e-5", "1e-5, decay: wsd, warmup: 20, decay_steps: 990"),
+            r"optimizer\.decay_steps: 990 with a warmup of 20 are more than all steps \(1000\)",
+        ),
         (RUN + "sparse: {pages: 4}", r"sparse\.pages: no such key \(did you mean page\?\)"),
         (RUN + "sparse: {page: 0}", r"sparse\.page: expected a whole number of tokens >= 1, got 0"),
         (RUN + "sparse: {page: 96}", r"sparse\.budget: expected a multiple of page \(96 tokens\)"),

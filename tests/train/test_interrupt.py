@@ -12,9 +12,18 @@ import torch
 from safetensors.torch import load_file
 
 from farspan.distributed.run_context import Interrupt, Interrupted
-from farspan.train.config import ModelConfig
+from farspan.train.config import Decay, ModelConfig, OptimizerConfig
 from tests.grids import crossed
-from tests.train.tiny import MODEL, STEPS, Quiet, TinyStep, fit, tiny_run
+from tests.train.tiny import (
+    MODEL,
+    STEPS,
+    Quiet,
+    Stopped,
+    Stopping,
+    TinyStep,
+    fit,
+    tiny_run,
+)
 
 
 @pytest.mark.parametrize(
@@ -138,3 +147,18 @@ def test_a_second_signal_does_what_it_always_did() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("decay", [Decay.LINEAR, Decay.WSD])
+def test_the_rate_goes_on_falling(tmp_path: Path, decay: Decay) -> None:
+    """Stopped where it falls already: the last three steps of five."""
+    steps = 3 if decay is Decay.WSD else None
+    optimizer = OptimizerConfig(lr=1e-2, warmup=1, decay=decay, decay_steps=steps)
+    reference = tiny_run(tmp_path, optimizer=optimizer, folder=str(tmp_path / "reference"))
+    fit(reference)
+    run = tiny_run(tmp_path, optimizer=optimizer)
+    with pytest.raises(Stopped):
+        fit(run, reporter=Stopping(4))
+    assert fit(run).step == STEPS
+    same_weights(tmp_path / "reference", tmp_path / "run")
+    same_metrics(tmp_path / "reference", tmp_path / "run")

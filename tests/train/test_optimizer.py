@@ -152,12 +152,24 @@ def test_the_rate_rises_in_a_line_and_then_decays(decay: Decay) -> None:
     rates = [learning_rate(config, step, 12) for step in range(12)]
     assert rates[:4] == [0.05, 0.1, pytest.approx(0.15), 0.2]
     for step in range(4, 12):
-        share = 0.5 * (1 + math.cos(math.pi * (step - 3) / 8))
-        cosine = 0.2 * (0.25 + 0.75 * share)
-        assert rates[step] == pytest.approx(cosine if decay is Decay.COSINE else 0.2)
-    if decay is Decay.COSINE:
-        assert rates[-1] == pytest.approx(0.05)
-        assert rates[3:] == sorted(rates[3:], reverse=True)
+        done = (step - 3) / 8
+        share = {  # of the way from the final rate up to the highest
+            Decay.COSINE: 0.5 * (1 + math.cos(math.pi * done)),
+            Decay.LINEAR: 1 - done,
+            Decay.CONSTANT: 1,
+            Decay.WSD: 1 if step < 11 else 0,  # a tenth of 12 steps, rounded
+        }[decay]
+        assert rates[step] == pytest.approx(0.2 * (0.25 + 0.75 * share))
+
+
+def test_the_rate_is_stable_and_falls_over_the_last_steps() -> None:
+    config = OptimizerConfig(lr=0.2, warmup=2, final=0.25, decay=Decay.WSD, decay_steps=3)
+    rates = [learning_rate(config, step, 8) for step in range(8)]
+    assert rates == pytest.approx([0.1, 0.2, 0.2, 0.2, 0.2, 0.15, 0.1, 0.05])
+    whole = OptimizerConfig(lr=0.2, warmup=2, final=0.25, decay=Decay.WSD, decay_steps=6)
+    linear = OptimizerConfig(lr=0.2, warmup=2, final=0.25, decay=Decay.LINEAR)
+    for step in range(8):
+        assert learning_rate(whole, step, 8) == learning_rate(linear, step, 8)
 
 
 def test_without_warmup_the_first_rate_is_near_the_highest() -> None:

@@ -123,7 +123,9 @@ class Decay(StrEnum):
     """How the learning rate goes on after the warm-up."""
 
     COSINE = "cosine"
+    LINEAR = "linear"
     CONSTANT = "constant"
+    WSD = "wsd"  # warm-up, stable, decay: constant, then linear over the last `decay_steps`
 
 
 class OnNonfinite(StrEnum):
@@ -299,7 +301,8 @@ class OptimizerConfig:
     clip: float | None = 1.0  # largest global norm of the gradient; null: no limit
     warmup: int = 0  # steps over which the rate rises in a line
     decay: Decay = Decay.COSINE
-    final: float = 0.1  # the cosine ends at this fraction of lr
+    decay_steps: int | None = None  # of wsd, the last ones; null: a tenth of the steps
+    final: float = 0.1  # the decay ends at this fraction of lr
     states: StatesPlace = StatesPlace.AUTO
 
     def __post_init__(self) -> None:
@@ -315,6 +318,26 @@ class OptimizerConfig:
         if not 0.0 <= self.final <= 1.0:
             raise Refused(f"final: expected a fraction between 0 and 1, got {self.final!r}")
         _at_least(self.warmup, 0, "warmup")
+        if self.decay_steps is not None:
+            _at_least(self.decay_steps, 1, "decay_steps")
+            if self.decay is not Decay.WSD:
+                raise Refused(
+                    f"decay_steps: only decay wsd has them, got decay {self.decay}; set decay to "
+                    "wsd, or leave decay_steps out"
+                )
+
+    def falls_over(self, steps: int) -> int:
+        """The last steps of so many, over which the rate falls."""
+        match self.decay:
+            case Decay.CONSTANT:
+                return 0
+            case Decay.WSD:
+                return self.decay_steps or max(1, round(_WSD_DECAY * steps))
+            case Decay.COSINE | Decay.LINEAR:
+                return steps - self.warmup
+
+
+_WSD_DECAY = 0.1  # of the steps, as in MiniCPM
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +402,12 @@ class RunConfig:
             raise Refused(
                 f"optimizer.warmup: expected fewer than steps ({self.steps}), "
                 f"got {self.optimizer.warmup}"
+            )
+        falls = self.optimizer.falls_over(self.steps)
+        if self.optimizer.warmup + falls > self.steps:
+            raise Refused(
+                f"optimizer.decay_steps: {falls} with a warmup of {self.optimizer.warmup} are more "
+                f"than all steps ({self.steps}); give fewer"
             )
         self.host_bytes()
         read_headroom(self.headroom)

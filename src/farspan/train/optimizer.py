@@ -46,14 +46,18 @@ WHERE = {
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Of update `step` (from 0) of `steps`: rises over the warm-up, then cosine or constant."""
+    """Of update `step` (from 0) of `steps`: rises over the warm-up, and falls at the end to
+    `final` of `lr`, as a half cosine or in a line."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
-    if config.decay is Decay.CONSTANT:
+    falls = config.falls_over(steps)
+    if step < steps - falls:
         return config.lr
-    done = (step + 1 - config.warmup) / (steps - config.warmup)
+    done = (step + 1 - (steps - falls)) / falls
     floor = config.lr * config.final
-    return floor + (config.lr - floor) * 0.5 * (1.0 + math.cos(math.pi * done))
+    if config.decay is Decay.COSINE:
+        return floor + (config.lr - floor) * 0.5 * (1.0 + math.cos(math.pi * done))
+    return floor + (config.lr - floor) * (1.0 - done)
 
 
 def decays(model: nn.Module) -> dict[str, bool]:

@@ -71,6 +71,8 @@ SAME_STATES = (None, StatesPlace.AUTO, StatesPlace.DEVICE, StatesPlace.HOST)
 # Free where the learning rate does not fall over all of them.
 STEPS = "steps"
 DECAY = "optimizer.decay"
+# Folders from before there were these keys do not have them: null is as if they were not given.
+LATER = ("sparse", "optimizer.decay_steps")
 
 
 def identity(run: RunConfig) -> str:
@@ -82,8 +84,7 @@ def identity(run: RunConfig) -> str:
         del values[STATES]
     if run.optimizer.decay is Decay.CONSTANT:
         del values[STEPS]
-    if run.sparse is None:
-        del values["sparse"]  # of other folders, from before there was any: not given
+    values = {k: v for k, v in values.items() if v is not None or k not in LATER}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode("utf-8")).hexdigest()
 
 
