@@ -240,3 +240,69 @@ def test_a_chat_has_the_template_s_beginning_alone() -> None:
     (found,) = HubTokenizer(tokenizer).mark([Written("^ab", ((1, 2),), bare=True)])
     assert tokenizer.convert_ids_to_tokens(found.ids.tolist()) == ["^", "a", "b"]
     assert found.trained.tolist() == [False, True, False]
+
+
+SPOKEN = {"user": "human", "assistant": "gpt", "system": "system", "tool": "observation"}
+
+
+def as_sharegpt(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{"from": SPOKEN[m["role"]], "value": m["content"]} for m in messages]
+
+
+@pytest.mark.parametrize("setting", [{}, {"format": "sharegpt"}])
+def test_sharegpt_is_a_chat_with_other_words(tmp_path: Path, setting: dict[str, str]) -> None:
+    """Known by its fields; to the token what a chat of the same words is."""
+    folder, path = tmp_path / "tokenizer", tmp_path / "data.jsonl"
+    character_tokenizer(TOOLS).save_pretrained(folder)
+    tokenizer = load_tokenizer(str(folder))
+    told = [*CHAT[:3], {"role": "tool", "content": "42"}, CHAT[3]]
+    tools = [{"name": "add"}]
+    records = [
+        {"conversations": as_sharegpt(told), "system": "be brief", "tools": json.dumps(tools)},
+        {"conversations": told},
+    ]
+
+    def opened(record: dict[str, Any], **fields: Any) -> Corpus:
+        path.write_text(json.dumps(record) + "\n")
+        config = DataConfig(
+            source=SourceKind.JSONL, path=str(path), cache=str(tmp_path / "cache"), **fields
+        )
+        return open_corpus(config, tokenizer, context=200, seed=0, watch=lambda *_: None)
+
+    text = "(add)[system]be brief$[user]hi$[assistant]ho$[user]so?$[tool]42$[assistant]yes$"
+    found = read(opened(records[0], **setting))
+    assert found == (text, masked(text, "ho$", "yes$"))
+    system = {"role": "system", "content": "be brief"}
+    assert read(opened({"messages": [system, *told], "tools": tools}, format="chat")) == found
+    if not setting:  # roles and contents under ShareGPT's name
+        assert read(opened(records[1])) == read(opened({"messages": told}))
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            {"conversations": [{"from": "function_call", "value": "{}"}]},
+            "line 1: message 1 is from 'function_call', expected one of human, user, gpt",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": 3}]},
+            "line 1: message 1: value holds int, expected text",
+        ),
+        ({"conversations": [{"from": "human"}]}, "list of messages, each with from and value"),
+        (
+            {"conversations": [{"from": "human", "value": "a"}], "tools": "{"},
+            "line 1: field 'tools' holds text that is not JSON",
+        ),
+    ],
+)
+def test_what_sharegpt_does_not_say_is_refused(
+    tmp_path: Path, record: dict[str, Any], message: str
+) -> None:
+    character_tokenizer(TOOLS).save_pretrained(tmp_path / "tokenizer")
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    config = DataConfig(source=SourceKind.JSONL, path=str(path), cache=str(tmp_path / "cache"))
+    use = load_tokenizer(str(tmp_path / "tokenizer"))
+    with pytest.raises(Refused, match=message):
+        open_corpus(config, use, context=200, seed=0, watch=lambda *_: None)

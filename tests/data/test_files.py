@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from farspan.data.config import DataConfig, SourceKind
-from farspan.data.formats import TextForm, text_of
-from farspan.data.sources import JsonLines, TextFiles, find_files, open_sources, stdlib_files
+from farspan.data.formats import text_of
+from farspan.data.sources import JsonLines, TextFiles, find_files, open_source, stdlib_files
+from farspan.data.tokenizers import ByteTokenizer
 from farspan.spec import Refused
 
 
@@ -107,7 +108,7 @@ def test_a_held_out_path_must_be_another(tmp_path: Path) -> None:
         SourceKind.JSONL, path=f"{tmp_path}/*.jsonl", held_out_path=f"{tmp_path}/b.jsonl"
     )
     with pytest.raises(Refused, match=r"held_out_path: .*b\.jsonl.* is also trained on"):
-        open_sources(config, TextForm("text"))
+        open_source(config, ByteTokenizer())
 
 
 @pytest.mark.parametrize(

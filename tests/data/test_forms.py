@@ -24,7 +24,9 @@ END = 256
 def build(tmp_path: Path) -> Build:
     """A corpus of these records."""
 
-    def make(*records: object, tokenizer: Tokenizer | None = None, **fields: Any) -> Corpus:
+    def make(
+        *records: object, tokenizer: Tokenizer | None = None, context: int = 64, **fields: Any
+    ) -> Corpus:
         path = tmp_path / "data.jsonl"
         text = "".join(json.dumps(record) + "\n" for record in records)
         if not path.exists() or path.read_text() != text:  # or its cache would be another's
@@ -33,7 +35,7 @@ def build(tmp_path: Path) -> Build:
             source=SourceKind.JSONL, path=str(path), cache=str(tmp_path / "cache"), **fields
         )
         use = tokenizer or ByteTokenizer()
-        return open_corpus(config, use, context=64, seed=0, watch=lambda *_: None)
+        return open_corpus(config, use, context=context, seed=0, watch=lambda *_: None)
 
     return make
 
@@ -161,7 +163,11 @@ def test_tokens_that_cannot_be_are_refused(
         ),
         ({"prompt": "question"}, "prompt: only format 'prompt' has prompts and completions"),
         ({"format": "prompt", "prompt": "completion"}, "completion: it is the prompt's field too"),
-        ({"format": "prompt", "chat_template": "x"}, "chat_template: only format 'chat' has one"),
+        (
+            {"format": "prompt", "chat_template": "x"},
+            "chat_template: only formats chat and sharegpt",
+        ),
+        ({"format": "alpaca", "field": "x"}, "field: format alpaca reads instruction, input and o"),
         ({"loss": "all"}, "loss: format text has no answers; leave it out"),
     ],
 )
@@ -220,3 +226,68 @@ def test_the_lines_that_open_a_run_say_what_is_divided_and_what_is_lost(build: B
         "warning: all documents together are shorter than one sequence; give more data or a "
         "shorter context",
     ]
+
+
+ASKED = "Below is an instruction that describes a task"
+ALPACA = (
+    f"{ASKED}. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\nSay hi.\n\n### Response:"
+)
+ALPACA_WITH_INPUT = (
+    f"{ASKED}, paired with an input that provides further context. Write a response that "
+    "appropriately completes the request.\n\n"
+    "### Instruction:\nSay hi.\n\n### Input:\nto {all}\n\n### Response:"
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "prompt"), [(None, ALPACA), ("", ALPACA), ("to {all}", ALPACA_WITH_INPUT)]
+)
+def test_alpaca_s_output_is_trained(build: Build, given: str | None, prompt: str) -> None:
+    record: dict[str, Any] = {"instruction": "Say hi.", "output": "Hi!"}
+    record |= {} if given is None else {"input": given}
+    corpus = build(record, context=512)
+    ids, labels = row(corpus)
+    assert bytes(ids[:-1]).decode() == prompt + "Hi!"
+    assert labels == [UNTRAINED] * len(prompt) + [*b"Hi!", END]
+    assert "format: alpaca, known by the fields of its records" in corpus.describe(512)
+    assert row(build(record, context=512, format="alpaca")) == (ids, labels)
+    assert row(build(record, context=512, format="alpaca", loss="all")) == (ids, ids)
+    with pytest.raises(Refused, match="line 1: field 'history' is not part of Alpaca's prompt"):
+        build({**record, "history": [["a", "b"]]})
+
+
+@pytest.mark.parametrize(
+    ("record", "form"),
+    [
+        ({"prompt": "a", "completion": "b"}, "prompt"),
+        ({"input_ids": [1, 2, 3]}, "tokens"),
+        ({"instruction": "a", "output": "b"}, "alpaca"),
+        ({"text": "a", "prompt": "a", "completion": "b"}, "text"),
+    ],
+)
+def test_forms_are_known_by_their_fields(build: Build, record: dict[str, Any], form: str) -> None:
+    """What has a text is text, as it always was."""
+    assert row(build(record, context=512)) == row(build(record, context=512, format=form))
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            {"body": "a"},
+            r"line 1 has no field 'text' \(it has: body\), .*: text \(text\), chat \(messages\), "
+            r"sharegpt \(conversations\), alpaca \(instruction and output\), prompt \(prompt and "
+            r"completion\), tokens \(input_ids\); set data\.field",
+        ),
+        (
+            {"prompt": "a", "completion": "b", "input_ids": [1]},
+            "line 1 has the fields of several forms: prompt, tokens; set data.format to one",
+        ),
+    ],
+)
+def test_fields_that_say_nothing_name_all_forms(
+    build: Build, record: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(Refused, match=message):
+        build(record)

@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from farspan.data.config import DataConfig, SourceKind, WeightedSource
 from farspan.distributed.run_context import Interrupt, Interrupted
+from farspan.spec import Refused
 from farspan.train.config import Decay, ModelConfig, OptimizerConfig
 from tests.grids import crossed
 from tests.train.tiny import (
@@ -147,6 +149,29 @@ def test_a_second_signal_does_what_it_always_did() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_mixture_is_read_on(tmp_path: Path) -> None:
+    """Of two sources, of which one is read several times and the other has documents held out."""
+    run = tiny_run(tmp_path)
+    (tmp_path / "text" / "00.txt").rename(tmp_path / "one.txt")
+    folder = str(tmp_path / "text")
+    sources = (
+        WeightedSource(source=SourceKind.TEXT, path=folder, held_out=0.3, weight=2),
+        WeightedSource(source=SourceKind.TEXT, path=f"{tmp_path}/*.txt", weight=1.5),
+    )
+    data = DataConfig(sources=sources, cache=run.data.cache)
+    reference = replace(run, data=data, folder=str(tmp_path / "reference"))
+    fit(reference)
+    run = replace(run, data=data)
+    with pytest.raises(Stopped):
+        fit(run, reporter=Stopping(4))
+    assert fit(run).step == STEPS
+    same_weights(tmp_path / "reference", tmp_path / "run")
+    same_metrics(tmp_path / "reference", tmp_path / "run")
+    heavier = replace(data, sources=(sources[0], replace(sources[1], weight=2)))
+    with pytest.raises(Refused, match=r"holds another run: data\.sources was"):
+        fit(replace(run, data=heavier))
 
 
 @pytest.mark.parametrize("decay", [Decay.LINEAR, Decay.WSD])

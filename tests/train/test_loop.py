@@ -13,6 +13,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from farspan.data.config import DataConfig, SourceKind
 from farspan.data.corpus import open_corpus
 from farspan.data.tokenizers import load_tokenizer
 from farspan.durable import WriteFailed
@@ -216,6 +217,13 @@ def test_a_vocabulary_too_small_is_refused(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, model=ModelConfig(config=MODEL | {"vocab_size": 256}))
     with pytest.raises(Refused, match=r"data\.tokenizer: its ids go up to 256, but .* only 256;"):
         fit(run)
+    records = tmp_path / "ids.jsonl"
+    records.write_text('{"input_ids": [1, 2, 300]}\n')
+    data = DataConfig(source=SourceKind.JSONL, path=str(records), cache=run.data.cache)
+    with pytest.raises(
+        Refused, match=r"data\.format: the input_ids of .*ids\.jsonl go up to 300, b"
+    ):
+        fit(replace(run, data=data))
 
 
 def test_a_document_longer_than_the_model_knows_is_refused_at_once(tmp_path: Path) -> None:

@@ -1,12 +1,18 @@
 """Where the text comes from and how it becomes tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
 from farspan.spec import Refused
 
 _SPLIT = "train"
 _PROMPT = ("prompt", "completion")  # the fields of a record of that format
+# Where no field of them is named here.
+_NO_FIELD = {
+    "prompt": "prompt and completion; name them by these keys",
+    "tokens": "input_ids, labels, attention_mask; leave it out",
+    "alpaca": "instruction, input and output; leave it out",
+}
 
 
 class SourceKind(StrEnum):
@@ -23,6 +29,8 @@ class RecordFormat(StrEnum):
 
     TEXT = "text"  # one text, all of which is trained
     CHAT = "chat"  # messages, as the tokenizer's chat template writes them
+    SHAREGPT = "sharegpt"  # the same, each message with `from` and `value`
+    ALPACA = "alpaca"  # an instruction, perhaps an input, and the output
     PROMPT = "prompt"  # a prompt and its completion
     TOKENS = "tokens"  # input_ids; labels where some are not trained; attention_mask where padded
 
@@ -42,8 +50,8 @@ class PackingKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class DataConfig:
-    """The documents, their tokenizer and what is held out of training.
+class SourceConfig:
+    """Documents, what is trained of them, and what of them is held out.
 
     `path` is a file, a folder (every file below it whose name does not start with a dot) or a
     glob such as `corpus/**/*.txt`; for a dataset, a folder or the name on the hub.
@@ -54,23 +62,19 @@ class DataConfig:
     held_out: float = 0.0  # fraction of the documents kept out of training, for evaluation
     held_out_path: str | None = None  # or: evaluate on these documents, read like `path`
     format: RecordFormat = RecordFormat.TEXT
-    field: str | None = None  # of a record: its text ("text") or its chat ("messages")
+    field: str | None = None  # of a record: its text ("text") or chat ("messages", "conversations")
     prompt: str = _PROMPT[0]  # the fields of a record of format prompt
     completion: str = _PROMPT[1]
     loss: Loss = Loss.ANSWERS  # of a chat or a prompt; text is trained as a whole
     chat_template: str | None = None  # a file of Jinja in place of the tokenizer's own
-    packing: PackingKind = PackingKind.WHOLE
     name: str | None = None  # the dataset's configuration, where it has several
     split: str = _SPLIT  # the dataset's split
     held_out_split: str | None = None  # or: evaluate on this split of the dataset
-    tokenizer: str | None = None  # 'bytes', a folder or a hub name; None: the model's own
-    cache: str = "~/.cache/farspan"  # tokens are written here once and mapped afterwards
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "source", SourceKind(self.source))
         object.__setattr__(self, "format", RecordFormat(self.format))
         object.__setattr__(self, "loss", Loss(self.loss))
-        object.__setattr__(self, "packing", PackingKind(self.packing))
         if (self.path is None) != (self.source is SourceKind.STDLIB):
             raise Refused(
                 "path: source 'stdlib' reads Python's own sources and takes no path; set source"
@@ -112,20 +116,67 @@ class DataConfig:
                 f"format: {kind} is a form of records; set source to jsonl or dataset, got "
                 f"'{self.source}'"
             )
-        if self.field is not None and kind in (RecordFormat.PROMPT, RecordFormat.TOKENS):
-            what = "input_ids, labels, attention_mask; leave it out"
-            if kind is RecordFormat.PROMPT:
-                what = "prompt and completion; name them by these keys"
-            raise Refused(f"field: format {kind} reads {what}")
+        if self.field is not None and kind in _NO_FIELD:
+            raise Refused(f"field: format {kind} reads {_NO_FIELD[kind]}")
         if kind is not RecordFormat.PROMPT and (self.prompt, self.completion) != _PROMPT:
             raise Refused("prompt: only format 'prompt' has prompts and completions; set format")
         if self.prompt == self.completion:
             raise Refused(f"completion: it is the prompt's field too, {self.prompt!r}")
-        if kind is not RecordFormat.CHAT and self.chat_template is not None:
-            raise Refused("chat_template: only format 'chat' has one; set format, or leave it out")
+        chats = (RecordFormat.CHAT, RecordFormat.SHAREGPT)
+        if kind not in chats and self.chat_template is not None:
+            raise Refused(
+                "chat_template: only formats chat and sharegpt have one; set format, or leave it "
+                "out"
+            )
         if kind in (RecordFormat.TEXT, RecordFormat.TOKENS) and self.loss is not Loss.ANSWERS:
             raise Refused(f"loss: format {kind} has no answers; leave it out")
 
     def held_out_elsewhere(self) -> bool:
         """Whether evaluation reads documents of its own."""
         return self.held_out_path is not None or self.held_out_split is not None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedSource(SourceConfig):
+    """One of several sources, and how much of it there is in their mixture."""
+
+    weight: float = 1.0  # its share of the tokens, of the sum of all weights
+
+    def __post_init__(self) -> None:
+        SourceConfig.__post_init__(self)
+        if not 0.0 < self.weight < float("inf"):
+            raise Refused(f"weight: expected a number above 0, got {self.weight!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class DataConfig(SourceConfig):
+    """One source, or `sources` in its place; their tokenizer, and how they become sequences."""
+
+    packing: PackingKind = PackingKind.WHOLE
+    tokenizer: str | None = None  # 'bytes', a folder or a hub name; None: the model's own
+    cache: str = "~/.cache/farspan"  # tokens are written here once and mapped afterwards
+    sources: tuple[WeightedSource, ...] | None = None
+
+    def __post_init__(self) -> None:
+        SourceConfig.__post_init__(self)
+        object.__setattr__(self, "packing", PackingKind(self.packing))
+        if self.sources is None:
+            return
+        if not self.sources:
+            raise Refused("sources: expected one or more, got none; leave it out, or list some")
+        for own in fields(SourceConfig):
+            if getattr(self, own.name) != own.default:
+                raise Refused(
+                    f"{own.name}: it is of one source, and there are several; give it to those of "
+                    "data.sources that need it"
+                )
+
+    def each(self) -> tuple[tuple["DataConfig", float], ...]:
+        """Every source as if there were no other, and its weight."""
+        if self.sources is None:
+            return ((self, 1.0),)
+        names = [own.name for own in fields(SourceConfig)]
+        return tuple(
+            (replace(self, sources=None, **{n: getattr(s, n) for n in names}), s.weight)
+            for s in self.sources
+        )

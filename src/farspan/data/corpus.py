@@ -2,23 +2,26 @@
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from farspan.data.config import DataConfig, PackingKind
+from farspan.data.config import DataConfig, PackingKind, SourceConfig
 from farspan.data.formats import UNTRAINED
 from farspan.data.packing import (
     BestFitLayout,
     ConcatLayout,
+    Mixture,
     PackedBatch,
     Packing,
     SequenceLayout,
+    seed_of_source,
     split_held_out,
 )
-from farspan.data.sources import open_form, open_sources
+from farspan.data.sources import OpenedSource, open_source, refuse_shared
 from farspan.data.token_cache import TokenStore, Watch, open_store
 from farspan.data.tokenizers import Tokenizer
 from farspan.spec import Refused
@@ -29,11 +32,24 @@ _PACKED = "2"  # rises whenever the same documents give other sequences
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """One source of the data."""
+
+    opened: OpenedSource
+    recognised: bool  # by their fields: the run file names no form
+    weight: float
+    stores: tuple[TokenStore, ...]  # to train on, and, where there are others, to evaluate on
+    train: Packing
+    held_out: Packing | None
+
+
+@dataclass(frozen=True, slots=True)
 class Corpus:
     """Packed sequences to train on and, where some are held out, to evaluate on."""
 
-    train: Packing
-    held_out: Packing | None
+    train: Packing | Mixture
+    held_out: Packing | Mixture | None
+    parts: tuple[Part, ...]
     largest: int  # of all ids: the model needs a vocabulary above it
     longest: int  # tokens of the longest document: positions go no further
     identity: str  # two corpora with one identity give the same sequences
@@ -44,11 +60,15 @@ class Corpus:
         kept, held_out = self.train.kept, self.held_out
         sequences = self.train.sequences_per_epoch()
         mostly = f", {self.trained:.1%} of them trained" if self.trained < 1.0 else ""
+        several = isinstance(self.train, Mixture)
+        until = "until each source was read whole" if several else "an epoch"
+        room = sum(part.train.sequences_per_epoch() for part in self.parts) * context
         lines = [
-            f"data: {kept.tokens:,} tokens{mostly}, {sequences:,} sequences of {context:,} an "
-            f"epoch; {f'{held_out.kept.tokens:,} tokens' if held_out else 'none'} held out",
+            f"data: {kept.tokens:,} tokens{mostly}, {sequences:,} sequences of {context:,} "
+            f"{until}; {f'{held_out.kept.tokens:,} tokens' if held_out else 'none'} held out",
+            *self._describe_parts(),
             f"packing: {kept.divided:,} of {kept.documents:,} documents divided, "
-            f"{kept.padding / (sequences * context):.1%} padding"
+            f"{kept.padding / room:.1%} padding"
             + (f"; {kept.left_out:,} tokens in pieces that train none" if kept.left_out else ""),
         ]
         if kept.tokens < context:
@@ -56,12 +76,31 @@ class Corpus:
                 "warning: all documents together are shorter than one sequence; give more data or "
                 "a shorter context"
             )
-        elif kept.padding > _MUCH * sequences * context:
+        elif kept.padding > _MUCH * room:
             lines.append(
                 "note: few documents fit together; another context, or packing: cut (which divides "
                 "them), wastes less"
             )
         return lines
+
+    def _describe_parts(self) -> Iterator[str]:
+        if not isinstance(self.train, Mixture):
+            (part,) = self.parts
+            if part.recognised:
+                yield f"format: {part.opened.config.format}, known by the fields of its records"
+            return
+        weights = sum(part.weight for part in self.parts)
+        for part, times in zip(self.parts, self.train.epochs(), strict=True):
+            kept, config = part.train.kept, part.opened.config
+            yield (
+                f"source {config.path or config.source} ({config.format}): "
+                f"{part.weight / weights:.1%} of all tokens that are read; its {kept.tokens:,} in "
+                f"{part.train.sequences_per_epoch():,} sequences {times:.2f} times by then"
+            )
+
+    def part_of_largest(self) -> Part:
+        """The source with the largest id."""
+        return max(self.parts, key=lambda part: max(store.largest for store in part.stores))
 
 
 def open_corpus(
@@ -72,10 +111,55 @@ def open_corpus(
     `watch(documents, tokens)` is called while tokens are written; it may raise to abandon that.
     Raises Refused when data cannot be read or leaves nothing to train on.
     """
-    form = open_form(config, tokenizer)
-    source, other = open_sources(config, form)
+    parts: list[Part] = []
+    for number, (own, weight) in enumerate(config.each()):
+        place = number if config.sources is not None else None
+        with _naming(place):
+            opened = open_source(own, tokenizer)
+            seeds = seed_of_source(seed, number)
+            parts.append(
+                _open_part(own, opened, weight, tokenizer, context=context, seed=seeds, watch=watch)
+            )
+            _check_disjoint(parts)
+    stores = [store for part in parts for store in part.stores]
+    tokens = [len(part.stores[0].tokens) for part in parts]
+    return Corpus(
+        _mixed([part.train for part in parts], [part.weight for part in parts]),
+        _evaluated([part.held_out for part in parts if part.held_out is not None]),
+        tuple(parts),
+        largest=max(s.largest for s in stores),
+        longest=max(int(np.diff(s.starts).max()) for s in stores),
+        identity=_identity(parts),
+        trained=sum(p.stores[0].trained_tokens() for p in parts) / sum(tokens),
+    )
+
+
+@contextmanager
+def _naming(number: int | None) -> Iterator[None]:
+    """Keys of the run file in refusals are those of the source at `number`; None: there is one."""
+    try:
+        yield
+    except Refused as error:
+        key = str(error).partition("data.")[2].partition(":")[0]
+        own = {field.name for field in fields(SourceConfig)}
+        if number is None or not str(error).startswith("data.") or key not in own:
+            raise
+        words = str(error).removeprefix("data.")
+        raise Refused(f"data.sources[{number}].{words}") from error
+
+
+def _open_part(
+    config: DataConfig,
+    opened: OpenedSource,
+    weight: float,
+    tokenizer: Tokenizer,
+    *,
+    context: int,
+    seed: int,
+    watch: Watch,
+) -> Part:
     cache = Path(config.cache)
-    store = open_store(source, form, tokenizer, cache, watch)
+    store = open_store(opened.train, opened.form, tokenizer, cache, watch)
     chosen, held = split_held_out(store.documents(), config.held_out, seed)
     if len(chosen) == 0:
         raise Refused(
@@ -85,23 +169,30 @@ def open_corpus(
     pack = partial(_pack, kind=config.packing, context=context, seed=seed)
     train = pack(store, chosen, TRAINED)
     held_out, stores = None, [store]
-    if other is not None:
-        aside = open_store(other, form, tokenizer, cache, watch)
-        _check_disjoint(store, aside)
+    if opened.held_out is not None:
+        aside = open_store(opened.held_out, opened.form, tokenizer, cache, watch)
         held_out = pack(aside, np.arange(aside.documents()), "data.held_out_path")
         stores.append(aside)
     elif len(held) > 0:
         held_out = pack(store, held, "data.held_out")
-    return Corpus(
-        train,
-        held_out,
-        largest=max(s.largest for s in stores),
-        longest=max(int(np.diff(s.starts).max()) for s in stores),
-        identity=hashlib.sha256(
-            " ".join([_PACKED, *(s.digest for s in stores)]).encode()
-        ).hexdigest(),
-        trained=1.0 if store.trained is None else float(store.trained.mean()),
-    )
+    recognised = opened.config.format is not config.format
+    return Part(opened, recognised, weight, tuple(stores), train, held_out)
+
+
+def _mixed(packings: list[Packing], weights: list[float]) -> Packing | Mixture:
+    return packings[0] if len(packings) == 1 else Mixture(packings, weights)
+
+
+def _evaluated(packings: list[Packing]) -> Packing | Mixture | None:
+    """All that is held out, once: each packing by its own number of tokens."""
+    return _mixed(packings, [p.kept.tokens for p in packings]) if packings else None
+
+
+def _identity(parts: list[Part]) -> str:
+    digests = [store.digest for part in parts for store in part.stores]
+    if len(parts) > 1:  # which of them are held out, too
+        digests += [f"{part.weight!r}x{len(part.stores)}" for part in parts]
+    return hashlib.sha256(" ".join([_PACKED, *digests]).encode()).hexdigest()
 
 
 def _pack(
@@ -131,12 +222,26 @@ def _pack(
     return Packing(store, layout, context)
 
 
-def _check_disjoint(train: TokenStore, aside: TokenStore) -> None:
-    if train.digest == aside.digest:
-        raise Refused(
-            "data.held_out_path: these are the documents that are trained on; give others, "
-            "or use held_out to divide these"
-        )
+def _check_disjoint(parts: list[Part]) -> None:
+    """Of the last part against all of them. Raises Refused."""
+    last = parts[-1]
+    for part in parts:
+        trained, others = part.stores[0].digest, [s.digest for s in last.stores[1:]]
+        if trained in others or last.stores[0].digest in [s.digest for s in part.stores[1:]]:
+            raise Refused(
+                "data.held_out_path: these are the documents that are trained on; give others, "
+                "or use held_out to divide these"
+            )
+        if part is last:
+            continue
+        for one, other in ((part.opened, last.opened), (last.opened, part.opened)):
+            if other.held_out is not None:
+                refuse_shared(one.train, other.held_out)
+        if trained == last.stores[0].digest:
+            raise Refused(
+                "data.path: another source has the same documents; give them once, with the sum of "
+                "both weights"
+            )
 
 
 _SHOWN = 160  # characters of a part, its beginning and its end

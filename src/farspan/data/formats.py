@@ -1,4 +1,5 @@
-"""The forms of documents: text, prompts with completions, tokens, and chats.
+"""The forms of documents: text, prompts with completions, tokens, and chats; and what tells them
+apart.
 
 The tokenizer's chat template writes conversations. What the model itself says is trained, and what
 ends it; what it is told is not. A template says which is which by `{% generation %}` around the
@@ -13,6 +14,7 @@ turns otherwise in any other way cannot be read so: it is refused.
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,6 +87,59 @@ class PromptForm:
         if not text.strip():
             return None
         return Written(text, None if self.everything else ((len(prompt), len(text)),))
+
+
+INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
+# Of Stanford Alpaca's train.py, to the letter.
+_ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the request.\n\n### Instruction:\n{instruction}\n\n### Response:"
+)
+_ALPACA_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request.\n\n### Instruction:\n"
+    "{instruction}\n\n### Input:\n{input}\n\n### Response:"
+)
+_NOT_ALPACA = ("system", "history")  # that others have added to its records
+
+
+@dataclass(frozen=True, slots=True)
+class AlpacaForm:
+    """An instruction, an input where there is one, and the output, in the words of Stanford Alpaca;
+    these are trained only where `everything` is."""
+
+    everything: bool
+
+    columns: ClassVar[tuple[str, ...]] = (INSTRUCTION, OUTPUT)
+    optional: ClassVar[tuple[str, ...]] = (INPUT, *_NOT_ALPACA)
+    any_ids: ClassVar[bool] = False
+
+    @property
+    def masked(self) -> bool:
+        return not self.everything
+
+    def key(self, column: str) -> str:  # noqa: ARG002 - all have the names that they are known by
+        return "data.format"
+
+    def listing(self) -> list[object]:
+        return ["alpaca", self.everything]
+
+    def read(self, document: Document) -> Written | None:
+        for other in _NOT_ALPACA:
+            if document.fields.get(other):
+                raise Refused(
+                    f"{document.place}: field {other!r} is not part of Alpaca's prompt; leave it "
+                    "out, or write the record as a chat"
+                )
+        output = text_of(document, OUTPUT, self.key(OUTPUT))
+        fields = {INSTRUCTION: text_of(document, INSTRUCTION, self.key(INSTRUCTION))}
+        if document.fields.get(INPUT):
+            fields[INPUT] = text_of(document, INPUT, self.key(INPUT))
+        if not output.strip() and not "".join(fields.values()).strip():
+            return None
+        prompt = (_ALPACA_WITH_INPUT if INPUT in fields else _ALPACA).format(**fields)
+        whole = prompt + output
+        return Written(whole, None if self.everything else ((len(prompt), len(whole)),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +252,20 @@ def _whole_numbers(document: Document, field: str) -> np.ndarray:
 
 
 TOOLS = "tools"
-ASSISTANT = "assistant"
+ASSISTANT, SYSTEM = "assistant", "system"
+# What ShareGPT and those who came after it call who speaks.
+_SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    "assistant": ASSISTANT,
+    "model": ASSISTANT,
+    "system": SYSTEM,
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
 MARKS = re.compile(r"\{%[-+]?\s*generation\b")
 _OTHERWISE = (
     "give a data.chat_template that has {% generation %} around what the model says, or set "
@@ -210,14 +278,16 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ChatForm:
-    """A list of messages, each with a role and a content, and the tools that may be called."""
+    """A list of messages, each with a role and a content, and the tools that may be called. Of
+    ShareGPT's they have `from` and `value` instead, and what the system says may stand beside them.
+    """
 
     field: str
     everything: bool  # is trained
     inner: PreTrainedTokenizerBase
     template: str
+    sharegpt: bool = False
 
-    optional: ClassVar[tuple[str, ...]] = (TOOLS,)
     any_ids: ClassVar[bool] = False
 
     @property
@@ -228,12 +298,16 @@ class ChatForm:
     def columns(self) -> tuple[str, ...]:
         return (self.field,)
 
+    @property
+    def optional(self) -> tuple[str, ...]:
+        return (TOOLS, SYSTEM) if self.sharegpt else (TOOLS,)
+
     def key(self, column: str) -> str:  # noqa: ARG002 - what else is read has a fixed name
         return "data.field"
 
     def listing(self) -> list[object]:
         digest = hashlib.sha256(self.template.encode()).hexdigest()
-        return ["chat", self.field, self.everything, digest]
+        return ["sharegpt" if self.sharegpt else "chat", self.field, self.everything, digest]
 
     def read(self, document: Document) -> Written | None:
         messages = self._messages(document)
@@ -253,12 +327,51 @@ class ChatForm:
     def _messages(self, document: Document) -> Sequence[Message]:
         given = field_of(document, self.field, self.key(self.field))
         whole = isinstance(given, Sequence) and not isinstance(given, str)
-        if not whole or not all(isinstance(m, Mapping) and "role" in m for m in given):
+        needed = ("from", "value") if self.sharegpt else ("role",)
+        if not whole or not all(
+            isinstance(m, Mapping) and all(k in m for k in needed) for m in given
+        ):
+            what = "from and value" if self.sharegpt else "a role and a content"
             raise Refused(
                 f"{document.place}: field {self.field!r}: expected a list of messages, each with "
-                "a role and a content"
+                f"{what}"
             )
-        return [{key: value for key, value in m.items() if value is not None} for m in given]
+        messages = [{key: value for key, value in m.items() if value is not None} for m in given]
+        return self._from_sharegpt(document, messages) if self.sharegpt else messages
+
+    def _from_sharegpt(self, document: Document, given: Sequence[Message]) -> Sequence[Message]:
+        """With roles and contents."""
+        messages = []
+        if document.fields.get(SYSTEM):
+            content = text_of(document, SYSTEM, self.key(SYSTEM))
+            messages.append({"role": SYSTEM, "content": content})
+        for number, message in enumerate(given, start=1):
+            role = _SPEAKERS.get(str(message.get("from")))
+            if role is None:
+                raise Refused(
+                    f"{document.place}: message {number} is from {message.get('from')!r}, expected "
+                    f"one of {', '.join(_SPEAKERS)}; write others as a chat, with role and content"
+                )
+            content = message.get("value", "")
+            if not isinstance(content, str):
+                raise Refused(
+                    f"{document.place}: message {number}: value holds {type(content).__name__}, "
+                    "expected text"
+                )
+            messages.append({"role": role, "content": content})
+        return messages
+
+    def _tools(self, document: Document) -> Any:
+        """ShareGPT's may be JSON in a text."""
+        tools = document.fields.get(TOOLS)
+        if self.sharegpt and isinstance(tools, str):
+            try:
+                tools = json.loads(tools) if tools.strip() else None
+            except (ValueError, RecursionError) as error:
+                raise Refused(
+                    f"{document.place}: field {TOOLS!r} holds text that is not JSON: {error}"
+                ) from error
+        return tools
 
     def _turns(
         self, document: Document, messages: Sequence[Message], text: str
@@ -329,7 +442,7 @@ class ChatForm:
             document,
             self.inner.apply_chat_template,
             conversation=list(messages),
-            tools=document.fields.get(TOOLS),
+            tools=self._tools(document),
             chat_template=self.template,
             add_generation_prompt=opened,
             tokenize=False,
@@ -343,7 +456,7 @@ class ChatForm:
             document,
             render_jinja_template,
             conversations=[list(messages)],
-            tools=document.fields.get(TOOLS),
+            tools=self._tools(document),
             chat_template=self.template,
             return_assistant_tokens_mask=True,
             **self.inner.special_tokens_map,

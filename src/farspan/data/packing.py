@@ -1,9 +1,11 @@
 """Documents packed into sequences of one length: whole by best fit, or end to end and cut."""
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
+from fractions import Fraction
 from functools import lru_cache
 from typing import Protocol
 
@@ -19,6 +21,7 @@ class Draw(IntEnum):
     SPLIT = 0
     SHUFFLE = 1
     PLACES = 2
+    SOURCES = 3
 
     def generator(self, seed: int, *key: int) -> np.random.Generator:
         sequence = np.random.SeedSequence((seed, self.value, *key))
@@ -128,6 +131,82 @@ class Packing:
         if self._store.trained is None:
             return ids, ids
         return ids, np.where(self._store.trained[span], ids, UNTRAINED)
+
+
+class Mixture:
+    """Sequences of several packings, each of one alone, such that of the tokens of documents each
+    packing has its weight's share.
+
+    The k-th sequence of packing p is due at (k + 1/2) / rate(p), where a rate is proportional to
+    the weight over the mean tokens of a sequence. Invariant: sequence i is the i-th that is due,
+    a pure function of i; after n sequences a packing has had its rate times n, give or take one.
+    """
+
+    def __init__(self, packings: Sequence[Packing], weights: Sequence[float]) -> None:
+        self._packings = packings
+        parts = [
+            Fraction(weight) * packing.sequences_per_epoch() / packing.kept.tokens
+            for packing, weight in zip(packings, weights, strict=True)
+        ]
+        self._rates = [part / sum(parts) for part in parts]  # exact: no rounding moves a sequence
+        kept = [packing.kept for packing in packings]
+        names = [own.name for own in fields(PackingStats)]
+        self.kept = PackingStats(**{n: sum(getattr(k, n) for k in kept) for n in names})
+
+    def sequences_per_epoch(self) -> int:
+        """After so many every document has been read."""
+        last = [Fraction(2 * p.sequences_per_epoch() - 1, 2) for p in self._packings]
+        due = max(number / rate for number, rate in zip(last, self._rates, strict=True))
+        return sum(self._due(due))
+
+    def epochs(self) -> list[float]:
+        """How often each packing has been read by then."""
+        counts = [p.sequences_per_epoch() for p in self._packings]
+        total = self.sequences_per_epoch()
+        return [float(total * r / n) for r, n in zip(self._rates, counts, strict=True)]
+
+    def batch(self, indices: Sequence[int]) -> PackedBatch:
+        """Sequences by index, `[len(indices), context]`."""
+        places = [self._place(index) for index in indices]
+        return _stacked([self._packings[p].batch([number]) for p, number in places])
+
+    def once(self, index: int) -> PackedBatch:
+        """The sequence at `index`, as the packing that it is of has it `once`."""
+        packing, number = self._place(index)
+        return self._packings[packing].once(number)
+
+    def _due(self, time: Fraction) -> list[int]:
+        """How many of each packing are due up to `time`."""
+        return [math.floor(time * rate + Fraction(1, 2)) for rate in self._rates]
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """The packing that sequence `index` is of, and its number there."""
+        # Of all packings together, within half a sequence of each, `time` sequences are due.
+        counts = self._due(Fraction(max(0, index - len(self._rates))))
+        while True:
+            due = [(2 * c + 1) / r for c, r in zip(counts, self._rates, strict=True)]
+            first = due.index(min(due))
+            if sum(counts) == index:
+                return first, counts[first]
+            counts[first] += 1
+
+
+def _stacked(rows: Sequence[PackedBatch]) -> PackedBatch:
+    """One batch of them."""
+    ids, labels, marks = (
+        np.concatenate([getattr(row, name) for row in rows])
+        for name in ("input_ids", "labels", "document_ids")
+    )
+    names = tuple(name for row in rows for name in row.names)
+    return PackedBatch(ids, labels, marks, names, sum(row.tokens for row in rows))
+
+
+def seed_of_source(seed: int, number: int) -> int:
+    """Of the source at `number`: of the first the run's, so that one alone is as it was without
+    others; sources of one size are not shuffled alike."""
+    if number == 0:
+        return seed
+    return int(Draw.SOURCES.generator(seed, number).integers(1 << 62))
 
 
 def split_held_out(documents: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

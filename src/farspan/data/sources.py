@@ -5,13 +5,22 @@ import gzip
 import json
 import sysconfig
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from farspan.data.config import DataConfig, Loss, RecordFormat, SourceKind
-from farspan.data.formats import ChatForm, PromptForm, TextForm, TokensForm
+from farspan.data.formats import (
+    INPUT_IDS,
+    INSTRUCTION,
+    OUTPUT,
+    AlpacaForm,
+    ChatForm,
+    PromptForm,
+    TextForm,
+    TokensForm,
+)
 from farspan.data.tokenizers import TEXT, Document, Form, HubTokenizer, Source, Tokenizer
 from farspan.lazy import load
 from farspan.spec import Refused
@@ -168,7 +177,7 @@ class DatasetRows:
     """Every row is one document."""
 
     path: str
-    rows: Any  # datasets.Dataset, of the columns that are read
+    rows: Any  # datasets.Dataset
 
     def names(self) -> tuple[str, ...]:
         return (self.path,)
@@ -182,10 +191,22 @@ class DatasetRows:
         for number, row in enumerate(self.rows, start=1):
             yield Document(0, number, f"{self.path}: row {number}", _without_none(row))
 
+    def read_by(self, form: Form) -> "DatasetRows":
+        """Of the columns that `form` reads alone. Raises Refused where one is missing."""
+        there = self.rows.column_names
+        for column in form.columns:
+            if column not in there:
+                raise Refused(
+                    f"{form.key(column)}: dataset {self.path!r} has no column {column!r}; it has: "
+                    f"{', '.join(there)}"
+                )
+        optional = [column for column in form.optional if column in there]
+        return DatasetRows(self.path, self.rows.select_columns([*form.columns, *optional]))
 
-def open_dataset(path: str, name: str | None, split: str, form: Form) -> DatasetRows:
-    """Opens `split` of the dataset at `path`: the columns that `form` reads. Raises Refused without
-    the library, or with its own words."""
+
+def open_dataset(path: str, name: str | None, split: str) -> DatasetRows:
+    """Opens `split` of the dataset at `path`. Raises Refused without the library, or with its own
+    words."""
     place, load_from_disk, load_dataset = Path(path).expanduser(), *_loaders()
     try:
         if any((place / saved).is_file() for saved in _SAVED):
@@ -200,14 +221,7 @@ def open_dataset(path: str, name: str | None, split: str, form: Form) -> Dataset
             f"data.path: cannot load dataset {path!r}, split {split!r}: "
             f"{' '.join(str(error).split())}"
         ) from error
-    for column in form.columns:
-        if column not in rows.column_names:
-            raise Refused(
-                f"{form.key(column)}: dataset {path!r} has no column {column!r}; it has: "
-                f"{', '.join(rows.column_names)}"
-            )
-    optional = [column for column in form.optional if column in rows.column_names]
-    return DatasetRows(path, rows.select_columns([*form.columns, *optional]))
+    return DatasetRows(path, rows)
 
 
 def _without_none(value: Any) -> Any:
@@ -250,20 +264,67 @@ def _saved(found: Any, path: str, name: str | None, split: str) -> Any:
     return found
 
 
+# The fields that tell a form from the others.
+_MARKS = {
+    RecordFormat.TEXT: (TEXT,),
+    RecordFormat.CHAT: ("messages",),
+    RecordFormat.SHAREGPT: ("conversations",),
+    RecordFormat.ALPACA: (INSTRUCTION, OUTPUT),
+    RecordFormat.PROMPT: ("prompt", "completion"),
+    RecordFormat.TOKENS: (INPUT_IDS,),
+}
+
+
+def recognise(config: DataConfig, document: Document) -> DataConfig:
+    """With the form of this document, the first there is, where the run file names none: what has
+    a text is text. Raises Refused where its fields say none, or several."""
+    fields = document.fields
+    if config.format is not RecordFormat.TEXT or config.field is not None or TEXT in fields:
+        return config
+    found = [kind for kind, needed in _MARKS.items() if all(name in fields for name in needed)]
+    if not found:
+        forms = ", ".join(f"{kind} ({' and '.join(names)})" for kind, names in _MARKS.items())
+        raise Refused(
+            f"{document.place} has no field 'text' (it has: {', '.join(fields)}), and none of the "
+            f"forms that are known by their fields: {forms}; set data.field to the field of its "
+            "text, or data.format and the fields of another form"
+        )
+    if len(found) > 1:
+        raise Refused(
+            f"{document.place} has the fields of several forms: {', '.join(found)}; set "
+            "data.format to one of them"
+        )
+    kind, field = found[0], None
+    if kind is RecordFormat.SHAREGPT and _has_roles(fields["conversations"]):
+        kind, field = RecordFormat.CHAT, "conversations"
+    return replace(config, format=kind, field=field)
+
+
+def _has_roles(messages: Any) -> bool:
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and isinstance(messages[0], Mapping)
+        and "role" in messages[0]
+    )
+
+
 def open_form(config: DataConfig, tokenizer: Tokenizer) -> Form:
     """How records are read. Raises Refused where the tokenizer cannot do that."""
     everything = config.loss is Loss.ALL
     match config.format:
-        case RecordFormat.CHAT:
+        case RecordFormat.CHAT | RecordFormat.SHAREGPT:
             return _chat(config, tokenizer, everything)
+        case RecordFormat.ALPACA:
+            form: Form = AlpacaForm(everything)
         case RecordFormat.PROMPT:
-            form: Form = PromptForm(config.prompt, config.completion, everything)
+            form = PromptForm(config.prompt, config.completion, everything)
         case RecordFormat.TOKENS:
             form = TokensForm()
         case RecordFormat.TEXT:
             in_files = config.source in (SourceKind.STDLIB, SourceKind.TEXT)
             form = TextForm(TEXT if in_files else config.field or TEXT)
-    if config.format is RecordFormat.PROMPT and form.masked:
+    if config.format in (RecordFormat.PROMPT, RecordFormat.ALPACA) and form.masked:
         _refuse_slow(tokenizer)
     return form
 
@@ -271,8 +332,8 @@ def open_form(config: DataConfig, tokenizer: Tokenizer) -> Form:
 def _chat(config: DataConfig, tokenizer: Tokenizer, everything: bool) -> ChatForm:
     if not isinstance(tokenizer, HubTokenizer):
         raise Refused(
-            f"data.format: chat needs a tokenizer with a chat template, {config.tokenizer!r} has "
-            "none; give the folder or hub name of one"
+            f"data.format: {config.format} needs a tokenizer with a chat template, "
+            f"{config.tokenizer!r} has none; give the folder or hub name of one"
         )
     if config.chat_template is not None:
         path = Path(config.chat_template).expanduser()
@@ -287,7 +348,9 @@ def _chat(config: DataConfig, tokenizer: Tokenizer, everything: bool) -> ChatFor
             ) from error
     if not everything:
         _refuse_slow(tokenizer)
-    return ChatForm(config.field or "messages", everything, tokenizer.inner, template)
+    sharegpt = config.format is RecordFormat.SHAREGPT
+    field = config.field or _MARKS[config.format][0]
+    return ChatForm(field, everything, tokenizer.inner, template, sharegpt)
 
 
 def _refuse_slow(tokenizer: Tokenizer) -> None:
@@ -299,31 +362,50 @@ def _refuse_slow(tokenizer: Tokenizer) -> None:
         )
 
 
-def open_sources(config: DataConfig, form: Form) -> tuple[Source, Source | None]:
-    """The source to train on and, where `held_out_path` is given, the one to evaluate on.
+@dataclass(frozen=True, slots=True)
+class OpenedSource:
+    """Documents to train on, where there are others to evaluate on those, and how both are read."""
 
-    Raises Refused when a path matches nothing or one file is in both.
-    """
+    config: DataConfig  # with the form that was recognised
+    form: Form
+    train: Source
+    held_out: Source | None = None
+
+
+def open_source(config: DataConfig, tokenizer: Tokenizer) -> OpenedSource:
+    """Raises Refused when a path matches nothing, one file is in both, or the form of records is
+    not known."""
     if config.path is None:
-        return TextFiles(stdlib_files()), None
-    train = _open(config, form, config.path, config.split)
+        return OpenedSource(config, open_form(config, tokenizer), TextFiles(stdlib_files()))
+    train = _open(config, config.path, config.split)
+    if config.format is RecordFormat.TEXT and isinstance(train, JsonLines | DatasetRows):
+        first = next(train.documents(), None)
+        config = config if first is None else recognise(config, first)
+    form = open_form(config, tokenizer)
+    train = train.read_by(form) if isinstance(train, DatasetRows) else train
     if not config.held_out_elsewhere():
-        return train, None
+        return OpenedSource(config, form, train)
     path, split = config.held_out_path or config.path, config.held_out_split or config.split
-    held_out = _open(config, form, path, split, "data.held_out_path")
+    held_out = _open(config, path, split, "data.held_out_path")
+    held_out = held_out.read_by(form) if isinstance(held_out, DatasetRows) else held_out
+    refuse_shared(train, held_out)
+    return OpenedSource(config, form, train, held_out)
+
+
+def refuse_shared(train: Source, held_out: Source) -> None:
+    """Raises Refused where documents are in both."""
     shared = {str(entry) for entry in train.listing()} & {str(e) for e in held_out.listing()}
     if shared:
         raise Refused(
             f"data.held_out_path: {sorted(shared)[0]} is also trained on; give other documents, "
             "or use held_out to divide these"
         )
-    return train, held_out
 
 
 def _open(
-    config: DataConfig, form: Form, path: str, split: str, field: str = "data.path"
-) -> Source:
+    config: DataConfig, path: str, split: str, field: str = "data.path"
+) -> TextFiles | JsonLines | DatasetRows:
     if config.source is SourceKind.DATASET:
-        return open_dataset(path, config.name, split, form)
+        return open_dataset(path, config.name, split)
     files = find_files(path, field)
     return JsonLines(files) if config.source is SourceKind.JSONL else TextFiles(files)

@@ -50,6 +50,10 @@ class TokenStore:
     def documents(self) -> int:
         return len(self.starts) - 1
 
+    def trained_tokens(self) -> int:
+        """How many tokens are trained."""
+        return len(self.tokens) if self.trained is None else int(self.trained.sum())
+
     def name(self, document: int) -> str:
         """Where a document was read: a file, or a file and its line."""
         file, line = (int(number) for number in self.origins[document])

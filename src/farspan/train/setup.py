@@ -173,12 +173,20 @@ def adapt(model: Any, run: RunConfig) -> None:
 
 def _check_vocabulary(corpus: Corpus, model: Any) -> None:
     rows = model.get_input_embeddings().num_embeddings
-    if corpus.largest >= rows:
+    if corpus.largest < rows:
+        return
+    opened = corpus.part_of_largest().opened
+    if opened.form.any_ids:
         raise Refused(
-            f"data.tokenizer: its ids go up to {corpus.largest}, but the model embeds only "
-            f"{rows}; use the model's own tokenizer, or set vocab_size to at least "
-            f"{corpus.largest + 1} for random weights"
+            f"data.format: the input_ids of {opened.config.path} go up to {corpus.largest}, but "
+            f"the model embeds only {rows}; make them with the model's own tokenizer, or set "
+            f"vocab_size to at least {corpus.largest + 1} for random weights"
         )
+    raise Refused(
+        f"data.tokenizer: its ids go up to {corpus.largest}, but the model embeds only "
+        f"{rows}; use the model's own tokenizer, or set vocab_size to at least "
+        f"{corpus.largest + 1} for random weights"
+    )
 
 
 def shard_model(
