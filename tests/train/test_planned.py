@@ -399,3 +399,20 @@ def test_a_step_that_must_be_told_is_refused() -> None:
     model = load_tiny(config=MODEL, dtype=torch.float64, seed=0)
     with pytest.raises(Refused, match="selector: schedule='auto' plans for dense attention"):
         Step(model, "auto", selector=lambda votes, _: votes)
+
+
+def test_a_step_by_the_planner_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    components = replaced(machine=lambda *_: one_memory())
+    monkeypatch.setattr(planning, "StepPlanner", partial(planning.StepPlanner, components))
+    ids = torch.arange(48)[None]
+    model = load_tiny(config=MODEL, dtype=torch.float32, seed=0)
+    step = Step(model, "auto")
+    step(ids, ids)
+    assert step.plan is not None
+    assert step.plan.fits
+    other = load_tiny(config=MODEL, dtype=torch.float32, seed=0)
+    Step(other, step.schedule)(ids, ids)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert one.grad is not None
+        assert two.grad is not None
+        assert torch.equal(one.grad, two.grad)

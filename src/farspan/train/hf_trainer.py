@@ -157,7 +157,7 @@ class LongContext:
     def _refuse_other_arguments(self) -> None:
         for name, (needed, instead) in _ARGUMENTS.items():
             given = getattr(self.args, name, needed)
-            off = not given and not needed  # None, False, 0 and no name all say so
+            off = given is None or not (given or needed)  # False, 0 and no name all say so
             if given != needed and not off and (name, given) not in _AS_GOOD:
                 raise Refused(f"{name}: a step of farspan needs {needed}, got {given}: {instead}")
         optimizer = str(getattr(self.args.optim, "value", self.args.optim))
