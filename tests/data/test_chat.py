@@ -262,7 +262,7 @@ def test_sharegpt_is_a_chat_with_other_words(tmp_path: Path, setting: dict[str, 
         {"conversations": told},
     ]
 
-    def opened(record: dict[str, Any], **fields: Any) -> Corpus:
+    def opened(record: Any, **fields: Any) -> Corpus:
         path.write_text(json.dumps(record) + "\n")
         config = DataConfig(
             source=SourceKind.JSONL, path=str(path), cache=str(tmp_path / "cache"), **fields

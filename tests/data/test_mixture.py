@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from farspan.cli import app
-from farspan.data.config import DataConfig, SourceKind, WeightedSource
+from farspan.data.config import DataConfig, Loss, SourceKind, WeightedSource
 from farspan.data.corpus import Corpus, open_corpus
 from farspan.data.packing import Mixture
 from farspan.data.tokenizers import ByteTokenizer
@@ -138,7 +138,7 @@ def test_each_source_has_its_own_form(tmp_path: Path) -> None:
         corpus.identity,
         mixed(tmp_path, source(write(tmp_path, "a", 3), 2), prompts).identity,
         mixed(tmp_path, prompts, source(write(tmp_path, "a", 3))).identity,
-        mixed(tmp_path, source(write(tmp_path, "a", 3)), replace(prompts, loss="all")).identity,
+        mixed(tmp_path, source(write(tmp_path, "a", 3)), replace(prompts, loss=Loss.ALL)).identity,
     }
     assert len(identities) == 4
 

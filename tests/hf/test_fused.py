@@ -101,7 +101,7 @@ def test_decorators_of_attention_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         monkeypatch.setattr(kind, "forward", decorated(kind.forward, count))
     rotations: list[int] = []
-    rotated = decorated(fused_layers.rotated, rotations)
+    rotated = decorated(vars(fused_layers)["rotated"], rotations)
     monkeypatch.setattr("farspan.hf.fused_layers.rotated", rotated)
     data = draw(19)
     step, expected = Step(model, SCHEDULE), run_oracle(model, data)

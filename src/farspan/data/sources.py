@@ -386,6 +386,7 @@ def open_source(config: DataConfig, tokenizer: Tokenizer) -> OpenedSource:
     if not config.held_out_elsewhere():
         return OpenedSource(config, form, train)
     path, split = config.held_out_path or config.path, config.held_out_split or config.split
+    assert path is not None, "a corpus has a path"
     held_out = _open(config, path, split, "data.held_out_path")
     held_out = held_out.read_by(form) if isinstance(held_out, DatasetRows) else held_out
     refuse_shared(train, held_out)

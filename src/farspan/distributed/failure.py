@@ -391,8 +391,9 @@ class FailureDetector:
     def _is_stopped(self, rank: int) -> bool:
         """Whether this process sees that a signal has stopped that rank's."""
         home = self._where.get(rank)
-        seen = home is not None and home.machine == self._home.machine
-        return seen and _status(home.process) in STOPPED
+        if home is None or home.machine != self._home.machine:
+            return False
+        return _status(home.process) in STOPPED
 
     def _claim(self, store: Store, fault: Fault) -> Fault:
         """The first fault of all: `fault`, if no rank claimed one before."""
