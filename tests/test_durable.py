@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from farspan.durable import publish
+from farspan.durable import publish, write_bytes, write_tensors
 
 
 def test_a_folder_is_on_the_disk_before_it_has_its_name(
@@ -36,3 +37,10 @@ def test_a_folder_is_on_the_disk_before_it_has_its_name(
     assert inside <= set(done[:place])
     assert tmp_path.stat().st_ino in done[place:]
     assert (tmp_path / "whole" / "deep" / "two").read_text() == "text"
+
+
+def test_tensors_have_the_modes_of_other_files(tmp_path: Path) -> None:
+    """Whatever their writer gives them: safetensors 0.8 keeps others out."""
+    write_bytes(tmp_path / "bytes", b"text")
+    write_tensors(tmp_path / "tensors", {"a": torch.zeros(2)})
+    assert (tmp_path / "tensors").stat().st_mode == (tmp_path / "bytes").stat().st_mode

@@ -1,6 +1,7 @@
 """Ids of bytes and of Hugging Face tokenizers, and where a document ends."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,16 +93,19 @@ def test_code_of_a_tokenizer_runs_only_where_it_is_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inner = AutoTokenizer.from_pretrained(save_words(tmp_path))
-    asked: list[bool] = []
+    asked: list[dict[str, Any]] = []
 
-    def load(_: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-        asked.append(trust_remote_code)
+    def load(_: str, **given: Any) -> PreTrainedTokenizerBase:
+        asked.append(given)
         return inner
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
     load_tokenizer(str(tmp_path))
-    load_tokenizer(str(tmp_path), True)
-    assert asked == [False, True]
+    load_tokenizer("owner/name", True, "0a1b")
+    assert asked == [
+        {"trust_remote_code": False},
+        {"trust_remote_code": True, "revision": "0a1b", "code_revision": "0a1b"},
+    ]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gpt2", "gemma2", "llama"])

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -111,6 +112,44 @@ def test_a_frozen_rank_is_named_and_not_called_dead(
         words = rf"rank {culprit}: does not answer: its process \d+ is there, but stopped"
         assert re.fullmatch(f"(RankFailed|farspan): {words}", said), end
         assert end.at - frozen < LIMIT + 5.0 + BUSY, end
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fault", ["stopped", "killed"])
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_under_torchrun(tmp_path: Path, fault: str, culprit: int) -> None:
+    """Whose agent has the store. It ends the others when one has failed, before they may have said
+    why, and gives a frozen one 30 seconds."""
+    work = f"from tests.distributed.test_failure import run; run({fault!r}, {culprit})"
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3"),
+                *("--no-python", sys.executable, "-W", "ignore", "-c", work),
+            ],
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        )
+    words = rf"RankFailed: rank {culprit}: does not answer: its process (\d+) is there, but stopped"
+    if fault == "killed":
+        words = rf"exitcode: -9\) local_rank: {culprit}"
+    try:
+        deadline = time.monotonic() + 60.0
+        while not (found := re.search(words, log.read_text())):
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        happened = float(re.findall(r"^(\d+\.\d+)$", log.read_text(), re.MULTILINE)[0])
+        assert time.monotonic() - happened < LIMIT + 5.0 + BUSY
+        if fault == "stopped":
+            os.kill(int(found[1]), signal.SIGKILL)
+        assert process.wait(40.0) == 1
+    finally:
+        process.kill()
+        process.wait()
+    named = set(re.findall(r"rank (\d+): exited without reporting", log.read_text()))
+    assert named <= ({str(culprit)} if fault == "killed" else set())
 
 
 def test_a_rank_that_waits_for_no_collective_ends_too(tmp_path: Path) -> None:

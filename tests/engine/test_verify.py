@@ -18,6 +18,7 @@ from farspan.engine.loss import LossHead
 from farspan.engine.verify import Verification, VerificationRun, verify
 from farspan.program.strategies import STRATEGIES
 from farspan.spec import Refused, Schedule, Tier
+from tests.engine.test_verify_rounding import SOUND
 from tests.grids import crossed, part_of
 from tests.zoo import VOCAB, make_model, shared_model
 
@@ -238,7 +239,7 @@ def test_fails_what_is_broken_in_lower_precision(
     broken: Break, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By what low precision itself shows: the same schedule in float64 is taken to be right."""
-    monkeypatch.setattr("farspan.engine.verify._structure", lambda *_: 0.0)
+    monkeypatch.setattr("farspan.engine.verify._structure", lambda *_: SOUND)
     broken(monkeypatch)
     assert_failed(verify(shared_model("qwen2", dtype), SCHEDULE, RUN))
 

@@ -18,8 +18,12 @@ from farspan.engine.verify import (
     TWO_ROUNDINGS,
     Errors,
     GradientError,
+    Judged,
+    RoundedApart,
+    Structure,
     VerificationRun,
     beside_plain,
+    exactly,
     perturbed_embeddings,
     verify,
 )
@@ -49,6 +53,7 @@ def test_forty_seeds_without_a_false_alarm(seeds: range) -> None:
         assert 0.8 < found.rounding_ratio < 1.25
 
 
+SOUND = Structure((torch.zeros(()), {}), Judged([], 0.0, ""), 0.0)
 TABLE = "model.embed_tokens.weight"
 
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -162,7 +167,7 @@ def test_fails_what_only_low_precision_has_wrong(
     fault: Break, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a kernel of bfloat16 may have: the same schedule in float64 is taken to be right."""
-    monkeypatch.setattr("farspan.engine.verify._structure", lambda *_: 0.0)
+    monkeypatch.setattr("farspan.engine.verify._structure", lambda *_: SOUND)
     fault(monkeypatch)
     model = shared_model("mistral" if fault is window_too_wide else "qwen2", torch.bfloat16)
     found = verify(model, SCHEDULE, replace(RUN, seed=seed))
@@ -189,7 +194,7 @@ def test_fails_what_no_rounding_could_hide(
 
 def test_fails_a_step_that_rounds_coarsely(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention that gives its gradients in half the digits is within no parameter's chance."""
-    monkeypatch.setattr("farspan.engine.verify._structure", lambda *_: 0.0)
+    monkeypatch.setattr("farspan.engine.verify._structure", lambda *_: SOUND)
 
     def attend(*arguments: Any) -> tuple[Tensor, Tensor]:
         out, lse = attention.attend(*arguments)
@@ -307,3 +312,64 @@ class TestBesidePlain:
         found = beside_plain([run, run], [run, run], [0.0] * 2, chooses=False)
         kinds = [error.name for error in found.errors if "*" in error.name]
         assert kinds == ["layers.*.mlp.experts.*.up.weight"]  # two are too few for a median
+
+
+class TestIllConditioned:
+    """In float64, beyond `EXACT`: as far as rounding moves the reference."""
+
+    def test_no_more_than_the_limit_where_nothing_is_beyond_it(self) -> None:
+        found = exactly({"a": 0.9 * EXACT, "b": 0.0}, [])
+        assert {error.limit for error in found.errors} == {EXACT}
+        assert found.passed(0.0)
+        assert not exactly({"a": 1.1 * EXACT}, []).passed(0.0)
+
+    def test_as_far_as_the_reference_moves(self) -> None:
+        """Two runs of it that are equally far leave nothing to chance."""
+        moved = [{"a": 3e-12, "b": 1e-16}] * 2
+        assert exactly({"a": 4.2e-12, "b": 0.9 * EXACT}, moved).passed(0.0)
+        assert not exactly({"a": 4.3e-12, "b": 0.0}, moved).passed(0.0)
+        assert not exactly({"a": 0.0, "b": 1.1 * EXACT}, moved).passed(0.0)
+        assert not exactly({"a": 0.0, "b": 0.0}, moved).passed(1.1 * EXACT)
+        assert not exactly({"a": float("inf"), "b": 0.0}, moved).passed(0.0)
+
+    @pytest.mark.parametrize("seed", part_of([1, 2], 1))
+    def test_a_recurrence_that_cancels(self, seed: int) -> None:
+        """Weights ten times as large as fresh ones: the exact step is off by 1.5e-12, and the
+        reference moves by 5e-12."""
+        torch.manual_seed(seed)
+        model = make_model("qwen3_next").double()
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.5 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+        found = verify(model, Schedule(chunk=32), VerificationRun(tokens=89, seed=seed))
+        assert found.passed, found
+        assert found.max_relative_error > EXACT
+        assert "moves the reference" in found.rule
+
+    @pytest.mark.parametrize("family", ["qwen2", "qwen3_next"])
+    @pytest.mark.parametrize("fault", [False, True])
+    def test_by_what_moves_alone(
+        self, family: str, fault: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Where next to nothing counts as exact, an exact step still passes, and one whose weights'
+        gradients are off by a part in a hundred billion does not."""
+        monkeypatch.setattr("farspan.engine.verify.EXACT", 5e-15)
+        own = GradientAccumulator._add
+
+        def add(self: GradientAccumulator, parameter: nn.Parameter, gradient: Tensor) -> None:
+            own(self, parameter, gradient * (1 + 1e-11 * (fault and parameter.ndim == 2)))
+
+        monkeypatch.setattr(GradientAccumulator, "_add", add)
+        model = make_model(family).double()
+        found = verify(model, Schedule(chunk=32), VerificationRun(tokens=89))
+        assert found.passed is not fault, found
+
+    def test_rounding_leaves_zeros_and_copies_alone(self) -> None:
+        x = torch.linspace(0, 1, 101, dtype=torch.float64)
+        with RoundedApart(0):
+            assert torch.equal(x.clone(), x)
+            moved, product = x + x, x * 0
+        assert not torch.equal(moved, x + x)
+        assert float(((moved - 2 * x).abs() / (2 * x).clamp(min=1e-9)).max()) <= 2.3e-16
+        assert torch.equal(product, torch.zeros_like(x))

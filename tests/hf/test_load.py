@@ -1,13 +1,15 @@
 """Weights come from the folder, all of them, or the folder is refused."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from farspan.hf.load import Weights, add_adapters, load_config, load_model, save_model
 from farspan.spec import Refused
@@ -237,3 +239,38 @@ def test_a_folder_of_adapters_is_refused(save: Save, tmp_path: Path) -> None:
             Refused, match=r"model\.path: .* holds adapters, .* the folder of a model"
         ):
             load_model(path=str(place), dtype=torch.float32)
+
+
+def test_a_revision_goes_to_all_that_is_read_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of code that another repository has for it, too."""
+    make_model("qwen2").save_pretrained(tmp_path)
+    asked: list[dict[str, Any]] = []
+
+    def noted(own: Any) -> Any:
+        def load(path: str, **given: Any) -> Any:
+            assert path == "owner/name"
+            asked.append({name: given[name] for name in ("revision", "code_revision")})
+            return own(tmp_path, **given)
+
+        return load
+
+    for auto in (AutoConfig, AutoModelForCausalLM):
+        monkeypatch.setattr(auto, "from_pretrained", noted(auto.from_pretrained))
+    load_model(path="owner/name", dtype=torch.float32, revision="0a1b")
+    assert asked == [{"revision": "0a1b", "code_revision": "0a1b"}] * 2
+
+
+def test_code_that_nothing_pins_is_refused(tmp_path: Path) -> None:
+    """Of a folder only its own stays as it is."""
+    words = r"model\.revision: missing: .* set it to a commit whose code you have read"
+    with pytest.raises(Refused, match=words):
+        load_model(path="owner/name", dtype=torch.float32, trust_remote_code=True)
+    make_model("qwen2").save_pretrained(tmp_path)
+    load_model(path=str(tmp_path), dtype=torch.float32, trust_remote_code=True)
+    named = json.dumps({"auto_map": {"AutoTokenizer": ["owner/name--tokens.Mine", None]}})
+    (tmp_path / "tokenizer_config.json").write_text(named)
+    with pytest.raises(Refused, match=words):
+        load_model(path=str(tmp_path), dtype=torch.float32, trust_remote_code=True)
+    load_model(path=str(tmp_path), dtype=torch.float32)

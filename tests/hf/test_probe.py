@@ -34,6 +34,20 @@ class TestWhatCouldNotBeNoticedByName:
 
         assert "prompt is trained outside of the causal LM" in refusal(Prompted())
 
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+    def test_weights_that_are_no_numbers(self, family: str, value: float) -> None:
+        """A model with such weights differs from itself."""
+        model = make_model(family)
+        name = "model.layers.1.mlp.gate_proj.weight"
+        if family == "qwen3_next":
+            name = next(n for n, _ in model.named_parameters() if n.endswith("conv1d.weight"))
+        with torch.no_grad():
+            model.get_parameter(name).view(-1)[3] = value
+        words = refusal(model)
+        assert f"model: {name} holds NaN or infinity, 1 of its " in words
+        assert "take another one" in words
+
     def test_adapters_inside_the_layers_are_exact(self) -> None:
         model = make_model("llama")
         for parameter in model.parameters():

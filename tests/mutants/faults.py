@@ -363,9 +363,21 @@ RESUMES = (
     ),
     Fault(
         "checkpoint: a changed byte passes",
-        "if digest(path) != self.sha256:",
-        "if not digest(path):",
+        "if found != self.sha256:",
+        "if not found:",
         CHECKPOINT,
+    ),
+    Fault(
+        "checkpoint: a user's copy is taken for one",
+        "if _NAME.fullmatch(name)]",
+        "if _NAME.match(name)]",
+        CHECKPOINT,
+    ),
+    Fault(
+        "checkpoint: tensors are for their owner alone",
+        "        path.chmod(mode)  # safetensors",
+        "        path.stat()  # safetensors",
+        ("tests/test_durable.py",),
     ),
     Fault(
         "checkpoint: the oldest is resumed",
@@ -394,6 +406,18 @@ RESUMES = (
 )
 
 RANKS = (
+    Fault(
+        "ranks: a silent store is waited for",
+        "while work.is_alive() and self._silence < SILENCE:",
+        "while work.is_alive():",
+        ("tests/distributed/test_failure.py::test_a_frozen_rank_is_named_and_not_called_dead",),
+    ),
+    Fault(
+        "ranks: a process that is there is called dead",
+        "        if not self._lives(rank):\n            return _exited(rank)",
+        "        if rank in self._where:\n            return _exited(rank)",
+        ("tests/distributed/test_failure.py::test_a_frozen_rank_is_named_and_not_called_dead",),
+    ),
     Fault(
         "ring: rows come from the other neighbour",
         "source = (self.peers.index - step) % self.peers.size",
@@ -483,6 +507,15 @@ ALLOCATORS = (
     ),
 )
 
+VERIFY = (
+    Fault(
+        "verify: an ill-conditioned gradient may be anything",
+        "max(EXACT, factors[name] * moves[name])",
+        "max(EXACT, 100 * factors[name] * moves[name])",
+        ("tests/engine/test_verify_rounding.py::TestIllConditioned",),
+    ),
+)
+
 PLANNER = (
     Fault(
         "bound: O and LSE of a kept cell are left out",
@@ -527,5 +560,5 @@ PLANNER = (
 
 FAULTS = (
     *(*PROGRAMS, *WINDOWS, *MERGES, *KERNELS, *STATES, *GRADIENTS, *DOCUMENTS),
-    *(*OPTIMIZER, *RESUMES, *RANKS, *SPARSE, *ALLOCATORS, *PLANNER),
+    *(*OPTIMIZER, *RESUMES, *RANKS, *SPARSE, *ALLOCATORS, *VERIFY, *PLANNER),
 )

@@ -279,6 +279,30 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     assert lines_of(run) == before
 
 
+def on_disks_of_their_own(run: RunConfig) -> str:
+    """What a rank says whose node shares no disk with the other's, and where it wrote."""
+    Path(f"{run.folder}-{dist.get_rank()}").mkdir()
+    os.chdir(f"{run.folder}-{dist.get_rank()}")
+    try:
+        loop.train(replace(run, folder="run"), reporter=Quiet())
+    except Refused as error:
+        return str(error)
+    return ", ".join(sorted(p.name for p in Path("run").iterdir())) if Path("run").exists() else ""
+
+
+def test_nodes_without_a_common_disk_train_or_are_refused(tmp_path: Path) -> None:
+    """Before the first step."""
+    cut = replace(a_run(tmp_path, "cut", parallel=Parallel(ulysses=2)), steps=2)
+    for said in run_ranks(2, on_disks_of_their_own, cut):
+        assert said.startswith("folder: rank 1 ("), said
+        assert "does not see what rank 0 writes in run/checkpoints" in said
+    whole = replace(cut, parallel=Parallel(ulysses=2, fsdp=False), folder=str(tmp_path / "whole"))
+    first, other = run_ranks(2, on_disks_of_their_own, whole)
+    assert "checkpoints" in first
+    assert "model" in first
+    assert other == ""
+
+
 def low_precision(run: RunConfig) -> None:
     """Gradients add up in float32, and a weight is its master rounded."""
     use = fit(run)

@@ -79,7 +79,7 @@ def test_code_that_comes_with_a_tokenizer_is_trusted_as_the_models(
 ) -> None:
     asked: list[bool] = []
 
-    def load(name: str, trust_remote_code: bool) -> Any:
+    def load(name: str, trust_remote_code: bool, revision: str | None) -> Any:  # noqa: ARG001
         asked.append(trust_remote_code)
         raise Refused(name)
 
@@ -88,3 +88,31 @@ def test_code_that_comes_with_a_tokenizer_is_trusted_as_the_models(
     with pytest.raises(Refused, match="bytes"):
         train(run, reporter=Quiet())
     assert asked == [trusted]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "given"),
+    [
+        (None, ("owner/name", True, "0a1b")),
+        ("owner/other", ("owner/other", False, None)),  # whose code nothing pins
+        ("bytes", ("bytes", True, None)),
+    ],
+)
+def test_a_revision_is_the_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str | None, given: tuple[Any, ...]
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def load(*arguments: Any) -> Any:
+        asked.append(arguments)
+        raise Refused("enough")
+
+    monkeypatch.setattr(setup, "load_tokenizer", load)
+    model = ModelConfig(path="owner/name", trust_remote_code=True, revision="0a1b")
+    run = tiny_run(tmp_path)
+    run = replace(run, model=model, data=replace(run.data, tokenizer=tokenizer))
+    with pytest.raises(Refused, match="enough"):
+        list(setup.show_data(run, 0, held_out=False))
+    assert asked == [given]
+    with pytest.raises(Refused, match=r"model\.revision: missing: trust_remote_code runs"):
+        setup.resolve(replace(run, model=replace(model, revision=None)))

@@ -14,7 +14,9 @@ the model is exported as a folder that `from_pretrained` reads.
 
 import json
 import os
+import platform
 import re
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -392,6 +394,27 @@ class ReplicatedSaver:
         return None
 
 
+def refuse_apart(folder: Path, world: DistributedContext) -> None:
+    """Raises Refused on all ranks where one does not see what rank 0 writes under `folder`."""
+
+    def write() -> Path:
+        path = folder / f"{PARTIAL}{secrets.token_hex(8)}"
+        write_bytes(path, b"")
+        return path
+
+    path = world.run_on_rank0(write)
+    blind = world.first_given(None if path.exists() else platform.node())
+    world.run_on_rank0(path.unlink)
+    if blind is not None:
+        rank, node = blind
+        raise Refused(
+            f"folder: rank {rank} ({node}) does not see what rank 0 writes in {folder}: ranks that "
+            "hold parts of the weights write one checkpoint together; give a folder on a disk that "
+            "all nodes share, or set parallel.fsdp to false, without tensor and pipeline, where "
+            "rank 0 writes alone"
+        )
+
+
 class ShardedSaver:
     """Each rank has its parts of the model: `weights`, which lie at `places` in the whole."""
 
@@ -413,6 +436,7 @@ class ShardedSaver:
     def resume(
         self, folder: Path, expected: Mapping[str, Any], warn: Callable[[str], None]
     ) -> Restored | None:
+        refuse_apart(folder, self._world)
         paths = self._world.run_on_rank0(lambda: list_checkpoints(folder))
         forms = self._forms()
         return latest_usable(paths, lambda path: self._read(path, forms, expected), warn)

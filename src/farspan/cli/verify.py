@@ -11,6 +11,7 @@ from farspan.cli import RUN_FILES, typer_app
 from farspan.formatting import EXAMPLE, OFF, ON, read_sparse, read_tokens
 from farspan.lazy import load
 from farspan.plan.cell.describe import SHORT_NAMES
+from farspan.plan.model.catalog import split_revision
 from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
 from farspan.spec import Refused, Schedule
 from farspan.train.config import ModelConfig, SparseConfig, default_run, load_run
@@ -34,8 +35,8 @@ def verify_command(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Folder, config.json, hub name or run file (YAML); a folder without weights gets "
-            "random ones. Without it: the model of `farspan train`."
+            help="Folder, config.json, hub name (also NAME@REVISION) or run file (YAML); a folder "
+            "without weights gets random ones. Without it: the model of `farspan train`."
         ),
     ] = None,
     dtype: DTypeName = "float64",
@@ -173,7 +174,9 @@ def source_of(model: str | None, random_weights: bool) -> tuple[ModelConfig, boo
         return default_run().model, False
     if is_run_file(model):
         return load_run(Path(model)).model, False
-    return ModelConfig(path=model), random_weights or not has_weights(model)
+    path, revision = split_revision(model)
+    source = ModelConfig(path=path, revision=revision)
+    return source, random_weights or not has_weights(path)
 
 
 def has_weights(path: str) -> bool:

@@ -72,6 +72,7 @@ def model_for(source: ModelConfig, drawn: bool, dtype: str, seed: int) -> PreTra
         dtype=getattr(torch, dtype),
         seed=seed,
         trust_remote_code=source.trust_remote_code,
+        revision=source.revision,
     )
     lora = source.lora
     if lora is not None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from farspan.plan.model.catalog import refuse_absent
+from farspan.plan.model.catalog import pinned, refuse_absent
 from farspan.spec import Refused
 
 TEXT = "text"  # the field of a document that is nothing but text
@@ -259,16 +259,21 @@ def reads_back(tokenizer: Tokenizer, folder: Path) -> bool:
     return np.array_equal(ours, theirs)
 
 
-def load_tokenizer(name: str, trust_remote_code: bool = False) -> Tokenizer:
-    """`bytes`, a local folder or a hub name. Raises Refused with the library's own words, or when
-    the tokenizer has no words. `trust_remote_code` runs Python code that comes with it."""
+def load_tokenizer(
+    name: str, trust_remote_code: bool = False, revision: str | None = None
+) -> Tokenizer:
+    """`bytes`, a local folder, or a hub name of `revision` (a commit or branch). Raises Refused
+    with the library's own words, or when the tokenizer has no words. `trust_remote_code` runs
+    Python code that comes with it."""
     if name == BYTES:
         return ByteTokenizer()
     place = Path(name).expanduser()
     refuse_absent("data.tokenizer", name)
     try:
         inner = AutoTokenizer.from_pretrained(
-            str(place) if place.exists() else name, trust_remote_code=trust_remote_code
+            str(place) if place.exists() else name,
+            trust_remote_code=trust_remote_code,
+            **pinned(revision),
         )
     except Exception as error:  # OSError, ValueError, ImportError: each says what is missing
         raise Refused(

@@ -92,7 +92,7 @@ HEARTBEAT_TIMEOUT = 4.0  # without one, after which a rank does not answer: eigh
 SILENCE = 3.0  # seconds without an answer of the store, once a collective has failed
 GRACE = 10.0  # from a fault to the end of a process that still waits; torchrun kills after 30
 FAILED = 1
-GONE = "gone"
+GONE, SILENT = "gone", "does not answer"
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 # Of errors that torch raises as a bare RuntimeError when a peer is gone or too late.
@@ -265,7 +265,7 @@ class FailureDetector:
             why = f"its process is frozen, or {node} or the link to it is down"
         else:
             why = f"its process {home.process} is there, but {_status(home.process)}"
-        return Fault(rank, f"does not answer: {why}")
+        return Fault(rank, f"{SILENT}: {why}")
 
     def _own(self, error: BaseException, words: str) -> Fault:
         """The fault that this rank reports if no other was first."""
@@ -316,7 +316,11 @@ class FailureDetector:
     def _stay(self) -> None:
         """Wait for the others: rank 0 may own the store, which ends with it."""
         deadline = time.monotonic() + HEARTBEAT_TIMEOUT
-        waiting = self._others()
+        fault = self._fault(self._store)
+        hangs = None  # the rank that will not leave
+        if fault is not None and fault.cause.startswith(SILENT):
+            hangs = fault.rank
+        waiting = [rank for rank in self._others() if rank != hangs]
         while waiting and time.monotonic() < deadline:
             dead = {rank for rank in waiting if not self._is_there(rank, self._store)}
             waiting = [r for r in waiting if not (r in dead or self._has_left(r, self._store))]

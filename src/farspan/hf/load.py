@@ -31,10 +31,17 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from farspan.durable import read_json
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import freeze_unmet
 from farspan.lazy import load
-from farspan.plan.model.catalog import find_config, refuse_absent
+from farspan.plan.model.catalog import (
+    find_config,
+    is_on_hub,
+    pinned,
+    refuse_absent,
+    with_revision,
+)
 from farspan.spec import Refused
 
 NAMES_SHOWN = 5  # of missing weights: a wrong folder lacks hundreds
@@ -57,16 +64,18 @@ def load_config(
     config: dict[str, Any] | None,
     overrides: dict[str, Any],
     trust_remote_code: bool = False,
+    revision: str | None = None,
 ) -> PretrainedConfig:
     """The model's configuration with `overrides` applied (rope_parameters, attention_dropout...).
 
-    `path` is a local folder or a hub name; `config` a dict with `model_type`. Exactly one is
-    given. Raises Refused when the model is unknown or an override is no field of its config.
+    `path` is a local folder, or a hub name of `revision` (a commit or branch); `config` a dict with
+    `model_type`. Exactly one is given. Raises Refused when the model is unknown, an override is no
+    field of its config, or code is trusted that is not pinned.
     """
     if (path is None) == (config is None):
         raise Refused("model: give either path (a folder or a hub name) or config, not both")
     if path is not None:
-        found = _config_at(path, trust_remote_code)
+        found = _config_at(path, trust_remote_code, revision)
     else:
         assert config is not None
         found = _config_of(config)
@@ -75,14 +84,18 @@ def load_config(
 
 
 def config_for_planning(
-    *, path: str | None, config: dict[str, Any] | None, overrides: dict[str, Any]
+    *,
+    path: str | None,
+    config: dict[str, Any] | None,
+    overrides: dict[str, Any],
+    revision: str | None = None,
 ) -> PretrainedConfig:
     """As `load_config`, for a model that may be nowhere near: `path` may also be the hub name of a
     model that `farspan plan` knows, and no code of a model's own is run."""
     if path is None:
         return load_config(path=None, config=config, overrides=overrides)
     refuse_absent("model.path", path)
-    fields = find_config(path)
+    fields = find_config(with_revision(path, revision))
     found = config_from_fields(fields)
     _apply(found, overrides, "model.overrides")
     return found
@@ -126,6 +139,7 @@ def load_model(
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
     weights: Weights = Weights.SAVED,
+    revision: str | None = None,
 ) -> PreTrainedModel:
     """A model in training mode on `device`. Random weights are drawn from `seed`.
 
@@ -134,27 +148,34 @@ def load_model(
     the model has; warns of weights that the model has no place for.
     """
     made = load_config(
-        path=path, config=config, overrides=overrides or {}, trust_remote_code=trust_remote_code
+        path=path,
+        config=config,
+        overrides=overrides or {},
+        trust_remote_code=trust_remote_code,
+        revision=revision,
     )
     with _naming(overrides or {}):
         if weights is Weights.NONE:
-            return blank_model(made, dtype, trust_remote_code)
+            return blank_model(made, dtype, trust_remote_code, revision)
         if path is None or weights is Weights.RANDOM:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                model: Any = _with_random_weights(made, dtype, trust_remote_code)
+                model: Any = _with_random_weights(made, dtype, trust_remote_code, revision)
         else:
-            model = _with_saved_weights(path, made, dtype, trust_remote_code)
+            model = _with_saved_weights(path, made, dtype, trust_remote_code, revision)
     freeze_unmet(model)
     return model.to(device).train()
 
 
 def blank_model(
-    config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
 ) -> PreTrainedModel:
     """A model in training mode whose parameters are on the meta device. Raises Refused."""
     with _without_weights():
-        model = _with_random_weights(config, dtype, trust_remote_code)
+        model = _with_random_weights(config, dtype, trust_remote_code, revision)
     freeze_unmet(model)
     return model.train()
 
@@ -192,11 +213,13 @@ def _without_weights() -> Iterator[None]:
 
 
 def _with_random_weights(
-    config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool
+    config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool, revision: str | None
 ) -> PreTrainedModel:
+    remote = trust_remote_code and getattr(config, "auto_map", None)
+    code = {"code_revision": revision} if remote else {}
     try:
         made: PreTrainedModel = _auto(config).from_config(
-            config, dtype=dtype, trust_remote_code=trust_remote_code
+            config, dtype=dtype, trust_remote_code=trust_remote_code, **code
         )
         return made
     except Exception as error:  # whatever a family's own code stumbles over
@@ -215,7 +238,11 @@ def _auto(config: PretrainedConfig) -> Any:
 
 
 def _with_saved_weights(
-    path: str, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool
+    path: str,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    revision: str | None,
 ) -> PreTrainedModel:
     try:
         loaded: Any = _auto(config).from_pretrained(
@@ -225,6 +252,7 @@ def _with_saved_weights(
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            **pinned(revision),
         )
     except Exception as error:  # unreadable files, sizes that do not match, other kinds
         raise Refused(
@@ -257,15 +285,32 @@ def _few(names: set[str]) -> str:
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
-def _config_at(path: str, trust_remote_code: bool) -> PretrainedConfig:
+def refuse_unpinned(path: str, trust_remote_code: bool, revision: str | None) -> None:
+    """Raises Refused for code that may be another one tomorrow. Of a folder only its own stays."""
+    if not trust_remote_code or revision is not None:
+        return
+    files = [Path(path).expanduser() / f"{kind}config.json" for kind in ("", "tokenizer_")]
+    maps = [str((read_json(file) or {}).get("auto_map")) for file in files]
+    if is_on_hub(path) or any("--" in text for text in maps):
+        raise Refused(
+            f"model.revision: missing: trust_remote_code runs Python code that comes with {path} "
+            "from the hub, which may be another one tomorrow; set it to a commit whose code you "
+            "have read"
+        )
+
+
+def _config_at(path: str, trust_remote_code: bool, revision: str | None) -> PretrainedConfig:
     refuse_absent("model.path", path)
+    refuse_unpinned(path, trust_remote_code, revision)
     folder = Path(path)
     if (folder / "adapter_config.json").is_file():
         raise Refused(ADAPTERS.format(path=path))
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise Refused(f"model.path: {path} holds no config.json; expected a saved model's folder")
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(
+            path, trust_remote_code=trust_remote_code, **pinned(revision)
+        )
     except (OSError, ValueError) as error:
         raise Refused(
             f"model.path: {path!r} is neither a folder with a model nor a hub name that can be "

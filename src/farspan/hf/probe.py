@@ -16,7 +16,7 @@ gradients, which tell whether it continues from what it is given.
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import prod
 from typing import Any
 
@@ -76,6 +76,30 @@ class _NoChance(TorchDispatchMode):
 @torch.no_grad()
 def probe_layers(stages: CausalLMStages) -> list[LayerSpec]:
     """What attention each layer asks for. Raises Refused when chunks could not be exact."""
+    try:
+        return _probe(stages)
+    except Refused:
+        _refuse_nonfinite(stages.model)  # with such a weight a model differs from itself
+        raise
+
+
+def _refuse_nonfinite(model: nn.Module) -> None:
+    """Raises Refused, naming the first weight that is not a number. Buffers may hold infinities, as
+    masks do."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta or not tensor.is_floating_point():
+            continue
+        weight = isinstance(tensor, nn.Parameter)
+        wrong = int((~tensor.isfinite() if weight else tensor.isnan()).sum())
+        if wrong:
+            raise Refused(
+                f"model: {name} holds NaN or infinity, {wrong} of its {tensor.numel()} numbers: "
+                "the file or checkpoint that it was read from is damaged, or of a run that "
+                "diverged; take another one"
+            )
+
+
+def _probe(stages: CausalLMStages) -> list[LayerSpec]:
     stages.settle(TOKENS)
     _refuse_lost_gradients(stages)
     generator = torch.Generator().manual_seed(0)

@@ -197,6 +197,7 @@ class ModelConfig:
     config: dict[str, Any] | None = None  # fields of a Hugging Face config, model_type first
     overrides: dict[str, Any] = field(default_factory=dict)  # such as rope_parameters
     dtype: DType = DType.FLOAT32
+    revision: str | None = None  # of a name on the hub: a commit or a branch
     trust_remote_code: bool = False
     lora: LoraConfig | None = None  # null: every weight is trained
 

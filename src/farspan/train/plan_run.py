@@ -163,7 +163,12 @@ def _model(run: RunConfig) -> PretrainedConfig | ModelSpec:
     """The configuration of the run's model; with adapters that an architecture cannot tell, what
     the model is with them. Raises Refused for what cannot be trained exactly."""
     model, lora = run.model, run.model.lora
-    config = config_for_planning(path=model.path, config=model.config, overrides=model.overrides)
+    config = config_for_planning(
+        path=model.path,
+        config=model.config,
+        overrides=model.overrides,
+        revision=model.revision,
+    )
     blank = blank_model(config, torch_dtype(run))
     refuse_model(blank)
     refuse_dropout(blank)

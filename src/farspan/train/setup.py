@@ -16,15 +16,27 @@ from farspan.distributed.failure import activity
 from farspan.distributed.run_context import DistributedContext
 from farspan.engine.parallelize import ShardedModel, parallelize
 from farspan.hf.describe import describe
-from farspan.hf.load import Weights, add_adapters, frozen_digest, stacked_experts
+from farspan.hf.load import (
+    Weights,
+    add_adapters,
+    frozen_digest,
+    refuse_unpinned,
+    stacked_experts,
+)
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import reads_text_alone, refuse_context, refuse_dropout, refuse_model
-from farspan.plan.model.catalog import refuse_absent
+from farspan.plan.model.catalog import is_on_hub, refuse_absent
 from farspan.program.layout import AXES, Layout, group_ranges
 from farspan.program.strategies import AUTO
 from farspan.sparse.train import opening_words
 from farspan.spec import ModelSpec, Refused, Schedule
-from farspan.train.config import Parallel, RunConfig, StatesPlace, check_ranks, layout_of
+from farspan.train.config import (
+    Parallel,
+    RunConfig,
+    StatesPlace,
+    check_ranks,
+    layout_of,
+)
 from farspan.train.console import Observer
 from farspan.train.context import Components, RunContext, host_share, torch_dtype
 from farspan.train.optimizer import (
@@ -46,6 +58,7 @@ def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
     model = run.model
     if model.path is not None:
         refuse_absent("model.path", model.path)
+        refuse_unpinned(model.path, model.trust_remote_code, model.revision)
         if model.path.startswith("~"):
             model = replace(model, path=str(Path(model.path).expanduser()))
     data = replace(run.data, tokenizer=run.data.tokenizer or model.path or BYTES)
@@ -106,7 +119,10 @@ def _describe_on_rank0(world: DistributedContext, model: Any) -> ModelSpec:
 
 def _open_data(run: RunConfig, observer: Observer | None) -> tuple[Corpus, Tokenizer]:
     """The run's sequences, and the tokenizer that they are made with."""
-    tokenizer = load_tokenizer(str(run.data.tokenizer), run.model.trust_remote_code)
+    model, name = run.model, str(run.data.tokenizer)
+    # The revision is the model's: code of another repository would not be pinned.
+    trusted = model.trust_remote_code and (name == model.path or not is_on_hub(name))
+    tokenizer = load_tokenizer(name, trusted, model.revision if name == model.path else None)
     watch = unwatched if observer is None else observer.preparing
     with activity("reading the data"):
         corpus = open_corpus(run.data, tokenizer, context=run.context, seed=run.seed, watch=watch)
@@ -156,6 +172,7 @@ def _load(run: RunConfig, components: Components, device: torch.device, weights:
         seed=run.seed,
         device=device,
         trust_remote_code=run.model.trust_remote_code,
+        revision=run.model.revision,
         weights=weights,
     )
     adapt(model, run)

@@ -37,10 +37,10 @@ PUBLISHED = {
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(*_: Any) -> None:
+    def nothing(*_: Any, **__: Any) -> None:
         return None
 
-    def fail(*_: Any) -> str:
+    def fail(*_: Any, **__: Any) -> str:
         raise OSError("no\n  network")
 
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", nothing)
@@ -123,11 +123,11 @@ def test_a_folder_in_sight_comes_before_a_preset(
 def test_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def download(name: str, file: str) -> str:
-        asked.append((name, file))
+    def download(name: str, file: str, revision: str | None) -> str:
+        asked.append((name, file, revision))
         return str(tmp_path / "far" / "config.json")
 
-    def cached(name: str, file: str) -> object:
+    def cached(name: str, file: str, revision: str | None) -> object:  # noqa: ARG001
         # The library gives an object of its own where it knows that there is no such file.
         return str(tmp_path / "near" / file) if name == "some/near" else object()
 
@@ -137,9 +137,13 @@ def test_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "near", {**TINY, "vocab_size": 7})
     assert find_architecture("some/far.model-2") == architecture_from(TINY, "some/far.model-2")
     assert find_architecture("some/near").vocab == 7
-    assert asked == [("some/far.model-2", "config.json")]
+    assert asked == [("some/far.model-2", "config.json", None)]
     assert find_architecture("Qwen/Qwen2.5-7B").name == "Qwen2.5-7B"
     assert len(asked) == 1
+    # The preset is of no revision.
+    for name in ("some/far.model-2", "Qwen/Qwen2.5-7B"):
+        assert find_config(f"{name}@0a1b") == TINY
+        assert asked[-1] == (name, "config.json", "0a1b")
 
 
 def test_an_unreachable_model_is_refused_with_presets_close_by() -> None:

@@ -38,7 +38,8 @@ def presets() -> tuple[Preset, ...]:
 
 
 def find_architecture(model: str) -> Architecture:
-    """The architecture of a model by folder, preset name, file or name on the hub.
+    """The architecture of a model by folder, preset name, file or name on the hub, which may have
+    a revision behind it: `Qwen/Qwen2.5-7B@main`.
 
     A folder in sight is the user's own and comes first. Nothing but a configuration is ever read.
     Raises Refused when there is none, or when planning does not know its kind.
@@ -66,8 +67,9 @@ def _find(model: str) -> tuple[dict[str, Any], str]:
         return _read(place), model
     if place.is_dir():
         raise Refused(f"model: {model} holds no config.json; expected a saved model's folder")
-    if _HUB_NAME.fullmatch(model) and place.suffix != ".json":
-        return _read(_from_hub(model)), model
+    name, revision = split_revision(model)
+    if _HUB_NAME.fullmatch(name) and place.suffix != ".json":
+        return _read(_from_hub(name, revision)), model
     raise Refused(
         f"model: {model!r} is no preset, folder or file, nor a hub name such as Qwen/Qwen2.5-7B; "
         f"{_close(model)}"
@@ -84,18 +86,40 @@ def refuse_absent(field: str, name: str) -> None:
         )
 
 
-def _from_hub(model: str) -> Path:
+def split_revision(model: str) -> tuple[str, str | None]:
+    """The name and the revision of `name@revision`; of a folder, or without one, None."""
+    name, _, revision = model.partition("@")
+    return (name, revision) if revision and _HUB_NAME.fullmatch(name) else (model, None)
+
+
+def with_revision(path: str, revision: str | None) -> str:
+    """A name on the hub as `find_config` takes it; of a folder, the folder."""
+    return path if revision is None or Path(path).expanduser().exists() else f"{path}@{revision}"
+
+
+def pinned(revision: str | None) -> dict[str, str]:
+    """Arguments of transformers' `from_pretrained`: code that another repository has for the model
+    must be of the same revision, or is not found."""
+    return {} if revision is None else {"revision": revision, "code_revision": revision}
+
+
+def is_on_hub(path: str) -> bool:
+    """Whether a path is a name on the hub, and no folder here."""
+    return bool(_HUB_NAME.fullmatch(path)) and not Path(path).expanduser().exists()
+
+
+def _from_hub(model: str, revision: str | None) -> Path:
     try:
         # A copy in the cache needs no network; without one the library tries for half a minute.
-        cached = huggingface_hub.try_to_load_from_cache(model, "config.json")
+        cached = huggingface_hub.try_to_load_from_cache(model, "config.json", revision=revision)
         if isinstance(cached, str):
             return Path(cached)
-        return Path(huggingface_hub.hf_hub_download(model, "config.json"))
+        return Path(huggingface_hub.hf_hub_download(model, "config.json", revision=revision))
     except Exception as error:  # not there, gated, no network: each has its own kind
         raise Refused(
-            f"model: no config.json of {model!r} could be read from the Hugging Face hub "
-            f"({' '.join(str(error).split())}); give a folder that holds one, or a preset: "
-            f"{_close(model)}"
+            f"model: no config.json of {with_revision(model, revision)!r} could be read from the "
+            f"Hugging Face hub ({' '.join(str(error).split())}); give a folder that holds one, or "
+            f"a preset: {_close(model)}"
         ) from error
 
 
