@@ -57,6 +57,7 @@ def happen(fault: str) -> None:
     if fault == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault.startswith("stopped"):
+        time.sleep(2 * faults.HEARTBEAT)  # the others have read where it is
         os.kill(os.getpid(), signal.SIGSTOP)
     if fault == "leaves":
         os._exit(0)
