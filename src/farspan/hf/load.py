@@ -163,8 +163,7 @@ def load_model(
                 model: Any = _with_random_weights(made, dtype, trust_remote_code, revision)
         else:
             model = _with_saved_weights(path, made, dtype, trust_remote_code, revision)
-    freeze_unmet(model)
-    return model.to(device).train()
+    return _prepared(model, dtype).to(device)
 
 
 def blank_model(
@@ -176,7 +175,16 @@ def blank_model(
     """A model in training mode whose parameters are on the meta device. Raises Refused."""
     with _without_weights():
         model = _with_random_weights(config, dtype, trust_remote_code, revision)
+    return _prepared(model, dtype)
+
+
+def _prepared(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     freeze_unmet(model)
+    if dtype is torch.float64:
+        # Transformers 5.24 keeps a router of DeepSeek-V3's kind in float32 whatever is asked for;
+        # that is meant for what is narrower.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.double()
     return model.train()
 
 
