@@ -1,10 +1,13 @@
-"""Builds the native allocator beside the package; everything else is in pyproject.toml."""
+"""Builds the native allocator beside the package, and names the wheel; everything else is in
+pyproject.toml."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 LIBRARY = "farspan.memory.libfarspan_memory"
@@ -31,8 +34,24 @@ class BuildNative(build_ext):
         subprocess.run(["cmake", "--build", str(build), "--parallel", "2"], check=True)
 
 
+class Wheel(bdist_wheel):
+    """For any Python 3, and every glibc that has what the library asks for."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Such as py3-none-manylinux_2_34_x86_64."""
+        _, _, platform = super().get_tag()
+        library = Path(self.get_finalized_command("build_ext").get_ext_fullpath(LIBRARY))
+        found = re.findall(
+            rb"\0GLIBC_(\d+)\.(\d+)", library.read_bytes() if library.exists() else b""
+        )
+        if found and platform.startswith("linux_"):
+            major, minor = max((int(major), int(minor)) for major, minor in found)
+            platform = f"manylinux_{major}_{minor}_{platform.removeprefix('linux_')}"
+        return "py3", "none", platform
+
+
 setup(
     # Optional: planning and training need no compiler; what needs the library says that it lacks.
     ext_modules=[Extension(LIBRARY, sources=[], optional=True)],
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"bdist_wheel": Wheel, "build_ext": BuildNative},
 )
