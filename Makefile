@@ -3,6 +3,7 @@
 #   make train ARGS=RUN.yaml     train your own run
 #   make test WORKERS=8          more test processes
 #   make test-all                exhaustive tests, too
+#   make test-versions           core tests with the oldest and the newest versions of libraries
 #   make mutants                 plant faults, and see that tests catch each
 #   make PYTHON=python3.12 ...   another interpreter for .venv
 #   make check                   style, types and gates only
@@ -25,7 +26,7 @@ SANITIZE_thread   := thread
 # One thread has no races.
 ONLY_thread       := test_threads
 
-.PHONY: train test test-all mutants check format clean native-test $(NATIVE_TESTS:%=native-test-%)
+.PHONY: train test test-all test-versions test-oldest test-newest mutants check format clean native-test $(NATIVE_TESTS:%=native-test-%)
 
 # OpenMP threads that wait without spinning: beside another process on two cores a step of the
 # default run took 3.5 to 4.4 s with this and 5 to 30 s without.
@@ -41,6 +42,17 @@ test: check
 
 test-all: check
 	$(PYTEST) -m '' --hypothesis-profile=thorough
+
+# Each in an environment of its own, the newest as pip resolves them that day. Records with what the
+# tests passed, and shows it in the guide.
+test-versions: test-oldest test-newest
+
+test-oldest: CONSTRAINTS := --constraint constraints-oldest.txt
+test-oldest test-newest: test-%:
+	$(PYTHON) -m venv --clear build/versions/$*
+	build/versions/$*/bin/python -m pip install $(CONSTRAINTS) --editable '.[dev]'
+	build/versions/$*/bin/python -m tests.versions $*
+	build/versions/$*/bin/python -m tests.versions page
 
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants --workers $(WORKERS) $(ARGS)
