@@ -14,7 +14,6 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from farspan.engine.step import Step
-from farspan.hf import fused_layers
 from farspan.hf.fused_layers import in_shells, rules, spared_layers
 from farspan.hf.stages import CausalLMStages
 from farspan.kernels import reference
@@ -101,7 +100,11 @@ def test_decorators_of_attention_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         monkeypatch.setattr(kind, "forward", decorated(kind.forward, count))
     rotations: list[int] = []
-    rotated = decorated(vars(fused_layers)["rotated"], rotations)
+
+    def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        rotations.append(1)
+        return reference.rotated(q, cos, sin), reference.rotated(k, cos, sin)
+
     monkeypatch.setattr("farspan.hf.fused_layers.rotated", rotated)
     data = draw(19)
     step, expected = Step(model, SCHEDULE), run_oracle(model, data)

@@ -163,7 +163,8 @@ def load_model(
                 model: Any = _with_random_weights(made, dtype, trust_remote_code, revision)
         else:
             model = _with_saved_weights(path, made, dtype, trust_remote_code, revision)
-    return _prepared(model, dtype).to(device)
+    model = _prepared(model, dtype)
+    return model.to(device)
 
 
 def blank_model(

@@ -251,28 +251,31 @@ class CausalLMStages:
 
     def calls(self, batch: int, position_ids: Tensor) -> list[LayerCall]:
         """How each layer is to be called on these positions, without an embedding lookup."""
+        return self._record(**self._without_lookup(batch, position_ids))[1]
+
+    def _without_lookup(self, batch: int, position_ids: Tensor) -> dict[str, Tensor]:
         # Rotary tables take their dtype and device from the embeddings and nothing else, so one
         # expanded number stands in for them.
         width = self._embedding.shape[-1]
         blank = torch.zeros((), dtype=self.dtype, device=self.device)
         shape = (batch, position_ids.shape[1], width)
-        return self._record(inputs_embeds=blank.expand(shape), position_ids=position_ids)[1]
+        return {"inputs_embeds": blank.expand(shape), "position_ids": position_ids}
 
     def _record(self, **inputs: Tensor) -> tuple[Tensor, list[LayerCall]]:
         record = self._alone_or_in_tuples(lambda tuples: self._recorded(tuples, inputs))
         assert record.hidden is not None
         if self._caches is None:
-            self._caches = self._given_caches(record.calls, inputs)
+            self._caches = self._given_caches(record.calls)
         for call, names in zip(record.calls, self._caches, strict=True):
             call.caches = names
         return record.hidden, record.calls
 
-    def _given_caches(
-        self, calls: list[LayerCall], inputs: dict[str, Tensor]
-    ) -> list[frozenset[str]]:
+    def _given_caches(self, calls: list[LayerCall]) -> list[frozenset[str]]:
         """Of each layer the keywords that are None in these calls, and an object where the decoder
         makes a cache. Families name them in their own ways, and from transformers 5.24 in another.
         """
+        one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        inputs = self._without_lookup(1, one)
         try:
             cached = self._recorded(self._in_tuples, inputs, use_cache=True).calls
         except Exception:  # it can make none, and its layers are found to hand nothing on
