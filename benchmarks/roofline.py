@@ -240,6 +240,8 @@ def _run(boundary: CausalLMStages, program: Program, count: Count, how: str) -> 
         count.kind = next(kinds)
 
     mark()
+    with routed(boundary.model):
+        boundary.calls(1, ids[:, :1])  # the first call asks once for what no step asks again
     with routed(boundary.model), count:
         Interpreter(
             boundary=boundary,
