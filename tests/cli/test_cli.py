@@ -1,6 +1,13 @@
 """The command line from end to end, in this process: what it prints and how it ends."""
 
+import io
 import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -223,6 +230,78 @@ def test_verify_says_that_it_leaves_ranks_out(
 def test_the_schedule_that_is_verified() -> None:
     assert base_schedule(None, "auto", 4, 64)[0] == strategy("grouped", 4, 64)
     assert base_schedule(None, None, 4, 64) == (strategy("grouped", 4, 64), None)
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    """A run of eight quick steps."""
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 40)
+    values: dict[str, Any] = {
+        "model": {"config": CONFIG},
+        "data": {"source": "text", "path": str(tmp_path / "text.txt"), "tokenizer": "bytes"},
+        "folder": str(tmp_path / "out"),
+        "steps": 8,
+        "context": 96,
+        "schedule": {"strategy": "grouped", "chunk": 48},
+        "checkpoints": {"every": 0},
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@contextmanager
+def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of its own; its output, errors too, is a pipe."""
+    whole = [sys.executable, "-W", "ignore", "-m", *arguments]
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        whole,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **paths},
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    ) as process:
+        yield process
+
+
+@pytest.mark.slow
+def test_a_pipe_that_nobody_reads_any_more_ends_no_run(run_file: Path) -> None:
+    """`farspan train run.yaml 2>&1 | head -1`."""
+    with started("farspan", "train", str(run_file)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(240) == 0
+    assert (run_file.parent / "out" / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_a_terminal_that_closes_has_torchrun_save(run_file: Path) -> None:
+    """All processes are hung up, and what they say goes nowhere."""
+    long = [*("--nproc-per-node=2", "-m", "farspan", "train", str(run_file)), "--steps", "100000"]
+    run_file.write_text(run_file.read_text() + "parallel: {ulysses: 2, timeout: 60}\n")
+    with started("torch.distributed.run", *long) as process:
+        assert process.stdout is not None
+        assert any("step 3/" in line for line in process.stdout)
+        process.stdout.close()
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(240) != 0
+    (saved,) = (run_file.parent / "out" / "checkpoints").glob("step-*")
+    assert int(saved.name.removeprefix("step-")) >= 3
+
+
+def test_only_a_reader_that_is_gone_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with cli.Lasting(writing, "w") as stream:
+        assert [stream.write(b"twice"), stream.write(b"")] == [5, 0]
+    with cli.Lasting("/dev/full", "w") as stream, pytest.raises(OSError, match="No space"):
+        stream.write(b"no")
+    held = io.StringIO()
+    assert cli.lasting(held) is held
 
 
 def _model(folder: Path) -> Any:

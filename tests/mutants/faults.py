@@ -356,6 +356,18 @@ RESUMES = (
         (RESUMED + "test_random_numbers_of_an_abandoned_step_are_drawn_again",),
     ),
     Fault(
+        "interrupt: a terminal that hangs up twice ends a run at once",
+        "if signum != signal.SIGHUP and (self._world is None",
+        "if (self._world is None",
+        (RESUMED + "test_a_terminal_may_hang_up_again_and_again",),
+    ),
+    Fault(
+        "output: a pipe that is closed ends a run",
+        "if error.errno not in GONE:",
+        "if True:",
+        ("tests/cli/test_cli.py::test_only_a_reader_that_is_gone_is_no_error",),
+    ),
+    Fault(
         "resume: skipped steps are forgotten",
         "TrainState(step + 1, tokens, self.at.skipped + (not finite))",
         "TrainState(step + 1, tokens, int(not finite))",

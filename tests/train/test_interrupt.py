@@ -1,8 +1,9 @@
-"""Ctrl-C and SIGTERM end a run between two cells, and the same command goes on."""
+"""Ctrl-C, SIGTERM and SIGHUP end a run between two cells, and the same command goes on."""
 
 import json
 import os
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,16 @@ from tests.train.tiny import (
 )
 
 
+@pytest.fixture(autouse=True)
+def hung_up() -> Iterator[None]:
+    """SIGHUP ends a process, also where the tests themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize(
-    ("signum", "calls"), crossed([signal.SIGINT, signal.SIGTERM], [0, 1, 5, 8])
+    ("signum", "calls"), crossed([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], [0, 1, 5, 8])
 )
 def test_a_step_is_abandoned_and_the_last_one_saved(
     tmp_path: Path, signum: signal.Signals, calls: int
@@ -149,6 +158,27 @@ def test_a_second_signal_does_what_it_always_did() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_terminal_may_hang_up_again_and_again() -> None:
+    """It does so itself, and its shell again, also behind a Ctrl-C."""
+    for first in (signal.SIGHUP, signal.SIGTERM):
+        with Interrupt() as interrupt:
+            for signum in (first, signal.SIGHUP, signal.SIGHUP):
+                signal.raise_signal(signum)
+            with pytest.raises(Interrupted):
+                interrupt.check()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+def test_under_nohup_a_terminal_may_close(tmp_path: Path) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def interrupt(_: TinyStep, calls: int) -> None:
+        if calls == 3:
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    assert fit(tiny_run(tmp_path), interrupt).step == STEPS
 
 
 def test_a_mixture_is_read_on(tmp_path: Path) -> None:

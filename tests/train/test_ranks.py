@@ -109,7 +109,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     whole = a_run(tmp_path, "whole", batch=2)
     fit_all([whole])
     run = a_run(tmp_path, "moved", batch=1, parallel=Parallel(data=2))
-    assert run_ranks(2, interrupted, run, 1, 0) == [1, 1]
+    assert run_ranks(2, interrupted, run, 1, 0, signal.SIGHUP) == [1, 1]
     assert run_ranks(2, interrupted, run, 1, 1) == [2, 2]
     with pytest.raises(Refused, match="batch of all replicas was 2, is now 1"):
         train(replace(run, parallel=None), reporter=Quiet())
@@ -119,17 +119,21 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     same_run(alone, whole)
 
 
-def interrupted(run: RunConfig, step: int, culprit: int) -> int:
+def interrupted(
+    run: RunConfig, step: int, culprit: int, signum: signal.Signals = signal.SIGTERM
+) -> int:
     """Where this rank ends when a signal comes to `culprit` at the end of a step, the `step`-th
     from where it goes on; and once more to ranks, as launchers send it."""
+    if signum == signal.SIGHUP:
+        signal.signal(signum, signal.SIG_DFL)  # the tests themselves may run under nohup
 
     def signalled(moment: Moment) -> None:
         if (moment.rank, moment.step, moment.last) == (culprit, step, True):
             for _ in range(1 + dist.is_initialized()):
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signum)
 
     result = train(run, components=components_with(run.accumulate, signalled), reporter=Quiet())
-    assert result.exit_code == 128 + signal.SIGTERM
+    assert result.exit_code == 128 + signum
     return result.step
 
 

@@ -217,9 +217,12 @@ class Interrupted(Exception):
 class Interrupt:
     """Between `__enter__` and `__exit__` the first signal is kept for `check`; a second one does
     at once what it did before. Processes that share a run cannot leave one by one: all leave where
-    they `meet` between two steps, or within a step where all have `passed`."""
+    they `meet` between two steps, or within a step where all have `passed`.
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    A terminal that closes hangs up twice, by itself and by its shell: SIGHUP ends nothing at once.
+    Where it was ignored, as under nohup, it still is."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
         self._world: DistributedContext | None = None  # of several processes
@@ -230,11 +233,13 @@ class Interrupt:
         # Python lets only its main thread set handlers; elsewhere the caller's own stay.
         if threading.current_thread() is threading.main_thread():
             for signum in self.SIGNALS:
+                if signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:
+                    continue
                 self._before[signum] = signal.signal(signum, self._remember) or signal.SIG_DFL
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._give_back()
+        self._give_back(*self._before)
 
     def share(self, world: DistributedContext) -> None:
         """From now on with these others."""
@@ -269,10 +274,9 @@ class Interrupt:
         if self._world is not None:
             self._world.request_stop(signum)
         # A launcher repeats SIGTERM while its processes leave their step.
-        if self._world is None or signum != signal.SIGTERM:
-            self._give_back()
+        if signum != signal.SIGHUP and (self._world is None or signum != signal.SIGTERM):
+            self._give_back(*(s for s in self._before if s != signal.SIGHUP))
 
-    def _give_back(self) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
-        self._before.clear()
+    def _give_back(self, *signals: int) -> None:
+        for signum in signals:
+            signal.signal(signum, self._before.pop(signum))
