@@ -7,7 +7,7 @@ the computation, as in the engine on CUDA. Rates are those of the presets.
 
 Models are trained in the way that is named with them: in full with AdamW's states on the device, or
 by LoRA adapters of rank 16. A longest context is found to within a sixty-fourth of itself, and
-leaves the headroom that plans leave by default.
+leaves the margin that plans leave by default.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from farspan.planner.api import as_run
 from farspan.planner.evaluate import evaluate
 from farspan.planner.machines import machine
 from farspan.planner.plans import LEAST, longest_contexts, named_schedule
-from farspan.planner.request import Optimizer, Plan, Question, headroom_bytes
+from farspan.planner.request import Optimizer, Plan, Question, margin_of
 from farspan.program.strategies import STRATEGIES
 from farspan.spec import MachineSpec, RunSpec, Schedule
 
@@ -74,7 +74,7 @@ def ask(model: str, way: Way, on: MachineSpec, tokens: int) -> Question:
         optimizer=way.optimizer,
         architecture=architecture,
         overlap=True,
-        headroom=headroom_bytes(None, on),
+        margin=margin_of(None, on),
     )
     return as_run(question)
 

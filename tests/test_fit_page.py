@@ -114,7 +114,7 @@ def test_one_device_has_its_share_of_main_memory() -> None:
 
 
 def test_longest_contexts_are_those_of_the_planner(planned: dict[str, Any]) -> None:
-    """Planned anew for one small model: nothing longer by a fortieth fits and leaves headroom."""
+    """Planned anew for one small model: nothing longer by a fortieth fits and leaves the margin."""
     row = planned["longest"][0]
     on = fit.one_device(row["machine"])
     for name in ("plain", "recompute", "offload"):

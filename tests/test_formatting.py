@@ -28,6 +28,10 @@ from farspan.spec import Refused
         ("1.5M", 1572864),
         ("500k", 512000),
         (" 2 m ", 2097152),
+        ("1e6", 1_000_000),
+        ("1.5E6", 1_500_000),
+        ("2e+5", 200_000),
+        ("1G", 2**30),
     ],
 )
 def test_tokens_are_read(text: str | int, tokens: int) -> None:
@@ -46,19 +50,25 @@ def test_tokens_are_read(text: str | int, tokens: int) -> None:
         ("1.5 TiB", 3 * 2**39),
         ("3MB", 3_000_000),
         ("4KiB", 4096),
+        ("64G", 64 * 2**30),
+        ("64g", 64 * 2**30),
+        ("512M", 2**29),
+        ("8e10", 80 * 10**9),
     ],
 )
 def test_bytes_are_read(text: str | int, size: int) -> None:
     assert read_bytes(text, "host_memory") == size
 
 
-@pytest.mark.parametrize("text", ["", "M", "-1M", "0", "1.3", "1e6", "12 apples", "1MB", True, -4])
+@pytest.mark.parametrize(
+    "text", ["", "M", "-1M", "0", "1.3", "1e-6", "1e999", "e6", "12 apples", "1MB", True, -4]
+)
 def test_what_is_no_number_of_tokens_is_refused(text: str | int) -> None:
     with pytest.raises(Refused, match=r"^context: expected tokens such as 131072, 128K or 1M"):
         read_tokens(text, "context")
 
 
-@pytest.mark.parametrize("text", ["128G", "128K", "GiB", "0GiB", "-3GiB", False, 0])
+@pytest.mark.parametrize("text", ["128Q", "12 apples", "GiB", "0GiB", "-3GiB", False, 0])
 def test_what_is_no_number_of_bytes_is_refused(text: str | int) -> None:
     with pytest.raises(Refused, match=r"^host_memory: expected bytes such as 128GiB"):
         read_bytes(text, "host_memory")

@@ -1,8 +1,8 @@
 """Values as people read and write them: tokens with K and M, bytes with GiB and GB, page-sparse
 attention in a few words; and the known word nearest to one that is not known.
 
-K, M and G of tokens are powers of 1024, as in the papers, whose 128K is 131,072. Of bytes, KiB to
-TiB are powers of 1024 and KB to TB powers of 1000; `128G` could be either and is refused.
+K, M, G and T are powers of 1024, of tokens as in the papers, whose 128K is 131,072, and of bytes,
+where they mean KiB to TiB; KB to TB are powers of 1000, and so is an exponent: `1e6` is a million.
 """
 
 import difflib
@@ -14,23 +14,23 @@ from math import ceil
 
 from farspan.spec import Refused, Sparse
 
-TOKEN_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
-BYTE_UNITS = {"": 1, "b": 1} | {
+TOKEN_UNITS = {"": 1} | {prefix: 1024**power for power, prefix in enumerate("kmgt", 1)}
+BYTE_UNITS = {**TOKEN_UNITS, "b": 1} | {
     f"{prefix}{base}": factor**power
     for power, prefix in enumerate("kmgt", 1)
     for base, factor in (("ib", 1024), ("b", 1000))
 }
 LEAST_MEMORY = 2**20  # bytes of a memory that may be written without a unit
-_WRITTEN = re.compile(r"(\d[\d_,]*(?:\.\d+)?)\s*([a-z]*)")
+_WRITTEN = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([a-z]*)")
 
 
 def read_tokens(given: str | int, name: str) -> int:
-    """Tokens from a number or text such as 131072, 128K, 1.5M. Raises Refused naming the option."""
+    """Tokens from a number or text such as 131072, 128K, 1e6. Raises Refused naming the option."""
     return _read(given, name, TOKEN_UNITS, "tokens such as 131072, 128K or 1M")
 
 
 def read_bytes(given: str | int, name: str) -> int:
-    """Bytes from a number or text such as 80GB, 128GiB. Raises Refused naming the option."""
+    """Bytes from a number or text such as 80GB, 128GiB, 128G. Raises Refused naming the option."""
     return _read(given, name, BYTE_UNITS, "bytes such as 128GiB (2**30) or 80GB (10**9)")
 
 

@@ -236,6 +236,7 @@ class MachineSpec:
     unified: bool = False  # both tiers lie in main memory (a CPU): `device_bytes` is not used
     processors: int = 0  # streaming multiprocessors of one device; 0: not known
     pinned: bool = True  # main memory can be locked for copies; else each holds up all that follows
+    host_reserve: int = 0  # bytes beside `host_bytes`: the system's, processes', loading's
 
 
 @dataclass(frozen=True, slots=True)

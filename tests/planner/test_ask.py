@@ -87,7 +87,11 @@ def test_here_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_in_place_of_the_machines() -> None:
     question = Request(CONFIG, 64, "h200", device_memory=10**9, host_memory="2GiB").question()
-    assert (question.machine.device_bytes, question.machine.host_bytes) == (10**9, 2**31)
+    assert (question.machine.device_bytes, question.machine.host_bytes) == (
+        10**9,
+        2**31 - 2**31 // 10,
+    )
+    assert question.machine.host_bytes + question.machine.host_reserve == 2**31
 
 
 def test_one_memory_has_no_part_for_the_device() -> None:
@@ -190,7 +194,7 @@ def test_the_function_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ask, "best_plan", lambda *question: asked.append(question))
     farspan.plan(CONFIG, context="1K", machine="h200", strategy="memo", host_memory="1GiB")
     [(question, strategies)] = asked
-    assert (question.run.tokens, question.machine.host_bytes) == (1024, 2**30)
+    assert (question.run.tokens, question.machine.host_bytes) == (1024, 2**30 - 2**30 // 10)
     assert strategies == ["memo"]
 
 

@@ -7,7 +7,7 @@ import pytest
 from farspan.planner.api import Request
 from farspan.planner.evaluate import evaluate
 from farspan.planner.plans import best_plan
-from farspan.planner.request import Fit, Plan, Question
+from farspan.planner.request import Fit, Margin, Plan, Question
 from farspan.planner.search import WORTH, with_pieces
 from farspan.program.strategies import STRATEGIES
 from farspan.spec import Curve, Schedule, Sparse, Tier
@@ -56,7 +56,7 @@ def test_logits_that_do_not_fit_are_not_held() -> None:
 def test_a_tight_plan_takes_no_more_of_the_device() -> None:
     plan = evaluate(asked(), "grouped", WHOLE)
     (free,) = with_pieces([plan], SECONDS)
-    tight = evaluate(replace(asked(), headroom=plan.device.left + 1), "grouped", WHOLE)
+    tight = evaluate(replace(asked(), margin=Margin(plan.device.left + 1)), "grouped", WHOLE)
     assert tight.fit is Fit.TIGHT
     (found,) = with_pieces([tight], SECONDS)
     assert found.device.total <= tight.device.total < free.device.total

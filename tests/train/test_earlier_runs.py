@@ -25,7 +25,7 @@ from farspan.train.config import (
     load_run,
 )
 from farspan.train.trainer import train
-from farspan.train.yaml_config import flatten, to_mapping
+from farspan.train.yaml_config import RENAMED, flatten, to_mapping
 from tests.numerics import assert_exact
 from tests.ranks import run_ranks
 from tests.train.tiny import MODEL, Quiet, Stopped, TinyStep, fit, write_documents
@@ -123,6 +123,7 @@ def test_what_was_saved_is_there_after_resuming(folder: Path) -> None:
 
 def test_an_earlier_run_file_says_the_same(folder: Path) -> None:
     written = json.loads((folder / "run.json").read_text())
+    written = {RENAMED.get(key, key): value for key, value in written.items()}
     found, written = flatten(to_mapping(load_run(folder / "run.yaml"))), flatten(written)
     assert {key: found[key] for key in written} == written
     # What came later is as if it were not there.

@@ -35,7 +35,7 @@ LARGE = Schedule(chunk=48, groups=2, activations_kept=1.0, attention_kept=1.0)
 SMALL = Schedule(chunk=8, groups=1)
 
 
-@pytest.mark.parametrize("given", ["64 apples", "128G", 0, -1, "0GiB"])
+@pytest.mark.parametrize("given", ["64 apples", "128Q", 0, -1, "0GiB"])
 def test_what_is_no_size_is_refused_by_its_key(tmp_path: Path, given: str | int) -> None:
     with pytest.raises(Refused, match=r"^host_memory: expected bytes such as 128GiB"):
         tiny_run(tmp_path, host_memory=given)

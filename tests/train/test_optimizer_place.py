@@ -142,7 +142,7 @@ def test_eight_bits_are_never_chosen() -> None:
         (Fit.NOT, Fit.TIGHT, StatesPlace.HOST),
     ],
 )
-def test_states_go_where_the_step_leaves_the_headroom(
+def test_states_go_where_the_step_leaves_the_margin(
     device: Fit, host: Fit, place: StatesPlace
 ) -> None:
     found = {StatesPlace.DEVICE: device, StatesPlace.HOST: host}

@@ -16,6 +16,7 @@ from farspan.lazy import load
 from farspan.plan.cell.describe import dtype_name
 from farspan.plan.model.catalog import presets
 from farspan.planner.api import AS_IN_RUN_FILES, HERE, Request
+from farspan.planner.machines import HOST_RESERVE
 from farspan.planner.machines import names as machine_names
 from farspan.planner.plans import best_plan, longest_contexts
 from farspan.planner.request import SHARE, Optimizer, Plan, Question
@@ -101,7 +102,7 @@ def write_timeline(path: Path, plan: Plan | None) -> None:
 app = typer_app()
 
 # Options that are of the machine, or say what no run file does; the others are put into the run.
-OF_MACHINE = ("machine", "gpus", "optimizer", "device_memory", "host_memory", "headroom")
+OF_MACHINE = ("machine", "gpus", "optimizer", "device_memory", "host_memory", "margin")
 MODELS = ", ".join(preset.name for preset in presets())
 MACHINES = ", ".join(machine_names())
 
@@ -149,13 +150,17 @@ DeviceMemory = Annotated[
     str | None, typer.Option(help="Of one device, in place of the machine's: 80GB, 80GiB.")
 ]
 HostMemory = Annotated[
-    str | None, typer.Option(help="Of the node, in place of the machine's: 128GiB.")
-]
-Headroom = Annotated[
     str | None,
     typer.Option(
-        help="Of a device, left free where any plan can: 3GiB, 5%, 0; default: "
-        f"{SHARE:.0%} less what the machine's reserve explains."
+        help="Of the node in all, in place of the machine's: 128GiB, 128G; "
+        f"{HOST_RESERVE:.0%} of it are left to the system, processes and loading."
+    ),
+]
+MarginText = Annotated[
+    str | None,
+    typer.Option(
+        help="Of a device, and of main memory, left free where any plan can: 3GiB, 5%, 0; a share "
+        f"counts what is in reserve; default: {SHARE:.0%} of a device."
     ),
 ]
 Lora = Annotated[
@@ -193,7 +198,7 @@ def plan_command(
     dtype: DTypeName = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
-    headroom: Headroom = None,
+    margin: MarginText = None,
     sparse: SparseText = None,
     max_context: LongestToo = False,
     timeline: Timeline = None,
@@ -204,7 +209,7 @@ def plan_command(
         **{"model": model, "context": context, "machine": machine, "gpus": gpus, "batch": batch},
         **{"strategy": strategy, "optimizer": optimizer, "lora": lora, "dtype": dtype},
         **{"device_memory": device_memory, "host_memory": host_memory, "sparse": sparse},
-        **{"headroom": headroom},
+        **{"margin": margin},
     }
     given = {name: value for name, value in options.items() if value is not None}
     answer = _of_model(given, max_context) if run is None else _of_run(run, given, max_context)

@@ -44,11 +44,12 @@ def train_command(
             "file's, and of all that is available."
         ),
     ] = None,
-    headroom: Annotated[
+    margin: Annotated[
         str | None,
         typer.Option(
-            help=f"Of a GPU, that --strategy {AUTO} leaves free where any schedule can: 3GiB, 5%, "
-            f"0; default: {SHARE:.0%} less what the machine's reserve explains."
+            help=f"Of a GPU, and of main memory, that --strategy {AUTO} leaves free where any "
+            f"schedule can: 3GiB, 5%, 0; default: {SHARE:.0%} of a GPU less what the machine's "
+            "reserve explains."
         ),
     ] = None,
     folder: Annotated[Path | None, typer.Option(help="Run folder; the same resumes.")] = None,
@@ -60,8 +61,8 @@ def train_command(
     chosen, notes = override(chosen, strategy_name, folder, steps)
     if host_memory is not None:
         chosen = replace(chosen, host_memory=host_memory)
-    if headroom is not None:
-        chosen = replace(chosen, headroom=headroom)
+    if margin is not None:
+        chosen = replace(chosen, margin=margin)
     if sparse is not None:
         chosen, note = with_sparse(chosen, read_sparse(sparse))
         notes += [] if note is None else [note]

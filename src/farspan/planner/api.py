@@ -15,8 +15,9 @@ from farspan.plan.model.architecture import Architecture
 from farspan.plan.model.catalog import find_architecture, find_config
 from farspan.plan.model.families import Configuration, UnknownFamily, architecture_from
 from farspan.planner.machines import machine as find_machine
+from farspan.planner.machines import with_main_memory
 from farspan.planner.plans import best_plan
-from farspan.planner.request import Optimizer, Plan, Question, headroom_bytes
+from farspan.planner.request import Optimizer, Plan, Question, margin_of
 from farspan.program.layout import Layout, sequence_layout
 from farspan.program.strategies import AUTO, check_name
 from farspan.spec import Kernels, MachineSpec, ModelSpec, Refused, RunSpec, Sparse
@@ -45,7 +46,7 @@ class Options(TypedDict, total=False):
     dtype: str
     device_memory: str | int | None
     host_memory: str | int | None
-    headroom: str | int | None
+    margin: str | int | None
     sparse: Sparse | None
     kernels: Kernels
     progress: Callable[[str], None]
@@ -67,9 +68,10 @@ class Request:
     strategy: str = AUTO  # the best of all of them
     dtype: str = "bfloat16"
     device_memory: str | int | None = None  # in place of what the machine's device has
-    host_memory: str | int | None = None  # in place of what the machine's node has
-    # Of a device that a plan leaves where any can: bytes, "5%", 0; None: `request.SHARE` of it.
-    headroom: str | int | None = None
+    # In place of what the machine's node has in all, of which a tenth is left to the system,
+    host_memory: str | int | None = None  # processes and loading (`machines.HOST_RESERVE`)
+    # Of a device, and of main memory, that a plan leaves where any can: bytes, "5%", 0; None:
+    margin: str | int | None = None  # `request.SHARE` of a device
     sparse: Sparse | None = None  # attention that approximates; None: exact
     kernels: Kernels = field(default_factory=Kernels)  # who computes
     progress: Callable[[str], None] = _in_silence  # hears what of this machine is measured
@@ -91,7 +93,7 @@ class Request:
             overlap=machine.pinned and not machine.unified,  # as the engine's copies run
             sparse=self.sparse,
             kernels=self.kernels,
-            headroom=headroom_bytes(self.headroom, machine),
+            margin=margin_of(self.margin, machine),
         )
         return as_run(question)
 
@@ -133,7 +135,7 @@ class Request:
             size = read_memory(self.device_memory, "device_memory")
             found = replace(found, device_bytes=size)
         if self.host_memory is not None:
-            found = replace(found, host_bytes=read_memory(self.host_memory, "host_memory"))
+            found = with_main_memory(found, read_memory(self.host_memory, "host_memory"))
         return found
 
 

@@ -42,13 +42,13 @@ def reason_of(plan: Plan, others: Sequence[Plan]) -> str:
     """One or two sentences on what was chosen."""
     parts = [_choices(plan), *_given(plan, others)]
     if plan.tight:
-        parts.append(f"nothing leaves {write_bytes(plan.question.headroom)} of the device free")
+        parts.append("nothing leaves the margin free")
     slower = [o for o in others if o.fit is plan.fit and o.strategy != plan.strategy]
     if slower:
         ratio = slower[0].seconds.total / plan.seconds.total
         parts.append(f"{slower[0].strategy}, the next that fits, takes {ratio:.2f} times as long")
     if others and not slower:
-        with_room = " and leaves the headroom" if any(other.tight for other in others) else ""
+        with_room = " and leaves the margin" if any(other.tight for other in others) else ""
         parts.append(f"no other strategy fits{with_room}")
     return "; ".join(parts)
 

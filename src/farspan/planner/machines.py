@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,15 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 CURVES = ("matmul", "attention_forward", "attention_backward")
 OTHER_CURVES = ("weights", "causal_forward", "causal_backward")  # may be left out
 MAY_BE_ZERO = (
-    *("latency", "overhead", "reserve", "softmax_forward", "softmax_backward", "logit"),
+    *(
+        "latency",
+        "overhead",
+        "reserve",
+        "host_reserve",
+        "softmax_forward",
+        "softmax_backward",
+        "logit",
+    ),
     *("attention_workspace", "processors"),
 )
 KERNELS = [kernel.value for kernel in AttentionKernel if kernel is not AttentionKernel.AUTO]
@@ -33,6 +41,9 @@ TOGETHER = 2.0  # a direction beside the other one over itself alone; 1 but for 
 BUSY = 1.5  # the slowest look over the fastest: what two looks that agree (1.1) do not explain
 LARGEST = sys.float_info.max
 NAMED = 3  # fields that a warning names
+# Of all main memory, what no plan takes: the system has some, every process of a run (Python,
+# torch, CUDA's context: about 3 GiB), and loading passes weights through it.
+HOST_RESERVE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +86,12 @@ def read(name_or_path: str | Path) -> MachineFile:
         f"machine: {name!r} is neither a preset nor a machine file; {hint} (farspan calibrate "
         "writes a file for the machine at hand)"
     )
+
+
+def with_main_memory(spec: MachineSpec, size: int) -> MachineSpec:
+    """The machine with so many bytes of main memory in all."""
+    reserve = int(HOST_RESERVE * size)
+    return replace(spec, host_bytes=size - reserve, host_reserve=reserve)
 
 
 def user_file() -> Path:

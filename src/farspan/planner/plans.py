@@ -34,7 +34,7 @@ def best_plan(
 
     `strategies` are the names to choose from, None for all; `grouped` stands for the whole space
     of schedules, searched for about `seconds` of this process's time. A plan that does not leave
-    the question's headroom is taken where none does. If nothing fits, the plan that misses by the
+    the question's margin is taken where none does. If nothing fits, the plan that misses by the
     least, with what breaks first and a change that would help. With `question.sparse` see
     `farspan.sparse.planner`. Raises Refused.
     """
@@ -98,7 +98,7 @@ def _beside(plan: Plan, best: Plan) -> str:
 def longest_contexts(
     question: Question, strategies: Sequence[str] | None = None, seconds: float = 4.0
 ) -> dict[str, Plan]:
-    """By strategy, the plan at the longest context that fits and leaves the question's headroom; a
+    """By strategy, the plan at the longest context that fits and leaves the question's margin; a
     strategy that has none is left out. Contexts are found to within 1 / 64 of themselves; plans are
     the fastest, since what else a longest context leaves of memory is of no use to it."""
     refuse_layout(question)
@@ -143,7 +143,7 @@ def _remedy(plan: Plan, strategies: Sequence[str] | None) -> str:
 
 
 def fits(question: Question, strategies: Sequence[str] | None = None) -> bool:
-    """Does any schedule of these strategies fit and leave the question's headroom, by a close look
+    """Does any schedule of these strategies fit and leave the question's margin, by a close look
     at the thriftiest of each?"""
     question = with_room(question)
     names = [GROUPED] if strategies is None else strategies
@@ -192,7 +192,7 @@ def _searched(
     question: Question, others: Sequence[Plan], seconds: float, tolerance: float = TOLERANCE
 ) -> list[Plan]:
     """The best of the whole space, which has the fastest of the others to beat, and what it was
-    preferred to for its bytes: of what leaves the headroom, or where nothing does of all. Where
+    preferred to for its bytes: of what leaves the margin, or where nothing does of all. Where
     none is found the thriftiest schedule, which fits if any does."""
     roomy = with_room(question)
     found = _found(roomy, [p for p in others if p.fit is Fit.ROOMY], seconds, tolerance)

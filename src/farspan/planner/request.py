@@ -1,7 +1,8 @@
 """What is asked of the planner, and what it answers.
 
-The headroom is device memory that a plan leaves to what is in no program: fragments of the
-allocator, libraries' workspaces that grow with a call, messages between devices (NCCL).
+The margin is memory that a plan leaves to what is in no program: on a device fragments of the
+allocator, libraries' workspaces that grow with a call, messages between devices (NCCL); in main
+memory whatever grows beside what `MachineSpec.host_reserve` is for.
 """
 
 import re
@@ -26,6 +27,14 @@ class Optimizer(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Margin:
+    """Bytes that a plan leaves free where any can."""
+
+    device: int = 0  # of one device
+    host: int = 0  # of a node's main memory
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
     """One step of a model on a machine."""
 
@@ -40,7 +49,7 @@ class Question:
     sparse: Sparse | None = None  # attention that approximates; None: exact
     accumulates: bool = False  # gradients of earlier batches are there when the step begins
     kernels: Kernels = field(default_factory=Kernels)
-    headroom: int = 0  # device bytes that a plan leaves where any can (`headroom_bytes`)
+    margin: Margin = Margin()  # bytes that a plan leaves where any can (`margin_of`)
     wide_gradients: bool = False  # `.grad` in fp32 without an optimizer, too: as training has it
 
     def adapter_rank(self) -> int | None:
@@ -87,7 +96,7 @@ class Fit(IntEnum):
     """How well a plan fits, the best last."""
 
     NOT = 0
-    TIGHT = 1  # without the headroom that the question asks for
+    TIGHT = 1  # without the margin that the question asks for
     ROOMY = 2
 
 
@@ -95,7 +104,9 @@ def fit_of(question: Question, device: Budget, host: Budget) -> Fit:
     """Of a plan's bytes on a question's machine."""
     if min(device.left, host.left) < 0:
         return Fit.NOT
-    return Fit.TIGHT if device.left < question.headroom else Fit.ROOMY
+    margin = question.margin
+    lacks = device.left < margin.device or host.left < margin.host // question.near()
+    return Fit.TIGHT if lacks else Fit.ROOMY
 
 
 # Of a step: both sides of a difference are sums of up to a million times, each of which is off by
@@ -163,7 +174,7 @@ class Plan:
 
     @property
     def tight(self) -> bool:
-        """Does it fit, and take of the device's headroom?"""
+        """Does it fit, and take of the margin?"""
         return self.fit is Fit.TIGHT
 
     @property
@@ -174,7 +185,7 @@ class Plan:
         return sparse is not None and sparse.hides(self.question.run.tokens, self.schedule.chunk)
 
     def rank(self) -> tuple[int, float]:
-        """Sorts plans: those that fit and leave headroom, the fastest first, then those that are
+        """Sorts plans: those that fit and leave the margin, the fastest first, then those that are
         tight, then the others by what they miss."""
         over = -min(0, self.device.left) - min(0, self.host.left)
         return -self.fit, self.seconds.total if self.fits else over
@@ -199,7 +210,7 @@ class Plan:
             "context": question.run.tokens,
             "fits": self.fits,
             "tight": self.tight,
-            "headroom": question.headroom,
+            "margin": asdict(question.margin),
             "strategy": self.strategy,
             "schedule": {
                 "chunk": schedule.chunk,
@@ -245,51 +256,58 @@ SHARE = 0.06  # of a device's bytes; what the machine's `reserve` explains is a 
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 
-def read_headroom(given: str | int | None) -> float | int:
-    """Bytes, or as a float a share of the device, from text such as 3GiB, 5% or 0; None: `SHARE`.
-    Raises Refused."""
-    if given is None:
-        return SHARE
+def read_margin(given: str | int) -> float | int:
+    """Bytes, or as a float a share of each memory, from text such as 3GiB, 5% or 0. Raises
+    Refused."""
     match = _PERCENT.fullmatch(given.strip()) if isinstance(given, str) else None
     if match is not None and float(match[1]) < 100:
         return float(match[1]) / 100
     if match is None and str(given).strip() == "0":
         return 0
     try:
-        return read_memory(given, "headroom")
+        return read_memory(given, "margin")
     except Refused as error:
         raise Refused(
-            f"headroom: expected bytes such as 3GiB, a share of the device below 100% such as 5%, "
+            f"margin: expected bytes such as 3GiB, a share of each memory below 100% such as 5%, "
             f"or 0, got {given!r}"
         ) from error
 
 
-def headroom_bytes(given: str | int | None, machine: MachineSpec) -> int:
-    """Bytes that a plan leaves of a device of this machine. A share counts what `reserve` takes.
-    Raises Refused, also for a machine whose tiers are one memory: there None is 0."""
-    size = read_headroom(given)
+def margin_of(given: str | int | None, machine: MachineSpec) -> Margin:
+    """What a plan leaves of a device and of a node's main memory, each: bytes, or a share, which
+    counts what the machine has in reserve. None: `SHARE` of a device; of main memory its reserve is
+    enough. Where both tiers are one memory, which has none by default, it is the host's. Raises
+    Refused."""
+    size = SHARE if given is None else read_margin(given)
+    host = 0 if given is None else _beside(size, machine.host_bytes, machine.host_reserve)
     if machine.unified:
-        if given is not None:
-            raise Refused(
-                f"headroom: {machine.name} has one memory for both tiers, of which no part is left "
-                "free; leave it out, and limit host_memory"
-            )
-        return 0
-    if isinstance(size, int):
-        return size
-    return max(0, int(size * machine.device_bytes) - machine.reserve)
+        return Margin(0, host)
+    # `device_bytes` has the reserve in it, `host_bytes` has not.
+    return Margin(_beside(size, machine.device_bytes - machine.reserve, machine.reserve), host)
+
+
+def _beside(size: float | int, free: int, reserve: int) -> int:
+    return size if isinstance(size, int) else max(0, int(size * (free + reserve)) - reserve)
 
 
 def with_room(question: Question) -> Question:
-    """The question on devices that lack their headroom: what fits there leaves it."""
-    if question.headroom == 0:
+    """The question on a machine that lacks its margin: what fits there leaves it."""
+    margin, machine = question.margin, question.machine
+    if margin == Margin():
         return question
-    machine = question.machine
-    smaller = replace(machine, device_bytes=max(0, machine.device_bytes - question.headroom))
-    return replace(question, machine=smaller, headroom=0)
+    smaller = replace(
+        machine,
+        device_bytes=max(0, machine.device_bytes - margin.device),
+        host_bytes=max(0, machine.host_bytes - margin.host),
+    )
+    return replace(question, machine=smaller, margin=Margin())
 
 
 def of_whole(question: Question, plan: Plan) -> Plan:
     """A plan that was made `with_room`, as one of the question itself."""
-    limit = plan.device.limit + question.machine.device_bytes - plan.question.machine.device_bytes
-    return replace(plan, question=question, device=replace(plan.device, limit=limit))
+    more = question.host_share() - plan.question.host_share()
+    on_device = question.machine.device_bytes - plan.question.machine.device_bytes
+    on_device = more if question.machine.unified else on_device
+    device = replace(plan.device, limit=plan.device.limit + on_device)
+    host = replace(plan.host, limit=plan.host.limit + more)
+    return replace(plan, question=question, device=device, host=host)

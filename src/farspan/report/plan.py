@@ -55,11 +55,12 @@ LANES = {
 
 def plan_view(plan: Plan) -> RenderableType:
     """Everything that a plan says: verdict, bytes, seconds, schedule, runners-up."""
+    near = plan.question.near()
     parts: list[RenderableType] = [
         verdict(plan),
         budget_table("device", plan.device),
         Text(),
-        budget_table("host", plan.host),
+        budget_table("host", plan.host, plan.question.machine.host_reserve // near),
         Text(),
         seconds_table(plan),
         schedule_view(plan),
@@ -81,13 +82,13 @@ def verdict(plan: Plan) -> Text:
     """Does it fit, by how much on each tier; if not, what breaks first and what would help."""
     text = Text(f"{subject(plan)}\n")
     if plan.fits:
-        text.append("fits, but tight" if plan.tight else "fits", "bold green")
+        text.append("fits, tightly" if plan.tight else "fits", "bold green")
     else:
         text.append("does NOT fit", "bold red")
     if plan.question.machine.unified:
-        text.append(f": {_margin(plan.device)} in the one memory of both tiers\n")
+        text.append(f": {_spare(plan.device)} in the one memory of both tiers\n")
     else:
-        text.append(f": {_margin(plan.device)} on the device, {_margin(plan.host)} on the host\n")
+        text.append(f": {_spare(plan.device)} on the device, {_spare(plan.host)} on the host\n")
     if plan.tight:
         text.append(f"{tight_words(plan)}\n", "yellow")
     if not plan.fits and plan.reason:
@@ -100,12 +101,17 @@ def verdict(plan: Plan) -> Text:
 
 
 def tight_words(plan: Plan) -> str:
-    """What is missing of the headroom, and what it is for."""
-    question, left = plan.question, plan.device.left
+    """What is missing of the margin, and what it is for."""
+    margin, machine = plan.question.margin, plan.question.machine
+    if not machine.unified and plan.device.left < margin.device:
+        size, what, left = margin.device, "of a device", plan.device.left
+        use = "fragmentation, library workspaces and communication"
+    else:
+        size, what, left = margin.host // plan.question.near(), "of main memory", plan.host.left
+        use = "whatever else the machine does"
     return (
-        f"tight: {write_bytes(question.headroom)} of a device should stay free for "
-        f"fragmentation, library workspaces and communication, but only {write_bytes(left)} is; "
-        "use a shorter context or keep less there"
+        f"tight: {write_bytes(size)} {what} should stay free for {use}, but only "
+        f"{write_bytes(left)} is; use a shorter context or keep less there"
     )
 
 
@@ -163,15 +169,16 @@ def devices_words(question: Question) -> str:
     return f"{devices} ({layout_words(layout)})" if layout.devices() > 1 else devices
 
 
-def _margin(budget: Budget) -> str:
+def _spare(budget: Budget) -> str:
     if budget.left < 0:
         return f"{write_bytes(-budget.left)} too much"
     return f"{write_bytes(budget.left)} to spare"
 
 
-def budget_table(tier: str, budget: Budget) -> Table:
-    """Where the bytes go, the most first; bars are shares of what there is."""
+def budget_table(tier: str, budget: Budget, reserve: int = 0) -> Table:
+    """Where the bytes go, the most first; bars are shares of what there is beside `reserve`."""
     used = f"{tier}: {write_bytes(budget.total)} of {write_bytes(budget.limit)}"
+    used += f", beside {write_bytes(reserve)} in reserve" if reserve else ""
     whole = max(budget.limit, budget.total)
     parts = sorted(budget.parts.items(), key=lambda part: -part[1])
     rows = [(part_words(name), write_bytes(size), size / whole) for name, size in parts]

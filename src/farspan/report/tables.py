@@ -177,10 +177,12 @@ def memory_text(spec: MachineSpec) -> Text:
     """Devices and the memory of both tiers."""
     if spec.unified:
         return Text(f"{spec.name}: {write_bytes(spec.host_bytes)} of memory for both tiers\n")
+    beside = f", beside {write_bytes(spec.host_reserve)} in reserve" if spec.host_reserve else ""
     pageable = "" if spec.pinned else ", none of it lockable: copies run in line"
     return Text(
         f"{spec.name}: {spec.devices} x {write_bytes(spec.device_bytes)}, of which "
-        f"{write_bytes(spec.reserve)} in reserve; host {write_bytes(spec.host_bytes)}{pageable}\n"
+        f"{write_bytes(spec.reserve)} in reserve; host {write_bytes(spec.host_bytes)}"
+        f"{beside}{pageable}\n"
     )
 
 

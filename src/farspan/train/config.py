@@ -11,7 +11,7 @@ import yaml
 
 from farspan.data.config import DataConfig, SourceKind
 from farspan.formatting import read_memory
-from farspan.planner.request import read_headroom
+from farspan.planner.request import read_margin
 from farspan.program.layout import ALONE, AXES, Layout, sequence_layout
 from farspan.program.strategies import AUTO, check_name
 from farspan.spec import Kernels, ModelSpec, Refused, Schedule, Sparse, Tier
@@ -380,7 +380,8 @@ class RunConfig:
     seed: int = 0
     device: str = "auto"  # auto, cpu, cuda, cuda:1
     host_memory: str | int | None = None  # that a node's ranks may take; null: what is available
-    headroom: str | int | None = None  # of a GPU that auto leaves: 3GiB, 5%, 0; null: 6% of it
+    # Of a GPU, and of main memory, that auto leaves: 3GiB, 5%, 0; null: 6% of a GPU.
+    margin: str | int | None = None
     parallel: Parallel | Auto | None = None  # how the ranks that torchrun started share it
     allocator: DeviceAllocator = DeviceAllocator.DEFAULT
     nonfinite: OnNonfinite = OnNonfinite.STOP
@@ -411,7 +412,8 @@ class RunConfig:
                 f"than all steps ({self.steps}); give fewer"
             )
         self.host_bytes()
-        read_headroom(self.headroom)
+        if self.margin is not None:
+            read_margin(self.margin)
         self._check_chunk()
         if self.model.lora is not None:
             self._check_lora()

@@ -250,7 +250,7 @@ BESIDE_WEIGHTS = Placed(StatesPlace.DEVICE, "both tiers lie in main memory")
 
 
 def choose_place(fit: Callable[[StatesPlace], Fit], before: str | None) -> Placed:
-    """The device if a step fits beside them and leaves the device's headroom, else the host if it
+    """The device if a step fits beside them and leaves the margin, else the host if it
     fits better there. States that were on the host stay there, so that a run goes on to the same
     bits. Never 8 bits: that is not AdamW."""
     if before == StatesPlace.HOST:

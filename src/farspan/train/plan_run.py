@@ -32,7 +32,7 @@ class Asked(TypedDict, total=False):
     optimizer: str  # in place of `optimizer.states`
     device_memory: str
     host_memory: str
-    headroom: str
+    margin: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class QuestionsOfRun:
     questions: tuple[Question, ...]
 
     def plan(self) -> PlanOfRun:
-        """With the states in the first place where it fits and leaves headroom, or else fits at
+        """With the states in the first place where it fits and leaves the margin, or else fits at
         all; where it fits nowhere, in the first. Raises Refused."""
         plans: list[Plan] = []
         for question in self.questions:
@@ -148,7 +148,7 @@ def questions_of_run(
         dtype=run.model.dtype.value,
         device_memory=asked.get("device_memory"),
         host_memory=asked.get("host_memory"),
-        headroom=asked.get("headroom", run.headroom),
+        margin=asked.get("margin", run.margin),
         sparse=run.pages(),
         kernels=run.kernels,
     ).question()

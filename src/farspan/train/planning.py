@@ -21,7 +21,7 @@ from farspan.hf.stages import CausalLMStages
 from farspan.memory.host import available_host_bytes
 from farspan.planner.evaluate import size
 from farspan.planner.prices import with_kernels
-from farspan.planner.request import Budget, Fit, Optimizer, Plan, Question, fit_of, headroom_bytes
+from farspan.planner.request import Budget, Fit, Optimizer, Plan, Question, fit_of, margin_of
 from farspan.program.layout import ALONE, Layout, group_ranges, refuse_together
 from farspan.program.strategies import AUTO
 from farspan.sparse.train import marks
@@ -395,7 +395,7 @@ def question_of(
         sparse=run.pages(),
         accumulates=run.accumulate > 1,
         kernels=run.kernels,
-        headroom=headroom_bytes(run.headroom, machine),
+        margin=margin_of(run.margin, machine),
     )
 
 

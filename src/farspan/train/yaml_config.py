@@ -260,6 +260,7 @@ def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
+RENAMED = {"headroom": "margin"}  # older names of keys
 # By their section; the file itself is the section "".
 TOKENS = {
     "": ("context",),
@@ -272,6 +273,11 @@ def in_plain_values(given: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a run file as `farspan.train.config` has them. Raises Refused naming the
     field."""
     values = dict(given)
+    for old, new in RENAMED.items():
+        if old in values and new in values:
+            raise Refused(f"{old}: the older name of {new}, which is given too; keep {new}")
+        if old in values:
+            values[new] = values.pop(old)
     if isinstance(values.get("sparse"), bool):  # YAML reads on and off so
         values["sparse"] = {} if values["sparse"] else None
     if values.get("report_to") == "none":  # as transformers has it

@@ -1,4 +1,4 @@
-"""Plans leave room on a device where any can, and say so where none does."""
+"""Plans leave room on a device and in main memory where any can, and say so where none does."""
 
 from dataclasses import replace
 
@@ -6,9 +6,9 @@ import pytest
 
 from farspan.planner.api import Request
 from farspan.planner.evaluate import evaluate
-from farspan.planner.machines import machine
+from farspan.planner.machines import machine, with_main_memory
 from farspan.planner.plans import best_plan, fits, longest_contexts, named_schedule, plan_as_written
-from farspan.planner.request import SHARE, Fit, Plan, Question, headroom_bytes, with_room
+from farspan.planner.request import SHARE, Fit, Margin, Plan, Question, margin_of, with_room
 from farspan.spec import Refused
 from tests.planner.machines import slow_machine
 from tests.planner.test_plans import question
@@ -33,33 +33,43 @@ def test_a_share_counts_what_the_reserve_takes_and_bytes_do_not(
     given: str | int | None, size: int
 ) -> None:
     made = slow_machine(device_bytes=100 * GIB, reserve=GIB)
-    assert headroom_bytes(given, made) == size
+    assert margin_of(given, made).device == size
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [("3GiB", 3 * GIB), ("25%", 15 * GIB), ("5%", 0), ("0", 0), (None, 0)],
+)
+def test_of_main_memory_it_is_beside_the_reserve(given: str | None, size: int) -> None:
+    """Which is enough where nothing is asked for."""
+    made = with_main_memory(slow_machine(), 100 * GIB)
+    assert (made.host_bytes, made.host_reserve) == (90 * GIB, 10 * GIB)
+    assert margin_of(given, made).host == size
 
 
 @pytest.mark.parametrize("given", ["much", "100%", "-5%", "24", -1, "5 % of it"])
 def test_what_is_no_size_is_refused(given: str | int) -> None:
-    with pytest.raises(Refused, match=r"^headroom: expected bytes such as 3GiB"):
-        headroom_bytes(given, slow_machine())
+    with pytest.raises(Refused, match=r"^margin: expected bytes such as 3GiB"):
+        margin_of(given, slow_machine())
 
 
-def test_one_memory_has_none() -> None:
+def test_of_one_memory_it_is_taken_once() -> None:
     made = slow_machine(unified=True)
-    assert headroom_bytes(None, made) == 0
-    with pytest.raises(Refused, match=r"^headroom: slow has one memory for both tiers"):
-        headroom_bytes("5%", made)
+    assert margin_of(None, made) == Margin()
+    assert margin_of("5%", made) == Margin(0, int(0.05 * made.host_bytes))
 
 
 def test_who_asks_gets_the_default() -> None:
     asked = Request("Qwen2.5-0.5B", "4K", "h100")
     made = machine("h100")
-    assert asked.question().headroom == int(SHARE * made.device_bytes) - made.reserve > 3 * GIB
-    assert replace(asked, headroom="1GiB").question().headroom == GIB
+    assert asked.question().margin.device == int(SHARE * made.device_bytes) - made.reserve > 3 * GIB
+    assert replace(asked, margin="1GiB").question().margin == Margin(GIB, GIB)
 
 
-def of_bytes(plan: Plan, more: int, headroom: int, asked: Question) -> Question:
+def of_bytes(plan: Plan, more: int, margin: int, asked: Question) -> Question:
     """The question on a device with so much more than a plan takes."""
     here = replace(asked.machine, device_bytes=plan.device.total + more)
-    return replace(asked, machine=here, headroom=headroom)
+    return replace(asked, machine=here, margin=Margin(margin))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +88,7 @@ def oomb() -> Plan:
 
 
 @pytest.mark.parametrize(("more", "fit"), [(GIB, Fit.ROOMY), (GIB - 1, Fit.TIGHT), (-1, Fit.NOT)])
-def test_a_named_schedule_may_use_the_headroom_to_the_byte(oomb: Plan, more: int, fit: Fit) -> None:
+def test_a_named_schedule_may_use_the_margin_to_the_byte(oomb: Plan, more: int, fit: Fit) -> None:
     asked = of_bytes(oomb, more, GIB, question(32 * 1024))
     plan = best_plan(asked, ["oomb"], SECONDS)
     assert (plan.fit, plan.fits, plan.tight) == (fit, fit is not Fit.NOT, fit is Fit.TIGHT)
@@ -86,8 +96,12 @@ def test_a_named_schedule_may_use_the_headroom_to_the_byte(oomb: Plan, more: int
     written = plan_as_written(asked, "oomb", oomb.schedule, SECONDS)
     assert written.fit is fit
     data = plan.to_json()
-    assert (data["fits"], data["tight"], data["headroom"]) == (plan.fits, plan.tight, GIB)
-    assert ("fits, but tight: " in str(plan)) is plan.tight
+    assert (data["fits"], data["tight"], data["margin"]) == (
+        plan.fits,
+        plan.tight,
+        {"device": GIB, "host": 0},
+    )
+    assert ("fits, tightly: " in str(plan)) is plan.tight
     assert ("tight: 1.0 GiB of a device should stay free" in str(plan)) is plan.tight
 
 
@@ -95,13 +109,13 @@ def test_the_planner_leaves_it_where_it_can() -> None:
     """And plans as on a device that is smaller by it."""
     asked = question(32 * 1024)
     free = best_plan(asked, None, SECONDS)
-    tight = replace(asked, headroom=free.device.left + GIB)
+    tight = replace(asked, margin=Margin(free.device.left + GIB))
     plan = best_plan(tight, None, SECONDS)
     assert plan.fit is Fit.ROOMY
-    assert plan.device.left >= tight.headroom
+    assert plan.device.left >= tight.margin.device
     assert plan.device.limit == asked.machine.device_bytes
     assert plan.question == tight
-    assert with_room(tight).machine.device_bytes == asked.machine.device_bytes - tight.headroom
+    assert with_room(tight).machine.device_bytes == asked.machine.device_bytes - tight.margin.device
     order = [other.fit for other in plan.alternatives]
     assert order == sorted(order, reverse=True)
     assert all(other.device.limit == plan.device.limit for other in plan.alternatives)
@@ -110,7 +124,7 @@ def test_the_planner_leaves_it_where_it_can() -> None:
 def test_where_none_leaves_it_the_best_is_tight(thrifty: Plan) -> None:
     plan = best_plan(of_bytes(thrifty, GIB // 64, GIB, question(32 * 1024)), None, SECONDS)
     assert plan.fit is Fit.TIGHT
-    assert "nothing leaves 1.0 GiB of the device free" in plan.reason
+    assert "nothing leaves the margin free" in plan.reason
     assert not plan.remedy
 
 
@@ -119,15 +133,34 @@ def test_what_helps_leaves_it(thrifty: Plan, more: int, helps: bool) -> None:
     """A change with which a plan would be tight is not said to help."""
     asked = of_bytes(thrifty, more, GIB, question(32 * 1024))
     assert fits(asked) is helps
-    assert fits(replace(asked, headroom=0))
+    assert fits(replace(asked, margin=Margin()))
 
 
 def test_longest_contexts_leave_it() -> None:
     asked = question(1024)
     names = ["recompute"]
     free = longest_contexts(asked, names, SECONDS)["recompute"]
-    plan = longest_contexts(replace(asked, headroom=4 * GIB), names, SECONDS)["recompute"]
+    plan = longest_contexts(replace(asked, margin=Margin(4 * GIB)), names, SECONDS)["recompute"]
     assert plan.fit is Fit.ROOMY
-    assert plan.question.headroom == 4 * GIB
+    assert plan.question.margin == Margin(4 * GIB)
     assert plan.device.limit == free.device.limit
     assert plan.question.run.tokens < free.question.run.tokens
+
+
+def test_main_memory_is_left_too() -> None:
+    """By the plan, by the longest context, and by what is said to help."""
+    asked = question(1024)
+    free = longest_contexts(asked, ["offload"], SECONDS)["offload"]
+    size = free.host.total + GIB
+    here = replace(asked, machine=replace(asked.machine, host_bytes=size))
+    less = longest_contexts(replace(here, margin=Margin(host=size // 2)), ["offload"], SECONDS)
+    plan = less["offload"]
+    assert plan.fit is Fit.ROOMY
+    assert plan.host.limit == size
+    assert plan.question.run.tokens < free.question.run.tokens
+    tight = replace(here, run=free.question.run, margin=Margin(host=GIB + 1))
+    found = best_plan(tight, ["offload"], SECONDS)
+    assert (found.fit, found.host.left) == (Fit.TIGHT, GIB)
+    assert "fits, tightly: " in str(found)
+    assert "tight: 1.0 GiB of main memory should stay free" in str(found)
+    assert not fits(tight, ["offload"])
