@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from farspan.distributed.tensor_plan import layer_signature
+from farspan.hf.load import add_adapters
 from tests.zoo import make_model
 
 
@@ -60,6 +61,16 @@ def test_a_layer_s_place_alone_makes_no_kind() -> None:
     assert layer_signature(Layer(0), 0) == layer_signature(Layer(1), 1)
     layers = make_model("gemma").model.layers  # its activation is a partial of its own
     assert len({layer_signature(layer, index) for index, layer in enumerate(layers)}) == 1
+
+
+def test_nor_do_adapters() -> None:
+    """peft tells each the name of the module that it is beside."""
+    model = make_model("qwen3")
+    before = len({layer_signature(layer, i) for i, layer in enumerate(model.model.layers)})
+    add_adapters(model, rank=2, alpha=2)
+    layers = model.model.layers
+    assert len(layers) > 1
+    assert len({layer_signature(layer, i) for i, layer in enumerate(layers)}) == before == 1
 
 
 @pytest.mark.parametrize("name", SETTINGS)

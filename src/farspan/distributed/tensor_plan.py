@@ -288,12 +288,14 @@ def _refuse_tied(model: nn.Module, plan: TensorPlan) -> None:
 
 # What families call a layer's place in its model, for its cache: it makes no layer another one.
 INDEX_NAMES = {
-    "layer_idx", "layer_id", "layer_num", "layer_number", "layer_index", "block_id", "block_index"
+    "layer_idx", "layer_id", "layer_num", "layer_number", "layer_index", "block_id", "block_index",
+    "target_name",  # among what peft 0.21 made an adapter with
 }  # fmt: skip
 NO_SETTINGS = INDEX_NAMES | set(vars(nn.Module()))
 PLAIN_SETTINGS = (
-    bool | int | float | str | FunctionType | BuiltinFunctionType | type | torch.dtype | None
-)
+    bool | int | float | str | None | FunctionType | BuiltinFunctionType | type
+    | torch.dtype | torch.device
+)  # fmt: skip
 
 
 def layer_signature(layer: nn.Module, index: int) -> tuple[Any, ...]:
@@ -320,7 +322,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, MethodType):
         return value.__func__
     if isinstance(value, dict):
-        return tuple((_plain(key), _plain(x)) for key, x in value.items())
+        items = ((key, x) for key, x in value.items() if key not in INDEX_NAMES)
+        return tuple((_plain(key), _plain(x)) for key, x in items)
     if isinstance(value, list | tuple | set | frozenset):
         return tuple(map(_plain, value))
     return id(value)
