@@ -32,7 +32,7 @@ CORE = (
     *(f"tests/hf/test_{name}.py" for name in ("families", "recurrent", "lora", "adapters", "load")),
     *(f"tests/hf/test_{name}.py" for name in ("text", "refused", "fused")),
     *(f"tests/engine/test_{name}.py" for name in ("exact", "documents")),
-    *(f"tests/train/test_{name}.py" for name in ("lora", "hugging_face", "folder", "text")),
+    *(f"tests/train/test_{name}.py" for name in ("lora", "hugging_face", "trl", "folder", "text")),
 )
 
 
