@@ -105,7 +105,7 @@ def test_a_picture_is_written(suffix: str, trace: Path, tmp_path: Path) -> None:
     [
         (("nowhere.txt",), "nowhere.txt cannot be read"),
         (("TRACE", "-o", "memory.png"), "output: expected a name that ends in .html or .svg"),
-        (("TRACE", "--capacity", "80G"), "capacity: expected bytes"),
+        (("TRACE", "--capacity", "80 apples"), "capacity: expected bytes"),
         (("TRACE", "--chunk", "2MiB,big"), "chunk: expected bytes"),
         (("TRACE", "--alloc-conf", "split:5"), "alloc-conf: expected max_split_size_mb"),
         (("TRACE", "-o", "/nowhere/at/all.svg"), "/nowhere/at/all.svg: cannot be written"),
