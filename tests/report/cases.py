@@ -6,7 +6,7 @@ from dataclasses import replace
 from rich.console import Console, RenderableType
 
 from farspan.planner.machines import machine
-from farspan.planner.request import Budget, Plan, Question, Seconds
+from farspan.planner.request import Budget, Plan, Question, Remedy, Seconds
 from farspan.program.layout import Layout
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Tier
 
@@ -54,5 +54,5 @@ def overrun() -> Plan:
         plan,
         device=Budget({"weights": 128 * GIB}, 80 * GIB),
         reason="weights and optimizer alone need 128 GiB",
-        remedy="--gpus 2",
+        remedies=(Remedy("--gpus 2", same=True, means="of the 8 of a machine"),),
     )

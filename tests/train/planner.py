@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from farspan.planner.machines import machine
-from farspan.planner.request import Budget, Plan, Question, Seconds
+from farspan.planner.request import Budget, Plan, Question, Remedy, Seconds
 from farspan.program.builder import build_program
 from farspan.spec import MachineSpec, Schedule, Tier
 from farspan.train.context import Components
@@ -46,7 +46,7 @@ def plan_for(question: Question, name: str, schedule: Schedule) -> Plan:
         seconds=Seconds(seconds, seconds, 0.0, 0.0, 0.0, 0.0, 0.0, "compute"),
         mfu=0.5,
         reason="the first that fits",
-        remedy="buy memory",
+        remedies=(Remedy("--host-memory 128GiB", same=True),),
     )
 
 

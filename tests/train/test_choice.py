@@ -15,7 +15,7 @@ from farspan.hf.describe import describe
 from farspan.hf.load import add_adapters
 from farspan.hf.stages import CausalLMStages
 from farspan.planner.machines import machine
-from farspan.planner.request import Budget, Plan, Question
+from farspan.planner.request import Budget, Plan, Question, Remedy
 from farspan.program.layout import Layout, refuse_together
 from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import MachineSpec, Refused, RunSpec, Schedule, Tier
@@ -93,9 +93,10 @@ def a_miss(layout: Layout, devices: int, unified: bool, remedy: str) -> Plan:
     question = Question(spec(), RunSpec(1, TOKENS), machine_, layout, dtype="float64")
     plan = plan_for(question, "fpdt", Schedule(chunk=50))
     parts = {"weights": 6 * MIB, "optimizer": 2 * MIB}
+    remedies = (Remedy(remedy, same=True),) if remedy else ()
     # The device tier of one memory has what the host tier leaves of it, here less than nothing.
     device = Budget(parts, -MIB if unified else 4 * MIB)
-    return replace(plan, device=device, host=Budget({"kv": 2 * MIB}, 4 * MIB), remedy=remedy)
+    return replace(plan, device=device, host=Budget({"kv": 2 * MIB}, 4 * MIB), remedies=remedies)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,14 @@ def test_what_misses_is_said_of_one_rank(
         ("--context 512", 1, True, "set context: 512"),
         ("without --sparse", 1, True, "set sparse: null"),
         ("", 1, True, "shorten the context"),
-        ("no single change that was tried makes it fit", 1, True, "no single change that was"),
+        ("--lora 16", 1, False, "set model.lora.rank: 16, which trains adapters, or shorten"),
+        ("--machine h100", 1, False, "use another card, such as h100"),
+        (
+            "--optimizer host --gpus 2",
+            8,
+            False,
+            "set optimizer.states: host and start 2 ranks, with parallel: auto: torchrun",
+        ),
     ],
 )
 def test_remedies_are_of_a_run_file(remedy: str, devices: int, unified: bool, words: str) -> None:

@@ -1,16 +1,13 @@
 """Why a plan was chosen, what breaks when none fits, and what would help."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
 from farspan.formatting import write_bytes, write_most
 from farspan.planner.evaluate import most_layers, stage_schedule
-from farspan.planner.request import Budget, Optimizer, Plan, Question
-from farspan.program.layout import sequence_layout
+from farspan.planner.request import Budget, Plan
 from farspan.program.residency import RESIDENCY
-from farspan.spec import RunSpec, Tier
+from farspan.spec import Tier
 
-MIB, GIB = 2**20, 2**30
 # A part that is not named here is called by its own name.
 PARTS = {
     "weights": "weights",
@@ -32,10 +29,6 @@ PARTS = {
 def part_words(part: str) -> str:
     """The words for a part of a budget."""
     return PARTS.get(part, part)
-
-
-SMALL = 8 * GIB  # below it a whole GiB is much of the memory
-MOST_DEVICES = 64
 
 
 def reason_of(plan: Plan, others: Sequence[Plan]) -> str:
@@ -81,67 +74,6 @@ def breaks_first(plan: Plan) -> str:
         f"{write_bytes(budget.limit)} are there, {write_bytes(-budget.left)} too few; "
         f"most of it is {fills}"
     )
-
-
-def remedy_of(
-    plan: Plan, fits: Callable[..., bool], longest: Callable[[], int], is_named: bool
-) -> str:
-    """The cheapest change, by the order of `_changes`, with which something fits; for strategies
-    that were named, any other first. The last resort is the longest context that does."""
-    if is_named and fits(plan.question, None):
-        return "--strategy auto"
-    for change, question in _changes(plan.question):
-        if fits(question):
-            return change
-    tokens = longest()
-    if tokens:
-        return f"--context {tokens}"
-    return "no single change that was tried makes it fit"
-
-
-def _halves(count: int) -> Iterator[int]:
-    while count > 1:
-        count //= 2
-        yield count
-
-
-def _changes(question: Question) -> Iterator[tuple[str, Question]]:
-    """What could be changed, the cheapest first: software, memory, the batch, devices. All of these
-    give the results that were asked for, the batch with more of them an update; what does not, an
-    optimizer with moments of 8 bits, comes after them."""
-    whole = question.optimizer is Optimizer.ADAMW
-    if whole:
-        yield _optimizer(question, Optimizer.HOST)
-    machine = question.machine
-    for times in (2, 4, 8):
-        text, size = _at_least(times * machine.host_bytes)
-        larger = replace(machine, host_bytes=size)
-        yield f"--host-memory {text}", replace(question, machine=larger)
-    for batch in _halves(question.run.batch):
-        smaller = RunSpec(batch, question.run.tokens)
-        # The other halves come before it: their gradients are there.
-        yield f"--batch {batch}", replace(question, run=smaller, accumulates=True)
-    # Sparse attention is planned for one device.
-    devices = 2 * question.layout.devices() if question.sparse is None else MOST_DEVICES + 1
-    model = question.model
-    while devices <= (len(model.layers) if model.is_recurrent() else MOST_DEVICES):
-        layout = sequence_layout(question.model, devices)
-        yield f"--gpus {devices}", replace(question, layout=layout)
-        devices *= 2
-    if whole:
-        yield _optimizer(question, Optimizer.ADAMW8BIT)
-
-
-def _at_least(size: int) -> tuple[str, int]:
-    """The bytes as an option takes them, rounded up, and how many they then are: what is said to
-    help is what was looked at."""
-    unit, name = (MIB, "MiB") if size < SMALL else (GIB, "GiB")
-    count = -(-size // unit)
-    return f"{count}{name}", count * unit
-
-
-def _optimizer(question: Question, optimizer: Optimizer) -> tuple[str, Question]:
-    return f"--optimizer {optimizer}", replace(question, optimizer=optimizer)
 
 
 def _fuller(plan: Plan) -> tuple[Tier, Budget]:

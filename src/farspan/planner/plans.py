@@ -7,10 +7,11 @@ from functools import partial
 
 from farspan.planner import feasibility as quick
 from farspan.planner.evaluate import evaluate, most_layers, refuse_layout, size, whole_schedule
-from farspan.planner.explain import breaks_first, reason_of, remedy_of
+from farspan.planner.explain import breaks_first, reason_of
 from farspan.planner.feasibility import plan_of, roomiest, states_do_not_fit
 from farspan.planner.memo_lp import with_alpha
-from farspan.planner.request import Fit, Plan, Question, of_whole, with_room
+from farspan.planner.remedies import remedies_of
+from farspan.planner.request import Fit, Plan, Question, Remedy, of_whole, with_room
 from farspan.planner.search import TOLERANCE, chosen, gap, lightest, search, with_pieces
 from farspan.planner.space import MOST_CELLS, thriftiest, whole_space
 from farspan.program.layout import Layout, group_ranges, refuse_together
@@ -23,6 +24,7 @@ LEAST = 1024  # tokens
 MOST_TOKENS = 2**31  # a longer step is not planned: its blocks are too many even to count
 PIECES = 16  # sizes of pieces may take a part of the seconds that the search may
 CANDIDATES = 6  # schedules whose memory is looked at more closely where the least is sought
+ANY_STRATEGY = Remedy(f"--strategy {AUTO}", same=True)
 MOST_NAMED = 4 * MOST_CELLS  # cells of a strategy whose chunk is its own
 
 
@@ -46,14 +48,14 @@ def best_plan(
         )
     if question.sparse is not None:
         dense = partial(_plans, names=strategies or list(STRATEGIES), seconds=seconds)
-        return best_sparse(question, dense, partial(_remedy, strategies=strategies))
+        return best_sparse(question, dense, partial(_remedies, strategies=strategies))
     best, others = chosen(_plans(question, strategies or list(STRATEGIES), seconds))
     if not best.fits:
         best = evaluate(question, best.strategy, best.schedule)
         return replace(
             best,
             reason=breaks_first(best),
-            remedy=_remedy(best, strategies),
+            remedies=_remedies(best, strategies),
             alternatives=others,
         )
     # What is known of the whole space holds for whichever is the best.
@@ -76,8 +78,8 @@ def plan_as_written(
     others = (replace(best, strategy=AUTO, alternatives=()),) if is_other else ()
     if plan.fits:
         return replace(plan, reason=_beside(plan, best), alternatives=others)
-    remedy = f"--strategy {AUTO}" if best.fits else best.remedy
-    return replace(plan, reason=breaks_first(plan), remedy=remedy, alternatives=others)
+    remedies = (ANY_STRATEGY,) if best.fits else best.remedies
+    return replace(plan, reason=breaks_first(plan), remedies=remedies, alternatives=others)
 
 
 def _is_same(question: Question, one: Schedule, other: Schedule) -> bool:
@@ -132,14 +134,11 @@ def _longest_plans(
     return found
 
 
-def _remedy(plan: Plan, strategies: Sequence[str] | None) -> str:
-    names = [GROUPED] if strategies is None else strategies
-    return remedy_of(
-        plan,
-        lambda question, named=strategies: fits(question, named),
-        lambda: max(_longest(with_room(plan.question), name) for name in names),
-        strategies is not None,
-    )
+def _remedies(plan: Plan, strategies: Sequence[str] | None) -> tuple[Remedy, ...]:
+    """For strategies that were named, any other first."""
+    if strategies is not None and fits(plan.question):
+        return (ANY_STRATEGY,)
+    return remedies_of(plan.question, partial(fits, strategies=strategies))
 
 
 def fits(question: Question, strategies: Sequence[str] | None = None) -> bool:

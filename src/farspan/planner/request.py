@@ -135,6 +135,19 @@ class Seconds:
 
 
 @dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change that makes a plan fit."""
+
+    options: str  # of `farspan plan`
+    same: bool  # a run computes what was asked for, up to rounding
+    means: str = ""  # what else it is
+
+    def words(self) -> str:
+        results = "the same results" if self.same else "other results"
+        return f"{self.options} ({results}{': ' if self.means else ''}{self.means})"
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One schedule on one machine: what it takes."""
 
@@ -146,7 +159,8 @@ class Plan:
     seconds: Seconds
     mfu: float  # causal attention once and weights three times over peak; recompute is no work
     reason: str = ""  # why it was chosen, or what breaks first when it does not fit
-    remedy: str = ""  # the cheapest change that makes it fit; empty when it fits
+    # Changes that make it fit, the cheapest first; none when it fits, or none that was tried does.
+    remedies: tuple[Remedy, ...] = ()
     # At most this fraction slower than the fastest of the space searched.
     gap: float = 0.0
     alternatives: tuple["Plan", ...] = field(default=())
@@ -176,6 +190,11 @@ class Plan:
     def tight(self) -> bool:
         """Does it fit, and take of the margin?"""
         return self.fit is Fit.TIGHT
+
+    @property
+    def remedy(self) -> str:
+        """The cheapest change that makes it fit, as options of `farspan plan`; empty for none."""
+        return self.remedies[0].options if self.remedies else ""
 
     @property
     def hides(self) -> bool:
@@ -244,6 +263,7 @@ class Plan:
             "gap": self.gap if self.schedule.sparse is None else None,
             "reason": self.reason,
             "remedy": self.remedy,
+            "remedies": [asdict(remedy) for remedy in self.remedies],
             "alternatives": [plan.to_json() for plan in self.alternatives],
         }
 

@@ -42,6 +42,7 @@ RECURRENT = (
     "only the projections of recurrent layers are priced, not the recurrence: a step takes "
     "longer than planned, most of all without the family's own kernels"
 )
+NOTHING_HELPS = "none of those that were tried makes it fit"
 FITS = {Fit.NOT: "no", Fit.TIGHT: "tight", Fit.ROOMY: "yes"}
 LANES = {
     "compute": "compute",
@@ -93,8 +94,12 @@ def verdict(plan: Plan) -> Text:
         text.append(f"{tight_words(plan)}\n", "yellow")
     if not plan.fits and plan.reason:
         text.append(f"{plan.reason}\n", "red")
-    if not plan.fits and plan.remedy:
-        text.append(f"cheapest change: {plan.remedy}\n", "yellow")
+    if not plan.fits:
+        first, *others = plan.remedies or (None,)
+        cheapest = NOTHING_HELPS if first is None else first.words()
+        text.append(f"cheapest change: {cheapest}\n", "yellow")
+        for remedy in others:
+            text.append(f"or: {remedy.words()}\n", "yellow")
     for note in notes(plan):
         text.append(f"note: {note}\n")
     return text
@@ -128,10 +133,11 @@ def notes(plan: Plan) -> Iterator[str]:
             )
         else:
             yield f"beyond the model's {reach} positions; scale its rope to train it"
-    asked = f"--optimizer {question.optimizer}", plan.remedy
-    if f"--optimizer {Optimizer.HOST}" in asked:
+    advised = " ".join(remedy.options for remedy in plan.remedies)
+    asked = f"--optimizer {question.optimizer} {advised} "
+    if f"--optimizer {Optimizer.HOST} " in asked:
         yield "farspan train has these with optimizer.states: host, and with auto where it has to"
-    if f"--optimizer {Optimizer.ADAMW8BIT}" in asked:
+    if f"--optimizer {Optimizer.ADAMW8BIT} " in asked:
         yield EIGHT_BIT
     if question.sparse is not None:
         yield SPARSE if plan.hides else SEES_ALL
@@ -139,8 +145,8 @@ def notes(plan: Plan) -> Iterator[str]:
         yield RECURRENT
     if question.layout.devices() > 1:
         yield f"to start it: {launch_words(question)}"
-    elif plan.remedy.startswith("--gpus"):
-        yield f"with {plan.remedy} the plan says how farspan train is started on them"
+    elif "--gpus" in advised:
+        yield "with --gpus the plan says how farspan train is started on them"
 
 
 def subject(plan: Plan) -> str:

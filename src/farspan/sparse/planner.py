@@ -13,23 +13,23 @@ from dataclasses import replace
 
 from farspan.planner.evaluate import evaluate
 from farspan.planner.explain import breaks_first, reason_of
-from farspan.planner.request import Plan, Question
+from farspan.planner.request import Plan, Question, Remedy
 from farspan.planner.search import chosen, with_pieces
 from farspan.planner.space import chunk_sizes
 from farspan.program.strategies import GROUPED
 from farspan.spec import Refused, RunSpec, Schedule, Sparse
 
-WITHOUT = "without --sparse"
+WITHOUT = Remedy("without --sparse", same=False, means="exact attention")
 NARROWING = 4.0  # seconds of this process that narrower chunks are looked for
 
 
 def best_sparse(
     question: Question,
     search: Callable[[Question], Sequence[Plan]],
-    remedy_for: Callable[[Plan], str],
+    remedies_for: Callable[[Plan], tuple[Remedy, ...]],
 ) -> Plan:
     """The best with `question.sparse` of the schedules that `search` finds for dense attention;
-    where none fits, with what would help: dense attention where that fits, or `remedy_for` it.
+    where none fits, with what would help: dense attention where that fits, or `remedies_for` it.
 
     Raises Refused, also for several devices.
     """
@@ -42,8 +42,8 @@ def best_sparse(
     best, others = chosen(plans)
     if best.fits:
         return replace(best, reason=reason_of(best, others), alternatives=others)
-    remedy = WITHOUT if any(plan.fits for plan in dense) else remedy_for(best)
-    return replace(best, reason=breaks_first(best), remedy=remedy, alternatives=others)
+    remedies = (WITHOUT,) if any(plan.fits for plan in dense) else remedies_for(best)
+    return replace(best, reason=breaks_first(best), remedies=remedies, alternatives=others)
 
 
 def longest_sparse(

@@ -11,7 +11,7 @@ from farspan.engine.tiers import DeviceTooSmall
 from farspan.formatting import write_bytes
 from farspan.memory.host import TooLarge
 from farspan.planner.explain import part_words
-from farspan.planner.request import Budget, Plan
+from farspan.planner.request import Budget, Plan, Question
 from farspan.planner.space import SMALLEST_CHUNK
 from farspan.program.builder import build_program
 from farspan.program.layout import ALONE, Layout, Rank, group_ranges, refuse_together
@@ -257,17 +257,24 @@ def explain_none_fits(plan: Plan) -> str:
 
 
 def advice(plan: Plan) -> str:
-    """The planner's remedy as a change of the run file."""
-    question, (flag, _, value) = plan.question, plan.remedy.partition(" ")
+    """The planner's first remedy that keeps the results, else its first, as a change of the run
+    file."""
+    same = next((remedy for remedy in plan.remedies if remedy.same), None)
+    words = (plan.remedy if same is None else same.options).split()
+    changes = (_advice(plan.question, *pair) for pair in zip(words[::2], words[1::2], strict=True))
+    return " and ".join(changes) or "shorten the context"
+
+
+def _advice(question: Question, flag: str, value: str) -> str:
     match flag:
-        case "":
-            return "shorten the context"
         case "--optimizer" if value == "host":
             # Where both tiers are main memory, states take as much of it either way.
             return USUAL if question.machine.unified else "set optimizer.states: host"
         case "--optimizer":
             alone = question.layout.devices() == 1  # dealt over ranks they are refused
             return f"set optimizer.states: 8bit, which is not AdamW, or {USUAL}" if alone else USUAL
+        case "--lora":
+            return f"set model.lora.rank: {value}, which trains adapters, or {USUAL}"
         case "--host-memory":
             return f"use a machine with {value} of main memory (and so much host_memory, if set)"
         case "--batch":
@@ -276,12 +283,14 @@ def advice(plan: Plan) -> str:
             machines = -(-int(value) // question.machine.devices)
             start = COMMAND.format(value) if machines == 1 else f"on {machines} machines"
             return f"start {value} ranks, with parallel: auto: {start}"
+        case "--machine":
+            return f"use another card, such as {value}"
         case "--context":
             return f"set context: {value}"
         case "without":
             return "set sparse: null"
         case _:
-            return plan.remedy
+            return USUAL
 
 
 def _room(plan: Plan) -> str:

@@ -1,0 +1,213 @@
+"""What would make a plan fit: changes of what was asked, the first that helps of every kind.
+
+Kinds are tried in this order, as long as there is time: what costs nothing and keeps the results,
+what costs nothing and does not, what costs money, a shorter context. Two changes at once are tried
+where no single one keeps the results, or where adapters alone do not fit, and several machines only
+where nothing else keeps the results."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from farspan.formatting import write_tokens
+from farspan.plan.cell.describe import model_spec
+from farspan.planner.machines import machine as find_machine
+from farspan.planner.machines import names, with_main_memory
+from farspan.planner.request import Optimizer, Question, Remedy, margin_of
+from farspan.program.layout import sequence_layout
+from farspan.spec import LayerSpec, ModelSpec, RunSpec
+
+MIB, GIB = 2**20, 2**30
+SMALL = 8 * GIB  # below it a whole GiB is much of the memory
+MOST_DEVICES = 64
+LEAST_CONTEXT = 1024  # tokens
+LORA, RANK = "--lora", 16  # of the adapters that are tried
+FEW_MORE = 1.05  # weights of a layer over those of its products: norms and biases
+LARGER = 1.1  # of a card's memory, to be another one
+SECONDS = 4.0  # of this process, for trying changes
+
+Fits = Callable[[Question], bool]
+Changes = Iterator[tuple[Remedy, Question]]
+Kind = Callable[[Question], Changes]
+
+
+def remedies_of(question: Question, fits: Fits, seconds: float = SECONDS) -> tuple[Remedy, ...]:
+    """Changes with which something fits, the cheapest first; none where none of those that were
+    tried in `seconds` of this process helps."""
+    until = time.process_time() + seconds
+    found: list[Remedy] = []
+
+    def first(changes: Changes) -> None:
+        for remedy, changed in changes:
+            if time.process_time() > until:
+                return
+            if fits(changed):
+                # A change that helps alone needs no other.
+                if not any(known.options in remedy.options for known in found):
+                    found.append(remedy)
+                return
+
+    for kind in (_on_host, _batches, _adapters, _eight_bit, _memory, _devices, _cards, _contexts):
+        first(kind(question))
+    if not any(remedy.options.startswith(LORA) for remedy in found):
+        for kind in (_memory, _devices, _cards):
+            first(_both(_adapters, kind, question))
+    pairs = ((_on_host, _memory), (_on_host, _cards), (_cards, _devices), (_on_host, _nodes))
+    for one, other in pairs:
+        if not any(remedy.same for remedy in found):
+            first(_both(one, other, question))
+    if not any(remedy.same for remedy in found):
+        first(_machines(question))
+    return tuple(found)
+
+
+def _both(first: Kind, second: Kind, question: Question) -> Changes:
+    """Each of the first with each of the second."""
+    for one, changed in first(question):
+        for other, again in second(changed):
+            means = "; ".join(filter(None, (one.means, other.means)))
+            yield Remedy(f"{one.options} {other.options}", one.same and other.same, means), again
+
+
+# -- kinds ----------------------------------------------------------------------------------------
+
+
+def _on_host(question: Question) -> Changes:
+    if question.optimizer is Optimizer.ADAMW:
+        yield _optimizer(question, Optimizer.HOST, same=True)
+
+
+def _eight_bit(question: Question) -> Changes:
+    # Of several ranks, which share the states, they are refused.
+    if question.optimizer is Optimizer.ADAMW and question.layout.devices() == 1:
+        yield _optimizer(question, Optimizer.ADAMW8BIT, same=False)
+
+
+def _optimizer(question: Question, optimizer: Optimizer, *, same: bool) -> tuple[Remedy, Question]:
+    means = "" if same else "moments of 8 bits"
+    remedy = Remedy(f"--optimizer {optimizer}", same, means)
+    return remedy, replace(question, optimizer=optimizer)
+
+
+def _batches(question: Question) -> Changes:
+    batch = question.run.batch // 2
+    while batch:
+        smaller = RunSpec(batch, question.run.tokens)
+        # The other halves come before it: their gradients are there.
+        changed = replace(question, run=smaller, accumulates=True)
+        yield Remedy(f"--batch {batch}", True, "with as many more batches an update"), changed
+        batch //= 2
+
+
+def _adapters(question: Question) -> Changes:
+    model, architecture = question.model, question.architecture
+    if model.trainable < model.parameters or model.hidden <= RANK:
+        return
+    if architecture is not None:
+        architecture = replace(architecture, adapter_rank=RANK)
+        adapted = replace(model_spec(architecture, question.dtype), name=model.name)
+    elif any(_has_experts(layer) for layer in model.layers):
+        return  # which of their weights would have adapters is not known
+    else:
+        adapted = _with_adapters(model)
+    changed = replace(question, model=adapted, architecture=architecture)
+    yield Remedy(f"{LORA} {RANK}", False, "adapters are trained, the weights stay"), changed
+
+
+def _has_experts(layer: LayerSpec) -> bool:
+    """Whether a layer has far more weights than a token is multiplied with."""
+    multiplied = sum(inner * outer for inner, outer in layer.work.products)
+    return layer.work.parameters > FEW_MORE * multiplied
+
+
+def _with_adapters(model: ModelSpec) -> ModelSpec:
+    """A model of a family that is not known, with adapters beside every product: what a cell saves
+    then is at most what it saved, and what each adapter hands on."""
+    layers = []
+    for layer in model.layers:
+        work = layer.work
+        adapters = RANK * sum(inner + outer for inner, outer in work.products)
+        saved = RANK * model.element_bytes * len(work.products)
+        parameters = work.parameters + adapters
+        work = replace(work, parameters=parameters, trainable=adapters)
+        more = layer.activation_bytes + saved
+        layers.append(replace(layer, activation_bytes=more, work=work))
+    trainable = sum(layer.work.trainable for layer in layers)
+    parameters = model.parameters + trainable
+    return replace(model, layers=tuple(layers), parameters=parameters, trainable=trainable)
+
+
+def _memory(question: Question) -> Changes:
+    machine = question.machine
+    whole = machine.host_bytes + machine.host_reserve
+    for times in (2, 4, 8):
+        text, size = _at_least(times * whole)
+        larger = with_main_memory(machine, size)
+        yield Remedy(f"--host-memory {text}", True), replace(question, machine=larger)
+
+
+def _at_least(size: int) -> tuple[str, int]:
+    """The bytes as an option takes them, rounded up, and how many they then are: what is said to
+    help is what was looked at."""
+    unit, name = (MIB, "MiB") if size < SMALL else (GIB, "GiB")
+    count = -(-size // unit)
+    return f"{count}{name}", count * unit
+
+
+def _devices(question: Question) -> Changes:
+    """Of the one machine."""
+    yield from _sharing(question, question.machine.devices)
+
+
+def _machines(question: Question) -> Changes:
+    """Several machines."""
+    for remedy, changed in _sharing(question, MOST_DEVICES):
+        if changed.layout.devices() > question.machine.devices:
+            yield remedy, changed
+
+
+def _sharing(question: Question, most: int) -> Changes:
+    # Sparse attention is planned for one device.
+    if question.sparse is not None:
+        return
+    model, each = question.model, question.machine.devices
+    devices = 2 * question.layout.devices()
+    while devices <= min(most, len(model.layers) if model.is_recurrent() else most):
+        means = f"of the {each} of a machine"
+        if devices > each:
+            means = f"{-(-devices // each)} machines of {each}"
+        layout = sequence_layout(model, devices)
+        yield Remedy(f"--gpus {devices}", True, means), replace(question, layout=layout)
+        devices *= 2
+
+
+def _cards(question: Question) -> Changes:
+    """Machines with larger devices, of devices about as large one."""
+    here = question.machine
+    usual = find_machine(here.name) if here.name in names() else None
+    if here.unified or (usual is not None and usual.device_bytes != here.device_bytes):
+        return  # a memory that was given would be given of the other, too
+    known = here.device_bytes
+    for other in sorted(map(find_machine, names()), key=lambda spec: spec.device_bytes):
+        if other.device_bytes < LARGER * known:
+            continue
+        known = other.device_bytes
+        if usual is None or usual.host_bytes != here.host_bytes:  # so would this
+            host = min(other.host_bytes, here.host_bytes)
+            other = replace(other, host_bytes=host, host_reserve=here.host_reserve)
+        margin = question.margin
+        margin = margin_of(None, other) if margin == margin_of(None, here) else margin
+        changed = replace(question, machine=other, margin=margin)
+        yield Remedy(f"--machine {other.name}", True, "another card"), changed
+
+
+def _nodes(question: Question) -> Changes:
+    yield from _both(_cards, _devices, question)
+
+
+def _contexts(question: Question) -> Changes:
+    tokens = question.run.tokens // 2
+    while tokens >= LEAST_CONTEXT:
+        shorter = replace(question, run=RunSpec(question.run.batch, tokens))
+        yield Remedy(f"--context {write_tokens(tokens)}", False, "shorter sequences"), shorter
+        tokens //= 2

@@ -1,0 +1,267 @@
+"""What is said to help: the first change of every kind, the cheapest first, and what it keeps."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from farspan.formatting import read_bytes
+from farspan.hf.describe import describe_shapes
+from farspan.hf.load import add_adapters, blank_model
+from farspan.planner.api import Request
+from farspan.planner.machines import machine, with_main_memory
+from farspan.planner.plans import best_plan
+from farspan.planner.remedies import RANK, remedies_of
+from farspan.planner.request import Margin, Optimizer, Question, margin_of
+from farspan.program.layout import Layout
+from farspan.spec import RunSpec, Sparse
+from tests.program.cases import model_of
+from tests.report.cases import GIB
+from tests.zoo import make_model
+
+Helps = Callable[[Question], bool]
+HERE = machine("h100")
+
+
+def asked(optimizer: Optimizer = Optimizer.ADAMW, **changes: Any) -> Question:
+    model = model_of(2)
+    model = replace(model, hidden=64, parameters=10, trainable=10)
+    made = Question(model, RunSpec(4, 2**14), HERE, Layout(), optimizer)
+    return replace(made, **changes)
+
+
+def options(question: Question, helps: Helps) -> list[str]:
+    return [remedy.options for remedy in remedies_of(question, helps)]
+
+
+def tried(question: Question) -> list[Question]:
+    """Every change that is looked at where none helps."""
+    seen = []
+
+    def look(changed: Question) -> bool:
+        seen.append(changed)
+        return False
+
+    assert remedies_of(question, look) == ()
+    return seen
+
+
+def has_adapters(question: Question) -> bool:
+    return question.model.trainable < question.model.parameters
+
+
+def test_of_every_kind_the_first_is_told_and_what_it_keeps() -> None:
+    found = {remedy.options: remedy.same for remedy in remedies_of(asked(), lambda _: True)}
+    assert found == {
+        "--optimizer host": True,
+        "--batch 2": True,
+        "--lora 16": False,
+        "--optimizer adamw8bit": False,
+        "--host-memory 3726GiB": True,
+        "--gpus 2": True,
+        "--machine h200": True,
+        "--context 8K": False,
+    }
+    assert next(iter(found)) == "--optimizer host"
+
+
+def test_a_change_that_does_not_help_is_not_told() -> None:
+    assert options(asked(), lambda q: q.layout.devices() == 8) == ["--gpus 8"]
+    assert options(asked(), lambda q: q.run.tokens <= 2**12) == ["--context 4K"]
+    assert remedies_of(asked(), lambda _: False) == ()
+
+
+def test_words() -> None:
+    found = {r.options: r.words() for r in remedies_of(asked(), lambda _: True)}
+    assert found["--optimizer host"] == "--optimizer host (the same results)"
+    assert found["--lora 16"].startswith("--lora 16 (other results: adapters are trained")
+    assert found["--gpus 2"] == "--gpus 2 (the same results: of the 8 of a machine)"
+
+
+def test_there_is_a_budget() -> None:
+    assert remedies_of(asked(), lambda _: True, seconds=-1.0) == ()
+
+
+def test_a_smaller_batch_finds_the_gradients_of_the_others() -> None:
+    """An update that is to be the same has more of them."""
+    assert options(asked(), lambda q: q.accumulates) == ["--batch 2"]
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(1, "1MiB"), (100 * 2**20 + 1, "201MiB"), (8.73 * GIB, "18GiB"), (1024 * GIB, "2048GiB")],
+)
+def test_main_memory_that_helps_is_rounded_up(size: float, text: str) -> None:
+    """What is said is what was looked at, as the option reads it: of all that a machine has, of
+    which a part is in reserve."""
+    here = with_main_memory(HERE, int(size))
+    seen = []
+
+    def helps(question: Question) -> bool:
+        seen.append(question.machine)
+        return question.machine.host_bytes > here.host_bytes
+
+    found = remedies_of(asked(machine=replace(here, name="mine", devices=1, unified=True)), helps)
+    assert found[0].options == f"--host-memory {text}"
+    [more, *_] = [m for m in seen if m.host_bytes > here.host_bytes]
+    assert more.host_bytes == with_main_memory(HERE, read_bytes(text, "")).host_bytes
+
+
+def test_sparse_attention_is_not_said_to_be_helped_by_devices() -> None:
+    """It is planned for one."""
+
+    def with_more(question: Question) -> bool:
+        return question.layout.devices() > 1
+
+    assert options(asked(), with_more) == ["--gpus 2"]
+    assert options(asked(sparse=Sparse()), with_more) == []
+
+
+@pytest.mark.parametrize("optimizer", [o for o in Optimizer if o is not Optimizer.ADAMW])
+def test_an_optimizer_that_was_chosen_is_not_exchanged(optimizer: Optimizer) -> None:
+    assert {question.optimizer for question in tried(asked(optimizer))} == {optimizer}
+
+
+def test_states_of_8_bits_are_of_one_rank() -> None:
+    seen = {question.optimizer for question in tried(asked(layout=Layout(ulysses=2)))}
+    assert seen == {Optimizer.ADAMW, Optimizer.HOST}
+
+
+# -- adapters -------------------------------------------------------------------------------------
+
+
+def test_adapters_that_are_tried_are_those_of_the_option() -> None:
+    """And not tried again where there are some."""
+    request = Request("Qwen2.5-0.5B", "4K", "h100")
+    adapted = next(filter(has_adapters, tried(request.question())))
+    assert adapted == replace(request, lora=RANK).question()
+    assert {again.adapter_rank() for again in tried(adapted)} == {RANK}
+
+
+def test_of_a_family_that_is_not_known_they_take_no_less_than_described() -> None:
+    config = make_model("olmo2", torch.bfloat16).config
+    config.hidden_size = 8 * config.hidden_size
+    config.head_dim = config.hidden_size // config.num_attention_heads
+    blank, with_them = (blank_model(config, torch.bfloat16) for _ in range(2))
+    add_adapters(with_them, rank=RANK, alpha=RANK)
+    whole, expected = describe_shapes(blank), describe_shapes(with_them)
+    found = next(filter(has_adapters, tried(asked(model=whole)))).model
+    assert found.trainable == expected.trainable
+    assert found.parameters == expected.parameters
+    for layer, other in zip(found.layers, expected.layers, strict=True):
+        assert other.activation_bytes <= layer.activation_bytes <= 2 * other.activation_bytes
+        assert layer.work.trainable == other.work.trainable
+
+
+def test_of_experts_they_are_not_guessed() -> None:
+    blank = blank_model(make_model("mixtral", torch.bfloat16).config, torch.bfloat16)
+    model = replace(describe_shapes(blank), hidden=64)
+    assert not any("--lora" in text for text in options(asked(model=model), lambda _: True))
+
+
+# -- machines -------------------------------------------------------------------------------------
+
+
+def machines_of(question: Question) -> dict[str, Question]:
+    """Every other machine that is looked at, alone."""
+    others = (q for q in tried(question) if q.machine.name != question.machine.name)
+    return {other.machine.name: other for other in others if other.layout == question.layout}
+
+
+def test_another_card_is_larger_and_one_of_its_size() -> None:
+    question = asked(machine=machine("rtx4090"), optimizer=Optimizer.HOST)
+    found = machines_of(question)
+    assert list(found) == ["a100-40g", "l40s", "a100-80g", "h200", "b200", "b300"]
+    assert all(found[name].machine == machine(name) for name in found)
+    question = replace(question, margin=margin_of(None, question.machine))
+    assert machines_of(question)["h200"].margin == margin_of(None, machine("h200"))
+    given = replace(question, margin=Margin(GIB))
+    assert machines_of(given)["h200"].margin == Margin(GIB)
+
+
+def test_what_was_given_of_a_machine_is_kept() -> None:
+    """An option that stays on the command line is of the other machine, too."""
+    here = with_main_memory(machine("rtx4090"), 32 * GIB)
+    found = machines_of(asked(machine=here))
+    assert {q.machine.host_bytes for q in found.values()} == {here.host_bytes}
+    assert not machines_of(asked(machine=replace(here, device_bytes=16 * GIB)))
+
+
+def test_several_machines_are_the_last_resort_and_said() -> None:
+    here = machine("rtx4090")
+    question = asked(machine=here, optimizer=Optimizer.HOST)
+
+    def many(q: Question) -> bool:
+        return q.layout.devices() >= 4 and q.machine == here
+
+    [remedy] = remedies_of(question, many)
+    assert (remedy.options, remedy.same) == ("--gpus 4", True)
+    assert remedy.means == "4 machines of 1"
+
+    def or_another(q: Question) -> bool:
+        return many(q) or q.machine.name == "h200"
+
+    assert options(question, or_another) == ["--machine h200"]
+    [remedy] = remedies_of(asked(), lambda q: q.layout.devices() == 16 and q.machine == HERE)
+    assert (remedy.options, remedy.means) == ("--gpus 16", "2 machines of 8")
+
+
+@pytest.mark.parametrize(
+    ("helps", "expected"),
+    [
+        (lambda q: has_adapters(q) and q.machine.name == "b200", "--lora 16 --machine b200"),
+        (lambda q: has_adapters(q) and q.layout.devices() == 4, "--lora 16 --gpus 4"),
+        (
+            lambda q: q.optimizer == "host" and q.machine.name == "h200",
+            "--optimizer host --machine h200",
+        ),
+        (
+            lambda q: q.layout.devices() == 4 and q.machine.name == "h200",
+            "--machine h200 --gpus 4",
+        ),
+        (
+            lambda q: q.optimizer == "host" and q.machine.name == "h200" and q.layout.devices() > 1,
+            "--optimizer host --machine h200 --gpus 2",
+        ),
+    ],
+    ids=["card", "devices", "states", "machine", "all"],
+)
+def test_two_changes_where_none_alone_helps(helps: Helps, expected: str) -> None:
+    [remedy] = remedies_of(asked(), helps)
+    assert remedy.options == expected
+    assert remedy.same is ("--lora" not in expected)
+
+
+# -- real models ----------------------------------------------------------------------------------
+
+
+def test_a_whole_model_on_a_small_card_is_told_of_adapters_and_of_a_larger_one() -> None:
+    request = Request("Qwen2.5-7B", "64K", "rtx4090", host_memory="64GiB")
+    plan = best_plan(request.question(), None, 1.0)
+    assert not plan.fits
+    assert [remedy.options for remedy in plan.remedies] == ["--lora 16", "--machine h200"]
+    assert plan.remedy == plan.to_json()["remedy"] == "--lora 16"
+    assert best_plan(replace(request, lora=16).question(), ["grouped"], 1.0).fits
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("Qwen3-8B", {"machine": "h100", "host_memory": "256GiB"}),
+        ("Qwen3-8B", {"machine": "rtx4090", "lora": 16, "context": "1M"}),
+        ("Llama-3.1-70B", {"machine": "h100", "gpus": 8}),
+    ],
+)
+def test_what_is_told_fits(model: str, changes: dict[str, Any]) -> None:
+    request = Request(model, **({"context": "64K"} | changes))
+    plan = best_plan(request.question())
+    assert len(plan.remedies) > 1
+    for remedy in plan.remedies:
+        words = remedy.options.replace("--", "").replace("-", "_", 1).split()
+        given = dict(zip(words[::2], words[1::2], strict=True))
+        kinds = {"gpus": int, "batch": int, "lora": int}
+        named: dict[str, Any] = {n: kinds.get(n, str)(value) for n, value in given.items()}
+        assert best_plan(replace(request, **named).question()).fits, remedy
