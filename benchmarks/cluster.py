@@ -301,8 +301,8 @@ def cell(plan: Plan | None) -> dict[str, Any] | None:
         "exchange_gib": plan.device.parts.get("exchange", 0) / GIB,
         "chunk": schedule.chunk,
         "groups": len(sizes),
-        "attention_kept": schedule.attention_kept,
-        "activations_kept": schedule.activations_kept,
+        "attention_save_fraction": schedule.attention_save_fraction,
+        "activation_save_fraction": schedule.activation_save_fraction,
     }
 
 

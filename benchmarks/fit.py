@@ -104,7 +104,7 @@ def cell(plan: Plan) -> dict[str, Any]:
         "host_share": plan.host.total / plan.host.limit,
         "chunk": plan.schedule.chunk,
         "groups": len(plan.schedule.group_sizes(len(plan.question.model.layers))),
-        "attention_kept": plan.schedule.attention_kept,
+        "attention_save_fraction": plan.schedule.attention_save_fraction,
     }
 
 
@@ -130,7 +130,7 @@ def _sizes(question: Question, name: str) -> tuple[int, int]:
 
 def _schedule(question: Question, name: str) -> Schedule:
     if name == RECOMPUTED:
-        return replace(named_schedule(question, "grouped"), attention_kept=0.0)
+        return replace(named_schedule(question, "grouped"), attention_save_fraction=0.0)
     return named_schedule(question, name)
 
 

@@ -31,13 +31,13 @@ SCHEDULES = {
     "g = 2": replace(BASE, groups=2),
     "g = L": replace(BASE, groups=LAYERS),
     "unequal groups 3, 2, 1": replace(BASE, groups=(3, 2, 1)),
-    "g = 1, phi = 0.5": replace(BASE, attention_kept=0.5),
-    "g = 2, phi = 1": replace(BASE, groups=2, attention_kept=1.0),
+    "g = 1, phi = 0.5": replace(BASE, attention_save_fraction=0.5),
+    "g = 2, phi = 1": replace(BASE, groups=2, attention_save_fraction=1.0),
     "g = 2, K,V kept on host": replace(BASE, groups=2, kv_kept=True),
     "g = 2, K,V kept on device": replace(BASE, groups=2, kv_kept=True, kv_home=Tier.DEVICE),
-    "g = 1, alpha = 0.5": replace(BASE, activations_kept=0.5, attention_kept=0.5),
+    "g = 1, alpha = 0.5": replace(BASE, activation_save_fraction=0.5, attention_save_fraction=0.5),
     "g = L, K,V streamed": replace(BASE, groups=LAYERS, kv=Tier.HOST, layer_checkpoint=True),
-    "g = 2, x on device": replace(BASE, groups=2, x=Tier.DEVICE),
+    "g = 2, x on device": replace(BASE, groups=2, boundary_inputs=Tier.DEVICE),
 }
 
 
@@ -63,18 +63,18 @@ def formula(spec: ModelSpec, schedule: Schedule) -> dict[Tier, float]:
     dkv = layer.kv_elements() * spec.accumulate_bytes()
     out = layer.output_elements() * spec.element_bytes + layer.query_heads * 4
     total = {Tier.DEVICE: 0.0, Tier.HOST: 0.0}
-    total[schedule.x] += (len(sizes) - 1) * x
+    total[schedule.boundary_inputs] += (len(sizes) - 1) * x
     total[schedule.kv] += max(sizes) * (kv + dkv)
     if schedule.kv_kept:
         # A kept layer's K, V wait until its backward. On the device they are the open ones later.
         home = schedule.kv if schedule.kv is Tier.HOST else schedule.kv_home
         total[home] += (len(spec.layers) - sizes[-1]) * kv
     # The top layer of the last group computes its attention when its backward needs it.
-    total[schedule.attention] += schedule.attention_kept * (len(spec.layers) - 1) * out
+    total[schedule.attention] += schedule.attention_save_fraction * (len(spec.layers) - 1) * out
     kept = len(spec.layers) - (sizes[-1] if sizes[-1] == 1 else 0)
     # Of a cell, some numbers do not grow with its tokens.
     saved = layer.activation_bytes + layer.activation_constant / schedule.chunk
-    total[schedule.activations] += schedule.activations_kept * kept * saved
+    total[schedule.activations] += schedule.activation_save_fraction * kept * saved
     return total
 
 

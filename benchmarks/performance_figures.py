@@ -13,7 +13,7 @@ from farspan.spec import Schedule, Tier
 DRAWN = (
     (
         "layer by layer; inputs and O, LSE on host",
-        Schedule(chunk=16384, groups=1, attention=Tier.HOST, attention_kept=1.0),
+        Schedule(chunk=16384, groups=1, attention=Tier.HOST, attention_save_fraction=1.0),
     ),
     (
         "K, V on host, streamed in blocks",

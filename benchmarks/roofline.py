@@ -57,7 +57,11 @@ MODEL = "Qwen2.5-7B"
 META = torch.device("meta")
 LAYERS = 2  # of the model are run; the others are alike
 SCHEDULE = Schedule(
-    chunk=16384, x=Tier.DEVICE, attention=Tier.DEVICE, attention_kept=1.0, head_tokens=4096
+    chunk=16384,
+    boundary_inputs=Tier.DEVICE,
+    attention=Tier.DEVICE,
+    attention_save_fraction=1.0,
+    loss_chunk_size=4096,
 )
 LENGTHS, MACHINES = (131072, 262144), ("h100", "h200")
 # PyTorch's operators, with a cast of every weight gradient as training had it; and what a step on a
@@ -248,7 +252,9 @@ def _run(boundary: CausalLMStages, program: Program, count: Count, how: str) -> 
             program=program,
             storage=ProgramBuffers(program, arenas, boundary.dtype, CopyEngine(META)),
             inputs=StepInputs(ids, ids, ids, None),
-            head=LossHead(boundary, program.run.tokens, program.schedule.head_tokens, outer, fused),
+            head=LossHead(
+                boundary, program.run.tokens, program.schedule.loss_chunk_size, outer, fused
+            ),
             gradients=gradients,
             after=mark,
             layers=layers,

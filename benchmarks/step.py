@@ -71,8 +71,8 @@ def schedules(tokens: int) -> dict[str, Schedule]:
     chunk = min(4096, tokens)
     grouped = replace(strategy("grouped", MODEL["num_hidden_layers"], tokens), chunk=chunk)
     return {
-        "attention_kept": grouped,
-        "attention_recomputed": replace(grouped, attention_kept=0.0),
+        "attention_save_fraction": grouped,
+        "attention_recomputed": replace(grouped, attention_save_fraction=0.0),
     }
 
 

@@ -136,7 +136,7 @@ def test_more_than_planned_stays_on_the_device(room: int) -> None:
     cell = SavedActivations([], {})
     views = [cell.pack(source) for source in sources]
     store = torch.full((room,), 0xAB, dtype=torch.uint8)
-    with pytest.warns(UserWarning, match="more than planned.*activations_kept: 0"):
+    with pytest.warns(UserWarning, match="more than planned.*activation_save_fraction: 0"):
         cell.seal(store)
     for source in sources:
         source.zero_()

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 def test_step_trains_the_same_on_both_sides() -> None:
     record = step.measure(tokens=96, repeats=1)
-    assert record["ratio"].keys() == {"attention_kept", "attention_recomputed"}
+    assert record["ratio"].keys() == {"attention_save_fraction", "attention_recomputed"}
     for loss in record["loss"].values():
         assert loss == pytest.approx(record["loss"]["huggingface"], rel=1e-5)
 

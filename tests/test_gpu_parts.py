@@ -140,7 +140,7 @@ def ceiling_rows() -> list[Row]:
 def test_floors_are_those_worked_out_by_hand(
     tokens: int, nothing_again: float, linear_again: float
 ) -> None:
-    schedule = Schedule(chunk=CHUNK, groups=1, attention_kept=1.0, kv_kept=True)
+    schedule = Schedule(chunk=CHUNK, groups=1, attention_save_fraction=1.0, kv_kept=True)
     rates = ceilings_of(ceiling_rows(), schedule, tokens)
     assert rates is not None
     assert rates.linear == pytest.approx(790e12)
@@ -199,7 +199,7 @@ def test_what_a_machine_cannot_lock_is_refused() -> None:
     settings = tiny_settings() | {"tokens": 50, "layers": 4, "host_memory": 1000}
     with pytest.raises(TooLarge, match="the baseline's step needs"):
         huggingface.lock(settings | {"place": Place.OFFLOAD})
-    step = Step(make_model(settings), Schedule(chunk=16, x=Tier.HOST))
+    step = Step(make_model(settings), Schedule(chunk=16, boundary_inputs=Tier.HOST))
     with pytest.raises(TooLarge, match=r"a step of 50 tokens needs.*--host-memory"):
         reserve(settings, step)
     row = reserve(settings | {"host_memory": 10 * GIB}, step)

@@ -28,14 +28,14 @@ def test_a_run_of_nothing_is_refused(field: str, value: Any) -> None:
         RunSpec(**dict[str, Any](batch=1, tokens=1) | {field: value})
 
 
-@pytest.mark.parametrize("field", ["chunk", "kv_block", "head_tokens"])
+@pytest.mark.parametrize("field", ["chunk", "kv_block", "loss_chunk_size"])
 @pytest.mark.parametrize("value", [0, -4, 1.5, "16", True, None])
 def test_a_count_of_tokens_is_a_whole_number(field: str, value: Any) -> None:
     with pytest.raises(Refused, match=rf"^{field}: expected a whole number of tokens >= 1, got"):
         schedule_with(field, value)
 
 
-@pytest.mark.parametrize("field", ["attention_kept", "activations_kept"])
+@pytest.mark.parametrize("field", ["attention_save_fraction", "activation_save_fraction"])
 @pytest.mark.parametrize("value", [-0.1, 1.1, float("nan"), float("inf"), "0.5", None, True])
 def test_a_fraction_is_between_0_and_1(field: str, value: Any) -> None:
     with pytest.raises(Refused, match=rf"^{field}: expected a fraction between 0 and 1, got"):
@@ -50,7 +50,7 @@ def test_a_choice_is_true_or_false(field: str, value: Any) -> None:
         schedule_with(field, value)
 
 
-TIERS = ["x", "kv", "kv_home", "attention", "activations"]
+TIERS = ["boundary_inputs", "kv", "kv_home", "attention", "activations"]
 
 
 @pytest.mark.parametrize("field", TIERS)

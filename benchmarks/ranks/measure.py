@@ -72,7 +72,7 @@ def schedule_of(name: str, ranks: int, chunk: int) -> Schedule:
     """A layer a group, and every attention output kept. Groups of a pipeline are its stages."""
     layers = MODEL["num_hidden_layers"]
     groups = ranks if name == "pipeline" and ranks > 1 else layers
-    return Schedule(chunk=chunk, groups=groups, attention_kept=1.0)
+    return Schedule(chunk=chunk, groups=groups, attention_save_fraction=1.0)
 
 
 def rows_of_rank(size: Size, ranks: int) -> list[tuple[Row, list[Event]]]:

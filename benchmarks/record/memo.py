@@ -146,12 +146,12 @@ def schedule_of(tokens: int, alpha: float) -> Schedule:
     return Schedule(
         chunk=tokens // 8,
         groups=1,
-        x=Tier.HOST,
+        boundary_inputs=Tier.HOST,
         attention=Tier.HOST,
-        attention_kept=1.0,
+        attention_save_fraction=1.0,
         activations=Tier.HOST,
-        activations_kept=alpha,
-        exchange_pieces=1,
+        activation_save_fraction=alpha,
+        alltoall_splits=1,
     )
 
 

@@ -130,4 +130,4 @@ def one_layer(model: ModelSpec, stages: int = 1) -> ModelSpec:
 @lru_cache(maxsize=512)
 def _whole_program(model: ModelSpec, tokens: int, layout: Layout) -> Program:
     question = ask(model, tokens, machine("a800"), layout)  # a program knows no machine
-    return program_of(question, Schedule(chunk=tokens, kv_block=tokens, exchange_pieces=1))
+    return program_of(question, Schedule(chunk=tokens, kv_block=tokens, alltoall_splits=1))

@@ -120,7 +120,7 @@ def seconds(system: System, tokens: int, on: MachineSpec) -> float:
     that the link's traffic hides behind it."""
     size = system.chunk or tokens
     question = ask(one_layer(MODEL), tokens, on)
-    schedule = Schedule(chunk=size, kv_block=tokens, head_tokens=size)
+    schedule = Schedule(chunk=size, kv_block=tokens, loss_chunk_size=size)
     program = program_of(question, schedule)
     prices = Prices(question, program)
     return sum(_chunk_seconds(system, program, prices, c) for c in range(len(program.chunks)))

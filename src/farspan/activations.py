@@ -22,7 +22,7 @@ from farspan.program.program import ALIGNMENT, aligned
 
 MORE = (
     "a cell saved more than planned, as when a router chose more experts; the rest stays on the "
-    "device, on top of the planned memory; set activations_kept: 0 to keep to the plan"
+    "device, on top of the planned memory; set activation_save_fraction: 0 to keep to the plan"
 )
 
 

@@ -334,35 +334,35 @@ class Schedule:
 
     chunk: int = 16384  # tokens a chunk (OOMB 4.1, FPDT 4.1); the last one may be ragged
     groups: int | tuple[int, ...] = 1  # layers a group, or the size of each group in order
-    x: Tier = Tier.HOST  # layer inputs at group boundaries
+    boundary_inputs: Tier = Tier.HOST  # layer inputs at group boundaries
     kv: Tier = Tier.DEVICE  # K, V, dK, dV of the open group; HOST streams them block by block
     kv_kept: bool = False  # keep K, V of closed groups for their backward: no rebuild of them
     kv_home: Tier = Tier.HOST  # where kept K, V wait when `kv` is DEVICE
-    attention_kept: float = 0.0  # phi: fraction of tokens whose O and LSE are kept
+    attention_save_fraction: float = 0.0  # phi: fraction of tokens whose O and LSE are kept
     attention_open: bool = False  # keep O and LSE of the open group while it is rebuilt
     attention: Tier = Tier.HOST  # where kept O and LSE live
-    activations_kept: float = 0.0  # alpha: fraction of tokens whose other activations are kept
+    activation_save_fraction: float = 0.0  # alpha: the same of their other activations
     activations: Tier = Tier.HOST  # where kept activations live (MEMO 4.1)
     layer_checkpoint: bool = False  # backward holds one layer's activations, not one group's
     kv_block: int = 16384  # keys an attention call sees at most, on a fixed grid
-    head_tokens: int = 1024  # tokens whose logits exist at one time
-    mlp_tokens: int | None = None  # tokens whose MLP activations do; None: all of a chunk
-    exchange_pieces: int = 2  # of heads that ranks exchange: one travels while another is used
+    loss_chunk_size: int = 1024  # tokens whose logits exist at one time
+    mlp_chunk_size: int | None = None  # tokens whose MLP activations do; None: all of a chunk
+    alltoall_splits: int = 2  # of heads that ranks exchange: one travels while another is used
     sparse: Sparse | None = None  # approximate attention in layers without a window; None: exact
 
     def __post_init__(self) -> None:
-        for field in ("chunk", "kv_block", "head_tokens", "mlp_tokens"):
+        for field in ("chunk", "kv_block", "loss_chunk_size", "mlp_chunk_size"):
             value = getattr(self, field)
-            if not _is_count(value) and (field, value) != ("mlp_tokens", None):
+            if not _is_count(value) and (field, value) != ("mlp_chunk_size", None):
                 raise Refused(f"{field}: expected a whole number of tokens >= 1, got {value!r}")
-        if not _is_count(pieces := self.exchange_pieces):
-            raise Refused(f"exchange_pieces: expected a whole number >= 1, got {pieces!r}")
-        for field in ("attention_kept", "activations_kept"):
+        if not _is_count(pieces := self.alltoall_splits):
+            raise Refused(f"alltoall_splits: expected a whole number >= 1, got {pieces!r}")
+        for field in ("attention_save_fraction", "activation_save_fraction"):
             value = getattr(self, field)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not 0.0 <= value <= 1.0:
                 raise Refused(f"{field}: expected a fraction between 0 and 1, got {value!r}")
-        for field in ("x", "kv", "kv_home", "attention", "activations"):
+        for field in ("boundary_inputs", "kv", "kv_home", "attention", "activations"):
             if getattr(self, field) not in tuple(Tier):
                 raise Refused(f"{field}: expected 'device' or 'host', got {getattr(self, field)!r}")
             object.__setattr__(self, field, Tier(getattr(self, field)))

@@ -26,7 +26,7 @@ JSON_KEYS = {
     *("tokens_per_second", "mfu", "alternatives"),
 }
 SCHEDULE_KEYS = {
-    *("chunk", "groups", "attention_kept", "kv_kept", "activations_kept", "tiers"),
+    *("chunk", "groups", "attention_save_fraction", "kv_kept", "activation_save_fraction", "tiers"),
 }
 # Both blocked, as on a laptop that has neither.
 WITHOUT_TORCH = """

@@ -19,7 +19,7 @@ from tests.zoo import COMMON, FAMILIES
 
 CPU = torch.device("cpu")
 SCHEDULE = Schedule(chunk=8, groups=2)
-TILED = Schedule(chunk=8, groups=2, mlp_tokens=4)
+TILED = Schedule(chunk=8, groups=2, mlp_chunk_size=4)
 Dealing = dict[str, Any]  # options of `parallelize`
 LAYOUTS: list[tuple[Layout, Dealing]] = [
     (Layout(ulysses=2), {}),

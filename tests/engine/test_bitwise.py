@@ -23,23 +23,27 @@ BASES = {
     "whole": Schedule(chunk=100, groups=1),
 }
 CHANGES = {
-    "phi": {"attention_kept": 0.4},
-    "phi one": {"attention_kept": 1.0},
-    "attention on device": {"attention_kept": 0.6, "attention": Tier.DEVICE},
+    "phi": {"attention_save_fraction": 0.4},
+    "phi one": {"attention_save_fraction": 1.0},
+    "attention on device": {"attention_save_fraction": 0.6, "attention": Tier.DEVICE},
     "open group": {"attention_open": True},
-    "open group and phi": {"attention_open": True, "attention_kept": 0.3},
-    "alpha": {"activations_kept": 0.5},
-    "alpha one": {"activations_kept": 1.0},
-    "alpha on device": {"activations_kept": 0.6, "activations": Tier.DEVICE},
-    "alpha and phi": {"activations_kept": 0.3, "attention_kept": 0.7},
-    "alpha beyond phi": {"activations_kept": 0.7, "attention_kept": 0.3},
+    "open group and phi": {"attention_open": True, "attention_save_fraction": 0.3},
+    "alpha": {"activation_save_fraction": 0.5},
+    "alpha one": {"activation_save_fraction": 1.0},
+    "alpha on device": {"activation_save_fraction": 0.6, "activations": Tier.DEVICE},
+    "alpha and phi": {"activation_save_fraction": 0.3, "attention_save_fraction": 0.7},
+    "alpha beyond phi": {"activation_save_fraction": 0.7, "attention_save_fraction": 0.3},
     "kv kept": {"kv_kept": True},
     "kv kept on device": {"kv_kept": True, "kv_home": Tier.DEVICE},
     "kv streamed": {"kv": Tier.HOST},
     "kv streamed and kept": {"kv": Tier.HOST, "kv_kept": True},
-    "kv streamed, alpha": {"kv": Tier.HOST, "activations_kept": 0.6, "attention_kept": 0.3},
-    "x on device": {"x": Tier.DEVICE},
-    "x on device, alpha": {"x": Tier.DEVICE, "activations_kept": 0.6},
+    "kv streamed, alpha": {
+        "kv": Tier.HOST,
+        "activation_save_fraction": 0.6,
+        "attention_save_fraction": 0.3,
+    },
+    "x on device": {"boundary_inputs": Tier.DEVICE},
+    "x on device, alpha": {"boundary_inputs": Tier.DEVICE, "activation_save_fraction": 0.6},
     "layer by layer": {"layer_checkpoint": True},
     "layer by layer, open": {"layer_checkpoint": True, "attention_open": True, "kv_kept": True},
 }
@@ -79,14 +83,14 @@ tiers = st.sampled_from(Tier)
 fractions = st.floats(0, 1)
 placements = st.fixed_dictionaries(
     {
-        "x": tiers,
+        "boundary_inputs": tiers,
         "kv": tiers,
         "kv_kept": st.booleans(),
         "kv_home": tiers,
-        "attention_kept": fractions,
+        "attention_save_fraction": fractions,
         "attention_open": st.booleans(),
         "attention": tiers,
-        "activations_kept": fractions,
+        "activation_save_fraction": fractions,
         "activations": tiers,
         "layer_checkpoint": st.booleans(),
     }
@@ -132,7 +136,7 @@ def test_layouts_are_kept(name: str, dtype: torch.dtype) -> None:
     model, data = shared_model(name, dtype), draw(53, batch=2, documents=3)
     base = Schedule(chunk=16, groups=2)
     expected = run_step(model, base, data)
-    assert_same_bits(run_step(model, replace(base, activations_kept=1.0), data), expected)
+    assert_same_bits(run_step(model, replace(base, activation_save_fraction=1.0), data), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -26,7 +26,9 @@ from tests.zoo import shared_model
 LENGTHS = (37, 1, 2, 3, 21)
 OTHERS = (1, 1, 30, 16, 16)
 SCHEDULES = {
-    "device": Schedule(chunk=16, groups=2, attention_kept=0.5, activations_kept=0.3),
+    "device": Schedule(
+        chunk=16, groups=2, attention_save_fraction=0.5, activation_save_fraction=0.3
+    ),
     "host": Schedule(chunk=16, groups=(1, 3), kv=Tier.HOST, kv_block=12, layer_checkpoint=True),
     "whole": Schedule(chunk=64, groups=1, kv_block=10),
 }
@@ -89,7 +91,7 @@ def test_documents_give_what_they_give_alone(name: str, kind: str) -> None:
 def test_any_packing(lengths: list[int], chunk: int, groups: int, kv_block: int) -> None:
     model = shared_model("mistral")
     data = pack(tuple(lengths), tuple(reversed(lengths)))
-    schedule = Schedule(chunk=chunk, groups=groups, kv_block=kv_block, attention_kept=0.5)
+    schedule = Schedule(chunk=chunk, groups=groups, kv_block=kv_block, attention_save_fraction=0.5)
     assert_close(run_step(model, schedule, data), sum_of_documents(model, data))
 
 

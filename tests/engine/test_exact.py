@@ -52,14 +52,14 @@ def any_schedule(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Schedule
     return st.builds(
         Schedule,
         groups=group_sizes(LAYERS),
-        x=tiers,
+        boundary_inputs=tiers,
         kv=tiers,
         kv_kept=st.booleans(),
         kv_home=tiers,
-        attention_kept=fractions,
+        attention_save_fraction=fractions,
         attention_open=st.booleans(),
         attention=tiers,
-        activations_kept=fractions,
+        activation_save_fraction=fractions,
         activations=tiers,
         layer_checkpoint=st.booleans(),
         **fields,
@@ -70,7 +70,7 @@ def any_schedule(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Schedule
 schedules = any_schedule(
     chunk=st.sampled_from([1, 5, 16, 23, 200]),
     kv_block=st.sampled_from([1, 7, 16, 1000]),
-    head_tokens=st.sampled_from([1, 6, 1000]),
+    loss_chunk_size=st.sampled_from([1, 6, 1000]),
 )
 shapes = st.builds(
     draw,
@@ -94,7 +94,9 @@ def test_any_schedule_is_exact(schedule: Schedule, data: Data) -> None:
 def test_other_depths(layers: int, groups: int) -> None:
     """Sizes that leave a smaller first group, and more layers a group than there are."""
     model = make_model("qwen2", num_hidden_layers=layers)
-    schedule = Schedule(chunk=16, groups=groups, attention_kept=0.5, activations_kept=0.5)
+    schedule = Schedule(
+        chunk=16, groups=groups, attention_save_fraction=0.5, activation_save_fraction=0.5
+    )
     data = draw(37)
     assert_close(run_step(model, schedule, data), run_oracle(model, data))
 
@@ -121,7 +123,7 @@ def test_strategies_by_name(name: str, shape: tuple[int, int]) -> None:
 def test_lengths_change_from_step_to_step() -> None:
     """Arenas grow and shrink; programs of earlier lengths are found again."""
     model = shared_model("qwen2")
-    step = Step(model, Schedule(chunk=16, groups=2, attention_kept=0.4), poison=True)
+    step = Step(model, Schedule(chunk=16, groups=2, attention_save_fraction=0.4), poison=True)
     for tokens, batch in ((53, 1), (1, 2), (16, 1), (61, 2), (53, 1)):
         data = draw(tokens, batch=batch, seed=tokens)
         assert_close(run_step(model, step, data), run_oracle(model, data))

@@ -44,7 +44,7 @@ from tests.zoo import make_model, shared_model
 HEADS, WIDTH = 32, 128
 MODEL = ModelSpec("mha", 4096, 32000, (LayerSpec(HEADS, HEADS, WIDTH, WIDTH),), 2)
 LONG = RunSpec(2, 2**22)
-KEPT = Schedule(chunk=16, groups=2, attention_kept=0.5)
+KEPT = Schedule(chunk=16, groups=2, attention_save_fraction=0.5)
 
 
 def largest_index(run: RunSpec, schedule: Schedule, kv_heads: int = HEADS) -> int:
@@ -105,7 +105,7 @@ def test_calls_that_are_cut_give_the_same_gradients(
 ) -> None:
     """A chunk that is the whole sequence, in calls of a twentieth of it; logits likewise."""
     model, data = make_model(name), draw(60, batch=2)
-    schedule = replace(strategy(of, 4, 60), kv_block=60, head_tokens=60)
+    schedule = replace(strategy(of, 4, 60), kv_block=60, loss_chunk_size=60)
     layers = Step(model, schedule).model_spec.layers
     row = 2 * max(layer.query_heads * max(layer.head_dim, layer.value_dim) for layer in layers)
     monkeypatch.setattr(blocks_module, "INDEXED", 26 * row)
@@ -385,7 +385,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "changes", part_of([{}, {"mlp_tokens": 5}, {"activations_kept": 1.0}], {}), ids=str
+    "changes", part_of([{}, {"mlp_chunk_size": 5}, {"activation_save_fraction": 1.0}], {}), ids=str
 )
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of the compiler's own

@@ -17,9 +17,9 @@ from tests.numerics import assert_exact
 from tests.zoo import make_model
 
 SCHEDULES = {
-    "groups": Schedule(chunk=16, groups=2, kv=Tier.HOST, kv_block=12, attention_kept=0.5),
-    "kept": Schedule(chunk=13, groups=1, activations_kept=0.6),
-    "tiles": Schedule(chunk=16, groups=4, mlp_tokens=5),
+    "groups": Schedule(chunk=16, groups=2, kv=Tier.HOST, kv_block=12, attention_save_fraction=0.5),
+    "kept": Schedule(chunk=13, groups=1, activation_save_fraction=0.6),
+    "tiles": Schedule(chunk=16, groups=4, mlp_chunk_size=5),
 }
 
 

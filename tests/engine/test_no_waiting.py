@@ -23,8 +23,8 @@ TOKENS = 101
 BASE = Schedule(chunk=16, groups=2, kv_block=20)
 DENSE = {
     **{name: replace(strategy(name, LAYERS, TOKENS), kv_block=20) for name in STRATEGIES},
-    "streamed, kept": replace(BASE, kv=Tier.HOST, kv_kept=True, attention_kept=0.5),
-    "tiles": replace(BASE, mlp_tokens=8, activations_kept=0.6),
+    "streamed, kept": replace(BASE, kv=Tier.HOST, kv_kept=True, attention_save_fraction=0.5),
+    "tiles": replace(BASE, mlp_chunk_size=8, activation_save_fraction=0.6),
 }
 FAMILIES = ["gemma2", "olmo3", "gpt2", "lfm2"]
 SPARSE = Sparse(page=4, budget=8, recent=6, sink_pages=1)
@@ -38,7 +38,7 @@ class Waits:
 
 @pytest.mark.parametrize("family", part_of(FAMILIES, *list(FAMILIES)[::4]))
 def test_nothing_computed_is_read_in_a_step(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(shared_model(family), replace(BASE, kv=Tier.HOST, activations_kept=0.6))
+    step = Step(shared_model(family), replace(BASE, kv=Tier.HOST, activation_save_fraction=0.6))
     run = step._run
 
     def watched(*everything: Any) -> Tensor:

@@ -32,18 +32,20 @@ DATA = draw(TOKENS, batch=2, documents=4)
 BASE = Schedule(chunk=11, groups=2, kv_block=7)
 SCHEDULES = {
     **{name: replace(strategy(name, LAYERS, TOKENS), kv_block=7) for name in STRATEGIES},
-    "unequal": replace(BASE, groups=(1, 2, 1), attention_kept=1.0),
+    "unequal": replace(BASE, groups=(1, 2, 1), attention_save_fraction=1.0),
     "streamed": replace(BASE, kv=Tier.HOST),
     "streamed, kept": replace(BASE, kv=Tier.HOST, kv_kept=True, groups=1),
-    "streamed, alpha": replace(BASE, kv=Tier.HOST, activations_kept=0.6, attention_kept=0.3),
+    "streamed, alpha": replace(
+        BASE, kv=Tier.HOST, activation_save_fraction=0.6, attention_save_fraction=0.3
+    ),
     "kv home": replace(BASE, kv_kept=True),
     "open": replace(BASE, attention_open=True, groups=(3, 1)),
-    "alpha": replace(BASE, activations_kept=1.0, attention_kept=0.5, groups=1),
-    "x on device, kv home": replace(BASE, groups=1, x=Tier.DEVICE, kv_kept=True),
+    "alpha": replace(BASE, activation_save_fraction=1.0, attention_save_fraction=0.5, groups=1),
+    "x on device, kv home": replace(BASE, groups=1, boundary_inputs=Tier.DEVICE, kv_kept=True),
     "kv home of three": replace(
-        BASE, groups=(3, 1), x=Tier.DEVICE, kv_kept=True, activations_kept=0.3
+        BASE, groups=(3, 1), boundary_inputs=Tier.DEVICE, kv_kept=True, activation_save_fraction=0.3
     ),
-    "layer by layer": replace(BASE, layer_checkpoint=True, attention_kept=1.0, groups=4),
+    "layer by layer": replace(BASE, layer_checkpoint=True, attention_save_fraction=1.0, groups=4),
 }
 SPARSE = Sparse(page=4, budget=8, recent=6)
 LONGER = draw(53, batch=2, documents=4)  # in chunks of 12: three of them choose pages
@@ -212,7 +214,9 @@ def test_windows_and_sinks() -> None:
 
 def test_a_single_chunk_on_host() -> None:
     model, data = shared_model("qwen2", torch.float32), draw(9)
-    schedule = replace(BASE, kv=Tier.HOST, attention_kept=1.0, activations_kept=1.0)
+    schedule = replace(
+        BASE, kv=Tier.HOST, attention_save_fraction=1.0, activation_save_fraction=1.0
+    )
     expected = two_steps(model, Step(model, schedule, poison=True), data)
     step = Step(model, schedule, poison=True)
     told = recorded(step, data).told

@@ -20,8 +20,8 @@ BASE = Schedule(chunk=16, groups=2, kv_block=20)
 SPARSE = Sparse(page=4, budget=8, recent=6, sink_pages=1)
 SCHEDULES = {
     **{name: replace(strategy(name, LAYERS, TOKENS), kv_block=20) for name in STRATEGIES},
-    "streamed, kept": replace(BASE, kv=Tier.HOST, kv_kept=True, attention_kept=0.5),
-    "cells": replace(BASE, activations_kept=0.6),
+    "streamed, kept": replace(BASE, kv=Tier.HOST, kv_kept=True, attention_save_fraction=0.5),
+    "cells": replace(BASE, activation_save_fraction=0.6),
 }
 ON_HOST = [name for name in SCHEDULES if name not in ("plain", "recompute")]
 

@@ -152,10 +152,16 @@ SCHEDULES = {
     "layers": Schedule(chunk=16),
     "groups": Schedule(chunk=7, groups=2, kv_block=8),
     "kept": Schedule(
-        chunk=16, groups=2, attention_kept=0.5, attention_open=True, activations_kept=0.4
+        chunk=16,
+        groups=2,
+        attention_save_fraction=0.5,
+        attention_open=True,
+        activation_save_fraction=0.4,
     ),
     "host": Schedule(chunk=9, groups=(1, 3), kv=Tier.HOST, kv_kept=True, kv_block=5),
-    "home": Schedule(chunk=16, groups=2, kv_kept=True, layer_checkpoint=True, x=Tier.DEVICE),
+    "home": Schedule(
+        chunk=16, groups=2, kv_kept=True, layer_checkpoint=True, boundary_inputs=Tier.DEVICE
+    ),
     "tiny": Schedule(chunk=1, groups=1, kv_block=3),
 }
 # What depends neither on the number of layers nor on that of groups.
@@ -177,7 +183,7 @@ HEADS = {"num_key_value_heads": 4}
 # Of each kind one: what a family is does not reach the ranks beyond its attention call.
 KINDS = ("gemma2", "gpt_oss", "deepseek_v3", "gpt2")
 WHOLE_GRAPHS = Schedule(
-    chunk=64, groups=1, activations_kept=1.0, attention_kept=1.0, exchange_pieces=1
+    chunk=64, groups=1, activation_save_fraction=1.0, attention_save_fraction=1.0, alltoall_splits=1
 )
 ON_TWO = [
     *CASES,
@@ -200,8 +206,8 @@ SPREAD = [of_family(name) for name in ("mistral", "gpt_oss", "deepseek_v3")]
 ON_DEVICE = [case for case in SOME if case.schedule.kv is Tier.DEVICE]
 
 
-FLAT = [c for c in SOME if not c.schedule.activations_kept and c.name != "tiny"]
-FEW_FLAT = [case for case in FEW if not case.schedule.activations_kept]
+FLAT = [c for c in SOME if not c.schedule.activation_save_fraction and c.name != "tiny"]
+FEW_FLAT = [case for case in FEW if not case.schedule.activation_save_fraction]
 FEW_FLAT.append(Case("grouped", strategy("grouped", 4, 33), two(33, batch=2), fields=HEADS))
 TENSOR = [of_family(name) for name in ("gemma2", "phi3", "olmo2")]
 
@@ -358,8 +364,8 @@ def refused_on_ranks() -> list[str]:
     refuse(lambda: ParallelContext(Layout(ulysses=3), CPU))
     refuse(lambda: Step(model, pages, ranks=shards))
     refuse(lambda: Step(model, Schedule(kv=Tier.HOST), ranks=ring))
-    refuse(lambda: Step(model, Schedule(activations_kept=0.5), ranks=tensor))
-    refuse(lambda: Step(model, Schedule(mlp_tokens=8), ranks=tensor))
+    refuse(lambda: Step(model, Schedule(activation_save_fraction=0.5), ranks=tensor))
+    refuse(lambda: Step(model, Schedule(mlp_chunk_size=8), ranks=tensor))
     refuse(lambda: Step(model, Schedule(chunk=8 + number), ranks=shards))
     refuse(lambda: Step(make_model("qwen2", num_key_value_heads=1), Schedule(), ranks=heads))
     refuse(lambda: Step(make_model("lfm2"), Schedule(), ranks=heads))
@@ -386,7 +392,15 @@ def test_what_ranks_refuse() -> None:
     assert first == second
     words = [line.partition(":")[0] for line in first]
     assert words == [
-        *("layout", "sparse", "kv", "activations_kept", "mlp_tokens", "schedule", "ulysses"),
+        *(
+            "layout",
+            "sparse",
+            "kv",
+            "activation_save_fraction",
+            "mlp_chunk_size",
+            "schedule",
+            "ulysses",
+        ),
         *("parallel", "parallel"),
         *("input_ids", "trained_tokens", "weights", "weights", "input_ids"),
     ]

@@ -30,7 +30,7 @@ from tests.engine.checks import (
 from tests.numerics import EXACT, assert_exact, relative_error
 from tests.zoo import make_model, shared_model
 
-SCHEDULE = Schedule(chunk=16, groups=2, attention_kept=0.5, activations_kept=0.3)
+SCHEDULE = Schedule(chunk=16, groups=2, attention_save_fraction=0.5, activation_save_fraction=0.3)
 DATA = draw(53, batch=2, documents=4)
 
 
@@ -179,7 +179,7 @@ class TestGradients:
             parameter.requires_grad_("layernorm" in name and (".1." in name or ".3." in name))
         expected = run_oracle(model, DATA)
         assert len(expected.gradients) == 4
-        for schedule in (SCHEDULE, Schedule(chunk=16, groups=(1, 3), activations_kept=1.0)):
+        for schedule in (SCHEDULE, Schedule(chunk=16, groups=(1, 3), activation_save_fraction=1.0)):
             assert_close(run_step(model, schedule, DATA), expected)
         frozen = [p for p in model.parameters() if not p.requires_grad]
         assert all(p.grad is None for p in frozen)
@@ -192,7 +192,7 @@ class TestGradients:
             layer.mlp = mlp
         expected = run_oracle(model, DATA)
         for kept in Tier:
-            schedule = Schedule(chunk=16, groups=2, activations_kept=0.5, activations=kept)
+            schedule = Schedule(chunk=16, groups=2, activation_save_fraction=0.5, activations=kept)
             step = Step(model, schedule, poison=True)
             run_step(model, step, DATA)
             for mlp in wasteful:
@@ -395,7 +395,7 @@ SCHEDULES = {
     "layer-major": Schedule(chunk=16),
     "kept": SCHEDULE,
     "kept on device": Schedule(
-        chunk=16, groups=2, activations_kept=1.0, activations=Tier.DEVICE, kv_kept=True
+        chunk=16, groups=2, activation_save_fraction=1.0, activations=Tier.DEVICE, kv_kept=True
     ),
 }
 

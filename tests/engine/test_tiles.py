@@ -31,7 +31,7 @@ from tests.engine.checks import (
 from tests.grids import part_of
 from tests.zoo import FAMILIES, LAYERS, make_model, shared_model
 
-TILED = Schedule(chunk=16, groups=2, mlp_tokens=5)
+TILED = Schedule(chunk=16, groups=2, mlp_chunk_size=5)
 APART = "opt"  # its feed-forward is no module of its own
 NORMS = "input_layernorm", "post_attention_layernorm"
 
@@ -59,7 +59,7 @@ def test_every_family_is_exact(name: str) -> None:
 )
 def test_every_strategy_is_exact(name: str, tile: int) -> None:
     model, data = shared_model("qwen2"), draw(53, batch=2, documents=3)
-    schedule = replace(strategy(name, LAYERS, 53), mlp_tokens=tile)
+    schedule = replace(strategy(name, LAYERS, 53), mlp_chunk_size=tile)
     step = Step(model, schedule, poison=True)
     expected = run_oracle(model, data)
     assert_close(run_step(model, step, data), expected)
@@ -70,7 +70,7 @@ SAME = {
     "grouped": replace(TILED, groups=2),
     "one group": replace(TILED, groups=4),
     "K, V on the host": replace(TILED, groups=4, kv=Tier.HOST),
-    "attention kept": replace(TILED, groups=1, attention_kept=1.0),
+    "attention kept": replace(TILED, groups=1, attention_save_fraction=1.0),
     "checkpoints of layers": replace(TILED, groups=4, layer_checkpoint=True),
 }
 
@@ -93,7 +93,7 @@ PASSES = {
     "grouped": Schedule(chunk=16, groups=1),
     "open": Schedule(chunk=16, groups=2),
     "checkpoints": Schedule(chunk=16, groups=4, layer_checkpoint=True),
-    "kept": Schedule(chunk=16, groups=2, activations_kept=0.5),
+    "kept": Schedule(chunk=16, groups=2, activation_save_fraction=0.5),
 }
 
 
@@ -101,7 +101,7 @@ PASSES = {
 @pytest.mark.parametrize("name", PASSES)
 def test_feed_forwards_run_as_often_as_planned(name: str, tile: int | None) -> None:
     model = make_model("qwen2")
-    step = Step(model, replace(PASSES[name], mlp_tokens=tile))
+    step = Step(model, replace(PASSES[name], mlp_chunk_size=tile))
     rows: list[int] = []
     for layer in CausalLMStages(model).layers:
         mlp = layer.get_submodule("mlp")
@@ -115,7 +115,7 @@ def test_tiles_cost_no_pass_where_values_are_not_needed() -> None:
     spec = Step(shared_model("qwen2"), TILED).model_spec
     passes = [
         feed_forward_passes(build_program(spec, RunSpec(1, 48), schedule))
-        for schedule in (PASSES["grouped"], replace(PASSES["grouped"], mlp_tokens=5))
+        for schedule in (PASSES["grouped"], replace(PASSES["grouped"], mlp_chunk_size=5))
     ]
     assert passes[1] == passes[0] + Fraction(1, LAYERS)
 
@@ -167,7 +167,7 @@ def test_the_model_is_itself_whatever_happens(after: int) -> None:
 
 def test_kept_activations_are_kept_whole() -> None:
     model, data = shared_model("qwen2"), draw(53, batch=2)
-    schedule = replace(TILED, activations_kept=0.6)
+    schedule = replace(TILED, activation_save_fraction=0.6)
     assert_close(run_step(model, schedule, data), run_oracle(model, data))
 
 
@@ -188,7 +188,7 @@ def test_tiles_add_up_in_fp32() -> None:
         parameter.grad_dtype = torch.float32
     errors = {}
     for tile in (None, 2):
-        found = run_step(narrow, Schedule(chunk=128, mlp_tokens=tile), draw(128)).gradients
+        found = run_step(narrow, Schedule(chunk=128, mlp_chunk_size=tile), draw(128)).gradients
         errors[tile] = max(
             float((found[name].double() - exact[name]).norm() / exact[name].norm())
             for name in exact
@@ -245,12 +245,12 @@ def test_what_is_not_token_by_token_is_refused(kind: type[nn.Module], why: str) 
     model = make_model("qwen2")
     layer = CausalLMStages(model).layers[2]
     layer.mlp = kind(layer.mlp)
-    with pytest.raises(Refused, match=rf"mlp_tokens: layer 2\.mlp of Qwen2ForCausalLM .*{why}"):
+    with pytest.raises(Refused, match=rf"mlp_chunk_size: layer 2\.mlp of Qwen2ForCausalLM .*{why}"):
         tokenwise(CausalLMStages(model))
 
 
 def test_a_feed_forward_in_pieces_is_refused() -> None:
-    with pytest.raises(Refused, match=r"mlp_tokens: layer 0.*leave mlp_tokens out"):
+    with pytest.raises(Refused, match=r"mlp_chunk_size: layer 0.*leave mlp_chunk_size out"):
         Step(shared_model(APART), TILED)
 
 
@@ -259,14 +259,14 @@ def test_a_layer_that_does_not_call_its_children_is_refused() -> None:
     model = make_model("qwen2")
     layer = CausalLMStages(model).layers[1]
     vars(layer)["forward"] = layer.forward
-    with pytest.raises(Refused, match=r"mlp_tokens: layer 1 of Qwen2.* no module"):
+    with pytest.raises(Refused, match=r"mlp_chunk_size: layer 1 of Qwen2.* no module"):
         tokenwise(CausalLMStages(model))
 
 
 @pytest.mark.parametrize("value", [0, 2.5, True, "4"])
 def test_only_whole_numbers_of_tokens(value: Any) -> None:
-    with pytest.raises(Refused, match="mlp_tokens: expected a whole number of tokens"):
-        Schedule(mlp_tokens=value)
+    with pytest.raises(Refused, match="mlp_chunk_size: expected a whole number of tokens"):
+        Schedule(mlp_chunk_size=value)
 
 
 @pytest.mark.parametrize(

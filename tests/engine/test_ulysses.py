@@ -28,7 +28,7 @@ def every_number_of_pieces(kv_heads: int) -> None:
     data = draw(37, batch=2, documents=3)
     expected = run_oracle(model, data)
     for count in (1, 2, 3):
-        schedule = replace(SCHEDULE, exchange_pieces=count)
+        schedule = replace(SCHEDULE, alltoall_splits=count)
         step = Step(model, schedule, ranks=ranks, poison=True)
         assert_close(run_step(model, step, data), expected)
 
@@ -82,7 +82,7 @@ def order_of_a_cell() -> list[str]:
     watched.log = []
     ranks.groups["ulysses",] = watched
     model = make_model("llama", num_hidden_layers=1, num_key_value_heads=4)
-    step = Step(model, Schedule(chunk=64, exchange_pieces=2), ranks=ranks)
+    step = Step(model, Schedule(chunk=64, alltoall_splits=2), ranks=ranks)
     attended(watched.log)
     step(*draw(8))
     return watched.log
@@ -108,8 +108,8 @@ def test_pieces_share_heads_out() -> None:
         Piece((3, 7), (0, 1), False, True),
     )
     assert cut_heads(heads(1, 1), 2) == (Piece((0, 1), (0, 1)),)
-    with pytest.raises(Refused, match="exchange_pieces: expected a whole number >= 1, got 0"):
-        Schedule(exchange_pieces=0)
+    with pytest.raises(Refused, match="alltoall_splits: expected a whole number >= 1, got 0"):
+        Schedule(alltoall_splits=0)
 
 
 def test_what_is_exposed_of_an_exchange() -> None:

@@ -22,7 +22,9 @@ from tests.engine.test_verify_rounding import SOUND
 from tests.grids import crossed, part_of
 from tests.zoo import VOCAB, make_model, shared_model
 
-SCHEDULE = Schedule(chunk=16, groups=2, attention_kept=0.4, activations_kept=0.3, kv_block=24)
+SCHEDULE = Schedule(
+    chunk=16, groups=2, attention_save_fraction=0.4, activation_save_fraction=0.3, kv_block=24
+)
 RUN = VerificationRun(batch=2, tokens=61, documents=3)
 
 

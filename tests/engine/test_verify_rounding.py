@@ -33,7 +33,9 @@ from tests.grids import part_of
 from tests.numerics import EXACT
 from tests.zoo import make_model, shared_model
 
-SCHEDULE = Schedule(chunk=16, groups=2, attention_kept=0.4, activations_kept=0.3, kv_block=24)
+SCHEDULE = Schedule(
+    chunk=16, groups=2, attention_save_fraction=0.4, activation_save_fraction=0.3, kv_block=24
+)
 RUN = VerificationRun(batch=2, tokens=61, documents=3)
 
 

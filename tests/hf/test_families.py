@@ -21,7 +21,9 @@ pytestmark = pytest.mark.usefixtures("float64_throughout")
 
 # The chunk is no multiple of the window, nor of the block of keys; lengths are no multiple of it.
 PLAIN = Schedule(chunk=16, groups=1)
-KEPT = Schedule(chunk=13, groups=(1, 3), attention_kept=0.4, activations_kept=0.5, kv_block=16)
+KEPT = Schedule(
+    chunk=13, groups=(1, 3), attention_save_fraction=0.4, activation_save_fraction=0.5, kv_block=16
+)
 STREAMED = Schedule(chunk=10, groups=4, kv=Tier.HOST, kv_block=12, layer_checkpoint=True)
 SCHEDULES = {"plain": PLAIN, "kept": KEPT, "streamed": STREAMED}
 
@@ -149,7 +151,7 @@ def test_layers_that_one_setting_tells_apart() -> None:
     layers = describe(CausalLMStages(model)).layers
     saved = [layer.activation_bytes + layer.activation_constant for layer in layers]
     assert saved[1] == saved[2] > saved[0] == saved[3]
-    step = Step(model, Schedule(chunk=16, activations_kept=1.0), poison=True)
+    step = Step(model, Schedule(chunk=16, activation_save_fraction=1.0), poison=True)
     data = draw(40, batch=2)
     assert_close(run_step(model, step, data), run_oracle(model, data))
 

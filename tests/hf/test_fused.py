@@ -30,7 +30,9 @@ from tests.zoo import make_model
 
 # Few programs: interpreting one takes 5 ms.
 DATA = draw(19, documents=2)
-SCHEDULE = Schedule(chunk=8, groups=1, attention_kept=0.5, activations_kept=0.5, head_tokens=5)
+SCHEDULE = Schedule(
+    chunk=8, groups=1, attention_save_fraction=0.5, activation_save_fraction=0.5, loss_chunk_size=5
+)
 SMALL = {"num_hidden_layers": 2, "intermediate_size": 48}
 
 
@@ -160,7 +162,7 @@ def test_a_step_in_shells_is_exact(
 ) -> None:
     monkeypatch.setattr("farspan.engine.step.adds_products", lambda *_: adds)
     model, data = make_model(family), draw(45, batch=2, documents=3)
-    schedule = replace(SCHEDULE, chunk=16, activations_kept=0.2)
+    schedule = replace(SCHEDULE, chunk=16, activation_save_fraction=0.2)
     step, expected = Step(model, schedule, poison=True), run_oracle(model, data)
     for _ in range(2):
         assert_close(run_step(model, step, data), expected)
@@ -177,7 +179,9 @@ def test_the_last_product_is_left_out_where_nobody_reads_it() -> None:
     width, inner = model.config.hidden_size, model.config.intermediate_size
     counts = []
     for fused in (True, False):
-        step = Step(model, Schedule(chunk=17, attention_kept=1.0), kernels=Kernels(fused=fused))
+        step = Step(
+            model, Schedule(chunk=17, attention_save_fraction=1.0), kernels=Kernels(fused=fused)
+        )
         with Products(17, inner, width) as products:
             step(*draw(51))
         counts.append(products.count)
@@ -274,7 +278,7 @@ def test_what_does_more_does_so_in_shells(
     """Before shells are made, and after a step."""
     monkeypatch.setattr("farspan.engine.step.adds_products", lambda *_: True)
     model, data = make_model("qwen2"), draw(25)
-    schedule = Schedule(chunk=8, groups=1, attention_kept=0.5)
+    schedule = Schedule(chunk=8, groups=1, attention_save_fraction=0.5)
     step = Step(model, schedule) if later else None
     if step is not None:
         step(*data)

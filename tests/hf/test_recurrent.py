@@ -26,9 +26,11 @@ from tests.numerics import EXACT, relative_error
 from tests.zoo import COMMON, RECURRENT, make_model
 
 # Blocks of keys are smaller than chunks, so a state comes from host in several.
-BLOCKS = Schedule(chunk=11, groups=2, kv=Tier.HOST, kv_block=4, x=Tier.DEVICE, attention_open=True)
+BLOCKS = Schedule(
+    chunk=11, groups=2, kv=Tier.HOST, kv_block=4, boundary_inputs=Tier.DEVICE, attention_open=True
+)
 SCHEDULES = {"kept": KEPT, "streamed": STREAMED, "blocks": BLOCKS}
-HOME = replace(KEPT, kv_kept=True, activations_kept=1.0, activations=Tier.DEVICE)
+HOME = replace(KEPT, kv_kept=True, activation_save_fraction=1.0, activations=Tier.DEVICE)
 
 
 def assert_exact(name: str, schedule: Schedule, data: list[Data]) -> None:
@@ -160,8 +162,8 @@ class TestRefused:
         step(*draw(1))
 
     def test_tiles(self) -> None:
-        message = refusal(make_model("qwen3_5_text"), Schedule(chunk=16, mlp_tokens=4))
-        assert "mlp_tokens: layer 0.linear_attn" in message
+        message = refusal(make_model("qwen3_5_text"), Schedule(chunk=16, mlp_chunk_size=4))
+        assert "mlp_chunk_size: layer 0.linear_attn" in message
 
     @pytest.mark.parametrize("kind", ["jamba", "mamba"])
     def test_a_scan_that_begins_anew(self, kind: str) -> None:

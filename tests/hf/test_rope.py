@@ -18,7 +18,7 @@ from tests.zoo import make_model
 pytestmark = pytest.mark.usefixtures("float64_throughout")
 
 ORIGINAL = 32
-SCHEDULE = Schedule(chunk=13, groups=(1, 3), kv=Tier.HOST, kv_block=12, attention_kept=0.4)
+SCHEDULE = Schedule(chunk=13, groups=(1, 3), kv=Tier.HOST, kv_block=12, attention_save_fraction=0.4)
 
 
 def long_rope(family: str) -> PreTrainedModel:

@@ -107,7 +107,13 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 SCHEDULES = (
-    Schedule(chunk=13, groups=(1, 3), attention_kept=0.4, activations_kept=0.5, kv_block=16),
+    Schedule(
+        chunk=13,
+        groups=(1, 3),
+        attention_save_fraction=0.4,
+        activation_save_fraction=0.5,
+        kv_block=16,
+    ),
     Schedule(chunk=10, groups=4, kv=Tier.HOST, kv_block=12, layer_checkpoint=True),
 )
 

@@ -159,13 +159,17 @@ class _Case:
         """First token whose O and LSE are kept to the end."""
         if group == self.last and self.is_top(layer):
             return self.run.tokens
-        return latest_start(self.schedule.attention_kept, self.run.tokens, self.schedule.chunk)
+        return latest_start(
+            self.schedule.attention_save_fraction, self.run.tokens, self.schedule.chunk
+        )
 
     def graph_start(self, group: int) -> int:
         """First token whose activations are kept."""
         if group == self.last and self.sizes[group] == 1:
             return self.run.tokens
-        return latest_start(self.schedule.activations_kept, self.run.tokens, self.schedule.chunk)
+        return latest_start(
+            self.schedule.activation_save_fraction, self.run.tokens, self.schedule.chunk
+        )
 
     @property
     def rebuilt(self) -> bool:
@@ -224,7 +228,7 @@ class _Case:
 
     def tiled_again(self, group: int, layer: int) -> Fraction:
         """Share of the tokens whose feed-forward runs once more on tiles than in a graph."""
-        schedule, tile, tokens = self.schedule, self.schedule.mlp_tokens, self.run.tokens
+        schedule, tile, tokens = self.schedule, self.schedule.mlp_chunk_size, self.run.tokens
         if tile is None or min(schedule.chunk, tokens) <= tile:
             return Fraction(0)
         # The top layer's output is read where it is turned around into the loss.
@@ -278,7 +282,7 @@ class _Case:
         schedule, tokens = self.schedule, self.run.tokens
         graphs = self.graph_start(group)
         rows = tokens if group < self.last else tokens - graphs
-        terms = [Term(schedule.x, _padded(self._x_row() * rows))]
+        terms = [Term(schedule.boundary_inputs, _padded(self._x_row() * rows))]
         cells = -(-tokens // schedule.chunk) - graphs // schedule.chunk if graphs < tokens else 0
         for layer in self.layers(group):
             kept = self.attention_start(group, layer)
@@ -291,7 +295,9 @@ class _Case:
 
     def _open(self, group: int) -> list[Term]:
         """O and LSE of the layers below the top, for the tokens whose O is not kept anyway."""
-        kept = latest_start(self.schedule.attention_kept, self.run.tokens, self.schedule.chunk)
+        kept = latest_start(
+            self.schedule.attention_save_fraction, self.run.tokens, self.schedule.chunk
+        )
         left_out = self.graph_start(group) == self.run.tokens == kept
         written = self.last_start if left_out else kept
         if not self.schedule.attention_open or not written:
@@ -376,7 +382,7 @@ class _Case:
         size = rows * spec.activation_bytes
         size += spec.activation_constant * (self.run.batch if spec.state else 1)
         top = group == self.last and self.is_top(layer)
-        if top or schedule.attention_kept < schedule.activations_kept:
+        if top or schedule.attention_save_fraction < schedule.activation_save_fraction:
             size += rows * _output_row(spec, self.model)
         inner = spec.saves_input and layer != self.layers(group)[0]
         return _padded(size) + inner * rows * self.model.hidden * self.model.element_bytes

@@ -36,7 +36,7 @@ def memo() -> Schedule:
 def tried(asked: Question) -> list[Plan]:
     """Every alpha on the grid of chunks."""
     chunks = -(-TOKENS // memo().chunk)
-    schedules = [replace(memo(), activations_kept=k / chunks) for k in range(chunks + 1)]
+    schedules = [replace(memo(), activation_save_fraction=k / chunks) for k in range(chunks + 1)]
     return [evaluate(asked, "memo", schedule) for schedule in schedules]
 
 

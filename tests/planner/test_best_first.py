@@ -55,11 +55,11 @@ def schedules(asked: Question, space: Space) -> list[Schedule]:
             x, attention, activations = tiers
             schedule = replace(
                 base,
-                x=x,
+                boundary_inputs=x,
                 attention=attention,
                 activations=activations,
-                attention_kept=latest_fraction(own, round(kept * count)),
-                activations_kept=latest_fraction(own, round(graphs * count)),
+                attention_save_fraction=latest_fraction(own, round(kept * count)),
+                activation_save_fraction=latest_fraction(own, round(graphs * count)),
             )
             found.append(schedule)
     return found

@@ -56,8 +56,8 @@ def framed(step: Step, **fields: object) -> tuple[Question, Schedule, Frames]:
     kept, chunks = frames_of(asked, schedule).kept, frames_of(asked, schedule).ruler.chunks
     schedule = replace(
         schedule,
-        attention_kept=latest_fraction(chunks, int(kept.attention[0])),
-        activations_kept=latest_fraction(chunks, int(kept.graphs[0])),
+        attention_save_fraction=latest_fraction(chunks, int(kept.attention[0])),
+        activation_save_fraction=latest_fraction(chunks, int(kept.graphs[0])),
     )
     return asked, schedule, frames_of(asked, schedule)
 

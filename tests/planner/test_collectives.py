@@ -201,7 +201,7 @@ def test_messages_are_part_of_a_plan_and_of_the_sequence_they_belong_to() -> Non
 def test_stages_wait_for_each_other() -> None:
     """One group a stage, no collectives but the boundary's: sum + (stages - 1) longest."""
     question = ask(Layout(pipeline=2, fsdp=False))
-    schedule = Schedule(chunk=512, groups=4, kv=Tier.DEVICE, x=Tier.DEVICE)
+    schedule = Schedule(chunk=512, groups=4, kv=Tier.DEVICE, boundary_inputs=Tier.DEVICE)
     staged = evaluate(question, "grouped", schedule)
     program, _ = slowest(question, size(question, schedule))
     chunks = program.chunks

@@ -94,7 +94,9 @@ def test_a_pipeline_is_bounded_by_its_fullest_and_slowest_stage() -> None:
     device to a thousandth."""
     model = model_spec(find_architecture("Qwen2.5-7B"))
     whole = Question(model, RunSpec(1, 2**20), machine("h200"), Layout(pipeline=4))
-    schedule = Schedule(chunk=2**14, kv=Tier.HOST, attention_kept=0.5, activations_kept=0.1)
+    schedule = Schedule(
+        chunk=2**14, kv=Tier.HOST, attention_save_fraction=0.5, activation_save_fraction=0.1
+    )
     for devices in (1, 2):
         asked = replace(whole, machine=replace(whole.machine, devices=devices))
         sized, tiers = size(asked, schedule), tiers_of(schedule)
@@ -107,8 +109,10 @@ def test_what_a_layout_cannot_run_is_refused_by_name() -> None:
     assert kinds(best_plan(question(Layout(ring=2)), seconds=1.0), "kv") == {Tier.DEVICE}
     with pytest.raises(Refused, match="kv: a ring sends K, V from the device"):
         best_plan(question(Layout(ring=2)), ["fpdt"])
-    assert kinds(best_plan(question(Layout(tensor=2)), seconds=1.0), "activations_kept") == {0.0}
-    with pytest.raises(Refused, match="activations_kept: with tensor"):
+    assert kinds(
+        best_plan(question(Layout(tensor=2)), seconds=1.0), "activation_save_fraction"
+    ) == {0.0}
+    with pytest.raises(Refused, match="activation_save_fraction: with tensor"):
         best_plan(question(Layout(tensor=2)), ["swap"])
 
 

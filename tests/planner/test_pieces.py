@@ -34,10 +34,10 @@ def test_the_head_gets_pieces_that_save_and_fit() -> None:
     """Every size that was not taken would save too little over the one that was."""
     plan = evaluate(asked(), "grouped", WHOLE)
     (found,) = with_pieces([plan], SECONDS)
-    assert found.schedule.head_tokens > 1024
+    assert found.schedule.loss_chunk_size > 1024
     assert found == evaluate(asked(), "grouped", found.schedule)
     assert found.seconds.total < plan.seconds.total * (1 - WORTH)
-    larger = replace(found.schedule, head_tokens=2 * found.schedule.head_tokens)
+    larger = replace(found.schedule, loss_chunk_size=2 * found.schedule.loss_chunk_size)
     saved = found.seconds.total - evaluate(asked(), "grouped", larger).seconds.total
     assert saved < WORTH * plan.seconds.total
 
@@ -50,7 +50,7 @@ def test_logits_that_do_not_fit_are_not_held() -> None:
     short = evaluate(replace(plan.question, machine=machine), "grouped", WHOLE)
     (found,) = with_pieces([short], SECONDS)
     assert found.fits
-    assert found.schedule.head_tokens < free.schedule.head_tokens
+    assert found.schedule.loss_chunk_size < free.schedule.loss_chunk_size
 
 
 def test_a_tight_plan_takes_no_more_of_the_device() -> None:
@@ -100,22 +100,22 @@ def best() -> Plan:
 
 
 def test_the_planner_chooses_them_and_says_so(best: Plan) -> None:
-    tokens = best.schedule.head_tokens
+    tokens = best.schedule.loss_chunk_size
     assert best.strategy == "grouped"
     assert tokens > 1024
-    assert best.to_json()["schedule"]["head_tokens"] == tokens
-    assert f"head_tokens: {tokens}" in as_yaml(best.schedule)
+    assert best.to_json()["schedule"]["loss_chunk_size"] == tokens
+    assert f"loss_chunk_size: {tokens}" in as_yaml(best.schedule)
     assert f"logits of {tokens:,} tokens at a time" in str(best)
 
 
 def test_strategies_that_are_named_keep_their_own(best: Plan) -> None:
     named = [plan for plan in best.alternatives if plan.strategy != "grouped"]
     assert {plan.strategy for plan in named} == set(STRATEGIES) - {"grouped"}
-    assert {plan.schedule.head_tokens for plan in named} == {1024}
+    assert {plan.schedule.loss_chunk_size for plan in named} == {1024}
 
 
 def test_sparse_plans_have_them_too() -> None:
     plan = best_plan(replace(asked("32K"), sparse=Sparse()), None, SECONDS)
     assert plan.schedule.sparse is not None
-    assert plan.schedule.head_tokens > 1024
+    assert plan.schedule.loss_chunk_size > 1024
     assert plan.fits

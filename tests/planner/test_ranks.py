@@ -53,13 +53,13 @@ SCHEDULES = [
     Schedule(
         chunk=28 if sparse else 26,
         groups=1,
-        x=x,
+        boundary_inputs=x,
         kv=kv,
         kv_kept=kept > 0,
-        attention_kept=kept,
+        attention_save_fraction=kept,
         attention_open=kept < 1,
         attention=x,
-        activations_kept=graphs,
+        activation_save_fraction=graphs,
         activations=kv,
         layer_checkpoint=kept == 0,
         kv_block=7,
@@ -158,7 +158,7 @@ def test_a_pipeline_takes_what_its_middle_takes() -> None:
     """A 7B model of four stages at 1M: stages between the ends keep O of all their layers, and what
     they receive; the last has O of its top layer for one chunk at a time."""
     model = model_spec(find_architecture("Qwen2.5-7B"))
-    schedule = Schedule(chunk=2**14, kv=Tier.HOST, attention_kept=1.0)
+    schedule = Schedule(chunk=2**14, kv=Tier.HOST, attention_save_fraction=1.0)
     question = Question(model, RunSpec(1, 2**20), machine("h200"), Layout(pipeline=4))
     alone = replace(question, machine=replace(question.machine, devices=1))
     parts = size(alone, schedule).host.parts

@@ -58,7 +58,7 @@ def worked(step: Step) -> Step:
 
 # Equal layers, whose kept cells are not: O of the topmost is in no other buffer.
 ONE = with_work(model_of(1))
-KEPT = replace(SCHEDULE, attention_kept=0.5, activations_kept=0.5)
+KEPT = replace(SCHEDULE, attention_save_fraction=0.5, activation_save_fraction=0.5)
 
 
 @example((replace(ONE, layers=ONE.layers * 4), RunSpec(1, 256), KEPT))

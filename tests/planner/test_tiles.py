@@ -18,7 +18,7 @@ from tests.planner.machines import slow_machine
 RUN = RunSpec(batch=2, tokens=2000)
 RATE = 1e12
 WHOLE = Schedule(chunk=512, groups=4)
-TILED = replace(WHOLE, mlp_tokens=100)
+TILED = replace(WHOLE, mlp_chunk_size=100)
 
 
 def products_alone() -> MachineSpec:
@@ -97,7 +97,7 @@ def test_a_pass_is_saved_and_spent() -> None:
 def test_small_tiles_pass_weight_gradients_more_often() -> None:
     model = model_spec(find_architecture("qwen2.5-0.5b"), "float32")
     machine = replace(products_alone(), memory=1e9)
-    seconds = [cells(model, replace(TILED, mlp_tokens=t), machine) for t in (400, 200, 100, 50)]
+    seconds = [cells(model, replace(TILED, mlp_chunk_size=t), machine) for t in (400, 200, 100, 50)]
     assert seconds == sorted(seconds)
     steps = [b - a for a, b in pairwise(seconds)]
     assert steps[2] > 1.5 * steps[1] > 2 * steps[0]

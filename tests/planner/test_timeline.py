@@ -134,7 +134,7 @@ def test_no_race(step: tuple[ModelSpec, RunSpec, Schedule]) -> None:
 
 @pytest.mark.parametrize("home", Tier)
 def test_kept_kv_is_waited_for(home: Tier) -> None:
-    schedule = Schedule(chunk=64, groups=2, x=Tier.DEVICE, kv_kept=True, kv_home=home)
+    schedule = Schedule(chunk=64, groups=2, boundary_inputs=Tier.DEVICE, kv_kept=True, kv_home=home)
     prices = prices_of(model_of(4), RunSpec(1, 512), schedule)
     slow: dict[str, Any] = {"fetch_together": 1e5}
     prices.question = replace(prices.question, machine=replace(slow_machine(), **slow))
@@ -180,7 +180,7 @@ def test_with_a_slow_link_the_link_is_all_there_is(name: str) -> None:
 
 def test_gathers_hide_behind_the_layer_before() -> None:
     model, run = model_of(4), RunSpec(1, 512)
-    schedule = replace(strategy("grouped", 4, 512), chunk=64, x=Tier.DEVICE)
+    schedule = replace(strategy("grouped", 4, 512), chunk=64, boundary_inputs=Tier.DEVICE)
     alone = prices_of(model, run, schedule)
     many = prices_of(model, run, schedule, Layout(data=8))
     assert many.gathers() > 0.0
@@ -218,7 +218,9 @@ def test_times_are_those_of_the_engines_waits(
 ) -> None:
     """Of programs whose cells stream nothing: those use two lanes at a time."""
     model, run, schedule = step
-    prices = prices_of(model, run, replace(schedule, kv=Tier.DEVICE, x=tier, attention=tier))
+    prices = prices_of(
+        model, run, replace(schedule, kv=Tier.DEVICE, boundary_inputs=tier, attention=tier)
+    )
     prices.question = replace(prices.question, machine=slow_machine(overhead=overhead))
     expected = ends_by_waits(prices)
     for span in spans(prices):

@@ -50,24 +50,33 @@ RICH = {
         groups=(3, 2),
         kv=HOST,
         attention_open=True,
-        attention_kept=0.4,
-        activations_kept=0.3,
+        attention_save_fraction=0.4,
+        activation_save_fraction=0.3,
         kv_block=16,
     ),
     "device": Schedule(
         chunk=10,
         groups=(1, 2, 2),
-        x=DEVICE,
+        boundary_inputs=DEVICE,
         attention=DEVICE,
         activations=DEVICE,
-        attention_kept=0.6,
-        activations_kept=0.2,
+        attention_save_fraction=0.6,
+        activation_save_fraction=0.2,
     ),
     "home": Schedule(
-        chunk=10, groups=(3, 2), kv_kept=True, attention_kept=0.7, activations_kept=0.5
+        chunk=10,
+        groups=(3, 2),
+        kv_kept=True,
+        attention_save_fraction=0.7,
+        activation_save_fraction=0.5,
     ),
     "held": Schedule(
-        chunk=10, groups=2, kv=HOST, kv_kept=True, layer_checkpoint=True, attention_kept=1.0
+        chunk=10,
+        groups=2,
+        kv=HOST,
+        kv_kept=True,
+        layer_checkpoint=True,
+        attention_save_fraction=1.0,
     ),
     "open": Schedule(
         chunk=10, groups=(2, 3), attention=DEVICE, attention_open=True, layer_checkpoint=True
@@ -76,8 +85,8 @@ RICH = {
     "sparse": Schedule(
         chunk=10,
         groups=(3, 2),
-        attention_kept=0.4,
-        activations_kept=0.3,
+        attention_save_fraction=0.4,
+        activation_save_fraction=0.3,
         sparse=Sparse(page=5, budget=10, recent=4),
     ),
     "sparse, held": Schedule(
@@ -302,7 +311,9 @@ def test_a_buffer_never_used_is_caught(program: Program) -> None:
 
 
 def test_an_error_names_the_instruction() -> None:
-    program = build_program(cases.model_of(2), RunSpec(1, 20), Schedule(chunk=10, x=DEVICE))
+    program = build_program(
+        cases.model_of(2), RunSpec(1, 20), Schedule(chunk=10, boundary_inputs=DEVICE)
+    )
     index = next(i for i, x in enumerate(program.instructions) if isinstance(x, Clear))
     body = [*program.instructions[:index], *program.instructions[index + 1 :]]
     with pytest.raises(ProgramError, match=r"dkv\.1 holds None") as caught:

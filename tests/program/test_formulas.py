@@ -32,7 +32,10 @@ def test_bytes_a_token_of_groups(size: int, batch: int) -> None:
     groups = LAYERS // size
     open_group = size * (KAPPA + DELTA)
     assert growth(Schedule(16, size), batch) == (open_group, (groups - 1) * A)
-    assert growth(Schedule(16, size, x=DEVICE), batch) == (open_group + (groups - 1) * A, 0)
+    assert growth(Schedule(16, size, boundary_inputs=DEVICE), batch) == (
+        open_group + (groups - 1) * A,
+        0,
+    )
     assert growth(Schedule(16, size, kv=HOST), batch) == (0, (groups - 1) * A + open_group)
 
 
@@ -41,7 +44,7 @@ def test_bytes_a_token_of_what_is_kept(size: int) -> None:
     boundaries = (LAYERS // size - 1) * A
     open_group = size * (KAPPA + DELTA)
     # The top layer of the last group keeps no O.
-    kept = growth(Schedule(20, size, attention_kept=0.5))
+    kept = growth(Schedule(20, size, attention_save_fraction=0.5))
     assert kept == (open_group, boundaries + (LAYERS - 1) * OUT / 2)
     # The top layer of an open group has its O made in the backward.
     kept = growth(Schedule(20, size, attention_open=True))
@@ -56,9 +59,9 @@ def test_bytes_a_token_of_what_is_kept(size: int) -> None:
 
 def test_tapered_groups_take_less_than_equal_ones() -> None:
     """Boundaries above are gone when early, larger groups run backward (facts of the grid)."""
-    tapered = sum(growth(Schedule(16, (5, 4, 3), x=DEVICE)))
+    tapered = sum(growth(Schedule(16, (5, 4, 3), boundary_inputs=DEVICE)))
     assert tapered == max(i * A + (i < 2) * A + g * 1024 for i, g in enumerate((5, 4, 3)))
-    reversed_groups = sum(growth(Schedule(16, (3, 4, 5), x=DEVICE)))
+    reversed_groups = sum(growth(Schedule(16, (3, 4, 5), boundary_inputs=DEVICE)))
     assert tapered < reversed_groups
 
 
@@ -76,10 +79,10 @@ def test_attention_passes_of_the_theory(size: int) -> None:
     assert passes() == once + rebuilds - w * Fraction(LAYERS - groups, LAYERS)
     assert passes(attention_open=True) == 2 - Fraction(size, LAYERS)
     assert passes(kv_kept=True) == once - w * Fraction(size - 1, LAYERS)
-    assert passes(attention_kept=1.0) == 1
+    assert passes(attention_save_fraction=1.0) == 1
     # A graph holds its O, but a group that is not the last needs K, V again.
-    assert passes(activations_kept=1.0) == 1 + rebuilds
-    assert passes(activations_kept=1.0, kv_kept=True) == 1
+    assert passes(activation_save_fraction=1.0) == 1 + rebuilds
+    assert passes(activation_save_fraction=1.0, kv_kept=True) == 1
 
 
 @pytest.mark.parametrize(
@@ -89,7 +92,7 @@ def test_the_latest_tokens_hold_most_of_the_work(phi: float, removed: Fraction) 
     """1 - (1 - phi)^2 of what is computed again, since a token's work grows with its position."""
     model, run = cases.model_of(8), RunSpec(1, 10_000)
     kept, nothing = (
-        formulas.attention_passes(model, run, Schedule(100, 1, attention_kept=share))
+        formulas.attention_passes(model, run, Schedule(100, 1, attention_save_fraction=share))
         for share in (phi, 0.0)
     )
     # A query sees itself too, which the square leaves out: one key in N.
@@ -115,7 +118,13 @@ def test_linear_passes_of_the_theory(size: int) -> None:
 
 def test_slots_do_not_grow_with_the_sequence() -> None:
     schedule = Schedule(
-        16, 3, kv=HOST, attention_kept=0.5, activations_kept=0.5, attention_open=True, kv_block=32
+        16,
+        3,
+        kv=HOST,
+        attention_save_fraction=0.5,
+        activation_save_fraction=0.5,
+        attention_open=True,
+        kv_block=32,
     )
     short, long = (
         build_program(cases.model_of(6), RunSpec(2, tokens), schedule) for tokens in (64, 640)

@@ -76,7 +76,9 @@ def with_echo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def schedule(tier: Tier) -> Schedule:
-    return Schedule(chunk=10, groups=2, x=Tier.DEVICE, attention=tier, attention_kept=0.5)
+    return Schedule(
+        chunk=10, groups=2, boundary_inputs=Tier.DEVICE, attention=tier, attention_save_fraction=0.5
+    )
 
 
 def program(tier: Tier) -> Program:

@@ -38,13 +38,13 @@ schedules = st.builds(
     Schedule,
     chunk=st.sampled_from([1, 5, 16, 200]),
     groups=st.integers(1, 4),
-    x=st.sampled_from(Tier),
+    boundary_inputs=st.sampled_from(Tier),
     kv=st.sampled_from(Tier),
     kv_kept=st.booleans(),
     kv_block=st.sampled_from([3, 1000]),
-    attention_kept=st.sampled_from([0.0, 0.5, 1.0]),
+    attention_save_fraction=st.sampled_from([0.0, 0.5, 1.0]),
     attention_open=st.booleans(),
-    activations_kept=st.sampled_from([0.0, 0.5]),
+    activation_save_fraction=st.sampled_from([0.0, 0.5]),
     layer_checkpoint=st.booleans(),
 )
 

@@ -53,7 +53,7 @@ def test_feed_forwards_run_as_the_formulas_say(
 ) -> None:
     model, run, schedule = step
     layers = tuple(replace(layer, work=LayerWork(skippable=skippable)) for layer in model.layers)
-    tiled = replace(model, layers=layers), run, replace(schedule, mlp_tokens=tile)
+    tiled = replace(model, layers=layers), run, replace(schedule, mlp_chunk_size=tile)
     assert feed_forward_passes(build_program(*tiled)) == formulas.feed_forward_passes(*tiled)
     plain = formulas.linear_passes(*step)
     assert feed_forward_passes(build_program(*step)) == plain
@@ -151,11 +151,11 @@ def test_nothing_crosses_when_all_lives_on_the_device() -> None:
     on_device = Schedule(
         chunk=10,
         groups=2,
-        x=DEVICE,
+        boundary_inputs=DEVICE,
         attention=DEVICE,
-        attention_kept=0.5,
+        attention_save_fraction=0.5,
         activations=DEVICE,
-        activations_kept=0.5,
+        activation_save_fraction=0.5,
     )
     found = simulate(build_program(cases.model_of(4), RunSpec(2, 46), on_device))
     assert found.fetched_bytes() == found.evicted_bytes() == 0
@@ -163,7 +163,9 @@ def test_nothing_crosses_when_all_lives_on_the_device() -> None:
 
 
 def test_kept_tensors_cross_once_each_way() -> None:
-    schedule = Schedule(chunk=10, groups=2, kv_kept=True, attention_kept=1.0, activations_kept=1.0)
+    schedule = Schedule(
+        chunk=10, groups=2, kv_kept=True, attention_save_fraction=1.0, activation_save_fraction=1.0
+    )
     program = build_program(cases.model_of(4), RunSpec(1, 40), schedule)
     found = simulate(program)
     # K, V of the group that is not the last; O of all layers but the very top; every cell.

@@ -19,8 +19,14 @@ from farspan.spec import LayerWork, ModelSpec, RunSpec, Schedule, Tier
 RUN = RunSpec(batch=3, tokens=9000)
 SCHEDULES = [
     Schedule(chunk=4096),
-    Schedule(chunk=1024, groups=7, attention_kept=0.5),
-    Schedule(chunk=2048, groups=5, kv=Tier.HOST, activations_kept=0.3, attention_kept=0.3),
+    Schedule(chunk=1024, groups=7, attention_save_fraction=0.5),
+    Schedule(
+        chunk=2048,
+        groups=5,
+        kv=Tier.HOST,
+        activation_save_fraction=0.3,
+        attention_save_fraction=0.3,
+    ),
 ]
 # Tied, with a head of its own, with windows and experts.
 NAMES = ["Qwen2.5-0.5B", "Llama-3-8B", "GPT-OSS-20B"]

@@ -114,7 +114,9 @@ def test_what_breaks_first_is_said_in_words() -> None:
 )
 def test_why_says_what_is_kept(attention: float, activations: float, words: str) -> None:
     plan = fitting()
-    kept = replace(plan.schedule, attention_kept=attention, activations_kept=activations)
+    kept = replace(
+        plan.schedule, attention_save_fraction=attention, activation_save_fraction=activations
+    )
     assert words in reason_of(replace(plan, schedule=kept), ())
 
 
@@ -234,20 +236,23 @@ def test_a_small_share_is_an_eighth_of_a_column() -> None:
         (Schedule(kv_kept=True), "on the device; kept for the backward on the host"),
         (Schedule(kv_kept=True, kv_home=Tier.DEVICE), "kept for the backward on the device"),
         (Schedule(), "attention outputs recomputed"),
-        (Schedule(attention_kept=1.0), "attention outputs kept on the host"),
+        (Schedule(attention_save_fraction=1.0), "attention outputs kept on the host"),
         (
-            Schedule(activations_kept=0.125, activations=Tier.DEVICE),
+            Schedule(activation_save_fraction=0.125, activations=Tier.DEVICE),
             "other activations of the latest 12.5% of tokens kept on the device, the rest",
         ),
-        (Schedule(activations_kept=0.5), "attention outputs kept with the other activations"),
         (
-            Schedule(activations_kept=0.5, attention_kept=0.25),
+            Schedule(activation_save_fraction=0.5),
+            "attention outputs kept with the other activations",
+        ),
+        (
+            Schedule(activation_save_fraction=0.5, attention_save_fraction=0.25),
             "attention outputs of the latest 25.0% of tokens kept on the host, the rest recomputed "
             "where other activations are not kept",
         ),
         (Schedule(layer_checkpoint=True), "one layer's activations at a time"),
         (Schedule(attention_open=True), "kept while it is rebuilt"),
-        (Schedule(x=Tier.DEVICE), "inputs of each group on the device"),
+        (Schedule(boundary_inputs=Tier.DEVICE), "inputs of each group on the device"),
     ],
 )
 def test_a_schedule_in_words(schedule: Schedule, words: str) -> None:

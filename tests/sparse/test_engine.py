@@ -34,8 +34,10 @@ SCHEDULES = {
     "device": Schedule(chunk=16, groups=2, kv_block=20, sparse=SPARSE),
     "host": Schedule(chunk=16, groups=(1, 3), kv=Tier.HOST, kv_block=12, sparse=SPARSE),
     "kept": Schedule(chunk=8, groups=3, kv_kept=True, layer_checkpoint=True, sparse=SPARSE),
-    "given": Schedule(chunk=12, groups=2, attention_kept=0.5, attention_open=True, sparse=SPARSE),
-    "graphs": Schedule(chunk=16, groups=2, activations_kept=0.6, sparse=SPARSE),
+    "given": Schedule(
+        chunk=12, groups=2, attention_save_fraction=0.5, attention_open=True, sparse=SPARSE
+    ),
+    "graphs": Schedule(chunk=16, groups=2, activation_save_fraction=0.6, sparse=SPARSE),
 }
 DATA = draw(101, batch=2, documents=3)
 
@@ -120,7 +122,7 @@ def test_a_budget_for_everything_is_dense(name: str) -> None:
 def test_families(name: str) -> None:
     """Windows stay as they are, sinks and caps hold."""
     model, data = shared_model(name), draw(61)
-    schedule = Schedule(chunk=16, groups=2, attention_kept=0.3, sparse=SPARSE)
+    schedule = Schedule(chunk=16, groups=2, attention_save_fraction=0.3, sparse=SPARSE)
     expected = run_sparse_oracle(model, schedule, data)
     assert_close(run_step(model, schedule, data), expected)
 

@@ -111,7 +111,7 @@ def test_a_7b_model_on_one_h200(kernels: Kernels, most: float) -> None:
         chunk=8192,
         groups=1,
         kv=Tier.HOST,
-        attention_kept=1.0,
+        attention_save_fraction=1.0,
         layer_checkpoint=True,
         sparse=Sparse(),
     )

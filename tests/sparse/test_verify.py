@@ -25,7 +25,7 @@ from tests.sparse.test_engine import run_sparse_oracle
 from tests.zoo import VOCAB, make_model, shared_model
 
 SPARSE = Sparse(page=4, budget=8, recent=4, sink_pages=1)
-SCHEDULE = Schedule(chunk=16, groups=2, attention_kept=0.4, kv_block=24, sparse=SPARSE)
+SCHEDULE = Schedule(chunk=16, groups=2, attention_save_fraction=0.4, kv_block=24, sparse=SPARSE)
 RUN = VerificationRun(batch=2, tokens=101, documents=2)
 
 

@@ -237,7 +237,9 @@ def test_a_lighter_schedule_needs_less_where_it_is_short(
 def test_a_lighter_schedule_is_one_that_the_ranks_can_run(layout: Layout) -> None:
     """Down to the last: stages keep their layers, a ring its keys on the device."""
     model, run = spec(), RunSpec(1, TOKENS)
-    schedule: Schedule | None = Schedule(chunk=100, groups=(1, LAYERS - 1), attention_kept=1.0)
+    schedule: Schedule | None = Schedule(
+        chunk=100, groups=(1, LAYERS - 1), attention_save_fraction=1.0
+    )
     sizes = []
     while schedule is not None:
         sizes.append(needed(model, run, schedule, tuple(Tier), layout))
@@ -261,24 +263,24 @@ def test_a_shortage_on_the_device_ends_with_the_smallest_pieces() -> None:
     assert sizes == sorted(set(sizes), reverse=True)
     assert sizes[-1] < sizes[0] / 4
     assert last.kv is Tier.HOST
-    assert (last.x, last.activations, last.chunk) == (Tier.HOST, Tier.HOST, 1)
+    assert (last.boundary_inputs, last.activations, last.chunk) == (Tier.HOST, Tier.HOST, 1)
 
 
 def test_a_chunk_is_cut_before_anything_else_while_it_stays_efficient() -> None:
     model, run = spec(), RunSpec(1, 2**14)
     chunks = []
     schedule: Schedule | None = strategy("recompute", LAYERS, run.tokens)
-    while schedule is not None and schedule.x is Tier.DEVICE:
+    while schedule is not None and schedule.boundary_inputs is Tier.DEVICE:
         chunks.append(schedule.chunk)
         schedule = lighter_schedule(model, run, schedule, (Tier.DEVICE,), RETRY_SHARE)
     assert chunks == [16384, 8192, 4096, 1024]
     assert schedule is not None
-    assert (schedule.chunk, schedule.x) == (1024, Tier.HOST)
+    assert (schedule.chunk, schedule.boundary_inputs) == (1024, Tier.HOST)
 
 
 def test_a_named_strategy_says_when_it_has_nothing_left() -> None:
     smallest = Schedule(
-        chunk=1, groups=1, kv=Tier.HOST, kv_block=1, head_tokens=1, layer_checkpoint=True
+        chunk=1, groups=1, kv=Tier.HOST, kv_block=1, loss_chunk_size=1, layer_checkpoint=True
     )
     made = NamedPolicy("mine", smallest, RunSpec(1, 8), spec, unified=False)
     with pytest.raises(Refused, match=r"nothing in mine: chunk 1; .* can be made smaller; shorten"):
@@ -287,10 +289,15 @@ def test_a_named_strategy_says_when_it_has_nothing_left() -> None:
 
 def test_a_schedule_on_one_line() -> None:
     schedule = Schedule(
-        chunk=4096, groups=(3, 1), kv_kept=True, activations_kept=0.25, layer_checkpoint=True
+        chunk=4096,
+        groups=(3, 1),
+        kv_kept=True,
+        activation_save_fraction=0.25,
+        layer_checkpoint=True,
     )
     assert describe_schedule(Choice("mine", schedule)) == (
-        "mine: chunk 4,096; groups of 3 + 1 layers; x on host; K, V on device, kept on host; "
+        "mine: chunk 4,096; groups of 3 + 1 layers; "
+        "boundary inputs on host; K, V on device, kept on host; "
         "attention not kept; activations 25% on host; backward layer by layer"
     )
 
@@ -369,7 +376,7 @@ def test_a_named_schedule_that_ran_out_is_found_again(tmp_path: Path) -> None:
 
 def test_a_named_schedule_that_cannot_be_made_lighter_says_how_to_take_it_again() -> None:
     """What ran out may have been another program's doing, and the file would refuse for ever."""
-    before = Choice("mine", Schedule(chunk=1, kv_block=1, head_tokens=1, layer_checkpoint=True))
+    before = Choice("mine", Schedule(chunk=1, kv_block=1, loss_chunk_size=1, layer_checkpoint=True))
     found = (before, SHORT[Tier.DEVICE])
     shape = RunSpec(1, TOKENS)
     chooser = NamedPolicy("mine", Schedule(), shape, spec, True, short=lambda _: found)

@@ -178,7 +178,7 @@ def test_a_resolved_run_reads_back_as_itself(sparse: SparseConfig | None) -> Non
 
 
 def test_a_schedule_as_a_line_of_a_run_file() -> None:
-    schedule = Schedule(chunk=8, groups=(1, 2), kv=Tier.HOST, attention_kept=0.5)
+    schedule = Schedule(chunk=8, groups=(1, 2), kv=Tier.HOST, attention_save_fraction=0.5)
     line = as_yaml(schedule)
     assert line.startswith("schedule: {strategy: null, chunk: 8, groups: [1, 2], kv: host")
     read = build(ScheduleConfig, yaml.safe_load(line)["schedule"])

@@ -335,7 +335,9 @@ def refusals(run: RunConfig) -> list[str]:
     cases = [
         replace(run, model=nowhere, folder=f"{run.folder}-nowhere"),
         replace(run, model=single, optimizer=eight),
-        replace(run, parallel=Parallel(tensor=2), schedule=ScheduleConfig(activations_kept=0.5)),
+        replace(
+            run, parallel=Parallel(tensor=2), schedule=ScheduleConfig(activation_save_fraction=0.5)
+        ),
     ]
     said = []
     for case in cases:
@@ -353,4 +355,4 @@ def refusals(run: RunConfig) -> list[str]:
 def test_what_is_refused_and_what_is_done(tmp_path: Path) -> None:
     run = a_run(tmp_path, "run", parallel=Parallel(ulysses=2))
     said = run_ranks(2, refusals, run)
-    assert said == [["model.path", "optimizer.states", "activations_kept"]] * 2
+    assert said == [["model.path", "optimizer.states", "activation_save_fraction"]] * 2

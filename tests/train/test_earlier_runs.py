@@ -123,7 +123,10 @@ def test_what_was_saved_is_there_after_resuming(folder: Path) -> None:
 
 def test_an_earlier_run_file_says_the_same(folder: Path) -> None:
     written = json.loads((folder / "run.json").read_text())
-    written = {RENAMED.get(key, key): value for key, value in written.items()}
+    for section, names in RENAMED.items():
+        part = written[section] if section else written
+        for old in names.keys() & part.keys():
+            part[names[old]] = part.pop(old)
     found, written = flatten(to_mapping(load_run(folder / "run.yaml"))), flatten(written)
     assert {key: found[key] for key in written} == written
     # What came later is as if it were not there.

@@ -124,9 +124,9 @@ def test_the_schedule_reaches_the_engine(tmp_path: Path) -> None:
         made.append(schedule)
         return Step(model, schedule)
 
-    run = tiny_run(tmp_path, schedule=replace(SCHEDULE, attention_kept=0.5), steps=3)
+    run = tiny_run(tmp_path, schedule=replace(SCHEDULE, attention_save_fraction=0.5), steps=3)
     train(run, components=replaced(make_step=make_step), reporter=Quiet())
-    assert (made[0].chunk, made[0].groups, made[0].attention_kept) == (16, 1, 0.5)
+    assert (made[0].chunk, made[0].groups, made[0].attention_save_fraction) == (16, 1, 0.5)
     about = json.loads((tmp_path / "run" / "about.json").read_text())
     assert about["schedule"] == to_mapping(made[0])
     assert about["memory"]["device_arena"] > 0

@@ -31,7 +31,7 @@ from tests.zoo import make_model
 
 CPU = torch.device("cpu")
 AUTO = ScheduleConfig(strategy="auto")
-LARGE = Schedule(chunk=48, groups=2, activations_kept=1.0, attention_kept=1.0)
+LARGE = Schedule(chunk=48, groups=2, activation_save_fraction=1.0, attention_save_fraction=1.0)
 SMALL = Schedule(chunk=8, groups=1)
 
 

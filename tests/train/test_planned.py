@@ -39,8 +39,8 @@ from tests.train.tiny import (
 )
 
 AUTO = ScheduleConfig(strategy="auto")
-LARGE = Schedule(chunk=48, groups=2, activations_kept=1.0, attention_kept=1.0)
-MIDDLE = Schedule(chunk=16, groups=1, attention_kept=1.0)
+LARGE = Schedule(chunk=48, groups=2, activation_save_fraction=1.0, attention_save_fraction=1.0)
+MIDDLE = Schedule(chunk=16, groups=1, attention_save_fraction=1.0)
 SMALL = Schedule(chunk=8, groups=1)
 SCHEDULES = (LARGE, MIDDLE, SMALL)
 # LayerNorm in the model's own precision, so that nothing is rounded to float32 on the way.
@@ -72,7 +72,8 @@ def test_what_was_chosen_is_said_and_written_down(tmp_path: Path) -> None:
     train(run, components=planned_components(SCHEDULES, asked=asked), reporter=quiet)
     (line,) = (note for note in quiet.notes if note.startswith("schedule: "))
     assert line == (
-        "schedule: grouped: chunk 48; groups of 2 layers each; x on host; K, V on device; "
+        "schedule: grouped: chunk 48; groups of 2 layers each; "
+        "boundary inputs on host; K, V on device; "
         "attention 100% on host; activations 100% on host (the first that fits)"
     )
     plan = read(run, "plan.json")
@@ -306,7 +307,7 @@ def test_a_planned_model_of_bfloat16_learns(tmp_path: Path) -> None:
     result = train(run, components=planned_components(SCHEDULES, asked=asked), reporter=Quiet())
     assert (asked[0].dtype, asked[0].model.element_bytes) == ("bfloat16", 2)
     assert result.loss is not None
-    assert read(run, "plan.json")["schedule"]["tiers"]["x"] == Tier.HOST
+    assert read(run, "plan.json")["schedule"]["tiers"]["boundary_inputs"] == Tier.HOST
 
 
 @pytest.mark.parametrize("accumulate", part_of([1, 2], 2))

@@ -111,7 +111,7 @@ def test_a_named_schedule_that_ran_out_within_a_step_is_made_lighter(tmp_path: P
     assert "(memory ran out before: tried to allocate 3 GiB)" in again.said
 
 
-LARGE = Schedule(chunk=48, groups=3, activations_kept=1.0, attention_kept=1.0)
+LARGE = Schedule(chunk=48, groups=3, activation_save_fraction=1.0, attention_save_fraction=1.0)
 SMALL = Schedule(chunk=16, groups=1)
 
 

@@ -60,7 +60,8 @@ def test_the_opening_lines_come_before_the_rehearsal_and_the_memory_before_step_
         "first of all",
         str(tmp_path / "run"),
         "data: ",
-        "schedule: grouped: chunk 16; groups of 1 layer each; x on host; K, V on device; "
+        "schedule: grouped: chunk 16; groups of 1 layer each; "
+        "boundary inputs on host; K, V on device; "
         "attention 100% on host; activations not kept",
         "dry run",
         "rehearsed",

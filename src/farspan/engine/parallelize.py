@@ -176,7 +176,7 @@ def _inspect(
         fuse(boundary, kernels, device)
     spec = describe(boundary, device)
     local_heads(spec, layout)
-    tiles = () if schedule.mlp_tokens is None else tokenwise(boundary)
+    tiles = () if schedule.mlp_chunk_size is None else tokenwise(boundary)
     if layout.tensor > 1:
         plan = plan_tensor(boundary.model, boundary.layers, layout.tensor)
         check_layers(plan, boundary.layers, partial(_run, boundary))

@@ -44,8 +44,8 @@ from farspan.sparse.select import Selector
 from farspan.spec import Kernels, ModelSpec, Refused, RunSpec, Schedule, Tier
 
 ADVICE = (
-    "shorten the context, use smaller groups, or keep less (attention_kept, activations_kept, "
-    "kv_kept); in a run file, strategy: auto chooses what fits"
+    "shorten the context, use smaller groups, or keep less (attention_save_fraction, "
+    "activation_save_fraction, kv_kept); in a run file, strategy: auto chooses what fits"
 )
 
 
@@ -304,7 +304,7 @@ class Step:
         self.kernels.refuse(spec)
         if self._schedule is not None:
             self._schedule.group_sizes(len(spec.layers))
-            self._tokenwise = () if self._schedule.mlp_tokens is None else self._tiles()
+            self._tokenwise = () if self._schedule.mlp_chunk_size is None else self._tiles()
         self._programs.clear()
         return spec
 
@@ -313,8 +313,8 @@ class Step:
             return tokenwise(self.boundary)
         if not self.sharded_model.tiles:
             raise Refused(
-                "mlp_tokens: the model was sharded for a schedule without; call parallelize with "
-                "this schedule"
+                "mlp_chunk_size: the model was sharded for a schedule without; call parallelize "
+                "with this schedule"
             )
         return self.sharded_model.tiles
 
@@ -404,7 +404,7 @@ class Step:
     def _interpreter(
         self, program: Program, inputs: StepInputs, count: int, gradients: GradientAccumulator
     ) -> Interpreter:
-        boundary, tokens = self.boundary, self.schedule.head_tokens
+        boundary, tokens = self.boundary, self.schedule.loss_chunk_size
         return Interpreter(
             boundary=boundary,
             program=program,
@@ -441,7 +441,7 @@ class Step:
         return self._orders[-1][1]
 
     def _layers(self, program: Program, gradients: GradientAccumulator) -> Layers:
-        tokens = self.schedule.mlp_tokens
+        tokens = self.schedule.mlp_chunk_size
         if self.sharded_model is not None and self.sharded_model.tensor is not None:
             return CutLayers(self.boundary, self.sharded_model.tensor, program)
         if tokens is None and not self._spared:

@@ -299,7 +299,7 @@ def _trace_program(
     inputs = StepInputs(ids, targets, torch.zeros_like(ids[:1]), None)
     storage = ProgramBuffers(program, arenas, boundary.dtype, CopyEngine(META))
     outer = tuple(boundary.outer_parameters())
-    head = LossHead(boundary, shape[1], program.schedule.head_tokens, outer)
+    head = LossHead(boundary, shape[1], program.schedule.loss_chunk_size, outer)
     names = map(_mark_name, program.instructions)
     last = ""
 

@@ -144,7 +144,7 @@ class _Tiled(torch.autograd.Function):
 
 
 TILE = 3  # of the probe: TOKENS are two tiles and a smaller one
-OFF = "leave mlp_tokens out"
+OFF = "leave mlp_chunk_size out"
 
 
 @dataclass(slots=True)
@@ -205,8 +205,8 @@ class _Probe:
             what = f".{name}" if name else ""
             kind = type(self.stages.model).__name__
             raise Refused(
-                f"mlp_tokens: layer {self.index}{what} of {kind} cannot run on a few tokens at a "
-                f"time: {why}; {OFF}"
+                f"mlp_chunk_size: layer {self.index}{what} of {kind} cannot run on a few tokens at "
+                f"a time: {why}; {OFF}"
             )
 
     def _watch(self, layer: nn.Module) -> dict[str, _ChildUse]:

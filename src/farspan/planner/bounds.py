@@ -93,7 +93,7 @@ def all_frames(question: Question, schedule: Schedule) -> Family:
         chunks, layers = like.chunks, len(like.model.layers)
         counts = [
             np.array([len(kept_chunks(fraction, chunks))])
-            for fraction in (schedule.attention_kept, schedule.activations_kept)
+            for fraction in (schedule.attention_save_fraction, schedule.activation_save_fraction)
         ]
         sizes = (layers,) if kind.is_stage else schedule.group_sizes(layers)
         cuts = Cuts(like.question, (sizes,), kind)
@@ -103,7 +103,7 @@ def all_frames(question: Question, schedule: Schedule) -> Family:
 
 def tiers_of(schedule: Schedule) -> int:
     """The place of a schedule's tiers among T."""
-    return TIERS.index((schedule.x, schedule.attention, schedule.activations))
+    return TIERS.index((schedule.boundary_inputs, schedule.attention, schedule.activations))
 
 
 COMPUTE, FETCH, EVICT, COLLECTIVE, HOST = range(5)

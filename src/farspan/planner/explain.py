@@ -91,15 +91,19 @@ def _choices(plan: Plan) -> str:
     if len(sizes) == 1:
         stages = plan.question.layout.pipeline
         cut = "all layers in one group" if stages == 1 else f"{stages} stages, each a group,"
-    attention = f"O and LSE of the latest {schedule.attention_kept:.0%} of tokens kept"
-    if schedule.attention_kept == 0:
+    attention = f"O and LSE of the latest {schedule.attention_save_fraction:.0%} of tokens kept"
+    if schedule.attention_save_fraction == 0:
         attention = "attention recomputed"
-    elif schedule.attention_kept == 1:
+    elif schedule.attention_save_fraction == 1:
         attention = "no attention recomputed"
-    if schedule.activations_kept > schedule.attention_kept:  # what is kept of a cell holds its O
-        attention = f"all activations of the latest {schedule.activations_kept:.0%} of tokens kept"
-    elif schedule.activations_kept:
-        attention += f", other activations of {schedule.activations_kept:.0%} kept"
+    if (
+        schedule.activation_save_fraction > schedule.attention_save_fraction
+    ):  # what is kept of a cell holds its O
+        attention = (
+            f"all activations of the latest {schedule.activation_save_fraction:.0%} of tokens kept"
+        )
+    elif schedule.activation_save_fraction:
+        attention += f", other activations of {schedule.activation_save_fraction:.0%} kept"
     fullest = max(("device", plan.device), ("host", plan.host), key=lambda t: _share(t[1]))
     return (
         f"{cut} in chunks of {schedule.chunk:,}, {attention}; "

@@ -175,7 +175,7 @@ def roomiest(question: Question, space: Space, count: int) -> list[Schedule]:
         free = free.reshape(len(free), -1)
         for k, index in enumerate(free.argmax(axis=1)):
             x, attention, activations = TIERS[index % len(TIERS)]
-            tiers = {"x": x, "attention": attention, "activations": activations}
+            tiers = {"boundary_inputs": x, "attention": attention, "activations": activations}
             chosen = replace(schedule, groups=sizes[k], **tiers)
             found.append((float(free[k, index]), chosen))
     found.sort(key=lambda pair: -pair[0])
@@ -263,13 +263,13 @@ def _walk(ruler: Ruler, schedule: Schedule, telling: Telling) -> RankWalk:
     few = tuple(pairwise(accumulate((stop - start for start, stop in chunks), initial=0)))
     short = replace(
         schedule,
-        x=Tier.DEVICE,
+        boundary_inputs=Tier.DEVICE,
         kv=Tier.DEVICE,
         kv_home=Tier.DEVICE,
         attention=Tier.DEVICE,
         activations=Tier.DEVICE,
-        attention_kept=latest_fraction(few, sum(kept for _, kept, _ in telling)),
-        activations_kept=latest_fraction(few, sum(graph for _, _, graph in telling)),
+        attention_save_fraction=latest_fraction(few, sum(kept for _, kept, _ in telling)),
+        activation_save_fraction=latest_fraction(few, sum(graph for _, _, graph in telling)),
     )
     run = replace(ruler.run, tokens=few[-1][1])
     program = build_program(ruler.whole.model, run, short, ruler.kind.rank, few)

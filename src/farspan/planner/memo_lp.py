@@ -81,7 +81,7 @@ def with_alpha(question: Question, schedule: Schedule) -> Schedule:
     tokens = chunks[-1][1]
     kept = (tokens - start for start, _ in chunks)
     whole = next((size for size in kept if size <= alpha * tokens), 0)
-    return replace(schedule, activations_kept=whole / tokens)
+    return replace(schedule, activation_save_fraction=whole / tokens)
 
 
 def _part(room: float, size: float) -> float:

@@ -7,8 +7,9 @@ whether the chunk's O and LSE are kept (`kept`), its activations are (`graph`), 
 chunk: see program/passes.py. Written from the rules, not by walking a program; the sums are equal
 to those of the program, which tests hold.
 
-Shapes: F choices of (attention_kept, activations_kept), S spans of chunks. All chunks of a span are
-alike in every choice, so that of hundreds of chunks a few dozen spans are counted.
+Shapes: F choices of (attention_save_fraction, activation_save_fraction), S spans of chunks. All
+chunks of a span are alike in every choice, so that of hundreds of chunks a few dozen spans are
+counted.
 """
 
 from collections import Counter

@@ -444,7 +444,7 @@ class Prices:
     def _head(self, i: Head) -> Cost:
         tokens, gradient = self._tokens(i.chunk), i.gradient
         model, rows = self.program.model, self.program.run.batch * tokens
-        piece = min(self.program.schedule.head_tokens, tokens) * self.program.run.batch
+        piece = min(self.program.schedule.loss_chunk_size, tokens) * self.program.run.batch
         flop = 2.0 * piece * model.hidden * model.vocab
         trained = bool(model.outer_trainable())
         products = 2 if gradient else 1

@@ -17,8 +17,8 @@ some take tens of GiB less. By their bounds of time some may be near enough; the
 the order of their bounds of bytes, so that the first that proves near enough takes the least. The
 gap counts what was given for it.
 
-Sizes. `head_tokens` and `kv_block` would each double the space, and both are nearly apart from the
-rest of a schedule: a larger piece of the head reads and writes the gradient of its weights less
+Sizes. `loss_chunk_size` and `kv_block` would each double the space, and both are nearly apart from
+the rest of a schedule: a larger piece of the head reads and writes the gradient of its weights less
 often and holds more logits for a moment, larger blocks of keys are merged less often. So they are
 chosen for the schedule that was found: by their prices, and kept if the whole program with them
 fits and is faster by a share worth having.
@@ -159,11 +159,11 @@ class Frontier:
         return replace(
             self.schedule,
             groups=self.cuts[cut],
-            x=x,
+            boundary_inputs=x,
             attention=attention,
             activations=activations,
-            attention_kept=quick.latest_fraction(chunks, int(kept.attention[choice])),
-            activations_kept=quick.latest_fraction(chunks, int(kept.graphs[choice])),
+            attention_save_fraction=quick.latest_fraction(chunks, int(kept.attention[choice])),
+            activation_save_fraction=quick.latest_fraction(chunks, int(kept.graphs[choice])),
         )
 
 
@@ -412,12 +412,12 @@ def with_pieces(plans: Sequence[Plan], seconds: float) -> list[Plan]:
 
     Their gaps count on what was saved being saved by any schedule."""
     deadline = time.process_time() + seconds
-    first = _improved(plans[0], "head_tokens", HEADS, deadline)
+    first = _improved(plans[0], "loss_chunk_size", HEADS, deadline)
     first = _improved(first, "kv_block", tuple(_blocks(first)), deadline)
-    head = first.schedule.head_tokens
-    if head == plans[0].schedule.head_tokens:
+    head = first.schedule.loss_chunk_size
+    if head == plans[0].schedule.loss_chunk_size:
         return [first, *plans[1:]]
-    others = (_resized(plan, replace(plan.schedule, head_tokens=head)) for plan in plans[1:])
+    others = (_resized(plan, replace(plan.schedule, loss_chunk_size=head)) for plan in plans[1:])
     return [first, *others]
 
 

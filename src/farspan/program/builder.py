@@ -56,9 +56,9 @@ def build_evaluation(
     plain = replace(
         schedule,
         kv_kept=False,
-        attention_kept=0.0,
+        attention_save_fraction=0.0,
         attention_open=False,
-        activations_kept=0.0,
+        activation_save_fraction=0.0,
     )
     ledger = _ledger(model, run, plain, rank)
     passes = [GroupPasses(ledger, index) for index in own_groups(rank, len(ledger.groups))]
@@ -95,7 +95,7 @@ def _open_slots(ledger: Ledger, passes: list[GroupPasses], *, backward: bool = T
     own, keys = share.tokens.most, share.keys.most
     slot = ledger.allocate_slot
     kept = any(group.graphs for group in passes)
-    if schedule.x is Tier.HOST and (len(ledger.groups) > 1 or kept):
+    if schedule.boundary_inputs is Tier.HOST and (len(ledger.groups) > 1 or kept):
         for name in (*ledger.few(names.X_IN), *ledger.few(names.X_OUT)):
             slot(name, Kind.X, own)
     if schedule.kv is Tier.HOST:
@@ -105,7 +105,9 @@ def _open_slots(ledger: Ledger, passes: list[GroupPasses], *, backward: bool = T
                 for name in RESIDENCY[kind].slots[place]:
                     slot(name, kind, tokens)
         _open_page_slots(ledger, backward=backward)
-    if schedule.attention is Tier.HOST and (schedule.attention_kept or schedule.attention_open):
+    if schedule.attention is Tier.HOST and (
+        schedule.attention_save_fraction or schedule.attention_open
+    ):
         for name in ledger.attention_slots():
             slot(name, Kind.ATTENTION, keys)
     if kept and schedule.activations is Tier.HOST:

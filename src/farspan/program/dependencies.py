@@ -457,7 +457,7 @@ class TiledCells:
     unread: frozenset[Cell] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tile = self.program.schedule.mlp_tokens
+        self.tile = self.program.schedule.mlp_chunk_size
         self.unread = frozenset() if self.tile is None else unread_outputs(self.program)
 
     def sizes(self, i: Forward | Backward) -> tuple[int, ...]:

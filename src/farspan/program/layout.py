@@ -87,13 +87,15 @@ def refuse_together(schedule: Schedule, layout: Layout) -> None:
     if layout.ring > 1 and schedule.kv is Tier.HOST:
         raise Refused("kv: a ring sends K, V from the device; use device, or shards for the ring")
     if layout.tensor > 1:
-        if schedule.activations_kept:
+        if schedule.activation_save_fraction:
             raise Refused(
-                "activations_kept: with tensor parallelism a layer saves gathered tokens, which "
-                "are not planned for; use 0, or ulysses for tensor"
+                "activation_save_fraction: with tensor parallelism a layer saves gathered tokens, "
+                "which are not planned for; use 0, or ulysses for tensor"
             )
-        if schedule.mlp_tokens is not None:
-            raise Refused("mlp_tokens: blocks cut by tensor have no tiles; use null, or ulysses")
+        if schedule.mlp_chunk_size is not None:
+            raise Refused(
+                "mlp_chunk_size: blocks cut by tensor have no tiles; use null, or ulysses"
+            )
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Group:
         self.is_stage = ledger.share.rank.layout.pipeline > 1
         self.stays_open = self.is_last or self.is_stage
         self.chunks = range(len(ledger.chunks))
-        self.graphs = kept_chunks(ledger.schedule.activations_kept, ledger.chunks)
+        self.graphs = kept_chunks(ledger.schedule.activation_save_fraction, ledger.chunks)
         if self.is_last and len(self.layers) == 1:
             self.graphs = range(0)  # the backward follows at once: there is nothing to save
 
@@ -92,7 +92,7 @@ class Group:
     def open_first(self) -> None:
         """Buffers that the first pass writes."""
         ledger, schedule = self.ledger, self.ledger.schedule
-        kept = kept_chunks(schedule.attention_kept, ledger.chunks)
+        kept = kept_chunks(schedule.attention_save_fraction, ledger.chunks)
         for layer in self.layers:
             ledger.allocate(names.kv(layer), Kind.KV, layer)
             if self.kv_goes_home():
@@ -164,7 +164,7 @@ class Group:
 
     def open_attention_of_open_group(self) -> None:
         ledger, schedule = self.ledger, self.ledger.schedule
-        kept = kept_chunks(schedule.attention_kept, ledger.chunks)
+        kept = kept_chunks(schedule.attention_save_fraction, ledger.chunks)
         others = range(kept[0]) if kept else self.chunks
         if schedule.attention_open and others:
             for layer in self.layers[:-1]:
@@ -198,7 +198,7 @@ class Group:
 
     def _with_attention(self, layer: int) -> bool:
         schedule, is_outermost = self.ledger.schedule, self.is_last and layer == self.top
-        return schedule.attention_kept < schedule.activations_kept or is_outermost
+        return schedule.attention_save_fraction < schedule.activation_save_fraction or is_outermost
 
     def _input_row(self, layer: int) -> int:
         """Bytes of the layer's input in its cell, a token of one sequence."""
@@ -311,7 +311,11 @@ class GroupPasses(Group):
 
     def _x_place(self, boundary: str, ring: tuple[str, ...]) -> str:
         ledger = self.ledger
-        return ledger.turn(ledger.few(ring)) if ledger.schedule.x is Tier.HOST else boundary
+        return (
+            ledger.turn(ledger.few(ring))
+            if ledger.schedule.boundary_inputs is Tier.HOST
+            else boundary
+        )
 
     # -- passes ---
 

@@ -23,35 +23,35 @@ def _plain(_: int, tokens: int) -> Schedule:
     return Schedule(
         chunk=tokens,
         groups=1,
-        x=Tier.DEVICE,
+        boundary_inputs=Tier.DEVICE,
         kv_kept=True,
         kv_home=Tier.DEVICE,
         activations=Tier.DEVICE,
-        activations_kept=1.0,
+        activation_save_fraction=1.0,
         attention=Tier.DEVICE,
-        attention_kept=1.0,
+        attention_save_fraction=1.0,
     )
 
 
 def _recompute(_: int, tokens: int) -> Schedule:
-    return Schedule(chunk=tokens, groups=1, x=Tier.DEVICE)
+    return Schedule(chunk=tokens, groups=1, boundary_inputs=Tier.DEVICE)
 
 
 def _offload(_: int, tokens: int) -> Schedule:
-    return Schedule(chunk=tokens, groups=1, x=Tier.HOST)
+    return Schedule(chunk=tokens, groups=1, boundary_inputs=Tier.HOST)
 
 
 def _swap(_: int, tokens: int) -> Schedule:
     return Schedule(
         chunk=tokens,
         groups=1,
-        x=Tier.HOST,
+        boundary_inputs=Tier.HOST,
         kv_kept=True,
         kv_home=Tier.HOST,
         attention=Tier.HOST,
-        attention_kept=1.0,
+        attention_save_fraction=1.0,
         activations=Tier.HOST,
-        activations_kept=1.0,
+        activation_save_fraction=1.0,
     )
 
 
@@ -60,18 +60,20 @@ def _memo(_: int, tokens: int) -> Schedule:
     return Schedule(
         chunk=max(1, -(-tokens // 16)),
         groups=1,
-        x=Tier.HOST,
+        boundary_inputs=Tier.HOST,
         attention=Tier.HOST,
-        attention_kept=1.0,
+        attention_save_fraction=1.0,
         activations=Tier.HOST,
-        activations_kept=0.5,
+        activation_save_fraction=0.5,
     )
 
 
 def _fpdt(_: int, tokens: int) -> Schedule:
     # 64K is FPDT's chunk; a shorter sequence is still cut in four, or nothing would be pipelined.
     chunk = min(65536, max(1, -(-tokens // 4)))
-    return Schedule(chunk=chunk, groups=1, x=Tier.HOST, kv=Tier.HOST, kv_block=min(chunk, 16384))
+    return Schedule(
+        chunk=chunk, groups=1, boundary_inputs=Tier.HOST, kv=Tier.HOST, kv_block=min(chunk, 16384)
+    )
 
 
 def _oomb(layers: int, tokens: int) -> Schedule:
@@ -85,9 +87,9 @@ def _grouped(layers: int, tokens: int) -> Schedule:
     return Schedule(
         chunk=min(16384, max(1, -(-tokens // 4))),
         groups=size,
-        x=Tier.HOST,
+        boundary_inputs=Tier.HOST,
         attention=Tier.HOST,
-        attention_kept=1.0,
+        attention_save_fraction=1.0,
     )
 
 
@@ -111,7 +113,7 @@ def strategy(name: str, layers: int, tokens: int) -> Schedule:
     once. Raises Refused for an unknown name."""
     check_name(name, STRATEGIES)
     schedule = STRATEGIES[name].schedule(layers, tokens)
-    return schedule if name == GROUPED else replace(schedule, exchange_pieces=1)
+    return schedule if name == GROUPED else replace(schedule, alltoall_splits=1)
 
 
 def check_name(name: str, known: Collection[str] = (AUTO, *STRATEGIES)) -> None:

@@ -256,7 +256,7 @@ def pieces_of(schedule: Schedule, layout: Layout, spec: LayerSpec) -> tuple[Piec
         or schedule.kv is Tier.HOST
         or sparse_of(schedule, spec) is not None
     )
-    return cut_heads(spec, 1 if together else schedule.exchange_pieces)
+    return cut_heads(spec, 1 if together else schedule.alltoall_splits)
 
 
 def exposed(into: float, work: float, out: float, count: int) -> float:

@@ -237,8 +237,8 @@ def alternatives_table(plan: Plan) -> Table:
             _share(other.host),
             write_tokens(min(schedule.chunk, other.question.run.tokens)),
             str(len(groups)),
-            f"{schedule.attention_kept:.0%}",
-            f"{schedule.activations_kept:.0%}",
+            f"{schedule.attention_save_fraction:.0%}",
+            f"{schedule.activation_save_fraction:.0%}",
         )
     return table
 

@@ -47,10 +47,10 @@ def schedule_words(schedule: Schedule, layers: int, chunks: int) -> list[str]:
     """One line for each of its choices, for so many layers and chunks."""
     lines = [
         _walk(schedule, layers, chunks),
-        f"inputs of each group on the {schedule.x}",
+        f"inputs of each group on the {schedule.boundary_inputs}",
         _prefix(schedule),
         _attention(schedule),
-        _kept("other activations", schedule.activations_kept, schedule.activations),
+        _kept("other activations", schedule.activation_save_fraction, schedule.activations),
     ]
     if schedule.sparse is not None:
         hides = schedule.sparse.hides(chunks * schedule.chunk, schedule.chunk)
@@ -60,8 +60,8 @@ def schedule_words(schedule: Schedule, layers: int, chunks: int) -> list[str]:
     if schedule.layer_checkpoint:
         lines.append("backward holds one layer's activations at a time")
     default = Schedule()
-    if schedule.head_tokens != default.head_tokens:
-        lines.append(f"logits of {schedule.head_tokens:,} tokens at a time")
+    if schedule.loss_chunk_size != default.loss_chunk_size:
+        lines.append(f"logits of {schedule.loss_chunk_size:,} tokens at a time")
     if schedule.kv is Tier.DEVICE and schedule.kv_block != default.kv_block:
         lines.append(f"attention calls on up to {schedule.kv_block:,} earlier keys")
     return lines
@@ -130,10 +130,10 @@ def _prefix(schedule: Schedule) -> str:
 
 
 def _attention(schedule: Schedule) -> str:
-    kept = _kept("attention outputs", schedule.attention_kept, schedule.attention)
-    if schedule.activations_kept <= schedule.attention_kept:
+    kept = _kept("attention outputs", schedule.attention_save_fraction, schedule.attention)
+    if schedule.activation_save_fraction <= schedule.attention_save_fraction:
         return kept
-    if schedule.attention_kept == 0:
+    if schedule.attention_save_fraction == 0:
         return "attention outputs kept with the other activations"
     return f"{kept} where other activations are not kept"
 

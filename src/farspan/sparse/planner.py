@@ -112,5 +112,5 @@ def _forms(schedule: Schedule, sparse: Sparse) -> Iterator[Schedule]:
     attention computed again, which costs less than it did."""
     form = schedule.with_sparse(sparse)
     yield form
-    if schedule.attention_kept and not schedule.activations_kept:
-        yield replace(form, attention_kept=0.0)
+    if schedule.attention_save_fraction and not schedule.activation_save_fraction:
+        yield replace(form, attention_save_fraction=0.0)

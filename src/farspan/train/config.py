@@ -222,20 +222,20 @@ class ScheduleConfig:
     strategy: str | None = "grouped"
     chunk: int | None = None
     groups: int | tuple[int, ...] | None = None
-    x: Tier | None = None
+    boundary_inputs: Tier | None = None
     kv: Tier | None = None
     kv_kept: bool | None = None
     kv_home: Tier | None = None
-    attention_kept: float | None = None
+    attention_save_fraction: float | None = None
     attention_open: bool | None = None
     attention: Tier | None = None
-    activations_kept: float | None = None
+    activation_save_fraction: float | None = None
     activations: Tier | None = None
     layer_checkpoint: bool | None = None
     kv_block: int | None = None
-    head_tokens: int | None = None
-    mlp_tokens: int | None = None
-    exchange_pieces: int | None = None
+    loss_chunk_size: int | None = None
+    mlp_chunk_size: int | None = None
+    alltoall_splits: int | None = None
 
     def __post_init__(self) -> None:
         self.apply(Schedule())

@@ -120,7 +120,7 @@ def lighter_schedule(
         schedule,
         chunk=_whole_pages(schedule, min(schedule.chunk, run.tokens)),
         kv_block=min(schedule.kv_block, run.tokens),
-        head_tokens=min(schedule.head_tokens, run.tokens),
+        loss_chunk_size=min(schedule.loss_chunk_size, run.tokens),
     )
     layers = len(model.layers)
     stages = group_ranges(schedule, layers, layout.pipeline)
@@ -162,7 +162,7 @@ def _needed(
     program = build_program(model, run, schedule, rank)
     size = sum(program.arena_bytes[tier] for tier in tiers)
     if Tier.DEVICE in tiers:
-        rows = run.batch * min(schedule.head_tokens, program.share.tokens.most)
+        rows = run.batch * min(schedule.loss_chunk_size, program.share.tokens.most)
         logits = rows * model.vocab * model.accumulate_bytes()
         size += max(least_transient(program), logits)
     return size
@@ -201,12 +201,12 @@ def _smaller_blocks(schedule: Schedule, _: int) -> Schedule:
 
 
 def _fewer_logits(schedule: Schedule, _: int) -> Schedule:
-    return replace(schedule, head_tokens=max(1, schedule.head_tokens // 2))
+    return replace(schedule, loss_chunk_size=max(1, schedule.loss_chunk_size // 2))
 
 
 def _on_host(schedule: Schedule, _: int) -> Schedule:
     host = Tier.HOST
-    return replace(schedule, x=host, attention=host, activations=host, kv_home=host)
+    return replace(schedule, boundary_inputs=host, attention=host, activations=host, kv_home=host)
 
 
 def _streamed(schedule: Schedule, _: int) -> Schedule:
@@ -214,7 +214,7 @@ def _streamed(schedule: Schedule, _: int) -> Schedule:
 
 
 def _fewer_activations(schedule: Schedule, _: int) -> Schedule:
-    return replace(schedule, activations_kept=_half(schedule.activations_kept))
+    return replace(schedule, activation_save_fraction=_half(schedule.activation_save_fraction))
 
 
 def _no_keys_kept(schedule: Schedule, _: int) -> Schedule:
@@ -222,7 +222,7 @@ def _no_keys_kept(schedule: Schedule, _: int) -> Schedule:
 
 
 def _less_attention(schedule: Schedule, _: int) -> Schedule:
-    return replace(schedule, attention_kept=_half(schedule.attention_kept))
+    return replace(schedule, attention_save_fraction=_half(schedule.attention_save_fraction))
 
 
 def _smaller_groups(schedule: Schedule, layers: int) -> Schedule:

@@ -295,10 +295,10 @@ def describe_schedule(choice: Choice, *, hides: bool = True) -> str:
     parts = [
         f"chunk {schedule.chunk:,}",
         f"groups of {groups} layer{'s' if sum(sizes) > 1 else ''}{many}",
-        f"x on {schedule.x}",
+        f"boundary inputs on {schedule.boundary_inputs}",
         f"K, V on {schedule.kv}" + (f", kept on {schedule.kv_home}" * schedule.kv_kept),
-        _share("attention", schedule.attention_kept, schedule.attention),
-        _share("activations", schedule.activations_kept, schedule.activations),
+        _share("attention", schedule.attention_save_fraction, schedule.attention),
+        _share("activations", schedule.activation_save_fraction, schedule.activations),
     ]
     if schedule.layer_checkpoint:
         parts.append("backward layer by layer")

@@ -4,6 +4,7 @@ The types that a field may have: bool, int, float, str, an Enum, a dataclass, a 
 (`dict`), a tuple, and unions of them.
 """
 
+import logging
 import re
 import types
 import typing
@@ -17,6 +18,8 @@ import yaml
 from farspan.formatting import did_you_mean, read_pages, read_tokens
 from farspan.plan.cell.describe import SHORT_NAMES
 from farspan.spec import Refused
+
+LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -260,11 +263,22 @@ def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-RENAMED = {"headroom": "margin"}  # older names of keys
+# Older names of keys, by their section as below.
+RENAMED = {
+    "": {"headroom": "margin"},
+    "schedule": {
+        "x": "boundary_inputs",
+        "attention_kept": "attention_save_fraction",
+        "activations_kept": "activation_save_fraction",
+        "head_tokens": "loss_chunk_size",
+        "mlp_tokens": "mlp_chunk_size",
+        "exchange_pieces": "alltoall_splits",
+    },
+}
 # By their section; the file itself is the section "".
 TOKENS = {
     "": ("context",),
-    "schedule": ("chunk", "kv_block", "head_tokens", "mlp_tokens"),
+    "schedule": ("chunk", "kv_block", "loss_chunk_size", "mlp_chunk_size"),
     "sparse": ("page", "budget", "recent"),
 }
 
@@ -272,12 +286,9 @@ TOKENS = {
 def in_plain_values(given: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a run file as `farspan.train.config` has them. Raises Refused naming the
     field."""
-    values = dict(given)
-    for old, new in RENAMED.items():
-        if old in values and new in values:
-            raise Refused(f"{old}: the older name of {new}, which is given too; keep {new}")
-        if old in values:
-            values[new] = values.pop(old)
+    values = _renamed(given, "")
+    if isinstance(values.get("schedule"), Mapping):
+        values["schedule"] = _renamed(values["schedule"], "schedule")
     if isinstance(values.get("sparse"), bool):  # YAML reads on and off so
         values["sparse"] = {} if values["sparse"] else None
     if values.get("report_to") == "none":  # as transformers has it
@@ -290,6 +301,20 @@ def in_plain_values(given: Mapping[str, Any]) -> dict[str, Any]:
     model = values.get("model")
     if isinstance(model, Mapping) and isinstance(model.get("dtype"), str):
         values["model"] = {**model, "dtype": SHORT_NAMES.get(model["dtype"], model["dtype"])}
+    return values
+
+
+def _renamed(given: Mapping[str, Any], section: str) -> dict[str, Any]:
+    """The values by today's names. Old names are read, and what they are now is said."""
+    values = dict(given)
+    for old, new in RENAMED[section].items():
+        if old not in values:
+            continue
+        name = _join(section, old)
+        if new in values:
+            raise Refused(f"{name}: the older name of {new}, which is given too; keep {new}")
+        values[new] = values.pop(old)
+        LOG.warning("%s: its name is now %s", name, new)
     return values
 
 

@@ -143,7 +143,7 @@ def test_every_family_is_predicted(family: str, dtype: torch.dtype | str, name: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", OTHERS)
 def test_every_family_is_predicted_on_tiles(family: str, dtype: torch.dtype) -> None:
-    schedule = replace(strategy("grouped", LAYERS, 230), chunk=64, mlp_tokens=24)
+    schedule = replace(strategy("grouped", LAYERS, 230), chunk=64, mlp_chunk_size=24)
     agree(Step(make(family, dtype, **OTHERS[family]), schedule), 1, 230, CLOSE)
 
 
@@ -180,23 +180,25 @@ def test_sparse_attention_takes_no_more_than_predicted(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_evaluation_on_tiles_is_predicted(dtype: torch.dtype) -> None:
-    evaluation_agrees(dtype, replace(BASE, mlp_tokens=10))
+    evaluation_agrees(dtype, replace(BASE, mlp_chunk_size=10))
 
 
-BASE = Schedule(chunk=64, kv_block=48, head_tokens=20)
+BASE = Schedule(chunk=64, kv_block=48, loss_chunk_size=20)
 SCHEDULES = {
-    "kept on the device": replace(BASE, attention_kept=1.0, attention=Tier.DEVICE),
+    "kept on the device": replace(BASE, attention_save_fraction=1.0, attention=Tier.DEVICE),
     "open": replace(BASE, groups=2, attention_open=True, layer_checkpoint=True),
-    "kept graphs": replace(BASE, groups=(1, 1), activations_kept=0.5, activations=Tier.DEVICE),
+    "kept graphs": replace(
+        BASE, groups=(1, 1), activation_save_fraction=0.5, activations=Tier.DEVICE
+    ),
     "kept graphs and attention": replace(
-        BASE, groups=2, activations_kept=0.6, attention_kept=0.3, kv_kept=True
+        BASE, groups=2, activation_save_fraction=0.6, attention_save_fraction=0.3, kv_kept=True
     ),
     "weights above all": replace(BASE, chunk=20, layer_checkpoint=True),
     "streamed": replace(BASE, groups=2, kv=Tier.HOST, kv_block=100),
-    "tiles": replace(BASE, mlp_tokens=24),
-    "tiles of one token": replace(BASE, chunk=20, groups=2, mlp_tokens=1),
+    "tiles": replace(BASE, mlp_chunk_size=24),
+    "tiles of one token": replace(BASE, chunk=20, groups=2, mlp_chunk_size=1),
     "tiles beside kept graphs": replace(
-        BASE, groups=2, mlp_tokens=24, activations_kept=0.5, layer_checkpoint=True
+        BASE, groups=2, mlp_chunk_size=24, activation_save_fraction=0.5, layer_checkpoint=True
     ),
 }
 
@@ -314,7 +316,7 @@ def test_tiles_bound_what_an_mlp_takes() -> None:
     for tile in (None, 2048):
         peaks = []
         for chunk in (8192, 32768):
-            schedule = Schedule(chunk=chunk, kv_block=8192, mlp_tokens=tile)
+            schedule = Schedule(chunk=chunk, kv_block=8192, mlp_chunk_size=tile)
             program = _program(model, 2 * chunk, schedule)
             peaks.append(Walk(program, architecture, gradient_bytes=4, in_place=True).run().bytes)
         grown[tile] = (peaks[1] - peaks[0]) / (32768 - 8192)

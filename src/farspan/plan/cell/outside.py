@@ -230,7 +230,7 @@ class Stages:
     batch: int
     width: int
     sums: int  # bytes of an element of a sum of weight gradients
-    head_tokens: int
+    loss_chunk_size: int
     in_place: bool
     found: dict[tuple[str, int, frozenset[str]], StageBytes] = field(default_factory=dict)
 
@@ -264,8 +264,8 @@ class Stages:
 
     def _pieces(self, tokens: int) -> tuple[int, ...]:
         """The sizes of a head's pieces."""
-        full, rest = divmod(tokens, self.head_tokens)
-        return (self.head_tokens,) * full + (rest,) * bool(rest)
+        full, rest = divmod(tokens, self.loss_chunk_size)
+        return (self.loss_chunk_size,) * full + (rest,) * bool(rest)
 
 
 def unlike(pieces: tuple[int, ...]) -> tuple[int, ...]:

@@ -144,13 +144,13 @@ class Walk:
         self.final = gradient_bytes or width
         self.sharing = sharing
         self.sums_apart = self.final != self.wide or sharing.apart
-        self.tile = schedule.mlp_tokens
+        self.tile = schedule.mlp_chunk_size
         self.unread = unread_outputs(program) if self.tile is not None else frozenset()
         sparse = schedule.sparse, schedule.kv is Tier.HOST
         fixed = schedule.kv_block, in_place, (self.tile or 0, self.wide), *sparse
         self.cells = _cells(architecture, program.run.batch, width, *fixed)
         most = most_tokens(program.run.batch * model.vocab)  # of a piece, as in engine.loss
-        sizes = self.wide, min(schedule.head_tokens, max(1, most))
+        sizes = self.wide, min(schedule.loss_chunk_size, max(1, most))
         self.stages = _stages(architecture, program.run.batch, width, sizes, in_place)
         self.live = self.peak = self.loss = 0
         self.hidden: dict[int, int] = {}
