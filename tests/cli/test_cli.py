@@ -250,6 +250,25 @@ def run_file(tmp_path: Path) -> Path:
     return path
 
 
+def test_every_command_that_reads_a_run_file_sets_its_keys(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = ["--set", "steps=2", "--set", "model.config.num_hidden_layers=1"]
+    assert run(monkeypatch, "train", str(run_file), "--json", *one) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 2
+    config = json.loads((run_file.parent / "out" / "model" / "config.json").read_text())
+    assert config["num_hidden_layers"] == 1
+    assert run(monkeypatch, "verify", str(run_file), "--context", "32", "--json", *one) == 0
+    assert json.loads(capsys.readouterr().out)["checked_parameters"] == 15
+    assert run(monkeypatch, "data", str(run_file), "--set", "context=50") == 0
+    assert "of 50 tokens" in capsys.readouterr().out
+    assert run(monkeypatch, "plan", str(run_file), "--machine", "h100", "--json", *one) == 0
+    assert json.loads(capsys.readouterr().out)["run"]["steps"] == 2
+    for command in (["plan", "--model", "Qwen3-8B", "--context", "8K"], ["verify", "Qwen3-8B"]):
+        assert run(monkeypatch, *command, "--set", "steps=2") == 2
+        assert "--set steps=2: there is no run file to set it in" in capsys.readouterr().err
+
+
 @contextmanager
 def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A process of its own; its output, errors too, is a pipe."""

@@ -116,6 +116,89 @@ def test_a_wrong_run_file_is_refused_by_name(tmp_path: Path, text: str, message:
         load_run(write(tmp_path, text))
 
 
+def test_settings_go_before_what_the_file_says(tmp_path: Path) -> None:
+    settings = [
+        "optimizer.lr=1e-6",  # a number with an exponent and no point, as in a file
+        "context=64K",
+        "schedule.kv_block=2K",
+        "schedule.x=host",  # an older name
+        "model.overrides.rope_parameters={rope_type: yarn, factor: 2.0}",
+        "evaluation.every=7",  # of a section that the file has not
+        "sparse=on",
+        "sparse.budget=4K",
+        "optimizer.clip=0.5",
+        "optimizer.clip=null",  # the later one counts
+    ]
+    run = load_run(write(tmp_path, RUN), settings)
+    plain = load_run(write(tmp_path, RUN))
+    assert run == replace(
+        plain,
+        context=65536,
+        model=replace(
+            plain.model,
+            overrides={
+                "attention_dropout": 0.0,
+                "rope_parameters": {"rope_type": "yarn", "factor": 2.0},
+            },
+        ),
+        schedule=replace(plain.schedule, kv_block=2048, boundary_inputs=Tier.HOST),
+        evaluation=replace(plain.evaluation, every=7),
+        sparse=SparseConfig(budget=4096),
+        optimizer=replace(plain.optimizer, lr=1e-6),
+    )
+    assert default_run(["steps=90"]) == replace(default_run(), steps=90)
+    sources = (
+        "data: {sources: [{source: jsonl, path: a}, {source: jsonl, path: b}]}\nmodel: {path: m}"
+    )
+    found = load_run(write(tmp_path, sources), ["data.sources.1.weight=3"]).data.sources
+    assert found is not None
+    assert [source.weight for source in found] == [1.0, 3.0]
+    # What is missing in the file can be set.
+    assert load_run(write(tmp_path, "data: {source: stdlib}"), ["model.path=m"]).model.path == "m"
+
+
+def test_a_setting_changes_one_place_of_what_yaml_shares(tmp_path: Path) -> None:
+    text = (
+        "data: {source: stdlib}\nmodel: {config: {model_type: qwen2, a: &one {factor: 1}, b: *one}}"
+    )
+    config = load_run(write(tmp_path, text), ["model.config.b.factor=2"]).model.config
+    assert config == {"model_type": "qwen2", "a": {"factor": 1}, "b": {"factor": 2}}
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("lr=1", "mine.yaml --set lr=1: lr: no such key (did you mean optimizer.lr?); the keys"),
+        ("optimiser.lr=1", "optimiser.lr: no such key (did you mean optimizer?)"),
+        ("optimizer.lrr=1", "optimizer.lrr: no such key (did you mean lr?)"),
+        ("optimizer.lr=fast", "optimizer.lr: expected a number, got text 'fast'"),
+        ("optimizer.lr", "optimizer.lr: expected KEY=VALUE, such as optimizer.lr=1e-5"),
+        ("=1", "expected KEY=VALUE"),
+        ("steps=[1", "steps: not valid YAML"),
+        ("folder=a\nsteps: 3", "expected one value"),
+        ("context.chunk=1", "context.chunk: context is 131072, which has no keys; set context"),
+        ("schedule.groups.2=1", "schedule.groups.2: expected a number from 0 to 1, got '2'"),
+        ("schedule.groups.x=1", "expected a number from 0 to 1, got 'x'"),
+        ("model.config={model_type: qwen2}", "model.path: give either path"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(tmp_path: Path, setting: str, message: str) -> None:
+    with pytest.raises(Refused) as refused:
+        load_run(write(tmp_path, RUN), [setting])
+    assert message in str(refused.value)
+    assert f"--set {setting}" in str(refused.value)
+
+
+def test_a_schedule_may_be_a_word(tmp_path: Path) -> None:
+    text = "model: {path: some/model}\ndata: {source: stdlib}\nschedule: "
+    assert load_run(write(tmp_path, text + "auto")).schedule == ScheduleConfig(strategy="auto")
+    assert load_run(write(tmp_path, text + "oomb")).schedule == ScheduleConfig(strategy="oomb")
+    fast = load_run(write(tmp_path, RUN), ["schedule=auto"])
+    assert fast.schedule == ScheduleConfig(strategy="auto")
+    with pytest.raises(Refused, match=r"schedule\.strategy: 'fast' is not known"):
+        load_run(write(tmp_path, text + "fast"))
+
+
 def test_a_missing_run_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"gone\.yaml: cannot be read"):
         load_run(tmp_path / "gone.yaml")

@@ -11,7 +11,6 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from farspan.cli.verify import source_of
 from farspan.cli.with_torch import model_for
 from farspan.hf.load import add_adapters, load_model
 from farspan.spec import Kernels, Refused
@@ -24,6 +23,7 @@ from farspan.train.config import (
     Parallel,
     RunConfig,
     ScheduleConfig,
+    load_run,
 )
 from farspan.train.trainer import train
 from tests.numerics import EXACT, relative_error
@@ -218,7 +218,7 @@ def test_verify_has_the_adapters_of_a_run_file(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     config = json.dumps(WIDE)  # which is YAML too
     path.write_text(f"model: {{config: {config}, lora: {{rank: 4}}}}\ndata: {{}}\n")
-    model = model_for(*source_of(str(path), False), "float64", 0)
+    model = model_for(load_run(path).model, False, "float64", 0)
     trained = [p for name, p in model.named_parameters() if ".lora_" in name]
     assert len(trained) == sum(p.requires_grad for p in model.parameters()) == 28
     assert all(p.any() for p in trained)  # or gradients of A would be zero

@@ -16,6 +16,15 @@ from farspan.spec import Refused
 from farspan.version import VERSION
 
 RUN_FILES = (".yaml", ".yml")
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A key of the run file and a value (YAML) in place of its own, such as "
+        "optimizer.lr=1e-5 or schedule=auto; more than once for several.",
+    ),
+]
 USAGE, FAILED = 2, 1  # exit codes: what was asked cannot be done; it was done and is not good
 
 

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from farspan.cli import FAILED, RUN_FILES, typer_app
+from farspan.cli import FAILED, RUN_FILES, Settings, typer_app
 from farspan.formatting import EXAMPLE, read_sparse, read_tokens
 from farspan.lazy import load
 from farspan.plan.cell.describe import dtype_name
@@ -202,6 +202,7 @@ def plan_command(
     sparse: SparseText = None,
     max_context: LongestToo = False,
     timeline: Timeline = None,
+    settings: Settings = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Will it fit, how long is a step, what is the best schedule; exit 1 if it does not fit."""
@@ -212,7 +213,12 @@ def plan_command(
         **{"margin": margin},
     }
     given = {name: value for name, value in options.items() if value is not None}
-    answer = _of_model(given, max_context) if run is None else _of_run(run, given, max_context)
+    if run is not None:
+        answer = _of_run(run, settings or (), given, max_context)
+    elif settings:
+        raise Refused(f"--set {settings[0]}: there is no run file to set it in; name one")
+    else:
+        answer = _of_model(given, max_context)
     chosen = answer.chosen()
     if timeline is not None:
         write_timeline(timeline, chosen)
@@ -242,13 +248,15 @@ def _of_model(given: dict[str, Any], max_context: bool) -> PlanAnswer:
     return PlanAnswer(question, plan, longest)
 
 
-def _of_run(path: Path, given: dict[str, Any], max_context: bool) -> PlanAnswer:
+def _of_run(
+    path: Path, settings: Sequence[str], given: dict[str, Any], max_context: bool
+) -> PlanAnswer:
     """What a run file asks, with what the options say in place of it."""
     if "model" in given:
         raise Refused(f"model: {path} names one; leave out --model, or the run file")
     if path.suffix not in RUN_FILES and not path.is_file():
         raise Refused(f"{path}: not a run file (.yaml); to plan a model, give --model {path}")
-    run, notes = in_place_of(load_run(path), given)
+    run, notes = in_place_of(load_run(path, settings), given)
     asked = {name: given[name] for name in OF_MACHINE if name in given}
     questions = load("farspan.train.plan_run", "questions_of_run")(run, asked, tell)
     found, longest = questions.plan(), None

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from farspan.cli import typer_app
+from farspan.cli import Settings, typer_app
 from farspan.formatting import EXAMPLE, OFF, ON, read_sparse
 from farspan.lazy import load
 from farspan.planner.request import SHARE
@@ -52,12 +52,14 @@ def train_command(
             "reserve explains."
         ),
     ] = None,
+    settings: Settings = None,
     folder: Annotated[Path | None, typer.Option(help="Run folder; the same resumes.")] = None,
     steps: Annotated[int | None, typer.Option(help="Updates to do in all.")] = None,
     json_wanted: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Train a model; the same command again resumes from the latest checkpoint."""
-    chosen = default_run() if run is None else load_run(run)
+    given = settings or ()
+    chosen = default_run(given) if run is None else load_run(run, given)
     chosen, notes = override(chosen, strategy_name, folder, steps)
     if host_memory is not None:
         chosen = replace(chosen, host_memory=host_memory)
@@ -95,8 +97,9 @@ def data_command(
     held_out: Annotated[
         bool, typer.Option("--held-out", help="Of those that are evaluated on.")
     ] = False,
+    settings: Settings = None,
 ) -> None:
     """Show a run file's sequences: which documents, and which of their tokens are trained."""
-    chosen = load_run(run)
+    chosen = load_run(run, settings or ())
     for line in load("farspan.train.setup", "show_data")(chosen, sequence, held_out):
         print(line)

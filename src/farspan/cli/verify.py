@@ -1,20 +1,21 @@
 """`farspan verify`: are the gradients exact? Reads what is asked, without torch: a slip in a run
 file is told at once."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, TypeGuard
+from typing import Annotated
 
 import typer
 
-from farspan.cli import RUN_FILES, typer_app
+from farspan.cli import RUN_FILES, Settings, typer_app
 from farspan.formatting import EXAMPLE, OFF, ON, read_sparse, read_tokens
 from farspan.lazy import load
 from farspan.plan.cell.describe import SHORT_NAMES
 from farspan.plan.model.catalog import split_revision
 from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
 from farspan.spec import Refused, Schedule
-from farspan.train.config import ModelConfig, SparseConfig, default_run, load_run
+from farspan.train.config import ModelConfig, RunConfig, SparseConfig, default_run, load_run
 
 app = typer_app()
 
@@ -59,24 +60,27 @@ def verify_command(
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Draw weights although the folder has some.")
     ] = False,
+    settings: Settings = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:
     """Compare loss and every gradient with plain full-sequence autograd; exit 1 if they differ."""
     context = read_tokens(context_text, "context")
     chunk = None if chunk_text is None else read_tokens(chunk_text, "chunk")
-    attention = attention_for(model, sparse)
+    run = run_of(model, settings or ())
+    attention = attention_for(run, sparse)
     if documents > context:
         raise Refused(
             f"documents: {documents} do not fit into {context} tokens; give at most {context}"
         )
-    source, drawn = source_of(model, random_weights)
+    source, drawn = source_of(model, run, random_weights)
     dtype = checked_dtype(dtype)
     loaded = load("farspan.cli.with_torch", "model_for")(source, drawn, dtype, seed)
     layers = loaded.config.get_text_config().num_hidden_layers
-    base, note = base_schedule(model, strategy_name, layers, context)
-    written = chunk is not None or (strategy_name is None and has_chunk(model))
+    base, note = base_schedule(run, strategy_name, layers, context)
+    own = run is not None and run.schedule.chunk is not None
+    written = chunk is not None or (strategy_name is None and own)
     schedule = replace_attention(replace_cuts(base, chunk, groups), attention, written)
-    said = [text for text in (note, ranks_note(model)) if text is not None]
+    said = [text for text in (note, ranks_note(run)) if text is not None]
     load("farspan.cli.with_torch", "verify_and_tell")(
         loaded,
         schedule,
@@ -90,14 +94,23 @@ def verify_command(
     )
 
 
+def run_of(model: str | None, settings: Sequence[str]) -> RunConfig | None:
+    """The run of a run file with these settings; None: another model. Raises Refused."""
+    if model is not None and model.endswith(RUN_FILES):
+        return load_run(Path(model), settings)
+    if settings:
+        raise Refused(f"--set {settings[0]}: there is no run file to set it in; name one")
+    return None
+
+
 def base_schedule(
-    model: str | None, name: str | None, layers: int, context: int
+    run: RunConfig | None, name: str | None, layers: int, context: int
 ) -> tuple[Schedule, str | None]:
     """The strategy of the command line; else the schedule of the run file; else grouped. Also what
     the user is to know of it."""
     written = None
-    if name is None and is_run_file(model):
-        written = load_run(Path(model)).schedule
+    if name is None and run is not None:
+        written = run.schedule
         name = written.strategy
     elif name is None:
         name = GROUPED
@@ -123,29 +136,19 @@ def replace_cuts(schedule: Schedule, chunk: int | None, groups: str | None) -> S
     return schedule
 
 
-def attention_for(model: str | None, text: str | None) -> SparseConfig | None:
-    """Sparse attention as the command line has it, else the run file; None: dense."""
+def attention_for(run: RunConfig | None, text: str | None) -> SparseConfig | None:
+    """Sparse attention as the command line has it, else the run; None: dense."""
     if text is not None:
         pages = read_sparse(text)
         return None if pages is None else SparseConfig(**asdict(pages))
-    return load_run(Path(model)).sparse if is_run_file(model) else None
+    return None if run is None else run.sparse
 
 
-def has_chunk(model: str | None) -> bool:
-    """Does a run file say itself how long chunks are?"""
-    return is_run_file(model) and load_run(Path(model)).schedule.chunk is not None
-
-
-def ranks_note(model: str | None) -> str | None:
-    """What is not verified of a run file that several ranks share."""
-    if not is_run_file(model) or load_run(Path(model)).parallel is None:
+def ranks_note(run: RunConfig | None) -> str | None:
+    """What is not verified of a run that several ranks share."""
+    if run is None or run.parallel is None:
         return None
     return "parallel: left out: one process runs the whole step here, not the ranks of the run"
-
-
-def is_run_file(model: str | None) -> TypeGuard[str]:
-    """By its name."""
-    return model is not None and model.endswith(RUN_FILES)
 
 
 def replace_attention(
@@ -168,12 +171,14 @@ def checked_dtype(name: str) -> str:
     return found
 
 
-def source_of(model: str | None, random_weights: bool) -> tuple[ModelConfig, bool]:
+def source_of(
+    model: str | None, run: RunConfig | None, random_weights: bool
+) -> tuple[ModelConfig, bool]:
     """Where the model comes from, and whether its weights are drawn although it has a folder."""
+    if run is not None:
+        return run.model, False
     if model is None:
         return default_run().model, False
-    if is_run_file(model):
-        return load_run(Path(model)).model, False
     path, revision = split_revision(model)
     source = ModelConfig(path=path, revision=revision)
     return source, random_weights or not has_weights(path)

@@ -1,6 +1,6 @@
 """A run as a value: what is trained on what, how, for how long, and where the results go."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from math import prod
@@ -15,7 +15,7 @@ from farspan.planner.request import read_margin
 from farspan.program.layout import ALONE, AXES, Layout, sequence_layout
 from farspan.program.strategies import AUTO, check_name
 from farspan.spec import Kernels, ModelSpec, Refused, Schedule, Sparse, Tier
-from farspan.train.yaml_config import build, in_plain_values, read_mapping, to_mapping
+from farspan.train.yaml_config import build, read_mapping, to_mapping, with_settings
 
 COMMAND = "torchrun --nproc-per-node {} -m farspan train RUN.yaml"
 
@@ -506,10 +506,11 @@ def with_sparse(run: RunConfig, sparse: Sparse | None) -> tuple[RunConfig, str |
     return replace(run, sparse=SparseConfig(**pages, warn_below=before.warn_below)), note
 
 
-def load_run(path: Path) -> RunConfig:
-    """The run that a YAML file describes; its folder is `runs/<name of the file>` unless given.
+def load_run(path: Path, settings: Sequence[str] = ()) -> RunConfig:
+    """The run that a YAML file describes, with settings such as optimizer.lr=1e-5 in place of its
+    own; its folder is `runs/<name of the file>` unless given.
 
-    Raises Refused naming the file and the key.
+    Raises Refused naming the file, the setting and the key.
     """
     try:
         text = path.read_text("utf-8")
@@ -518,11 +519,15 @@ def load_run(path: Path) -> RunConfig:
     given = read_mapping(text, str(path))
     if not given:
         raise Refused(f"{path}: is empty; a run file says at least what `model` and `data` are")
-    values = {"folder": f"runs/{path.stem}"} | given
+    return _built({"folder": f"runs/{path.stem}"} | given, settings, str(path))
+
+
+def _built(values: dict[str, Any], settings: Sequence[str], name: str) -> RunConfig:
     try:
-        return build(RunConfig, in_plain_values(values))
+        return build(RunConfig, with_settings(values, settings, RunConfig))
     except Refused as error:
-        raise Refused(f"{path}: {error}") from error
+        where = " ".join((name, *(f"--set {setting}" for setting in settings)))
+        raise Refused(f"{where}: {error}") from error
 
 
 def _at_least(value: int, least: int, name: str) -> None:
@@ -533,7 +538,7 @@ def _at_least(value: int, least: int, name: str) -> None:
 DEFAULT_CONTEXT = 8192
 
 
-def default_run() -> RunConfig:
+def default_run(settings: Sequence[str] = ()) -> RunConfig:
     """A Qwen2-shaped model of bytes learns Python from the standard library's sources.
 
     Four layers with two queries a K,V head, 8,192 tokens in four chunks, two groups.
@@ -552,7 +557,7 @@ def default_run() -> RunConfig:
         "eos_token_id": 256,
         "pad_token_id": None,
     }
-    return RunConfig(
+    run = RunConfig(
         model=ModelConfig(config=model),
         data=DataConfig(source=SourceKind.STDLIB, held_out=0.05, tokenizer="bytes"),
         folder="runs/default",
@@ -563,3 +568,4 @@ def default_run() -> RunConfig:
         evaluation=EvaluationConfig(every=20, sequences=4),
         checkpoints=CheckpointConfig(every=20, keep=2),
     )
+    return _built(to_mapping(run), settings, "farspan train") if settings else run

@@ -8,7 +8,7 @@ import logging
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from typing import Any, TypeVar
@@ -95,6 +95,69 @@ def read_mapping(text: str, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Refused(f"{name}: expected keys and values, got {_got(value)}")
     return value
+
+
+def with_settings(given: Mapping[str, Any], settings: Sequence[str], kind: Any) -> dict[str, Any]:
+    """The values of a file of `kind`, in plain, with those of settings in their place.
+
+    A setting is KEY=VALUE: a dotted path, in a list by number, and YAML. Raises Refused naming it.
+    """
+    values = in_plain_values(given)
+    if settings:
+        values = to_mapping(values)  # of its own: what YAML has under two keys is one object
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        section, _, name = key.strip().rpartition(".")
+        path = _join(section, RENAMED.get(section, {}).get(name, name))
+        if not equals or not name:
+            raise Refused(f"{setting}: expected KEY=VALUE, such as optimizer.lr=1e-5")
+        read = read_mapping(f"value: {text}", path)
+        if read.keys() != {"value"}:
+            raise Refused(f"{setting}: expected one value, got {text!r}; quote it")
+        _refuse_unknown_section(path, kind)
+        _put(values, path, read["value"])
+        values = in_plain_values(values)
+    return values
+
+
+def _put(values: dict[str, Any], path: str, value: Any) -> None:
+    """Sets what is at a dotted path, making the mappings on the way. Raises Refused."""
+    *above, last = path.split(".")
+    place: Any = values
+    for depth, key in enumerate(above):
+        if isinstance(place, dict) and place.get(key) is None:
+            place[key] = {}
+        place = place[_index(place, key, path)]
+        if not isinstance(place, dict | list):
+            whole = ".".join(above[: depth + 1])
+            raise Refused(f"{path}: {whole} is {place!r}, which has no keys; set {whole}")
+    place[_index(place, last, path)] = value
+
+
+def _index(place: Any, key: str, path: str) -> str | int:
+    if isinstance(place, dict):
+        return key
+    if not key.isdecimal() or int(key) >= len(place):
+        raise Refused(f"{path}: expected a number from 0 to {len(place) - 1}, got {key!r}")
+    return int(key)
+
+
+def _refuse_unknown_section(path: str, kind: Any) -> None:
+    """Raises Refused where a path begins with no key of the file, naming a section that has it."""
+    hints = typing.get_type_hints(kind)
+    first, last = path.partition(".")[0], path.rpartition(".")[2]
+    if first in hints:
+        return
+    within = [
+        f"{name}.{last}"
+        for name, hint in hints.items()
+        for option in _options(hint)
+        if is_dataclass(option) and last in typing.get_type_hints(option)
+    ]
+    near = did_you_mean(first, hints)
+    if within and not near:
+        near = f" (did you mean {' or '.join(within)}?)"
+    raise Refused(f"{path}: no such key{near}; the keys here are {', '.join(hints)}")
 
 
 def write_mapping(values: Mapping[str, Any]) -> str:
@@ -287,7 +350,9 @@ def in_plain_values(given: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a run file as `farspan.train.config` has them. Raises Refused naming the
     field."""
     values = _renamed(given, "")
-    if isinstance(values.get("schedule"), Mapping):
+    if isinstance(values.get("schedule"), str):  # a strategy, as --strategy has it
+        values["schedule"] = {"strategy": values["schedule"]}
+    elif isinstance(values.get("schedule"), Mapping):
         values["schedule"] = _renamed(values["schedule"], "schedule")
     if isinstance(values.get("sparse"), bool):  # YAML reads on and off so
         values["sparse"] = {} if values["sparse"] else None
