@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from farspan.formatting import (
     read_bytes,
     read_memory,
+    read_seconds,
     read_tokens,
     write_bytes,
     write_count,
@@ -108,6 +109,28 @@ def test_counts_are_written(amount: float, text: str) -> None:
 )
 def test_seconds_are_written(seconds: float, text: str) -> None:
     assert write_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        (90, 90),
+        (0.5, 0.5),
+        ("90", 90),
+        ("90s", 90),
+        ("30m", 1800),
+        (" 30 Min", 1800),
+        ("1.5h", 5400),
+    ],
+)
+def test_times_are_read(given: str | float, seconds: float) -> None:
+    assert read_seconds(given, "max_step") == seconds
+
+
+@pytest.mark.parametrize("given", ["", "m", "0", 0, -1, "-5m", "1d", "1e3s", "nan", True])
+def test_what_is_no_time_is_refused(given: str | float) -> None:
+    with pytest.raises(Refused, match=r"^max_step: expected a time above 0 such as 90s, 30m"):
+        read_seconds(given, "max_step")
 
 
 @pytest.mark.parametrize("given", [24, "24", " 1048575"])

@@ -20,7 +20,9 @@ BYTE_UNITS = {**TOKEN_UNITS, "b": 1} | {
     for power, prefix in enumerate("kmgt", 1)
     for base, factor in (("ib", 1024), ("b", 1000))
 }
+TIME_UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
 LEAST_MEMORY = 2**20  # bytes of a memory that may be written without a unit
+_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|)")
 _WRITTEN = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([a-z]*)")
 
 
@@ -41,6 +43,15 @@ def read_memory(given: str | int, name: str) -> int:
     if bare.isdecimal() and size < LEAST_MEMORY:
         raise Refused(f"{name}: {bare} bytes? write {bare}GiB")
     return size
+
+
+def read_seconds(given: str | float, name: str) -> float:
+    """Seconds from a number or text such as 90, 30m, 1.5h. Raises Refused naming the option."""
+    match = _TIME.fullmatch(str(given).strip().lower())
+    seconds = float(match[1]) * TIME_UNITS[match[2]] if match else 0.0
+    if not seconds:
+        raise Refused(f"{name}: expected a time above 0 such as 90s, 30m or 1.5h, got {given!r}")
+    return seconds
 
 
 def _read(given: str | int, name: str, units: dict[str, int], expected: str) -> int:

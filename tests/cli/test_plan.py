@@ -1,6 +1,7 @@
 """`farspan plan` from end to end: what it prints, how it ends, and that it needs no torch."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -65,8 +66,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Question, Sequence[str]
         questions.append((question, strategies))
         return fitting() if question.run.tokens <= 2**20 else overrun()
 
-    def answers(question: Question, strategies: Sequence[str] | None = None) -> dict[str, Plan]:
+    def answers(
+        question: Question, strategies: Sequence[str] | None = None, *, max_step: float
+    ) -> dict[str, Plan]:
         questions.append((question, strategies))
+        assert max_step in (90.0, math.inf)
         return {"oomb": fitting("oomb", 2**22), "memo": fitting("memo", 2**21)}
 
     monkeypatch.setattr("farspan.cli.plan.best_plan", answer)
@@ -189,8 +193,17 @@ def test_of_equal_contexts_the_fastest_is_shown(
     slow = fitting("oomb", 2**22)
     slow = replace(slow, seconds=replace(slow.seconds, total=1e6))
     plans = {"oomb": slow, "memo": fitting("memo", 2**22)}
-    monkeypatch.setattr("farspan.cli.plan.longest_contexts", lambda *_: plans)
+    monkeypatch.setattr("farspan.cli.plan.longest_contexts", lambda *_, **__: plans)
     assert json.loads(call(*SMALL, "--max-context", "--json").stdout)["strategy"] == "memo"
+
+
+def test_the_longest_context_of_short_steps(asked: object) -> None:
+    del asked
+    found = json.loads(call(*SMALL, "--max-context", "--max-step", "1.5m", "--json").stdout)
+    assert found["max_step"] == 90.0
+    assert "max_step" not in json.loads(call(*SMALL, "--max-context", "--json").stdout)
+    words = call(*SMALL, "--max-context", "--max-step", "90").output.split()
+    assert "steps of at most 90 s" in " ".join(words)
 
 
 def test_a_context_and_the_longest_context_together(asked: object) -> None:
@@ -202,7 +215,7 @@ def test_a_context_and_the_longest_context_together(asked: object) -> None:
 
 def test_no_context_fits(monkeypatch: pytest.MonkeyPatch, asked: object) -> None:
     del asked
-    monkeypatch.setattr("farspan.cli.plan.longest_contexts", lambda *_: {})
+    monkeypatch.setattr("farspan.cli.plan.longest_contexts", lambda *_, **__: {})
     outcome = call(*SMALL, "--max-context", "--json")
     assert outcome.exit_code == 1
     found = json.loads(outcome.stdout)
@@ -219,6 +232,11 @@ def test_no_context_fits(monkeypatch: pytest.MonkeyPatch, asked: object) -> None
         (["--context", "1Q"], "context: expected tokens such as 131072, 128K or 1M"),
         (["--context", "-5"], "context: expected tokens"),
         ([], "context: give --context TOKENS, or --max-context"),
+        (
+            ["--context", "1M", "--max-step", "1m"],
+            "max_step: is of the longest context; give --max",
+        ),
+        (["--max-context", "--max-step", "0"], "max_step: expected a time above 0 such as 90s"),
         (["--context", "1M", "--gpus", "0"], "gpus: expected a whole number of devices >= 1"),
         (["--context", "1M", "--gpus", "-2"], "gpus: expected a whole number of devices >= 1"),
         (["--context", "1M", "--batch", "0"], "batch: expected a whole number"),

@@ -104,6 +104,28 @@ def test_the_longest_context_fits_and_a_longer_one_does_not(name: str) -> None:
     assert not best_plan(longer, [name], seconds=1.0).fits
 
 
+def test_where_a_step_may_take_so_long_the_longest_context_takes_it() -> None:
+    """Unless memory ends first; what is longer takes longer, and what has no such context is left
+    out. What is looked for in all schedules is no shorter than a strategy's."""
+    asked, limit = question(1), 60.0
+    names = ["recompute", "fpdt", "oomb", "grouped"]
+    free = longest_contexts(question(1), names[:1], 0.5)
+    found = longest_contexts(asked, names, 0.5, limit)
+    assert found.keys() == set(names)
+    assert found["recompute"].question == free["recompute"].question
+    assert found["recompute"].seconds.total < 0.5 * limit
+    for name in names[1:]:
+        plan = found[name]
+        assert plan.fits
+        assert 0.9 * limit < plan.seconds.total <= limit
+        assert plan.strategy == name
+    tokens = {name: plan.question.run.tokens for name, plan in found.items()}
+    assert tokens["grouped"] >= max(tokens.values())
+    longer = replace(asked, run=RunSpec(1, tokens["oomb"] * 11 // 10))
+    assert best_plan(longer, ["oomb"]).seconds.total > limit
+    assert longest_contexts(asked, names, 0.5, 1e-6) == {}
+
+
 @pytest.mark.parametrize("name", ["memo", "fpdt", "oomb", "offload", "swap", "grouped"])
 @pytest.mark.parametrize(("devices", "accumulates"), [(1, False), (1, True), (2, False)])
 def test_the_quick_look_sees_what_the_program_takes(

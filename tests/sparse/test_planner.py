@@ -94,6 +94,13 @@ def test_the_longest_context() -> None:
     assert 0.9 < sparse.question.run.tokens / dense.question.run.tokens <= 1
 
 
+def test_the_longest_context_of_short_steps() -> None:
+    asked = question(1, host=4 * 2**30, sparse=SPARSE)
+    plan = longest_contexts(asked, ["oomb"], 0.5, 20.0)["oomb"]
+    assert plan.schedule.sparse == SPARSE
+    assert 18.0 < plan.seconds.total <= 20.0
+
+
 def test_several_devices_are_refused() -> None:
     with pytest.raises(Refused, match=r"sparse: planned for one device so far; give --gpus 1"):
         best_plan(question(1024, sparse=SPARSE, layout=Layout(ulysses=2)))

@@ -1,6 +1,7 @@
 """`farspan plan`: will it fit, how long is a step, what is the longest context?"""
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ import typer
 from rich.console import Console
 
 from farspan.cli import FAILED, RUN_FILES, Settings, typer_app
-from farspan.formatting import EXAMPLE, read_sparse, read_tokens
+from farspan.formatting import EXAMPLE, read_seconds, read_sparse, read_tokens
 from farspan.lazy import load
 from farspan.plan.cell.describe import dtype_name
 from farspan.plan.model.catalog import presets
@@ -33,6 +34,7 @@ class Longest:
 
     strategies: tuple[str, ...]  # all that were tried
     plans: dict[str, Plan]
+    max_step: float = math.inf  # seconds
 
     def best(self) -> Plan | None:
         """The plan of the longest context; of equals the fastest."""
@@ -49,7 +51,8 @@ class Longest:
         for name, plan in self.plans.items():
             each[name] = plan.to_json() | {"max_context": plan.question.run.tokens}
         tokens = 0 if best is None else best.question.run.tokens
-        return {"max_context": tokens, "max_context_by_strategy": each}
+        limit = {} if math.isinf(self.max_step) else {"max_step": self.max_step}
+        return {"max_context": tokens, "max_context_by_strategy": each, **limit}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,10 @@ class PlanAnswer:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         if self.longest is None:
             return
-        console.print(contexts_view(self.longest.plans, self.question, self.longest.strategies))
+        longest = self.longest
+        console.print(
+            contexts_view(longest.plans, self.question, longest.strategies, longest.max_step)
+        )
         best = self.longest.best()
         if self.plan is None and best is not None:
             console.print(plan_view(best))
@@ -178,6 +184,10 @@ SparseText = Annotated[
 LongestToo = Annotated[
     bool, typer.Option("--max-context", help="Find the longest context of each strategy.")
 ]
+MaxStep = Annotated[
+    str | None,
+    typer.Option(help="Of --max-context: a step may take so long: 90s, 30m, 1.5h."),
+]
 Timeline = Annotated[
     Path | None,
     typer.Option(help="Write the planned step here as a trace that ui.perfetto.dev draws."),
@@ -201,6 +211,7 @@ def plan_command(
     margin: MarginText = None,
     sparse: SparseText = None,
     max_context: LongestToo = False,
+    max_step: MaxStep = None,
     timeline: Timeline = None,
     settings: Settings = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
@@ -213,12 +224,16 @@ def plan_command(
         **{"margin": margin},
     }
     given = {name: value for name, value in options.items() if value is not None}
+    limit = math.inf if max_step is None else read_seconds(max_step, "max_step")
+    if max_step is not None and not max_context:
+        raise Refused("max_step: is of the longest context; give --max-context, too")
+    longest = limit if max_context else None
     if run is not None:
-        answer = _of_run(run, settings or (), given, max_context)
+        answer = _of_run(run, settings or (), given, longest)
     elif settings:
         raise Refused(f"--set {settings[0]}: there is no run file to set it in; name one")
     else:
-        answer = _of_model(given, max_context)
+        answer = _of_model(given, longest)
     chosen = answer.chosen()
     if timeline is not None:
         write_timeline(timeline, chosen)
@@ -229,11 +244,11 @@ def plan_command(
     raise typer.Exit(0 if chosen and chosen.fits else FAILED)
 
 
-def _of_model(given: dict[str, Any], max_context: bool) -> PlanAnswer:
-    """What the options ask."""
+def _of_model(given: dict[str, Any], max_step: float | None) -> PlanAnswer:
+    """What the options ask; of the longest contexts where a step's longest time is given."""
     if "model" not in given:
         raise Refused("model: give --model NAME, or the run file of farspan train")
-    if "context" not in given and not max_context:
+    if "context" not in given and max_step is None:
         raise Refused("context: give --context TOKENS, or --max-context to find the longest")
     if "sparse" in given:
         given = {**given, "sparse": read_sparse(given["sparse"])}
@@ -243,13 +258,14 @@ def _of_model(given: dict[str, Any], max_context: bool) -> PlanAnswer:
     question, strategies = request.question(), request.strategies()
     plan = best_plan(question, strategies) if "context" in given else None
     longest = None
-    if max_context:
-        longest = Longest(tuple(strategies or STRATEGIES), longest_contexts(question, strategies))
+    if max_step is not None:
+        plans = longest_contexts(question, strategies, max_step=max_step)
+        longest = Longest(tuple(strategies or STRATEGIES), plans, max_step)
     return PlanAnswer(question, plan, longest)
 
 
 def _of_run(
-    path: Path, settings: Sequence[str], given: dict[str, Any], max_context: bool
+    path: Path, settings: Sequence[str], given: dict[str, Any], max_step: float | None
 ) -> PlanAnswer:
     """What a run file asks, with what the options say in place of it."""
     if "model" in given:
@@ -260,8 +276,9 @@ def _of_run(
     asked = {name: given[name] for name in OF_MACHINE if name in given}
     questions = load("farspan.train.plan_run", "questions_of_run")(run, asked, tell)
     found, longest = questions.plan(), None
-    if max_context:
-        longest = Longest(tuple(questions.strategies() or STRATEGIES), questions.longest())
+    if max_step is not None:
+        plans = questions.longest(max_step)
+        longest = Longest(tuple(questions.strategies() or STRATEGIES), plans, max_step)
         notes += without_fields(run)
     words = (*notes, *found.words())
     return PlanAnswer(found.plan.question, found.plan, longest, words, found.to_json())

@@ -1,15 +1,25 @@
 """What to run: the best plan of all strategies, and the longest context of each."""
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from farspan.planner import feasibility as quick
-from farspan.planner.evaluate import evaluate, most_layers, refuse_layout, size, whole_schedule
+from farspan.planner.evaluate import (
+    DENSE,
+    evaluate,
+    most_layers,
+    refuse_layout,
+    size,
+    useful_flop,
+    whole_schedule,
+)
 from farspan.planner.explain import breaks_first, reason_of
 from farspan.planner.feasibility import plan_of, roomiest, states_do_not_fit
 from farspan.planner.memo_lp import with_alpha
+from farspan.planner.prices import rates_of
 from farspan.planner.remedies import remedies_of
 from farspan.planner.request import Fit, Plan, Question, Remedy, of_whole, with_room
 from farspan.planner.search import TOLERANCE, chosen, gap, lightest, search, with_pieces
@@ -23,6 +33,10 @@ FINEST = 64  # the longest context is found to within 1 / FINEST of itself
 LEAST = 1024  # tokens
 MOST_TOKENS = 2**31  # a longer step is not planned: its blocks are too many even to count
 PIECES = 16  # sizes of pieces may take a part of the seconds that the search may
+# Where a step's time is limited, contexts are looked for until a step takes CLOSE of it.
+CLOSE, AIM = 0.95, 0.985
+TRIES = 4  # plans for it of one schedule
+SEARCHES = 3  # and searches for a faster one
 CANDIDATES = 6  # schedules whose memory is looked at more closely where the least is sought
 ANY_STRATEGY = Remedy(f"--strategy {AUTO}", same=True)
 MOST_NAMED = 4 * MOST_CELLS  # cells of a strategy whose chunk is its own
@@ -98,13 +112,17 @@ def _beside(plan: Plan, best: Plan) -> str:
 
 
 def longest_contexts(
-    question: Question, strategies: Sequence[str] | None = None, seconds: float = 4.0
+    question: Question,
+    strategies: Sequence[str] | None = None,
+    seconds: float = 4.0,
+    max_step: float = math.inf,
 ) -> dict[str, Plan]:
-    """By strategy, the plan at the longest context that fits and leaves the question's margin; a
-    strategy that has none is left out. Contexts are found to within 1 / 64 of themselves; plans are
-    the fastest, since what else a longest context leaves of memory is of no use to it."""
+    """By strategy, the plan at the longest context that fits and leaves the question's margin, and
+    whose step takes at most `max_step` seconds; a strategy that has none is left out. Contexts are
+    found to within 1 / 64 of themselves, or of `max_step` to within 1 / 20; plans are the fastest,
+    since what else a longest context leaves of memory is of no use to it."""
     refuse_layout(question)
-    plans = _longest_plans(with_room(question), strategies, seconds)
+    plans = _longest_plans(with_room(question), strategies, seconds, max_step)
     return {
         name: of_whole(_at(question, plan.question.run.tokens), plan)
         for name, plan in plans.items()
@@ -112,26 +130,120 @@ def longest_contexts(
 
 
 def _longest_plans(
-    question: Question, strategies: Sequence[str] | None, seconds: float
+    question: Question, strategies: Sequence[str] | None, seconds: float, max_step: float
 ) -> dict[str, Plan]:
+    found: dict[str, Plan] = {}
     if question.sparse is not None:
         dense = partial(longest_contexts, strategies=strategies, seconds=seconds)
-        return longest_sparse(question, dense, LEAST, FINEST)
-    found: dict[str, Plan] = {}
+        for name, plan in longest_sparse(question, dense, LEAST, FINEST).items():
+            at = partial(_best_at, question, name, seconds / SEARCHES)
+            if short := _in_time(plan, max_step, at, TRIES):
+                found[name] = short
+        return found
     for name in strategies or STRATEGIES:
         tokens = _longest(question, name)
+        if tokens and max_step < math.inf:
+            # No step is faster than its work at the datasheet's rate.
+            asked = _at(question, tokens)
+            peak = rates_of(question).peak * question.layout.devices()
+            tokens = _tokens_in(asked, max_step * peak / useful_flop(asked), tokens)
+        slow = [plan for plan in found.values() if plan.seconds.total >= CLOSE * max_step]
+        if name == GROUPED and slow:  # its schedules are of this space
+            known = max(slow, key=lambda plan: plan.question.run.tokens)
+            found[name] = _faster(known, tokens, seconds, max_step)
+            continue
         while tokens >= LEAST:
             asked = _at(question, tokens)
             schedule = _thrifty(asked, name)
             # Of `grouped` it may be another strategy's, whose program was built already.
-            known = (p for p in found.values() if (p.question, p.schedule) == (asked, schedule))
-            plan = next(known, None) or evaluate(asked, name, schedule)
+            same = (p for p in found.values() if (p.question, p.schedule) == (asked, schedule))
+            plan = next(same, None) or evaluate(asked, name, schedule)
             if plan.fits:
-                found[name] = _searched(asked, [plan], seconds, 0.0)[0] if name == GROUPED else plan
+                if short := _longest_in_time(plan, name, seconds, max_step):
+                    found[name] = short
                 break
             # Padding, which the quick look leaves out.
             tokens -= max(LEAST, tokens // (4 * FINEST))
     return found
+
+
+def _longest_in_time(plan: Plan, name: str, seconds: float, most: float) -> Plan | None:
+    """A strategy's plan at the longest context, of `plan` or a shorter one, whose step takes at
+    most so long."""
+    question = plan.question
+    if name != GROUPED:
+        return _in_time(plan, most, lambda tokens: _named_at(question, name, tokens), TRIES)
+    if plan.seconds.total <= most:
+        return _searched(question, [plan], seconds, 0.0)[0]
+    known = _in_time(plan, most, lambda tokens: _like(plan, tokens), TRIES)
+    return None if known is None else _faster(known, question.run.tokens, seconds, most)
+
+
+def _faster(known: Plan, longest: int, seconds: float, most: float) -> Plan:
+    """Of the whole space at the context of a known plan, whose step takes at most so long, or with
+    a faster schedule at one that is longer, up to `longest`."""
+
+    def searched(plan: Plan, part: int) -> Plan:
+        return _searched(plan.question, [plan], seconds / part, 0.0)[0]
+
+    first = searched(known, 2)
+
+    def again(tokens: int) -> Plan:
+        like = _like(first, tokens)
+        if not like.fits:
+            asked = like.question
+            like = evaluate(asked, GROUPED, _thrifty(asked, GROUPED))
+        return searched(like, 4)
+
+    return _in_time(first, most, again, SEARCHES, longest) or known
+
+
+def _like(plan: Plan, tokens: int) -> Plan:
+    """The plan's schedule at another context."""
+    return evaluate(_at(plan.question, tokens), GROUPED, plan.schedule)
+
+
+def _named_at(question: Question, name: str, tokens: int) -> Plan:
+    asked = _at(question, tokens)
+    return evaluate(asked, name, named_schedule(asked, name, MOST_NAMED))
+
+
+def _best_at(question: Question, name: str, seconds: float, tokens: int) -> Plan:
+    return best_plan(_at(question, tokens), [name], seconds)
+
+
+def _in_time(
+    plan: Plan, most: float, at: Callable[[int], Plan], tries: int, longest: int | None = None
+) -> Plan | None:
+    """Of the plan and others `at` contexts no longer than `longest`, or than its own, one that fits
+    and takes at most `most` seconds, with the longest context of those found."""
+    longest = longest or plan.question.run.tokens
+    best: Plan | None = None
+    low = 0
+    for _ in range(tries):
+        tokens, took = plan.question.run.tokens, plan.seconds.total
+        if plan.fits and took <= most:
+            low, best = tokens, plan
+        else:
+            longest = tokens - LEAST
+        guess = _tokens_in(plan.question, AIM * most / took, longest, plan.schedule)
+        guess = guess if guess > low else (low + longest) // 2 // LEAST * LEAST
+        if guess <= low or CLOSE * most <= took <= most:
+            break
+        plan = at(guess)
+    return best
+
+
+def _tokens_in(question: Question, share: float, most: int, schedule: Schedule = DENSE) -> int:
+    """The longest context, in steps of `LEAST` up to `most`, with no more than this share of the
+    question's work, which is what a step's time grows with."""
+    work = share * useful_flop(question, schedule)
+    low, high = 0, most // LEAST + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits_in = useful_flop(_at(question, middle * LEAST), schedule) <= work
+        low, high = (middle, high) if fits_in else (low, middle)
+    return low * LEAST
 
 
 def _remedies(plan: Plan, strategies: Sequence[str] | None) -> tuple[Remedy, ...]:

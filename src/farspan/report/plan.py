@@ -1,5 +1,6 @@
 """A plan as tables for a terminal."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from io import StringIO
 
@@ -244,11 +245,16 @@ def alternatives_table(plan: Plan) -> Table:
 
 
 def contexts_view(
-    plans: Mapping[str, Plan], question: Question, strategies: Iterable[str]
+    plans: Mapping[str, Plan],
+    question: Question,
+    strategies: Iterable[str],
+    max_step: float = math.inf,
 ) -> RenderableType:
-    """The longest context of each strategy and what a step of it takes; `plans` has those that fit
-    at any length."""
+    """The longest context of each strategy and what a step of it takes, at most `max_step` seconds;
+    `plans` has those that fit at any length."""
     header = f"longest context of {question.model.name}, {devices_words(question)}"
+    if not math.isinf(max_step):
+        header += f", steps of at most {write_seconds(max_step)}"
     columns = ("strategy", "tokens", "step", "tokens/s", "MFU", "device", "host", "bound by")
     table = lines_table(header, *columns)
     for name, plan in sorted(plans.items(), key=lambda item: -item[1].question.run.tokens):

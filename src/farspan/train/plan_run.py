@@ -97,9 +97,9 @@ class QuestionsOfRun:
                 break
         return PlanOfRun(self.run, max(plans, key=lambda plan: plan.fit))  # of equals the first
 
-    def longest(self) -> dict[str, Plan]:
+    def longest(self, max_step: float) -> dict[str, Plan]:
         """As `longest_contexts`, with the states where most fits."""
-        return longest_contexts(self.questions[-1], self.strategies())
+        return longest_contexts(self.questions[-1], self.strategies(), max_step=max_step)
 
     def strategies(self) -> list[str] | None:
         """Those to choose from; None: all."""
