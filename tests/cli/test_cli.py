@@ -261,7 +261,7 @@ def test_every_command_that_reads_a_run_file_sets_its_keys(
     assert run(monkeypatch, "verify", str(run_file), "--context", "32", "--json", *one) == 0
     assert json.loads(capsys.readouterr().out)["checked_parameters"] == 15
     assert run(monkeypatch, "data", str(run_file), "--set", "context=50") == 0
-    assert "of 50 tokens" in capsys.readouterr().out
+    assert "sequences of 50" in capsys.readouterr().out
     assert run(monkeypatch, "plan", str(run_file), "--machine", "h100", "--json", *one) == 0
     assert json.loads(capsys.readouterr().out)["run"]["steps"] == 2
     for command in (["plan", "--model", "Qwen3-8B", "--context", "8K"], ["verify", "Qwen3-8B"]):
