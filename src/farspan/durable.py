@@ -1,8 +1,10 @@
-"""Files that survive whatever happens next: written, synced, and only then given their name."""
+"""Files that survive whatever happens next: written, synced, and only then given their name; and
+folders of which nobody else has a say."""
 
 import hashlib
 import json
 import os
+import pwd
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
@@ -20,6 +22,53 @@ PARTIAL = ".partial-"
 
 class WriteFailed(OSError):
     """A file could not be written; the message names it and says what to do."""
+
+
+class NotPrivate(OSError):
+    """Another user owns a file or folder, or may write it; the message names it and both."""
+
+
+KEPT = Path("~/.cache/farspan")  # what stays between runs, unless another place is named
+
+
+def private_folder(folder: Path) -> None:
+    """Makes `folder` for this user alone, or sees that only this user may write there. Raises
+    NotPrivate, and OSError where it cannot be made."""
+    kept = KEPT.expanduser()
+    own = folder.is_relative_to(kept)
+    if own and folder != kept:
+        private_folder(kept)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    refuse_foreign(folder)
+    if is_open(folder):
+        if not own:
+            raise NotPrivate(
+                f"others may write in {folder}; make it yours alone (chmod go-w), or name another "
+                "folder"
+            )
+        folder.chmod(0o700)  # farspan's own, made by an earlier version with the umask's mode
+
+
+def refuse_foreign(path: Path) -> None:
+    """Raises NotPrivate unless `path` is this user's, and so is what it is a link to."""
+    for status in (path.lstat(), path.stat()):
+        if status.st_uid != os.geteuid():
+            raise NotPrivate(
+                f"{path} belongs to {_user(status.st_uid)}, and this is {_user(os.geteuid())}; "
+                "name a folder of your own"
+            )
+
+
+def is_open(path: Path) -> bool:
+    """Whether others than its owner may write it."""
+    return bool(path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
 
 
 def write_bytes(path: Path, data: bytes) -> None:

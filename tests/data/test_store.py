@@ -1,7 +1,10 @@
 """Tokens are written once, whole or not at all, and read back as they were."""
 
 import errno
+import hashlib
 import json
+import os
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -236,3 +239,224 @@ def test_wide_ids_need_wide_numbers(tmp_path: Path) -> None:
     assert store.tokens.tolist() == [69_999, 3]
     meta = json.loads(next(tmp_path.glob("*/meta.json")).read_text())
     assert meta["largest"] == store.largest == 69_999
+
+
+def flip(path: Path, place: int) -> None:
+    """One bit of one byte."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0x10
+    path.write_bytes(data)
+
+
+def everything(store: TokenStore) -> list[object]:
+    tokens, trained = store.read(0, len(store.tokens))
+    marks = None if trained is None else trained.tolist()
+    names = [store.name(d) for d in range(store.documents())]
+    return [tokens.tolist(), marks, store.starts.tolist(), names, store.largest, store.digest]
+
+
+FILES = ("tokens", "starts", "origins", "trained", "blocks")
+
+
+@pytest.mark.parametrize("name", [*(f"{name}.npy" for name in FILES), "meta.json"])
+def test_a_bit_that_changed_is_found_and_mended(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Wherever it is: in the headers of arrays, too, whose other bits read the tokens otherwise."""
+    form = PromptForm(TEXT, TEXT, everything=False)
+
+    def open_again() -> TokenStore:
+        return open_store(source, form, ByteTokenizer(), tmp_path, lambda *_: None)
+
+    source = Texts(["one", "two", "three"])
+    expected = everything(open_again())
+    for share in (0.0, 0.2, 0.45, 0.6, 0.999):
+        (path,) = tmp_path.glob(f"*/{name}")
+        flip(path, int(share * path.stat().st_size))
+        caplog.clear()
+        assert everything(open_again()) == expected
+        assert [r.message.startswith(f"data.cache: {path.parent}") for r in caplog.records] == [
+            True
+        ]
+        assert caplog.messages[0].endswith("; it is made anew")
+    assert source.reads == 6
+
+
+def in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Texts, TokenStore, Path]:
+    """A store of many blocks, opened, of which the last is then damaged."""
+    monkeypatch.setattr(store_module, "_BLOCK", 256)
+    source = Texts([f"text {number}" for number in range(200)])
+    open_quietly(source, tmp_path)
+    store = open_quietly(source, tmp_path)
+    (path,) = tmp_path.glob("*/tokens.npy")
+    flip(path, path.stat().st_size - 1)
+    return source, store, path
+
+
+def test_damaged_tokens_are_found_where_they_are_read_and_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Blocks that nobody reads cost nothing; of two readers one makes the tokens anew."""
+    source, store, path = in_blocks(tmp_path, monkeypatch)
+    begin, end = (int(start) for start in store.starts[-2:])
+    other = open_quietly(source, tmp_path)
+    store.read(0, 100)
+    assert caplog.messages == []
+    for reader in (store, other):
+        tokens, _ = reader.read(begin, end)
+        assert bytes(tokens[:-1].tolist()).decode() == "text 199"
+    assert source.reads == 2
+    count = len(store.tokens) * 2 // 256 + 1
+    assert caplog.messages == [
+        f"data.cache: {path.parent}: block {count - 1} of {count} is not as it was written; it is "
+        "made anew"
+    ]
+
+
+def test_damaged_tokens_of_data_that_changed_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, store, _ = in_blocks(tmp_path, monkeypatch)
+    source.texts[0] = "changed"
+    with pytest.raises(
+        Refused, match=r"data\.cache: .* cannot be made anew: the data have changed"
+    ):
+        store.read(len(store.tokens) - 5, len(store.tokens))
+    assert source.reads == 1
+
+
+def test_each_block_is_digested_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_BLOCK", 256)
+    store = open_quietly(Texts(["some text"] * 200), tmp_path)
+    seen: list[int] = []
+    digest = store_module._digest
+
+    def noted(data: np.ndarray, block: int) -> np.ndarray:
+        seen.append(block)
+        return digest(data, block)
+
+    monkeypatch.setattr(store_module, "_digest", noted)
+    for _ in range(2):
+        for start in range(0, 1900, 10):
+            store.read(start, start + 10)
+    assert seen == list(range(1, len(seen) + 1))  # the first was when it was opened
+    assert len(seen) == (128 + 1900 * 2) // 256
+
+
+def test_the_identity_of_data_is_what_it_was(tmp_path: Path) -> None:
+    """Checkpoints hold it: the digest of ids and starts, however they are kept."""
+    ids = np.array([*b"one", 256, *b"other", 256], "<u2").tobytes()
+    starts = np.array([0, 4, 10]).tobytes()
+    expected = hashlib.sha256(ids + starts).hexdigest()
+    assert open_quietly(Texts(["one", "other"]), tmp_path).digest == expected
+
+
+def test_another_entry_under_this_name_is_made_anew(tmp_path: Path) -> None:
+    source = Texts(["one", "two"])
+    open_quietly(Texts(["two", "one"]), tmp_path)
+    (other,) = (p for p in tmp_path.iterdir() if p.is_dir())
+    open_quietly(source, tmp_path)
+    (folder,) = (p for p in tmp_path.iterdir() if p.is_dir() and p != other)
+    shutil.rmtree(folder)
+    other.rename(folder)
+    assert document(open_quietly(source, tmp_path), 0) == "one"
+
+
+def test_an_entry_without_digests_is_made_anew(tmp_path: Path) -> None:
+    """Of an earlier version."""
+    source = Texts(["one", "two"])
+    digest = open_quietly(source, tmp_path).digest
+    (path,) = tmp_path.glob("*/meta.json")
+    meta = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in meta.items() if k not in ("seal", "bytes")}))
+    path.with_name("blocks.npy").unlink()
+    assert open_quietly(source, tmp_path).digest == digest
+    assert source.reads == 2
+
+
+def test_an_entry_is_private_and_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[object] = []
+    sync, rename = os.fsync, os.replace
+
+    def noted_sync(descriptor: int) -> None:
+        done.append(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    def noted_rename(source: Path, target: Path) -> None:
+        done.append("renamed")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(os, "replace", noted_rename)
+    before = os.umask(0)
+    try:
+        open_quietly(Texts(["one"]), tmp_path / "cache")
+    finally:
+        os.umask(before)
+    (path,) = tmp_path.glob("cache/*/tokens.npy")
+    inside = {p.stat().st_ino for p in (path.parent, *path.parent.iterdir())}
+    assert len(inside) == 6
+    assert inside <= set(done[: done.index("renamed")])
+    modes = [p.stat().st_mode & 0o777 for p in (path, path.parent, path.parent.parent)]
+    assert modes == [0o600, 0o700, 0o700]
+
+
+def test_a_cache_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 12345)
+    with pytest.raises(Refused, match=r"data\.cache: .* belongs to .*, and this is user \d+; name"):
+        open_quietly(Texts(["one"]), tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
+@pytest.mark.parametrize("given", ["folder", "file", "link"])
+def test_what_another_user_put_there_is_refused(tmp_path: Path, given: str) -> None:
+    """An entry as it would have been written, an array in it, a link to an own folder."""
+    source = Texts(["one"])
+    cache = tmp_path / "cache"
+    open_quietly(source, cache)
+    (path,) = cache.glob("*/tokens.npy")
+    if given == "link":
+        place, cache = cache, tmp_path / "link"
+        cache.symlink_to(place)
+        assert open_quietly(source, cache).documents() == 1  # an own link is one
+    foreign = {"folder": path.parent, "file": path, "link": cache}[given]
+    os.chown(foreign, 12345, 12345, follow_symlinks=False)
+    with pytest.raises(
+        Refused, match=rf"data\.cache: {foreign} belongs to user 12345, and this is"
+    ):
+        open_quietly(source, cache)
+    assert source.reads == 1
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o1777])
+def test_a_cache_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    cache.chmod(mode)
+    with pytest.raises(Refused, match=rf"data\.cache: others may write in {cache}; make it yours"):
+        open_quietly(Texts(["one"]), cache)
+
+
+@pytest.mark.parametrize("name", ["", "tokens.npy"])
+def test_an_entry_that_others_could_write_is_made_anew(tmp_path: Path, name: str) -> None:
+    source = Texts(["one"])
+    open_quietly(source, tmp_path)
+    (path,) = tmp_path.glob("*/tokens.npy")
+    (path.parent / name).chmod(0o770)
+    open_quietly(source, tmp_path)
+    open_quietly(source, tmp_path)
+    assert source.reads == 2
+
+
+def test_the_usual_cache_becomes_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier versions made it with the umask's mode."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    cache = tmp_path / ".cache/farspan"
+    cache.mkdir(parents=True)
+    cache.chmod(0o775)
+    open_quietly(Texts(["one"]), Path("~/.cache/farspan"))
+    assert cache.stat().st_mode & 0o777 == 0o700

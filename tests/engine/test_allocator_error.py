@@ -3,6 +3,7 @@
 That it throws what it should is seen where torch calls it: test_allocator_training.py.
 """
 
+import os
 import stat
 from pathlib import Path
 
@@ -19,6 +20,10 @@ def compiler(folder: Path, script: str) -> tuple[str, ...]:
     return (str(path),)
 
 
+# The last argument but those of the linker is the file to make.
+COPYING = 'while [ "$1" != "-o" ]; do shift; done; echo nonsense > "$2"'
+
+
 def test_it_is_compiled_once(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     first = out_of_memory_raiser(cache)
@@ -30,6 +35,41 @@ def test_it_is_compiled_once(tmp_path: Path) -> None:
     assert len(made) == 1  # nothing half made is left beside it
     assert out_of_memory_raiser(cache) == first
     assert list(cache.iterdir()) == made
+
+
+def test_a_library_of_another_user_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would run as this one: neither is it looked at, nor is it replaced."""
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o700)
+    told = compiler(tmp_path, "exit 1")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 12345)
+    found = out_of_memory_raiser(cache, told)
+    assert found.address is None
+    assert f"{cache} belongs to" in found.reason
+    monkeypatch.undo()
+    if os.geteuid() == 0:
+        out_of_memory_raiser(cache, compiler(tmp_path, COPYING))
+        (library,) = cache.iterdir()
+        os.chown(library, 12345, 12345)
+        found = out_of_memory_raiser(cache, told)
+        assert f"{library} belongs to user 12345" in found.reason
+
+
+def test_a_library_that_others_could_write_is_built_anew(tmp_path: Path) -> None:
+    cache, told = tmp_path / "cache", compiler(tmp_path, COPYING)
+    out_of_memory_raiser(cache, told)
+    (library,) = cache.iterdir()
+    assert stat.S_IMODE(library.stat().st_mode) == 0o700
+    before = library.stat().st_ino
+    out_of_memory_raiser(cache, told)
+    assert library.stat().st_ino == before
+    library.chmod(0o770)
+    out_of_memory_raiser(cache, told)
+    assert library.stat().st_ino != before
+    cache.chmod(0o777)
+    assert "others may write in" in out_of_memory_raiser(cache, told).reason
 
 
 def test_without_a_compiler_it_says_so(tmp_path: Path) -> None:
@@ -47,9 +87,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
 
 
 def test_what_does_not_load_is_no_reason_to_fail(tmp_path: Path) -> None:
-    # The last argument but those of the linker is the file to make.
-    script = 'while [ "$1" != "-o" ]; do shift; done; echo nonsense > "$2"'
-    found = out_of_memory_raiser(tmp_path / "cache", compiler(tmp_path, script))
+    found = out_of_memory_raiser(tmp_path / "cache", compiler(tmp_path, COPYING))
     assert found.address is None
     assert "invalid ELF header" in found.reason or "too short" in found.reason
 

@@ -126,11 +126,9 @@ class Packing:
     def _read(self, piece: DocumentPiece) -> tuple[np.ndarray, np.ndarray]:
         """Ids and labels, int64."""
         base = int(self._store.starts[piece.document])
-        span = slice(base + piece.start, base + piece.stop)
-        ids = self._store.tokens[span].astype(np.int64)
-        if self._store.trained is None:
-            return ids, ids
-        return ids, np.where(self._store.trained[span], ids, UNTRAINED)
+        tokens, trained = self._store.read(base + piece.start, base + piece.stop)
+        ids = tokens.astype(np.int64)
+        return ids, ids if trained is None else np.where(trained, ids, UNTRAINED)
 
 
 class Mixture:

@@ -4,29 +4,49 @@
                   starts.npy    where document d begins; starts[documents] is the end
                   origins.npy   (file, line) of document d
                   trained.npy   of each token whether it is trained, where some are not
-                  meta.json     names of the files, counts, and the digest of the ids
+                  blocks.npy    digests of the above, one for each block of a file
+                  meta.json     names of the files, counts, the digest of the ids, and a seal: the
+                                digest of this, of blocks.npy and of the folder's name
 
-A folder is written beside its place and renamed into it, so a name that exists is complete."""
+A folder is written and synced beside its place and renamed into it, so a name that exists is
+complete. It is its user's alone. What is read is believed after its digest: tokens by the block,
+when one of it is first read, all else when the folder is opened."""
 
 import fcntl
 import hashlib
 import json
-import os
+import logging
 import shutil
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from farspan.data.tokenizers import Document, Encoded, Form, Source, Tokenizer, Written
+from farspan.durable import (
+    NotPrivate,
+    WriteFailed,
+    is_open,
+    private_folder,
+    publish,
+    refuse_foreign,
+)
 from farspan.spec import Refused
+
+LOG = logging.getLogger(__name__)
 
 _FORMAT = 3  # the first could hold tokens of no text at all; the second knew no untrained ones
 _BATCH_SIZE = 1 << 20  # characters handed to a tokenizer at once: enough to fill its threads
+# Bytes of a file that have one digest. Short documents lie far apart: a sequence of 1M tokens in
+# documents of 500 reads up to 2,000 blocks, 0.5 GB.
+_BLOCK = 1 << 18
+_DIGEST = 16  # bytes of SHA-256: 400 GB of tokens have 25 MB of digests
+_FILES = ("starts", "origins", "trained", "tokens")  # in the order of their digests
 
 Watch = Callable[[int, int], None]  # documents and tokens written so far
 
@@ -46,6 +66,15 @@ class TokenStore:
     largest: int  # of all ids
     digest: str  # of all the above: two stores with one digest hold the same documents
     trained: np.ndarray | None = None  # [tokens] bool; None: all are
+    # Of tokens [start, stop), before they are read: a store to read instead where they are damaged.
+    check: Callable[[int, int], "TokenStore | None"] = lambda *_: None
+
+    def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Tokens [start, stop), and which are trained. Raises Refused where they are damaged and
+        cannot be made anew."""
+        whole = self.check(start, stop) or self
+        span = slice(start, stop)
+        return whole.tokens[span], None if whole.trained is None else whole.trained[span]
 
     def documents(self) -> int:
         return len(self.starts) - 1
@@ -60,70 +89,161 @@ class TokenStore:
         return f"{self.names[file]}:{line}" if line else self.names[file]
 
 
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """A file and the digests of its blocks, each compared once."""
+
+    data: np.ndarray  # [bytes] uint8, mapped
+    digests: np.ndarray  # [blocks, _DIGEST] uint8
+    seen: set[int] = field(default_factory=set)
+
+    def refuse_damage(self, start: int = 0, stop: int | None = None) -> None:
+        """Of bytes [start, stop), all where none are given. Raises _Damaged."""
+        last = len(self.digests) if stop is None else -(-stop // _BLOCK)
+        for block in range(start // _BLOCK, last):
+            if block in self.seen:
+                continue
+            if not np.array_equal(_digest(self.data, block), self.digests[block]):
+                raise _Damaged(f"block {block} of {len(self.digests)} is not as it was written")
+            self.seen.add(block)
+
+
+class _Damaged(Exception):
+    """A folder of the cache is not as it was written; the message says why."""
+
+
 def open_store(
     source: Source, form: Form, tokenizer: Tokenizer, cache: Path, watch: Watch
 ) -> TokenStore:
-    """The tokens of `source`, read as `form` says, from the cache or written to it now.
+    """The tokens of `source`, read as `form` says, from the cache or written to it now. What is
+    damaged there is written anew, with a word in the log.
 
-    Raises Refused when a document cannot be read, when there is no text at all, or when the
-    cache cannot be written.
+    Raises Refused when a document cannot be read, when there is no text at all, when the
+    cache cannot be written, or when others than this user own it or may write there.
     """
-    listing = [_FORMAT, tokenizer.identity(), form.listing(), source.listing()]
-    key = hashlib.sha256(json.dumps(listing).encode("utf-8")).hexdigest()[:32]
-    cache = cache.expanduser()
+
+    def folder() -> Path:
+        listing = [_FORMAT, tokenizer.identity(), form.listing(), source.listing()]
+        return cache.expanduser() / hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:32]
+
+    place = folder()
+    write = partial(_write, place, source, form, tokenizer)
+    store, blocks = _open(place, partial(write, watch), whole=False)
+    better: TokenStore | None = None
+
+    def check(start: int, stop: int) -> TokenStore | None:
+        nonlocal better
+        before, size = len(blocks.data) - store.tokens.nbytes, store.tokens.itemsize
+        try:
+            if better is None:
+                blocks.refuse_damage(before + start * size, before + stop * size)
+        except _Damaged as error:
+            try:
+                if folder() != place:
+                    raise Refused("the data have changed since it was written") from error
+                better, _ = _open(place, partial(write, unwatched), whole=True)
+                if better.digest != store.digest:
+                    raise Refused("the same data give other tokens now") from error
+            except Refused as why:
+                raise Refused(
+                    f"data.cache: {place}: {error}, and it cannot be made anew: {why}; run the "
+                    "same command again with the data that the run began with"
+                ) from why
+        return better
+
+    return replace(store, check=check)
+
+
+def _open(folder: Path, write: Callable[[], None], whole: bool) -> tuple[TokenStore, _Blocks]:
+    """What is in `folder`, after `write` where there is nothing, or something damaged. `whole`:
+    every token is checked. Raises Refused."""
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with (cache / f".{key}.lock").open("w") as lock:
+        private_folder(folder.parent)
+        with (folder.parent / f".{folder.name}.lock").open("w") as lock:
             # Whoever comes second waits here and finds the work done.
             fcntl.flock(lock, fcntl.LOCK_EX)
-            store = _read(cache / key)
-            if store is None:
-                _write(cache / key, source, form, tokenizer, watch)
-                store = _read(cache / key)
+            try:
+                return _read(folder, whole)
+            except FileNotFoundError:
+                pass
+            except _Damaged as error:
+                LOG.warning("data.cache: %s: %s; it is made anew", folder, error)
+            write()
+            return _read(folder, whole)
+    except (NotPrivate, WriteFailed) as error:
+        raise Refused(f"data.cache: {error}") from error
     except OSError as error:
         raise Refused(
-            f"data.cache: cannot write {error.filename or cache}: {error.strerror or error}; "
-            "free some space or set data.cache to another folder"
+            f"data.cache: cannot write {error.filename or folder.parent}: "
+            f"{error.strerror or error}; free some space or set data.cache to another folder"
         ) from error
-    assert store is not None, cache / key
-    return store
 
 
-def _read(folder: Path) -> TokenStore | None:
-    """None when the folder is absent or not whole: it can always be written again."""
+def _read(folder: Path, whole: bool) -> tuple[TokenStore, _Blocks]:
+    """Raises FileNotFoundError without a folder, NotPrivate where it is another's, and _Damaged."""
+    for path in (folder, *folder.glob("*")):
+        refuse_foreign(path)
+        if is_open(path):
+            raise _Damaged(f"others may write {path.name}")
     try:
         meta: dict[str, Any] = json.loads((folder / "meta.json").read_text("utf-8"))
-        tokens, starts, origins = (
-            np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-            for name in ("tokens", "starts", "origins")
-        )
-        documents = len(starts) - 1
-        if [len(tokens), documents, len(origins)] != [meta["tokens"], *[meta["documents"]] * 2]:
-            return None
-        trained = None
-        if meta["masked"]:
-            trained = np.load(folder / "trained.npy", mmap_mode="r", allow_pickle=False)
-            if trained.shape != tokens.shape:
-                return None
-        names, largest, digest = tuple(meta["names"]), meta["largest"], meta["digest"]
-        return TokenStore(tokens, starts, origins, names, largest, digest, trained)
-    except (OSError, ValueError, KeyError, TypeError, EOFError):
-        return None
+        if isinstance(meta, dict) and "seal" not in meta:
+            raise _Damaged("an earlier version wrote it, without digests")
+        digests = np.load(folder / "blocks.npy", allow_pickle=False)
+        if meta.pop("seal") != _seal(folder, meta, digests):
+            raise _Damaged("meta.json or blocks.npy is not as it was written")
+        arrays, blocks = {}, None
+        for name, size in meta["bytes"].items():
+            array = np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+            own, digests = np.split(digests, [-(-size // _BLOCK)])
+            blocks = _Blocks(np.memmap(folder / f"{name}.npy", np.uint8, "r"), own)
+            if len(blocks.data) != size:
+                raise _Damaged(f"{name}.npy has {len(blocks.data):,} bytes, expected {size:,}")
+            # The first block of tokens says how all the others are read.
+            blocks.refuse_damage(0, 1 if name == "tokens" and not whole else None)
+            arrays[name] = array
+    except Exception as error:  # what is damaged may be anything
+        raise _Damaged(" ".join(str(error).split())) from error
+    assert blocks is not None
+    names, largest, digest = tuple(meta["names"]), meta["largest"], meta["digest"]
+    return TokenStore(names=names, largest=largest, digest=digest, **arrays), blocks
 
 
 def _write(folder: Path, source: Source, form: Form, tokenizer: Tokenizer, watch: Watch) -> None:
-    partial = folder.with_name(f".{folder.name}")
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-    partial.mkdir()
+    fresh = folder.with_name(f".{folder.name}")
+    shutil.rmtree(fresh, ignore_errors=True)  # of a process that was killed
+    fresh.mkdir(mode=0o700)
     try:
-        _fill(partial, source, form, tokenizer, watch)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(partial, folder)
+        meta = _fill(fresh, source, form, tokenizer, watch)
+        files = {name: fresh / f"{name}.npy" for name in _FILES}
+        data = {n: np.memmap(p, np.uint8, "r") for n, p in files.items() if p.exists()}
+        meta["bytes"] = {name: len(own) for name, own in data.items()}
+        rows = [_digest(own, b) for own in data.values() for b in range(-(-len(own) // _BLOCK))]
+        np.save(fresh / "blocks.npy", np.stack(rows))
+        meta["seal"] = _seal(folder, meta, np.stack(rows))
+        (fresh / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+        for path in fresh.iterdir():
+            path.chmod(0o600)
+        publish(fresh, folder)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(fresh, ignore_errors=True)
 
 
-def _fill(folder: Path, source: Source, form: Form, tokenizer: Tokenizer, watch: Watch) -> None:
+def _digest(data: np.ndarray, block: int) -> np.ndarray:
+    found = hashlib.sha256(data[block * _BLOCK : (block + 1) * _BLOCK].data).digest()
+    return np.frombuffer(found[:_DIGEST], dtype=np.uint8)
+
+
+def _seal(folder: Path, meta: dict[str, Any], digests: np.ndarray) -> str:
+    found = hashlib.sha256(json.dumps([folder.name, meta], sort_keys=True).encode())
+    found.update(digests.tobytes())
+    return found.hexdigest()
+
+
+def _fill(
+    folder: Path, source: Source, form: Form, tokenizer: Tokenizer, watch: Watch
+) -> dict[str, Any]:
+    """Writes the arrays, and says what there is to know of them."""
     narrow = tokenizer.size() <= 1 << 16 and not form.any_ids
     starts, origins = array("q", [0]), array("q")
     digest, largest, any_trained = hashlib.sha256(), 0, False
@@ -152,15 +272,14 @@ def _fill(folder: Path, source: Source, form: Form, tokenizer: Tokenizer, watch:
     digest.update(starts.tobytes())
     np.save(folder / "starts.npy", np.frombuffer(starts, dtype=np.int64))
     np.save(folder / "origins.npy", np.frombuffer(origins, dtype=np.int64).reshape(-1, 2))
-    meta = {
+    return {
         "tokens": starts[-1],
         "documents": len(starts) - 1,
         "largest": largest,
         "digest": digest.hexdigest(),
         "masked": form.masked,
-        "names": source.names(),
+        "names": list(source.names()),
     }
-    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
 
 def _refuse_useless(source: Source, read: bool, understood: bool, any_trained: bool) -> None:

@@ -15,7 +15,6 @@ library cannot know: a few lines are compiled once against it, if a compiler is 
 
 import ctypes
 import hashlib
-import os
 import shutil
 import subprocess
 import tempfile
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 
+from farspan.durable import KEPT, is_open, private_folder, publish, refuse_foreign, sync
 from farspan.memory.native import (
     LIBRARY,
     Allocator,
@@ -315,7 +315,7 @@ def _ask(driver: ctypes.CDLL, name: str, *arguments: object) -> None:
         raise Refused(f"allocator: the CUDA driver answers {name} with error {status}")
 
 
-CACHE = Path("~/.cache/farspan/native")
+CACHE = KEPT / "native"
 COMPILERS = ("g++", "clang++", "c++")
 SECONDS = 120.0  # compiling takes 2 s on an idle machine
 
@@ -354,12 +354,15 @@ def out_of_memory_raiser(cache: Path = CACHE, compilers: tuple[str, ...] = COMPI
 
 
 def _built(compiler: str, root: Path, cache: Path) -> Path:
-    """The library for this torch; another torch has another c10."""
+    """The library for this torch; another torch has another c10. One that others could have
+    written is built anew. Raises NotPrivate where another user owns it, or its folder."""
     identity = "\n".join((SOURCE, torch.__version__, str(root), compiler))
     library = cache / f"{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
+    private_folder(cache)
     if library.is_file():
-        return library
-    cache.mkdir(parents=True, exist_ok=True)
+        refuse_foreign(library)
+        if not is_open(library):
+            return library
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         source, made = Path(folder) / "error.cpp", Path(folder) / "error.so"
         source.write_text(SOURCE, "utf-8")
@@ -370,7 +373,9 @@ def _built(compiler: str, root: Path, cache: Path) -> Path:
             text=True,
             timeout=SECONDS,
         )
-        os.replace(made, library)  # whole or not at all: several processes may start at once
+        made.chmod(0o700)
+        sync(made)
+        publish(made, library)  # whole or not at all: several processes may start at once
     return library
 
 
