@@ -1,6 +1,9 @@
 """What holds for every test: one thread, one seed, and no GPU test on a machine without one."""
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import hypothesis
@@ -27,6 +30,9 @@ def pytest_configure() -> None:
     on one thread."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
+    # What is measured of this machine is kept for these tests alone.
+    home = os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

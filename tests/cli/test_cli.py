@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -83,6 +84,37 @@ def test_verify_fails_with_exit_code_one(
     assert "NOT exact" in said
     assert said.splitlines()[0].strip() == "gradients furthest from plain autograd's"
     assert "limit: relative L2 error <= 1e-12" in said
+
+
+PLANNED = ("--model", "Llama-3.1-70B", "--context", "1M", "--machine", "rtx4090")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ("verify", "FOLDER", "--context", "50"),
+            "parameters in float64, worst relative error .*, loss ",
+        ),
+        (("plan", *PLANNED, "--strategy", "memo"), "MFU .* over the datasheet's dense rate"),
+        (("data", "RUN"), "sequence 0"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_what_no_terminal_shows_is_in_lines_that_grep_finds(
+    arguments: tuple[str, ...],
+    line: str,
+    folder: Path,
+    run_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    places = {"FOLDER": str(folder), "RUN": str(run_file)}
+    run(monkeypatch, *(places.get(argument, argument) for argument in arguments))
+    lines = capsys.readouterr().out.splitlines()
+    assert [text for text in lines if text != text.rstrip()] == []
+    assert any(re.search(line, text) for text in lines), lines
 
 
 @pytest.mark.parametrize(
@@ -290,7 +322,7 @@ def test_a_pipe_that_nobody_reads_any_more_ends_no_run(run_file: Path) -> None:
     """`farspan train run.yaml 2>&1 | head -1`."""
     with started("farspan", "train", str(run_file)) as process:
         assert process.stdout is not None
-        assert process.stdout.readline()
+        assert "parameters on cpu" in process.stdout.readline()  # no bar of loading before it
         process.stdout.close()
         assert process.wait(240) == 0
     assert (run_file.parent / "out" / "model" / "model.safetensors").is_file()

@@ -301,10 +301,12 @@ def test_this_machine_cannot_be_measured_without_torch() -> None:
 
 def test_what_is_measured_is_said_beside_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(progress: Any) -> Any:
+        progress("measuring quickly")
         progress("matrix products")
         raise Refused("enough")
 
     monkeypatch.setattr("farspan.planner.api.load", lambda *_: measure)
     outcome = call("plan", "--model", "Qwen2.5-0.5B", "--context", "8K")
-    assert "this machine: matrix products\n" in outcome.stderr
+    assert "this machine: measuring quickly\n" in outcome.stderr
+    assert "products" not in outcome.stderr
     assert outcome.stdout == ""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,11 +126,75 @@ def test_here_refuses_the_file_of_another_kind_of_machine() -> None:
         here()
 
 
-@pytest.mark.usefixtures("glance", "home")
-def test_here_measures_where_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "DTYPES", (torch.float32, torch.float32))
-    assert here().rates.keys() == {"float32"}
-    assert not user_file().exists()
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The dtypes of each calibration, which finds those of the h200, on a CPU."""
+    asked: list[list[str]] = []
+
+    def measure(device: torch.device, dtypes: Any, *_: Any, quick: bool) -> MachineFile:
+        assert quick
+        assert device == CPU
+        asked.append([_name(dtype) for dtype in dtypes])
+        file, some = read("h200"), read("h200").spec.rates["bfloat16"]
+        spec = replace(file.spec, unified=True, rates=dict.fromkeys(asked[-1], some))
+        return replace(file, spec=spec, measured_on=module.versions(), spread={"fetch": 3.14})
+
+    monkeypatch.setattr(module, "calibrate", measure)
+    return asked
+
+
+def test_what_is_measured_in_passing_is_kept(
+    home: Path, measured: list[list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    said: list[str] = []
+    first = here(said.append, CPU, [torch.float32])
+    (path,) = (home / "farspan").iterdir()
+    assert path != user_file()
+    assert len(said) == 1
+    assert f"measuring float32 quickly, kept in {path} " in said[0]
+    assert caplog.messages == [
+        "the machine was busy: fetch varied by 3.1x; run again when it is idle"
+    ]
+    again = here(said.append, CPU, [torch.float32])
+    assert replace(again, host_bytes=1, device_bytes=1) == replace(
+        first, host_bytes=1, device_bytes=1
+    )
+    assert again.host_bytes == again.device_bytes != first.host_bytes  # as it is now
+    both = here(said.append, CPU, [torch.float32, torch.bfloat16])
+    assert both.rates.keys() == {"float32", "bfloat16"}
+    assert measured == [["float32"], ["bfloat16"]]
+    path.write_text("{}")
+    here(said.append, CPU, [torch.float32])
+    assert len(measured) == 3
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("change", ["processor", "threads", "versions"])
+def test_another_machine_or_torch_is_measured_again(
+    change: str, measured: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was measured in passing, and what `farspan calibrate` wrote."""
+    here(device=CPU)
+    now = module.versions()
+    if not torch.cuda.is_available():
+        write(replace(read("h200"), measured_on=now), user_file())
+        with pytest.raises(Refused, match="describes h200"):
+            here(device=CPU)
+    changed = {"torch": "1.0"} if change == "versions" else "other"
+    monkeypatch.setattr(module, "versions", lambda: now | {change: changed})
+    here(device=CPU)
+    here(device=CPU)
+    assert len(measured) == 2
+
+
+def test_a_home_that_cannot_be_written_ends_nothing(
+    home: Path, measured: list[list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    (home / "farspan").write_text("in the way")
+    here(device=CPU)
+    here(device=CPU)
+    assert len(measured) == 2
+    assert "what was measured is not kept" in caplog.text
 
 
 def scripted(*seconds: float) -> tuple[Bench, Callable[[], None]]:
@@ -250,13 +315,6 @@ def test_a_contradiction_that_stays_is_refused(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(Refused, match=r"too busy: rates\.bfloat16\.matmul.* when it is idle"):
         calibrate(CPU, quick=True)
     assert looked.looks == 5
-
-
-def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    Unsteady(monkeypatch, replace(read("h200"), spread={"memory": 1.4, "fetch": 3.14}))
-    calibrate(CPU, None, said.append, quick=True)
-    assert said == ["the machine was busy: fetch varied by 3.1x; run again when it is idle"]
 
 
 def test_short_calls_are_repeated() -> None:

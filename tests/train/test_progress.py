@@ -113,12 +113,16 @@ def test_a_slow_tokenizer_is_heard_of() -> None:
 def test_what_comes_before_the_first_step_is_heard_of() -> None:
     clock, (made, out) = Clock(), console(False)
     reporter = LineReporter(made, patience=10.0, clock=clock)
-    reporter.measuring("matrix products")
+    for what in ("measuring quickly", "matrix products", "attention"):
+        clock.now += 20.0
+        reporter.measuring(what)
+    reporter.note("measured")
     for cell in range(1, 5):
         clock.now += 6.0
         reporter.rehearsing(cell / 4, Cells(cell, 4))
     assert out.getvalue().splitlines() == [
-        "measuring this machine: matrix products",
+        "this machine: measuring quickly",
+        "measured",
         "dry run: 50%, cell 2/4",
         "dry run: 100%, cell 4/4",
     ]

@@ -150,6 +150,8 @@ def lasting(stream: Any) -> Any:
 def main() -> None:
     """Entry point: what is refused is one clear line, never a traceback."""
     sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
+    if not sys.stderr.isatty():  # read by tqdm when it is imported: bars of loading and of tokens
+        os.environ.setdefault("TQDM_DISABLE", "1")
     # Before torch loads OpenMP: threads that wait without spinning. Beside another process on two
     # cores a step took 3.5 to 4.4 s with this and 5 to 30 s without.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from farspan.cli import typer_app
 from farspan.engine.calibrate import calibrate
 from farspan.planner.machines import busy_words, to_json, user_file, write
-from farspan.report.tables import machine_view
+from farspan.report.tables import machine_view, show
 from farspan.spec import Refused
 
 app = typer_app()
@@ -38,11 +39,11 @@ def calibrate_command(
         measured = calibrate(chosen, progress=status.update, quick=quick)
     write(measured, path)
     if (words := busy_words(measured.spread)) is not None:
-        Console(stderr=True).print(f"warning: {words}", markup=False)
+        print(f"warning: {words}", file=sys.stderr)
     if as_json:
         print(json.dumps(to_json(measured)))
     else:
-        Console().print(machine_view(measured))
+        show(machine_view(measured))
         print(f"written to {path}")
 
 

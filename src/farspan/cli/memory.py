@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from farspan.cli import FAILED, LazyCommand, lazy_group, typer_app
 from farspan.formatting import read_bytes
@@ -29,6 +28,7 @@ from farspan.memory.placement import PlacementRequest, available, sweep_placemen
 from farspan.memory.replay import make_plan, rounded, write_plan
 from farspan.memory.trace import Trace, TraceFormat, read_format, read_trace
 from farspan.report.memory import compare_view, page, picture, remark
+from farspan.report.tables import show
 from farspan.spec import Refused
 
 COMMANDS = {
@@ -220,11 +220,10 @@ def placement_json(
 
 def show_placement(answer: dict[str, Any], solution: Solution) -> None:
     """Print a plan for a person."""
-    console = Console(highlight=False)
     peak, bound = answer["peak"], answer["lower_bound"]
     gap = f" (+{peak / bound - 1:.2%})" if peak > bound > 0 else ""
     proof = "optimal, proved" if solution.optimal else "not proved optimal"
-    console.print(
+    print(
         f"{answer['requests']} tensors in {peak:,} bytes, {proof}\n"
         f"lower bound {bound:,} bytes alive at one time{gap}\n"
         f"method {answer['method']}, {answer['seconds']:.2f} s, alignment {answer['alignment']}"
@@ -233,7 +232,7 @@ def show_placement(answer: dict[str, Any], solution: Solution) -> None:
         verdict = "[green]fits[/green]" if answer["fits"] else "[red]no plan found[/red]"
         if not answer["fits"] and solution.proved_bound > answer["capacity"]:
             verdict = "[red]does not fit[/red], proved"
-        console.print(f"capacity {answer['capacity']:,} bytes: {verdict}")
+        show(f"capacity {answer['capacity']:,} bytes: {verdict}")
 
 
 # farspan memory compare
@@ -281,7 +280,7 @@ def compare_command(
     if as_json:
         print(json.dumps(answer_json(comparisons)))
     else:
-        Console().print(compare_view(comparisons))
+        show(compare_view(comparisons))
     if output is not None:
         write_picture(output, PICTURES[output.suffix](comparisons))
 

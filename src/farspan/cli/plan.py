@@ -3,13 +3,12 @@
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from farspan.cli import FAILED, RUN_FILES, Settings, typer_app
 from farspan.formatting import EXAMPLE, read_seconds, read_sparse, read_tokens
@@ -23,6 +22,7 @@ from farspan.planner.plans import best_plan, longest_contexts
 from farspan.planner.request import SHARE, Optimizer, Plan, Question
 from farspan.program.strategies import AUTO, STRATEGIES
 from farspan.report.plan import contexts_view, plan_view
+from farspan.report.tables import show
 from farspan.report.timeline import timeline_json
 from farspan.spec import Refused
 from farspan.train.config import DType, LoraConfig, RunConfig, load_run, with_sparse, with_strategy
@@ -79,20 +79,17 @@ class PlanAnswer:
 
     def show(self) -> None:
         """Print the answer for a person."""
-        console = Console()
         if self.plan is not None:
-            console.print(plan_view(self.plan))
+            show(plan_view(self.plan))
         for line in self.words:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            print(line)
         if self.longest is None:
             return
         longest = self.longest
-        console.print(
-            contexts_view(longest.plans, self.question, longest.strategies, longest.max_step)
-        )
+        show(contexts_view(longest.plans, self.question, longest.strategies, longest.max_step))
         best = self.longest.best()
         if self.plan is None and best is not None:
-            console.print(plan_view(best))
+            show(plan_view(best))
 
 
 def write_timeline(path: Path, plan: Plan | None) -> None:
@@ -252,7 +249,7 @@ def _of_model(given: dict[str, Any], max_step: float | None) -> PlanAnswer:
         raise Refused("context: give --context TOKENS, or --max-context to find the longest")
     if "sparse" in given:
         given = {**given, "sparse": read_sparse(given["sparse"])}
-    fields = {"context": 1, **given, "config": given["model"], "progress": tell}
+    fields = {"context": 1, **given, "config": given["model"], "progress": telling()}
     del fields["model"]
     request = Request(**fields)
     question, strategies = request.question(), request.strategies()
@@ -274,7 +271,7 @@ def _of_run(
         raise Refused(f"{path}: not a run file (.yaml); to plan a model, give --model {path}")
     run, notes = in_place_of(load_run(path, settings), given)
     asked = {name: given[name] for name in OF_MACHINE if name in given}
-    questions = load("farspan.train.plan_run", "questions_of_run")(run, asked, tell)
+    questions = load("farspan.train.plan_run", "questions_of_run")(run, asked, telling())
     found, longest = questions.plan(), None
     if max_step is not None:
         plans = questions.longest(max_step)
@@ -324,6 +321,13 @@ def _dtype(given: str) -> DType:
     return DType(name)
 
 
-def tell(what: str) -> None:
-    """Measuring takes up to a minute: what is measured is said beside the answer."""
-    print(f"this machine: {what}", file=sys.stderr)
+def telling() -> Callable[[str], None]:
+    """Measuring takes up to a minute: that it happens is said once, beside the answer."""
+    said: list[str] = []
+
+    def tell(what: str) -> None:
+        if not said:
+            print(f"this machine: {what}", file=sys.stderr)
+        said.append(what)
+
+    return tell

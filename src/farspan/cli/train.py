@@ -102,4 +102,4 @@ def data_command(
     """Show a run file's sequences: which documents, and which of their tokens are trained."""
     chosen = load_run(run, settings or ())
     for line in load("farspan.train.setup", "show_data")(chosen, sequence, held_out):
-        print(line)
+        print(line.rstrip())

@@ -17,6 +17,7 @@ from farspan.durable import WriteFailed
 from farspan.engine.verify import Verification, VerificationRun, verify
 from farspan.formatting import sparse_words
 from farspan.hf.load import Weights, add_adapters, load_model
+from farspan.report.tables import show
 from farspan.sparse.train import fraction_of
 from farspan.sparse.verify import Approximation
 from farspan.spec import Refused, Schedule
@@ -104,40 +105,39 @@ def verify_and_tell(
     code, and Refused."""
     run = VerificationRun(batch, context, documents, seed)
     for note in notes:
-        Console(stderr=in_json).print(note)
+        print(note, file=sys.stderr if in_json else sys.stdout)
     selector = fraction_of(attention, schedule, run.tokens)
     outcome = verify(model, schedule, run, worst=10, selector=selector)
     if in_json:
         print(json.dumps(outcome.to_json()))
     else:
-        show(outcome)
+        show_outcome(outcome)
     raise typer.Exit(0 if outcome.passed else FAILED)
 
 
-def show(outcome: Verification) -> None:
+def show_outcome(outcome: Verification) -> None:
     """Print a verification for a person."""
-    console = Console()
     table = Table("parameter", "relative error", "limit", title=FURTHEST)
     for entry in outcome.worst:
         table.add_row(entry.name, f"{entry.error:.2e}", f"{entry.limit:.2e}")
-    console.print(table)
+    show(table)
     verdict = "[green]exact[/green]" if outcome.passed else "[red]NOT exact[/red]"
     own = "" if outcome.sparse is None else " for sparse attention's own function"
-    console.print(
+    show(
         f"{verdict}{own}: {outcome.checked_parameters} parameters in {outcome.dtype}, worst "
         f"relative error {outcome.max_relative_error:.2e}, loss {outcome.loss_error:.2e}"
     )
     if outcome.float64_error is not None:
-        console.print(
+        show(
             f"the same schedule in float64: {outcome.float64_error:.2e}; over all parameters "
             f"{outcome.rounding_ratio:.2f}x plain autograd's error"
         )
-    console.print(f"limit: {outcome.rule}")
+    show(f"limit: {outcome.rule}")
     if outcome.sparse is not None:
-        show_approximation(outcome.sparse, console)
+        show_approximation(outcome.sparse)
 
 
-def show_approximation(found: Approximation, console: Console) -> None:
+def show_approximation(found: Approximation) -> None:
     """Print how far a sparse step is from dense attention, layer by layer (OOMB's figure 7)."""
     modules = list(dict.fromkeys(name for errors in found.dense_error.values() for name in errors))
     title = "relative error of gradients against dense attention"
@@ -145,15 +145,14 @@ def show_approximation(found: Approximation, console: Console) -> None:
     table = Table("layer", *(Column(name, overflow="fold") for name in modules), title=title)
     for layer, errors in found.dense_error.items():
         table.add_row(layer, *(f"{errors[m]:.1e}" if m in errors else "" for m in modules))
-    console.print(table)
-    console.print(
+    show(table)
+    show(
         f"{sparse_words(found.pages, hides=found.hides)}; {found.selector}\n"
         f"against dense attention: all gradients {found.gradient_error:.2e}, loss "
-        f"{found.loss_error:.2e}",
-        highlight=False,
+        f"{found.loss_error:.2e}"
     )
     if not found.hides:
-        console.print(
+        show(
             "nothing is hidden at this length, so this is dense attention: give a longer --context "
             "or a smaller budget to see what it costs"
         )

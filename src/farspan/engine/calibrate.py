@@ -7,16 +7,21 @@ that the curves of a laptop and of an H100 both end where the machine is as fast
 GPU the attention kernels that are installed are compared.
 """
 
+import hashlib
+import json
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from farspan.durable import write_whole
 from farspan.engine.kernels import AttentionKernels, deterministic_algorithms
 from farspan.engine.microbench import (
     HEAD_DIM,
@@ -45,6 +50,7 @@ from farspan.planner.machines import (
     pair_seconds,
     preset_of_gpu,
     read,
+    to_json,
     user_file,
 )
 from farspan.program.program import Backward, Forward
@@ -59,6 +65,7 @@ from farspan.spec import (
     Schedule,
 )
 
+LOG = logging.getLogger(__name__)
 CANDIDATES = [kernel for kernel in AttentionKernel if kernel is not AttentionKernel.AUTO]
 KERNEL_TOKENS = (2048, 8192, 16384)  # of the calls that they are compared on
 KERNEL_MODEL = ModelSpec("", 0, 0, (LayerSpec(1, 1, HEAD_DIM, HEAD_DIM),), 2)
@@ -172,8 +179,6 @@ def calibrate(
             f"machine: what was measured contradicts itself, so it was too busy: {wrong}; measure "
             "again when it is idle, or name a machine"
         )
-    if (words := busy_words(file.spread)) is not None:
-        progress(words)
     return file
 
 
@@ -242,17 +247,38 @@ class Calibration:
         return MachineFile(spec, about, sources, record, self.bench.spread())
 
 
-def here(progress: Progress = lambda _: None) -> MachineSpec:
-    """The machine at hand: its file if one was written, else a quick calibration.
+def here(
+    progress: Progress = lambda _: None,
+    device: torch.device | None = None,
+    dtypes: Sequence[torch.dtype] = DTYPES[:2],
+) -> MachineSpec:
+    """The machine at hand with this device, a GPU where there is one: as `farspan calibrate` wrote
+    it; else measured quickly, once, in these dtypes, and kept beside that file.
 
-    Raises Refused when the file is of a machine of another kind.
+    What was measured with other hardware, threads of a CPU or version of torch is not believed.
+    `progress` first hears that it is measured, and where it is kept. Raises Refused when a file
+    that does not say what it was measured on is of a machine of another kind.
     """
-    path = user_file()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not path.is_file():
-        progress(f"no {path} yet: measuring quickly, for now only (farspan calibrate writes it)")
-        return calibrate(device, progress=progress, quick=True).spec
-    found = read(path).spec
+    usual = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device, path, now = device or usual, user_file(), versions()
+    if device.type == usual.type and path.is_file():
+        file = read(path)
+        if _basis(file.measured_on, device) in (None, _basis(now, device)):
+            return _of_this_kind(file.spec, path, device)
+    return _kept(path.parent, device, dtypes, now, progress)
+
+
+def _basis(record: dict[str, Any], device: torch.device) -> str | None:
+    """What a measurement holds for; None where nobody wrote it down."""
+    if not record:
+        return None
+    on_cpu = device.type == "cpu"
+    names = ("processor", "threads") if on_cpu else ("gpu",)
+    torch_version = dict(record.get("versions", {})).get("torch")
+    return f"{device.type} {[record.get(name) for name in names]} {torch_version}"
+
+
+def _of_this_kind(found: MachineSpec, path: Path, device: torch.device) -> MachineSpec:
     if found.unified != (device.type == "cpu"):
         has = "a GPU" if device.type == "cuda" else "no GPU"
         raise Refused(
@@ -260,6 +286,42 @@ def here(progress: Progress = lambda _: None) -> MachineSpec:
             "run farspan calibrate"
         )
     return found
+
+
+def _kept(
+    folder: Path,
+    device: torch.device,
+    dtypes: Sequence[torch.dtype],
+    now: dict[str, Any],
+    progress: Progress,
+) -> MachineSpec:
+    """What was measured before, and now what of it is missing."""
+    # Several machines may share a home.
+    key = hashlib.sha256(str(_basis(now, device)).encode()).hexdigest()[:12]
+    path, before = folder / f"measured-{key}.json", None
+    with suppress(Refused):
+        before = read(path)
+    known = {} if before is None else before.spec.rates
+    missing = [dtype for dtype in dtypes if _name(dtype) not in known]
+    if before is not None and not missing:
+        memory = available_host_bytes()  # as much as there is now
+        on_device = memory if before.spec.unified else before.spec.device_bytes
+        return replace(before.spec, host_bytes=memory, device_bytes=on_device)
+    names = " and ".join(map(_name, missing))
+    progress(
+        f"not measured yet for this {device.type} and torch {torch.__version__}: measuring {names} "
+        f"quickly, kept in {path} (farspan calibrate takes longer and is surer)"
+    )
+    file = calibrate(device, missing, progress, quick=True)
+    if (words := busy_words(file.spread)) is not None:
+        LOG.warning("%s", words)
+    file = replace(file, spec=replace(file.spec, rates={**known, **file.spec.rates}))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(to_json(file), indent=1).encode("utf-8"))
+    except OSError as error:  # another measures again
+        LOG.warning("what was measured is not kept: %s", error)
+    return file.spec
 
 
 def _after(prefix: str, progress: Progress) -> Progress:

@@ -1,8 +1,8 @@
 """A plan as tables for a terminal."""
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from io import StringIO
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -15,10 +15,12 @@ from farspan.planner.explain import part_words
 from farspan.planner.request import Budget, Fit, Optimizer, Plan, Question
 from farspan.program.chunking import chunks_of
 from farspan.report.tables import (
+    WIDE,
     bars_table,
     launch_words,
     layout_words,
     lines_table,
+    plain_lines,
     schedule_words,
 )
 
@@ -73,11 +75,9 @@ def plan_view(plan: Plan) -> RenderableType:
 
 
 def plan_text(plan: Plan) -> str:
-    """The same as plain text, as wide as the terminal; 80 columns where there is none."""
-    console = Console(file=StringIO(), color_system=None)
-    with console.capture() as shown:
-        console.print(plan_view(plan))
-    return shown.get().rstrip("\n")
+    """The same as plain text, as wide as the terminal; where there is none, not wrapped."""
+    width = Console().width if sys.stdout.isatty() else WIDE
+    return "\n".join(plain_lines(plan_view(plan), width)).rstrip("\n")
 
 
 def verdict(plan: Plan) -> Text:

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable
 from dataclasses import fields
+from io import StringIO
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -14,6 +15,25 @@ from farspan.program.layout import AXES, Layout
 from farspan.spec import Curve, MachineSpec, Schedule, Tier
 
 NAME, VALUE, BAR = 36, 10, 24  # columns of a name, a value and a full bar
+WIDE = 10_000  # columns where nobody looks at them: no line is wrapped
+
+
+def show(view: RenderableType, *, stderr: bool = False) -> None:
+    """Print for a person at a terminal, or as `plain_lines` for whatever else reads it."""
+    console = Console(stderr=stderr)
+    if console.is_terminal:
+        console.print(view)
+    else:
+        print(*plain_lines(view), sep="\n", file=console.file, flush=True)
+
+
+def plain_lines(view: RenderableType, width: int = WIDE) -> list[str]:
+    """As text whose lines are not padded, nor wrapped at any usual width: grep finds what it looks
+    for."""
+    console = Console(file=StringIO(), color_system=None, width=width)
+    with console.capture() as shown:
+        console.print(view)
+    return [line.rstrip() for line in shown.get().splitlines()]
 
 
 def lines_table(title: str, *columns: str) -> Table:

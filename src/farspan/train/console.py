@@ -136,6 +136,7 @@ class LineReporter(Reporter):
         self._pace = Pace(1, 1, clock)
         self._steps = 0
         self._how = ""
+        self._measures = False
 
     def note(self, text: str) -> None:
         self._spoke = self._clock()
@@ -146,7 +147,9 @@ class LineReporter(Reporter):
             self.note(f"tokenizing: {documents:,} documents, {tokens:,} tokens")
 
     def measuring(self, what: str) -> None:
-        self.note(f"measuring this machine: {what}")
+        if not self._measures:
+            self.note(f"this machine: {what}")
+        self._measures = True
 
     def rehearsing(self, done: float, progress: CellsDone) -> None:
         if self._silent():

@@ -13,7 +13,7 @@ from farspan.data.formats import UNTRAINED
 from farspan.data.packing import PackedBatch
 from farspan.data.tokenizers import Tokenizer
 from farspan.distributed.run_context import DistributedContext
-from farspan.engine.calibrate import calibrate, here
+from farspan.engine.calibrate import here
 from farspan.engine.gradients import adds_products
 from farspan.engine.loss import trained_token_count
 from farspan.engine.parallelize import ShardedModel
@@ -27,7 +27,6 @@ from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.architecture import Architecture
 from farspan.plan.model.families import architecture_from
 from farspan.planner.evaluate import evaluate
-from farspan.planner.machines import user_file
 from farspan.planner.plans import best_plan
 from farspan.planner.request import Plan, Question
 from farspan.program.strategies import AUTO, strategy
@@ -99,12 +98,8 @@ def torch_dtype(run: RunConfig) -> torch.dtype:
 def machine_of(
     device: torch.device, dtype: torch.dtype, progress: Callable[[str], None]
 ) -> MachineSpec:
-    """The machine at hand with this device: as its file has it, else measured now, quickly, in the
-    one dtype that is asked for."""
-    usual = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.type == usual and user_file().is_file():
-        return here(progress)
-    return calibrate(device, [dtype], progress, quick=True).spec
+    """The machine at hand with this device, measured in this dtype."""
+    return here(progress, device, [dtype])
 
 
 class Components:
