@@ -19,6 +19,7 @@ from farspan.engine.microbench import (
     Bench,
     attention,
     attentions,
+    describe_machine,
     products,
     softmax,
     weight_products,
@@ -137,7 +138,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         asked.append([_name(dtype) for dtype in dtypes])
         file, some = read("h200"), read("h200").spec.rates["bfloat16"]
         spec = replace(file.spec, unified=True, rates=dict.fromkeys(asked[-1], some))
-        return replace(file, spec=spec, measured_on=module.versions(), spread={"fetch": 3.14})
+        return replace(file, spec=spec, measured_on=describe_machine(), spread={"fetch": 3.14})
 
     monkeypatch.setattr(module, "calibrate", measure)
     return asked
@@ -175,7 +176,7 @@ def test_another_machine_or_torch_is_measured_again(
 ) -> None:
     """What was measured in passing, and what `farspan calibrate` wrote."""
     here(device=CPU)
-    now = module.versions()
+    now = describe_machine()
     if not torch.cuda.is_available():
         write(replace(read("h200"), measured_on=now), user_file())
         with pytest.raises(Refused, match="describes h200"):
