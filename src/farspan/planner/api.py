@@ -189,7 +189,7 @@ def plan(
     options and their defaults see `Request`; bytes are numbers or text such as "128GiB".
 
     If nothing fits, the plan that misses by the least comes back: its `fits` is false and its
-    `remedy` says what would help; `print` shows a plan as `farspan plan` does. Raises Refused for
+    `remedies` say what would help; `print` shows a plan as `farspan plan` does. Raises Refused for
     what makes no sense.
     """
     request = Request(config, context, machine, **options)

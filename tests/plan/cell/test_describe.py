@@ -13,7 +13,7 @@ from farspan.plan.cell.describe import dtype_name, model_spec
 from farspan.plan.cell.layer import LayerCosts, layer_costs
 from farspan.plan.model.architecture import Architecture
 from farspan.plan.model.catalog import presets
-from farspan.plan.model.families import architecture_from
+from farspan.plan.model.families import FAMILIES, architecture_from
 from farspan.spec import LayerSpec, LayerWork, Refused
 from tests.planner.configurations import (
     CONFIGURATIONS,
@@ -25,7 +25,7 @@ from tests.planner.configurations import (
     real_model,
 )
 
-PRESETS = {preset.name: preset.config for preset in presets()}
+PRESETS = {p.name: p.config for p in presets() if p.config["model_type"] in FAMILIES}
 EVERY = pytest.mark.parametrize("config", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 TOKENS = 24
 RANK = 3

@@ -7,8 +7,8 @@ from farspan.plan.cell.layer import layer_costs
 from farspan.plan.model.architecture import Architecture, ArchitectureBlock, Attention, FeedForward
 from farspan.spec import LayerSpec, LayerWork, ModelSpec, Refused
 
-ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+SHORT_NAMES = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 Product = tuple[int, int]  # (inner, outer) width
 
