@@ -21,7 +21,9 @@ BYTE_UNITS = {**TOKEN_UNITS, "b": 1} | {
     for base, factor in (("ib", 1024), ("b", 1000))
 }
 TIME_UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
+MOST_TOKENS = 2**30  # of any count: a longer step's blocks are too many even to count
 LEAST_MEMORY = 2**20  # bytes of a memory that may be written without a unit
+SHOWN = 200  # characters of a value in an error
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|)")
 _WRITTEN = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([a-z]*)")
 
@@ -66,7 +68,18 @@ def _read(given: str | int, name: str, units: dict[str, int], expected: str) -> 
     # 131.7 GiB are no whole number of bytes; a token is not divided.
     if amount < 1 or (amount.denominator != 1 and units is TOKEN_UNITS):
         raise refused
+    if amount > MOST_TOKENS and units is TOKEN_UNITS:
+        raise Refused(
+            f"{name}: {shortened(given)} tokens are more than the {MOST_TOKENS:,} (1G) that are "
+            "planned and trained; give fewer"
+        )
     return int(amount)
+
+
+def shortened(given: object) -> str:
+    """A value as an error shows it: of a long one the beginning."""
+    text = given if isinstance(given, str) else f"{given!r}"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def write_tokens(tokens: int) -> str:

@@ -275,8 +275,13 @@ def _optimizer(name: str) -> Optimizer:
     return Optimizer(found)
 
 
+MOST_DEVICES = 2**16  # that one sequence is shared by: no machine has as many
+
+
 def _layout(gpus: int, model: ModelSpec) -> Layout:
     """Every device works on the one sequence."""
     if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
         raise Refused(f"gpus: expected a whole number of devices >= 1, got {gpus!r}")
+    if gpus > MOST_DEVICES:
+        raise Refused(f"gpus: expected at most {MOST_DEVICES:,} devices, got {gpus:,}; give fewer")
     return sequence_layout(model, gpus)

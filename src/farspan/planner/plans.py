@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from farspan.formatting import MOST_TOKENS
 from farspan.planner import feasibility as quick
 from farspan.planner.evaluate import (
     DENSE,
@@ -31,7 +32,6 @@ from farspan.spec import Refused, RunSpec, Schedule
 
 FINEST = 64  # the longest context is found to within 1 / FINEST of itself
 LEAST = 1024  # tokens
-MOST_TOKENS = 2**31  # a longer step is not planned: its blocks are too many even to count
 PIECES = 16  # sizes of pieces may take a part of the seconds that the search may
 # Where a step's time is limited, contexts are looked for until a step takes CLOSE of it.
 CLOSE, AIM = 0.95, 0.985

@@ -10,16 +10,18 @@ from typing import Any
 import yaml
 
 from farspan.data.config import DataConfig, SourceKind
-from farspan.formatting import read_memory
+from farspan.formatting import MOST_TOKENS, read_memory
 from farspan.planner.request import read_margin
 from farspan.program.layout import ALONE, AXES, Layout, sequence_layout
 from farspan.program.strategies import AUTO, check_name
 from farspan.spec import Kernels, ModelSpec, Refused, Schedule, Sparse, Tier
-from farspan.train.yaml_config import build, read_mapping, to_mapping, with_settings
+from farspan.train.yaml_config import build, read_file, to_mapping, with_settings
 
 COMMAND = "torchrun --nproc-per-node {} -m farspan train RUN.yaml"
 
 MOST_STEPS = 10**8 - 1  # checkpoints are named by eight digits
+MOST_BATCHES = 2**20  # of an update
+MOST_PIECES = 2**16  # that one sequence is cut into
 LONGEST = 1e9  # seconds, a life; clocks count nanoseconds in 64 bits, 292 years
 
 
@@ -399,6 +401,7 @@ class RunConfig:
         if self.steps > MOST_STEPS:
             raise Refused(f"steps: expected at most {MOST_STEPS:,}, got {self.steps:,}")
         _at_least(self.context, 2, "context")
+        self._check_bounds()
         _at_least(self.seed, 0, "seed")
         if self.optimizer.warmup >= self.steps:
             raise Refused(
@@ -423,6 +426,26 @@ class RunConfig:
                 "optimizer.states: 8bit updates in float32, less than model.dtype float64; set "
                 "states to auto, device or host, or dtype to bfloat16 or float32"
             )
+
+    def _check_bounds(self) -> None:
+        """Sizes that no step has: counting its parts alone would take for ever."""
+        if self.context * self.batch > MOST_TOKENS:
+            name, factor = ("context", "") if self.batch == 1 else ("batch", f" x {self.batch:,}")
+            raise Refused(
+                f"{name}: {self.context:,}{factor} tokens are more than the {MOST_TOKENS:,} (1G) "
+                "that go through a model together; give fewer"
+            )
+        if self.accumulate > MOST_BATCHES:
+            raise Refused(
+                f"accumulate: expected at most {MOST_BATCHES:,} batches, got {self.accumulate:,}"
+            )
+        for name in ("chunk", "kv_block", "loss_chunk_size", "mlp_chunk_size"):
+            size = getattr(self.schedule, name)
+            if size is not None and size * MOST_PIECES < self.context:
+                raise Refused(
+                    f"schedule.{name}: {size:,} would cut {self.context:,} tokens into more than "
+                    f"{MOST_PIECES:,} pieces; give at least {-(-self.context // MOST_PIECES):,}"
+                )
 
     def tokens_per_step(self) -> int:
         return self.context * self.batch * self.accumulate * replicas(self.parallel)
@@ -512,11 +535,7 @@ def load_run(path: Path, settings: Sequence[str] = ()) -> RunConfig:
 
     Raises Refused naming the file, the setting and the key.
     """
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise Refused(f"{path}: cannot be read: {error}") from error
-    given = read_mapping(text, str(path))
+    given = read_file(path)
     if not given:
         raise Refused(f"{path}: is empty; a run file says at least what `model` and `data` are")
     return _built({"folder": f"runs/{path.stem}"} | given, settings, str(path))

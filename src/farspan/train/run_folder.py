@@ -39,7 +39,7 @@ from farspan.durable import (
 )
 from farspan.spec import Refused
 from farspan.train.config import Decay, RunConfig, StatesPlace, replicas
-from farspan.train.yaml_config import flatten, read_mapping, to_mapping, write_mapping
+from farspan.train.yaml_config import flatten, read_file, to_mapping, write_mapping
 
 # What a run writes after its first step.
 FILES = ("metrics.jsonl", "shortage.json", "comparison.json", "diagnosis.json")
@@ -222,11 +222,11 @@ class OthersFolder(RunFolder):
 
 def _read(config: Path) -> dict[str, Any]:
     try:
-        return read_mapping(config.read_text("utf-8"), str(config))
-    except (OSError, UnicodeDecodeError, Refused) as error:
+        return read_file(config)
+    except Refused as error:
         raise Refused(
-            f"{error if isinstance(error, Refused) else f'{config}: cannot be read: {error}'}; it "
-            "says which run the checkpoints beside it belong to: restore it, or give another folder"
+            f"{error}; it says which run the checkpoints beside it belong to: restore it, or give "
+            "another folder"
         ) from error
 
 

@@ -8,14 +8,15 @@ import logging
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
-from farspan.formatting import did_you_mean, read_pages, read_tokens
+from farspan.formatting import MOST_TOKENS, did_you_mean, read_pages, read_tokens, shortened
 from farspan.plan.cell.describe import SHORT_NAMES
 from farspan.spec import Refused
 
@@ -40,23 +41,48 @@ _NUMBERS = {
 }
 _OTHERS = frozenset(_TAG + name for name in ("timestamp", "binary", "omap", "pairs", "set"))
 _LARGEST = 2**63 - 1  # of a whole number: what comes after reads 64 bits
+LONGEST_FILE = 2**18  # characters of a run file
+# Values of a run file, those behind an alias as often as it stands there; a long text counts as one
+# for each _LONG_TEXT characters. Each takes about 20 us to read.
+MOST_VALUES, _LONG_TEXT = 20_000, 64
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain YAML. A key that is given twice is an error, not the later one; so is a mapping within
-    itself."""
+    """Plain YAML. A key that is given twice is an error, not the later one; so are a mapping within
+    itself, and more values than any run has: a few aliases of aliases stand for billions."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self.deep_construct = True  # else what holds itself is made, and never ends
+        self._values = 0
+        self._behind: dict[int, int] = {}  # values of each node, by its id
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        alias = self.check_event(yaml.AliasEvent)
+        line, before = self.peek_event().start_mark.line + 1, self._values
+        node = super().compose_node(parent, index)
+        own = 1 + len(node.value) // _LONG_TEXT if isinstance(node, yaml.ScalarNode) else 1
+        self._values += self._behind.get(id(node), 1) if alias else own
+        if self._values > MOST_VALUES:
+            raise Refused(
+                f"line {line}: more than {MOST_VALUES:,} values, counting those of an anchor again "
+                "where an alias (*name) stands for it; give fewer"
+            )
+        if not alias:
+            self._behind[id(node)] = self._values - before
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         own = [key for key, _ in node.value if key.tag != _MERGE]
-        keys = [self.construct_object(key, deep=True) for key in own]
-        for place, key in enumerate(keys):
-            if key in keys[:place]:
-                line = own[place].start_mark.line + 1
+        seen = set()
+        for key_node in own:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                continue  # which the library refuses
+            if key in seen:
+                line = key_node.start_mark.line + 1
                 raise Refused(f"{key}: given twice, the second time on line {line}; keep one")
+            seen.add(key)
         return super().construct_mapping(node, deep)
 
 
@@ -78,8 +104,22 @@ for _name, (_form, _first) in _NUMBERS.items():
     _Dumper.add_implicit_resolver(_TAG + _name, _form, list(_first))
 
 
+def read_file(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises Refused naming it."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(LONGEST_FILE + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refused(f"{path}: cannot be read: {error}") from error
+    return read_mapping(text, str(path))
+
+
 def read_mapping(text: str, name: str) -> dict[str, Any]:
     """The mapping in a YAML document. Raises Refused naming `name` and the line."""
+    if len(text) > LONGEST_FILE:
+        raise Refused(
+            f"{name}: more than {LONGEST_FILE:,} characters, which no run file needs; shorten it"
+        )
     try:
         value = yaml.load(text, Loader=_Loader)  # a SafeLoader: builds no objects
     except yaml.YAMLError as error:
@@ -319,7 +359,7 @@ def _unknown(key: str, known: list[str], path: str) -> str:
 
 def _got(value: Any) -> str:
     kind = "text" if isinstance(value, str) else type(value).__name__
-    return f"{kind} {value!r}" if value is not None else "null"
+    return f"{kind} {shortened(repr(value))}" if value is not None else "null"
 
 
 def _join(path: str, key: str) -> str:
@@ -387,4 +427,9 @@ def _tokens(values: Mapping[str, Any], names: tuple[str, ...], where: str) -> di
     """Text in place of a number of tokens is read; all else stays for the types to judge."""
     read = read_pages if where == "sparse." else read_tokens
     texts = {n: values[n] for n in names if isinstance(values.get(n), str)}
+    texts |= {n: str(values[n]) for n in names if _is_too_many(values.get(n))}
     return {**values, **{name: read(text, where + name) for name, text in texts.items()}}
+
+
+def _is_too_many(given: Any) -> bool:
+    return isinstance(given, int) and given > MOST_TOKENS
