@@ -1,6 +1,8 @@
 """Chats as templates write them, and what of them is trained."""
 
+import gc
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -306,3 +308,36 @@ def test_what_sharegpt_does_not_say_is_refused(
     use = load_tokenizer(str(tmp_path / "tokenizer"))
     with pytest.raises(Refused, match=message):
         open_corpus(config, use, context=200, seed=0, watch=lambda *_: None)
+
+
+ENDLESS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
+LARGE = "{{ 'x' * 4000000000 }}"
+GROWING = "{% set n = namespace(t='x' * 1000) %}{% for a in range(60) %}{% set n.t = n.t + n.t %}"
+# One operation, in which Python handles no signal.
+POWER = "{% set n = messages | length + 4 %}{{ (n ** (n ** n)) % 7 }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (ENDLESS, r"takes more than 1\.5 s of CPU; leave this record out"),
+        (POWER, r"takes more than 1\.5 s of CPU"),
+        (LARGE, "needs more than 512 MiB; leave this record out"),
+        (GROWING + "{% endfor %}{{ n.t }}", "needs more than 512 MiB"),
+    ],
+)
+def test_a_template_has_limits(build: Build, template: str, words: str) -> None:
+    """Of time and memory, at the record that meets them; nothing of its process is left."""
+    bomb = f"{{% if messages[-1].content == 'bomb' %}}{template}{{% endif %}}{TURNS}"
+    begin = sum(os.times()[:4])
+    with pytest.raises(Refused, match=f"line 2: the chat template {words}"):
+        build(bomb, CHAT, [*CHAT, {"role": "assistant", "content": "bomb"}])
+    assert sum(os.times()[:4]) - begin < 2.5
+    gc.collect()  # the reading that was given up
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_what_a_template_raises_comes_from_its_process(build: Build) -> None:
+    with pytest.raises(Refused, match=r"line 1: the chat template cannot render field 'mess.*: no"):
+        build("{{ raise_exception('no') }}", CHAT)

@@ -519,28 +519,6 @@ ALLOCATORS = (
     ),
 )
 
-CACHE = "tests/data/test_store.py::"
-BELIEVED = (
-    Fault(
-        "cache: a block with another digest is read",
-        "if not np.array_equal(_digest(self.data, block), self.digests[block]):",
-        "if len(_digest(self.data, block)) != len(self.digests[block]):",
-        (CACHE + "test_a_bit_that_changed_is_found_and_mended",),
-    ),
-    Fault(
-        "cache: the last block of a document is not compared",
-        "last = len(self.digests) if stop is None else -(-stop // _BLOCK)",
-        "last = len(self.digests) if stop is None else stop // _BLOCK",
-        (CACHE + "test_damaged_tokens_are_found_where_they_are_read_and_made_anew",),
-    ),
-    Fault(
-        "cache: what another user put there is read",
-        "if status.st_uid != os.geteuid():",
-        "if status.st_uid == -1:",
-        (CACHE + "test_a_cache_of_another_user_is_refused",),
-    ),
-)
-
 VERIFY = (
     Fault(
         "verify: an ill-conditioned gradient may be anything",
@@ -594,5 +572,5 @@ PLANNER = (
 
 FAULTS = (
     *(*PROGRAMS, *WINDOWS, *MERGES, *KERNELS, *STATES, *GRADIENTS, *DOCUMENTS),
-    *(*OPTIMIZER, *RESUMES, *RANKS, *SPARSE, *ALLOCATORS, *BELIEVED, *VERIFY, *PLANNER),
+    *(*OPTIMIZER, *RESUMES, *RANKS, *SPARSE, *ALLOCATORS, *VERIFY, *PLANNER),
 )

@@ -468,6 +468,8 @@ class ChatForm:
             found = write(**how)
             (found if isinstance(found, str) else found[0][0]).encode()
             return found
+        except MemoryError:
+            raise  # a limit's, that says more
         except Exception as error:  # a template raises what it wants; its words are kept
             raise Refused(
                 f"{document.place}: the chat template cannot render field {self.field!r}: "

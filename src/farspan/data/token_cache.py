@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from farspan.data.rendering import reading
 from farspan.data.tokenizers import Document, Encoded, Form, Source, Tokenizer, Written
 from farspan.durable import (
     NotPrivate,
@@ -354,16 +355,17 @@ class _Batch:
 def _batches(documents: Iterator[Document], form: Form) -> Iterator[_Batch]:
     """Documents with something in them, gathered into about a million characters."""
     batch, size = _Batch([], [], form.masked), 0
-    for document in documents:
-        content = form.read(document)
-        if content is None:
-            continue
-        batch.documents.append(document)
-        batch.contents.append(content)
-        size += content.size()
-        if size >= _BATCH_SIZE:
-            yield batch
-            batch, size = _Batch([], [], form.masked), 0
+    with reading(form) as read:
+        for document in documents:
+            content = read(document)
+            if content is None:
+                continue
+            batch.documents.append(document)
+            batch.contents.append(content)
+            size += content.size()
+            if size >= _BATCH_SIZE:
+                yield batch
+                batch, size = _Batch([], [], form.masked), 0
     if batch.documents:
         yield batch
 

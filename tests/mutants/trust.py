@@ -1,0 +1,37 @@
+"""Faults in what is believed of files, and in how much work they may ask for."""
+
+from tests.mutants.faults import Fault
+
+CACHE = "tests/data/test_store.py::"
+TRUST = (
+    Fault(
+        "cache: a block with another digest is read",
+        "if not np.array_equal(_digest(self.data, block), self.digests[block]):",
+        "if len(_digest(self.data, block)) != len(self.digests[block]):",
+        (CACHE + "test_a_bit_that_changed_is_found_and_mended",),
+    ),
+    Fault(
+        "cache: the last block of a document is not compared",
+        "last = len(self.digests) if stop is None else -(-stop // _BLOCK)",
+        "last = len(self.digests) if stop is None else stop // _BLOCK",
+        (CACHE + "test_damaged_tokens_are_found_where_they_are_read_and_made_anew",),
+    ),
+    Fault(
+        "cache: what another user put there is read",
+        "if status.st_uid != os.geteuid():",
+        "if status.st_uid == -1:",
+        (CACHE + "test_a_cache_of_another_user_is_refused",),
+    ),
+    Fault(
+        "templates: may take any memory",
+        "limit = pages * resource.getpagesize() + MEMORY",
+        "limit = pages * resource.getpagesize() + (MEMORY << 10)",
+        ("tests/data/test_chat.py::test_a_template_has_limits",),
+    ),
+    Fault(
+        "templates: may take four times as long",
+        "signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)",
+        "signal.setitimer(signal.ITIMER_PROF, 4 * CPU_SECONDS)",
+        ("tests/data/test_chat.py::test_a_template_has_limits",),
+    ),
+)
