@@ -147,14 +147,33 @@ def publish(partial: Path, path: Path) -> None:
 
 def discard(folder: Path) -> None:
     """Removes a folder; one that is half removed no longer has its name. Of a link to a folder,
-    the link."""
-    if folder.is_symlink():
-        folder.unlink()
-    elif folder.is_dir():
-        doomed = folder.with_name(f"{PARTIAL}old-{folder.name}")
-        shutil.rmtree(doomed, ignore_errors=True)
-        os.replace(folder, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+    the link. Raises WriteFailed."""
+    try:
+        if folder.is_symlink():
+            folder.unlink()
+        elif folder.is_dir():
+            doomed = folder.with_name(f"{PARTIAL}old-{folder.name}")
+            shutil.rmtree(doomed, ignore_errors=True)
+            os.replace(folder, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+    except OSError as error:
+        raise WriteFailed(
+            f"cannot remove {folder}: {error.strerror or error}; fix its permissions, or move it "
+            "away, then run the same command again"
+        ) from error
+
+
+def move(path: Path, place: Path) -> None:
+    """Gives a file or folder, if it is still there, another name beside it. Raises WriteFailed."""
+    try:
+        if os.path.lexists(path):
+            os.replace(path, place)
+            sync(place.parent)
+    except OSError as error:
+        raise WriteFailed(
+            f"cannot rename {path} to {place.name}: {error.strerror or error}; move it away, then "
+            "run the same command again"
+        ) from error
 
 
 def remove_leftovers(folder: Path) -> None:

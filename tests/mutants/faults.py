@@ -404,6 +404,18 @@ RESUMES = (
         CHECKPOINT,
     ),
     Fault(
+        "checkpoint: what could not be read is removed",
+        "for path in list_checkpoints(folder) if path.name not in kept]",
+        "for path in list_checkpoints(folder)]",
+        CHECKPOINT,
+    ),
+    Fault(
+        "checkpoint: what could not be read is replaced",
+        "    if path.name in kept:\n",
+        "    if path.name in kept and not path.exists():\n",
+        CHECKPOINT,
+    ),
+    Fault(
         "checkpoint: published before it is on the disk",
         "                sync(inner)",
         "                inner.stat()",

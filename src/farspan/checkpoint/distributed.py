@@ -55,6 +55,7 @@ from farspan.checkpoint.format import (
     BoxSavePlanner,
     Entries,
     Forms,
+    NotDamaged,
     expect_json,
     form_words,
     key_of,
@@ -128,7 +129,9 @@ def load_entries(
                 no_dist=group is None,
             )
     except CheckpointException as error:
-        raise Refused(f"{path}: {_causes(error)}") from error
+        causes = [failure[0] for failure in error.failures.values()]
+        whole = all(isinstance(cause, NotDamaged) for cause in causes)
+        raise (NotDamaged if whole else Refused)(f"{path}: {_causes(error)}") from error
     return read_state(path)
 
 
@@ -300,13 +303,13 @@ def together(group: Group, work: Callable[[], T]) -> T:
     try:
         found = work()
     except Refused as error:
-        said = str(error)
-    everyone: list[str | None] = [said]
+        said = error
+    everyone: list[Refused | None] = [said]
     if group is not None:
         everyone *= group.size()
         dist.all_gather_object(everyone, said, group)
-    for words in filter(None, everyone):
-        raise Refused(words)
+    for refusal in filter(None, everyone):
+        raise refusal
     assert found is not None
     return found
 
@@ -414,23 +417,24 @@ def copy_rows(path: Path, live: Entries, prefix: str) -> None:
 
 
 def refuse_other(path: Path, state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raises Refused where a checkpoint's state is of another run."""
+    """Raises Refused where a checkpoint's state lacks what is expected, and NotDamaged where it is
+    of another run."""
     for key, value in expected.items():
         if key not in state:
             raise Refused(f"{path}: damaged: its {key} is missing")
         if state.get(key) != value:
             if key == "data":
-                raise Refused(
+                raise NotDamaged(
                     f"{path}: belongs to another run: the text under data.path has changed, or "
                     "its tokenizer has; restore what it was trained with, or give another folder "
                     "for a new run"
                 )
             if key == FROZEN:
-                raise Refused(
+                raise NotDamaged(
                     f"{path}: it was trained with other frozen weights than model.path has now; "
                     "restore them, or another folder for a new run"
                 )
-            raise Refused(
+            raise NotDamaged(
                 f"{path}: belongs to another run: its {key} is {state.get(key)!r}, "
                 f"that of this run is {value!r}"
             )

@@ -37,6 +37,10 @@ from farspan.durable import digest
 from farspan.spec import Refused
 
 
+class NotDamaged(Refused):
+    """Why a checkpoint cannot be used here and now, although it may well be whole."""
+
+
 def expect_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises Refused when there is no such thing."""
     with readable(path):
@@ -52,14 +56,14 @@ def expect_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Raises Refused, naming the file, where the system does not let it, or what is under it, be
-    read."""
+    """Raises Refused, naming the file, where it, or what is under it, is missing, and NotDamaged
+    where the system does not let it be read."""
     try:
         yield
     except FileNotFoundError as error:
         raise Refused(f"{error.filename or path}: missing") from error
     except OSError as error:
-        raise Refused(
+        raise NotDamaged(
             f"{error.filename or path}: cannot be read: {error.strerror or error}"
         ) from error
 
@@ -147,10 +151,10 @@ class BoxLoadPlanner(LoadPlanner):
         if 0 in place.shape:
             return  # nothing of it was saved
         if not isinstance(saved, TensorStorageMetadata):
-            raise Refused(f"of another model: only the model has {name}")
+            raise NotDamaged(f"of another model: only the model has {name}")
         there = saved.properties.dtype, tuple(saved.size)
         if there != (tensor.dtype, place.shape):
-            raise Refused(
+            raise NotDamaged(
                 f"of another model: {name} is {form_words(*there)}, here "
                 f"{form_words(tensor.dtype, place.shape)}"
             )
@@ -159,7 +163,7 @@ class BoxLoadPlanner(LoadPlanner):
         wanted = {name for plan in global_plan for name in plan.planner_data}
         for name in sorted(self._saved.keys() - wanted):
             if not name.startswith(self._unread):
-                raise Refused(f"of another model: only the checkpoint has {name}")
+                raise NotDamaged(f"of another model: only the checkpoint has {name}")
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
@@ -224,7 +228,7 @@ def read_tensor_list(path: Path) -> "TensorList":
     """Of the checkpoint in a folder. Raises Refused where it is not there, or damaged."""
     listed = expect_json(path / TENSORS)
     if listed.get("format") != FORMAT:
-        raise Refused(f"{path / TENSORS}: format {listed.get('format')!r}, expected {FORMAT}")
+        raise NotDamaged(f"{path / TENSORS}: format {listed.get('format')!r}, expected {FORMAT}")
     with parsing(path):
         files = {name: FileSum.of(name, entry) for name, entry in listed["files"].items()}
         metadata = _metadata(listed["tensors"])

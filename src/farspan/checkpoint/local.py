@@ -17,9 +17,10 @@ import os
 import platform
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,6 +44,7 @@ from farspan.checkpoint.distributed import (
 from farspan.checkpoint.format import (
     FileSum,
     Forms,
+    NotDamaged,
     expect_json,
     form_words,
     open_tensors,
@@ -56,6 +58,7 @@ from farspan.durable import (
     PARTIAL,
     digest,
     discard,
+    move,
     publish,
     read_json,
     remove_leftovers,
@@ -73,6 +76,7 @@ _STATE = "state.json"
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 _RNG = "rng.safetensors"
 _NAME = re.compile("step-[0-9]{8}")  # of a checkpoint; see folder_name
+_ASIDE = ".set-aside"  # what may be whole has such a name where the run saves its step again
 _ADVICE = "move this folder away to resume from an older checkpoint, or start in another run folder"
 
 
@@ -122,12 +126,13 @@ class Restored:
     path: Path
     state: dict[str, Any]
     rng: dict[str, Tensor]
+    kept: frozenset[str] = frozenset()  # later checkpoints that were passed over and may be whole
     at: TrainState = field(init=False)
 
     def __post_init__(self) -> None:
         at = _train_state(self.path / _STATE, self.state)
         if folder_name(at.step) != self.path.name:
-            raise Refused(
+            raise NotDamaged(
                 f"{self.path}: holds the checkpoint of step {at.step}: rename it to "
                 f"{folder_name(at.step)}"
             )
@@ -144,15 +149,23 @@ class Restored:
 
 
 def save_checkpoint(
-    folder: Path, live: Live, rng: Tensors, state: Mapping[str, Any], *, step: int, keep: int
+    folder: Path,
+    live: Live,
+    rng: Tensors,
+    state: Mapping[str, Any],
+    *,
+    step: int,
+    keep: int,
+    kept: set[str] | None = None,
 ) -> Path:
-    """Writes the checkpoint of `step` under `folder` and removes all but the latest `keep`.
+    """Writes the checkpoint of `step` under `folder` and removes all but the latest `keep`, and
+    none of those named in `kept`.
 
     Raises WriteFailed naming the file; the checkpoints that were there are then untouched.
     """
-    path = folder / folder_name(step)
+    path, kept = folder / folder_name(step), set() if kept is None else kept
     partial = folder / f"{PARTIAL}{path.name}"
-    remove_leftovers(folder)
+    _make_way(path, kept)
     with writing(partial):
         for file, tensors in {**live.files(), _RNG: rng}.items():
             write_tensors(partial / file, tensors)
@@ -164,7 +177,7 @@ def save_checkpoint(
     except BaseException:
         remove_leftovers(folder)  # the space is wanted: the disk may be full
         raise
-    prune(folder, step, keep)
+    prune(folder, step, keep, kept)
     return path
 
 
@@ -189,18 +202,20 @@ def latest_usable(
     paths: Sequence[Path], read: Callable[[Path], Restored], warn: Callable[[str], None]
 ) -> Restored | None:
     """What `read` makes of the latest of these that it does not refuse. Raises Refused."""
-    problems: list[str] = []
+    problems: dict[str, Refused] = {}
     for path in reversed(paths):
         try:
             restored = read(path)
         except Refused as problem:
-            problems.append(str(problem))
+            problems[path.name] = problem
             continue
-        for problem_text in problems:
-            warn(f"{problem_text}; resuming from {path} instead")
-        return restored
-    if problems:
-        raise Refused(f"{problems[0]}; {_ADVICE}")
+        kept = frozenset(name for name, why in problems.items() if isinstance(why, NotDamaged))
+        for name, why in problems.items():
+            fate = f"; it may be whole and is kept, as {name}{_ASIDE} once this run is there"
+            warn(f"{why}; resuming from {path} instead{fate if name in kept else ''}")
+        return replace(restored, kept=kept)
+    for why in problems.values():
+        raise Refused(f"{why}; {_ADVICE}")
     return None
 
 
@@ -264,10 +279,22 @@ def _named(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names) if _NAME.fullmatch(name)]
 
 
-def prune(folder: Path, step: int, keep: int) -> None:
-    """Keeps the latest `keep`. A later step than the one just saved is of no use any more: it
-    could not be read when this run resumed from before it."""
-    saved = list_checkpoints(folder)
+def _make_way(path: Path, kept: set[str]) -> None:
+    """Cleans up where a checkpoint is to be written. One of the same step that is among the `kept`
+    gets another name, and is no longer among them. Raises WriteFailed."""
+    remove_leftovers(path.parent)
+    if path.name in kept:
+        names = (f"{path.name}{_ASIDE}{f'-{n}' if n > 1 else ''}" for n in count(1))
+        free = (path.with_name(name) for name in names)
+        move(path, next(place for place in free if not os.path.lexists(place)))
+        kept.discard(path.name)
+
+
+def prune(folder: Path, step: int, keep: int, kept: Collection[str] = ()) -> None:
+    """Keeps the latest `keep`, beside those named in `kept`. A later step than the one just saved
+    is of no use any more: this run resumed from before it because it was damaged. Raises
+    WriteFailed."""
+    saved = [path for path in list_checkpoints(folder) if path.name not in kept]
     later = [p for p in saved if p.name > folder_name(step)]
     for path in later + saved[: len(saved) - len(later)][:-keep]:
         discard(path)
@@ -294,7 +321,7 @@ def verify_checkpoint(
         _verify_file(path / name, listed[name])
     state = expect_json(path / _STATE)
     if state.get("format") != _FORMAT:
-        raise Refused(f"{path / _STATE}: format {state.get('format')!r}, expected {_FORMAT}")
+        raise NotDamaged(f"{path / _STATE}: format {state.get('format')!r}, expected {_FORMAT}")
     refuse_other(path / _STATE, state, expected)
     for name, of_tensors in forms.items():
         _verify_tensors(path / name, of_tensors)
@@ -312,12 +339,12 @@ def _verify_tensors(path: Path, forms: Forms) -> None:
         names = set(file.keys())
         for name in sorted(names ^ forms.keys()):
             where = "the checkpoint" if name in names else "the model"
-            raise Refused(f"{path}: of another model: only {where} has {name}")
+            raise NotDamaged(f"{path}: of another model: only {where} has {name}")
         for name, form in forms.items():
             tensor = file.get_tensor(name)
             saved = tensor.dtype, tuple(tensor.shape)
             if saved != form:
-                raise Refused(
+                raise NotDamaged(
                     f"{path}: of another model: {name} is {form_words(*saved)}, here "
                     f"{form_words(*form)}"
                 )
@@ -371,6 +398,7 @@ class ReplicatedSaver:
     def __init__(self, model: nn.Module, optimizer: Tensors, world: DistributedContext) -> None:
         self._world = world
         self._live = Live(model_tensors(model), optimizer)
+        self._kept: set[str] = set()
 
     def resume(
         self, folder: Path, expected: Mapping[str, Any], warn: Callable[[str], None]
@@ -379,14 +407,16 @@ class ReplicatedSaver:
             lambda: resume_checkpoint(folder, self._live, expected, warn), "reading a checkpoint"
         )
         if restored is not None:
+            self._kept = set(restored.kept)
             self._world.broadcast([*self._live.model.values(), *self._live.optimizer.values()])
         return restored
 
     def save(
         self, folder: Path, rng: Tensors, state: Mapping[str, Any], *, step: int, keep: int
     ) -> None:
+        own, kept = self._live, self._kept
         self._world.run_on_rank0(
-            lambda: save_checkpoint(folder, self._live, rng, state, step=step, keep=keep),
+            lambda: save_checkpoint(folder, own, rng, state, step=step, keep=keep, kept=kept),
             "writing a checkpoint",
         )
 
@@ -432,6 +462,7 @@ class ShardedSaver:
         buffers = {n: b for n, b in model.named_buffers() if n in kept and not b.is_meta}
         own = {name: weight.detach() for name, weight in weights.items()}
         self._entries = entries_of({**own, **buffers}, optimizer, places)
+        self._kept: set[str] = set()
 
     def resume(
         self, folder: Path, expected: Mapping[str, Any], warn: Callable[[str], None]
@@ -439,17 +470,19 @@ class ShardedSaver:
         refuse_apart(folder, self._world)
         paths = self._world.run_on_rank0(lambda: list_checkpoints(folder))
         forms = self._forms()
-        return latest_usable(paths, lambda path: self._read(path, forms, expected), warn)
+        found = latest_usable(paths, lambda path: self._read(path, forms, expected), warn)
+        self._kept = set() if found is None else set(found.kept)
+        return found
 
     def save(
         self, folder: Path, rng: Tensors, state: Mapping[str, Any], *, step: int, keep: int
     ) -> None:
         path = folder / folder_name(step)
-        self._world.run_on_rank0(lambda: remove_leftovers(folder))
+        self._world.run_on_rank0(lambda: _make_way(path, self._kept))
         given = {**state, "step": step}
         with activity("writing a checkpoint"):
             save_sharded(path, self._entries, rng, given, self._world)
-        self._world.run_on_rank0(lambda: prune(folder, step, keep))
+        self._world.run_on_rank0(lambda: prune(folder, step, keep, self._kept))
 
     def weights(self) -> Mapping[str, Tensor] | None:
         return gather_model(self._dealt, self._model)
