@@ -213,6 +213,7 @@ def test_several_machines_are_the_last_resort_and_said() -> None:
     [
         (lambda q: has_adapters(q) and q.machine.name == "b200", "--lora 16 --machine b200"),
         (lambda q: has_adapters(q) and q.layout.devices() == 4, "--lora 16 --gpus 4"),
+        (lambda q: q.optimizer == "host" and q.layout.devices() == 4, "--optimizer host --gpus 4"),
         (
             lambda q: q.optimizer == "host" and q.machine.name == "h200",
             "--optimizer host --machine h200",
@@ -226,7 +227,7 @@ def test_several_machines_are_the_last_resort_and_said() -> None:
             "--optimizer host --machine h200 --gpus 2",
         ),
     ],
-    ids=["card", "devices", "states", "machine", "all"],
+    ids=["card", "devices", "both", "states", "machine", "all"],
 )
 def test_two_changes_where_none_alone_helps(helps: Helps, expected: str) -> None:
     [remedy] = remedies_of(asked(), helps)

@@ -52,12 +52,16 @@ def remedies_of(question: Question, fits: Fits, seconds: float = SECONDS) -> tup
     if not any(remedy.options.startswith(LORA) for remedy in found):
         for kind in (_memory, _devices, _cards):
             first(_both(_adapters, kind, question))
-    pairs = ((_on_host, _memory), (_on_host, _cards), (_cards, _devices), (_on_host, _nodes))
-    for one, other in pairs:
+    exact = (
+        *(_both(_on_host, kind, question) for kind in (_memory, _devices, _cards)),
+        _nodes(question),
+        _both(_on_host, _nodes, question),
+        _machines(question),
+        _both(_on_host, _machines, question),
+    )
+    for changes in exact:
         if not any(remedy.same for remedy in found):
-            first(_both(one, other, question))
-    if not any(remedy.same for remedy in found):
-        first(_machines(question))
+            first(changes)
     return tuple(found)
 
 

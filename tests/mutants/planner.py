@@ -1,0 +1,72 @@
+"""Faults of the planner."""
+
+from tests.mutants.faults import Fault
+
+PLANNER = (
+    Fault(
+        "margin: main memory may be filled",
+        "device.left < margin.device or host.left < margin.host // question.near()",
+        "device.left < margin.device",
+        ("tests/planner/test_margin.py::test_main_memory_is_left_too",),
+    ),
+    Fault(
+        "reserve: all main memory is planned with",
+        "host_bytes=size - reserve, host_reserve=reserve",
+        "host_bytes=size, host_reserve=reserve",
+        ("tests/planner/test_ask.py::test_memory_in_place_of_the_machines",),
+    ),
+    Fault(
+        "remedies: adapters are said to keep the results",
+        'Remedy(f"{LORA} {RANK}", False,',
+        'Remedy(f"{LORA} {RANK}", True,',
+        ("tests/planner/test_remedies.py::test_of_every_kind_the_first_is_told_and_what_it_keeps",),
+    ),
+    Fault(
+        "longest: a step may take longer than it may",
+        "if plan.fits and took <= most:",
+        "if plan.fits:",
+        (
+            "tests/planner/test_plans.py::"
+            "test_where_a_step_may_take_so_long_the_longest_context_takes_it",
+        ),
+    ),
+    Fault(
+        "bound: O and LSE of a kept cell are left out",
+        "outside = (self.kept.attention >= self.kept.graphs)",
+        "outside = (self.kept.attention >= 0)",
+        (
+            "tests/planner/test_bound.py::test_bounds_hold",
+            "tests/planner/test_bound.py::test_memory_is_never_overestimated",
+        ),
+    ),
+    Fault(
+        "bound: groups' first inputs are counted twice",
+        "inner[k, [first for first, _ in groups]] = 0.0",
+        "inner[k, [first for first, _ in groups]] = 1.0",
+        ("tests/planner/test_bound.py::test_memory_is_never_overestimated",),
+    ),
+    Fault(
+        "timeline: a write does not wait for reads",
+        "            if writes and use.read > end:",
+        "            if writes and use.read > end + 1e9:",
+        (
+            "tests/planner/test_timeline.py::test_no_race",
+            "tests/planner/test_timeline.py::test_times_are_those_of_the_engines_waits",
+        ),
+    ),
+    Fault(
+        "stages: chunks are cut by work that is done",
+        "wanted = done - (done - whole) // left",
+        "wanted = done + whole // left",
+        ("tests/program/test_balance.py",),
+    ),
+    Fault(
+        "search: a plan above the limit is the lightest",
+        "if plan is not None and plan.seconds.total <= limit:",
+        "if plan is not None:",
+        (
+            "tests/planner/test_thrift.py",
+            "tests/planner/test_best_first.py::test_nothing_as_fast_takes_less",
+        ),
+    ),
+)
