@@ -188,7 +188,7 @@ def remove_leftovers(folder: Path) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file; None when there is no such thing, whatever is in its place."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes()) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

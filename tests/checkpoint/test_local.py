@@ -1,7 +1,6 @@
 """A checkpoint is whole or it is not used; the one before it survives whatever happens."""
 
 import errno
-import hashlib
 import json
 import os
 import pickle
@@ -10,7 +9,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -24,13 +22,9 @@ from farspan.checkpoint import local as checkpoint
 from farspan.checkpoint.distributed import entries_of
 from farspan.checkpoint.local import (
     Live,
-    ReplicatedSaver,
-    Saver,
-    ShardedSaver,
     capture_rng,
     restore_rng,
 )
-from farspan.distributed.fsdp import whole_placement
 from farspan.distributed.run_context import DistributedContext
 from farspan.durable import WriteFailed, digest
 from farspan.spec import Refused
@@ -226,184 +220,6 @@ def test_an_older_one_is_used_with_a_warning(
     assert "step-00000005" in warning
 
 
-@contextmanager
-def as_another_account() -> Iterator[None]:
-    """Modes bind everyone but root."""
-    mine = os.geteuid()
-    if mine == 0:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(mine)
-
-
-@pytest.fixture
-def public() -> Iterator[Path]:
-    """A folder that other accounts reach, which pytest's are not."""
-    with TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)
-        yield Path(folder)
-
-
-@pytest.mark.parametrize(
-    ("name", "inside"),
-    [("model.safetensors", True), ("manifest.json", True), ("state.json", True), (".", False)],
-)
-def test_a_checkpoint_that_may_not_be_read_is_passed_over(
-    public: Path, name: str, inside: bool
-) -> None:
-    older, latest = save(public, 4), save(public, 5)
-    (latest / name).chmod(0)
-    try:
-        with as_another_account():
-            step, into, (warning,) = resume(public)
-    finally:
-        (latest / name).chmod(0o755)
-    assert step == 4
-    assert equal(into, live(4.0))
-    where = latest / name if inside else latest
-    assert warning == (
-        f"{where}: cannot be read: Permission denied; resuming from {older} instead; it may be "
-        "whole and is kept, as step-00000005.set-aside once this run is there"
-    )
-
-
-def replicated() -> ReplicatedSaver:
-    model = torch.nn.Linear(3, 2)
-    return ReplicatedSaver(model, {"step/w": torch.tensor(1.0)}, WORLD)
-
-
-def sharded() -> ShardedSaver:
-    model = torch.nn.Linear(3, 2)
-    weights = dict(model.named_parameters())
-    places = {name: whole_placement(w.shape) for name, w in weights.items()}
-    dealt: Any = None  # only to export
-    return ShardedSaver(model, dealt, weights, places, {"step/w": torch.tensor(1.0)}, WORLD)
-
-
-@contextmanager
-def unreadable(monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[None]:
-    """The disk does not give its bytes back, for a while."""
-    own = hashlib.file_digest
-
-    def fail(file: Any, kind: str) -> Any:
-        if file.name == str(path):
-            raise OSError(errno.EIO, "Input/output error")
-        return own(file, kind)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(hashlib, "file_digest", fail)
-        yield
-
-
-@pytest.mark.parametrize("make", [replicated, sharded])
-def test_what_could_not_be_read_is_not_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], Saver]
-) -> None:
-    """Neither as later than a save, nor as too old, nor when its step is saved again."""
-
-    def step(saver: Saver, number: int) -> None:
-        saver.save(tmp_path, capture_rng(), state_of(number), step=number, keep=1)
-
-    for number in (4, 5, 7):
-        make().save(tmp_path, capture_rng(), state_of(number), step=number, keep=9)
-    (tmp_path / "step-00000005" / "mine").write_text("x")
-    saver, warnings = make(), list[str]()
-    with (
-        unreadable(monkeypatch, tmp_path / "step-00000005" / "state.json"),
-        unreadable(monkeypatch, tmp_path / "step-00000007" / "state.json"),
-    ):
-        restored = saver.resume(tmp_path, RUN, warnings.append)
-    assert restored is not None
-    assert restored.at.step == 4
-    assert [text.split("; ")[-1] for text in warnings] == [
-        f"it may be whole and is kept, as step-0000000{n}.set-aside once this run is there"
-        for n in (7, 5)
-    ]
-    step(saver, 4)
-    assert names(tmp_path) == ["step-00000004", "step-00000005", "step-00000007"]
-    (tmp_path / "step-00000005.set-aside").mkdir()  # from an earlier time
-    step(saver, 5)
-    aside = ["step-00000005.set-aside", "step-00000005.set-aside-2"]
-    assert names(tmp_path) == ["step-00000005", *aside, "step-00000007"]
-    assert (tmp_path / aside[1] / "mine").exists()
-    step(saver, 6)
-    step(saver, 8)
-    assert names(tmp_path) == [*aside, "step-00000007", "step-00000008"]
-    again = make().resume(tmp_path, RUN, pytest.fail)
-    assert again is not None
-    assert again.at.step == 8
-
-
-def test_of_what_this_run_passed_over_only_the_damaged_is_replaced(tmp_path: Path) -> None:
-    """A checkpoint of another run, or under another name than its own, may be whole."""
-    save_linear(tmp_path, 3).rename(tmp_path / "renamed")
-    for number in (4, 5, 6, 8):
-        save_linear(tmp_path, number)
-    truncate(tmp_path / "step-00000005" / "model.safetensors")
-    change_state(tmp_path / "step-00000006", run="other")
-    (tmp_path / "renamed").rename(tmp_path / "step-00000007")
-    change_state(tmp_path / "step-00000008", format=2)
-    saver, warnings = replicated(), list[str]()
-    saver.resume(tmp_path, RUN, warnings.append)
-    assert ["is kept" in text for text in warnings] == [True, True, True, False]
-    saver.save(tmp_path, capture_rng(), state_of(4), step=4, keep=1)
-    assert names(tmp_path) == [f"step-0000000{n}" for n in (4, 6, 7, 8)]
-
-
-def save_linear(folder: Path, step: int) -> Path:
-    """Of the model of `replicated`."""
-    replicated().save(folder, capture_rng(), state_of(step), step=step, keep=9)
-    return folder / checkpoint.folder_name(step)
-
-
-def change_state(path: Path, **changed: Any) -> None:
-    state = json.loads((path / "state.json").read_text())
-    (path / "state.json").write_text(json.dumps(state | changed))
-    sum_again(path / "state.json")
-
-
-def test_an_old_one_that_cannot_be_removed_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path, 4)
-    own = os.replace
-
-    def fail(source: Path, target: Path) -> None:
-        if source.name == "step-00000004":
-            raise OSError(errno.EPERM, "Operation not permitted")
-        own(source, target)
-
-    monkeypatch.setattr(os, "replace", fail)
-    message = r"cannot remove .*step-00000004: Operation not permitted; fix its permissions"
-    with pytest.raises(WriteFailed, match=message):
-        save(tmp_path, 5, keep=1)
-    assert names(tmp_path) == ["step-00000004", "step-00000005"]
-
-
-def test_checkpoints_that_may_not_be_listed_are_not_taken_for_none(public: Path) -> None:
-    """The run would begin anew."""
-    save(public / "checkpoints", 4)
-    (public / "checkpoints").chmod(0)
-    with (
-        as_another_account(),
-        pytest.raises(Refused, match="checkpoints: cannot be read: Permission denied"),
-    ):
-        resume(public / "checkpoints")
-
-
-def test_a_file_that_the_disk_does_not_give_back_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path, 4)
-    path = save(tmp_path, 5) / "model.safetensors"
-    with unreadable(monkeypatch, path):
-        step, _, (warning,) = resume(tmp_path)
-    assert step == 4
-    assert warning.startswith(f"{path}: cannot be read: Input/output error; resuming from ")
-
-
 def test_only_step_and_eight_digits_are_checkpoints(tmp_path: Path) -> None:
     """Whatever else lies there is the user's, and stays."""
     save(tmp_path, 2)
@@ -561,7 +377,7 @@ def test_a_checkpoint_of_ranks_that_lost_something_is_passed_over(
     tmp_path: Path, lost: str, words: str
 ) -> None:
     """Its list, or all generators: an older checkpoint is gone on from."""
-    older, world, own = save(tmp_path, 3), DistributedContext(torch.device("cpu")), live(4.0)
+    older, world, own = save(tmp_path, 3), WORLD, live(4.0)
     path = tmp_path / checkpoint.folder_name(4)
     rng = {} if lost == "generators" else capture_rng()
     state = {**RUN, "position": {"step": 4, "tokens": 32, "skipped": 0}, "step": 4}

@@ -407,13 +407,13 @@ RESUMES = (
         "checkpoint: what could not be read is removed",
         "for path in list_checkpoints(folder) if path.name not in kept]",
         "for path in list_checkpoints(folder)]",
-        CHECKPOINT,
+        ("tests/checkpoint/test_unreadable.py",),
     ),
     Fault(
         "checkpoint: what could not be read is replaced",
         "    if path.name in kept:\n",
         "    if path.name in kept and not path.exists():\n",
-        CHECKPOINT,
+        ("tests/checkpoint/test_unreadable.py",),
     ),
     Fault(
         "checkpoint: published before it is on the disk",

@@ -3,6 +3,8 @@ write boxes of tensors.
 """
 
 import json
+import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,8 +59,11 @@ def expect_json(path: Path) -> dict[str, Any]:
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
     """Raises Refused, naming the file, where it, or what is under it, is missing, and NotDamaged
-    where the system does not let it be read."""
+    where the system does not let it be read, or it is a pipe, say, which has no end."""
     try:
+        mode = path.stat().st_mode if os.path.lexists(path) else stat.S_IFREG
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise NotDamaged(f"{path}: cannot be read: neither a file nor a folder")
         yield
     except FileNotFoundError as error:
         raise Refused(f"{error.filename or path}: missing") from error

@@ -17,6 +17,7 @@ import os
 import platform
 import re
 import secrets
+import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -260,13 +261,13 @@ def restore_rng(states: Tensors, own: torch.device | None = None) -> None:
 def list_checkpoints(folder: Path) -> list[Path]:
     """All under a folder, the oldest first; what has any other name is the user's. Raises Refused
     where the folder cannot be read."""
-    return [path for path in _named(folder) if os.path.isdir(path)]
+    return [path for path in _named(folder) if not _is_in_the_way(path)]
 
 
 def refuse_in_the_way(folder: Path) -> None:
     """Raises Refused where what has a checkpoint's name under `folder` is no folder."""
     for path in _named(folder):
-        if not os.path.isdir(path):
+        if _is_in_the_way(path):
             raise Refused(
                 f"{path}: is in the way of a checkpoint: expected a folder or nothing; move it "
                 "away, then run the same command again"
@@ -275,8 +276,20 @@ def refuse_in_the_way(folder: Path) -> None:
 
 def _named(folder: Path) -> list[Path]:
     with readable(folder):
-        names = os.listdir(folder) if folder.exists() else []
+        try:
+            names = os.listdir(folder)
+        except FileNotFoundError:
+            names = []
     return [folder / name for name in sorted(names) if _NAME.fullmatch(name)]
+
+
+def _is_in_the_way(path: Path) -> bool:
+    """Whether what has a checkpoint's name is known to be no folder. What cannot be looked at is
+    refused by who reads it, and is not taken for nothing."""
+    try:
+        return not stat.S_ISDIR(path.stat().st_mode)
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)  # a link to what is not there
 
 
 def _make_way(path: Path, kept: set[str]) -> None:
@@ -433,7 +446,7 @@ def refuse_apart(folder: Path, world: DistributedContext) -> None:
         return path
 
     path = world.run_on_rank0(write)
-    blind = world.first_given(None if path.exists() else platform.node())
+    blind = world.first_given(None if os.path.exists(path) else platform.node())
     world.run_on_rank0(path.unlink)
     if blind is not None:
         rank, node = blind
