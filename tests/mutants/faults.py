@@ -324,8 +324,8 @@ OPTIMIZER = (
     ),
     Fault(
         "learning rate: the cosine a step late",
-        "done = (step + 1 - config.warmup)",
-        "done = (step - config.warmup)",
+        "done = (step + 1 - (steps - falls)) / falls",
+        "done = (step - (steps - falls)) / falls",
         ("tests/train/test_optimizer.py",),
     ),
     Fault(
@@ -356,10 +356,28 @@ RESUMES = (
         (RESUMED + "test_random_numbers_of_an_abandoned_step_are_drawn_again",),
     ),
     Fault(
-        "interrupt: a terminal that hangs up twice ends a run at once",
-        "if signum != signal.SIGHUP and (self._world is None",
-        "if (self._world is None",
-        (RESUMED + "test_a_terminal_may_hang_up_again_and_again",),
+        "interrupt: SIGHUP ends a run under nohup",
+        "if signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:",
+        "if False:",
+        (RESUMED + "test_under_nohup_a_terminal_may_close",),
+    ),
+    Fault(
+        "merge: adapters count alpha alone",
+        'config["lora_alpha"] / config["r"]',
+        'config["lora_alpha"]',
+        ("tests/hf/test_merge.py::test_a_sum_is_rounded_once",),
+    ),
+    Fault(
+        "merge: a weight is written where its header begins",
+        "new.seek(start + header",
+        "new.seek(header",
+        ("tests/hf/test_merge.py::test_lora_is_added_where_the_weights_lie",),
+    ),
+    Fault(
+        "calibrate: believed with any torch",
+        "if _basis(file.measured_on, device) in (None, _basis(now, device)):",
+        "if True:",
+        ("tests/engine/test_calibrate.py::test_another_machine_or_torch_is_measured_again",),
     ),
     Fault(
         "output: a pipe that is closed ends a run",

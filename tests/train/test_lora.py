@@ -11,6 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from farspan import cli
 from farspan.cli.with_torch import model_for
 from farspan.hf.load import add_adapters, load_model
 from farspan.spec import Kernels, Refused
@@ -79,6 +80,33 @@ def test_peft_loads_what_was_trained(tmp_path: Path) -> None:
     )
     assert torch.equal(theirs(ids).logits, ours(ids).logits)
     assert not torch.equal(theirs(ids).logits, before)
+
+
+def test_a_run_is_merged_into_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whose rope is another one than the base's."""
+    rope = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}
+    run = a_run(tmp_path, "run")
+    run = replace(run, model=replace(run.model, overrides=rope))
+    fit_all([run])
+    ours = load_model(path=str(run.model.path), dtype=torch.float64, overrides=rope)
+    add_adapters(ours, rank=4, alpha=8.0)
+    saved = load_file(tmp_path / "run" / "checkpoints" / "step-00000004" / "model.safetensors")
+    ours.load_state_dict(saved, strict=False)
+    out = str(tmp_path / "out")
+    monkeypatch.setattr("sys.argv", ["farspan", "merge", run.folder, "-o", out])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code in (0, None)
+    said = capsys.readouterr().out
+    assert said == f"adapters of 14 modules merged; the model is in {out}\n"
+    model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    ids = torch.arange(20)[None]
+    assert relative_error(model(ids).logits, ours(ids).logits) <= EXACT
+    told = json.loads((tmp_path / "out" / "farspan.json").read_text())
+    assert told["merged"]
+    assert told["checkpoint"] == "step-00000004"
 
 
 def test_adapters_of_a_changed_model_say_how_it_was_changed(tmp_path: Path) -> None:

@@ -76,6 +76,11 @@ COMMANDS = {
         "Show a run file's sequences: which documents, and which of their tokens are trained.",
         app="data_app",
     ),
+    "merge": LazyCommand(
+        "farspan.cli.train",
+        "Merge a run's adapters into the model that they are for; transformers loads the result.",
+        app="merge_app",
+    ),
     "calibrate": LazyCommand(
         "farspan.cli.calibrate",
         "Measure this machine and write the file that `farspan plan` reads.",

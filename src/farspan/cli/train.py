@@ -103,3 +103,19 @@ def data_command(
     chosen = load_run(run, settings or ())
     for line in load("farspan.train.setup", "show_data")(chosen, sequence, held_out):
         print(line.rstrip())
+
+
+merge_app = typer_app()
+
+
+@merge_app.command("merge")
+def merge_command(
+    run: Annotated[Path, typer.Argument(help="Run folder, or a folder of adapters.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; a new one.")],
+    base: Annotated[
+        str | None,
+        typer.Option(help="Folder or hub name in place of the model that the adapters name."),
+    ] = None,
+) -> None:
+    """Merge a run's adapters into the model that they are for; transformers loads the result."""
+    load("farspan.cli.with_torch", "merge_and_tell")(run.expanduser(), output.expanduser(), base)

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from farspan.durable import WriteFailed
 from farspan.engine.verify import Verification, VerificationRun, verify
 from farspan.formatting import sparse_words
 from farspan.hf.load import Weights, add_adapters, load_model
+from farspan.hf.merge import merge
 from farspan.report.tables import show
 from farspan.sparse.train import fraction_of
 from farspan.sparse.verify import Approximation
@@ -44,6 +46,15 @@ def train_and_tell(run: RunConfig, notes: Sequence[str], *, in_json: bool) -> No
     if result.leads:
         print(json.dumps(result_json(result)) if in_json else result.message)
     raise typer.Exit(result.exit_code)
+
+
+def merge_and_tell(source: Path, folder: Path, base: str | None) -> None:
+    """Merges and says so. Raises typer.Exit where the disk is full, and Refused."""
+    try:
+        print(merge(source, folder, base).describe())
+    except WriteFailed as error:
+        print(f"farspan: {error}", file=sys.stderr)
+        raise typer.Exit(FAILED) from error
 
 
 def result_json(result: TrainingResult) -> dict[str, Any]:

@@ -1,0 +1,239 @@
+"""`farspan merge`: adapters and the model that they are for become one model's folder.
+
+LoRA is added where the weights lie on the disk: each file of them is copied, and every weight that
+has an adapter is overwritten in the copy, at its place, one at a time. What adapters of other kinds
+do (DoRA, modules that are trained whole) is peft's to say, and takes the whole model in memory.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from farspan.durable import PARTIAL, publish, read_json, write_bytes, writing
+from farspan.hf.load import MISSING, load_config, load_model
+from farspan.lazy import load
+from farspan.plan.model.catalog import is_on_hub, refuse_absent
+from farspan.spec import Refused
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+SOURCE = "farspan.json"  # what a run says of its adapters
+PREFIX = "base_model.model."  # of a name of peft's before the model's own
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".index.json")
+# Fields of an adapter_config.json that may have any value: what is added to W is
+# lora_alpha / r * B(A) all the same. With another value in any other field peft is asked.
+EITHER = frozenset(
+    (
+        *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
+        *("revision", "inference_mode", "r", "lora_alpha", "lora_dropout", "runtime_config"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What became of adapters."""
+
+    folder: Path
+    modules: int  # that had some
+    streamed: bool  # a weight at a time; else in memory, by peft
+
+    def describe(self) -> str:
+        """One line for the user."""
+        how = "" if self.streamed else ", by peft in memory"
+        return f"adapters of {self.modules} modules merged{how}; the model is in {self.folder}"
+
+
+def merge(source: Path, folder: Path, base: str | None = None) -> Merged:
+    """Writes `folder`, a whole model with its tokenizer in the dtypes of the base, from the
+    adapters of `source`: a run's folder or one that peft wrote. `base` stands in place of the model
+    that they name. The folder appears whole or not at all. Raises Refused, and WriteFailed.
+    """
+    adapters = _adapters_in(source)
+    if os.path.lexists(folder):
+        raise Refused(f"output: {folder} is there already; name a folder that is not")
+    config = read_json(adapters / CONFIG)
+    if config is None:
+        raise Refused(f"{adapters / CONFIG}: cannot be read as JSON")
+    told = read_json(adapters / SOURCE) or {}
+    overrides = told.pop("overrides", {})
+    model = _base_folder(config, base, adapters)
+    partial = folder.with_name(f"{PARTIAL}{folder.name}")
+    with _opened(adapters / TENSORS) as tensors:
+        names = list(tensors.keys())
+        files = _weight_files(model)
+        plain = _is_plain(config) and _fit(names, files)
+        with writing(partial):
+            _copy_others(model, partial)
+            if plain:
+                _add(tensors, config["lora_alpha"] / config["r"], files, partial)
+                if overrides:
+                    made = load_config(path=str(model), config=None, overrides=overrides)
+                    made.save_pretrained(partial)
+            else:
+                _merge_in_memory(model, adapters, overrides, partial)
+            _copy_others(adapters, partial, CONFIG, SOURCE, "README.md")  # the run's tokenizer
+            write_bytes(partial / SOURCE, json.dumps({**told, "merged": True}).encode("utf-8"))
+    publish(partial, folder)
+    modules = {name.partition(".lora_")[0] for name in names}
+    return Merged(folder, len(modules), plain)
+
+
+def _adapters_in(source: Path) -> Path:
+    """The folder that has a run's adapters, or those of `source` itself."""
+    for folder in (source / "model", source):
+        if (folder / CONFIG).is_file():
+            return folder
+        if (folder / "config.json").is_file():
+            raise Refused(f"{folder}: holds a whole model; there are no adapters to merge")
+    if (source / "config.yaml").is_file():
+        raise Refused(
+            f"{source}: this run has not written its adapters yet, which it does at its end; run "
+            "its last steps first"
+        )
+    raise Refused(f"{source}: holds no adapters; give a run's folder, or one with {CONFIG}")
+
+
+def _base_folder(config: Mapping[str, Any], base: str | None, adapters: Path) -> Path:
+    """Where the files of the model lie that adapters are for."""
+    name = base or config.get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise Refused(f"{adapters / CONFIG}: names no model that they are for; give it as --base")
+    refuse_absent("base", name)
+    if not is_on_hub(name):
+        return Path(name).expanduser()
+    revision = config.get("revision") if base is None else None
+    kinds = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=kinds))
+    except (OSError, ValueError) as error:
+        raise Refused(
+            f"base: {name!r} is neither a folder nor a hub name that can be reached: {error}"
+        ) from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (FileNotFoundError, SafetensorError) as error:
+        raise Refused(f"{path}: no safetensors file that can be read: {error}") from error
+
+
+def _weight_files(model: Path) -> dict[str, Path]:
+    """The file of each weight, as transformers finds it; none where there are no such files."""
+    if (model / WEIGHTS).is_file():
+        files = {WEIGHTS}
+    else:
+        files = set((read_json(model / INDEX) or {}).get("weight_map", {}).values())
+    found: dict[str, Path] = {}
+    for name in sorted(files):
+        with _opened(model / name) as file:
+            found |= dict.fromkeys(file.keys(), model / name)
+    return found
+
+
+def _is_plain(config: Mapping[str, Any]) -> bool:
+    """Whether each adapter adds lora_alpha / r * B(A) to its weight."""
+    try:
+        usual = load("peft", "LoraConfig")().to_dict()
+    except ImportError as error:
+        raise Refused(MISSING.format(error=error)) from error
+    if config.get("peft_type") != "LORA" or config.get("init_lora_weights") not in (True, False):
+        return False
+    known = EITHER | {"init_lora_weights"}
+    return all(v is None or usual.get(k) == v for k, v in config.items() if k not in known)
+
+
+def _fit(names: Iterable[str], files: Mapping[str, Path]) -> bool:
+    """Whether all tensors are A and B of weights that lie in these files by the same names: those
+    of a model that transformers renames as it loads it do not."""
+    a = {n.removesuffix(".lora_A.weight") for n in names if n.endswith(".lora_A.weight")}
+    b = {n.removesuffix(".lora_B.weight") for n in names if n.endswith(".lora_B.weight")}
+    return a == b and 2 * len(a) == len(list(names)) and all(_weight_of(m) in files for m in a)
+
+
+def _weight_of(module: str) -> str:
+    return f"{module.removeprefix(PREFIX)}.weight"
+
+
+def _copy_others(source: Path, target: Path, *without: str) -> None:
+    """The files of a folder that hold no weights."""
+    for path in source.iterdir():
+        if path.is_file() and path.name not in without and not path.name.endswith(SUFFIXES):
+            shutil.copyfile(path, target / path.name)
+
+
+def _add(tensors: Any, scale: float, files: Mapping[str, Path], target: Path) -> None:
+    """Copies the files of weights, and adds scale * B(A) to those that have adapters."""
+    for path in sorted(set(files.values())):
+        shutil.copyfile(path, target / path.name)
+        with path.open("rb") as file:
+            start = 8 + int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(start - 8))
+        with _opened(path) as old, (target / path.name).open("r+b") as new:
+            for name in tensors.keys():  # noqa: SIM118
+                module, _, kind = name.rpartition(".lora_")
+                if kind == "A.weight" and _weight_of(module) in header:
+                    weight = _weight_of(module)
+                    b = tensors.get_tensor(f"{module}.lora_B.weight")
+                    merged = _sum(
+                        weight, old.get_tensor(weight), tensors.get_tensor(name), b, scale
+                    )
+                    new.seek(start + header[weight]["data_offsets"][0])
+                    new.write(merged.contiguous().view(torch.uint8).numpy().data)
+    if len(set(files.values())) > 1 or WEIGHTS not in {p.name for p in files.values()}:
+        index = next(iter(files.values())).with_name(INDEX)
+        shutil.copyfile(index, target / INDEX)
+
+
+def _sum(name: str, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """W [outer, inner] + scale * B [outer, rank] A [rank, inner], rounded once to W's dtype."""
+    if not weight.is_floating_point() or weight.itemsize < 2:
+        raise Refused(
+            f"base: {name} is quantised ({weight.dtype}); give the model before it was, as --base"
+        )
+    if weight.shape != (b.shape[0], a.shape[1]):
+        raise Refused(
+            f"base: {name} is {list(weight.shape)}, its adapters are for "
+            f"{[b.shape[0], a.shape[1]]}: another model; give theirs as --base"
+        )
+    wide = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
+    return weight.to(wide).addmm(b.to(wide), a.to(wide), alpha=scale).to(weight.dtype)
+
+
+def _merge_in_memory(model: Path, adapters: Path, overrides: dict[str, Any], target: Path) -> None:
+    """By peft, in the base's dtype."""
+    made = load_config(path=str(model), config=None, overrides=overrides)
+    if getattr(made, "quantization_config", None) is not None:
+        raise Refused(f"base: {model} is quantised; give the model before it was, as --base")
+    dtype = getattr(made, "dtype", None) or torch.float32
+    whole: Any = load_model(path=str(model), overrides=overrides, dtype=dtype)
+    outer = whole.get_output_embeddings(), whole.get_input_embeddings()
+    try:
+        peft_model = load("peft", "PeftModel").from_pretrained(
+            whole, str(adapters), autocast_adapter_dtype=False
+        )
+        tied = outer[0] is not None and outer[0].weight is outer[1].weight
+        if tied and (whole.get_output_embeddings(), whole.get_input_embeddings()) != outer:
+            raise Refused(
+                "base: its head and its embedding are one weight, which an adapter of one of them "
+                "would change in both; such adapters cannot be merged"
+            )
+        peft_model.merge_and_unload(safe_merge=True).save_pretrained(target)
+    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise Refused(
+            f"{adapters}: peft cannot merge them into {model}: {' '.join(str(error).split())}"
+        ) from error
