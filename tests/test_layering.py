@@ -41,24 +41,27 @@ INSIDE = {
     # What a cell takes is read by builder and planner; the package above is the public function.
     "plan.cell": "program",
     "plan.model": "program",
+    "profile": "program",
 }
 HEIGHT = {layer: -row for row, layers in enumerate(ORDER) for layer in layers}
 TORCH_FREE = (
-    *("__init__", "formatting", "lazy", "memory", "plan", "planner", "program", "report", "spec"),
-    "version",
+    *("__init__", "formatting", "lazy", "memory", "plan", "planner", "profile", "program"),
+    *("report", "spec", "version"),
 )
 TORCH = ("torch", "transformers")
 SEAM = "farspan.lazy"  # the only module that may import by name
 # A user of the seam, and what stands above it and is loaded all the same: whoever plans for `here`
 # has the machine measured, whoever plans a family that is not known has its layers run, whoever
-# prints a plan sees its tables, whoever installs the allocator installs it in torch. A step that is
-# to choose its schedule asks who chooses a run's.
+# asks for a profile that does not ship has it measured, whoever prints a plan sees its tables,
+# whoever installs the allocator installs it in torch. A step that is to choose its schedule asks
+# who chooses a run's.
 UPWARD = {
     ("farspan.planner.api", "farspan.engine.calibrate"),
     ("farspan.planner.api", "farspan.hf.describe"),
     ("farspan.planner.request", "farspan.report.plan"),
     ("farspan.memory", "farspan.engine.allocator"),
     ("farspan.engine.step", "farspan.train.planning"),
+    ("farspan.profile.store", "farspan.engine.profile"),
 }
 
 Sources = dict[str, str]  # module name, dotted, to its text

@@ -85,6 +85,10 @@ COMMANDS = {
         "farspan.cli.calibrate",
         "Measure this machine and write the file that `farspan plan` reads.",
     ),
+    "profile": LazyCommand(
+        "farspan.cli.profile",
+        "Measure what a model costs, which `farspan plan` reads; no weights, on any machine.",
+    ),
     "memory": LazyCommand(
         "farspan.cli.memory",
         "Trace a step's memory, plan addresses for it, compare allocators on it.",

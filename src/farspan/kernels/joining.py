@@ -22,7 +22,6 @@ from farspan.kernels.launch import (
     rows_of,
     warps_of,
 )
-from farspan.lazy import load
 from farspan.spec import Refused
 
 FP32 = (torch.float32,)
@@ -105,5 +104,4 @@ def _launch(kernel: str, rows: dict[str, Rows], sizes: Sizes, like: Tensor, part
         "num_warps": warps_of(shape.tile * shape.padded, 32),
     }
     count = like.shape[:-1].numel()
-    function = load("farspan.kernels.triton_kernels", kernel)
-    return Launch(function, (-(-count // shape.tile),), rows | {"sizes": sizes} | compiled_for)
+    return Launch(kernel, (-(-count // shape.tile),), rows | {"sizes": sizes} | compiled_for)

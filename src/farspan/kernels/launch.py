@@ -3,6 +3,9 @@
 Named tuples are what Triton takes apart into single arguments; strides are in elements.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -46,12 +49,20 @@ class Sizes(NamedTuple):
 class Launch(NamedTuple):
     """One kernel with all it is given. Making it decides; `run` does."""
 
-    kernel: Any
+    name: str
     programs: tuple[int, ...]
     arguments: dict[str, Any]
+    module: str = "farspan.kernels.triton_kernels"
+
+    @property
+    def kernel(self) -> Any:
+        return load(self.module, self.name)
 
     def run(self, x: Tensor) -> None:
-        """On the device of x."""
+        """On the device of x; on the meta device nothing runs, and `launched` hears of it."""
+        if x.is_meta:
+            _launched.get()(self)
+            return
         if min(self.programs) == 0:
             return
         _check_device(x.device, self.kernel)
@@ -60,12 +71,32 @@ class Launch(NamedTuple):
             self.kernel[self.programs](**self.arguments, enable_fp_fusion=True)
 
 
+def _unheard(_: Launch) -> None:
+    """Nobody asks what is launched."""
+
+
+_launched: ContextVar[Callable[[Launch], None]] = ContextVar("launched", default=_unheard)
+
+
+@contextmanager
+def launched(hear: Callable[[Launch], None]) -> Iterator[None]:
+    """Inside it, `hear` is called with what would be launched on the meta device."""
+    token = _launched.set(hear)
+    try:
+        yield
+    finally:
+        _launched.reset(token)
+
+
 @cache
 def fused_for(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels take tensors of this dtype on this device; else PyTorch's operators do.
 
     They want CUDA of compute capability 8.0 or more, and bf16, fp16 or fp32: fp64 is for checks.
+    On the meta device a step allocates as it would with them.
     """
+    if device.type == "meta":
+        return dtype in DTYPES
     if device.type != "cuda" or dtype not in DTYPES or find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)

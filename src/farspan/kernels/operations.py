@@ -25,7 +25,6 @@ from farspan.kernels.launch import (
     rows_of,
     warps_of,
 )
-from farspan.lazy import load
 from farspan.spec import Refused
 
 # -- RMS norm: of hidden states, and of each head of queries or keys ----------------------------
@@ -103,8 +102,7 @@ def norm_launch(x: Tensor, weight: Tensor, out: Tensor, rstd: Tensor, norm: Norm
         "shape": shape,
         "num_warps": warps_of(shape.tile * shape.padded, 32),
     }
-    kernel = load("farspan.kernels.triton_kernels", "norm_kernel")
-    return Launch(kernel, (-(-rstd.numel() // shape.tile),), arguments)
+    return Launch("norm_kernel", (-(-rstd.numel() // shape.tile),), arguments)
 
 
 def norm_backward_launch(
@@ -126,8 +124,7 @@ def norm_backward_launch(
         "shape": shape,
         "num_warps": warps_of(shape.tile * shape.padded, 16),
     }
-    kernel = load("farspan.kernels.triton_kernels", "norm_backward_kernel")
-    return Launch(kernel, (programs,), arguments), partial
+    return Launch("norm_backward_kernel", (programs,), arguments), partial
 
 
 @cache
@@ -239,8 +236,7 @@ def gate_launch(kernel: str, tensors: dict[str, Tensor], act: Act) -> Launch:
     lines = {name: _lines(x, dense) for name, x in tensors.items()}
     blocks = -(-width // GATE_BLOCK) * (shape.numel() // max(width, 1))
     sizes = {"width": width, "act": act.name, "block": GATE_BLOCK, "num_warps": 4}
-    function = load("farspan.kernels.triton_kernels", kernel)
-    return Launch(function, (blocks,), lines | sizes)
+    return Launch(kernel, (blocks,), lines | sizes)
 
 
 def _lines(x: Tensor, dense: bool) -> Lines:
@@ -327,9 +323,8 @@ def rotate_launch(
         "shape": shape,
         "num_warps": warps_of(padded(heads) * padded(q.shape[3]), 32),
     }
-    kernel = load("farspan.kernels.triton_kernels", "rotate_kernel")
     # The second of a grid's numbers is at most 65535, the first 2**31 - 1.
-    return Launch(kernel, (q.shape[2], q.shape[0]), arguments)
+    return Launch("rotate_kernel", (q.shape[2], q.shape[0]), arguments)
 
 
 def _angles(x: Tensor) -> Angles:
@@ -431,7 +426,7 @@ def loss_launch(
         "shape": LossShape(block, ignored, scale is not None, softcap is not None, STAGES),
         "num_warps": max(block // 512, 1),
     }
-    return Launch(load("farspan.kernels.triton_kernels", "loss_kernel"), (len(logits),), arguments)
+    return Launch("loss_kernel", (len(logits),), arguments)
 
 
 # -- as operations that autograd knows ----------------------------------------------------------

@@ -32,7 +32,6 @@ from torch import Tensor
 
 from farspan.attention.softmax import BackwardQueries
 from farspan.kernels.launch import DTYPES, Heads, Launch, heads_of, padded, veiled
-from farspan.lazy import load
 from farspan.sparse.attend import FarCall
 from farspan.sparse.pages import Pages, Resident, Slab
 from farspan.spec import Refused
@@ -406,7 +405,7 @@ def _launch(
         scale=call.scale,
     )
     common = {"sizes": sizes, "shape": _shape(call, q, tile), "num_warps": tile.warps}
-    return Launch(load("farspan.sparse.kernels", kernel), grid, arguments | common)
+    return Launch(kernel, grid, arguments | common, "farspan.sparse.kernels")
 
 
 def _shape(call: PagedCall, q: Tensor, tile: PageTile) -> PageShape:

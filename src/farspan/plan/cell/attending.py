@@ -5,7 +5,7 @@ C tokens of the chunk, H query heads, Hk key-value heads, D head dim.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from farspan.plan.cell.choosing import choice_bytes, watch_bytes
 from farspan.plan.cell.kernels import (
@@ -22,10 +22,11 @@ from farspan.plan.cell.kernels import (
 )
 from farspan.plan.cell.operations import Gradients, Saved, as_width, contiguous, permute, transpose
 from farspan.plan.cell.phantom import Found, Memory, Phantom, pointwise, record, reduced
-from farspan.plan.cell.sparse import Far, far_bytes
+from farspan.plan.cell.sparse import Far, far_bytes, far_of, most_units_of
 from farspan.plan.model.architecture import Attention
-from farspan.program.attention_blocks import Block, cut_wide, most_tokens, plan_blocks
+from farspan.program.attention_blocks import Block, cut_wide, most_tokens, near_blocks, plan_blocks
 from farspan.program.program import AttentionMode
+from farspan.spec import LayerSpec, Sparse
 
 
 class CellDone(Exception):
@@ -67,13 +68,13 @@ class Attending:
     def _attend(self, q: Phantom, k: Phantom, v: Phantom, sinks: Phantom | None) -> Phantom:
         inputs = [q, k, v, sinks]
         k, v = contiguous(k.bare()), contiguous(v.bare())
-        out, lse = self._output(q.bare(), k, v, sinks)
+        out, lse = self.output(q.bare(), k, v, sinks)
         own = (None, None) if self.kept else (k, v)
         output = (None, None) if self.kept and self.buffered else (out, lse)
         answer = transpose(out, 1, 2)
         return record(answer, inputs, self._backward(q, v), [q, sinks, *own, *output])
 
-    def _output(
+    def output(
         self, q: Phantom, k: Phantom, v: Phantom, sinks: Phantom | None
     ) -> tuple[Phantom, Phantom]:
         if self.mode is AttentionMode.HELD:
@@ -139,7 +140,58 @@ def _pass(memory: Memory, size: int) -> None:
     memory.new((size,), 1)
 
 
-def chunk_call(attention: Attention, batch: int, start: int, stop: int, kv_block: int) -> Call:
+def attention_bytes(
+    heads: LayerSpec,
+    call: Call,
+    run: tuple[int, int],
+    tokens: int,
+    heads_first: bool,
+    chooses: bool,
+) -> tuple[int, int]:
+    """Bytes at the fullest moment of a chunk's attention, forward and backward, results included,
+    queries, keys and values left out. `run` is batch and bytes of an element."""
+    batch, width = run
+    memory = Memory()
+
+    def given(count: int, dim: int, *, packed: bool = False) -> Phantom:
+        if packed:
+            return memory.given((batch, count, tokens, dim), width)
+        return transpose(memory.given((batch, tokens, count, dim), width), 1, 2)
+
+    q = given(heads.query_heads, heads.head_dim, packed=heads_first)
+    k = given(heads.kv_heads, heads.head_dim, packed=True)
+    v = given(heads.kv_heads, heads.value_dim, packed=True)
+    sinks = memory.given((heads.query_heads,), width) if heads.sinks else None
+    cell = Attending(AttentionMode.COMPUTE, call, chooses)
+    found = cell.output(q, k, v, sinks)
+    forward = memory.peak
+    del found
+    cell.held = None
+    memory.peak = 0
+    out, lse = in_buffer(q, v)
+    dout = memory.given((batch, tokens, heads.query_heads, heads.value_dim), width)
+    _Backward(cell, q.shape, v.shape)([dout], (q, sinks, k, v, out, lse))
+    return forward, memory.peak
+
+
+def sparse_call(
+    call: Call,
+    heads: LayerSpec,
+    sparse: Sparse,
+    run: tuple[int, int],
+    tokens: int,
+    in_slots: bool,
+) -> Call:
+    """The sparse form of a dense call."""
+    far = far_of(heads, sparse, run, call.q_start, tokens)
+    units = 0 if far is None else most_units_of(far)
+    blocks = near_blocks(call.blocks, sparse, call.q_start)
+    return replace(call, blocks=blocks, far=far, most_units=units, in_slots=in_slots)
+
+
+def chunk_call(
+    attention: Attention | LayerSpec, batch: int, start: int, stop: int, kv_block: int
+) -> Call:
     """The dense attention of tokens [start, stop) of so many sequences."""
     row = batch * attention.query_heads * max(attention.head_dim, attention.value_dim)
     blocks = plan_blocks(start, stop, kv_block, attention.window)
@@ -147,7 +199,7 @@ def chunk_call(attention: Attention, batch: int, start: int, stop: int, kv_block
     return Call(kernel_of(attention), narrow, start)
 
 
-def kernel_of(attention: Attention) -> Kernel:
+def kernel_of(attention: Attention | LayerSpec) -> Kernel:
     """As `attention.choose.select_kernel` has it on a CPU."""
     if attention.softcap is not None:
         return PhantomTiled(capped=True)

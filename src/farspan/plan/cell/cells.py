@@ -17,7 +17,7 @@ from farspan.spec import Sparse
 class CellKind:
     """What decides the memory of a cell."""
 
-    block: ArchitectureBlock
+    block: ArchitectureBlock | int  # or the number of a kind of a profile
     tokens: int
     q_start: int  # as far as it decides which blocks of keys there are
     mode: AttentionMode
@@ -70,6 +70,7 @@ class PhantomCells:
         how = self.architecture
         sums = self.wide if how.adds and kind.fresh else 0
         memory = Memory(in_place=self.in_place, fused=how.fused, adds=how.adds, sums=sums)
+        assert isinstance(kind.block, ArchitectureBlock)
         attention = kind.block.attention
         weights = given_weights(memory, self.architecture, kind.block, self.width)
         tables = given_tables(memory, self.architecture, attention, kind.tokens, self.width)
@@ -105,6 +106,7 @@ class PhantomCells:
 
     def _sparse(self, call: Call, sparse: Sparse, kind: CellKind) -> Call:
         """The sparse form of a dense call."""
+        assert isinstance(kind.block, ArchitectureBlock)
         start, run = kind.q_start, (self.batch, self.width)
         far = far_of(kind.block.attention, sparse, run, start, kind.tokens)
         units = 0 if far is None else most_units_of(far)
@@ -112,6 +114,7 @@ class PhantomCells:
         return replace(call, blocks=blocks, far=far, most_units=units, in_slots=self.in_slots)
 
     def _held(self, memory: Memory, kind: CellKind) -> tuple[Phantom, Phantom]:
+        assert isinstance(kind.block, ArchitectureBlock)
         attention = kind.block.attention
         rows = (self.batch, kind.tokens, attention.query_heads)
         out = memory.given((*rows, attention.value_dim), self.width)

@@ -4,7 +4,7 @@ A cell's memory depends on its layer, its tokens, the keys before it and how it 
 that are equal in these are run once, on phantoms; then the program is walked with what they gave.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -16,6 +16,8 @@ from farspan.plan.cell.layer import layer_weights, trained
 from farspan.plan.cell.outside import Stages, outer_weights
 from farspan.plan.cell.sharing import ALONE, Sharing
 from farspan.plan.model.architecture import Architecture, ArchitectureBlock
+from farspan.profile.cells import ProfiledCells, ProfiledStages, outer_names
+from farspan.profile.model import ModelProfile
 from farspan.program.attention_blocks import most_tokens
 from farspan.program.dependencies import unread_outputs
 from farspan.program.program import (
@@ -97,6 +99,13 @@ def _cells(
 
 
 @lru_cache(maxsize=8)
+def _profiled_cells(
+    profile: ModelProfile, batch: int, kv_block: int, sparse: Sparse | None, on_host: bool
+) -> ProfiledCells:
+    return ProfiledCells(profile, batch, kv_block, sparse, on_host)
+
+
+@lru_cache(maxsize=8)
 def _stages(
     architecture: Architecture,
     batch: int,
@@ -127,31 +136,30 @@ class Walk:
         sharing: Sharing = ALONE,
         in_place: bool = False,
         accumulates: bool = False,
+        profile: ModelProfile | None = None,
     ) -> None:
-        """Without an architecture one is assumed, but for its weights where the model counts them.
+        """Without an architecture one is assumed, but for its weights where the model counts them;
+        with a profile none is needed.
         `gradient_bytes` is the width of an element of `.grad`, the model's own by default. For
         `in_place` see `phantom.Memory`."""
         model, schedule = program.model, program.schedule
-        counted = architecture is None and any(layer.work.trainable for layer in model.layers)
-        architecture = architecture or assumed(model)
         width = model.element_bytes
-        self.program = program
-        self.blocks = architecture.blocks[-len(model.layers) :]
-        seen: dict[ArchitectureBlock, int] = {}
-        self.classes = [seen.setdefault(block, len(seen)) for block in self.blocks]
-        self.architecture = architecture
+        self.program, self.profile = program, profile
+        self.windows = [layer.window for layer in model.layers]
         self.wide = model.accumulate_bytes()
         self.final = gradient_bytes or width
         self.sharing = sharing
         self.sums_apart = self.final != self.wide or sharing.apart
         self.tile = schedule.mlp_chunk_size
-        self.unread = unread_outputs(program) if self.tile is not None else frozenset()
-        sparse = schedule.sparse, schedule.kv is Tier.HOST
-        fixed = schedule.kv_block, in_place, (self.tile or 0, self.wide), *sparse
-        self.cells = _cells(architecture, program.run.batch, width, *fixed)
+        self.unread: frozenset[tuple[int, int]] = frozenset()
+        if self.tile is not None or (profile is not None and profile.variant.fused):
+            self.unread = unread_outputs(program)
         most = most_tokens(program.run.batch * model.vocab)  # of a piece, as in engine.loss
-        sizes = self.wide, min(schedule.loss_chunk_size, max(1, most))
-        self.stages = _stages(architecture, program.run.batch, width, sizes, in_place)
+        piece = min(schedule.loss_chunk_size, max(1, most))
+        if profile is not None:
+            self._use(profile, piece)
+        else:
+            self._use_phantoms(architecture, piece, in_place)
         self.live = self.peak = self.loss = 0
         self.hidden: dict[int, int] = {}
         self.gradient: dict[int, int] = {}
@@ -161,6 +169,42 @@ class Walk:
         self.begun: set[int] = set()  # layers that have weight gradients
         self.outer: frozenset[str] = frozenset()
         self.kinds: dict[tuple[object, ...], CellBytes] = {}
+        self.steps = self._steps()
+        self.replaces = accumulates and self.sums_apart  # `.grad` of earlier batches, when closed
+        if accumulates:
+            self._begin_with_gradients()
+
+    def _use(self, profile: ModelProfile, piece: int) -> None:
+        """Cells, stages and weights of a profile."""
+        self.classes = list(profile.kind_of)
+        self.blocks: Sequence[Any] = self.classes
+        self.adds = profile.variant.adds
+        batch, schedule = self.program.run.batch, self.program.schedule
+        sparse = schedule.sparse, schedule.kv is Tier.HOST
+        self.cells: Any = _profiled_cells(profile, batch, schedule.kv_block, *sparse)
+        self.stages: Any = ProfiledStages(profile, batch, piece)
+        self.weights = [
+            [self.sharing.slice(size) for size in profile.kinds[kind].weights]
+            for kind in profile.kind_of
+        ]
+        names = outer_names(profile)
+        self.outer_weights = dict(zip(names, profile.outer.weights, strict=True))
+
+    def _use_phantoms(self, architecture: Architecture | None, piece: int, in_place: bool) -> None:
+        program, model, sharing = self.program, self.program.model, self.sharing
+        counted = architecture is None and any(layer.work.trainable for layer in model.layers)
+        architecture = architecture or assumed(model)
+        width = model.element_bytes
+        self.blocks = architecture.blocks[-len(model.layers) :]
+        seen: dict[ArchitectureBlock, int] = {}
+        self.classes = [seen.setdefault(block, len(seen)) for block in self.blocks]
+        self.architecture, self.adds = architecture, architecture.adds
+        schedule = program.schedule
+        how = schedule.kv_block, in_place, (self.tile or 0, self.wide)
+        sparse = schedule.sparse, schedule.kv is Tier.HOST
+        self.cells = _cells(architecture, program.run.batch, width, *how, *sparse)
+        sizes = self.wide, piece
+        self.stages = _stages(architecture, program.run.batch, width, sizes, in_place)
         weights = [self._weights(block) for block in self.blocks]
         outer = {name: prod(shape) for name, shape in outer_weights(architecture).items()}
         if counted:
@@ -169,10 +213,6 @@ class Walk:
             outer = dict.fromkeys(outer, 0) | {next(iter(outer)): model.outer_trainable()}
         self.weights = [[sharing.slice(size) for size in of] for of in weights]
         self.outer_weights = dict.fromkeys(outer, 0) if architecture.adapter_rank else outer
-        self.steps = self._steps()
-        self.replaces = accumulates and self.sums_apart  # `.grad` of earlier batches, when closed
-        if accumulates:
-            self._begin_with_gradients()
 
     def _begin_with_gradients(self) -> None:
         """Of all weights. Where `.grad` is the sum itself, nothing comes to it any more."""
@@ -349,7 +389,7 @@ class Walk:
             kind = CellKind(
                 block,
                 stop - start,
-                self._start(start, block) if reads else 0,
+                self._start(start, self.windows[i.layer]) if reads else 0,
                 *run,
             )
             self.kinds[key] = self.cells.get(kind)
@@ -359,14 +399,15 @@ class Walk:
         """Whether the cell runs on tiles, its output is read, and it makes the sums."""
         fresh = i.graph and i.layer not in self.begun
         if self.tile is None or i.kept or self._tokens(i.chunk) <= self.tile:
-            return False, True, fresh and self.architecture.adds
+            value = not i.graph or self.tile is not None or (i.layer, i.chunk) not in self.unread
+            return False, value, fresh and self.adds
         value = not i.graph or (i.layer, i.chunk) not in self.unread
         return True, value, fresh
 
-    def _start(self, start: int, block: ArchitectureBlock) -> int:
+    def _start(self, start: int, window: int | None) -> int:
         """An earlier start of a chunk that asks for the same sizes of blocks, but for how many of
         the full ones: they come one after the other."""
-        schedule, window = self.program.schedule, block.attention.window
+        schedule = self.program.schedule
         size, chunks = schedule.kv_block, len(self.program.chunks)
         step = 1 if chunks <= EXACT_CHUNKS else max(1, size // STARTS)
         start = -(-start // step) * step

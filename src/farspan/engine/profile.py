@@ -1,0 +1,509 @@
+"""Measure what a model costs: its cells run on the meta device, where they allocate and compute
+nothing, by the interpreter that trains.
+
+A cell runs at two lengths, and each moment of its run is a line through both. The meter sees when
+attention is asked for, and when kernels begin and end: what lies between depends on the blocks of
+keys that a chunk sees, and is added where these are known (`farspan.profile.cells`).
+"""
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from farspan.attention.softmax import accumulate_dtype
+from farspan.engine.buffers import ProgramBuffers
+from farspan.engine.gradients import AccumulatingLinears, GradientAccumulator, uncast
+from farspan.engine.interpreter import Interpreter
+from farspan.engine.loss import LossHead, StepInputs
+from farspan.engine.profile_meter import (
+    CellPass,
+    CellTape,
+    GroupedProducts,
+    MarkedContext,
+    MarkedKernels,
+    Meter,
+    NoSums,
+    SparedLayers,
+)
+from farspan.engine.tiers import Arena, CopyEngine
+from farspan.engine.trace import meta_model, shortened
+from farspan.engine.trace_steps import META, without_garbage_collection
+from farspan.hf.attention_interface import routed
+from farspan.hf.describe import describe_unproven
+from farspan.hf.fused_layers import fuse, gate_forward
+from farspan.hf.stages import CausalLMStages
+from farspan.hf.unsupported import DROPOUTS, context_limit
+from farspan.kernels.launch import launched
+from farspan.profile.model import (
+    CellLines,
+    KindProfile,
+    Line,
+    ModelProfile,
+    OuterProfile,
+    Peak,
+    Variant,
+    form,
+)
+from farspan.program.builder import build_program
+from farspan.program.program import (
+    AttentionMode,
+    Backward,
+    Embed,
+    EmbedBackward,
+    Forward,
+    Head,
+    Instruction,
+    Program,
+)
+from farspan.spec import Kernels, LayerWork, ModelSpec, RunSpec, Schedule, Tier
+
+LENGTHS = 512, 768  # tokens of a cell
+
+
+@dataclass(slots=True)
+class _Subject:
+    """One model, ready to be run."""
+
+    stages: CausalLMStages
+    spec: ModelSpec
+    linears: AccumulatingLinears
+    fused: bool
+    arena: Arena = field(default_factory=lambda: Arena(Tier.DEVICE, META))
+    heads_first: list[bool] = field(default_factory=list)
+
+    def program(self, tokens: int, *, kept: bool = False) -> Program:
+        schedule = Schedule(
+            tokens,
+            boundary_inputs=Tier.DEVICE,
+            kv_block=max(tokens, Schedule().kv_block),
+            activations=Tier.DEVICE,
+            activation_save_fraction=float(kept),
+        )
+        return build_program(self.spec, RunSpec(1, tokens), schedule)
+
+    def interpreter(
+        self,
+        program: Program,
+        meter: Meter,
+        *,
+        piece: int = 1,
+        sums: GradientAccumulator | None = None,
+        unread: bool = False,
+    ) -> Interpreter:
+        ids = torch.zeros(1, program.run.tokens, dtype=torch.long, device=META)
+        self.arena.reserve(max(program.arena_bytes.values()))
+        dtype, outer = self.stages.dtype, tuple(self.stages.outer_parameters())
+        gradients = sums or NoSums(meter)
+        self.linears.gradients = gradients
+        made = Interpreter(
+            boundary=self.stages,
+            program=program,
+            storage=ProgramBuffers(
+                program, dict.fromkeys(Tier, self.arena), dtype, CopyEngine(META)
+            ),
+            inputs=StepInputs(ids, torch.zeros_like(ids), torch.zeros_like(ids), None),
+            head=LossHead(self.stages, 1, piece, outer, self.fused),
+            gradients=gradients,
+            after=lambda _: None,
+            layers=SparedLayers(self.stages, self.linears, unread),
+            kernels=MarkedKernels(META, dtype, meter=meter, heads_first=self.heads_first),
+        )
+        own = made.attention
+        context = MarkedContext(own.program, own.inputs, own.kernels, None, own.storage, own.slots)
+        context.meter = meter
+        made.attention = made.recurrent.attention = context
+        return made
+
+    @contextmanager
+    def recording(self, meter: Meter) -> Iterator[None]:
+        model = self.stages.model
+        with (
+            routed(model),
+            uncast(model.parameters()),
+            launched(meter.hear),
+            meter,
+        ):
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One run of a cell."""
+
+    forward: CellPass
+    backward: CellPass | None
+    out: int  # bytes of the layer's output
+    saves_input: bool
+    sums: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a cell runs; see `form`."""
+
+    graph: bool = False
+    kept: bool = False
+    fresh: bool = False
+    unread: bool = False
+
+    def name(self) -> str:
+        return form(graph=self.graph, kept=self.kept, fresh=self.fresh, unread=self.unread)
+
+
+def _run_cell(measured: _Subject, layer: int, tokens: int, way: _Way) -> _Run:
+    stages, program = measured.stages, measured.program(tokens, kept=way.kept)
+    parameters = [p for p in stages.layers[layer].parameters() if p.requires_grad]
+    _set_sums(parameters, exist=not way.fresh)
+    meter = Meter()
+    tape, passes = CellTape(meter), list[CellPass]()
+    forward, backward = _of_layer(program, layer)
+    steps = (replace(forward, **_FORWARD, graph=way.graph, kept=way.kept), backward)
+    program = replace(program, instructions=steps[: 1 + way.graph])
+    interpreter = measured.interpreter(program, meter, unread=way.unread)
+    blanks = torch.empty(2, 1, tokens, measured.spec.hidden, dtype=stages.dtype, device=META)
+    interpreter.hidden[layer], interpreter.gradient[layer + 1] = (x.clone() for x in blanks)
+    again = {layer: blanks[0]} if way.kept else {}  # what a kept graph finds in its buffer
+    entered = weakref.ref(interpreter.hidden[layer].untyped_storage())
+    saved: list[bool] = []
+    positions = interpreter.inputs.position_ids
+    with routed(stages.model), torch.no_grad():
+        interpreter.calls = 0, stages.calls(1, positions)
+
+    def after(instruction: Instruction) -> None:
+        if isinstance(instruction, Forward):
+            saved.append(entered() is not None)
+            passes.append(tape.read())
+            interpreter.hidden.clear()
+            interpreter.hidden.update(again)
+            tape.read()
+        else:
+            passes.append(tape.read())
+
+    interpreter.after = after
+    with measured.recording(meter):
+        interpreter.run()
+    sums = sum(p.grad.nbytes for p in parameters if way.fresh and p.grad is not None)
+    _set_sums(parameters, exist=False)
+    out = tokens * measured.spec.hidden * measured.spec.element_bytes
+    return _Run(passes[0], passes[1] if way.graph else None, out, saved[0], sums)
+
+
+_FORWARD: dict[str, Any] = {"mode": AttentionMode.COMPUTE, "hold": False, "attention": None}
+
+
+def _of_layer(program: Program, layer: int) -> tuple[Forward, Backward]:
+    of = [i for i in program.instructions if isinstance(i, Forward | Backward) and i.layer == layer]
+    forward = next(i for i in of if isinstance(i, Forward))
+    return forward, next(i for i in of if isinstance(i, Backward))
+
+
+def _set_sums(parameters: Sequence[nn.Parameter], *, exist: bool) -> None:
+    for parameter in parameters:
+        wide = accumulate_dtype(parameter.dtype)
+        parameter.grad_dtype = wide
+        parameter.grad = torch.empty_like(parameter, dtype=wide) if exist else None
+
+
+# -- lines through runs -------------------------------------------------------------------------
+
+
+def _line(lengths: Sequence[int], sizes: Sequence[float]) -> Line:
+    """Through the sizes at two lengths."""
+    slope = (sizes[1] - sizes[0]) / (lengths[1] - lengths[0])
+    slope = int(slope) if slope == int(slope) else slope
+    constant = sizes[0] - slope * lengths[0]
+    return constant, slope
+
+
+def _peak(lengths: Sequence[int], found: Sequence[list[int]]) -> Peak:
+    """Lines of moments, where all lengths have as many; else one through the fullest."""
+    if len({len(moments) for moments in found}) == 1:
+        return tuple(_line(lengths, sizes) for sizes in zip(*found, strict=True))
+    return (_line(lengths, [max(moments, default=0) for moments in found]),)
+
+
+def _less(line: Line, a_token: float) -> Line:
+    return (line[0], line[1] - a_token)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """Runs of one cell at several lengths. `attended` are bytes a token of O and LSE."""
+
+    lengths: Sequence[int]
+    runs: Sequence[_Run]
+    attended: int
+
+    def lines(self, *, kept: bool) -> CellLines:
+        forward = [run.forward for run in self.runs]
+        backward = [run.backward for run in self.runs if run.backward is not None]
+        asked = self._moments(forward, "")
+        held = 0 if kept else self.attended  # O and LSE, while a backward waits
+        out = self.runs[0].out // self.lengths[0]
+        first, returned = self.runs[0], self._mark(backward, "returned")
+        return CellLines(
+            asked=asked,
+            before=asked + self._moments(forward, "asked"),
+            at=self._mark(forward, "attends"),
+            after=self._moments(forward, "attended", self.attended),
+            graph=_less(self._mark(forward, "end"), held + out),
+            saves_input=first.saves_input,
+            backward_before=self._moments(backward, "", held),
+            backward_at=_less(self._mark(backward, "attends"), held),
+            backward_after=self._moments(backward, "attended"),
+            weight_gradients=int(_less(returned, out)[0]) - first.sums if backward else 0,
+            sums=first.sums,
+        )
+
+    def _moments(self, passes: Sequence[CellPass], name: str, less: int = 0) -> Peak:
+        if not passes:
+            return ()
+        found = _peak(self.lengths, [one.moments.get(name, []) for one in passes])
+        return tuple(_less(line, less) for line in found)
+
+    def _mark(self, passes: Sequence[CellPass], name: str) -> Line:
+        return _line(self.lengths, [one.marks.get(name, 0) for one in passes] or [0, 0])
+
+
+# -- a model ------------------------------------------------------------------------------------
+
+
+def measure(config: Mapping[str, Any], variant: Variant, name: str = "") -> ModelProfile:
+    """The profile of the model that the content of a config.json stands for. Raises Refused."""
+    dtype = getattr(torch, variant.dtype)
+    whole = _stages(config, dtype, variant.rank)
+    with without_garbage_collection(), GroupedProducts():
+        with routed(whole.model):
+            kinds = whole.kinds()
+        # One layer of each kind is enough; the first ones that have all kinds are made.
+        last = max(kinds.index(kind) for kind in set(kinds))
+        short = _stages(shortened(dict(config), last + 1), dtype, variant.rank)
+        with routed(short.model):
+            stages = short if _pattern(short.kinds()) == _pattern(kinds[: last + 1]) else whole
+        with routed(stages.model):
+            found = _measure(stages, variant)
+    return _of_whole(whole, kinds, found, name or str(config.get("model_type")))
+
+
+def _stages(config: Mapping[str, Any], dtype: torch.dtype, rank: int) -> CausalLMStages:
+    """The model on the meta device, its dropout off: with it no step would train it."""
+    model = meta_model(dict(config), dtype, rank)
+    for module in model.modules():
+        for name in DROPOUTS:
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return CausalLMStages(model)
+
+
+def _pattern(kinds: list[Any]) -> list[int]:
+    """The first layer of each one's kind."""
+    return [kinds.index(kind) for kind in kinds]
+
+
+def _of_whole(
+    whole: CausalLMStages, kinds: list[Any], found: ModelProfile, name: str
+) -> ModelProfile:
+    """The profile of the first layers, as that of all layers."""
+    kind_of = tuple(found.kind_of[kinds.index(kind)] for kind in kinds)
+    parameters = list(whole.model.parameters())
+    spec = replace(
+        found.spec,
+        name=name,
+        layers=tuple(found.spec.layers[kinds.index(kind)] for kind in kinds),
+        parameters=sum(p.numel() for p in parameters),
+        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+    )
+    return replace(found, spec=spec, kind_of=kind_of)
+
+
+def _measure(stages: CausalLMStages, variant: Variant) -> ModelProfile:
+    linears = AccumulatingLinears(adds=variant.adds)
+    if variant.fused or variant.adds:
+        first = (linears.forward_of,) * variant.adds
+        fuse(stages, Kernels(fused=variant.fused), META, *first, linears=linears)
+    spec = describe_unproven(stages)
+    # What kernels see of a window is their own affair; and no graph of the last group is kept.
+    layers = (*spec.layers, spec.layers[-1])
+    seeing_all = replace(spec, layers=tuple(replace(layer, window=None) for layer in layers))
+    measured = _Subject(stages, seeing_all, linears, variant.fused)
+    keys = list(zip(stages.kinds(), spec.layers, strict=True))
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    made = [_kind(measured, keys.index(key), variant) for key in numbers]
+    kind_of = tuple(numbers[key] for key in keys)
+    layers = tuple(replace(spec.layers[i], work=made[kind][1]) for i, kind in enumerate(kind_of))
+    return ModelProfile(
+        spec=replace(spec, layers=layers),
+        kinds=tuple(kind for kind, _ in made),
+        kind_of=kind_of,
+        outer=_Outside(measured, stages.outer_parameters()).profile(),
+        variant=variant,
+        longest=context_limit(stages.model.config),
+        learned_positions=_learns_positions(stages),
+    )
+
+
+def _learns_positions(stages: CausalLMStages) -> bool:
+    """Is there a table of embeddings beside that of tokens?"""
+    tables = [m for m in stages.decoder.modules() if isinstance(m, nn.Embedding)]
+    return any(table is not stages.model.get_input_embeddings() for table in tables)
+
+
+def _ways(measured: _Subject, layer: int, variant: Variant) -> Iterator[_Way]:
+    yield _Way()
+    fused_gates = [m for m in measured.stages.layers[layer].modules() if gate_forward(m)]
+    spares = variant.fused and len(fused_gates) == 1 and _is_skippable(measured, layer)
+    for fresh in (False, True)[: 1 + variant.adds]:
+        yield _Way(graph=True, fresh=fresh)
+        yield _Way(graph=True, kept=True, fresh=fresh)
+        if spares:
+            yield _Way(graph=True, fresh=fresh, unread=True)
+
+
+def _is_skippable(measured: _Subject, layer: int) -> bool:
+    """What the feed-forward gives is only added to the layer's output: no norm reads it."""
+    children = measured.stages.layers[layer].children()
+    norms = [c for c in children if {p.ndim for p in c.parameters()} == {1}]
+    return len(norms) <= 2
+
+
+def _kind(measured: _Subject, layer: int, variant: Variant) -> tuple[KindProfile, LayerWork]:
+    spec, stages = measured.spec, measured.stages
+    heads = spec.layers[layer]
+    attended = heads.output_elements() * spec.element_bytes
+    attended += heads.query_heads * spec.accumulate_bytes()
+    cells: dict[str, CellLines] = {}
+    plain: list[_Run] = []
+    for way in _ways(measured, layer, variant):
+        runs = [_run_cell(measured, layer, tokens, way) for tokens in LENGTHS]
+        cells[way.name()] = _Fit(LENGTHS, runs, attended).lines(kept=way.kept)
+        if way.graph and not plain:
+            plain = runs
+    weights = tuple(p.numel() for p in stages.layers[layer].parameters() if p.requires_grad)
+    first = measured.heads_first.pop() if measured.heads_first else False
+    measured.heads_first.clear()
+    work = _work(measured, layer, plain, variant.rank)
+    return KindProfile(weights, first, cells), work
+
+
+def _work(measured: _Subject, layer: int, runs: Sequence[_Run], rank: int) -> LayerWork:
+    parameters = list(measured.stages.layers[layer].parameters())
+    counts, tokens = runs[0].forward.counts, LENGTHS[0]
+    products = [
+        (inner, outer) for inner, outer, rows in counts.products for _ in range(rows // tokens)
+    ]
+    before = sum(rows // tokens for _, _, rows in counts.products[: counts.before])
+    forward = _line(LENGTHS, [run.forward.counts.traffic for run in runs])
+    backward = _line(LENGTHS, [run.backward.counts.traffic for run in runs if run.backward])
+    return LayerWork(
+        parameters=sum(p.numel() for p in parameters),
+        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        products=tuple(products),
+        projections=before,
+        feed_forward=max(0, len(products) - before - (3 if rank else 1)),
+        skippable=_is_skippable(measured, layer),
+        forward_traffic=int(forward[1]),
+        backward_traffic=int(backward[1]),
+    )
+
+
+# -- what lies outside the layers ---------------------------------------------------------------
+
+# Tokens of a chunk and of a piece of the head: two whole pieces and a rest.
+CHUNKS_AND_PIECES = (320, 128), (352, 128), (352, 160)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outside:
+    measured: _Subject
+    parameters: list[nn.Parameter]
+
+    def profile(self) -> OuterProfile:
+        embeds = [self._pass(tokens, Embed(0)) for tokens in LENGTHS]
+        hidden = self.measured.spec.hidden * self.measured.spec.element_bytes
+        tables = _less(_line(LENGTHS, [p.marks["end"] for p in embeds]), hidden)
+        fresh = self._head(self.parameters)
+        by_head = tuple(p.grad is not None for p in self.parameters)
+        profile = OuterProfile(
+            weights=tuple(p.numel() for p in self.parameters),
+            by_head=by_head,
+            embed=_highest(LENGTHS, embeds),
+            tables=tables,
+            tables_peak=_highest(LENGTHS, [self._tables(tokens) for tokens in LENGTHS]),
+            head=self._head(),
+            head_fresh=fresh,
+            head_once=self._once(()),
+            head_once_fresh=self._once(self.parameters),
+            evaluation=self._head(gradient=False),
+            embed_backward=self._embed_backward(()),
+            embed_backward_fresh=self._embed_backward(
+                [p for p, begun in zip(self.parameters, by_head, strict=True) if not begun]
+            ),
+        )
+        _set_sums(self.parameters, exist=False)
+        return profile
+
+    def _pass(
+        self,
+        tokens: int,
+        step: Instruction,
+        *,
+        piece: int = 1,
+        fresh: Sequence[nn.Parameter] = (),
+    ) -> CellPass:
+        """`fresh` are parameters whose sums it begins."""
+        measured = self.measured
+        _set_sums(self.parameters, exist=True)
+        _set_sums(fresh, exist=False)
+        program = replace(measured.program(tokens), instructions=(step,))
+        meter = Meter()
+        sums = GradientAccumulator()
+        interpreter = measured.interpreter(program, meter, piece=piece, sums=sums)
+        found, tape = list[CellPass](), CellTape(meter)
+        shape, top = (1, tokens, measured.spec.hidden), len(measured.stages.layers)
+        for bank, place in (interpreter.hidden, top), (interpreter.gradient, 0):
+            bank[place] = torch.empty(shape, dtype=measured.stages.dtype, device=META)
+        interpreter.after = lambda _: found.append(tape.read())
+        with measured.recording(meter):
+            interpreter.run()
+        return found[0]
+
+    def _tables(self, tokens: int) -> CellPass:
+        meter, positions = Meter(), torch.zeros(1, tokens, dtype=torch.long, device=META)
+        with self.measured.recording(meter):
+            calls = self.measured.stages.calls(1, positions)
+        del calls
+        return CellTape(meter).read()
+
+    def _head(self, fresh: Sequence[nn.Parameter] = (), *, gradient: bool = True) -> Peak:
+        """Lines in tokens of the chunk and of a piece, those of the rest left out: whole pieces
+        hold more."""
+        (c1, p1), (c2, _), (_, p3) = CHUNKS_AND_PIECES
+        passes = [
+            self._pass(tokens, Head(0, gradient), piece=piece, fresh=fresh)
+            for tokens, piece in CHUNKS_AND_PIECES
+        ]
+        found = []
+        for a, b, c in zip(*(one.moments.get("", []) for one in passes), strict=True):
+            by_chunk, by_piece = (b - a) / (c2 - c1), (c - b) / (p3 - p1)
+            if by_piece >= 0:
+                found.append((a - by_chunk * c1 - by_piece * p1, by_chunk, by_piece))
+        return tuple(found)
+
+    def _once(self, fresh: Sequence[nn.Parameter]) -> Peak:
+        passes = [self._pass(c, Head(0), piece=c, fresh=fresh) for c in LENGTHS]
+        return _highest(LENGTHS, passes)
+
+    def _embed_backward(self, fresh: Sequence[nn.Parameter]) -> Peak:
+        step = EmbedBackward(0)
+        return _highest(LENGTHS, [self._pass(c, step, fresh=fresh) for c in LENGTHS])
+
+
+def _highest(lengths: Sequence[int], passes: Sequence[CellPass]) -> Peak:
+    return _peak(lengths, [one.moments.get("", []) for one in passes])

@@ -1,0 +1,276 @@
+"""What the meta device shows of a cell's run: births and deaths of its tensors between marks that
+say where attention is asked for and where kernels begin and end, products, and bytes moved."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from farspan.attention.backends import BlockKernel, CpuFlash, Gradients, Padded
+from farspan.attention.softmax import BackwardQueries
+from farspan.engine.attention_op import AttentionContext, ChunkAttention
+from farspan.engine.buffers import KVPrefix
+from farspan.engine.gradients import AccumulatingLinears, GradientAccumulator
+from farspan.engine.interpreter import Layers
+from farspan.engine.kernels import AttentionKernels
+from farspan.engine.trace import Recorder
+from farspan.engine.trace_steps import META
+from farspan.kernels.launch import Launch
+from farspan.memory.trace import FreeEvent, Malloc, Mark
+from farspan.program.attention_blocks import Block
+from farspan.program.program import Forward, Program
+from farspan.spec import LayerSpec
+
+aten = torch.ops.aten
+ADDED = frozenset((aten.addmm.default, aten.baddbmm.default))
+PRODUCTS = ADDED | {aten.mm.default, aten.bmm.default, aten.linear.default}
+GROUPED = "_grouped_mm"
+LOOKUPS = ("index", "index_select", "gather", "embedding", "scatter", "index_put")
+NO_TRAFFIC = (
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "detach",
+    "set_",
+    "alias",
+    "lift",
+)
+
+
+@dataclass(slots=True)
+class OperationCounts:
+    """What operations of one pass did, attention's own left out."""
+
+    products: list[tuple[int, int, int]] = field(default_factory=list)  # inner, outer, rows
+    before: int = 0  # products until attention was asked for
+    traffic: int = 0
+
+
+class Meter(Recorder):
+    """A recorder that also counts products and traffic."""
+
+    def __init__(self) -> None:
+        super().__init__(META, in_place=False)
+        self.counts = OperationCounts()
+        self.attending = False
+
+    def hear(self, launch: Launch) -> None:
+        """A kernel of farspan's own reads or writes each of its tensors once."""
+        if not self.attending:
+            self.counts.traffic += sum(_bytes(x) for x in _tensors(launch.arguments.values()))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if not self.attending:
+            self._count(func, args, out)
+        return out
+
+    def _count(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        name = func.overloadpacket.__name__
+        if func in PRODUCTS:
+            given = args[1] if func in ADDED else args[0]
+            rows = out.numel() // out.shape[-1]
+            self.counts.products.append((given.shape[-1], out.shape[-1], rows))
+            return
+        if name == GROUPED:
+            self.counts.products.append((args[0].shape[-1], out.shape[-1], args[0].shape[0]))
+            return
+        self.counts.traffic += _traffic(name, args, out)
+
+
+def _traffic(name: str, args: tuple[Any, ...], out: Any) -> int:
+    """Bytes that an operation reads and writes."""
+    if name in NO_TRAFFIC:
+        return 0
+    outs, given = list(_tensors([out])), list(_tensors(args))
+    known = {x.untyped_storage()._cdata for x in given}
+    in_place = name.endswith("_")
+    if not in_place and all(x.untyped_storage()._cdata in known for x in outs):
+        return 0  # views
+    written = sum(map(_bytes, outs))
+    if name in LOOKUPS:
+        return 2 * written
+    return written + sum(map(_bytes, given[1:] if name == "copy_" else given))
+
+
+def _bytes(x: Tensor) -> int:
+    """Of its elements, those that an expanded dimension repeats counted once."""
+    elements = prod(n for n, step in zip(x.shape, x.stride(), strict=True) if step)
+    return elements * x.element_size()
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+class GroupedProducts(TorchDispatchMode):
+    """Experts' products in any dtype: those of the meta device are in bf16 (torch 2.13)."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not aten._grouped_mm.default or not args[0].is_meta:
+            return func(*args, **(kwargs or {}))
+        x, y = args[:2]
+        if y.ndim == 3:
+            return x.new_empty(x.shape[0], y.shape[2])
+        ends = args[2] if len(args) > 2 else (kwargs or {})["offs"]
+        return x.new_empty(len(ends), x.shape[0], y.shape[1])
+
+
+# -- marks in a cell's run ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedKernel:
+    """aten's flash attention for CPUs, which the meta device has, and marks where it begins."""
+
+    inner: BlockKernel
+    meter: Meter
+    heads_first: list[bool]  # of the queries that it is given
+    softcap: float | None = None
+
+    def split(self, block: Block) -> tuple[Block, ...]:
+        return self.inner.split(block)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        self.meter.mark("attends")
+        self.heads_first.append(q.stride(1) > q.stride(2))
+        return self.inner.forward(q, k, v, block, scale)
+
+    def backward(
+        self, queries: BackwardQueries, k: Tensor, v: Tensor, block: Block, scale: float
+    ) -> Gradients:
+        self.meter.mark("attends")
+        self.meter.attending = True
+        return self.inner.backward(queries, k, v, block, scale)
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedKernels(AttentionKernels):
+    meter: Meter = None  # type: ignore[assignment]
+    heads_first: list[bool] = field(default_factory=list)
+
+    def of(self, spec: LayerSpec, _: Program | None = None) -> BlockKernel:
+        inner: BlockKernel = CpuFlash()
+        if spec.head_dim != spec.value_dim:
+            inner = Padded(inner, max(spec.head_dim, spec.value_dim))
+        return MarkedKernel(inner, self.meter, self.heads_first, spec.softcap)
+
+
+class MarkedPrefix(KVPrefix):
+    """Is done with when kernels have attended."""
+
+    __slots__ = ("meter",)
+    meter: Meter
+
+    def done(self) -> None:
+        self.meter.mark("attended")
+        self.meter.attending = False
+
+
+class MarkedAttention(ChunkAttention):
+    """Marks where the model asks."""
+
+    __slots__ = ("meter",)
+    meter: Meter
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Tensor:
+        self.meter.mark("asked")
+        self.meter.counts.before = len(self.meter.counts.products)
+        self.meter.attending = True
+        out = super().__call__(*arguments, **keywords)
+        self.meter.attending = False
+        return out
+
+
+class MarkedContext(AttentionContext):
+    __slots__ = ("meter",)
+    meter: Meter
+
+    def begin(self, i: Forward, held: tuple[Tensor, Tensor] | None) -> ChunkAttention:
+        cell = super().begin(i, held)
+        marked = MarkedAttention(**{f.name: getattr(cell, f.name) for f in fields(cell)})
+        marked.meter = self.meter
+        return marked
+
+    def _prefix(self, layer: int, chunk: int, name: str, gradients: str | None = None) -> KVPrefix:
+        prefix = super()._prefix(layer, chunk, name, gradients)
+        marked = MarkedPrefix(**{f.name: getattr(prefix, f.name) for f in fields(prefix)})
+        marked.meter = self.meter
+        return marked
+
+
+class NoSums(GradientAccumulator):
+    """Sums of weight gradients that exist and are added to by nobody."""
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()
+        self._meter = meter
+
+    def add(self, _: Sequence[nn.Parameter], __: Sequence[Tensor | None]) -> None:
+        self._meter.mark("returned")
+
+    def add_product(self, parameter: nn.Parameter, _: Tensor, __: Tensor) -> None:
+        self._sum(parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class SparedLayers(Layers):
+    """Layers that may leave out what nobody reads."""
+
+    linears: AccumulatingLinears
+    unread: bool
+
+    def of(self, i: Forward) -> nn.Module:
+        self.linears.unread = self.unread
+        return self.boundary.running[i.layer]
+
+
+@dataclass(slots=True)
+class CellPass:
+    """A forward or a backward: bytes alive after each allocation, by the mark before it, and at
+    each mark."""
+
+    moments: dict[str, list[int]]
+    marks: dict[str, int]
+    counts: OperationCounts
+
+
+@dataclass(slots=True)
+class CellTape:
+    """What the recorder wrote, read pass by pass."""
+
+    meter: Meter
+    live: int = 0
+    sizes: dict[int, int] = field(default_factory=dict)
+
+    def read(self) -> CellPass:
+        name, moments, marks = "", dict[str, list[int]](), dict[str, int]()
+        events, self.meter.events = self.meter.events, []
+        counts, self.meter.counts = self.meter.counts, OperationCounts()
+        for event in events:
+            match event:
+                case Malloc(tensor, size):
+                    self.sizes[tensor] = size
+                    self.live += size
+                    moments.setdefault(name, []).append(self.live)
+                case FreeEvent(tensor):
+                    self.live -= self.sizes.pop(tensor)
+                case Mark(name):
+                    marks[name] = self.live
+        marks["end"] = self.live
+        return CellPass(moments, marks, counts)

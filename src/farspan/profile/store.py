@@ -1,0 +1,231 @@
+"""Profiles as JSON: those of the presets ship, those of other models are cached by configuration.
+
+Of adapters two ranks are kept. All that a profile counts is linear in the rank, so any other lies
+between them or beyond.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from farspan.lazy import load
+from farspan.profile.model import (
+    CellLines,
+    KindProfile,
+    ModelProfile,
+    OuterProfile,
+    Peak,
+    Variant,
+)
+from farspan.spec import LayerSpec, LayerWork, ModelSpec, StateTensor
+from farspan.version import VERSION
+
+PRESETS = Path(__file__).parent / "presets"
+RANKS = 8, 16  # of adapters, that are measured
+# What ships of a preset, adapters aside, which ship in bf16: on a GPU; on a CPU, and with slices of
+# weights.
+SHIPPED = tuple(
+    Variant(dtype, 0, ours, ours) for dtype in ("bfloat16", "float32") for ours in (False, True)
+)
+_PEAKS = frozenset(f.name for of in (CellLines, OuterProfile) for f in fields(of) if f.type == Peak)
+
+Measure = Callable[[Mapping[str, Any], Variant, str], ModelProfile]
+
+
+class Profiles:
+    """The profiles of one model, each found or measured when it is first asked for."""
+
+    def __init__(self, config: Mapping[str, Any], name: str, preset: str | None = None) -> None:
+        """`preset` is the name of the shipped one that this is."""
+        self.config, self.name = config, name
+        self._preset = preset
+        self._known: dict[Variant, ModelProfile] = {}
+
+    def of(self, variant: Variant) -> ModelProfile:
+        """The model's in this way. Raises Refused where the model cannot be profiled."""
+        if variant not in self._known:
+            found = self._shipped(variant) or self._cached(variant)
+            self._known[variant] = replace(found, spec=replace(found.spec, name=self.name))
+        return self._known[variant]
+
+    def _shipped(self, variant: Variant) -> ModelProfile | None:
+        made = {} if self._preset is None else shipped(self._preset)
+        if not variant.rank:
+            found = made.get(variant.key())
+            return None if found is None else from_json(found)
+        low, high = (made.get(replace(variant, rank=rank).key()) for rank in RANKS)
+        if low is None or high is None:
+            return None
+        return from_json(between(low, high, (variant.rank - RANKS[0]) / (RANKS[1] - RANKS[0])))
+
+    def _cached(self, variant: Variant) -> ModelProfile:
+        path = cache_folder() / f"{digest(self.config, variant)}.json"
+        try:
+            return from_json(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError):  # not there, or broken: made anew
+            pass
+        measure: Measure = load("farspan.engine.profile", "measure")
+        found = measure(self.config, variant, self.name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            apart = path.with_suffix(f".{os.getpid()}")
+            apart.write_text(json.dumps(to_json([found])[0]), encoding="utf-8")
+            apart.replace(path)
+        except OSError:  # a cache is no promise
+            pass
+        return found
+
+
+@cache
+def shipped(preset: str) -> dict[str, Any]:
+    """A preset's profiles, by `Variant.key`; none where its file is missing."""
+    path = PRESETS / f"{preset}.json"
+    if not path.is_file():
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def make(config: Mapping[str, Any], measure: Measure) -> dict[str, Any]:
+    """What ships of a model, by `Variant.key`."""
+    found: dict[str, Any] = {}
+    for variant in SHIPPED:
+        found[variant.key()] = to_json([measure(config, variant, "")])[0]
+        pair = [replace(variant, rank=rank) for rank in RANKS if variant.dtype == "bfloat16"]
+        if not pair:
+            continue
+        made = to_json([measure(config, one, "") for one in pair])
+        found |= {one.key(): value for one, value in zip(pair, made, strict=True)}
+    return found
+
+
+def write(preset: str, made: Mapping[str, Any]) -> Path:
+    """Put what ships of a preset into the package: a line for each variant."""
+    rows = (f"{json.dumps(key)}:{_text(value)}" for key, value in made.items())
+    path = PRESETS / f"{preset}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
+    return path
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def cache_folder() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "farspan/profiles"
+
+
+def digest(config: Mapping[str, Any], variant: Variant) -> str:
+    """A name for what a profile depends on, this release included."""
+    text = json.dumps([VERSION, variant.key(), config], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+# -- as plain values ----------------------------------------------------------------------------
+
+
+def to_json(profiles: Sequence[ModelProfile]) -> list[dict[str, Any]]:
+    """Plain values, moments that are never the fullest in any of the profiles left out: these are
+    of one model at several ranks."""
+    values = [_plain(profile) for profile in profiles]
+    _prune(values)
+    return values
+
+
+def _plain(profile: ModelProfile) -> dict[str, Any]:
+    value = asdict(profile)
+    layers = [profile.kind_of.index(kind) for kind in range(len(profile.kinds))]
+    value["spec"]["layers"] = [value["spec"]["layers"][layer] for layer in layers]
+    found: dict[str, Any] = _whole(value)
+    return found
+
+
+def _whole(value: Any) -> Any:
+    """Whole numbers as such, tuples as lists."""
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_whole(item) for item in value]
+    return int(value) if isinstance(value, float) and value == int(value) else value
+
+
+def _prune(values: Sequence[Any]) -> None:
+    """Of values that are alike but for numbers."""
+    first = values[0]
+    if isinstance(first, list):
+        for items in zip(*values, strict=True):
+            _prune(items)
+    elif isinstance(first, dict):
+        for key in first:
+            of = [value[key] for value in values]
+            if key not in _PEAKS:
+                _prune(of)
+                continue
+            kept = list(_highest(of)) if len({len(peak) for peak in of}) == 1 else range(len(of[0]))
+            for value, peak in zip(values, of, strict=True):
+                value[key] = [peak[place] for place in kept]
+
+
+def _highest(peaks: Sequence[list[list[float]]]) -> Iterator[int]:
+    """Places of moments that no other one is above in every number of every peak."""
+    rows = [[number for line in lines for number in line] for lines in zip(*peaks, strict=True)]
+    for place, row in enumerate(rows):
+        others = (above for other, above in enumerate(rows) if above != row or other < place)
+        if not any(all(a >= b for a, b in zip(above, row, strict=True)) for above in others):
+            yield place
+
+
+def between(low: Any, high: Any, part: float) -> Any:
+    """A value as far between two that are alike but for numbers."""
+    if isinstance(low, dict):
+        return {key: between(low[key], high[key], part) for key in low}
+    if isinstance(low, list):
+        return [between(a, b, part) for a, b in zip(low, high, strict=True)]
+    if low == high or isinstance(low, bool | str | None):
+        return low
+    found = low + (high - low) * part
+    return round(found) if isinstance(low, int) and isinstance(high, int) else found
+
+
+def from_json(value: Mapping[str, Any]) -> ModelProfile:
+    """The profile of plain values. Raises KeyError or TypeError for what is none."""
+    kind_of = tuple(value["kind_of"])
+    layers = [_layer(layer) for layer in value["spec"]["layers"]]
+    spec = {**value["spec"], "layers": tuple(layers[kind] for kind in kind_of)}
+    kinds = tuple(
+        KindProfile(
+            tuple(kind["weights"]),
+            kind["heads_first"],
+            {name: CellLines(**_tuples(cell)) for name, cell in kind["cells"].items()},
+        )
+        for kind in value["kinds"]
+    )
+    return ModelProfile(
+        ModelSpec(**spec),
+        kinds,
+        kind_of,
+        OuterProfile(**_tuples(value["outer"])),
+        Variant(**value["variant"]),
+        value["longest"],
+        value["learned_positions"],
+    )
+
+
+def _layer(value: Mapping[str, Any]) -> LayerSpec:
+    work = LayerWork(**_tuples(value["work"]))
+    state = tuple(StateTensor(**_tuples(tensor)) for tensor in value["state"])
+    return LayerSpec(**{**value, "work": work, "state": state})
+
+
+def _tuples(value: Any) -> Any:
+    """Lists as tuples, at any depth."""
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

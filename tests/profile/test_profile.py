@@ -1,0 +1,188 @@
+"""What a step is said to hold by a model's profile is what it is measured to hold."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from farspan.engine import profile as engine
+from farspan.engine.profile import measure
+from farspan.engine.step import Step
+from farspan.plan.cell.transient import Walk
+from farspan.plan.model.catalog import find_config, presets
+from farspan.profile import store
+from farspan.profile.model import ModelProfile, Variant, highest
+from farspan.profile.store import RANKS, Profiles, between, from_json, to_json
+from farspan.program.strategies import STRATEGIES, strategy
+from tests.plan.cell.test_transient import (
+    CLOSE,
+    EXACT,
+    INDEX,
+    LAYERS,
+    OTHERS,
+    SCHEDULES,
+    WIDE,
+    gradient_bytes,
+    make,
+    measured,
+)
+
+LEARNED = "gpt2"  # of its norms the meta device counts what CUDA saves, 4 bytes a token more
+
+
+@cache
+def _profile(config: str, variant: Variant) -> ModelProfile:
+    # As planning has it: through plain values.
+    (value,) = to_json([measure(json.loads(config), variant)])
+    return from_json(json.loads(json.dumps(value)))
+
+
+def profile_of(step: Step, *, adds: bool = False) -> ModelProfile:
+    model = step.boundary.model
+    dtype = str(model.dtype).removeprefix("torch.")
+    config = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
+    return _profile(config, Variant(dtype, adds=adds))
+
+
+def predicted(step: Step, batch: int, tokens: int, **options: Any) -> int:
+    program, adds = step.program(batch, tokens), options.pop("adds", False)
+    made = profile_of(step, adds=adds)
+    walk = Walk(program, None, gradient_bytes=gradient_bytes(step), profile=made, **options)
+    inputs = INDEX * (batch * tokens + tokens)  # what the step itself makes of them
+    return sum(program.arena_bytes.values()) + inputs + walk.run().bytes
+
+
+def agree(step: Step, batch: int, tokens: int, limit: float) -> None:
+    assert predicted(step, batch, tokens) == pytest.approx(measured(step, batch, tokens), rel=limit)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "batch", "tokens"),
+    [(torch.float32, 2, 118), (torch.bfloat16, 1, 192), (WIDE, 1, 192)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_is_predicted(
+    name: str, dtype: torch.dtype | str, batch: int, tokens: int
+) -> None:
+    agree(Step(make("llama", dtype), strategy(name, LAYERS, tokens)), batch, tokens, EXACT)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.float32, "grouped"), (torch.bfloat16, "oomb"), (WIDE, "memo")],
+    ids=str,
+)
+@pytest.mark.parametrize("family", OTHERS)
+def test_every_family_is_predicted(family: str, dtype: torch.dtype | str, name: str) -> None:
+    model = make(family, dtype, **OTHERS[family])
+    agree(Step(model, strategy(name, LAYERS, 230)), 1, 230, CLOSE)
+
+
+@pytest.mark.parametrize("name", [n for n, s in SCHEDULES.items() if s.mlp_chunk_size is None])
+def test_every_schedule_is_predicted(name: str) -> None:
+    step = Step(make("qwen2", torch.bfloat16, tie_word_embeddings=True), SCHEDULES[name])
+    for accumulates in (False, True):
+        expected = predicted(step, 2, 250, accumulates=accumulates)
+        found = measured(step, 2, 250, accumulates=accumulates)
+        assert expected == pytest.approx(found, rel=EXACT)
+
+
+@pytest.mark.parametrize("name", ["open", "kept graphs", "streamed"])
+def test_products_that_add_are_predicted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, since a CPU adds products to sums of their own dtype alone."""
+    monkeypatch.setattr("farspan.engine.step.adds_products", lambda *_: True)
+    step = Step(make("qwen2", torch.float32), SCHEDULES[name])
+    found = measured(step, 1, 250)
+    assert predicted(step, 1, 250, adds=True) == pytest.approx(found, rel=EXACT)
+
+
+SMALL = {**find_config("Qwen2.5-0.5B"), "num_hidden_layers": 3}
+
+
+def test_cells_are_lines_in_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two other lengths give the same."""
+    fused = Variant("bfloat16", 0, True, True)
+    (expected,) = to_json([measure(SMALL, fused)])
+    monkeypatch.setattr(engine, "LENGTHS", (1280, 320))
+    assert to_json([measure(SMALL, fused)]) == [expected]
+
+
+def test_all_is_linear_in_the_rank_of_adapters() -> None:
+    variants = [Variant("bfloat16", rank, True, True) for rank in (*RANKS, 40)]
+    low, high, other = to_json([measure(SMALL, variant) for variant in variants])
+    assert between(low, high, (40 - RANKS[0]) / (RANKS[1] - RANKS[0])) == other
+
+
+def test_a_product_that_nobody_reads_is_made_again_in_the_backward() -> None:
+    """Its backward makes act(gate) * up anew, which takes more than its forward spares."""
+    profile = measure(find_config("Qwen2.5-7B"), Variant("bfloat16", 0, True, True))
+    read, unread = (profile.kinds[0].cells[name] for name in ("graph", "graph unread"))
+    product = 18944 * profile.spec.element_bytes  # a token's act(gate) * up
+    assert read.graph[1] - unread.graph[1] == product
+    chunk = 16384
+    held = [highest(cell.backward_before, chunk) for cell in (read, unread)]
+    assert held[1] >= held[0] + product * chunk
+
+
+SHIPPED = [preset.name for preset in presets()]
+
+
+def anew(name: str, *variants: Variant) -> None:
+    made = store.shipped(name)
+    values = to_json([measure(find_config(name), variant) for variant in variants])
+    for variant, value in zip(variants, values, strict=True):
+        assert made[variant.key()] == json.loads(json.dumps(value)), (name, variant.key())
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_preset_ships_its_profiles(name: str) -> None:
+    assert len(store.shipped(name)) == 8
+    assert {variant.key() for variant in store.SHIPPED} < set(store.shipped(name))
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "GPT-OSS-20B"])
+def test_what_ships_is_what_the_engine_measures(name: str) -> None:
+    """`farspan profile NAME --write` makes a preset's anew."""
+    anew(name, Variant("bfloat16", 0, True, True))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", SHIPPED)
+def test_all_that_ships_is_what_the_engine_measures(name: str) -> None:
+    for variant in store.SHIPPED:
+        anew(name, variant)
+        if variant.dtype == "bfloat16":
+            anew(name, *(replace(variant, rank=rank) for rank in RANKS))
+
+
+def test_a_model_that_does_not_ship_is_measured_once(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = Profiles(SMALL, "mine").of(Variant())
+    monkeypatch.setattr(engine, "measure", None)
+    again = Profiles(SMALL, "mine").of(Variant())
+    assert to_json([again]) == to_json([first])
+    assert first.spec.name == "mine"
+    for path in (tmp_path / "farspan" / "profiles").iterdir():
+        path.write_text("{")
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert to_json([Profiles(SMALL, "mine").of(Variant())]) == to_json([first])
+
+
+def test_reading_what_ships_imports_no_torch() -> None:
+    program = (
+        "import sys; from farspan.profile.model import Variant; "
+        "from farspan.profile.store import Profiles; "
+        "found = Profiles({}, 'x', 'Qwen2.5-7B').of(Variant('bfloat16', 12)); "
+        "assert found.spec.trainable == 28 * 12 * 90112, found.spec.trainable; "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
