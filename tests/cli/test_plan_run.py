@@ -294,7 +294,7 @@ def test_a_hub_name_needs_no_network(file: Path) -> None:
         (["--model", "GPT-2"], "names one; leave out --model, or the run file"),
         (["--gpus", "0"], "gpus: expected a whole number of devices >= 1, got 0"),
         (["--lora", "-1"], "lora: rank: expected a whole number of at least 1, got -1"),
-        (["--dtype", "fp16"], "dtype: expected one of float32, bfloat16, float64, got fp16"),
+        (["--dtype", "fp16"], "dtype: expected one of bfloat16, float32, float64, bf16"),
         (["--context", "1"], "context: expected a whole number of at least 2"),
         (["--optimizer", "sgd"], "optimizer: expected one of adamw"),
         (["--strategy", "magic"], "strategy: 'magic' is not known"),

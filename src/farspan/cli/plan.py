@@ -286,7 +286,7 @@ def in_place_of(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig, li
     notes: list[str | None] = []
     model = run.model
     if "dtype" in given:
-        model = replace(model, dtype=_dtype(given["dtype"]))
+        model = replace(model, dtype=DType(dtype_name(given["dtype"])))
     if "lora" in given:
         model = replace(model, lora=_lora(given["lora"]))
     run = replace(run, model=model, batch=given.get("batch", run.batch))
@@ -312,13 +312,6 @@ def _lora(rank: int) -> LoraConfig | None:
         return LoraConfig(rank) if rank else None
     except Refused as error:
         raise Refused(f"lora: {error}") from error
-
-
-def _dtype(given: str) -> DType:
-    name = dtype_name(given)
-    if name not in tuple(DType):
-        raise Refused(f"dtype: expected one of {', '.join(DType)}, got {given}")
-    return DType(name)
 
 
 def telling() -> Callable[[str], None]:
