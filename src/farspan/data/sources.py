@@ -7,8 +7,11 @@ import sysconfig
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
+
+import numpy as np
 
 from farspan.data.config import DataConfig, Loss, RecordFormat, SourceKind
 from farspan.data.formats import (
@@ -25,6 +28,12 @@ from farspan.data.tokenizers import TEXT, Document, Form, HubTokenizer, Source, 
 from farspan.lazy import load
 from farspan.spec import Refused
 
+MOST_TEXT = 256 << 20  # bytes of a document: of a text file, of a line
+MOST_VALUES = 1 << 24  # of a record, which take 40 to 64 bytes of memory each
+MOST_BLANK = 1 << 20  # lines one after the other
+MOST_TEMPLATE = 1 << 20  # bytes of a chat template
+_UNMARKED = bytes(set(range(256)) - set(b'",[{'))  # in JSON: begins no value and ends no string
+_AT_ONCE = 1 << 24  # bytes of which values are counted together
 _GZIP = b"\x1f\x8b"  # what such a file begins with
 # Test suites hold files that are broken on purpose, and installed packages are not part of Python.
 # The rest is generated, not written: a help text of 757 kB, code pages, this build's settings.
@@ -66,12 +75,16 @@ def _skipped(path: Path) -> bool:
     return bool(_SKIPPED.intersection(path.parts)) or path.name.startswith("_sysconfigdata")
 
 
-def read_bytes(path: Path) -> bytes:
-    """All bytes of a file; Refused with its name when it cannot be read."""
+def read_bytes(path: Path, most: int = MOST_TEXT) -> bytes:
+    """All bytes of a file; Refused with its name when it cannot be read or has more than `most`."""
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(most + 1)
     except OSError as error:
         raise Refused(f"{path}: cannot be read: {error.strerror}") from error
+    if len(data) > most:
+        raise Refused(f"{path}: has more than {most >> 20} MiB, which one text may; divide it")
+    return data
 
 
 def decode(data: bytes, path: Path, line: int) -> str:
@@ -124,6 +137,10 @@ class JsonLines:
 
 
 def _record(path: Path, line: int, data: bytes) -> dict[str, Any]:
+    if len(data) > MOST_VALUES and _values(data) > MOST_VALUES:
+        raise Refused(
+            f"{path}: line {line} has more than {MOST_VALUES:,} values; divide the document"
+        )
     try:
         record = json.loads(decode(data, path, line))
     except json.JSONDecodeError as error:
@@ -141,15 +158,43 @@ def _record(path: Path, line: int, data: bytes) -> dict[str, Any]:
     return record
 
 
+def _values(data: bytes) -> int:
+    """Of JSON, at most, without making them: what is outside of strings and begins one."""
+    marks = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _UNMARKED)
+    count, inside = 0, False
+    for start in range(0, len(marks), _AT_ONCE):
+        part = np.frombuffer(marks[start : start + _AT_ONCE], dtype=np.uint8)
+        quotes = part == ord('"')
+        within = np.logical_xor.accumulate(quotes) ^ inside
+        count += int((~quotes & ~within).sum())
+        inside = bool(within[-1])
+    return count
+
+
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines that are not blank, read one at a time; of a gzip file, of what it holds."""
+    """Numbered lines that are not blank, read one at a time; of a gzip file, of what it holds, no
+    more than a line's limit of it at once."""
+    blank = 0
     try:
         with path.open("rb") as file:
             unpacked = gzip.open if file.read(2) == _GZIP else open
         with cast(BinaryIO, unpacked(path, "rb")) as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield number, line.rstrip(b"\r\n")
+            for number, line in enumerate(
+                iter(partial(file.readline, MOST_TEXT + 1), b""), start=1
+            ):
+                if len(line) > MOST_TEXT:
+                    raise Refused(
+                        f"{path}: line {number} has more than {MOST_TEXT >> 20} MiB, which one "
+                        "document may; divide it"
+                    )
+                line = line.rstrip(b"\r\n")
+                blank = 0 if line and not line.isspace() else blank + 1
+                if blank > MOST_BLANK:
+                    raise Refused(
+                        f"{path}: line {number} follows {MOST_BLANK:,} blank ones; leave them out"
+                    )
+                if not blank:
+                    yield number, line
     except (OSError, EOFError, zlib.error) as error:  # the last two of a damaged .gz
         words = getattr(error, "strerror", None) or error
         raise Refused(f"{path}: cannot be read: {words}") from error
@@ -337,7 +382,7 @@ def _chat(config: DataConfig, tokenizer: Tokenizer, everything: bool) -> ChatFor
         )
     if config.chat_template is not None:
         path = Path(config.chat_template).expanduser()
-        template = decode(read_bytes(path), path, line=1)
+        template = decode(read_bytes(path, MOST_TEMPLATE), path, line=1)
     else:
         try:
             template = tokenizer.inner.get_chat_template()
