@@ -319,8 +319,12 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.slow
 def test_a_pipe_that_nobody_reads_any_more_ends_no_run(run_file: Path) -> None:
-    """`farspan train run.yaml 2>&1 | head -1`."""
-    with started("farspan", "train", str(run_file)) as process:
+    """`farspan train run.yaml 2>&1 | head -1`, whose weights are loaded from a folder."""
+    saved = run_file.parent / "saved"
+    fields = {name: value for name, value in CONFIG.items() if name != "model_type"}
+    AutoModelForCausalLM.from_config(Qwen2Config(**fields)).save_pretrained(saved)
+    given = ["--set", f"model={{path: {saved}}}"]
+    with started("farspan", "train", str(run_file), *given) as process:
         assert process.stdout is not None
         assert "parameters on cpu" in process.stdout.readline()  # no bar of loading before it
         process.stdout.close()

@@ -154,7 +154,7 @@ def test_what_is_measured_in_passing_is_kept(
     assert len(said) == 1
     assert f"measuring float32 quickly, kept in {path} " in said[0]
     assert caplog.messages == [
-        "the machine was busy: fetch varied by 3.1x; run again when it is idle"
+        "the machine was busy: fetch varied by 3.1x; run farspan calibrate when it is idle"
     ]
     again = here(said.append, CPU, [torch.float32])
     assert replace(again, host_bytes=1, device_bytes=1) == replace(

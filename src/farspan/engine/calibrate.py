@@ -313,7 +313,7 @@ def _kept(
         f"quickly, kept in {path} (farspan calibrate takes longer and is surer)"
     )
     file = calibrate(device, missing, progress, quick=True)
-    if (words := busy_words(file.spread)) is not None:
+    if (words := busy_words(file.spread, "run farspan calibrate")) is not None:
         LOG.warning("%s", words)
     file = replace(file, spec=replace(file.spec, rates={**known, **file.spec.rates}))
     try:

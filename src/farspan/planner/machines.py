@@ -205,14 +205,14 @@ def pair_seconds(curve: Curve, head_dim: int, *, backward: bool = False) -> floa
     return flop / max(rate for _, rate in curve.points)
 
 
-def busy_words(spread: Mapping[str, float]) -> str | None:
+def busy_words(spread: Mapping[str, float], cure: str = "run again") -> str | None:
     """What to say of a machine that was not alone while it was measured; None if it was."""
     varied = sorted((name for name in spread if spread[name] > BUSY), key=lambda n: -spread[n])
     if not varied:
         return None
     named = ", ".join(f"{name} varied by {spread[name]:.1f}x" for name in varied[:NAMED])
     others = f" and {len(varied) - NAMED} more" if len(varied) > NAMED else ""
-    return f"the machine was busy: {named}{others}; run again when it is idle"
+    return f"the machine was busy: {named}{others}; {cure} when it is idle"
 
 
 def _field(name: str, kind: object, value: object, where: str) -> object:
