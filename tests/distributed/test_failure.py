@@ -6,13 +6,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from farspan.distributed import failure as faults
+from farspan.distributed import launch as launched
 from farspan.distributed.context import run_on_rank0
 from farspan.distributed.failure import activity, is_shared
 from farspan.distributed.launch import launch_env, process_group
@@ -220,6 +223,79 @@ def test_the_rank_that_has_the_store_is_killed(tmp_path: Path) -> None:
         assert end.code == 1, end
         assert end.said == "RankFailed: rank 0: exited without reporting an error (killed?)"
         assert end.at - float(ended[0].errors) < LIMIT + 5.0 + BUSY
+
+
+def silent(self: faults.FailureDetector) -> None:
+    self._stop.wait()
+
+
+def killed_at_once() -> str:
+    """Before the others had a heartbeat."""
+    place = launch_env()
+    assert place is not None
+    if place.rank:
+        faults.FailureDetector._send_heartbeats = silent  # type: ignore[method-assign]
+    with process_group(place, CPU, LIMIT):
+        if place.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+    return "went on"
+
+
+def test_the_rank_that_has_the_store_is_killed_at_once(tmp_path: Path) -> None:
+    _, end = launch(tmp_path, 2, killed_at_once)
+    assert (end.code, end.said) == (
+        1,
+        "RankFailed: rank 0: exited without reporting an error (killed?)",
+    )
+
+
+def join(moment: str, culprit: int) -> str:
+    """One rank freezes while all join."""
+    place = launch_env()
+    assert place is not None
+    launched.SILENCE = 2.0  # type: ignore[attr-defined]
+    meet, init = faults.FailureDetector._meet, dist.init_process_group
+
+    def freeze(call: Callable[..., Any]) -> Callable[..., Any]:
+        def frozen(*given: Any, **named: Any) -> Any:
+            time.sleep(0.5)  # the others are waiting
+            print(time.monotonic(), file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return call(*given, **named)
+
+        return frozen
+
+    if place.rank == culprit and moment == "store":
+        freeze(time.sleep)(0.0)
+    if place.rank == culprit and moment == "group":
+        dist.init_process_group = freeze(init)
+    if place.rank == culprit and moment == "detector":
+        faults.FailureDetector._meet = freeze(meet)  # type: ignore[method-assign]
+    with process_group(place, CPU, LIMIT):
+        dist.all_reduce(torch.ones(1))
+    return "went on"
+
+
+@pytest.mark.parametrize(
+    ("moment", "culprit", "words"),
+    [
+        ("store", 0, "rank 1: rank 0, which .* at localhost:.*, has not started, has ended or"),
+        ("group", 0, "rank 1: rank 0, which .*, has not answered for 5 s while .* its process is"),
+        exhaustive("detector", 0, "rank 1: rank 0, which .*, has not answered for 5 s while"),
+        exhaustive("store", 1, "rank 0: .*waiting for clients.*another rank has not started"),
+        exhaustive("group", 1, "rank 0: .*another rank has not started, has ended or is frozen"),
+        ("detector", 1, "rank 1: has not joined the others in time: it has ended, or is frozen"),
+    ],
+)
+def test_a_rank_that_freezes_while_all_join_is_named(
+    tmp_path: Path, moment: str, culprit: int, words: str
+) -> None:
+    ended = launch(tmp_path, 2, join, moment, culprit, seconds=2 * SOON, lost=culprit)
+    end, frozen = ended[1 - culprit], float(ended[culprit].errors.split()[0])
+    assert end.code == 1, end
+    assert re.search(rf"(RankFailed|farspan): {words}", end.said or end.errors), end
+    assert end.at - frozen < LIMIT + 5.0 + BUSY, end
 
 
 def test_what_all_refuse_is_no_fault_of_one(tmp_path: Path) -> None:

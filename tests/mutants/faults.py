@@ -455,6 +455,12 @@ RANKS = (
         ("tests/distributed/test_failure.py::test_a_frozen_rank_is_named_and_not_called_dead",),
     ),
     Fault(
+        "ranks: a store that is silent while all join is waited for",
+        "    watchdog.start()\n",
+        "",
+        ("tests/distributed/test_failure.py::test_a_rank_that_freezes_while_all_join_is_named",),
+    ),
+    Fault(
         "ranks: a process that is there is called dead",
         "        if not self._lives(rank):\n            return _exited(rank)",
         "        if rank in self._where:\n            return _exited(rank)",

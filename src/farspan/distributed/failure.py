@@ -164,10 +164,23 @@ class FailureDetector:
         self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._beats: int | None = 0  # heartbeats that came through; None: no more will
         self._silence = 0.0  # seconds since the last one
-        self._where: dict[int, _Home] = {}
-        self._home = _Home(machine_name(), os.getpid(), platform.node())
         sync_record.syncs = 0  # the ranks of this group count together
-        self._store.set(f"where/{rank}", json.dumps(self._home))
+        self._home = _Home(machine_name(), os.getpid(), platform.node())
+        self._where = self._meet()
+
+    def _meet(self) -> list[_Home]:
+        """Where each rank is. All ranks call it: whatever happens later, they have read it. Raises
+        RankFailed where one does not come."""
+        keys = [f"where/{rank}" for rank in range(self.ranks)]
+        self._store.set(keys[self.rank], json.dumps(self._home))
+        try:
+            homes = self._store.multi_get(keys)
+        except dist.DistStoreError as error:  # it waited for one
+            why = "has not joined the others in time: it has ended, or is frozen; see its log"
+            for absent in (rank for rank, key in enumerate(keys) if not self._store.check([key])):
+                raise Fault(absent, why).error() from error
+            raise
+        return [_Home(*json.loads(home)) for home in homes]
 
     def __enter__(self) -> "FailureDetector":
         self._thread.start()
@@ -235,7 +248,7 @@ class FailureDetector:
 
     def _is_host_gone(self) -> bool:
         """Whether rank 0 had the store, and its process ends."""
-        if self._store_of is not None or self.rank == 0 or 0 not in self._where:
+        if self._store_of is not None or self.rank == 0:
             return False
         deadline = time.monotonic() + HEARTBEAT_TIMEOUT / 2  # it closes its files first
         while self._lives(0) and time.monotonic() < deadline:
@@ -248,21 +261,19 @@ class FailureDetector:
             return self._known.error()
         if self._store_of is None and self.rank:
             return self._silent(0).error()
-        node = f" ({self._where[0].node} has rank 0)" if 0 in self._where else ""
+        store, node = self._store_of or "the store of the process group", self._where[0].node
         return RankFailed(
-            f"rank {self.rank}: {self._store_of or 'the store of the process group'} has not "
-            f"answered for {self._silence:.0f} s{node}: its process is frozen, or its node or the "
-            "link to it is down"
+            f"rank {self.rank}: {store} has not answered for {self._silence:.0f} s ({node} has "
+            "rank 0): its process is frozen, or its node or the link to it is down"
         )
 
     def _silent(self, rank: int) -> Fault:
         """Of a rank that gives no sign of life: what can be seen of its process."""
         if not self._lives(rank):
             return _exited(rank)
-        home = self._where.get(rank)
-        if home is None or home.machine != self._home.machine:
-            node = "its node" if home is None else home.node
-            why = f"its process is frozen, or {node} or the link to it is down"
+        home = self._where[rank]
+        if home.machine != self._home.machine:
+            why = f"its process is frozen, or {home.node} or the link to it is down"
         else:
             why = f"its process {home.process} is there, but {_status(home.process)}"
         return Fault(rank, f"{SILENT}: {why}")
@@ -322,8 +333,8 @@ class FailureDetector:
             hangs = fault.rank
         waiting = [rank for rank in self._others() if rank != hangs]
         while waiting and time.monotonic() < deadline:
-            dead = {rank for rank in waiting if not self._is_there(rank, self._store)}
-            waiting = [r for r in waiting if not (r in dead or self._has_left(r, self._store))]
+            alive = [rank for rank in waiting if self._lives(rank)]
+            waiting = [rank for rank in alive if not self._has_left(rank, self._store)]
             time.sleep(HEARTBEAT / 10)
 
     def _watch(self) -> None:
@@ -375,29 +386,19 @@ class FailureDetector:
         """A rank whose process ended without reporting an error."""
         for rank in self._others():
             # In this order: it says so before it is gone.
-            if not self._is_there(rank, store) and not self._has_left(rank, store):
+            if not self._lives(rank) and not self._has_left(rank, store):
                 return self._claim(store, _exited(rank))
         return None
 
-    def _is_there(self, rank: int, store: Store) -> bool:
-        """Whether its process lives; True for one on another machine."""
-        if rank not in self._where:  # asked once: every rank checks all others at each heartbeat
-            if not store.check([f"where/{rank}"]):
-                return True
-            self._where[rank] = _Home(*json.loads(store.get(f"where/{rank}")))
-        return self._lives(rank)
-
     def _lives(self, rank: int) -> bool:
         """Whether its process lives, as far as this one can see."""
-        home = self._where.get(rank)
-        return home is None or home.machine != self._home.machine or _status(home.process) != GONE
+        home = self._where[rank]
+        return home.machine != self._home.machine or _status(home.process) != GONE
 
     def _is_stopped(self, rank: int) -> bool:
         """Whether this process sees that a signal has stopped that rank's."""
-        home = self._where.get(rank)
-        if home is None or home.machine != self._home.machine:
-            return False
-        return _status(home.process) in STOPPED
+        home = self._where[rank]
+        return home.machine == self._home.machine and _status(home.process) in STOPPED
 
     def _claim(self, store: Store, fault: Fault) -> Fault:
         """The first fault of all: `fault`, if no rank claimed one before."""

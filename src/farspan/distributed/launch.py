@@ -1,8 +1,9 @@
 """The environment that a launcher such as torchrun gave this process, and the process group."""
 
 import os
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,6 +15,7 @@ from farspan.distributed.failure import (
     SILENCE,
     CooperativeStop,
     FailureDetector,
+    RankFailed,
     exit_process,
 )
 
@@ -57,37 +59,73 @@ def process_group(
     FailureDetector, and yield the CooperativeStop of its ranks.
 
     A collective fails after `seconds`. An error inside the block names the first rank that failed.
+    Raises RankFailed where the ranks do not come together; where the store is silent meanwhile, the
+    process ends, unless the group was there.
     """
     was_there = dist.is_initialized()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    timeout = timedelta(seconds=seconds)
     if not was_there:
-        dist.init_process_group(
-            BACKENDS[device.type],
-            store=_store(place, timedelta(seconds=seconds)),
-            rank=place.rank,
-            world_size=place.ranks,
-            timeout=timedelta(seconds=seconds),
-        )
+        with _joining(place, seconds):
+            own = _store(place, timeout)
+        with _joining(place, seconds):
+            dist.init_process_group(
+                BACKENDS[device.type],
+                store=own,
+                rank=place.rank,
+                world_size=place.ranks,
+                timeout=timeout,
+            )
     store = dist.distributed_c10d._get_default_store()
     failures = PrefixStore(f"failures/{_number()}", store)
     halt = CooperativeStop(place.rank, place.ranks, seconds)
     leave, store_of = (
         (None, "the store of the process group") if was_there else (exit_process, _launcher())
     )
-    with FailureDetector(
-        failures,
-        place.rank,
-        place.ranks,
-        leave,
-        halt,
-        patience=max(seconds, SILENCE),
-        store_of=store_of,
-    ):
+    with nullcontext() if was_there else _joining(place, seconds):
+        detector = FailureDetector(
+            failures,
+            place.rank,
+            place.ranks,
+            leave,
+            halt,
+            patience=max(seconds, SILENCE),
+            store_of=store_of,
+        )
+    with detector:
         yield halt
     # Not after a failure: ending the group would wait for ranks that are gone.
     if not was_there:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _joining(place: LaunchEnv, seconds: float) -> Iterator[None]:
+    """Calls the store before a FailureDetector watches. One that answers does so within `seconds`;
+    of one that does not, the calls neither return nor raise, and the process ends. Raises
+    RankFailed for what they raise."""
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    host = _launcher() or f"rank 0, which has the store of all ranks at {where},"
+    silent = RankFailed(
+        f"rank {place.rank}: {host} has not answered for {seconds + SILENCE:g} s while the ranks "
+        "were joining: its process is frozen, or its node or the link to it is down"
+    )
+    watchdog = threading.Timer(seconds + SILENCE, exit_process, [silent])
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        yield
+    except RankFailed:
+        raise
+    except RuntimeError as error:  # of torch.distributed
+        words = str(error).strip().split("\n", 1)[0]
+        why = f"{words}; {host} or another rank has not started, has ended or is frozen"
+        if isinstance(error, dist.DistNetworkError):
+            why = f"{host} has not started, has ended or is frozen: {words}"
+        raise RankFailed(f"rank {place.rank}: {why}; see the logs of all ranks") from error
+    finally:
+        watchdog.cancel()
 
 
 def _store(place: LaunchEnv, timeout: timedelta) -> PrefixStore:
