@@ -301,6 +301,22 @@ def test_every_command_that_reads_a_run_file_sets_its_keys(
         assert "--set steps=2: there is no run file to set it in" in capsys.readouterr().err
 
 
+def test_a_run_begins_from_another_and_resumes_by_its_own_command(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = run_file.parent
+    short = ["train", str(run_file), "--json", "--steps"]
+    assert run(monkeypatch, *short, "2") == 0
+    other = ["3", "--folder", str(root / "other")]
+    assert run(monkeypatch, *short, *other, "--from", f"{root}/out/", "--with-states") == 0
+    said = capsys.readouterr().err
+    assert f"start: goes on from {root}/out/checkpoints/step-00000002, after step 2 of 3" in said
+    assert run(monkeypatch, *short, *other) == 0
+    assert "resuming after step 3 of 3" in capsys.readouterr().err
+    assert run(monkeypatch, *short, "3", "--with-states") == 2
+    assert "--with-states: of which run? Name it with --from" in capsys.readouterr().err
+
+
 @contextmanager
 def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A process of its own; its output, errors too, is a pipe."""

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,7 @@ from farspan.engine.parallelize import ShardedModel
 from farspan.hf.load import save_model
 from farspan.spec import Refused
 
+R = TypeVar("R", "Restored", "Restored | None")
 _FORMAT = 1
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
@@ -395,6 +396,9 @@ class Saver(Protocol):
         """Goes to the latest checkpoint under `folder` that can be used, and whose state has what
         is `expected`; None when there is none at all. Raises Refused."""
 
+    def begin(self, path: Path, expected: Mapping[str, Any]) -> Restored:
+        """Goes to this checkpoint, of another run. Raises Refused."""
+
     def save(
         self, folder: Path, rng: Tensors, state: Mapping[str, Any], *, step: int, keep: int
     ) -> None:
@@ -416,9 +420,13 @@ class ReplicatedSaver:
     def resume(
         self, folder: Path, expected: Mapping[str, Any], warn: Callable[[str], None]
     ) -> Restored | None:
-        restored = self._world.run_on_rank0(
-            lambda: resume_checkpoint(folder, self._live, expected, warn), "reading a checkpoint"
-        )
+        return self._restore(lambda: resume_checkpoint(folder, self._live, expected, warn))
+
+    def begin(self, path: Path, expected: Mapping[str, Any]) -> Restored:
+        return self._restore(lambda: _read(path, self._live, expected))
+
+    def _restore(self, read: Callable[[], R]) -> R:
+        restored = self._world.run_on_rank0(read, "reading a checkpoint")
         if restored is not None:
             self._kept = set(restored.kept)
             self._world.broadcast([*self._live.model.values(), *self._live.optimizer.values()])
@@ -486,6 +494,9 @@ class ShardedSaver:
         found = latest_usable(paths, lambda path: self._read(path, forms, expected), warn)
         self._kept = set() if found is None else set(found.kept)
         return found
+
+    def begin(self, path: Path, expected: Mapping[str, Any]) -> Restored:
+        return self._read(path, self._forms(), expected)
 
     def save(
         self, folder: Path, rng: Tensors, state: Mapping[str, Any], *, step: int, keep: int

@@ -11,9 +11,32 @@ from farspan.formatting import EXAMPLE, OFF, ON, read_sparse
 from farspan.lazy import load
 from farspan.planner.request import SHARE
 from farspan.program.strategies import AUTO, STRATEGIES
-from farspan.train.config import RunConfig, default_run, load_run, with_sparse, with_strategy
+from farspan.spec import Refused
+from farspan.train.config import (
+    RunConfig,
+    StartConfig,
+    default_run,
+    load_run,
+    with_sparse,
+    with_strategy,
+)
 
 app = typer_app()
+
+Start = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        help="Begin with the weights of another run, one of its checkpoints, or a folder of "
+        "adapters; lr, batch, context and steps are the run file's own.",
+    ),
+]
+WithStates = Annotated[
+    bool,
+    typer.Option(
+        "--with-states", help="Of that run also AdamW's states and the step count: it goes on."
+    ),
+]
 
 
 @app.command("train")
@@ -53,6 +76,8 @@ def train_command(
         ),
     ] = None,
     settings: Settings = None,
+    start: Start = None,
+    with_states: WithStates = False,
     folder: Annotated[Path | None, typer.Option(help="Run folder; the same resumes.")] = None,
     steps: Annotated[int | None, typer.Option(help="Updates to do in all.")] = None,
     json_wanted: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -61,6 +86,10 @@ def train_command(
     given = settings or ()
     chosen = default_run(given) if run is None else load_run(run, given)
     chosen, notes = override(chosen, strategy_name, folder, steps)
+    if with_states and start is None:
+        raise Refused("--with-states: of which run? Name it with --from")
+    if start is not None:
+        chosen = replace(chosen, start=StartConfig(str(Path(start)), with_states))
     if host_memory is not None:
         chosen = replace(chosen, host_memory=host_memory)
     if margin is not None:

@@ -25,6 +25,7 @@ from farspan.sparse.verify import Approximation
 from farspan.spec import Refused, Schedule
 from farspan.train.config import ModelConfig, RunConfig, SparseConfig
 from farspan.train.console import make_reporter
+from farspan.train.origin import with_base
 from farspan.train.run_folder import Diverged, as_json
 from farspan.train.trainer import TrainingResult, train
 
@@ -75,7 +76,9 @@ def result_json(result: TrainingResult) -> dict[str, Any]:
 
 def model_for(source: ModelConfig, drawn: bool, dtype: str, seed: int) -> PreTrainedModel:
     """The model to verify, in evaluation mode: dropout plays no part in exactness. Adapters are
-    drawn whole: of zeros half of their gradients would be zeros."""
+    drawn whole: of zeros half of their gradients would be zeros. For a folder of adapters: the
+    model that they are for, with such."""
+    source, _ = with_base(source)
     model = load_model(
         path=source.path,
         config=source.config,

@@ -368,12 +368,21 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StartConfig:
+    """Another run, whose weights this one begins with."""
+
+    path: str  # its folder, one of its checkpoints, or a folder of adapters
+    states: bool = False  # AdamW's states, the random numbers and the step count, too: it goes on
+
+
+@dataclass(frozen=True, slots=True)
 class RunConfig:
     """Everything that decides a run; the same values on the same machine give the same bits, on a
     GPU with `kernels.deterministic`."""
 
     model: ModelConfig
     data: DataConfig
+    start: StartConfig | None = None  # null: the model as it is
     folder: str = "runs/default"  # results and checkpoints; the same folder again resumes
     steps: int = 1000  # updates of the weights
     context: int = 8192  # tokens a sequence

@@ -19,6 +19,7 @@ from farspan.program.strategies import AUTO
 from farspan.spec import MachineSpec, ModelSpec, Refused, Schedule
 from farspan.train.config import Given, Parallel, RunConfig, StatesPlace, as_yaml
 from farspan.train.context import Components, machine_of, torch_dtype
+from farspan.train.origin import with_base
 from farspan.train.planning import OWN, PLANNED, allowed
 from farspan.train.setup import adapt, choose_device, is_sharded, refuse_groups
 from farspan.train.yaml_config import to_mapping
@@ -132,6 +133,7 @@ def questions_of_run(
     One sequence is one document, which is the most that attention can take. Raises Refused naming
     the field.
     """
+    run = replace(run, model=with_base(run.model)[0])
     gpus = asked.get("gpus")
     if gpus is not None and gpus < 1:
         raise Refused(f"gpus: expected a whole number of devices >= 1, got {gpus}")

@@ -73,7 +73,7 @@ SAME_STATES = (None, StatesPlace.AUTO, StatesPlace.DEVICE, StatesPlace.HOST)
 STEPS = "steps"
 DECAY = "optimizer.decay"
 # Folders from before there were these keys do not have them: null is as if they were not given.
-LATER = ("sparse", "optimizer.decay_steps", "data.sources", "model.revision")
+LATER = ("start", "sparse", "optimizer.decay_steps", "data.sources", "model.revision")
 
 
 def identity(run: RunConfig) -> str:

@@ -33,6 +33,7 @@ from farspan.spec import ModelSpec, Refused, Schedule
 from farspan.train.config import (
     Parallel,
     RunConfig,
+    StartConfig,
     StatesPlace,
     check_ranks,
     layout_of,
@@ -44,6 +45,7 @@ from farspan.train.optimizer import (
     sharded_parameters,
 )
 from farspan.train.optimizer_states import load_adamw
+from farspan.train.origin import begin, with_base
 from farspan.train.planning import inspect_for, place_states
 
 NO_DEVICE = "device: cannot train on {name!r}; give auto, cpu, cuda or cuda:1"
@@ -59,8 +61,18 @@ def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
     if model.path is not None:
         refuse_absent("model.path", model.path)
         refuse_unpinned(model.path, model.trust_remote_code, model.revision)
-        if model.path.startswith("~"):
-            model = replace(model, path=str(Path(model.path).expanduser()))
+        model, adapters = with_base(model)
+        if adapters is not None:
+            if run.start not in (None, StartConfig(adapters)):
+                raise Refused(
+                    f"start: {adapters}, the model.path, holds adapters to begin with too; give "
+                    f"{model.path} as model.path"
+                )
+            run = replace(run, start=StartConfig(adapters))
+            refuse_absent("model.path", str(model.path))
+            refuse_unpinned(str(model.path), model.trust_remote_code, model.revision)
+        if str(model.path).startswith("~"):
+            model = replace(model, path=str(Path(str(model.path)).expanduser()))
     data = replace(run.data, tokenizer=run.data.tokenizer or model.path or BYTES)
     return replace(run, model=model, data=data, parallel=check_ranks(run.parallel, ranks))
 
@@ -83,7 +95,7 @@ def make_context(
     _check_vocabulary(corpus, blank)
     # Now, rather than at the first step that meets a document too long for the model.
     refuse_context(blank.config, min(run.context, corpus.longest))
-    model = _load_model(run, components, world, blank)
+    model = _load_model(run, components, world, blank, observer)
     world.set_layout(layout_of(run.parallel, world.size, partial(_describe_on_rank0, world, model)))
     world.refuse_unlike("data", corpus.identity)
     placed = place_states(run, components, world, model, before, observer.measuring)
@@ -149,17 +161,25 @@ def _blank_model(run: RunConfig, components: Components, world: DistributedConte
 
 
 def _load_model(
-    run: RunConfig, components: Components, world: DistributedContext, blank: Any
+    run: RunConfig,
+    components: Components,
+    world: DistributedContext,
+    blank: Any,
+    observer: Observer,
 ) -> Any:
     """Of several ranks the first loads it, into main memory: weights go to devices when it is known
     which go where. The others have the blank one."""
     torch.manual_seed(run.seed)
     device = world.device if world.size == 1 else torch.device("cpu")
     found: list[Any] = []
+
+    def read() -> None:
+        model = _load(run, components, device, Weights.SAVED)
+        begin(model, run, observer.note)
+        found.append(model)
+
     # What is wrong with it is refused everywhere.
-    world.run_on_rank0(
-        lambda: found.append(_load(run, components, device, Weights.SAVED)), "loading the model"
-    )
+    world.run_on_rank0(read, "loading the model")
     return found[0] if found else blank
 
 

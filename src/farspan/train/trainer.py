@@ -18,6 +18,7 @@ from rich.console import Console
 
 from farspan.checkpoint.distributed import FROZEN
 from farspan.checkpoint.local import (
+    Restored,
     TrainState,
     capture_rng,
     export,
@@ -52,6 +53,7 @@ from farspan.train.loggers import LoggerThread, LoggingReporter, make_loggers
 from farspan.train.memory import peak_process_bytes
 from farspan.train.oom import NoScheduleFits, OneRankOutOfMemory
 from farspan.train.optimizer import STATES_KEY, learning_rate
+from farspan.train.origin import as_begun, checkpoints_of, latest
 from farspan.train.planning import EarlierPart, make_policy
 from farspan.train.run_folder import (
     Diverged,
@@ -209,13 +211,19 @@ class TrainingLoop:
         """Goes to where the latest checkpoint stands, if there is one."""
         note = self._observer.note
         restored = self._saver.resume(self._folder.checkpoints, self._identity, note)
+        start = self._run.start
         if restored is not None:
-            self._state.at = restored.at
-            self._check_steps()
+            self._go_to(restored)
             self._saved = self.at.step
-            self._state.rng = restored.rng
-            restore_rng(restored.rng, self._ctx.device)
             note(f"resuming after step {self.at.step} of {self._run.steps}")
+        elif start is not None and start.states:
+            same = {key: value for key, value in self._identity.items() if key == FROZEN}
+            paths = self._world.run_on_rank0(lambda: checkpoints_of(Path(start.path).expanduser()))
+            begun = latest(paths, lambda path: self._saver.begin(path, same), note)
+            self._go_to(begun)
+            note(
+                f"start: goes on from {begun.path}, after step {self.at.step} of {self._run.steps}"
+            )
         elif self._folder.model.exists():
             note(
                 f"{self._folder.model} was exported by an earlier run whose checkpoints are gone; "
@@ -225,6 +233,18 @@ class TrainingLoop:
             self.loss = line.get("loss", self.loss)
             if "heldout_loss" in line:
                 self.held_out[line["step"]] = float(line["heldout_loss"])
+
+    def _go_to(self, restored: Restored) -> None:
+        """Stands where a checkpoint does, whose tensors are copied."""
+        self._state.at = restored.at
+        if self.at.step > self._run.steps:
+            raise Refused(
+                f"steps: {restored.path} has done {self.at.step} already, more than the "
+                f"{self._run.steps} asked for; ask for at least {self.at.step}, or give another "
+                "folder"
+            )
+        self._state.rng = restored.rng
+        restore_rng(restored.rng, self._ctx.device)
 
     def save(self) -> None:
         """A checkpoint of the last finished step, unless there is one."""
@@ -260,14 +280,6 @@ class TrainingLoop:
                 ctx.model, ctx.tokenizer, path, folder, self._observer.note, told, weights
             )
         )
-
-    def _check_steps(self) -> None:
-        if self.at.step > self._run.steps:
-            raise Refused(
-                f"steps: {self._folder.path} has done {self.at.step} already, more than the "
-                f"{self._run.steps} asked for; ask for at least {self.at.step}, or give another "
-                "folder"
-            )
 
     def _nonfinite(self, batches: list[Micro], loss: float, norm: float) -> str:
         """What is not finite. Raises Diverged, after saving, unless such batches are skipped."""
@@ -382,6 +394,7 @@ def train(
     run = resolve(run, None if launch is None else launch.ranks)
     device, values = choose_device(run.device), flatten(to_mapping(run))
     with join_run(launch, device, values, run.timeout()) as world:
+        run = world.run_on_rank0(partial(as_begun, run))
         told = _reporter_of(run, world, reporter)
         folder = RunFolder(run) if world.is_rank0 else OthersFolder(run)
         with folder, Interrupt() as interrupt, told:

@@ -1,0 +1,265 @@
+"""What a run begins with beside the model of its run file: another run's weights, or adapters."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from farspan.checkpoint.distributed import (
+    FROZEN,
+    entries_of,
+    is_of_ranks,
+    load_entries,
+    read_shapes,
+)
+from farspan.checkpoint.format import expect_json, open_tensors, readable
+from farspan.checkpoint.local import (
+    MODEL,
+    list_checkpoints,
+    manifest_path,
+    model_tensors,
+    verify_checkpoint,
+)
+from farspan.durable import read_json
+from farspan.hf.load import frozen_digest
+from farspan.spec import Refused
+from farspan.train.config import LoraConfig, ModelConfig, RunConfig, StartConfig
+from farspan.train.yaml_config import build, read_mapping
+
+T = TypeVar("T")
+
+ELSEWHERE = (
+    "name another run or checkpoint, or what this one was trained with in the run file: model, "
+    "optimizer.states"
+)
+ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
+# Of an adapter_config.json: what makes of adapters others than W x + alpha / r * B(A(x)).
+OTHER_KINDS = (
+    *("use_dora", "use_rslora", "use_qalora", "modules_to_save", "trainable_token_indices"),
+    *("rank_pattern", "alpha_pattern", "lora_bias", "layer_replication"),
+)
+
+
+def is_adapters(path: Path) -> bool:
+    """Whether a folder holds adapters, by peft's own file."""
+    return (path / ADAPTER_CONFIG).is_file()
+
+
+def with_base(model: ModelConfig) -> tuple[ModelConfig, str | None]:
+    """Of a model whose path is a folder of adapters: the model that they are for, with adapters
+    like them, and their folder; of another one itself. Raises Refused naming the field."""
+    path = None if model.path is None else Path(model.path).expanduser()
+    if path is None or not is_adapters(path):
+        return model, None
+    config = expect_json(path / ADAPTER_CONFIG)
+    base = config.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise Refused(
+            f"model.path: {path} holds adapters and does not say of which model; give that model "
+            f"as model.path, and start: {{path: {path}}}"
+        )
+    lora = model.lora or lora_of(path, config)
+    overrides = (read_json(path / "farspan.json") or {}).get("overrides", {})
+    found = replace(
+        model,
+        path=base,
+        revision=model.revision or config.get("revision"),
+        overrides={**overrides, **model.overrides},
+        lora=lora,
+    )
+    return found, str(path)
+
+
+def lora_of(path: Path, config: Mapping[str, Any]) -> LoraConfig:
+    """Adapters as a run file has them, like those of a folder. Raises Refused."""
+    refuse_other_kinds(path, config)
+    with open_tensors(path / ADAPTER_TENSORS) as file:
+        names = {name.split(".lora_")[0] for name in set(file.keys()) if ".lora_" in name}
+    values = {
+        "rank": config.get("r"),
+        "alpha": config.get("lora_alpha"),
+        "targets": sorted({name.rpartition(".")[2] for name in names}),
+        "dropout": config.get("lora_dropout", 0.0),
+    }
+    try:
+        return build(LoraConfig, values)
+    except Refused as error:
+        raise Refused(
+            f"model.path: adapters like those of {path} cannot be trained: {error}; or give "
+            "model.lora yourself"
+        ) from error
+
+
+def refuse_other_kinds(path: Path, config: Mapping[str, Any]) -> None:
+    """Raises Refused for adapters that a run does not train."""
+    given = [name for name in OTHER_KINDS if config.get(name)]
+    for name, plain in (("peft_type", "LORA"), ("bias", "none")):
+        if config.get(name, plain) != plain:
+            given.append(name)
+    if given:
+        named = ", ".join(f"{name}: {config[name]!r}" for name in given)
+        raise Refused(
+            f"{path / ADAPTER_CONFIG}: {named}: a run trains plain LoRA alone; merge these "
+            "adapters (farspan merge) and start from the whole model"
+        )
+
+
+def checkpoints_of(path: Path) -> list[Path]:
+    """The checkpoints of a run folder, the oldest first; of a checkpoint itself, that one. Raises
+    Refused where there are none."""
+    if path.is_dir() and manifest_path(path).is_file():
+        return [path]
+    found = list_checkpoints(path / "checkpoints")
+    if found:
+        return found
+    if (path / "config.json").is_file():
+        raise Refused(f"start.path: {path} is a whole model: give it as model.path instead")
+    raise Refused(
+        f"start.path: {path} has no checkpoint; expected the folder of a run that has saved one, "
+        "a checkpoint in it (checkpoints/step-...), or a folder of adapters"
+    )
+
+
+def as_begun(run: RunConfig) -> RunConfig:
+    """The run, where its folder says that it began from another and the command does not, as it
+    began. Raises Refused where that cannot be read."""
+    config = Path(run.folder).expanduser() / "config.yaml"
+    if run.start is not None or not config.is_file():
+        return run
+    try:
+        with readable(config):
+            start = read_mapping(config.read_text("utf-8"), str(config)).get("start")
+    except (Refused, UnicodeDecodeError):
+        return run  # whoever takes the folder says so, where it matters
+    return run if start is None else replace(run, start=build(StartConfig, start, "start"))
+
+
+def begin(model: Any, run: RunConfig, note: Callable[[str], None]) -> None:
+    """Gives a loaded model the weights that the run begins with, unless a checkpoint of its own
+    has it go on, or the other run's will with all else. Raises Refused naming the field."""
+    start = run.start
+    if start is None or list_checkpoints(Path(run.folder).expanduser() / "checkpoints"):
+        return
+    path = Path(start.path).expanduser()
+    if is_adapters(path):
+        if start.states:
+            raise Refused(
+                f"start.states: {path} holds adapters alone; leave it out (--with-states), or "
+                "name the run or the checkpoint that they are from"
+            )
+        copy_adapters(path, model, run)
+    elif start.states:
+        refuse_other_adapters(run, checkpoints_of(path)[-1])
+        return
+    else:
+        read = partial(_copy, model, run, note)
+        path = latest(checkpoints_of(path), read, note)
+    note(f"start: begins with the weights of {path}")
+
+
+def latest(paths: Sequence[Path], read: Callable[[Path], T], note: Callable[[str], None]) -> T:
+    """What `read` makes of the latest of these checkpoints that it does not refuse. Raises
+    Refused."""
+    problems: list[Refused] = []
+    for path in reversed(paths):
+        try:
+            found = read(path)
+        except Refused as problem:
+            problems.append(problem)
+            continue
+        for passed in problems:
+            note(f"start: {passed}; beginning from {path} instead")
+        return found
+    raise Refused(f"start: {problems[0]}; {ELSEWHERE}")
+
+
+def _copy(model: Any, run: RunConfig, note: Callable[[str], None], path: Path) -> Path:
+    refuse_other_adapters(run, path)
+    state = copy_weights(path, model_tensors(model))
+    if FROZEN in state and state[FROZEN] != frozen_digest(model):
+        note(f"start: the frozen weights here are not those that {path} was trained with")
+    return path
+
+
+def copy_weights(path: Path, live: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Copies the weights of a checkpoint, whatever their dtype, into these of a whole model; its
+    state. Raises Refused where it has others, before anything is copied."""
+    if is_of_ranks(path):
+        shapes = read_shapes(path)
+        dtypes = {n: shapes.get(f"model/{n}", (t.dtype,))[0] for n, t in live.items()}
+        read = {n: torch.empty(t.shape, dtype=dtypes[n]) for n, t in live.items()}
+        state = load_entries(path, entries_of(read, {}), unread=("rng/", "optimizer/"))
+    else:
+        with open_tensors(path / MODEL) as file:
+            read = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        forms = {n: (read.get(n, t).dtype, tuple(t.shape)) for n, t in live.items()}
+        state = verify_checkpoint(path, {MODEL: forms}, {})
+    with torch.no_grad():
+        for name, tensor in live.items():
+            tensor.copy_(read[name])
+    return state
+
+
+def refuse_other_adapters(run: RunConfig, checkpoint: Path) -> None:
+    """Raises Refused where the run of a checkpoint has adapters and this one has none, or has
+    others. What they count no tensor says."""
+    config = checkpoint.parent.parent / "config.yaml"
+    if not config.is_file():
+        return
+    with readable(config):
+        model = read_mapping(config.read_text("utf-8"), str(config)).get("model")
+    there = model.get("lora") if isinstance(model, Mapping) else None
+    here = run.model.lora
+    if here is None and there is not None:
+        raise Refused(
+            f"{checkpoint} holds adapters: give model.lora to train them further, or merge "
+            "them (farspan merge)"
+        )
+    if here is not None and there is None:
+        raise Refused(
+            f"{checkpoint} is of a model that was trained as a whole, without model.lora; "
+            f"for adapters on it give its folder as model.path ({config.parent / 'model'})"
+        )
+    if here is not None:
+        _refuse_scale(here, build(LoraConfig, there or {}, str(config)), checkpoint)
+
+
+def _refuse_scale(here: LoraConfig, there: LoraConfig, where: Path) -> None:
+    if here.scale() / here.rank != there.scale() / there.rank:
+        raise Refused(
+            f"the adapters of {where} have rank {there.rank} and count alpha "
+            f"{there.scale():g}, here {here.rank} and {here.scale():g}; give model.lora as there"
+        )
+
+
+def copy_adapters(path: Path, model: Any, run: RunConfig) -> None:
+    """Copies the adapters of a folder, as peft writes it, into a model that has such. Raises
+    Refused where they are others, before any is copied."""
+    if run.model.lora is None:
+        raise Refused(f"start: {path} holds adapters; give model.lora to train them further")
+    config = expect_json(path / ADAPTER_CONFIG)
+    refuse_other_kinds(path, config)
+    there = replace(run.model.lora, rank=config["r"], alpha=float(config["lora_alpha"]))
+    _refuse_scale(run.model.lora, there, path)
+    live = {
+        f"base_model.model.{name.replace('.default.', '.')}": p.detach()
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+    with open_tensors(path / ADAPTER_TENSORS) as file, torch.no_grad():
+        saved: dict[str, Tensor] = {name: file.get_tensor(name) for name in set(file.keys())}
+    for name in sorted(saved.keys() ^ live.keys()):
+        where = path if name in saved else "the run"
+        raise Refused(f"start: other adapters: only {where} has {name}; give model.lora as there")
+    for name, tensor in live.items():
+        if tensor.shape != saved[name].shape:
+            raise Refused(
+                f"start: {name} of {path} is {list(saved[name].shape)}, here {list(tensor.shape)}; "
+                "give model.lora as there"
+            )
+    for name, tensor in live.items():
+        tensor.copy_(saved[name])

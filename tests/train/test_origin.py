@@ -1,0 +1,254 @@
+"""A run that begins with what another one trained."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from farspan.checkpoint.distributed import entries_of, save_sharded
+from farspan.checkpoint.local import MODEL, OPTIMIZER, read_rng
+from farspan.distributed.run_context import DistributedContext
+from farspan.durable import read_json
+from farspan.spec import Refused
+from farspan.train.config import (
+    EvaluationConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    StartConfig,
+)
+from farspan.train.trainer import train
+from tests.train.test_loop import metrics, weights
+from tests.train.test_lora import a_run, adapters_of
+from tests.train.tiny import MODEL as TINY
+from tests.train.tiny import Quiet, Stopped, Stopping, fit, tiny_run
+
+
+def first(root: Path, **changes: Any) -> RunConfig:
+    """A run of five steps that is done, with all its checkpoints."""
+    run = tiny_run(root, folder=str(root / "first"), **changes)
+    run = replace(run, checkpoints=replace(run.checkpoints, keep=9))
+    fit(run)
+    return run
+
+
+def second(run: RunConfig, path: str = "", states: bool = False, **changes: Any) -> RunConfig:
+    """Another run, which begins with it."""
+    folder = Path(run.folder).with_name("second")
+    start = StartConfig(path or run.folder, states)
+    return replace(run, folder=str(folder), start=start, **changes)
+
+
+def losses(run: RunConfig) -> list[Any]:
+    return [line["loss"] for line in metrics(run) if "loss" in line]
+
+
+def held_out(run: RunConfig) -> list[Any]:
+    return [line["heldout_loss"] for line in metrics(run) if "heldout_loss" in line]
+
+
+def test_a_run_begins_with_anothers_weights_and_its_own_settings(tmp_path: Path) -> None:
+    run = first(tmp_path)
+    told = Quiet()
+    other = second(run, batch=2, accumulate=1, steps=3, optimizer=OptimizerConfig(lr=1e-4))
+    result = fit(other, reporter=told)
+    assert (result.step, len(losses(other))) == (3, 3)
+    assert held_out(other)[0] == held_out(run)[-1]  # before a step of its own
+    assert losses(other)[0] != losses(run)[0]
+    begun = f"start: begins with the weights of {run.folder}/checkpoints/step-00000005"
+    assert begun in told.notes
+    longer = second(run, context=64, steps=3)
+    fit(replace(longer, folder=str(tmp_path / "longer")))
+
+
+def test_with_states_and_the_same_settings_it_is_the_run_itself(tmp_path: Path) -> None:
+    run = first(tmp_path)
+    told = Quiet()
+    other = second(run, f"{run.folder}/checkpoints/step-00000002", states=True)
+    fit(other, reporter=told)
+    assert losses(other) == losses(run)[2:]
+    for name, tensor in weights(run).items():
+        assert torch.equal(weights(other)[name], tensor)
+    assert any("after step 2 of 5" in note for note in told.notes)
+
+
+def test_with_states_the_settings_may_be_others(tmp_path: Path) -> None:
+    run = first(tmp_path)
+    optimizer = replace(run.optimizer, lr=1e-4)
+    fit(other := second(run, states=True, steps=7, optimizer=optimizer))
+    assert [line["step"] for line in metrics(other) if "loss" in line] == [6, 7]
+    with pytest.raises(Refused, match=r"step-00000005 has done 5 already, more than the 3 asked"):
+        fit(replace(second(run, states=True, steps=3), folder=str(tmp_path / "fewer")))
+
+
+def test_it_resumes_without_being_told_again(tmp_path: Path) -> None:
+    run = first(tmp_path)
+    other = second(run)
+    whole = replace(other, folder=str(tmp_path / "whole"))
+    fit(whole)
+    for after in (1, 3):  # before there is a checkpoint of its own, and then
+        with pytest.raises(Stopped):
+            fit(other if after == 1 else replace(other, start=None), reporter=Stopping(after))
+    fit(replace(other, start=None))
+    assert losses(other) == losses(whole)
+    for name, tensor in weights(whole).items():
+        assert torch.equal(weights(other)[name], tensor)
+    shutil.rmtree(run.folder)  # it needs the other no more
+    assert fit(replace(other, start=None)).step == 5
+
+
+def test_a_folder_of_another_origin_is_refused(tmp_path: Path) -> None:
+    run = first(tmp_path)
+    with pytest.raises(Refused, match=r"first holds another run: start.path was None, is now"):
+        fit(replace(run, start=StartConfig(str(tmp_path / "elsewhere"))))
+    other = second(run)
+    fit(other)
+    with pytest.raises(Refused, match=r"second holds another run: start.path was"):
+        fit(replace(other, start=StartConfig(f"{run.folder}/checkpoints/step-00000002")))
+    with pytest.raises(Refused, match=r"start.states was False, is now True"):
+        fit(replace(other, start=StartConfig(run.folder, states=True)))
+
+
+@pytest.mark.parametrize("states", [False, True])
+def test_another_shape_is_refused_before_anything_is_copied(tmp_path: Path, states: bool) -> None:
+    run = first(tmp_path)
+    wide = ModelConfig(config={**TINY, "intermediate_size": 40})
+    with pytest.raises(Refused) as refused:
+        fit(second(run, states=states, model=wide))
+    assert "mlp" in str(refused.value)
+    assert "of another model" in str(refused.value)
+    assert "[32, 16], here float32[40, 16]" in str(refused.value)
+    assert "name another run or checkpoint" in str(refused.value)
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    run = first(tmp_path)
+    with pytest.raises(Refused, match=r"start.path: .*/nowhere has no checkpoint; expected the"):
+        fit(second(run, str(tmp_path / "nowhere")))
+    with pytest.raises(Refused, match=r"start.path: .*model is a whole model: give it as model.pa"):
+        fit(second(run, f"{run.folder}/model"))
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    run = first(tmp_path)
+    (Path(run.folder) / "checkpoints/step-00000005/model.safetensors").write_bytes(b"")
+    told = Quiet()
+    fit(second(run), reporter=told)
+    assert any("begins with the weights of" in n and "step-00000004" in n for n in told.notes)
+
+
+def of_ranks(checkpoint: Path, to: Path) -> Path:
+    """The same checkpoint as ranks write it."""
+    state = read_json(checkpoint / "state.json")
+    assert state is not None
+    entries = entries_of(load_file(checkpoint / MODEL), load_file(checkpoint / OPTIMIZER))
+    to.parent.mkdir(parents=True)
+    world = DistributedContext(torch.device("cpu"))
+    save_sharded(to, entries, read_rng(checkpoint), state, world)
+    return to
+
+
+@pytest.mark.parametrize("states", [False, True])
+def test_a_checkpoint_of_ranks_is_begun_from_like_any(tmp_path: Path, states: bool) -> None:
+    run = first(tmp_path)
+    path = Path(run.folder) / "checkpoints" / "step-00000004"
+    fit(plain := replace(second(run, str(path), states), folder=str(tmp_path / "plain")))
+    there = of_ranks(path, tmp_path / "ranks" / "checkpoints" / path.name)
+    fit(other := second(run, str(there), states))
+    assert losses(other) == losses(plain) != []
+    wide = ModelConfig(config={**TINY, "intermediate_size": 40})
+    with pytest.raises(Refused, match=r"step-00000004.*mlp"):
+        fit(replace(second(run, str(there), states, model=wide), folder=str(tmp_path / "wide")))
+
+
+STILL = OptimizerConfig(lr=1e-30)  # adapters stay as they are
+ONCE = EvaluationConfig(every=0, sequences=1)
+
+
+def test_adapters_are_trained_further(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "first")
+    train(run, reporter=Quiet())
+    trained = adapters_of(run)
+    origins = {
+        "run": run.folder,
+        "checkpoint": f"{run.folder}/checkpoints/step-00000004",
+        "folder": f"{run.folder}/model",
+    }
+    for name, path in origins.items():
+        other = replace(run, folder=str(tmp_path / name), start=StartConfig(path))
+        train(replace(other, steps=1, optimizer=STILL), reporter=Quiet())
+        found = adapters_of(other)
+        assert all(torch.equal(tensor, found[key]) for key, tensor in trained.items()), name
+    # As model.path: the base is named in it, and so are rank, alpha and targets.
+    model = replace(run.model, path=f"{run.folder}/model", lora=None)
+    other = replace(run, folder=str(tmp_path / "path"), model=model, steps=1, optimizer=STILL)
+    train(other, reporter=Quiet())
+    assert all(torch.equal(tensor, adapters_of(other)[key]) for key, tensor in trained.items())
+    config = json.loads((tmp_path / "path" / "model" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 8.0)
+    assert config["base_model_name_or_path"] == str(tmp_path / "base")
+    assert train(other, reporter=Quiet()).step == 1  # the same again resumes
+
+
+def test_adapters_of_another_kind_are_refused(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "first", steps=1, optimizer=OptimizerConfig(lr=1e-2))
+    train(run, reporter=Quiet())
+    saved = tmp_path / "first" / "model"
+    other = replace(run, folder=str(tmp_path / "other"), start=StartConfig(run.folder))
+
+    def refused(**changes: Any) -> str:
+        with pytest.raises(Refused) as error:
+            train(replace(other, **changes), reporter=Quiet())
+        return str(error.value)
+
+    def lora(**changes: Any) -> ModelConfig:
+        return replace(run.model, lora=replace(LoraConfig(rank=4), **changes))
+
+    folder = StartConfig(str(saved))
+    whole = replace(run.model, lora=None)
+    assert "alpha 8, here 4 and 4; give model.lora as there" in refused(model=lora(alpha=4.0))
+    assert "alpha 8, here 4 and 4" in refused(model=lora(alpha=4.0), start=folder)
+    few = lora(targets=("q_proj",))
+    assert "other adapters: only" in refused(model=few, start=folder)
+    assert "only the checkpoint has" in refused(model=few)
+    assert "holds adapters: give model.lora" in refused(model=whole)
+    assert "holds adapters; give model.lora" in refused(model=whole, start=folder)
+    plain = a_run(tmp_path, "plain", model=whole, steps=1, optimizer=run.optimizer)
+    train(plain, reporter=Quiet())
+    assert "for adapters on it give its folder as model.path" in refused(
+        start=StartConfig(plain.folder)
+    )
+    wider = lora(rank=8, alpha=16.0)
+    assert "is [4, 16], here [8, 16]" in refused(model=wider, start=folder)
+    states = replace(folder, states=True)
+    assert "holds adapters alone; leave it out (--with-states)" in refused(start=states)
+    path = replace(run.model, path=str(saved), lora=None)
+    assert "holds adapters to begin with too" in refused(model=path)
+    config = saved / "adapter_config.json"
+    values = json.loads(config.read_text())
+    config.write_text(json.dumps(values | {"use_dora": True}))
+    assert "use_dora: True: a run trains plain LoRA alone" in refused(start=folder)
+    config.write_text(json.dumps(values | {"lora_dropout": 0.05}))
+    assert "dropout: expected 0, got 0.05" in refused(model=path, start=None)
+    config.write_text(json.dumps(values | {"base_model_name_or_path": None}))
+    assert "does not say of which model" in refused(model=path, start=None)
+
+
+def test_another_base_is_told(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "first", steps=1, optimizer=OptimizerConfig(lr=1e-2))
+    train(run, reporter=Quiet())
+    base = tmp_path / "base" / "model.safetensors"
+    save_file({n: 2 * t for n, t in load_file(base).items()}, base, metadata={"format": "pt"})
+    told = Quiet()
+    other = replace(run, folder=str(tmp_path / "other"), start=StartConfig(run.folder))
+    train(other, reporter=told)
+    assert any("the frozen weights here are not those" in note for note in told.notes)
+    going_on = replace(other, folder=str(tmp_path / "on"), start=StartConfig(run.folder, True))
+    with pytest.raises(Refused, match="it was trained with other frozen weights"):
+        train(going_on, reporter=Quiet())
