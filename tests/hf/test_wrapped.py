@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from farspan.engine.step import Step
@@ -48,6 +48,37 @@ def test_one_that_changes_results_is_refused() -> None:
     model = make_model("llama")
     wrap(model, doubled)
     with pytest.raises(Refused, match=r"forward that was set on LlamaForCausalLM .* by 5\.0e-01"):
+        Step(model, SCHEDULE)
+
+
+def with_z_loss(out: Any) -> Any:
+    if out.loss is not None:
+        out.loss = out.loss + 1e-3 * out.logits.logsumexp(-1).square().mean()
+    return out
+
+
+def squares(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:  # noqa: ARG001
+    return logits.square().mean()
+
+
+def test_another_loss_is_refused() -> None:
+    """Which only whoever gives labels meets: by a forward, by a hook, by the model's own."""
+    for_labels = [
+        (lambda model: wrap(model, with_z_loss), "a forward that was set on it"),
+        (
+            lambda model: model.register_forward_hook(lambda *call: with_z_loss(call[2])),
+            "a forward hook",
+        ),
+        (lambda model: setattr(model, "loss_function", squares), "its loss_function"),
+    ]
+    for change, words in for_labels:
+        model = make_model("llama")
+        change(model)
+        with pytest.raises(Refused, match=rf"own loss is [\d.]+ by {words}, where the mean cross-"):
+            Step(model, SCHEDULE)
+    model = make_model("llama")
+    model.loss_type = "ForSequenceClassification"
+    with pytest.raises(Refused, match=r"own loss fails by its loss_function \(TypeError"):
         Step(model, SCHEDULE)
 
 

@@ -577,8 +577,8 @@ ALLOCATORS = (
 VERIFY = (
     Fault(
         "verify: an ill-conditioned gradient may be anything",
-        "max(EXACT, factors[name] * moves[name])",
-        "max(EXACT, 100 * factors[name] * moves[name])",
+        "min(MOVES * m, ILL_CONDITIONED)",
+        "min(1e3 * MOVES * m, 1.0)",
         ("tests/engine/test_verify_rounding.py::TestIllConditioned",),
     ),
 )

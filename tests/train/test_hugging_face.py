@@ -253,6 +253,13 @@ def test_a_step_of_its_own_is_refused(make: Make, name: str) -> None:
     make(type("Above", (farspan.Trainer,), {name: getattr(farspan.Trainer, name)}))
 
 
+def test_another_loss_that_is_asked_for_later_is_refused(make: Make) -> None:
+    trainer = make()
+    trainer.compute_loss_func = lambda *_, **__: torch.zeros(())
+    with pytest.raises(Refused, match="compute_loss_func: the loss is the plain one"):
+        trainer.train()
+
+
 def test_checkpointing_of_the_arguments_is_left_to_the_schedule(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:

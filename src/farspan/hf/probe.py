@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 from farspan.attention.softmax import reference
 from farspan.hf.attention_interface import answering, eager_experts, routed, watching_masks
@@ -47,6 +49,9 @@ LOST = 1e-3
 # round apart by 1e-7, and a float64 model may have routers and norms in float32.
 MIXING = {torch.float32: 1e-4, torch.float64: 1e-6}
 
+
+# Relative, of a loss that is computed twice from the same logits in float32.
+_LOSS = 1e-5
 
 UNATTENDING = LayerSpec(0, 0, 0, 0, window=1)  # a layer whose tokens see no others by attention
 
@@ -203,6 +208,7 @@ def _run_whole(stages: CausalLMStages, ids: Tensor) -> tuple[Tensor, int]:
         raise Refused(f"model: {name} returns no logits for each token; expected a causal LM")
     copied = stages.in_copies()
     if copied is None:
+        _refuse_other_loss(stages.model, ids)
         return out.logits, dense.calls
     with answering(ProbeAttention()):
         plain: Tensor = copied(input_ids=ids, use_cache=False).logits
@@ -214,7 +220,41 @@ def _run_whole(stages: CausalLMStages, ids: Tensor) -> tuple[Tensor, int]:
             "their classes' own, which a step runs; take it off, and for mixed precision load the "
             "model in the dtype to compute in (dtype=torch.bfloat16)"
         )
+    _refuse_other_loss(stages.model, ids)
     return plain, dense.calls
+
+
+def _refuse_other_loss(model: PreTrainedModel, ids: Tensor) -> None:
+    """Raises Refused where the model's own loss is not the mean cross-entropy of its logits: a
+    step computes that one. Those of transformers' classes are; asked is who has set another."""
+    standard: Any = LOSS_MAPPING["ForCausalLM"]
+    what = {
+        "a forward that was set on it": "forward" in vars(model),
+        "a forward hook": model._forward_hooks,
+        "its loss_function": model.loss_function is not standard,
+    }
+    changed = " or ".join(name for name, there in what.items() if there)
+    if not changed:
+        return
+    advice = "and a step does not compute that; take it off"
+    name = type(model).__name__
+    try:
+        with answering(ProbeAttention()):
+            out = model(input_ids=ids, labels=ids, use_cache=False)
+        own, logits = out.loss, getattr(out, "logits", None)
+    except Exception as error:
+        raise Refused(
+            f"model: {name}'s own loss fails by {changed} "
+            f"({type(error).__name__}: {error}), {advice}"
+        ) from error
+    if own is None or not isinstance(logits, Tensor) or logits.ndim != 3:
+        return  # a fused head returns no logits, and the other way round nothing is changed
+    plain = standard(logits, ids, vocab_size=logits.shape[-1])
+    if not float((own - plain).abs()) <= _LOSS * float(plain):
+        raise Refused(
+            f"model: {name}'s own loss is {float(own):.6g} by {changed}, where the mean "
+            f"cross-entropy of its logits is {float(plain):.6g}, {advice}"
+        )
 
 
 def _refuse_other_calls(stages: CausalLMStages, calls: int, seen: list[LayerSpec]) -> None:

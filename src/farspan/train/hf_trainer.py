@@ -17,6 +17,7 @@ from transformers import Trainer as HuggingFaceTrainer
 
 from farspan.engine.loss import IGNORED, document_starts, trained_token_count
 from farspan.engine.step import Step
+from farspan.program.strategies import AUTO
 from farspan.spec import Kernels, Refused, Schedule
 
 LOG = logging.getLogger(__name__)
@@ -71,7 +72,11 @@ class LongContext:
     current_gradient_accumulation_steps: int
 
     def __init__(
-        self, *args: Any, schedule: Schedule | str, kernels: Kernels | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        schedule: Schedule | str = AUTO,
+        kernels: Kernels | None = None,
+        **kwargs: Any,
     ) -> None:
         self._refuse_other_methods()
         super().__init__(*args, **kwargs)
@@ -128,6 +133,7 @@ class LongContext:
         return torch.tensor(sum(counts), device=device)
 
     def _farspan(self) -> Step:
+        self._refuse_other_arguments()  # somebody may have changed them since
         # `model_init`, and a search for hyperparameters, put another model in the place of one.
         if self._step is None or self._stepped is not self.model:
             self._step = Step(self.model, self._schedule, kernels=self._kernels)
