@@ -87,7 +87,7 @@ COMMANDS = {
     ),
     "profile": LazyCommand(
         "farspan.cli.profile",
-        "Measure what a model costs, which `farspan plan` reads; no weights, on any machine.",
+        "Measure a model's cells on the meta device: what they hold, move and compute.",
     ),
     "memory": LazyCommand(
         "farspan.cli.memory",

@@ -48,7 +48,7 @@ NAMES_SHOWN = 5  # of missing weights: a wrong folder lacks hundreds
 ADAPTERS = (
     "model.path: {path} holds adapters, which would be applied to the model but not trained; "
     "give the folder of a model without adapters: the one they belong to, or one they were "
-    "merged into (peft's merge_and_unload)"
+    "merged into (farspan merge)"
 )
 
 
