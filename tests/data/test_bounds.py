@@ -1,27 +1,64 @@
 """Whatever a file holds, what is read of it is bounded: an error names the field and the limit,
 within seconds and a little memory."""
 
-import time
+import json
+import os
+import resource
+import signal
+import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from farspan.data.tokenizers import load_tokenizer
 from farspan.formatting import MOST_TOKENS, read_tokens
+from farspan.hf.load import Weights, load_config, load_model
+from farspan.plan.model.catalog import (
+    LARGEST_CONFIG,
+    find_architecture,
+    find_config,
+    presets,
+    refuse_huge,
+)
 from farspan.planner.api import MOST_DEVICES, Request
 from farspan.spec import Refused
 from farspan.train.config import MOST_BATCHES, MOST_PIECES, load_run
 from farspan.train.yaml_config import LONGEST_FILE, MOST_VALUES, read_mapping
 
 SECONDS = 2.0  # of CPU, that an error may take
+MEMORY = 2**30  # bytes beyond those of the start
 LEAST = "model: {config: {model_type: qwen2}}\ndata: {source: stdlib}\n"
 
 
-def refused(path: Path, match: str) -> None:
-    """Loading the run file is refused with these words, in time."""
-    begin = time.process_time()
-    with pytest.raises(Refused, match=match):
-        load_run(path)
-    assert time.process_time() - begin < SECONDS
+def assert_refused(call: Callable[[], Any], match: str) -> None:
+    """The call is refused with these words, in a process that the kernel ends beyond the limits."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + MEMORY
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            signal.signal(signal.SIGPROF, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)
+            with pytest.raises(Refused, match=match):
+                call()
+            status = 0
+        except BaseException:
+            os.write(theirs, traceback.format_exc().encode()[-60_000:])
+        finally:
+            os._exit(status)
+    os.close(theirs)
+    with os.fdopen(ours, "rb") as pipe:
+        words = pipe.read().decode()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code != -signal.SIGPROF, f"took more than {SECONDS} s"
+    assert code == 0, words
 
 
 def laughs(levels: int, form: str) -> str:
@@ -37,21 +74,20 @@ def laughs(levels: int, form: str) -> str:
 def test_aliases_of_aliases(tmp_path: Path, levels: int) -> None:
     run = tmp_path / "run.yaml"
     run.write_text(LEAST + laughs(levels, "[{}]"))
-    refused(run, rf"run.yaml: line \d+: more than {MOST_VALUES:,} values, .* alias .*; give fewer")
+    assert_refused(
+        lambda: load_run(run),
+        rf"run.yaml: line \d+: more than {MOST_VALUES:,} values, .* alias .*; give fewer",
+    )
 
 
 def test_merge_keys_of_merge_keys() -> None:
-    begin = time.process_time()
     text = laughs(9, "{{<<: [{}]}}").replace("[1]", "{z: 1}")
-    with pytest.raises(Refused, match=f"more than {MOST_VALUES:,} values"):
-        read_mapping(text, "run.yaml")
-    assert time.process_time() - begin < SECONDS
+    assert_refused(lambda: read_mapping(text, "run.yaml"), f"more than {MOST_VALUES:,} values")
 
 
 def test_a_long_text_behind_aliases_counts_by_its_length() -> None:
     text = f"a: &a {'x' * 100_000}\nb: [{', '.join(['*a'] * 1000)}]"
-    with pytest.raises(Refused, match=f"more than {MOST_VALUES:,} values"):
-        read_mapping(text, "run.yaml")
+    assert_refused(lambda: read_mapping(text, "run.yaml"), f"more than {MOST_VALUES:,} values")
 
 
 def test_aliases_of_a_run_are_read() -> None:
@@ -65,7 +101,9 @@ def test_aliases_of_a_run_are_read() -> None:
 def test_a_file_of_any_size(tmp_path: Path, line: str) -> None:
     run = tmp_path / "run.yaml"
     run.write_text("".join(line.format(n) for n in range(2_000_000 // len(line))))
-    refused(run, f"run.yaml: more than {LONGEST_FILE:,} characters.*; shorten it")
+    assert_refused(
+        lambda: load_run(run), f"run.yaml: more than {LONGEST_FILE:,} characters.*; shorten it"
+    )
 
 
 @pytest.mark.parametrize("line", ["k{}: 1\n", "? [{}]\n", "{{k{}: 1}},"])
@@ -74,7 +112,7 @@ def test_as_many_keys_as_a_file_may_have(tmp_path: Path, line: str) -> None:
     run = tmp_path / "run.yaml"
     lines = "".join(line.format(n) for n in range((LONGEST_FILE - 10) // (len(line) + 3)))
     run.write_text(f"x: [{lines}]" if line.endswith(",") else lines)
-    refused(run, f"more than {MOST_VALUES:,} values")
+    assert_refused(lambda: load_run(run), f"more than {MOST_VALUES:,} values")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +134,7 @@ def test_as_many_keys_as_a_file_may_have(tmp_path: Path, line: str) -> None:
 def test_counts_that_no_run_has(tmp_path: Path, line: str, words: str) -> None:
     run = tmp_path / "run.yaml"
     run.write_text(LEAST + line)
-    refused(run, words)
+    assert_refused(lambda: load_run(run), words)
 
 
 def test_the_longest_context() -> None:
@@ -109,3 +147,82 @@ def test_devices_that_no_machine_has() -> None:
     request = Request("Qwen2.5-0.5B", 8192, "h100", gpus=10**9)
     with pytest.raises(Refused, match=f"gpus: expected at most {MOST_DEVICES:,} devices"):
         request.question()
+
+
+TINY = {
+    "model_type": "qwen2",
+    "vocab_size": 264,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+SIZES = [
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers: expected at most 10,000, .* 1,000,000,000"),
+    ({"vocab_size": 2**40}, "vocab_size: expected at most 16,777,216"),
+    ({"hidden_size": 2**40}, "hidden_size: expected at most 1,048,576"),
+    ({"intermediate_size": 2**62}, "intermediate_size: expected at most 1,048,576"),
+    ({"num_attention_heads": 2**40}, "num_attention_heads: expected at most 16,384"),
+    ({"head_dim": 2**40}, "head_dim: expected at most 1,048,576"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), SIZES)
+def test_sizes_that_no_model_has(tmp_path: Path, fields: dict[str, int], words: str) -> None:
+    """Before anything is built, wherever they are written."""
+    config = {**TINY, **fields}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    name = next(iter(fields))
+    load = partial(load_model, dtype=torch.float32, weights=Weights.NONE)
+    for call, where in (
+        (lambda: load(config=config), "model.config."),
+        (lambda: load(config=TINY, overrides=fields), "model.overrides."),
+        (lambda: load(path=str(tmp_path)), f"model.path: {tmp_path}/config.json: "),
+        (lambda: find_architecture(str(tmp_path)), f"model: {tmp_path}/config.json: "),
+        (lambda: load_tokenizer(str(tmp_path)), f"data.tokenizer: {tmp_path}/config.json: "),
+    ):
+        if name not in TINY and "overrides" in where:
+            continue  # no field of this family
+        assert_refused(call, where + words)
+
+
+def test_sizes_in_parts_of_a_configuration(tmp_path: Path) -> None:
+    config = {"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert_refused(lambda: find_config(str(tmp_path)), "text_config.num_hidden_layers: expected at")
+    moe = {"model_type": "deepseek_v3", "n_routed_experts": 10**9}
+    words = "model.config.n_routed_experts: expected at most 16,384"
+    assert_refused(lambda: load_config(path=None, config=moe, overrides={}), words)
+    gpt = {"model_type": "gpt2", "n_layer": 10**9}
+    assert_refused(lambda: load_config(path=None, config=gpt, overrides={}), "n_layer: expected at")
+
+
+def test_configurations_of_real_models_are_read() -> None:
+    for preset in presets():
+        refuse_huge(preset.config, "model: ")
+
+
+def test_a_configuration_that_is_no_configuration(tmp_path: Path) -> None:
+    place = tmp_path / "config.json"
+    with place.open("wb") as file:
+        file.truncate(2**40)  # sparse: 1 TiB of zeros
+    load = partial(load_config, path=str(tmp_path), config=None, overrides={})
+    words = f"model.path: {place} has more than {LARGEST_CONFIG:,} bytes, .*; give another"
+    assert_refused(load, words)
+    assert_refused(lambda: find_config(str(tmp_path)), f"model: {place} has more than")
+    for text in ("[" * 10**6, '{"a":' * 10**6, '{"model_type": "qwen2", "x": ' + "9" * 10**6 + "}"):
+        place.write_text(text)
+        assert_refused(load, f"model.path: {place} is not a JSON file that can be read")
+        assert_refused(lambda: find_config(str(tmp_path)), f"model: {place} is not a JSON")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.txt", "tokenizer_config.json"])
+def test_a_tokenizer_of_any_size(tmp_path: Path, name: str) -> None:
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(2**40)
+    words = f"data.tokenizer: {tmp_path / name} has 1,099,511,627,776 bytes, at most 134,217,728"
+    assert_refused(lambda: load_tokenizer(str(tmp_path)), words)
+    for text in ("[" * 10**6, '{"a":' * 10**6):
+        (tmp_path / name).write_text(text)
+        assert_refused(lambda: load_tokenizer(str(tmp_path)), "data.tokenizer: ")

@@ -256,6 +256,11 @@ def test_a_revision_goes_to_all_that_is_read_of_a_model(
 
         return load
 
+    def located(path: str, name: str, **given: Any) -> str:
+        assert (path, given) == ("owner/name", {"revision": "0a1b"})
+        return str(tmp_path / name)
+
+    monkeypatch.setattr("farspan.hf.load.cached_file", located)
     for auto in (AutoConfig, AutoModelForCausalLM):
         monkeypatch.setattr(auto, "from_pretrained", noted(auto.from_pretrained))
     load_model(path="owner/name", dtype=torch.float32, revision="0a1b")

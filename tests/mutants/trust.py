@@ -2,6 +2,7 @@
 
 from tests.mutants.faults import Fault
 
+BOUNDS = "tests/data/test_bounds.py::"
 CACHE = "tests/data/test_store.py::"
 TRUST = (
     Fault(
@@ -33,5 +34,17 @@ TRUST = (
         "signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)",
         "signal.setitimer(signal.ITIMER_PROF, 4 * CPU_SECONDS)",
         ("tests/data/test_chat.py::test_a_template_has_limits",),
+    ),
+    Fault(
+        "run file: an alias counts as one value",
+        "self._values += self._behind.get(id(node), 1) if alias else own",
+        "self._values += 1 if alias else own",
+        (BOUNDS + "test_aliases_of_aliases", BOUNDS + "test_merge_keys_of_merge_keys"),
+    ),
+    Fault(
+        "configuration: sizes within its parts are not looked at",
+        'refuse_huge(value, f"{where}{name}.")',
+        'refuse_huge({}, f"{where}{name}.")',
+        (BOUNDS + "test_sizes_in_parts_of_a_configuration",),
     ),
 )

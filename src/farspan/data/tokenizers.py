@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from farspan.plan.model.catalog import pinned, refuse_absent
+from farspan.plan.model.catalog import pinned, read_config, refuse_absent
 from farspan.spec import Refused
 
 TEXT = "text"  # the field of a document that is nothing but text
@@ -259,6 +259,23 @@ def reads_back(tokenizer: Tokenizer, folder: Path) -> bool:
     return np.array_equal(ours, theirs)
 
 
+LARGEST_FILE = 2**27  # bytes of a tokenizer; those of 262,144 words have a quarter
+_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja")
+
+
+def _refuse_huge_files(folder: Path) -> None:
+    """Raises Refused for what would take for ever to read. The library asks a model's configuration
+    for the class of its tokenizer."""
+    for file in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if file.suffix in _FILES and file.is_file() and file.stat().st_size > LARGEST_FILE:
+            raise Refused(
+                f"data.tokenizer: {file} has {file.stat().st_size:,} bytes, at most "
+                f"{LARGEST_FILE:,} are read; give another tokenizer"
+            )
+    if (folder / "config.json").is_file():
+        read_config(folder / "config.json", "data.tokenizer")
+
+
 def load_tokenizer(
     name: str, trust_remote_code: bool = False, revision: str | None = None
 ) -> Tokenizer:
@@ -269,6 +286,7 @@ def load_tokenizer(
         return ByteTokenizer()
     place = Path(name).expanduser()
     refuse_absent("data.tokenizer", name)
+    _refuse_huge_files(place)
     try:
         inner = AutoTokenizer.from_pretrained(
             str(place) if place.exists() else name,

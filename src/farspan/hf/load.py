@@ -30,6 +30,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 from transformers.pytorch_utils import Conv1D
+from transformers.utils.hub import cached_file
 
 from farspan.durable import read_json
 from farspan.hf.stages import CausalLMStages
@@ -39,7 +40,9 @@ from farspan.plan.model.catalog import (
     find_config,
     is_on_hub,
     pinned,
+    read_config,
     refuse_absent,
+    refuse_huge,
     with_revision,
 )
 from farspan.spec import Refused
@@ -317,9 +320,13 @@ def _config_at(path: str, trust_remote_code: bool, revision: str | None) -> Pret
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise Refused(f"model.path: {path} holds no config.json; expected a saved model's folder")
     try:
+        file = cached_file(path, "config.json", revision=revision)
+        read_config(Path(str(file)), "model.path")
         return AutoConfig.from_pretrained(
             path, trust_remote_code=trust_remote_code, **pinned(revision)
         )
+    except Refused:
+        raise
     except (OSError, ValueError) as error:
         raise Refused(
             f"model.path: {path!r} is neither a folder with a model nor a hub name that can be "
@@ -334,6 +341,7 @@ def _config_of(fields: dict[str, Any]) -> PretrainedConfig:
             f"model.config.model_type: {kind!r} is not a transformers model type; expected for "
             "example 'llama', 'qwen2' or 'mistral'"
         )
+    refuse_huge(fields, "model.config.")
     values = {name: value for name, value in fields.items() if name != "model_type"}
     try:
         made = AutoConfig.for_model(kind, **copy.deepcopy(values))  # it writes in what is nested
@@ -396,6 +404,7 @@ def _before(config: PretrainedConfig, name: str, where: str) -> Any:
 def _apply(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None:
     """Changes fields; of a model that reads more than text, those that only its text's part has
     there."""
+    refuse_huge(fields, f"{where}.")
     text = config.get_text_config()
     if text is not config:
         of_text = {n: v for n, v in fields.items() if _has(text, n) and not _has(config, n)}

@@ -4,6 +4,7 @@ import difflib
 import json
 import os
 import re
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +18,16 @@ from farspan.plan.model.families import architecture_from
 from farspan.spec import Refused
 
 PRESETS = Path(__file__).parent / "models.json"
+LARGEST_CONFIG = 2**24  # bytes
+MOST_LAYERS = 10_000  # each takes milliseconds to build, weights or none
+_WIDTHS = r"(hidden|intermediate|embedding)_size|(^|_)dim|n_embd|n_inner|d_model|d_ff"
+# How a field's name ends, and the largest number that it may have.
+_MOST = {
+    re.compile(r"layers?$"): MOST_LAYERS,
+    re.compile(r"(experts?|heads?)$"): 2**14,
+    re.compile(r"vocab_size$"): 2**24,
+    re.compile(rf"({_WIDTHS})$"): 2**20,
+}
 CLOSE = 5  # presets named after a slip of the pen
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -59,17 +70,17 @@ def _find(model: str) -> tuple[dict[str, Any], str]:
         raise Refused(f"model: expected a name, a folder or a file, got nothing; {_close(model)}")
     place = Path(os.path.expanduser(model))
     if (place / "config.json").is_file():
-        return _read(place / "config.json"), model
+        return read_config(place / "config.json"), model
     preset = _named().get(model.lower())
     if preset is not None:
         return deepcopy(preset.config), preset.name
     if place.is_file():
-        return _read(place), model
+        return read_config(place), model
     if place.is_dir():
         raise Refused(f"model: {model} holds no config.json; expected a saved model's folder")
     name, revision = split_revision(model)
     if _HUB_NAME.fullmatch(name) and place.suffix != ".json":
-        return _read(_from_hub(name, revision)), model
+        return read_config(_from_hub(name, revision)), model
     raise Refused(
         f"model: {model!r} is no preset, folder or file, nor a hub name such as Qwen/Qwen2.5-7B; "
         f"{_close(model)}"
@@ -123,14 +134,39 @@ def _from_hub(model: str, revision: str | None) -> Path:
         ) from error
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_config(path: Path, field: str = "model") -> dict[str, Any]:
+    """The configuration in a config.json, whatever file has that name. Raises Refused naming the
+    run file's field, also for sizes that no model has."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise Refused(f"model: {path} is not a JSON file that can be read: {error}") from error
+        with path.open("rb") as file:
+            data = file.read(LARGEST_CONFIG + 1)
+        config = None if len(data) > LARGEST_CONFIG else json.loads(data)
+    except (OSError, ValueError, RecursionError) as error:  # the last where it is nested too deep
+        raise Refused(f"{field}: {path} is not a JSON file that can be read: {error}") from error
+    if len(data) > LARGEST_CONFIG:
+        raise Refused(
+            f"{field}: {path} has more than {LARGEST_CONFIG:,} bytes, expected a model's config; "
+            "give another"
+        )
     if not isinstance(config, dict):
-        raise Refused(f"model: {path} holds {type(config).__name__}, expected a model's config")
+        raise Refused(f"{field}: {path} holds {type(config).__name__}, expected a model's config")
+    refuse_huge(config, f"{field}: {path}: ")
     return config
+
+
+def refuse_huge(fields: Mapping[str, Any], where: str) -> None:
+    """Raises Refused, its message beginning with `where` and the field, for sizes that no model
+    has: building such a one, if only without weights, would not end."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            refuse_huge(value, f"{where}{name}.")
+        elif isinstance(value, int):
+            most = min((most for ends, most in _MOST.items() if ends.search(name)), default=value)
+            if value > most:
+                raise Refused(
+                    f"{where}{name}: expected at most {most:,}, more than any model has, got "
+                    f"{value:,}; correct it"
+                )
 
 
 def _close(model: str) -> str:
