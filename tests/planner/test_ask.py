@@ -2,6 +2,9 @@
 
 import json
 import pydoc
+import subprocess
+import sys
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,11 @@ import farspan
 from farspan.cli import app
 from farspan.plan.cell.transient import Walk
 from farspan.planner import api as ask
-from farspan.planner.api import Options, Request
+from farspan.planner.api import Options, Request, as_run
 from farspan.planner.machines import machine
 from farspan.planner.request import Optimizer
 from farspan.planner.states import gradient_bytes, states
+from farspan.profile.model import Variant
 from farspan.program.builder import build_program
 from farspan.program.layout import Layout
 from farspan.spec import Refused, RunSpec, Schedule
@@ -231,3 +235,49 @@ def test_optimizers_have_the_names_of_a_run_file_too(name: str, as_in_a_run_file
         for given in (name, as_in_a_run_file)
     }
     assert found == {name}
+
+
+@pytest.mark.parametrize("name", ["Gemma-3-4B", "DeepSeek-V3"])
+def test_presets_of_any_family_are_planned_by_their_profiles(name: str) -> None:
+    """On a GPU as farspan's own kernels run them, on slices of weights as they are."""
+    question = Request(name, "64K", "h200", gpus=8, lora=12).question()
+    assert question.profile is not None
+    assert question.profile.variant == Variant("bfloat16", 12, True, True)
+    assert question.model is question.profile.spec
+    assert question.adapter_rank() == 12
+    cut = as_run(replace(question, layout=Layout(tensor=2)))
+    assert cut.profile is not None
+    assert cut.profile.variant == Variant("bfloat16", 12)
+    assert 0 < cut.model.trainable == question.model.trainable < question.model.parameters
+    assert cut.model.layers[0].activation_bytes > question.model.layers[0].activation_bytes
+    with pytest.raises(Refused, match=r"^lora: "):
+        Request(name, "64K", "h200", lora=-1).question()
+
+
+def test_what_cells_of_a_profile_hold_is_planned() -> None:
+    """The device bytes of a plan are those of a walk through its profile."""
+    plan = farspan.plan("Gemma-3-4B", context="32K", machine="h200", strategy="recompute")
+    question, program = (
+        plan.question,
+        build_program(plan.question.model, plan.question.run, plan.schedule),
+    )
+    walk = Walk(program, None, gradient_bytes=gradient_bytes(question), profile=question.profile)
+    assert plan.device.parts["cells"] == walk.run().transient
+    assert question.longest() == 131072
+    assert not question.learned_positions()
+
+
+def test_a_profile_offers_adapters_where_weights_do_not_fit() -> None:
+    plan = farspan.plan(
+        "Gemma-3-4B", context="8K", machine="h200", strategy="recompute", device_memory="30GiB"
+    )
+    assert not plan.fits
+    assert any("--lora 16" in remedy.options for remedy in plan.remedies)
+
+
+def test_planning_by_what_ships_needs_no_torch() -> None:
+    program = (
+        "import sys, farspan; farspan.plan('Gemma-3-4B', context='8K', machine='h200', "
+        "strategy='recompute', lora=4); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -84,6 +84,34 @@ def test_every_family_is_predicted(family: str, dtype: torch.dtype | str, name: 
     agree(Step(model, strategy(name, LAYERS, 230)), 1, 230, CLOSE)
 
 
+# Families that no statement stands for: windows of every other kind, and keys wider than values.
+FURTHER: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"sliding_window": 90, "layer_types": ["sliding_attention", "full_attention"]},
+    "deepseek_v3": {
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "head_dim": 8,
+        "qk_nope_head_dim": 12,
+        "v_head_dim": 12,
+    },
+}
+
+
+@pytest.mark.parametrize("name", ["grouped", "recompute", "memo"])
+@pytest.mark.parametrize("family", FURTHER)
+def test_families_without_statements_are_predicted(family: str, name: str) -> None:
+    model = make(family, torch.bfloat16, **FURTHER[family])
+    agree(Step(model, strategy(name, LAYERS, 230)), 1, 230, CLOSE)
+
+
 @pytest.mark.parametrize("name", [n for n, s in SCHEDULES.items() if s.mlp_chunk_size is None])
 def test_every_schedule_is_predicted(name: str) -> None:
     step = Step(make("qwen2", torch.bfloat16, tie_word_embeddings=True), SCHEDULES[name])

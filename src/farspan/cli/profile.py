@@ -28,7 +28,7 @@ def profile_command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile.")] = False,
 ) -> None:
-    """Measure a model's cells on the meta device: what they hold, move and compute."""
+    """Measure what a model costs, which `farspan plan` reads; no weights, on any machine."""
     config = find_config(model)
     if write:
         if model not in {preset.name for preset in presets()}:

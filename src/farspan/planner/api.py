@@ -12,12 +12,14 @@ from farspan.lazy import load
 from farspan.plan.cell.describe import dtype_name, model_spec
 from farspan.plan.cell.layer import layer_weights
 from farspan.plan.model.architecture import Architecture
-from farspan.plan.model.catalog import find_architecture, find_config
-from farspan.plan.model.families import Configuration, UnknownFamily, architecture_from
+from farspan.plan.model.catalog import find_architecture, find_config, find_preset
+from farspan.plan.model.families import FAMILIES, Configuration, UnknownFamily, architecture_from
 from farspan.planner.machines import machine as find_machine
 from farspan.planner.machines import with_main_memory
 from farspan.planner.plans import best_plan
 from farspan.planner.request import Optimizer, Plan, Question, margin_of
+from farspan.profile.model import Variant
+from farspan.profile.store import Profiles
 from farspan.program.layout import Layout, sequence_layout
 from farspan.program.strategies import AUTO, check_name
 from farspan.spec import Kernels, MachineSpec, ModelSpec, Refused, RunSpec, Sparse
@@ -78,7 +80,10 @@ class Request:
 
     def question(self) -> Question:
         """The question for the planner. Raises Refused naming the field."""
-        model, architecture = self._model()
+        profiles = self._profiles()
+        model, architecture = (
+            self._model() if profiles is None else (self._profiled(profiles), None)
+        )
         optimizer, layout = _optimizer(self.optimizer), _layout(self.gpus, model)
         run = RunSpec(self.batch, read_tokens(self.context, "context"))
         machine = self._machine()  # last: it may have to be measured
@@ -94,8 +99,9 @@ class Request:
             sparse=self.sparse,
             kernels=self.kernels,
             margin=margin_of(self.margin, machine),
+            profiles=profiles,
         )
-        return as_run(question)
+        return as_run(question, self.lora)
 
     def strategies(self) -> list[str] | None:
         """The strategies to choose from; None stands for all. Raises Refused."""
@@ -103,6 +109,19 @@ class Request:
             return None
         check_name(self.strategy)
         return [self.strategy]
+
+    def _profiles(self) -> Profiles | None:
+        """Of a preset whose family has no statements here."""
+        if not isinstance(self.config, str | Path):
+            return None
+        preset = find_preset(str(self.config))
+        if preset is None or preset.config["model_type"] in FAMILIES:
+            return None
+        return Profiles(preset.config, preset.name, preset.name)
+
+    def _profiled(self, profiles: Profiles) -> ModelSpec:
+        _check_rank(self.lora)
+        return profiles.of(Variant(dtype_name(self.dtype), self.lora)).spec
 
     def _model(self) -> tuple[ModelSpec, Architecture | None]:
         """The model, and what it is made of where its family is known."""
@@ -139,9 +158,14 @@ class Request:
         return found
 
 
-def as_run(question: Question) -> Question:
-    """The question with its model as the machine's kernels run it. Of a family that is not known
-    nobody can tell what they save: it is asked as PyTorch's operators run it, which take more."""
+def as_run(question: Question, lora: int = 0) -> Question:
+    """The question with its model as the machine runs it; `lora` is the rank of the adapters of
+    one that has profiles. Of a family that is not known nobody can tell what they save: it is asked
+    as PyTorch's operators run it, which take more."""
+    if question.profiles is not None:
+        rank = lora if question.profile is None else question.profile.variant.rank
+        profile = question.profiles.of(question.variant(rank))
+        return replace(question, model=profile.spec, profile=profile)
     if question.architecture is None:
         return question
     made = question.runs(question.architecture)

@@ -194,6 +194,8 @@ class RankWalk(Walk):
             question.architecture,
             gradient_bytes=gradient_bytes(question),
             sharing=sharing_of(question),
+            # Tiles are not profiled.
+            profile=question.profile if own.mlp_chunk_size is None else None,
         )
         self.steps |= {Receive: self._receive, Send: self._send}
         groups = (range(*program.groups[group]) for group in program.own_groups())

@@ -461,8 +461,8 @@ class Prices:
 
     def _logit(self, gradient: bool) -> float:
         """Seconds of one logit's cross-entropy, with its gradient or without."""
-        model, made = self.program.model, self.question.architecture
-        if made is not None and made.fused:
+        model = self.program.model
+        if self.question.fused:
             # Read twice; the gradient is written in the place of the logit.
             return self._moved((3 if gradient else 1) * model.element_bytes)
         if self.rates.logit:
@@ -557,8 +557,8 @@ class Prices:
     def _gradient_traffic(self, *, product: bool = False) -> int:
         """Bytes an element of dW that is read and added to its sum. A product that adds to the sum
         reads and writes that in place of writing dW."""
-        model, made = self.program.model, self.question.architecture
-        if product and made is not None and made.adds:
+        model = self.program.model
+        if product and self.question.adds:
             return 2 * model.accumulate_bytes() - model.element_bytes
         return model.element_bytes + 2 * model.accumulate_bytes()
 

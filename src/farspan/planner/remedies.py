@@ -107,6 +107,11 @@ def _adapters(question: Question) -> Changes:
     model, architecture = question.model, question.architecture
     if model.trainable < model.parameters or model.hidden <= RANK:
         return
+    if question.profiles is not None:
+        profile = question.profiles.of(question.variant(RANK))
+        changed = replace(question, model=profile.spec, profile=profile)
+        yield Remedy(f"{LORA} {RANK}", False, "adapters are trained, the weights stay"), changed
+        return
     if architecture is not None:
         architecture = replace(architecture, adapter_rank=RANK)
         adapted = replace(model_spec(architecture, question.dtype), name=model.name)

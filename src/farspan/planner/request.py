@@ -13,6 +13,8 @@ from typing import Any
 from farspan.formatting import read_memory
 from farspan.lazy import load
 from farspan.plan.model.architecture import Architecture
+from farspan.profile.model import ModelProfile, Variant
+from farspan.profile.store import Profiles
 from farspan.program.layout import ALONE, Layout
 from farspan.spec import Kernels, MachineSpec, ModelSpec, Refused, RunSpec, Schedule, Sparse
 
@@ -51,18 +53,53 @@ class Question:
     kernels: Kernels = field(default_factory=Kernels)
     margin: Margin = Margin()  # bytes that a plan leaves where any can (`margin_of`)
     wide_gradients: bool = False  # `.grad` in fp32 without an optimizer, too: as training has it
+    profiles: Profiles | None = None  # of the model, where its family has no statements
+    profile: ModelProfile | None = None  # of these, as the machine runs it
 
     def adapter_rank(self) -> int | None:
         """Of LoRA on every linear module; 0: none; None: not known, of a model that was looked at
         and is not as its family has it."""
+        if self.profile is not None:
+            return self.profile.variant.rank
         return None if self.architecture is None else self.architecture.adapter_rank
 
-    def runs(self, architecture: Architecture) -> Architecture:
-        """The architecture as the machine runs it: on a GPU by farspan's own kernels, of 16 or 32
-        bits, unless the question says otherwise. Slices of weights run as the model has them."""
+    def variant(self, rank: int) -> Variant:
+        """How the machine runs the model, with adapters of this rank: on a GPU by farspan's own
+        kernels, of 16 or 32 bits, unless the question says otherwise. Slices of weights run as the
+        model has them."""
         whole = not self.machine.unified and self.layout.tensor == 1
         fused = whole and self.kernels.fused and self.dtype != "float64"
-        return replace(architecture, fused=fused, adds=whole and self.kernels.accumulate)
+        return Variant(self.dtype, rank, fused, whole and self.kernels.accumulate)
+
+    def runs(self, architecture: Architecture) -> Architecture:
+        """The architecture as the machine runs it."""
+        variant = self.variant(architecture.adapter_rank)
+        return replace(architecture, fused=variant.fused, adds=variant.adds)
+
+    @property
+    def fused(self) -> bool:
+        """Does the loss run on farspan's own kernel? Of a model that nobody knows, no."""
+        if self.profile is not None:
+            return self.profile.variant.fused
+        return self.architecture is not None and self.architecture.fused
+
+    @property
+    def adds(self) -> bool:
+        """Do products add weight gradients to their sums?"""
+        if self.profile is not None:
+            return self.profile.variant.adds
+        return self.architecture is not None and self.architecture.adds
+
+    def longest(self) -> int | None:
+        """Tokens that the model's positions reach, where that is known and bounded."""
+        found = self.profile or self.architecture
+        return None if found is None else found.longest
+
+    def learned_positions(self) -> bool:
+        """Are positions embedded, so that there are no more?"""
+        if self.profile is not None:
+            return self.profile.learned_positions
+        return self.architecture is not None and self.architecture.positions > 0
 
     def near(self) -> int:
         """Devices of the layout that share a node."""

@@ -124,10 +124,10 @@ def tight_words(plan: Plan) -> str:
 def notes(plan: Plan) -> Iterator[str]:
     """What stands between the plan and a run of `farspan train`."""
     question = plan.question
-    run, architecture = question.run, question.architecture
-    if architecture and architecture.longest and run.tokens > architecture.longest:
-        reach = write_tokens(architecture.longest)
-        if architecture.positions:
+    run, longest = question.run, question.longest()
+    if longest and run.tokens > longest:
+        reach = write_tokens(longest)
+        if question.learned_positions():
             yield (
                 f"beyond the model's {reach} positions, which it learned one by one: they cannot "
                 "be stretched, so farspan train refuses it"

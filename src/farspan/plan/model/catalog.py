@@ -64,6 +64,13 @@ def find_config(model: str) -> dict[str, Any]:
     return _find(model)[0]
 
 
+def find_preset(model: str) -> Preset | None:
+    """The preset that a name means, if no folder in sight has it."""
+    if (Path(os.path.expanduser(model)) / "config.json").is_file():
+        return None
+    return _named().get(model.lower())
+
+
 def _find(model: str) -> tuple[dict[str, Any], str]:
     """A configuration and what to call it."""
     if not model:
