@@ -261,8 +261,9 @@ def test_what_is_told_fits(model: str, changes: dict[str, Any]) -> None:
     plan = best_plan(request.question())
     assert len(plan.remedies) > 1
     for remedy in plan.remedies:
-        words = remedy.options.replace("--", "").replace("-", "_", 1).split()
-        given = dict(zip(words[::2], words[1::2], strict=True))
+        words = remedy.options.split()
+        names = [word.removeprefix("--").replace("-", "_") for word in words[::2]]
+        given = dict(zip(names, words[1::2], strict=True))
         kinds = {"gpus": int, "batch": int, "lora": int}
         named: dict[str, Any] = {n: kinds.get(n, str)(value) for n, value in given.items()}
         assert best_plan(replace(request, **named).question()).fits, remedy

@@ -8,7 +8,7 @@ import pytest
 from farspan.planner.api import Request
 from farspan.planner.evaluate import evaluate, size
 from farspan.planner.plans import best_plan, longest_contexts
-from farspan.planner.request import Optimizer, Plan
+from farspan.planner.request import Plan
 from farspan.planner.search import TOLERANCE
 from farspan.program.layout import Layout
 from farspan.spec import Kernels, Refused, Schedule, Sparse, Tier
@@ -69,12 +69,11 @@ def test_a_strategy_that_is_named_keeps_its_chunk() -> None:
 
 @pytest.mark.exhaustive
 def test_what_is_said_to_help_is_not_refused_and_helps() -> None:
-    asked = Request("Llama-3.1-8B", "256K", "h100", host_memory="32GiB", sparse=SPARSE).question()
-    plan = best_plan(asked)
+    request = Request("Llama-3.1-8B", "256K", "h100", host_memory="32GiB", sparse=SPARSE)
+    plan = best_plan(request.question())
     assert not plan.fits
-    option, value = plan.remedy.split()
-    assert option == "--optimizer"
-    assert best_plan(replace(asked, optimizer=Optimizer(value))).fits
+    assert plan.remedy == "--lora 16"
+    assert best_plan(replace(request, lora=16).question()).fits
 
 
 def test_what_does_not_fit_says_so() -> None:
