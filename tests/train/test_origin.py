@@ -16,6 +16,8 @@ from farspan.distributed.run_context import DistributedContext
 from farspan.durable import read_json
 from farspan.spec import Refused
 from farspan.train.config import (
+    Auto,
+    DType,
     EvaluationConfig,
     LoraConfig,
     ModelConfig,
@@ -24,8 +26,11 @@ from farspan.train.config import (
     StartConfig,
 )
 from farspan.train.trainer import train
+from tests.numerics import EXACT, relative_error
+from tests.ranks import run_ranks
 from tests.train.test_loop import metrics, weights
-from tests.train.test_lora import a_run, adapters_of
+from tests.train.test_lora import a_run, adapters_of, fit_all
+from tests.train.test_ranks import WIDE
 from tests.train.tiny import MODEL as TINY
 from tests.train.tiny import Quiet, Stopped, Stopping, fit, tiny_run
 
@@ -252,3 +257,20 @@ def test_another_base_is_told(tmp_path: Path) -> None:
     going_on = replace(other, folder=str(tmp_path / "on"), start=StartConfig(run.folder, True))
     with pytest.raises(Refused, match="it was trained with other frozen weights"):
         train(going_on, reporter=Quiet())
+
+
+@pytest.mark.parametrize("states", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+def test_ranks_begin_as_one_process_does(tmp_path: Path, states: bool) -> None:
+    config = ModelConfig(config=WIDE, dtype=DType.FLOAT64)
+    run = a_run(tmp_path, "first", model=config)
+    train(run, reporter=Quiet())
+    start = StartConfig(f"{run.folder}/checkpoints/step-00000002", states)
+    shared = replace(run, folder=str(tmp_path / "ranks"), start=start, parallel=Auto.AUTO)
+    run_ranks(2, fit_all, [shared])
+    again = replace(shared, folder=str(tmp_path / "one"), parallel=None)
+    train(again, reporter=Quiet())
+    assert len(losses(shared)) == (2 if states else 4)
+    for found, expected in zip(losses(shared), losses(again), strict=True):
+        assert relative_error(torch.tensor(found), torch.tensor(expected)) <= EXACT
+    if states:
+        assert losses(again) == losses(run)[2:]
