@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pwd
+import re
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
@@ -176,9 +177,12 @@ def move(path: Path, place: Path) -> None:
         ) from error
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Removes what a killed process left unfinished directly under `folder`."""
+def remove_leftovers(folder: Path, ours: re.Pattern[str]) -> None:
+    """Removes what a killed process left unfinished directly under `folder`: what has one of `ours`
+    behind `PARTIAL`. Any other is the user's."""
     for path in folder.glob(f"{PARTIAL}*"):
+        if not ours.fullmatch(path.name.removeprefix(PARTIAL)):
+            continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:

@@ -57,15 +57,13 @@ def test_a_model_whose_checkpoints_are_gone_is_not_the_result(tmp_path: Path) ->
     same_weights(tmp_path / "whole", tmp_path / "run")
 
 
-@pytest.mark.parametrize("content", [None, "[]", "{", '{"checkpoint": "step-00000005"}'])
-def test_a_model_that_names_no_checkpoint_is_replaced(tmp_path: Path, content: str | None) -> None:
+@pytest.mark.parametrize("content", ["[]", "{", '{"checkpoint": "step-00000005"}'])
+def test_a_model_that_names_no_checkpoint_is_replaced(tmp_path: Path, content: str) -> None:
     run = tiny_run(tmp_path)
     fit(run)
     shutil.copytree(tmp_path / "run", tmp_path / "whole")
     source = tmp_path / "run" / "model" / "farspan.json"
-    source.unlink()
-    if content is not None:
-        source.write_text(content)
+    source.write_text(content)
     spoil(tmp_path / "run" / "model")
     fit(run)
     same_weights(tmp_path / "whole", tmp_path / "run")

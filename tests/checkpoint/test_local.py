@@ -239,7 +239,7 @@ def test_of_a_link_to_a_checkpoint_only_the_link_is_removed(tmp_path: Path) -> N
     (folder / "step-00000004").symlink_to(tmp_path / "step-00000004")
     assert resume(folder)[0] == 4
     save(folder, 4)
-    (folder / ".partial-link").symlink_to(tmp_path)
+    (folder / ".partial-step-00000003").symlink_to(tmp_path)
     save(folder, 5, keep=1)
     assert names(folder) == ["step-00000005"]
     assert len(names(tmp_path / "step-00000004")) == 5
@@ -360,9 +360,26 @@ def test_leftovers_of_a_killed_process_go_away(tmp_path: Path) -> None:
     (tmp_path / ".partial-step-00000005").mkdir()
     (tmp_path / ".partial-old-step-00000003").mkdir()
     (tmp_path / ".partial-old-step-00000003" / "x").write_text("x")
-    (tmp_path / ".partial-config.yaml").write_text("x")
-    durable.remove_leftovers(tmp_path)
-    assert names(tmp_path) == ["step-00000004"]
+    (tmp_path / ".partial-mine").write_text("x")
+    durable.remove_leftovers(tmp_path, checkpoint.CHECKPOINT_LEFTOVER)
+    assert names(tmp_path) == [".partial-mine", "step-00000004"]
+
+
+@pytest.mark.parametrize("ranks", [False, True])
+def test_weights_that_are_no_numbers_are_passed_over(tmp_path: Path, ranks: bool) -> None:
+    save(tmp_path, 4)
+    own = live(5.0)
+    own.model["w"][1, 2] = float("nan")
+    if ranks:
+        path, entries = tmp_path / "step-00000005", entries_of(own.model, own.optimizer)
+        state = {**state_of(5), "step": 5}
+        checkpoint_ranks.save_sharded(path, entries, capture_rng(), state, WORLD)
+    else:
+        checkpoint.save_checkpoint(tmp_path, own, capture_rng(), state_of(5), step=5, keep=5)
+    step, into, (warning,) = resume(tmp_path)
+    assert step == 4
+    assert equal(into, live(4.0))
+    assert re.search(r"safetensors: of no use: .*w.* has values that are not a number; re", warning)
 
 
 @pytest.mark.parametrize(

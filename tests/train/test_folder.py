@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -55,27 +56,66 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         prepare(tiny_run(tmp_path, folder=str(tmp_path / "file" / "run")))
 
 
-@pytest.mark.parametrize("dangling", [False, True])
-@pytest.mark.parametrize(
-    "name", ["checkpoints/step-00000003", "model", "metrics.jsonl", "comparison.json"]
-)
+OF_FOLDERS = [".", "checkpoints", "checkpoints/step-00000003", "model"]
+WRITTEN = [".lock", "config.yaml", "about.json", "metrics.jsonl", "comparison.json"]
+
+
+@pytest.mark.parametrize("what", ["another kind", "dangling", "pipe"])
+@pytest.mark.parametrize("name", [*OF_FOLDERS, *WRITTEN])
 def test_what_is_in_the_way_is_refused_before_training(
-    tmp_path: Path, name: str, dangling: bool
+    tmp_path: Path, name: str, what: str
 ) -> None:
-    """And stays there. A file has the name of a folder, a folder that of a file."""
+    """And stays there. A file has the name of a folder, a folder that of a file; a pipe would be
+    waited for."""
     run = tiny_run(tmp_path)
     path = Path(run.folder) / name
-    path.parent.mkdir(parents=True)
-    if dangling:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if what == "dangling":
         path.symlink_to(tmp_path / "nothing")
-    elif path.suffix:
+    elif what == "pipe":
+        os.mkfifo(path)
+    elif name in WRITTEN:
         path.mkdir()
     else:
         path.write_text("mine")
-    with pytest.raises(Refused, match=f"{name}.* in the way.*: expected a .*; move it away"):
+    kind = "file" if name in WRITTEN else "folder"
+    message = rf"{path} is in the way.*: expected a {kind} or nothing; move it away, then run"
+    with pytest.raises(Refused, match=message):
         prepare(run)
-    assert path.is_symlink() is dangling
-    assert path.is_file() is (not dangling and not path.suffix)
+    assert os.path.lexists(path)
+    assert path.is_file() is (what == "another kind" and kind == "folder")
+
+
+@pytest.mark.parametrize("name", ["model/my-notes.txt", "model/config.json"])
+def test_a_folder_with_the_models_name_is_not_replaced(tmp_path: Path, name: str) -> None:
+    run = tiny_run(tmp_path)
+    path = Path(run.folder) / name
+    path.parent.mkdir(parents=True)
+    prepare(run)  # it is empty
+    path.write_text("mine")
+    message = rf"model is in the way: it has {path.name} and no farspan\.json of an earlier run"
+    with pytest.raises(Refused, match=message):
+        prepare(run)
+    (path.parent / "farspan.json").write_text("{}")
+    prepare(run)
+    assert path.read_text() == "mine"
+
+
+def test_only_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    """Whatever else begins as that does is the user's."""
+    run = tiny_run(tmp_path)
+    prepare(run)
+    folder = Path(run.folder)
+    mine = [".partial-notes", "checkpoints/.partial-mine", "checkpoints/.partial-step-1"]
+    left = [
+        *(".partial-config.yaml", ".partial-77-shortage.json", ".partial-old-model"),
+        *("checkpoints/.partial-step-00000001", "checkpoints/.partial-0123456789abcdef"),
+    ]
+    for name in (*mine, *left):
+        (folder / name).write_text("x")
+    prepare(run)
+    assert [name for name in mine if not (folder / name).exists()] == []
+    assert [name for name in left if (folder / name).exists()] == []
 
 
 def test_copies_of_checkpoints_are_no_run_to_protect(tmp_path: Path) -> None:

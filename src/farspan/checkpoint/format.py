@@ -340,6 +340,14 @@ def _verify_boxes(path: Path, boxes: Forms) -> None:
                     f"{path.parent / TENSORS}: damaged or changed: {key} is {kind} {list(there)} "
                     f"in {path.name}, and {dtype} {list(shape)} by the list"
                 )
+            if key.startswith("model/"):
+                refuse_nan(path, key, file.get_tensor(key))
+
+
+def refuse_nan(path: Path, name: str, weight: Tensor) -> None:
+    """Raises Refused where a run could not go on from this weight."""
+    if weight.isnan().any():
+        raise Refused(f"{path}: of no use: {name} has values that are not a number")
 
 
 def read_part(file: Any, key: str, part: tuple[slice, ...]) -> Tensor:

@@ -50,6 +50,7 @@ from farspan.checkpoint.format import (
     form_words,
     open_tensors,
     readable,
+    refuse_nan,
 )
 from farspan.data.tokenizers import Tokenizer, reads_back
 from farspan.distributed.failure import activity
@@ -78,6 +79,8 @@ _STATE = "state.json"
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 _RNG = "rng.safetensors"
 _NAME = re.compile("step-[0-9]{8}")  # of a checkpoint; see folder_name
+# What a killed process leaves behind `PARTIAL`: checkpoints, and the file of `refuse_apart`.
+CHECKPOINT_LEFTOVER = re.compile(rf"(old-)?{_NAME.pattern}|[0-9a-f]{{16}}")
 _ASIDE = ".set-aside"  # what may be whole has such a name where the run saves its step again
 _ADVICE = "move this folder away to resume from an older checkpoint, or start in another run folder"
 
@@ -177,7 +180,7 @@ def save_checkpoint(
     try:
         publish(partial, path)
     except BaseException:
-        remove_leftovers(folder)  # the space is wanted: the disk may be full
+        remove_leftovers(folder, CHECKPOINT_LEFTOVER)  # the space is wanted: the disk may be full
         raise
     prune(folder, step, keep, kept)
     return path
@@ -262,20 +265,11 @@ def restore_rng(states: Tensors, own: torch.device | None = None) -> None:
 def list_checkpoints(folder: Path) -> list[Path]:
     """All under a folder, the oldest first; what has any other name is the user's. Raises Refused
     where the folder cannot be read."""
-    return [path for path in _named(folder) if not _is_in_the_way(path)]
+    return [path for path in named_checkpoints(folder) if not _is_in_the_way(path)]
 
 
-def refuse_in_the_way(folder: Path) -> None:
-    """Raises Refused where what has a checkpoint's name under `folder` is no folder."""
-    for path in _named(folder):
-        if _is_in_the_way(path):
-            raise Refused(
-                f"{path}: is in the way of a checkpoint: expected a folder or nothing; move it "
-                "away, then run the same command again"
-            )
-
-
-def _named(folder: Path) -> list[Path]:
+def named_checkpoints(folder: Path) -> list[Path]:
+    """Whatever has a checkpoint's name under a folder. Raises Refused."""
     with readable(folder):
         try:
             names = os.listdir(folder)
@@ -296,7 +290,7 @@ def _is_in_the_way(path: Path) -> bool:
 def _make_way(path: Path, kept: set[str]) -> None:
     """Cleans up where a checkpoint is to be written. One of the same step that is among the `kept`
     gets another name, and is no longer among them. Raises WriteFailed."""
-    remove_leftovers(path.parent)
+    remove_leftovers(path.parent, CHECKPOINT_LEFTOVER)
     if path.name in kept:
         names = (f"{path.name}{_ASIDE}{f'-{n}' if n > 1 else ''}" for n in count(1))
         free = (path.with_name(name) for name in names)
@@ -362,6 +356,8 @@ def _verify_tensors(path: Path, forms: Forms) -> None:
                     f"{path}: of another model: {name} is {form_words(*saved)}, here "
                     f"{form_words(*form)}"
                 )
+            if path.name == MODEL:
+                refuse_nan(path, name, tensor)
 
 
 def _copy(path: Path, live: Tensors) -> None:

@@ -19,6 +19,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,12 @@ import torch
 from torch import Tensor
 
 from farspan.checkpoint.format import readable
-from farspan.checkpoint.local import list_checkpoints, refuse_in_the_way
+from farspan.checkpoint.local import (
+    CHECKPOINT_LEFTOVER,
+    SOURCE,
+    list_checkpoints,
+    named_checkpoints,
+)
 from farspan.durable import (
     PARTIAL,
     append_line,
@@ -41,8 +47,13 @@ from farspan.spec import Refused
 from farspan.train.config import Decay, RunConfig, StatesPlace, replicas
 from farspan.train.yaml_config import flatten, read_file, to_mapping, write_mapping
 
-# What a run writes after its first step.
-FILES = ("metrics.jsonl", "shortage.json", "comparison.json", "diagnosis.json")
+# What a run writes; the last of them after its first step.
+FILES = (
+    *("config.yaml", "about.json", "plan.json", "wandb.json"),
+    *("metrics.jsonl", "shortage.json", "comparison.json", "diagnosis.json"),
+)
+# What a killed process leaves of these behind `PARTIAL`; whatever else has such a name stays.
+LEFTOVER = re.compile(rf"(old-)?model|([0-9]+-)?({'|'.join(map(re.escape, FILES))})")
 # Keys that may change between an interruption and its resumption: where things are, how often one
 # looks at them, what happens after a failure, and how and where the same gradients are computed.
 FREE = (
@@ -102,6 +113,9 @@ class RunFolder:
         self._lock: TextIO | None = None
 
     def __enter__(self) -> "RunFolder":
+        _refuse_other(self.path, "folder")
+        _refuse_other(self.checkpoints, "folder")
+        _refuse_other(self.path / ".lock", "file")
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             lock = (self.path / ".lock").open("a")
@@ -133,8 +147,8 @@ class RunFolder:
         when something is in the way of what a run writes, which would fail only then.
         """
         self._refuse_in_the_way()
-        remove_leftovers(self.path)
-        remove_leftovers(self.checkpoints)
+        remove_leftovers(self.path, LEFTOVER)
+        remove_leftovers(self.checkpoints, CHECKPOINT_LEFTOVER)
         config = self.path / "config.yaml"
         values = to_mapping(self._run)
         changed: list[str] = []
@@ -153,18 +167,20 @@ class RunFolder:
         return [text for text in rounding if not text.startswith(TIMEOUT)]
 
     def _refuse_in_the_way(self) -> None:
-        refuse_in_the_way(self.checkpoints)
-        files = [self.path / name for name in FILES]
-        there = [path for path in files if os.path.lexists(path) and not path.is_file()]
-        if os.path.lexists(self.model) and not self.model.is_dir():
-            there.append(self.model)
-        for path in there:
-            kind = "folder" if path == self.model else "file"
+        for path in named_checkpoints(self.checkpoints):
+            _refuse_other(path, "folder")
+        for name in FILES:
+            _refuse_other(self.path / name, "file")
+        _refuse_other(self.model, "folder")
+        with readable(self.model):
+            inside = os.listdir(self.model) if os.path.lexists(self.model) else []
+        if inside and SOURCE not in inside:
             raise Refused(
-                f"folder: {path} is in the way: expected a {kind} or nothing; move it away, then "
-                "run the same command again"
+                f"folder: {self.model} is in the way: it has {min(inside)} and no {SOURCE} of an "
+                "earlier run, and the trained model would replace it; move it away, then run the "
+                "same command again"
             )
-        if not os.access(self.checkpoints, os.W_OK | os.X_OK):
+        if not os.access(self.checkpoints, os.W_OK | os.X_OK, effective_ids=True):
             raise Refused(
                 f"folder: cannot write in {self.checkpoints}: Permission denied; fix its "
                 "permissions, or give another folder"
@@ -218,6 +234,16 @@ class OthersFolder(RunFolder):
 
     def forget_shortage(self) -> None:
         """Rank 0 does."""
+
+
+def _refuse_other(path: Path, kind: str) -> None:
+    """Raises Refused where what has the name of a file or folder is something else."""
+    right = os.path.isdir(path) if kind == "folder" else os.path.isfile(path)
+    if os.path.lexists(path) and not right:
+        raise Refused(
+            f"folder: {path} is in the way: expected a {kind} or nothing; move it away, then run "
+            "the same command again"
+        )
 
 
 def _read(config: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from farspan.checkpoint.distributed import FROZEN
 from farspan.checkpoint.local import (
+    SOURCE,
     Restored,
     TrainState,
     capture_rng,
@@ -224,7 +225,7 @@ class TrainingLoop:
             note(
                 f"start: goes on from {begun.path}, after step {self.at.step} of {self._run.steps}"
             )
-        elif self._folder.model.exists():
+        elif (self._folder.model / SOURCE).exists():
             note(
                 f"{self._folder.model} was exported by an earlier run whose checkpoints are gone; "
                 "it will be overwritten when this run ends"
