@@ -205,6 +205,15 @@ def test_a_model_that_does_not_ship_is_measured_once(
     assert to_json([Profiles(SMALL, "mine").of(Variant())]) == to_json([first])
 
 
+def test_another_release_of_a_library_is_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = store.digest(SMALL, Variant())
+    assert before == store.digest(dict(reversed(SMALL.items())), Variant())
+    assert before != store.digest({**SMALL, "hidden_size": 64}, Variant())
+    assert before != store.digest(SMALL, Variant(rank=4))
+    monkeypatch.setattr(store, "version", lambda name: f"a later {name}")
+    assert before != store.digest(SMALL, Variant())
+
+
 def test_reading_what_ships_imports_no_torch() -> None:
     program = (
         "import sys; from farspan.profile.model import Variant; "

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +124,10 @@ def cache_folder() -> Path:
 
 
 def digest(config: Mapping[str, Any], variant: Variant) -> str:
-    """A name for what a profile depends on, this release included."""
-    text = json.dumps([VERSION, variant.key(), config], sort_keys=True, default=str)
+    """A name for what a profile depends on, releases of libraries included: they write the layers
+    and decide what operators allocate."""
+    releases = [VERSION, *map(version, ("torch", "transformers"))]
+    text = json.dumps([releases, variant.key(), config], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
