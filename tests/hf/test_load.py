@@ -11,7 +11,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
-from farspan.hf.load import Weights, add_adapters, load_config, load_model, save_model
+from farspan.hf.load import (
+    Weights,
+    add_adapters,
+    load_config,
+    load_model,
+    refuse_unpinned,
+    save_model,
+)
 from farspan.spec import Refused
 from tests.zoo import FAMILIES, make_model
 
@@ -269,9 +276,13 @@ def test_a_revision_goes_to_all_that_is_read_of_a_model(
 
 def test_code_that_nothing_pins_is_refused(tmp_path: Path) -> None:
     """Of a folder only its own stays as it is."""
-    words = r"model\.revision: missing: .* set it to a commit whose code you have read"
+    words = r"model\.revision: missing: .* the commit \(40 hex.*\) whose code you have read"
     with pytest.raises(Refused, match=words):
         load_model(path="owner/name", dtype=torch.float32, trust_remote_code=True)
+    for moves in ("main", "v1", "0a1b"):
+        with pytest.raises(Refused, match=rf"model\.revision: '{moves}' is a branch or a tag: .*"):
+            refuse_unpinned("owner/name", True, moves)
+    refuse_unpinned("owner/name", True, "0a1b" * 10)
     make_model("qwen2").save_pretrained(tmp_path)
     load_model(path=str(tmp_path), dtype=torch.float32, trust_remote_code=True)
     named = json.dumps({"auto_map": {"AutoTokenizer": ["owner/name--tokens.Mine", None]}})

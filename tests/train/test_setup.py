@@ -14,6 +14,8 @@ from farspan.train.setup import resolve
 from farspan.train.trainer import train
 from tests.train.tiny import MODEL, Quiet, tiny_run
 
+COMMIT = "0a1b" * 10
+
 
 def without_text(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trains where no text can be read and no tokenizer loaded."""
@@ -93,7 +95,7 @@ def test_code_that_comes_with_a_tokenizer_is_trusted_as_the_models(
 @pytest.mark.parametrize(
     ("tokenizer", "given"),
     [
-        (None, ("owner/name", True, "0a1b")),
+        (None, ("owner/name", True, COMMIT)),
         ("owner/other", ("owner/other", False, None)),  # whose code nothing pins
         ("bytes", ("bytes", True, None)),
     ],
@@ -108,7 +110,7 @@ def test_a_revision_is_the_models(
         raise Refused("enough")
 
     monkeypatch.setattr(setup, "load_tokenizer", load)
-    model = ModelConfig(path="owner/name", trust_remote_code=True, revision="0a1b")
+    model = ModelConfig(path="owner/name", trust_remote_code=True, revision=COMMIT)
     run = tiny_run(tmp_path)
     run = replace(run, model=model, data=replace(run.data, tokenizer=tokenizer))
     with pytest.raises(Refused, match="enough"):
@@ -116,3 +118,7 @@ def test_a_revision_is_the_models(
     assert asked == [given]
     with pytest.raises(Refused, match=r"model\.revision: missing: trust_remote_code runs"):
         setup.resolve(replace(run, model=replace(model, revision=None)))
+    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": "o/n--t.T"}}')
+    run = replace(run, data=replace(run.data, tokenizer=str(tmp_path)))
+    with pytest.raises(Refused, match=rf"data\.tokenizer: {tmp_path}: trust_remote_code runs"):
+        list(setup.show_data(run, 0, held_out=False))

@@ -297,17 +297,29 @@ def _few(names: set[str]) -> str:
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
-def refuse_unpinned(path: str, trust_remote_code: bool, revision: str | None) -> None:
-    """Raises Refused for code that may be another one tomorrow. Of a folder only its own stays."""
-    if not trust_remote_code or revision is not None:
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def refuse_unpinned(
+    path: str, trust_remote_code: bool, revision: str | None, field: str = "model.revision"
+) -> None:
+    """Raises Refused for code that may be another one tomorrow. Of a folder only its own stays, and
+    of the hub a commit's."""
+    if not trust_remote_code or _COMMIT.fullmatch(revision or ""):
         return
     files = [Path(path).expanduser() / f"{kind}config.json" for kind in ("", "tokenizer_")]
     maps = [str((read_json(file) or {}).get("auto_map")) for file in files]
     if is_on_hub(path) or any("--" in text for text in maps):
+        given = "missing" if revision is None else f"{revision!r} is a branch or a tag"
+        own = field == "model.revision"
         raise Refused(
-            f"model.revision: missing: trust_remote_code runs Python code that comes with {path} "
-            "from the hub, which may be another one tomorrow; set it to a commit whose code you "
-            "have read"
+            f"{field}: {given if own else path}: trust_remote_code runs Python code that comes "
+            f"with {path} from the hub, which may be another one tomorrow; "
+            + (
+                "set it to the commit (40 hexadecimal digits) whose code you have read"
+                if own
+                else "give a folder with the code in it"
+            )
         )
 
 

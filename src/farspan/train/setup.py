@@ -134,7 +134,10 @@ def _open_data(run: RunConfig, observer: Observer | None) -> tuple[Corpus, Token
     model, name = run.model, str(run.data.tokenizer)
     # The revision is the model's: code of another repository would not be pinned.
     trusted = model.trust_remote_code and (name == model.path or not is_on_hub(name))
-    tokenizer = load_tokenizer(name, trusted, model.revision if name == model.path else None)
+    revision = model.revision if name == model.path else None
+    if name != model.path:
+        refuse_unpinned(name, trusted, None, "data.tokenizer")
+    tokenizer = load_tokenizer(name, trusted, revision)
     watch = unwatched if observer is None else observer.preparing
     with activity("reading the data"):
         corpus = open_corpus(run.data, tokenizer, context=run.context, seed=run.seed, watch=watch)

@@ -12,7 +12,7 @@ import torch
 
 from farspan.hf.load import blank_model, config_from_fields
 from farspan.plan.cell.describe import model_spec
-from farspan.plan.model.catalog import find_architecture, find_config, presets
+from farspan.plan.model.catalog import find_architecture, find_config, presets, split_revision
 from farspan.plan.model.families import architecture_from
 from farspan.spec import Refused
 from tests.planner.configurations import config_of
@@ -177,6 +177,15 @@ def test_an_unreachable_model_is_refused_with_presets_close_by() -> None:
     assert message.startswith("model: no config.json of 'Qwen/Qwen2.5-7B-Instruct' could be read")
     assert "(no network)" in message
     assert "close to it: Qwen2.5-7B" in message
+
+
+def test_a_folder_may_have_a_name_as_of_a_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "tiny@3").mkdir(parents=True)
+    assert split_revision("runs/tiny@3") == ("runs/tiny@3", None)
+    assert split_revision("runs/tiny@4") == ("runs/tiny", "4")
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,8 @@ def refuse_absent(field: str, name: str) -> None:
 def split_revision(model: str) -> tuple[str, str | None]:
     """The name and the revision of `name@revision`; of a folder, or without one, None."""
     name, _, revision = model.partition("@")
-    return (name, revision) if revision and _HUB_NAME.fullmatch(name) else (model, None)
+    on_hub = revision and _HUB_NAME.fullmatch(name) and not Path(model).expanduser().exists()
+    return (name, revision) if on_hub else (model, None)
 
 
 def with_revision(path: str, revision: str | None) -> str:
