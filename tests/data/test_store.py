@@ -161,6 +161,25 @@ def test_a_pickle_in_the_cache_is_not_loaded(tmp_path: Path) -> None:
     assert source.reads == 2
 
 
+def test_pipes_and_links_in_the_cache_are_not_followed(tmp_path: Path) -> None:
+    source = Texts(["one", "two"])
+    digest = open_quietly(source, tmp_path).digest
+    (path,) = tmp_path.glob("*/starts.npy")
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    assert open_quietly(source, tmp_path).digest == digest
+    (lock,) = tmp_path.glob(".*.lock")
+    lock.unlink()
+    os.mkfifo(lock, 0o600)
+    assert open_quietly(source, tmp_path).digest == digest
+    lock.unlink()
+    (tmp_path / "precious").write_text("precious")
+    lock.symlink_to(tmp_path / "precious")
+    with pytest.raises(Refused, match=r"data\.cache: cannot write .*\.lock: "):
+        open_quietly(source, tmp_path)
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
 def test_no_text_at_all_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"data\.path: memory: it has no text"):
         open_quietly(Texts(["", " \n"]), tmp_path)

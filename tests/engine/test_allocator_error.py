@@ -67,7 +67,12 @@ def test_a_library_that_others_could_write_is_built_anew(tmp_path: Path) -> None
     assert library.stat().st_ino == before
     library.chmod(0o770)
     out_of_memory_raiser(cache, told)
-    assert library.stat().st_ino != before
+    (library,) = cache.iterdir()
+    assert stat.S_IMODE(library.stat().st_mode) == 0o700
+    whole = library.read_bytes()
+    library.write_bytes(whole + b"damaged")
+    out_of_memory_raiser(cache, told)
+    assert [path.read_bytes() for path in cache.iterdir()] == [whole]
     cache.chmod(0o777)
     assert "others may write in" in out_of_memory_raiser(cache, told).reason
 

@@ -87,7 +87,7 @@ COMMANDS = {
     ),
     "profile": LazyCommand(
         "farspan.cli.profile",
-        "Measure a model's cells on the meta device: what they hold, move and compute.",
+        "Measure what a model costs, which `farspan plan` reads; no weights, on any machine.",
     ),
     "memory": LazyCommand(
         "farspan.cli.memory",
@@ -120,17 +120,20 @@ def options(
 
 # What a write says whose reader is gone: of a pipe, a terminal, a connection.
 GONE = (errno.EPIPE, errno.EIO, errno.ECONNRESET)
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk of a log file, which may have room later
 
 
 class Lasting(io.FileIO):
     """Standard output or error that outlasts its reader. `| head`, or a terminal that closes, ends
-    no run: what nobody can read any more is dropped."""
+    no run, nor does a log file on a full disk: what cannot be written is dropped."""
 
     def write(self, data: Any) -> int:
         """As FileIO, in the dark once the reader is gone."""
         try:
             return super().write(data)
         except OSError as error:
+            if error.errno in FULL:
+                return len(data)
             if error.errno not in GONE:
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -16,6 +16,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import os
 import shutil
 from array import array
 from collections.abc import Callable, Iterator
@@ -160,9 +161,12 @@ def _open(folder: Path, write: Callable[[], None], whole: bool) -> tuple[TokenSt
     every token is checked. Raises Refused."""
     try:
         private_folder(folder.parent)
-        with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+        # Neither a link to another file nor a pipe with nobody at its other end is opened.
+        how = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        lock = folder.parent / f".{folder.name}.lock"
+        with open(os.open(lock, how, 0o600), "w") as lock_file:
             # Whoever comes second waits here and finds the work done.
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(lock_file, fcntl.LOCK_EX)
             try:
                 return _read(folder, whole)
             except FileNotFoundError:
@@ -186,6 +190,8 @@ def _read(folder: Path, whole: bool) -> tuple[TokenStore, _Blocks]:
         refuse_foreign(path)
         if is_open(path):
             raise _Damaged(f"others may write {path.name}")
+        if path != folder and not path.is_file():
+            raise _Damaged(f"{path.name} is no file")
     try:
         meta: dict[str, Any] = json.loads((folder / "meta.json").read_text("utf-8"))
         if isinstance(meta, dict) and "seal" not in meta:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from farspan.durable import KEPT, is_open, private_folder, publish, refuse_foreign, sync
+from farspan.durable import KEPT, digest, is_open, private_folder, publish, refuse_foreign, sync
 from farspan.memory.native import (
     LIBRARY,
     Allocator,
@@ -354,15 +354,17 @@ def out_of_memory_raiser(cache: Path = CACHE, compilers: tuple[str, ...] = COMPI
 
 
 def _built(compiler: str, root: Path, cache: Path) -> Path:
-    """The library for this torch; another torch has another c10. One that others could have
-    written is built anew. Raises NotPrivate where another user owns it, or its folder."""
+    """The library for this torch; another torch has another c10. Its name has its digest: one that
+    has another, or that others could have written, is built anew. Raises NotPrivate where another
+    user owns it, or its folder."""
     identity = "\n".join((SOURCE, torch.__version__, str(root), compiler))
-    library = cache / f"{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
+    key = hashlib.sha256(identity.encode()).hexdigest()[:20]
     private_folder(cache)
-    if library.is_file():
-        refuse_foreign(library)
-        if not is_open(library):
-            return library
+    for found in cache.glob(f"{key}-*.so"):
+        refuse_foreign(found)
+        if found.is_file() and not is_open(found) and found.name == _named(key, found):
+            return found
+        found.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         source, made = Path(folder) / "error.cpp", Path(folder) / "error.so"
         source.write_text(SOURCE, "utf-8")
@@ -375,8 +377,13 @@ def _built(compiler: str, root: Path, cache: Path) -> Path:
         )
         made.chmod(0o700)
         sync(made)
-        publish(made, library)  # whole or not at all: several processes may start at once
-    return library
+        built = cache / _named(key, made)
+        publish(made, built)  # whole or not at all: several processes may start at once
+    return built
+
+
+def _named(key: str, library: Path) -> str:
+    return f"{key}-{digest(library)[:20]}.so"
 
 
 def flags(root: Path) -> list[str]:

@@ -38,7 +38,8 @@ def plain_lines(view: RenderableType, width: int = WIDE) -> list[str]:
 
 def lines_table(title: str, *columns: str) -> Table:
     """Without rules; the first column to the left, the others to the right, none of them cut."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1))
+    heading = Text(title, "bold", no_wrap=True, overflow="ignore")  # however narrow the columns
+    table = Table(title=heading, title_justify="left", box=None, padding=(0, 1))
     table.pad_edge = False  # a machine's rates take all of 80 columns
     for place, name in enumerate(columns):
         table.add_column(name, justify="right" if place else "left", no_wrap=True)
