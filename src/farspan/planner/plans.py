@@ -119,8 +119,9 @@ def longest_contexts(
 ) -> dict[str, Plan]:
     """By strategy, the plan at the longest context that fits and leaves the question's margin, and
     whose step takes at most `max_step` seconds; a strategy that has none is left out. Contexts are
-    found to within 1 / 64 of themselves, or of `max_step` to within 1 / 20; plans are the fastest,
-    since what else a longest context leaves of memory is of no use to it."""
+    found to within 1 / 64 of themselves. With `max_step` they are what a few searches of so many
+    seconds find: more of them may find one that is longer, by up to a fifth as seen. Plans are the
+    fastest, since what else a longest context leaves of memory is of no use to it."""
     refuse_layout(question)
     plans = _longest_plans(with_room(question), strategies, seconds, max_step)
     return {
