@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tokenizers.processors import TemplateProcessing
 
@@ -329,13 +330,12 @@ POWER = "{% set n = messages | length + 4 %}{{ (n ** (n ** n)) % 7 }}"
 def test_a_template_has_limits(build: Build, template: str, words: str) -> None:
     """Of time and memory, at the record that meets them; nothing of its process is left."""
     bomb = f"{{% if messages[-1].content == 'bomb' %}}{template}{{% endif %}}{TURNS}"
-    begin = sum(os.times()[:4])
+    begin, before = sum(os.times()[:4]), set(psutil.Process().children())
     with pytest.raises(Refused, match=f"line 2: the chat template {words}"):
         build(bomb, CHAT, [*CHAT, {"role": "assistant", "content": "bomb"}])
     assert sum(os.times()[:4]) - begin < 2.5
     gc.collect()  # the reading that was given up
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    assert set(psutil.Process().children()) <= before
 
 
 def test_what_a_template_raises_comes_from_its_process(build: Build) -> None:

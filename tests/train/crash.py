@@ -163,10 +163,11 @@ def main(root: Path, stride: int) -> None:
     status = attempt(run, None, root / "names.json")
     assert status == 0, status
     names = json.loads((root / "names.json").read_text())
+    first_of_kind = {name.split()[0]: at for at, name in reversed([*enumerate(names)])}.values()
     chosen = [
         at
         for at, name in enumerate(names)
-        if at % stride == 0 or name in ("rename", "remove", "tensors")
+        if at % stride == 0 or at in first_of_kind or name in ("rename", "remove", "tensors")
     ]
     trials = [trial(root, at) for at in chosen]
     print(json.dumps({"names": names, "whole": outcome(root / "run"), "trials": trials}))
