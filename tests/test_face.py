@@ -129,7 +129,7 @@ def test_a_slip_in_a_run_file_is_told_before_torch_is_imported(tmp_path: Path) -
 def test_plan_is_a_package_and_a_function_in_every_order(imports: str) -> None:
     call = (
         "try:\n    farspan.plan('no such model', context=1, machine='h200')\n"
-        "except farspan.Refused:\n    print('asked')\n"
+        "except farspan.UnsupportedError:\n    print('asked')\n"
         "import farspan.planner.request\nassert callable(farspan.plan)\n"
         "print(farspan.planner.request.__name__)"
     )

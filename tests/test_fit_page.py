@@ -15,7 +15,7 @@ from farspan.planner.request import Fit
 from farspan.planner.search import search
 from farspan.program.layout import Layout
 from farspan.program.strategies import STRATEGIES
-from farspan.spec import Refused, Tier
+from farspan.spec import Tier, UnsupportedError
 
 ROOT = Path(__file__).parent.parent
 FIGURES = ("fit-longest", "fit-bytes", "cluster-longest", "cluster-mfu")
@@ -162,7 +162,7 @@ def test_repeated_heads_are_what_a_rank_holds() -> None:
     assert question.model.layers[0].kv_elements() == 8 * plain.model.layers[0].kv_elements()
     assert question.model.parameters == plain.model.parameters
     bare = replace(question, model=plain.model)
-    with pytest.raises(Refused, match="cannot be shared by 64"):
+    with pytest.raises(UnsupportedError, match="cannot be shared by 64"):
         refuse_layout(bare)
 
 

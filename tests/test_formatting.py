@@ -15,7 +15,7 @@ from farspan.formatting import (
     write_seconds,
     write_tokens,
 )
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 
 @pytest.mark.parametrize(
@@ -66,13 +66,15 @@ def test_bytes_are_read(text: str | int, size: int) -> None:
     "text", ["", "M", "-1M", "0", "1.3", "1e-6", "1e999", "e6", "12 apples", "1MB", True, -4]
 )
 def test_what_is_no_number_of_tokens_is_refused(text: str | int) -> None:
-    with pytest.raises(Refused, match=r"^context: expected tokens such as 131072, 128K or 1M"):
+    with pytest.raises(
+        UnsupportedError, match=r"^context: expected tokens such as 131072, 128K or 1M"
+    ):
         read_tokens(text, "context")
 
 
 @pytest.mark.parametrize("text", ["128Q", "12 apples", "GiB", "0GiB", "-3GiB", False, 0])
 def test_what_is_no_number_of_bytes_is_refused(text: str | int) -> None:
-    with pytest.raises(Refused, match=r"^host_memory: expected bytes such as 128GiB"):
+    with pytest.raises(UnsupportedError, match=r"^host_memory: expected bytes such as 128GiB"):
         read_bytes(text, "host_memory")
 
 
@@ -130,14 +132,16 @@ def test_times_are_read(given: str | float, seconds: float) -> None:
 
 @pytest.mark.parametrize("given", ["", "m", "0", 0, -1, "-5m", "1d", "1e3s", "nan", True])
 def test_what_is_no_time_is_refused(given: str | float) -> None:
-    with pytest.raises(Refused, match=r"^max_step: expected a time above 0 such as 90s, 30m"):
+    with pytest.raises(
+        UnsupportedError, match=r"^max_step: expected a time above 0 such as 90s, 30m"
+    ):
         read_seconds(given, "max_step")
 
 
 @pytest.mark.parametrize("given", [24, "24", " 1048575"])
 def test_a_memory_of_a_few_bytes_lacks_its_unit(given: str | int) -> None:
     bare = str(given).strip()
-    with pytest.raises(Refused, match=f"^device_memory: {bare} bytes\\? write {bare}GiB$"):
+    with pytest.raises(UnsupportedError, match=f"^device_memory: {bare} bytes\\? write {bare}GiB$"):
         read_memory(given, "device_memory")
     assert read_memory("24KiB", "device_memory") == 24 * 2**10
     assert read_memory(2**20, "device_memory") == 2**20

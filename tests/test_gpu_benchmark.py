@@ -29,7 +29,7 @@ from farspan.planner.evaluate import evaluate
 from farspan.planner.machines import machine
 from farspan.planner.request import Plan
 from farspan.program.strategies import strategy
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from farspan.train.config import StatesPlace
 from farspan.train.optimizer import Placed
 from tests.grids import part_of
@@ -319,13 +319,13 @@ def test_where_there_is_no_time_all_is_skipped() -> None:
 
 def test_a_record_of_another_machine_is_not_gone_on_with() -> None:
     record = {"machine": {"gpu": "another", "versions": {}}, "runs": [], "measurements": []}
-    with pytest.raises(Refused, match="the record is of gpu another"):
+    with pytest.raises(UnsupportedError, match="the record is of gpu another"):
         simulate(100, record)
 
 
 def test_a_record_of_something_else_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "record.json"
     file.write_text(json.dumps({"benchmark": "gpu", "tiny": True}))
-    with pytest.raises(Refused, match="something else"):
+    with pytest.raises(UnsupportedError, match="something else"):
         program.begun(full(), file, True)
     assert program.begun(full(), file, False)["measurements"] == []

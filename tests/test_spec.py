@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.spec import LayerSpec, ModelSpec, Refused, RunSpec, Schedule, Sparse, Tier
+from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier, UnsupportedError
 
 
 class Foreign(StrEnum):
@@ -24,21 +24,25 @@ def schedule_with(field: str, value: Any) -> Schedule:
 @pytest.mark.parametrize("field", ["batch", "tokens"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "3", None, True])
 def test_a_run_of_nothing_is_refused(field: str, value: Any) -> None:
-    with pytest.raises(Refused, match=rf"^{field}: expected .*at least 1, got {value!r}$"):
+    with pytest.raises(UnsupportedError, match=rf"^{field}: expected .*at least 1, got {value!r}$"):
         RunSpec(**dict[str, Any](batch=1, tokens=1) | {field: value})
 
 
 @pytest.mark.parametrize("field", ["chunk", "kv_block", "loss_chunk_size"])
 @pytest.mark.parametrize("value", [0, -4, 1.5, "16", True, None])
 def test_a_count_of_tokens_is_a_whole_number(field: str, value: Any) -> None:
-    with pytest.raises(Refused, match=rf"^{field}: expected a whole number of tokens >= 1, got"):
+    with pytest.raises(
+        UnsupportedError, match=rf"^{field}: expected a whole number of tokens >= 1, got"
+    ):
         schedule_with(field, value)
 
 
 @pytest.mark.parametrize("field", ["attention_save_fraction", "activation_save_fraction"])
 @pytest.mark.parametrize("value", [-0.1, 1.1, float("nan"), float("inf"), "0.5", None, True])
 def test_a_fraction_is_between_0_and_1(field: str, value: Any) -> None:
-    with pytest.raises(Refused, match=rf"^{field}: expected a fraction between 0 and 1, got"):
+    with pytest.raises(
+        UnsupportedError, match=rf"^{field}: expected a fraction between 0 and 1, got"
+    ):
         schedule_with(field, value)
 
 
@@ -46,7 +50,7 @@ def test_a_fraction_is_between_0_and_1(field: str, value: Any) -> None:
 @pytest.mark.parametrize("value", ["false", "no", 0, 1, None])
 def test_a_choice_is_true_or_false(field: str, value: Any) -> None:
     """The word "false" is true to Python."""
-    with pytest.raises(Refused, match=rf"^{field}: expected true or false, got"):
+    with pytest.raises(UnsupportedError, match=rf"^{field}: expected true or false, got"):
         schedule_with(field, value)
 
 
@@ -56,7 +60,7 @@ TIERS = ["boundary_inputs", "kv", "kv_home", "attention", "activations"]
 @pytest.mark.parametrize("field", TIERS)
 @pytest.mark.parametrize("value", ["disk", "DEVICE", "", None, 0, Foreign.DISK])
 def test_a_tier_is_one_of_two(field: str, value: Any) -> None:
-    with pytest.raises(Refused, match=rf"^{field}: expected 'device' or 'host', got"):
+    with pytest.raises(UnsupportedError, match=rf"^{field}: expected 'device' or 'host', got"):
         schedule_with(field, value)
 
 
@@ -76,7 +80,7 @@ def test_every_tier_of_a_schedule_is_tested() -> None:
     "value", [0, -1, True, 1.5, "2", None, (), (2, 0), (1, -1), (1, True), (1, 1.5), ("1",)]
 )
 def test_groups_are_whole_numbers_of_layers(value: object) -> None:
-    with pytest.raises(Refused, match=r"^groups: expected layers a group"):
+    with pytest.raises(UnsupportedError, match=r"^groups: expected layers a group"):
         Schedule(groups=value)  # type: ignore[arg-type]
 
 
@@ -126,7 +130,7 @@ def test_groups_given_one_by_one_must_add_up(sizes: list[int], layers: int) -> N
     assert schedule.group_sizes(sum(sizes)) == tuple(sizes)
     if layers != sum(sizes):
         message = rf"^groups: .* holds {sum(sizes)} layers, but the model has {layers}; give sizes"
-        with pytest.raises(Refused, match=message):
+        with pytest.raises(UnsupportedError, match=message):
             schedule.group_sizes(layers)
 
 

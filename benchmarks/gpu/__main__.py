@@ -30,7 +30,7 @@ from benchmarks.gpu.session import CHILD, Session
 from benchmarks.gpu.work import Work, full, tiny
 from farspan.formatting import read_bytes
 from farspan.report.plan import MFU_CONVENTION
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 MINUTES = 8.6
 ASK = """import json, torch
@@ -60,7 +60,7 @@ CONVENTIONS = {
 
 
 def card_of(is_tiny: bool) -> Card | None:
-    """The GPU. Raises Refused where there is nothing to measure on."""
+    """The GPU. Raises UnsupportedError where there is nothing to measure on."""
     if is_tiny:
         return None
     # Asked in a process of its own: this one takes no part of the device.
@@ -68,7 +68,7 @@ def card_of(is_tiny: bool) -> Card | None:
     done = subprocess.run(asked, capture_output=True, text=True, timeout=120, env=environment(""))
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:]
-        raise Refused(
+        raise UnsupportedError(
             f"gpu: this PyTorch ({torch.__version__}) reaches no CUDA device, and all that is "
             f"measured is measured on one ({''.join(last)}); --tiny runs the script without"
         )
@@ -76,7 +76,7 @@ def card_of(is_tiny: bool) -> Card | None:
 
 
 def begun(work: Work, path: Path | None, resume: bool) -> Row:
-    """A record to go on with, or a new one. Raises Refused for one of something else."""
+    """A record to go on with, or a new one. Raises UnsupportedError for one of something else."""
     new = {
         "benchmark": "gpu",
         "tiny": work.tiny,
@@ -90,7 +90,7 @@ def begun(work: Work, path: Path | None, resume: bool) -> Row:
         return new
     found: Row = json.loads(path.read_text("utf-8"))
     if any(found.get(name) != new[name] for name in ("benchmark", "tiny", "model", "dtype")):
-        raise Refused(f"out: {path} is a record of something else; write another file")
+        raise UnsupportedError(f"out: {path} is a record of something else; write another file")
     return found
 
 
@@ -143,7 +143,7 @@ def main() -> None:
         session = Session(work, device, clock, record, save, say, given.traces, nursery=nursery)
         session.card, session.host_memory = card, host
         session.run()
-    except Refused as error:
+    except UnsupportedError as error:
         sys.exit(f"farspan: {error}")
     print(show.text(record))
 

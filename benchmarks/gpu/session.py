@@ -26,7 +26,7 @@ from benchmarks.gpu.work import SPARSE, Item, Work, items
 from farspan.memory.host import available_host_bytes, describe_host
 from farspan.planner.machines import from_json
 from farspan.planner.request import Plan
-from farspan.spec import Refused, Schedule
+from farspan.spec import Schedule, UnsupportedError
 
 CHILD = "benchmarks.gpu.child"
 PLANNED = ("step", "split")  # what runs a plan's schedule, and can be planned with less room
@@ -180,7 +180,7 @@ class Session:
         assert self.planner is not None
         try:
             full = self.planner.plan(item, self._room(item))
-        except Refused as error:
+        except UnsupportedError as error:
             return str(error)
         short, why = float("inf"), ""
         depths = self._depths(item)
@@ -294,11 +294,11 @@ class Session:
         }
 
     def _same_machine(self, found: Row) -> None:
-        """A record is of one machine. Raises Refused for another one."""
+        """A record is of one machine. Raises UnsupportedError for another one."""
         known = self.record.setdefault("machine", found["machine"] | {"cuda": found["cuda"]})
         for name in ("gpu", "versions"):
             if known[name] != found["machine"][name]:
-                raise Refused(
+                raise UnsupportedError(
                     f"out: the record is of {name} {known[name]}, here is {found['machine'][name]}"
                     "; write another file"
                 )

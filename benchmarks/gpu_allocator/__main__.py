@@ -32,7 +32,7 @@ from benchmarks.gpu_allocator import parts
 from farspan.engine.microbench import describe_machine
 from farspan.memory.compare.allocators import MIB
 from farspan.memory.native import library
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 SECONDS = 500.0
 PRETENDED = 512 * MIB  # of the device in a tiny run: one trace fits, the other is divided
@@ -45,12 +45,12 @@ PARTS: dict[str, Callable[[parts.Place, Clock, parts.Say], Any]] = {
 
 
 def place_of(tiny: bool, folder: Path) -> parts.Place:
-    """Raises Refused where there is nothing to measure on."""
+    """Raises UnsupportedError where there is nothing to measure on."""
     library()
     if tiny:
         return parts.Place(True, "cpu", PRETENDED, fake_driver(folder))
     if not torch.cuda.is_available():
-        raise Refused(
+        raise UnsupportedError(
             f"gpu_allocator: this PyTorch ({torch.__version__}) finds no CUDA device, and all that "
             "is measured is measured on one; --tiny runs the script without"
         )
@@ -62,7 +62,7 @@ def free_memory() -> int:
     asked = [sys.executable, "-c", "import torch; print(torch.cuda.mem_get_info()[0])"]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=120)
     if done.returncode:
-        raise Refused(f"gpu_allocator: CUDA does not start: {done.stderr.strip()[-300:]}")
+        raise UnsupportedError(f"gpu_allocator: CUDA does not start: {done.stderr.strip()[-300:]}")
     return int(done.stdout)
 
 
@@ -120,7 +120,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         try:
             place = place_of(arguments.tiny, Path(folder))
-        except Refused as error:
+        except UnsupportedError as error:
             sys.exit(f"farspan: {error}")
         measured(place, arguments.seconds, save)
 

@@ -55,7 +55,8 @@ def be_deterministic(strict: bool) -> None:
 
 
 def limit_memory(contender: Contender, device: str, limit: int) -> None:
-    """At most `limit` bytes are reserved, 0 for all; before anything of CUDA. Raises Refused."""
+    """At most `limit` bytes are reserved, 0 for all; before anything of CUDA. Raises
+    UnsupportedError."""
     if contender.mode:
         memory.install(contender.mode, chunk=contender.chunk, capacity=limit)
     elif device == "cuda" and limit:

@@ -197,8 +197,8 @@ def torch_allocator(chunk: int) -> native.Allocator:
 
 
 def serving(contender: Contender, device: str, options: AllocatorOptions, capacity: int) -> Served:
-    """The contender on the device. `options` and `capacity` (bytes) are for a CPU. Raises Refused
-    where the native allocator cannot be."""
+    """The contender on the device. `options` and `capacity` (bytes) are for a CPU. Raises
+    UnsupportedError where the native allocator cannot be."""
     if device == "cuda":
         return OfBoth(contender) if contender.mode else OfTorch()
     if contender.mode:

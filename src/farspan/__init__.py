@@ -4,8 +4,10 @@ from farspan import memory, plan
 from farspan.lazy import attributes
 from farspan.program.layout import Layout
 from farspan.program.strategies import strategy
-from farspan.spec import Refused, Schedule, Sparse, Tier
+from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
 from farspan.version import VERSION as __version__
+
+Refused = UnsupportedError  # its name of before, for code that catches it
 
 # What needs torch is imported when it is first read; `__init__.pyi` tells type checkers its types.
 __getattr__, __dir__ = attributes(
@@ -29,13 +31,13 @@ __all__ = [
     "LongContext",
     "ParallelContext",
     "Progress",
-    "Refused",
     "Schedule",
     "ShardedModel",
     "Sparse",
     "Step",
     "Tier",
     "Trainer",
+    "UnsupportedError",
     "Verification",
     "VerificationRun",
     "__version__",

@@ -6,9 +6,11 @@ from farspan.engine.verify import Verification, VerificationRun, verify
 from farspan.planner.api import plan
 from farspan.program.layout import Layout
 from farspan.program.strategies import strategy
-from farspan.spec import Refused, Schedule, Sparse, Tier
+from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
 from farspan.train.hf_trainer import LongContext, Trainer
 from farspan.version import VERSION as __version__
+
+Refused = UnsupportedError
 
 __all__ = [
     "Layout",
@@ -22,6 +24,7 @@ __all__ = [
     "Step",
     "Tier",
     "Trainer",
+    "UnsupportedError",
     "Verification",
     "VerificationRun",
     "__version__",

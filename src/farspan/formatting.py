@@ -12,7 +12,7 @@ from dataclasses import fields
 from fractions import Fraction
 from math import ceil
 
-from farspan.spec import Refused, Sparse
+from farspan.spec import Sparse, UnsupportedError
 
 TOKEN_UNITS = {"": 1} | {prefix: 1024**power for power, prefix in enumerate("kmgt", 1)}
 BYTE_UNITS = {**TOKEN_UNITS, "b": 1} | {
@@ -29,12 +29,14 @@ _WRITTEN = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([a-z]*)")
 
 
 def read_tokens(given: str | int, name: str) -> int:
-    """Tokens from a number or text such as 131072, 128K, 1e6. Raises Refused naming the option."""
+    """Tokens from a number or text such as 131072, 128K, 1e6. Raises UnsupportedError naming the
+    option."""
     return _read(given, name, TOKEN_UNITS, "tokens such as 131072, 128K or 1M")
 
 
 def read_bytes(given: str | int, name: str) -> int:
-    """Bytes from a number or text such as 80GB, 128GiB, 128G. Raises Refused naming the option."""
+    """Bytes from a number or text such as 80GB, 128GiB, 128G. Raises UnsupportedError naming the
+    option."""
     return _read(given, name, BYTE_UNITS, "bytes such as 128GiB (2**30) or 80GB (10**9)")
 
 
@@ -43,21 +45,24 @@ def read_memory(given: str | int, name: str) -> int:
     size = read_bytes(given, name)
     bare = str(given).strip()
     if bare.isdecimal() and size < LEAST_MEMORY:
-        raise Refused(f"{name}: {bare} bytes? write {bare}GiB")
+        raise UnsupportedError(f"{name}: {bare} bytes? write {bare}GiB")
     return size
 
 
 def read_seconds(given: str | float, name: str) -> float:
-    """Seconds from a number or text such as 90, 30m, 1.5h. Raises Refused naming the option."""
+    """Seconds from a number or text such as 90, 30m, 1.5h. Raises UnsupportedError naming the
+    option."""
     match = _TIME.fullmatch(str(given).strip().lower())
     seconds = float(match[1]) * TIME_UNITS[match[2]] if match else 0.0
     if not seconds:
-        raise Refused(f"{name}: expected a time above 0 such as 90s, 30m or 1.5h, got {given!r}")
+        raise UnsupportedError(
+            f"{name}: expected a time above 0 such as 90s, 30m or 1.5h, got {given!r}"
+        )
     return seconds
 
 
 def _read(given: str | int, name: str, units: dict[str, int], expected: str) -> int:
-    refused = Refused(f"{name}: expected {expected}, at least 1, got {given!r}")
+    refused = UnsupportedError(f"{name}: expected {expected}, at least 1, got {given!r}")
     if isinstance(given, int) and not isinstance(given, bool):
         amount = Fraction(given)
     else:
@@ -69,7 +74,7 @@ def _read(given: str | int, name: str, units: dict[str, int], expected: str) -> 
     if amount < 1 or (amount.denominator != 1 and units is TOKEN_UNITS):
         raise refused
     if amount > MOST_TOKENS and units is TOKEN_UNITS:
-        raise Refused(
+        raise UnsupportedError(
             f"{name}: {shortened(given)} tokens are more than the {MOST_TOKENS:,} (1G) that are "
             "planned and trained; give fewer"
         )
@@ -141,7 +146,7 @@ SEES_ALL = "which hides nothing at this context and equals dense"
 
 def read_sparse(text: str) -> Sparse | None:
     """`on` (the defaults), `off` (None), or some fields such as `page=64,budget=2K`, the others
-    being the defaults. Raises Refused naming the field."""
+    being the defaults. Raises UnsupportedError naming the field."""
     word = text.strip().lower()
     if word in (ON, OFF):
         return Sparse() if word == ON else None
@@ -149,16 +154,16 @@ def read_sparse(text: str) -> Sparse | None:
     for part in text.split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or name not in FIELDS:
-            raise Refused(
+            raise UnsupportedError(
                 f"sparse: expected {ON}, {OFF} or fields such as {EXAMPLE}, got {part.strip()!r}"
             )
         if name in given:
-            raise Refused(f"sparse.{name}: given twice; keep one")
+            raise UnsupportedError(f"sparse.{name}: given twice; keep one")
         given[name] = read_pages(value, f"sparse.{name}")
     try:
         return Sparse(**given)
-    except Refused as error:
-        raise Refused(f"sparse.{error}") from error
+    except UnsupportedError as error:
+        raise UnsupportedError(f"sparse.{error}") from error
 
 
 def sparse_words(sparse: Sparse, *, hides: bool = True) -> str:

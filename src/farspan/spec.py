@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
-class Refused(ValueError):
+class UnsupportedError(ValueError):
     """The request cannot be met exactly; the message names the field, what was expected
     and what to change."""
 
@@ -47,12 +47,14 @@ class Kernels:
     def __post_init__(self) -> None:
         known = tuple(AttentionKernel)
         if self.attention not in known:
-            raise Refused(f"attention: expected one of {', '.join(known)}, got {self.attention!r}")
+            raise UnsupportedError(
+                f"attention: expected one of {', '.join(known)}, got {self.attention!r}"
+            )
         object.__setattr__(self, "attention", AttentionKernel(self.attention))
         for field in ("fused", "accumulate", "compile", "deterministic"):
             value = getattr(self, field)
             if not isinstance(value, bool):
-                raise Refused(f"{field}: expected true or false, got {value!r}")
+                raise UnsupportedError(f"{field}: expected true or false, got {value!r}")
 
 
 BACKWARD_PRODUCTS = 2.5  # attention's backward makes five matrix products, its forward two
@@ -249,7 +251,9 @@ class RunSpec:
     def __post_init__(self) -> None:
         for field in ("batch", "tokens"):
             if not _is_count(value := getattr(self, field)):
-                raise Refused(f"{field}: expected a whole number of at least 1, got {value!r}")
+                raise UnsupportedError(
+                    f"{field}: expected a whole number of at least 1, got {value!r}"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,10 +276,10 @@ class Sparse:
             value, least = getattr(self, field), int(field == "page")
             if not _is_count(value, least):
                 unit = f"{'pages' if field == 'sink_pages' else 'tokens'} >= {least}"
-                raise Refused(f"{field}: expected a whole number of {unit}, got {value!r}")
+                raise UnsupportedError(f"{field}: expected a whole number of {unit}, got {value!r}")
         if self.budget % self.page:
             below = self.budget // self.page * self.page
-            raise Refused(
+            raise UnsupportedError(
                 f"budget: expected a multiple of page ({self.page} tokens), got {self.budget}; "
                 f"make it {below} or {below + self.page}"
             )
@@ -285,10 +289,10 @@ class Sparse:
         return -(-tokens // self.page) * self.page
 
     def check_chunk(self, chunk: int) -> None:
-        """Raise Refused unless chunks of so many tokens begin on pages."""
+        """Raise UnsupportedError unless chunks of so many tokens begin on pages."""
         above = self.whole_pages(chunk)
         if chunk != above:
-            raise Refused(
+            raise UnsupportedError(
                 f"chunk: expected a multiple of page ({self.page} tokens) with sparse attention, "
                 f"got {chunk}; make it {above}, or choose a page that divides it"
             )
@@ -354,32 +358,40 @@ class Schedule:
         for field in ("chunk", "kv_block", "loss_chunk_size", "mlp_chunk_size"):
             value = getattr(self, field)
             if not _is_count(value) and (field, value) != ("mlp_chunk_size", None):
-                raise Refused(f"{field}: expected a whole number of tokens >= 1, got {value!r}")
+                raise UnsupportedError(
+                    f"{field}: expected a whole number of tokens >= 1, got {value!r}"
+                )
         if not _is_count(pieces := self.alltoall_splits):
-            raise Refused(f"alltoall_splits: expected a whole number >= 1, got {pieces!r}")
+            raise UnsupportedError(f"alltoall_splits: expected a whole number >= 1, got {pieces!r}")
         for field in ("attention_save_fraction", "activation_save_fraction"):
             value = getattr(self, field)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not 0.0 <= value <= 1.0:
-                raise Refused(f"{field}: expected a fraction between 0 and 1, got {value!r}")
+                raise UnsupportedError(
+                    f"{field}: expected a fraction between 0 and 1, got {value!r}"
+                )
         for field in ("boundary_inputs", "kv", "kv_home", "attention", "activations"):
             if getattr(self, field) not in tuple(Tier):
-                raise Refused(f"{field}: expected 'device' or 'host', got {getattr(self, field)!r}")
+                raise UnsupportedError(
+                    f"{field}: expected 'device' or 'host', got {getattr(self, field)!r}"
+                )
             object.__setattr__(self, field, Tier(getattr(self, field)))
         for field in ("kv_kept", "attention_open", "layer_checkpoint"):
             value = getattr(self, field)
             if not isinstance(value, bool):
-                raise Refused(f"{field}: expected true or false, got {value!r}")
+                raise UnsupportedError(f"{field}: expected true or false, got {value!r}")
         self._check_groups()
         if self.sparse is not None:
             if not isinstance(self.sparse, Sparse):
-                raise Refused(f"sparse: expected a farspan.Sparse or None, got {self.sparse!r}")
+                raise UnsupportedError(
+                    f"sparse: expected a farspan.Sparse or None, got {self.sparse!r}"
+                )
             self.sparse.check_chunk(self.chunk)
 
     def _check_groups(self) -> None:
         sizes = self.groups if isinstance(self.groups, tuple | list) else (self.groups,)
         if not sizes or not all(_is_count(size) for size in sizes):
-            raise Refused(
+            raise UnsupportedError(
                 "groups: expected layers a group (a whole number >= 1) or a list of group sizes, "
                 f"got {self.groups!r}"
             )
@@ -392,10 +404,11 @@ class Schedule:
         return replace(self, chunk=chunk, sparse=sparse)
 
     def group_sizes(self, layers: int) -> tuple[int, ...]:
-        """Layers in each group, first group first. Raises Refused when they do not add up."""
+        """Layers in each group, first group first. Raises UnsupportedError when they do not add
+        up."""
         if isinstance(self.groups, tuple):
             if sum(self.groups) != layers:
-                raise Refused(
+                raise UnsupportedError(
                     f"groups: {list(self.groups)} holds {sum(self.groups)} layers, but the model "
                     f"has {layers}; give sizes that add up to {layers}"
                 )

@@ -9,7 +9,7 @@ import torch
 from farspan.attention.backends import BlockKernel, CpuFlash, CudaCudnn, CudaFlash, Padded
 from farspan.attention.choose import Flash4, of_card, select_kernel
 from farspan.attention.softmax import Tiled
-from farspan.spec import AttentionKernel, Refused
+from farspan.spec import AttentionKernel, UnsupportedError
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -114,10 +114,12 @@ def test_a_kernel_may_be_named(choice: AttentionKernel, kernel: BlockKernel) -> 
 )
 def test_a_kernel_that_cannot_be_had_is_refused(choice: str, ask: Any, why: str) -> None:
     chosen = partial(select_kernel, choice=AttentionKernel(choice))
-    with pytest.raises(Refused, match=f"attention: {why}.*choose auto"):
+    with pytest.raises(UnsupportedError, match=f"attention: {why}.*choose auto"):
         chosen(*ask)
 
 
 def test_a_dtype_without_exact_attention_is_refused() -> None:
-    with pytest.raises(Refused, match=r"dtype: expected float64.*float8_e4m3fn.*load the model"):
+    with pytest.raises(
+        UnsupportedError, match=r"dtype: expected float64.*float8_e4m3fn.*load the model"
+    ):
         select_kernel("cpu", torch.float8_e4m3fn, 64, 64, None)

@@ -21,7 +21,7 @@ from farspan.attention.choose import (
     flash_attention_3,
     refuse_missing,
 )
-from farspan.spec import AttentionKernel, Refused
+from farspan.spec import AttentionKernel, UnsupportedError
 from tests.attention import vendor
 from tests.attention.cases import Case
 from tests.attention.test_cell import compare
@@ -91,9 +91,13 @@ def test_it_is_left_when_a_step_fails(calls: list[str]) -> None:
 
 def test_without_its_package_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, PACKAGE, None)
-    with pytest.raises(Refused, match=f"attention: fa3 needs the package {PACKAGE}.*choose auto"):
+    with pytest.raises(
+        UnsupportedError, match=f"attention: fa3 needs the package {PACKAGE}.*choose auto"
+    ):
         refuse_missing(FA3)
-    loaded = pytest.raises(Refused, match=r"attention: fa3 cannot be loaded: .*choose auto")
+    loaded = pytest.raises(
+        UnsupportedError, match=r"attention: fa3 cannot be loaded: .*choose auto"
+    )
     with loaded, flash_attention_3():
         raise AssertionError
 
@@ -102,14 +106,14 @@ def test_a_package_of_that_name_without_its_kernels_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, PACKAGE, ModuleType(PACKAGE))
-    refused = pytest.raises(Refused, match=r"fa3 cannot be loaded: .*does not expose FA3")
+    refused = pytest.raises(UnsupportedError, match=r"fa3 cannot be loaded: .*does not expose FA3")
     with refused, flash_attention_3():
         raise AssertionError
 
 
 def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(attention, "list_flash_attention_impls")
-    with pytest.raises(Refused, match=r"fa3 needs PyTorch 2\.11"):
+    with pytest.raises(UnsupportedError, match=r"fa3 needs PyTorch 2\.11"):
         refuse_missing(FA3)
 
 
@@ -164,5 +168,7 @@ def test_it_is_tried_before_it_is_used(
 
 
 def test_without_its_package_flash_attention_4_is_refused() -> None:
-    with pytest.raises(Refused, match=r"fa4 needs the package flash_attn\.cute.*flash-attn-4"):
+    with pytest.raises(
+        UnsupportedError, match=r"fa4 needs the package flash_attn\.cute.*flash-attn-4"
+    ):
         refuse_missing(FA4)

@@ -23,7 +23,7 @@ from farspan.distributed.fsdp import (
     whole_placement,
 )
 from farspan.durable import WriteFailed
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from tests.distributed.cut import Model, sharded
 from tests.ranks import RankError, run_ranks
 
@@ -214,7 +214,7 @@ def a_checkpoint(path: Path) -> dict[str, tuple[Tensor, ShardPlacement]]:
 
 def refused(path: Path, entries: Entries, unread: tuple[str, ...] = ()) -> str:
     entries = blank(entries)
-    with pytest.raises(Refused) as error:
+    with pytest.raises(UnsupportedError) as error:
         load_entries(path, entries, None, unread)
     assert all(bool((tensor == 77).all()) for tensor, _ in entries.values())
     return str(error.value)
@@ -329,7 +329,7 @@ def copied_nothing(path: Path) -> tuple[str, str]:
         if dist.get_rank() == 0:
             damage(path)
         dist.barrier()
-        with pytest.raises(Refused) as error:
+        with pytest.raises(UnsupportedError) as error:
             load_entries(path, entries, dist.group.WORLD)
         assert bool((entries["a"][0] == 77).all())
         said.append(str(error.value))

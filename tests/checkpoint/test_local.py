@@ -27,7 +27,7 @@ from farspan.checkpoint.local import (
 )
 from farspan.distributed.run_context import DistributedContext
 from farspan.durable import WriteFailed, digest
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 RUN = {"run": "abc"}
 WORLD = DistributedContext(torch.device("cpu"))
@@ -199,7 +199,7 @@ def test_a_damaged_checkpoint_is_refused_by_file(
 ) -> None:
     damage(save(tmp_path, 5) / name)
     into = live(0.0)
-    with pytest.raises(Refused, match=rf"{message}.*; move this folder away"):
+    with pytest.raises(UnsupportedError, match=rf"{message}.*; move this folder away"):
         resume(tmp_path, into)
     assert equal(into, live(0.0))
 
@@ -277,7 +277,7 @@ def test_a_foreign_checkpoint_is_refused(
     tmp_path: Path, tensors: dict[str, Tensor], message: str
 ) -> None:
     rewrite(save(tmp_path, 5), "model.safetensors", tensors)
-    with pytest.raises(Refused, match=rf"model\.safetensors: {message}"):
+    with pytest.raises(UnsupportedError, match=rf"model\.safetensors: {message}"):
         resume(tmp_path)
 
 
@@ -286,13 +286,15 @@ def test_a_pickle_under_the_name_of_tensors_is_refused(tmp_path: Path) -> None:
     rewrite(path, "model.safetensors", {"w": torch.zeros(1)})
     poison(path / "model.safetensors")
     sum_again(path / "model.safetensors")
-    with pytest.raises(Refused, match=r"model\.safetensors: not a safetensors file"):
+    with pytest.raises(UnsupportedError, match=r"model\.safetensors: not a safetensors file"):
         resume(tmp_path)
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 5)
-    with pytest.raises(Refused, match=r"state\.json: belongs to another run: its run is 'abc'"):
+    with pytest.raises(
+        UnsupportedError, match=r"state\.json: belongs to another run: its run is 'abc'"
+    ):
         checkpoint.resume_checkpoint(tmp_path, live(0.0), {"run": "other"}, pytest.fail)
 
 

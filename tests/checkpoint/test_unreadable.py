@@ -17,7 +17,7 @@ from farspan.checkpoint import local as checkpoint
 from farspan.checkpoint.local import ReplicatedSaver, Saver, ShardedSaver, capture_rng
 from farspan.distributed.fsdp import whole_placement
 from farspan.durable import WriteFailed
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from tests.checkpoint.test_local import (
     RUN,
     WORLD,
@@ -195,7 +195,9 @@ def test_what_may_not_be_searched_is_not_taken_for_nothing(public: Path, folder:
     (public / "checkpoints" / folder).chmod(0o444)
     with as_another_account():
         if folder == ".":
-            with pytest.raises(Refused, match=f"{latest}: cannot be read: Permission denied"):
+            with pytest.raises(
+                UnsupportedError, match=f"{latest}: cannot be read: Permission denied"
+            ):
                 resume(public / "checkpoints")
         else:
             step, _, (warning,) = resume(public / "checkpoints")
@@ -222,7 +224,7 @@ def test_checkpoints_that_may_not_be_listed_are_not_taken_for_none(public: Path)
     (public / "checkpoints").chmod(0)
     with (
         as_another_account(),
-        pytest.raises(Refused, match="checkpoints: cannot be read: Permission denied"),
+        pytest.raises(UnsupportedError, match="checkpoints: cannot be read: Permission denied"),
     ):
         resume(public / "checkpoints")
 

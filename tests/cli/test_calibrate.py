@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from farspan import cli
 from farspan.planner.machines import MachineFile, machine, read
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 
 def call(*arguments: str) -> Any:
@@ -98,7 +98,7 @@ def test_what_cannot_be_done_is_refused_before_anything_is_measured(
     file.write_text("")
     names = {"folder": str(tmp_path), "file": str(file)}
     outcome = call(*(argument.format(**names) for argument in arguments))
-    assert isinstance(outcome.exception, Refused)
+    assert isinstance(outcome.exception, UnsupportedError)
     assert str(outcome.exception).startswith(message.format(**names))
     assert asked == []
 
@@ -106,6 +106,6 @@ def test_what_cannot_be_done_is_refused_before_anything_is_measured(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused(asked: list[tuple[torch.device, bool]]) -> None:
     outcome = call("--device", "cuda")
-    assert isinstance(outcome.exception, Refused)
+    assert isinstance(outcome.exception, UnsupportedError)
     assert "device: no CUDA device" in str(outcome.exception)
     assert asked == []

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from farspan import cli
 from farspan.memory.native import Allocator, AllocatorOptions, NativeError
 from farspan.memory.trace import Event, FreeEvent, Malloc, Trace, write_trace
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
@@ -113,7 +113,7 @@ def test_a_picture_is_written(suffix: str, trace: Path, tmp_path: Path) -> None:
 )
 def test_what_cannot_be_is_refused(arguments: tuple[str, ...], message: str, trace: Path) -> None:
     result = call(*(str(trace) if word == "TRACE" else word for word in arguments))
-    assert isinstance(result.exception, Refused)
+    assert isinstance(result.exception, UnsupportedError)
     assert message in str(result.exception)
 
 
@@ -121,7 +121,7 @@ def test_a_broken_trace_is_refused_by_line(tmp_path: Path) -> None:
     broken = tmp_path / "broken.txt"
     broken.write_text("malloc 1 512\nfree 1\nfree 1\n")
     result = call(str(broken))
-    assert isinstance(result.exception, Refused)
+    assert isinstance(result.exception, UnsupportedError)
     assert "broken.txt:3" in str(result.exception)
 
 

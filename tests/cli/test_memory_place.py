@@ -16,7 +16,7 @@ from farspan.memory.exact import Solution, place_flat
 from farspan.memory.placement import Placement, PlacementError, PlacementRequest
 from farspan.memory.replay import read_plan, rounded
 from farspan.memory.trace import Malloc, Trace, to_csv, to_text, write_trace
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from tests.memory.instances import HARD, HARD_CAPACITY
 from tests.memory.layers import step
 from tests.oracles.check_placement import check_placement
@@ -57,7 +57,7 @@ def test_a_plan_is_written_for_its_trace(trace: Path, tmp_path: Path) -> None:
     assert plan.peak == plan.lower_bound
     assert plan.optimal
     assert f"{plan.peak:,} bytes, optimal, proved" in result.output
-    with pytest.raises(Refused, match="another program"):
+    with pytest.raises(UnsupportedError, match="another program"):
         read_plan(tmp_path / "plan.json", step(5))
 
 
@@ -119,7 +119,7 @@ def test_bilevel_needs_layers(tmp_path: Path) -> None:
     path = tmp_path / "bare.txt"
     write_trace(Trace((Malloc(1, 8),)), path)
     result = call(path, "--method", "bilevel")
-    assert isinstance(result.exception, Refused)
+    assert isinstance(result.exception, UnsupportedError)
     assert "bilevel needs marks of layers" in str(result.exception)
 
 
@@ -127,7 +127,7 @@ def test_no_time_is_refused(trace: Path) -> None:
     assert call(trace, "--time-limit", "nan").exit_code == 2
     assert call(trace, "--time-limit", "-1").exit_code == 2
     result = call(trace, "--time-limit", "0")
-    assert isinstance(result.exception, Refused)
+    assert isinstance(result.exception, UnsupportedError)
     assert "time-limit: expected more than 0 seconds" in str(result.exception)
 
 
@@ -149,7 +149,7 @@ def test_a_broken_trace_is_named(tmp_path: Path) -> None:
     path = tmp_path / "broken.txt"
     path.write_text("malloc 1 8\nfree 2\n")
     result = call(path)
-    assert isinstance(result.exception, Refused)
+    assert isinstance(result.exception, UnsupportedError)
     assert "broken.txt:2: free of tensor 2 without a malloc" in str(result.exception)
 
 

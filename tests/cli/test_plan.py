@@ -17,7 +17,7 @@ import farspan
 from farspan import cli
 from farspan.planner.request import Plan, Question
 from farspan.program.strategies import STRATEGIES
-from farspan.spec import Refused, RunSpec, Sparse
+from farspan.spec import RunSpec, Sparse, UnsupportedError
 from tests.report.cases import fitting, overrun
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -257,7 +257,7 @@ def test_what_makes_no_sense_is_refused_by_the_name_of_its_option(
     arguments: list[str], message: str
 ) -> None:
     outcome = call(*SMALL, *arguments)
-    assert isinstance(outcome.exception, Refused)
+    assert isinstance(outcome.exception, UnsupportedError)
     assert str(outcome.exception).startswith(message)
 
 
@@ -303,7 +303,7 @@ def test_what_is_measured_is_said_beside_the_answer(monkeypatch: pytest.MonkeyPa
     def measure(progress: Any) -> Any:
         progress("measuring quickly")
         progress("matrix products")
-        raise Refused("enough")
+        raise UnsupportedError("enough")
 
     monkeypatch.setattr("farspan.planner.api.load", lambda *_: measure)
     outcome = call("plan", "--model", "Qwen2.5-0.5B", "--context", "8K")

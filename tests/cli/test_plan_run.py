@@ -13,7 +13,7 @@ from farspan import cli
 from farspan.planner import plans
 from farspan.planner.evaluate import evaluate
 from farspan.program.strategies import strategy
-from farspan.spec import MachineSpec, Refused, RunSpec, Schedule, Sparse
+from farspan.spec import MachineSpec, RunSpec, Schedule, Sparse, UnsupportedError
 from farspan.train.config import load_run
 from farspan.train.plan_run import Asked, QuestionsOfRun, questions_of_run
 from farspan.train.trainer import train
@@ -189,7 +189,9 @@ def test_named_modules_alone_have_adapters(file: Path) -> None:
 
 def test_dropout_is_refused_as_training_refuses_it(file: Path) -> None:
     model = {"config": {**SMALL, "attention_dropout": 0.25}}
-    with pytest.raises(Refused, match=r"model: dropout 0\.25 at model\.layers\.0\.self_attn"):
+    with pytest.raises(
+        UnsupportedError, match=r"model: dropout 0\.25 at model\.layers\.0\.self_attn"
+    ):
         asked(write(file, model=model))
 
 
@@ -215,7 +217,7 @@ def test_ranks_share_it_as_the_file_says(file: Path) -> None:
     assert found["run"]["tokens_per_update"] == 2 * 2048
     write(file, parallel={"ulysses": 2})
     assert asked(file, gpus=6).questions[0].layout.data == 3
-    with pytest.raises(Refused, match="parallel: ulysses 2 needs 2 rank"):
+    with pytest.raises(UnsupportedError, match="parallel: ulysses 2 needs 2 rank"):
         asked(file, gpus=3)
     write(file, parallel="auto")
     assert asked(file).questions[0].layout.devices() == 8
@@ -224,7 +226,7 @@ def test_ranks_share_it_as_the_file_says(file: Path) -> None:
     [question] = asked(file, one_memory(), gpus=2).questions
     assert question.near() == 2
     write(file, parallel={"ulysses": 2}, optimizer={"states": "8bit"})
-    with pytest.raises(Refused, match=r"optimizer\.states: 8bit rounds blocks"):
+    with pytest.raises(UnsupportedError, match=r"optimizer\.states: 8bit rounds blocks"):
         asked(file)
 
 
@@ -247,7 +249,7 @@ def test_the_longest_context_says_what_it_leaves_open(file: Path) -> None:
 @pytest.mark.parametrize("path", ["Qwen2.5-0.5B", "./nowhere"])
 def test_a_path_is_one_that_the_run_can_load(file: Path, path: str) -> None:
     """A preset's name is for --model."""
-    with pytest.raises(Refused, match=f"^model.path: no folder {path} here"):
+    with pytest.raises(UnsupportedError, match=f"^model.path: no folder {path} here"):
         asked(write(file, model={"path": path}))
 
 
@@ -264,7 +266,7 @@ def test_groups_that_the_run_cannot_have_or_no_plan_is_of(
     file: Path, parallel: dict[str, int] | None, groups: Any, message: str
 ) -> None:
     write(file, parallel=parallel, schedule={"strategy": None, "groups": groups})
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         asked(file).plan()
 
 
@@ -284,7 +286,9 @@ def test_a_hub_name_needs_no_network(file: Path) -> None:
     [question, _] = asked(write(file, model=model)).questions
     assert question.model.name == "Qwen/Qwen2.5-0.5B"
     assert question.model.parameters < 2e8
-    with pytest.raises(Refused, match=r"model\.overrides\.layers: Qwen2Config has no such field"):
+    with pytest.raises(
+        UnsupportedError, match=r"model\.overrides\.layers: Qwen2Config has no such field"
+    ):
         asked(write(file, model={"path": model["path"], "overrides": {"layers": 2}}))
 
 
@@ -304,7 +308,7 @@ def test_what_makes_no_sense_beside_a_run_file(
     file: Path, options: list[str], message: str
 ) -> None:
     outcome = call(write(file), *options)
-    assert isinstance(outcome.exception, Refused)
+    assert isinstance(outcome.exception, UnsupportedError)
     assert message in str(outcome.exception)
 
 

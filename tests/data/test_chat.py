@@ -15,7 +15,7 @@ from farspan.data.config import DataConfig, SourceKind
 from farspan.data.corpus import Corpus, open_corpus
 from farspan.data.formats import UNTRAINED
 from farspan.data.tokenizers import ByteTokenizer, HubTokenizer, Written, load_tokenizer
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from tests.data.characters import character_tokenizer
 
 TURNS = """
@@ -187,7 +187,7 @@ def test_calls_of_tools_are_said_by_the_model(build: Build) -> None:
 def test_a_chat_that_cannot_be_read_is_refused(
     build: Build, template: str | None, chat: object, message: str
 ) -> None:
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         build(template, chat)
 
 
@@ -196,7 +196,7 @@ def test_a_template_of_one_s_own_is_taken(build: Build, tmp_path: Path) -> None:
     path.write_text(MARKED)
     text, spoken = read(build(REWRITING, CHAT, chat_template=str(path)))
     assert spoken == masked(text, "ho$", "yes$")
-    with pytest.raises(Refused, match=r"none\.jinja: cannot be read"):
+    with pytest.raises(UnsupportedError, match=r"none\.jinja: cannot be read"):
         build(TURNS, CHAT, chat_template=str(tmp_path / "none.jinja"))
 
 
@@ -209,7 +209,9 @@ def test_chats_need_a_template(tmp_path: Path) -> None:
     path.write_text(json.dumps({"messages": CHAT}))
     fields: dict[str, Any] = {"source": "jsonl", "path": str(path), "format": "chat"}
     config = DataConfig(**fields, tokenizer="bytes", cache=str(tmp_path / "cache"))
-    with pytest.raises(Refused, match=r"data\.format: chat needs a tokenizer with a chat template"):
+    with pytest.raises(
+        UnsupportedError, match=r"data\.format: chat needs a tokenizer with a chat template"
+    ):
         open_corpus(config, ByteTokenizer(), context=200, seed=0, watch=lambda *_: None)
 
 
@@ -307,7 +309,7 @@ def test_what_sharegpt_does_not_say_is_refused(
     path.write_text(json.dumps(record) + "\n")
     config = DataConfig(source=SourceKind.JSONL, path=str(path), cache=str(tmp_path / "cache"))
     use = load_tokenizer(str(tmp_path / "tokenizer"))
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         open_corpus(config, use, context=200, seed=0, watch=lambda *_: None)
 
 
@@ -331,7 +333,7 @@ def test_a_template_has_limits(build: Build, template: str, words: str) -> None:
     """Of time and memory, at the record that meets them; nothing of its process is left."""
     bomb = f"{{% if messages[-1].content == 'bomb' %}}{template}{{% endif %}}{TURNS}"
     begin, before = sum(os.times()[:4]), set(psutil.Process().children())
-    with pytest.raises(Refused, match=f"line 2: the chat template {words}"):
+    with pytest.raises(UnsupportedError, match=f"line 2: the chat template {words}"):
         build(bomb, CHAT, [*CHAT, {"role": "assistant", "content": "bomb"}])
     assert sum(os.times()[:4]) - begin < 2.5
     gc.collect()  # the reading that was given up
@@ -339,5 +341,7 @@ def test_a_template_has_limits(build: Build, template: str, words: str) -> None:
 
 
 def test_what_a_template_raises_comes_from_its_process(build: Build) -> None:
-    with pytest.raises(Refused, match=r"line 1: the chat template cannot render field 'mess.*: no"):
+    with pytest.raises(
+        UnsupportedError, match=r"line 1: the chat template cannot render field 'mess.*: no"
+    ):
         build("{{ raise_exception('no') }}", CHAT)

@@ -10,7 +10,7 @@ import pytest
 from farspan.data.config import DataConfig, SourceKind
 from farspan.data.corpus import Corpus, open_corpus
 from farspan.data.tokenizers import ByteTokenizer
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 Build = Callable[..., Corpus]
 
@@ -60,12 +60,14 @@ def test_other_documents_are_held_out(tmp_path: Path, build: Build) -> None:
 
 def test_copies_of_the_same_documents_are_refused(tmp_path: Path, build: Build) -> None:
     first, second = write(tmp_path / "t", 3), write(tmp_path / "v", 3)
-    with pytest.raises(Refused, match=r"held_out_path: these are the documents"):
+    with pytest.raises(UnsupportedError, match=r"held_out_path: these are the documents"):
         build(source=SourceKind.TEXT, path=first, held_out_path=second)
 
 
 def test_one_document_cannot_be_divided(tmp_path: Path, build: Build) -> None:
-    with pytest.raises(Refused, match=r"held_out: 0\.1 of 1 document\(s\) leaves nothing to train"):
+    with pytest.raises(
+        UnsupportedError, match=r"held_out: 0\.1 of 1 document\(s\) leaves nothing to train"
+    ):
         build(source=SourceKind.TEXT, path=write(tmp_path / "t", 1), held_out=0.1)
 
 
@@ -110,7 +112,7 @@ def test_a_saved_dataset_is_read_by_split(dataset: str, build: Build, tmp_path: 
 def test_a_dataset_that_cannot_be_read_is_refused(
     dataset: str, build: Build, fields: dict[str, str], message: str
 ) -> None:
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         build(source=SourceKind.DATASET, path=dataset, **fields)
 
 
@@ -120,13 +122,17 @@ def test_one_saved_split_is_not_taken_for_another(
     fields: dict[str, Any] = {"source": SourceKind.DATASET, "field": "body"}
     one = datasets.Dataset.from_dict({"body": ["one", "two"]}, split="validation")
     one.save_to_disk(str(tmp_path / "one"))
-    with pytest.raises(Refused, match=r"data\.split: .*holds one split, 'validation'; .*'train'"):
+    with pytest.raises(
+        UnsupportedError, match=r"data\.split: .*holds one split, 'validation'; .*'train'"
+    ):
         build(**fields, path=str(tmp_path / "one"))
     corpus = build(**fields, path=str(tmp_path / "one"), split="validation")
     assert corpus.train.kept.tokens == 2 * 4
     datasets.Dataset.from_dict({"body": ["one"]}).save_to_disk(str(tmp_path / "made"))
     assert build(**fields, path=str(tmp_path / "made")).train.kept.tokens == 4
-    with pytest.raises(Refused, match=r"data\.split: .*holds one split, 'train'; .*'test'"):
+    with pytest.raises(
+        UnsupportedError, match=r"data\.split: .*holds one split, 'train'; .*'test'"
+    ):
         build(**fields, path=str(tmp_path / "made"), held_out_split="test")
 
 
@@ -145,6 +151,8 @@ def test_without_its_library_a_dataset_is_refused(
     tmp_path: Path, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(Refused, match=r"data\.source: dataset needs .*pip install datasets"):
+    with pytest.raises(
+        UnsupportedError, match=r"data\.source: dataset needs .*pip install datasets"
+    ):
         build(source=SourceKind.DATASET, path=str(tmp_path))
     assert build(source=SourceKind.TEXT, path=write(tmp_path / "t", 2)).train.kept.tokens > 0

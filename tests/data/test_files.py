@@ -9,7 +9,7 @@ from farspan.data.config import DataConfig, SourceKind
 from farspan.data.formats import text_of
 from farspan.data.sources import JsonLines, TextFiles, find_files, open_source, stdlib_files
 from farspan.data.tokenizers import ByteTokenizer
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 
 def texts(source: TextFiles | JsonLines) -> list[str]:
@@ -40,7 +40,7 @@ def test_a_glob_and_a_file_give_what_they_say(tmp_path: Path) -> None:
 
 
 def test_a_path_without_files_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match=r"data\.path: no file matches '.*\*\.txt'"):
+    with pytest.raises(UnsupportedError, match=r"data\.path: no file matches '.*\*\.txt'"):
         find_files(f"{tmp_path}/*.txt", "data.path")
 
 
@@ -52,14 +52,16 @@ def test_text_is_kept_as_it_is(tmp_path: Path) -> None:
 def test_invalid_utf8_names_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "bad.txt"
     path.write_bytes(b"one\ntwo\nthr\xffee\n")
-    with pytest.raises(Refused, match=r"bad\.txt: line 3 is not valid UTF-8 \(byte 0xff\)"):
+    with pytest.raises(
+        UnsupportedError, match=r"bad\.txt: line 3 is not valid UTF-8 \(byte 0xff\)"
+    ):
         texts(TextFiles((path,)))
 
 
 def test_a_file_that_vanished_is_named(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match=r"gone\.txt: cannot be read: No such file"):
+    with pytest.raises(UnsupportedError, match=r"gone\.txt: cannot be read: No such file"):
         texts(TextFiles((tmp_path / "gone.txt",)))
-    with pytest.raises(Refused, match=r"gone\.txt: cannot be read: No such file"):
+    with pytest.raises(UnsupportedError, match=r"gone\.txt: cannot be read: No such file"):
         TextFiles((tmp_path / "gone.txt",)).listing()
 
 
@@ -87,7 +89,7 @@ def test_json_lines_give_a_document_each_with_its_line(tmp_path: Path) -> None:
 )
 def test_a_bad_json_line_is_named(tmp_path: Path, line: object, message: str) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"text": "fine"}, line)
-    with pytest.raises(Refused, match=rf"a\.jsonl: {message}"):
+    with pytest.raises(UnsupportedError, match=rf"a\.jsonl: {message}"):
         texts(JsonLines((path,)))
 
 
@@ -107,7 +109,7 @@ def test_a_held_out_path_must_be_another(tmp_path: Path) -> None:
     config = DataConfig(
         SourceKind.JSONL, path=f"{tmp_path}/*.jsonl", held_out_path=f"{tmp_path}/b.jsonl"
     )
-    with pytest.raises(Refused, match=r"held_out_path: .*b\.jsonl.* is also trained on"):
+    with pytest.raises(UnsupportedError, match=r"held_out_path: .*b\.jsonl.* is also trained on"):
         open_source(config, ByteTokenizer())
 
 
@@ -137,5 +139,5 @@ def test_a_held_out_path_must_be_another(tmp_path: Path) -> None:
 def test_a_config_that_contradicts_itself_is_refused(
     fields: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         DataConfig(**fields)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from farspan.data.config import DataConfig, SourceKind
 from farspan.data.corpus import Corpus, open_corpus
 from farspan.data.formats import UNTRAINED
 from farspan.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from tests.data.test_tokenizers import save_words
 
 Build = Callable[..., Corpus]
@@ -148,7 +148,7 @@ def test_a_cache_is_of_one_form(build: Build) -> None:
 def test_tokens_that_cannot_be_are_refused(
     build: Build, record: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         build(record, format="tokens")
 
 
@@ -172,18 +172,22 @@ def test_tokens_that_cannot_be_are_refused(
     ],
 )
 def test_keys_that_say_nothing_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         DataConfig(**{"source": "jsonl", "path": "x"} | fields)
 
 
 def test_a_field_that_is_missing_is_named_by_its_key(build: Build) -> None:
-    with pytest.raises(Refused, match=r"no field 'completion' \(.*\); set data\.completion"):
+    with pytest.raises(
+        UnsupportedError, match=r"no field 'completion' \(.*\); set data\.completion"
+    ):
         build({"prompt": "x", "answer": "y"}, format="prompt")
 
 
 def test_documents_are_not_cut_where_some_tokens_are_not_trained(build: Build) -> None:
     record = {"prompt": "ab", "completion": "cd"}
-    with pytest.raises(Refused, match=r"data\.packing: cut may make sequences without a trained"):
+    with pytest.raises(
+        UnsupportedError, match=r"data\.packing: cut may make sequences without a trained"
+    ):
         build(record, format="prompt", packing="cut")
     assert build(record, format="prompt", packing="cut", loss="all").trained == 1.0
 
@@ -191,7 +195,9 @@ def test_documents_are_not_cut_where_some_tokens_are_not_trained(build: Build) -
 def test_held_out_documents_that_train_nothing_are_named(build: Build, tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps({"input_ids": [1, 2], "labels": [1, -100]}))
-    with pytest.raises(Refused, match=r"data\.held_out_path: no document has .* to evaluate on"):
+    with pytest.raises(
+        UnsupportedError, match=r"data\.held_out_path: no document has .* to evaluate on"
+    ):
         build({"input_ids": [1, 2, 3]}, format="tokens", held_out_path=str(other))
 
 
@@ -203,7 +209,9 @@ def test_lines_are_unpacked(tmp_path: Path) -> None:
     found = corpus.train.once(0)
     assert sorted(np.array_split(found.input_ids[0], 2), key=str)[0].tolist() == [*b"one", END]
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(Refused, match=r"data\.jsonl\.gz: cannot be read: Compressed file ended"):
+    with pytest.raises(
+        UnsupportedError, match=r"data\.jsonl\.gz: cannot be read: Compressed file ended"
+    ):
         open_corpus(config, ByteTokenizer(), context=8, seed=0, watch=lambda *_: None)
 
 
@@ -253,7 +261,9 @@ def test_alpaca_s_output_is_trained(build: Build, given: str | None, prompt: str
     assert "format: alpaca, known by the fields of its records" in corpus.describe(512)
     assert row(build(record, context=512, format="alpaca")) == (ids, labels)
     assert row(build(record, context=512, format="alpaca", loss="all")) == (ids, ids)
-    with pytest.raises(Refused, match="line 1: field 'history' is not part of Alpaca's prompt"):
+    with pytest.raises(
+        UnsupportedError, match="line 1: field 'history' is not part of Alpaca's prompt"
+    ):
         build({**record, "history": [["a", "b"]]})
 
 
@@ -289,5 +299,5 @@ def test_forms_are_known_by_their_fields(build: Build, record: dict[str, Any], f
 def test_fields_that_say_nothing_name_all_forms(
     build: Build, record: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         build(record)

@@ -15,7 +15,7 @@ from farspan.data.config import DataConfig, Loss, SourceKind, WeightedSource
 from farspan.data.corpus import Corpus, open_corpus
 from farspan.data.packing import Mixture
 from farspan.data.tokenizers import ByteTokenizer
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 CONTEXT = 32
 Texts = dict[str, int]  # name of a file, and how many lines it has
@@ -145,20 +145,28 @@ def test_each_source_has_its_own_form(tmp_path: Path) -> None:
 
 def test_a_refusal_names_the_source(tmp_path: Path) -> None:
     a, b = write(tmp_path, "a", 3), write(tmp_path, "b", 3)
-    with pytest.raises(Refused, match=r"^data\.sources\[1\]\.path: no file matches"):
+    with pytest.raises(UnsupportedError, match=r"^data\.sources\[1\]\.path: no file matches"):
         mixed(tmp_path, source(a), source(f"{tmp_path}/none*"))
-    with pytest.raises(Refused, match=r"data\.sources\[1\]\.path: another source has the same"):
+    with pytest.raises(
+        UnsupportedError, match=r"data\.sources\[1\]\.path: another source has the same"
+    ):
         mixed(tmp_path, source(a), source(a))
-    with pytest.raises(Refused, match=r"data\.sources\[1\]\.held_out_path: these are the docum"):
+    with pytest.raises(
+        UnsupportedError, match=r"data\.sources\[1\]\.held_out_path: these are the docum"
+    ):
         mixed(tmp_path, source(a), source(b, held_out_path=a))
     write(tmp_path, "ac", 2)
-    with pytest.raises(Refused, match=r"data\.sources\[1\]\.held_out_path: .*a\.jsonl.* also"):
+    with pytest.raises(
+        UnsupportedError, match=r"data\.sources\[1\]\.held_out_path: .*a\.jsonl.* also"
+    ):
         mixed(tmp_path, source(a), source(b, held_out_path=f"{tmp_path}/a*.jsonl"))
-    with pytest.raises(Refused, match=r"weight: expected a number above 0, got 0"):
+    with pytest.raises(UnsupportedError, match=r"weight: expected a number above 0, got 0"):
         source(a, 0)
-    with pytest.raises(Refused, match=r"held_out: it is of one source, and there are several"):
+    with pytest.raises(
+        UnsupportedError, match=r"held_out: it is of one source, and there are several"
+    ):
         DataConfig(sources=(source(a),), held_out=0.1)
-    with pytest.raises(Refused, match=r"sources: expected one or more, got none"):
+    with pytest.raises(UnsupportedError, match=r"sources: expected one or more, got none"):
         DataConfig(sources=())
 
 

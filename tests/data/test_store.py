@@ -17,7 +17,7 @@ from farspan.data.formats import PromptForm, TextForm
 from farspan.data.sources import TextFiles
 from farspan.data.token_cache import TokenStore, open_store
 from farspan.data.tokenizers import TEXT, ByteTokenizer, Document
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 PLAIN = TextForm(TEXT)
 
@@ -175,13 +175,13 @@ def test_pipes_and_links_in_the_cache_are_not_followed(tmp_path: Path) -> None:
     lock.unlink()
     (tmp_path / "precious").write_text("precious")
     lock.symlink_to(tmp_path / "precious")
-    with pytest.raises(Refused, match=r"data\.cache: cannot write .*\.lock: "):
+    with pytest.raises(UnsupportedError, match=r"data\.cache: cannot write .*\.lock: "):
         open_quietly(source, tmp_path)
     assert (tmp_path / "precious").read_text() == "precious"
 
 
 def test_no_text_at_all_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match=r"data\.path: memory: it has no text"):
+    with pytest.raises(UnsupportedError, match=r"data\.path: memory: it has no text"):
         open_quietly(Texts(["", " \n"]), tmp_path)
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []
 
@@ -198,7 +198,7 @@ def test_text_of_which_nothing_is_known_is_refused_and_leaves_nothing(
             return frozenset({0, 256})
 
     with pytest.raises(
-        Refused, match=r"data\.tokenizer: it produced no ordinary tokens for memory"
+        UnsupportedError, match=r"data\.tokenizer: it produced no ordinary tokens for memory"
     ):
         open_store(Texts(["one", "two"]), PLAIN, Deaf(), tmp_path, lambda *_: None)
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []
@@ -240,7 +240,8 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(np, "save", full)
     with pytest.raises(
-        Refused, match=r"data\.cache: cannot write starts\.npy: No space left on device; free"
+        UnsupportedError,
+        match=r"data\.cache: cannot write starts\.npy: No space left on device; free",
     ):
         open_quietly(Texts(["one"]), tmp_path)
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []
@@ -338,7 +339,7 @@ def test_damaged_tokens_of_data_that_changed_are_refused(
     source, store, _ = in_blocks(tmp_path, monkeypatch)
     source.texts[0] = "changed"
     with pytest.raises(
-        Refused, match=r"data\.cache: .* cannot be made anew: the data have changed"
+        UnsupportedError, match=r"data\.cache: .* cannot be made anew: the data have changed"
     ):
         store.read(len(store.tokens) - 5, len(store.tokens))
     assert source.reads == 1
@@ -426,7 +427,9 @@ def test_a_cache_of_another_user_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 12345)
-    with pytest.raises(Refused, match=r"data\.cache: .* belongs to .*, and this is user \d+; name"):
+    with pytest.raises(
+        UnsupportedError, match=r"data\.cache: .* belongs to .*, and this is user \d+; name"
+    ):
         open_quietly(Texts(["one"]), tmp_path)
 
 
@@ -445,7 +448,7 @@ def test_what_another_user_put_there_is_refused(tmp_path: Path, given: str) -> N
     foreign = {"folder": path.parent, "file": path, "link": cache}[given]
     os.chown(foreign, 12345, 12345, follow_symlinks=False)
     with pytest.raises(
-        Refused, match=rf"data\.cache: {foreign} belongs to user 12345, and this is"
+        UnsupportedError, match=rf"data\.cache: {foreign} belongs to user 12345, and this is"
     ):
         open_quietly(source, cache)
     assert source.reads == 1
@@ -456,7 +459,9 @@ def test_a_cache_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> 
     cache = tmp_path / "cache"
     cache.mkdir()
     cache.chmod(mode)
-    with pytest.raises(Refused, match=rf"data\.cache: others may write in {cache}; make it yours"):
+    with pytest.raises(
+        UnsupportedError, match=rf"data\.cache: others may write in {cache}; make it yours"
+    ):
         open_quietly(Texts(["one"]), cache)
 
 

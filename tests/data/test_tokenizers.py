@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from farspan.data.tokenizers import HubTokenizer, Written, load_tokenizer, reads_back
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 # The last one begins every document of the runs that are tested.
 WORDS = {"<unk>": 0, "<s>": 1, "</s>": 2, "one": 3, "two": 4, "document": 5}
@@ -83,9 +83,11 @@ def test_a_saved_tokenizer_loads_again(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match=r"data\.tokenizer: cannot load .*give 'bytes', a folder"):
+    with pytest.raises(
+        UnsupportedError, match=r"data\.tokenizer: cannot load .*give 'bytes', a folder"
+    ):
         load_tokenizer(str(tmp_path))
-    with pytest.raises(Refused, match=r"^data\.tokenizer: no folder \./nope here"):
+    with pytest.raises(UnsupportedError, match=r"^data\.tokenizer: no folder \./nope here"):
         load_tokenizer("./nope")
 
 
@@ -113,7 +115,9 @@ def test_a_models_folder_without_tokenizer_is_refused(tmp_path: Path, family: st
     """As after a run on bytes. Of some types transformers makes a tokenizer without words, whose
     text is nothing, or one unknown token."""
     AutoConfig.for_model(family).save_pretrained(tmp_path)
-    with pytest.raises(Refused, match=r"data\.tokenizer: .*give 'bytes'.* or a name on the hub"):
+    with pytest.raises(
+        UnsupportedError, match=r"data\.tokenizer: .*give 'bytes'.* or a name on the hub"
+    ):
         load_tokenizer(str(tmp_path))
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from farspan.data.formats import TextForm
 from farspan.data.sources import JsonLines
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 
 @pytest.mark.parametrize(
@@ -17,5 +17,5 @@ from farspan.spec import Refused
 def test_the_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "fine"}\n' + line + "\n")
-    with pytest.raises(Refused, match=r"data\.jsonl: line 2"):
+    with pytest.raises(UnsupportedError, match=r"data\.jsonl: line 2"):
         [TextForm("text").read(document) for document in JsonLines((path,)).documents()]

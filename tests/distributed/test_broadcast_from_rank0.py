@@ -12,7 +12,7 @@ from farspan.distributed.fsdp import local
 from farspan.engine.parallelize import ShardedModel, parallelize
 from farspan.hf.load import Weights, load_model
 from farspan.program.layout import Layout
-from farspan.spec import Refused, Schedule
+from farspan.spec import Schedule, UnsupportedError
 from tests.grids import part_of
 from tests.ranks import run_ranks
 from tests.zoo import COMMON, FAMILIES
@@ -185,7 +185,7 @@ def refused(have: list[str]) -> str:
     model = model_of("gemma2", blank=mine == "none")
     if mine == "some":
         model.model.norm.to("meta")
-    with pytest.raises(Refused) as found:
+    with pytest.raises(UnsupportedError) as found:
         parallelize(model, SCHEDULE, ranks)
     return str(found.value)
 
@@ -203,7 +203,7 @@ def of_others() -> str:
     ranks = ParallelContext(Layout(ulysses=2), CPU)
     kind = ["gemma2", "mixtral"][ranks.rank.number]
     model = model_of(kind, blank=ranks.rank.number > 0)
-    with pytest.raises(Refused) as found:
+    with pytest.raises(UnsupportedError) as found:
         parallelize(model, SCHEDULE, ranks)
     return str(found.value)
 

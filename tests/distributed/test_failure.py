@@ -19,7 +19,7 @@ from farspan.distributed import launch as launched
 from farspan.distributed.context import run_on_rank0
 from farspan.distributed.failure import activity, is_shared
 from farspan.distributed.launch import launch_env, process_group
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from tests.distributed.launched import Ended, launch
 from tests.grids import exhaustive
 
@@ -54,7 +54,7 @@ def happen(fault: str) -> None:
     if fault in ("raises", "waits elsewhere"):
         raise ValueError("no such thing\nand a second line")
     if fault == "refused":
-        raise Refused("memory: ran out with\n  (1) this\n  (2) and that")
+        raise UnsupportedError("memory: ran out with\n  (1) this\n  (2) and that")
     if fault == "out of memory":
         raise torch.OutOfMemoryError("tried to allocate 3 GiB")
     if fault == "killed":
@@ -69,8 +69,8 @@ def happen(fault: str) -> None:
 def refuse() -> None:
     """All ranks the same, one after the other."""
     try:
-        raise Refused("chunk: too large")
-    except Refused as error:
+        raise UnsupportedError("chunk: too large")
+    except UnsupportedError as error:
         place = launch_env()
         assert place is not None
         error.add_note(str(place.rank))
@@ -305,7 +305,7 @@ def test_a_rank_that_freezes_while_all_join_is_named(
 
 def test_what_all_refuse_is_no_fault_of_one(tmp_path: Path) -> None:
     for end in launch(tmp_path, 3, run, "all refuse", -1, seconds=SOON):
-        assert end.said == "Refused: chunk: too large"
+        assert end.said == "UnsupportedError: chunk: too large"
 
 
 def shared() -> str:
@@ -314,7 +314,7 @@ def shared() -> str:
     try:
         with process_group(place, CPU, LIMIT):
             refuse()
-    except Refused as error:
+    except UnsupportedError as error:
         return str(is_shared(error))
     return "nothing was raised"
 

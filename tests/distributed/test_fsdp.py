@@ -17,7 +17,7 @@ from farspan.distributed.fsdp import (
     local,
     rows_of_rank,
 )
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from tests.distributed.cut import Model, sharded, values
 from tests.distributed.traffic import gather_bytes, reduce_bytes
 from tests.grids import exhaustive, part_of
@@ -271,10 +271,10 @@ def refusals() -> list[str]:
     for spoil in (scalar, strided, shared, used):
         model = Model()
         spoil(model)
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(UnsupportedError) as refused:
             sharded(model)
         said.append(str(refused.value))
-    with pytest.raises(Refused) as offloaded:
+    with pytest.raises(UnsupportedError) as offloaded:
         sharded(Model(), Stage.ZERO_0, offload=True)
     return [*said, str(offloaded.value)]
 

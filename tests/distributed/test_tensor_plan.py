@@ -9,7 +9,7 @@ from torch import nn
 from farspan.distributed.tensor import check_layers
 from farspan.distributed.tensor_plan import ParameterCut, plan_tensor
 from farspan.hf.stages import CausalLMStages
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from tests.distributed.tensor_cases import make_boundary, random_run
 from tests.distributed.traffic import layer_sent
 from tests.zoo import make_model
@@ -80,7 +80,7 @@ REFUSED = {
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_no_plan_serves_is_refused(family: str) -> None:
     boundary = CausalLMStages(make_model(family))
-    with pytest.raises(Refused, match=REFUSED[family]):
+    with pytest.raises(UnsupportedError, match=REFUSED[family]):
         plan_tensor(boundary.model, boundary.layers, 2)
 
 
@@ -94,7 +94,7 @@ def test_what_no_plan_serves_is_refused(family: str) -> None:
 )
 def test_what_does_not_divide_is_refused(changes: dict[str, Any], message: str) -> None:
     boundary = make_boundary("llama", **changes)
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         plan_tensor(boundary.model, boundary.layers, 4)
 
 
@@ -106,7 +106,9 @@ class _Twice(nn.Linear):
 def test_modules_that_are_not_plain_are_refused() -> None:
     boundary = make_boundary("llama")
     boundary.layers[1].self_attn.q_proj = _Twice(32, 64).double()  # type: ignore[union-attr]
-    with pytest.raises(Refused, match=r"layers.1.self_attn.q_proj \(colwise\) is a _Twice"):
+    with pytest.raises(
+        UnsupportedError, match=r"layers.1.self_attn.q_proj \(colwise\) is a _Twice"
+    ):
         plan_tensor(boundary.model, boundary.layers, 2)
 
 
@@ -115,7 +117,8 @@ def test_tied_weights_are_refused() -> None:
     first, second = (layer.get_submodule("self_attn.q_proj") for layer in boundary.layers)
     second.weight = first.weight
     with pytest.raises(
-        Refused, match=r"0.self_attn.q_proj.weight and .*1.self_attn.q_proj.weight are tied"
+        UnsupportedError,
+        match=r"0.self_attn.q_proj.weight and .*1.self_attn.q_proj.weight are tied",
     ):
         plan_tensor(boundary.model, boundary.layers, 2)
 
@@ -185,7 +188,7 @@ def test_the_probe_refuses_what_a_cut_changes(kind: type[_Later], message: str) 
     layer = boundary.layers[1]
     layer.mlp = kind(layer.mlp)
     plan = plan_tensor(boundary.model, boundary.layers, 2)
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         check_layers(plan, boundary.layers, random_run(boundary))
 
 

@@ -19,7 +19,7 @@ from farspan.engine import allocator_torch as allocator_pytorch
 from farspan.engine.allocator_torch import Raiser
 from farspan.memory.native import AllocatorOptions, Backend, PlanRow
 from farspan.memory.replay import ReplayPlan
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 MIB = 2**20
 
@@ -137,7 +137,7 @@ def test_uninstalled_pytorch_is_as_it_was(cuda: FakeCuda) -> None:
 def test_once_cuda_has_started_it_stays(cuda: FakeCuda) -> None:
     memory.install("stitch")
     cuda.started = True
-    with pytest.raises(Refused, match=r"cannot change its allocator.*start a new process"):
+    with pytest.raises(UnsupportedError, match=r"cannot change its allocator.*start a new process"):
         memory.uninstall()
     assert memory.installed() is not None
 
@@ -145,13 +145,13 @@ def test_once_cuda_has_started_it_stays(cuda: FakeCuda) -> None:
 @pytest.mark.usefixtures("cuda")
 def test_there_is_one() -> None:
     memory.install("record")
-    with pytest.raises(Refused, match="record is installed in this process"):
+    with pytest.raises(UnsupportedError, match="record is installed in this process"):
         memory.install("stitch")
 
 
 def test_cuda_that_has_started_is_refused(cuda: FakeCuda) -> None:
     cuda.started = True
-    with pytest.raises(Refused, match=r"already started.*install first"):
+    with pytest.raises(UnsupportedError, match=r"already started.*install first"):
         memory.install("stitch")
 
 
@@ -161,14 +161,14 @@ def test_a_pytorch_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch) -> No
         raise RuntimeError("Can't swap an already initialized allocator")
 
     monkeypatch.setattr(torch._C, "_cuda_changeCurrentAllocator", change)
-    with pytest.raises(Refused, match="PyTorch refused it: Can't swap"):
+    with pytest.raises(UnsupportedError, match="PyTorch refused it: Can't swap"):
         memory.install("stitch")
     assert memory.installed() is None
 
 
 @pytest.mark.skipif(hasattr(torch._C, "_cuda_customAllocator"), reason="this torch has CUDA")
 def test_a_pytorch_without_cuda_is_refused() -> None:
-    with pytest.raises(Refused, match=r"built without CUDA.*install a CUDA build"):
+    with pytest.raises(UnsupportedError, match=r"built without CUDA.*install a CUDA build"):
         memory.install("stitch")
 
 
@@ -176,32 +176,40 @@ def test_a_missing_library_says_how_to_build_it(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(allocator, "LIBRARY", tmp_path / "none.so")
-    with pytest.raises(Refused, match=r"none.so is missing; build it with"):
+    with pytest.raises(UnsupportedError, match=r"none.so is missing; build it with"):
         memory.install("stitch")
     assert cuda.current is cuda.own
 
 
 def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(Refused, match="mode: expected record, stitch, replay, got 'magic'"):
+    with pytest.raises(
+        UnsupportedError, match="mode: expected record, stitch, replay, got 'magic'"
+    ):
         memory.install("magic")
 
 
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("given", [{"plan": "plan.json"}, {"trace": "trace"}])
 def test_a_plan_file_comes_with_its_trace(given: dict[str, Any]) -> None:
-    with pytest.raises(Refused, match="trace: a plan file needs the trace it was made from"):
+    with pytest.raises(
+        UnsupportedError, match="trace: a plan file needs the trace it was made from"
+    ):
         memory.install("replay", **given)
 
 
 @pytest.mark.usefixtures("cuda")
 def test_a_plan_is_for_replay() -> None:
-    with pytest.raises(Refused, match="only mode replay follows a plan, and the mode is stitch"):
+    with pytest.raises(
+        UnsupportedError, match="only mode replay follows a plan, and the mode is stitch"
+    ):
         memory.install("stitch", ReplayPlan((), 0, 0))
 
 
 @pytest.mark.usefixtures("cuda")
 def test_a_plan_beyond_its_arena_is_refused() -> None:
-    with pytest.raises(Refused, match=r"malloc 1, 1 bytes at 1,048,576, lies beyond the arena"):
+    with pytest.raises(
+        UnsupportedError, match=r"malloc 1, 1 bytes at 1,048,576, lies beyond the arena"
+    ):
         memory.install("replay", ReplayPlan((PlanRow(MIB, 0, 0), PlanRow(1, 0, MIB)), MIB, MIB))
 
 
@@ -209,7 +217,7 @@ def test_a_plan_beyond_its_arena_is_refused() -> None:
     "call", [memory.uninstall, memory.statistics, memory.recorded, memory.begin_iteration]
 )
 def test_what_needs_an_allocator_says_so(call: Any) -> None:
-    with pytest.raises(Refused, match=r"none is installed; call farspan\.memory\.install"):
+    with pytest.raises(UnsupportedError, match=r"none is installed; call farspan\.memory\.install"):
         call()
 
 
@@ -243,7 +251,7 @@ def test_chunk_and_capacity_may_stand_in_the_options() -> None:
 def test_what_both_say_is_refused(given: dict[str, Any]) -> None:
     """Also what is equal: which one counts would be a guess when one of them changes."""
     ((name, value),) = given.items()
-    with pytest.raises(Refused, match=f"{name}: {value} is given, and [0-9]+ in options"):
+    with pytest.raises(UnsupportedError, match=f"{name}: {value} is given, and [0-9]+ in options"):
         memory.install(
             "stitch", **given, options=AllocatorOptions(chunk=32 * MIB, capacity=512 * MIB)
         )
@@ -273,7 +281,7 @@ def test_a_recorded_program_imports_what_lies_beside_it(
     monkeypatch.chdir(elsewhere)
     monkeypatch.delitem(sys.modules, "farspan_sibling", raising=False)
     path, arguments = sys.path[:], sys.argv
-    with pytest.raises(Refused, match="did not use the GPU"):
+    with pytest.raises(UnsupportedError, match="did not use the GPU"):
         allocator.record_script(Path("link.py"), ["witness"])
     assert (elsewhere / "witness").read_text() == f"found {home.resolve()}"
     assert (sys.path, sys.argv) == (path, arguments)

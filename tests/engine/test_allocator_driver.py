@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from farspan.engine.allocator_torch import VIRTUAL_MEMORY, refuse_without_virtual_memory
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 # A driver of so many devices, the last of which may lack virtual memory management.
 DRIVER = """
@@ -48,28 +48,28 @@ def test_devices_that_map_virtual_memory_pass(tmp_path: Path) -> None:
 def test_a_device_without_it_is_named(tmp_path: Path) -> None:
     library = driver(tmp_path, DRIVER + ATTRIBUTE, INIT=0, DEVICES=2, ABLE=1)
     expected = rf"device 1 has no virtual memory management \(attribute {VIRTUAL_MEMORY}\)"
-    with pytest.raises(Refused, match=expected):
+    with pytest.raises(UnsupportedError, match=expected):
         refuse_without_virtual_memory(library)
 
 
 def test_no_device_is_refused(tmp_path: Path) -> None:
     library = driver(tmp_path, DRIVER + ATTRIBUTE, INIT=0, DEVICES=0, ABLE=0)
-    with pytest.raises(Refused, match="shows no device; see CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(UnsupportedError, match="shows no device; see CUDA_VISIBLE_DEVICES"):
         refuse_without_virtual_memory(library)
 
 
 def test_a_driver_that_does_not_start_is_refused(tmp_path: Path) -> None:
     library = driver(tmp_path, DRIVER + ATTRIBUTE, INIT=100, DEVICES=1, ABLE=1)
-    with pytest.raises(Refused, match="answers cuInit with error 100"):
+    with pytest.raises(UnsupportedError, match="answers cuInit with error 100"):
         refuse_without_virtual_memory(library)
 
 
 def test_a_driver_that_is_too_old_is_refused(tmp_path: Path) -> None:
     library = driver(tmp_path, DRIVER, INIT=0, DEVICES=1)
-    with pytest.raises(Refused, match="has no cuDeviceGetAttribute; it is too old"):
+    with pytest.raises(UnsupportedError, match="has no cuDeviceGetAttribute; it is too old"):
         refuse_without_virtual_memory(library)
 
 
 def test_no_driver_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="the CUDA driver does not load"):
+    with pytest.raises(UnsupportedError, match="the CUDA driver does not load"):
         refuse_without_virtual_memory(str(tmp_path / "libcuda.so.1"))

@@ -13,7 +13,7 @@ import pytest
 from farspan.memory.native import LIBRARY, UNPLANNED, EventKind, NativeEvent, library
 from farspan.memory.placement import Placement, PlacementRequest
 from farspan.memory.replay import iteration, plan_iteration, trace_of
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from tests.engine.cpu_allocator import PROGRAM, build_broken, build_driver, build_shim, once, run
 from tests.oracles.check_placement import check_placement
 
@@ -23,7 +23,7 @@ ALL = ["fixed", "varying", "checkpointing"]
 
 try:
     library(LIBRARY)
-except Refused as reason:
+except UnsupportedError as reason:
     pytestmark = pytest.mark.skip(reason=str(reason))
 
 

@@ -39,7 +39,7 @@ from farspan.planner.machines import (
     write,
 )
 from farspan.planner.plans import best_plan
-from farspan.spec import Curve, LayerSpec, Refused
+from farspan.spec import Curve, LayerSpec, UnsupportedError
 
 CPU = torch.device("cpu")
 DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
@@ -123,7 +123,7 @@ def test_here_refuses_the_file_of_another_kind_of_machine() -> None:
     write(read("h200"), user_file())
     if torch.cuda.is_available():
         pytest.skip("this machine is of that kind")
-    with pytest.raises(Refused, match="describes h200, but this machine has no GPU"):
+    with pytest.raises(UnsupportedError, match="describes h200, but this machine has no GPU"):
         here()
 
 
@@ -179,7 +179,7 @@ def test_another_machine_or_torch_is_measured_again(
     now = describe_machine()
     if not torch.cuda.is_available():
         write(replace(read("h200"), measured_on=now), user_file())
-        with pytest.raises(Refused, match="describes h200"):
+        with pytest.raises(UnsupportedError, match="describes h200"):
             here(device=CPU)
     changed = {"torch": "1.0"} if change == "versions" else "other"
     monkeypatch.setattr(module, "versions", lambda: now | {change: changed})
@@ -313,7 +313,9 @@ def test_a_contradiction_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_contradiction_that_stays_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = Unsteady(monkeypatch, contradictory())
-    with pytest.raises(Refused, match=r"too busy: rates\.bfloat16\.matmul.* when it is idle"):
+    with pytest.raises(
+        UnsupportedError, match=r"too busy: rates\.bfloat16\.matmul.* when it is idle"
+    ):
         calibrate(CPU, quick=True)
     assert looked.looks == 5
 

@@ -8,7 +8,7 @@ import torch
 from farspan.engine import calibrate as module
 from farspan.engine.calibrate import FastestKernel, fastest_attention
 from farspan.engine.microbench import QUICK, Bench
-from farspan.spec import AttentionKernel, Refused
+from farspan.spec import AttentionKernel, UnsupportedError
 
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ def test_kernels_that_are_here_are_compared(
 
         def refuse(self, _: object) -> None:
             if self.name == "fa3":
-                raise Refused("not here")
+                raise UnsupportedError("not here")
 
         def ready(self) -> AbstractContextManager[None]:
             return nullcontext()
@@ -45,7 +45,7 @@ def test_kernels_that_are_here_are_compared(
         if bench.kernel not in speeds:
             raise RuntimeError("no kernel image")
         if deterministic and bench.kernel is AttentionKernel.CUDNN:
-            raise Refused("cudnn")
+            raise UnsupportedError("cudnn")
         return speeds[bench.kernel] * (1.2 if deterministic else 1.0)
 
     monkeypatch.setattr(module, "AttentionKernels", Kernels)

@@ -32,9 +32,9 @@ from farspan.spec import (
     Kernels,
     LayerSpec,
     ModelSpec,
-    Refused,
     RunSpec,
     Schedule,
+    UnsupportedError,
 )
 from tests.attention.vendor import BACKWARD_CUDNN, cuda_ops_on_cpu
 from tests.engine.checks import Data, assert_close, draw, errors, run_oracle, run_step
@@ -84,7 +84,9 @@ def test_no_index_is_beyond_32_bits(schedule: Schedule) -> None:
 def test_a_batch_that_no_cut_helps_is_refused() -> None:
     """By the plan and so by the engine, whatever the device."""
     for model in (MODEL, replace(MODEL, layers=(replace(MODEL.layers[0], window=10**6),))):
-        with pytest.raises(Refused, match=r"batch: 5,000 sequences of 4,096 .* use at most \d+"):
+        with pytest.raises(
+            UnsupportedError, match=r"batch: 5,000 sequences of 4,096 .* use at most \d+"
+        ):
             build_program(model, RunSpec(5000, 2**10), Schedule())
 
 
@@ -148,7 +150,9 @@ class Watched:
 
 @pytest.mark.parametrize("choice", [c for c in AttentionKernel if c is not AttentionKernel.AUTO])
 def test_a_step_without_a_gpu_refuses_named_kernels(choice: AttentionKernel) -> None:
-    with pytest.raises(Refused, match=f"attention: {choice.value} needs a CUDA GPU.*choose auto"):
+    with pytest.raises(
+        UnsupportedError, match=f"attention: {choice.value} needs a CUDA GPU.*choose auto"
+    ):
         Step(shared_model("qwen2"), Schedule(chunk=16), kernels=Kernels(choice))
 
 
@@ -208,11 +212,13 @@ class VendorOnCpu(AttentionKernels):
 
 
 def test_kernels_are_checked() -> None:
-    with pytest.raises(Refused, match="attention: expected one of auto, cudnn, flash, fa3, fa4"):
+    with pytest.raises(
+        UnsupportedError, match="attention: expected one of auto, cudnn, flash, fa3, fa4"
+    ):
         Kernels("triton")  # type: ignore[arg-type]
-    with pytest.raises(Refused, match="compile: expected true or false"):
+    with pytest.raises(UnsupportedError, match="compile: expected true or false"):
         Kernels(compile="yes")  # type: ignore[arg-type]
-    with pytest.raises(Refused, match="deterministic: expected true or false"):
+    with pytest.raises(UnsupportedError, match="deterministic: expected true or false"):
         Kernels(deterministic=1)  # type: ignore[arg-type]
 
 
@@ -302,10 +308,14 @@ def test_deterministic_leaves_cudnn_out(hopper: None, monkeypatch: pytest.Monkey
         assert kernels.of(layer) == CudaFlash()
     assert isinstance(kernels.of(layer), CudaCudnn)
     named = AttentionKernels(*ask, AttentionKernel.CUDNN, deterministic=True)
-    with pytest.raises(Refused, match=r"cudnn needs .* neither kernels\.deterministic nor"):
+    with pytest.raises(
+        UnsupportedError, match=r"cudnn needs .* neither kernels\.deterministic nor"
+    ):
         named.refuse(MODEL)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    with pytest.raises(Refused, match=r"deterministic: cuBLAS needs CUBLAS_WORKSPACE_CONFIG=:4096"):
+    with pytest.raises(
+        UnsupportedError, match=r"deterministic: cuBLAS needs CUBLAS_WORKSPACE_CONFIG=:4096"
+    ):
         kernels.refuse(MODEL)
 
 
@@ -347,7 +357,7 @@ def test_auto_takes_what_was_measured_on_this_device(
         assert isinstance(kernels.of(layer), CudaCudnn)
         with kernels.ready():
             assert isinstance(kernels.of(layer), CudaCudnn)
-        with pytest.raises(Refused, match=f"{missing.value} needs the package"):
+        with pytest.raises(UnsupportedError, match=f"{missing.value} needs the package"):
             replace(kernels, choice=missing).refuse(MODEL)
     assert kernels.of(replace(layer, softcap=30.0)) == Tiled(30.0)
 
@@ -369,7 +379,9 @@ def test_soft_caps_are_flash_attention_4_s_where_it_is_right(
     if fault is None:
         named.refuse(MODEL)
     else:
-        with pytest.raises(Refused, match=r"fa4 does not work here: TypeError.*choose auto"):
+        with pytest.raises(
+            UnsupportedError, match=r"fa4 does not work here: TypeError.*choose auto"
+        ):
             named.refuse(MODEL)
 
 

@@ -13,7 +13,7 @@ from farspan.engine.step import Step
 from farspan.planner.evaluate import INPUT_BYTES
 from farspan.program.program import made_bytes
 from farspan.program.strategies import STRATEGIES, strategy
-from farspan.spec import Refused, Schedule, Sparse, Tier
+from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
 from tests.grids import crossed, part_of
 from tests.zoo import RECURRENT, make_model
 
@@ -191,7 +191,9 @@ def test_what_the_host_cannot_hold_is_refused_before_the_first_step(
     monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: needed)
     refuse_too_large(step, expected, optimizer=1000)
     monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: needed - 1)
-    with pytest.raises(Refused, match=r"host memory: a step .* needs .* available .*shorten"):
+    with pytest.raises(
+        UnsupportedError, match=r"host memory: a step .* needs .* available .*shorten"
+    ):
         refuse_too_large(step, expected, optimizer=1000)
 
 
@@ -202,7 +204,7 @@ def test_a_step_that_cannot_be_held_is_refused_and_leaves_no_gradient(
     step = Step(model, BASE)
     monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: 1000)
     ids = torch.zeros(1, 100, dtype=torch.long)
-    with pytest.raises(Refused, match="a step of 100 tokens needs"):
+    with pytest.raises(UnsupportedError, match="a step of 100 tokens needs"):
         step(ids, ids)
     assert all(p.grad is None for p in model.parameters())
 
@@ -238,5 +240,5 @@ def test_a_rehearsal_that_would_not_fit_is_not_begun(monkeypatch: pytest.MonkeyP
     room = arenas + sum(p.nbytes for p in model.parameters()) + 2000 * 100
     monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: room)
     monkeypatch.setattr(Step, "__call__", lambda *_: pytest.fail("the rehearsal began"))
-    with pytest.raises(Refused, match="host memory: a step"):
+    with pytest.raises(UnsupportedError, match="host memory: a step"):
         estimate_memory(step, 1, 2000)

@@ -19,7 +19,7 @@ from farspan.program.dependencies import EVERY, Hazard, Lane, waits
 from farspan.program.program import Allocate, Backward, Evict, Fetch, Forward
 from farspan.program.strategies import STRATEGIES, strategy
 from farspan.sparse.engine import watched_cell
-from farspan.spec import Refused, Schedule, Sparse, Tier
+from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
 from tests.engine.checks import Data, Outcome, assert_same_bits, draw, gradients
 from tests.engine.lanes import Deadlock, Manner, Recorder, Replay
 from tests.grids import exhaustive, part_of
@@ -335,5 +335,5 @@ def test_without_waits_for_host_bytes_still_fetched() -> None:
 def test_copies_are_in_line_without_a_gpu() -> None:
     model = shared_model("qwen2")
     assert not Step(model, BASE).copies.overlap
-    with pytest.raises(Refused, match="overlap"):
+    with pytest.raises(UnsupportedError, match="overlap"):
         Step(model, BASE, overlap=True)

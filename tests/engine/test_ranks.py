@@ -23,7 +23,7 @@ from farspan.hf.probe import Float64Mode
 from farspan.program.layout import AXES, Layout
 from farspan.program.strategies import STRATEGIES, strategy
 from farspan.program.work import sent_bytes
-from farspan.spec import Refused, Schedule, Sparse, Tier
+from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
 from tests.engine.checks import Data, Outcome, assert_close, draw, run_oracle, run_step
 from tests.grids import exhaustive
 from tests.ranks import run_ranks
@@ -354,7 +354,7 @@ def refused_on_ranks() -> list[str]:
     def refuse(call: Callable[[], Any]) -> None:
         try:
             call()
-        except Refused as error:
+        except UnsupportedError as error:
             found.append(str(error).split("\n")[0])
 
     model, number = make_model("qwen2"), dist.get_rank()

@@ -18,7 +18,7 @@ from farspan.program.builder import build_program
 from farspan.program.dependencies import feed_forward_passes, unread_outputs
 from farspan.program.program import Forward
 from farspan.program.strategies import STRATEGIES, strategy
-from farspan.spec import Refused, RunSpec, Schedule, Tier
+from farspan.spec import RunSpec, Schedule, Tier, UnsupportedError
 from tests.engine.checks import (
     Outcome,
     assert_close,
@@ -245,12 +245,16 @@ def test_what_is_not_token_by_token_is_refused(kind: type[nn.Module], why: str) 
     model = make_model("qwen2")
     layer = CausalLMStages(model).layers[2]
     layer.mlp = kind(layer.mlp)
-    with pytest.raises(Refused, match=rf"mlp_chunk_size: layer 2\.mlp of Qwen2ForCausalLM .*{why}"):
+    with pytest.raises(
+        UnsupportedError, match=rf"mlp_chunk_size: layer 2\.mlp of Qwen2ForCausalLM .*{why}"
+    ):
         tokenwise(CausalLMStages(model))
 
 
 def test_a_feed_forward_in_pieces_is_refused() -> None:
-    with pytest.raises(Refused, match=r"mlp_chunk_size: layer 0.*leave mlp_chunk_size out"):
+    with pytest.raises(
+        UnsupportedError, match=r"mlp_chunk_size: layer 0.*leave mlp_chunk_size out"
+    ):
         Step(shared_model(APART), TILED)
 
 
@@ -259,13 +263,13 @@ def test_a_layer_that_does_not_call_its_children_is_refused() -> None:
     model = make_model("qwen2")
     layer = CausalLMStages(model).layers[1]
     vars(layer)["forward"] = layer.forward
-    with pytest.raises(Refused, match=r"mlp_chunk_size: layer 1 of Qwen2.* no module"):
+    with pytest.raises(UnsupportedError, match=r"mlp_chunk_size: layer 1 of Qwen2.* no module"):
         tokenwise(CausalLMStages(model))
 
 
 @pytest.mark.parametrize("value", [0, 2.5, True, "4"])
 def test_only_whole_numbers_of_tokens(value: Any) -> None:
-    with pytest.raises(Refused, match="mlp_chunk_size: expected a whole number of tokens"):
+    with pytest.raises(UnsupportedError, match="mlp_chunk_size: expected a whole number of tokens"):
         Schedule(mlp_chunk_size=value)
 
 

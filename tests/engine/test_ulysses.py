@@ -12,7 +12,7 @@ from farspan.distributed.context import ParallelContext
 from farspan.engine.step import Step
 from farspan.program.layout import Layout
 from farspan.program.work import Piece, cut_heads, exposed
-from farspan.spec import LayerSpec, Refused, Schedule
+from farspan.spec import LayerSpec, Schedule, UnsupportedError
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
 from tests.grids import part_of
 from tests.ranks import run_ranks
@@ -108,7 +108,9 @@ def test_pieces_share_heads_out() -> None:
         Piece((3, 7), (0, 1), False, True),
     )
     assert cut_heads(heads(1, 1), 2) == (Piece((0, 1), (0, 1)),)
-    with pytest.raises(Refused, match="alltoall_splits: expected a whole number >= 1, got 0"):
+    with pytest.raises(
+        UnsupportedError, match="alltoall_splits: expected a whole number >= 1, got 0"
+    ):
         Schedule(alltoall_splits=0)
 
 

@@ -17,7 +17,7 @@ from farspan.engine.gradients import GradientAccumulator
 from farspan.engine.loss import LossHead
 from farspan.engine.verify import Verification, VerificationRun, verify
 from farspan.program.strategies import STRATEGIES
-from farspan.spec import Refused, Schedule, Tier
+from farspan.spec import Schedule, Tier, UnsupportedError
 from tests.engine.test_verify_rounding import SOUND
 from tests.grids import crossed, part_of
 from tests.zoo import VOCAB, make_model, shared_model
@@ -136,7 +136,7 @@ def test_only_trained_parameters_are_checked() -> None:
 
 
 def test_refuses_what_a_step_refuses() -> None:
-    with pytest.raises(Refused, match="dropout"):
+    with pytest.raises(UnsupportedError, match="dropout"):
         verify(make_model("llama", attention_dropout=0.1), SCHEDULE, RUN)
 
 
@@ -147,7 +147,7 @@ def test_refuses_a_context_before_the_references(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         "farspan.engine.verify.reference_loss", lambda *_, **__: pytest.fail("late")
     )
-    with pytest.raises(Refused, match="a document of 61 tokens"):
+    with pytest.raises(UnsupportedError, match="a document of 61 tokens"):
         verify(model, SCHEDULE, replace(RUN, documents=1))
 
 

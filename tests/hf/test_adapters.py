@@ -8,7 +8,7 @@ from peft import AdaLoraConfig, LoraConfig, PeftConfig, PrefixTuningConfig, get_
 from peft.tuners.lora.config import VeloraConfig
 
 from farspan.engine.step import Step
-from farspan.spec import Refused, Schedule
+from farspan.spec import Schedule, UnsupportedError
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
 from tests.hf.test_refused import SCHEDULE
 from tests.numerics import assert_exact
@@ -93,14 +93,16 @@ def test_adapters_on_stacked_experts_are_exact() -> None:
     ],
 )
 def test_adapters_that_are_more_than_modules_are_refused(config: PeftConfig, message: str) -> None:
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         Step(wrapped(config), SCHEDULE)
 
 
 def test_prompts_that_are_not_trained_are_refused_too() -> None:
     model = wrapped(PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
     model.requires_grad_(False).get_base_model().lm_head.requires_grad_(True)
-    with pytest.raises(Refused, match=r"PrefixTuningConfig \(is_prompt_learning\) puts tokens"):
+    with pytest.raises(
+        UnsupportedError, match=r"PrefixTuningConfig \(is_prompt_learning\) puts tokens"
+    ):
         Step(model, SCHEDULE)
 
 
@@ -109,11 +111,13 @@ def test_a_step_that_would_train_nothing_is_refused() -> None:
     step = Step(model, SCHEDULE)
     model.merge_adapter()
     before = step.evaluate(*DATA)
-    with pytest.raises(Refused, match="q_proj are merged into its weights and would get no"):
+    with pytest.raises(
+        UnsupportedError, match="q_proj are merged into its weights and would get no"
+    ):
         step(*DATA)
     model.unmerge_adapter()
     step(*DATA)
     model.requires_grad_(False)
-    with pytest.raises(Refused, match="no parameter requires a gradient"):
+    with pytest.raises(UnsupportedError, match="no parameter requires a gradient"):
         step(*DATA)
     assert_exact(step.evaluate(*DATA), before)

@@ -19,7 +19,7 @@ from farspan.hf.load import (
     refuse_unpinned,
     save_model,
 )
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from tests.zoo import FAMILIES, make_model
 
 MISSING = "model.layers.1.mlp.up_proj.weight"
@@ -84,13 +84,13 @@ def test_a_model_without_weights_is_the_model_but_for_them(name: str, tmp_path: 
 def test_missing_weights_are_refused_by_name(save: Save) -> None:
     folder = save(lambda weights: weights.pop(MISSING), False)
     message = rf"model\.path: .* holds no weights for {MISSING}, which would start from random"
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         load_model(path=str(folder), dtype=torch.float32)
 
 
 def test_many_missing_weights_are_counted(save: Save) -> None:
     folder = save(lambda w: [w.pop(name) for name in list(w) if "layers.1." in name], False)
-    with pytest.raises(Refused, match=r"layers\.1\.\S+ and 7 more, which would"):
+    with pytest.raises(UnsupportedError, match=r"layers\.1\.\S+ and 7 more, which would"):
         load_model(path=str(folder), dtype=torch.float32)
 
 
@@ -103,7 +103,7 @@ def test_a_head_that_is_the_embedding_is_not_missing(save: Save) -> None:
 
 def test_a_head_of_its_own_is_missing_when_it_is(save: Save) -> None:
     folder = save(lambda weights: weights.pop("lm_head.weight"), False)
-    with pytest.raises(Refused, match=r"no weights for lm_head\.weight"):
+    with pytest.raises(UnsupportedError, match=r"no weights for lm_head\.weight"):
         load_model(path=str(folder), dtype=torch.float32)
 
 
@@ -116,7 +116,9 @@ def test_weights_without_a_place_are_told(save: Save) -> None:
 
 def test_weights_of_another_size_are_refused(save: Save) -> None:
     folder = save(lambda weights: weights.update({MISSING: torch.zeros(3, 3)}), False)
-    with pytest.raises(Refused, match=r"model\.path: transformers could not load a causal LM"):
+    with pytest.raises(
+        UnsupportedError, match=r"model\.path: transformers could not load a causal LM"
+    ):
         load_model(path=str(folder), dtype=torch.float32)
 
 
@@ -160,25 +162,31 @@ def test_a_field_that_differs_by_layer_is_one() -> None:
     gemma = {"model_type": "gemma4_text", "head_dim": 16}
     made = load_config(path=None, config=gemma, overrides={})
     assert made.per_layer_config[0].head_dim == 16
-    with pytest.raises(Refused, match=r"^model\.overrides\.head_dim: the layers of Gemma4Text"):
+    with pytest.raises(
+        UnsupportedError, match=r"^model\.overrides\.head_dim: the layers of Gemma4Text"
+    ):
         load_config(path=None, config=gemma, overrides={"head_dim": 8})
 
 
 def test_fields_that_do_not_go_together_are_refused() -> None:
-    with pytest.raises(Refused, match=r"^model\.config: .*mamba_n_heads must divide"):
+    with pytest.raises(UnsupportedError, match=r"^model\.config: .*mamba_n_heads must divide"):
         load_config(path=None, config={"model_type": "bamba", "hidden_size": 40}, overrides={})
-    with pytest.raises(Refused, match=r"^model\.config: .*'self'"):
+    with pytest.raises(UnsupportedError, match=r"^model\.config: .*'self'"):
         load_config(path=None, config={**QWEN3_MOE, "self": 32}, overrides={})
 
 
 @pytest.mark.parametrize("name", ["heads_dim", "head", "head_dims", "hidden_sizes"])
 def test_a_field_that_nobody_reads_is_refused(name: str) -> None:
-    with pytest.raises(Refused, match=rf"^model\.config\.{name}: Qwen3MoeConfig has no such field"):
+    with pytest.raises(
+        UnsupportedError, match=rf"^model\.config\.{name}: Qwen3MoeConfig has no such field"
+    ):
         load_model(config={**QWEN3_MOE, name: 32}, dtype=torch.float32)
 
 
 def test_what_no_override_changes_is_refused() -> None:
-    with pytest.raises(Refused, match=r"^model\.overrides\.model_type: the type of a qwen3_"):
+    with pytest.raises(
+        UnsupportedError, match=r"^model\.overrides\.model_type: the type of a qwen3_"
+    ):
         load_config(path=None, config=QWEN3_MOE, overrides={"model_type": "gpt2"})
 
 
@@ -186,14 +194,16 @@ def test_what_no_override_changes_is_refused() -> None:
 def test_a_model_without_layers_is_refused(layers: int) -> None:
     given = {"num_hidden_layers": layers}
     words = f"^model: num_hidden_layers is {layers}, expected a whole number above 0"
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(UnsupportedError, match=words):
         load_config(path=None, config=QWEN3_MOE, overrides=given)
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(UnsupportedError, match=words):
         load_config(path=None, config={**QWEN3_MOE, **given}, overrides={})
 
 
 def test_of_a_family_without_a_causal_model_only_what_it_declares_is_a_field() -> None:
-    with pytest.raises(Refused, match=r"model\.config\.head_dim: ViTConfig has no such field"):
+    with pytest.raises(
+        UnsupportedError, match=r"model\.config\.head_dim: ViTConfig has no such field"
+    ):
         load_config(path=None, config={"model_type": "vit", "head_dim": 32}, overrides={})
 
 
@@ -220,7 +230,7 @@ def test_an_override_that_no_model_can_have_is_named(
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
     }
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         load_model(config=config, overrides=overrides, dtype=torch.float32, weights=Weights.NONE)
 
 
@@ -243,7 +253,7 @@ def test_a_folder_of_adapters_is_refused(save: Save, tmp_path: Path) -> None:
     save_model(model, tmp_path / "alone")
     for place in (folder, tmp_path / "alone"):
         with pytest.raises(
-            Refused, match=r"model\.path: .* holds adapters, .* the folder of a model"
+            UnsupportedError, match=r"model\.path: .* holds adapters, .* the folder of a model"
         ):
             load_model(path=str(place), dtype=torch.float32)
 
@@ -277,16 +287,18 @@ def test_a_revision_goes_to_all_that_is_read_of_a_model(
 def test_code_that_nothing_pins_is_refused(tmp_path: Path) -> None:
     """Of a folder only its own stays as it is."""
     words = r"model\.revision: missing: .* the commit \(40 hex.*\) whose code you have read"
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(UnsupportedError, match=words):
         load_model(path="owner/name", dtype=torch.float32, trust_remote_code=True)
     for moves in ("main", "v1", "0a1b"):
-        with pytest.raises(Refused, match=rf"model\.revision: '{moves}' is a branch or a tag: .*"):
+        with pytest.raises(
+            UnsupportedError, match=rf"model\.revision: '{moves}' is a branch or a tag: .*"
+        ):
             refuse_unpinned("owner/name", True, moves)
     refuse_unpinned("owner/name", True, "0a1b" * 10)
     make_model("qwen2").save_pretrained(tmp_path)
     load_model(path=str(tmp_path), dtype=torch.float32, trust_remote_code=True)
     named = json.dumps({"auto_map": {"AutoTokenizer": ["owner/name--tokens.Mine", None]}})
     (tmp_path / "tokenizer_config.json").write_text(named)
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(UnsupportedError, match=words):
         load_model(path=str(tmp_path), dtype=torch.float32, trust_remote_code=True)
     load_model(path=str(tmp_path), dtype=torch.float32)

@@ -11,7 +11,7 @@ from farspan.hf.load import Weights, add_adapters, load_model, stacked_experts
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.families import architecture_from
 from farspan.program.strategies import strategy
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from tests.engine.checks import assert_close, draw, gradients, run_oracle, run_step
 from tests.zoo import make_model
 
@@ -106,7 +106,7 @@ def test_named_modules_alone_are_adapted() -> None:
     ],
 )
 def test_what_cannot_be_adapted_is_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         adapted(**given)
 
 
@@ -124,7 +124,7 @@ def test_what_cannot_be_adapted_is_refused(given: dict[str, Any], message: str) 
     ],
 )
 def test_names_that_peft_reads_as_experts_are_refused(targets: Any, message: str) -> None:
-    with pytest.raises(Refused, match=rf"model\.lora\.targets: (?:peft )?{message}"):
+    with pytest.raises(UnsupportedError, match=rf"model\.lora\.targets: (?:peft )?{message}"):
         add_adapters(make_model("deepseek_v3"), rank=4, alpha=8.0, targets=targets)
 
 
@@ -141,5 +141,5 @@ def test_adapters_beside_experts_have_the_gradients_of_autograd(family: str) -> 
 
 def test_without_peft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(Refused, match=r'pip install "farspan\[lora\]"'):
+    with pytest.raises(UnsupportedError, match=r'pip install "farspan\[lora\]"'):
         adapted()

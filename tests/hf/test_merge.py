@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from farspan.hf import merge as module
 from farspan.hf.merge import merge
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from tests.numerics import EXACT, relative_error
 from tests.zoo import make_model
 
@@ -114,7 +114,7 @@ def test_other_kinds_are_merged_by_peft(tmp_path: Path, family: str, given: dict
 
 def test_a_tied_head_alone_has_no_merged_model(tmp_path: Path) -> None:
     adapters = adapted(tmp_path, tied=True, target_modules=["lm_head"])
-    with pytest.raises(Refused, match="its head and its embedding are one weight"):
+    with pytest.raises(UnsupportedError, match="its head and its embedding are one weight"):
         merge(adapters, tmp_path / "out")
     assert not list(tmp_path.glob("*out*"))
 
@@ -122,28 +122,28 @@ def test_a_tied_head_alone_has_no_merged_model(tmp_path: Path) -> None:
 def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     adapters = adapted(tmp_path)
     out, base = tmp_path / "out", tmp_path / "base"
-    with pytest.raises(Refused, match=r"output: .*base is there already"):
+    with pytest.raises(UnsupportedError, match=r"output: .*base is there already"):
         merge(adapters, base)
-    with pytest.raises(Refused, match="holds a whole model"):
+    with pytest.raises(UnsupportedError, match="holds a whole model"):
         merge(base, out)
-    with pytest.raises(Refused, match="holds no adapters; give a run's folder"):
+    with pytest.raises(UnsupportedError, match="holds no adapters; give a run's folder"):
         merge(tmp_path, out)
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(Refused, match="has not written its adapters yet"):
+    with pytest.raises(UnsupportedError, match="has not written its adapters yet"):
         merge(tmp_path, out)
-    with pytest.raises(Refused, match="base: no folder no/where/at all here"):
+    with pytest.raises(UnsupportedError, match="base: no folder no/where/at all here"):
         merge(adapters, out, "no/where/at all")
     narrow = tmp_path / "narrow"
     make_model("qwen2", hidden_size=16).save_pretrained(narrow)
-    with pytest.raises(Refused, match="another model; give theirs as --base"):
+    with pytest.raises(UnsupportedError, match="another model; give theirs as --base"):
         merge(adapters, out, str(narrow))
     config = json.loads((adapters / "adapter_config.json").read_text())
     (adapters / "adapter_config.json").write_text(
         json.dumps(config | {"base_model_name_or_path": ""})
     )
-    with pytest.raises(Refused, match="names no model that they are for"):
+    with pytest.raises(UnsupportedError, match="names no model that they are for"):
         merge(adapters, out)
     (adapters / "adapter_model.safetensors").write_bytes(b"no")
-    with pytest.raises(Refused, match="no safetensors file that can be read"):
+    with pytest.raises(UnsupportedError, match="no safetensors file that can be read"):
         merge(adapters, out, str(base))
     assert not list(tmp_path.glob("*out*"))

@@ -17,7 +17,7 @@ from farspan.hf.probe import Float64Mode
 from farspan.hf.recurrent import RecurrentStates
 from farspan.hf.stages import CausalLMStages
 from farspan.program.layout import with_states
-from farspan.spec import Kernels, Refused, Schedule, Sparse, Tier
+from farspan.spec import Kernels, Schedule, Sparse, Tier, UnsupportedError
 from tests.engine.checks import Data, assert_close, draw, run_oracle, run_step
 from tests.grids import exhaustive, part_of
 from tests.hf.test_families import KEPT, STREAMED
@@ -157,7 +157,9 @@ class TestRefused:
 
     def test_chunks_of_a_token(self) -> None:
         step = Step(make_model("lfm2"), Schedule(chunk=1))
-        with pytest.raises(Refused, match="chunk: expected at least 2 tokens with recurrent"):
+        with pytest.raises(
+            UnsupportedError, match="chunk: expected at least 2 tokens with recurrent"
+        ):
             step(*draw(8))
         step(*draw(1))
 

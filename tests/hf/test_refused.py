@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from farspan.engine.step import Step
-from farspan.spec import Refused, Schedule, Tier
+from farspan.spec import Schedule, Tier, UnsupportedError
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
 from tests.versions import OWN_ATTENTION
 from tests.zoo import COMMON, GPT2, VOCAB, make_model, shared_model
@@ -48,7 +48,7 @@ def build(kind: str, auto: Any = AutoModelForCausalLM, **fields: Any) -> PreTrai
 
 def refusal(model: nn.Module, schedule: Schedule = SCHEDULE) -> str:
     """The message with which a step for the model is refused."""
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(UnsupportedError) as caught:
         Step(model, schedule)
     return str(caught.value)
 
@@ -197,7 +197,7 @@ class TestDropout:
         step(*data)
         model.train()
         for run in (step, step.evaluate):
-            with pytest.raises(Refused, match=r"dropout 0.1 at .*model\.eval"):
+            with pytest.raises(UnsupportedError, match=r"dropout 0.1 at .*model\.eval"):
                 run(*data)
 
 
@@ -213,7 +213,7 @@ class TestPositions:
         step = Step(model, SCHEDULE)
         step(*draw(32))
         for run in (step, step.evaluate):
-            with pytest.raises(Refused) as caught:
+            with pytest.raises(UnsupportedError) as caught:
                 run(*draw(33))
             message = str(caught.value)
             assert "document of 33 tokens" in message
@@ -226,7 +226,7 @@ class TestPositions:
         step, data = Step(model, SCHEDULE), draw(100)
         marks = torch.arange(100)[None] // 32
         step(data.input_ids, data.labels, marks)
-        with pytest.raises(Refused, match="document of 33 tokens"):
+        with pytest.raises(UnsupportedError, match="document of 33 tokens"):
             step(data.input_ids, data.labels, torch.arange(100)[None] // 33)
 
     def test_reach_further_with_a_scaled_rope(self) -> None:
@@ -239,13 +239,15 @@ class TestPositions:
         model = make_model("llama", rope_parameters=rope, max_position_embeddings=32)
         step = Step(model, SCHEDULE)
         step(*draw(64))
-        with pytest.raises(Refused, match="document of 65 tokens"):
+        with pytest.raises(UnsupportedError, match="document of 65 tokens"):
             step(*draw(65))
 
     def test_learned_ones_end(self) -> None:
         step = Step(make_model("gpt2", n_positions=64, max_position_embeddings=64), SCHEDULE)
         step(*draw(64))
-        with pytest.raises(Refused, match=r"of 65 tokens .* no RoPE .* at most 64") as caught:
+        with pytest.raises(
+            UnsupportedError, match=r"of 65 tokens .* no RoPE .* at most 64"
+        ) as caught:
             step(*draw(65))
         assert "rope_parameters" not in str(caught.value)
 
@@ -297,7 +299,7 @@ class TestData:
     ) -> None:
         step = Step(shared_model("llama"), SCHEDULE)
         for run in (step, step.evaluate):
-            with pytest.raises(Refused) as caught:
+            with pytest.raises(UnsupportedError) as caught:
                 run(ids, labels, marks)
             assert message in str(caught.value)
 
@@ -331,7 +333,7 @@ class TestSchedules:
         ],
     )
     def test_that_are_none(self, fields: dict[str, Any], message: str) -> None:
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(UnsupportedError) as caught:
             Schedule(**fields)
         assert message in str(caught.value)
 
@@ -343,7 +345,7 @@ class TestHowever:
     """What looks close to the above and is fine."""
 
     def test_a_refusal_is_a_value_error(self) -> None:
-        assert issubclass(Refused, ValueError)
+        assert issubclass(UnsupportedError, ValueError)
 
     def test_a_refused_model_is_left_as_it_was(self) -> None:
         model = make_model("mixtral", output_router_logits=True)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from farspan.engine.step import Step
 from farspan.hf.stages import CausalLMStages
-from farspan.spec import Refused, Schedule, Tier
+from farspan.spec import Schedule, Tier, UnsupportedError
 from tests.engine.checks import Data, assert_close, draw, run_oracle, run_step
 from tests.numerics import relative_error
 from tests.zoo import make_model
@@ -97,12 +97,12 @@ class OfItsOwn(nn.Module):
 def test_a_table_that_is_chosen_in_another_way_is_refused() -> None:
     model = long_rope("llama")
     model.model.rotary_emb = OfItsOwn(model.model.rotary_emb)
-    with pytest.raises(Refused, match="OfItsOwn chooses the table"):
+    with pytest.raises(UnsupportedError, match="OfItsOwn chooses the table"):
         CausalLMStages(model).settle(100)
 
 
 def test_one_that_is_not_beside_the_layers_is_refused() -> None:
     model = long_rope("llama")
     model.model.rotary_emb.rope_type = "default"
-    with pytest.raises(Refused, match="LlamaModel chooses the table"):
+    with pytest.raises(UnsupportedError, match="LlamaModel chooses the table"):
         Step(model, SCHEDULE)

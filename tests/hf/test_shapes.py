@@ -12,7 +12,7 @@ from farspan.hf.describe import describe, describe_config, describe_shapes, with
 from farspan.hf.load import add_adapters, blank_model
 from farspan.hf.stages import CausalLMStages
 from farspan.planner.api import Request
-from farspan.spec import ModelSpec, Refused
+from farspan.spec import ModelSpec, UnsupportedError
 from tests.grids import crossed
 from tests.zoo import COMMON, FAMILIES, make_model
 
@@ -88,7 +88,7 @@ def test_weights_take_no_memory_of_their_own() -> None:
     ],
 )
 def test_what_cannot_be_trained_is_refused(changes: dict[str, object], words: str) -> None:
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(UnsupportedError, match=words):
         describe_config({**TINY, **changes}, "float32")
 
 
@@ -113,7 +113,7 @@ def test_planning_looks_at_a_family_that_it_does_not_know(tmp_path: Path) -> Non
     adapted = Request(TINY, 64, "h200", dtype="fp32", lora=2).question().model
     assert adapted == describe_config(TINY, "float32", 2)
     assert adapted.trainable < adapted.parameters
-    with pytest.raises(Refused, match="lora: expected the rank"):
+    with pytest.raises(UnsupportedError, match="lora: expected the rank"):
         Request(TINY, 64, "h200", lora=-1).question()
 
 
@@ -122,5 +122,7 @@ def test_without_torch_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) 
         raise ImportError("No module named 'torch'")
 
     monkeypatch.setattr("farspan.planner.api.load", load)
-    with pytest.raises(Refused, match=r"model_type: .*'olmo2'; planning any other .*torch"):
+    with pytest.raises(
+        UnsupportedError, match=r"model_type: .*'olmo2'; planning any other .*torch"
+    ):
         Request(TINY, 64, "h200").question()

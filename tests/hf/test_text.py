@@ -13,7 +13,7 @@ from farspan.hf.describe import describe, describe_config, with_work
 from farspan.hf.load import Weights, load_config, load_model
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import reads_text_alone, refuse_dropout, refuse_model
-from farspan.spec import Refused, Schedule, Tier
+from farspan.spec import Schedule, Tier, UnsupportedError
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
 from tests.grids import part_of
 from tests.zoo import (
@@ -190,10 +190,10 @@ def test_only_text_must_be_causal_and_without_dropout() -> None:
     refuse_dropout(model)
     attention = model.get_decoder().layers[2].self_attn
     attention.attention_dropout = 0.5
-    with pytest.raises(Refused, match=r"dropout 0\.5 at model\.language_model\.layers\.2"):
+    with pytest.raises(UnsupportedError, match=r"dropout 0\.5 at model\.language_model\.layers\.2"):
         refuse_dropout(model)
     attention.is_causal = False
-    with pytest.raises(Refused, match="bidirectional"):
+    with pytest.raises(UnsupportedError, match="bidirectional"):
         refuse_model(model)
 
 
@@ -214,7 +214,9 @@ def test_overrides_reach_the_text() -> None:
     assert len(of_text.layer_types) == of_text.num_hidden_layers == 2
     assert config.vision_config.num_hidden_layers == 3
     assert config.vision_config.hidden_size == 16
-    with pytest.raises(Refused, match=r"overrides\.rope_parms: Gemma3Config has no such field"):
+    with pytest.raises(
+        UnsupportedError, match=r"overrides\.rope_parms: Gemma3Config has no such field"
+    ):
         load_config(path=None, config=fields("gemma3"), overrides={"rope_parms": 1})
-    with pytest.raises(Refused, match=r"overrides\.vision_config\.widht: .*no such field"):
+    with pytest.raises(UnsupportedError, match=r"overrides\.vision_config\.widht: .*no such field"):
         load_config(path=None, config=fields("gemma3"), overrides={"vision_config": {"widht": 1}})

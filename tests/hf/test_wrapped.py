@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from farspan.engine.step import Step
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
 from tests.hf.test_refused import SCHEDULE
 from tests.zoo import make_model
@@ -47,7 +47,9 @@ def doubled(out: Any) -> Any:
 def test_one_that_changes_results_is_refused() -> None:
     model = make_model("llama")
     wrap(model, doubled)
-    with pytest.raises(Refused, match=r"forward that was set on LlamaForCausalLM .* by 5\.0e-01"):
+    with pytest.raises(
+        UnsupportedError, match=r"forward that was set on LlamaForCausalLM .* by 5\.0e-01"
+    ):
         Step(model, SCHEDULE)
 
 
@@ -74,11 +76,13 @@ def test_another_loss_is_refused() -> None:
     for change, words in for_labels:
         model = make_model("llama")
         change(model)
-        with pytest.raises(Refused, match=rf"own loss is [\d.]+ by {words}, where the mean cross-"):
+        with pytest.raises(
+            UnsupportedError, match=rf"own loss is [\d.]+ by {words}, where the mean cross-"
+        ):
             Step(model, SCHEDULE)
     model = make_model("llama")
     model.loss_type = "ForSequenceClassification"
-    with pytest.raises(Refused, match=r"own loss fails by its loss_function \(TypeError"):
+    with pytest.raises(UnsupportedError, match=r"own loss fails by its loss_function \(TypeError"):
         Step(model, SCHEDULE)
 
 
@@ -98,7 +102,9 @@ def test_accelerate_s_autocast_is_refused_where_it_changes_results(dtype: torch.
     accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
     state._reset_state(reset_partial_state=True)
     if dtype is torch.float32:
-        with pytest.raises(Refused, match=r"mixed precision load the model .*torch\.bfloat16"):
+        with pytest.raises(
+            UnsupportedError, match=r"mixed precision load the model .*torch\.bfloat16"
+        ):
             Step(model, SCHEDULE)
     else:
         assert torch.equal(run_step(model, SCHEDULE, DATA).loss, expected.loss)
@@ -108,7 +114,9 @@ def test_weights_that_hooks_bring_are_refused() -> None:
     accelerate = pytest.importorskip("accelerate")
     model = make_model("llama")
     accelerate.cpu_offload(model, execution_device="cpu")
-    with pytest.raises(Refused, match=r"all weights on one device, and has .* on meta; load the"):
+    with pytest.raises(
+        UnsupportedError, match=r"all weights on one device, and has .* on meta; load the"
+    ):
         Step(model, SCHEDULE)
 
 
@@ -126,7 +134,9 @@ def test_layers_that_are_held_elsewhere_are_named() -> None:
                 self.__dict__["_modules"] = own
 
     model.model.__class__ = Holding
-    with pytest.raises(Refused, match="something holds the layers beside the decoder's list"):
+    with pytest.raises(
+        UnsupportedError, match="something holds the layers beside the decoder's list"
+    ):
         Step(model, SCHEDULE)
 
 
@@ -152,5 +162,5 @@ def test_wrappers_are_taken_off(wrapper: Any) -> None:
 def test_one_that_averages_over_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = DistributedDataParallel(make_model("llama"))
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda _: 2)
-    with pytest.raises(Refused, match="would average gradients over 2 ranks"):
+    with pytest.raises(UnsupportedError, match="would average gradients over 2 ranks"):
         Step(model, SCHEDULE)

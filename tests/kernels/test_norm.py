@@ -10,7 +10,7 @@ from torch import Tensor
 
 from farspan.kernels.operations import Norm, norm_launch, rms_norm, rms_norm_backward
 from farspan.kernels.reference import rms_norm as reference
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from tests.grids import crossed
 from tests.kernels.cases import (
     BRAIN,
@@ -126,12 +126,12 @@ def test_what_does_not_fit_is_refused(interpreted: Run) -> None:
         ((x, weight[:8]), "weight: expected contiguous .16."),
         ((torch.randn(1, 20000), torch.randn(20000)), "x: expected at most 16384"),
     ):
-        with pytest.raises(Refused, match=message):
+        with pytest.raises(UnsupportedError, match=message):
             interpreted(rms_norm, *given, LLAMA)
 
 
 def test_without_an_interpreter_a_cpu_is_refused() -> None:
-    with pytest.raises(Refused, match="device: expected CUDA"):
+    with pytest.raises(UnsupportedError, match="device: expected CUDA"):
         rms_norm(torch.randn(3, 16), torch.randn(16), LLAMA)
 
 

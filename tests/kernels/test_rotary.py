@@ -8,7 +8,7 @@ from torch import Tensor
 
 from farspan.kernels.operations import rotate, rotate_launch
 from farspan.kernels.reference import rotated
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from tests.grids import crossed
 from tests.kernels.cases import (
     BRAIN,
@@ -113,7 +113,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ((q, k, cos, sin[..., :10]), "sin: expected .1, 5, 12."),
         ((q.mT.contiguous().mT, k, cos, sin), "q: expected inner stride 1"),
     ):
-        with pytest.raises(Refused, match=message):
+        with pytest.raises(UnsupportedError, match=message):
             rotate(*given)
 
 

@@ -25,7 +25,7 @@ from farspan.memory.trace import (
     to_text,
     write_trace,
 )
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from tests.memory.traces import traces
 
 SMALL = Trace((Malloc(1, 10), Mark("layer 0 forward"), Malloc(2, 5, 3), FreeEvent(1)), "small")
@@ -59,12 +59,12 @@ def test_memos_own_lines_are_read() -> None:
 def test_a_file_that_was_cut_off_is_refused(trace: Trace, data: st.DataObject) -> None:
     text = to_text(trace)
     cut = text[: data.draw(st.integers(len("# trace w"), len(text) - 1))]
-    with pytest.raises(Refused, match=r"^f:\d+: "):
+    with pytest.raises(UnsupportedError, match=r"^f:\d+: "):
         from_text(cut, "f")
 
 
 def test_a_bare_file_that_ends_within_a_line_is_refused() -> None:
-    with pytest.raises(Refused, match=r"^f:2: .*cut off"):
+    with pytest.raises(UnsupportedError, match=r"^f:2: .*cut off"):
         from_text("malloc 1 4096\nmalloc 2 40", "f")
 
 
@@ -89,13 +89,13 @@ def test_a_bare_file_that_ends_within_a_line_is_refused() -> None:
     ],
 )
 def test_broken_text_is_refused_by_its_line(text: str, words: str) -> None:
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(UnsupportedError, match=words):
         from_text(text, "f")
 
 
 @pytest.mark.parametrize("name", ["two\nlines", " blank", "", "bell\a"])
 def test_a_name_that_is_no_line_is_not_written(name: str) -> None:
-    with pytest.raises(Refused, match="line of its own"):
+    with pytest.raises(UnsupportedError, match="line of its own"):
         to_text(Trace((Mark(name),)))
 
 
@@ -154,7 +154,7 @@ def test_a_csv_that_was_cut_within_a_line_is_refused(trace: Trace, data: st.Data
     text = to_csv(trace)
     cut = text[: data.draw(st.integers(1, len(text) - 1))]
     if not cut.endswith("\n"):
-        with pytest.raises(Refused, match=r"^f:\d+: "):
+        with pytest.raises(UnsupportedError, match=r"^f:\d+: "):
             from_csv(cut, "f")
 
 
@@ -178,7 +178,7 @@ def test_any_line_break_ends_a_csv(end: str) -> None:
     ],
 )
 def test_broken_csv_is_refused_by_its_line(text: str, words: str) -> None:
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(UnsupportedError, match=words):
         from_csv(text, "f")
 
 
@@ -201,14 +201,14 @@ def test_the_format_is_told_by_the_content(tmp_path: Path) -> None:
 
 
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="cannot be read"):
+    with pytest.raises(UnsupportedError, match="cannot be read"):
         read_trace(tmp_path / "none")
-    with pytest.raises(Refused, match="cannot be read"):
+    with pytest.raises(UnsupportedError, match="cannot be read"):
         read_trace(tmp_path)
-    with pytest.raises(Refused, match="cannot be written"):
+    with pytest.raises(UnsupportedError, match="cannot be written"):
         write_trace(SMALL, tmp_path)
     (tmp_path / "t").write_bytes(b"malloc 1 2\n\xff\xfe")
-    with pytest.raises(Refused, match="not UTF-8"):
+    with pytest.raises(UnsupportedError, match="not UTF-8"):
         read_trace(tmp_path / "t")
 
 
@@ -217,5 +217,5 @@ def test_an_empty_file_is_refused(tmp_path: Path, content: bytes) -> None:
     """Of a trace that was cut off before its first line nothing is left."""
     path = tmp_path / "t"
     path.write_bytes(content)
-    with pytest.raises(Refused, match="t: the file is empty"):
+    with pytest.raises(UnsupportedError, match="t: the file is empty"):
         read_trace(path)

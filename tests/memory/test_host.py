@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from farspan.memory.host import GIB, available_host_bytes, describe_host, refuse_beyond
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 
 @pytest.fixture(autouse=True)
@@ -60,9 +60,13 @@ def test_a_group_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
 
 def test_the_refusal_has_the_numbers_and_what_to_change() -> None:
     refuse_beyond(GIB, "a step", "shorten it", available=GIB)
-    with pytest.raises(Refused, match=r"a step needs 2\.00 GiB and 1\.00 GiB .*; shorten it"):
+    with pytest.raises(
+        UnsupportedError, match=r"a step needs 2\.00 GiB and 1\.00 GiB .*; shorten it"
+    ):
         refuse_beyond(2 * GIB, "a step", "shorten it", available=GIB)
-    with pytest.raises(Refused, match=r"a step needs 20\.00 MiB and 1\.50 KiB are available"):
+    with pytest.raises(
+        UnsupportedError, match=r"a step needs 20\.00 MiB and 1\.50 KiB are available"
+    ):
         refuse_beyond(20 * 2**20, "a step", "shorten it", available=1536)
 
 

@@ -16,7 +16,7 @@ from farspan.memory.exact import (
     write_program,
 )
 from farspan.memory.placement import Placement, PlacementRequest, live_peak
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from tests.grids import examples
 from tests.memory.instances import above_bound, least_height, requests, tight
 from tests.oracles.check_placement import check_placement
@@ -116,7 +116,7 @@ def test_a_solver_that_ends_wrongly_proves_nothing(monkeypatch: pytest.MonkeyPat
     found = place_by_mip(above_bound())
     check_placement(above_bound(), found.placement)
     assert found.proved_bound == 8
-    with pytest.raises(Refused, match=r"no placement within .* The problem is infeasible"):
+    with pytest.raises(UnsupportedError, match=r"no placement within .* The problem is infeasible"):
         place_by_mip(above_bound(), capacity=8)
 
 
@@ -154,14 +154,14 @@ def test_forty_transients_of_a_layer() -> None:
 
 
 def test_a_capacity_below_the_optimum_has_no_solution() -> None:
-    with pytest.raises(Refused, match="mip: the solver found no placement"):
+    with pytest.raises(UnsupportedError, match="mip: the solver found no placement"):
         place_by_mip(above_bound(), 60.0, 8)
 
 
 def test_too_many_pairs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mip, "MOST_PAIRS", 3)
     with pytest.raises(
-        Refused, match="pairs of tensors live together, but the solver takes at most 3"
+        UnsupportedError, match="pairs of tensors live together, but the solver takes at most 3"
     ):
         place_by_mip(above_bound())
 
@@ -171,5 +171,5 @@ def test_without_scipy_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         raise ImportError(f"{module}.{name}")
 
     monkeypatch.setattr(mip, "load", absent)
-    with pytest.raises(Refused, match=r"pip install farspan\[mip\]"):
+    with pytest.raises(UnsupportedError, match=r"pip install farspan\[mip\]"):
         place_by_mip(above_bound())

@@ -10,7 +10,7 @@ from hypothesis import given
 from farspan.memory.placement import place
 from farspan.memory.replay import PlacementPlan, digest, make_plan, read_plan, rounded, write_plan
 from farspan.memory.trace import LAST_STREAM, FreeEvent, Malloc, Mark, Trace
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from tests.memory.traces import traces
 
 TRACE = Trace((Malloc(7, 100), Malloc(8, 600, 2), FreeEvent(7), Malloc(9, 5), FreeEvent(8)))
@@ -60,7 +60,7 @@ def test_names_and_marks_do_not_matter(tmp_path: Path) -> None:
 def test_another_program_is_refused(tmp_path: Path, events: tuple[Any, ...]) -> None:
     write_plan(plan_of(TRACE), tmp_path / "plan")
     with pytest.raises(
-        Refused, match="plan: the plan belongs to another program: it has 3 tensors"
+        UnsupportedError, match="plan: the plan belongs to another program: it has 3 tensors"
     ):
         read_plan(tmp_path / "plan", Trace(events))
 
@@ -107,19 +107,19 @@ def test_a_damaged_file_is_refused(tmp_path: Path, changes: dict[str, Any], mess
     write_plan(plan_of(TRACE), path)
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | changes))
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         read_plan(path, TRACE)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "malloc 1 2", "[" * 10**5])
 def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "plan").write_text(text)
-    with pytest.raises(Refused, match="not a plan"):
+    with pytest.raises(UnsupportedError, match="not a plan"):
         read_plan(tmp_path / "plan", TRACE)
 
 
 def test_files_that_cannot_be_reached(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="cannot be read"):
+    with pytest.raises(UnsupportedError, match="cannot be read"):
         read_plan(tmp_path / "absent", TRACE)
-    with pytest.raises(Refused, match="cannot be written"):
+    with pytest.raises(UnsupportedError, match="cannot be written"):
         write_plan(plan_of(TRACE), tmp_path / "absent" / "plan")

@@ -24,7 +24,7 @@ from farspan.memory.replay import (
     write_plan,
 )
 from farspan.memory.trace import FreeEvent, Malloc, Mark, Trace, write_trace
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from tests.memory.traces import traces
 
 START = Mark(BEGIN)
@@ -54,9 +54,9 @@ def test_an_iteration_goes_from_its_mark_to_the_next() -> None:
 
 
 def test_an_iteration_that_did_not_end_is_refused() -> None:
-    with pytest.raises(Refused, match=r"it has 0 whole iterations.*begin_iteration"):
+    with pytest.raises(UnsupportedError, match=r"it has 0 whole iterations.*begin_iteration"):
         iteration(Trace((START, Malloc(1, 1), FreeEvent(1))))
-    with pytest.raises(Refused, match="it has 1 whole iterations"):
+    with pytest.raises(UnsupportedError, match="it has 1 whole iterations"):
         iteration(Trace((START, START)), 1)
 
 
@@ -114,14 +114,16 @@ def test_a_plan_of_another_program_is_refused(tmp_path: Path) -> None:
     write_trace(trace, tmp_path / "trace")
     write_trace(other, tmp_path / "other")
     assert load_plan(tmp_path / "plan", tmp_path / "trace").rows == (PlanRow(100, 0, 0),)
-    with pytest.raises(Refused, match="the plan belongs to another program"):
+    with pytest.raises(UnsupportedError, match="the plan belongs to another program"):
         load_plan(tmp_path / "plan", tmp_path / "other")
 
 
 @pytest.mark.parametrize("row", [PlanRow(513, 0, 512), PlanRow(1, 0, 1024), PlanRow(1, 0, 100)])
 def test_a_place_that_the_arena_does_not_have_is_refused(row: PlanRow) -> None:
     ReplayPlan((PlanRow(512, 0, 512), PlanRow(9, 0, UNPLANNED)), 1024, 512)
-    with pytest.raises(Refused, match=r"malloc 0, .* lies beyond the arena of 1,024 bytes"):
+    with pytest.raises(
+        UnsupportedError, match=r"malloc 0, .* lies beyond the arena of 1,024 bytes"
+    ):
         ReplayPlan((row,), 1024, 512)
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from farspan.memory.placement import PlacementRequest
 from farspan.memory.trace import LARGEST, Event, FreeEvent, Malloc, Mark, Trace
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from tests.memory.traces import traces
 
 
@@ -56,7 +56,7 @@ def test_the_peak_is_that_of_counting_along(trace: Trace) -> None:
     ],
 )
 def test_what_no_allocator_can_serve_is_refused(events: tuple[Event, ...], words: str) -> None:
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(UnsupportedError, match=words):
         Trace(events, "t")
 
 

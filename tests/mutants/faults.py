@@ -441,8 +441,8 @@ RESUMES = (
     ),
     Fault(
         "checkpoint: the oldest is resumed",
-        "problems: dict[str, Refused] = {}\n    for path in reversed(paths):",
-        "problems: dict[str, Refused] = {}\n    for path in paths:",
+        "problems: dict[str, UnsupportedError] = {}\n    for path in reversed(paths):",
+        "problems: dict[str, UnsupportedError] = {}\n    for path in paths:",
         CHECKPOINT,
     ),
     Fault(

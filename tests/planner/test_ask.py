@@ -23,7 +23,7 @@ from farspan.planner.states import gradient_bytes, states
 from farspan.profile.model import Variant
 from farspan.program.builder import build_program
 from farspan.program.layout import Layout
-from farspan.spec import Refused, RunSpec, Schedule
+from farspan.spec import RunSpec, Schedule, UnsupportedError
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen2",
@@ -66,7 +66,7 @@ def test_a_machine_by_file_and_by_value(tmp_path: Path) -> None:
     preset = machine("h200")
     assert Request(CONFIG, 64, preset).question().machine is preset
     path = tmp_path / "absent.json"
-    with pytest.raises(Refused, match=r"machine: cannot read .*absent\.json"):
+    with pytest.raises(UnsupportedError, match=r"machine: cannot read .*absent\.json"):
         Request(CONFIG, 64, path).question()
 
 
@@ -104,7 +104,7 @@ def test_one_memory_has_no_part_for_the_device() -> None:
         **{name: getattr(from_preset, name) for name in from_preset.__dataclass_fields__}
         | {"unified": True}
     )
-    with pytest.raises(Refused, match="device_memory: h200 has one memory for both tiers"):
+    with pytest.raises(UnsupportedError, match="device_memory: h200 has one memory for both tiers"):
         Request(CONFIG, 64, unified, device_memory="1GiB").question()
 
 
@@ -142,7 +142,7 @@ def test_an_adapter_is_narrower_than_what_it_adapts() -> None:
     assert Request(CONFIG, 64, "h200", lora=32).question().model.trainable > 0
     assert Request(CONFIG, 64, "h200", lora=16).question().model.trainable > 0
     for rank in (33, 99999999):
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(UnsupportedError) as refused:
             Request(CONFIG, 64, "h200", lora=rank).question()
         message = str(refused.value)
         assert message.startswith(f"lora: rank {rank} is above 32, the narrower side")
@@ -154,7 +154,7 @@ def test_routed_experts_have_no_adapters() -> None:
     experts = {"moe_intermediate_size": 512, "num_experts": 4, "num_experts_per_tok": 2}
     config = CONFIG | experts | {"model_type": "qwen3_moe", "hidden_size": 64, "head_dim": 8}
     Request(config, 64, "h200", lora=32).question()
-    with pytest.raises(Refused, match="is above 32, "):
+    with pytest.raises(UnsupportedError, match="is above 32, "):
         Request(config, 64, "h200", lora=33).question()
 
 
@@ -177,14 +177,16 @@ def test_routed_experts_have_no_adapters() -> None:
 )
 def test_nonsense_is_refused(options: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {"config": CONFIG, "context": 64, "machine": "h200"} | options
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(UnsupportedError) as refused:
         Request(**given).question()
     assert str(refused.value).startswith(message)
 
 
 def test_a_strategy_by_name() -> None:
     assert Request(CONFIG, 64, strategy="oomb").strategies() == ["oomb"]
-    with pytest.raises(Refused, match="strategy: 'magic' is not known; expected one of auto, "):
+    with pytest.raises(
+        UnsupportedError, match="strategy: 'magic' is not known; expected one of auto, "
+    ):
         Request(CONFIG, 64, strategy="magic").strategies()
 
 
@@ -204,9 +206,11 @@ def test_the_function_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_option_nobody_knows() -> None:
     message = r"^contxt: farspan\.plan has no such option \(did you mean context\?\); expected some"
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         farspan.plan(CONFIG, machine="h200", contxt=64)  # type: ignore[call-arg]
-    with pytest.raises(Refused, match=r"^layers: farspan\.plan has no such option; expected"):
+    with pytest.raises(
+        UnsupportedError, match=r"^layers: farspan\.plan has no such option; expected"
+    ):
         farspan.plan(CONFIG, context=64, layers=2)  # type: ignore[call-arg]
 
 
@@ -250,7 +254,7 @@ def test_presets_of_any_family_are_planned_by_their_profiles(name: str) -> None:
     assert cut.profile.variant == Variant("bfloat16", 12)
     assert 0 < cut.model.trainable == question.model.trainable < question.model.parameters
     assert cut.model.layers[0].activation_bytes > question.model.layers[0].activation_bytes
-    with pytest.raises(Refused, match=r"^lora: "):
+    with pytest.raises(UnsupportedError, match=r"^lora: "):
         Request(name, "64K", "h200", lora=-1).question()
 
 

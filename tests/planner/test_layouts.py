@@ -16,7 +16,7 @@ from farspan.planner.request import Plan, Question
 from farspan.planner.search import CellMoments
 from farspan.program.builder import build_program
 from farspan.program.layout import Layout, Rank, refuse_together
-from farspan.spec import Refused, RunSpec, Schedule, Tier
+from farspan.spec import RunSpec, Schedule, Tier, UnsupportedError
 from tests.grids import part_of
 from tests.planner.test_bound import CLOSE
 from tests.planner.test_ranks import LAYOUTS as PRICED
@@ -107,12 +107,12 @@ def test_a_pipeline_is_bounded_by_its_fullest_and_slowest_stage() -> None:
 
 def test_what_a_layout_cannot_run_is_refused_by_name() -> None:
     assert kinds(best_plan(question(Layout(ring=2)), seconds=1.0), "kv") == {Tier.DEVICE}
-    with pytest.raises(Refused, match="kv: a ring sends K, V from the device"):
+    with pytest.raises(UnsupportedError, match="kv: a ring sends K, V from the device"):
         best_plan(question(Layout(ring=2)), ["fpdt"])
     assert kinds(
         best_plan(question(Layout(tensor=2)), seconds=1.0), "activation_save_fraction"
     ) == {0.0}
-    with pytest.raises(Refused, match="activation_save_fraction: with tensor"):
+    with pytest.raises(UnsupportedError, match="activation_save_fraction: with tensor"):
         best_plan(question(Layout(tensor=2)), ["swap"])
 
 
@@ -121,9 +121,9 @@ def kinds(plan: Plan, name: str) -> set[object]:
 
 
 def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(Refused, match="8 stages for 7 layers"):
+    with pytest.raises(UnsupportedError, match="8 stages for 7 layers"):
         best_plan(question(Layout(pipeline=8)))
-    with pytest.raises(Refused, match="one group each"):
+    with pytest.raises(UnsupportedError, match="one group each"):
         build_program(
             question(Layout()).model, RunSpec(1, 9), Schedule(groups=(3, 4)), Rank(LAYOUTS[0])
         )

@@ -24,7 +24,7 @@ from farspan.planner.machines import (
     user_file,
     write,
 )
-from farspan.spec import AttentionKernel, MachineSpec, Refused
+from farspan.spec import AttentionKernel, MachineSpec, UnsupportedError
 
 KINDS = ("datasheet: ", "measured: ", "assumed: ")
 NEEDED = [f.name for f in fields(MachineSpec) if f.default is MISSING]
@@ -37,7 +37,7 @@ def values(name: str = "h200") -> dict[str, Any]:
 
 
 def refusal(given: object) -> str:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(UnsupportedError) as caught:
         from_json(given, "machine file m.json")
     assert str(caught.value).startswith("machine file m.json")
     return str(caught.value)
@@ -88,12 +88,12 @@ def test_names_ignore_case() -> None:
     ("name", "close"), [("a100", "a100-80g"), ("h2000", "h200"), ("RTX-4090", "rtx4090")]
 )
 def test_an_unknown_name_is_refused_with_close_ones(name: str, close: str) -> None:
-    with pytest.raises(Refused, match=f"(?s)machine: '{name}'.*{close}"):
+    with pytest.raises(UnsupportedError, match=f"(?s)machine: '{name}'.*{close}"):
         machine(name)
 
 
 def test_a_name_like_no_other_is_refused_with_all() -> None:
-    with pytest.raises(Refused, match=", ".join(names())):
+    with pytest.raises(UnsupportedError, match=", ".join(names())):
         machine("abacus")
 
 
@@ -285,11 +285,11 @@ def test_what_is_no_machine_is_refused(given: object, message: str) -> None:
 
 
 def test_a_file_that_is_none_is_refused_by_its_name(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match=r"cannot read .*gone\.json"):
+    with pytest.raises(UnsupportedError, match=r"cannot read .*gone\.json"):
         machine(tmp_path / "gone.json")
     broken = tmp_path / "broken.json"
     broken.write_text("{")
-    with pytest.raises(Refused, match=r"broken\.json is not JSON"):
+    with pytest.raises(UnsupportedError, match=r"broken\.json is not JSON"):
         machine(broken)
 
 
@@ -314,5 +314,7 @@ def test_the_fastest_kernel_comes_back_and_older_files_have_none() -> None:
     assert (read_again.rates["bfloat16"].kernel, read_again.processors) == (None, 0)
     for wrong in ("auto", "fast", 5, None):
         old["rates"]["bfloat16"]["kernel"] = wrong
-        with pytest.raises(Refused, match=r"bfloat16\.kernel: expected one of cudnn, flash, fa3"):
+        with pytest.raises(
+            UnsupportedError, match=r"bfloat16\.kernel: expected one of cudnn, flash, fa3"
+        ):
             from_json(old, "m")

@@ -9,7 +9,7 @@ from farspan.planner.evaluate import evaluate
 from farspan.planner.machines import machine, with_main_memory
 from farspan.planner.plans import best_plan, fits, longest_contexts, named_schedule, plan_as_written
 from farspan.planner.request import SHARE, Fit, Margin, Plan, Question, margin_of, with_room
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from tests.planner.machines import slow_machine
 from tests.planner.test_plans import question
 
@@ -49,7 +49,7 @@ def test_of_main_memory_it_is_beside_the_reserve(given: str | None, size: int) -
 
 @pytest.mark.parametrize("given", ["much", "100%", "-5%", "24", -1, "5 % of it"])
 def test_what_is_no_size_is_refused(given: str | int) -> None:
-    with pytest.raises(Refused, match=r"^margin: expected bytes such as 3GiB"):
+    with pytest.raises(UnsupportedError, match=r"^margin: expected bytes such as 3GiB"):
         margin_of(given, slow_machine())
 
 

@@ -17,7 +17,7 @@ from farspan.planner.request import Optimizer, Plan, Question
 from farspan.planner.search import TOLERANCE
 from farspan.program.layout import Layout
 from farspan.program.strategies import STRATEGIES
-from farspan.spec import Refused, RunSpec
+from farspan.spec import RunSpec, UnsupportedError
 
 GIB = 2**30
 
@@ -159,15 +159,15 @@ def test_an_estimate_has_the_time_of_its_program(
 
 
 def test_heads_that_cannot_be_shared_are_refused() -> None:
-    with pytest.raises(Refused, match="ulysses: 2 K, V heads"):
+    with pytest.raises(UnsupportedError, match="ulysses: 2 K, V heads"):
         best_plan(question(1024, layout=Layout(ulysses=4)))
 
 
 def test_a_context_beyond_counting_is_refused() -> None:
-    with pytest.raises(Refused, match="context: 1,000,000,000,000 tokens are more"):
+    with pytest.raises(UnsupportedError, match="context: 1,000,000,000,000 tokens are more"):
         best_plan(question(10**12))
 
 
 def test_an_unknown_strategy_is_refused() -> None:
-    with pytest.raises(Refused, match="strategy: 'fast' is not known"):
+    with pytest.raises(UnsupportedError, match="strategy: 'fast' is not known"):
         best_plan(question(1024), ["fast"])

@@ -8,21 +8,21 @@ import pytest
 from farspan.planner.machines import machine
 from farspan.planner.request import Question, Seconds
 from farspan.program.layout import Layout, sequence_layout
-from farspan.spec import Refused, RunSpec
+from farspan.spec import RunSpec, UnsupportedError
 from tests.program.cases import model_of
 
 
 @pytest.mark.parametrize("name", ["ulysses", "shards", "ring", "tensor", "pipeline", "data"])
 @pytest.mark.parametrize("bad", [0, -1, 1.0, True, "2", None])
 def test_a_layout_is_of_whole_devices(name: str, bad: Any) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(UnsupportedError) as refused:
         Layout(**{name: bad})
     assert str(refused.value) == f"{name}: expected a whole number of devices >= 1, got {bad!r}"
 
 
 @pytest.mark.parametrize("bad", [1, "no", None])
 def test_weights_are_cut_or_not(bad: Any) -> None:
-    with pytest.raises(Refused, match="fsdp: expected true or false, got "):
+    with pytest.raises(UnsupportedError, match="fsdp: expected true or false, got "):
         Layout(fsdp=bad)
 
 

@@ -27,7 +27,16 @@ from farspan.planner.states import states
 from farspan.program.builder import build_program
 from farspan.program.layout import SEQUENCE, Layout, Rank, chunk_ranges, refuse_together, share_of
 from farspan.program.program import Program
-from farspan.spec import LayerSpec, ModelSpec, Refused, RunSpec, Schedule, Sparse, StateTensor, Tier
+from farspan.spec import (
+    LayerSpec,
+    ModelSpec,
+    RunSpec,
+    Schedule,
+    Sparse,
+    StateTensor,
+    Tier,
+    UnsupportedError,
+)
 from tests.planner.machines import slow_machine
 from tests.planner.test_bound import with_work
 
@@ -99,7 +108,7 @@ def programs_of(question: Question, schedule: Schedule) -> list[Program]:
 def runs(question: Question, schedule: Schedule) -> bool:
     try:
         refuse_together(schedule, question.layout)
-    except Refused:
+    except UnsupportedError:
         return False
     return True
 
@@ -250,7 +259,7 @@ def test_keys_are_asked_for_in_blocks_of_a_rank() -> None:
 
 def test_more_stages_than_layers_are_refused() -> None:
     for refused in (most_layers, refuse_layout):
-        with pytest.raises(Refused, match="33 stages for 32 layers"):
+        with pytest.raises(UnsupportedError, match="33 stages for 32 layers"):
             refused(ask(Layout(pipeline=33)))
 
 
@@ -269,7 +278,7 @@ def test_heads_are_whole(layout: Layout, is_possible: bool) -> None:
     if is_possible:
         refuse_layout(ask(layout))
         return
-    with pytest.raises(Refused, match="8 K, V heads cannot be shared"):
+    with pytest.raises(UnsupportedError, match="8 K, V heads cannot be shared"):
         refuse_layout(ask(layout))
 
 

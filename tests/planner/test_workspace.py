@@ -14,7 +14,7 @@ from farspan.planner.prices import with_kernels, workspace_bytes
 from farspan.planner.request import Plan, Question
 from farspan.program.layout import Layout
 from farspan.program.strategies import STRATEGIES
-from farspan.spec import AttentionKernel, Kernels, LayerSpec, MachineSpec, Refused
+from farspan.spec import AttentionKernel, Kernels, LayerSpec, MachineSpec, UnsupportedError
 from tests.planner.test_plans import question
 
 TOKENS = 64 * 1024
@@ -88,7 +88,9 @@ def test_no_preset_says_it_and_files_may() -> None:
     assert from_json(to_json(known), "here").spec == known.spec
     values = to_json(known)
     values["rates"]["bfloat16"]["attention_workspace"] = -1.0
-    with pytest.raises(Refused, match=r"rates\.bfloat16\.attention_workspace: expected zero or"):
+    with pytest.raises(
+        UnsupportedError, match=r"rates\.bfloat16\.attention_workspace: expected zero or"
+    ):
         from_json(values, "here")
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan.program.layout import chunk_ranges, group_ranges, kept_chunks
-from farspan.spec import Refused, Schedule
+from farspan.spec import Schedule, UnsupportedError
 from tests.oracles.formulas import latest_start
 
 
@@ -37,7 +37,7 @@ def test_groups_cut_the_layers(
 
 
 def test_groups_that_do_not_add_up_are_refused() -> None:
-    with pytest.raises(Refused, match=r"groups: .* 5 layers, but the model has 6"):
+    with pytest.raises(UnsupportedError, match=r"groups: .* 5 layers, but the model has 6"):
         group_ranges(Schedule(groups=(2, 3)), 6)
 
 

@@ -19,7 +19,7 @@ from farspan.program.layout import (
     share_of,
 )
 from farspan.program.program import Instruction, Receive, Send
-from farspan.spec import LayerSpec, ModelSpec, Refused, RunSpec, Schedule, Tier
+from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Tier, UnsupportedError
 from tests.grids import examples
 from tests.oracles.check import check_program
 from tests.oracles.check_order import check_order
@@ -143,9 +143,9 @@ def passages(stages: list[tuple[Instruction, ...]]) -> int:
 def test_stages_are_groups() -> None:
     assert group_ranges(Schedule(groups=1), 7, 3) == ((0, 2), (2, 4), (4, 7))
     assert group_ranges(Schedule(groups=(1, 5, 1)), 7, 3) == ((0, 1), (1, 6), (6, 7))
-    with pytest.raises(Refused, match="groups: a pipeline of 3 stages has one group each"):
+    with pytest.raises(UnsupportedError, match="groups: a pipeline of 3 stages has one group each"):
         group_ranges(Schedule(groups=(3, 4)), 7, 3)
-    with pytest.raises(Refused, match="pipeline: 8 stages for 7 layers"):
+    with pytest.raises(UnsupportedError, match="pipeline: 8 stages for 7 layers"):
         group_ranges(Schedule(), 7, 8)
 
 

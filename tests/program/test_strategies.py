@@ -7,7 +7,7 @@ from farspan.program.program import Program
 from farspan.program.residency import Kind
 from farspan.program.simulate import simulate
 from farspan.program.strategies import STRATEGIES, strategy
-from farspan.spec import Refused, RunSpec, Tier
+from farspan.spec import RunSpec, Tier, UnsupportedError
 from tests.oracles.check import check_program
 from tests.program import cases
 
@@ -65,6 +65,6 @@ def test_what_keeps_everything_computes_everything_once(name: str) -> None:
 
 def test_a_name_that_is_not_known_is_refused() -> None:
     with pytest.raises(
-        Refused, match=r"'pain' is not known \(did you mean plain\?\); .* one of plain, "
+        UnsupportedError, match=r"'pain' is not known \(did you mean plain\?\); .* one of plain, "
     ):
         strategy("pain", 2, 10)

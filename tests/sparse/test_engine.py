@@ -14,7 +14,7 @@ from farspan.engine.step import Step
 from farspan.program.program import Forward
 from farspan.program.strategies import STRATEGIES, strategy
 from farspan.sparse.select import Candidates, Fraction, RandomPages, Selector, TopK
-from farspan.spec import Refused, Schedule, Sparse, Tier
+from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
 from tests.engine.checks import (
     Data,
     Outcome,
@@ -181,26 +181,34 @@ class TestSelectors:
             return torch.tensor(pages).expand(*votes.shape[:3], len(pages))
 
         step = Step(shared_model("qwen2"), SCHEDULES["device"], selector=greedy)
-        with pytest.raises(Refused, match=r"selector: chose 5 pages .* more than the budget of 2"):
+        with pytest.raises(
+            UnsupportedError, match=r"selector: chose 5 pages .* more than the budget of 2"
+        ):
             step(*DATA)
 
     def test_is_no_function(self) -> None:
         word: Any = "votes"
-        with pytest.raises(Refused, match="selector: expected a function from votes to pages"):
+        with pytest.raises(
+            UnsupportedError, match="selector: expected a function from votes to pages"
+        ):
             Step(shared_model("qwen2"), SCHEDULES["device"], selector=word)
 
     def test_without_sparse_attention(self) -> None:
-        with pytest.raises(Refused, match=r"selector: dense attention selects no pages"):
+        with pytest.raises(UnsupportedError, match=r"selector: dense attention selects no pages"):
             Step(shared_model("qwen2"), Schedule(), selector=TopK(2))
 
 
 class TestSchedule:
     def test_chunk_is_no_multiple_of_the_page(self) -> None:
-        with pytest.raises(Refused, match=r"chunk: .*multiple of page \(4 tokens\).*make it 12"):
+        with pytest.raises(
+            UnsupportedError, match=r"chunk: .*multiple of page \(4 tokens\).*make it 12"
+        ):
             Schedule(chunk=10, sparse=SPARSE)
 
     def test_sparse_is_something_else(self) -> None:
-        with pytest.raises(Refused, match=r"sparse: expected a farspan\.Sparse or None, got 8192"):
+        with pytest.raises(
+            UnsupportedError, match=r"sparse: expected a farspan\.Sparse or None, got 8192"
+        ):
             Schedule(sparse=8192)  # type: ignore[arg-type]
 
 

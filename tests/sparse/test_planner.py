@@ -11,7 +11,7 @@ from farspan.planner.plans import best_plan, longest_contexts
 from farspan.planner.request import Plan
 from farspan.planner.search import TOLERANCE
 from farspan.program.layout import Layout
-from farspan.spec import Kernels, Refused, Schedule, Sparse, Tier
+from farspan.spec import Kernels, Schedule, Sparse, Tier, UnsupportedError
 from tests.grids import exhaustive
 from tests.planner.test_plans import question
 
@@ -101,7 +101,9 @@ def test_the_longest_context_of_short_steps() -> None:
 
 
 def test_several_devices_are_refused() -> None:
-    with pytest.raises(Refused, match=r"sparse: planned for one device so far; give --gpus 1"):
+    with pytest.raises(
+        UnsupportedError, match=r"sparse: planned for one device so far; give --gpus 1"
+    ):
         best_plan(question(1024, sparse=SPARSE, layout=Layout(ulysses=2)))
 
 

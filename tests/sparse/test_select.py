@@ -12,7 +12,7 @@ from torch import Tensor
 from farspan.sparse import select as selecting
 from farspan.sparse.attend import choose
 from farspan.sparse.select import Candidates, Checked, Fraction, RandomPages, Selector, TopK, vote
-from farspan.spec import Refused, Sparse
+from farspan.spec import Sparse, UnsupportedError
 from tests.attention.cases import Case, make_inputs
 from tests.grids import crossed
 from tests.numerics import assert_exact
@@ -122,7 +122,7 @@ def test_a_fraction_takes_the_pages_with_most_votes() -> None:
 
 @pytest.mark.parametrize("sparsity", [-0.1, 1.1, float("nan"), "0.5", True, None])
 def test_a_sparsity_is_a_fraction(sparsity: Any) -> None:
-    with pytest.raises(Refused, match=r"^sparsity: expected a fraction from 0 to 1, got"):
+    with pytest.raises(UnsupportedError, match=r"^sparsity: expected a fraction from 0 to 1, got"):
         Fraction(sparsity)
 
 
@@ -151,7 +151,7 @@ def test_random_pages_depend_on_seed_and_chunk_alone() -> None:
 )
 def test_what_is_no_choice_is_refused(answer: Any, message: str) -> None:
     selector = Checked(lambda *_: answer)
-    with pytest.raises(Refused, match=rf"^selector: {message}"):
+    with pytest.raises(UnsupportedError, match=rf"^selector: {message}"):
         selector(torch.rand(1, 2, 3, 7), CANDIDATES)
 
 

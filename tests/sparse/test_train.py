@@ -18,7 +18,7 @@ from farspan.planner.request import Question
 from farspan.program.layout import Layout
 from farspan.sparse.select import Fraction
 from farspan.sparse.train import fraction_of, hides, other_chunk
-from farspan.spec import ModelSpec, Refused, RunSpec, Schedule, Sparse, Tier
+from farspan.spec import ModelSpec, RunSpec, Schedule, Sparse, Tier, UnsupportedError
 from farspan.train.config import (
     CheckpointConfig,
     DType,
@@ -269,15 +269,21 @@ class TestResuming:
         run = sparse_run(tmp_path, steps=3)
         train(run, reporter=Quiet())
         other = replace(run, sparse=replace(SPARSE, budget=8))
-        with pytest.raises(Refused, match=r"another run: sparse\.budget was 4, is now 8; set"):
+        with pytest.raises(
+            UnsupportedError, match=r"another run: sparse\.budget was 4, is now 8; set"
+        ):
             train(other, reporter=Quiet())
-        with pytest.raises(Refused, match=r"another run: sparse\.budget was 4, is now None"):
+        with pytest.raises(
+            UnsupportedError, match=r"another run: sparse\.budget was 4, is now None"
+        ):
             train(replace(run, sparse=None), reporter=Quiet())
 
     def test_dense_runs_do_not_become_sparse(self, tmp_path: Path) -> None:
         run = sparse_run(tmp_path, steps=3, sparse=None)
         train(run, reporter=Quiet())
-        with pytest.raises(Refused, match=r"another run: sparse\.budget was None, is now 4"):
+        with pytest.raises(
+            UnsupportedError, match=r"another run: sparse\.budget was None, is now 4"
+        ):
             train(replace(run, sparse=SPARSE), reporter=Quiet())
 
     def test_without_its_record_a_folder_is_refused_as_well(self, tmp_path: Path) -> None:
@@ -285,7 +291,7 @@ class TestResuming:
         run = sparse_run(tmp_path, steps=3)
         train(run, reporter=Quiet())
         (Path(run.folder) / "config.yaml").unlink()
-        with pytest.raises(Refused):
+        with pytest.raises(UnsupportedError):
             train(replace(run, sparse=None), reporter=Quiet())
 
     def test_the_threshold_of_the_warning_is_free(self, tmp_path: Path) -> None:
@@ -326,7 +332,7 @@ class TestSelector:
             r"sparse\.sparsity: 0\.25 leaves 7 of 9 pages, more than the budget of 1; "
             r"raise sparse\.budget to 28, or sparse\.sparsity to 0\.8889$"
         )
-        with pytest.raises(Refused, match=message):
+        with pytest.raises(UnsupportedError, match=message):
             train(run, reporter=Quiet())
         assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

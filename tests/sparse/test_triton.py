@@ -21,7 +21,7 @@ from farspan.sparse.kernel_calls import (
     attend_pages_backward,
     supports,
 )
-from farspan.spec import Refused, Sparse
+from farspan.spec import Sparse, UnsupportedError
 from tests.attention.cases import Case, Inputs, Results, make_inputs
 from tests.grids import exhaustive, part_of
 from tests.numerics import relative_error
@@ -173,7 +173,7 @@ def test_sparse_attention_of_a_sequence(
 def test_tensors_that_do_not_fit_are_refused(interpreted: ProcessPoolExecutor) -> None:
     """Each with what was expected."""
     for changed, message in refusals():
-        with pytest.raises(Refused, match=message):
+        with pytest.raises(UnsupportedError, match=message):
             interpreted.submit(attend_changed, changed).result()
 
 
@@ -212,7 +212,7 @@ def attend_changed(changed: dict[str, torch.Tensor]) -> None:
 def test_without_an_interpreter_a_cpu_is_refused() -> None:
     inputs = make_paged(PLAIN)
     assert not supports(torch.device("cpu"), torch.float32, 64, 64, None)
-    with pytest.raises(Refused, match="device: expected CUDA"):
+    with pytest.raises(UnsupportedError, match="device: expected CUDA"):
         attend_pages(
             PagedCall(PageTable(inputs.choice, 16, 96, 96), 1.0), inputs.q, inputs.k, inputs.v
         )

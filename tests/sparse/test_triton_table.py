@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from farspan.sparse.kernel_calls import AMPERE, HOPPER, PageTable, PageTiles, choose_tiles
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 
 def test_repeated_and_unknown_pages_are_refused() -> None:
@@ -18,13 +18,13 @@ def test_repeated_and_unknown_pages_are_refused() -> None:
         ([0, 3, -1, -1], "choice: expected pages below 3"),
         ([0, -2, -1, -1], "choice: expected pages below 3"),
     ):
-        with pytest.raises(Refused, match=message):
+        with pytest.raises(UnsupportedError, match=message):
             PageTable(torch.tensor([[[wrong]]], dtype=torch.int32), 4, 12, 12)
-    with pytest.raises(Refused, match="slots: expected places below 2"):
+    with pytest.raises(UnsupportedError, match="slots: expected places below 2"):
         PageTable(choice, 4, 12, 8, choice)
-    with pytest.raises(Refused, match="choice: expected a contiguous int32"):
+    with pytest.raises(UnsupportedError, match="choice: expected a contiguous int32"):
         PageTable(choice.long(), 4, 12, 12)
-    with pytest.raises(Refused, match="page, tokens"):
+    with pytest.raises(UnsupportedError, match="page, tokens"):
         PageTable(choice, 0, 12, 12)
 
 

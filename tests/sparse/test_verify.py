@@ -17,7 +17,7 @@ from farspan.hf.stages import CausalLMStages
 from farspan.sparse.engine import BufferPages, Means
 from farspan.sparse.select import Candidates, Fraction, RandomPages, TopK, take_most
 from farspan.sparse.verify import distance, linear_modules
-from farspan.spec import Refused, Schedule, Sparse
+from farspan.spec import Schedule, Sparse, UnsupportedError
 from tests.engine.checks import Data, run_oracle
 from tests.grids import crossed
 from tests.numerics import EXACT, relative_error
@@ -98,7 +98,7 @@ def test_a_user_s_selector(dtype: torch.dtype) -> None:
 
 
 def test_a_selector_of_dense_attention_is_refused() -> None:
-    with pytest.raises(Refused, match=r"selector: dense attention selects no pages"):
+    with pytest.raises(UnsupportedError, match=r"selector: dense attention selects no pages"):
         verify(shared_model("qwen2"), Schedule(chunk=16), RUN, selector=TopK(1))
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from farspan.formatting import EXAMPLE, FIELDS, read_sparse, sparse_words
-from farspan.spec import Refused, Sparse
+from farspan.spec import Sparse, UnsupportedError
 
 
 def test_on_off_and_fields() -> None:
@@ -31,7 +31,7 @@ def test_on_off_and_fields() -> None:
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(text: str, message: str) -> None:
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         read_sparse(text)
 
 

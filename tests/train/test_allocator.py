@@ -9,7 +9,7 @@ import torch
 from farspan.engine import allocator
 from farspan.engine.allocator import Installed
 from farspan.memory.native import AllocatorOptions
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from farspan.train.config import DeviceAllocator, load_run
 from farspan.train.memory import DeviceMemory, choose_allocator
 from farspan.train.trainer import train
@@ -46,7 +46,7 @@ def test_a_run_file_names_it(tmp_path: Path) -> None:
     path.write_text("model: {path: m}\ndata: {source: stdlib}\nallocator: replay\n")
     assert load_run(path).allocator is REPLAY
     path.write_text("model: {path: m}\ndata: {source: stdlib}\nallocator: magic\n")
-    with pytest.raises(Refused, match=r"allocator: .*default.*stitch.*replay"):
+    with pytest.raises(UnsupportedError, match=r"allocator: .*default.*stitch.*replay"):
         load_run(path)
 
 
@@ -68,14 +68,16 @@ def test_a_second_run_of_a_process_finds_it_there(native: Native) -> None:
     choose_allocator(STITCH, GPU)
     choose_allocator(STITCH, GPU)
     assert native.calls == [("install", "stitch")]
-    with pytest.raises(Refused, match=r"this process already uses stitch, .* in a new process"):
+    with pytest.raises(
+        UnsupportedError, match=r"this process already uses stitch, .* in a new process"
+    ):
         choose_allocator(REPLAY, GPU)
 
 
 def test_a_cpu_is_refused_before_anything_is_loaded(native: Native, tmp_path: Path) -> None:
     run = tiny_run(tmp_path, device="cpu", allocator=STITCH)
     parts = replaced(tiny_components(), load_model=lambda **_: pytest.fail("loaded"))
-    with pytest.raises(Refused, match="allocator: stitch is for the memory of a GPU"):
+    with pytest.raises(UnsupportedError, match="allocator: stitch is for the memory of a GPU"):
         train(run, components=parts, reporter=Quiet())
     assert native.calls == []
 

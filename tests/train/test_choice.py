@@ -18,7 +18,7 @@ from farspan.planner.machines import machine
 from farspan.planner.request import Budget, Plan, Question, Remedy
 from farspan.program.layout import Layout, refuse_together
 from farspan.program.strategies import STRATEGIES, strategy
-from farspan.spec import MachineSpec, Refused, RunSpec, Schedule, Tier
+from farspan.spec import MachineSpec, RunSpec, Schedule, Tier, UnsupportedError
 from farspan.train.config import StatesPlace
 from farspan.train.context import InspectedModel, inspect_model
 from farspan.train.oom import USUAL, Shortage, advice, explain_none_fits, lighter_schedule, needed
@@ -67,7 +67,8 @@ def test_the_tier_that_ran_out_shrinks_and_the_other_stays(tier: Tier) -> None:
     first = made.first()
     assert first.plan is not None
     with pytest.raises(
-        Refused, match=r"schedule: none fits .* on the device and .* on the host: grouped misses"
+        UnsupportedError,
+        match=r"schedule: none fits .* on the device and .* on the host: grouped misses",
     ):
         made.again(first, SHORT[tier])
     assert made.question is not None
@@ -160,7 +161,7 @@ def test_one_memory_shrinks_by_what_both_tiers_took() -> None:
     made = chooser(one_memory(GIB), Schedule(chunk=50))
     first = made.first()
     assert first.plan is not None
-    with pytest.raises(Refused, match=r"none fits \d.* of main memory: grouped misses"):
+    with pytest.raises(UnsupportedError, match=r"none fits \d.* of main memory: grouped misses"):
         made.again(first, SHORT[Tier.HOST])
     assert made.question is not None
     arenas = first.plan.device.parts["arena"], first.plan.host.parts["arena"]
@@ -283,7 +284,9 @@ def test_a_named_strategy_says_when_it_has_nothing_left() -> None:
         chunk=1, groups=1, kv=Tier.HOST, kv_block=1, loss_chunk_size=1, layer_checkpoint=True
     )
     made = NamedPolicy("mine", smallest, RunSpec(1, 8), spec, unified=False)
-    with pytest.raises(Refused, match=r"nothing in mine: chunk 1; .* can be made smaller; shorten"):
+    with pytest.raises(
+        UnsupportedError, match=r"nothing in mine: chunk 1; .* can be made smaller; shorten"
+    ):
         made.again(made.first(), SHORT[Tier.DEVICE])
 
 
@@ -309,7 +312,7 @@ def test_the_work_of_an_unknown_family_is_estimated_from_its_weights(
     known = inspect_model(model, "float32", CPU).model
 
     def unknown(*_: object) -> Any:
-        raise Refused("model_type: not known")
+        raise UnsupportedError("model_type: not known")
 
     monkeypatch.setattr("farspan.train.context.architecture_from", unknown)
     looked = inspect_model(model, "float32", CPU)
@@ -381,5 +384,5 @@ def test_a_named_schedule_that_cannot_be_made_lighter_says_how_to_take_it_again(
     shape = RunSpec(1, TOKENS)
     chooser = NamedPolicy("mine", Schedule(), shape, spec, True, short=lambda _: found)
     words = "nothing in mine: .*; memory ran out before: no memory; .*, delete shortage.json"
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(UnsupportedError, match=words):
         chooser.first()

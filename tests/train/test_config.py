@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from farspan.spec import AttentionKernel, Kernels, Refused, Schedule, Sparse, Tier
+from farspan.spec import AttentionKernel, Kernels, Schedule, Sparse, Tier, UnsupportedError
 from farspan.train.config import (
     OptimizerConfig,
     RunConfig,
@@ -37,7 +37,9 @@ def write(tmp_path: Path, text: str) -> Path:
 def test_kernels_are_named_in_a_run_file(tmp_path: Path) -> None:
     run = load_run(write(tmp_path, RUN + "kernels: {attention: fa3, compile: true}"))
     assert run.kernels == Kernels(AttentionKernel.FA3, compile=True)
-    with pytest.raises(Refused, match=r"kernels\.attention: expected one of auto, cudnn, flash"):
+    with pytest.raises(
+        UnsupportedError, match=r"kernels\.attention: expected one of auto, cudnn, flash"
+    ):
         load_run(write(tmp_path, RUN + "kernels: {attention: triton}"))
 
 
@@ -54,7 +56,7 @@ def test_a_run_file_becomes_a_run(tmp_path: Path) -> None:
     [
         ("model: {path: x}", r"mine\.yaml: data: missing; must be given"),
         ("steps: 3", r"mine\.yaml: model and data: missing; must be given"),
-        ("# nothing yet\n", r"mine\.yaml: is empty; a run file says at least what `model` and `da"),
+        ("# nothing yet\n", r"mine\.yaml: is empty; a run file names at least `model` and `da"),
         (RUN + "steps: 100000000", r"steps: expected at most 99,999,999, got 100,000,000"),
         (RUN + "stepz: 3", r"mine\.yaml: stepz: no such key \(did you mean steps\?\)"),
         (
@@ -112,7 +114,7 @@ def test_a_run_file_becomes_a_run(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_run_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         load_run(write(tmp_path, text))
 
 
@@ -183,7 +185,7 @@ def test_a_setting_changes_one_place_of_what_yaml_shares(tmp_path: Path) -> None
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(tmp_path: Path, setting: str, message: str) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(UnsupportedError) as refused:
         load_run(write(tmp_path, RUN), [setting])
     assert message in str(refused.value)
     assert f"--set {setting}" in str(refused.value)
@@ -195,18 +197,20 @@ def test_a_schedule_may_be_a_word(tmp_path: Path) -> None:
     assert load_run(write(tmp_path, text + "oomb")).schedule == ScheduleConfig(strategy="oomb")
     fast = load_run(write(tmp_path, RUN), ["schedule=auto"])
     assert fast.schedule == ScheduleConfig(strategy="auto")
-    with pytest.raises(Refused, match=r"schedule\.strategy: 'fast' is not known"):
+    with pytest.raises(UnsupportedError, match=r"schedule\.strategy: 'fast' is not known"):
         load_run(write(tmp_path, text + "fast"))
 
 
 def test_a_missing_run_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match=r"gone\.yaml: cannot be read"):
+    with pytest.raises(UnsupportedError, match=r"gone\.yaml: cannot be read"):
         load_run(tmp_path / "gone.yaml")
 
 
 def test_a_run_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_bytes(b"model: \xff")
-    with pytest.raises(Refused, match=r"mine\.yaml: cannot be read: .*can't decode byte 0xff"):
+    with pytest.raises(
+        UnsupportedError, match=r"mine\.yaml: cannot be read: .*can't decode byte 0xff"
+    ):
         load_run(tmp_path / "mine.yaml")
 
 
@@ -227,7 +231,9 @@ def test_another_strategy_comes_without_the_fields_of_the_one_before(tmp_path: P
 
 def test_warmup_ends_before_the_run_does() -> None:
     run = default_run()
-    with pytest.raises(Refused, match=r"optimizer\.warmup: expected fewer than steps \(8\)"):
+    with pytest.raises(
+        UnsupportedError, match=r"optimizer\.warmup: expected fewer than steps \(8\)"
+    ):
         RunConfig(run.model, run.data, steps=8, optimizer=run.optimizer)
 
 
@@ -275,7 +281,9 @@ def test_a_run_file_takes_the_words_of_the_command_line(tmp_path: Path) -> None:
     assert load_run(write(tmp_path, RUN + pages)).pages() == Sparse(64, 2048, 1536)
     assert load_run(write(tmp_path, RUN + "sparse: on")).sparse == SparseConfig()
     assert load_run(write(tmp_path, RUN + "sparse: off")).sparse is None
-    with pytest.raises(Refused, match=r"mine\.yaml: schedule\.chunk: expected tokens such as"):
+    with pytest.raises(
+        UnsupportedError, match=r"mine\.yaml: schedule\.chunk: expected tokens such as"
+    ):
         load_run(write(tmp_path, RUN.replace("32768", "8 apples")))
-    with pytest.raises(Refused, match=r"mine\.yaml: host_memory: 24 bytes\? write 24GiB"):
+    with pytest.raises(UnsupportedError, match=r"mine\.yaml: host_memory: 24 bytes\? write 24GiB"):
         load_run(write(tmp_path, RUN + "host_memory: 24"))

@@ -21,7 +21,7 @@ from farspan.hf.load import load_model
 from farspan.planner.request import Question
 from farspan.program.layout import Layout
 from farspan.program.strategies import AUTO
-from farspan.spec import Refused, Schedule
+from farspan.spec import Schedule, UnsupportedError
 from farspan.train import trainer
 from farspan.train import trainer as loop
 from farspan.train.config import (
@@ -253,7 +253,7 @@ def damaged(run: RunConfig) -> list[str]:
     assert files_of(run) == before
     for folder in latest.parent.glob("step-*"):
         cut_off(folder, number)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(UnsupportedError) as refused:
         loop.train(run, reporter=Quiet())
     return [*(note for note in said.notes if "instead" in note), str(refused.value)]
 
@@ -285,7 +285,7 @@ def on_disks_of_their_own(run: RunConfig) -> str:
     os.chdir(f"{run.folder}-{dist.get_rank()}")
     try:
         loop.train(replace(run, folder="run"), reporter=Quiet())
-    except Refused as error:
+    except UnsupportedError as error:
         return str(error)
     return ", ".join(sorted(p.name for p in Path("run").iterdir())) if Path("run").exists() else ""
 
@@ -341,7 +341,7 @@ def refusals(run: RunConfig) -> list[str]:
     ]
     said = []
     for case in cases:
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(UnsupportedError) as refused:
             loop.train(case, reporter=Quiet())
         said.append(str(refused.value).partition(":")[0])
     low_precision(replace(run, model=replace(run.model, dtype=DType.BFLOAT16)))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from farspan.engine.loss import trained_token_count
 from farspan.engine.step import Step
-from farspan.spec import AttentionKernel, Kernels, Refused, Schedule
+from farspan.spec import AttentionKernel, Kernels, Schedule, UnsupportedError
 from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig, default_run
 from farspan.train.context import CellsDone
 from farspan.train.trainer import TrainingResult, train
@@ -135,7 +135,7 @@ def test_the_schedule_reaches_the_engine(tmp_path: Path) -> None:
 def test_named_kernels_reach_the_engine(tmp_path: Path) -> None:
     """Here, without a GPU, they are refused by name."""
     run = replace(tiny_run(tmp_path, schedule=SCHEDULE), kernels=Kernels(AttentionKernel.FLASH))
-    with pytest.raises(Refused, match="attention: flash needs a CUDA GPU"):
+    with pytest.raises(UnsupportedError, match="attention: flash needs a CUDA GPU"):
         train(run, reporter=Quiet())
 
 

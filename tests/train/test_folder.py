@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from farspan.durable import WriteFailed
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from farspan.train.config import (
     Decay,
     DeviceAllocator,
@@ -43,7 +43,7 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
     run = tiny_run(tmp_path)
     with (
         RunFolder(run),
-        pytest.raises(Refused, match="folder: another process is training in"),
+        pytest.raises(UnsupportedError, match="folder: another process is training in"),
         RunFolder(run),
     ):
         pass
@@ -52,7 +52,9 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(Refused, match=r"folder: cannot write in .*file/run: Not a directory"):
+    with pytest.raises(
+        UnsupportedError, match=r"folder: cannot write in .*file/run: Not a directory"
+    ):
         prepare(tiny_run(tmp_path, folder=str(tmp_path / "file" / "run")))
 
 
@@ -80,7 +82,7 @@ def test_what_is_in_the_way_is_refused_before_training(
         path.write_text("mine")
     kind = "file" if name in WRITTEN else "folder"
     message = rf"{path} is in the way.*: expected a {kind} or nothing; move it away, then run"
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         prepare(run)
     assert os.path.lexists(path)
     assert path.is_file() is (what == "another kind" and kind == "folder")
@@ -94,7 +96,7 @@ def test_a_folder_with_the_models_name_is_not_replaced(tmp_path: Path, name: str
     prepare(run)  # it is empty
     path.write_text("mine")
     message = rf"model is in the way: it has {path.name} and no farspan\.json of an earlier run"
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         prepare(run)
     (path.parent / "farspan.json").write_text("{}")
     prepare(run)
@@ -132,7 +134,7 @@ def test_a_changed_run_is_refused_by_its_keys(tmp_path: Path) -> None:
         r"holds another run: optimizer\.betas was \[0\.9, 0\.95\], is now \[0\.8, 0\.9\]; "
         r"steps was 5, is now 9 \(its learning rate falls over all its steps\); set these back"
     )
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         prepare(changed)
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["steps"] == 5
 
@@ -143,7 +145,9 @@ def test_steps_may_change_where_the_learning_rate_does_not_fall_over_them(tmp_pa
     assert identity(replace(run, steps=9)) == identity(run)
     cosine = replace(run, optimizer=OptimizerConfig())
     assert identity(replace(cosine, steps=9)) != identity(cosine)
-    with pytest.raises(Refused, match=r"decay was 'constant', is now 'cosine'; steps was 9, is"):
+    with pytest.raises(
+        UnsupportedError, match=r"decay was 'constant', is now 'cosine'; steps was 9, is"
+    ):
         prepare(cosine)
 
 
@@ -151,7 +155,7 @@ def test_a_changed_model_is_refused_by_its_keys(tmp_path: Path) -> None:
     run = saved(tiny_run(tmp_path))
     assert run.model.config is not None
     model = replace(run.model, config=run.model.config | {"hidden_size": 32})
-    with pytest.raises(Refused, match=r"model\.config\.hidden_size was 16, is now 32"):
+    with pytest.raises(UnsupportedError, match=r"model\.config\.hidden_size was 16, is now 32"):
         prepare(replace(run, model=model))
 
 
@@ -196,7 +200,7 @@ def test_sparse_attention_decides_what_a_run_computes(tmp_path: Path) -> None:
     others = [None, SparseConfig(page=64), SparseConfig(sparsity=0.5), SparseConfig(recent=0)]
     for sparse in others:
         assert identity(replace(run, sparse=sparse)) != identity(run)
-        with pytest.raises(Refused, match=r"holds another run: sparse\."):
+        with pytest.raises(UnsupportedError, match=r"holds another run: sparse\."):
             prepare(replace(run, sparse=sparse))
 
 
@@ -215,7 +219,9 @@ def test_what_changes_roundings_may_change_and_is_told(tmp_path: Path) -> None:
 def test_a_record_that_cannot_be_read_is_named(tmp_path: Path, content: bytes) -> None:
     run = saved(tiny_run(tmp_path))
     (tmp_path / "run" / "config.yaml").write_bytes(content)
-    with pytest.raises(Refused, match=r"config\.yaml: .*restore it, or give another folder"):
+    with pytest.raises(
+        UnsupportedError, match=r"config\.yaml: .*restore it, or give another folder"
+    ):
         prepare(run)
     assert (tmp_path / "run" / "config.yaml").read_bytes() == content
 

@@ -21,7 +21,7 @@ from farspan.engine.step import Progress, Step
 from farspan.program.builder import build_evaluation, build_program
 from farspan.program.layout import Layout
 from farspan.program.program import Backward, Forward, Head
-from farspan.spec import Refused, RunSpec, Schedule
+from farspan.spec import RunSpec, Schedule, UnsupportedError
 from farspan.train import trainer as loop
 from farspan.train.config import Parallel, RunConfig
 from tests.grids import examples
@@ -176,7 +176,7 @@ def test_ranks_of_a_stage_run_the_same_cells(
         for rank in ranks_of(layout):
             try:
                 program = build(MODEL, RunSpec(1, tokens), schedule, rank)
-            except Refused:
+            except UnsupportedError:
                 continue
             found = tuple(
                 (type(i), getattr(i, "layer", None), i.chunk)

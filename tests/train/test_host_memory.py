@@ -16,7 +16,7 @@ from farspan.memory.host import GIB, TooLarge
 from farspan.planner.machines import machine
 from farspan.planner.request import Question
 from farspan.program.layout import Layout
-from farspan.spec import Refused, Schedule
+from farspan.spec import Schedule, UnsupportedError
 from farspan.train.config import OptimizerConfig, RunConfig, ScheduleConfig, StatesPlace, load_run
 from farspan.train.oom import NoScheduleFits
 from farspan.train.optimizer import TrainingOptimizer
@@ -37,7 +37,7 @@ SMALL = Schedule(chunk=8, groups=1)
 
 @pytest.mark.parametrize("given", ["64 apples", "128Q", 0, -1, "0GiB"])
 def test_what_is_no_size_is_refused_by_its_key(tmp_path: Path, given: str | int) -> None:
-    with pytest.raises(Refused, match=r"^host_memory: expected bytes such as 128GiB"):
+    with pytest.raises(UnsupportedError, match=r"^host_memory: expected bytes such as 128GiB"):
         tiny_run(tmp_path, host_memory=given)
 
 
@@ -47,10 +47,12 @@ def test_a_run_file_names_the_file_and_the_key(tmp_path: Path) -> None:
     path.write_text(f"{text}host_memory: 2GiB\n")
     assert load_run(path).host_bytes() == 2 * GIB
     path.write_text(f"{text}host_memory: much\n")
-    with pytest.raises(Refused, match=r"run\.yaml: host_memory: expected bytes"):
+    with pytest.raises(UnsupportedError, match=r"run\.yaml: host_memory: expected bytes"):
         load_run(path)
     path.write_text(f"{text}host_memory: [1]\n")
-    with pytest.raises(Refused, match=r"run\.yaml: host_memory: expected text or a whole number"):
+    with pytest.raises(
+        UnsupportedError, match=r"run\.yaml: host_memory: expected text or a whole number"
+    ):
         load_run(path)
 
 
@@ -127,7 +129,7 @@ def test_the_command_line_takes_the_place_of_the_file(
 
     def stop(run: RunConfig, **_: Any) -> None:
         seen.append(run)
-        raise Refused("stop: here")
+        raise UnsupportedError("stop: here")
 
     monkeypatch.setattr("farspan.cli.with_torch.train", stop)
     path = tmp_path / "run.yaml"

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 import farspan
-from farspan.spec import Refused, Schedule
+from farspan.spec import Schedule, UnsupportedError
 from farspan.train import planning
 from tests.grids import part_of
 from tests.numerics import assert_exact
@@ -155,13 +155,15 @@ def test_a_subclass_of_a_trainer_takes_it_too(make: Make) -> None:
 def test_what_would_be_computed_otherwise_is_refused(
     make: Make, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         make(**changes)
 
 
 def test_several_processes_are_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
-    with pytest.raises(Refused, match=r"world_size: .* needs 1, got 2: several GPUs share"):
+    with pytest.raises(
+        UnsupportedError, match=r"world_size: .* needs 1, got 2: several GPUs share"
+    ):
         make()
 
 
@@ -211,7 +213,7 @@ def test_a_batch_that_means_something_else_is_refused(
         batch: Batch = collate(same)
         return batch
 
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         make(collate=short).train()
 
 
@@ -238,7 +240,7 @@ def test_a_loss_of_its_own_is_refused(make: Make) -> None:
     class Plain(Long):
         plain_loss = True
 
-    with pytest.raises(Refused, match="compute_loss: Long overrides it"):
+    with pytest.raises(UnsupportedError, match="compute_loss: Long overrides it"):
         make(Long)
     make(Plain)
 
@@ -247,7 +249,9 @@ def test_a_loss_of_its_own_is_refused(make: Make) -> None:
 def test_a_step_of_its_own_is_refused(make: Make, name: str) -> None:
     other = type("Other", (Trainer,), {name: getattr(Trainer, name)})
     long = type("Long", (farspan.LongContext, other), {})
-    with pytest.raises(Refused, match=f"{name}: Long overrides it, and a farspan step does not"):
+    with pytest.raises(
+        UnsupportedError, match=f"{name}: Long overrides it, and a farspan step does not"
+    ):
         make(long)
     make(type("Plain", (long,), {"plain_loss": True}))
     make(type("Above", (farspan.Trainer,), {name: getattr(farspan.Trainer, name)}))
@@ -256,7 +260,7 @@ def test_a_step_of_its_own_is_refused(make: Make, name: str) -> None:
 def test_another_loss_that_is_asked_for_later_is_refused(make: Make) -> None:
     trainer = make()
     trainer.compute_loss_func = lambda *_, **__: torch.zeros(())
-    with pytest.raises(Refused, match="compute_loss_func: the loss is the plain one"):
+    with pytest.raises(UnsupportedError, match="compute_loss_func: the loss is the plain one"):
         trainer.train()
 
 
@@ -298,7 +302,7 @@ def test_padding_behind_packed_documents_is_nothing(make: Make) -> None:
 
 def test_outputs_are_refused(make: Make) -> None:
     trainer = make(compute_metrics=lambda _: {})
-    with pytest.raises(Refused, match="outputs: evaluation returns only the loss"):
+    with pytest.raises(UnsupportedError, match="outputs: evaluation returns only the loss"):
         trainer.evaluate()
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from farspan.data.config import DataConfig, SourceKind, WeightedSource
 from farspan.distributed.run_context import Interrupt, Interrupted
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from farspan.train.config import Decay, ModelConfig, OptimizerConfig
 from tests.grids import crossed
 from tests.train.tiny import (
@@ -200,7 +200,7 @@ def test_a_mixture_is_read_on(tmp_path: Path) -> None:
     same_weights(tmp_path / "reference", tmp_path / "run")
     same_metrics(tmp_path / "reference", tmp_path / "run")
     heavier = replace(data, sources=(sources[0], replace(sources[1], weight=2)))
-    with pytest.raises(Refused, match=r"holds another run: data\.sources was"):
+    with pytest.raises(UnsupportedError, match=r"holds another run: data\.sources was"):
         fit(replace(run, data=heavier))
 
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from farspan.program.layout import Layout
-from farspan.spec import LayerSpec, ModelSpec, Refused
+from farspan.spec import LayerSpec, ModelSpec, UnsupportedError
 from farspan.train.config import (
     Auto,
     Parallel,
@@ -85,7 +85,7 @@ def test_another_number_of_ranks_is_refused(
     tmp_path: Path, given: Any, ranks: int | None, words: str
 ) -> None:
     run = load_run(a_file(tmp_path, given))
-    with pytest.raises(Refused, match=words) as refused:
+    with pytest.raises(UnsupportedError, match=words) as refused:
         resolve(run, ranks)
     if advised := re.search(r"--nproc-per-node (\d+)", str(refused.value)):
         resolve(run, int(advised[1]))
@@ -107,7 +107,7 @@ def test_another_number_of_ranks_is_refused(
     ],
 )
 def test_what_no_layout_has_is_refused(tmp_path: Path, given: Any, words: str) -> None:
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(UnsupportedError, match=words):
         load_run(a_file(tmp_path, given))
 
 

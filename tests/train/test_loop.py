@@ -17,7 +17,7 @@ from farspan.data.config import DataConfig, SourceKind
 from farspan.data.corpus import open_corpus
 from farspan.data.tokenizers import load_tokenizer
 from farspan.durable import WriteFailed
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from farspan.train.config import (
     Decay,
     DType,
@@ -161,7 +161,7 @@ def test_a_finished_run_at_a_constant_rate_goes_on_for_more_steps(tmp_path: Path
     whole = tiny_run(tmp_path, optimizer=constant, folder=str(tmp_path / "whole"))
     fit(whole)
     assert all(torch.equal(t, weights(whole)[n]) for n, t in weights(run).items())
-    with pytest.raises(Refused, match=rf"has done {STEPS} already, more than the 3 asked"):
+    with pytest.raises(UnsupportedError, match=rf"has done {STEPS} already, more than the 3 asked"):
         fit(run)
     again = fit(replace(run, steps=STEPS))
     assert again.loss == fit(whole).loss
@@ -215,20 +215,22 @@ def test_the_tokenizer_is_saved_with_the_model(
 
 def test_a_vocabulary_too_small_is_refused(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, model=ModelConfig(config=MODEL | {"vocab_size": 256}))
-    with pytest.raises(Refused, match=r"data\.tokenizer: its ids go up to 256, but .* only 256;"):
+    with pytest.raises(
+        UnsupportedError, match=r"data\.tokenizer: its ids go up to 256, but .* only 256;"
+    ):
         fit(run)
     records = tmp_path / "ids.jsonl"
     records.write_text('{"input_ids": [1, 2, 300]}\n')
     data = DataConfig(source=SourceKind.JSONL, path=str(records), cache=run.data.cache)
     with pytest.raises(
-        Refused, match=r"data\.format: the input_ids of .*ids\.jsonl go up to 300, b"
+        UnsupportedError, match=r"data\.format: the input_ids of .*ids\.jsonl go up to 300, b"
     ):
         fit(replace(run, data=data))
 
 
 def test_a_document_longer_than_the_model_knows_is_refused_at_once(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, model=ModelConfig(config=MODEL | {"max_position_embeddings": 40}))
-    with pytest.raises(Refused, match=r"context: a document of 48 tokens exceeds"):
+    with pytest.raises(UnsupportedError, match=r"context: a document of 48 tokens exceeds"):
         fit(run)
 
 
@@ -236,13 +238,15 @@ def test_data_that_changed_under_a_run_is_refused(tmp_path: Path) -> None:
     run = tiny_run(tmp_path)
     fit(run)
     (tmp_path / "text" / "00.txt").write_text("something else")
-    with pytest.raises(Refused, match=r"another run: the text under .* has changed"):
+    with pytest.raises(UnsupportedError, match=r"another run: the text under .* has changed"):
         fit(run)
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
     for name in ("gpu7", "mps", "meta", "cuda:-1"):
-        with pytest.raises(Refused, match=f"device: cannot train on '{name}'; give auto, cpu"):
+        with pytest.raises(
+            UnsupportedError, match=f"device: cannot train on '{name}'; give auto, cpu"
+        ):
             choose_device(name)
     assert choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -251,7 +255,9 @@ def test_a_gpu_beyond_those_that_are_there_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_device("cuda:1") == torch.device("cuda:1")
-    with pytest.raises(Refused, match=r"device: cuda:2 does not exist, there are 2 GPU\(s\);"):
+    with pytest.raises(
+        UnsupportedError, match=r"device: cuda:2 does not exist, there are 2 GPU\(s\);"
+    ):
         choose_device("cuda:2")
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from farspan import cli
 from farspan.cli.with_torch import model_for
 from farspan.hf.load import add_adapters, load_model
-from farspan.spec import Kernels, Refused
+from farspan.spec import Kernels, UnsupportedError
 from farspan.train.config import (
     CheckpointConfig,
     DType,
@@ -140,7 +140,7 @@ def test_a_run_does_not_go_on_beside_other_weights(tmp_path: Path) -> None:
     with torch.no_grad():
         next(model.parameters())[3, 5] += 1e-9
     model.save_pretrained(str(run.model.path))
-    with pytest.raises(Refused, match=r"trained with other frozen weights than model"):
+    with pytest.raises(UnsupportedError, match=r"trained with other frozen weights than model"):
         train(run, reporter=Quiet())
 
 
@@ -194,7 +194,7 @@ def test_two_ranks_train_the_adapters_of_one(tmp_path: Path, names: tuple[str, .
 def test_what_does_not_go_with_adapters(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         a_run(tmp_path, "run", **changes)
 
 
@@ -208,7 +208,7 @@ def test_what_does_not_go_with_adapters(
     ],
 )
 def test_adapters_that_cannot_be(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         LoraConfig(**given)
 
 
@@ -217,7 +217,9 @@ def test_a_target_that_is_not_there_is_told_before_text_is_read(tmp_path: Path) 
     lora = replace(LORA, targets=("query",))
     run = replace(run, model=replace(run.model, lora=lora))
     run = replace(run, data=replace(run.data, path=str(tmp_path / "none")))
-    with pytest.raises(Refused, match=r"targets: the layers have no linear module 'query'"):
+    with pytest.raises(
+        UnsupportedError, match=r"targets: the layers have no linear module 'query'"
+    ):
         train(run, reporter=Quiet())
 
 

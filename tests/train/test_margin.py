@@ -9,7 +9,7 @@ import torch
 from farspan.distributed.run_context import DistributedContext
 from farspan.planner.machines import machine
 from farspan.planner.request import SHARE, Margin
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from farspan.train.config import RunConfig, StatesPlace, load_run
 from farspan.train.context import inspect_model
 from farspan.train.planning import question_of
@@ -41,9 +41,9 @@ def test_the_run_asks_for_it(tmp_path: Path) -> None:
 def test_what_is_no_size_is_refused_by_its_key(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("model: {path: m}\ndata: {source: text, path: t}\nmargin: much\n")
-    with pytest.raises(Refused, match=r"run\.yaml: margin: expected bytes such as 3GiB"):
+    with pytest.raises(UnsupportedError, match=r"run\.yaml: margin: expected bytes such as 3GiB"):
         load_run(path)
-    with pytest.raises(Refused, match=r"^margin: expected bytes such as 3GiB"):
+    with pytest.raises(UnsupportedError, match=r"^margin: expected bytes such as 3GiB"):
         tiny_run(tmp_path, margin="lots")
 
 
@@ -61,5 +61,5 @@ def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:
 def test_its_older_name_is_read(tmp_path: Path) -> None:
     file = write(tmp_path / "run.yaml", **RUN, headroom="1GiB")
     assert load_run(file).margin == "1GiB"
-    with pytest.raises(Refused, match=r"headroom: the older name of margin.*keep margin"):
+    with pytest.raises(UnsupportedError, match=r"headroom: the older name of margin.*keep margin"):
         load_run(write(tmp_path / "both.yaml", **RUN, headroom="1GiB", margin="2GiB"))

@@ -20,7 +20,7 @@ from farspan.plan.model.catalog import find_architecture
 from farspan.planner.request import Optimizer as Planned
 from farspan.planner.request import Question
 from farspan.planner.states import states
-from farspan.spec import Refused, RunSpec
+from farspan.spec import RunSpec, UnsupportedError
 from farspan.train import optimizer_states as optimizer_8bit
 from farspan.train.config import DType, ModelConfig, OptimizerConfig, StatesPlace
 from farspan.train.optimizer import TrainingOptimizer, decays
@@ -71,7 +71,9 @@ def test_without_the_library_the_extra_is_named(
     """Before anything is loaded: there is nothing in the model's folder."""
     monkeypatch.setattr(optimizer_8bit, "load", absent)
     run = tiny_run(tmp_path, optimizer=CONFIG)
-    with pytest.raises(Refused, match=r"^optimizer\.states: 8bit needs torchao.*'farspan\[8bit\]'"):
+    with pytest.raises(
+        UnsupportedError, match=r"^optimizer\.states: 8bit needs torchao.*'farspan\[8bit\]'"
+    ):
         fit(replace(run, model=ModelConfig(path=str(tmp_path))))
 
 
@@ -174,7 +176,7 @@ def test_neither_goes_on_as_the_other(tmp_path: Path, turned: bool) -> None:
     run = tiny_run(tmp_path)
     fit(replace(run, optimizer=replace(run.optimizer, states=first)))
     message = rf"holds another run: optimizer\.states was '{first}', is now '{second}'; set these"
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         fit(replace(run, optimizer=replace(run.optimizer, states=second)))
 
 

@@ -14,7 +14,7 @@ from farspan.checkpoint.distributed import entries_of, save_sharded
 from farspan.checkpoint.local import MODEL, OPTIMIZER, read_rng
 from farspan.distributed.run_context import DistributedContext
 from farspan.durable import read_json
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from farspan.train.config import (
     Auto,
     DType,
@@ -88,7 +88,9 @@ def test_with_states_the_settings_may_be_others(tmp_path: Path) -> None:
     optimizer = replace(run.optimizer, lr=1e-4)
     fit(other := second(run, states=True, steps=7, optimizer=optimizer))
     assert [line["step"] for line in metrics(other) if "loss" in line] == [6, 7]
-    with pytest.raises(Refused, match=r"step-00000005 has done 5 already, more than the 3 asked"):
+    with pytest.raises(
+        UnsupportedError, match=r"step-00000005 has done 5 already, more than the 3 asked"
+    ):
         fit(replace(second(run, states=True, steps=3), folder=str(tmp_path / "fewer")))
 
 
@@ -110,13 +112,15 @@ def test_it_resumes_without_being_told_again(tmp_path: Path) -> None:
 
 def test_a_folder_of_another_origin_is_refused(tmp_path: Path) -> None:
     run = first(tmp_path)
-    with pytest.raises(Refused, match=r"first holds another run: start.path was None, is now"):
+    with pytest.raises(
+        UnsupportedError, match=r"first holds another run: start.path was None, is now"
+    ):
         fit(replace(run, start=StartConfig(str(tmp_path / "elsewhere"))))
     other = second(run)
     fit(other)
-    with pytest.raises(Refused, match=r"second holds another run: start.path was"):
+    with pytest.raises(UnsupportedError, match=r"second holds another run: start.path was"):
         fit(replace(other, start=StartConfig(f"{run.folder}/checkpoints/step-00000002")))
-    with pytest.raises(Refused, match=r"start.states was False, is now True"):
+    with pytest.raises(UnsupportedError, match=r"start.states was False, is now True"):
         fit(replace(other, start=StartConfig(run.folder, states=True)))
 
 
@@ -124,7 +128,7 @@ def test_a_folder_of_another_origin_is_refused(tmp_path: Path) -> None:
 def test_another_shape_is_refused_before_anything_is_copied(tmp_path: Path, states: bool) -> None:
     run = first(tmp_path)
     wide = ModelConfig(config={**TINY, "intermediate_size": 40})
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(UnsupportedError) as refused:
         fit(second(run, states=states, model=wide))
     assert "mlp" in str(refused.value)
     assert "of another model" in str(refused.value)
@@ -134,9 +138,13 @@ def test_another_shape_is_refused_before_anything_is_copied(tmp_path: Path, stat
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     run = first(tmp_path)
-    with pytest.raises(Refused, match=r"start.path: .*/nowhere has no checkpoint; expected the"):
+    with pytest.raises(
+        UnsupportedError, match=r"start.path: .*/nowhere has no checkpoint; expected the"
+    ):
         fit(second(run, str(tmp_path / "nowhere")))
-    with pytest.raises(Refused, match=r"start.path: .*model is a whole model: give it as model.pa"):
+    with pytest.raises(
+        UnsupportedError, match=r"start.path: .*model is a whole model: give it as model.pa"
+    ):
         fit(second(run, f"{run.folder}/model"))
 
 
@@ -168,7 +176,7 @@ def test_a_checkpoint_of_ranks_is_begun_from_like_any(tmp_path: Path, states: bo
     fit(other := second(run, str(there), states))
     assert losses(other) == losses(plain) != []
     wide = ModelConfig(config={**TINY, "intermediate_size": 40})
-    with pytest.raises(Refused, match=r"step-00000004.*mlp"):
+    with pytest.raises(UnsupportedError, match=r"step-00000004.*mlp"):
         fit(replace(second(run, str(there), states, model=wide), folder=str(tmp_path / "wide")))
 
 
@@ -208,7 +216,7 @@ def test_adapters_of_another_kind_are_refused(tmp_path: Path) -> None:
     other = replace(run, folder=str(tmp_path / "other"), start=StartConfig(run.folder))
 
     def refused(**changes: Any) -> str:
-        with pytest.raises(Refused) as error:
+        with pytest.raises(UnsupportedError) as error:
             train(replace(other, **changes), reporter=Quiet())
         return str(error.value)
 
@@ -255,7 +263,7 @@ def test_another_base_is_told(tmp_path: Path) -> None:
     train(other, reporter=told)
     assert any("the frozen weights here are not those" in note for note in told.notes)
     going_on = replace(other, folder=str(tmp_path / "on"), start=StartConfig(run.folder, True))
-    with pytest.raises(Refused, match="it was trained with other frozen weights"):
+    with pytest.raises(UnsupportedError, match="it was trained with other frozen weights"):
         train(going_on, reporter=Quiet())
 
 

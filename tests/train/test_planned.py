@@ -17,7 +17,7 @@ from farspan.hf.load import load_model
 from farspan.memory.host import TooLarge
 from farspan.planner.evaluate import evaluate
 from farspan.planner.request import Optimizer, Question
-from farspan.spec import Refused, RunSpec, Schedule, Tier
+from farspan.spec import RunSpec, Schedule, Tier, UnsupportedError
 from farspan.train import planning
 from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig
 from farspan.train.context import Components
@@ -238,7 +238,7 @@ def test_a_step_that_failed_half_way_leaves_nothing_behind(tmp_path: Path, cell:
 def test_where_nothing_fits_the_run_does_not_begin(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, schedule=AUTO)
     message = r"schedule: none fits 4\.9 KiB of main memory: grouped misses by .*; use a machine "
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         train(run, components=planned_components(SCHEDULES, size=5000), reporter=Quiet())
 
 
@@ -297,7 +297,9 @@ def test_a_plan_of_somebody_else_is_not_kept(tmp_path: Path, content: str) -> No
 
 
 def test_fields_beside_auto_are_refused() -> None:
-    with pytest.raises(Refused, match=r"^chunk: strategy auto chooses this .* leave it out"):
+    with pytest.raises(
+        UnsupportedError, match=r"^chunk: strategy auto chooses this .* leave it out"
+    ):
         ScheduleConfig(strategy="auto", chunk=16)
 
 
@@ -327,7 +329,7 @@ def test_the_planner_itself_plans_a_run(tmp_path: Path, accumulate: int) -> None
     assert plan["alternatives"]
     again = replace(run, folder=str(tmp_path / "again"))
     small = replaced(parts, machine=lambda *_: one_memory(200_000))
-    with pytest.raises(Refused, match="schedule: none fits"):
+    with pytest.raises(UnsupportedError, match="schedule: none fits"):
         train(again, components=small, reporter=Quiet())
 
 
@@ -390,15 +392,19 @@ def test_a_step_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     components = planned_components(SCHEDULES, size=1000)
     monkeypatch.setattr(planning, "StepPlanner", partial(planning.StepPlanner, components))
     step = Step(load_tiny(config=MODEL, dtype=torch.float64, seed=0), "auto")
-    with pytest.raises(Refused, match="schedule: auto has chosen none yet"):
+    with pytest.raises(UnsupportedError, match="schedule: auto has chosen none yet"):
         print(step.schedule)
-    with pytest.raises(Refused, match=r"schedule: none fits .* give the step farspan\.plan\("):
+    with pytest.raises(
+        UnsupportedError, match=r"schedule: none fits .* give the step farspan\.plan\("
+    ):
         step(torch.arange(48)[None], torch.arange(48)[None])
 
 
 def test_a_step_that_must_be_told_is_refused() -> None:
     model = load_tiny(config=MODEL, dtype=torch.float64, seed=0)
-    with pytest.raises(Refused, match="selector: schedule='auto' plans for dense attention"):
+    with pytest.raises(
+        UnsupportedError, match="selector: schedule='auto' plans for dense attention"
+    ):
         Step(model, "auto", selector=lambda votes, _: votes)
 
 

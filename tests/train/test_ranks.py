@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from farspan.train.config import (
     Auto,
     CheckpointConfig,
@@ -111,7 +111,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     run = a_run(tmp_path, "moved", batch=1, parallel=Parallel(data=2))
     assert run_ranks(2, interrupted, run, 1, 0, signal.SIGHUP) == [1, 1]
     assert run_ranks(2, interrupted, run, 1, 1) == [2, 2]
-    with pytest.raises(Refused, match="batch of all replicas was 2, is now 1"):
+    with pytest.raises(UnsupportedError, match="batch of all replicas was 2, is now 1"):
         train(replace(run, parallel=None), reporter=Quiet())
     alone = replace(run, batch=2, parallel=None)
     assert interrupted(alone, 2, 0) == 3
@@ -142,7 +142,7 @@ def refused(run: RunConfig, changes: dict[int, dict[str, Any]]) -> str:
     number = dist.get_rank()
     try:
         train(replace(run, **changes.get(number, {})), reporter=Quiet())
-    except Refused as error:
+    except UnsupportedError as error:
         return str(error)
     return "was not refused"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from farspan.train import setup
 from farspan.train.config import ModelConfig, RunConfig, ScheduleConfig
 from farspan.train.context import Components
@@ -53,14 +53,14 @@ def without_text(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_needs_no_weights_is_checked_before_text_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         without_text(tiny_run(tmp_path, **changes), monkeypatch)
 
 
 @pytest.mark.parametrize("path", ["nope", "./nope/deep", "/nope", "~/nope", "a/b/c", "nope/"])
 def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(path: str, tmp_path: Path) -> None:
     run = replace(tiny_run(tmp_path), model=ModelConfig(path=path))
-    with pytest.raises(Refused, match=f"^model.path: no folder {path} here; .* hub name"):
+    with pytest.raises(UnsupportedError, match=f"^model.path: no folder {path} here; .* hub name"):
         resolve(run)
 
 
@@ -83,11 +83,11 @@ def test_code_that_comes_with_a_tokenizer_is_trusted_as_the_models(
 
     def load(name: str, trust_remote_code: bool, revision: str | None) -> Any:  # noqa: ARG001
         asked.append(trust_remote_code)
-        raise Refused(name)
+        raise UnsupportedError(name)
 
     monkeypatch.setattr(setup, "load_tokenizer", load)
     run = tiny_run(tmp_path, model=ModelConfig(config=MODEL, trust_remote_code=trusted))
-    with pytest.raises(Refused, match="bytes"):
+    with pytest.raises(UnsupportedError, match="bytes"):
         train(run, reporter=Quiet())
     assert asked == [trusted]
 
@@ -107,18 +107,20 @@ def test_a_revision_is_the_models(
 
     def load(*arguments: Any) -> Any:
         asked.append(arguments)
-        raise Refused("enough")
+        raise UnsupportedError("enough")
 
     monkeypatch.setattr(setup, "load_tokenizer", load)
     model = ModelConfig(path="owner/name", trust_remote_code=True, revision=COMMIT)
     run = tiny_run(tmp_path)
     run = replace(run, model=model, data=replace(run.data, tokenizer=tokenizer))
-    with pytest.raises(Refused, match="enough"):
+    with pytest.raises(UnsupportedError, match="enough"):
         list(setup.show_data(run, 0, held_out=False))
     assert asked == [given]
-    with pytest.raises(Refused, match=r"model\.revision: missing: trust_remote_code runs"):
+    with pytest.raises(UnsupportedError, match=r"model\.revision: missing: trust_remote_code runs"):
         setup.resolve(replace(run, model=replace(model, revision=None)))
     (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": "o/n--t.T"}}')
     run = replace(run, data=replace(run.data, tokenizer=str(tmp_path)))
-    with pytest.raises(Refused, match=rf"data\.tokenizer: {tmp_path}: trust_remote_code runs"):
+    with pytest.raises(
+        UnsupportedError, match=rf"data\.tokenizer: {tmp_path}: trust_remote_code runs"
+    ):
         list(setup.show_data(run, 0, held_out=False))

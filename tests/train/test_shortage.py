@@ -14,7 +14,7 @@ from torch import nn
 
 from farspan.engine.tiers import DeviceTooSmall
 from farspan.memory.host import TooLarge, refuse_beyond
-from farspan.spec import Refused, Schedule, Tier
+from farspan.spec import Schedule, Tier, UnsupportedError
 from farspan.train.config import RunConfig
 from farspan.train.oom import NoScheduleFits, find_shortage
 from farspan.train.step_runner import RETRIES
@@ -33,10 +33,12 @@ def main_memory_error() -> RuntimeError:
     raise AssertionError("a machine with an exbibyte")
 
 
-def chained() -> Refused:
+def chained() -> UnsupportedError:
     try:
-        raise Refused("model: cannot be run") from torch.OutOfMemoryError("CUDA out of memory.")
-    except Refused as error:
+        raise UnsupportedError("model: cannot be run") from torch.OutOfMemoryError(
+            "CUDA out of memory."
+        )
+    except UnsupportedError as error:
         return error
 
 
@@ -64,7 +66,11 @@ def test_a_shortage_is_known_by_its_error(error: BaseException, tier: Tier) -> N
 
 @pytest.mark.parametrize(
     "error",
-    [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), Refused("chunk: 0"), ValueError()],
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        UnsupportedError("chunk: 0"),
+        ValueError(),
+    ],
 )
 def test_other_errors_are_none(error: BaseException) -> None:
     assert find_shortage(error) is None

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis.strategies import booleans, dictionaries, floats, integers, lists, none, text
 
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from farspan.train.yaml_config import build, flatten, read_mapping, to_mapping, write_mapping
 
 WRITTEN = none() | booleans() | integers() | floats(allow_nan=False) | text()
@@ -27,7 +27,7 @@ class Inner:
 
     def __post_init__(self) -> None:
         if self.rate < 0:
-            raise Refused(f"rate: expected 0 or more, got {self.rate}")
+            raise UnsupportedError(f"rate: expected 0 or more, got {self.rate}")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def test_a_rate_may_be_written_as_people_write_it(text: str) -> None:
     ],
 )
 def test_whatever_is_not_expected_is_refused(text: str, message: str) -> None:
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         load(text)
 
 
@@ -117,9 +117,11 @@ def test_a_merged_mapping_gives_what_is_not_given() -> None:
     made = load(text)
     assert made.inner == Inner(2.0, (1.0, 2.0))
     assert made.extra == {"rate": 3, "pair": [1, 2]}
-    with pytest.raises(Refused, match=r"^run\.yaml: rate: given twice, the second time on line 2"):
+    with pytest.raises(
+        UnsupportedError, match=r"^run\.yaml: rate: given twice, the second time on line 2"
+    ):
         load("inner: &base {rate: 2}\nextra: {<<: *base, rate: 3, rate: 4}\ncount: 1")
-    with pytest.raises(Refused, match=r"^run\.yaml: not valid YAML: .*expected a mapping"):
+    with pytest.raises(UnsupportedError, match=r"^run\.yaml: not valid YAML: .*expected a mapping"):
         load("extra: {<<: 5}\ncount: 1")
 
 

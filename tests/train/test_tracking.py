@@ -18,7 +18,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from farspan.train import loggers as trackers
 from farspan.train import loggers as tracking
 from farspan.train.config import ReportTo, RunConfig, SparseConfig, load_run
@@ -253,7 +253,9 @@ def test_without_the_package_nothing_is_begun(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     run = tiny_run(tmp_path, report_to=ReportTo(kind))
-    with pytest.raises(Refused, match=rf'report_to: {kind} .*pip install "farspan\[{kind}\]"'):
+    with pytest.raises(
+        UnsupportedError, match=rf'report_to: {kind} .*pip install "farspan\[{kind}\]"'
+    ):
         fit(run)
     assert not Path(run.folder).exists()
 
@@ -290,7 +292,7 @@ def test_a_name_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("model: {path: a}\ndata: {}\nreport_to: tensorbord\n")
     with pytest.raises(
-        Refused, match=r"report_to: expected one of tensorboard, wandb.*tensorboard"
+        UnsupportedError, match=r"report_to: expected one of tensorboard, wandb.*tensorboard"
     ):
         load_run(path)
 
@@ -314,7 +316,9 @@ def test_wandb_needs_someone_logged_in(
 ) -> None:
     monkeypatch.setattr("sys.stdin", None)
     run = tiny_run(tmp_path, report_to=ReportTo.WANDB)
-    with pytest.raises(Refused, match=r"report_to: wandb: .*wandb login.*WANDB_MODE=offline"):
+    with pytest.raises(
+        UnsupportedError, match=r"report_to: wandb: .*wandb login.*WANDB_MODE=offline"
+    ):
         fit(run)
     assert not Path(run.folder).exists()
     assert of_wandb.run is None

@@ -24,7 +24,7 @@ from trl import (
 
 import farspan
 from farspan.hf.attention_interface import eager_experts
-from farspan.spec import Refused, Schedule
+from farspan.spec import Schedule, UnsupportedError
 from tests.data.characters import character_tokenizer
 from tests.grids import part_of
 from tests.numerics import assert_exact
@@ -179,20 +179,20 @@ def test_the_defaults_train(
 def test_another_loss_is_refused_by_name(
     make: Make, kind: Any, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         make(kind, **changes)
 
 
 def test_offloading_is_refused(tmp_path: Path) -> None:
     args = SFTConfig(str(tmp_path), activation_offloading=True, use_cpu=True)
     model = load_tiny(config=MODEL, dtype=torch.float32, seed=0)
-    with pytest.raises(Refused, match=r"activation_offloading: .* the schedule says"):
+    with pytest.raises(UnsupportedError, match=r"activation_offloading: .* the schedule says"):
         farspan.Trainer(model=model, args=args, schedule=SCHEDULE)  # TRL's own needs a GPU for it
 
 
 @pytest.mark.filterwarnings("ignore:`compute_loss_func` is deprecated:FutureWarning")
 def test_a_loss_function_is_refused(make: Make) -> None:
-    with pytest.raises(Refused, match="compute_loss_func: the loss is the plain one"):
+    with pytest.raises(UnsupportedError, match="compute_loss_func: the loss is the plain one"):
         make(Long, compute_loss_func=lambda *_, **__: torch.zeros(()))
 
 
@@ -203,7 +203,9 @@ def experts() -> Any:
 
 
 def test_the_routers_loss_is_refused_where_trl_adds_it(make: Make) -> None:
-    with pytest.raises(Refused, match=r"router_aux_loss_coef: .* set router_aux_loss_coef=0\.0"):
+    with pytest.raises(
+        UnsupportedError, match=r"router_aux_loss_coef: .* set router_aux_loss_coef=0\.0"
+    ):
         make(Long, model=experts())
     runs = [make(kind, model=experts(), router_aux_loss_coef=0.0) for kind in (Long, SFTTrainer)]
     for trainer in runs:
@@ -218,5 +220,7 @@ def test_the_routers_loss_is_refused_where_trl_adds_it(make: Make) -> None:
 )
 def test_other_trainers_of_trl_are_refused(kind: Any, said: bool) -> None:
     other = type("Other", (farspan.LongContext, kind), {"plain_loss": said})
-    with pytest.raises(Refused, match=f"compute_loss: TRL's {kind.__name__} has a loss of its own"):
+    with pytest.raises(
+        UnsupportedError, match=f"compute_loss: TRL's {kind.__name__} has a loss of its own"
+    ):
         other(schedule=SCHEDULE)

@@ -28,7 +28,7 @@ from farspan.attention.backends import (
 from farspan.attention.softmax import BackwardQueries, Tiled
 from farspan.lazy import load
 from farspan.program.attention_blocks import Block
-from farspan.spec import AttentionKernel, Refused
+from farspan.spec import AttentionKernel, UnsupportedError
 
 WIDEST = 256  # elements of a head in flash attention
 CUDNN_WIDEST = 128
@@ -61,12 +61,12 @@ def select_kernel(
     takes as they are get one on wider heads (`Padded`). cuDNN's backward is not deterministic, so
     it is left out under `torch.use_deterministic_algorithms`, and where
     `torch.backends.cuda.enable_cudnn_sdp(False)` switched it off. `queries` are the lengths of
-    whole chunks. Raises Refused for a dtype that is not a floating type of 16 bits or more, and
-    where a choice cannot be met.
+    whole chunks. Raises UnsupportedError for a dtype that is not a floating type of 16 bits or
+    more, and where a choice cannot be met.
     """
     half = dtype in (torch.bfloat16, torch.float16)
     if not half and dtype not in (torch.float32, torch.float64):
-        raise Refused(
+        raise UnsupportedError(
             f"dtype: expected float64, float32, bfloat16 or float16 for attention, got {dtype}; "
             "load the model in one of these"
         )
@@ -121,7 +121,7 @@ def _flash_4(
 
 def _refuse_choice(choice: AttentionKernel, needs: str) -> None:
     if choice is not AttentionKernel.AUTO:
-        raise Refused(f"attention: {choice.value} needs {needs}; choose auto")
+        raise UnsupportedError(f"attention: {choice.value} needs {needs}; choose auto")
 
 
 # -- FlashAttention-3 and -4 --------------------------------------------------------------------
@@ -140,15 +140,15 @@ TRUE_WITHIN = 0.02
 
 
 def refuse_missing(choice: AttentionKernel) -> None:
-    """Raises Refused where the package of a kernel, if it needs one, is not there."""
+    """Raises UnsupportedError where the package of a kernel, if it needs one, is not there."""
     if choice not in PACKAGES:
         return
     known = getattr(attention, "list_flash_attention_impls", list)
     if choice is AttentionKernel.FA3 and NAME not in known():
-        raise Refused("attention: fa3 needs PyTorch 2.11 or later; choose auto or flash")
+        raise UnsupportedError("attention: fa3 needs PyTorch 2.11 or later; choose auto or flash")
     package, words = PACKAGES[choice]
     if not _is_there(package):
-        raise Refused(
+        raise UnsupportedError(
             f"attention: {choice.value} needs the package {package} ({words}), which is not "
             "installed; install it, or choose auto or flash"
         )
@@ -156,8 +156,8 @@ def refuse_missing(choice: AttentionKernel) -> None:
 
 @contextmanager
 def flash_attention_3() -> Iterator[None]:
-    """Inside it aten's flash attention is FlashAttention-3. Raises Refused where its package is
-    not what PyTorch expects."""
+    """Inside it aten's flash attention is FlashAttention-3. Raises UnsupportedError where its
+    package is not what PyTorch expects."""
     before = attention.current_flash_attention_impl()
     if before == NAME:
         yield
@@ -165,7 +165,9 @@ def flash_attention_3() -> Iterator[None]:
     try:
         attention.activate_flash_attention_impl(NAME)
     except (ImportError, RuntimeError, OSError) as error:
-        raise Refused(f"attention: fa3 cannot be loaded: {error}; choose auto or flash") from error
+        raise UnsupportedError(
+            f"attention: fa3 cannot be loaded: {error}; choose auto or flash"
+        ) from error
     try:
         yield
     finally:

@@ -71,7 +71,7 @@ from farspan.distributed.run_context import DistributedContext
 from farspan.durable import PARTIAL, WriteFailed, digest, publish, write_bytes, write_tensors
 from farspan.engine.parallelize import ShardedModel
 from farspan.program.layout import Rank
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 T = TypeVar("T")
 
@@ -115,8 +115,8 @@ def load_entries(
     """Copies a checkpoint into every rank's `entries`; what it says besides. Saved names that start
     with one of `unread` need not be in anybody's entries.
 
-    Raises Refused on every rank when the checkpoint is damaged, or of another model. Nothing is
-    copied before every byte was looked at.
+    Raises UnsupportedError on every rank when the checkpoint is damaged, or of another model.
+    Nothing is copied before every byte was looked at.
     """
     reader = together(group, lambda: _FolderReader(path, group))
     try:
@@ -131,17 +131,17 @@ def load_entries(
     except CheckpointException as error:
         causes = [failure[0] for failure in error.failures.values()]
         whole = all(isinstance(cause, NotDamaged) for cause in causes)
-        raise (NotDamaged if whole else Refused)(f"{path}: {_causes(error)}") from error
+        raise (NotDamaged if whole else UnsupportedError)(f"{path}: {_causes(error)}") from error
     return read_state(path)
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What a checkpoint says besides its tensors. Raises Refused."""
+    """What a checkpoint says besides its tensors. Raises UnsupportedError."""
     return expect_json(path / STATE)
 
 
 def read_shapes(path: Path) -> Forms:
-    """Dtype and shape of every tensor of a checkpoint. Raises Refused."""
+    """Dtype and shape of every tensor of a checkpoint. Raises UnsupportedError."""
     listed = expect_json(path / TENSORS)
     with parsing(path):
         return {name: type_of(entry) for name, entry in listed["tensors"].items()}
@@ -254,7 +254,7 @@ class _FolderReader(StorageReader):
     error in its reading of metadata it prints a traceback of its own."""
 
     def __init__(self, path: Path, group: Group) -> None:
-        """Raises Refused where the list is damaged, or a file that this rank looks at."""
+        """Raises UnsupportedError where the list is damaged, or a file that this rank looks at."""
         self._path = path
         listed = read_tensor_list(path)
         self._metadata = listed.metadata
@@ -298,13 +298,14 @@ class _FolderReader(StorageReader):
 
 
 def together(group: Group, work: Callable[[], T]) -> T:
-    """What `work` returns. Raises Refused on all ranks of the group where it does on one."""
+    """What `work` returns. Raises UnsupportedError on all ranks of the group where it does on
+    one."""
     found, said = None, None
     try:
         found = work()
-    except Refused as error:
+    except UnsupportedError as error:
         said = error
-    everyone: list[Refused | None] = [said]
+    everyone: list[UnsupportedError | None] = [said]
     if group is not None:
         everyone *= group.size()
         dist.all_gather_object(everyone, said, group)
@@ -331,8 +332,8 @@ def _causes(error: CheckpointException) -> str:
 
 
 def is_of_ranks(path: Path) -> bool:
-    """Whether a checkpoint is one of these, or was before its list was lost. Raises Refused where
-    its folder cannot be read."""
+    """Whether a checkpoint is one of these, or was before its list was lost. Raises
+    UnsupportedError where its folder cannot be read."""
     with readable(path):
         names = os.listdir(path)
     return LISTED in names or any(fnmatch(name, "rank-*.safetensors") for name in names)
@@ -377,16 +378,19 @@ def load_sharded(
     path: Path, entries: Entries, expected: Mapping[str, Any], world: DistributedContext
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Copies a checkpoint of ranks into `entries`; its state, and this rank's generators: the first
-    rank's where there was no such rank. Raises Refused, on all ranks, before anything is copied."""
+    rank's where there was no such rank. Raises UnsupportedError, on all ranks, before anything is
+    copied."""
 
     def look() -> Forms:
         refuse_other(path / STATE, read_state(path), expected)
         shapes = read_shapes(path)
         if f"{_own(0)}cpu" not in shapes:
-            raise Refused(f"{path / LISTED}: damaged: no random numbers of rank 0")
+            raise UnsupportedError(f"{path / LISTED}: damaged: no random numbers of rank 0")
         for name, (dtype, shape) in shapes.items():
             if name.startswith(RNG) and (dtype != torch.uint8 or prod(shape) > RNG_BYTES):
-                raise Refused(f"{path / LISTED}: damaged: {name} is {form_words(dtype, shape)}")
+                raise UnsupportedError(
+                    f"{path / LISTED}: damaged: {name} is {form_words(dtype, shape)}"
+                )
         return shapes
 
     forms = world.run_on_rank0(look)
@@ -417,11 +421,11 @@ def copy_rows(path: Path, live: Entries, prefix: str) -> None:
 
 
 def refuse_other(path: Path, state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raises Refused where a checkpoint's state lacks what is expected, and NotDamaged where it is
-    of another run."""
+    """Raises UnsupportedError where a checkpoint's state lacks what is expected, and NotDamaged
+    where it is of another run."""
     for key, value in expected.items():
         if key not in state:
-            raise Refused(f"{path}: damaged: its {key} is missing")
+            raise UnsupportedError(f"{path}: damaged: its {key} is missing")
         if state.get(key) != value:
             if key == "data":
                 raise NotDamaged(

@@ -36,37 +36,37 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from farspan.distributed.fsdp import ShardPlacement, ShardRegion
 from farspan.durable import digest
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 
-class NotDamaged(Refused):
+class NotDamaged(UnsupportedError):
     """Why a checkpoint cannot be used here and now, although it may well be whole."""
 
 
 def expect_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises Refused when there is no such thing."""
+    """The object in a JSON file. Raises UnsupportedError when there is no such thing."""
     with readable(path):
         content = path.read_bytes()
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:  # the latter by what is nested too deeply
-        raise Refused(f"{path}: cannot be read as JSON: {error}") from error
+        raise UnsupportedError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
-        raise Refused(f"{path}: expected a JSON object")
+        raise UnsupportedError(f"{path}: expected a JSON object")
     return value
 
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Raises Refused, naming the file, where it, or what is under it, is missing, and NotDamaged
-    where the system does not let it be read, or it is a pipe, say, which has no end."""
+    """Raises UnsupportedError, naming the file, where it, or what is under it, is missing, and
+    NotDamaged where the system does not let it be read, or it is a pipe, say, which has no end."""
     try:
         mode = path.stat().st_mode if os.path.lexists(path) else stat.S_IFREG
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             raise NotDamaged(f"{path}: cannot be read: neither a file nor a folder")
         yield
     except FileNotFoundError as error:
-        raise Refused(f"{error.filename or path}: missing") from error
+        raise UnsupportedError(f"{error.filename or path}: missing") from error
     except OSError as error:
         raise NotDamaged(
             f"{error.filename or path}: cannot be read: {error.strerror or error}"
@@ -75,12 +75,12 @@ def readable(path: Path) -> Iterator[None]:
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """A safetensors file. Raises Refused where it is none, or cannot be read."""
+    """A safetensors file. Raises UnsupportedError where it is none, or cannot be read."""
     try:
         with readable(path), safe_open(path, framework="pt") as file:
             yield file
     except SafetensorError as error:
-        raise Refused(f"{path}: not a safetensors file: {error}") from error
+        raise UnsupportedError(f"{path}: not a safetensors file: {error}") from error
 
 
 # A rank's tensor, live, and where it lies in the whole.
@@ -230,7 +230,7 @@ Forms = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def read_tensor_list(path: Path) -> "TensorList":
-    """Of the checkpoint in a folder. Raises Refused where it is not there, or damaged."""
+    """Of the checkpoint in a folder. Raises UnsupportedError where it is not there, or damaged."""
     listed = expect_json(path / TENSORS)
     if listed.get("format") != FORMAT:
         raise NotDamaged(f"{path / TENSORS}: format {listed.get('format')!r}, expected {FORMAT}")
@@ -240,10 +240,12 @@ def read_tensor_list(path: Path) -> "TensorList":
     for name, saved in metadata.state_dict_metadata.items():
         assert isinstance(saved, TensorStorageMetadata)
         if not fill(saved.chunks, saved.size):
-            raise Refused(f"{path / TENSORS}: damaged: the boxes of {name} do not cover it")
+            raise UnsupportedError(
+                f"{path / TENSORS}: damaged: the boxes of {name} do not cover it"
+            )
     boxes = _boxes_by_file(metadata)
     for name in sorted({STATE, *boxes} - files.keys()):
-        raise Refused(f"{path / TENSORS}: damaged or changed: no size and sum of {name}")
+        raise UnsupportedError(f"{path / TENSORS}: damaged or changed: no size and sum of {name}")
     return TensorList(path, metadata, files, boxes)
 
 
@@ -257,7 +259,7 @@ class TensorList:
     boxes: dict[str, Forms]
 
     def verify(self, name: str) -> None:
-        """Looks at every byte of a file. Raises Refused."""
+        """Looks at every byte of a file. Raises UnsupportedError."""
         self.files[name].verify(self.path / name, TENSORS)
         if name in self.boxes:
             _verify_boxes(self.path / name, self.boxes[name])
@@ -301,14 +303,19 @@ class FileSum:
         return found
 
     def verify(self, path: Path, listed: str) -> None:
-        """Looks at every byte of a file, whose sum is in the file `listed`. Raises Refused."""
+        """Looks at every byte of a file, whose sum is in the file `listed`. Raises
+        UnsupportedError."""
         with readable(path):
             size = path.stat().st_size
             if size != self.bytes:
-                raise Refused(f"{path}: {size} bytes, expected {self.bytes}: truncated or changed")
+                raise UnsupportedError(
+                    f"{path}: {size} bytes, expected {self.bytes}: truncated or changed"
+                )
             found = digest(path)
         if found != self.sha256:
-            raise Refused(f"{path}: its SHA-256 is not the one in {listed}: damaged or changed")
+            raise UnsupportedError(
+                f"{path}: its SHA-256 is not the one in {listed}: damaged or changed"
+            )
 
 
 def _boxes_by_file(metadata: Metadata) -> dict[str, Forms]:
@@ -329,14 +336,16 @@ def _verify_boxes(path: Path, boxes: Forms) -> None:
         keys = set(file.keys())
         for key in sorted(keys ^ boxes.keys()):
             where = path.name if key in keys else TENSORS
-            raise Refused(f"{path.parent / TENSORS}: damaged or changed: only {where} has {key}")
+            raise UnsupportedError(
+                f"{path.parent / TENSORS}: damaged or changed: only {where} has {key}"
+            )
         for key, (dtype, shape) in boxes.items():
             part = file.get_slice(key)
             there = tuple(part.get_shape())
             # Without dimensions a tensor has no part that is empty.
             kind = (part[:0] if there else file.get_tensor(key)).dtype
             if (kind, there) != (dtype, shape):
-                raise Refused(
+                raise UnsupportedError(
                     f"{path.parent / TENSORS}: damaged or changed: {key} is {kind} {list(there)} "
                     f"in {path.name}, and {dtype} {list(shape)} by the list"
                 )
@@ -345,9 +354,9 @@ def _verify_boxes(path: Path, boxes: Forms) -> None:
 
 
 def refuse_nan(path: Path, name: str, weight: Tensor) -> None:
-    """Raises Refused where a run could not go on from this weight."""
+    """Raises UnsupportedError where a run could not go on from this weight."""
     if weight.isnan().any():
-        raise Refused(f"{path}: of no use: {name} has values that are not a number")
+        raise UnsupportedError(f"{path}: of no use: {name} has values that are not a number")
 
 
 def read_part(file: Any, key: str, part: tuple[slice, ...]) -> Tensor:
@@ -376,4 +385,4 @@ def parsing(path: Path) -> Iterator[None]:
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise Refused(f"{path / TENSORS}: damaged or changed: {error}") from error
+        raise UnsupportedError(f"{path / TENSORS}: damaged or changed: {error}") from error

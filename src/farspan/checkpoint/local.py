@@ -70,7 +70,7 @@ from farspan.durable import (
 )
 from farspan.engine.parallelize import ShardedModel
 from farspan.hf.load import save_model
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 R = TypeVar("R", "Restored", "Restored | None")
 _FORMAT = 1
@@ -113,11 +113,11 @@ class TrainState:
 
 
 def _train_state(path: Path, state: Mapping[str, Any]) -> TrainState:
-    """Where a checkpoint stands. Raises Refused when it does not say."""
+    """Where a checkpoint stands. Raises UnsupportedError when it does not say."""
     given: Any = state.get("position")
     whole = isinstance(given, dict) and given.keys() == {"step", "tokens", "skipped"}
     if not whole or any(type(value) is not int or value < 0 for value in given.values()):
-        raise Refused(
+        raise UnsupportedError(
             f"{path}: position: expected step, tokens and skipped, numbers from 0, got {given!r}"
         )
     return TrainState(**given)
@@ -125,8 +125,8 @@ def _train_state(path: Path, state: Mapping[str, Any]) -> TrainState:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a checkpoint says besides the tensors that are copied. Raises Refused where a run cannot
-    go on from there."""
+    """What a checkpoint says besides the tensors that are copied. Raises UnsupportedError where a
+    run cannot go on from there."""
 
     path: Path
     state: dict[str, Any]
@@ -149,7 +149,9 @@ class Restored:
                 if device.type == "cpu" or (device.index or 0) < torch.cuda.device_count():
                     torch.Generator(device).set_state(state)
         except (RuntimeError, TypeError, ValueError) as error:
-            raise Refused(f"{self.path}: no random numbers to go on from: {error}") from error
+            raise UnsupportedError(
+                f"{self.path}: no random numbers to go on from: {error}"
+            ) from error
         object.__setattr__(self, "at", at)
 
 
@@ -198,7 +200,7 @@ def resume_checkpoint(
 
     `expected` are entries of the state that must be equal, such as which run this is. A
     checkpoint that cannot be used is passed over with a warning where an older one can;
-    otherwise Refused says why, naming the file.
+    otherwise UnsupportedError says why, naming the file.
     """
     return latest_usable(list_checkpoints(folder), lambda path: _read(path, live, expected), warn)
 
@@ -206,12 +208,12 @@ def resume_checkpoint(
 def latest_usable(
     paths: Sequence[Path], read: Callable[[Path], Restored], warn: Callable[[str], None]
 ) -> Restored | None:
-    """What `read` makes of the latest of these that it does not refuse. Raises Refused."""
-    problems: dict[str, Refused] = {}
+    """What `read` makes of the latest of these that it does not refuse. Raises UnsupportedError."""
+    problems: dict[str, UnsupportedError] = {}
     for path in reversed(paths):
         try:
             restored = read(path)
-        except Refused as problem:
+        except UnsupportedError as problem:
             problems[path.name] = problem
             continue
         kept = frozenset(name for name, why in problems.items() if isinstance(why, NotDamaged))
@@ -220,7 +222,7 @@ def latest_usable(
             warn(f"{why}; resuming from {path} instead{fate if name in kept else ''}")
         return replace(restored, kept=kept)
     for why in problems.values():
-        raise Refused(f"{why}; {_ADVICE}")
+        raise UnsupportedError(f"{why}; {_ADVICE}")
     return None
 
 
@@ -263,13 +265,13 @@ def restore_rng(states: Tensors, own: torch.device | None = None) -> None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """All under a folder, the oldest first; what has any other name is the user's. Raises Refused
-    where the folder cannot be read."""
+    """All under a folder, the oldest first; what has any other name is the user's. Raises
+    UnsupportedError where the folder cannot be read."""
     return [path for path in named_checkpoints(folder) if not _is_in_the_way(path)]
 
 
 def named_checkpoints(folder: Path) -> list[Path]:
-    """Whatever has a checkpoint's name under a folder. Raises Refused."""
+    """Whatever has a checkpoint's name under a folder. Raises UnsupportedError."""
     with readable(folder):
         try:
             names = os.listdir(folder)
@@ -320,11 +322,11 @@ def verify_checkpoint(
     path: Path, forms: Mapping[str, Forms], expected: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The state of a checkpoint whose files hold tensors of these forms, after every byte and every
-    name has been looked at. Raises Refused."""
+    name has been looked at. Raises UnsupportedError."""
     listed = expect_json(path / _MANIFEST).get("files")
     wanted = {*forms, _RNG, _STATE}
     if not isinstance(listed, dict) or not wanted <= listed.keys():
-        raise Refused(f"{path / _MANIFEST}: does not list {', '.join(sorted(wanted))}")
+        raise UnsupportedError(f"{path / _MANIFEST}: does not list {', '.join(sorted(wanted))}")
     for name in sorted(wanted):
         _verify_file(path / name, listed[name])
     state = expect_json(path / _STATE)
@@ -338,7 +340,7 @@ def verify_checkpoint(
 
 def _verify_file(path: Path, entry: Any) -> None:
     if not isinstance(entry, dict) or not entry.keys() >= {"bytes", "sha256"}:
-        raise Refused(f"{path.parent / _MANIFEST}: no size and SHA-256 under {path.name}")
+        raise UnsupportedError(f"{path.parent / _MANIFEST}: no size and SHA-256 under {path.name}")
     FileSum(entry["bytes"], entry["sha256"]).verify(path, _MANIFEST)
 
 
@@ -390,10 +392,10 @@ class Saver(Protocol):
         self, folder: Path, expected: Mapping[str, Any], warn: Callable[[str], None]
     ) -> Restored | None:
         """Goes to the latest checkpoint under `folder` that can be used, and whose state has what
-        is `expected`; None when there is none at all. Raises Refused."""
+        is `expected`; None when there is none at all. Raises UnsupportedError."""
 
     def begin(self, path: Path, expected: Mapping[str, Any]) -> Restored:
-        """Goes to this checkpoint, of another run. Raises Refused."""
+        """Goes to this checkpoint, of another run. Raises UnsupportedError."""
 
     def save(
         self, folder: Path, rng: Tensors, state: Mapping[str, Any], *, step: int, keep: int
@@ -442,7 +444,8 @@ class ReplicatedSaver:
 
 
 def refuse_apart(folder: Path, world: DistributedContext) -> None:
-    """Raises Refused on all ranks where one does not see what rank 0 writes under `folder`."""
+    """Raises UnsupportedError on all ranks where one does not see what rank 0 writes under
+    `folder`."""
 
     def write() -> Path:
         path = folder / f"{PARTIAL}{secrets.token_hex(8)}"
@@ -454,7 +457,7 @@ def refuse_apart(folder: Path, world: DistributedContext) -> None:
     world.run_on_rank0(path.unlink)
     if blind is not None:
         rank, node = blind
-        raise Refused(
+        raise UnsupportedError(
             f"folder: rank {rank} ({node}) does not see what rank 0 writes in {folder}: ranks that "
             "hold parts of the weights write one checkpoint together; give a folder on a disk that "
             "all nodes share, or set parallel.fsdp to false, without tensor and pipeline, where "

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from farspan.lazy import load
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from farspan.version import VERSION
 
 RUN_FILES = (".yaml", ".yml")
@@ -169,6 +169,6 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app()
-    except Refused as error:
+    except UnsupportedError as error:
         print(f"farspan: {error}", file=sys.stderr)
         sys.exit(USAGE)

@@ -14,7 +14,7 @@ from farspan.cli import typer_app
 from farspan.engine.calibrate import calibrate
 from farspan.planner.machines import busy_words, to_json, user_file, write
 from farspan.report.tables import machine_view, show
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 app = typer_app()
 
@@ -48,22 +48,22 @@ def calibrate_command(
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device of the command line. Raises Refused when it is not there."""
+    """The device of the command line. Raises UnsupportedError when it is not there."""
     has_gpu = torch.cuda.is_available()
     if name is None:
         return torch.device("cuda" if has_gpu else "cpu")
     if name not in ("cpu", "cuda"):
-        raise Refused(f"device: expected cpu or cuda, got {name!r}")
+        raise UnsupportedError(f"device: expected cpu or cuda, got {name!r}")
     if name == "cuda" and not has_gpu:
-        raise Refused("device: no CUDA device can be used here; give cpu")
+        raise UnsupportedError("device: no CUDA device can be used here; give cpu")
     return torch.device(name)
 
 
 def check_place(path: Path) -> None:
-    """Make the folder of the file to write, before a minute is spent. Raises Refused."""
+    """Make the folder of the file to write, before a minute is spent. Raises UnsupportedError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Refused(f"output: cannot make {path.parent}: {error.strerror}") from error
+        raise UnsupportedError(f"output: cannot make {path.parent}: {error.strerror}") from error
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise Refused(f"output: {path} cannot be written; name another file")
+        raise UnsupportedError(f"output: {path} cannot be written; name another file")

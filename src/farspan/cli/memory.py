@@ -29,7 +29,7 @@ from farspan.memory.replay import make_plan, rounded, write_plan
 from farspan.memory.trace import Trace, TraceFormat, read_format, read_trace
 from farspan.report.memory import compare_view, page, picture, remark
 from farspan.report.tables import show
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 COMMANDS = {
     "trace": LazyCommand(
@@ -112,7 +112,7 @@ def place_command(
 ) -> None:
     """Plan an address for each tensor of a trace, as low as possible."""
     if not time_limit > 0:
-        raise Refused(f"time-limit: expected more than 0 seconds, got {time_limit:g}")
+        raise UnsupportedError(f"time-limit: expected more than 0 seconds, got {time_limit:g}")
     read, found = read_format(trace)
     if alignment is None:
         alignment = 1 if found is TraceFormat.CSV else ALIGNMENT
@@ -142,10 +142,10 @@ def exact(question: PlacementOptions) -> tuple[Solution, str]:
 
 
 def bilevel(question: PlacementOptions) -> tuple[Solution, str]:
-    """Raises Refused for a trace that no layer is marked in."""
+    """Raises UnsupportedError for a trace that no layer is marked in."""
     layers = segments(question.trace)
     if not layers:
-        raise Refused(
+        raise UnsupportedError(
             "method: bilevel needs marks of layers in the trace, such as `# mark layer 3 forward`; "
             "there are none; use exact"
         )
@@ -272,7 +272,7 @@ def compare_command(
 ) -> None:
     """Run one trace through four allocators: the memory they need, and their calls."""
     if output is not None and output.suffix not in PICTURES:
-        raise Refused(f"output: expected a name that ends in .html or .svg, got {output}")
+        raise UnsupportedError(f"output: expected a name that ends in .html or .svg, got {output}")
     limit = None if capacity is None else read_bytes(capacity, "capacity")
     chunks = [read_bytes(part, "chunk") for part in chunk.split(",")]
     rivals = contenders(chunks, read_settings(alloc_conf))
@@ -294,8 +294,8 @@ def answer_json(comparisons: list[AllocatorComparison]) -> dict[str, Any]:
 
 
 def write_picture(path: Path, text: str) -> None:
-    """Raises Refused naming the file."""
+    """Raises UnsupportedError naming the file."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise Refused(f"{path}: cannot be written: {error.strerror}") from error
+        raise UnsupportedError(f"{path}: cannot be written: {error.strerror}") from error

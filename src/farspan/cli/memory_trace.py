@@ -16,7 +16,7 @@ from farspan.memory.host import GIB
 from farspan.memory.trace import Malloc, Trace, write_trace
 from farspan.plan.model.catalog import presets
 from farspan.program.strategies import STRATEGIES
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 app = typer_app()
 
@@ -77,13 +77,13 @@ def trace_command(
     began = time.monotonic()
     if record is not None:
         if model is not None:
-            raise Refused("record: it records a program, not a model; leave out --model")
+            raise UnsupportedError("record: it records a program, not a model; leave out --model")
         found = record_script(record, arguments or ())
     else:
         if model is None:
-            raise Refused("model: give --model MODEL, or --record PROGRAM")
+            raise UnsupportedError("model: give --model MODEL, or --record PROGRAM")
         if arguments:
-            raise Refused(
+            raise UnsupportedError(
                 f"arguments: {arguments[0]!r} is for a program; add --record PROGRAM, "
                 "or leave it out"
             )
@@ -104,19 +104,21 @@ def trace_command(
 def read_contexts(context: str | None, contexts: str | None, steps: int | None) -> tuple[int, ...]:
     """The length of each step; lengths begin anew where there are more steps than lengths."""
     if (context is None) == (contexts is None):
-        raise Refused("context: give either --context, or --contexts with the length of each step")
+        raise UnsupportedError(
+            "context: give either --context, or --contexts with the length of each step"
+        )
     texts = [context or ""] if contexts is None else contexts.split(",")
     lengths = [read_tokens(text.strip(), "context") for text in texts]
     return tuple(lengths[step % len(lengths)] for step in range(steps or len(lengths)))
 
 
 def read_temporaries(text: str) -> Temporaries:
-    """The kinds that are named. Raises Refused for one that is not known."""
+    """The kinds that are named. Raises UnsupportedError for one that is not known."""
     names = [] if text == NOTHING else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in tuple(Temporary):
             known = ", ".join((*Temporary, NOTHING))
-            raise Refused(f"temporaries: {name!r} is not known; expected any of {known}")
+            raise UnsupportedError(f"temporaries: {name!r} is not known; expected any of {known}")
     return Temporaries(frozenset(map(Temporary, names)))
 
 

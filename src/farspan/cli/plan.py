@@ -24,7 +24,7 @@ from farspan.program.strategies import AUTO, STRATEGIES
 from farspan.report.plan import contexts_view, plan_view
 from farspan.report.tables import show
 from farspan.report.timeline import timeline_json
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from farspan.train.config import DType, LoraConfig, RunConfig, load_run, with_sparse, with_strategy
 
 
@@ -93,13 +93,16 @@ class PlanAnswer:
 
 
 def write_timeline(path: Path, plan: Plan | None) -> None:
-    """The plan's step as a trace. Raises Refused where there is no plan, or no such place."""
+    """The plan's step as a trace. Raises UnsupportedError where there is no plan, or no such
+    place."""
     if plan is None:
-        raise Refused("timeline: no strategy fits at any context, so there is no step to draw")
+        raise UnsupportedError(
+            "timeline: no strategy fits at any context, so there is no step to draw"
+        )
     try:
         path.write_text(json.dumps(timeline_json(plan)) + "\n", encoding="utf-8")
     except OSError as error:
-        raise Refused(f"timeline: {path} cannot be written: {error}") from error
+        raise UnsupportedError(f"timeline: {path} cannot be written: {error}") from error
 
 
 app = typer_app()
@@ -223,12 +226,12 @@ def plan_command(
     given = {name: value for name, value in options.items() if value is not None}
     limit = math.inf if max_step is None else read_seconds(max_step, "max_step")
     if max_step is not None and not max_context:
-        raise Refused("max_step: is of the longest context; give --max-context, too")
+        raise UnsupportedError("max_step: is of the longest context; give --max-context, too")
     longest = limit if max_context else None
     if run is not None:
         answer = _of_run(run, settings or (), given, longest)
     elif settings:
-        raise Refused(f"--set {settings[0]}: there is no run file to set it in; name one")
+        raise UnsupportedError(f"--set {settings[0]}: there is no run file to set it in; name one")
     else:
         answer = _of_model(given, longest)
     chosen = answer.chosen()
@@ -244,9 +247,11 @@ def plan_command(
 def _of_model(given: dict[str, Any], max_step: float | None) -> PlanAnswer:
     """What the options ask; of the longest contexts where a step's longest time is given."""
     if "model" not in given:
-        raise Refused("model: give --model NAME, or the run file of farspan train")
+        raise UnsupportedError("model: give --model NAME, or the run file of farspan train")
     if "context" not in given and max_step is None:
-        raise Refused("context: give --context TOKENS, or --max-context to find the longest")
+        raise UnsupportedError(
+            "context: give --context TOKENS, or --max-context to find the longest"
+        )
     if "sparse" in given:
         given = {**given, "sparse": read_sparse(given["sparse"])}
     fields = {"context": 1, **given, "config": given["model"], "progress": telling()}
@@ -266,9 +271,11 @@ def _of_run(
 ) -> PlanAnswer:
     """What a run file asks, with what the options say in place of it."""
     if "model" in given:
-        raise Refused(f"model: {path} names one; leave out --model, or the run file")
+        raise UnsupportedError(f"model: {path} names one; leave out --model, or the run file")
     if path.suffix not in RUN_FILES and not path.is_file():
-        raise Refused(f"{path}: not a run file (.yaml); to plan a model, give --model {path}")
+        raise UnsupportedError(
+            f"{path}: not a run file (.yaml); to plan a model, give --model {path}"
+        )
     run, notes = in_place_of(load_run(path, settings), given)
     asked = {name: given[name] for name in OF_MACHINE if name in given}
     questions = load("farspan.train.plan_run", "questions_of_run")(run, asked, telling())
@@ -310,8 +317,8 @@ def without_fields(run: RunConfig) -> list[str]:
 def _lora(rank: int) -> LoraConfig | None:
     try:
         return LoraConfig(rank) if rank else None
-    except Refused as error:
-        raise Refused(f"lora: {error}") from error
+    except UnsupportedError as error:
+        raise UnsupportedError(f"lora: {error}") from error
 
 
 def telling() -> Callable[[str], None]:

@@ -10,7 +10,7 @@ from farspan.engine.profile import measure
 from farspan.plan.model.catalog import find_config, presets
 from farspan.profile import store
 from farspan.profile.model import ModelProfile, Variant
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 app = typer_app()
 
@@ -32,7 +32,9 @@ def profile_command(
     config = find_config(model)
     if write:
         if model not in {preset.name for preset in presets()}:
-            raise Refused(f"model: {model!r} is no preset's name, whose file could be written")
+            raise UnsupportedError(
+                f"model: {model!r} is no preset's name, whose file could be written"
+            )
         print(f"written to {store.write(model, store.make(config, measure))}")
         return
     ours = kernels and dtype != "float64"

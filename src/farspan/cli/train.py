@@ -11,7 +11,7 @@ from farspan.formatting import EXAMPLE, OFF, ON, read_sparse
 from farspan.lazy import load
 from farspan.planner.request import SHARE
 from farspan.program.strategies import AUTO, STRATEGIES
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from farspan.train.config import (
     RunConfig,
     StartConfig,
@@ -87,7 +87,7 @@ def train_command(
     chosen = default_run(given) if run is None else load_run(run, given)
     chosen, notes = override(chosen, strategy_name, folder, steps)
     if with_states and start is None:
-        raise Refused("--with-states: of which run? Name it with --from")
+        raise UnsupportedError("--with-states: of which run? Name it with --from")
     if start is not None:
         chosen = replace(chosen, start=StartConfig(str(Path(start)), with_states))
     if host_memory is not None:

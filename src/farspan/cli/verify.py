@@ -14,7 +14,7 @@ from farspan.lazy import load
 from farspan.plan.cell.describe import SHORT_NAMES
 from farspan.plan.model.catalog import split_revision
 from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
-from farspan.spec import Refused, Schedule
+from farspan.spec import Schedule, UnsupportedError
 from farspan.train.config import ModelConfig, RunConfig, SparseConfig, default_run, load_run
 
 app = typer_app()
@@ -69,7 +69,7 @@ def verify_command(
     run = run_of(model, settings or ())
     attention = attention_for(run, sparse)
     if documents > context:
-        raise Refused(
+        raise UnsupportedError(
             f"documents: {documents} do not fit into {context} tokens; give at most {context}"
         )
     source, drawn = source_of(model, run, random_weights)
@@ -95,11 +95,11 @@ def verify_command(
 
 
 def run_of(model: str | None, settings: Sequence[str]) -> RunConfig | None:
-    """The run of a run file with these settings; None: another model. Raises Refused."""
+    """The run of a run file with these settings; None: another model. Raises UnsupportedError."""
     if model is not None and model.endswith(RUN_FILES):
         return load_run(Path(model), settings)
     if settings:
-        raise Refused(f"--set {settings[0]}: there is no run file to set it in; name one")
+        raise UnsupportedError(f"--set {settings[0]}: there is no run file to set it in; name one")
     return None
 
 
@@ -122,14 +122,14 @@ def base_schedule(
 
 
 def replace_cuts(schedule: Schedule, chunk: int | None, groups: str | None) -> Schedule:
-    """The schedule with the chunk and groups of the command line. Raises Refused."""
+    """The schedule with the chunk and groups of the command line. Raises UnsupportedError."""
     if chunk is not None:
         schedule = replace(schedule, chunk=chunk)
     if groups is not None:
         try:
             sizes = tuple(int(size) for size in groups.split(","))
         except ValueError as error:
-            raise Refused(
+            raise UnsupportedError(
                 f"groups: expected a number such as 4, or a list such as 2,1,1; got {groups!r}"
             ) from error
         schedule = replace(schedule, groups=sizes[0] if len(sizes) == 1 else sizes)
@@ -155,7 +155,7 @@ def replace_attention(
     schedule: Schedule, attention: SparseConfig | None, written: bool
 ) -> Schedule:
     """The schedule with this attention. A chunk that is `written` out is refused unless it is of
-    whole pages; others are rounded up. Raises Refused."""
+    whole pages; others are rounded up. Raises UnsupportedError."""
     if attention is None:
         return schedule
     if written:
@@ -164,10 +164,10 @@ def replace_attention(
 
 
 def checked_dtype(name: str) -> str:
-    """The dtype by its long name. Raises Refused."""
+    """The dtype by its long name. Raises UnsupportedError."""
     found = SHORT_NAMES.get(name, name)
     if found not in ("float64", "float32", "bfloat16"):
-        raise Refused(f"dtype: expected float64, float32 or bfloat16, got {found!r}")
+        raise UnsupportedError(f"dtype: expected float64, float32 or bfloat16, got {found!r}")
     return found
 
 

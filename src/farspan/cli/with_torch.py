@@ -22,7 +22,7 @@ from farspan.hf.merge import merge
 from farspan.report.tables import show
 from farspan.sparse.train import fraction_of
 from farspan.sparse.verify import Approximation
-from farspan.spec import Refused, Schedule
+from farspan.spec import Schedule, UnsupportedError
 from farspan.train.config import ModelConfig, RunConfig, SparseConfig
 from farspan.train.console import make_reporter
 from farspan.train.origin import with_base
@@ -33,14 +33,15 @@ FURTHEST = "gradients furthest from plain autograd's"
 
 
 def train_and_tell(run: RunConfig, notes: Sequence[str], *, in_json: bool) -> None:
-    """Trains and prints the result. Raises typer.Exit with the command's exit code, and Refused."""
+    """Trains and prints the result. Raises typer.Exit with the command's exit code, and
+    UnsupportedError."""
     try:
         result = train(run, reporter=make_reporter(Console(stderr=in_json)), notes=notes)
     except (WriteFailed, Diverged, RankFailed) as error:
         if not is_shared(error):
             print(f"farspan: {error}", file=sys.stderr)
         raise typer.Exit(FAILED) from error
-    except Refused as error:
+    except UnsupportedError as error:
         if is_shared(error):
             raise typer.Exit(USAGE) from error
         raise
@@ -50,7 +51,7 @@ def train_and_tell(run: RunConfig, notes: Sequence[str], *, in_json: bool) -> No
 
 
 def merge_and_tell(source: Path, folder: Path, base: str | None) -> None:
-    """Merges and says so. Raises typer.Exit where the disk is full, and Refused."""
+    """Merges and says so. Raises typer.Exit where the disk is full, and UnsupportedError."""
     try:
         print(merge(source, folder, base).describe())
     except WriteFailed as error:
@@ -116,7 +117,7 @@ def verify_and_tell(
     in_json: bool,
 ) -> None:
     """Prints the notes, verifies and prints the outcome. Raises typer.Exit with the command's exit
-    code, and Refused."""
+    code, and UnsupportedError."""
     run = VerificationRun(batch, context, documents, seed)
     for note in notes:
         print(note, file=sys.stderr if in_json else sys.stdout)

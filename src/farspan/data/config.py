@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 _SPLIT = "train"
 _PROMPT = ("prompt", "completion")  # the fields of a record of that format
@@ -76,7 +76,7 @@ class SourceConfig:
         object.__setattr__(self, "format", RecordFormat(self.format))
         object.__setattr__(self, "loss", Loss(self.loss))
         if (self.path is None) != (self.source is SourceKind.STDLIB):
-            raise Refused(
+            raise UnsupportedError(
                 "path: source 'stdlib' reads Python's own sources and takes no path; set source"
                 " to text, jsonl or dataset"
                 if self.path is not None
@@ -85,22 +85,28 @@ class SourceConfig:
         self._check_source()
         self._check_format()
         if not 0.0 <= self.held_out < 1.0:
-            raise Refused(f"held_out: expected a fraction from 0 up to 1, got {self.held_out!r}")
+            raise UnsupportedError(
+                f"held_out: expected a fraction from 0 up to 1, got {self.held_out!r}"
+            )
         if self.held_out_split is not None and self.source is not SourceKind.DATASET:
-            raise Refused("held_out_split: only source 'dataset' has splits; use held_out_path")
+            raise UnsupportedError(
+                "held_out_split: only source 'dataset' has splits; use held_out_path"
+            )
         if self.held_out_path is not None and self.source is SourceKind.STDLIB:
-            raise Refused("held_out_path: source 'stdlib' has no other path; use held_out")
+            raise UnsupportedError("held_out_path: source 'stdlib' has no other path; use held_out")
         if self.held_out_elsewhere() and self.held_out > 0:
-            raise Refused("held_out: give this fraction or other documents, not both")
+            raise UnsupportedError("held_out: give this fraction or other documents, not both")
 
     def _check_source(self) -> None:
         """What is said of it in vain."""
         if self.source is not SourceKind.DATASET and self.name is not None:
-            raise Refused("name: only source 'dataset' has configurations; leave it out")
+            raise UnsupportedError("name: only source 'dataset' has configurations; leave it out")
         if self.source is not SourceKind.DATASET and self.split != _SPLIT:
-            raise Refused("split: only source 'dataset' has splits; leave it out, or name a path")
+            raise UnsupportedError(
+                "split: only source 'dataset' has splits; leave it out, or name a path"
+            )
         if self.source in (SourceKind.STDLIB, SourceKind.TEXT) and self.field is not None:
-            raise Refused(
+            raise UnsupportedError(
                 f"field: source '{self.source}' has files without fields; set source to jsonl or "
                 "dataset, or leave it out"
             )
@@ -112,24 +118,26 @@ class SourceConfig:
             SourceKind.JSONL,
             SourceKind.DATASET,
         ):
-            raise Refused(
+            raise UnsupportedError(
                 f"format: {kind} is a form of records; set source to jsonl or dataset, got "
                 f"'{self.source}'"
             )
         if self.field is not None and kind in _NO_FIELD:
-            raise Refused(f"field: format {kind} reads {_NO_FIELD[kind]}")
+            raise UnsupportedError(f"field: format {kind} reads {_NO_FIELD[kind]}")
         if kind is not RecordFormat.PROMPT and (self.prompt, self.completion) != _PROMPT:
-            raise Refused("prompt: only format 'prompt' has prompts and completions; set format")
+            raise UnsupportedError(
+                "prompt: only format 'prompt' has prompts and completions; set format"
+            )
         if self.prompt == self.completion:
-            raise Refused(f"completion: it is the prompt's field too, {self.prompt!r}")
+            raise UnsupportedError(f"completion: it is the prompt's field too, {self.prompt!r}")
         chats = (RecordFormat.CHAT, RecordFormat.SHAREGPT)
         if kind not in chats and self.chat_template is not None:
-            raise Refused(
+            raise UnsupportedError(
                 "chat_template: only formats chat and sharegpt have one; set format, or leave it "
                 "out"
             )
         if kind in (RecordFormat.TEXT, RecordFormat.TOKENS) and self.loss is not Loss.ANSWERS:
-            raise Refused(f"loss: format {kind} has no answers; leave it out")
+            raise UnsupportedError(f"loss: format {kind} has no answers; leave it out")
 
     def held_out_elsewhere(self) -> bool:
         """Whether evaluation reads documents of its own."""
@@ -145,7 +153,7 @@ class WeightedSource(SourceConfig):
     def __post_init__(self) -> None:
         SourceConfig.__post_init__(self)
         if not 0.0 < self.weight < float("inf"):
-            raise Refused(f"weight: expected a number above 0, got {self.weight!r}")
+            raise UnsupportedError(f"weight: expected a number above 0, got {self.weight!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +171,12 @@ class DataConfig(SourceConfig):
         if self.sources is None:
             return
         if not self.sources:
-            raise Refused("sources: expected one or more, got none; leave it out, or list some")
+            raise UnsupportedError(
+                "sources: expected one or more, got none; leave it out, or list some"
+            )
         for own in fields(SourceConfig):
             if getattr(self, own.name) != own.default:
-                raise Refused(
+                raise UnsupportedError(
                     f"{own.name}: it is of one source, and there are several; give it to those of "
                     "data.sources that need it"
                 )

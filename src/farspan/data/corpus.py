@@ -24,7 +24,7 @@ from farspan.data.packing import (
 from farspan.data.sources import OpenedSource, open_source, refuse_shared
 from farspan.data.token_cache import TokenStore, Watch, open_store
 from farspan.data.tokenizers import Tokenizer
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 TRAINED = "data.path"
 _MUCH = 0.1  # of a sequence, as padding: worth a word
@@ -109,7 +109,7 @@ def open_corpus(
     """Reads, tokenizes (once) and divides the documents.
 
     `watch(documents, tokens)` is called while tokens are written; it may raise to abandon that.
-    Raises Refused when data cannot be read or leaves nothing to train on.
+    Raises UnsupportedError when data cannot be read or leaves nothing to train on.
     """
     parts: list[Part] = []
     for number, (own, weight) in enumerate(config.each()):
@@ -139,13 +139,13 @@ def _naming(number: int | None) -> Iterator[None]:
     """Keys of the run file in refusals are those of the source at `number`; None: there is one."""
     try:
         yield
-    except Refused as error:
+    except UnsupportedError as error:
         key = str(error).partition("data.")[2].partition(":")[0]
         own = {field.name for field in fields(SourceConfig)}
         if number is None or not str(error).startswith("data.") or key not in own:
             raise
         words = str(error).removeprefix("data.")
-        raise Refused(f"data.sources[{number}].{words}") from error
+        raise UnsupportedError(f"data.sources[{number}].{words}") from error
 
 
 def _open_part(
@@ -162,7 +162,7 @@ def _open_part(
     store = open_store(opened.train, opened.form, tokenizer, cache, watch)
     chosen, held = split_held_out(store.documents(), config.held_out, seed)
     if len(chosen) == 0:
-        raise Refused(
+        raise UnsupportedError(
             f"data.held_out: {config.held_out} of {store.documents()} document(s) leaves nothing "
             "to train on; give data.held_out_path, or set held_out to 0"
         )
@@ -207,7 +207,7 @@ def _pack(
     """`source` is the key of the run file that these documents are of."""
     if kind is PackingKind.CUT:
         if store.trained is not None and not store.trained.all():
-            raise Refused(
+            raise UnsupportedError(
                 "data.packing: cut may make sequences without a trained token; set it to "
                 "whole, or data.loss to all"
             )
@@ -215,7 +215,7 @@ def _pack(
     else:
         layout = BestFitLayout(store.starts, documents, context, seed, store.trained)
         if layout.kept.tokens == 0:
-            raise Refused(
+            raise UnsupportedError(
                 f"{source}: no document has a trained token after its first, so there is nothing "
                 f"to {'train' if source == TRAINED else 'evaluate'} on; give longer ones"
             )
@@ -223,12 +223,12 @@ def _pack(
 
 
 def _check_disjoint(parts: list[Part]) -> None:
-    """Of the last part against all of them. Raises Refused."""
+    """Of the last part against all of them. Raises UnsupportedError."""
     last = parts[-1]
     for part in parts:
         trained, others = part.stores[0].digest, [s.digest for s in last.stores[1:]]
         if trained in others or last.stores[0].digest in [s.digest for s in part.stores[1:]]:
-            raise Refused(
+            raise UnsupportedError(
                 "data.held_out_path: these are the documents that are trained on; give others, "
                 "or use held_out to divide these"
             )
@@ -238,7 +238,7 @@ def _check_disjoint(parts: list[Part]) -> None:
             if other.held_out is not None:
                 refuse_shared(one.train, other.held_out)
         if trained == last.stores[0].digest:
-            raise Refused(
+            raise UnsupportedError(
                 "data.path: another source has the same documents; give them once, with the sum of "
                 "both weights"
             )

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from farspan.data.tokenizers import Document, Encoded, Written
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 INPUT_IDS, LABELS, MASK = "input_ids", "labels", "attention_mask"
 UNTRAINED = -100  # label of a token that no loss is of, as everywhere in Hugging Face
@@ -127,7 +127,7 @@ class AlpacaForm:
     def read(self, document: Document) -> Written | None:
         for other in _NOT_ALPACA:
             if document.fields.get(other):
-                raise Refused(
+                raise UnsupportedError(
                     f"{document.place}: field {other!r} is not part of Alpaca's prompt; leave it "
                     "out, or write the record as a chat"
                 )
@@ -164,7 +164,7 @@ class TokensForm:
         if document.fields.get(LABELS) is not None:
             labels = _whole_numbers(document, LABELS)
         if len(labels) != len(ids):
-            raise Refused(
+            raise UnsupportedError(
                 f"{document.place}: {len(labels)} labels for {len(ids)} input_ids; give one for "
                 "each"
             )
@@ -174,15 +174,17 @@ class TokensForm:
         if len(ids) == 0:
             return None
         if ids.min() < 0:
-            raise Refused(f"{document.place}: field 'input_ids' has a negative id, {ids.min()}")
+            raise UnsupportedError(
+                f"{document.place}: field 'input_ids' has a negative id, {ids.min()}"
+            )
         if ids.max() >= 1 << 32:
-            raise Refused(
+            raise UnsupportedError(
                 f"{document.place}: field 'input_ids' has an id of {ids.max()}, expected ids "
                 "below 2**32"
             )
         trained = labels != UNTRAINED
         if bool((labels[trained] != ids[trained]).any()):
-            raise Refused(
+            raise UnsupportedError(
                 f"{document.place}: field 'labels' differs from input_ids; each label is the id "
                 "at the same place, unshifted, or -100 if it is not trained"
             )
@@ -190,9 +192,10 @@ class TokensForm:
 
 
 def field_of(document: Document, field: str, key: str) -> Any:
-    """What a record has under `field`; `key` of the run file would say another. Raises Refused."""
+    """What a record has under `field`; `key` of the run file would say another. Raises
+    UnsupportedError."""
     if field not in document.fields:
-        raise Refused(
+        raise UnsupportedError(
             f"{document.place} has no field {field!r} (it has: {', '.join(document.fields)}); "
             f"set {key}"
         )
@@ -200,16 +203,16 @@ def field_of(document: Document, field: str, key: str) -> Any:
 
 
 def text_of(document: Document, field: str, key: str) -> str:
-    """Raises Refused where it is none, or none that can be encoded."""
+    """Raises UnsupportedError where it is none, or none that can be encoded."""
     text = field_of(document, field, key)
     if not isinstance(text, str):
-        raise Refused(
+        raise UnsupportedError(
             f"{document.place}: field {field!r} holds {type(text).__name__}, expected text"
         )
     try:
         text.encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair, written as an escape
-        raise Refused(
+        raise UnsupportedError(
             f"{document.place}: field {field!r} is not valid Unicode: {error.reason}"
         ) from error
     return text
@@ -219,12 +222,12 @@ def _own(document: Document, tokens: int) -> slice:
     """The tokens between the padding at either end."""
     mask = _whole_numbers(document, MASK)
     if len(mask) != tokens:
-        raise Refused(
+        raise UnsupportedError(
             f"{document.place}: attention_mask has {len(mask)} entries for {tokens} input_ids; "
             "give one for each"
         )
     if not np.isin(mask, (0, 1)).all():
-        raise Refused(
+        raise UnsupportedError(
             f"{document.place}: field 'attention_mask' has values other than 0 (padding) and 1; "
             "give "
             "each document a row of its own, without padding"
@@ -234,7 +237,7 @@ def _own(document: Document, tokens: int) -> slice:
         return slice(0)
     begin, end = int(read[0]), int(read[-1]) + 1
     if len(read) != end - begin:
-        raise Refused(
+        raise UnsupportedError(
             f"{document.place}: field 'attention_mask' has 0 between tokens of 1; padding is at "
             "the ends: give tokens that are read and not trained a label of -100 instead"
         )
@@ -248,7 +251,7 @@ def _whole_numbers(document: Document, field: str) -> np.ndarray:
             return np.asarray(given, dtype=np.int64)
         except OverflowError:
             pass
-    raise Refused(f"{document.place}: field {field!r}: expected a list of whole numbers")
+    raise UnsupportedError(f"{document.place}: field {field!r}: expected a list of whole numbers")
 
 
 TOOLS = "tools"
@@ -332,7 +335,7 @@ class ChatForm:
             isinstance(m, Mapping) and all(k in m for k in needed) for m in given
         ):
             what = "from and value" if self.sharegpt else "a role and a content"
-            raise Refused(
+            raise UnsupportedError(
                 f"{document.place}: field {self.field!r}: expected a list of messages, each with "
                 f"{what}"
             )
@@ -348,13 +351,13 @@ class ChatForm:
         for number, message in enumerate(given, start=1):
             role = _SPEAKERS.get(str(message.get("from")))
             if role is None:
-                raise Refused(
+                raise UnsupportedError(
                     f"{document.place}: message {number} is from {message.get('from')!r}, expected "
                     f"one of {', '.join(_SPEAKERS)}; write others as a chat, with role and content"
                 )
             content = message.get("value", "")
             if not isinstance(content, str):
-                raise Refused(
+                raise UnsupportedError(
                     f"{document.place}: message {number}: value holds {type(content).__name__}, "
                     "expected text"
                 )
@@ -368,7 +371,7 @@ class ChatForm:
             try:
                 tools = json.loads(tools) if tools.strip() else None
             except (ValueError, RecursionError) as error:
-                raise Refused(
+                raise UnsupportedError(
                     f"{document.place}: field {TOOLS!r} holds text that is not JSON: {error}"
                 ) from error
         return tools
@@ -382,7 +385,7 @@ class ChatForm:
             if message["role"] != ASSISTANT:
                 continue
             if number == 0:
-                raise Refused(
+                raise UnsupportedError(
                     f"{document.place}: message 1 is the {ASSISTANT}'s; begin the conversation "
                     "with what the model is told"
                 )
@@ -391,13 +394,13 @@ class ChatForm:
             if begin is not None:
                 end = self._end(text, begin, self._text(document, messages[: number + 1]))
             if begin is None:
-                raise Refused(
+                raise UnsupportedError(
                     f"{document.place}: message {number + 1}: the chat template does not mark "
                     f"where the model's turn begins (add_generation_prompt), or renders it "
                     f"differently when other messages follow; {_OTHERWISE}"
                 )
             if end is None:
-                raise Refused(
+                raise UnsupportedError(
                     f"{document.place}: message {number + 1}: the chat template renders it "
                     "differently when other messages follow, so its end cannot be found; "
                     f"{_OTHERWISE}"
@@ -471,7 +474,7 @@ class ChatForm:
         except MemoryError:
             raise  # a limit's, that says more
         except Exception as error:  # a template raises what it wants; its words are kept
-            raise Refused(
+            raise UnsupportedError(
                 f"{document.place}: the chat template cannot render field {self.field!r}: "
                 f"{' '.join(str(error).split())}"
             ) from error

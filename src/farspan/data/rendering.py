@@ -19,7 +19,7 @@ from pathlib import Path
 
 from farspan.data.formats import ChatForm
 from farspan.data.tokenizers import Document, Encoded, Form, Written
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 CPU_SECONDS = 1.5  # for a record; an honest one takes a thousandth
 MEMORY = 512 << 20  # bytes above those of the process when it is forked
@@ -31,8 +31,8 @@ Read = Callable[[Document], Content]
 
 @contextmanager
 def reading(form: Form) -> Iterator[Read]:
-    """`form.read`, in a child where that runs a template. It raises Refused at a record for which
-    the template takes more than CPU_SECONDS or MEMORY."""
+    """`form.read`, in a child where that runs a template. It raises UnsupportedError at a record
+    for which the template takes more than CPU_SECONDS or MEMORY."""
     if not isinstance(form, ChatForm):
         yield form.read
         return
@@ -68,7 +68,7 @@ def _ask(child: int, pipe: Connection, document: Document) -> Content:
         how = f"ended the process that reads it (status {status})"
         if status == -signal.SIGPROF:
             how = f"takes more than {CPU_SECONDS} s of CPU"
-        answer = Refused(
+        answer = UnsupportedError(
             f"{document.place}: the chat template {how}; leave this record out, or give another "
             "data.chat_template"
         )
@@ -97,7 +97,7 @@ def _serve(read: Read, pipe: Connection) -> None:
         except EOFError:
             return
         except MemoryError:
-            answer = Refused(
+            answer = UnsupportedError(
                 f"{place}: the chat template needs more than {MEMORY >> 20} MiB; leave this record "
                 "out, or give another data.chat_template"
             )

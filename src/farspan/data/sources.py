@@ -26,7 +26,7 @@ from farspan.data.formats import (
 )
 from farspan.data.tokenizers import TEXT, Document, Form, HubTokenizer, Source, Tokenizer
 from farspan.lazy import load
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 MOST_TEXT = 256 << 20  # bytes of a document: of a text file, of a line
 MOST_VALUES = 1 << 24  # of a record, which take 40 to 64 bytes of memory each
@@ -45,7 +45,7 @@ _SKIPPED = frozenset(
 def find_files(path: str, field: str) -> tuple[Path, ...]:
     """The files that `path` (a file, a folder or a glob) stands for, sorted.
 
-    Raises Refused, naming the configuration field `field`, when there are none.
+    Raises UnsupportedError, naming the configuration field `field`, when there are none.
     """
     place = Path(path).expanduser()
     if place.is_file():
@@ -56,7 +56,9 @@ def find_files(path: str, field: str) -> tuple[Path, ...]:
         found = [Path(p) for p in glob.glob(str(place), recursive=True)]
     files = tuple(sorted(p for p in found if p.is_file()))
     if not files:
-        raise Refused(f"{field}: no file matches {path!r}; give a file, a folder or a glob")
+        raise UnsupportedError(
+            f"{field}: no file matches {path!r}; give a file, a folder or a glob"
+        )
     return files
 
 
@@ -76,14 +78,17 @@ def _skipped(path: Path) -> bool:
 
 
 def read_bytes(path: Path, most: int = MOST_TEXT) -> bytes:
-    """All bytes of a file; Refused with its name when it cannot be read or has more than `most`."""
+    """All bytes of a file; UnsupportedError with its name when it cannot be read or has more than
+    `most`."""
     try:
         with path.open("rb") as file:
             data = file.read(most + 1)
     except OSError as error:
-        raise Refused(f"{path}: cannot be read: {error.strerror}") from error
+        raise UnsupportedError(f"{path}: cannot be read: {error.strerror}") from error
     if len(data) > most:
-        raise Refused(f"{path}: has more than {most >> 20} MiB, which one text may; divide it")
+        raise UnsupportedError(
+            f"{path}: has more than {most >> 20} MiB, which one text may; divide it"
+        )
     return data
 
 
@@ -93,7 +98,7 @@ def decode(data: bytes, path: Path, line: int) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         where = line + data.count(b"\n", 0, error.start)
-        raise Refused(
+        raise UnsupportedError(
             f"{path}: line {where} is not valid UTF-8 (byte 0x{data[error.start]:02x}); convert "
             "the file to UTF-8 or leave it out"
         ) from error
@@ -138,21 +143,21 @@ class JsonLines:
 
 def _record(path: Path, line: int, data: bytes) -> dict[str, Any]:
     if len(data) > MOST_VALUES and _values(data) > MOST_VALUES:
-        raise Refused(
+        raise UnsupportedError(
             f"{path}: line {line} has more than {MOST_VALUES:,} values; divide the document"
         )
     try:
         record = json.loads(decode(data, path, line))
     except json.JSONDecodeError as error:
-        raise Refused(
+        raise UnsupportedError(
             f"{path}: line {line} is not valid JSON: {error.msg} at column {error.colno}"
         ) from error
-    except Refused:
+    except UnsupportedError:
         raise
     except (ValueError, RecursionError) as error:  # numbers or nesting beyond Python's limits
-        raise Refused(f"{path}: line {line} cannot be read as JSON: {error}") from error
+        raise UnsupportedError(f"{path}: line {line} cannot be read as JSON: {error}") from error
     if not isinstance(record, dict):
-        raise Refused(
+        raise UnsupportedError(
             f"{path}: line {line} holds {type(record).__name__}, expected an object with fields"
         )
     return record
@@ -183,28 +188,28 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 iter(partial(file.readline, MOST_TEXT + 1), b""), start=1
             ):
                 if len(line) > MOST_TEXT:
-                    raise Refused(
+                    raise UnsupportedError(
                         f"{path}: line {number} has more than {MOST_TEXT >> 20} MiB, which one "
                         "document may; divide it"
                     )
                 line = line.rstrip(b"\r\n")
                 blank = 0 if line and not line.isspace() else blank + 1
                 if blank > MOST_BLANK:
-                    raise Refused(
+                    raise UnsupportedError(
                         f"{path}: line {number} follows {MOST_BLANK:,} blank ones; leave them out"
                     )
                 if not blank:
                     yield number, line
     except (OSError, EOFError, zlib.error) as error:  # the last two of a damaged .gz
         words = getattr(error, "strerror", None) or error
-        raise Refused(f"{path}: cannot be read: {words}") from error
+        raise UnsupportedError(f"{path}: cannot be read: {words}") from error
 
 
 def _stamp(path: Path) -> tuple[str, int, int]:
     try:
         status = path.stat()
     except OSError as error:
-        raise Refused(f"{path}: cannot be read: {error.strerror}") from error
+        raise UnsupportedError(f"{path}: cannot be read: {error.strerror}") from error
     return str(path.resolve()), status.st_size, status.st_mtime_ns
 
 
@@ -237,11 +242,11 @@ class DatasetRows:
             yield Document(0, number, f"{self.path}: row {number}", _without_none(row))
 
     def read_by(self, form: Form) -> "DatasetRows":
-        """Of the columns that `form` reads alone. Raises Refused where one is missing."""
+        """Of the columns that `form` reads alone. Raises UnsupportedError where one is missing."""
         there = self.rows.column_names
         for column in form.columns:
             if column not in there:
-                raise Refused(
+                raise UnsupportedError(
                     f"{form.key(column)}: dataset {self.path!r} has no column {column!r}; it has: "
                     f"{', '.join(there)}"
                 )
@@ -250,8 +255,8 @@ class DatasetRows:
 
 
 def open_dataset(path: str, name: str | None, split: str) -> DatasetRows:
-    """Opens `split` of the dataset at `path`. Raises Refused without the library, or with its own
-    words."""
+    """Opens `split` of the dataset at `path`. Raises UnsupportedError without the library, or with
+    its own words."""
     place, load_from_disk, load_dataset = Path(path).expanduser(), *_loaders()
     try:
         if any((place / saved).is_file() for saved in _SAVED):
@@ -259,10 +264,10 @@ def open_dataset(path: str, name: str | None, split: str) -> DatasetRows:
         else:
             local = str(place) if place.exists() else path
             rows = load_dataset(local, name, split=split)
-    except Refused:
+    except UnsupportedError:
         raise
     except Exception as error:  # each loader raises its own kinds; their words are kept
-        raise Refused(
+        raise UnsupportedError(
             f"data.path: cannot load dataset {path!r}, split {split!r}: "
             f"{' '.join(str(error).split())}"
         ) from error
@@ -279,30 +284,30 @@ def _without_none(value: Any) -> Any:
 
 
 def _loaders() -> tuple[Any, Any]:
-    """The library's functions for a saved folder and for anything else. Raises Refused."""
+    """The library's functions for a saved folder and for anything else. Raises UnsupportedError."""
     try:
         return load("datasets", "load_from_disk"), load("datasets", "load_dataset")
     except ImportError as error:
-        raise Refused(MISSING.format(error=error)) from error
+        raise UnsupportedError(MISSING.format(error=error)) from error
 
 
 def _saved(found: Any, path: str, name: str | None, split: str) -> Any:
-    """The rows that are asked for of what `save_to_disk` wrote. Raises Refused."""
+    """The rows that are asked for of what `save_to_disk` wrote. Raises UnsupportedError."""
     if name is not None:
-        raise Refused(
+        raise UnsupportedError(
             f"data.name: {path!r} was written by save_to_disk and has no configurations; leave "
             "name out"
         )
     if isinstance(found, load("datasets", "DatasetDict")):
         if split not in found:
-            raise Refused(
+            raise UnsupportedError(
                 f"data.split: {path!r} has no split {split!r}; it has: {', '.join(found)}"
             )
         return found[split]
     # One saved split knows its own name, unless it was made in memory.
     own = DEFAULT_SPLIT if found.split is None else str(found.split)
     if split != own:
-        raise Refused(
+        raise UnsupportedError(
             f"data.split: {path!r} was written by save_to_disk and holds one split, {own!r}; set "
             f"split to it, got {split!r}"
         )
@@ -322,20 +327,20 @@ _MARKS = {
 
 def recognise(config: DataConfig, document: Document) -> DataConfig:
     """With the form of this document, the first there is, where the run file names none: what has
-    a text is text. Raises Refused where its fields say none, or several."""
+    a text is text. Raises UnsupportedError where its fields say none, or several."""
     fields = document.fields
     if config.format is not RecordFormat.TEXT or config.field is not None or TEXT in fields:
         return config
     found = [kind for kind, needed in _MARKS.items() if all(name in fields for name in needed)]
     if not found:
         forms = ", ".join(f"{kind} ({' and '.join(names)})" for kind, names in _MARKS.items())
-        raise Refused(
+        raise UnsupportedError(
             f"{document.place} has no field 'text' (it has: {', '.join(fields)}), and none of the "
             f"forms that are known by their fields: {forms}; set data.field to the field of its "
             "text, or data.format and the fields of another form"
         )
     if len(found) > 1:
-        raise Refused(
+        raise UnsupportedError(
             f"{document.place} has the fields of several forms: {', '.join(found)}; set "
             "data.format to one of them"
         )
@@ -355,7 +360,7 @@ def _has_roles(messages: Any) -> bool:
 
 
 def open_form(config: DataConfig, tokenizer: Tokenizer) -> Form:
-    """How records are read. Raises Refused where the tokenizer cannot do that."""
+    """How records are read. Raises UnsupportedError where the tokenizer cannot do that."""
     everything = config.loss is Loss.ALL
     match config.format:
         case RecordFormat.CHAT | RecordFormat.SHAREGPT:
@@ -376,7 +381,7 @@ def open_form(config: DataConfig, tokenizer: Tokenizer) -> Form:
 
 def _chat(config: DataConfig, tokenizer: Tokenizer, everything: bool) -> ChatForm:
     if not isinstance(tokenizer, HubTokenizer):
-        raise Refused(
+        raise UnsupportedError(
             f"data.format: {config.format} needs a tokenizer with a chat template, "
             f"{config.tokenizer!r} has none; give the folder or hub name of one"
         )
@@ -387,7 +392,7 @@ def _chat(config: DataConfig, tokenizer: Tokenizer, everything: bool) -> ChatFor
         try:
             template = tokenizer.inner.get_chat_template()
         except ValueError as error:
-            raise Refused(
+            raise UnsupportedError(
                 f"data.chat_template: the tokenizer {config.tokenizer!r} has none of its own; give "
                 "a file with one (Jinja), or data.tokenizer the folder or hub name of another"
             ) from error
@@ -400,7 +405,7 @@ def _chat(config: DataConfig, tokenizer: Tokenizer, everything: bool) -> ChatFor
 
 def _refuse_slow(tokenizer: Tokenizer) -> None:
     if isinstance(tokenizer, HubTokenizer) and not tokenizer.inner.is_fast:
-        raise Refused(
+        raise UnsupportedError(
             f"data.tokenizer: {type(tokenizer.inner).__name__} does not map tokens to "
             "characters, so the trained ones cannot be found; use a fast tokenizer, or set "
             "data.loss to all"
@@ -418,8 +423,8 @@ class OpenedSource:
 
 
 def open_source(config: DataConfig, tokenizer: Tokenizer) -> OpenedSource:
-    """Raises Refused when a path matches nothing, one file is in both, or the form of records is
-    not known."""
+    """Raises UnsupportedError when a path matches nothing, one file is in both, or the form of
+    records is not known."""
     if config.path is None:
         return OpenedSource(config, open_form(config, tokenizer), TextFiles(stdlib_files()))
     train = _open(config, config.path, config.split)
@@ -439,10 +444,10 @@ def open_source(config: DataConfig, tokenizer: Tokenizer) -> OpenedSource:
 
 
 def refuse_shared(train: Source, held_out: Source) -> None:
-    """Raises Refused where documents are in both."""
+    """Raises UnsupportedError where documents are in both."""
     shared = {str(entry) for entry in train.listing()} & {str(e) for e in held_out.listing()}
     if shared:
-        raise Refused(
+        raise UnsupportedError(
             f"data.held_out_path: {sorted(shared)[0]} is also trained on; give other documents, "
             "or use held_out to divide these"
         )

@@ -38,7 +38,7 @@ from farspan.durable import (
     publish,
     refuse_foreign,
 )
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 LOG = logging.getLogger(__name__)
 
@@ -72,8 +72,8 @@ class TokenStore:
     check: Callable[[int, int], "TokenStore | None"] = lambda *_: None
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Tokens [start, stop), and which are trained. Raises Refused where they are damaged and
-        cannot be made anew."""
+        """Tokens [start, stop), and which are trained. Raises UnsupportedError where they are
+        damaged and cannot be made anew."""
         whole = self.check(start, stop) or self
         span = slice(start, stop)
         return whole.tokens[span], None if whole.trained is None else whole.trained[span]
@@ -120,7 +120,7 @@ def open_store(
     """The tokens of `source`, read as `form` says, from the cache or written to it now. What is
     damaged there is written anew, with a word in the log.
 
-    Raises Refused when a document cannot be read, when there is no text at all, when the
+    Raises UnsupportedError when a document cannot be read, when there is no text at all, when the
     cache cannot be written, or when others than this user own it or may write there.
     """
 
@@ -142,12 +142,12 @@ def open_store(
         except _Damaged as error:
             try:
                 if folder() != place:
-                    raise Refused("the data have changed since it was written") from error
+                    raise UnsupportedError("the data have changed since it was written") from error
                 better, _ = _open(place, partial(write, unwatched), whole=True)
                 if better.digest != store.digest:
-                    raise Refused("the same data give other tokens now") from error
-            except Refused as why:
-                raise Refused(
+                    raise UnsupportedError("the same data give other tokens now") from error
+            except UnsupportedError as why:
+                raise UnsupportedError(
                     f"data.cache: {place}: {error}, and it cannot be made anew: {why}; run the "
                     "same command again with the data that the run began with"
                 ) from why
@@ -158,7 +158,7 @@ def open_store(
 
 def _open(folder: Path, write: Callable[[], None], whole: bool) -> tuple[TokenStore, _Blocks]:
     """What is in `folder`, after `write` where there is nothing, or something damaged. `whole`:
-    every token is checked. Raises Refused."""
+    every token is checked. Raises UnsupportedError."""
     try:
         private_folder(folder.parent)
         # Neither a link to another file nor a pipe with nobody at its other end is opened.
@@ -176,9 +176,9 @@ def _open(folder: Path, write: Callable[[], None], whole: bool) -> tuple[TokenSt
             write()
             return _read(folder, whole)
     except (NotPrivate, WriteFailed) as error:
-        raise Refused(f"data.cache: {error}") from error
+        raise UnsupportedError(f"data.cache: {error}") from error
     except OSError as error:
-        raise Refused(
+        raise UnsupportedError(
             f"data.cache: cannot write {error.filename or folder.parent}: "
             f"{error.strerror or error}; free some space or set data.cache to another folder"
         ) from error
@@ -291,16 +291,18 @@ def _fill(
 
 def _refuse_useless(source: Source, read: bool, understood: bool, any_trained: bool) -> None:
     if not read:
-        raise Refused(f"data.path: {_few(source.names())}: it has no text; give data with text")
+        raise UnsupportedError(
+            f"data.path: {_few(source.names())}: it has no text; give data with text"
+        )
     if not understood:
         # A model would learn to repeat the one sign, and its loss be 0.
-        raise Refused(
+        raise UnsupportedError(
             f"data.tokenizer: it produced no ordinary tokens for {_few(source.names())}; give "
             "'bytes', or the folder or hub name of a tokenizer "
             "for this text"
         )
     if not any_trained:
-        raise Refused(
+        raise UnsupportedError(
             f"data.path: {_few(source.names())}: none of its tokens is trained; give chats with "
             "turns "
             "of the assistant, completions with text, or labels that are not all -100"

@@ -11,7 +11,7 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from farspan.plan.model.catalog import pinned, read_config, refuse_absent
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 TEXT = "text"  # the field of a document that is nothing but text
 
@@ -88,7 +88,7 @@ class Form(Protocol):
         """JSON values that change whenever the reading does."""
 
     def read(self, document: Document) -> Written | Encoded | None:
-        """None: it is blank. Raises Refused with the document's place and the field."""
+        """None: it is blank. Raises UnsupportedError with the document's place and the field."""
 
 
 BYTES = "bytes"
@@ -253,7 +253,7 @@ def reads_back(tokenizer: Tokenizer, folder: Path) -> bool:
         return True
     try:
         found = load_tokenizer(str(folder))
-    except Refused:
+    except UnsupportedError:
         return False
     ours, theirs = (t.encode([_PROBE])[0] for t in (tokenizer, found))
     return np.array_equal(ours, theirs)
@@ -264,11 +264,11 @@ _FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja")
 
 
 def _refuse_huge_files(folder: Path) -> None:
-    """Raises Refused for what would take for ever to read. The library asks a model's configuration
-    for the class of its tokenizer."""
+    """Raises UnsupportedError for what would take for ever to read. The library asks a model's
+    configuration for the class of its tokenizer."""
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
         if file.suffix in _FILES and file.is_file() and file.stat().st_size > LARGEST_FILE:
-            raise Refused(
+            raise UnsupportedError(
                 f"data.tokenizer: {file} has {file.stat().st_size:,} bytes, at most "
                 f"{LARGEST_FILE:,} are read; give another tokenizer"
             )
@@ -279,9 +279,9 @@ def _refuse_huge_files(folder: Path) -> None:
 def load_tokenizer(
     name: str, trust_remote_code: bool = False, revision: str | None = None
 ) -> Tokenizer:
-    """`bytes`, a local folder, or a hub name of `revision` (a commit or branch). Raises Refused
-    with the library's own words, or when the tokenizer has no words. `trust_remote_code` runs
-    Python code that comes with it."""
+    """`bytes`, a local folder, or a hub name of `revision` (a commit or branch). Raises
+    UnsupportedError with the library's own words, or when the tokenizer has no words.
+    `trust_remote_code` runs Python code that comes with it."""
     if name == BYTES:
         return ByteTokenizer()
     place = Path(name).expanduser()
@@ -294,7 +294,7 @@ def load_tokenizer(
             **pinned(revision),
         )
     except Exception as error:  # OSError, ValueError, ImportError: each says what is missing
-        raise Refused(
+        raise UnsupportedError(
             f"data.tokenizer: cannot load {name!r}: {' '.join(str(error).split())}; "
             "give 'bytes', a folder with tokenizer files or a name on the hub"
         ) from error
@@ -302,7 +302,7 @@ def load_tokenizer(
     # Of a model's folder without tokenizer files transformers 5 makes one with special tokens only
     # (of types qwen2, qwen3 and gpt2 with a single one, of gemma2 with five), and no error.
     if found.signs().issuperset(inner.get_vocab().values()):
-        raise Refused(
+        raise UnsupportedError(
             f"data.tokenizer: {name!r} has no tokenizer files, or none with words in them; give "
             "'bytes' for a model that was trained on bytes, otherwise a folder with tokenizer "
             "files or a name on the hub"

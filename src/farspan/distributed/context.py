@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from farspan.distributed.collectives import Communicator
 from farspan.distributed.failure import activity, record_sync
 from farspan.program.layout import AXES, SEQUENCE, Layout, Rank
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 TOKENS = (*SEQUENCE, "data")  # ranks that run the same layers on different tokens
 
@@ -38,13 +38,13 @@ class ParallelContext:
 
     def __post_init__(self) -> None:
         if not dist.is_initialized():
-            raise Refused(
+            raise UnsupportedError(
                 "layout: no process group exists; start with torchrun, or call "
                 "torch.distributed.init_process_group first"
             )
         ranks = dist.get_world_size()
         if ranks != self.layout.devices():
-            raise Refused(
+            raise UnsupportedError(
                 f"layout: {self.layout.devices()} devices, but {ranks} ranks were started; start "
                 f"as many, or make the product of {', '.join(reversed(AXES))} {ranks}"
             )
@@ -110,7 +110,7 @@ class ParallelContext:
         return found
 
     def refuse_unlike(self, what: str, value: str | Tensor, *axes: str) -> None:
-        """Raises Refused on all ranks if `value` differs among the ranks of these axes."""
+        """Raises UnsupportedError on all ranks if `value` differs among the ranks of these axes."""
         digest = hashlib.blake2b(_value_bytes(value), digest_size=8).digest()
         mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(self.device)
         self._record_sync()
@@ -123,11 +123,11 @@ class ParallelContext:
             [n for n, f in zip(numbers, found, strict=True) if f == kind] for kind in set(found)
         ]
         words = " and ".join(f"ranks {sorted(kind)}" for kind in sorted(kinds))
-        raise Refused(f"{what}: differs between {words}; give every rank the same")
+        raise UnsupportedError(f"{what}: differs between {words}; give every rank the same")
 
 
 def refuse_unlike_models(ranks: ParallelContext, model: nn.Module) -> None:
-    """Raises Refused if the weights, which every rank has whole, differ between ranks.
+    """Raises UnsupportedError if the weights, which every rank has whole, differ between ranks.
 
     Compared are checksums: sums over the bits of each parameter, weighted by their place along each
     dimension, a pass over the weights for each dimension.
@@ -162,7 +162,7 @@ T = TypeVar("T")
 
 def run_on_rank0(
     work: Callable[[], T],
-    raised: tuple[type[Exception], ...] = (Refused,),
+    raised: tuple[type[Exception], ...] = (UnsupportedError,),
     what: str = "its work for all ranks",
 ) -> T:
     """The value that `work` returns on rank 0, on every rank; the others wait for it. An exception
@@ -196,7 +196,7 @@ WeightForm = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, requires
 
 def is_on_rank0_only(ranks: ParallelContext, model: nn.Module) -> bool:
     """Whether rank 0 alone has the weights; False: every rank has all of them. All ranks call it.
-    Raises Refused for anything else."""
+    Raises UnsupportedError for anything else."""
     here = {not p.is_meta for p in model.parameters()}
     peers = ranks.among(*AXES)
     mine = torch.tensor([len(here) > 1, True in here], dtype=torch.int32, device=ranks.device)
@@ -204,7 +204,7 @@ def is_on_rank0_only(ranks: ParallelContext, model: nn.Module) -> bool:
     if not any(mixed) and all(whole):
         return False
     if any(mixed) or not whole[0] or any(whole[1:]):
-        raise Refused(
+        raise UnsupportedError(
             "model: some weights are missing (on the meta device); load the whole model on rank 0, "
             "and on the other ranks either the whole model or none of its weights"
         )
@@ -224,7 +224,7 @@ class Rank0Weights:
     @classmethod
     def of(cls, ranks: ParallelContext, model: nn.Module) -> "Rank0Weights":
         """Take the weights out of rank 0's model; the buffers of all ranks become those of rank 0,
-        on the device. Raises Refused if the ranks' models have different modules."""
+        on the device. Raises UnsupportedError if the ranks' models have different modules."""
         named = dict(model.named_parameters())
         places = dict(model.named_parameters(remove_duplicate=False))
         shapes = [(name, tuple(p.shape)) for name, p in places.items()]

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from farspan.attention.softmax import accumulate_dtype
 from farspan.distributed.collectives import Communicator
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 LINE = 16  # bytes: the widest load of a kernel; every parameter starts on a multiple of it
 
@@ -76,7 +76,7 @@ def find_parameters(
                 continue
             full = f"{path}.{name}" if path else name
             if seen.setdefault(parameter, index) != index:
-                raise Refused(f"fsdp: {full} is shared by several layers; set fsdp: false")
+                raise UnsupportedError(f"fsdp: {full} is shared by several layers; set fsdp: false")
             units[index].setdefault(parameter, (full, []))[1].append((module, name))
     return units
 
@@ -92,7 +92,7 @@ def refuse_unshardable(parameter: nn.Parameter, name: str) -> None:
     elif parameter.grad is not None:
         why = "in use: it has a gradient; clear gradients first"
     if why is not None:
-        raise Refused(f"fsdp: {name} cannot be sharded: it is {why}; or set fsdp: false")
+        raise UnsupportedError(f"fsdp: {name} cannot be sharded: it is {why}; or set fsdp: false")
 
 
 Range = tuple[int, int]
@@ -232,13 +232,13 @@ class ShardedParameters:
         `outer` are the ranks that share what is outside the layers, where that is more of them: of
         all stages of a pipeline; `here` says which layers this one has, None: all.
 
-        Raises Refused for a parameter that cannot be sharded.
+        Raises UnsupportedError for a parameter that cannot be sharded.
         """
         self.peers, self.device, self.stage = peers, device, stage
         self.outer = len(layers)
         self._home = torch.device("cpu") if offload else device
         if stage is Stage.ZERO_0 and offload:
-            raise Refused(
+            raise UnsupportedError(
                 "fsdp: zero-0 shards nothing that could be offloaded; choose another stage"
             )
         # Shards that live in main memory are of a mesh of CPUs: their operations stay there.

@@ -19,7 +19,7 @@ from farspan.distributed.failure import CooperativeStop, record_sync
 from farspan.distributed.launch import LaunchEnv, process_group
 from farspan.durable import WriteFailed
 from farspan.program.layout import ALONE, AXES, Layout, Rank
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from farspan.version import VERSION
 
 T = TypeVar("T")
@@ -129,9 +129,13 @@ class DistributedContext:
         return int(self.ranks.among("data").sum(torch.tensor([count], device=self.ranks.device)))
 
     def run_on_rank0(self, work: Callable[[], T], what: str = "what it does for all") -> T:
-        """What `work` returns on rank 0, on every rank; the others wait for it. Refused and
-        WriteFailed are raised on every rank too. `what` names the work if it takes too long."""
-        return work() if self.launch is None else run_on_rank0(work, (Refused, WriteFailed), what)
+        """What `work` returns on rank 0, on every rank; the others wait for it. UnsupportedError
+        and WriteFailed are raised on every rank too. `what` names the work if it takes too long."""
+        return (
+            work()
+            if self.launch is None
+            else run_on_rank0(work, (UnsupportedError, WriteFailed), what)
+        )
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Copies rank 0's tensors into those of every rank."""
@@ -141,7 +145,7 @@ class DistributedContext:
             broadcast_bits(tensor)
 
     def refuse_unlike(self, what: str, value: str) -> None:
-        """Raises Refused on all ranks if their values differ."""
+        """Raises UnsupportedError on all ranks if their values differ."""
         if self.ranks is not None:
             self.ranks.refuse_unlike(what, value, *AXES)
 
@@ -152,7 +156,7 @@ def join_run(
 ) -> Iterator[DistributedContext]:
     """This process and the others that were started with it, once their runs are known to be the
     same. `device` is what the run names, `values` are the run's leaves by their dotted keys.
-    Raises Refused if ranks differ, and RankFailed if another rank failed."""
+    Raises UnsupportedError if ranks differ, and RankFailed if another rank failed."""
     if launch is None:
         yield DistributedContext(device)
         return
@@ -163,16 +167,16 @@ def join_run(
 
 
 def _own_device(name: str, device: torch.device, launch: LaunchEnv) -> torch.device:
-    """The device of this process. Raises Refused if another rank has it too."""
+    """The device of this process. Raises UnsupportedError if another rank has it too."""
     if device.type != "cuda" or (device.index is not None and launch.ranks == 1):
         return device
     if device.index is not None:
-        raise Refused(
+        raise UnsupportedError(
             f"device: {name} is one GPU, but {launch.ranks} ranks were started; give cuda or auto, "
             "and each rank takes its own"
         )
     if launch.local >= torch.cuda.device_count():
-        raise Refused(
+        raise UnsupportedError(
             f"device: rank {launch.rank} has no GPU of its own: it is number {launch.local} on its "
             f"machine, which has {torch.cuda.device_count()}; start one rank per GPU"
         )
@@ -180,7 +184,7 @@ def _own_device(name: str, device: torch.device, launch: LaunchEnv) -> torch.dev
 
 
 def _refuse_unlike(values: Mapping[str, Any]) -> None:
-    """Raises Refused if a rank has another run or other versions than rank 0."""
+    """Raises UnsupportedError if a rank has another run or other versions than rank 0."""
     given = {key: value for key, value in values.items() if key not in OWN}
     mine = {**given, "farspan": VERSION, "torch": torch.__version__}
     all_of = _everyone(mine)
@@ -188,7 +192,7 @@ def _refuse_unlike(values: Mapping[str, Any]) -> None:
         found = [one.get(key) for one in all_of]
         others = [rank for rank, value in enumerate(found) if value != found[0]]
         if others:
-            raise Refused(
+            raise UnsupportedError(
                 f"{key}: {found[0]!r} on rank 0, but {found[others[0]]!r} on "
                 f"{_listed(others)}; every rank must be given the same"
             )

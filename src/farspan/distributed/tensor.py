@@ -30,7 +30,7 @@ from farspan.distributed.tensor_plan import (
     WideModule,
     layer_signature,
 )
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 TOKENS = 1  # the dimension of a hidden state [B, C, h]
 # Attributes that count heads, of attention and of its configuration.
@@ -309,7 +309,7 @@ PROBE_LIMIT = torch.finfo(torch.float32).eps ** 0.5
 
 @torch.no_grad()
 def check_layers(plan: TensorPlan, layers: nn.ModuleList, run: RunLayer) -> None:
-    """Raises Refused where a layer, before it is cut, is not what its parts add up to."""
+    """Raises UnsupportedError where a layer, before it is cut, is not what its parts add up to."""
     known = set()
     for index, (layer, cuts) in enumerate(zip(layers, plan.layers, strict=True)):
         kind = layer_signature(layer, index)
@@ -321,7 +321,7 @@ def check_layers(plan: TensorPlan, layers: nn.ModuleList, run: RunLayer) -> None
         where = f"{plan.prefix}.{index}"
         error = _distance(_run_sharded(where, wide, cuts, plan.ranks, index, run), run(index, wide))
         if not error <= PROBE_LIMIT:
-            raise Refused(
+            raise UnsupportedError(
                 f"tensor: {where} ({type(layer).__name__}) changes by {error:.1e} when sharded "
                 f"over {plan.ranks} devices by its own plan; {INSTEAD}"
             )
@@ -339,7 +339,7 @@ def _run_sharded(
         return run(index, shell)
     except (RuntimeError, ValueError, IndexError, KeyError) as error:
         said = str(error).partition("\n")[0]
-        raise Refused(
+        raise UnsupportedError(
             f"tensor: {where} ({type(layer).__name__}) fails when sharded over {ranks} devices by "
             f"its own plan ({said}); {INSTEAD}"
         ) from error

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from farspan.program.layout import part
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 COLWISE = ("colwise", "colwise_gather_output")
 ROWWISE = ("rowwise", "rowwise_split_input")
@@ -107,21 +107,21 @@ class TensorPlan:
 def plan_tensor(model: nn.Module, layers: nn.ModuleList, ranks: int) -> TensorPlan:
     """The plan of a causal LM whose list of decoder layers is `layers`.
 
-    Raises Refused for a model without a plan, and for what its plan asks for inside a layer that is
-    not done here exactly.
+    Raises UnsupportedError for a model without a plan, and for what its plan asks for inside a
+    layer that is not done here exactly.
     """
     prefix, decoder = _owner(model, layers)
     config: Any = decoder.config
     styles = _styles(decoder, prefix.rpartition(".")[2])
     if not styles:
-        raise Refused(
+        raise UnsupportedError(
             f"tensor: {type(model).__name__} has no tensor parallel plan of its own "
             f"(base_model_tp_plan); {INSTEAD}"
         )
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     if gcd(heads, kv_heads, ranks) != ranks:
-        raise Refused(
+        raise UnsupportedError(
             f"tensor: {ranks} devices do not divide {heads} query heads and {kv_heads} key-value "
             f"heads evenly; use tensor: {gcd(heads, kv_heads, ranks)} and ulysses or shards"
         )
@@ -147,9 +147,13 @@ class _PlanReader:
             block, _, leaf = name.partition(".")
             what = f"{where}.{name} ({style})"
             if style not in (*COLWISE, *ROWWISE, *REPLICATED):
-                raise Refused(f"tensor: {what} is a style that farspan cannot shard; {INSTEAD}")
+                raise UnsupportedError(
+                    f"tensor: {what} is a style that farspan cannot shard; {INSTEAD}"
+                )
             if not leaf or "." in leaf:
-                raise Refused(f"tensor: {what} is not a child of attention or an MLP; {INSTEAD}")
+                raise UnsupportedError(
+                    f"tensor: {what} is not a child of attention or an MLP; {INSTEAD}"
+                )
             found.setdefault(block, {})[leaf] = style
         cuts: dict[str, ParameterCut] = {}
         blocks = []
@@ -178,7 +182,7 @@ class _PlanReader:
         module = layer.get_submodule(name)
         last = [leaf for leaf, style in styles.items() if style in ROWWISE]
         if len(last) != 1:
-            raise Refused(
+            raise UnsupportedError(
                 f"tensor: {where} has {len(last)} rowwise modules in its plan, expected one whose "
                 f"outputs are summed; {INSTEAD}"
             )
@@ -213,7 +217,7 @@ class _PlanReader:
     def _refuse_uneven(self, what: str, cut: ParameterCut) -> None:
         for size in cut.parts:
             if size % self.ranks:
-                raise Refused(
+                raise UnsupportedError(
                     f"tensor: {self.ranks} devices do not divide the {size} features of {what} "
                     f"evenly; use tensor: {gcd(size, self.ranks)}, or ulysses"
                 )
@@ -244,7 +248,7 @@ def _linear(where: str, leaf: str, style: str, block: nn.Module) -> nn.Linear:
     module = getattr(block, leaf)
     plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     if not plain or "forward" in vars(module) or not module.weight.is_floating_point():
-        raise Refused(
+        raise UnsupportedError(
             f"tensor: {where}.{leaf} ({style}) is a {type(module).__name__}, expected a plain "
             f"torch.nn.Linear; {INSTEAD}"
         )
@@ -273,9 +277,11 @@ def _refuse_whole_attention(where: str, layer: nn.Module, blocks: Sequence[Tenso
     cut = {block.name for block in blocks if block.attends}
     for name, child in layer.named_children():
         if name not in cut and any(hasattr(module, "is_causal") for module in child.modules()):
-            raise Refused(f"tensor: {where}.{name} attends and has no plan of its own; {INSTEAD}")
+            raise UnsupportedError(
+                f"tensor: {where}.{name} attends and has no plan of its own; {INSTEAD}"
+            )
     if not cut:
-        raise Refused(f"tensor: {where} has no attention in its plan; {INSTEAD}")
+        raise UnsupportedError(f"tensor: {where} has no attention in its plan; {INSTEAD}")
 
 
 def _refuse_tied(model: nn.Module, plan: TensorPlan) -> None:
@@ -283,7 +289,7 @@ def _refuse_tied(model: nn.Module, plan: TensorPlan) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         other = seen.setdefault(id(parameter), name)
         if other != name and (name in plan.cuts or other in plan.cuts):
-            raise Refused(f"tensor: {other} and {name} are tied; untie them, or {INSTEAD}")
+            raise UnsupportedError(f"tensor: {other} and {name} are tied; untie them, or {INSTEAD}")
 
 
 # What families call a layer's place in its model, for its cache: it makes no layer another one.

@@ -37,7 +37,7 @@ from farspan.memory.native import (
 )
 from farspan.memory.replay import ReplayPlan, iteration, load_plan, plan_iteration
 from farspan.memory.trace import Trace
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 # Counted from 1. The first iteration also makes what stays, such as optimizer states: a plan of
 # another iteration must not have them in its arena, where they would be in the way ever after.
@@ -143,7 +143,7 @@ def install(
     value of plan_iteration(), or a file of `farspan memory place` with the `trace` it was made of.
     `chunk`: bytes of a physical chunk, a multiple of 2 MiB, which is the default. `capacity`: bytes
     to be reserved on a device at most; by default all it has. `options` has the rest, and may have
-    these two in their place. Raises Refused, and then nothing has changed.
+    these two in their place. Raises UnsupportedError, and then nothing has changed.
     """
     _refuse_unwanted(mode, plan, trace)
     base = options or AllocatorOptions()
@@ -167,7 +167,7 @@ def install(
 
 
 def uninstall() -> None:
-    """PyTorch's own allocator again. Raises Refused once CUDA has started."""
+    """PyTorch's own allocator again. Raises UnsupportedError once CUDA has started."""
     _current().plugged.restore()
     _CURRENT.clear()
 
@@ -179,24 +179,24 @@ def installed() -> Installed | None:
 
 def begin_iteration(device: int | None = None) -> None:
     """A step begins on the device (the current one): a plan starts over, a recording gets a mark.
-    Raises Refused without an installed allocator."""
+    Raises UnsupportedError without an installed allocator."""
     _current().session.begin_iteration(_index(device))
 
 
 def forget(device: int | None = None) -> None:
     """The steps that follow are of another kind: the plan is dropped, its arena is given back and
-    a new one is begun with as at first. Raises Refused without an installed allocator."""
+    a new one is begun with as at first. Raises UnsupportedError without an installed allocator."""
     _current().session.forget(_index(device))
 
 
 def statistics(device: int | None = None) -> Statistics:
-    """What the native allocator of the device counts. Raises Refused without one."""
+    """What the native allocator of the device counts. Raises UnsupportedError without one."""
     return _current().session.memory.statistics(_index(device))
 
 
 def recorded(device: int | None = None, iteration: int | None = None) -> Trace:
     """What the device was asked for: all of it, or one whole iteration (-1: the last). Raises
-    Refused without an installed allocator, or when that iteration was not recorded."""
+    UnsupportedError without an installed allocator, or when that iteration was not recorded."""
     return _current().session.recorded(_index(device), iteration)
 
 
@@ -208,9 +208,9 @@ def followed(device: int | None = None) -> ReplayPlan | None:
 def record_script(script: Path, arguments: Sequence[str] = ()) -> Trace:
     """Runs a Python program in this process under the recording allocator, as `python SCRIPT`
     would: it imports what lies beside it. Returns what the GPU that is current at its end was asked
-    for. Raises Refused, or what the program raises."""
+    for. Raises UnsupportedError, or what the program raises."""
     if not script.is_file():
-        raise Refused(f"record: {script} is not a file")
+        raise UnsupportedError(f"record: {script} is not a file")
     install("record")
     before, path = sys.argv, sys.path[:]
     sys.argv = [str(script), *arguments]
@@ -223,29 +223,31 @@ def record_script(script: Path, arguments: Sequence[str] = ()) -> Trace:
     finally:
         sys.argv, sys.path[:] = before, path
     if not torch.cuda.is_initialized():
-        raise Refused(f"record: {script} did not use the GPU")
+        raise UnsupportedError(f"record: {script} did not use the GPU")
     return recorded()
 
 
 def _once(name: str, given: int | None, options: AllocatorOptions) -> int:
-    """A keyword's value, or that in the options. Raises Refused for what both say."""
+    """A keyword's value, or that in the options. Raises UnsupportedError for what both say."""
     value: int = getattr(options, name)
     if given is None:
         return value
     if value != getattr(AllocatorOptions(), name):
-        raise Refused(f"{name}: {given} is given, and {value} in options; give it once")
+        raise UnsupportedError(f"{name}: {given} is given, and {value} in options; give it once")
     return given
 
 
 def _refuse_unwanted(mode: str, plan: object, trace: object) -> None:
     if mode not in MODES:
-        raise Refused(f"mode: expected {', '.join(MODES)}, got {mode!r}")
+        raise UnsupportedError(f"mode: expected {', '.join(MODES)}, got {mode!r}")
     if plan is not None and mode != "replay":
-        raise Refused(f"plan: only mode replay follows a plan, and the mode is {mode}; drop plan")
+        raise UnsupportedError(
+            f"plan: only mode replay follows a plan, and the mode is {mode}; drop plan"
+        )
     if isinstance(plan, Path | str) != (trace is not None):
-        raise Refused("trace: a plan file needs the trace it was made from; give both")
+        raise UnsupportedError("trace: a plan file needs the trace it was made from; give both")
     if _CURRENT:
-        raise Refused(
+        raise UnsupportedError(
             f"allocator: {_CURRENT[0].installed.mode} is installed in this process; there can be "
             "one, and uninstall() is possible until CUDA starts"
         )
@@ -253,7 +255,9 @@ def _refuse_unwanted(mode: str, plan: object, trace: object) -> None:
 
 def _current() -> Current:
     if not _CURRENT:
-        raise Refused("allocator: none is installed; call farspan.memory.install(...) first")
+        raise UnsupportedError(
+            "allocator: none is installed; call farspan.memory.install(...) first"
+        )
     return _CURRENT[0]
 
 

@@ -38,7 +38,7 @@ from farspan.memory.native import (
 )
 from farspan.memory.replay import ReplayPlan, trace_of
 from farspan.memory.trace import Trace
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 Function = Callable[..., Any]
 
@@ -70,9 +70,10 @@ class Plugged:
             setattr(owner, name, function)
 
     def restore(self) -> None:
-        """PyTorch as it was. Raises Refused once CUDA has started: it never changes it then."""
+        """PyTorch as it was. Raises UnsupportedError once CUDA has started: it never changes it
+        then."""
         if torch.cuda.is_initialized():
-            raise Refused(
+            raise UnsupportedError(
                 "allocator: CUDA has started, and PyTorch cannot change its allocator after that; "
                 "start a new process to run without it"
             )
@@ -83,21 +84,22 @@ class Plugged:
 
 
 def refuse_unready() -> None:
-    """Raises Refused where PyTorch cannot take an allocator, or cannot any more."""
+    """Raises UnsupportedError where PyTorch cannot take an allocator, or cannot any more."""
     if not hasattr(torch._C, "_cuda_customAllocator"):
-        raise Refused(
+        raise UnsupportedError(
             f"allocator: this PyTorch ({torch.__version__}) is built without CUDA, and only "
             "CUDA's memory can have another allocator; install a CUDA build of PyTorch"
         )
     if torch.cuda.is_initialized():
-        raise Refused(
+        raise UnsupportedError(
             "allocator: CUDA has already started in this process, and PyTorch takes another "
             "allocator only before that; install first, before any tensor or query on the GPU"
         )
 
 
 def plug_in(entries: EntryPoints) -> Plugged:
-    """Makes the functions PyTorch's CUDA allocator. Raises Refused when PyTorch will not."""
+    """Makes the functions PyTorch's CUDA allocator. Raises UnsupportedError when PyTorch will
+    not."""
     before = torch._C._cuda_getAllocator()
     ours = torch._C._cuda_customAllocator(entries.allocate, entries.free)
     for setter, address in entries.hooks.items():
@@ -106,7 +108,7 @@ def plug_in(entries: EntryPoints) -> Plugged:
     try:
         torch._C._cuda_changeCurrentAllocator(ours)
     except RuntimeError as error:
-        raise Refused(f"allocator: PyTorch refused it: {error}") from error
+        raise UnsupportedError(f"allocator: PyTorch refused it: {error}") from error
     return Plugged(before, ours)
 
 
@@ -283,24 +285,26 @@ VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 
 
 def refuse_without_virtual_memory(library: str = DRIVER) -> None:
-    """Asks every visible device; starts the driver, but no device. Raises Refused."""
+    """Asks every visible device; starts the driver, but no device. Raises UnsupportedError."""
     try:
         driver = ctypes.CDLL(library)
     except OSError as error:
-        raise Refused(
+        raise UnsupportedError(
             f"allocator: the CUDA driver does not load ({error}); it comes with the GPU's driver"
         ) from error
     _ask(driver, "cuInit", ctypes.c_uint(0))
     count = ctypes.c_int()
     _ask(driver, "cuDeviceGetCount", ctypes.byref(count))
     if not count.value:
-        raise Refused("allocator: the CUDA driver shows no device; see CUDA_VISIBLE_DEVICES")
+        raise UnsupportedError(
+            "allocator: the CUDA driver shows no device; see CUDA_VISIBLE_DEVICES"
+        )
     for ordinal in range(count.value):
         device, able = ctypes.c_int(), ctypes.c_int()
         _ask(driver, "cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
         _ask(driver, "cuDeviceGetAttribute", ctypes.byref(able), VIRTUAL_MEMORY, device)
         if not able.value:
-            raise Refused(
+            raise UnsupportedError(
                 f"allocator: device {ordinal} has no virtual memory management (attribute "
                 f"{VIRTUAL_MEMORY}), which stitching is made of; keep PyTorch's own allocator there"
             )
@@ -310,9 +314,11 @@ def _ask(driver: ctypes.CDLL, name: str, *arguments: object) -> None:
     try:
         status = getattr(driver, name)(*arguments)
     except AttributeError as error:
-        raise Refused(f"allocator: the CUDA driver has no {name}; it is too old") from error
+        raise UnsupportedError(
+            f"allocator: the CUDA driver has no {name}; it is too old"
+        ) from error
     if status:
-        raise Refused(f"allocator: the CUDA driver answers {name} with error {status}")
+        raise UnsupportedError(f"allocator: the CUDA driver answers {name} with error {status}")
 
 
 CACHE = KEPT / "native"

@@ -53,7 +53,7 @@ from farspan.program.layout import Range, Rank, Share, among_heads, share_of
 from farspan.program.program import AttentionMode, Backward, Forward, Program
 from farspan.program.work import Piece, parts_of, pieces_of
 from farspan.sparse.engine import SparseCell, SparseRun
-from farspan.spec import LayerSpec, Refused, Tier
+from farspan.spec import LayerSpec, Tier, UnsupportedError
 
 Rows = dict[str, Tensor]
 
@@ -90,7 +90,7 @@ class ChunkAttention:
     ) -> Tensor:
         """Answer the model's attention call: [B, C, H, Dv]."""
         if (keywords.get("dropout") or 0.0) > 0:
-            raise Refused(
+            raise UnsupportedError(
                 "model: attention dropout was switched on during a step; set it before the step"
             )
         if self.mode is AttentionMode.NONE:

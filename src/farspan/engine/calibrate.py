@@ -61,8 +61,8 @@ from farspan.spec import (
     MachineSpec,
     ModelSpec,
     Rates,
-    Refused,
     Schedule,
+    UnsupportedError,
 )
 
 LOG = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def fastest_attention(
                     measuring_kernel(bench, dtype, kernel),
                 ):
                     found[kernel] = _kernel_seconds(bench, dtype)
-            except (Refused, RuntimeError, AssertionError):  # as kernels say no
+            except (UnsupportedError, RuntimeError, AssertionError):  # as kernels say no
                 continue
     if not seconds:
         return FastestKernel()
@@ -156,8 +156,8 @@ def calibrate(
     The result is this node with all its devices, each as fast as the one that was measured. What
     one process cannot measure is assumed; `sources` says which. Without `dtypes` it measures
     bfloat16 and float32, and float64 on a CPU unless `quick`. What differs from one look to the
-    next is looked at again; `spread` says by how much it did. Raises Refused when rates contradict
-    each other all the same: the machine was too busy.
+    next is looked at again; `spread` says by how much it did. Raises UnsupportedError when rates
+    contradict each other all the same: the machine was too busy.
     """
     if dtypes is None:
         dtypes = DTYPES[:2] if quick or device.type != "cpu" else DTYPES
@@ -175,7 +175,7 @@ def calibrate(
         if wrong is None and (is_late or is_settled):
             break
     if wrong is not None:
-        raise Refused(
+        raise UnsupportedError(
             f"machine: what was measured contradicts itself, so it was too busy: {wrong}; measure "
             "again when it is idle, or name a machine"
         )
@@ -256,8 +256,8 @@ def here(
     it; else measured quickly, once, in these dtypes, and kept beside that file.
 
     What was measured with other hardware, threads of a CPU or version of torch is not believed.
-    `progress` first hears that it is measured, and where it is kept. Raises Refused when a file
-    that does not say what it was measured on is of a machine of another kind.
+    `progress` first hears that it is measured, and where it is kept. Raises UnsupportedError when a
+    file that does not say what it was measured on is of a machine of another kind.
     """
     usual = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device, path, now = device or usual, user_file(), versions()
@@ -281,7 +281,7 @@ def _basis(record: dict[str, Any], device: torch.device) -> str | None:
 def _of_this_kind(found: MachineSpec, path: Path, device: torch.device) -> MachineSpec:
     if found.unified != (device.type == "cpu"):
         has = "a GPU" if device.type == "cuda" else "no GPU"
-        raise Refused(
+        raise UnsupportedError(
             f"machine: {path} describes {found.name}, but this machine has {has}; "
             "run farspan calibrate"
         )
@@ -299,7 +299,7 @@ def _kept(
     # Several machines may share a home.
     key = hashlib.sha256(str(_basis(now, device)).encode()).hexdigest()[:12]
     path, before = folder / f"measured-{key}.json", None
-    with suppress(Refused):
+    with suppress(UnsupportedError):
         before = read(path)
     known = {} if before is None else before.spec.rates
     missing = [dtype for dtype in dtypes if _name(dtype) not in known]

@@ -23,7 +23,7 @@ from farspan.program.program import Program
 from farspan.sparse.attend import FarKernel
 from farspan.sparse.gathered import select_far
 from farspan.sparse.kernel_calls import TritonFar, supports
-from farspan.spec import AttentionKernel, Kernels, LayerSpec, ModelSpec, Refused
+from farspan.spec import AttentionKernel, Kernels, LayerSpec, ModelSpec, UnsupportedError
 
 CUBLAS, SAME = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")  # what cuBLAS needs for same bits
 
@@ -45,7 +45,7 @@ class AttentionKernels:
     fused: bool = False  # parts are joined by farspan's own kernels, which the device has
 
     def of(self, spec: LayerSpec, program: Program | None = None) -> BlockKernel:
-        """A layer's kernel. Raises Refused where the choice cannot be met."""
+        """A layer's kernel. Raises UnsupportedError where the choice cannot be met."""
         lengths = None
         if program is not None:
             lengths = chunk_lengths(program, most_of(spec, program.run))
@@ -59,7 +59,7 @@ class AttentionKernels:
         return select_far(self.device.type, *heads)
 
     def refuse(self, model: ModelSpec) -> None:
-        """Raises Refused where a layer cannot have the kernel that is chosen."""
+        """Raises UnsupportedError where a layer cannot have the kernel that is chosen."""
         if self.deterministic:
             refuse_cublas(self.device)
         layers = [spec for spec in set(model.layers) if spec.attends()]
@@ -101,18 +101,21 @@ class AttentionKernels:
         try:
             self._select(spec, wanted)
             self._refuse_fault(spec, wanted)
-        except Refused:
+        except UnsupportedError:
             return AttentionKernel.AUTO
         return wanted
 
     def _refuse_fault(self, spec: LayerSpec, choice: AttentionKernel) -> None:
-        """Raises Refused where FlashAttention-4 is chosen and is not right on this device."""
+        """Raises UnsupportedError where FlashAttention-4 is chosen and is not right on this
+        device."""
         if choice is not AttentionKernel.FA4:
             return
         heads = max(spec.head_dim, spec.value_dim)
         width = WIDEST if heads > 128 else -(-heads // 8) * 8
         if (fault := flash_4_fault(spec.softcap, width, self.device)) is not None:
-            raise Refused(f"attention: fa4 does not work here: {fault}; choose auto or flash")
+            raise UnsupportedError(
+                f"attention: fa4 does not work here: {fault}; choose auto or flash"
+            )
 
 
 def attention_kernels(
@@ -125,7 +128,7 @@ def attention_kernels(
 
 def measured_here(device: torch.device, dtype: torch.dtype) -> AttentionKernel | None:
     """The kernel that `farspan calibrate` found fastest on this device; None where it has not run,
-    or on another one. Raises Refused for a machine file that is none."""
+    or on another one. Raises UnsupportedError for a machine file that is none."""
     if device.type != "cuda" or not user_file().is_file():
         return None
     machine = read(user_file()).spec
@@ -139,7 +142,7 @@ def measured_here(device: torch.device, dtype: torch.dtype) -> AttentionKernel |
 def _is_installed(kernel: AttentionKernel) -> bool:
     try:
         refuse_missing(kernel)
-    except Refused:
+    except UnsupportedError:
         return False
     return True
 
@@ -164,10 +167,10 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
 
 
 def refuse_cublas(device: torch.device) -> None:
-    """Raises Refused where products on a GPU may differ from call to call: cuBLAS reads how much
-    memory it may have for itself when the process begins."""
+    """Raises UnsupportedError where products on a GPU may differ from call to call: cuBLAS reads
+    how much memory it may have for itself when the process begins."""
     if device.type == "cuda" and environ.get(CUBLAS) not in SAME:
-        raise Refused(
+        raise UnsupportedError(
             f"deterministic: cuBLAS needs {CUBLAS}={SAME[0]} in the environment of the process; "
             "set it before farspan starts"
         )

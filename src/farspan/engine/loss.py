@@ -18,7 +18,7 @@ from farspan.hf.stages import CausalLMStages
 from farspan.kernels.launch import fused_for
 from farspan.kernels.operations import cross_entropy, cross_entropy_
 from farspan.program.attention_blocks import most_tokens
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 IGNORED = -100  # label of a token that is not trained, as everywhere in Hugging Face
 
@@ -41,10 +41,13 @@ class StepInputs:
 def make_inputs(
     input_ids: Tensor, labels: Tensor, document_ids: Tensor | None, vocab: int
 ) -> StepInputs:
-    """Check the inputs and derive what the cells need. Raises Refused naming the argument."""
+    """Check the inputs and derive what the cells need. Raises UnsupportedError naming the
+    argument."""
     for name, value in (("input_ids", input_ids), ("labels", labels)):
         if not isinstance(value, Tensor):
-            raise Refused(f"{name}: expected a tensor [batch, tokens], got {type(value).__name__}")
+            raise UnsupportedError(
+                f"{name}: expected a tensor [batch, tokens], got {type(value).__name__}"
+            )
     _check_tokens(input_ids, vocab)
     _check_labels(labels, input_ids, vocab)
     starts = None if document_ids is None else document_starts(document_ids, input_ids)
@@ -76,17 +79,17 @@ def trained_token_count(labels: Tensor, document_ids: Tensor | None = None) -> i
 def document_starts(document_ids: Tensor, input_ids: Tensor) -> Tensor:
     """Where in its row each token's document begins, [batch, tokens]."""
     if document_ids.shape != input_ids.shape:
-        raise Refused(
+        raise UnsupportedError(
             f"document_ids: expected the shape of input_ids {tuple(input_ids.shape)}, got "
             f"{tuple(document_ids.shape)}"
         )
     if document_ids.is_floating_point() or document_ids.is_complex():
-        raise Refused(f"document_ids: expected whole numbers, got {document_ids.dtype}")
+        raise UnsupportedError(f"document_ids: expected whole numbers, got {document_ids.dtype}")
     document_ids = document_ids.long()  # a narrow unsigned difference would wrap
     step = document_ids[:, 1:] - document_ids[:, :-1]
     if bool((step < 0).any()):
         row, token = (step < 0).nonzero()[0].tolist()
-        raise Refused(
+        raise UnsupportedError(
             f"document_ids: must not decrease along a row, but row {row} goes down at token "
             f"{token + 1}; number the documents in the order they are packed"
         )
@@ -98,15 +101,17 @@ def document_starts(document_ids: Tensor, input_ids: Tensor) -> Tensor:
 
 def _check_tokens(input_ids: Tensor, vocab: int) -> None:
     if input_ids.ndim != 2 or input_ids.numel() == 0:
-        raise Refused(
+        raise UnsupportedError(
             f"input_ids: expected [batch, tokens] with at least one token, got shape "
             f"{tuple(input_ids.shape)}"
         )
     if input_ids.dtype not in (torch.int64, torch.int32):
-        raise Refused(f"input_ids: expected int64 or int32 token ids, got {input_ids.dtype}")
+        raise UnsupportedError(
+            f"input_ids: expected int64 or int32 token ids, got {input_ids.dtype}"
+        )
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= vocab:
-        raise Refused(
+        raise UnsupportedError(
             f"input_ids: token ids must be in [0, {vocab}) for this model's vocabulary, found "
             f"{low if low < 0 else high}; check that the tokenizer belongs to the model"
         )
@@ -114,15 +119,15 @@ def _check_tokens(input_ids: Tensor, vocab: int) -> None:
 
 def _check_labels(labels: Tensor, input_ids: Tensor, vocab: int) -> None:
     if labels.shape != input_ids.shape:
-        raise Refused(
+        raise UnsupportedError(
             f"labels: expected the shape of input_ids {tuple(input_ids.shape)}, got "
             f"{tuple(labels.shape)}; labels are not shifted, the step shifts them"
         )
     if labels.dtype != torch.int64:
-        raise Refused(f"labels: expected int64, got {labels.dtype}")
+        raise UnsupportedError(f"labels: expected int64, got {labels.dtype}")
     wrong = (labels != IGNORED) & ((labels < 0) | (labels >= vocab))
     if bool(wrong.any()):
-        raise Refused(
+        raise UnsupportedError(
             f"labels: must be -100 (ignored) or in [0, {vocab}), found {int(labels[wrong][0])}"
         )
 

@@ -113,7 +113,8 @@ def parallelize(
     optimizer states live in main memory. Give the parameters to an optimizer afterwards, and the
     same `kernels` to steps.
 
-    Raises Refused if the model or its weights differ between ranks, or cannot be sharded exactly.
+    Raises UnsupportedError if the model or its weights differ between ranks, or cannot be sharded
+    exactly.
     """
     boundary = CausalLMStages(model)
     refuse_dropout(boundary.model)
@@ -151,7 +152,8 @@ def parallelize(
 
 
 def refuse_schedule(schedule: Schedule, ranks: ParallelContext) -> None:
-    """Raises Refused for a schedule that the layout cannot run, or that differs between ranks."""
+    """Raises UnsupportedError for a schedule that the layout cannot run, or that differs between
+    ranks."""
     ranks.refuse_unlike("schedule", repr(schedule), *AXES)
     refuse_together(schedule, ranks.layout)
 
@@ -171,7 +173,8 @@ def _inspect(
     device: torch.device,
     kernels: Kernels,
 ) -> _Inspected:
-    """Raises Refused for a model that cannot be sharded exactly. Cells will run on `device`."""
+    """Raises UnsupportedError for a model that cannot be sharded exactly. Cells will run on
+    `device`."""
     if layout.tensor == 1:
         fuse(boundary, kernels, device)
     spec = describe(boundary, device)

@@ -274,7 +274,8 @@ class _Fit:
 
 
 def measure(config: Mapping[str, Any], variant: Variant, name: str = "") -> ModelProfile:
-    """The profile of the model that the content of a config.json stands for. Raises Refused."""
+    """The profile of the model that the content of a config.json stands for. Raises
+    UnsupportedError."""
     dtype = getattr(torch, variant.dtype)
     whole = _stages(config, dtype, variant.rank)
     with without_garbage_collection(), GroupedProducts():

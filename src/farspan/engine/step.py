@@ -41,7 +41,7 @@ from farspan.program.strategies import AUTO
 from farspan.program.work import work_of
 from farspan.sparse.engine import PageFunction, Seen, selector_of, watched_cell
 from farspan.sparse.select import Selector
-from farspan.spec import Kernels, ModelSpec, Refused, RunSpec, Schedule, Tier
+from farspan.spec import Kernels, ModelSpec, RunSpec, Schedule, Tier, UnsupportedError
 
 ADVICE = (
     "shorten the context, use smaller groups, or keep less (attention_save_fraction, "
@@ -80,8 +80,9 @@ class Step:
     so the longest batch is best the first; one that is larger, or that trains more parameters, is
     planned for anew.
 
-    Raises Refused when the model cannot be trained exactly in chunks, the schedule does not fit
-    it, or no schedule fits the machine. If a step raises, `.grad` is undefined and must be cleared.
+    Raises UnsupportedError when the model cannot be trained exactly in chunks, the schedule does
+    not fit it, or no schedule fits the machine. If a step raises, `.grad` is undefined and must be
+    cleared.
     """
 
     # Bytes of main memory that a step may take by its forecast; None: as many as there are.
@@ -144,10 +145,10 @@ class Step:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule, of the latest call where the planner chooses. Raises Refused before it has
-        chosen."""
+        """The schedule, of the latest call where the planner chooses. Raises UnsupportedError
+        before it has chosen."""
         if self._schedule is None:
-            raise Refused("schedule: auto has chosen none yet; it does at the first call")
+            raise UnsupportedError("schedule: auto has chosen none yet; it does at the first call")
         return self._schedule
 
     @property
@@ -220,7 +221,9 @@ class Step:
         the total over all micro-batches or ranks that share an optimizer step.
         """
         if torch.is_inference_mode_enabled():
-            raise Refused("inference_mode: a step computes gradients; inside it call evaluate")
+            raise UnsupportedError(
+                "inference_mode: a step computes gradients; inside it call evaluate"
+            )
         if self.sharded_model is None:  # a rank may well have a part of which nothing is trained
             refuse_untrained(self.boundary.model)
         inputs = self._inputs(input_ids, labels, document_ids)
@@ -255,7 +258,8 @@ class Step:
         return self._programs[key]
 
     def _reserve(self, program: Program) -> None:
-        """Hold the program's arenas. Raises Refused where main memory could not, on all ranks."""
+        """Hold the program's arenas. Raises UnsupportedError where main memory could not, on all
+        ranks."""
         grows = {
             tier: program.arena_bytes[tier] - arena.nbytes for tier, arena in self.arenas.items()
         }
@@ -292,7 +296,7 @@ class Step:
     def _describe(self) -> ModelSpec:
         model = self.boundary.model
         if self.boundary.dtype is torch.float16:
-            raise Refused(
+            raise UnsupportedError(
                 "model: float16 gradients of a long sequence's mean loss vanish without loss "
                 "scaling; load the model in bfloat16 or float32"
             )
@@ -312,7 +316,7 @@ class Step:
         if self.sharded_model is None:
             return tokenwise(self.boundary)
         if not self.sharded_model.tiles:
-            raise Refused(
+            raise UnsupportedError(
                 "mlp_chunk_size: the model was sharded for a schedule without; call parallelize "
                 "with this schedule"
             )
@@ -321,7 +325,7 @@ class Step:
     def _inputs(self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None) -> StepInputs:
         refuse_model(self.boundary.model)
         if self._state() != self._described and self.sharded_model is not None:
-            raise Refused(
+            raise UnsupportedError(
                 "model: requires_grad or train/eval mode changed after sharding; set them before "
                 "parallelize"
             )
@@ -331,7 +335,7 @@ class Step:
         elif self._shells_of is not None and self._shells_of != fingerprint(self.boundary):
             self._fuse()
         if torch.is_autocast_enabled(self.boundary.device.type):
-            raise Refused(
+            raise UnsupportedError(
                 "autocast: the program is planned for one dtype; call the step outside autocast, "
                 "and load the model in the dtype to compute in"
             )
@@ -357,7 +361,7 @@ class Step:
             self.sharded_model.ranks.refuse_unlike("trained_tokens", repr(given), *AXES)
         if given is not None:
             if given < 1:
-                raise Refused(f"trained_tokens: expected at least 1, got {given}")
+                raise UnsupportedError(f"trained_tokens: expected at least 1, got {given}")
             return given
         trained = inputs.trained
         if self.sharded_model is not None:
@@ -458,16 +462,18 @@ def _written(
     """The schedule, or who chooses one."""
     if isinstance(schedule, Schedule):
         if selector is not None and schedule.sparse is None:
-            raise Refused("selector: dense attention selects no pages; set schedule.sparse")
+            raise UnsupportedError(
+                "selector: dense attention selects no pages; set schedule.sparse"
+            )
         return schedule, None
     if schedule != AUTO:
-        raise Refused(
+        raise UnsupportedError(
             f"schedule: expected a farspan.Schedule or 'auto', got {schedule!r}; for a named one, "
             "call farspan.strategy(name, layers, tokens)"
         )
     for name, given in ("selector", selector), ("ranks", ranks):
         if given is not None:
-            raise Refused(
+            raise UnsupportedError(
                 f"{name}: schedule='auto' plans for dense attention in one process; give a "
                 "schedule, such as that of farspan.plan, or use `farspan train`"
             )

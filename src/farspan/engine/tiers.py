@@ -44,7 +44,7 @@ from farspan.distributed.failure import machine_name
 from farspan.lazy import load
 from farspan.memory.host import TooLarge, available_host_bytes, refuse_beyond
 from farspan.program.dependencies import Hazard, Lane, Order, Wait
-from farspan.spec import Refused, Tier
+from farspan.spec import Tier, UnsupportedError
 
 # All ones is NaN in every IEEE format from float64 to bfloat16, so poisoned memory that is read
 # before it is written shows up in the loss.
@@ -242,9 +242,10 @@ class CopyEngine:
     """Moves tensors between device and host, and counts the bytes of each direction."""
 
     def __init__(self, device: torch.device, *, overlap: bool = False) -> None:
-        """With `overlap` copies run on streams of their own. Raises Refused but on CUDA."""
+        """With `overlap` copies run on streams of their own. Raises UnsupportedError but on
+        CUDA."""
         if overlap and device.type != "cuda":
-            raise Refused(
+            raise UnsupportedError(
                 f"overlap: copies can overlap only on CUDA, not on {device}; leave overlap unset"
             )
         self.device = device
@@ -427,7 +428,7 @@ class StreamOrder:
                 self.events[wait] = self.copies.record(lane)
 
 
-class DeviceTooSmall(Refused):
+class DeviceTooSmall(UnsupportedError):
     """The GPU cannot hold what is asked for."""
 
 

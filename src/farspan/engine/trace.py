@@ -36,7 +36,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from farspan.hf.stages import CausalLMStages
 from farspan.memory.trace import Event, FreeEvent, Malloc, Mark, Trace
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 aten = torch.ops.aten
 
@@ -281,13 +281,13 @@ EACH_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # fields with
 
 
 def shortened(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
-    """The configuration with its first so many layers; None keeps all. Raises Refused."""
+    """The configuration with its first so many layers; None keeps all. Raises UnsupportedError."""
     if layers is None:
         return config
     name = next((name for name in LAYERS if name in config), LAYERS[0])
     known = config.get(name, layers)
     if not 1 <= layers <= known:
-        raise Refused(f"layers: expected 1 to {known} of this model, got {layers}")
+        raise UnsupportedError(f"layers: expected 1 to {known} of this model, got {layers}")
     cut = {field: config[field][:layers] for field in EACH_LAYER if config.get(field)}
     return {**config, **cut, name: layers}
 
@@ -309,14 +309,14 @@ class _NoValues(TorchDispatchMode):
 
 def meta_model(config: dict[str, Any], dtype: torch.dtype, rank: int = 0) -> PreTrainedModel:
     """The causal LM of a configuration on the meta device, in training mode, with adapters of that
-    rank if it is not 0. Raises Refused where transformers cannot make it."""
+    rank if it is not 0. Raises UnsupportedError where transformers cannot make it."""
     fields = {name: value for name, value in config.items() if name != "model_type"}
     try:
         with torch.device("meta"), _NoValues():
             made = AutoConfig.for_model(str(config.get("model_type")), **fields)
             model: PreTrainedModel = AutoModelForCausalLM.from_config(made, dtype=dtype)
     except Exception as error:  # whatever a family's own code stumbles over
-        raise Refused(
+        raise UnsupportedError(
             f"model: transformers cannot build this configuration: {type(error).__name__}: {error}"
         ) from error
     if rank:
@@ -380,8 +380,8 @@ def flash_attention(
 ) -> Tensor:
     """The operation that scaled_dot_product_attention comes to on a GPU; [B, C, H, D].
 
-    Windows and soft caps change no size, so they are not handed on. Raises Refused for what flash
-    attention cannot do.
+    Windows and soft caps change no size, so they are not handed on. Raises UnsupportedError for
+    what flash attention cannot do.
     """
     _refuse(q, v, keywords)
     found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)
@@ -391,11 +391,11 @@ def flash_attention(
 
 def _refuse(q: Tensor, v: Tensor, keywords: dict[str, Any]) -> None:
     if keywords.get("s_aux") is not None:
-        raise Refused(
+        raise UnsupportedError(
             "model: its attention has sinks, which torch's flash attention does not support"
         )
     if q.shape[-1] != v.shape[-1]:
-        raise Refused(
+        raise UnsupportedError(
             f"model: its values are {v.shape[-1]} wide and its keys {q.shape[-1]}; flash attention "
             "needs both alike"
         )
@@ -407,9 +407,9 @@ def refuse_value_dependence() -> Iterator[None]:
     try:
         yield
     except (NotImplementedError, RuntimeError, ValueError) as error:
-        if isinstance(error, Refused):
+        if isinstance(error, UnsupportedError):
             raise
-        raise Refused(
+        raise UnsupportedError(
             "model: its step depends on values (routed experts, positions that change with the "
             f"length), and a trace has none: {type(error).__name__}: {str(error).splitlines()[0]}"
         ) from error

@@ -45,7 +45,7 @@ from farspan.program.builder import build_program
 from farspan.program.program import Backward, EmbedBackward, Forward, Instruction, Program
 from farspan.program.program import Head as HeadInstruction
 from farspan.program.strategies import STRATEGIES, strategy
-from farspan.spec import LayerSpec, Refused, RunSpec, Tier
+from farspan.spec import LayerSpec, RunSpec, Tier, UnsupportedError
 
 Marker = Callable[[str], None]
 
@@ -81,7 +81,7 @@ def trace_training(
 ) -> Trace:
     """One step for each of `contexts`, tokens of a sequence, of a model on the meta device.
 
-    Raises Refused for a model whose step looks at numbers.
+    Raises UnsupportedError for a model whose step looks at numbers.
     """
     device = CausalLMStages(model).device
     recorder = Recorder(device, recording.temporaries, in_place=recording.in_place)
@@ -265,7 +265,7 @@ def trace_cells(
     """A step of each program, on a model on the meta device.
 
     Each device arena is one block, as in a run: its buffers have the addresses of the plan. Raises
-    Refused for a model whose step looks at numbers.
+    UnsupportedError for a model whose step looks at numbers.
     """
     recorder = Recorder(META, recording.temporaries, in_place=recording.in_place)
     recorder.hold((*model.parameters(), *model.buffers()))
@@ -381,9 +381,11 @@ class TraceRequest:
     recording: Recording = ALL_OF_IT
 
     def trace(self) -> Trace:
-        """Raises Refused naming the field."""
+        """Raises UnsupportedError naming the field."""
         if not self.contexts:
-            raise Refused("context: give --context TOKENS, or --contexts with one for each step")
+            raise UnsupportedError(
+                "context: give --context TOKENS, or --contexts with one for each step"
+            )
         own = own_strategy(self.strategy)
         config = shortened(find_config(self.model), self.layers)
         dtype: torch.dtype = getattr(torch, dtype_name(self.dtype))
@@ -416,11 +418,11 @@ class TraceRequest:
 
 
 def own_strategy(name: str) -> str | None:
-    """Which of farspan's strategies this is; None for plain training. Raises Refused."""
+    """Which of farspan's strategies this is; None for plain training. Raises UnsupportedError."""
     if name in tuple(Checkpointing):
         return None
     own = name.removeprefix(OWN)
     if own not in STRATEGIES:
         known = ", ".join((*Checkpointing, *(OWN + known for known in STRATEGIES)))
-        raise Refused(f"strategy: {name!r} is not known; expected one of {known}")
+        raise UnsupportedError(f"strategy: {name!r} is not known; expected one of {known}")
     return own

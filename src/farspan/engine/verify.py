@@ -58,7 +58,7 @@ from farspan.hf.unsupported import refuse_context
 from farspan.sparse.engine import PageFunction
 from farspan.sparse.select import Selector
 from farspan.sparse.verify import Approximation, Function, Gradients, approximation
-from farspan.spec import Refused, Schedule
+from farspan.spec import Schedule, UnsupportedError
 
 EXACT = 1e-12  # float64 throughout, where the model's own code would compute in float32 as well
 MOVED_RUNS = 8  # of the reference, where a step is beyond EXACT
@@ -349,7 +349,7 @@ def verify(
     boundary = CausalLMStages(model)
     data = run.draw(boundary.vocab, boundary.device)
     if not any(p.requires_grad for p in model.parameters()):
-        raise Refused("model: no parameter is trained, so there is no gradient to verify")
+        raise UnsupportedError("model: no parameter is trained, so there is no gradient to verify")
     function = Function(schedule, selector, _dtype(model))
     with eager_experts(model), Float64Mode() if function.dtype is torch.float64 else nullcontext():
         # Both refuse now, not after the references, which take time and memory by the length

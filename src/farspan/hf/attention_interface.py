@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 NAME = "farspan"
 PROBE = "farspan_probe"  # the same, but its masks are asked for, and looked at
@@ -32,7 +32,7 @@ _active: ContextVar[Attention | None] = ContextVar("farspan_attention", default=
 
 def _unasked(module: nn.Module, *_: Any, **__: Any) -> Tensor:
     """Answers where a stand-in has taken every layer's place and none may attend."""
-    raise Refused(
+    raise UnsupportedError(
         f"model: {type(module).__name__} attended while other modules stood in for the layers, so "
         "something holds the layers beside the decoder's list, such as a wrapper around a method; "
         "expected a model whose own forward calls that list; take the wrapper off"

@@ -22,7 +22,7 @@ from farspan.hf.recurrent import RecurrentStates, with_states, zero_states
 from farspan.hf.stages import CausalLMStages, is_compiled, run_layer, uncompiled
 from farspan.hf.unsupported import refuse_dropout, refuse_model
 from farspan.program.program import ALIGNMENT
-from farspan.spec import LayerSpec, LayerWork, ModelSpec, Refused
+from farspan.spec import LayerSpec, LayerWork, ModelSpec, UnsupportedError
 
 SIZES = 4 * TOKENS, 8 * TOKENS  # of cells whose saved tensors are counted
 # Scans round their tokens up to 64, or 256 at the most: a token more than a multiple of these is
@@ -33,8 +33,9 @@ BATCHES = 1, 2  # sequences that a scan is measured with
 
 @torch.no_grad()
 def describe(stages: CausalLMStages, device: torch.device | None = None) -> ModelSpec:
-    """The ModelSpec of a model. Raises Refused when chunks of it cannot be exact. `device` is where
-    its cells will run, if that is not where its weights are: what autograd saves differs."""
+    """The ModelSpec of a model. Raises UnsupportedError when chunks of it cannot be exact. `device`
+    is where its cells will run, if that is not where its weights are: what autograd saves
+    differs."""
     return _described(stages, probe_layers, device)
 
 
@@ -58,10 +59,10 @@ def _described(
         layers = attention(stages)
         with routed(model):
             layers = _with_activations(stages, layers, device)
-    except Refused:
+    except UnsupportedError:
         raise
     except Exception as error:
-        raise Refused(
+        raise UnsupportedError(
             f"model: {type(model).__name__} cannot be run stage by stage through the attention "
             f"interface: {_place(model, error)}{type(error).__name__}: {error}"
         ) from error
@@ -235,7 +236,8 @@ def _estimate(layer: nn.Module, active: int, saved: int) -> LayerWork:
 
 def describe_config(fields: Mapping[str, Any], dtype: str, rank: int = 0) -> ModelSpec:
     """The ModelSpec of the model that the content of a config.json stands for, in a dtype of
-    torch's name, with LoRA of `rank` on every linear module of its layers; 0: none. Raises Refused.
+    torch's name, with LoRA of `rank` on every linear module of its layers; 0: none. Raises
+    UnsupportedError.
     """
     model = blank_model(config_from_fields(fields), getattr(torch, dtype))
     if rank:
@@ -248,7 +250,7 @@ def describe_shapes(model: PreTrainedModel) -> ModelSpec:
     """The ModelSpec of a model whose parameters are on the meta device, with its layers' work.
 
     Its parameters become stand-ins, in place. What takes the weights' own numbers, that chunks are
-    exact, is not looked at. Raises Refused for what is refused of any weights.
+    exact, is not looked at. Raises UnsupportedError for what is refused of any weights.
     """
     refuse_dropout(model)
     _stand_in(model)

@@ -22,7 +22,7 @@ from farspan.hf.tiled_mlp import Tokenwise, tokenwise
 from farspan.kernels import reference
 from farspan.kernels.launch import fused_for
 from farspan.kernels.operations import WIDEST, Act, Norm, gated, normed, rotated
-from farspan.spec import Kernels, Refused
+from farspan.spec import Kernels, UnsupportedError
 
 Forward = Callable[..., Any]
 Rule = Callable[[nn.Module], Forward | None]  # the forward of a module's shell; None: its own
@@ -329,7 +329,7 @@ def spared_layers(stages: CausalLMStages) -> frozenset[int]:
     they give: no gradient depends on its value (`tokenwise` looks)."""
     try:
         children = tokenwise(stages)
-    except (Refused, RuntimeError):  # a weight that is computed cannot be copied
+    except (UnsupportedError, RuntimeError):  # a weight that is computed cannot be copied
         return frozenset()
     return frozenset(i for i, layer in enumerate(stages.layers) if _spares(layer, children[i]))
 

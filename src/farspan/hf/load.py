@@ -45,7 +45,7 @@ from farspan.plan.model.catalog import (
     refuse_huge,
     with_revision,
 )
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 NAMES_SHOWN = 5  # of missing weights: a wrong folder lacks hundreds
 ADAPTERS = (
@@ -72,11 +72,13 @@ def load_config(
     """The model's configuration with `overrides` applied (rope_parameters, attention_dropout...).
 
     `path` is a local folder, or a hub name of `revision` (a commit or branch); `config` a dict with
-    `model_type`. Exactly one is given. Raises Refused when the model is unknown, an override is no
-    field of its config, or code is trusted that is not pinned.
+    `model_type`. Exactly one is given. Raises UnsupportedError when the model is unknown, an
+    override is no field of its config, or code is trusted that is not pinned.
     """
     if (path is None) == (config is None):
-        raise Refused("model: give either path (a folder or a hub name) or config, not both")
+        raise UnsupportedError(
+            "model: give either path (a folder or a hub name) or config, not both"
+        )
     if path is not None:
         found = _config_at(path, trust_remote_code, revision)
     else:
@@ -105,17 +107,17 @@ def config_for_planning(
 
 
 def config_from_fields(fields: Mapping[str, Any]) -> PretrainedConfig:
-    """The configuration that the content of a config.json stands for. Raises Refused."""
+    """The configuration that the content of a config.json stands for. Raises UnsupportedError."""
     kind = str(fields.get("model_type"))
     if kind not in CONFIG_MAPPING:
-        raise Refused(
+        raise UnsupportedError(
             f"model_type: transformers {transformers.__version__} has no {kind!r}; check the "
             "name, or install a release that has it"
         )
     try:
         found: PretrainedConfig = CONFIG_MAPPING[kind].from_dict(_decoded(dict(fields)))
     except Exception as error:  # each family checks its own fields
-        raise Refused(
+        raise UnsupportedError(
             f"model: transformers cannot read these fields of a {kind} configuration: "
             f"{type(error).__name__}: {error}"
         ) from error
@@ -147,7 +149,7 @@ def load_model(
     """A model in training mode on `device`. Random weights are drawn from `seed`.
 
     What text does not meet, such as an encoder of images, is frozen. Only safetensors weights are
-    read. Raises Refused when the folder holds none, or not all that
+    read. Raises UnsupportedError when the folder holds none, or not all that
     the model has; warns of weights that the model has no place for.
     """
     made = load_config(
@@ -176,7 +178,7 @@ def blank_model(
     trust_remote_code: bool = False,
     revision: str | None = None,
 ) -> PreTrainedModel:
-    """A model in training mode whose parameters are on the meta device. Raises Refused."""
+    """A model in training mode whose parameters are on the meta device. Raises UnsupportedError."""
     with _without_weights():
         model = _with_random_weights(config, dtype, trust_remote_code, revision)
     return _prepared(model, dtype)
@@ -198,11 +200,11 @@ def _naming(overrides: dict[str, Any]) -> Iterator[None]:
     names none."""
     try:
         yield
-    except Refused as error:
+    except UnsupportedError as error:
         if not overrides:
             raise
         given = ", ".join(f"model.overrides.{name}: {value}" for name, value in overrides.items())
-        raise Refused(f"{error}; check {given}") from error
+        raise UnsupportedError(f"{error}; check {given}") from error
 
 
 @contextmanager
@@ -235,7 +237,7 @@ def _with_random_weights(
         )
         return made
     except Exception as error:  # whatever a family's own code stumbles over
-        raise Refused(
+        raise UnsupportedError(
             f"model: transformers cannot make a {type(config).__name__} model of these fields: "
             f"{type(error).__name__}: {error}"
         ) from error
@@ -267,17 +269,17 @@ def _with_saved_weights(
             **pinned(revision),
         )
     except Exception as error:  # unreadable files, sizes that do not match, other kinds
-        raise Refused(
+        raise UnsupportedError(
             "model.path: transformers could not load a causal LM from the safetensors weights of "
             f"{path!r}: {type(error).__name__}: {error}"
         ) from error
     model, found = loaded
     if getattr(model, "peft_config", None):
-        raise Refused(ADAPTERS.format(path=path))
+        raise UnsupportedError(ADAPTERS.format(path=path))
     # What transformers knows to follow from the rest, such as a tied head, is not among these.
     missing, unexpected = found["missing_keys"], found["unexpected_keys"]
     if missing:
-        raise Refused(
+        raise UnsupportedError(
             f"model.path: {path} holds no weights for {_few(missing)}, which would start from "
             "random numbers; give the folder of a complete causal LM, or train from model.config"
         )
@@ -303,8 +305,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 def refuse_unpinned(
     path: str, trust_remote_code: bool, revision: str | None, field: str = "model.revision"
 ) -> None:
-    """Raises Refused for code that may be another one tomorrow. Of a folder only its own stays, and
-    of the hub a commit's."""
+    """Raises UnsupportedError for code that may be another one tomorrow. Of a folder only its own
+    stays, and of the hub a commit's."""
     if not trust_remote_code or _COMMIT.fullmatch(revision or ""):
         return
     files = [Path(path).expanduser() / f"{kind}config.json" for kind in ("", "tokenizer_")]
@@ -312,7 +314,7 @@ def refuse_unpinned(
     if is_on_hub(path) or any("--" in text for text in maps):
         given = "missing" if revision is None else f"{revision!r} is a branch or a tag"
         own = field == "model.revision"
-        raise Refused(
+        raise UnsupportedError(
             f"{field}: {given if own else path}: trust_remote_code runs Python code that comes "
             f"with {path} from the hub, which may be another one tomorrow; "
             + (
@@ -328,19 +330,21 @@ def _config_at(path: str, trust_remote_code: bool, revision: str | None) -> Pret
     refuse_unpinned(path, trust_remote_code, revision)
     folder = Path(path)
     if (folder / "adapter_config.json").is_file():
-        raise Refused(ADAPTERS.format(path=path))
+        raise UnsupportedError(ADAPTERS.format(path=path))
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise Refused(f"model.path: {path} holds no config.json; expected a saved model's folder")
+        raise UnsupportedError(
+            f"model.path: {path} holds no config.json; expected a saved model's folder"
+        )
     try:
         file = cached_file(path, "config.json", revision=revision)
         read_config(Path(str(file)), "model.path")
         return AutoConfig.from_pretrained(
             path, trust_remote_code=trust_remote_code, **pinned(revision)
         )
-    except Refused:
+    except UnsupportedError:
         raise
     except (OSError, ValueError) as error:
-        raise Refused(
+        raise UnsupportedError(
             f"model.path: {path!r} is neither a folder with a model nor a hub name that can be "
             f"reached: {error}"
         ) from error
@@ -349,7 +353,7 @@ def _config_at(path: str, trust_remote_code: bool, revision: str | None) -> Pret
 def _config_of(fields: dict[str, Any]) -> PretrainedConfig:
     kind = str(fields.get("model_type"))
     if kind not in CONFIG_MAPPING:
-        raise Refused(
+        raise UnsupportedError(
             f"model.config.model_type: {kind!r} is not a transformers model type; expected for "
             "example 'llama', 'qwen2' or 'mistral'"
         )
@@ -358,7 +362,7 @@ def _config_of(fields: dict[str, Any]) -> PretrainedConfig:
     try:
         made = AutoConfig.for_model(kind, **copy.deepcopy(values))  # it writes in what is nested
     except Exception as error:  # of its own kind: transformers checks how some fields go together
-        raise Refused(f"model.config: {' '.join(str(error).split())}") from error
+        raise UnsupportedError(f"model.config: {' '.join(str(error).split())}") from error
     # What transformers makes others of is gone, as rope_theta is; what it does not know is kept.
     kept = {name: value for name, value in values.items() if name in vars(made)}
     _check_fields(AutoConfig.for_model(kind), kept, "model.config")
@@ -375,7 +379,7 @@ def _has(config: PretrainedConfig, name: str) -> bool:
 def _check_fields(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None:
     for name in fields:
         if not _has(config, name) and not _is_read(config, name):
-            raise Refused(
+            raise UnsupportedError(
                 f"{where}.{name}: {type(config).__name__} has no such field; check its name"
             )
 
@@ -407,7 +411,7 @@ def _before(config: PretrainedConfig, name: str, where: str) -> Any:
     try:
         return getattr(config, name, None)
     except RuntimeError as error:
-        raise Refused(
+        raise UnsupportedError(
             f"{where}.{name}: the layers of {type(config).__name__} have different values, so one "
             "value cannot stand for all; leave it out"
         ) from error
@@ -424,7 +428,7 @@ def _apply(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None
         _apply(text, of_text, where)
     _check_fields(config, fields, where)
     if "model_type" in fields:  # of a class: set on one of its objects it would change nothing
-        raise Refused(
+        raise UnsupportedError(
             f"{where}.model_type: the type of a {config.model_type} model cannot be changed; "
             "leave it out"
         )
@@ -436,14 +440,16 @@ def _apply(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None
         try:
             setattr(config, name, copy.deepcopy(_merged(before, value)))
         except Exception as error:  # of its own kind: transformers checks the types of some fields
-            raise Refused(f"{where}.{name}: {' '.join(str(error).split())}") from error
+            raise UnsupportedError(f"{where}.{name}: {' '.join(str(error).split())}") from error
     kinds = getattr(config, "layer_types", None)
     if "num_hidden_layers" in fields and "layer_types" not in fields and kinds:
         # The first layers are built; a saved model with names for more cannot be loaded.
         config.layer_types = kinds[: config.num_hidden_layers]
     layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
     if layers < 1:  # transformers makes a model of them
-        raise Refused(f"model: num_hidden_layers is {layers}, expected a whole number above 0")
+        raise UnsupportedError(
+            f"model: num_hidden_layers is {layers}, expected a whole number above 0"
+        )
 
 
 # -- adapters -----------------------------------------------------------------------------------
@@ -470,18 +476,18 @@ def add_adapters(
 
     A [rank, inner] and B [outer, rank] have the dtype and device of the weight. A is drawn from
     `seed` alone, and B is zero; without `zero` it is drawn too, so that A has a gradient. `targets`
-    are last parts of the names of linear modules in the layers. Raises Refused for a name that is
-    none or that peft reads otherwise, a rank above every module's narrower side, and where peft is
-    not installed.
+    are last parts of the names of linear modules in the layers. Raises UnsupportedError for a name
+    that is none or that peft reads otherwise, a rank above every module's narrower side, and where
+    peft is not installed.
     """
     try:
         config_type, inject = load("peft", "LoraConfig"), load("peft", "inject_adapter_in_model")
     except ImportError as error:
-        raise Refused(MISSING.format(error=error)) from error
+        raise UnsupportedError(MISSING.format(error=error)) from error
     modules = _targeted(_linears(model), targets)
     widest = max(min(module.weight.shape) for module in modules.values())
     if rank > widest:
-        raise Refused(
+        raise UnsupportedError(
             f"model.lora.rank: {rank} is above {widest}, the narrower side of the largest linear "
             f"module; give {widest} or less"
         )
@@ -499,7 +505,9 @@ def add_adapters(
         try:
             inject(config, model)
         except ValueError as error:  # such as of one of two names that it takes for halves of one
-            raise Refused(f"model.lora.targets: peft does not accept them: {error}") from error
+            raise UnsupportedError(
+                f"model.lora.targets: peft does not accept them: {error}"
+            ) from error
     # As transformers' add_adapter leaves it, so that its save_pretrained saves adapters alone. That
     # itself is not called: 5.24 refuses every peft that is out, all of which work with it.
     model._hf_peft_config_loaded = True
@@ -553,14 +561,14 @@ def _linears(model: Any) -> dict[str, Any]:
 
 def _targeted(linears: dict[str, Any], targets: str | Sequence[str]) -> dict[str, Any]:
     if not linears:
-        raise Refused("model.lora: the layers of this model have no linear modules")
+        raise UnsupportedError("model.lora: the layers of this model have no linear modules")
     if targets == LINEAR:
         return linears
     wanted = [targets] if isinstance(targets, str) else list(targets)
     for target in wanted:
         if not any(_ends(name, target) for name in linears):
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
-            raise Refused(
+            raise UnsupportedError(
                 f"model.lora.targets: the layers have no linear module {target!r}; expected "
                 f"{LINEAR}, or a list of {known}"
             )
@@ -575,7 +583,7 @@ def _check_adapted(model: Any, wanted: dict[str, Any]) -> None:
     if lost:
         left = {name.rpartition(".")[2] for name in wanted} - lost
         instead = f"give {', '.join(sorted(left))}, or some of them" if left else "give others"
-        raise Refused(
+        raise UnsupportedError(
             f"model.lora.targets: peft mistakes {', '.join(sorted(lost))} of "
             f"{type(model).__name__} for its stacked experts, which are not linear modules; "
             f"{instead}"

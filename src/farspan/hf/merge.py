@@ -23,7 +23,7 @@ from farspan.durable import PARTIAL, publish, read_json, write_bytes, writing
 from farspan.hf.load import MISSING, load_config, load_model
 from farspan.lazy import load
 from farspan.plan.model.catalog import is_on_hub, refuse_absent
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 SOURCE = "farspan.json"  # what a run says of its adapters
@@ -58,14 +58,15 @@ class Merged:
 def merge(source: Path, folder: Path, base: str | None = None) -> Merged:
     """Writes `folder`, a whole model with its tokenizer in the dtypes of the base, from the
     adapters of `source`: a run's folder or one that peft wrote. `base` stands in place of the model
-    that they name. The folder appears whole or not at all. Raises Refused, and WriteFailed.
+    that they name. The folder appears whole or not at all. Raises UnsupportedError, and
+    WriteFailed.
     """
     adapters = _adapters_in(source)
     if os.path.lexists(folder):
-        raise Refused(f"output: {folder} is there already; name a folder that is not")
+        raise UnsupportedError(f"output: {folder} is there already; name a folder that is not")
     config = read_json(adapters / CONFIG)
     if config is None:
-        raise Refused(f"{adapters / CONFIG}: cannot be read as JSON")
+        raise UnsupportedError(f"{adapters / CONFIG}: cannot be read as JSON")
     told = read_json(adapters / SOURCE) or {}
     overrides = told.pop("overrides", {})
     model = _base_folder(config, base, adapters)
@@ -96,20 +97,24 @@ def _adapters_in(source: Path) -> Path:
         if (folder / CONFIG).is_file():
             return folder
         if (folder / "config.json").is_file():
-            raise Refused(f"{folder}: holds a whole model; there are no adapters to merge")
+            raise UnsupportedError(f"{folder}: holds a whole model; there are no adapters to merge")
     if (source / "config.yaml").is_file():
-        raise Refused(
+        raise UnsupportedError(
             f"{source}: this run has not written its adapters yet, which it does at its end; run "
             "its last steps first"
         )
-    raise Refused(f"{source}: holds no adapters; give a run's folder, or one with {CONFIG}")
+    raise UnsupportedError(
+        f"{source}: holds no adapters; give a run's folder, or one with {CONFIG}"
+    )
 
 
 def _base_folder(config: Mapping[str, Any], base: str | None, adapters: Path) -> Path:
     """Where the files of the model lie that adapters are for."""
     name = base or config.get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
-        raise Refused(f"{adapters / CONFIG}: names no model that they are for; give it as --base")
+        raise UnsupportedError(
+            f"{adapters / CONFIG}: names no model that they are for; give it as --base"
+        )
     refuse_absent("base", name)
     if not is_on_hub(name):
         return Path(name).expanduser()
@@ -118,7 +123,7 @@ def _base_folder(config: Mapping[str, Any], base: str | None, adapters: Path) ->
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=kinds))
     except (OSError, ValueError) as error:
-        raise Refused(
+        raise UnsupportedError(
             f"base: {name!r} is neither a folder nor a hub name that can be reached: {error}"
         ) from error
 
@@ -129,7 +134,7 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (FileNotFoundError, SafetensorError) as error:
-        raise Refused(f"{path}: no safetensors file that can be read: {error}") from error
+        raise UnsupportedError(f"{path}: no safetensors file that can be read: {error}") from error
 
 
 def _weight_files(model: Path) -> dict[str, Path]:
@@ -150,7 +155,7 @@ def _is_plain(config: Mapping[str, Any]) -> bool:
     try:
         usual = load("peft", "LoraConfig")().to_dict()
     except ImportError as error:
-        raise Refused(MISSING.format(error=error)) from error
+        raise UnsupportedError(MISSING.format(error=error)) from error
     if config.get("peft_type") != "LORA" or config.get("init_lora_weights") not in (True, False):
         return False
     known = EITHER | {"init_lora_weights"}
@@ -202,11 +207,11 @@ def _add(tensors: Any, scale: float, files: Mapping[str, Path], target: Path) ->
 def _sum(name: str, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """W [outer, inner] + scale * B [outer, rank] A [rank, inner], rounded once to W's dtype."""
     if not weight.is_floating_point() or weight.itemsize < 2:
-        raise Refused(
+        raise UnsupportedError(
             f"base: {name} is quantised ({weight.dtype}); give the model before it was, as --base"
         )
     if weight.shape != (b.shape[0], a.shape[1]):
-        raise Refused(
+        raise UnsupportedError(
             f"base: {name} is {list(weight.shape)}, its adapters are for "
             f"{[b.shape[0], a.shape[1]]}: another model; give theirs as --base"
         )
@@ -218,7 +223,9 @@ def _merge_in_memory(model: Path, adapters: Path, overrides: dict[str, Any], tar
     """By peft, in the base's dtype."""
     made = load_config(path=str(model), config=None, overrides=overrides)
     if getattr(made, "quantization_config", None) is not None:
-        raise Refused(f"base: {model} is quantised; give the model before it was, as --base")
+        raise UnsupportedError(
+            f"base: {model} is quantised; give the model before it was, as --base"
+        )
     dtype = getattr(made, "dtype", None) or torch.float32
     whole: Any = load_model(path=str(model), overrides=overrides, dtype=dtype)
     outer = whole.get_output_embeddings(), whole.get_input_embeddings()
@@ -228,12 +235,12 @@ def _merge_in_memory(model: Path, adapters: Path, overrides: dict[str, Any], tar
         )
         tied = outer[0] is not None and outer[0].weight is outer[1].weight
         if tied and (whole.get_output_embeddings(), whole.get_input_embeddings()) != outer:
-            raise Refused(
+            raise UnsupportedError(
                 "base: its head and its embedding are one weight, which an adapter of one of them "
                 "would change in both; such adapters cannot be merged"
             )
         peft_model.merge_and_unload(safe_merge=True).save_pretrained(target)
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
-        raise Refused(
+        raise UnsupportedError(
             f"{adapters}: peft cannot merge them into {model}: {' '.join(str(error).split())}"
         ) from error

@@ -31,7 +31,7 @@ from farspan.attention.softmax import reference
 from farspan.hf.attention_interface import answering, eager_experts, routed, watching_masks
 from farspan.hf.recurrent import RecurrentStates, run_piece, state_spec, takes_two, with_states
 from farspan.hf.stages import CausalLMStages, LayerCall, run_layer, uncompiled
-from farspan.spec import LayerSpec, Refused
+from farspan.spec import LayerSpec, UnsupportedError
 
 # Keywords of an attention call that change no mathematics, or that farspan honours.
 KNOWN = {
@@ -70,7 +70,7 @@ class _NoChance(TorchDispatchMode):
         one = func is torch.ops.aten.rand.default and args == ([],)
         against_nothing = one and self.drops_no_layer
         if torch.Tag.nondeterministic_seeded in func.tags and not against_nothing:
-            raise Refused(
+            raise UnsupportedError(
                 f"model: its forward draws random numbers ({func}), which a recomputed cell "
                 "cannot repeat; set its dropout and jitter options to 0 (in a run file: "
                 "model.overrides) or call model.eval()"
@@ -80,24 +80,25 @@ class _NoChance(TorchDispatchMode):
 
 @torch.no_grad()
 def probe_layers(stages: CausalLMStages) -> list[LayerSpec]:
-    """What attention each layer asks for. Raises Refused when chunks could not be exact."""
+    """What attention each layer asks for. Raises UnsupportedError when chunks could not be
+    exact."""
     try:
         return _probe(stages)
-    except Refused:
+    except UnsupportedError:
         _refuse_nonfinite(stages.model)  # with such a weight a model differs from itself
         raise
 
 
 def _refuse_nonfinite(model: nn.Module) -> None:
-    """Raises Refused, naming the first weight that is not a number. Buffers may hold infinities, as
-    masks do."""
+    """Raises UnsupportedError, naming the first weight that is not a number. Buffers may hold
+    infinities, as masks do."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta or not tensor.is_floating_point():
             continue
         weight = isinstance(tensor, nn.Parameter)
         wrong = int((~tensor.isfinite() if weight else tensor.isnan()).sum())
         if wrong:
-            raise Refused(
+            raise UnsupportedError(
                 f"model: {name} holds NaN or infinity, {wrong} of its {tensor.numel()} numbers: "
                 "the file or checkpoint that it was read from is damaged, or of a run that "
                 "diverged; take another one"
@@ -117,15 +118,15 @@ def _probe(stages: CausalLMStages) -> list[LayerSpec]:
             try:
                 seen = _run_staged(stages, ids, whole)
             except Exception as error:
-                if isinstance(error, Refused) or calls:
+                if isinstance(error, UnsupportedError) or calls:
                     raise
-                raise Refused(_attends_elsewhere(stages, 0, 0)) from error
+                raise UnsupportedError(_attends_elsewhere(stages, 0, 0)) from error
             _refuse_other_calls(stages, calls, seen)
             refuse_mixing(stages, hidden, seen)
     # Qwen2-MoE asks for a mask of 0 tokens where windows are off, and no layer is handed it.
     unheard = windows - {layer.window for layer in seen} - {0}
     if unheard:
-        raise Refused(
+        raise UnsupportedError(
             f"model: {type(stages.model).__name__} limits attention to {sorted(unheard)} tokens "
             "by its mask alone (a window or chunked attention) and does not tell the attention "
             "interface, so farspan cannot apply it"
@@ -169,12 +170,13 @@ def _unattending(stages: CausalLMStages, hidden: Tensor, index: int, call: Layer
 
 
 def _refuse_hidden_state(stages: CausalLMStages, index: int, spec: LayerSpec) -> None:
-    """Raises Refused for a layer that must mix tokens in a way that `spec` does not have."""
+    """Raises UnsupportedError for a layer that must mix tokens in a way that `spec` does not
+    have."""
     mixes = any(isinstance(module, nn.Conv1d) for module in stages.layers[index].modules())
     if mixes and not spec.state:
         attends = "attends; expected one or the other in a layer"
         hides = "hands no state on through the cache"
-        raise Refused(
+        raise UnsupportedError(
             f"model: layer {index} of {type(stages.model).__name__} has a convolution over "
             f"tokens and {attends if spec.attends() else hides}"
         )
@@ -183,7 +185,7 @@ def _refuse_hidden_state(stages: CausalLMStages, index: int, spec: LayerSpec) ->
 def _refuse_lost_gradients(stages: CausalLMStages) -> None:
     tied = stages.tied_across()
     if tied is not None:
-        raise Refused(
+        raise UnsupportedError(
             f"model: {tied} is shared between a layer and a module outside the layers, where its "
             "gradients would not be added up; untie it"
         )
@@ -192,7 +194,7 @@ def _refuse_lost_gradients(stages: CausalLMStages) -> None:
     for call in calls:
         leaves = tree_leaves((call.arguments, call.keywords))
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-            raise Refused(
+            raise UnsupportedError(
                 f"model: {type(stages.model).__name__} passes its layers a trained tensor besides "
                 "the hidden state, whose gradient would be lost; freeze the module that makes it"
             )
@@ -205,7 +207,9 @@ def _run_whole(stages: CausalLMStages, ids: Tensor) -> tuple[Tensor, int]:
         out = stages.model(input_ids=ids, use_cache=False)
     name = type(stages.model).__name__
     if not isinstance(getattr(out, "logits", None), Tensor) or out.logits.ndim != 3:
-        raise Refused(f"model: {name} returns no logits for each token; expected a causal LM")
+        raise UnsupportedError(
+            f"model: {name} returns no logits for each token; expected a causal LM"
+        )
     copied = stages.in_copies()
     if copied is None:
         _refuse_other_loss(stages.model, ids)
@@ -214,7 +218,7 @@ def _run_whole(stages: CausalLMStages, ids: Tensor) -> tuple[Tensor, int]:
         plain: Tensor = copied(input_ids=ids, use_cache=False).logits
     error = distance(plain, out.logits)
     if not error <= torch.finfo(stages.dtype).eps ** 0.5:
-        raise Refused(
+        raise UnsupportedError(
             f"model: a forward that was set on {name} or its decoder themselves, such as "
             f"accelerate's mixed precision, gives results that differ by {error:.1e} from those of "
             "their classes' own, which a step runs; take it off, and for mixed precision load the "
@@ -225,8 +229,9 @@ def _run_whole(stages: CausalLMStages, ids: Tensor) -> tuple[Tensor, int]:
 
 
 def _refuse_other_loss(model: PreTrainedModel, ids: Tensor) -> None:
-    """Raises Refused where the model's own loss is not the mean cross-entropy of its logits: a
-    step computes that one. Those of transformers' classes are; asked is who has set another."""
+    """Raises UnsupportedError where the model's own loss is not the mean cross-entropy of its
+    logits: a step computes that one. Those of transformers' classes are; asked is who has set
+    another."""
     standard: Any = LOSS_MAPPING["ForCausalLM"]
     what = {
         "a forward that was set on it": "forward" in vars(model),
@@ -243,7 +248,7 @@ def _refuse_other_loss(model: PreTrainedModel, ids: Tensor) -> None:
             out = model(input_ids=ids, labels=ids, use_cache=False)
         own, logits = out.loss, getattr(out, "logits", None)
     except Exception as error:
-        raise Refused(
+        raise UnsupportedError(
             f"model: {name}'s own loss fails by {changed} "
             f"({type(error).__name__}: {error}), {advice}"
         ) from error
@@ -251,7 +256,7 @@ def _refuse_other_loss(model: PreTrainedModel, ids: Tensor) -> None:
         return  # a fused head returns no logits, and the other way round nothing is changed
     plain = standard(logits, ids, vocab_size=logits.shape[-1])
     if not float((own - plain).abs()) <= _LOSS * float(plain):
-        raise Refused(
+        raise UnsupportedError(
             f"model: {name}'s own loss is {float(own):.6g} by {changed}, where the mean "
             f"cross-entropy of its logits is {float(plain):.6g}, {advice}"
         )
@@ -260,7 +265,7 @@ def _refuse_other_loss(model: PreTrainedModel, ids: Tensor) -> None:
 def _refuse_other_calls(stages: CausalLMStages, calls: int, seen: list[LayerSpec]) -> None:
     attending = sum(layer.attends() for layer in seen)
     if calls != attending or not any(layer.attends() or layer.state for layer in seen):
-        raise Refused(_attends_elsewhere(stages, calls, attending))
+        raise UnsupportedError(_attends_elsewhere(stages, calls, attending))
 
 
 def _attends_elsewhere(stages: CausalLMStages, calls: int, attending: int) -> str:
@@ -303,7 +308,7 @@ def _refuse_mixing(stages: CausalLMStages, how: str, found: Tensor, whole: Tenso
     # Half of the dtype's digits, or of float32's where a model rounds to it inside.
     limit = max(torch.finfo(whole.dtype).eps ** 0.5, MIXING[torch.float64])
     if not error <= limit:
-        raise Refused(
+        raise UnsupportedError(
             f"model: {type(stages.model).__name__} {how} differs from itself by {error:.1e}; "
             "something in it mixes tokens outside of the attention interface"
         )
@@ -313,8 +318,8 @@ def _refuse_mixing(stages: CausalLMStages, how: str, found: Tensor, whole: Tenso
 
 
 def refuse_mixing(stages: CausalLMStages, hidden: Tensor, seen: list[LayerSpec]) -> None:
-    """Raises Refused where tokens of a layer see each other in another way than `seen`; every kind
-    of layer, on these hidden states [1, TOKENS, hidden]."""
+    """Raises UnsupportedError where tokens of a layer see each other in another way than `seen`;
+    every kind of layer, on these hidden states [1, TOKENS, hidden]."""
     dtype = stages.dtype if stages.dtype in MIXING else torch.float32
     for index, layer in _of_each_kind(stages, seen):
         if not seen[index].state:
@@ -325,7 +330,8 @@ def refuse_mixing(stages: CausalLMStages, hidden: Tensor, seen: list[LayerSpec])
 
 
 def refuse_forgetting(stages: CausalLMStages, seen: list[LayerSpec]) -> None:
-    """Raises Refused where a layer does not go on from the states it hands on; takes no numbers."""
+    """Raises UnsupportedError where a layer does not go on from the states it hands on; takes no
+    numbers."""
     shape = 1, TOKENS, stages.width
     hidden = torch.zeros(shape, dtype=stages.dtype, device=stages.device)
     for index, layer in _of_each_kind(stages, seen):
@@ -369,7 +375,7 @@ def _refuse_gradients_between_tokens(stages: CausalLMStages, index: int, hidden:
         total = torch.stack([x[:, here].double().square().sum() for x in made]).sum()
         (found,) = torch.autograd.grad(total, leaf, retain_graph=True)
         if bool(found[:, there].any()):
-            raise Refused(
+            raise UnsupportedError(
                 f"model: layer {index} of {type(stages.model).__name__} mixes tokens beside the "
                 "attention interface (by a convolution or a scan of its own, or a statistic over "
                 "tokens), which chunks would cut off"
@@ -379,7 +385,7 @@ def _refuse_gradients_between_tokens(stages: CausalLMStages, index: int, hidden:
 def _refuse_other_outputs(
     stages: CausalLMStages, index: int, layer: nn.Module, hidden: Tensor
 ) -> None:
-    """Raises Refused where the layer cut in two is another one."""
+    """Raises UnsupportedError where the layer cut in two is another one."""
     cuts, outs = ((0, TOKENS), (0, CUT), (CUT, TOKENS)), []
     remembers = ProbeAttention(layer=0)
     with eager_experts(layer):
@@ -392,7 +398,7 @@ def _refuse_other_outputs(
                 outs.append(run_layer(layer, hidden[:, start:stop], call))
     error = distance(torch.cat(outs[1:], dim=1), outs[0])
     if not error <= MIXING[hidden.dtype]:
-        raise Refused(_differs(stages, index, error, "the attention interface"))
+        raise UnsupportedError(_differs(stages, index, error, "the attention interface"))
 
 
 def _differs(stages: CausalLMStages, index: int, error: float, where: str) -> str:
@@ -405,14 +411,14 @@ def _differs(stages: CausalLMStages, index: int, error: float, where: str) -> st
 def _refuse_other_gradients(
     stages: CausalLMStages, index: int, layer: nn.Module, hidden: Tensor
 ) -> None:
-    """Raises Refused where a recurrent layer is another one in pieces, the last of them one token,
-    or does not go on from what it is given: Jamba's scans do not, which shows by 3e-7 in outputs of
-    a model whose weights are fresh, and by more in gradients."""
+    """Raises UnsupportedError where a recurrent layer is another one in pieces, the last of them
+    one token, or does not go on from what it is given: Jamba's scans do not, which shows by 3e-7 in
+    outputs of a model whose weights are fresh, and by more in gradients."""
     shapes = [(0, TOKENS)], list(pairwise(PIECES))
     whole, pieces = (_with_gradient(stages, index, layer, hidden, cuts) for cuts in shapes)
     error = max(distance(x, y) for x, y in zip(pieces, whole, strict=True))
     if not error <= LOST:
-        raise Refused(_differs(stages, index, error, "the states it hands on"))
+        raise UnsupportedError(_differs(stages, index, error, "the states it hands on"))
 
 
 @torch.enable_grad()
@@ -443,7 +449,7 @@ def _with_gradient(
     )
     for name, found in zip(given, others, strict=True):
         if found is None:
-            raise Refused(
+            raise UnsupportedError(
                 f"model: layer {index} of {type(stages.model).__name__} does not continue from "
                 f"the state {name.partition(' ')[0]} that it hands on"
             )
@@ -500,24 +506,24 @@ class ProbeAttention:
 def _check_keywords(module: nn.Module, keywords: dict[str, Any]) -> None:
     name = type(module).__name__
     if keywords.get("is_causal") is False:
-        raise Refused(
+        raise UnsupportedError(
             f"model: {name} asks for attention to later tokens (is_causal=False); only "
             "causal models run in chunks"
         )
     if (keywords.get("dropout") or 0.0) > 0:
-        raise Refused(
+        raise UnsupportedError(
             f"model: {name} applies dropout to attention weights ({keywords['dropout']}), which a "
             "recomputed cell cannot repeat; set its attention dropout to 0"
         )
     window = keywords.get("sliding_window")
     if window is not None and window < 1:
-        raise Refused(
+        raise UnsupportedError(
             f"model: {name} lets a token see {window} tokens; set its sliding_window to 1 or more, "
             "or to null for full attention"
         )
     for keyword, value in keywords.items():
         if keyword not in KNOWN and isinstance(value, Tensor | float | int) and value is not False:
-            raise Refused(
+            raise UnsupportedError(
                 f"model: {name} passes {keyword!r} to attention, which farspan does not support: "
                 "ignoring it would not be exact"
             )

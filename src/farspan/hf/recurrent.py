@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from farspan.hf.stages import LayerCall, run_layer
-from farspan.spec import Refused, StateTensor
+from farspan.spec import StateTensor, UnsupportedError
 
 CONV, RECURRENT = "conv", "recurrent"
 
@@ -93,7 +93,7 @@ class RecurrentStates:
         return recurrent_states
 
     def update(self, *_: Any, **__: Any) -> Any:
-        raise Refused(
+        raise UnsupportedError(
             "model: one of its layers caches K and V but does not attend through the attention "
             "interface"
         )
@@ -101,7 +101,7 @@ class RecurrentStates:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise Refused(
+        raise UnsupportedError(
             f"model: one of its layers asks its cache for {name!r}; expected only the states of "
             "convolutions and recurrences"
         )

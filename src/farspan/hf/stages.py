@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from farspan.distributed.tensor_plan import layer_signature
 from farspan.hf.unsupported import chooses_by_length, refuse_adapters, settled, tokens_as_read
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 Module = TypeVar("Module", bound=nn.Module)
 Found = TypeVar("Found")
@@ -31,7 +31,7 @@ class _AllRecorded(Exception):
     """Every layer's arguments are known: the rest of the forward is not needed."""
 
 
-class _Unpacked(Refused):
+class _Unpacked(UnsupportedError):
     """The model took what a layer gives for a tuple, or for something else."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -142,13 +142,13 @@ def copy_module(module: Module) -> Module:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """What torch.compile and data parallelism of one process wrap. Raises Refused where a wrapper
-    would average gradients over ranks, by hooks that a step does not call."""
+    """What torch.compile and data parallelism of one process wrap. Raises UnsupportedError where a
+    wrapper would average gradients over ranks, by hooks that a step does not call."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             ranks = torch.distributed.get_world_size(model.process_group)
             if ranks > 1:
-                raise Refused(
+                raise UnsupportedError(
                     f"model: DistributedDataParallel would average gradients over {ranks} ranks, "
                     "by hooks that a step does not call; give the step the bare model (.module) "
                     "and ranks=farspan.ParallelContext, or use `torchrun -m farspan train`"
@@ -170,14 +170,14 @@ class CausalLMStages:
         unwrap = getattr(model, "get_base_model", None)  # of a PEFT model
         inner = unwrap() if callable(unwrap) else model
         if not isinstance(inner, PreTrainedModel):
-            raise Refused(
+            raise UnsupportedError(
                 f"model: expected a transformers PreTrainedModel, got {type(model).__name__}; load "
                 "it with AutoModelForCausalLM"
             )
         own = {id(p) for p in inner.parameters()}
         strangers = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in own]
         if strangers:
-            raise Refused(
+            raise UnsupportedError(
                 f"model: {strangers[0]} is trained outside of the causal LM (prompt or prefix "
                 "tuning), where no chunk would use it; use adapters inside the layers, such as "
                 "LoRA"
@@ -298,7 +298,7 @@ class CausalLMStages:
             shell(use_cache=use_cache, **inputs)
         except _AllRecorded:
             return record
-        raise Refused(
+        raise UnsupportedError(
             f"model: {type(self.model).__name__} does not call every layer of its decoder in turn"
         )
 
@@ -392,7 +392,7 @@ def _decoder_of(model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
     stacks = [named] if named in inside and len(_lists(named)) == 1 else inside
     found = [(stack, name) for stack in stacks for name in _lists(stack)]
     if len(found) != 1:
-        raise Refused(
+        raise UnsupportedError(
             f"model: {type(model).__name__} has {len(found)} lists of num_hidden_layers modules; "
             "expected one, of decoder layers that are called in turn"
         )
@@ -413,7 +413,9 @@ def _path_to(root: nn.Module, target: nn.Module) -> list[str]:
     for name, module in root.named_modules():
         if module is target and name:
             return name.split(".")
-    raise Refused(f"model: the decoder of {type(root).__name__} is not one of its submodules")
+    raise UnsupportedError(
+        f"model: the decoder of {type(root).__name__} is not one of its submodules"
+    )
 
 
 # -- layers through torch.compile ---------------------------------------------------------------

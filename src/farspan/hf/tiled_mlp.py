@@ -30,7 +30,7 @@ from farspan.attention.softmax import reference
 from farspan.hf.attention_interface import answering, eager_experts, routed
 from farspan.hf.probe import CUT, MIXING, TOKENS, cast_call, distance
 from farspan.hf.stages import CausalLMStages, LayerCall, StandIn, copy_module, run_layer, uncompiled
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 # Takes weight gradients of a tile: adds them in the accumulate dtype.
 Add = Callable[[Sequence[nn.Parameter], Sequence[Tensor | None]], None]
@@ -159,8 +159,8 @@ class _ChildUse:
 
 
 def tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
-    """The children of each layer that may run on tiles. Raises Refused where one that matters may
-    not, or a layer has none."""
+    """The children of each layer that may run on tiles. Raises UnsupportedError where one that
+    matters may not, or a layer has none."""
     known: dict[Any, tuple[Tokenwise, ...]] = {}
     found = []
     with uncompiled(), routed(stages.model), torch.no_grad():
@@ -204,7 +204,7 @@ class _Probe:
         if why is not None:
             what = f".{name}" if name else ""
             kind = type(self.stages.model).__name__
-            raise Refused(
+            raise UnsupportedError(
                 f"mlp_chunk_size: layer {self.index}{what} of {kind} cannot run on a few tokens at "
                 f"a time: {why}; {OFF}"
             )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from farspan.plan.model.positions import LONG_ROPE, SLICEABLE_ROPE
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 # Attributes of modules that hold the probability of something random in training.
 DROPOUTS = (
@@ -35,50 +35,55 @@ BEYOND_CHUNKS = {
 
 
 def refuse_model(model: PreTrainedModel) -> None:
-    """Raises Refused when the model's configuration rules out exact training in chunks."""
+    """Raises UnsupportedError when the model's configuration rules out exact training in chunks."""
     config = model.config
     name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
-        raise Refused(f"model: {name} is an encoder-decoder; expected a decoder-only causal LM")
+        raise UnsupportedError(
+            f"model: {name} is an encoder-decoder; expected a decoder-only causal LM"
+        )
     if getattr(config, "add_cross_attention", False):
-        raise Refused(f"model: {name} has cross-attention; set add_cross_attention to false")
+        raise UnsupportedError(
+            f"model: {name} has cross-attention; set add_cross_attention to false"
+        )
     # Gemma4's "vision" is of the tokens of an image alone.
     sees_later = getattr(config, "use_bidirectional_attention", None)
     if sees_later not in (None, False, "vision") or not _is_causal(model):
-        raise Refused(
+        raise UnsupportedError(
             f"model: {name} attends to later tokens (bidirectional); only a causal model can be "
             "processed in chunks"
         )
     for rope_type in rope_types(config):
         if rope_type not in SLICEABLE_ROPE:
-            raise Refused(
+            raise UnsupportedError(
                 f"rope_parameters.rope_type: {rope_type!r} depends on the longest position seen "
                 "so far, even in earlier steps, so no chunk can know its table; expected one of "
                 f"{', '.join(SLICEABLE_ROPE)} (yarn extends the context and is exact)"
             )
     # The model's own property has another name in every other release; its layers' flag has not.
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        raise Refused(
+        raise UnsupportedError(
             "model: its own gradient checkpointing is on, but the schedule already decides what "
             "is recomputed; call model.gradient_checkpointing_disable(), and in a Trainer set "
             "gradient_checkpointing=False in its arguments"
         )
     if getattr(config, "output_router_logits", False):
-        raise Refused(
+        raise UnsupportedError(
             "output_router_logits: the router's load-balancing loss needs statistics of the "
             "whole sequence, which chunks do not have; set output_router_logits to false"
         )
 
 
 def refuse_dropout(model: PreTrainedModel) -> None:
-    """Raises Refused when a dropout would draw: a recomputed cell would draw other numbers."""
+    """Raises UnsupportedError when a dropout would draw: a recomputed cell would draw other
+    numbers."""
     if not model.training:
         return
     for name, module in text_modules(model):
         for what, probability in _dropouts(module):
             if probability > 0:
                 where = f"{name}.{what}" if what else name
-                raise Refused(
+                raise UnsupportedError(
                     f"model: dropout {probability} at {where} cannot be repeated when a cell is "
                     "recomputed; set the model's dropout options to 0 (in a run file: "
                     "model.overrides, for example attention_dropout: 0.0) or call model.eval()"
@@ -86,13 +91,13 @@ def refuse_dropout(model: PreTrainedModel) -> None:
 
 
 def refuse_adapters(model: nn.Module) -> None:
-    """Raises Refused for adapters of PEFT that do more than change modules within a causal LM, such
-    as a model's own forward that adds to the loss: a step calls the causal LM alone."""
+    """Raises UnsupportedError for adapters of PEFT that do more than change modules within a causal
+    LM, such as a model's own forward that adds to the loss: a step calls the causal LM alone."""
     configs = getattr(model, "peft_config", {})
     for config in configs.values():
         for name, what in BEYOND_CHUNKS.items():
             if getattr(config, name, None):
-                raise Refused(
+                raise UnsupportedError(
                     f"model: its {type(config).__name__} ({name}) {what}, which chunks cannot "
                     "repeat; use adapters within the layers, such as plain LoRA"
                 )
@@ -101,16 +106,17 @@ def refuse_adapters(model: nn.Module) -> None:
     tuner: Any = model.base_model
     # That of PEFT's BaseTuner hands its arguments on.
     if not type(tuner).forward.__qualname__.startswith("BaseTuner."):
-        raise Refused(
+        raise UnsupportedError(
             f"model: {type(tuner).__name__} wraps the causal LM in a forward of its own, which a "
             "step does not call; use adapters that only change modules, such as LoRA"
         )
 
 
 def refuse_untrained(model: nn.Module) -> None:
-    """Raises Refused where a training step would give no gradients at all, or none to adapters."""
+    """Raises UnsupportedError where a training step would give no gradients at all, or none to
+    adapters."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise Refused(
+        raise UnsupportedError(
             "model: no parameter requires a gradient, so there is nothing to train; load "
             "adapters for training by PeftModel.from_pretrained(..., is_trainable=True)"
         )
@@ -119,25 +125,27 @@ def refuse_untrained(model: nn.Module) -> None:
             continue
         adapters = (p for key, p in module.named_parameters() if not key.startswith("base_layer."))
         if any(p.requires_grad for p in adapters):
-            raise Refused(
+            raise UnsupportedError(
                 f"model: the adapters of {name} are merged into its weights and would get no "
                 "gradients; call unmerge_adapter()"
             )
 
 
 def refuse_places(model: nn.Module) -> None:
-    """Raises Refused for weights in several places, as `device_map` and offloading leave them."""
+    """Raises UnsupportedError for weights in several places, as `device_map` and offloading leave
+    them."""
     where = {str(parameter.device): name for name, parameter in model.named_parameters()}
     if len(where) > 1 or "meta" in where:
         found = ", ".join(f"{name} on {device}" for device, name in where.items())
-        raise Refused(
+        raise UnsupportedError(
             f"model: a step needs all weights on one device, and has {found}; load the model "
             "without device_map or offloading: the schedule says what leaves the device"
         )
 
 
 def refuse_context(config: PretrainedConfig, tokens: int) -> None:
-    """Raises Refused when a document of this many tokens has positions the model does not know."""
+    """Raises UnsupportedError when a document of this many tokens has positions the model does not
+    know."""
     limit = context_limit(config)
     if limit is not None and tokens > limit:
         beyond = (
@@ -145,12 +153,12 @@ def refuse_context(config: PretrainedConfig, tokens: int) -> None:
             f"max_position_embeddings of {limit:,}"
         )
         if not rope_types(config):
-            raise Refused(
+            raise UnsupportedError(
                 f"{beyond}, and the model has no RoPE to extend; set context to at most {limit}, "
                 "or use a model with RoPE"
             )
         factor = math.ceil(100 * tokens / limit) / 100
-        raise Refused(
+        raise UnsupportedError(
             f"{beyond}; set rope_parameters (for example rope_type "
             f"yarn, factor {factor}, original_max_position_embeddings {limit}) or, with a larger "
             f"rope_theta, max_position_embeddings: {tokens}"
@@ -213,7 +221,7 @@ def chooses_by_length(config: PretrainedConfig) -> bool:
 def settled(decoder: nn.Module, longest: int, device: torch.device) -> dict[str, nn.Module]:
     """The decoder's children with such tables, as they are for a sequence of `longest` positions:
     of a chunk they give that part of the sequence's table. They share nothing with the decoder's
-    own. Raises Refused where a table is chosen in another way."""
+    own. Raises UnsupportedError where a table is chosen in another way."""
     found = {
         name: _settle(child, longest, device)
         for name, child in decoder.named_children()
@@ -240,8 +248,8 @@ def _settle(rope: nn.Module, longest: int, device: torch.device) -> nn.Module:
     return twin
 
 
-def _not_honoured(module: nn.Module) -> Refused:
-    return Refused(
+def _not_honoured(module: nn.Module) -> UnsupportedError:
+    return UnsupportedError(
         f"rope_parameters.rope_type: {type(module).__name__} chooses the table of {LONG_ROPE!r} "
         "by the longest position in its own way, so a chunk's table is not a part of the "
         "sequence's; expected one rotary embedding beside the layers whose frequencies alone "

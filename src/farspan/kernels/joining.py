@@ -22,7 +22,7 @@ from farspan.kernels.launch import (
     rows_of,
     warps_of,
 )
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 FP32 = (torch.float32,)
 
@@ -44,8 +44,8 @@ def merge_(out: Tensor, lse: Tensor, *parts: Part, into: Tensor | None = None) -
     A part's out is bf16, fp16 or fp32 and finite, its lse fp32. Where that is -inf, nothing
     changes; where `lse` is, the part takes its place. With `into` the output goes there, and both
     that and `out`, which stays as it is, may be narrow: the first of several parts needs no wider
-    copy before it, the last none after it. Any strides, inner stride 1. Raises Refused for other
-    dtypes and shapes.
+    copy before it, the last none after it. Any strides, inner stride 1. Raises UnsupportedError for
+    other dtypes and shapes.
     """
     check("out", out, out, FP32 if into is None else DTYPES)
     check("lse", lse, out[..., 0], FP32)
@@ -61,8 +61,8 @@ def add_(total: Tensor, *parts: Tensor, into: Tensor | None = None) -> None:
     """total += one or two parts, of up to 4 dimensions; total is fp32, parts bf16, fp16 or fp32.
 
     With `into` the sum goes there, and both that and `total`, which stays as it is, may be narrow.
-    Any strides, inner stride 1: [T, B, H, D] takes a transposed [B, H, T, D]. Raises Refused for
-    other dtypes and shapes.
+    Any strides, inner stride 1: [T, B, H, D] takes a transposed [B, H, T, D]. Raises
+    UnsupportedError for other dtypes and shapes.
     """
     check("total", total, total, FP32 if into is None else DTYPES)
     for part in parts:
@@ -91,7 +91,9 @@ def _rows(vectors: dict[str, Tensor], *numbers: Tensor) -> tuple[list[Rows], Siz
     for name, x in vectors.items():
         check_inner(name, x)
         if x.ndim > 4 and not x.is_contiguous():
-            raise Refused(f"{name}: expected at most 4 dimensions, got {x.ndim}; flatten it")
+            raise UnsupportedError(
+                f"{name}: expected at most 4 dimensions, got {x.ndim}; flatten it"
+            )
     return rows_of(*vectors.values(), *numbers)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from farspan.lazy import load
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TILE = 4096  # elements a program has at one time: 32 a thread of 4 warps
@@ -106,14 +106,17 @@ def _check_device(device: torch.device, kernel: Any) -> None:
     if device.type == "cuda":
         return
     if not isinstance(kernel, load("triton.runtime.interpreter", "InterpretedFunction")):
-        raise Refused(f"device: expected CUDA for Triton, got {device}; use the PyTorch path")
+        raise UnsupportedError(
+            f"device: expected CUDA for Triton, got {device}; use the PyTorch path"
+        )
 
 
 def check(name: str, x: Tensor, like: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
-    """Raises Refused unless x has the shape and the device of `like`, and one of the dtypes."""
+    """Raises UnsupportedError unless x has the shape and the device of `like`, and one of the
+    dtypes."""
     if x.shape != like.shape or x.device != like.device or x.dtype not in dtypes:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise Refused(
+        raise UnsupportedError(
             f"{name}: expected {tuple(like.shape)}, {wanted} on {like.device}, got "
             f"{tuple(x.shape)}, {x.dtype} on {x.device}; use the PyTorch path"
         )
@@ -121,7 +124,7 @@ def check(name: str, x: Tensor, like: Tensor, dtypes: tuple[torch.dtype, ...] = 
 
 def check_inner(name: str, x: Tensor) -> None:
     if x.stride(-1) != 1 and x.shape[-1] != 1:
-        raise Refused(f"{name}: expected inner stride 1; call .contiguous() on it")
+        raise UnsupportedError(f"{name}: expected inner stride 1; call .contiguous() on it")
 
 
 def heads_of(x: Tensor) -> Heads:

@@ -3,8 +3,8 @@
 Each comes as plain functions (forward, backward); `normed`, `gated` and `rotated` are the first
 three as operations that autograd knows. What autograd saves: of a norm its input and a number a
 row, where PyTorch's operators save the input in fp32 twice and the normed rows; of a gate its two
-inputs; of a rotation the tables. All raise Refused for fp64 and for tensors that do not fit each
-other.
+inputs; of a rotation the tables. All raise UnsupportedError for fp64 and for tensors that do not
+fit each other.
 """
 
 from enum import StrEnum
@@ -25,7 +25,7 @@ from farspan.kernels.launch import (
     rows_of,
     warps_of,
 )
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 # -- RMS norm: of hidden states, and of each head of queries or keys ----------------------------
 #
@@ -63,7 +63,7 @@ def rms_norm(x: Tensor, weight: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """out, in x's layout, and rstd = 1 / sqrt(mean(x**2) + eps), fp32 [..] contiguous.
 
     out is in x's dtype; where `norm.cast`, in what PyTorch promotes x's and weight's dtypes to.
-    Raises Refused for fp64, and for widths beyond 16384.
+    Raises UnsupportedError for fp64, and for widths beyond 16384.
     """
     _check_norm(x, weight)
     dtype = torch.promote_types(x.dtype, weight.dtype) if norm.cast else x.dtype
@@ -152,12 +152,12 @@ def _check_norm(x: Tensor, weight: Tensor) -> None:
     check("x", x, x)
     check("weight", weight, weight)
     if weight.shape != x.shape[-1:] or not weight.is_contiguous() or weight.device != x.device:
-        raise Refused(
+        raise UnsupportedError(
             f"weight: expected contiguous [{x.shape[-1]}] on {x.device}, got "
             f"{tuple(weight.shape)} on {weight.device}; use the PyTorch path"
         )
     if x.shape[-1] > WIDEST:
-        raise Refused(
+        raise UnsupportedError(
             f"x: expected at most {WIDEST} in the last dimension, got {x.shape[-1]}; use the "
             "PyTorch path"
         )
@@ -190,7 +190,7 @@ class Lines(NamedTuple):
 def swiglu(gate: Tensor, up: Tensor, act: Act = Act.SILU) -> Tensor:
     """act(gate) * up, contiguous; act is rounded to the dtype before the product.
 
-    Raises Refused for fp64 and for tensors that do not fit each other.
+    Raises UnsupportedError for fp64 and for tensors that do not fit each other.
     """
     check("gate", gate, gate)
     check("up", up, gate, (gate.dtype,))
@@ -282,8 +282,8 @@ def rotate(
     """q * cos + rotate_half(q) * sin, and so for k, in fp32 and rounded once to the dtype of q.
 
     Each result has the layout of its input. `inverse` multiplies by the transposed matrix: from
-    gradients of results to gradients of q and k, exactly, whatever cos and sin are. Raises Refused
-    for fp64 and for tensors that do not fit each other.
+    gradients of results to gradients of q and k, exactly, whatever cos and sin are. Raises
+    UnsupportedError for fp64 and for tensors that do not fit each other.
     """
     _check_rotation(q, k, cos, sin)
     results = torch.empty_like(q), torch.empty_like(k)
@@ -337,7 +337,7 @@ def _check_rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     rows, width = cos.shape[0], cos.shape[-1]
     fits = cos.ndim == 3 and rows in (1, q.shape[0]) and cos.shape[1] == q.shape[2]
     if not fits or width % 2 or not 2 <= width <= q.shape[3] or cos.dtype not in DTYPES:
-        raise Refused(
+        raise UnsupportedError(
             f"cos: expected [1 or {q.shape[0]}, {q.shape[2]}, even, at most {q.shape[3]}], "
             f"bfloat16, float16 or float32, got {tuple(cos.shape)}, {cos.dtype}; use the PyTorch "
             "path"
@@ -372,7 +372,8 @@ def cross_entropy(
     """-log softmax(logits)[target] of each row, 0 where the target is `ignored`; reads only.
 
     With `softcap`, logits are softcap * tanh(logits / softcap) first. A target that is neither
-    ignored nor in [0, V) has a loss of nan. Raises Refused for fp64 and tensors that do not fit.
+    ignored nor in [0, V) has a loss of nan. Raises UnsupportedError for fp64 and tensors that do
+    not fit.
     """
     return _cross_entropy(logits, targets, None, ignored, softcap)
 
@@ -395,7 +396,7 @@ def _cross_entropy(
     check("logits", logits, logits)
     check_inner("logits", logits)
     if logits.ndim != 2 or targets.shape != logits.shape[:1] or targets.dtype != torch.int64:
-        raise Refused(
+        raise UnsupportedError(
             f"targets: expected [N], int64 for logits [N, V], got {tuple(targets.shape)}, "
             f"{targets.dtype} for {tuple(logits.shape)}; flatten both"
         )

@@ -58,7 +58,7 @@ from farspan.memory.placement import (
     to_columns,
 )
 from farspan.memory.trace import Malloc, Mark, Trace
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 # Of the time, what greedy orders may take before the search: 20,000 requests need a few seconds.
 GREEDY_SHARE = 0.5
@@ -328,12 +328,12 @@ def place_by_mip(
     proved only where the solver's bound reaches it beyond its tolerance, or the most bytes alive
     do. M_cap is what greedy placement needs, which is tighter than any device, or the capacity.
 
-    Raises Refused without scipy, for too many pairs, and when no placement within the capacity was
-    found, which does not say that there is none."""
+    Raises UnsupportedError without scipy, for too many pairs, and when no placement within the
+    capacity was found, which does not say that there is none."""
     begin = perf_counter()
     pairs = count_overlapping(requests)
     if pairs > MOST_PAIRS:
-        raise Refused(
+        raise UnsupportedError(
             f"mip: {pairs} pairs of tensors live together, but the solver takes at most "
             f"{MOST_PAIRS}; use another method"
         )
@@ -348,7 +348,7 @@ def place_by_mip(
     found = None if answer.x is None else _exact_addresses(requests, program, answer.x)
     kept = [p for p in (greedy, found) if p and (capacity is None or p.height <= capacity)]
     if not kept:
-        raise Refused(
+        raise UnsupportedError(
             f"mip: the solver found no placement within {cap:,} bytes in {seconds:g} s, which "
             f"does not prove that there is none: {answer.message}"
         )
@@ -375,7 +375,9 @@ def _solve_mip(program: MixedIntegerProgram, count: int, seconds: float) -> Any:
         )
         matrix = load("scipy.sparse", "csr_array")
     except ImportError as error:
-        raise Refused("mip: needs scipy; install it with `pip install farspan[mip]`") from error
+        raise UnsupportedError(
+            "mip: needs scipy; install it with `pip install farspan[mip]`"
+        ) from error
     rows, columns, values = zip(*program.rows, strict=True)
     whole = [0] * (count + 1) + [1] * len(program.pairs)
     upper = [float("inf")] * count + [float(program.cap)] + [1.0] * len(program.pairs)

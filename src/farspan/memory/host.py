@@ -5,14 +5,14 @@ from pathlib import Path
 
 import psutil
 
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 GIB = 2**30
 # An "unlimited" control group of version 1 names a number near 2**63 instead.
 UNLIMITED = 2**60
 
 
-class TooLarge(Refused):
+class TooLarge(UnsupportedError):
     """Main memory cannot hold what is asked for."""
 
 

@@ -13,14 +13,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 LIBRARY = Path(__file__).with_name("libfarspan_memory.so")
 ABI = 4
 UNPLANNED = 2**64 - 1
 
 
-class NativeError(Refused):
+class NativeError(UnsupportedError):
     """The native allocator is not there, was given something it refuses, or its backend failed."""
 
 

@@ -37,7 +37,7 @@ from farspan.memory.placement import (
 )
 from farspan.memory.trace import LAST_STREAM, FreeEvent, Malloc, Mark, Trace, read_trace
 from farspan.memory.trace import Event as TraceEvent
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 FORMAT, VERSION = "farspan memory plan", 1
 MOST = 2**63 - 1  # bytes that the native allocator can count
@@ -92,21 +92,22 @@ def make_plan(
 
 
 def write_plan(plan: PlacementPlan, path: Path) -> None:
-    """Raises Refused where the file cannot be written."""
+    """Raises UnsupportedError where the file cannot be written."""
     content = {"format": FORMAT, "version": VERSION} | asdict(plan)
     try:
         path.write_text(json.dumps(content) + "\n", encoding="utf-8")
     except OSError as error:
-        raise Refused(f"{path}: cannot be written: {error.strerror}") from error
+        raise UnsupportedError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def read_plan(path: Path, trace: Trace) -> PlacementPlan:
     """The plan, checked against the trace. That one above the lower bound is optimal took a search
-    to prove, and is believed unless nothing lies at address 0. Raises Refused for what is no plan,
-    a plan of another version or another program, and for one that does not hold together."""
+    to prove, and is believed unless nothing lies at address 0. Raises UnsupportedError for what is
+    no plan, a plan of another version or another program, and for one that does not hold
+    together."""
     plan = _parse(path)
     if plan.program != digest(trace):
-        raise Refused(
+        raise UnsupportedError(
             f"{path}: the plan belongs to another program: it has {len(plan.tensors)} tensors and "
             f"digest {plan.program[:12]}, the trace {trace.name or 'given'} has "
             f"{len(trace.requests())} and {digest(trace)[:12]}; place the trace again"
@@ -114,7 +115,7 @@ def read_plan(path: Path, trace: Trace) -> PlacementPlan:
     try:
         _check(plan, trace)
     except PlacementError as error:
-        raise Refused(f"{path}: the plan is damaged: {error}") from error
+        raise UnsupportedError(f"{path}: the plan is damaged: {error}") from error
     return plan
 
 
@@ -143,20 +144,20 @@ def _parse(path: Path) -> PlacementPlan:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise Refused(f"{path}: cannot be read: {error.strerror}") from error
+        raise UnsupportedError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise Refused(f"{path}: not a plan: {error}") from error
+        raise UnsupportedError(f"{path}: not a plan: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise Refused(f"{path}: not a plan: expected the format {FORMAT!r}")
+        raise UnsupportedError(f"{path}: not a plan: expected the format {FORMAT!r}")
     if content.get("version") != VERSION:
-        raise Refused(
+        raise UnsupportedError(
             f"{path}: the plan has version {content.get('version')!r}, expected "
             f"{VERSION}; place the trace again"
         )
     try:
         return _plan_of(content)
     except (KeyError, TypeError, ValueError) as error:
-        raise Refused(f"{path}: the plan is damaged: {error!r}") from error
+        raise UnsupportedError(f"{path}: the plan is damaged: {error!r}") from error
 
 
 def _plan_of(content: dict[str, Any]) -> PlacementPlan:
@@ -196,7 +197,7 @@ class ReplayPlan:
     """One iteration's mallocs in order, each with its place or without one; those of no bytes,
     which no allocator is asked for, left out.
 
-    Raises Refused for a place that the arena does not have or that is not aligned.
+    Raises UnsupportedError for a place that the arena does not have or that is not aligned.
     """
 
     rows: tuple[PlanRow, ...]
@@ -207,7 +208,7 @@ class ReplayPlan:
         for number, row in enumerate(self.rows):
             beyond = row.address + _rounded(row.size) > self.arena
             if row.address != UNPLANNED and (beyond or row.address % UNIT):
-                raise Refused(
+                raise UnsupportedError(
                     f"plan: malloc {number}, {row.size:,} bytes at {row.address:,}, lies beyond "
                     f"the arena of {self.arena:,} bytes or not at a multiple of {UNIT}"
                 )
@@ -237,7 +238,8 @@ def trace_of(events: Iterable[NativeEvent], name: str = "") -> Trace:
 def iteration(trace: Trace, number: int = -1) -> Trace:
     """One whole iteration of several, from behind its mark to the next one; by default the last.
 
-    Frees of older tensors are left out. Raises Refused when the trace has no such iteration.
+    Frees of older tensors are left out. Raises UnsupportedError when the trace has no such
+    iteration.
     """
     first, last = _borders(trace, number)
     alive: set[int] = set()
@@ -285,7 +287,7 @@ def load_plan(plan: Path, trace: Path) -> ReplayPlan:
     which tensors outlive a step, and whether the plan is of this program at all.
 
     Where the trace has marks of iterations, the rows are those of its last whole one. Raises
-    Refused, also for a plan of another program.
+    UnsupportedError, also for a plan of another program.
     """
     of = read_trace(trace)
     return replay_plan(read_plan(plan, of), of)
@@ -332,7 +334,7 @@ def _borders(trace: Trace, number: int = -1) -> tuple[int, int]:
     try:
         return whole[number]
     except IndexError as error:
-        raise Refused(
+        raise UnsupportedError(
             f"trace {trace.name or 'without a name'}: it has {len(whole)} whole iterations, each "
             f"from one mark '{BEGIN}' to the next; call begin_iteration() before every step, and "
             "once more after the last"

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from farspan.memory.placement import PlacementRequest, live_peak
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 LARGEST = 2**50  # bytes of one request; more is a broken trace: no machine has a pebibyte
 LAST_STREAM = 2**64 - 1  # a stream is an address to CUDA
@@ -73,8 +73,8 @@ class Trace:
     """Events that an allocator can serve.
 
     Invariant: a tensor is freed only while it is alive, and asked for only while it is not; each
-    size is in [0, LARGEST], each stream in [0, LAST_STREAM]. Raises Refused with the number of the
-    first event that breaks it.
+    size is in [0, LARGEST], each stream in [0, LAST_STREAM]. Raises UnsupportedError with the
+    number of the first event that breaks it.
     """
 
     events: tuple[Event, ...]
@@ -82,7 +82,7 @@ class Trace:
 
     def __post_init__(self) -> None:
         for index, words in faults(self.events):
-            raise Refused(f"trace {self.name or 'without a name'}: event {index}: {words}")
+            raise UnsupportedError(f"trace {self.name or 'without a name'}: event {index}: {words}")
 
     def requests(self) -> tuple[PlacementRequest, ...]:
         """One for each malloc, in order; what is never freed dies at the end."""
@@ -149,10 +149,12 @@ class _NoNames(pickle.Unpickler):
     """Reads values and nothing that would have to be looked up."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise Refused(f"the pickle names {module}.{name}; a memory snapshot names nothing")
+        raise UnsupportedError(f"the pickle names {module}.{name}; a memory snapshot names nothing")
 
     def persistent_load(self, pid: Any) -> Any:
-        raise Refused(f"the pickle refers to {pid!r} outside of it; a memory snapshot does not")
+        raise UnsupportedError(
+            f"the pickle refers to {pid!r} outside of it; a memory snapshot does not"
+        )
 
 
 def is_snapshot(content: bytes) -> bool:
@@ -164,7 +166,7 @@ def read_snapshot(content: bytes, name: str, device: int | None = None) -> Trace
     """The mallocs and frees of one device; the first with any, if none is given.
 
     What was allocated before the recording began, and is freed in it or is alive at its end, is
-    asked for at the beginning. Raises Refused naming the file and the entry.
+    asked for at the beginning. Raises UnsupportedError naming the file and the entry.
     """
     return from_snapshot(_values(content, name), name, device)
 
@@ -173,11 +175,13 @@ def from_snapshot(found: Any, name: str, device: int | None = None) -> Trace:
     """The same of a snapshot in memory (`torch.cuda.memory._snapshot()`)."""
     traces = found.get("device_traces") if isinstance(found, dict) else found
     if not isinstance(traces, list) or not all(isinstance(trace, list) for trace in traces):
-        raise Refused(f"{name}: expected a snapshot with device_traces, one list for each device")
+        raise UnsupportedError(
+            f"{name}: expected a snapshot with device_traces, one list for each device"
+        )
     if device is None:
         device = next((number for number, trace in enumerate(traces) if trace), 0)
     if not 0 <= device < len(traces) or not traces[device]:
-        raise Refused(
+        raise UnsupportedError(
             f"{name}: device {device} has no events; record with "
             "torch.cuda.memory._record_memory_history() before the step"
         )
@@ -201,32 +205,34 @@ class _Reading:
     def trace(self, entries: list[Any], segments: Any) -> Trace:
         places = [self._read(number, entry) for number, entry in enumerate(entries)]
         if not isinstance(segments, list):
-            raise Refused(f"{self.name}: segments: expected a list, got {_shown(segments)}")
+            raise UnsupportedError(
+                f"{self.name}: segments: expected a list, got {_shown(segments)}"
+            )
         for number, segment in enumerate(segments):
             self._add_older(f"{self.name}: segment {number}", segment)
         events = (*self.before, *self.events)
         where = self.told + [self._where(n) for n, read in enumerate(places) if read]
         for index, words in faults(events):
-            raise Refused(f"{where[index]}: {words}")
+            raise UnsupportedError(f"{where[index]}: {words}")
         return Trace(events, self.name)
 
     def _add_older(self, where: str, segment: Any) -> None:
         """What was there before the first entry and still is: only the segments know of it."""
         if not isinstance(segment, dict):
-            raise Refused(f"{where}: expected a segment, got {_shown(segment)}")
+            raise UnsupportedError(f"{where}: expected a segment, got {_shown(segment)}")
         if _number(segment, "device", where, 0) != self.device:
             return
         address, stream = (_number(segment, field, where, 0) for field in ("address", "stream"))
         blocks = segment.get("blocks", [])
         if not isinstance(blocks, list):
-            raise Refused(f"{where}: blocks: expected a list, got {_shown(blocks)}")
+            raise UnsupportedError(f"{where}: blocks: expected a list, got {_shown(blocks)}")
         for number, block in enumerate(blocks):
             within = f"{where}: block {number}"
             if not isinstance(block, dict):
-                raise Refused(f"{within}: expected a block, got {_shown(block)}")
+                raise UnsupportedError(f"{within}: expected a block, got {_shown(block)}")
             size = _number(block, "size", within)
             if size < 0:
-                raise Refused(f"{within}: size {size}, expected at least 0 bytes")
+                raise UnsupportedError(f"{within}: size {size}, expected at least 0 bytes")
             if block.get("state") == IN_USE and address not in self.tensors:
                 asked = _number(block, "requested_size", within, size)
                 self._add_before(within, address, asked, stream)
@@ -242,25 +248,27 @@ class _Reading:
     def _read(self, number: int, entry: Any) -> bool:
         """Whether the entry is an event."""
         if not isinstance(entry, dict) or not isinstance(entry.get("action"), str):
-            raise Refused(
+            raise UnsupportedError(
                 f"{self._where(number)}: expected an entry with an action, got {_shown(entry)}"
             )
         action = entry["action"]
         if action in OTHERS:
             return False
         if action not in (ALLOC, FREED):
-            raise Refused(f"{self._where(number)}: unknown action {action[:SHOWN]!r}")
+            raise UnsupportedError(f"{self._where(number)}: unknown action {action[:SHOWN]!r}")
         where = self._where(number)
         address, size = (_number(entry, field, where) for field in ("addr", "size"))
         stream = _number(entry, "stream", where, 0)
         if action == ALLOC:
             if address in self.tensors:
-                raise Refused(f"{self._where(number)}: alloc at an address that was not freed")
+                raise UnsupportedError(
+                    f"{self._where(number)}: alloc at an address that was not freed"
+                )
             self.freed.discard(address)
             self.events.append(self._malloc(address, size, stream))
             return True
         if address in self.freed:
-            raise Refused(f"{self._where(number)}: free of {address:#x} a second time")
+            raise UnsupportedError(f"{self._where(number)}: free of {address:#x} a second time")
         if address not in self.tensors:
             self._add_before(where, address, size, stream)
         self.freed.add(address)
@@ -276,7 +284,7 @@ class _Reading:
 def _number(values: dict[Any, Any], field: str, where: str, default: int | None = None) -> int:
     value = values.get(field, default)
     if not isinstance(value, int) or isinstance(value, bool):
-        raise Refused(f"{where}: {field}: expected a number, got {_shown(value)}")
+        raise UnsupportedError(f"{where}: {field}: expected a number, got {_shown(value)}")
     return value
 
 
@@ -290,13 +298,13 @@ def _values(content: bytes, name: str) -> Any:
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise Refused(f"{name}: the JSON cannot be read: {error}") from error
+            raise UnsupportedError(f"{name}: the JSON cannot be read: {error}") from error
     try:
         return _NoNames(io.BytesIO(content)).load()
-    except Refused as error:
-        raise Refused(f"{name}: {error}") from None
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{name}: {error}") from None
     except Exception as error:  # whatever a broken pickle makes of the stack and the memo
-        raise Refused(
+        raise UnsupportedError(
             f"{name}: the pickle cannot be read, or was cut off: {type(error).__name__}: {error}"
         ) from error
 
@@ -319,7 +327,8 @@ class TraceFormat(Enum):
 
 
 def read_trace(path: str | Path) -> Trace:
-    """The trace in a file of any of the formats. Raises Refused naming the file and the line."""
+    """The trace in a file of any of the formats. Raises UnsupportedError naming the file and the
+    line."""
     return read_format(path)[0]
 
 
@@ -329,17 +338,17 @@ def read_format(path: str | Path) -> tuple[Trace, TraceFormat]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise Refused(f"trace: {path} cannot be read: {error}") from error
+        raise UnsupportedError(f"trace: {path} cannot be read: {error}") from error
     if is_snapshot(content):
         return read_snapshot(content, path.name), TraceFormat.SNAPSHOT
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise Refused(
+        raise UnsupportedError(
             f"{path}: neither text nor a PyTorch memory snapshot: byte {error.start} is not UTF-8"
         ) from error
     if not text.strip("\ufeff \t\r\n"):
-        raise Refused(
+        raise UnsupportedError(
             f"{path}: the file is empty; a trace has at least one line, such as `malloc 0 512`"
         )
     if _is_csv(text):
@@ -348,11 +357,11 @@ def read_format(path: str | Path) -> tuple[Trace, TraceFormat]:
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
-    """As text. Raises Refused where the file cannot be written."""
+    """As text. Raises UnsupportedError where the file cannot be written."""
     try:
         Path(path).write_text(to_text(trace), encoding="utf-8", newline="\n")
     except OSError as error:
-        raise Refused(f"trace: {path} cannot be written: {error}") from error
+        raise UnsupportedError(f"trace: {path} cannot be written: {error}") from error
 
 
 def _is_csv(text: str) -> bool:
@@ -364,7 +373,7 @@ def _is_csv(text: str) -> bool:
 
 
 def to_text(trace: Trace) -> str:
-    """The trace in MEMO's format. Raises Refused for a name that is no single line."""
+    """The trace in MEMO's format. Raises UnsupportedError for a name that is no single line."""
     named = _line(trace.name or "without a name")
     lines = [NAME + named, *map(_event_line, trace.events), f"{END}{len(trace.events)}"]
     return "".join(f"{line}\n" for line in lines)
@@ -384,14 +393,14 @@ def _event_line(event: Event) -> str:
 
 def _line(name: str) -> str:
     if not name.isprintable() or name != name.strip() or not name:
-        raise Refused(
+        raise UnsupportedError(
             f"trace: the name {name!r} does not fit on a line of its own; choose a printable one"
         )
     return name
 
 
 def from_text(text: str, name: str) -> Trace:
-    """The trace of MEMO's format. Raises Refused naming `name` and the line."""
+    """The trace of MEMO's format. Raises UnsupportedError naming `name` and the line."""
     events: list[Event] = []
     places: list[int] = []  # of each event, its line
     called, end = "", 0
@@ -399,7 +408,7 @@ def from_text(text: str, name: str) -> Trace:
     for number, line in enumerate(map(str.strip, lines), 1):
         where = f"{name}:{number}"
         if end and line:
-            raise Refused(f"{where}: the trace ended in line {end}, but more lines follow")
+            raise UnsupportedError(f"{where}: the trace ended in line {end}, but more lines follow")
         if line.startswith(NAME):
             called = line.removeprefix(NAME)
         elif line.startswith(END):
@@ -409,7 +418,7 @@ def from_text(text: str, name: str) -> Trace:
             events.append(_event(line, where))
             places.append(number)
     if (called and not end) or len(lines) in (end, *places[-1:]):
-        raise Refused(
+        raise UnsupportedError(
             f"{name}:{len(lines)}: the trace is cut off: its last line must end with a line "
             f"break, and a trace that begins with `{NAME.strip()}` must end with `{END.strip()}`"
         )
@@ -418,7 +427,9 @@ def from_text(text: str, name: str) -> Trace:
 
 def _check_end(line: str, count: int, where: str) -> None:
     if line.removeprefix(END) != str(count):
-        raise Refused(f"{where}: {count} events came before {line[:60]!r}: some are missing")
+        raise UnsupportedError(
+            f"{where}: {count} events came before {line[:60]!r}: some are missing"
+        )
 
 
 def _event(line: str, where: str) -> Event:
@@ -431,7 +442,7 @@ def _event(line: str, where: str) -> Event:
     found = _FREE.fullmatch(line)
     if found is not None:
         return FreeEvent(int(found[1]))
-    raise Refused(
+    raise UnsupportedError(
         f"{where}: expected `malloc ID SIZE [stream S]`, `free ID` or `# mark NAME`, got "
         f"{line[:60]!r}"
     )
@@ -441,7 +452,7 @@ def _checked(events: Iterable[Event], places: list[int], name: str, called: str)
     """The trace, or what is wrong in terms of the file's lines."""
     events = tuple(events)
     for index, words in faults(events):
-        raise Refused(f"{name}:{places[index]}: {words}")
+        raise UnsupportedError(f"{name}:{places[index]}: {words}")
     return Trace(events, called)
 
 
@@ -461,12 +472,14 @@ def to_csv(trace: Trace) -> str:
 
 def from_csv(text: str, name: str) -> Trace:
     """The trace of MiniMalloc's format; further columns are ignored. What dies at a time is freed
-    before what is born then is asked for. Raises Refused naming `name` and the line."""
+    before what is born then is asked for. Raises UnsupportedError naming `name` and the line."""
     rows = csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""))
     try:
         head = [field.strip() for field in next(rows)]
         if any(column not in head for column in CSV_COLUMNS):
-            raise Refused(f"{name}:1: expected the columns {','.join(CSV_COLUMNS)}, got {head}")
+            raise UnsupportedError(
+                f"{name}:1: expected the columns {','.join(CSV_COLUMNS)}, got {head}"
+            )
         places = [head.index(column) for column in CSV_COLUMNS]
         found = [
             (rows.line_num, _row(row, places, len(head), f"{name}:{rows.line_num}"))
@@ -474,16 +487,16 @@ def from_csv(text: str, name: str) -> Trace:
             if row
         ]
     except csv.Error as error:
-        raise Refused(f"{name}:{rows.line_num}: {error}") from error
+        raise UnsupportedError(f"{name}:{rows.line_num}: {error}") from error
     if not text.endswith(("\n", "\r")):  # of the last number some digits may be missing
-        raise Refused(
+        raise UnsupportedError(
             f"{name}:{rows.line_num}: the file is cut off: its last line must end with a line break"
         )
     changes: list[tuple[int, int, int, int, Event]] = []
     known: set[int] = set()
     for order, (number, (tensor, lower, upper, size)) in enumerate(found):
         if tensor in known:
-            raise Refused(f"{name}:{number}: id {tensor} occurs twice")
+            raise UnsupportedError(f"{name}:{number}: id {tensor} occurs twice")
         known.add(tensor)
         changes.append((lower, 1, order, number, Malloc(tensor, size)))
         changes.append((upper, 0, order, number, FreeEvent(tensor)))
@@ -493,13 +506,15 @@ def from_csv(text: str, name: str) -> Trace:
 
 def _row(row: list[str], places: list[int], width: int, where: str) -> tuple[int, int, int, int]:
     if len(row) != width:
-        raise Refused(f"{where}: expected {width} fields, got {len(row)}")
+        raise UnsupportedError(f"{where}: expected {width} fields, got {len(row)}")
     try:
         tensor, lower, upper, size = (int(row[place]) for place in places)
     except ValueError as error:
-        raise Refused(f"{where}: expected whole numbers, got {','.join(row)[:60]!r}") from error
+        raise UnsupportedError(
+            f"{where}: expected whole numbers, got {','.join(row)[:60]!r}"
+        ) from error
     if lower >= upper:
-        raise Refused(
+        raise UnsupportedError(
             f"{where}: the tensor lives in [{lower}, {upper}), which is empty; expected "
             "lower < upper"
         )

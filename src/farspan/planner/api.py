@@ -22,7 +22,7 @@ from farspan.profile.model import Variant
 from farspan.profile.store import Profiles
 from farspan.program.layout import Layout, sequence_layout
 from farspan.program.strategies import AUTO, check_name
-from farspan.spec import Kernels, MachineSpec, ModelSpec, Refused, RunSpec, Sparse
+from farspan.spec import Kernels, MachineSpec, ModelSpec, RunSpec, Sparse, UnsupportedError
 
 HERE = "here"
 
@@ -79,7 +79,7 @@ class Request:
     progress: Callable[[str], None] = _in_silence  # hears what of this machine is measured
 
     def question(self) -> Question:
-        """The question for the planner. Raises Refused naming the field."""
+        """The question for the planner. Raises UnsupportedError naming the field."""
         profiles = self._profiles()
         model, architecture = (
             self._model() if profiles is None else (self._profiled(profiles), None)
@@ -104,7 +104,7 @@ class Request:
         return as_run(question, self.lora)
 
     def strategies(self) -> list[str] | None:
-        """The strategies to choose from; None stands for all. Raises Refused."""
+        """The strategies to choose from; None stands for all. Raises UnsupportedError."""
         if self.strategy == AUTO:
             return None
         check_name(self.strategy)
@@ -143,12 +143,12 @@ class Request:
         elif isinstance(found, str | Path):
             found = find_machine(found)
         if not isinstance(found, MachineSpec):
-            raise Refused(
+            raise UnsupportedError(
                 f"machine: expected a preset's name, a file, 'here' or a MachineSpec, got {found!r}"
             )
         if self.device_memory is not None:
             if found.unified:
-                raise Refused(
+                raise UnsupportedError(
                     f"device_memory: {found.name} has one memory for both tiers; give host_memory"
                 )
             size = read_memory(self.device_memory, "device_memory")
@@ -175,7 +175,7 @@ def as_run(question: Question, lora: int = 0) -> Question:
 
 def _signed(function: Callable[P, Plan]) -> Callable[P, Plan]:
     """The function as one that takes the fields of `Request`, all but the first by name: with a
-    signature that says so, and Refused for an option that is none of them."""
+    signature that says so, and UnsupportedError for an option that is none of them."""
     first, *others = signature(Request).parameters.values()
     named = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in others]
     known = [first.name, *(option.name for option in named)]
@@ -184,7 +184,7 @@ def _signed(function: Callable[P, Plan]) -> Callable[P, Plan]:
     def checked(*arguments: P.args, **options: P.kwargs) -> Plan:
         for name in options:
             if name not in known:
-                raise Refused(
+                raise UnsupportedError(
                     f"{name}: farspan.plan has no such option{did_you_mean(name, known)}; expected "
                     f"some of {', '.join(known)}"
                 )
@@ -213,8 +213,8 @@ def plan(
     options and their defaults see `Request`; bytes are numbers or text such as "128GiB".
 
     If nothing fits, the plan that misses by the least comes back: its `fits` is false and its
-    `remedies` say what would help; `print` shows a plan as `farspan plan` does. Raises Refused for
-    what makes no sense.
+    `remedies` say what would help; `print` shows a plan as `farspan plan` does. Raises
+    UnsupportedError for what makes no sense.
     """
     request = Request(config, context, machine, **options)
     return best_plan(request.question(), request.strategies())
@@ -225,7 +225,7 @@ def _architecture(config: Config) -> Architecture:
         return find_architecture(str(config))
     if isinstance(config, Mapping) or hasattr(config, "to_dict"):
         return architecture_from(config)
-    raise Refused(
+    raise UnsupportedError(
         "config: expected a preset's name, a folder, a file, a hub name, a transformers "
         f"configuration or its fields, got {type(config).__name__}"
     )
@@ -237,7 +237,7 @@ def _from_shapes(config: Config, dtype: str, lora: int, unknown: UnknownFamily) 
     try:
         describe: Callable[..., ModelSpec] = load("farspan.hf.describe", "describe_config")
     except ImportError as error:
-        raise Refused(
+        raise UnsupportedError(
             f"{unknown}; planning any other needs torch and transformers ({error})"
         ) from error
     if isinstance(config, str | Path):
@@ -253,7 +253,7 @@ def _here(progress: Callable[[str], None]) -> MachineSpec:
             "farspan.engine.calibrate", "here"
         )
     except ImportError as error:
-        raise Refused(
+        raise UnsupportedError(
             f"machine: measuring this machine needs torch and transformers ({error}); name a "
             "preset or a machine file"
         ) from error
@@ -262,7 +262,7 @@ def _here(progress: Callable[[str], None]) -> MachineSpec:
 
 def _check_rank(rank: object) -> None:
     if type(rank) is not int or rank < 0:
-        raise Refused(
+        raise UnsupportedError(
             f"lora: expected the rank of adapters, such as 16, or 0 to train all, got {rank!r}"
         )
 
@@ -271,7 +271,7 @@ def _adapter_rank(rank: int, architecture: Architecture) -> int:
     _check_rank(rank)
     widest = _widest_rank(architecture) if rank else 0
     if rank > widest:
-        raise Refused(
+        raise UnsupportedError(
             f"lora: rank {rank} is above {widest}, the narrower side of the largest linear module "
             f"of a layer, where an adapter is a whole matrix; give {widest} or less"
         )
@@ -295,7 +295,7 @@ def _optimizer(name: str) -> Optimizer:
     found = AS_IN_RUN_FILES.get(name, name)
     if found not in tuple(Optimizer):
         known = ", ".join((*Optimizer, *AS_IN_RUN_FILES))
-        raise Refused(f"optimizer: expected one of {known}, got {name!r}")
+        raise UnsupportedError(f"optimizer: expected one of {known}, got {name!r}")
     return Optimizer(found)
 
 
@@ -305,7 +305,9 @@ MOST_DEVICES = 2**16  # that one sequence is shared by: no machine has as many
 def _layout(gpus: int, model: ModelSpec) -> Layout:
     """Every device works on the one sequence."""
     if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
-        raise Refused(f"gpus: expected a whole number of devices >= 1, got {gpus!r}")
+        raise UnsupportedError(f"gpus: expected a whole number of devices >= 1, got {gpus!r}")
     if gpus > MOST_DEVICES:
-        raise Refused(f"gpus: expected at most {MOST_DEVICES:,} devices, got {gpus:,}; give fewer")
+        raise UnsupportedError(
+            f"gpus: expected at most {MOST_DEVICES:,} devices, got {gpus:,}; give fewer"
+        )
     return sequence_layout(model, gpus)

@@ -40,7 +40,7 @@ from farspan.program.program import (
     Send,
 )
 from farspan.program.residency import RESIDENCY
-from farspan.spec import LayerSpec, ModelSpec, Refused, Schedule, Tier
+from farspan.spec import LayerSpec, ModelSpec, Schedule, Tier, UnsupportedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,8 @@ class RankKind:
 
 
 def kinds_of(question: Question, schedule: Schedule) -> tuple[RankKind, ...]:
-    """The kinds of rank, by their first stage. Raises Refused for groups that do not fit."""
+    """The kinds of rank, by their first stage. Raises UnsupportedError for groups that do not
+    fit."""
     layout, layers = question.layout, question.model.layers
     groups = group_ranges(schedule, len(layers), layout.pipeline)
     widest = max(stop - start for start, stop in groups)
@@ -144,14 +145,15 @@ def own_schedule(schedule: Schedule, layout: Layout) -> Schedule:
 
 
 def refuse_layout(question: Question) -> None:
-    """Raises Refused when the model's layers or heads cannot be shared as the layout says."""
+    """Raises UnsupportedError when the model's layers or heads cannot be shared as the layout
+    says."""
     layout = question.layout
     refuse_shared_states(question.model, layout)
     group_ranges(Schedule(), len(question.model.layers), layout.pipeline)
     for layer in question.model.layers:
         heads = layout.ulysses * layout.tensor
         if layer.kv_heads % heads:
-            raise Refused(
+            raise UnsupportedError(
                 f"ulysses: {layer.kv_heads} K, V heads cannot be shared by {heads} devices; use a "
                 f"divisor of {layer.kv_heads}, and shards for the rest"
             )
@@ -248,7 +250,7 @@ class Walked:
 
 
 def programs(question: Question, schedule: Schedule) -> list[tuple[RankKind, Program]]:
-    """What each kind of rank runs. Raises Refused when the groups do not fit."""
+    """What each kind of rank runs. Raises UnsupportedError when the groups do not fit."""
     model, run = question.model, question.run
     kinds = kinds_of(question, schedule)
     return [(kind, build_program(model, run, schedule, kind.rank)) for kind in kinds]

@@ -16,7 +16,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from farspan.spec import BACKWARD_PRODUCTS, AttentionKernel, Curve, MachineSpec, Rates, Refused
+from farspan.spec import (
+    BACKWARD_PRODUCTS,
+    AttentionKernel,
+    Curve,
+    MachineSpec,
+    Rates,
+    UnsupportedError,
+)
 
 PRESETS = Path(__file__).parent / "machines.json"
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -65,8 +72,8 @@ def names() -> tuple[str, ...]:
 def machine(name_or_path: str | Path) -> MachineSpec:
     """The machine of a preset's name, whatever its case, or of a JSON file.
 
-    Raises Refused for an unknown name, naming close ones, and for a file that is not a machine,
-    naming the field.
+    Raises UnsupportedError for an unknown name, naming close ones, and for a file that is not a
+    machine, naming the field.
     """
     return read(name_or_path).spec
 
@@ -82,7 +89,7 @@ def read(name_or_path: str | Path) -> MachineFile:
     close = [known for known in names() if known.startswith(name.lower())]
     close = close or difflib.get_close_matches(name.lower(), names(), n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(names())}"
-    raise Refused(
+    raise UnsupportedError(
         f"machine: {name!r} is neither a preset nor a machine file; {hint} (farspan calibrate "
         "writes a file for the machine at hand)"
     )
@@ -124,22 +131,22 @@ def to_json(file: MachineFile) -> dict[str, Any]:
 
 
 def from_json(values: object, where: str) -> MachineFile:
-    """The machine of parsed JSON. Raises Refused naming `where` and the field."""
+    """The machine of parsed JSON. Raises UnsupportedError naming `where` and the field."""
     if not isinstance(values, Mapping):
-        raise Refused(f"{where}: expected the fields of a machine, got {_got(values)}")
+        raise UnsupportedError(f"{where}: expected the fields of a machine, got {_got(values)}")
     known = [f.name for f in fields(MachineSpec)]
     for name in values:
         if name not in (*known, *BESIDE):
-            raise Refused(_unknown(where, str(name), known))
+            raise UnsupportedError(_unknown(where, str(name), known))
     given: dict[str, Any] = {}
     for f in fields(MachineSpec):
         if f.name in values:
             given[f.name] = _field(f.name, f.type, values[f.name], where)
         elif f.default is MISSING:
-            raise Refused(f"{where}: {f.name} is missing; {_needed(f.name)}")
+            raise UnsupportedError(f"{where}: {f.name} is missing; {_needed(f.name)}")
     spec = MachineSpec(**given)
     if (found := next(contradictions(spec), None)) is not None:
-        raise Refused(
+        raise UnsupportedError(
             f"{where}: {found}; correct it, or run farspan calibrate when the machine is idle"
         )
     spread = _mapping("spread", values.get("spread", {}), where)
@@ -219,34 +226,36 @@ def _field(name: str, kind: object, value: object, where: str) -> object:
     if name == "rates":
         given = _mapping(name, value, where)
         if not given:
-            raise Refused(f"{where}: rates: expected at least one of {', '.join(DTYPES)}, got none")
+            raise UnsupportedError(
+                f"{where}: rates: expected at least one of {', '.join(DTYPES)}, got none"
+            )
         return {dtype: _rates(dtype, rates, where) for dtype, rates in given.items()}
     if kind is str:
         return _text(name, value, where)
     if kind is bool:
         if not isinstance(value, bool):
-            raise Refused(f"{where}: {name}: expected true or false, got {_got(value)}")
+            raise UnsupportedError(f"{where}: {name}: expected true or false, got {_got(value)}")
         return value
     number = _number(name, value, where, zero=name in MAY_BE_ZERO)
     if kind is int:
         if number != int(number):
-            raise Refused(f"{where}: {name}: expected a whole number, got {value!r}")
+            raise UnsupportedError(f"{where}: {name}: expected a whole number, got {value!r}")
         return int(number)
     return number
 
 
 def _rates(dtype: str, values: object, where: str) -> Rates:
     if dtype not in DTYPES:
-        raise Refused(_unknown(f"{where}: rates", dtype, list(DTYPES)))
+        raise UnsupportedError(_unknown(f"{where}: rates", dtype, list(DTYPES)))
     path = f"rates.{dtype}"
     given = _mapping(path, values, where)
     known = [f.name for f in fields(Rates)]
     for name in given:
         if name not in known:
-            raise Refused(_unknown(f"{where}: {path}", name, known))
+            raise UnsupportedError(_unknown(f"{where}: {path}", name, known))
     for f in fields(Rates):
         if f.default is MISSING and f.name not in given:
-            raise Refused(f"{where}: {path}.{f.name} is missing; {_needed(f.name)}")
+            raise UnsupportedError(f"{where}: {path}.{f.name} is missing; {_needed(f.name)}")
     return Rates(**{name: _rate(f"{path}.{name}", given[name], where) for name in given})
 
 
@@ -256,7 +265,7 @@ def _rate(path: str, value: object, where: str) -> Any:
         return _curve(path, value, where)
     if name == "kernel":
         if value not in KERNELS:
-            raise Refused(
+            raise UnsupportedError(
                 f"{where}: {path}: expected one of {', '.join(KERNELS)}, got {_got(value)}"
             )
         return AttentionKernel(value)
@@ -266,14 +275,14 @@ def _rate(path: str, value: object, where: str) -> Any:
 def _curve(path: str, value: object, where: str) -> Curve:
     expected = f"{where}: {path}: expected a list of [size, rate] with ascending sizes"
     if not isinstance(value, list) or not value:
-        raise Refused(f"{expected}, got {_got(value)}")
+        raise UnsupportedError(f"{expected}, got {_got(value)}")
     points: list[tuple[float, float]] = []
     for place, point in enumerate(value):
         if not isinstance(point, list) or len(point) != 2:
-            raise Refused(f"{expected}, got {_got(point)} at place {place + 1}")
+            raise UnsupportedError(f"{expected}, got {_got(point)} at place {place + 1}")
         size, rate = (_number(f"{path}[{place + 1}]", number, where) for number in point)
         if points and size <= points[-1][0]:
-            raise Refused(f"{expected}, got {size:g} after {points[-1][0]:g}")
+            raise UnsupportedError(f"{expected}, got {size:g} after {points[-1][0]:g}")
         points.append((size, rate))
     return Curve(tuple(points))
 
@@ -282,21 +291,21 @@ def _number(path: str, value: object, where: str, *, zero: bool = False) -> floa
     sign = "zero or more" if zero else "more than zero"
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not isinstance(value, int | float) or not is_number or not abs(value) <= LARGEST:
-        raise Refused(f"{where}: {path}: expected a number, {sign}, got {_got(value)}")
+        raise UnsupportedError(f"{where}: {path}: expected a number, {sign}, got {_got(value)}")
     if value < 0 or (value == 0 and not zero):
-        raise Refused(f"{where}: {path}: expected {sign}, got {value!r}")
+        raise UnsupportedError(f"{where}: {path}: expected {sign}, got {value!r}")
     return value
 
 
 def _text(path: str, value: object, where: str) -> str:
     if not isinstance(value, str):
-        raise Refused(f"{where}: {path}: expected text, got {_got(value)}")
+        raise UnsupportedError(f"{where}: {path}: expected text, got {_got(value)}")
     return value
 
 
 def _mapping(path: str, value: object, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise Refused(f"{where}: {path}: expected keys and values, got {_got(value)}")
+        raise UnsupportedError(f"{where}: {path}: expected keys and values, got {_got(value)}")
     return value
 
 
@@ -330,11 +339,11 @@ def _read_file(path: Path) -> MachineFile:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise Refused(f"machine: cannot read {path}: {error}") from error
+        raise UnsupportedError(f"machine: cannot read {path}: {error}") from error
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
-        raise Refused(f"machine: {path} is not JSON: {error}") from error
+        raise UnsupportedError(f"machine: {path} is not JSON: {error}") from error
     return from_json(values, f"machine file {path}")
 
 

@@ -28,7 +28,7 @@ from farspan.planner.space import MOST_CELLS, thriftiest, whole_space
 from farspan.program.layout import Layout, group_ranges, refuse_together
 from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
 from farspan.sparse.planner import best_sparse, longest_sparse
-from farspan.spec import Refused, RunSpec, Schedule
+from farspan.spec import RunSpec, Schedule, UnsupportedError
 
 FINEST = 64  # the longest context is found to within 1 / FINEST of itself
 LEAST = 1024  # tokens
@@ -52,11 +52,11 @@ def best_plan(
     of schedules, searched for about `seconds` of this process's time. A plan that does not leave
     the question's margin is taken where none does. If nothing fits, the plan that misses by the
     least, with what breaks first and a change that would help. With `question.sparse` see
-    `farspan.sparse.planner`. Raises Refused.
+    `farspan.sparse.planner`. Raises UnsupportedError.
     """
     refuse_layout(question)
     if question.run.tokens > MOST_TOKENS:
-        raise Refused(
+        raise UnsupportedError(
             f"context: {question.run.tokens:,} tokens are more than are planned; use at most "
             f"{MOST_TOKENS:,}"
         )
@@ -83,7 +83,7 @@ def plan_as_written(
 ) -> Plan:
     """The plan of a schedule that somebody wrote down, whatever else there is. Its alternative is
     the best of all, called `auto`, where that is another; where the written one does not fit, it
-    says what breaks first and what would help. Raises Refused for what cannot run."""
+    says what breaks first and what would help. Raises UnsupportedError for what cannot run."""
     refuse_layout(question)
     refuse_together(schedule, question.layout)
     plan = evaluate(question, name, schedule)
@@ -281,7 +281,7 @@ def _plans(question: Question, names: Sequence[str], seconds: float) -> list[Pla
     for name in names:
         if name not in STRATEGIES:
             known = ", ".join(STRATEGIES)
-            raise Refused(f"strategy: {name!r} is not known; expected one of {known}")
+            raise UnsupportedError(f"strategy: {name!r} is not known; expected one of {known}")
     schedules = {name: named_schedule(question, name) for name in names if name != GROUPED}
     runs = {name: s for name, s in schedules.items() if _runs(s, question.layout)}
     if not runs and GROUPED not in names:
@@ -295,7 +295,7 @@ def _plans(question: Question, names: Sequence[str], seconds: float) -> list[Pla
 def _runs(schedule: Schedule, layout: Layout) -> bool:
     try:
         refuse_together(schedule, layout)
-    except Refused:
+    except UnsupportedError:
         return False
     return True
 

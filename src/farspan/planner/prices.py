@@ -40,7 +40,15 @@ from farspan.program.program import (
 from farspan.program.residency import Kind
 from farspan.program.simulate import copied_bytes, streamed_bytes
 from farspan.program.work import pieces_of
-from farspan.spec import AttentionKernel, Curve, LayerSpec, MachineSpec, Rates, Refused, Schedule
+from farspan.spec import (
+    AttentionKernel,
+    Curve,
+    LayerSpec,
+    MachineSpec,
+    Rates,
+    Schedule,
+    UnsupportedError,
+)
 
 
 @dataclass(slots=True)
@@ -221,10 +229,10 @@ NOTHING = Cost()
 
 
 def rates_of(question: Question) -> Rates:
-    """The machine's rates in the dtype asked for. Raises Refused when it has none."""
+    """The machine's rates in the dtype asked for. Raises UnsupportedError when it has none."""
     found = question.machine.rates.get(question.dtype)
     if found is None:
-        raise Refused(
+        raise UnsupportedError(
             f"dtype: {question.machine.name} has no rates for {question.dtype}, only for "
             f"{', '.join(question.machine.rates)}; run farspan calibrate, or choose one of these"
         )

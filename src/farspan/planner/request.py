@@ -16,7 +16,15 @@ from farspan.plan.model.architecture import Architecture
 from farspan.profile.model import ModelProfile, Variant
 from farspan.profile.store import Profiles
 from farspan.program.layout import ALONE, Layout
-from farspan.spec import Kernels, MachineSpec, ModelSpec, Refused, RunSpec, Schedule, Sparse
+from farspan.spec import (
+    Kernels,
+    MachineSpec,
+    ModelSpec,
+    RunSpec,
+    Schedule,
+    Sparse,
+    UnsupportedError,
+)
 
 
 class Optimizer(StrEnum):
@@ -315,7 +323,7 @@ _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 def read_margin(given: str | int) -> float | int:
     """Bytes, or as a float a share of each memory, from text such as 3GiB, 5% or 0. Raises
-    Refused."""
+    UnsupportedError."""
     match = _PERCENT.fullmatch(given.strip()) if isinstance(given, str) else None
     if match is not None and float(match[1]) < 100:
         return float(match[1]) / 100
@@ -323,8 +331,8 @@ def read_margin(given: str | int) -> float | int:
         return 0
     try:
         return read_memory(given, "margin")
-    except Refused as error:
-        raise Refused(
+    except UnsupportedError as error:
+        raise UnsupportedError(
             f"margin: expected bytes such as 3GiB, a share of each memory below 100% such as 5%, "
             f"or 0, got {given!r}"
         ) from error
@@ -334,7 +342,7 @@ def margin_of(given: str | int | None, machine: MachineSpec) -> Margin:
     """What a plan leaves of a device and of a node's main memory, each: bytes, or a share, which
     counts what the machine has in reserve. None: `SHARE` of a device; of main memory its reserve is
     enough. Where both tiers are one memory, which has none by default, it is the host's. Raises
-    Refused."""
+    UnsupportedError."""
     size = SHARE if given is None else read_margin(given)
     host = 0 if given is None else _beside(size, machine.host_bytes, machine.host_reserve)
     if machine.unified:

@@ -341,8 +341,8 @@ def search(
     was found.
 
     `seconds` are those that this process computes, so that a busy machine finds no less; an eighth
-    more at most go to the footprint, or `LEAST_THRIFT`. Raises Refused for a layout that the model
-    cannot take.
+    more at most go to the footprint, or `LEAST_THRIFT`. Raises UnsupportedError for a layout that
+    the model cannot take.
     """
     refuse_layout(question)
     if states_do_not_fit(question):

@@ -48,7 +48,7 @@ class Profiles:
         self._known: dict[Variant, ModelProfile] = {}
 
     def of(self, variant: Variant) -> ModelProfile:
-        """The model's in this way. Raises Refused where the model cannot be profiled."""
+        """The model's in this way. Raises UnsupportedError where the model cannot be profiled."""
         if variant not in self._known:
             found = self._shipped(variant) or self._cached(variant)
             self._known[variant] = replace(found, spec=replace(found.spec, name=self.name))

@@ -38,7 +38,7 @@ from itertools import accumulate, groupby
 
 from farspan.program.layout import Range, chunk_ranges
 from farspan.program.program import Program
-from farspan.spec import LayerSpec, ModelSpec, Refused, RunSpec, Schedule, Sparse
+from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, UnsupportedError
 
 # A windowed tile on a kernel without windows computes up to tile / window more than it must.
 TILE_LEAST, TILE_MOST = 64, 256
@@ -191,13 +191,13 @@ def most_of(spec: LayerSpec, run: RunSpec) -> int:
 
 
 def refuse_wide_calls(model: ModelSpec, run: RunSpec) -> None:
-    """Raises Refused where even a short call of attention has more elements than 32 bits count, so
-    that longer ones could not be cut into such."""
+    """Raises UnsupportedError where even a short call of attention has more elements than 32 bits
+    count, so that longer ones could not be cut into such."""
     for spec in set(model.layers):
         most, seen = most_of(spec, run), 0 if spec.window is None else spec.window
         if spec.attends() and most < seen + LEAST_CALL:
             row = spec.query_heads * max(spec.head_dim, spec.value_dim)
-            raise Refused(
+            raise UnsupportedError(
                 f"batch: {run.batch:,} sequences of {row:,} elements a token are beyond what "
                 "CUDA's attention kernels index; use at most "
                 f"{(INDEXED - 1) // row // (seen + 2 * EVEN):,}"

@@ -25,7 +25,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from math import gcd, prod
 
-from farspan.spec import LayerSpec, ModelSpec, Refused, Schedule, Tier
+from farspan.spec import LayerSpec, ModelSpec, Schedule, Tier, UnsupportedError
 
 AXES = ("tensor", "ulysses", "shards", "ring", "data", "pipeline")  # the innermost first
 SEQUENCE = AXES[:4]  # those that share the tokens of a sequence
@@ -53,9 +53,11 @@ class Layout:
         for name in AXES:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise Refused(f"{name}: expected a whole number of devices >= 1, got {value!r}")
+                raise UnsupportedError(
+                    f"{name}: expected a whole number of devices >= 1, got {value!r}"
+                )
         if not isinstance(self.fsdp, bool):
-            raise Refused(f"fsdp: expected true or false, got {self.fsdp!r}")
+            raise UnsupportedError(f"fsdp: expected true or false, got {self.fsdp!r}")
 
     def sequence(self) -> int:
         """Devices that share the tokens of one sequence outside attention."""
@@ -78,22 +80,24 @@ ALONE = Layout()  # of one device
 
 
 def refuse_together(schedule: Schedule, layout: Layout) -> None:
-    """Raises Refused for a schedule that the ranks of a layout cannot run."""
+    """Raises UnsupportedError for a schedule that the ranks of a layout cannot run."""
     if schedule.sparse is not None and layout.shards * layout.ring > 1:
-        raise Refused(
+        raise UnsupportedError(
             "sparse: pages are chosen from all keys of a head, which shards and rings spread over "
             "ranks; use ulysses"
         )
     if layout.ring > 1 and schedule.kv is Tier.HOST:
-        raise Refused("kv: a ring sends K, V from the device; use device, or shards for the ring")
+        raise UnsupportedError(
+            "kv: a ring sends K, V from the device; use device, or shards for the ring"
+        )
     if layout.tensor > 1:
         if schedule.activation_save_fraction:
-            raise Refused(
+            raise UnsupportedError(
                 "activation_save_fraction: with tensor parallelism a layer saves gathered tokens, "
                 "which are not planned for; use 0, or ulysses for tensor"
             )
         if schedule.mlp_chunk_size is not None:
-            raise Refused(
+            raise UnsupportedError(
                 "mlp_chunk_size: blocks cut by tensor have no tiles; use null, or ulysses"
             )
 
@@ -171,10 +175,12 @@ def group_ranges(schedule: Schedule, layers: int, stages: int = 1) -> tuple[tupl
 def _stage_sizes(schedule: Schedule, layers: int, stages: int) -> tuple[int, ...]:
     """Layers of each stage: as the schedule says where it has one group for each, or equal."""
     if stages > layers:
-        raise Refused(f"pipeline: {stages} stages for {layers} layers; use at most one a layer")
+        raise UnsupportedError(
+            f"pipeline: {stages} stages for {layers} layers; use at most one a layer"
+        )
     if isinstance(schedule.groups, tuple):
         if len(schedule.groups) != stages:
-            raise Refused(
+            raise UnsupportedError(
                 f"groups: a pipeline of {stages} stages has one group each, got "
                 f"{list(schedule.groups)}; give {stages} sizes, or one number to share equally"
             )
@@ -201,13 +207,13 @@ def kept_chunks(fraction: float, chunks: tuple[tuple[int, int], ...]) -> range:
 
 
 def with_states(model: ModelSpec, chunks: tuple[Range, ...]) -> ModelSpec:
-    """The model with rows for the states that these chunks leave. Raises Refused where one of them
-    is too short for what a family runs on more than one token."""
+    """The model with rows for the states that these chunks leave. Raises UnsupportedError where one
+    of them is too short for what a family runs on more than one token."""
     if not model.is_recurrent():
         return model
     shortest = min((stop - start for start, stop in chunks[:-1]), default=0)
     if shortest == 1:
-        raise Refused(
+        raise UnsupportedError(
             "chunk: expected at least 2 tokens with recurrent layers, which take a single token "
             "for one that is generated, got 1"
         )
@@ -220,9 +226,10 @@ def _with_rows(layer: LayerSpec, tokens: int) -> LayerSpec:
 
 
 def refuse_shared_states(model: ModelSpec, layout: Layout) -> None:
-    """Raises Refused where ranks would share the tokens of a sequence, and so a recurrence."""
+    """Raises UnsupportedError where ranks would share the tokens of a sequence, and so a
+    recurrence."""
     if layout.sequence() > 1 and model.is_recurrent():
-        raise Refused(
+        raise UnsupportedError(
             "parallel: recurrent layers hand their state from chunk to chunk, so ranks cannot "
             "share a chunk's tokens (ulysses, shards, ring, tensor); use pipeline or data"
         )
@@ -304,8 +311,8 @@ def among_heads(rank: Rank, chunk: Range) -> tuple[int, ...]:
 
 
 def local_heads(model: ModelSpec, layout: Layout) -> ModelSpec:
-    """The model as attention on one rank sees it. Raises Refused where heads cannot be shared as
-    the layout says."""
+    """The model as attention on one rank sees it. Raises UnsupportedError where heads cannot be
+    shared as the layout says."""
     refuse_shared_states(model, layout)
     if layout.ulysses * layout.tensor == 1:
         return model
@@ -334,7 +341,7 @@ def local_layer(layer: LayerSpec, layout: Layout) -> LayerSpec:
     """A layer with the heads of one rank."""
     ranks = layout.ulysses * layout.tensor
     if layer.kv_heads % ranks:
-        raise Refused(
+        raise UnsupportedError(
             f"ulysses: {layer.kv_heads} K, V heads cannot be shared by {ranks} devices; use a "
             f"divisor of {layer.kv_heads}, and shards for the rest"
         )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from farspan.formatting import did_you_mean
-from farspan.spec import Refused, Schedule, Tier
+from farspan.spec import Schedule, Tier, UnsupportedError
 
 AUTO = "auto"  # where the planner chooses: the best of all
 GROUPED = "grouped"  # whose name stands for the whole space of schedules where one is searched for
@@ -110,16 +110,16 @@ STRATEGIES: dict[str, Strategy] = {
 
 def strategy(name: str, layers: int, tokens: int) -> Schedule:
     """The schedule of a strategy with its own defaults; what is published exchanges all heads at
-    once. Raises Refused for an unknown name."""
+    once. Raises UnsupportedError for an unknown name."""
     check_name(name, STRATEGIES)
     schedule = STRATEGIES[name].schedule(layers, tokens)
     return schedule if name == GROUPED else replace(schedule, alltoall_splits=1)
 
 
 def check_name(name: str, known: Collection[str] = (AUTO, *STRATEGIES)) -> None:
-    """Raises Refused for a strategy that is not known, with the one that may be meant."""
+    """Raises UnsupportedError for a strategy that is not known, with the one that may be meant."""
     if name not in known:
-        raise Refused(
+        raise UnsupportedError(
             f"strategy: {name!r} is not known{did_you_mean(name, known)}; expected one of "
             f"{', '.join(known)}"
         )

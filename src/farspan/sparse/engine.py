@@ -62,7 +62,7 @@ from farspan.sparse.pages import (
     units_of,
 )
 from farspan.sparse.select import Checked, Fraction, RandomPages, Selector, TopK
-from farspan.spec import LayerSpec, Refused, Sparse
+from farspan.spec import LayerSpec, Sparse, UnsupportedError
 
 ROWS = ("k", "v", "dk", "dv")  # parts of a slot that are rows of keys or values
 
@@ -352,7 +352,7 @@ def selector_of(given: Selector | PageFunction | None, sparse: Sparse) -> Select
     if isinstance(given, OWN_SELECTORS):
         return given
     if not callable(given):
-        raise Refused(f"selector: expected a function from votes to pages, got {given!r}")
+        raise UnsupportedError(f"selector: expected a function from votes to pages, got {given!r}")
     return Checked(given)  # type: ignore[arg-type]
 
 
@@ -422,7 +422,7 @@ def _keep(found: Tensor, kept: Tensor) -> None:
     """Write a choice [B, Hk, M, k'] into its buffer [B, Hk, M, k]."""
     width, most = found.shape[3], kept.shape[3]
     if width > most and bool((found[..., most:] >= 0).any()):
-        raise Refused(
+        raise UnsupportedError(
             f"selector: chose {width} pages for a page of queries, more than the budget of "
             f"{most}; raise sparse.budget, or choose fewer"
         )

@@ -34,7 +34,7 @@ from farspan.attention.softmax import BackwardQueries
 from farspan.kernels.launch import DTYPES, Heads, Launch, heads_of, padded, veiled
 from farspan.sparse.attend import FarCall
 from farspan.sparse.pages import Pages, Resident, Slab
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 
 class PageReads(NamedTuple):
@@ -237,14 +237,14 @@ class PageTable:
     def _check_types(self) -> None:
         counts = self.page >= 1 and self.tokens >= 1 and self.buffer_tokens >= 0
         if not counts or max(self.tokens, self.buffer_tokens) > LARGEST:
-            raise Refused(
+            raise UnsupportedError(
                 f"page, tokens: expected 1 to {LARGEST}, buffer_tokens 0 to {LARGEST}, got "
                 f"{(self.page, self.tokens, self.buffer_tokens)}; give the sizes in tokens"
             )
         for name, table in (("choice", self.choice), ("slots", self.places)):
             right = table.dtype == torch.int32 and table.shape == self.choice.shape
             if not right or table.ndim != 4 or not table.is_contiguous() or not table.numel():
-                raise Refused(
+                raise UnsupportedError(
                     f"{name}: expected a contiguous int32 [B, Hk, M, k] with k of 1 or more, got "
                     f"{table.dtype} {tuple(table.shape)}; convert it, or leave out the call "
                     "where nothing is chosen"
@@ -252,10 +252,11 @@ class PageTable:
 
 
 def _refuse(wrong: Tensor, message: str) -> None:
-    """Raise Refused on a CPU. A GPU is not waited for: it stops at the check when it gets there."""
+    """Raise UnsupportedError on a CPU. A GPU is not waited for: it stops at the check when it gets
+    there."""
     if wrong.device.type == "cpu":
         if wrong:
-            raise Refused(message)
+            raise UnsupportedError(message)
         return
     torch._assert_async(~wrong, message)
 
@@ -297,7 +298,8 @@ def attend_pages(call: PagedCall, q: Tensor, keys: Tensor, values: Tensor) -> tu
     """out, in the dtype of q, and lse fp32 over the chosen pages alone. Both are fresh.
 
     A query that sees nothing has out 0 and lse -inf, which `merge_` gives no weight. out is
-    [B, C, H, D] in memory. Raises Refused for tensors that do not fit each other or the kernels.
+    [B, C, H, D] in memory. Raises UnsupportedError for tensors that do not fit each other or the
+    kernels.
     """
     _check(call, q, keys, values)
     out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
@@ -452,13 +454,13 @@ def _check(call: PagedCall, q: Tensor, keys: Tensor, values: Tensor) -> None:
     batch, kv_heads, query_pages, _ = choice.shape
     fits = q.ndim == 4 and q.shape[0] == batch and q.shape[1] % kv_heads == 0
     if not fits or -(-q.shape[2] // table.page) != query_pages:
-        raise Refused(
+        raise UnsupportedError(
             f"q: expected [{batch}, a multiple of {kv_heads} heads, tokens of {query_pages} pages "
             f"of {table.page}, head size] for the choice {tuple(choice.shape)}, got "
             f"{tuple(q.shape)}; make the choice for these queries"
         )
     if q.shape[3] % 8 or not 8 <= q.shape[3] <= 256 or q.dtype not in DTYPES:
-        raise Refused(
+        raise UnsupportedError(
             "q: expected bfloat16, float16 or float32 and a head size that is a multiple of 8 up "
             f"to 256, got {q.dtype} and {q.shape[3]}; use the PyTorch path"
         )
@@ -467,11 +469,13 @@ def _check(call: PagedCall, q: Tensor, keys: Tensor, values: Tensor) -> None:
         _expect(name, x, expected, q.dtype, q.device)
     _expect("choice", choice, choice.shape, torch.int32, q.device)
     if q.stride(3) != 1:
-        raise Refused("q: expected inner stride 1; call .contiguous() on it")
+        raise UnsupportedError("q: expected inner stride 1; call .contiguous() on it")
     if call.first_key is not None:
         _expect("first_key", call.first_key, (batch, q.shape[2]), torch.int32, q.device)
         if not call.first_key.is_contiguous():
-            raise Refused("first_key: expected a contiguous tensor; call .contiguous() on it")
+            raise UnsupportedError(
+                "first_key: expected a contiguous tensor; call .contiguous() on it"
+            )
 
 
 def _check_gradients(queries: BackwardQueries, keys: Tensor, totals: PageGradients) -> None:
@@ -492,12 +496,12 @@ def _expect(
     dense: bool = True,
 ) -> None:
     if tuple(x.shape) != tuple(shape) or x.dtype != dtype or x.device != device:
-        raise Refused(
+        raise UnsupportedError(
             f"{name}: expected {tuple(shape)}, {dtype} on {device}, got {tuple(x.shape)}, "
             f"{x.dtype} on {x.device}; convert it before the call"
         )
     if dense and x.stride(-1) != 1:
-        raise Refused(f"{name}: expected inner stride 1; call .contiguous() on it")
+        raise UnsupportedError(f"{name}: expected inner stride 1; call .contiguous() on it")
 
 
 # -- as a FarKernel -----------------------------------------------------------------------------

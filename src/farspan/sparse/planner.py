@@ -17,7 +17,7 @@ from farspan.planner.request import Plan, Question, Remedy
 from farspan.planner.search import chosen, with_pieces
 from farspan.planner.space import chunk_sizes
 from farspan.program.strategies import GROUPED
-from farspan.spec import Refused, RunSpec, Schedule, Sparse
+from farspan.spec import RunSpec, Schedule, Sparse, UnsupportedError
 
 WITHOUT = Remedy("without --sparse", same=False, means="exact attention")
 NARROWING = 4.0  # seconds of this process that narrower chunks are looked for
@@ -31,7 +31,7 @@ def best_sparse(
     """The best with `question.sparse` of the schedules that `search` finds for dense attention;
     where none fits, with what would help: dense attention where that fits, or `remedies_for` it.
 
-    Raises Refused, also for several devices.
+    Raises UnsupportedError, also for several devices.
     """
     sparse = _sparse_of(question)
     dense = search(replace(question, sparse=None))
@@ -103,7 +103,9 @@ def _narrower(question: Question, plans: Sequence[Plan]) -> list[Plan]:
 def _sparse_of(question: Question) -> Sparse:
     assert question.sparse is not None
     if question.layout.devices() > 1:
-        raise Refused("sparse: planned for one device so far; give --gpus 1, or leave --sparse out")
+        raise UnsupportedError(
+            "sparse: planned for one device so far; give --gpus 1, or leave --sparse out"
+        )
     return question.sparse
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from farspan.attention.softmax import accumulate_dtype
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 # The most scores at one time: on a CPU what its cache holds (1 MB in fp32, twice as fast as 32 MB),
 # elsewhere 128 MB.
@@ -139,7 +139,9 @@ class Fraction:
     def __post_init__(self) -> None:
         number = isinstance(self.sparsity, int | float) and not isinstance(self.sparsity, bool)
         if not number or not 0.0 <= self.sparsity <= 1.0:
-            raise Refused(f"sparsity: expected a fraction from 0 to 1, got {self.sparsity!r}")
+            raise UnsupportedError(
+                f"sparsity: expected a fraction from 0 to 1, got {self.sparsity!r}"
+            )
 
     def __call__(self, votes: Tensor, candidates: Candidates) -> Tensor:
         # A decimal means what it says: 1 - 0.9 is a tenth, of 10 pages one and not two.
@@ -167,7 +169,8 @@ class RandomPages:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A function of a user: any order, -1 for no page. Raises Refused for what is no choice."""
+    """A function of a user: any order, -1 for no page. Raises UnsupportedError for what is no
+    choice."""
 
     function: Callable[[Tensor, range], Tensor]  # votes [B, Hk, M, n], their pages
 
@@ -180,16 +183,19 @@ class Checked:
 
 
 def check_choice(choice: Tensor, shape: tuple[int | None, ...], pages: range) -> None:
-    """Raise Refused unless these are whole numbers of `pages` or -1, each once in its row."""
+    """Raise UnsupportedError unless these are whole numbers of `pages` or -1, each once in its
+    row."""
     wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
     kind = str(choice.dtype) if isinstance(choice, Tensor) else type(choice).__name__
     if not isinstance(choice, Tensor) or choice.dtype not in (torch.int32, torch.int64):
-        raise Refused(f"selector: expected an int32 tensor {wanted} of pages, got {kind}")
+        raise UnsupportedError(f"selector: expected an int32 tensor {wanted} of pages, got {kind}")
     if choice.ndim != 4 or choice.shape[:3] != shape[:3]:
-        raise Refused(f"selector: expected pages of shape {wanted}, got {list(choice.shape)}")
+        raise UnsupportedError(
+            f"selector: expected pages of shape {wanted}, got {list(choice.shape)}"
+        )
     outside = (choice != -1) & ((choice < pages.start) | (choice >= pages.stop))
     if outside.any():
-        raise Refused(
+        raise UnsupportedError(
             f"selector: expected pages from {pages.start} to {pages.stop - 1}, or -1 for none, "
             f"got {int(choice[outside][0])}; column i of the votes is page {pages.start} + i"
         )
@@ -197,7 +203,7 @@ def check_choice(choice: Tensor, shape: tuple[int | None, ...], pages: range) ->
     twice = (ascending[..., 1:] == ascending[..., :-1]) & (ascending[..., 1:] >= 0)
     if twice.any():
         page = int(ascending[..., 1:][twice][0])
-        raise Refused(f"selector: expected each page once in a row, got page {page} twice")
+        raise UnsupportedError(f"selector: expected each page once in a row, got page {page} twice")
 
 
 def take_most(votes: Tensor, candidates: Candidates, counts: Tensor, most: int) -> Tensor:

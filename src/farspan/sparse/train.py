@@ -9,7 +9,7 @@ from typing import Any
 from farspan.formatting import SEES_ALL, sparse_words
 from farspan.sparse.engine import Seen
 from farspan.sparse.select import Fraction
-from farspan.spec import Refused, Schedule
+from farspan.spec import Schedule, UnsupportedError
 from farspan.train.config import RunConfig, SparseConfig
 from farspan.train.run_folder import as_json
 
@@ -67,16 +67,16 @@ def other_chunk(before: int | None, now: Schedule) -> str:
 
 
 def fraction_of(given: SparseConfig | None, schedule: Schedule, context: int) -> Fraction | None:
-    """What chooses pages in place of the votes' best. Raises Refused where the share that is asked
-    for is more than the budget: cut to that, it would be another share. Asked of the smallest
-    chunk there is, since a run that is short of memory may come to it."""
+    """What chooses pages in place of the votes' best. Raises UnsupportedError where the share that
+    is asked for is more than the budget: cut to that, it would be another share. Asked of the
+    smallest chunk there is, since a run that is short of memory may come to it."""
     sparse = schedule.sparse
     if sparse is None or given is None or given.sparsity is None:
         return None
     pages = len(sparse.candidates((context - 1) // sparse.page * sparse.page))
     kept, most = ceil((1 - Ratio(str(given.sparsity))) * pages), sparse.budget // sparse.page
     if kept > most:
-        raise Refused(
+        raise UnsupportedError(
             f"sparse.sparsity: {given.sparsity} leaves {kept:,} of {pages:,} pages, more than the "
             f"budget of {most:,}; raise sparse.budget to {kept * sparse.page}, or "
             f"sparse.sparsity to {_sparsity_for(most, pages)}"

@@ -14,7 +14,7 @@ from farspan.formatting import MOST_TOKENS, read_memory
 from farspan.planner.request import read_margin
 from farspan.program.layout import ALONE, AXES, Layout, sequence_layout
 from farspan.program.strategies import AUTO, check_name
-from farspan.spec import Kernels, ModelSpec, Refused, Schedule, Sparse, Tier
+from farspan.spec import Kernels, ModelSpec, Schedule, Sparse, Tier, UnsupportedError
 from farspan.train.yaml_config import build, read_file, to_mapping, with_settings
 
 COMMAND = "torchrun --nproc-per-node {} -m farspan train RUN.yaml"
@@ -48,7 +48,7 @@ class Parallel:
         data = 1 if self.data is None else self.data
         Layout(**self._extents(), data=data, fsdp=self.fsdp)
         if not 0 < self.timeout <= LONGEST:
-            raise Refused(
+            raise UnsupportedError(
                 f"timeout: expected seconds above 0 and up to {LONGEST:.0e}, got {self.timeout!r}"
             )
 
@@ -57,11 +57,11 @@ class Parallel:
         return prod(self._extents().values()) * (self.data or 1)
 
     def layout(self, ranks: int) -> Layout:
-        """The layout of so many ranks. Raises Refused if another number is asked for."""
+        """The layout of so many ranks. Raises UnsupportedError if another number is asked for."""
         asked = self.asked()
         if ranks % asked or (self.data is not None and ranks != asked):
             there = "there is 1" if ranks == 1 else f"there are {ranks}"
-            raise Refused(f"{self.describe()}, but {there}")
+            raise UnsupportedError(f"{self.describe()}, but {there}")
         return Layout(**self._extents(), data=self.data or ranks // asked, fsdp=self.fsdp)
 
     def describe(self) -> str:
@@ -81,17 +81,17 @@ Given = Parallel | Auto | None  # what a run file says
 
 def check_ranks(given: Given, ranks: int | None) -> Given:
     """`given` for so many ranks, None being a process that nobody launched, with `data` written
-    out. Raises Refused where it is for another number of them."""
+    out. Raises UnsupportedError where it is for another number of them."""
     if isinstance(given, Parallel):
         try:
             return replace(given, data=given.layout(ranks or 1).data)
-        except Refused as error:
+        except UnsupportedError as error:
             many = given.asked()
             if given.data is None:  # of those that are there, as many as can share it
                 many *= max(1, (ranks or 1) // many)
-            raise Refused(f"{error}; start {many}: {COMMAND.format(many)}") from error
+            raise UnsupportedError(f"{error}; start {many}: {COMMAND.format(many)}") from error
     if given is None and ranks is not None and ranks > 1:
-        raise Refused(
+        raise UnsupportedError(
             f"parallel: missing, but {ranks} ranks were started; set it to auto to share every "
             f"sequence, or to data: {ranks} for that many replicas"
         )
@@ -173,11 +173,11 @@ class LoraConfig:
     def __post_init__(self) -> None:
         _at_least(self.rank, 1, "rank")
         if self.alpha is not None and not 0 < self.alpha < float("inf"):
-            raise Refused(f"alpha: expected a number above 0, got {self.alpha}")
+            raise UnsupportedError(f"alpha: expected a number above 0, got {self.alpha}")
         if not self.targets:
-            raise Refused("targets: expected linear, or names of linear modules, got none")
+            raise UnsupportedError("targets: expected linear, or names of linear modules, got none")
         if self.dropout:
-            raise Refused(
+            raise UnsupportedError(
                 f"dropout: expected 0, got {self.dropout}: a recomputed chunk would draw another "
                 "mask; remove it"
             )
@@ -205,12 +205,12 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.config is None):
-            raise Refused(
+            raise UnsupportedError(
                 "path: give either path (a folder or a hub name) or config (model_type and other "
                 f"fields, for random weights), got {'neither' if self.path is None else 'both'}"
             )
         if self.config is not None and "model_type" not in self.config:
-            raise Refused("config: model_type is missing; give one such as qwen2 or llama")
+            raise UnsupportedError("config: model_type is missing; give one such as qwen2 or llama")
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +244,7 @@ class ScheduleConfig:
         if self.strategy is not None:
             check_name(self.strategy)
         if self.strategy == AUTO and self.given():
-            raise Refused(
+            raise UnsupportedError(
                 f"{next(iter(self.given()))}: strategy auto chooses this for the machine; leave it "
                 "out, or name another strategy"
             )
@@ -279,12 +279,12 @@ class SparseConfig:
     def __post_init__(self) -> None:
         self.spec()
         if self.sparsity is not None and not 0.0 < self.sparsity < 1.0:
-            raise Refused(
+            raise UnsupportedError(
                 "sparsity: expected a fraction above 0 and below 1, or null, got "
                 f"{self.sparsity!r}; dense attention is `sparse: null`, no chosen pages `budget: 0`"
             )
         if not 0.0 <= self.warn_below <= 1.0:
-            raise Refused(
+            raise UnsupportedError(
                 f"warn_below: expected a share of attention from 0 to 1, got {self.warn_below!r}"
             )
 
@@ -312,19 +312,19 @@ class OptimizerConfig:
         for name in ("lr", "eps", "clip"):
             value = getattr(self, name)
             if value is not None and not 0.0 < value < float("inf"):
-                raise Refused(f"{name}: expected a number above 0, got {value!r}")
+                raise UnsupportedError(f"{name}: expected a number above 0, got {value!r}")
         for beta in self.betas:
             if not 0.0 <= beta < 1.0:
-                raise Refused(f"betas: expected two numbers from 0 up to 1, got {self.betas!r}")
+                raise UnsupportedError(f"betas: expected two numbers in [0, 1), got {self.betas!r}")
         if not 0.0 <= self.weight_decay < float("inf"):
-            raise Refused(f"weight_decay: expected 0 or more, got {self.weight_decay!r}")
+            raise UnsupportedError(f"weight_decay: expected 0 or more, got {self.weight_decay!r}")
         if not 0.0 <= self.final <= 1.0:
-            raise Refused(f"final: expected a fraction between 0 and 1, got {self.final!r}")
+            raise UnsupportedError(f"final: expected a fraction from 0 to 1, got {self.final!r}")
         _at_least(self.warmup, 0, "warmup")
         if self.decay_steps is not None:
             _at_least(self.decay_steps, 1, "decay_steps")
             if self.decay is not Decay.WSD:
-                raise Refused(
+                raise UnsupportedError(
                     f"decay_steps: only decay wsd has them, got decay {self.decay}; set decay to "
                     "wsd, or leave decay_steps out"
                 )
@@ -408,18 +408,18 @@ class RunConfig:
         for name in ("steps", "batch", "accumulate"):
             _at_least(getattr(self, name), 1, name)
         if self.steps > MOST_STEPS:
-            raise Refused(f"steps: expected at most {MOST_STEPS:,}, got {self.steps:,}")
+            raise UnsupportedError(f"steps: expected at most {MOST_STEPS:,}, got {self.steps:,}")
         _at_least(self.context, 2, "context")
         self._check_bounds()
         _at_least(self.seed, 0, "seed")
         if self.optimizer.warmup >= self.steps:
-            raise Refused(
+            raise UnsupportedError(
                 f"optimizer.warmup: expected fewer than steps ({self.steps}), "
                 f"got {self.optimizer.warmup}"
             )
         falls = self.optimizer.falls_over(self.steps)
         if self.optimizer.warmup + falls > self.steps:
-            raise Refused(
+            raise UnsupportedError(
                 f"optimizer.decay_steps: {falls} with a warmup of {self.optimizer.warmup} are more "
                 f"than all steps ({self.steps}); give fewer"
             )
@@ -431,7 +431,7 @@ class RunConfig:
             self._check_lora()
         eight_bit = self.optimizer.states is StatesPlace.EIGHT_BIT
         if eight_bit and self.model.dtype is DType.FLOAT64:
-            raise Refused(
+            raise UnsupportedError(
                 "optimizer.states: 8bit updates in float32, less than model.dtype float64; set "
                 "states to auto, device or host, or dtype to bfloat16 or float32"
             )
@@ -440,18 +440,18 @@ class RunConfig:
         """Sizes that no step has: counting its parts alone would take for ever."""
         if self.context * self.batch > MOST_TOKENS:
             name, factor = ("context", "") if self.batch == 1 else ("batch", f" x {self.batch:,}")
-            raise Refused(
+            raise UnsupportedError(
                 f"{name}: {self.context:,}{factor} tokens are more than the {MOST_TOKENS:,} (1G) "
                 "that go through a model together; give fewer"
             )
         if self.accumulate > MOST_BATCHES:
-            raise Refused(
+            raise UnsupportedError(
                 f"accumulate: expected at most {MOST_BATCHES:,} batches, got {self.accumulate:,}"
             )
         for name in ("chunk", "kv_block", "loss_chunk_size", "mlp_chunk_size"):
             size = getattr(self.schedule, name)
             if size is not None and size * MOST_PIECES < self.context:
-                raise Refused(
+                raise UnsupportedError(
                     f"schedule.{name}: {size:,} would cut {self.context:,} tokens into more than "
                     f"{MOST_PIECES:,} pieces; give at least {-(-self.context // MOST_PIECES):,}"
                 )
@@ -461,7 +461,7 @@ class RunConfig:
 
     def host_bytes(self) -> int | None:
         """Of main memory that the ranks of a node may take together; None: what is available.
-        Raises Refused."""
+        Raises UnsupportedError."""
         return None if self.host_memory is None else read_memory(self.host_memory, "host_memory")
 
     def timeout(self) -> float:
@@ -481,9 +481,9 @@ class RunConfig:
     def _check_lora(self) -> None:
         """What is not known to be exact with adapters."""
         if self.kernels.compile:
-            raise Refused("kernels.compile: not with model.lora; set it to false")
+            raise UnsupportedError("kernels.compile: not with model.lora; set it to false")
         if isinstance(self.parallel, Parallel) and self.parallel.tensor > 1:
-            raise Refused("parallel.tensor: not with model.lora; use ulysses instead of tensor")
+            raise UnsupportedError("parallel.tensor: not with model.lora; use ulysses instead")
 
     def _check_chunk(self) -> None:
         """A chunk that is written out begins on pages; others are made to."""
@@ -491,8 +491,8 @@ class RunConfig:
             return
         try:
             self.sparse.spec().check_chunk(self.schedule.chunk)
-        except Refused as error:
-            raise Refused(f"schedule.{error} (sparse.page)") from error
+        except UnsupportedError as error:
+            raise UnsupportedError(f"schedule.{error} (sparse.page)") from error
 
 
 def with_strategy(run: RunConfig, name: str) -> tuple[RunConfig, str | None]:
@@ -542,25 +542,25 @@ def load_run(path: Path, settings: Sequence[str] = ()) -> RunConfig:
     """The run that a YAML file describes, with settings such as optimizer.lr=1e-5 in place of its
     own; its folder is `runs/<name of the file>` unless given.
 
-    Raises Refused naming the file, the setting and the key.
+    Raises UnsupportedError naming the file, the setting and the key.
     """
     given = read_file(path)
     if not given:
-        raise Refused(f"{path}: is empty; a run file says at least what `model` and `data` are")
+        raise UnsupportedError(f"{path}: is empty; a run file names at least `model` and `data`")
     return _built({"folder": f"runs/{path.stem}"} | given, settings, str(path))
 
 
 def _built(values: dict[str, Any], settings: Sequence[str], name: str) -> RunConfig:
     try:
         return build(RunConfig, with_settings(values, settings, RunConfig))
-    except Refused as error:
+    except UnsupportedError as error:
         where = " ".join((name, *(f"--set {setting}" for setting in settings)))
-        raise Refused(f"{where}: {error}") from error
+        raise UnsupportedError(f"{where}: {error}") from error
 
 
 def _at_least(value: int, least: int, name: str) -> None:
     if value < least:
-        raise Refused(f"{name}: expected a whole number of at least {least}, got {value}")
+        raise UnsupportedError(f"{name}: expected a whole number of at least {least}, got {value}")
 
 
 DEFAULT_CONTEXT = 8192

@@ -32,7 +32,7 @@ from farspan.planner.request import Plan, Question
 from farspan.program.strategies import AUTO, strategy
 from farspan.sparse.engine import Seen
 from farspan.sparse.train import fraction_of
-from farspan.spec import Kernels, MachineSpec, ModelSpec, Refused, Schedule
+from farspan.spec import Kernels, MachineSpec, ModelSpec, Schedule, UnsupportedError
 from farspan.train.config import DeviceAllocator, RunConfig
 from farspan.train.memory import (
     DeviceMemory,
@@ -214,7 +214,7 @@ def inspect_model(
         architecture = architecture_from(boundary.model.config)
         architecture = replace(architecture, adapter_rank=rank, fused=fused, adds=adds)
         known = [layer.work for layer in model_spec(architecture, dtype).layers]
-    except Refused:
+    except UnsupportedError:
         architecture, known = None, []
     layers, as_known = [], True
     for index, layer in enumerate(spec.layers):

@@ -18,7 +18,7 @@ from transformers import Trainer as HuggingFaceTrainer
 from farspan.engine.loss import IGNORED, document_starts, trained_token_count
 from farspan.engine.step import Step
 from farspan.program.strategies import AUTO
-from farspan.spec import Kernels, Refused, Schedule
+from farspan.spec import Kernels, Schedule, UnsupportedError
 
 LOG = logging.getLogger(__name__)
 _READ = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})
@@ -57,8 +57,8 @@ class LongContext:
     seen or predicted across padding, nor from one packed document to the next (position_ids that
     restart). Gradient checkpointing that the arguments turn on is left to the schedule, and
     autocast that a configuration turns on by itself (TRL's bf16) to the dtype of the weights, each
-    with a line of log. Raises Refused, when it is made or at the first step, for what would be
-    computed otherwise than is asked. `schedule` is as in `farspan.Step`.
+    with a line of log. Raises UnsupportedError, when it is made or at the first step, for what
+    would be computed otherwise than is asked. `schedule` is as in `farspan.Step`.
     """
 
     # What the other Trainer's class has of its own in place of `compute_loss`, `training_step` or
@@ -112,10 +112,10 @@ class LongContext:
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,  # noqa: ARG002 - there are no outputs to choose from
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Loss of one batch. Raises Refused where outputs are wanted: a vocabulary wide row for
-        every token is what a long sequence has no room for."""
+        """Loss of one batch. Raises UnsupportedError where outputs are wanted: a vocabulary wide
+        row for every token is what a long sequence has no room for."""
         if not prediction_loss_only:
-            raise Refused(
+            raise UnsupportedError(
                 "outputs: evaluation returns only the loss; leave out compute_metrics and predict, "
                 "or set prediction_loss_only=True"
             )
@@ -141,7 +141,7 @@ class LongContext:
         return self._step
 
     def _refuse_other_methods(self) -> None:
-        """Raises Refused where the class computes another loss, as far as can be seen."""
+        """Raises UnsupportedError where the class computes another loss, as far as can be seen."""
         kinds = type(self).__mro__
         behind = kinds[kinds.index(LongContext) + 1 :]
         for name, asked in ("compute_loss", kinds), *((name, behind) for name in _REPLACED):
@@ -149,13 +149,13 @@ class LongContext:
                 if name not in vars(kind) or (kind.__module__, kind.__name__) in _PLAIN:
                     continue
                 if kind.__module__.partition(".")[0] == "trl":
-                    raise Refused(
+                    raise UnsupportedError(
                         f"{name}: TRL's {kind.__name__} has a loss of its own, which a step does "
                         "not compute: it knows the mean cross-entropy over labels; of TRL's "
                         "trainers use SFTTrainer"
                     )
                 if not self.plain_loss:
-                    raise Refused(
+                    raise UnsupportedError(
                         f"{name}: {type(self).__name__} overrides it, and a farspan step does not "
                         "call it; if it computes the plain loss, set plain_loss = True in the class"
                     )
@@ -165,17 +165,19 @@ class LongContext:
             given = getattr(self.args, name, needed)
             off = given is None or not (given or needed)  # False, 0 and no name all say so
             if given != needed and not off and (name, given) not in _AS_GOOD:
-                raise Refused(f"{name}: a step of farspan needs {needed}, got {given}: {instead}")
+                raise UnsupportedError(
+                    f"{name}: a step of farspan needs {needed}, got {given}: {instead}"
+                )
         optimizer = str(getattr(self.args.optim, "value", self.args.optim))
         if any(part in optimizer for part in _IN_BACKWARD):
-            raise Refused(
+            raise UnsupportedError(
                 f"optim: {optimizer} updates weights within the backward, by hooks that do not "
                 "fire in a step; use one that updates after it"
             )
         if getattr(self, "compute_loss_func", None) is not None:
-            raise Refused("compute_loss_func: the loss is the plain one; leave it out")
+            raise UnsupportedError("compute_loss_func: the loss is the plain one; leave it out")
         if getattr(self, "aux_loss_enabled", False):
-            raise Refused(
+            raise UnsupportedError(
                 "router_aux_loss_coef: the router's load-balancing loss needs statistics of the "
                 "whole sequence, which chunks do not have; set router_aux_loss_coef=0.0 in the "
                 "arguments"
@@ -195,14 +197,14 @@ class LongContext:
             self.model.disable_input_require_grads()
 
     def _leave_autocast(self) -> None:
-        """Has the weights' own dtype be that of a step. Raises Refused where the user means another
-        and it was not the configuration that turned it on."""
+        """Has the weights' own dtype be that of a step. Raises UnsupportedError where the user
+        means another and it was not the configuration that turned it on."""
         if not self.args.bf16:
             return
         dtype = self.model.dtype
         by_itself = any(f.name == "bf16" and f.default is not False for f in fields(self.args))
         if dtype is not torch.bfloat16 and not (dtype is torch.float32 and by_itself):
-            raise Refused(
+            raise UnsupportedError(
                 "bf16: a step of farspan needs False, got True: that is autocast of float32 "
                 "weights; load the model with dtype=torch.bfloat16"
             )
@@ -223,9 +225,9 @@ def _batch(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
     """Inputs, labels and documents, [batch, tokens] each, of what a collator made."""
     unknown = {k for k, v in inputs.items() if v is not None} - _READ - _IMPLIED
     if unknown:
-        raise Refused(f"inputs: a step does not read {sorted(unknown)[0]}; leave it out")
+        raise UnsupportedError(f"inputs: a step does not read {sorted(unknown)[0]}; leave it out")
     if "labels" not in inputs:
-        raise Refused(
+        raise UnsupportedError(
             "labels: the batch has none; use a collator that makes them, such as "
             "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
         )
@@ -233,17 +235,19 @@ def _batch(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
     positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
     told = sorted(key for key in _IMPLIED if inputs.get(key) is not None)
     if positions is None and told:
-        raise Refused(
+        raise UnsupportedError(
             f"{told[0]}: documents are told apart by position_ids that restart; have the collator "
             "return them too"
         )
     if positions is not None and positions.shape not in (ids.shape, (1, ids.shape[1])):
-        raise Refused(f"position_ids: expected {list(ids.shape)}, got {list(positions.shape)}")
+        raise UnsupportedError(
+            f"position_ids: expected {list(ids.shape)}, got {list(positions.shape)}"
+        )
     read = torch.ones_like(ids, dtype=torch.bool)
     begins = torch.zeros_like(ids)
     if mask is not None:
         if mask.shape != ids.shape:
-            raise Refused(
+            raise UnsupportedError(
                 f"attention_mask: expected {list(ids.shape)}, 0 where there is padding, got "
                 f"{list(mask.shape)}"
             )
@@ -264,7 +268,7 @@ def _check_positions(positions: Tensor, starts: Tensor, read: Tensor) -> None:
     wrong = (positions != counted) & read
     if bool(wrong.any()):
         row, token = wrong.nonzero()[0].tolist()
-        raise Refused(
+        raise UnsupportedError(
             f"position_ids: row {row} has {int(positions.expand_as(counted)[row, token])} at token "
             f"{token}, expected {int(counted[row, token])}: they count from 0 in every document"
         )

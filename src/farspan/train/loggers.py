@@ -15,7 +15,7 @@ import yaml
 from farspan.durable import read_json, write_whole
 from farspan.lazy import load
 from farspan.sparse.train import marks
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from farspan.train.config import ReportTo, RunConfig
 from farspan.train.console import Reporter
 from farspan.train.context import CellsDone
@@ -63,7 +63,8 @@ class MetricsLogger(Protocol):
 
 
 class TensorBoardLogger:
-    """Event files in `<folder>/tensorboard`. Raises Refused where tensorboard is missing."""
+    """Event files in `<folder>/tensorboard`. Raises UnsupportedError where tensorboard is
+    missing."""
 
     def __init__(self, run: RunConfig) -> None:
         self._make = _loaded(ReportTo.TENSORBOARD, "torch.utils.tensorboard", "SummaryWriter")
@@ -90,8 +91,8 @@ class TensorBoardLogger:
 
 class WandbLogger:
     """A wandb run, which goes on where the folder does. What the user's environment and settings
-    of wandb say goes before what is set here. Raises Refused where wandb is missing or is to send
-    and nobody is logged in."""
+    of wandb say goes before what is set here. Raises UnsupportedError where wandb is missing or is
+    to send and nobody is logged in."""
 
     def __init__(self, run: RunConfig) -> None:
         os.environ.setdefault(ERROR_REPORTING, "false")  # read when the package is imported
@@ -156,7 +157,7 @@ KINDS: Mapping[ReportTo, Callable[[RunConfig], MetricsLogger]] = {
 
 
 def make_loggers(run: RunConfig) -> dict[str, MetricsLogger]:
-    """Those that the run names, none of them open. Raises Refused."""
+    """Those that the run names, none of them open. Raises UnsupportedError."""
     return {kind.value: KINDS[kind](run) for kind in run.trackers()}
 
 
@@ -170,7 +171,7 @@ def _log_in() -> None:
     try:
         load("wandb", "login")(verify=False)
     except Exception as error:
-        raise Refused(
+        raise UnsupportedError(
             f"report_to: wandb: {str(error).rstrip('.')}; or set WANDB_API_KEY, or "
             "WANDB_MODE=offline to keep it in the run folder, or leave wandb out of report_to"
         ) from error
@@ -180,7 +181,7 @@ def _loaded(kind: ReportTo, module: str, name: str) -> Any:
     try:
         return load(module, name)
     except ImportError as error:
-        raise Refused(MISSING.format(name=kind.value, error=error)) from error
+        raise UnsupportedError(MISSING.format(name=kind.value, error=error)) from error
 
 
 WAITING = 10_000  # points that a tracker may be behind, a few MiB

@@ -12,7 +12,7 @@ import torch
 from farspan.engine import allocator
 from farspan.engine.memory import dry_run_apart as apart
 from farspan.engine.memory import estimate_memory, refuse_known, refuse_too_large
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from farspan.train.config import DeviceAllocator
 from farspan.train.optimizer_states import StateBytes
 
@@ -112,11 +112,11 @@ class DeviceMemory:
 
 
 def choose_allocator(name: DeviceAllocator, device: torch.device) -> DeviceMemory:
-    """Installs what the run asks for, before CUDA starts. Raises Refused."""
+    """Installs what the run asks for, before CUDA starts. Raises UnsupportedError."""
     if name is DeviceAllocator.DEFAULT:
         return DeviceMemory()
     if device.type != "cuda":
-        raise Refused(
+        raise UnsupportedError(
             f"allocator: {name} is for the memory of a GPU, and this run computes on a "
             f"{device.type}; leave it out, or set device: cuda"
         )
@@ -124,7 +124,7 @@ def choose_allocator(name: DeviceAllocator, device: torch.device) -> DeviceMemor
     if before is None:
         allocator.install(name.value)
     elif before.mode != name.value:
-        raise Refused(
+        raise UnsupportedError(
             f"allocator: this process already uses {before.mode}, which PyTorch cannot change; "
             "train "
             f"with {name} in a new process"

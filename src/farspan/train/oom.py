@@ -15,7 +15,7 @@ from farspan.planner.request import Budget, Plan, Question
 from farspan.planner.space import SMALLEST_CHUNK
 from farspan.program.builder import build_program
 from farspan.program.layout import ALONE, Layout, Rank, group_ranges, refuse_together
-from farspan.spec import ModelSpec, Refused, RunSpec, Schedule, Tier
+from farspan.spec import ModelSpec, RunSpec, Schedule, Tier, UnsupportedError
 from farspan.train.config import COMMAND
 
 # How torch's allocator of main memory says that it got none.
@@ -25,7 +25,7 @@ NO_MAIN_MEMORY = ("DefaultCPUAllocator", "not enough memory", "an't allocate mem
 NO_DEVICE_MEMORY = ("CUDA error: out of memory", "ALLOC_FAILED", "CUDA out of memory")
 
 
-class NoScheduleFits(Refused):
+class NoScheduleFits(UnsupportedError):
     """No schedule that was tried fits; the message says which were."""
 
 
@@ -37,7 +37,7 @@ class OneRankOutOfMemory(NoScheduleFits):
 _TOGETHER = (TooLarge, DeviceTooSmall)
 
 
-class RankReportedShortage(Refused):
+class RankReportedShortage(UnsupportedError):
     """A rank ran out apart from the others, and has told them."""
 
     def __init__(self, shortage: "Shortage") -> None:
@@ -134,7 +134,7 @@ def lighter_schedule(
             if layout.pipeline > 1 and group_ranges(candidate, layers, layout.pipeline) != stages:
                 continue
             size = needed(model, run, candidate, tiers, layout)
-        except Refused:  # such as groups that the model does not have
+        except UnsupportedError:  # such as groups that the model does not have
             continue
         if size < now:
             schedule, now = candidate, size

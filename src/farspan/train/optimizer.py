@@ -183,7 +183,7 @@ class TrainingOptimizer:
         room: int | None = None,
     ) -> None:
         """Takes the memory of all states; `room` is of main memory, where nothing else of this
-        process's is counted yet. Raises Refused, TooLarge."""
+        process's is counted yet. Raises UnsupportedError, TooLarge."""
         self._config = config
         self._pieces = pieces
         self.parameters: dict[str, nn.Parameter] = dict(

@@ -36,7 +36,7 @@ from farspan.engine.tiers import Arena, CopyEngine, refuse_beyond_together
 from farspan.lazy import load
 from farspan.planner.states import MOMENTS, SLOTS, staged_elements
 from farspan.program.dependencies import Lane
-from farspan.spec import Refused, Tier
+from farspan.spec import Tier, UnsupportedError
 from farspan.train.config import OptimizerConfig
 
 # Below 32 bits, adding a small update to a weight may change nothing at all.
@@ -176,11 +176,11 @@ EIGHT_BIT_PARTS = (
 
 
 def load_adamw() -> Any:
-    """torchao's class. Raises Refused where it is not installed."""
+    """torchao's class. Raises UnsupportedError where it is not installed."""
     try:
         return load("torchao.optim", "AdamW8bit")
     except ImportError as error:
-        raise Refused(NO_TORCHAO.format(error=error)) from error
+        raise UnsupportedError(NO_TORCHAO.format(error=error)) from error
 
 
 class EightBitStates:
@@ -188,7 +188,7 @@ class EightBitStates:
     have been added up in fp32."""
 
     def __init__(self, parameters: Parameters, rule: Rule) -> None:
-        """Raises Refused without torchao."""
+        """Raises UnsupportedError without torchao."""
         adamw, config = load_adamw(), rule.config
         self._parameters = parameters
         self._adam = adamw(
@@ -278,7 +278,7 @@ class HostStates:
         other ranks there take now, or it is more than `room` bytes."""
         for name, parameter in parameters.items():
             if not parameter.is_contiguous():
-                raise Refused(
+                raise UnsupportedError(
                     f"optimizer.states: host takes contiguous parameters and {name} has strides "
                     f"{parameter.stride()}; set states to device"
                 )

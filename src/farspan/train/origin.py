@@ -26,7 +26,7 @@ from farspan.checkpoint.local import (
 )
 from farspan.durable import read_json
 from farspan.hf.load import frozen_digest
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from farspan.train.config import LoraConfig, ModelConfig, RunConfig, StartConfig
 from farspan.train.yaml_config import build, read_mapping
 
@@ -51,14 +51,14 @@ def is_adapters(path: Path) -> bool:
 
 def with_base(model: ModelConfig) -> tuple[ModelConfig, str | None]:
     """Of a model whose path is a folder of adapters: the model that they are for, with adapters
-    like them, and their folder; of another one itself. Raises Refused naming the field."""
+    like them, and their folder; of another one itself. Raises UnsupportedError naming the field."""
     path = None if model.path is None else Path(model.path).expanduser()
     if path is None or not is_adapters(path):
         return model, None
     config = expect_json(path / ADAPTER_CONFIG)
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise Refused(
+        raise UnsupportedError(
             f"model.path: {path} holds adapters and does not say of which model; give that model "
             f"as model.path, and start: {{path: {path}}}"
         )
@@ -75,7 +75,7 @@ def with_base(model: ModelConfig) -> tuple[ModelConfig, str | None]:
 
 
 def lora_of(path: Path, config: Mapping[str, Any]) -> LoraConfig:
-    """Adapters as a run file has them, like those of a folder. Raises Refused."""
+    """Adapters as a run file has them, like those of a folder. Raises UnsupportedError."""
     refuse_other_kinds(path, config)
     with open_tensors(path / ADAPTER_TENSORS) as file:
         names = {name.split(".lora_")[0] for name in set(file.keys()) if ".lora_" in name}
@@ -87,22 +87,22 @@ def lora_of(path: Path, config: Mapping[str, Any]) -> LoraConfig:
     }
     try:
         return build(LoraConfig, values)
-    except Refused as error:
-        raise Refused(
+    except UnsupportedError as error:
+        raise UnsupportedError(
             f"model.path: adapters like those of {path} cannot be trained: {error}; or give "
             "model.lora yourself"
         ) from error
 
 
 def refuse_other_kinds(path: Path, config: Mapping[str, Any]) -> None:
-    """Raises Refused for adapters that a run does not train."""
+    """Raises UnsupportedError for adapters that a run does not train."""
     given = [name for name in OTHER_KINDS if config.get(name)]
     for name, plain in (("peft_type", "LORA"), ("bias", "none")):
         if config.get(name, plain) != plain:
             given.append(name)
     if given:
         named = ", ".join(f"{name}: {config[name]!r}" for name in given)
-        raise Refused(
+        raise UnsupportedError(
             f"{path / ADAPTER_CONFIG}: {named}: a run trains plain LoRA alone; merge these "
             "adapters (farspan merge) and start from the whole model"
         )
@@ -110,15 +110,17 @@ def refuse_other_kinds(path: Path, config: Mapping[str, Any]) -> None:
 
 def checkpoints_of(path: Path) -> list[Path]:
     """The checkpoints of a run folder, the oldest first; of a checkpoint itself, that one. Raises
-    Refused where there are none."""
+    UnsupportedError where there are none."""
     if path.is_dir() and manifest_path(path).is_file():
         return [path]
     found = list_checkpoints(path / "checkpoints")
     if found:
         return found
     if (path / "config.json").is_file():
-        raise Refused(f"start.path: {path} is a whole model: give it as model.path instead")
-    raise Refused(
+        raise UnsupportedError(
+            f"start.path: {path} is a whole model: give it as model.path instead"
+        )
+    raise UnsupportedError(
         f"start.path: {path} has no checkpoint; expected the folder of a run that has saved one, "
         "a checkpoint in it (checkpoints/step-...), or a folder of adapters"
     )
@@ -126,28 +128,29 @@ def checkpoints_of(path: Path) -> list[Path]:
 
 def as_begun(run: RunConfig) -> RunConfig:
     """The run, where its folder says that it began from another and the command does not, as it
-    began. Raises Refused where that cannot be read."""
+    began. Raises UnsupportedError where that cannot be read."""
     config = Path(run.folder).expanduser() / "config.yaml"
     if run.start is not None or not config.is_file():
         return run
     try:
         with readable(config):
             start = read_mapping(config.read_text("utf-8"), str(config)).get("start")
-    except (Refused, UnicodeDecodeError):
+    except (UnsupportedError, UnicodeDecodeError):
         return run  # whoever takes the folder says so, where it matters
     return run if start is None else replace(run, start=build(StartConfig, start, "start"))
 
 
 def begin(model: Any, run: RunConfig, note: Callable[[str], None]) -> None:
     """Gives a loaded model the weights that the run begins with, unless a checkpoint of its own
-    has it go on, or the other run's will with all else. Raises Refused naming the field."""
+    has it go on, or the other run's will with all else. Raises UnsupportedError naming the
+    field."""
     start = run.start
     if start is None or list_checkpoints(Path(run.folder).expanduser() / "checkpoints"):
         return
     path = Path(start.path).expanduser()
     if is_adapters(path):
         if start.states:
-            raise Refused(
+            raise UnsupportedError(
                 f"start.states: {path} holds adapters alone; leave it out (--with-states), or "
                 "name the run or the checkpoint that they are from"
             )
@@ -163,18 +166,18 @@ def begin(model: Any, run: RunConfig, note: Callable[[str], None]) -> None:
 
 def latest(paths: Sequence[Path], read: Callable[[Path], T], note: Callable[[str], None]) -> T:
     """What `read` makes of the latest of these checkpoints that it does not refuse. Raises
-    Refused."""
-    problems: list[Refused] = []
+    UnsupportedError."""
+    problems: list[UnsupportedError] = []
     for path in reversed(paths):
         try:
             found = read(path)
-        except Refused as problem:
+        except UnsupportedError as problem:
             problems.append(problem)
             continue
         for passed in problems:
             note(f"start: {passed}; beginning from {path} instead")
         return found
-    raise Refused(f"start: {problems[0]}; {ELSEWHERE}")
+    raise UnsupportedError(f"start: {problems[0]}; {ELSEWHERE}")
 
 
 def _copy(model: Any, run: RunConfig, note: Callable[[str], None], path: Path) -> Path:
@@ -187,7 +190,7 @@ def _copy(model: Any, run: RunConfig, note: Callable[[str], None], path: Path) -
 
 def copy_weights(path: Path, live: Mapping[str, Tensor]) -> dict[str, Any]:
     """Copies the weights of a checkpoint, whatever their dtype, into these of a whole model; its
-    state. Raises Refused where it has others, before anything is copied."""
+    state. Raises UnsupportedError where it has others, before anything is copied."""
     if is_of_ranks(path):
         shapes = read_shapes(path)
         dtypes = {n: shapes.get(f"model/{n}", (t.dtype,))[0] for n, t in live.items()}
@@ -205,8 +208,8 @@ def copy_weights(path: Path, live: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def refuse_other_adapters(run: RunConfig, checkpoint: Path) -> None:
-    """Raises Refused where the run of a checkpoint has adapters and this one has none, or has
-    others. What they count no tensor says."""
+    """Raises UnsupportedError where the run of a checkpoint has adapters and this one has none, or
+    has others. What they count no tensor says."""
     config = checkpoint.parent.parent / "config.yaml"
     if not config.is_file():
         return
@@ -215,12 +218,12 @@ def refuse_other_adapters(run: RunConfig, checkpoint: Path) -> None:
     there = model.get("lora") if isinstance(model, Mapping) else None
     here = run.model.lora
     if here is None and there is not None:
-        raise Refused(
+        raise UnsupportedError(
             f"{checkpoint} holds adapters: give model.lora to train them further, or merge "
             "them (farspan merge)"
         )
     if here is not None and there is None:
-        raise Refused(
+        raise UnsupportedError(
             f"{checkpoint} is of a model that was trained as a whole, without model.lora; "
             f"for adapters on it give its folder as model.path ({config.parent / 'model'})"
         )
@@ -230,7 +233,7 @@ def refuse_other_adapters(run: RunConfig, checkpoint: Path) -> None:
 
 def _refuse_scale(here: LoraConfig, there: LoraConfig, where: Path) -> None:
     if here.scale() / here.rank != there.scale() / there.rank:
-        raise Refused(
+        raise UnsupportedError(
             f"the adapters of {where} have rank {there.rank} and count alpha "
             f"{there.scale():g}, here {here.rank} and {here.scale():g}; give model.lora as there"
         )
@@ -238,9 +241,11 @@ def _refuse_scale(here: LoraConfig, there: LoraConfig, where: Path) -> None:
 
 def copy_adapters(path: Path, model: Any, run: RunConfig) -> None:
     """Copies the adapters of a folder, as peft writes it, into a model that has such. Raises
-    Refused where they are others, before any is copied."""
+    UnsupportedError where they are others, before any is copied."""
     if run.model.lora is None:
-        raise Refused(f"start: {path} holds adapters; give model.lora to train them further")
+        raise UnsupportedError(
+            f"start: {path} holds adapters; give model.lora to train them further"
+        )
     config = expect_json(path / ADAPTER_CONFIG)
     refuse_other_kinds(path, config)
     there = replace(run.model.lora, rank=config["r"], alpha=float(config["lora_alpha"]))
@@ -254,10 +259,12 @@ def copy_adapters(path: Path, model: Any, run: RunConfig) -> None:
         saved: dict[str, Tensor] = {name: file.get_tensor(name) for name in set(file.keys())}
     for name in sorted(saved.keys() ^ live.keys()):
         where = path if name in saved else "the run"
-        raise Refused(f"start: other adapters: only {where} has {name}; give model.lora as there")
+        raise UnsupportedError(
+            f"start: other adapters: only {where} has {name}; give model.lora as there"
+        )
     for name, tensor in live.items():
         if tensor.shape != saved[name].shape:
-            raise Refused(
+            raise UnsupportedError(
                 f"start: {name} of {path} is {list(saved[name].shape)}, here {list(tensor.shape)}; "
                 "give model.lora as there"
             )

@@ -16,7 +16,7 @@ from farspan.planner.prices import with_kernels
 from farspan.planner.request import Fit, Optimizer, Plan, Question
 from farspan.program.layout import ALONE, Layout, group_ranges, sequence_layout
 from farspan.program.strategies import AUTO
-from farspan.spec import MachineSpec, ModelSpec, Refused, Schedule
+from farspan.spec import MachineSpec, ModelSpec, Schedule, UnsupportedError
 from farspan.train.config import Given, Parallel, RunConfig, StatesPlace, as_yaml
 from farspan.train.context import Components, machine_of, torch_dtype
 from farspan.train.origin import with_base
@@ -90,7 +90,7 @@ class QuestionsOfRun:
 
     def plan(self) -> PlanOfRun:
         """With the states in the first place where it fits and leaves the margin, or else fits at
-        all; where it fits nowhere, in the first. Raises Refused."""
+        all; where it fits nowhere, in the first. Raises UnsupportedError."""
         plans: list[Plan] = []
         for question in self.questions:
             plans.append(self._plan(question))
@@ -117,7 +117,7 @@ class QuestionsOfRun:
         refuse_groups(schedule, layers, stages)
         equal = group_ranges(Schedule(), layers, stages)
         if stages > 1 and group_ranges(schedule, layers, stages) != equal:
-            raise Refused(
+            raise UnsupportedError(
                 f"schedule.groups: a pipeline is planned in stages of {layers // stages} or one "
                 f"more layers, the larger ones last, got {to_mapping(schedule.groups)}; leave it "
                 "out to plan the run so"
@@ -130,13 +130,13 @@ def questions_of_run(
 ) -> QuestionsOfRun:
     """The run as questions for the planner; `progress` hears what of this machine is measured.
 
-    One sequence is one document, which is the most that attention can take. Raises Refused naming
-    the field.
+    One sequence is one document, which is the most that attention can take. Raises UnsupportedError
+    naming the field.
     """
     run = replace(run, model=with_base(run.model)[0])
     gpus = asked.get("gpus")
     if gpus is not None and gpus < 1:
-        raise Refused(f"gpus: expected a whole number of devices >= 1, got {gpus}")
+        raise UnsupportedError(f"gpus: expected a whole number of devices >= 1, got {gpus}")
     machine = asked.get("machine", HERE)
     if machine == HERE:
         machine = machine_of(choose_device(run.device), torch_dtype(run), progress)
@@ -163,7 +163,7 @@ def questions_of_run(
 
 def _model(run: RunConfig) -> PretrainedConfig | ModelSpec:
     """The configuration of the run's model; with adapters that an architecture cannot tell, what
-    the model is with them. Raises Refused for what cannot be trained exactly."""
+    the model is with them. Raises UnsupportedError for what cannot be trained exactly."""
     model, lora = run.model, run.model.lora
     config = config_for_planning(
         path=model.path,

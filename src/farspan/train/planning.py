@@ -25,7 +25,7 @@ from farspan.planner.request import Budget, Fit, Optimizer, Plan, Question, fit_
 from farspan.program.layout import ALONE, Layout, group_ranges, refuse_together
 from farspan.program.strategies import AUTO
 from farspan.sparse.train import marks
-from farspan.spec import Kernels, MachineSpec, ModelSpec, Refused, RunSpec, Schedule, Tier
+from farspan.spec import Kernels, MachineSpec, ModelSpec, RunSpec, Schedule, Tier, UnsupportedError
 from farspan.train.config import DType, ModelConfig, RunConfig, StatesPlace
 from farspan.train.context import (
     Components,
@@ -74,10 +74,11 @@ class SchedulePolicy(Protocol):
     """Chooses for one model on one machine."""
 
     def first(self) -> Choice:
-        """What to begin with. Raises Refused."""
+        """What to begin with. Raises UnsupportedError."""
 
     def again(self, before: Choice, shortage: Shortage) -> Choice:
-        """What needs less than `before` of what ran out. Raises Refused when nothing does."""
+        """What needs less than `before` of what ran out. Raises UnsupportedError when nothing
+        does."""
 
 
 @dataclass(slots=True)
@@ -101,8 +102,8 @@ class NamedPolicy:
         said = f"memory ran out before: {before[1].message}"
         try:
             return replace(self.again(*before), reason=said)
-        except Refused as error:
-            raise Refused(
+        except UnsupportedError as error:
+            raise UnsupportedError(
                 f"{error}; {said}; to retry the run file's schedule, delete "
                 "shortage.json in the run folder"
             ) from error
@@ -113,7 +114,7 @@ class NamedPolicy:
             self.model(), self.run, before.schedule, tiers, RETRY_SHARE, self.layout
         )
         if found is None:
-            raise Refused(
+            raise UnsupportedError(
                 f"schedule: nothing in {describe_schedule(before)} can be made smaller; shorten "
                 "the context, use a smaller batch, or let strategy: auto choose"
             )
@@ -166,7 +167,7 @@ class PlannedPolicy:
     def _choose(self, question: Question) -> Choice:
         plan = self.best_plan(question)
         if not plan.fits:
-            raise Refused(explain_none_fits(plan))
+            raise UnsupportedError(explain_none_fits(plan))
         return Choice(plan.strategy, plan.schedule, plan.reason, plan)
 
 
@@ -342,8 +343,8 @@ class StepPlanner:
     components: Components = field(default_factory=Components)
 
     def __call__(self, model: PreTrainedModel, run: RunSpec, kernels: Kernels) -> Plan:
-        """The best plan of a step of this model that keeps room for AdamW. Raises Refused if none
-        fits."""
+        """The best plan of a step of this model that keeps room for AdamW. Raises UnsupportedError
+        if none fits."""
         parameters = list(model.parameters())
         device, dtype = parameters[0].device, DType(str(model.dtype).removeprefix("torch."))
         asked = RunConfig(
@@ -363,7 +364,7 @@ class StepPlanner:
         free = free_now(device, held).limit(question.machine)
         plan = self.components.best_plan(replace(question, machine=free))
         if not plan.fits:
-            raise Refused(
+            raise UnsupportedError(
                 f"{explain_none_fits(plan)} (keys of a run file); for another optimizer than AdamW "
                 "in float32, give the step farspan.plan(..., optimizer=...).schedule"
             )
@@ -524,7 +525,7 @@ def recall_named_shortage(
     try:
         schedule = convert(Schedule, known["fields"], "fields")
         return Choice(str(known["strategy"]), schedule), _shortage_of(known)
-    except (Refused, KeyError, ValueError):
+    except (UnsupportedError, KeyError, ValueError):
         return None
 
 
@@ -564,6 +565,6 @@ def _of_file(
         refuse_together(schedule, layout)
         group_ranges(schedule, len(question.model.layers), layout.pipeline)
         plan = evaluate(question, str(known["strategy"]), schedule)
-    except (Refused, KeyError, TypeError):
+    except (UnsupportedError, KeyError, TypeError):
         return None
     return Choice(plan.strategy, schedule, "as planned before", plan)

@@ -43,7 +43,7 @@ from farspan.durable import (
     write_bytes,
     write_whole,
 )
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from farspan.train.config import Decay, RunConfig, StatesPlace, replicas
 from farspan.train.yaml_config import flatten, read_file, to_mapping, write_mapping
 
@@ -120,7 +120,7 @@ class RunFolder:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             lock = (self.path / ".lock").open("a")
         except OSError as error:
-            raise Refused(
+            raise UnsupportedError(
                 f"folder: cannot write in {self.path}: {error.strerror}; give another folder"
             ) from error
         try:
@@ -128,7 +128,7 @@ class RunFolder:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             lock.close()
-            raise Refused(
+            raise UnsupportedError(
                 f"folder: another process is training in {self.path}; wait for it or give "
                 "another folder"
             ) from error
@@ -143,8 +143,8 @@ class RunFolder:
         """Cleans up after a killed process and writes config.yaml. What has changed since the
         last time and will change roundings.
 
-        Raises Refused, naming the keys, when the folder holds another run that can be resumed, and
-        when something is in the way of what a run writes, which would fail only then.
+        Raises UnsupportedError, naming the keys, when the folder holds another run that can be
+        resumed, and when something is in the way of what a run writes, which would fail only then.
         """
         self._refuse_in_the_way()
         remove_leftovers(self.path, LEFTOVER)
@@ -158,7 +158,7 @@ class RunFolder:
         if refused:
             why = any(text.startswith(f"{STEPS} ") for text in refused)
             falls = " (its learning rate falls over all its steps)" if why else ""
-            raise Refused(
+            raise UnsupportedError(
                 f"{self.path} holds another run: {'; '.join(refused)}{falls}; set these back to "
                 "resume it, or give another folder"
             )
@@ -175,13 +175,13 @@ class RunFolder:
         with readable(self.model):
             inside = os.listdir(self.model) if os.path.lexists(self.model) else []
         if inside and SOURCE not in inside:
-            raise Refused(
+            raise UnsupportedError(
                 f"folder: {self.model} is in the way: it has {min(inside)} and no {SOURCE} of an "
                 "earlier run, and the trained model would replace it; move it away, then run the "
                 "same command again"
             )
         if not os.access(self.checkpoints, os.W_OK | os.X_OK, effective_ids=True):
-            raise Refused(
+            raise UnsupportedError(
                 f"folder: cannot write in {self.checkpoints}: Permission denied; fix its "
                 "permissions, or give another folder"
             )
@@ -237,10 +237,10 @@ class OthersFolder(RunFolder):
 
 
 def _refuse_other(path: Path, kind: str) -> None:
-    """Raises Refused where what has the name of a file or folder is something else."""
+    """Raises UnsupportedError where what has the name of a file or folder is something else."""
     right = os.path.isdir(path) if kind == "folder" else os.path.isfile(path)
     if os.path.lexists(path) and not right:
-        raise Refused(
+        raise UnsupportedError(
             f"folder: {path} is in the way: expected a {kind} or nothing; move it away, then run "
             "the same command again"
         )
@@ -249,8 +249,8 @@ def _refuse_other(path: Path, kind: str) -> None:
 def _read(config: Path) -> dict[str, Any]:
     try:
         return read_file(config)
-    except Refused as error:
-        raise Refused(
+    except UnsupportedError as error:
+        raise UnsupportedError(
             f"{error}; it says which run the checkpoints beside it belong to: restore it, or give "
             "another folder"
         ) from error

@@ -29,7 +29,7 @@ from farspan.plan.model.catalog import is_on_hub, refuse_absent
 from farspan.program.layout import AXES, Layout, group_ranges
 from farspan.program.strategies import AUTO
 from farspan.sparse.train import opening_words
-from farspan.spec import ModelSpec, Refused, Schedule
+from farspan.spec import ModelSpec, Schedule, UnsupportedError
 from farspan.train.config import (
     Parallel,
     RunConfig,
@@ -56,7 +56,8 @@ TEXT = "only text is trained: the image encoder stays as it is and is saved with
 
 def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
     """The run with its tokenizer spelled out, the model's own, or bytes for random weights; and the
-    replicas that so many ranks make, None being a process that nobody launched. Raises Refused."""
+    replicas that so many ranks make, None being a process that nobody launched. Raises
+    UnsupportedError."""
     model = run.model
     if model.path is not None:
         refuse_absent("model.path", model.path)
@@ -64,7 +65,7 @@ def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
         model, adapters = with_base(model)
         if adapters is not None:
             if run.start not in (None, StartConfig(adapters)):
-                raise Refused(
+                raise UnsupportedError(
                     f"start: {adapters}, the model.path, holds adapters to begin with too; give "
                     f"{model.path} as model.path"
                 )
@@ -85,8 +86,8 @@ def make_context(
     before: str | None,
 ) -> RunContext:
     """Everything loaded and made but the engine, and the layout of the ranks. `before` is where an
-    earlier part of the run had its optimizer states. Raises Refused, and Interrupted while text
-    becomes tokens."""
+    earlier part of the run had its optimizer states. Raises UnsupportedError, and Interrupted while
+    text becomes tokens."""
     if run.optimizer.states is StatesPlace.EIGHT_BIT:
         load_adamw()  # now, rather than when the model is there
     memory = components.choose_allocator(run.allocator, world.device)
@@ -146,7 +147,7 @@ def _open_data(run: RunConfig, observer: Observer | None) -> tuple[Corpus, Token
 
 def _blank_model(run: RunConfig, components: Components, world: DistributedContext) -> Any:
     """The model without weights, in which what needs none of them is checked before any text is
-    read. Raises Refused on all ranks."""
+    read. Raises UnsupportedError on all ranks."""
 
     def look_at() -> None:
         blank = _load(run, components, torch.device("cpu"), Weights.NONE)
@@ -217,12 +218,12 @@ def _check_vocabulary(corpus: Corpus, model: Any) -> None:
         return
     opened = corpus.part_of_largest().opened
     if opened.form.any_ids:
-        raise Refused(
+        raise UnsupportedError(
             f"data.format: the input_ids of {opened.config.path} go up to {corpus.largest}, but "
             f"the model embeds only {rows}; make them with the model's own tokenizer, or set "
             f"vocab_size to at least {corpus.largest + 1} for random weights"
         )
-    raise Refused(
+    raise UnsupportedError(
         f"data.tokenizer: its ids go up to {corpus.largest}, but the model embeds only "
         f"{rows}; use the model's own tokenizer, or set vocab_size to at least "
         f"{corpus.largest + 1} for random weights"
@@ -243,12 +244,13 @@ def shard_model(
 
 
 def is_sharded(run: RunConfig, layout: Layout) -> bool:
-    """Whether ranks hold parts of the weights, rather than all of them each. Raises Refused."""
+    """Whether ranks hold parts of the weights, rather than all of them each. Raises
+    UnsupportedError."""
     cut = layout.tensor > 1 or layout.pipeline > 1 or layout.fsdp
     if layout.devices() == 1 or not cut:
         return False
     if run.optimizer.states is StatesPlace.EIGHT_BIT:
-        raise Refused(
+        raise UnsupportedError(
             "optimizer.states: 8bit rounds blocks of 256 neighbours, which depend on how weights "
             "are sharded; use device or host, or parallel.fsdp: false without tensor and "
             "pipeline"
@@ -257,26 +259,27 @@ def is_sharded(run: RunConfig, layout: Layout) -> bool:
 
 
 def refuse_groups(schedule: Schedule, layers: int, stages: int) -> None:
-    """Raises Refused, naming the run file's field, for groups that the model does not have."""
+    """Raises UnsupportedError, naming the run file's field, for groups that the model does not
+    have."""
     try:
         group_ranges(schedule, layers, stages)
-    except Refused as error:
+    except UnsupportedError as error:
         where = "schedule" if str(error).startswith("groups") else "parallel"
-        raise Refused(f"{where}.{error}") from error
+        raise UnsupportedError(f"{where}.{error}") from error
 
 
 def choose_device(name: str) -> torch.device:
-    """A device that is there. Raises Refused."""
+    """A device that is there. Raises UnsupportedError."""
     try:
         device = torch.device(_best() if name == AUTO else name)
     except RuntimeError as error:
-        raise Refused(NO_DEVICE.format(name=name)) from error
+        raise UnsupportedError(NO_DEVICE.format(name=name)) from error
     if device.type not in ("cpu", "cuda"):  # mps, meta: devices, but none to train on
-        raise Refused(NO_DEVICE.format(name=name))
+        raise UnsupportedError(NO_DEVICE.format(name=name))
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise Refused("device: no CUDA GPU can be used here; give cpu or auto")
+        raise UnsupportedError("device: no CUDA GPU can be used here; give cpu or auto")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise Refused(
+        raise UnsupportedError(
             f"device: {name} does not exist, there are {torch.cuda.device_count()} "
             "GPU(s); give a lower index"
         )
@@ -316,17 +319,17 @@ def _sharing(world: DistributedContext) -> str:
 
 def show_data(run: RunConfig, sequence: int, held_out: bool) -> Iterator[str]:
     """Lines about the data and one sequence of them, counted from 0 as it is trained, or of those
-    that are held out. Raises Refused."""
+    that are held out. Raises UnsupportedError."""
     run = resolve(replace(run, parallel=None))
     corpus, tokenizer = _open_data(run, None)
     packing = corpus.held_out if held_out else corpus.train
     if packing is None:
-        raise Refused(
+        raise UnsupportedError(
             "held_out: no documents are held out; set data.held_out, or data.held_out_path"
         )
     count = packing.sequences_per_epoch()
     if held_out and sequence >= count:
-        raise Refused(
+        raise UnsupportedError(
             f"sequence: expected a number below {count}, as many as are held out, got {sequence}"
         )
     yield from corpus.describe(run.context)

@@ -12,7 +12,7 @@ from farspan.durable import WriteFailed, read_json
 from farspan.engine.memory import PeakMemory
 from farspan.program.layout import group_ranges
 from farspan.sparse.train import hides, marks, other_chunk
-from farspan.spec import Refused, Tier
+from farspan.spec import Tier, UnsupportedError
 from farspan.train.config import as_yaml
 from farspan.train.console import Observer
 from farspan.train.context import CellsDone, RunContext, RunState, StepLike
@@ -100,7 +100,7 @@ class StepRunner:
         self._seconds: list[float] = []  # of whole steps after the metered one
 
     def make_ready(self) -> None:
-        """Chooses and rehearses now. Raises Refused, Interrupted."""
+        """Chooses and rehearses now. Raises UnsupportedError, Interrupted."""
         self.attempt(_nothing)
 
     def attempt(
@@ -112,7 +112,7 @@ class StepRunner:
         while True:
             try:
                 return work(self._ready(), *given, **named)
-            except (RuntimeError, MemoryError, Refused) as error:
+            except (RuntimeError, MemoryError, UnsupportedError) as error:
                 shortage = find_shortage(error)
                 if shortage is None:
                     raise
@@ -205,7 +205,7 @@ class StepRunner:
                 )
         except _Enough:
             pass  # all stop behind the first cell that they rehearse together
-        except (RuntimeError, MemoryError, Refused) as error:
+        except (RuntimeError, MemoryError, UnsupportedError) as error:
             shortage = find_shortage(error)
             if shortage is None or shortage.of_all:
                 raise
@@ -284,7 +284,7 @@ class StepRunner:
             raise NoScheduleFits(f"memory: ran out with{_listed(tried)}\nshorten the context")
         try:
             choice = self._policy.again(self._choice, shortage)
-        except Refused as error:
+        except UnsupportedError as error:
             raise NoScheduleFits(f"memory: ran out with{_listed(tried)}\nthen {error}") from None
         self._observer.note(
             f"out of memory ({_tier_words(shortage.tier, ctx)}): {shortage.message}\n"

@@ -46,7 +46,7 @@ from farspan.sparse.train import (
     mass_json,
     what_changes,
 )
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from farspan.train.config import OnNonfinite, RunConfig
 from farspan.train.console import Observer, Reporter, make_reporter
 from farspan.train.context import Batches, Components, Micro, RunContext, RunState, StepLike
@@ -239,7 +239,7 @@ class TrainingLoop:
         """Stands where a checkpoint does, whose tensors are copied."""
         self._state.at = restored.at
         if self.at.step > self._run.steps:
-            raise Refused(
+            raise UnsupportedError(
                 f"steps: {restored.path} has done {self.at.step} already, more than the "
                 f"{self._run.steps} asked for; ask for at least {self.at.step}, or give another "
                 "folder"
@@ -385,11 +385,11 @@ def train(
 ) -> TrainingResult:
     """Trains until the last step or the first signal, from the latest checkpoint if there is one.
 
-    `notes` are said first. Raises Refused for what cannot be done as asked, NoScheduleFits (which
-    is one) when memory runs out with every schedule, WriteFailed when the disk is full, Diverged
-    when a loss or gradient is not finite; all of them leave the last good checkpoint. If torchrun
-    started several processes, or in a process group, all of them call this and have the same
-    result; then also RankFailed, which names another rank that failed.
+    `notes` are said first. Raises UnsupportedError for what cannot be done as asked, NoScheduleFits
+    (which is one) when memory runs out with every schedule, WriteFailed when the disk is full,
+    Diverged when a loss or gradient is not finite; all of them leave the last good checkpoint. If
+    torchrun started several processes, or in a process group, all of them call this and have the
+    same result; then also RankFailed, which names another rank that failed.
     """
     launch = launch_env()
     run = resolve(run, None if launch is None else launch.ranks)

@@ -18,7 +18,7 @@ import yaml
 
 from farspan.formatting import MOST_TOKENS, did_you_mean, read_pages, read_tokens, shortened
 from farspan.plan.cell.describe import SHORT_NAMES
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 LOG = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class _Loader(yaml.SafeLoader):
         own = 1 + len(node.value) // _LONG_TEXT if isinstance(node, yaml.ScalarNode) else 1
         self._values += self._behind.get(id(node), 1) if alias else own
         if self._values > MOST_VALUES:
-            raise Refused(
+            raise UnsupportedError(
                 f"line {line}: more than {MOST_VALUES:,} values, counting those of an anchor again "
                 "where an alias (*name) stands for it; give fewer"
             )
@@ -81,7 +81,9 @@ class _Loader(yaml.SafeLoader):
                 continue  # which the library refuses
             if key in seen:
                 line = key_node.start_mark.line + 1
-                raise Refused(f"{key}: given twice, the second time on line {line}; keep one")
+                raise UnsupportedError(
+                    f"{key}: given twice, the second time on line {line}; keep one"
+                )
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -105,42 +107,45 @@ for _name, (_form, _first) in _NUMBERS.items():
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises Refused naming it."""
+    """The mapping in a YAML file. Raises UnsupportedError naming it."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(LONGEST_FILE + 1)
     except (OSError, UnicodeDecodeError) as error:
-        raise Refused(f"{path}: cannot be read: {error}") from error
+        raise UnsupportedError(f"{path}: cannot be read: {error}") from error
     return read_mapping(text, str(path))
 
 
 def read_mapping(text: str, name: str) -> dict[str, Any]:
-    """The mapping in a YAML document. Raises Refused naming `name` and the line."""
+    """The mapping in a YAML document. Raises UnsupportedError naming `name` and the line."""
     if len(text) > LONGEST_FILE:
-        raise Refused(
+        raise UnsupportedError(
             f"{name}: more than {LONGEST_FILE:,} characters, which no run file needs; shorten it"
         )
     try:
         value = yaml.load(text, Loader=_Loader)  # a SafeLoader: builds no objects
     except yaml.YAMLError as error:
-        raise Refused(f"{name}: not valid YAML: {' '.join(str(error).split())}") from error
-    except Refused as error:
-        raise Refused(f"{name}: {error}") from error
+        raise UnsupportedError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from error
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{name}: {error}") from error
     except RecursionError as error:
-        raise Refused(f"{name}: not valid YAML: nested too deep to be read") from error
+        raise UnsupportedError(f"{name}: not valid YAML: nested too deep to be read") from error
     except (ValueError, KeyError) as error:  # a tag of another type; thousands of digits
-        raise Refused(f"{name}: not valid YAML: a value is not of its type: {error}") from error
+        raise UnsupportedError(
+            f"{name}: not valid YAML: a value is not of its type: {error}"
+        ) from error
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise Refused(f"{name}: expected keys and values, got {_got(value)}")
+        raise UnsupportedError(f"{name}: expected keys and values, got {_got(value)}")
     return value
 
 
 def with_settings(given: Mapping[str, Any], settings: Sequence[str], kind: Any) -> dict[str, Any]:
     """The values of a file of `kind`, in plain, with those of settings in their place.
 
-    A setting is KEY=VALUE: a dotted path, in a list by number, and YAML. Raises Refused naming it.
+    A setting is KEY=VALUE: a dotted path, in a list by number, and YAML. Raises UnsupportedError
+    naming it.
     """
     values = in_plain_values(given)
     if settings:
@@ -150,10 +155,10 @@ def with_settings(given: Mapping[str, Any], settings: Sequence[str], kind: Any) 
         section, _, name = key.strip().rpartition(".")
         path = _join(section, RENAMED.get(section, {}).get(name, name))
         if not equals or not name:
-            raise Refused(f"{setting}: expected KEY=VALUE, such as optimizer.lr=1e-5")
+            raise UnsupportedError(f"{setting}: expected KEY=VALUE, such as optimizer.lr=1e-5")
         read = read_mapping(f"value: {text}", path)
         if read.keys() != {"value"}:
-            raise Refused(f"{setting}: expected one value, got {text!r}; quote it")
+            raise UnsupportedError(f"{setting}: expected one value, got {text!r}; quote it")
         _refuse_unknown_section(path, kind)
         _put(values, path, read["value"])
         values = in_plain_values(values)
@@ -161,7 +166,7 @@ def with_settings(given: Mapping[str, Any], settings: Sequence[str], kind: Any) 
 
 
 def _put(values: dict[str, Any], path: str, value: Any) -> None:
-    """Sets what is at a dotted path, making the mappings on the way. Raises Refused."""
+    """Sets what is at a dotted path, making the mappings on the way. Raises UnsupportedError."""
     *above, last = path.split(".")
     place: Any = values
     for depth, key in enumerate(above):
@@ -170,7 +175,7 @@ def _put(values: dict[str, Any], path: str, value: Any) -> None:
         place = place[_index(place, key, path)]
         if not isinstance(place, dict | list):
             whole = ".".join(above[: depth + 1])
-            raise Refused(f"{path}: {whole} is {place!r}, which has no keys; set {whole}")
+            raise UnsupportedError(f"{path}: {whole} is {place!r}, which has no keys; set {whole}")
     place[_index(place, last, path)] = value
 
 
@@ -178,12 +183,13 @@ def _index(place: Any, key: str, path: str) -> str | int:
     if isinstance(place, dict):
         return key
     if not key.isdecimal() or int(key) >= len(place):
-        raise Refused(f"{path}: expected a number from 0 to {len(place) - 1}, got {key!r}")
+        raise UnsupportedError(f"{path}: expected a number from 0 to {len(place) - 1}, got {key!r}")
     return int(key)
 
 
 def _refuse_unknown_section(path: str, kind: Any) -> None:
-    """Raises Refused where a path begins with no key of the file, naming a section that has it."""
+    """Raises UnsupportedError where a path begins with no key of the file, naming a section that
+    has it."""
     hints = typing.get_type_hints(kind)
     first, last = path.partition(".")[0], path.rpartition(".")[2]
     if first in hints:
@@ -197,7 +203,7 @@ def _refuse_unknown_section(path: str, kind: Any) -> None:
     near = did_you_mean(first, hints)
     if within and not near:
         near = f" (did you mean {' or '.join(within)}?)"
-    raise Refused(f"{path}: no such key{near}; the keys here are {', '.join(hints)}")
+    raise UnsupportedError(f"{path}: no such key{near}; the keys here are {', '.join(hints)}")
 
 
 def write_mapping(values: Mapping[str, Any]) -> str:
@@ -206,33 +212,35 @@ def write_mapping(values: Mapping[str, Any]) -> str:
 
 
 def build(kind: type[T], values: Mapping[Any, Any], path: str = "") -> T:
-    """An instance of the dataclass `kind`. Raises Refused naming the field by its path."""
+    """An instance of the dataclass `kind`. Raises UnsupportedError naming the field by its path."""
     hints = typing.get_type_hints(kind)
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for key in values:
         if key not in known:
-            raise Refused(_unknown(str(key), known, path))
+            raise UnsupportedError(_unknown(str(key), known, path))
     absent = [_join(path, name) for name in _required(kind) if name not in values]
     if absent:
-        raise Refused(f"{' and '.join(absent)}: missing; must be given")
+        raise UnsupportedError(f"{' and '.join(absent)}: missing; must be given")
     built = {key: convert(hints[key], value, _join(path, key)) for key, value in values.items()}
     try:
         return kind(**built)
-    except Refused as error:
-        raise Refused(_join(path, str(error))) from error
+    except UnsupportedError as error:
+        raise UnsupportedError(_join(path, str(error))) from error
 
 
 def convert(hint: Any, value: Any, path: str) -> Any:
-    """`value`, read from YAML, as the type `hint`. Raises Refused naming `path`."""
+    """`value`, read from YAML, as the type `hint`. Raises UnsupportedError naming `path`."""
     if is_dataclass(hint) and isinstance(hint, type):
         if not isinstance(value, Mapping):
-            raise Refused(f"{path}: expected {describe_type(hint)}, got {_got(value)}")
+            raise UnsupportedError(f"{path}: expected {describe_type(hint)}, got {_got(value)}")
         return build(hint, value, path)
     for option in _options(hint):
         matched, result = _match(option, value, path)
         if matched:
             return result
-    raise Refused(f"{path}: expected {describe_type(hint)}, got {_got(value)}{_near(hint, value)}")
+    raise UnsupportedError(
+        f"{path}: expected {describe_type(hint)}, got {_got(value)}{_near(hint, value)}"
+    )
 
 
 def describe_type(hint: Any) -> str:
@@ -299,9 +307,9 @@ def _match(option: Any, value: Any, path: str) -> tuple[bool, Any]:
     if isinstance(value, bool) and option is not bool:
         return False, None
     if option is int and isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
-        raise Refused(f"{path}: expected a whole number of at most 2**63 - 1, got {value}")
+        raise UnsupportedError(f"{path}: expected a whole number of at most 2**63 - 1, got {value}")
     if option is str and isinstance(value, str) and (not value.strip() or "\0" in value):
-        raise Refused(f"{path}: expected text, got {value!r}, which names nothing")
+        raise UnsupportedError(f"{path}: expected text, got {value!r}, which names nothing")
     return isinstance(value, option), value
 
 
@@ -387,8 +395,8 @@ TOKENS = {
 
 
 def in_plain_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a run file as `farspan.train.config` has them. Raises Refused naming the
-    field."""
+    """The values of a run file as `farspan.train.config` has them. Raises UnsupportedError naming
+    the field."""
     values = _renamed(given, "")
     if isinstance(values.get("schedule"), str):  # a strategy, as --strategy has it
         values["schedule"] = {"strategy": values["schedule"]}
@@ -417,7 +425,9 @@ def _renamed(given: Mapping[str, Any], section: str) -> dict[str, Any]:
             continue
         name = _join(section, old)
         if new in values:
-            raise Refused(f"{name}: the older name of {new}, which is given too; keep {new}")
+            raise UnsupportedError(
+                f"{name}: the older name of {new}, which is given too; keep {new}"
+            )
         values[new] = values.pop(old)
         LOG.warning("%s: its name is now %s", name, new)
     return values

@@ -16,7 +16,7 @@ from farspan.memory.compare.allocators import (
     SimulatedOutOfMemory,
     read_settings,
 )
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from tests.oracles.check_blocks import BrokenModel, check_blocks
 
 KIB, MIB = 2**10, 2**20
@@ -282,7 +282,7 @@ def test_settings_are_read_as_pytorch_writes_them() -> None:
     ],
 )
 def test_settings_that_make_no_sense_are_refused(text: str, message: str) -> None:
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         read_settings(text)
 
 

@@ -14,7 +14,7 @@ from farspan.plan.cell.layer import LayerCosts, layer_costs
 from farspan.plan.model.architecture import Architecture
 from farspan.plan.model.catalog import presets
 from farspan.plan.model.families import FAMILIES, architecture_from
-from farspan.spec import LayerSpec, LayerWork, Refused
+from farspan.spec import LayerSpec, LayerWork, UnsupportedError
 from tests.planner.configurations import (
     CONFIGURATIONS,
     Config,
@@ -173,11 +173,11 @@ def llama() -> Architecture:
 
 @pytest.mark.parametrize("dtype", ["int8", "BF16", "", "fp8"])
 def test_unknown_dtypes_are_refused(dtype: str) -> None:
-    with pytest.raises(Refused, match=r"^dtype: expected one of bfloat16, .*, got"):
+    with pytest.raises(UnsupportedError, match=r"^dtype: expected one of bfloat16, .*, got"):
         dtype_name(dtype)
 
 
 @pytest.mark.parametrize("rank", [-1, 1.5, True, "8"])
 def test_nonsense_ranks_are_refused(rank: int) -> None:
-    with pytest.raises(Refused, match=r"^adapter_rank: expected a whole number"):
+    with pytest.raises(UnsupportedError, match=r"^adapter_rank: expected a whole number"):
         model_spec(llama(), adapter_rank=rank)

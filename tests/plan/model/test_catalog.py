@@ -14,7 +14,7 @@ from farspan.hf.load import blank_model, config_from_fields
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.catalog import find_architecture, find_config, presets, split_revision
 from farspan.plan.model.families import architecture_from
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from tests.planner.configurations import config_of
 
 TINY = config_of("qwen3")
@@ -171,7 +171,7 @@ def test_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unreachable_model_is_refused_with_presets_close_by() -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(UnsupportedError) as refused:
         find_architecture("Qwen/Qwen2.5-7B-Instruct")
     message = str(refused.value)
     assert message.startswith("model: no config.json of 'Qwen/Qwen2.5-7B-Instruct' could be read")
@@ -202,20 +202,24 @@ def test_a_folder_may_have_a_name_as_of_a_revision(
     ],
 )
 def test_slips_of_the_pen(name: str, close: str) -> None:
-    with pytest.raises(Refused, match=f"^model: '{name}' is no preset, folder or file.*{close}"):
+    with pytest.raises(
+        UnsupportedError, match=f"^model: '{name}' is no preset, folder or file.*{close}"
+    ):
         find_architecture(name)
 
 
 def test_no_name_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(save(tmp_path / "here"))
-    with pytest.raises(Refused, match=r"^model: expected a name, .*got nothing; presets: Qwen"):
+    with pytest.raises(
+        UnsupportedError, match=r"^model: expected a name, .*got nothing; presets: Qwen"
+    ):
         find_config("")
     assert find_config(".") == TINY
 
 
 def test_files_that_hold_no_configuration(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(Refused, match=r"^model: .*empty holds no config\.json"):
+    with pytest.raises(UnsupportedError, match=r"^model: .*empty holds no config\.json"):
         find_config(str(tmp_path / "empty"))
     for content, message in (
         (b"{", "is not a JSON file that can be read"),
@@ -223,7 +227,7 @@ def test_files_that_hold_no_configuration(tmp_path: Path) -> None:
         (b"[1]", "holds list, expected a model's config"),
     ):
         (tmp_path / "config.json").write_bytes(content)
-        with pytest.raises(Refused, match=f"^model: .*{message}"):
+        with pytest.raises(UnsupportedError, match=f"^model: .*{message}"):
             find_config(str(tmp_path))
 
 

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from farspan.hf.unsupported import context_limit
 from farspan.plan.model.families import FAMILIES, architecture_from
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 from tests.planner.configurations import CONFIGURATIONS, SLIDING, Config, config_of, real_model
 from tests.zoo import WINDOW
 
@@ -153,7 +153,7 @@ NONSENSE: dict[str, tuple[Config, str]] = {
 
 @pytest.mark.parametrize(("config", "message"), NONSENSE.values(), ids=NONSENSE)
 def test_nonsense_is_refused_by_the_field_s_name(config: Config, message: str) -> None:
-    with pytest.raises(Refused, match=f"^{message}"):
+    with pytest.raises(UnsupportedError, match=f"^{message}"):
         architecture_from(config)
 
 

@@ -31,7 +31,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 MALLOC, FREE = "cudaMalloc", "cudaFree"
 RESERVE, CREATE, MAP, ACCESS = "cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess"
@@ -93,22 +93,24 @@ class Settings:
 
 def _expect(name: str, valid: bool, expected: str, value: float) -> None:
     if not valid:
-        raise Refused(f"{name}: expected {expected}, got {value}")
+        raise UnsupportedError(f"{name}: expected {expected}, got {value}")
 
 
 def read_settings(text: str) -> Settings:
-    """From `max_split_size_mb:512,garbage_collection_threshold:0.8`. Raises Refused naming the
-    part that is not understood."""
+    """From `max_split_size_mb:512,garbage_collection_threshold:0.8`. Raises UnsupportedError naming
+    the part that is not understood."""
     given: dict[str, int | float] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         name, _, value = part.partition(":")
         if name not in NAMES:
-            raise Refused(f"alloc-conf: expected {', '.join(NAMES)}, got {name!r}")
+            raise UnsupportedError(f"alloc-conf: expected {', '.join(NAMES)}, got {name!r}")
         field, unit = NAMES[name]
         try:
             given[field] = float(value) if field == "collect_at" else int(value) * unit
         except ValueError:
-            raise Refused(f"alloc-conf: {name}: expected a number, got {value!r}") from None
+            raise UnsupportedError(
+                f"alloc-conf: {name}: expected a number, got {value!r}"
+            ) from None
     assert given.keys() <= {field.name for field in fields(Settings)}
     return Settings(**given)  # type: ignore[arg-type]
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from farspan.plan.cell.layer import layer_costs
 from farspan.plan.model.architecture import Architecture, ArchitectureBlock, Attention, FeedForward
-from farspan.spec import LayerSpec, LayerWork, ModelSpec, Refused
+from farspan.spec import LayerSpec, LayerWork, ModelSpec, UnsupportedError
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 SHORT_NAMES = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
@@ -20,11 +20,11 @@ def model_spec(
 
     With `adapter_rank` R only LoRA adapters are trained: A (inner, R) and B (R, outer) beside
     every linear module of the layers, as PEFT's `all-linear` places them. Experts and routers hold
-    bare parameters in transformers 5, not linear modules, and stay frozen. Raises Refused for a
-    dtype or a rank that makes no sense.
+    bare parameters in transformers 5, not linear modules, and stay frozen. Raises UnsupportedError
+    for a dtype or a rank that makes no sense.
     """
     if not isinstance(adapter_rank, int) or isinstance(adapter_rank, bool) or adapter_rank < 0:
-        raise Refused(
+        raise UnsupportedError(
             f"adapter_rank: expected a whole number, 0 for no adapters, got {adapter_rank!r}"
         )
     made = replace(architecture, adapter_rank=adapter_rank or architecture.adapter_rank)
@@ -45,10 +45,11 @@ def model_spec(
 
 
 def dtype_name(dtype: str) -> str:
-    """torch's name of a dtype that a model can be trained in. Raises Refused for any other."""
+    """torch's name of a dtype that a model can be trained in. Raises UnsupportedError for any
+    other."""
     name = SHORT_NAMES.get(dtype, dtype)
     if name not in ELEMENT_BYTES:
-        raise Refused(
+        raise UnsupportedError(
             f"dtype: expected one of {', '.join((*ELEMENT_BYTES, *SHORT_NAMES))}, got {dtype!r}"
         )
     return name

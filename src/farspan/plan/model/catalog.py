@@ -15,7 +15,7 @@ import huggingface_hub
 
 from farspan.plan.model.architecture import Architecture
 from farspan.plan.model.families import architecture_from
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 PRESETS = Path(__file__).parent / "models.json"
 LARGEST_CONFIG = 2**24  # bytes
@@ -53,7 +53,7 @@ def find_architecture(model: str) -> Architecture:
     a revision behind it: `Qwen/Qwen2.5-7B@main`.
 
     A folder in sight is the user's own and comes first. Nothing but a configuration is ever read.
-    Raises Refused when there is none, or when planning does not know its kind.
+    Raises UnsupportedError when there is none, or when planning does not know its kind.
     """
     config, name = _find(model)
     return architecture_from(config, name)
@@ -74,7 +74,9 @@ def find_preset(model: str) -> Preset | None:
 def _find(model: str) -> tuple[dict[str, Any], str]:
     """A configuration and what to call it."""
     if not model:
-        raise Refused(f"model: expected a name, a folder or a file, got nothing; {_close(model)}")
+        raise UnsupportedError(
+            f"model: expected a name, a folder or a file, got nothing; {_close(model)}"
+        )
     place = Path(os.path.expanduser(model))
     if (place / "config.json").is_file():
         return read_config(place / "config.json"), model
@@ -84,21 +86,23 @@ def _find(model: str) -> tuple[dict[str, Any], str]:
     if place.is_file():
         return read_config(place), model
     if place.is_dir():
-        raise Refused(f"model: {model} holds no config.json; expected a saved model's folder")
+        raise UnsupportedError(
+            f"model: {model} holds no config.json; expected a saved model's folder"
+        )
     name, revision = split_revision(model)
     if _HUB_NAME.fullmatch(name) and place.suffix != ".json":
         return read_config(_from_hub(name, revision)), model
-    raise Refused(
+    raise UnsupportedError(
         f"model: {model!r} is no preset, folder or file, nor a hub name such as Qwen/Qwen2.5-7B; "
         f"{_close(model)}"
     )
 
 
 def refuse_absent(field: str, name: str) -> None:
-    """Raises Refused for what is neither here nor a name of the hub, which would be asked for it in
-    silence for most of a minute."""
+    """Raises UnsupportedError for what is neither here nor a name of the hub, which would be asked
+    for it in silence for most of a minute."""
     if not _HUB_NAME.fullmatch(name) and not Path(name).expanduser().exists():
-        raise Refused(
+        raise UnsupportedError(
             f"{field}: no folder {name} here; give one that is, or a hub name such as "
             "Qwen/Qwen2.5-7B"
         )
@@ -135,7 +139,7 @@ def _from_hub(model: str, revision: str | None) -> Path:
             return Path(cached)
         return Path(huggingface_hub.hf_hub_download(model, "config.json", revision=revision))
     except Exception as error:  # not there, gated, no network: each has its own kind
-        raise Refused(
+        raise UnsupportedError(
             f"model: no config.json of {with_revision(model, revision)!r} could be read from the "
             f"Hugging Face hub ({' '.join(str(error).split())}); give a folder that holds one, or "
             f"a preset: {_close(model)}"
@@ -143,35 +147,39 @@ def _from_hub(model: str, revision: str | None) -> Path:
 
 
 def read_config(path: Path, field: str = "model") -> dict[str, Any]:
-    """The configuration in a config.json, whatever file has that name. Raises Refused naming the
-    run file's field, also for sizes that no model has."""
+    """The configuration in a config.json, whatever file has that name. Raises UnsupportedError
+    naming the run file's field, also for sizes that no model has."""
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST_CONFIG + 1)
         config = None if len(data) > LARGEST_CONFIG else json.loads(data)
     except (OSError, ValueError, RecursionError) as error:  # the last where it is nested too deep
-        raise Refused(f"{field}: {path} is not a JSON file that can be read: {error}") from error
+        raise UnsupportedError(
+            f"{field}: {path} is not a JSON file that can be read: {error}"
+        ) from error
     if len(data) > LARGEST_CONFIG:
-        raise Refused(
+        raise UnsupportedError(
             f"{field}: {path} has more than {LARGEST_CONFIG:,} bytes, expected a model's config; "
             "give another"
         )
     if not isinstance(config, dict):
-        raise Refused(f"{field}: {path} holds {type(config).__name__}, expected a model's config")
+        raise UnsupportedError(
+            f"{field}: {path} holds {type(config).__name__}, expected a model's config"
+        )
     refuse_huge(config, f"{field}: {path}: ")
     return config
 
 
 def refuse_huge(fields: Mapping[str, Any], where: str) -> None:
-    """Raises Refused, its message beginning with `where` and the field, for sizes that no model
-    has: building such a one, if only without weights, would not end."""
+    """Raises UnsupportedError, its message beginning with `where` and the field, for sizes that no
+    model has: building such a one, if only without weights, would not end."""
     for name, value in fields.items():
         if isinstance(value, Mapping):
             refuse_huge(value, f"{where}{name}.")
         elif isinstance(value, int):
             most = min((most for ends, most in _MOST.items() if ends.search(name)), default=value)
             if value > most:
-                raise Refused(
+                raise UnsupportedError(
                     f"{where}{name}: expected at most {most:,}, more than any model has, got "
                     f"{value:,}; correct it"
                 )

@@ -8,7 +8,7 @@ from farspan.plan.model import windows
 from farspan.plan.model.architecture import Architecture, ArchitectureBlock, Attention, FeedForward
 from farspan.plan.model.fields import Fields
 from farspan.plan.model.positions import LONG_ROPE, SLICEABLE_ROPE, longest, rotated
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 Option = bool | tuple[str, bool]  # what always is, or a field of the configuration and its default
 
@@ -185,7 +185,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-class UnknownFamily(Refused):
+class UnknownFamily(UnsupportedError):
     """A `model_type` whose layers are not known here."""
 
 
@@ -203,7 +203,7 @@ def architecture_from(config: Mapping[str, Any] | Configuration, name: str = "")
 
     `config` is the content of a config.json, or a transformers configuration. Defaults are those
     of transformers 5.23. Raises UnknownFamily for a `model_type` that is not known here, and
-    Refused, naming the field, for fields that are missing or make no sense.
+    UnsupportedError, naming the field, for fields that are missing or make no sense.
     """
     values = config if isinstance(config, Mapping) else config.to_dict()
     kind = values.get("model_type")
@@ -213,7 +213,7 @@ def architecture_from(config: Mapping[str, Any] | Configuration, name: str = "")
     fields = Fields(values, family.aliases)
     for foreign in _FOREIGN:
         if fields.get(foreign):
-            raise Refused(f"{foreign}: expected none, got {fields.get(foreign)!r}")
+            raise UnsupportedError(f"{foreign}: expected none, got {fields.get(foreign)!r}")
     hidden = fields.count("hidden_size")
     layers = fields.count("num_hidden_layers")
     attention = _attention(family, fields, hidden)
@@ -247,7 +247,7 @@ def _attention(family: Family, fields: Fields, hidden: int) -> Attention:
     if family.grouped and fields.get("num_key_value_heads", lacking) is not None:
         kv_heads = fields.count("num_key_value_heads")
     if heads % kv_heads:
-        raise Refused(
+        raise UnsupportedError(
             f"num_key_value_heads: expected a divisor of the {heads} attention heads, got "
             f"{kv_heads}"
         )
@@ -255,7 +255,7 @@ def _attention(family: Family, fields: Fields, hidden: int) -> Attention:
     if given is not None:
         given = fields.count("head_dim", family.head_dim)
     if hidden % heads and (given is None or family.whole_heads):
-        raise Refused(
+        raise UnsupportedError(
             f"num_attention_heads: expected a divisor of the hidden size {hidden}, got {heads}"
         )
     width = given or hidden // heads
@@ -297,7 +297,7 @@ def _feed_forward(family: Family, fields: Fields, hidden: int, layer: int) -> Fe
         return replace(made, width=fields.count(family.width))
     experts, active = fields.count("num_experts"), fields.count("num_experts_per_tok")
     if active > experts:
-        raise Refused(
+        raise UnsupportedError(
             f"num_experts_per_tok: expected at most the {experts} experts there are, got {active}"
         )
     return replace(
@@ -314,7 +314,7 @@ def _has_experts(fields: Fields, layer: int) -> bool:
     """Whether this layer of a Qwen MoE has experts, rather than one dense MLP."""
     dense = fields.get("mlp_only_layers") or []
     if not isinstance(dense, list | tuple) or not all(type(index) is int for index in dense):
-        raise Refused(f"mlp_only_layers: expected a list of layer numbers, got {dense!r}")
+        raise UnsupportedError(f"mlp_only_layers: expected a list of layer numbers, got {dense!r}")
     step = fields.count("decoder_sparse_step", 1)
     return layer not in dense and fields.number("num_experts") > 0 and (layer + 1) % step == 0
 

@@ -4,14 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
     """A configuration's fields. Names in `aliases` may also go by the family's own name.
 
-    Every method raises Refused, naming the field, for a value that is missing or makes no sense.
+    Every method raises UnsupportedError, naming the field, for a value that is missing or makes no
+    sense.
     """
 
     values: Mapping[str, Any]
@@ -31,12 +32,12 @@ class Fields:
         """A whole number of at least `least`."""
         value = self.get(name, default)
         if value is None:
-            raise Refused(
+            raise UnsupportedError(
                 f"{self._called(name)}: missing from the model's configuration; expected a whole "
                 f"number of at least {least}"
             )
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise Refused(
+            raise UnsupportedError(
                 f"{self._called(name)}: expected a whole number of at least {least}, got {value!r}"
             )
         return value
@@ -47,7 +48,7 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise Refused(f"{self._called(name)}: expected true or false, got {value!r}")
+            raise UnsupportedError(f"{self._called(name)}: expected true or false, got {value!r}")
         return value
 
     def text(self, name: str, default: str) -> str:
@@ -56,7 +57,7 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, str):
-            raise Refused(f"{self._called(name)}: expected a name, got {value!r}")
+            raise UnsupportedError(f"{self._called(name)}: expected a name, got {value!r}")
         return value
 
     def positive(self, name: str, default: float) -> float | None:
@@ -65,7 +66,9 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise Refused(f"{self._called(name)}: expected a number above 0 or null, got {value!r}")
+            raise UnsupportedError(
+                f"{self._called(name)}: expected a number above 0 or null, got {value!r}"
+            )
         return float(value)
 
     def _called(self, name: str) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from farspan.plan.model.fields import Fields
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 LONG_ROPE = "longrope"  # one of two tables, by the longest position of a sequence
 # A chunk's table of these is the sequence's, sliced, once the sequence's longest position is known.
@@ -15,13 +15,13 @@ STRETCHED_ROPE = ("llama3", "yarn", LONG_ROPE)
 
 def longest(fields: Fields, default: int, kinds: tuple[str, ...], unsaid: Mapping[str, Any]) -> int:
     """Tokens that the configuration claims the positions reach: `max_position_embeddings`, or
-    `default`, stretched by a scaled RoPE, or by `unsaid` where none is named. Raises Refused for a
-    RoPE of another kind than `kinds`."""
+    `default`, stretched by a scaled RoPE, or by `unsaid` where none is named. Raises
+    UnsupportedError for a RoPE of another kind than `kinds`."""
     claimed = reach = fields.count("max_position_embeddings", default)
     for rope in _ropes(fields, unsaid):
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in kinds:
-            raise Refused(
+            raise UnsupportedError(
                 f"rope_parameters.rope_type: {kind!r} is not of this family, or its table depends "
                 "on sequences seen before; expected one of "
                 f"{', '.join(kinds)}"
@@ -42,7 +42,7 @@ def rotated(fields: Fields, head_dim: int, name: str, default: float) -> int | N
     for rope in _ropes(fields, {}):
         share = rope.get("partial_rotary_factor", share)
     if not isinstance(share, int | float) or not head_dim * share >= 1 or share > 1:
-        raise Refused(
+        raise UnsupportedError(
             f"{name}: expected the share of a head of {head_dim} that is rotated, at most 1, got "
             f"{share!r}"
         )
@@ -53,6 +53,6 @@ def _ropes(fields: Fields, default: Mapping[str, Any]) -> Iterator[Mapping[str, 
     """One RoPE, or one for each type of layer. `rope_scaling` is its name before transformers 5."""
     found = fields.get("rope_scaling") or fields.get("rope_parameters") or default
     if not isinstance(found, Mapping):
-        raise Refused(f"rope_parameters: expected a mapping, got {found!r}")
+        raise UnsupportedError(f"rope_parameters: expected a mapping, got {found!r}")
     nested = [value for value in found.values() if isinstance(value, Mapping)]
     yield from nested or ([found] if found else [])

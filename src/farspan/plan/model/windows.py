@@ -7,7 +7,7 @@ the window of each layer, None where it sees everything (transformers 5.23).
 from collections.abc import Callable
 
 from farspan.plan.model.fields import Fields
-from farspan.spec import Refused
+from farspan.spec import UnsupportedError
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 LAYERS_BELOW = 28  # Qwen's default of `max_window_layers`
@@ -68,7 +68,7 @@ def _of_types(fields: Fields, slides: list[bool], window: int | None) -> Windows
     if types is not None:
         slides = _named(types, len(slides))
     if any(slides) and window is None:
-        raise Refused(
+        raise UnsupportedError(
             "sliding_window: layers with sliding_attention need a number of tokens, got none; set "
             "sliding_window (and use_sliding_window: true where the model has that field)"
         )
@@ -77,10 +77,12 @@ def _of_types(fields: Fields, slides: list[bool], window: int | None) -> Windows
 
 def _named(types: object, layers: int) -> list[bool]:
     if not isinstance(types, list | tuple) or len(types) != layers:
-        raise Refused(f"layer_types: expected a list of {layers} names, one a layer, got {types!r}")
+        raise UnsupportedError(
+            f"layer_types: expected a list of {layers} names, one a layer, got {types!r}"
+        )
     for name in types:
         if name not in LAYER_TYPES:
-            raise Refused(
+            raise UnsupportedError(
                 f"layer_types: expected {' or '.join(LAYER_TYPES)}, got {name!r}, a kind of layer "
                 "that planning does not know"
             )
