@@ -43,9 +43,10 @@ def test_type_checkers_see_the_same_names() -> None:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 imported[alias.asname or alias.name] = (node.module, alias.name)
-        elif isinstance(node, ast.Assign):
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             assert ast.literal_eval(node.value) == farspan.__all__
-    assert set(imported) == set(farspan.__all__)
+    assert {*imported, "Refused"} == set(farspan.__all__)
+    assert farspan.Refused is farspan.UnsupportedError
     for name, (module, original) in imported.items():
         if name != "plan":  # a function to a type checker, a package that can be called here
             assert getattr(sys.modules[str(module)], original) is getattr(farspan, name)
