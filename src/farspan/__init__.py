@@ -31,6 +31,7 @@ __all__ = [
     "LongContext",
     "ParallelContext",
     "Progress",
+    "Refused",
     "Schedule",
     "ShardedModel",
     "Sparse",
