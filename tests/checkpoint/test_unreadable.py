@@ -84,8 +84,8 @@ def sharded() -> ShardedSaver:
     model = torch.nn.Linear(3, 2)
     weights = dict(model.named_parameters())
     places = {name: whole_placement(w.shape) for name, w in weights.items()}
-    dealt: Any = None  # only to export
-    return ShardedSaver(model, dealt, weights, places, {"step/w": torch.tensor(1.0)}, WORLD)
+    sharded_model: Any = None  # only to export
+    return ShardedSaver(model, sharded_model, weights, places, {"step/w": torch.tensor(1.0)}, WORLD)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Weights that rank 0 alone has, dealt as if all ranks had them."""
+"""Weights that rank 0 alone has, sharded as if all ranks had them."""
 
 import resource
 from typing import Any
@@ -48,12 +48,12 @@ def model_of(kind: str, *, blank: bool) -> Any:
     return model
 
 
-def bits_of(model: nn.Module, dealt: ShardedModel) -> dict[str, Any]:
+def bits_of(model: nn.Module, sharded_model: ShardedModel) -> dict[str, Any]:
     """Everything that a rank has, in its places."""
     parameters = model.named_parameters(remove_duplicate=False)
     held = {name: (local(p), p.requires_grad, type(p)) for name, p in parameters if not p.is_meta}
     buffers = {name: b for name, b in model.named_buffers() if not b.is_meta}
-    wholes = {name: whole.clone() for name, whole in dealt.sharded.wholes()}
+    wholes = {name: whole.clone() for name, whole in sharded_model.sharded.wholes()}
     first = dict(model.named_parameters())
     ties = {n: first.get(n) is p for n, p in model.named_parameters(remove_duplicate=False)}
     return {
@@ -62,8 +62,8 @@ def bits_of(model: nn.Module, dealt: ShardedModel) -> dict[str, Any]:
         **buffers,
         **{f"{name} whole": whole for name, whole in wholes.items()},
         "ties": repr(ties),
-        "spec": repr(dealt.spec),
-        "tiles": repr(dealt.tiles),
+        "spec": repr(sharded_model.spec),
+        "tiles": repr(sharded_model.tiles),
     }
 
 
@@ -168,8 +168,8 @@ def memory_taken() -> tuple[int, int, int]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     model = load_held(HELD, ranks)
     whole = sum(p.nbytes for p in model.parameters())
-    dealt = parallelize(model, SCHEDULE, ranks)
-    own = sum(local(p).nbytes for p in dealt.sharded.parameters().values())
+    sharded_model = parallelize(model, SCHEDULE, ranks)
+    own = sum(local(p).nbytes for p in sharded_model.sharded.parameters().values())
     return whole, own, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 

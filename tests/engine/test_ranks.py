@@ -106,7 +106,7 @@ def assert_sent(step: Step, data: Data, found: dict[str, int]) -> None:
     assert found == expected
 
 
-def whole_gradients(model: Any, dealt: ShardedModel, others: set[str]) -> dict[str, Tensor]:
+def whole_gradients(model: Any, sharded_model: ShardedModel, others: set[str]) -> dict[str, Tensor]:
     """Of the layers that run here, put together from all ranks. Others have none."""
     found = {}
     for name, p in model.named_parameters():
@@ -116,7 +116,9 @@ def whole_gradients(model: Any, dealt: ShardedModel, others: set[str]) -> dict[s
         gradient = torch.zeros_like(p) if p.grad is None else p.grad
         if isinstance(gradient, DTensor):
             gradient = gradient.full_tensor()
-        found[name] = gradient if dealt.tensor is None else dealt.tensor.whole(name, gradient)
+        found[name] = (
+            gradient if sharded_model.tensor is None else sharded_model.tensor.whole(name, gradient)
+        )
     return found
 
 

@@ -44,10 +44,10 @@ def bytes_of(layout: Layout, schedules: list[Schedule]) -> list[tuple[dict[str, 
             *(looked.model, RunSpec(1, TOKENS), node, layout, Optimizer.NONE, "float32"),
             architecture=looked.architecture,
         )
-        dealt = parallelize(model, schedule, ranks)
-        step = Step(model, schedule, ranks=dealt)
+        sharded_model = parallelize(model, schedule, ranks)
+        step = Step(model, schedule, ranks=sharded_model)
         ids = torch.arange(TOKENS)[None] % VOCAB
-        parameters = dealt.sharded.parameters().values()
+        parameters = sharded_model.sharded.parameters().values()
         own = sum(local(p).nbytes for p in parameters)
         for accumulates in (False, True)[: 1 + (schedule is schedules[-1])]:
             sized = size(replace(question, accumulates=accumulates), schedule)

@@ -54,11 +54,11 @@ def refusals() -> list[str]:
     """Of an optimizer and of a step on a machine that could hold one rank's need, not two."""
     ranks = ParallelContext(Layout(ulysses=2), CPU)
     model = make_model("llama")
-    dealt = parallelize(model, SCHEDULE, ranks)
-    step = Step(model, SCHEDULE, ranks=dealt)
+    sharded_model = parallelize(model, SCHEDULE, ranks)
+    step = Step(model, SCHEDULE, ranks=sharded_model)
     ids = torch.zeros(1, 40, dtype=torch.long)
     states = OptimizerConfig(states=StatesPlace.HOST)
-    pieces = sharded_parameters(dealt)
+    pieces = sharded_parameters(sharded_model)
     found = []
     arenas = sum(step.program(1, 40).arena_bytes.values())
     lasting = 2 * sum(p.nbytes for p in pieces.trained.values())

@@ -53,7 +53,7 @@ def framed(step: Step, **fields: object) -> tuple[Question, Schedule, Frames]:
         with_work(model), run, slow_machine(), optimizer=Optimizer.NONE, dtype="float32"
     )
     asked = replace(asked, **fields)  # type: ignore[arg-type]
-    kept, chunks = frames_of(asked, schedule).kept, frames_of(asked, schedule).ruler.chunks
+    kept, chunks = frames_of(asked, schedule).kept, frames_of(asked, schedule).cell_prices.chunks
     schedule = replace(
         schedule,
         attention_save_fraction=latest_fraction(chunks, int(kept.attention[0])),
@@ -129,7 +129,7 @@ def test_choices_and_cuts_do_not_disturb_each_other(
 ) -> None:
     """Many at once have the bounds that each has alone."""
     _, _, frames = framed(step)
-    chunks, layers = frames.kept.chunks, len(frames.ruler.model.layers)
+    chunks, layers = frames.kept.chunks, len(frames.cell_prices.model.layers)
     counts = np.minimum(np.array(pairs, dtype=np.int64), chunks)
     sizes = dict.fromkeys([frames.cuts.sizes[0], (layers,), (1,) * layers])
     cuts = replace(frames.cuts, sizes=tuple(sizes))
@@ -139,7 +139,7 @@ def test_choices_and_cuts_do_not_disturb_each_other(
         for f in range(len(counts)):
             alone = replace(
                 frames,
-                ruler=frames_of(frames.ruler.question, frames.schedule).ruler,
+                cell_prices=frames_of(frames.cell_prices.question, frames.schedule).cell_prices,
                 cuts=replace(cuts, sizes=(cut,)),
                 kept=Kept(counts[f : f + 1, 0], counts[f : f + 1, 1], chunks),
             )

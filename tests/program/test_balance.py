@@ -269,7 +269,7 @@ def test_the_search_bounds_stages(schedule: Schedule, tokens: int, layout: Layou
     family, tiers = all_frames(question, schedule), tiers_of(schedule)
     sized, (held, devices) = size(question, schedule), taken(family)
     for frames, program, device in zip(family, sized.programs, devices, strict=True):
-        assert program.chunks == frames.ruler.chunks
+        assert program.chunks == frames.cell_prices.chunks
         alike = int(frames.kept.alike[0])
         beyond = max(CellMoments().beyond(frames, 0, alike), CellMoments().least(frames)[0, 0])
         assert device[0, 0, tiers] + beyond <= sized.device.total

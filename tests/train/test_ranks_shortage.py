@@ -29,7 +29,7 @@ from farspan.train.step_runner import StepRunner
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
 from tests.train.planner import GIB, planned_components
-from tests.train.test_dealt import a_run, lines_of
+from tests.train.test_sharded_model import a_run, lines_of
 from tests.train.tiny import Quiet, replaced
 
 LARGE = Schedule(chunk=48, groups=3, activation_save_fraction=1.0, attention_save_fraction=1.0)
@@ -266,7 +266,7 @@ def test_an_arena_that_one_rank_is_refused_is_too_large_for_all(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("dealt", "less", "words"),
+    ("sharded_model", "less", "words"),
     [
         (
             True,
@@ -282,14 +282,14 @@ def test_an_arena_that_one_rank_is_refused_is_too_large_for_all(tmp_path: Path) 
     ],
 )
 def test_advice_is_what_can_be_done(
-    tmp_path: Path, dealt: bool, less: Schedule | None, words: str
+    tmp_path: Path, sharded_model: bool, less: Schedule | None, words: str
 ) -> None:
     """To a rank that runs out within a step."""
     none: Any = None
     ctx: Any = SimpleNamespace(
         run=a_run(tmp_path, "run"),
         model=None,
-        dealt=object() if dealt else None,
+        sharded_model=object() if sharded_model else None,
         device=torch.device("cpu"),
         world=DistributedContext(torch.device("cpu")),
         components=replaced(schedule_of=lambda *_: LARGE),
@@ -306,10 +306,10 @@ def test_advice_is_what_can_be_done(
 
 
 def test_groups_of_a_pipeline_are_said_to_be_its_stages(tmp_path: Path) -> None:
-    dealt: Any = SimpleNamespace(
+    sharded_model: Any = SimpleNamespace(
         ranks=SimpleNamespace(layout=Layout(pipeline=2)), spec=SimpleNamespace(layers=(None,) * 3)
     )
-    ctx: Any = SimpleNamespace(dealt=dealt, run=a_run(tmp_path, "run"))
+    ctx: Any = SimpleNamespace(sharded_model=sharded_model, run=a_run(tmp_path, "run"))
     none: Any = None
     runner = StepRunner(ctx, none, none, none, none)
     assert "groups of 1 + 2 layers;" in runner._described(Choice("grouped", Schedule(48, 3)))

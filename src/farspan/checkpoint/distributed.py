@@ -465,7 +465,7 @@ def _generators(device: torch.device) -> dict[str, str]:
 # -- a sharded model, whole again -----------------------------------------------------------------
 
 
-def gather_model(dealt: ShardedModel, model: Any) -> dict[str, Tensor] | None:
+def gather_model(sharded_model: ShardedModel, model: Any) -> dict[str, Tensor] | None:
     """What `model.state_dict()` would be of the whole model, in main memory of rank 0; None on
     others. All ranks call it."""
     found: dict[str, Tensor] = {}
@@ -473,37 +473,37 @@ def gather_model(dealt: ShardedModel, model: Any) -> dict[str, Tensor] | None:
     def keep(name: str, whole: Tensor) -> None:
         found[name] = whole.to("cpu", copy=True)
 
-    gather_weights(dealt, keep)
+    gather_weights(sharded_model, keep)
     names = model.state_dict(keep_vars=True).keys()
     found |= {
         name: buffer.to("cpu", copy=True)
         for name, buffer in model.named_buffers()
         if name in names and not buffer.is_meta
     }
-    if not first_of_stage(dealt):
+    if not first_of_stage(sharded_model):
         return None
-    number = dealt.ranks.rank.number
-    for stage in Rank(dealt.ranks.layout, 0).peers("pipeline")[1:]:
+    number = sharded_model.ranks.rank.number
+    for stage in Rank(sharded_model.ranks.layout, 0).peers("pipeline")[1:]:
         if number == 0:
             found |= _receive(stage)
         elif number == stage:
-            _send({n: t for n, t in found.items() if n not in _outer(dealt)}, 0)
+            _send({n: t for n, t in found.items() if n not in _outer(sharded_model)}, 0)
     return _in_order(model, found) if number == 0 else None
 
 
-def gather_weights(dealt: ShardedModel, keep: Callable[[str, Tensor], None]) -> None:
+def gather_weights(sharded_model: ShardedModel, keep: Callable[[str, Tensor], None]) -> None:
     """Every weight of this rank's pipeline stage whole, one unit on the device at a time; all ranks
     call it. `keep` is called on the stage's first rank alone."""
-    speaks = first_of_stage(dealt)
-    for name, own in dealt.sharded.wholes():
-        whole = own if dealt.tensor is None else dealt.tensor.whole(name, own)
+    speaks = first_of_stage(sharded_model)
+    for name, own in sharded_model.sharded.wholes():
+        whole = own if sharded_model.tensor is None else sharded_model.tensor.whole(name, own)
         if speaks:
             keep(name, whole)
 
 
-def first_of_stage(dealt: ShardedModel) -> bool:
+def first_of_stage(sharded_model: ShardedModel) -> bool:
     """Whether this rank is the one that speaks for its pipeline stage."""
-    return all(i == 0 for axis, i in dealt.ranks.rank.along.items() if axis != "pipeline")
+    return all(i == 0 for axis, i in sharded_model.ranks.rank.along.items() if axis != "pipeline")
 
 
 def _in_order(model: Any, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -513,8 +513,8 @@ def _in_order(model: Any, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: found[named.get(name, name)] for name in model.state_dict(keep_vars=True)}
 
 
-def _outer(dealt: ShardedModel) -> set[str]:
-    return set(dealt.sharded.whole(dealt.sharded.outer))
+def _outer(sharded_model: ShardedModel) -> set[str]:
+    return set(sharded_model.sharded.whole(sharded_model.sharded.outer))
 
 
 def _send(tensors: Mapping[str, Tensor], to: int) -> None:

@@ -471,13 +471,13 @@ class ShardedSaver:
     def __init__(
         self,
         model: nn.Module,
-        dealt: ShardedModel,
+        sharded_model: ShardedModel,
         weights: Tensors,
         places: Mapping[str, ShardPlacement],
         optimizer: Tensors,
         world: DistributedContext,
     ) -> None:
-        self._model, self._dealt, self._world = model, dealt, world
+        self._model, self._sharded_model, self._world = model, sharded_model, world
         kept = model.state_dict(keep_vars=True).keys()
         buffers = {n: b for n, b in model.named_buffers() if n in kept and not b.is_meta}
         own = {name: weight.detach() for name, weight in weights.items()}
@@ -508,7 +508,7 @@ class ShardedSaver:
         self._world.run_on_rank0(lambda: prune(folder, step, keep, self._kept))
 
     def weights(self) -> Mapping[str, Tensor] | None:
-        return gather_model(self._dealt, self._model)
+        return gather_model(self._sharded_model, self._model)
 
     def _read(self, path: Path, forms: dict[str, Forms], expected: Mapping[str, Any]) -> Restored:
         group = group_of(self._world)
@@ -565,7 +565,7 @@ def export(
 ) -> None:
     """Writes `folder`, which `from_pretrained` reads, unless it was made of this very checkpoint.
     `marks` are what a reader is to know of how it was trained; `weights` are the whole ones of a
-    model that is dealt over ranks. Raises WriteFailed."""
+    model that is sharded over ranks. Raises WriteFailed."""
     if is_exported(checkpoint, folder, marks):
         return
     source = source_of(checkpoint, marks)

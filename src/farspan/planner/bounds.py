@@ -16,7 +16,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from farspan.planner.cell_prices import Array, Ruler
+from farspan.planner.cell_prices import Array, CellPrices
 from farspan.planner.evaluate import INPUT_BYTES, kinds_of
 from farspan.planner.pass_counts import CellCounts, Counts, Cuts, Kept, Part, Role, cells
 from farspan.planner.request import Question
@@ -38,7 +38,7 @@ class Frames:
     """Schedules that differ in their cut, fractions and three tiers, as one kind of rank runs
     them."""
 
-    ruler: Ruler
+    cell_prices: CellPrices
     schedule: Schedule  # in tokens of the sequence; what differs is left open
     cuts: Cuts
     kept: Kept
@@ -57,8 +57,10 @@ class Frames:
     def cell_inputs(self) -> Array:
         """[K, L]: bytes of the layer's input in a kept cell, where autograd saves it and no
         boundary does."""
-        saves = np.array([spec.saves_input for spec in self.ruler.model.layers], dtype=np.float64)
-        row = self.ruler.x_row() * self.ruler.sizes[0]
+        saves = np.array(
+            [spec.saves_input for spec in self.cell_prices.model.layers], dtype=np.float64
+        )
+        row = self.cell_prices.x_row() * self.cell_prices.sizes[0]
         return np.asarray(saves * self.cuts.inner * row)
 
     def kv_goes_home(self, role: Role) -> bool:
@@ -72,8 +74,8 @@ class Frames:
         """[F]: bytes of a kept cell: O and LSE are in it unless their own buffer holds them for
         all its chunks."""
         outside = (self.kept.attention >= self.kept.graphs) & (role is not Role.LAST_TOP)
-        wide = self.ruler.cell_bytes(spec, with_attention=True)
-        narrow = self.ruler.cell_bytes(spec, with_attention=False)
+        wide = self.cell_prices.cell_bytes(spec, with_attention=True)
+        narrow = self.cell_prices.cell_bytes(spec, with_attention=False)
         return np.where(outside, narrow, wide).astype(np.float64)
 
 
@@ -89,7 +91,7 @@ def all_frames(question: Question, schedule: Schedule) -> Family:
     """Those of a single schedule on every kind of rank."""
     found, like = list[Frames](), None
     for kind in kinds_of(question, schedule):
-        like = Ruler(question, schedule, kind, like)
+        like = CellPrices(question, schedule, kind, like)
         chunks, layers = like.chunks, len(like.model.layers)
         counts = [
             np.array([len(kept_chunks(fraction, chunks))])
@@ -113,40 +115,40 @@ LINK = 2  # fetch, evict
 
 def seconds(frames: Frames) -> Array:
     """[K, F, T]: of a step, its update included; memory is not looked at."""
-    ruler, question = frames.ruler, frames.ruler.question
+    cell_prices, question = frames.cell_prices, frames.cell_prices.question
     work, copies = lanes(frames)
     working = work[:, COMPUTE] + work[:, COLLECTIVE]
     if question.overlap:
         # FSDP's gathers go on beside the cells, whose own collectives they wait for.
-        gathers = frames.cuts.gathers(ruler.prices)
+        gathers = frames.cuts.gathers(cell_prices.prices)
         busy = np.maximum(np.maximum(working - gathers, gathers), work[:, HOST])
         link = work[:, FETCH : EVICT + 1, :, None] + spread(copies, ON_HOST)
         total = np.maximum(busy[..., None], link.max(axis=1))
     else:
         total = spread(copies.sum(axis=1), ON_HOST)
         total += (working + work[:, HOST] + work[:, FETCH] + work[:, EVICT])[..., None]
-    stages, count = question.layout.pipeline, len(ruler.chunks)
-    return np.asarray(total * ((count + stages - 1) / count) + ruler.update)
+    stages, count = question.layout.pipeline, len(cell_prices.chunks)
+    return np.asarray(total * ((count + stages - 1) / count) + cell_prices.update)
 
 
 def lanes(frames: Frames) -> tuple[Array, Array]:
     """[K, 5, F]: seconds of every lane, without its update and without [K, 2, 3, F]: seconds that
     fetch and evict take for x, attention and activations, where they are on host."""
-    ruler, cuts, kv_kept = frames.ruler, frames.cuts, frames.schedule.kv_kept
+    cell_prices, cuts, kv_kept = frames.cell_prices, frames.cuts, frames.schedule.kv_kept
     parts, counts = cuts.parts
     each = [_part(frames, part) for part in parts]
     size, choices = len(cuts.sizes), len(frames.kept.graphs)
     work = counts @ np.stack([work for work, _ in each]).reshape(len(parts), -1)
     work = work.reshape(size, LANES, choices)
-    work[:, COMPUTE] += ruler.once(("outside", cuts, kv_kept), lambda: _outside(frames))
-    work[:, COMPUTE] += ruler.clear
+    work[:, COMPUTE] += cell_prices.once(("outside", cuts, kv_kept), lambda: _outside(frames))
+    work[:, COMPUTE] += cell_prices.clear
     if frames.schedule.kv is Tier.HOST:
-        work[:, EVICT] += ruler.zeros
-    work[:, COLLECTIVE] += cuts.gathers(ruler.prices)
+        work[:, EVICT] += cell_prices.zeros
+    work[:, COLLECTIVE] += cuts.gathers(cell_prices.prices)
     moved = counts @ np.stack([moved for _, moved in each]).reshape(len(parts), -1)
     moved = moved.reshape(size, LINK, 3, choices)
-    moved += ruler.once(("x", cuts, kv_kept), lambda: _boundaries(frames))
-    rates = np.array([ruler.prices.fetch_rate(), ruler.prices.evict_rate()])
+    moved += cell_prices.once(("x", cuts, kv_kept), lambda: _boundaries(frames))
+    rates = np.array([cell_prices.prices.fetch_rate(), cell_prices.prices.evict_rate()])
     return work, np.asarray(moved / rates[:, None, None])
 
 
@@ -154,10 +156,10 @@ def _part(frames: Frames, part: Part) -> tuple[Array, Array]:
     """Lanes [5, F] and bytes [2, 3, F] of one layer in this part, made once for all cuts."""
     s = frames.schedule
     key = part, s.kv_kept, s.kv_home, s.attention_open, s.layer_checkpoint
-    known = frames.ruler.known
+    known = frames.cell_prices.known
     if key not in known:
         role, spec, alone = part
-        part = role, frames.ruler.held[spec], alone
+        part = role, frames.cell_prices.held[spec], alone
         found = cells(role, s, frames.kept.without_graphs if alone else frames.kept)
         known[key] = _cells(frames, part, found), _moved(frames, part, found)
     return known[key]
@@ -165,25 +167,25 @@ def _part(frames: Frames, part: Part) -> tuple[Array, Array]:
 
 def _cells(frames: Frames, part: Part, found: CellCounts) -> Array:
     """[5, F]: one layer's cells, and the copies of its K, V."""
-    ruler, (role, spec, alone) = frames.ruler, part
+    cell_prices, (role, spec, alone) = frames.cell_prices, part
     choices = frames.kept.without_graphs if alone else frames.kept
-    work = ruler.lanes.forward[spec].total(found.compute, choices)
-    work += ruler.lanes.given[spec].total(found.given, choices)
-    work += ruler.lanes.project[spec].total(found.project, choices)
-    work += ruler.lanes.backward[spec].total(np.ones_like(found.compute), choices)
-    sizes, keys = choices.over(ruler.sizes), choices.over(ruler.keys)
-    kv, dkv = ruler.kv_row(spec) * keys, ruler.dkv_row(spec) * keys
+    work = cell_prices.lanes.forward[spec].total(found.compute, choices)
+    work += cell_prices.lanes.given[spec].total(found.given, choices)
+    work += cell_prices.lanes.project[spec].total(found.project, choices)
+    work += cell_prices.lanes.backward[spec].total(np.ones_like(found.compute), choices)
+    sizes, keys = choices.over(cell_prices.sizes), choices.over(cell_prices.keys)
+    kv, dkv = cell_prices.kv_row(spec) * keys, cell_prices.dkv_row(spec) * keys
     # Copies on the device into the program's buffers.
     put_away = found.kv_written @ kv
-    put_away += found.attention_out @ keys * ruler.attention_row(spec)
-    put_away += found.graph @ sizes * ruler.prices.saved_row(spec)
-    work[COMPUTE] += 2 * put_away / ruler.question.machine.memory
+    put_away += found.attention_out @ keys * cell_prices.attention_row(spec)
+    put_away += found.graph @ sizes * cell_prices.prices.saved_row(spec)
+    work[COMPUTE] += 2 * put_away / cell_prices.question.machine.memory
     if frames.schedule.kv is Tier.HOST:
-        work[FETCH] += (found.graph @ kv + dkv.sum()) / ruler.prices.fetch_rate()
-        work[EVICT] += found.kv_written @ kv / ruler.prices.evict_rate()
+        work[FETCH] += (found.graph @ kv + dkv.sum()) / cell_prices.prices.fetch_rate()
+        work[EVICT] += found.kv_written @ kv / cell_prices.prices.evict_rate()
     if frames.kv_goes_home(role):
-        work[FETCH] += kv.sum() / ruler.prices.fetch_rate()
-        work[EVICT] += kv.sum() / ruler.prices.evict_rate()
+        work[FETCH] += kv.sum() / cell_prices.prices.fetch_rate()
+        work[EVICT] += kv.sum() / cell_prices.prices.evict_rate()
     return work
 
 
@@ -191,8 +193,8 @@ def _moved(frames: Frames, part: Part, found: CellCounts) -> Array:
     """[2, 3, F]: bytes of one layer's O, LSE and activations, where they are on host."""
     role, spec, alone = part
     choices = frames.kept.without_graphs if alone else frames.kept
-    row = frames.ruler.attention_row(spec) * choices.over(frames.ruler.keys)
-    graphs = frames.ruler.cells(choices.graphs)
+    row = frames.cell_prices.attention_row(spec) * choices.over(frames.cell_prices.keys)
+    graphs = frames.cell_prices.cells(choices.graphs)
     cell = graphs * frames.covered(spec, role)
     fetched = np.stack([frames.zero, found.attention_in @ row, cell])
     evicted = np.stack([frames.zero, found.attention_out @ row, cell])
@@ -201,9 +203,9 @@ def _moved(frames: Frames, part: Part, found: CellCounts) -> Array:
 
 def _boundaries(frames: Frames) -> Array:
     """[K, 2, 3, F]: bytes of x, its gradient, and the inputs inside kept cells."""
-    ruler, groups, kind = frames.ruler, frames.cuts.counts, frames.cuts.kind
-    row = ruler.x_row() * ruler.sizes
-    graphs = ruler.latest(frames.last_graphs) * ruler.x_row() * kind.is_last
+    cell_prices, groups, kind = frames.cell_prices, frames.cuts.counts, frames.cuts.kind
+    row = cell_prices.x_row() * cell_prices.sizes
+    graphs = cell_prices.latest(frames.last_graphs) * cell_prices.x_row() * kind.is_last
     skipped = row[-1] * (frames.last_graphs == 0) * kind.is_last
     whole = row.sum()
     # The rebuild of a middle group and the first pass of the last begin without the last chunk.
@@ -214,7 +216,7 @@ def _boundaries(frames: Frames) -> Array:
     evicted = graphs + 2 * (groups - 1) * whole
     if kind.is_stage and not kind.is_first:  # what a stage received
         fetched, evicted = fetched + whole - skipped, evicted + whole
-    cells = ruler.cells(frames.kept.graphs)
+    cells = cell_prices.cells(frames.kept.graphs)
     inputs = cells * frames.cell_inputs.sum(axis=1, keepdims=True)
     moved = [np.stack([x, np.zeros_like(x), inputs], axis=1) for x in (fetched, evicted)]
     return np.stack(moved, axis=1)
@@ -222,7 +224,7 @@ def _boundaries(frames: Frames) -> Array:
 
 def _outside(frames: Frames) -> Array:
     """[K, F]: embedding and head, where the rank has them."""
-    lanes, several, kind = frames.ruler.lanes, frames.cuts.counts > 1, frames.cuts.kind
+    lanes, several, kind = frames.cell_prices.lanes, frames.cuts.counts > 1, frames.cuts.kind
     once, last = lanes.embed.sum() * kind.is_first, lanes.embed[-1] * kind.is_first
     passes = 2 * once - last * (frames.last_graphs == 0) * ~several * kind.is_last
     if not frames.schedule.kv_kept:
@@ -246,7 +248,7 @@ class Peaks:
 def peaks(frames: Frames) -> Peaks:
     """Everything but what cells hold for a moment beyond their graphs."""
     groups = frames.cuts.groups
-    once, cuts = frames.ruler.once, frames.cuts
+    once, cuts = frames.cell_prices.once, frames.cuts
     device = once(("on device", cuts), lambda: spread(_kept(frames), ON_DEVICE))
     host = once(("on host", cuts), lambda: spread(_kept(frames), ON_HOST))
     first, backward = _first(frames), _backward(frames)
@@ -315,7 +317,7 @@ def _backward(frames: Frames) -> tuple[Array, Array]:
 
 def _kv(frames: Frames) -> tuple[Array, Array, Array]:
     """[P, 1] each: bytes of a group's K, V, of its dK, dV, of K, V that wait below it."""
-    sums, groups = frames.ruler.sums, frames.cuts.groups
+    sums, groups = frames.cell_prices.sums, frames.cuts.groups
     own = sums.kv[groups.stop] - sums.kv[groups.first]
     gradients = sums.dkv[groups.stop] - sums.dkv[groups.first]
     return own, gradients, sums.kv[groups.first] * frames.schedule.kv_kept
@@ -332,27 +334,27 @@ def _tiers(frames: Frames, size: Array, waiting: Array) -> tuple[Array, Array]:
 def _kept(frames: Frames) -> Array:
     """[P, 3, F]: x, attention and activations that a group and those below it keep from first
     pass to backward."""
-    ruler, kept, groups = frames.ruler, frames.kept, frames.cuts.groups
-    sums, layers, is_last = ruler.sums, len(ruler.model.layers), groups.is_last
+    cell_prices, kept, groups = frames.cell_prices, frames.kept, frames.cuts.groups
+    sums, layers, is_last = cell_prices.sums, len(cell_prices.model.layers), groups.is_last
     graphs = np.where(is_last, frames.last_graphs[groups.cut], kept.graphs)
     kind = frames.cuts.kind
     # A stage hands on what it made, and keeps what it received.
-    left = 0 if kind.is_stage else ruler.tokens
+    left = 0 if kind.is_stage else cell_prices.tokens
     received = groups.index + (kind.is_stage and not kind.is_first)
-    x = np.where(is_last, ruler.latest(graphs), left)
-    x = ruler.x_row() * (x + ruler.tokens * received)
+    x = np.where(is_last, cell_prices.latest(graphs), left)
+    x = cell_prices.x_row() * (x + cell_prices.tokens * received)
     # The last group's only kept O would be the left out chunk's: then there is no buffer.
     written = (kept.attention > 1) | (graphs > 0) | ~is_last
     end = np.where(is_last, layers - 1, groups.stop)
     begun = sums.attention[groups.first]
     rows = begun + (sums.attention[end] - begun) * written
-    attention = rows * ruler.latest_keys(kept.attention)
+    attention = rows * cell_prices.latest_keys(kept.attention)
     covered = kept.attention >= kept.graphs
-    cells = np.where(covered, sums.narrow[end], sums.wide[end]) * ruler.cells(kept.graphs)
+    cells = np.where(covered, sums.narrow[end], sums.wide[end]) * cell_prices.cells(kept.graphs)
     # The top layer's cell holds its O; in a last group of one layer none is kept.
-    cells = cells + (sums.wide[layers] - sums.wide[end]) * ruler.cells(graphs) * is_last
+    cells = cells + (sums.wide[layers] - sums.wide[end]) * cell_prices.cells(graphs) * is_last
     inputs = np.cumsum(frames.cell_inputs, axis=1)[groups.cut[:, None], groups.stop - 1]
-    return np.stack([x, attention, cells + inputs * ruler.cells(kept.graphs)], axis=1)
+    return np.stack([x, attention, cells + inputs * cell_prices.cells(kept.graphs)], axis=1)
 
 
 def _is_open(frames: Frames) -> bool:
@@ -361,14 +363,14 @@ def _is_open(frames: Frames) -> bool:
 
 def _open(frames: Frames) -> Array:
     """[P, F]: O and LSE kept while the group is open."""
-    ruler, kept, groups = frames.ruler, frames.kept, frames.cuts.groups
+    cell_prices, kept, groups = frames.cell_prices, frames.kept, frames.cuts.groups
     kind = frames.cuts.kind
     rebuilt = groups.is_last | (not frames.schedule.kv_kept) | kind.is_stage
-    rows = ruler.sums.attention[groups.stop - 1] - ruler.sums.attention[groups.first]
-    keys = ruler.share.keys.total - ruler.latest_keys(kept.attention)
+    rows = cell_prices.sums.attention[groups.stop - 1] - cell_prices.sums.attention[groups.first]
+    keys = cell_prices.share.keys.total - cell_prices.latest_keys(kept.attention)
     # Of the last chunk alone nothing is written, but by a stage that hands it on.
     fewest = 1 if kind.is_last else 0
-    return np.asarray(rows * keys * (kept.attention < len(ruler.chunks) - fewest) * rebuilt)
+    return np.asarray(rows * keys * (kept.attention < len(cell_prices.chunks) - fewest) * rebuilt)
 
 
 # -- whatever the phase ------------------------------------------------------------------------
@@ -376,11 +378,11 @@ def _open(frames: Frames) -> Array:
 
 def fixed(frames: Frames) -> Array:
     """[K, F, T] on the device: states, slots, graphs of a chunk, inputs, reserve."""
-    ruler, cuts = frames.ruler, frames.cuts
-    inputs = INPUT_BYTES * ruler.run.batch * ruler.tokens
-    fixed = cuts.fixed + inputs + ruler.question.machine.reserve
+    cell_prices, cuts = frames.cell_prices, frames.cuts
+    inputs = INPUT_BYTES * cell_prices.run.batch * cell_prices.tokens
+    fixed = cuts.fixed + inputs + cell_prices.question.machine.reserve
     switches = frames.schedule.kv_kept, frames.schedule.attention_open
-    slots = ruler.once(("slots", cuts, *switches), lambda: device_slots(frames))
+    slots = cell_prices.once(("slots", cuts, *switches), lambda: device_slots(frames))
     return slots + (fixed + momentary(frames))[..., None]
 
 
@@ -389,35 +391,37 @@ def momentary(frames: Frames) -> Array:
     that runs backward, when no layer may have gradients yet, but of earlier batches; or those of
     the last, in the first group, when all layers have some. Of a single chunk the second is only
     the end of the step."""
-    ruler = frames.ruler
+    cell_prices = frames.cell_prices
     gradients = np.array([[float(states.gradients)] for states in frames.cuts.held])
     there = frames.cuts.gradients
-    saved = np.array([spec.activation_bytes for spec in ruler.model.layers], dtype=np.float64)
-    saved *= ruler.run.batch * ruler.sizes[0]
+    saved = np.array([spec.activation_bytes for spec in cell_prices.model.layers], dtype=np.float64)
+    saved *= cell_prices.run.batch * cell_prices.sizes[0]
     widest, first = frames.cuts.graphs(saved, one_layer=frames.schedule.layer_checkpoint)
     # Where every chunk's graphs are kept there are none.
-    some = frames.kept.graphs < len(ruler.chunks)
-    several = len(ruler.chunks) > 1
-    before = gradients * ruler.question.accumulates
+    some = frames.kept.graphs < len(cell_prices.chunks)
+    several = len(cell_prices.chunks) > 1
+    before = gradients * cell_prices.question.accumulates
     found = np.maximum(before + widest * some, there + first * several * some)
     return np.asarray(np.maximum(found, gradients))
 
 
 def device_slots(frames: Frames) -> Array:
     """[K, F, T]: device buffers that serve any layer, for what is on host."""
-    ruler, chunk, kind = frames.ruler, frames.ruler.keys[0], frames.cuts.kind
-    layers, many = ruler.model.layers, frames.cuts.counts > 1
-    pair = min(2, len(ruler.chunks))
+    cell_prices, chunk, kind = frames.cell_prices, frames.cell_prices.keys[0], frames.cuts.kind
+    layers, many = cell_prices.model.layers, frames.cuts.counts > 1
+    pair = min(2, len(cell_prices.chunks))
     passed = kind.is_stage and not kind.is_first
     ends = pair * ((frames.last_graphs > 0) & frames.cuts.has_head)
-    x = np.where(many, 2 * pair, ends + pair * passed) * ruler.x_row() * ruler.sizes[0]
-    row = max(ruler.attention_row(spec) for spec in layers)
+    x = np.where(many, 2 * pair, ends + pair * passed) * cell_prices.x_row() * cell_prices.sizes[0]
+    row = max(cell_prices.attention_row(spec) for spec in layers)
     attention = _attention_slots(frames) * row * chunk
     free = np.stack([x, attention, _cell_slots(frames)], axis=1)
     size = spread(free, ON_HOST)
     if frames.schedule.kv is Tier.HOST:
-        block = min(frames.schedule.kv_block, ruler.share.keys.total) * (len(ruler.chunks) > 1)
-        kv, dkv = max(map(ruler.kv_row, layers)), max(map(ruler.dkv_row, layers))
+        block = min(frames.schedule.kv_block, cell_prices.share.keys.total) * (
+            len(cell_prices.chunks) > 1
+        )
+        kv, dkv = max(map(cell_prices.kv_row, layers)), max(map(cell_prices.dkv_row, layers))
         own = np.minimum(2, _crossings(frames, lambda found: found.kv_written + found.graph))
         size = size + ((own * chunk + 2 * block) * kv + 2 * (chunk + block) * dkv)[..., None]
     return np.asarray(size)
@@ -425,7 +429,7 @@ def device_slots(frames: Frames) -> Array:
 
 def _cell_slots(frames: Frames) -> Array:
     """[K, F]: two, taken in turn by the layers that keep cells, each for the greediest of all."""
-    kept, sums, layers = frames.kept, frames.ruler.sums, len(frames.ruler.model.layers)
+    kept, sums, layers = frames.kept, frames.cell_prices.sums, len(frames.cell_prices.model.layers)
     narrow, wide = np.diff(sums.narrow), np.diff(sums.wide)
     if frames.cuts.has_head:
         narrow[-1] = wide[-1]  # the top layer's O is in its cell
@@ -447,7 +451,7 @@ def _attention_slots(frames: Frames) -> Array:
 def _crossings(frames: Frames, of: Callable[[CellCounts], Counts]) -> Array:
     """[K, F]: how many of these copies a step makes."""
     parts, counts = frames.cuts.parts
-    each = np.ones(len(frames.ruler.chunks))
+    each = np.ones(len(frames.cell_prices.chunks))
     found = []
     for role, _, alone in parts:
         choices = frames.kept.without_graphs if alone else frames.kept

@@ -151,7 +151,7 @@ class CellSeconds:
         return np.array([self.prices.of(kind(chunk)).in_line() for chunk in self.count])
 
 
-class Ruler:
+class CellPrices:
     """Prices and bytes of one kind of rank at one chunk size and one tier of K, V; frames share
     them. Without a kind it is that of the last stage, which has the head."""
 
@@ -160,7 +160,7 @@ class Ruler:
         question: Question,
         schedule: Schedule,
         kind: RankKind | None = None,
-        like: "Ruler | None" = None,
+        like: "CellPrices | None" = None,
     ) -> None:
         """`like` is of another kind of rank of the same schedule."""
         kind = kinds_of(question, schedule)[-1] if kind is None else kind

@@ -38,7 +38,7 @@ from farspan.planner.bounds import (
     seconds,
     tiers_of,
 )
-from farspan.planner.cell_prices import Array, Ruler
+from farspan.planner.cell_prices import Array, CellPrices
 from farspan.planner.collectives import exchange_bytes
 from farspan.planner.evaluate import (
     INPUT_BYTES,
@@ -67,18 +67,18 @@ def families(
 ) -> Iterator[tuple[Family, Schedule, tuple[Cut, ...]]]:
     """Every family of the space, with what its schedules have in common and their cuts."""
     cuts: dict[tuple[tuple[Cut, ...], RankKind], Cuts] = {}
-    rulers: dict[object, Ruler] = {}
+    known_prices: dict[object, CellPrices] = {}
     kept: dict[int, Kept] = {}
     chunk = 0
     for schedule, sizes in space.families():
         if schedule.chunk != chunk:
-            chunk, rulers, kept = schedule.chunk, {}, {}
+            chunk, known_prices, kept = schedule.chunk, {}, {}
         found, like = list[Frames](), None
         for kind in kinds_of(question, replace(schedule, groups=sizes[0])):
             key = schedule.kv, kind.rank
-            if key not in rulers:
-                rulers[key] = Ruler(question, schedule, kind, like)
-            like = rulers[key]
+            if key not in known_prices:
+                known_prices[key] = CellPrices(question, schedule, kind, like)
+            like = known_prices[key]
             own = ((len(like.model.layers),),) if kind.is_stage else sizes
             of = cuts.get((own, kind)) or Cuts(like.question, own, kind)
             count = len(like.chunks)
@@ -102,7 +102,7 @@ def taken(family: Family) -> tuple[Peaks, Array]:
     fullest device and a rank's share of main memory; and of every kind of rank's device."""
     each = [peaks(frames) for frames in family]
     for found, frames in zip(each, family, strict=True):
-        question = frames.ruler.question
+        question = frames.cell_prices.question
         own = own_schedule(frames.schedule, question.layout)
         found.device += exchange_bytes(question, own.chunk)
         found.device += workspace_bytes(question, own)
@@ -113,7 +113,7 @@ def taken(family: Family) -> tuple[Peaks, Array]:
 
 def fullest(family: Family, devices: Array) -> Array:
     """Of the kinds of rank, which come first; where both tiers are one memory, a rank's share."""
-    if family[0].ruler.question.machine.unified:
+    if family[0].cell_prices.question.machine.unified:
         return together(family, devices)
     return np.asarray(devices.max(axis=0))
 
@@ -122,7 +122,7 @@ def together(family: Family, sizes: Array) -> Array:
     """A rank's share of what ranks of one machine take; kinds of rank come first."""
     if len(family) == 1:
         return np.asarray(sizes[0])
-    question, kinds = family[0].ruler.question, [frames.cuts.kind for frames in family]
+    question, kinds = family[0].cell_prices.question, [frames.cuts.kind for frames in family]
     counts = np.array(on_machines(question, kinds), dtype=np.float64) / question.near()
     return np.asarray(np.tensordot(counts, sizes, axes=1).max(axis=0))
 
@@ -215,8 +215,8 @@ def cell_bytes(frames: Frames) -> int:
     """Bytes that cells of a single schedule hold for a moment, as `transient_bytes`."""
     kept = frames.kept
     chosen = int(kept.attention[0]), int(kept.graphs[0])
-    telling = latest(kept.chunks, *chosen, first=not frames.ruler.are_equal)
-    return transient(frames.ruler, frames.schedule, telling)
+    telling = latest(kept.chunks, *chosen, first=not frames.cell_prices.are_equal)
+    return transient(frames.cell_prices, frames.schedule, telling)
 
 
 def latest(chunks: int, attention: int, graphs: int, *, first: bool = False) -> Telling:
@@ -232,21 +232,21 @@ def latest(chunks: int, attention: int, graphs: int, *, first: bool = False) -> 
     return tuple((c, c >= chunks - attention, c >= chunks - graphs) for c in sorted(found))
 
 
-def transient(ruler: Ruler, schedule: Schedule, telling: Telling) -> int:
-    """Bytes that cells of the ruler's rank hold for a moment, as `transient_bytes`, in these of its
-    chunks."""
-    return _walk(ruler, schedule, telling).run().transient
+def transient(cell_prices: CellPrices, schedule: Schedule, telling: Telling) -> int:
+    """Bytes that cells of the cell_prices's rank hold for a moment, as `transient_bytes`, in these
+    of its chunks."""
+    return _walk(cell_prices, schedule, telling).run().transient
 
 
-def outside(ruler: Ruler, schedule: Schedule) -> int:
+def outside(cell_prices: CellPrices, schedule: Schedule) -> int:
     """Bytes of gradients, their sums and what the last backward of the embedding holds, at least,
     whatever the schedule but for its chunk; 0 of a pipeline's stage. All layers have gradients
     then; of the layers of the first group, of which there is one at least, there are still the
     sums."""
-    if ruler.kind.is_stage:
+    if cell_prices.kind.is_stage:
         return 0
-    layers, chunks = len(ruler.model.layers), len(ruler.chunks)
-    walk = _walk(ruler, replace(schedule, groups=(1,) * layers), latest(chunks, 0, 0))
+    layers, chunks = len(cell_prices.model.layers), len(cell_prices.chunks)
+    walk = _walk(cell_prices, replace(schedule, groups=(1,) * layers), latest(chunks, 0, 0))
     for instruction in walk.program.instructions:
         if isinstance(instruction, EmbedBackward):
             walk.peak = 0
@@ -255,11 +255,11 @@ def outside(ruler: Ruler, schedule: Schedule) -> int:
     return walk.peak
 
 
-def _walk(ruler: Ruler, schedule: Schedule, telling: Telling) -> RankWalk:
+def _walk(cell_prices: CellPrices, schedule: Schedule, telling: Telling) -> RankWalk:
     """Through a program of these chunks alone. Tiers make no difference: what is held is on the
     device."""
     chosen = [chunk for chunk, _, _ in telling]
-    chunks = tuple(ruler.chunks[chunk] for chunk in chosen)
+    chunks = tuple(cell_prices.chunks[chunk] for chunk in chosen)
     few = tuple(pairwise(accumulate((stop - start for start, stop in chunks), initial=0)))
     short = replace(
         schedule,
@@ -271,12 +271,12 @@ def _walk(ruler: Ruler, schedule: Schedule, telling: Telling) -> RankWalk:
         attention_save_fraction=latest_fraction(few, sum(kept for _, kept, _ in telling)),
         activation_save_fraction=latest_fraction(few, sum(graph for _, _, graph in telling)),
     )
-    run = replace(ruler.run, tokens=few[-1][1])
-    program = build_program(ruler.whole.model, run, short, ruler.kind.rank, few)
+    run = replace(cell_prices.run, tokens=few[-1][1])
+    program = build_program(cell_prices.whole.model, run, short, cell_prices.kind.rank, few)
     # At their places in the sequence: what they hold depends on the keys before them.
-    rows = tuple(ruler.share.tokens.rows[chunk] for chunk in chosen)
+    rows = tuple(cell_prices.share.tokens.rows[chunk] for chunk in chosen)
     share = replace(program.share, tokens=replace(program.share.tokens, rows=rows))
-    return RankWalk(ruler.whole, replace(program, chunks=chunks, share=share))
+    return RankWalk(cell_prices.whole, replace(program, chunks=chunks, share=share))
 
 
 def latest_fraction(chunks: Chunks, count: int) -> float:
@@ -327,14 +327,14 @@ def _estimated_seconds(frames: Frames, tiers: int) -> Seconds:
     bounds["link"] = max(busy["fetch"], busy["evict"])
     return Seconds(
         total=float(seconds(frames)[0, 0, tiers]),
-        optimizer=frames.ruler.update,
+        optimizer=frames.cell_prices.update,
         bound=max(bounds, key=lambda name: bounds[name]),
         **busy,
     )
 
 
 def _budgets(question: Question, frames: Frames, tiers: int) -> tuple[Budget, Budget]:
-    ruler, held, cells = frames.ruler, frames.cuts.held[0], cell_bytes(frames)
+    cell_prices, held, cells = frames.cell_prices, frames.cuts.held[0], cell_bytes(frames)
     arenas, own = parts(frames, TIERS[tiers]), own_schedule(frames.schedule, question.layout)
     device = {
         "weights": held.weights,
@@ -344,9 +344,9 @@ def _budgets(question: Question, frames: Frames, tiers: int) -> tuple[Budget, Bu
         "optimizer": held.optimizer,
         **{str(kind): int(size) for kind, size in arenas[Tier.DEVICE].items()},
         "slots": int(device_slots(frames)[0, 0, tiers]),
-        "cells": max(0, cells) + workspace_bytes(ruler.question, own),
-        "exchange": exchange_bytes(ruler.question, own.chunk),
-        "inputs": INPUT_BYTES * ruler.run.batch * ruler.tokens,
+        "cells": max(0, cells) + workspace_bytes(cell_prices.question, own),
+        "exchange": exchange_bytes(cell_prices.question, own.chunk),
+        "inputs": INPUT_BYTES * cell_prices.run.batch * cell_prices.tokens,
         "reserve": question.machine.reserve,
     }
     host = {

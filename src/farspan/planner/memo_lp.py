@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from farspan.planner.cell_prices import Ruler
+from farspan.planner.cell_prices import CellPrices
 from farspan.planner.evaluate import own_schedule
 from farspan.planner.request import Question
 from farspan.planner.states import states
@@ -55,13 +55,13 @@ class _Layer:
 
 def solve_alpha(question: Question, schedule: Schedule) -> Alpha:
     """Alpha for a layer-major schedule that keeps x, O and LSE on host."""
-    ruler = Ruler(question, schedule)
-    layer = _widest(ruler)
-    prices = ruler.prices
+    cell_prices = CellPrices(question, schedule)
+    layer = _widest(cell_prices)
+    prices = cell_prices.prices
     fetch, evict = prices.fetch_rate(), prices.evict_rate()
     limits = {
-        "host memory": _host(ruler, layer),
-        "rounding buffers": _buffers(ruler, own_schedule(schedule, question.layout)),
+        "host memory": _host(cell_prices, layer),
+        "rounding buffers": _buffers(cell_prices, own_schedule(schedule, question.layout)),
     }
     if question.overlap:
         limits["forward"] = _part(layer.forward * evict - layer.always, layer.others)
@@ -88,48 +88,53 @@ def _part(room: float, size: float) -> float:
     return 1.0 if size <= 0 else min(1.0, max(0.0, room / size))
 
 
-def _widest(ruler: Ruler) -> _Layer:
+def _widest(cell_prices: CellPrices) -> _Layer:
     """The layer that swaps most; in a model of equal layers any of them."""
-    keys, count = ruler.share.keys.total, ruler.cells(np.array(len(ruler.chunks)))
-    beside, found = ruler.question.overlap, []
-    for spec in ruler.classes:
-        cell = ruler.cell_bytes(spec, with_attention=False) * count
+    keys, count = cell_prices.share.keys.total, cell_prices.cells(np.array(len(cell_prices.chunks)))
+    beside, found = cell_prices.question.overlap, []
+    for spec in cell_prices.classes:
+        cell = cell_prices.cell_bytes(spec, with_attention=False) * count
         found.append(
             _Layer(
-                always=float(ruler.x_row() * ruler.tokens + ruler.attention_row(spec) * keys),
+                always=float(
+                    cell_prices.x_row() * cell_prices.tokens
+                    + cell_prices.attention_row(spec) * keys
+                ),
                 others=float(cell),
-                forward=ruler.lanes.forward[spec].seconds(overlap=beside),
-                again=ruler.lanes.given[spec].seconds(overlap=beside),
-                backward=ruler.lanes.backward[spec].seconds(overlap=beside),
+                forward=cell_prices.lanes.forward[spec].seconds(overlap=beside),
+                again=cell_prices.lanes.given[spec].seconds(overlap=beside),
+                backward=cell_prices.lanes.backward[spec].seconds(overlap=beside),
             )
         )
     return max(found, key=lambda layer: layer.others)
 
 
-def _host(ruler: Ruler, layer: _Layer) -> float:
-    question = ruler.question
-    held = states(question, tuple((i, i + 1) for i in range(len(ruler.model.layers))))
+def _host(cell_prices: CellPrices, layer: _Layer) -> float:
+    question = cell_prices.question
+    held = states(question, tuple((i, i + 1) for i in range(len(cell_prices.model.layers))))
     machine = question.machine
     share = machine.host_bytes // min(machine.devices, question.layout.devices())
-    swapped = len(ruler.model.layers) - 1
+    swapped = len(cell_prices.model.layers) - 1
     room = share - held.optimizer_on_host - swapped * layer.always
     if machine.unified:
         # What else a device would hold lies in the same memory.
         room -= held.weights + held.gradients + held.accumulators + held.optimizer
-        kv = max(ruler.kv_row(spec) + ruler.dkv_row(spec) for spec in ruler.classes)
-        room -= kv * ruler.share.keys.total + 2 * layer.others / len(ruler.chunks)
+        kv = max(
+            cell_prices.kv_row(spec) + cell_prices.dkv_row(spec) for spec in cell_prices.classes
+        )
+        room -= kv * cell_prices.share.keys.total + 2 * layer.others / len(cell_prices.chunks)
     return _part(room, swapped * layer.others)
 
 
-def _buffers(ruler: Ruler, schedule: Schedule) -> float:
+def _buffers(cell_prices: CellPrices, schedule: Schedule) -> float:
     """1 if two cells' rounding buffers and what else a step holds fit the device, else 0."""
-    question = ruler.question
+    question = cell_prices.question
     if question.machine.unified:
         return 1.0
-    held = states(question, tuple((i, i + 1) for i in range(len(ruler.model.layers))))
-    cell = max(ruler.cell_bytes(spec, with_attention=False) for spec in ruler.classes)
-    kv = max(ruler.kv_row(spec) + ruler.dkv_row(spec) for spec in ruler.classes)
+    held = states(question, tuple((i, i + 1) for i in range(len(cell_prices.model.layers))))
+    cell = max(cell_prices.cell_bytes(spec, with_attention=False) for spec in cell_prices.classes)
+    kv = max(cell_prices.kv_row(spec) + cell_prices.dkv_row(spec) for spec in cell_prices.classes)
     taken = held.weights + held.gathered + held.gradients + held.accumulators + held.optimizer
-    taken += question.machine.reserve + kv * ruler.share.keys.total
-    taken += 4 * ruler.x_row() * schedule.chunk
+    taken += question.machine.reserve + kv * cell_prices.share.keys.total
+    taken += 4 * cell_prices.x_row() * schedule.chunk
     return 1.0 if taken + 2 * cell <= question.machine.device_bytes else 0.0

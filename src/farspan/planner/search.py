@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from farspan.planner import feasibility as quick
 from farspan.planner.bounds import TIERS, Family, Frames, momentary
-from farspan.planner.cell_prices import Array, Ruler
+from farspan.planner.cell_prices import Array, CellPrices
 from farspan.planner.evaluate import PAGE, evaluate, refuse_layout, size
 from farspan.planner.feasibility import families, fullest, room, slowest, states_do_not_fit, taken
 from farspan.planner.request import Plan, Question
@@ -155,7 +155,7 @@ class Frontier:
         chosen, tiers = divmod(index, len(TIERS))
         cut, choice = divmod(chosen, len(self.kept.graphs))
         x, attention, activations = TIERS[tiers]
-        kept, chunks = self.kept, self.family[0].ruler.chunks
+        kept, chunks = self.kept, self.family[0].cell_prices.chunks
         return replace(
             self.schedule,
             groups=self.cuts[cut],
@@ -180,7 +180,7 @@ class CellMoments:
         chunk = frames.schedule.chunk
         if chunk not in self._outside:
             plain = Schedule(chunk, kv_block=frames.schedule.kv_block, kv_kept=True)
-            self._outside[chunk] = quick.outside(frames.ruler, plain)
+            self._outside[chunk] = quick.outside(frames.cell_prices, plain)
         return np.asarray(np.maximum(0.0, self._outside[chunk] - momentary(frames)))
 
     def beyond(self, frames: Frames, cut: int, alike: int) -> float:
@@ -189,12 +189,12 @@ class CellMoments:
         of = kept.alike == alike
         # Of all choices of the kind those chunks that have the fewest keys before them.
         most = int(kept.attention[of].max()), int(kept.graphs[of].max())
-        telling = quick.latest(kept.chunks, *most, first=not frames.ruler.are_equal)
+        telling = quick.latest(kept.chunks, *most, first=not frames.cell_prices.are_equal)
         rank = frames.cuts.kind.rank
         key = s.chunk, sizes, rank, s.kv_kept, s.attention_open, s.layer_checkpoint, telling
         if key not in self._known:
             own = s if frames.cuts.kind.is_stage else replace(s, groups=sizes)
-            self._known[key] = quick.transient(frames.ruler, own, telling)
+            self._known[key] = quick.transient(frames.cell_prices, own, telling)
         held = frames.cuts.held[cut]
         gradients = held.gradients + max(0, held.accumulators + self._known[key])
         return float(gradients - momentary(frames)[cut, np.flatnonzero(of)[0]])
@@ -446,12 +446,12 @@ def _worth_having(plan: Plan, field: str, sizes: Sequence[int]) -> list[int]:
 def _work(plan: Plan, schedule: Schedule) -> float:
     """Seconds that the head computes, and once forward and backward every cell, which are as many
     for any size; where attention is sparse the head alone, whose size is then the only choice."""
-    ruler = Ruler(plan.question, schedule)
-    seconds = float(ruler.lanes.head.sum())
+    cell_prices = CellPrices(plan.question, schedule)
+    seconds = float(cell_prices.lanes.head.sum())
     if schedule.sparse is not None:
         return seconds
-    for layer in ruler.model.layers:
-        for lane in (ruler.lanes.forward[layer], ruler.lanes.backward[layer]):
+    for layer in cell_prices.model.layers:
+        for lane in (cell_prices.lanes.forward[layer], cell_prices.lanes.backward[layer]):
             seconds += lane.seconds(overlap=plan.question.overlap)
     return seconds
 

@@ -259,9 +259,9 @@ class RunContext:
         return self.world.device
 
     @property
-    def dealt(self) -> ShardedModel | None:
+    def sharded_model(self) -> ShardedModel | None:
         """The sharded model; None if every rank has it whole."""
-        return None if self.pieces is None else self.pieces.dealt
+        return None if self.pieces is None else self.pieces.sharded_model
 
     def make_step(self, schedule: Schedule) -> StepLike:
         """The engine for this schedule, on this rank."""
@@ -273,7 +273,7 @@ class RunContext:
         if selector is not None:
             how["selector"] = selector
         if self.world.ranks is not None:
-            how["ranks"] = self.dealt or self.world.ranks
+            how["ranks"] = self.sharded_model or self.world.ranks
         step = self.components.make_step(self.model, schedule, **how)
         step.host_room = self.host_room()
         return step
@@ -306,7 +306,7 @@ class RunContext:
             return ReplicatedSaver(self.model, tensors, self.world)
         pieces = self.pieces
         return ShardedSaver(
-            self.model, pieces.dealt, pieces.trained, pieces.places, tensors, self.world
+            self.model, pieces.sharded_model, pieces.trained, pieces.places, tensors, self.world
         )
 
     def _weights(self) -> int:
@@ -345,7 +345,7 @@ class Micro:
 @dataclass(frozen=True, slots=True)
 class Batches:
     """The batches of a run. Batch n of D replicas is sequences [n * D * batch, (n + 1) * D * batch)
-    of the run's order, dealt in order: the update reads what one replica reads with a batch of
+    of the run's order, given out in order: the update reads what one replica reads with a batch of
     D * batch."""
 
     ctx: RunContext

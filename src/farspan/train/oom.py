@@ -271,7 +271,7 @@ def _advice(question: Question, flag: str, value: str) -> str:
             # Where both tiers are main memory, states take as much of it either way.
             return USUAL if question.machine.unified else "set optimizer.states: host"
         case "--optimizer":
-            alone = question.layout.devices() == 1  # dealt over ranks they are refused
+            alone = question.layout.devices() == 1  # sharded over ranks they are refused
             return f"set optimizer.states: 8bit, which is not AdamW, or {USUAL}" if alone else USUAL
         case "--lora":
             return f"set model.lora.rank: {value}, which trains adapters, or {USUAL}"

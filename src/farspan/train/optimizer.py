@@ -89,7 +89,7 @@ class ShardedUpdate:
     Invariant: a piece's `.grad`, where it has one, is the piece of the weight's.
     """
 
-    dealt: ShardedModel
+    sharded_model: ShardedModel
     trained: Parameters  # by the names of the model; no weights of other pipeline stages
     pieces: Parameters  # the frozen ones too
     places: dict[str, ShardPlacement]  # of the pieces, in the whole
@@ -97,19 +97,19 @@ class ShardedUpdate:
 
     def take(self) -> None:
         """Gradients of the weights become those of the pieces."""
-        for name, own in self.dealt.sharded.parameters().items():
+        for name, own in self.sharded_model.sharded.parameters().items():
             piece = self.pieces[name]
             if piece is not own:
                 piece.grad = None if own.grad is None else local(own.grad)
 
     def clear(self) -> None:
         """Drops all gradients."""
-        for name, own in self.dealt.sharded.parameters().items():
+        for name, own in self.sharded_model.sharded.parameters().items():
             own.grad = self.pieces[name].grad = None
 
     def widen(self) -> None:
         """Weights take gradients in the dtype in which their pieces do."""
-        for name, own in self.dealt.sharded.parameters().items():
+        for name, own in self.sharded_model.sharded.parameters().items():
             wanted = gradient_dtype(self.pieces[name])
             if wanted != gradient_dtype(own):
                 own.grad_dtype = wanted
@@ -117,12 +117,12 @@ class ShardedUpdate:
     def norm(self) -> Tensor:
         """L2 norm of the gradient of the whole model, the same bits on every rank; fp32, or float64
         of a float64 model."""
-        ranks = self.dealt.ranks
+        ranks = self.sharded_model.ranks
         gradients = [p.grad for n, p in self.trained.items() if n in self.counted]
         square = square_norm((g for g in gradients if g is not None), ranks.device)
         peers = ranks.among(*AXES)
         total = peers.gather(square[None], [1] * peers.size).sum()  # in the order of ranks
-        wide = torch.float64 if self.dealt.dtype == torch.float64 else torch.float32
+        wide = torch.float64 if self.sharded_model.dtype == torch.float64 else torch.float32
         return total.sqrt().to(wide)
 
     def held_bytes(self) -> int:
@@ -130,30 +130,34 @@ class ShardedUpdate:
         return sum(piece.nbytes for piece in self.pieces.values())
 
 
-def sharded_parameters(dealt: ShardedModel) -> ShardedUpdate:
-    sharded = dealt.sharded
+def sharded_parameters(sharded_model: ShardedModel) -> ShardedUpdate:
+    sharded = sharded_model.sharded
     pieces = {name: _piece(own) for name, own in sharded.parameters().items()}
     trained = {name: piece for name, piece in pieces.items() if piece.requires_grad}
     outer = sharded.whole(sharded.outer).keys()
-    counted = frozenset(name for name in trained if _counts(dealt, name, outer=name in outer))
-    return ShardedUpdate(dealt, trained, pieces, sharded.places(_slices(dealt)), counted)
+    counted = frozenset(
+        name for name in trained if _counts(sharded_model, name, outer=name in outer)
+    )
+    return ShardedUpdate(
+        sharded_model, trained, pieces, sharded.places(_slices(sharded_model)), counted
+    )
 
 
 def _piece(own: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(local(own), own.requires_grad) if isinstance(own, DTensor) else own
 
 
-def _counts(dealt: ShardedModel, name: str, *, outer: bool) -> bool:
-    tensor = dealt.tensor
+def _counts(sharded_model: ShardedModel, name: str, *, outer: bool) -> bool:
+    tensor = sharded_model.tensor
     if tensor is not None and not tensor.is_cut(name) and tensor.peers.index > 0:
         return False
-    holders = dealt.ranks.among(*WHOLE, *("pipeline",) * outer)
-    return dealt.sharded.stage is not Stage.ZERO_0 or holders.index == 0
+    holders = sharded_model.ranks.among(*WHOLE, *("pipeline",) * outer)
+    return sharded_model.sharded.stage is not Stage.ZERO_0 or holders.index == 0
 
 
-def _slices(dealt: ShardedModel) -> dict[str, ShardPlacement]:
+def _slices(sharded_model: ShardedModel) -> dict[str, ShardPlacement]:
     """Where this rank's slices of the weights that are cut over `tensor` lie."""
-    tensor = dealt.tensor
+    tensor = sharded_model.tensor
     if tensor is None:
         return {}
 
@@ -171,7 +175,7 @@ class TrainingOptimizer:
     """Updates the trainable parameters of a model from their `.grad`.
 
     `config.states` says where the states are; `auto`, which is decided before, stands for the
-    device here. Of a model that is dealt over ranks, each updates its pieces.
+    device here. Of a model that is sharded over ranks, each updates its pieces.
     """
 
     def __init__(
@@ -215,7 +219,7 @@ class TrainingOptimizer:
 
     def gradient_norm(self) -> Tensor:
         """L2 norm of all gradients together, a scalar in fp32 or better; not finite if one of
-        them is not. Of a model that is dealt over ranks, all of them ask for it before an update.
+        them is not. Of a model that is sharded over ranks, all of them ask for it before an update.
         """
         if self._pieces is not None:
             self._pieces.take()

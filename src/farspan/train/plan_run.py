@@ -195,7 +195,7 @@ def _shared(run: RunConfig, question: Question, gpus: int | None) -> Question:
     """The question on the devices that share the run, with what they may take of the machine."""
     machine = question.machine
     layout = _layout(run.parallel, gpus, question.model, machine)
-    is_sharded(run, layout)  # refuses what dealt weights cannot have
+    is_sharded(run, layout)  # refuses what sharded weights cannot have
     if machine.unified:  # the ranks of a CPU are processes beside each other
         machine = replace(machine, devices=layout.devices())
     shared = replace(

@@ -204,7 +204,11 @@ def make_policy(
         strategy=named or OWN,
         schedule=ctx.components.schedule_of(run, ctx.model),
         run=RunSpec(run.batch, run.context),
-        model=lambda: describe(CausalLMStages(ctx.model)) if ctx.dealt is None else ctx.dealt.spec,
+        model=lambda: (
+            describe(CausalLMStages(ctx.model))
+            if ctx.sharded_model is None
+            else ctx.sharded_model.spec
+        ),
         unified=ctx.device.type == "cpu",
         layout=ctx.world.layout,
         short=earlier.named_shortage,
@@ -319,14 +323,14 @@ def _less(budget: Budget) -> int:
 
 
 def less_for_ranks(
-    run: RunConfig, dealt: ShardedModel, schedule: Schedule, shortage: Shortage
+    run: RunConfig, sharded_model: ShardedModel, schedule: Schedule, shortage: Shortage
 ) -> Schedule | None:
     """What needs less than a schedule of several ranks, found without asking any of them; None
     where nothing does."""
-    ranks = dealt.ranks
+    ranks = sharded_model.ranks
     tiers = tuple(Tier) if ranks.device.type == "cpu" else (shortage.tier,)
     shape = RunSpec(run.batch, run.context)
-    return lighter_schedule(dealt.spec, shape, schedule, tiers, RETRY_SHARE, ranks.layout)
+    return lighter_schedule(sharded_model.spec, shape, schedule, tiers, RETRY_SHARE, ranks.layout)
 
 
 def ask(ctx: RunContext, progress: Callable[[str], None]) -> Question:

@@ -105,8 +105,8 @@ def make_context(
     inspected = None
     if run.schedule.strategy == AUTO:
         inspected = world.run_on_rank0(lambda: inspect_for(run, model, world.device))
-    dealt = shard_model(run, components, model, world)
-    pieces = None if dealt is None else sharded_parameters(dealt)
+    sharded_model = shard_model(run, components, model, world)
+    pieces = None if sharded_model is None else sharded_parameters(sharded_model)
     states = replace(run.optimizer, states=placed.states)
     return RunContext(
         run=run,

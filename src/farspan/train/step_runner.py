@@ -230,9 +230,11 @@ class StepRunner:
 
     def _described(self, choice: Choice) -> str:
         """On one line. Groups of a pipeline are its stages, whatever size was asked for."""
-        dealt, schedule = self._ctx.dealt, choice.schedule
-        if dealt is not None and dealt.ranks.layout.pipeline > 1:
-            stages = group_ranges(schedule, len(dealt.spec.layers), dealt.ranks.layout.pipeline)
+        sharded_model, schedule = self._ctx.sharded_model, choice.schedule
+        if sharded_model is not None and sharded_model.ranks.layout.pipeline > 1:
+            stages = group_ranges(
+                schedule, len(sharded_model.spec.layers), sharded_model.ranks.layout.pipeline
+            )
             sizes = tuple(last - first for first, last in stages)
             choice = replace(choice, schedule=replace(schedule, groups=sizes))
         return describe_schedule(choice, hides=hides(self._ctx.run))
@@ -246,8 +248,8 @@ class StepRunner:
             self._write_shortage(shortage, choice)
         if choice is not None and choice.plan is not None:
             advice = "with a smaller plan"
-        elif choice is not None and ctx.dealt is not None:
-            found = less_for_ranks(ctx.run, ctx.dealt, choice.schedule, shortage)
+        elif choice is not None and ctx.sharded_model is not None:
+            found = less_for_ranks(ctx.run, ctx.sharded_model, choice.schedule, shortage)
             advice = "on more ranks: no schedule needs less"
             if found is not None:
                 advice = f"with {as_yaml(found)}"

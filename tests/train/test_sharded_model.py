@@ -1,4 +1,4 @@
-"""A run whose weights are dealt over ranks: the losses and weights of one process, and its files
+"""A run whose weights are sharded over ranks: the losses and weights of one process, and its files
 read by any other number of ranks."""
 
 import json
@@ -306,9 +306,9 @@ def test_nodes_without_a_common_disk_train_or_are_refused(tmp_path: Path) -> Non
 def low_precision(run: RunConfig) -> None:
     """Gradients add up in float32, and a weight is its master rounded."""
     use = fit(run)
-    assert use.dealt is not None
+    assert use.sharded_model is not None
     masters = use.optimizer.tensors()
-    for name, own in use.dealt.sharded.parameters().items():
+    for name, own in use.sharded_model.sharded.parameters().items():
         assert gradient_dtype(own) == torch.float32
         assert torch.equal(masters[f"master/{name}"].to(torch.bfloat16), local(own)), name
 
