@@ -1,6 +1,8 @@
 """What a person is told to run, and how long it can be."""
 
+import time
 from dataclasses import asdict, replace
+from itertools import count
 
 import pytest
 
@@ -171,3 +173,15 @@ def test_a_context_beyond_counting_is_refused() -> None:
 def test_an_unknown_strategy_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="strategy: 'fast' is not known"):
         best_plan(question(1024), ["fast"])
+
+
+def test_no_clock_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow or busy machine plans what a fast one does, whose search ends before its optimum."""
+    asked = Request("Qwen2.5-0.5B", "256K", "rtx4090").question()
+    clock = count(0.0, 1e6)
+    plain = best_plan(asked, ["grouped"], seconds=1.2)
+    for name in ("process_time", "monotonic", "perf_counter", "time"):
+        monkeypatch.setattr(time, name, lambda: next(clock))
+    again = best_plan(asked, ["grouped"], seconds=1.2)
+    assert (again.schedule, again.gap) == (plain.schedule, plain.gap)
+    assert plain.gap > 0.0

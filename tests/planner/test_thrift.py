@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from farspan.planner import search as thrift
 from farspan.planner.evaluate import PAGE, evaluate
 from farspan.planner.request import Budget, Plan
-from farspan.planner.search import Choices, Thrift
+from farspan.planner.search import Choices, SearchEffort, Thrift
 from farspan.spec import Schedule
 from tests.planner.test_best_first import question
 
@@ -59,11 +59,10 @@ def search(monkeypatch: pytest.MonkeyPatch, *found: Found) -> tuple[Plan, Plan, 
         host = Budget({"x": schedule.host * PAGE}, 2**40)
         return replace(known, strategy=name, host=host, seconds=seconds)
 
-    monkeypatch.setattr(thrift, "size", lambda *_: known)
-    monkeypatch.setattr(thrift, "evaluate", simulated)
+    monkeypatch.setattr(thrift, "simulated", simulated)
     frontiers: Any = [Open(list(found))]
     searched = Thrift(asked, frontiers, Any)  # type: ignore[arg-type]
-    best = searched.search(known, LIMIT, float("inf"))
+    best = searched.search(known, LIMIT, SearchEffort(float("inf")))
     return known, best, searched.simulated
 
 

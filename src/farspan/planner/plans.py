@@ -1,7 +1,6 @@
 """What to run: the best plan of all strategies, and the longest context of each."""
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -49,7 +48,7 @@ def best_plan(
     main memory found, or as much and less of the device; the others as its alternatives.
 
     `strategies` are the names to choose from, None for all; `grouped` stands for the whole space
-    of schedules, searched for about `seconds` of this process's time. A plan that does not leave
+    of schedules, searched for about `seconds` of `search.SearchEffort`. A plan that does not leave
     the question's margin is taken where none does. If nothing fits, the plan that misses by the
     least, with what breaks first and a change that would help. With `question.sparse` see
     `farspan.sparse.planner`. Raises UnsupportedError.
@@ -320,10 +319,9 @@ def _found(question: Question, fitting: list[Plan], seconds: float, tolerance: f
         # Where copies run beside the computation many schedules have nearly one bound. What is
         # fastest without that is close to what is fastest with it, and soon found.
         in_line = replace(question, overlap=False)
-        began = time.process_time()
-        first = search(in_line, whole_space(in_line), seconds).best
-        fitting += [plan_of(question, GROUPED, first.schedule)] if first else []
-        seconds = max(seconds / 4, seconds - (time.process_time() - began))
+        first = search(in_line, whole_space(in_line), seconds)
+        fitting += [plan_of(question, GROUPED, first.best.schedule)] if first.best else []
+        seconds = max(seconds / 4, seconds - first.effort)
     known = min(fitting, key=Plan.rank, default=None)
     outcome = search(question, whole_space(question), seconds, known, tolerance)
     if outcome.best is None or outcome.fastest is None:

@@ -25,9 +25,9 @@ fits and is faster by a share worth having.
 """
 
 import heapq
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ from farspan.planner.evaluate import PAGE, evaluate, refuse_layout, size
 from farspan.planner.feasibility import families, fullest, room, slowest, states_do_not_fit, taken
 from farspan.planner.request import Plan, Question
 from farspan.planner.space import Cut, Space
+from farspan.program.program import Program
 from farspan.program.strategies import GROUPED
 from farspan.spec import Schedule, Tier
 
@@ -71,15 +72,49 @@ class Choices:
         )
 
 
+@dataclass(slots=True)
+class SearchEffort:
+    """How many seconds a search may still compute, by counts of what it did and not by a clock, so
+    that a question has the same plan on a slow machine and on a busy one.
+
+    The prices are those of one core of a Xeon server of 2026 (`benchmarks/planning.py`): 5
+    microseconds to build an instruction with its bytes, 7 to time it, 0.4 to bound a choice's time
+    and memory, 7,000 to walk the cells of a kind."""
+
+    left: float
+
+    def build(self, programs: Iterable[Program]) -> None:
+        self.left -= 5e-6 * sum(len(program.instructions) for program in programs)
+
+    def time(self, programs: Iterable[Program]) -> None:
+        self.left -= 7e-6 * sum(len(program.instructions) for program in programs)
+
+    def bound(self, choices: int) -> None:
+        self.left -= 0.4e-6 * choices
+
+    def walk(self) -> None:
+        self.left -= 7e-3
+
+    @property
+    def is_spent(self) -> bool:
+        return self.left <= 0
+
+
 class Frontier:
     """`lowest` is a bound of the seconds of whatever is open, `bound` of the whole family's. Until
     `open` they are all that is there: most families are slower than the best of another, and never
     opened."""
 
     def __init__(
-        self, question: Question, family: Family, schedule: Schedule, cuts: tuple[Cut, ...]
+        self,
+        question: Question,
+        family: Family,
+        schedule: Schedule,
+        cuts: tuple[Cut, ...],
+        effort: SearchEffort,
     ) -> None:
         self.question = question
+        self.effort = effort
         self.family = family
         self.schedule = schedule  # what the family has in common
         self.cuts = cuts
@@ -87,6 +122,7 @@ class Frontier:
         self.choices: Choices | None = None
         self.known: set[int] = set()  # kinds whose cells are counted
         found, _ = taken(family)
+        effort.bound(found.device.size)
         fits = room(question, found.device, found.host) >= 0
         self.bound = float(np.min(slowest(family), where=fits, initial=INFINITE))
         self.lowest = self.bound
@@ -135,6 +171,7 @@ class Frontier:
         choices = self.choices
         assert choices is not None
         self.known.add(kind)
+        self.effort.walk()
         of = choices.kind == kind
         choices.devices[:, of] += self.held(kind, cells)
         choices.device[of] = fullest(self.family, choices.devices[:, of])
@@ -252,20 +289,20 @@ class Thrift:
         self.cells = cells
         self.simulated = 0
 
-    def search(self, best: Plan, limit: float, deadline: float) -> Plan:
+    def search(self, best: Plan, limit: float, effort: SearchEffort) -> Plan:
         """The plan of the least footprint of those that take at most `limit` seconds, or `best`
-        where none takes less than it; when this process has computed until `deadline`, the best
-        that was found."""
+        where none takes less than it; when the effort is spent, the best that was found."""
         heap = list(self._near(best, limit))
         heapq.heapify(heap)
         while heap and heap[0].footprint < footprint(best):
-            if time.process_time() > deadline:
+            if effort.is_spent:
                 break
             candidate = heapq.heappop(heap)
             if not candidate.is_counted:
+                effort.walk()
                 heapq.heappush(heap, self._counted(candidate))
                 continue
-            plan = self._plan(candidate)
+            plan = self._plan(candidate, effort)
             if plan is not None and plan.seconds.total <= limit:
                 best = min(best, plan, key=footprint)
         return best
@@ -295,11 +332,22 @@ class Thrift:
         device += float(self.frontiers[candidate.at].held(candidate.kind, self.cells).min())
         return replace(candidate, footprint=(host, device), is_counted=True)
 
-    def _plan(self, candidate: _Candidate) -> Plan | None:
+    def _plan(self, candidate: _Candidate, effort: SearchEffort) -> Plan | None:
         schedule = self.frontiers[candidate.at].schedule_at(candidate.index)
         self.simulated += 1
-        sized = size(self.question, schedule)
-        return evaluate(self.question, GROUPED, schedule, sized) if sized.fits else None
+        return simulated(self.question, GROUPED, schedule, effort)
+
+
+def simulated(
+    question: Question, strategy: str, schedule: Schedule, effort: SearchEffort
+) -> Plan | None:
+    """The plan of a schedule, or None where it does not fit."""
+    sized = size(question, schedule)
+    effort.build(sized.programs)
+    if not sized.fits:
+        return None
+    effort.time(sized.programs)
+    return evaluate(question, strategy, schedule, sized)
 
 
 THRIFT = 8  # the search for bytes may take a part of the seconds that the search for time may,
@@ -314,6 +362,7 @@ class Outcome:
     fastest: Plan | None  # that, or what it was preferred to for the bytes that it takes
     lowest: float  # seconds: whatever fits takes at least so long; or infinite
     simulated: int  # programs built
+    effort: float = 0.0  # seconds of `SearchEffort` that the search for time took
 
     @property
     def gap(self) -> float:
@@ -340,44 +389,42 @@ def search(
     those that take at most a fraction of `tolerance` longer, the one with the least footprint that
     was found.
 
-    `seconds` are those that this process computes, so that a busy machine finds no less; an eighth
-    more at most go to the footprint, or `LEAST_THRIFT`. Raises UnsupportedError for a layout that
+    `seconds` are those of `SearchEffort`, so that any machine finds the same; an eighth more at
+    most go to the footprint, or `LEAST_THRIFT`. Raises UnsupportedError for a layout that
     the model cannot take.
     """
     refuse_layout(question)
     if states_do_not_fit(question):
         return Outcome(best, best, INFINITE, 0)
-    deadline = time.process_time() + seconds
-    frontiers = [Frontier(question, *family) for family in families(question, space)]
-    heap = [(f.lowest, count, f) for count, f in enumerate(frontiers) if f.lowest < INFINITE]
+    effort = SearchEffort(seconds)
+    frontiers = [Frontier(question, *family, effort) for family in families(question, space)]
+    heap = [(f.lowest, place, f) for place, f in enumerate(frontiers) if f.lowest < INFINITE]
     heapq.heapify(heap)
-    cells, simulated = CellMoments(), 0
+    cells, count = CellMoments(), 0
     known = [] if best is None else [best]
-    while heap and heap[0][0] < _to_beat(best):
-        if time.process_time() > deadline:
-            break
-        _, count, frontier = heapq.heappop(heap)
+    while heap and heap[0][0] < _to_beat(best) and not effort.is_spent:
+        _, place, frontier = heapq.heappop(heap)
         if frontier.choices is None:
             frontier.open(_to_beat(best), cells)
         else:
             schedule = frontier.step(cells)
             if schedule is not None:
-                simulated += 1
-                sized = size(question, schedule)
-                if sized.fits:
-                    plan = evaluate(question, GROUPED, schedule, sized)
+                count += 1
+                plan = simulated(question, GROUPED, schedule, effort)
+                if plan is not None:
                     known.append(plan)
                     best = plan if plan.seconds.total < _seconds(best) else best
         if frontier.lowest < INFINITE:
-            heapq.heappush(heap, (frontier.lowest, count, frontier))
+            heapq.heappush(heap, (frontier.lowest, place, frontier))
     lowest = min(heap[0][0] if heap else INFINITE, _seconds(best))
     if best is None or tolerance == 0.0:
-        return Outcome(best, best, lowest, simulated)
+        return Outcome(best, best, lowest, count, seconds - effort.left)
     thrift = Thrift(question, frontiers, cells)
     limit = _seconds(best) * (1 + tolerance)
     near = lightest(known, tolerance)
-    least = thrift.search(near, limit, time.process_time() + max(LEAST_THRIFT, seconds / THRIFT))
-    return Outcome(least, best, lowest, simulated + thrift.simulated)
+    took = seconds - effort.left
+    least = thrift.search(near, limit, SearchEffort(max(LEAST_THRIFT, seconds / THRIFT)))
+    return Outcome(least, best, lowest, count + thrift.simulated, took)
 
 
 def something_fits(question: Question, space: Space) -> bool:
@@ -408,25 +455,25 @@ MOST_ELEMENTS = 2**31 - 1  # of the K of a call with all heads, which kernels co
 
 def with_pieces(plans: Sequence[Plan], seconds: float) -> list[Plan]:
     """The plans with the sizes of pieces that are best for the first; one that they do not fit is
-    left as it is. After `seconds` of this process no other program is looked at.
+    left as it is. After `seconds` of `SearchEffort` no other program is looked at.
 
     Their gaps count on what was saved being saved by any schedule."""
-    deadline = time.process_time() + seconds
-    first = _improved(plans[0], "loss_chunk_size", HEADS, deadline)
-    first = _improved(first, "kv_block", tuple(_blocks(first)), deadline)
+    effort = SearchEffort(seconds)
+    first = _improved(plans[0], "loss_chunk_size", HEADS, effort)
+    first = _improved(first, "kv_block", tuple(_blocks(first)), effort)
     head = first.schedule.loss_chunk_size
     if head == plans[0].schedule.loss_chunk_size:
         return [first, *plans[1:]]
-    others = (_resized(plan, replace(plan.schedule, loss_chunk_size=head)) for plan in plans[1:])
-    return [first, *others]
+    others = (replace(plan.schedule, loss_chunk_size=head) for plan in plans[1:])
+    return [first, *map(partial(_resized, effort=effort), plans[1:], others)]
 
 
-def _improved(plan: Plan, field: str, sizes: Sequence[int], deadline: float) -> Plan:
+def _improved(plan: Plan, field: str, sizes: Sequence[int], effort: SearchEffort) -> Plan:
     """The plan with the largest of the sizes that pays by its price, fits and saves."""
     for tokens in reversed(_worth_having(plan, field, sizes)):
-        if time.process_time() > deadline:
+        if effort.is_spent:
             break
-        found = _resized(plan, _with(plan.schedule, field, tokens))
+        found = _resized(plan, _with(plan.schedule, field, tokens), effort)
         if found.seconds.total <= plan.seconds.total * (1 - WORTH):
             return found
     return plan
@@ -456,10 +503,12 @@ def _work(plan: Plan, schedule: Schedule) -> float:
     return seconds
 
 
-def _resized(plan: Plan, schedule: Schedule) -> Plan:
+def _resized(plan: Plan, schedule: Schedule, effort: SearchEffort) -> Plan:
     """The plan of a schedule that differs in its pieces; the plan where that fits less well, or
     takes still more where the plan is tight."""
-    found = evaluate(plan.question, plan.strategy, schedule)
+    found = simulated(plan.question, plan.strategy, schedule, effort)
+    if found is None:
+        return plan
     takes_more = found.device.total > plan.device.total
     if found.fit < plan.fit or (plan.tight and takes_more):
         return plan

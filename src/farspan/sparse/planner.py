@@ -7,20 +7,19 @@ space is asked for, all schedules are therefore priced with narrower chunks as w
 derived for any of it, so none is claimed."""
 
 import heapq
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from farspan.planner.evaluate import evaluate
+from farspan.planner.evaluate import evaluate, size
 from farspan.planner.explain import breaks_first, reason_of
 from farspan.planner.request import Plan, Question, Remedy
-from farspan.planner.search import chosen, with_pieces
+from farspan.planner.search import SearchEffort, chosen, with_pieces
 from farspan.planner.space import chunk_sizes
 from farspan.program.strategies import GROUPED
 from farspan.spec import RunSpec, Schedule, Sparse, UnsupportedError
 
 WITHOUT = Remedy("without --sparse", same=False, means="exact attention")
-NARROWING = 4.0  # seconds of this process that narrower chunks are looked for
+NARROWING = 4.0  # seconds of `SearchEffort` that narrower chunks are looked for
 
 
 def best_sparse(
@@ -86,14 +85,17 @@ def _narrower(question: Question, plans: Sequence[Plan]) -> list[Plan]:
     finest = max(sparse.page, min(chunk_sizes(question)))
     heap = [(plan.rank(), place, plan) for place, plan in enumerate(plans)]
     heapq.heapify(heap)
-    deadline = time.process_time() + NARROWING
-    while heap and time.process_time() < deadline:
+    effort = SearchEffort(NARROWING)
+    while heap and not effort.is_spent:
         rank, place, plan = heapq.heappop(heap)
         half = plan.schedule.chunk // 2
         if half < finest:
             continue
         schedule = replace(plan.schedule, chunk=sparse.whole_pages(half))
-        narrow = evaluate(question, GROUPED, schedule)
+        sized = size(question, schedule)
+        effort.build(sized.programs)
+        effort.time(sized.programs)
+        narrow = evaluate(question, GROUPED, schedule, sized)
         if narrow.rank() < rank:
             found.append(narrow)
             heapq.heappush(heap, (narrow.rank(), place, narrow))
