@@ -51,7 +51,7 @@ def test_defaults() -> None:
     assert question.optimizer is Optimizer.ADAMW
     assert question.dtype == "bfloat16"
     assert question.model.trainable == question.model.parameters
-    assert question.architecture is not None
+    assert question.profile is not None
     assert Request("Qwen2.5-0.5B", "1M", "h200").strategies() is None
 
 

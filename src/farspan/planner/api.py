@@ -13,13 +13,13 @@ from farspan.plan.cell.describe import dtype_name, model_spec
 from farspan.plan.cell.layer import layer_weights
 from farspan.plan.model.architecture import Architecture
 from farspan.plan.model.catalog import find_architecture, find_config, find_preset
-from farspan.plan.model.families import FAMILIES, Configuration, UnknownFamily, architecture_from
+from farspan.plan.model.families import Configuration, UnknownFamily, architecture_from
 from farspan.planner.machines import machine as find_machine
 from farspan.planner.machines import with_main_memory
 from farspan.planner.plans import best_plan
 from farspan.planner.request import Optimizer, Plan, Question, margin_of
 from farspan.profile.model import Variant
-from farspan.profile.store import Profiles
+from farspan.profile.store import Profiles, profiles_of
 from farspan.program.layout import Layout, sequence_layout
 from farspan.program.strategies import AUTO, check_name
 from farspan.spec import Kernels, MachineSpec, ModelSpec, RunSpec, Sparse, UnsupportedError
@@ -111,16 +111,18 @@ class Request:
         return [self.strategy]
 
     def _profiles(self) -> Profiles | None:
-        """Of a preset whose family has no statements here."""
+        """Of a preset."""
         if not isinstance(self.config, str | Path):
             return None
         preset = find_preset(str(self.config))
-        if preset is None or preset.config["model_type"] in FAMILIES:
+        if preset is None:
             return None
-        return Profiles(preset.config, preset.name, preset.name)
+        return profiles_of(preset.config, preset.name, preset.name)
 
     def _profiled(self, profiles: Profiles) -> ModelSpec:
         _check_rank(self.lora)
+        if self.lora:
+            _check_width(self.lora, profiles.widest_rank())
         return profiles.of(Variant(dtype_name(self.dtype), self.lora)).spec
 
     def _model(self) -> tuple[ModelSpec, Architecture | None]:
@@ -269,13 +271,17 @@ def _check_rank(rank: object) -> None:
 
 def _adapter_rank(rank: int, architecture: Architecture) -> int:
     _check_rank(rank)
-    widest = _widest_rank(architecture) if rank else 0
+    if rank:
+        _check_width(rank, _widest_rank(architecture))
+    return rank
+
+
+def _check_width(rank: int, widest: int) -> None:
     if rank > widest:
         raise UnsupportedError(
             f"lora: rank {rank} is above {widest}, the narrower side of the largest linear module "
             f"of a layer, where an adapter is a whole matrix; give {widest} or less"
         )
-    return rank
 
 
 def _widest_rank(architecture: Architecture) -> int:

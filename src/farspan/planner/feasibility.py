@@ -212,7 +212,7 @@ def fits(question: Question, schedule: Schedule) -> bool:
 
 
 def cell_bytes(frames: Frames) -> int:
-    """Bytes that cells of a single schedule hold for a moment, as `transient_bytes`."""
+    """Bytes that cells of a single schedule hold for a moment, as `Peak.transient`."""
     kept = frames.kept
     chosen = int(kept.attention[0]), int(kept.graphs[0])
     telling = latest(kept.chunks, *chosen, first=not frames.cell_prices.are_equal)
@@ -233,7 +233,7 @@ def latest(chunks: int, attention: int, graphs: int, *, first: bool = False) -> 
 
 
 def transient(cell_prices: CellPrices, schedule: Schedule, telling: Telling) -> int:
-    """Bytes that cells of the cell_prices's rank hold for a moment, as `transient_bytes`, in these
+    """Bytes that cells of the cell_prices's rank hold for a moment, as `Peak.transient`, in these
     of its chunks."""
     return _walk(cell_prices, schedule, telling).run().transient
 

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,17 @@ class Profiles:
         self._preset = preset
         self._known: dict[Variant, ModelProfile] = {}
 
+    def widest_rank(self) -> int:
+        """Of the linear modules that get adapters, the most that the narrower side of one is."""
+        rank = RANKS[0]
+        found = [1]
+        for work in {layer.work for layer in self.of(Variant(rank=rank)).spec.layers}:
+            of = work.products
+            for (inner, outer), down, up in zip(of, of[1:], of[2:], strict=False):
+                if (down, up) == ((inner, rank), (rank, outer)):
+                    found.append(min(inner, outer))
+        return max(found)
+
     def of(self, variant: Variant) -> ModelProfile:
         """The model's in this way. Raises UnsupportedError where the model cannot be profiled."""
         if variant not in self._known:
@@ -80,6 +91,16 @@ class Profiles:
         except OSError:  # a cache is no promise
             pass
         return found
+
+
+def profiles_of(config: Mapping[str, Any], name: str, preset: str | None = None) -> Profiles:
+    """A model's, which are there once: questions about one model are equal."""
+    return _profiles(json.dumps(config, default=str), name, preset)
+
+
+@lru_cache(maxsize=256)
+def _profiles(config: str, name: str, preset: str | None) -> Profiles:
+    return Profiles(json.loads(config), name, preset)
 
 
 @cache

@@ -14,7 +14,7 @@ from farspan.engine.step import Step
 from farspan.plan.cell.assumed import assumed
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.cell.sharing import Sharing
-from farspan.plan.cell.transient import Walk, transient_bytes
+from farspan.plan.cell.transient import Walk
 from farspan.plan.model.architecture import ArchitectureBlock
 from farspan.plan.model.catalog import find_architecture
 from farspan.plan.model.families import architecture_from
@@ -366,7 +366,7 @@ def test_without_an_architecture_one_is_assumed_that_saves_as_much(element_bytes
     dtype = {2: torch.bfloat16, 4: torch.float32}[element_bytes]
     model = make("qwen2", dtype)
     program = Step(model, BASE).program(1, 200)
-    found = transient_bytes(program, architecture_from(model.config))
+    found = Walk(program, architecture_from(model.config)).run().transient
     made = assumed(program.model)
     assert made.blocks[0].feed_forward.width == pytest.approx(SIZES["intermediate_size"], rel=0.05)
-    assert transient_bytes(program, None) == pytest.approx(found, rel=0.05)
+    assert Walk(program, None).run().transient == pytest.approx(found, rel=0.05)

@@ -43,33 +43,6 @@ EXACT_CHUNKS, STARTS = 64, 32
 LOSS = 8  # bytes of the step's loss so far
 
 
-def transient_bytes(
-    program: Program,
-    architecture: Architecture | None,
-    *,
-    gradient_bytes: int | None = None,
-    sharing: Sharing = ALONE,
-    accumulates: bool = False,
-) -> int:
-    """Device bytes at a step's fullest moment beside arenas, inputs, weights, all gradients, and
-    accumulators of the widest group and of what lies outside the layers.
-
-    `gradient_bytes` is the width of an element of `.grad`, the model's own by default. Without an
-    architecture one is assumed that saves as much as the model's layers do. With `accumulates`
-    gradients of earlier batches are there from the beginning. Negative where gradients and
-    accumulators are never all there at one time, and what is missing at the fullest moment
-    outweighs the rest.
-    """
-    walk = Walk(
-        program,
-        architecture,
-        gradient_bytes=gradient_bytes,
-        sharing=sharing,
-        accumulates=accumulates,
-    )
-    return walk.run().transient
-
-
 @dataclass(frozen=True, slots=True)
 class Peak:
     """Bytes at the fullest moment, without arenas, inputs and weights."""
