@@ -1,6 +1,7 @@
 """What holds for every test: one thread, one seed, and no GPU test on a machine without one."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -41,6 +42,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+def pytest_collection_finish() -> None:
+    """What imports and collection left stays: no collection of garbage looks at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

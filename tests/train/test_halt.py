@@ -47,7 +47,7 @@ LAYOUTS = {
 def run_of(root: Path, name: str, parallel: Parallel) -> RunConfig:
     """Two batches of two sequences an update, whoever has them."""
     batch = 2 // (parallel.data or 1)
-    return a_run(root, name, parallel=parallel, batch=batch, accumulate=2)
+    return a_run(root, name, parallel=parallel, batch=batch, steps=3, accumulate=2)
 
 
 def signalled(run: RunConfig, step: int) -> tuple[int, int, int]:

@@ -21,6 +21,7 @@ from farspan.train.config import (
     EvaluationConfig,
     LoraConfig,
     ModelConfig,
+    OptimizerConfig,
     Parallel,
     RunConfig,
     ScheduleConfig,
@@ -46,6 +47,7 @@ def a_run(root: Path, name: str, **changes: Any) -> RunConfig:
         model=ModelConfig(path=str(base), dtype=DType.FLOAT64, lora=LORA),
         schedule=ScheduleConfig(strategy="grouped", chunk=24, groups=1),
         steps=4,
+        optimizer=OptimizerConfig(lr=1e-2, warmup=1),
         evaluation=EvaluationConfig(every=0, sequences=1),
         checkpoints=CheckpointConfig(every=2, keep=9),
     )
@@ -155,7 +157,7 @@ def test_a_run_does_not_go_on_beside_other_weights(tmp_path: Path) -> None:
     ],
 )
 def test_two_ranks_train_the_adapters_of_one(tmp_path: Path, names: tuple[str, ...]) -> None:
-    alone = a_run(tmp_path, "alone")  # two batches an update
+    alone = a_run(tmp_path, "alone", steps=2)  # two batches an update
     layouts = {
         "data": (Parallel(data=2, fsdp=False), 1),
         "fsdp": (Parallel(data=2), 1),
@@ -166,14 +168,14 @@ def test_two_ranks_train_the_adapters_of_one(tmp_path: Path, names: tuple[str, .
         "pipeline": (Parallel(pipeline=2), 2),
     }
     shared = [
-        a_run(tmp_path, name, parallel=parallel, accumulate=accumulate)
+        a_run(tmp_path, name, steps=2, parallel=parallel, accumulate=accumulate)
         for name, (parallel, accumulate) in layouts.items()
         if name in names
     ]
     fit_all([alone])
     run_ranks(2, fit_all, shared)
     expected = adapters_of(alone)
-    listed = tmp_path / "fsdp" / "checkpoints" / "step-00000004" / "tensors.json"
+    listed = tmp_path / "fsdp" / "checkpoints" / "step-00000002" / "tensors.json"
     saved = [name for name in json.loads(listed.read_text())["tensors"] if name[:6] == "model/"]
     assert len(saved) == len(expected)
     assert all(".lora_" in name for name in saved)

@@ -20,6 +20,7 @@ from farspan.train.config import (
     EvaluationConfig,
     ModelConfig,
     OnNonfinite,
+    OptimizerConfig,
     Parallel,
     ReportTo,
     RunConfig,
@@ -48,6 +49,7 @@ def a_run(root: Path, name: str, **changes: Any) -> RunConfig:
         model=ModelConfig(config=WIDE, dtype=DType.FLOAT64),
         schedule=ScheduleConfig(strategy="grouped", chunk=24, groups=1),
         steps=STEPS,
+        optimizer=OptimizerConfig(lr=1e-2, warmup=1),
         evaluation=EvaluationConfig(every=2, sequences=3),
         checkpoints=CheckpointConfig(every=2, keep=9),
     )
@@ -84,9 +86,9 @@ def fit_all(runs: list[RunConfig]) -> None:
 
 
 def test_one_rank_runs_the_same_code(tmp_path: Path) -> None:
-    alone = a_run(tmp_path, "alone")
+    alone = a_run(tmp_path, "alone", steps=2)
     fit_all([alone])
-    run = a_run(tmp_path, "launched", parallel=Auto.AUTO)
+    run = a_run(tmp_path, "launched", parallel=Auto.AUTO, steps=2)
     run_ranks(1, fit_all, [run])
     same_run(run, alone)
     about = json.loads((tmp_path / "launched" / "about.json").read_text())
@@ -95,9 +97,9 @@ def test_one_rank_runs_the_same_code(tmp_path: Path) -> None:
 
 def test_an_update_of_replicas_is_one_of_micro_batches(tmp_path: Path) -> None:
     """Three held-out sequences on two replicas: one evaluates a sequence without targets."""
-    alone = a_run(tmp_path, "alone", batch=1, accumulate=4)
+    alone = a_run(tmp_path, "alone", steps=2, batch=1, accumulate=4)
     fit_all([alone])
-    run = a_run(tmp_path, "replicas", batch=1, accumulate=2, parallel=Parallel(data=2))
+    run = a_run(tmp_path, "replicas", steps=2, batch=1, accumulate=2, parallel=Parallel(data=2))
     run_ranks(2, fit_all, [replace(run, report_to=ReportTo.TENSORBOARD)])
     same_run(run, alone)
     assert len(list((tmp_path / "replicas" / "tensorboard").iterdir())) == 1  # of rank 0
@@ -106,9 +108,9 @@ def test_an_update_of_replicas_is_one_of_micro_batches(tmp_path: Path) -> None:
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     """Two replicas, then one process, then stages. A signal to either of the replicas at the end of
     a step ends both behind it; one process abandons it."""
-    whole = a_run(tmp_path, "whole", batch=2)
+    whole = a_run(tmp_path, "whole", batch=2, accumulate=1)
     fit_all([whole])
-    run = a_run(tmp_path, "moved", batch=1, parallel=Parallel(data=2))
+    run = a_run(tmp_path, "moved", batch=1, accumulate=1, parallel=Parallel(data=2))
     assert run_ranks(2, interrupted, run, 1, 0, signal.SIGHUP) == [1, 1]
     assert run_ranks(2, interrupted, run, 1, 1) == [2, 2]
     with pytest.raises(UnsupportedError, match="batch of all replicas was 2, is now 1"):
@@ -178,7 +180,8 @@ def other_data(run: RunConfig) -> str:
 
 def test_a_bad_loss_is_met_by_all(tmp_path: Path) -> None:
     """Every rank skips the step, and every rank stops at it. The batches of both are named."""
-    run = a_run(tmp_path, "run", batch=1, parallel=Parallel(data=2), nonfinite=OnNonfinite.SKIP)
+    run = a_run(tmp_path, "run", steps=3, batch=1, parallel=Parallel(data=2))
+    run = replace(run, nonfinite=OnNonfinite.SKIP)
     assert run_ranks(2, diverging, run) == ["skipped 1"] * 2
     stopping = replace(run, folder=str(tmp_path / "stop"), nonfinite=OnNonfinite.STOP)
     said = run_ranks(2, diverging, stopping)

@@ -29,7 +29,7 @@ from farspan.train.step_runner import StepRunner
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
 from tests.train.planner import GIB, planned_components
-from tests.train.test_sharded_model import a_run, lines_of
+from tests.train.test_sharded_model import SHORT, a_run, lines_of
 from tests.train.tiny import Quiet, replaced
 
 LARGE = Schedule(chunk=48, groups=3, activation_save_fraction=1.0, attention_save_fraction=1.0)
@@ -158,7 +158,7 @@ def test_all_ranks_go_on_with_a_lighter_schedule(tmp_path: Path, names: tuple[st
         "stages": (stages, staged, 1),
     }
     runs = [
-        (a_run(tmp_path, name, parallel=parallel, steps=2, schedule=schedule), look)
+        (a_run(tmp_path, name, parallel=parallel, schedule=schedule, **SHORT), look)
         for name, (parallel, schedule, look) in cases.items()
         if name in names
     ]
@@ -199,7 +199,7 @@ def events(run: RunConfig) -> list[str]:
 def test_a_rank_that_ran_out_clears_up_before_it_says_so(tmp_path: Path) -> None:
     """What ranks say to each other takes memory too."""
     shards, large = Parallel(shards=2), ScheduleConfig("grouped", chunk=48, groups=3)
-    run = a_run(tmp_path, "run", parallel=shards, steps=2, schedule=large)
+    run = a_run(tmp_path, "run", parallel=shards, schedule=large, **SHORT)
     ours, theirs = run_ranks(2, events, run)
     assert ours == ["tells", "clears", "tells"], "what was heard of is cleared away by all"
     assert theirs == ["clears", "tells", "clears", "tells"]
@@ -257,7 +257,7 @@ def test_a_machine_that_is_too_small_for_a_step_is_found_by_all(tmp_path: Path) 
 
 
 def test_an_arena_that_one_rank_is_refused_is_too_large_for_all(tmp_path: Path) -> None:
-    run = a_run(tmp_path, "run", parallel=Parallel(shards=2), accumulate=1, steps=2)
+    run = a_run(tmp_path, "run", parallel=Parallel(shards=2), **SHORT)
     (said, _), theirs = run_ranks(2, fit, run, (), Refusing)
     assert theirs == ([], [])
     assert len(losses(run)) == 2

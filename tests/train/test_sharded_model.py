@@ -44,6 +44,8 @@ from tests.train.planner import planned_components
 from tests.train.tiny import MODEL, Quiet, tiny_run
 
 STEPS = 3
+SHORT = {"steps": 2, "accumulate": 1}  # of runs that nothing happens to
+GLOO_THREADS = 2
 CLIP = 0.5  # less than any norm here: all pieces are clipped alike
 ADAMW = OptimizerConfig(lr=1e-2, warmup=1, clip=CLIP)
 HOST = replace(ADAMW, states=StatesPlace.HOST)
@@ -53,6 +55,7 @@ WIDE = MODEL | {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+CHUNK, BATCH = 24, 2
 
 
 def a_run(root: Path, name: str, **changes: Any) -> RunConfig:
@@ -60,9 +63,9 @@ def a_run(root: Path, name: str, **changes: Any) -> RunConfig:
         root,
         folder=str(root / name),
         model=ModelConfig(config=WIDE, dtype=DType.FLOAT64),
-        schedule=ScheduleConfig(strategy="grouped", chunk=24, groups=2),
+        schedule=ScheduleConfig(strategy="grouped", chunk=CHUNK, groups=2),
         steps=STEPS,
-        batch=2,
+        batch=BATCH,
         optimizer=ADAMW,
         evaluation=EvaluationConfig(every=2, sequences=3),
         checkpoints=CheckpointConfig(every=1, keep=9),
@@ -83,7 +86,7 @@ def model_of(run: RunConfig) -> dict[str, torch.Tensor]:
 
 def states_of(run: RunConfig) -> dict[str, torch.Tensor]:
     """Whole, by whichever kind of run they were written."""
-    path = Path(run.folder) / f"checkpoints/step-{STEPS:08d}"
+    path = Path(run.folder) / f"checkpoints/step-{run.steps:08d}"
     if not is_of_ranks(path):
         return load_file(path / "optimizer.safetensors")
     forms = {name: form for name, form in read_shapes(path).items() if "optimizer/" in name}
@@ -141,20 +144,20 @@ def fit_all(runs: list[RunConfig]) -> list[tuple[int, int]]:
 
 def test_two_ranks_with_half_of_the_weights_are_one_process(tmp_path: Path) -> None:
     """The same updates, clipped by the norm of all pieces; and so many bytes on each rank."""
-    alone = a_run(tmp_path, "alone")
+    alone = a_run(tmp_path, "alone", **SHORT)
     [(weights, states)] = fit_all([alone])
     saved = load_model(config=WIDE, dtype=torch.float64, seed=alone.seed)
     saved.save_pretrained(tmp_path / "saved")
     of_a_folder = ModelConfig(path=str(tmp_path / "saved"), dtype=DType.FLOAT64)
-    runs = {
-        "ulysses": a_run(tmp_path, "ulysses", parallel=Auto.AUTO, model=of_a_folder),
-        "pipeline": a_run(tmp_path, "pipeline", parallel=Parallel(pipeline=2)),
-        "tensor": a_run(tmp_path, "tensor", parallel=Parallel(tensor=2)),
-        "replicas": a_run(tmp_path, "replicas", batch=1, parallel=Parallel(data=2), optimizer=HOST),
-        "whole": a_run(
-            tmp_path, "whole", parallel=Parallel(ulysses=2, fsdp=False), model=of_a_folder
-        ),
+    changes: dict[str, dict[str, Any]] = {
+        "ulysses": {"parallel": Auto.AUTO, "model": of_a_folder},
+        "pipeline": {"parallel": Parallel(pipeline=2)},
+        "tensor": {"parallel": Parallel(tensor=2)},
+        "replicas": {"batch": 1, "parallel": Parallel(data=2), "optimizer": HOST},
+        "whole": {"parallel": Parallel(ulysses=2, fsdp=False), "model": of_a_folder},
     }
+    runs = {name: a_run(tmp_path, name, **SHORT, **own) for name, own in changes.items()}
+    summed = 8 * BATCH * CHUNK * saved.config.hidden_size  # bytes of a cell's output
     held = dict(
         zip(runs, zip(*run_ranks(2, fit_all, list(runs.values())), strict=True), strict=True)
     )
@@ -162,8 +165,10 @@ def test_two_ranks_with_half_of_the_weights_are_one_process(tmp_path: Path) -> N
         same_run(run, alone)
         first = json.loads((Path(run.folder) / "metrics.jsonl").read_text().splitlines()[1])
         expected, found = (first[f"memory_{how}_bytes"] for how in ("predicted", "measured"))
+        # Each of gloo's threads may hold what it summed last until it is awake again.
+        late = GLOO_THREADS * summed if run is runs["tensor"] else 0
         # Of a stage not all gradients are there yet when its cells hold most.
-        assert found / 1.01 <= expected <= 1.25 * found, (run.folder, expected, found)
+        assert (found - late) / 1.01 <= expected <= 1.25 * found, (run.folder, expected, found)
     assert min(norm for line in lines_of(alone) for norm in [line.get("grad_norm", 9)]) > CLIP
     uncut = sum(t.nbytes for name, t in model_of(alone).items() if "proj" not in name)
     counters = 4 * len(model_of(alone))  # a scalar a weight and rank, whatever is cut
@@ -292,7 +297,7 @@ def on_disks_of_their_own(run: RunConfig) -> str:
 
 def test_nodes_without_a_common_disk_train_or_are_refused(tmp_path: Path) -> None:
     """Before the first step."""
-    cut = replace(a_run(tmp_path, "cut", parallel=Parallel(ulysses=2)), steps=2)
+    cut = a_run(tmp_path, "cut", parallel=Parallel(ulysses=2), **SHORT)
     for said in run_ranks(2, on_disks_of_their_own, cut):
         assert said.startswith("folder: rank 1 ("), said
         assert "does not see what rank 0 writes in run/checkpoints" in said
@@ -319,7 +324,7 @@ def planned(run: RunConfig, layout: Layout) -> None:
     asked: list[Question] = []
     schedule = Schedule(chunk=16 + dist.get_rank(), groups=(1, 2))
     parts = planned_components([schedule], asked=asked)
-    assert loop.train(run, components=parts, reporter=Quiet()).step == STEPS
+    assert loop.train(run, components=parts, reporter=Quiet()).step == run.steps
     assert [question.layout for question in asked] == [layout] * (dist.get_rank() == 0)
     plan = json.loads((Path(run.folder) / "plan.json").read_text())
     assert plan["fields"]["chunk"] == 16  # of rank 0
@@ -353,6 +358,6 @@ def refusals(run: RunConfig) -> list[str]:
 
 
 def test_what_is_refused_and_what_is_done(tmp_path: Path) -> None:
-    run = a_run(tmp_path, "run", parallel=Parallel(ulysses=2))
+    run = a_run(tmp_path, "run", parallel=Parallel(ulysses=2), **SHORT)
     said = run_ranks(2, refusals, run)
     assert said == [["model.path", "optimizer.states", "activation_save_fraction"]] * 2
